@@ -18,7 +18,7 @@ from clustertrain.train.data.text import ByteText
 from clustertrain.train.models.decoder import Decoder
 from clustertrain.train.optim import registry
 from clustertrain.train.optim.lr_schedule import LearningRate
-from clustertrain.train.optim.param_groups import groups_of_whole
+from clustertrain.train.optim.param_groups import groups_for_unsharded
 
 
 class Bare:
@@ -40,8 +40,8 @@ class Bare:
             for block in model.layers.values():
                 fully_shard(block, mp_policy=policy)
             fully_shard(model, mp_policy=policy)
-        groups = groups_of_whole(model, recipe.optim.weight_decay)
-        self._optimizer = torch.optim.AdamW(groups, **registry.options(recipe.optim, text=True, device=device))
+        groups = groups_for_unsharded(model, recipe.optim.weight_decay)
+        self._optimizer = torch.optim.AdamW(groups, **registry.build_options(recipe.optim, is_text=True, device=device))
         self._model: Any = model
         if layout.strategy == "ddp":
             self._model = DistributedDataParallel(model, gradient_as_bucket_view=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.checkpoint_state import Shapes, State, manager_of, rank_state
 from benchmarks.rank_team import Team
-from clustertrain.checkpoint.manager import Saved
+from clustertrain.checkpoint.manager import SaveResult
 
 WIDTH, BATCH = 1024, 128
 LEAST_STEPS = 3  # in a flight that counts
@@ -25,7 +25,7 @@ def step_seconds(team: Team, shapes: Shapes, folder: Path, rounds: int, words: s
     to the commit. A round in which that was too short has none."""
     state = State(shapes)
     training = _Training()
-    committed: list[Saved] = []
+    committed: list[SaveResult] = []
     manager = manager_of(folder, team.own_group(), on_commit=committed.append)
 
     def goes_on() -> bool:
@@ -38,7 +38,7 @@ def step_seconds(team: Team, shapes: Shapes, folder: Path, rounds: int, words: s
         manager.save(n + 1, state.objects, rank_state())
         committed.clear()
         saving = training.steps(goes_on)
-        manager.settle()
+        manager.wait_for_saves()
         if n == 0:
             continue
         if len(saving) >= LEAST_STEPS:

@@ -144,7 +144,7 @@ class Writers:
         watch = Stopwatch(self._team)
         manager.save(step, self._state.objects, rank_state())
         watch.lap("stall")
-        manager.settle()
+        manager.wait_for_saves()
         watch.lap("durable")
         return watch.took()
 

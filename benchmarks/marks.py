@@ -19,9 +19,9 @@ from pathlib import Path
 from benchmarks import measure
 from clustertrain import fsio
 from clustertrain.run import attempts, measured_speed
-from clustertrain.run.goodput import ledger
+from clustertrain.run.goodput import compute_goodput
 from clustertrain.run.run_dir import RunDir
-from clustertrain.train.session.heartbeat import Marks
+from clustertrain.train.session.heartbeat import ProgressReporter
 
 STEPS = 20_000
 ROUNDS = 7
@@ -30,13 +30,13 @@ GOAL_S = 1.0  # of processor time, for what `status` reads
 
 def step_us(folder: Path | None) -> float:
     """Microseconds a step, the least of some rounds: what else the machine does only adds to it."""
-    marks = Marks(folder, 0, 8, lambda: 1.0)
+    marks = ProgressReporter(folder, 0, 8, lambda: 1.0)
     rounds = []
     for _ in range(ROUNDS):
         started = time.perf_counter()
         for i in range(STEPS):
-            marks.step_begins(i)
-            marks.step_ends(i + 1, 0.0, 32_768, 0.001)
+            marks.begin_step(i)
+            marks.end_step(i + 1, 0.0, 32_768, 0.001)
         rounds.append((time.perf_counter() - started) / STEPS * 1e6)
     marks.close()
     return round(min(rounds), 2)
@@ -48,7 +48,7 @@ def long_run(folder: Path, rows: int) -> RunDir:
     for path in (run.events, run.metrics, run.attempt(1).events):
         path.mkdir(parents=True)
     at, t, sums, saves = random.Random(1), 1.79e9, [0.0, 0.0], []
-    with run.metrics_of(1).open("w") as f:
+    with run.metrics_path(1).open("w") as f:
         for step in range(1, rows + 1):
             step_s, wait_s = at.uniform(0.5, 0.55), at.uniform(0, 0.01)
             t += step_s + 0.001
@@ -62,7 +62,7 @@ def long_run(folder: Path, rows: int) -> RunDir:
                     {"t": t + 4, "event": "checkpoint", "t_begin": t, "step": step, "stall_s": 0.5, "save_s": 4}
                 )
                 t += 0.5
-    log = fsio.Appender(run.attempt(1).events_of("rank-0"))
+    log = fsio.JsonlAppender(run.attempt(1).events_path("rank-0"))
     log.append({"t": 1.79e9 - 60, "event": "started", "job_id": "1"})
     log.append({"t": 1.79e9 + 1, "event": "first_step", "t_begin": 1.79e9, "step": 1})
     log.append(*saves)
@@ -90,11 +90,11 @@ def main(argv: list[str] | None = None) -> int:
         result["step_us"] = {"with_beat": step_us(Path(folder)), "without": step_us(None)}
         run = long_run(Path(folder, "run"), rows)
         result["rows"] = rows
-        result["file_mib"] = round(run.metrics_of(1).stat().st_size / 2**20, 1)
-        history = attempts.read_all(run)
+        result["file_mib"] = round(run.metrics_path(1).stat().st_size / 2**20, 1)
+        history = attempts.load_attempts(run)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        result["ledger_cpu_s"] = cpu_s(lambda: ledger(run, history, 0.0, True))
-        result["speed_cpu_s"] = cpu_s(lambda: measured_speed.speed(run, run.attempts()))
+        result["ledger_cpu_s"] = cpu_s(lambda: compute_goodput(run, history, 0.0, True))
+        result["speed_cpu_s"] = cpu_s(lambda: measured_speed.measure_speed(run, run.attempts()))
         result["more_memory_mib"] = round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, 1)
     result["goal_s"] = GOAL_S
     met = result["ledger_cpu_s"] + result["speed_cpu_s"] < GOAL_S

@@ -17,8 +17,8 @@ from clustertrain.telemetry import fields
 from clustertrain.telemetry.readers.gpu_reader import GpuReader
 from clustertrain.telemetry.readers.nvml import Nvml, NvmlError
 from clustertrain.telemetry.readers.nvml_events import GpuEvents
-from clustertrain.telemetry.readers.nvml_gpm import SHORTEST_S
-from clustertrain.telemetry.readers.nvml_queries import GpuCalls
+from clustertrain.telemetry.readers.nvml_gpm import MIN_INTERVAL_S
+from clustertrain.telemetry.readers.nvml_queries import GpuQueries
 
 ROUNDS = 300
 ROUNDS_OF_PAIRS = 30  # each waits for the shortest time between two samples
@@ -53,9 +53,9 @@ def main() -> int:
 
 
 def _measure(nvml: Nvml, device: Any) -> dict[str, Any]:
-    calls = GpuCalls(nvml, device)
+    calls = GpuQueries(nvml, device)
     found = {}
-    for pace, each in calls.calls.items():
+    for pace, each in calls.queries.items():
         for call in each:
             pairs = "sm_activity" in call.fields
             cost = _cost(lambda c=call: c.read(calls.handle(), c.fields), pairs=pairs)
@@ -65,7 +65,7 @@ def _measure(nvml: Nvml, device: Any) -> dict[str, Any]:
     found["poll of events"] = {"pace": fields.FAST, **_cost(events.poll)}
     # A node's worth of readers, after a pause as between two ticks: only the first finds the caches cold.
     readers = [GpuReader(nvml, device) for _ in range(GPUS)]
-    whole = {pace: _cost(lambda p=pace: [r.read(p) for r in readers], pairs=True) for pace in calls.calls}
+    whole = {pace: _cost(lambda p=pace: [r.read(p) for r in readers], pairs=True) for pace in calls.queries}
     busy_us = whole[fields.FAST]["cpu_us"]["median"] / TICK_S + whole[fields.SLOW]["cpu_us"]["median"] / SLOW_S
     return {
         "calls": found,
@@ -81,7 +81,7 @@ def _cost(call: Callable[[], Any], *, pairs: bool = False) -> dict[str, Any]:
     wall, cpu, refused = [], [], None
     for _ in range(ROUNDS_OF_PAIRS if pairs else ROUNDS):
         if pairs:
-            time.sleep(1.1 * SHORTEST_S)
+            time.sleep(1.1 * MIN_INTERVAL_S)
         before, spent = time.perf_counter_ns(), time.thread_time_ns()
         try:
             call()

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import measure, planner_docs
 from benchmarks.measure import CannotRun
 from clustertrain.plan.table import predict
-from clustertrain.plan.table.predict import Prediction
+from clustertrain.plan.table.predict import RowPrediction
 
 TABLE = measure.ROOT.parent / "shared" / "layout-tables.csv"
 SETTING, JUDGING = 0, 1
@@ -32,8 +32,8 @@ NEAR = 0.05
 @dataclass(frozen=True)
 class Case:
     row: Mapping[str, str]
-    found: Prediction
-    calibrated: Prediction
+    found: RowPrediction
+    calibrated: RowPrediction
 
     @property
     def source(self) -> str:
@@ -43,9 +43,9 @@ class Case:
     def half(self) -> int:
         return int(hashlib.sha256(self.source.encode()).hexdigest(), 16) % 2
 
-    def ratio(self, prediction: Prediction) -> float | None:
+    def ratio(self, prediction: RowPrediction) -> float | None:
         """Predicted over measured throughput."""
-        measured, predicted = predict.measured_throughput(self.row, prediction)
+        measured, predicted = predict.compare_throughput(self.row, prediction)
         return predicted / measured if measured and predicted else None
 
     @property
@@ -116,7 +116,7 @@ def throughput(case: Case) -> float | None:
 
 def calibrated_throughput(case: Case) -> float | None:
     """Without the row that set its source's factor."""
-    return None if predict.CALIBRATES in case.calibrated.note else case.ratio(case.calibrated)
+    return None if predict.CALIBRATION_NOTE in case.calibrated.note else case.ratio(case.calibrated)
 
 
 def fits(these: Sequence[Case]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def ranking(these: Sequence[Case]) -> dict[str, Any]:
         layouts = {tuple(c.row[n] for n in _LAYOUT) for c in rows}
         if len(layouts) < SWEEP:
             continue
-        pairs = [predict.measured_throughput(c.row, c.found) for c in rows]
+        pairs = [predict.compare_throughput(c.row, c.found) for c in rows]
         measured, predicted = [float(m or 0) for m, _ in pairs], [float(p or 0) for _, p in pairs]
         best = measured[max(range(len(rows)), key=predicted.__getitem__)]
         found.append(

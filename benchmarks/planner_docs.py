@@ -121,7 +121,7 @@ def _tflops(case: Case) -> tuple[float, float] | None:
     """(published, predicted) in TFLOP/s a GPU, whatever the row's own unit."""
     from clustertrain.plan.table import predict
 
-    measured, predicted = predict.measured_throughput(case.row, case.found)
+    measured, predicted = predict.compare_throughput(case.row, case.found)
     if not measured or not predicted or not case.found.tflops_per_gpu:
         return None
     return case.found.tflops_per_gpu * measured / predicted, case.found.tflops_per_gpu

@@ -17,7 +17,7 @@ from unittest import mock
 from benchmarks import planner
 from clustertrain.plan.cost import collectives, compute
 from clustertrain.plan.table import predict
-from clustertrain.plan.table.rows import Row
+from clustertrain.plan.table.rows import TableRow
 
 FIRST_STEP, LAST_STEP, STAY = 0.25, 0.015, 0.001
 CAPPED = 0.6  # an error counts in full up to here: one odd row must not pull a constant
@@ -34,7 +34,7 @@ Constants = dict[str, float]
 
 @dataclass(frozen=True)
 class Measured:
-    row: Row
+    row: TableRow
     tokens_per_s: float
     weight: float
 
@@ -47,7 +47,7 @@ def rows() -> list[Measured]:
         often[case.source] = often.get(case.source, 0) + 1
     return [
         Measured(
-            predict.completed(case.row),
+            predict.complete_row(case.row),
             (case.found.tokens_per_s_per_gpu or 0.0) / (case.ratio(case.found) or 1.0),
             often[case.source] ** -0.5,
         )
@@ -56,11 +56,11 @@ def rows() -> list[Measured]:
 
 
 def standing(measured: list[Measured]) -> Constants:
-    at = compute.FITTED
+    at = compute.FITTED_CONSTANTS
     found = {f"sustained.{n}": value for n, value in enumerate(at.sustained)}
     found |= {f"low_bits.{n}": value for n, value in enumerate(at.low_bits)}
     found |= {name: getattr(at, name) for name in SHARED} | {name: getattr(collectives, name) for name in NETWORK}
-    for stack in {m.row.stack.name: m.row.stack for m in measured if not m.row.compiled}.values():
+    for stack in {m.row.framework.name: m.row.framework for m in measured if not m.row.compiled}.values():
         found |= {f"{name}.{stack.name}": getattr(stack, name) for name in OF_STACK if getattr(stack, name)}
         if stack.tp_hidden:
             found[f"tp_exposed.{stack.name}"] = 1 - stack.tp_hidden
@@ -69,7 +69,7 @@ def standing(measured: list[Measured]) -> Constants:
 
 def loss(measured: list[Measured], constants: Constants, before: Constants) -> float:
     shared = replace(
-        compute.FITTED,
+        compute.FITTED_CONSTANTS,
         sustained=tuple(constants[f"sustained.{n}"] for n in range(3)),
         low_bits=tuple(constants[f"low_bits.{n}"] for n in range(3)),
         **{name: constants[name] for name in SHARED},
@@ -78,15 +78,15 @@ def loss(measured: list[Measured], constants: Constants, before: Constants) -> f
     with mock.patch.multiple(collectives, **{name: constants[name] for name in NETWORK}):
         for one in measured:
             row = _with(one.row, constants)
-            error = abs(math.log(predict.tokens_per_s(row, predict.step_of(row, shared)) / one.tokens_per_s))
+            error = abs(math.log(predict.tokens_per_s(row, predict.estimate_row_step(row, shared)) / one.tokens_per_s))
             total += one.weight * min(error, CAPPED + 0.1 * error)
             weights += one.weight
     moved = sum(math.log(value / before[name]) ** 2 for name, value in constants.items())
     return total / weights + STAY * moved
 
 
-def _with(row: Row, constants: Constants) -> Row:
-    stack, half = row.stack, 0.5 if row.compiled else 1.0
+def _with(row: TableRow, constants: Constants) -> TableRow:
+    stack, half = row.framework, 0.5 if row.compiled else 1.0
     changes = {
         name: constants[f"{name}.{stack.name}"] * (half if name != "flash" else 1.0)
         for name in OF_STACK
@@ -94,7 +94,7 @@ def _with(row: Row, constants: Constants) -> Row:
     }
     if f"tp_exposed.{stack.name}" in constants:
         changes["tp_hidden"] = 1 - constants[f"tp_exposed.{stack.name}"]
-    return replace(row, stack=replace(stack, **changes))
+    return replace(row, framework=replace(stack, **changes))
 
 
 def fit() -> Constants:

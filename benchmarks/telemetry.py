@@ -127,17 +127,19 @@ def sample(folder: Path, seconds: float) -> dict[str, Any]:
         "gpus": len(sampler.gpus),
         "interval_s": 1.0,
         "wall_s": round(wall, 2),
-        "samples": segment.n,
+        "samples": segment.sample_count,
         "values_a_sample": len(segment.header.fast),
         "cpu_s_per_wall_s": round(cpu / wall, 6),
         # What this machine takes for a thread that wakes once a second and does nothing, and for a sample where the
         # caches are still warm from the one before: between the two lies what no code of ours decides.
         "waking_cpu_s_per_wall_s": round(waking, 6),
-        "cpu_s_a_sample": round(cpu / max(1, segment.n), 6),
+        "cpu_s_a_sample": round(cpu / max(1, segment.sample_count), 6),
         "cpu_s_a_sample_at_10_hz": round(often_cpu / max(1.0, min(seconds, 20.0) / OFTEN_S), 6),
         "memory_mb": round(memory_mb, 1),
         "memory_before_mb": round(before_mb, 1),
-        "bytes_per_sample": round(sum(p.stat().st_size for p in segment.folder.iterdir()) / max(1, segment.n)),
+        "bytes_per_sample": round(
+            sum(p.stat().st_size for p in segment.folder.iterdir()) / max(1, segment.sample_count)
+        ),
     }
 
 

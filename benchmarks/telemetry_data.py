@@ -47,8 +47,8 @@ def header(node: str, gpus: int, first_rank: int, t: float, interval_s: float = 
         cpu_allocated=96,
         memory_total_bytes=2048 * GIB,
         memory_allocated_bytes=1024 * GIB,
-        fast=fields.columns(gpus, ranks, FAST),
-        slow=fields.columns(gpus, ranks, SLOW),
+        fast=fields.column_names(gpus, ranks, FAST),
+        slow=fields.column_names(gpus, ranks, SLOW),
     )
 
 
@@ -108,7 +108,7 @@ class Node:
             rate = np.where(saving, per_s / 40, per_s) * (1 + self._noise(n, 0.03))
             values[name] = np.rint(np.cumsum(rate * interval) / 1024) * 1024  # the counters count KiB
         for name, column in values.items():
-            found[fields.column(f"gpu{i}", name)] = column
+            found[fields.column_name(f"gpu{i}", name)] = column
 
     def _rank(self, found: dict[str, Column], rank: int, d: Column, saving: npt.NDArray[np.bool_]) -> None:
         step = np.floor(d / _STEP_S)
@@ -120,7 +120,7 @@ class Node:
             "data_wait_s": waited,
         }
         for name, column in values.items():
-            found[fields.column(f"rank{rank}", name)] = np.asarray(column, dtype=np.float64)
+            found[fields.column_name(f"rank{rank}", name)] = np.asarray(column, dtype=np.float64)
 
     def _slow(self, found: dict[str, Column], header: Header, d: Column) -> None:
         n, random = len(d), self._random
@@ -129,7 +129,7 @@ class Node:
             values = {"processes": 1.0, "ecc_corrected": 0.0, "ecc_uncorrected": 0.0, "remapped_rows": 0.0}
             values |= {"remap_pending": 0.0, "remap_failed": 0.0, "nvlinks_active": 18.0, "nvlink_errors": 0.0}
             for name, value in values.items():
-                found[fields.column(f"gpu{i}", name)] = np.full(n, value)
+                found[fields.column_name(f"gpu{i}", name)] = np.full(n, value)
             found[f"gpu{i}.pcie_replays"] = np.cumsum(random.random(n) < 1e-4).astype(np.float64)
             found[f"gpu{i}.memory_temperature_c"] = np.rint(72 + self._noise(n, 0.6))
         found["host.cpu"] = 0.062 + np.abs(self._noise(n, 0.004))
@@ -202,7 +202,7 @@ def copy_segment(source: Path, target: Path, of: Header) -> None:
     """A compacted segment for another node: the same figures under the other's header."""
     target.mkdir(parents=True)
     (target / HEADER).write_bytes(msgspec.json.encode(of))
-    sums = totals.load(source)
+    sums = totals.load_totals(source)
     if sums is None:
         raise RuntimeError(f"{source} has no totals")
     sums.columns = of.fast + of.slow

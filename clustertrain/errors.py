@@ -1,22 +1,22 @@
 """The exception tree. Each class knows the exit code that the command line ends with.
 
-ClusterTrainError                1   the command or the run failed
-├── UsageError                   2   an option or argument that cannot be
-├── ConfigError                 78   a recipe, profile or environment that would fail the same way again
-│   ├── EnvironmentNotFit       78   this machine or allocation lacks something
-│   └── Diverged                78   training went wrong, and with the run's seeds and data would do so again
-├── NotFound                     1   a run, checkpoint or file that does not exist
-│   └── Ambiguous                2   a run name that fits several
-├── NotReadable                  1   a file or folder of somebody else's run
-├── SchedulerRefused             1   Slurm said no; its own words are the message
-├── CommandFailed                1   a child process that failed
-├── CheckpointError              1   nothing to restore, or damage
-└── NotOwner                    93   another attempt owns the run
+ClusterTrainError                 1   the command or the run failed
+├── UsageError                    2   an option or argument that cannot be
+├── ConfigError                  78   a recipe, profile or environment that would fail the same way again
+│   ├── UnsuitableEnvironment    78   this machine or allocation lacks something
+│   └── Diverged                 78   training went wrong, and with the run's seeds and data would do so again
+├── NotFound                      1   a run, checkpoint or file that does not exist
+│   └── AmbiguousName             2   a run name that fits several
+├── PermissionDenied              1   a file or folder of somebody else's run
+├── SchedulerError                1   Slurm said no; its own words are the message
+├── CommandFailed                 1   a child process that failed
+├── CheckpointError               1   nothing to restore, or damage
+└── NotOwner                     93   another attempt owns the run
 """
 
 from __future__ import annotations
 
-EXIT_DONE = 0
+EXIT_SUCCESS = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_STOPPED = 75  # stopped on request, state committed (agent and batch)
@@ -46,7 +46,7 @@ class ConfigError(ClusterTrainError):
     exit_code = EXIT_CONFIG
 
 
-class EnvironmentNotFit(ConfigError):
+class UnsuitableEnvironment(ConfigError):
     pass
 
 
@@ -58,15 +58,15 @@ class NotFound(ClusterTrainError):
     pass
 
 
-class Ambiguous(NotFound):
+class AmbiguousName(NotFound):
     exit_code = EXIT_USAGE
 
 
-class NotReadable(ClusterTrainError):
+class PermissionDenied(ClusterTrainError):
     pass
 
 
-class SchedulerRefused(ClusterTrainError):
+class SchedulerError(ClusterTrainError):
     pass
 
 

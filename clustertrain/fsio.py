@@ -29,7 +29,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, mode: int = 0o640, durable: bool = True) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, *, mode: int = 0o640, durable: bool = True) -> Iterator[BinaryIO]:
     """A file beside ``path`` to write into, which takes its place atomically when the block ends well, and goes away
     otherwise. Readers see the old file or the new one, whole. ``durable``: and so do they after a crash."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
@@ -52,7 +52,7 @@ def replacing(path: Path, *, mode: int = 0o640, durable: bool = True) -> Iterato
 
 def write_bytes(path: Path, data: bytes, *, mode: int = 0o640) -> None:
     """Replace ``path`` by ``data`` atomically and durably. Readers see the old file or the new one, whole."""
-    with replacing(path, mode=mode) as f:
+    with atomic_write(path, mode=mode) as f:
         f.write(data)
 
 
@@ -67,24 +67,24 @@ def write_json(path: Path, value: Any) -> None:
 def create_json(path: Path, value: Any) -> bool:
     """Make ``path`` with ``value`` in it, whole and durable; False where it is there already. Of several who do this at
     once, on NFS too, one succeeds. Without hard links, a reader may find the file empty for a moment."""
-    made = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
-    write_json(made, value)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    write_json(temporary, value)
     try:
-        os.link(made, path)
+        os.link(temporary, path)
     except FileExistsError:
         # A client of NFS that got no answer asks again, and is then told that the file is there: the one that it made.
-        return made.stat().st_nlink == 2
+        return temporary.stat().st_nlink == 2
     except OSError as e:
         if e.errno not in _NO_HARD_LINKS:
             raise
-        return _create(path, made.read_bytes())
+        return _create_exclusive(path, temporary.read_bytes())
     finally:
-        made.unlink()
+        temporary.unlink()
     fsync_folder(path.parent)
     return True
 
 
-def _create(path: Path, data: bytes) -> bool:
+def _create_exclusive(path: Path, data: bytes) -> bool:
     """:func:`create_json` without hard links (exFAT, many FUSE file systems, some mounts of CIFS)."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
@@ -114,7 +114,7 @@ def read_json(path: Path) -> Any | None:
         return None
 
 
-def peek_json(path: Path) -> Any | None:
+def poll_json(path: Path) -> Any | None:
     """:func:`read_json` for a file that others may write at any moment, for polling: whatever goes wrong (half a rename
     on NFS, a server that does not answer, a bad line) means that there is nothing new yet.
 
@@ -127,15 +127,15 @@ def peek_json(path: Path) -> Any | None:
         return None
 
 
-class Appender:
+class JsonlAppender:
     """Appends JSON lines to a file that this process alone writes. Each line is one write(2), so readers and a kill
-    never see two halves of different lines; a torn last line is skipped by :func:`read_lines`."""
+    never see two halves of different lines; a torn last line is skipped by :func:`read_jsonl`."""
 
     def __init__(self, path: Path) -> None:
         make_folder(path.parent)
         self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
         # A predecessor that was killed mid-line must not glue its half to our first line.
-        if os.fstat(self._fd).st_size and _last_byte(path) != b"\n":
+        if os.fstat(self._fd).st_size and _read_last_byte(path) != b"\n":
             os.write(self._fd, b"\n")
 
     def append(self, *records: dict[str, Any], sync: bool = False) -> None:
@@ -153,37 +153,37 @@ class Appender:
             self._fd = None
 
 
-def _last_byte(path: Path) -> bytes:
-    with reading.opened(path) as f:
+def _read_last_byte(path: Path) -> bytes:
+    with reading.open_regular(path) as f:
         f.seek(-1, os.SEEK_END)
         return f.read(1)
 
 
-def read_lines(path: Path, limit: int = reading.LINES_BYTES) -> Iterator[dict[str, Any]]:
+def read_jsonl(path: Path, limit: int = reading.MAX_LINES_BYTES) -> Iterator[dict[str, Any]]:
     """The JSON objects of an append-only file. Half a line (a writer killed, or still writing) is skipped, as is what
     lies before the last ``limit`` bytes. Raises reading.UnusableFile for what is no file."""
     with contextlib.suppress(FileNotFoundError):
-        yield from _records(reading.lines(path, limit))
+        yield from _iter_records(reading.iter_lines(path, limit))
 
 
-def last_lines(path: Path, size: int) -> list[dict[str, Any]]:
-    """As :func:`read_lines`, of the last ``size`` bytes; none where the file is missing or unreadable. A first line
+def read_jsonl_tail(path: Path, size: int) -> list[dict[str, Any]]:
+    """As :func:`read_jsonl`, of the last ``size`` bytes; none where the file is missing or unreadable. A first line
     that is cut is skipped."""
     try:
-        return list(_records(reading.lines(path, size)))
+        return list(_iter_records(reading.iter_lines(path, size)))
     except OSError:
         return []
 
 
-def records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+def parse_records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     """The JSON objects among ``lines``; what is torn or something else is left out."""
-    return list(_records(lines))
+    return list(_iter_records(lines))
 
 
-def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def _iter_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(ValueError):
-            record = reading.parse(line.decode(errors="replace"))
+            record = reading.parse_json(line.decode(errors="replace"))
             if isinstance(record, dict):
                 yield record
 
@@ -207,46 +207,46 @@ def claim_folder(path: Path, *, mode: int | None = None) -> bool:
 
     Whatever the umask, it gets ``mode``, or is as open to the group as the folder it is in.
     """
-    wanted = 0o700 | (path.parent.stat().st_mode & 0o050) if mode is None else mode
+    target_mode = 0o700 | (path.parent.stat().st_mode & 0o050) if mode is None else mode
     try:
-        path.mkdir(mode=wanted)
+        path.mkdir(mode=target_mode)
     except FileExistsError:
         return False
-    made = path.stat().st_mode
-    if made & 0o777 != wanted:
-        path.chmod(made & 0o7000 | wanted)  # a site may hand its group down with the setgid bit
+    actual_mode = path.stat().st_mode
+    if actual_mode & 0o777 != target_mode:
+        path.chmod(actual_mode & 0o7000 | target_mode)  # a site may hand its group down with the setgid bit
     return True
 
 
-def name_folder(made: Path, name: Path) -> bool:
-    """Give a folder with something in it, made beside ``name``, that name; False when somebody else's has it. The
+def rename_folder(source: Path, target: Path) -> bool:
+    """Give a folder with something in it, made beside ``target``, that name; False when somebody else's has it. The
     rename is atomic on NFS and Lustre, and whoever sees the folder sees all that is in it."""
-    inode = made.stat().st_ino
+    inode = source.stat().st_ino
     try:
-        made.rename(name)
+        source.rename(target)
     except OSError as e:
         if e.errno in (errno.ENOTEMPTY, errno.EEXIST):
             return False
         # An NFS client that got no answer asks again, and finds that its first request was carried out.
-        if e.errno != errno.ENOENT or not name.is_dir() or name.stat().st_ino != inode:
+        if e.errno != errno.ENOENT or not target.is_dir() or target.stat().st_ino != inode:
             raise
     with contextlib.suppress(OSError):  # it has the name: whoever tried again would meet itself
-        fsync_folder(name.parent)
+        fsync_folder(target.parent)
     return True
 
 
 @contextlib.contextmanager
-def as_open_as(folder: Path) -> Iterator[None]:
+def group_umask(folder: Path) -> Iterator[None]:
     """What is made here, or by a process that is started here, may be read by the group where ``folder`` may."""
-    before = as_open_from_now_on(folder)
+    previous_umask = set_group_umask(folder)
     try:
         yield
     finally:
-        os.umask(before)
+        os.umask(previous_umask)
 
 
-def as_open_from_now_on(folder: Path) -> int:
-    """:func:`as_open_as` for the rest of a process and its children; returns the umask that was."""
-    before = os.umask(0o077)
-    os.umask(before & ~(folder.stat().st_mode & 0o050))
-    return before
+def set_group_umask(folder: Path) -> int:
+    """:func:`group_umask` for the rest of a process and its children; returns the umask that was."""
+    previous_umask = os.umask(0o077)
+    os.umask(previous_umask & ~(folder.stat().st_mode & 0o050))
+    return previous_umask

@@ -18,9 +18,9 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud8
 _NOT_ASCII = re.compile("[^\x00-\x7f]")
 
 
-def printable(text: str, *, but: str = "") -> str:
-    """``text`` with ``\\x1b`` and the like in the place of control characters; those of ``but`` stay."""
-    return _UNSAFE.sub(lambda m: m[0] if m[0] in but else _escape(m[0]), text)
+def printable(text: str, *, keep: str = "") -> str:
+    """``text`` with ``\\x1b`` and the like in the place of control characters; those of ``keep`` stay."""
+    return _UNSAFE.sub(lambda m: m[0] if m[0] in keep else _escape(m[0]), text)
 
 
 def _escape(character: str) -> str:
@@ -32,12 +32,12 @@ def printable_json(document: str, encoding: str | None = None) -> str:
     """JSON with escapes of JSON's own for what JSON allows to stand as it is and a terminal would act on, and for what
     ``encoding`` lacks."""
     document = _UNSAFE.sub(lambda m: f"\\u{ord(m[0]):04x}", document)
-    if _encodable(document, encoding) == document:
+    if _escape_unencodable(document, encoding) == document:
         return document
     return _NOT_ASCII.sub(lambda m: json.dumps(m[0])[1:-1], document)
 
 
-def _encodable(text: str, encoding: str | None) -> str:
+def _escape_unencodable(text: str, encoding: str | None) -> str:
     """``text`` with escapes for what ``encoding`` lacks: a stream of Python's raises there."""
     if encoding is None or text.isascii():
         return text
@@ -45,13 +45,14 @@ def _encodable(text: str, encoding: str | None) -> str:
 
 
 class PrintableStream:
-    """A text stream that shows what is written to it as :func:`printable` does; ``raw`` is the stream itself."""
+    """A text stream that shows what is written to it as :func:`printable` does; ``unwrap_stream`` is the stream
+    itself."""
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw
 
     def write(self, text: str) -> int:
-        return self.raw.write(_encodable(printable(text), self.raw.encoding))
+        return self.raw.write(_escape_unencodable(printable(text), self.raw.encoding))
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -63,18 +64,18 @@ class PrintableStream:
         return getattr(self.raw, name)
 
 
-def raw(stream: IO[str]) -> TextIO:
+def unwrap_stream(stream: IO[str]) -> TextIO:
     """The stream behind a :class:`PrintableStream`, for who sends the terminal commands and escapes text itself."""
     return stream.raw if isinstance(stream, PrintableStream) else cast(TextIO, stream)
 
 
 @contextlib.contextmanager
-def printing_safely() -> Iterator[None]:
+def sanitized_output() -> Iterator[None]:
     """Whatever this process prints in the block goes through :func:`printable`, click's messages as well."""
-    before = sys.stdout, sys.stderr
+    original = sys.stdout, sys.stderr
     # Python has None in the place of one that was closed, `>&-`.
-    sys.stdout, sys.stderr = (cast(TextIO, PrintableStream(stream)) if stream else stream for stream in before)
+    sys.stdout, sys.stderr = (cast(TextIO, PrintableStream(stream)) if stream else stream for stream in original)
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = original

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Completed:
+class CommandResult:
     argv: tuple[str, ...]
     returncode: int
     stdout: str
     stderr: str
 
 
-def python_module(python: str, module: str, *arguments: str) -> list[str]:
+def python_module_argv(python: str, module: str, *arguments: str) -> list[str]:
     """The argument list of ``python -m MODULE``, without the current folder among the places that it imports from:
     a ``torch.py`` that lies there would be run."""
     return [python, "-P", "-m", module, *arguments]
@@ -42,25 +42,25 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     check: bool = True,
-) -> Completed:
+) -> CommandResult:
     """Run a command to its end and return what it printed.
 
     Raises:
         CommandFailed: it is not installed, took longer than ``timeout_s``, or (with ``check``) returned non-zero.
     """
-    words = tuple(os.fspath(a) for a in argv)
+    command = tuple(os.fspath(a) for a in argv)
     try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=timeout_s, env=env, cwd=cwd, check=False
+        process = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, env=env, cwd=cwd, check=False
         )
     except FileNotFoundError as e:
-        raise CommandFailed(f"{words[0]}: command not found", fix=f"install it, or put it on PATH ({e})") from e
+        raise CommandFailed(f"{command[0]}: command not found", fix=f"install it, or put it on PATH ({e})") from e
     except subprocess.TimeoutExpired as e:
-        raise CommandFailed(f"{shlex.join(words)} gave no answer in {timeout_s:g} s") from e
-    result = Completed(words, done.returncode, done.stdout, done.stderr)
-    if check and done.returncode != 0:
-        said = (done.stderr or done.stdout).strip() or "(it printed nothing)"
-        raise CommandFailed(f"{shlex.join(words)} failed with exit code {done.returncode}: {said}")
+        raise CommandFailed(f"{shlex.join(command)} gave no answer in {timeout_s:g} s") from e
+    result = CommandResult(command, process.returncode, process.stdout, process.stderr)
+    if check and process.returncode != 0:
+        output = (process.stderr or process.stdout).strip() or "(it printed nothing)"
+        raise CommandFailed(f"{shlex.join(command)} failed with exit code {process.returncode}: {output}")
     return result
 
 
@@ -72,42 +72,44 @@ def start(
     log: Path | None = None,
     new_session: bool = False,
     ignore_stop_signals: bool = False,
-    hold_input: bool = False,
+    keep_stdin_open: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start a child with no standard input; stdout and stderr are appended to ``log`` (or inherited). With
-    ``hold_input`` its input stays open until the caller closes ``stdin`` of what this returns, or dies.
+    ``keep_stdin_open`` its input stays open until the caller closes ``stdin`` of what this returns, or dies.
 
     With ``ignore_stop_signals`` it starts with TERM, USR1 and USR2 ignored. That survives exec, and keeps a warning
     meant for the agent from killing torchrun and the ranks while they still import. A one-line sh does it, because
     ``preexec_fn`` may deadlock in a process with threads.
     """
-    words = [os.fspath(a) for a in argv]
+    command = [os.fspath(a) for a in argv]
     if ignore_stop_signals:
-        words = ["/bin/sh", "-c", 'trap "" TERM USR1 USR2; exec "$@"', "sh", *words]
-    out = log.open("ab") if log is not None else None
+        command = ["/bin/sh", "-c", 'trap "" TERM USR1 USR2; exec "$@"', "sh", *command]
+    log_file = log.open("ab") if log is not None else None
     try:
         return subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE if hold_input else subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
+            command,
+            stdin=subprocess.PIPE if keep_stdin_open else subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=log_file,
             env=env,
             cwd=cwd,
             start_new_session=new_session,
         )
     finally:
-        if out is not None:
-            out.close()
+        if log_file is not None:
+            log_file.close()
 
 
-def start_telling(argv: Sequence[str], *, env: Mapping[str, str], said: Path) -> subprocess.Popen[bytes]:
-    """Start a child that is listened to: its standard output is a pipe to read, what else it says goes to ``said``. In
-    a session of its own, so that Ctrl-C in the terminal is for its parent to hand on.
+def start_with_stdout_pipe(
+    argv: Sequence[str], *, env: Mapping[str, str], stderr_path: Path
+) -> subprocess.Popen[bytes]:
+    """Start a child that is listened to: its standard output is a pipe to read, what else it says goes to
+    ``stderr_path``. In a session of its own, so that Ctrl-C in the terminal is for its parent to hand on.
 
     Raises:
         CommandFailed: it cannot be started.
     """
-    with said.open("wb") as log:
+    with stderr_path.open("wb") as log:
         try:
             return subprocess.Popen(
                 list(argv),
@@ -121,25 +123,25 @@ def start_telling(argv: Sequence[str], *, env: Mapping[str, str], said: Path) ->
             raise CommandFailed(f"{argv[0]}: {e.strerror or e}", fix="install it, or name another one") from e
 
 
-def tell(argv: Sequence[str], data: bytes, *, timeout_s: float, given_up: Callable[[], bool]) -> None:
+def run_with_stdin(argv: Sequence[str], data: bytes, *, timeout_s: float, should_cancel: Callable[[], bool]) -> None:
     """Run a command with ``data`` on its standard input, in a session of its own. It and what it started are killed
-    when ``timeout_s`` is over, or as soon as ``given_up()`` says so, which then is no error.
+    when ``timeout_s`` is over, or as soon as ``should_cancel()`` says so, which then is no error.
 
     Raises:
         CommandFailed: it could not be started, took too long, or returned non-zero; with the end of what it said.
     """
-    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as given:
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as stdin:
         # Files, not pipes: a command that reads nothing, or leaves a child behind with its output open, blocks nobody.
-        given.write(data)
-        given.seek(0)
+        stdin.write(data)
+        stdin.seek(0)
         try:
-            child = subprocess.Popen(list(argv), stdin=given, stdout=said, stderr=said, start_new_session=True)
+            child = subprocess.Popen(list(argv), stdin=stdin, stdout=output, stderr=output, start_new_session=True)
         except OSError as e:
             raise CommandFailed(f"{argv[0]}: {e.strerror or e}") from e
         deadline = clock.monotonic() + timeout_s
         try:
             while child.poll() is None:
-                if given_up():
+                if should_cancel():
                     return
                 if clock.monotonic() >= deadline:
                     raise CommandFailed(f"{argv[0]} did not end in {timeout_s:g} s")
@@ -151,15 +153,15 @@ def tell(argv: Sequence[str], data: bytes, *, timeout_s: float, given_up: Callab
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         if child.returncode:
-            said.seek(max(0, said.seek(0, os.SEEK_END) - 400))
-            words = said.read().decode(errors="replace").strip() or "it printed nothing"
-            raise CommandFailed(f"{argv[0]} failed with exit code {child.returncode}: {words}")
+            output.seek(max(0, output.seek(0, os.SEEK_END) - 400))
+            message = output.read().decode(errors="replace").strip() or "it printed nothing"
+            raise CommandFailed(f"{argv[0]} failed with exit code {child.returncode}: {message}")
 
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
-def adopt_orphans() -> None:
+def become_subreaper() -> None:
     """Make this process the parent of every descendant whose own parent dies, so that none gets away.
 
     torchrun starts each rank in a session of its own: neither a process group nor a session holds them all.
@@ -167,34 +169,34 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def die_with_parent(pid: int) -> None:
-    """Have the kernel kill this process as soon as its parent ``pid`` is dead. A parent that is killed cannot end what
-    it has started, and torchrun and the ranks would go on with nobody to watch them.
+def set_parent_death_signal(parent_pid: int) -> None:
+    """Have the kernel kill this process as soon as its parent ``parent_pid`` is dead. A parent that is killed cannot
+    end what it has started, and torchrun and the ranks would go on with nobody to watch them.
 
     The parent must have started this process from a thread that lasts, its main thread: the end of that thread counts.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != pid:  # it died before that
+    if os.getppid() != parent_pid:  # it died before that
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def descendants() -> list[psutil.Process]:
+def list_descendants() -> list[psutil.Process]:
     import psutil  # not at the top: it would be half of what `clustertrain status` imports
 
     return psutil.Process().children(recursive=True)
 
 
-def kill_descendants(timeout_s: float = 30.0, *, spare: int | None = None) -> bool:
+def kill_descendants(timeout_s: float = 30.0, *, exclude_pid: int | None = None) -> bool:
     """SIGKILL to everything below this process, until nothing is left or the time is over; whether nothing is left.
-    The process ``spare`` and what is below it stay."""
+    The process ``exclude_pid`` and what is below it stay."""
     import psutil
 
-    def left() -> list[psutil.Process]:
-        kept = _tree(spare) if spare is not None else set()
-        return [child for child in descendants() if child.pid not in kept]
+    def list_remaining() -> list[psutil.Process]:
+        excluded_pids = _list_tree_pids(exclude_pid) if exclude_pid is not None else set()
+        return [child for child in list_descendants() if child.pid not in excluded_pids]
 
     deadline = clock.monotonic() + timeout_s
-    while children := left():
+    while children := list_remaining():
         for child in children:
             send_signal(child, signal.SIGKILL)
         psutil.wait_procs(children, timeout=0.5)
@@ -203,7 +205,7 @@ def kill_descendants(timeout_s: float = 30.0, *, spare: int | None = None) -> bo
     return True
 
 
-def _tree(pid: int) -> set[int]:
+def _list_tree_pids(pid: int) -> set[int]:
     """A process and what is below it; empty where it has ended."""
     import psutil
 
@@ -213,12 +215,12 @@ def _tree(pid: int) -> set[int]:
         return set()
 
 
-def kill_all(child: subprocess.Popen[bytes]) -> None:
+def kill_process_tree(child: subprocess.Popen[bytes]) -> None:
     """SIGKILL to a child that still runs and to all below it. One that hangs in the filesystem is left behind."""
     import psutil
 
     if child.poll() is None:
-        for pid in _tree(child.pid) - {child.pid}:
+        for pid in _list_tree_pids(child.pid) - {child.pid}:
             with contextlib.suppress(psutil.NoSuchProcess):
                 send_signal(psutil.Process(pid), signal.SIGKILL)
         child.kill()
@@ -226,7 +228,7 @@ def kill_all(child: subprocess.Popen[bytes]) -> None:
             child.wait(1.0)
 
 
-def end(child: subprocess.Popen[bytes], timeout_s: float) -> None:
+def terminate(child: subprocess.Popen[bytes], timeout_s: float) -> None:
     """SIGTERM to a child that still runs, and after ``timeout_s`` SIGKILL to it and all below it."""
     import psutil
 
@@ -241,9 +243,9 @@ def end(child: subprocess.Popen[bytes], timeout_s: float) -> None:
             child.wait()
 
 
-def send_signal(process: psutil.Process, number: int) -> None:
+def send_signal(process: psutil.Process, signum: int) -> None:
     """To a process that may have ended meanwhile."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):
-        process.send_signal(number)
+        process.send_signal(signum)

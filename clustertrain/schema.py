@@ -15,55 +15,55 @@ import msgspec
 T = TypeVar("T")
 
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
-_building = threading.Lock()
+_build_lock = threading.Lock()
 # A process forked while another thread builds one would wait for that thread for ever.
-os.register_at_fork(after_in_child=_building._at_fork_reinit)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_build_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 @overload
-def decoder(kind: type[T]) -> msgspec.json.Decoder[T]: ...
+def get_decoder(target_type: type[T]) -> msgspec.json.Decoder[T]: ...
 
 
 @overload
-def decoder(kind: Any) -> msgspec.json.Decoder[Any]: ...  # a union, which is no type to a type checker
+def get_decoder(target_type: Any) -> msgspec.json.Decoder[Any]: ...  # a union, which is no type to a type checker
 
 
-def decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+def get_decoder(target_type: Any) -> msgspec.json.Decoder[Any]:
     """The decoder of JSON of a type, built once."""
-    found = _decoders.get(kind)
-    if found is None:
-        with _building:
-            found = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
-    return found
+    cached = _decoders.get(target_type)
+    if cached is None:
+        with _build_lock:
+            cached = _decoders.setdefault(target_type, msgspec.json.Decoder(target_type))
+    return cached
 
 
 @overload
-def decode(data: bytes | bytearray | memoryview | str, kind: type[T]) -> T: ...
+def decode(data: bytes | bytearray | memoryview | str, target_type: type[T]) -> T: ...
 
 
 @overload
-def decode(data: bytes | bytearray | memoryview | str, kind: Any) -> Any: ...
+def decode(data: bytes | bytearray | memoryview | str, target_type: Any) -> Any: ...
 
 
-def decode(data: bytes | bytearray | memoryview | str, kind: Any) -> Any:
-    """JSON as a ``kind``.
+def decode(data: bytes | bytearray | memoryview | str, target_type: Any) -> Any:
+    """JSON as a ``target_type``.
 
     Raises:
         msgspec.DecodeError: anything else, also what is nested too deep.
     """
     try:
-        return decoder(kind).decode(data)
+        return get_decoder(target_type).decode(data)
     except RecursionError:
         raise msgspec.DecodeError("nested too deep") from None
     except UnicodeDecodeError as e:
         raise msgspec.DecodeError(f"not UTF-8: {e.reason}") from None
 
 
-def convert(value: Any, kind: type[T]) -> T:
-    """Builtins as a ``kind``.
+def convert(value: Any, target_type: type[T]) -> T:
+    """Builtins as a ``target_type``.
 
     Raises:
         msgspec.ValidationError: a key that is missing, a value of another type.
     """
-    decoder(kind)
-    return msgspec.convert(value, type=kind)
+    get_decoder(target_type)
+    return msgspec.convert(value, type=target_type)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from clustertrain.errors import ConfigError
 
-MOST_BYTES = 255  # NAME_MAX of Linux
+MAX_NAME_BYTES = 255  # NAME_MAX of Linux
 
 # Set by the user.
 HOME = "CLUSTERTRAIN_HOME"
@@ -74,13 +74,13 @@ NCCL_CONF_FILE = "NCCL_CONF_FILE"
 # The user binds threads to processors.
 THREAD_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
-_SUBMIT_ONLY_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_")
+_ALLOCATION_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_")
 # A user's defaults for sbatch that say on whose account and where. The others stay behind: sbatch prefers them to the
 # lines of job.sh, so SBATCH_TIMELIMIT, SBATCH_SIGNAL or SBATCH_NO_REQUEUE would undo what the run relies on.
 _SBATCH_DEFAULTS = frozenset({"SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION"})
 # What torchrun sets for its ranks.
 _TORCHRUN_PREFIX = "TORCHELASTIC_"
-_TORCHRUN = frozenset(
+_TORCHRUN_NAMES = frozenset(
     {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
     | {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"}
 )
@@ -88,24 +88,24 @@ _TORCHRUN = frozenset(
 _KEEP = frozenset({"SLURM_CONF", "SLURM_TIME_FORMAT"})
 
 
-def user_path(text: str, what: str) -> Path:
+def expand_user_path(text: str, key: str) -> Path:
     """``text`` with the home folder in place of ``~`` or ``~NAME``.
 
     Raises:
-        ConfigError: there is no such folder, or it can be no path; names ``what``.
+        ConfigError: there is no such folder, or it can be no path; names ``key``.
     """
-    longest = max((len(os.fsencode(part)) for part in text.split("/")), default=0)
-    if longest > MOST_BYTES:
+    longest = max((len(os.fsencode(component)) for component in text.split("/")), default=0)
+    if longest > MAX_NAME_BYTES:
         raise ConfigError(
-            f"{what} = {text[:80]!r}…: a name of {longest} bytes, and filesystems take at most {MOST_BYTES}",
+            f"{key} = {text[:80]!r}…: a name of {longest} bytes, and filesystems take at most {MAX_NAME_BYTES}",
             fix="shorten the name",
         )
     try:
         return Path(text).expanduser()
     except RuntimeError as e:
-        who = text.partition("/")[0]
+        user = text.partition("/")[0]
         raise ConfigError(
-            f"{what} = {text!r}: {who} has no home folder on this machine", fix="write the whole path, from / on"
+            f"{key} = {text!r}: {user} has no home folder on this machine", fix="write the whole path, from / on"
         ) from e
 
 
@@ -113,19 +113,19 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
     """The folder that holds all runs: ``$CLUSTERTRAIN_HOME``, else ``$XDG_DATA_HOME/clustertrain``."""
     explicit = environ.get(HOME)
     if explicit:
-        return user_path(explicit, HOME).absolute()
+        return expand_user_path(explicit, HOME).absolute()
     data = environ.get(XDG_DATA_HOME) or "~/.local/share"
-    return user_path(data, XDG_DATA_HOME).absolute() / "clustertrain"
+    return expand_user_path(data, XDG_DATA_HOME).absolute() / "clustertrain"
 
 
 def profile_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
     """Where cluster profiles are looked for, first match wins."""
-    more = [user_path(p, CLUSTER_PATH) for p in environ.get(CLUSTER_PATH, "").split(":") if p]
-    config = user_path(environ.get(XDG_CONFIG_HOME) or "~/.config", XDG_CONFIG_HOME)
-    return [*more, config / "clustertrain" / "clusters"]
+    extra = [expand_user_path(p, CLUSTER_PATH) for p in environ.get(CLUSTER_PATH, "").split(":") if p]
+    config = expand_user_path(environ.get(XDG_CONFIG_HOME) or "~/.config", XDG_CONFIG_HOME)
+    return [*extra, config / "clustertrain" / "clusters"]
 
 
-def without_allocation(environ: Mapping[str, str]) -> dict[str, str]:
+def strip_allocation_env(environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` without the variables of an enclosing Slurm allocation, run of ours, or rank.
 
     sbatch reads SBATCH_* and some SLURM_* as options: submitting from inside a job would otherwise inherit its memory,
@@ -133,5 +133,5 @@ def without_allocation(environ: Mapping[str, str]) -> dict[str, str]:
     From inside a rank, its node and its number would become those of every agent of the new job.
     """
     keep = _KEEP if SLURM_JOB_ID in environ else _KEEP | _SBATCH_DEFAULTS
-    prefixes, names = (*_SUBMIT_ONLY_PREFIXES, _TORCHRUN_PREFIX), INTERNAL | _TORCHRUN
+    prefixes, names = (*_ALLOCATION_PREFIXES, _TORCHRUN_PREFIX), INTERNAL | _TORCHRUN_NAMES
     return {k: v for k, v in environ.items() if k in keep or not (k.startswith(prefixes) or k in names)}

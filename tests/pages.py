@@ -6,19 +6,19 @@ import numpy as np
 
 from clustertrain.run.goodput import Goodput
 from clustertrain.telemetry.analysis.curves import GPU_CURVES, HOST_CURVES, Curves
-from clustertrain.telemetry.analysis.resample import Matrix, Table
+from clustertrain.telemetry.analysis.resample import CurveTable, Matrix
 from clustertrain.telemetry.report_schema import (
     AttemptSummary,
     GpuSummary,
     HostSummary,
-    Mark,
-    Note,
+    Insight,
     Stats,
     Summary,
     Timeline,
+    TimelineEvent,
+    TimeWindow,
     TrainingSummary,
     Waste,
-    Window,
 )
 
 T0 = 1_790_000_000.0
@@ -37,8 +37,8 @@ def page(nodes: int = 4, gpus: int = 8, hours: float = 24.0, step_s: float = 60.
         assert a.start is not None and a.end is not None
         running |= (t >= a.start) & (t < a.end)
     values = _gpu_values(np.random.default_rng(7), nodes * gpus, points, running, step_s)
-    every = Table(T0, step_s, points, values)
-    hosts = Table(T0, step_s, points, _host_values(nodes, points, running))
+    every = CurveTable(T0, step_s, points, values)
+    hosts = CurveTable(T0, step_s, points, _host_values(nodes, points, running))
     by_node = {k: np.nanmean(m[:, running].reshape(nodes, gpus, -1), axis=1) for k, m in values.items()}
     node_values = {k: np.full((nodes, points), np.nan) for k in values}
     for k, m in by_node.items():
@@ -52,11 +52,11 @@ def page(nodes: int = 4, gpus: int = 8, hours: float = 24.0, step_s: float = 60.
         gpus=every,
         chosen=list(range(nodes * gpus)),
         heat=every,
-        overall=Table(T0, step_s, points, overall),
-        nodes=Table(T0, step_s, points, node_values),
+        overall=CurveTable(T0, step_s, points, overall),
+        nodes=CurveTable(T0, step_s, points, node_values),
         hosts=hosts,
         node_names=names,
-        training=Table(T0, step_s, points, _training_values(points, running)),
+        training=CurveTable(T0, step_s, points, _training_values(points, running)),
         source="Each point is the mean of 1 min.",
         choice=None,
     )
@@ -68,24 +68,24 @@ def _attempts(names: list[str], gpus: int, hours: float) -> list[AttemptSummary]
     row = HOT % (len(names) * gpus)
     hot = f"GPU {row % gpus} of {names[row // gpus]}"
     first = [
-        Mark(T0 + 300, "first_step", "step 0 of 60,000"),
-        *[Mark(T0 + k * h, "checkpoint", f"step {k * 2500:,}, 38 s", T0 + k * h + 38) for k in range(1, 10)],
-        *[Mark(T0 + k * h, "evaluation", f"step {k * 2500:,}, 5 min", T0 + k * h + 300) for k in (3.5, 7.5)],
-        Mark(T0 + 9.4 * h, "signal", "SIGTERM: preempted by Slurm"),
-        Mark(T0 + 9.42 * h, "stop_agreed", "at step 23,514, with a checkpoint"),
+        TimelineEvent(T0 + 300, "first_step", "step 0 of 60,000"),
+        *[TimelineEvent(T0 + k * h, "checkpoint", f"step {k * 2500:,}, 38 s", T0 + k * h + 38) for k in range(1, 10)],
+        *[TimelineEvent(T0 + k * h, "evaluation", f"step {k * 2500:,}, 5 min", T0 + k * h + 300) for k in (3.5, 7.5)],
+        TimelineEvent(T0 + 9.4 * h, "signal", "SIGTERM: preempted by Slurm"),
+        TimelineEvent(T0 + 9.42 * h, "stop_agreed", "at step 23,514, with a checkpoint"),
     ]
     second = [
-        Mark(T0 + 10.6 * h, "restored", "step 23,514 in 41 s", T0 + 10.6 * h + 41),
-        Mark(T0 + 10.7 * h, "first_step", "step 23,515"),
-        *[Mark(T0 + k * h, "checkpoint", f"step {k * 2400:,}, 38 s", T0 + k * h + 38) for k in range(12, 24)],
-        *[Mark(T0 + k * h, "evaluation", f"step {k * 2400:,}, 5 min", T0 + k * h + 300) for k in (13.5, 18.5)],
-        Mark(T0 + 16.2 * h, "alert", f"{hot} is hot: 88 °C"),
-        Mark(T0 + 20.1 * h, "xid", f"Xid 94 on {hot}"),
+        TimelineEvent(T0 + 10.6 * h, "restored", "step 23,514 in 41 s", T0 + 10.6 * h + 41),
+        TimelineEvent(T0 + 10.7 * h, "first_step", "step 23,515"),
+        *[TimelineEvent(T0 + k * h, "checkpoint", f"step {k * 2400:,}, 38 s", T0 + k * h + 38) for k in range(12, 24)],
+        *[TimelineEvent(T0 + k * h, "evaluation", f"step {k * 2400:,}, 5 min", T0 + k * h + 300) for k in (13.5, 18.5)],
+        TimelineEvent(T0 + 16.2 * h, "alert", f"{hot} is hot: 88 °C"),
+        TimelineEvent(T0 + 20.1 * h, "xid", f"Xid 94 on {hot}"),
     ]
     start, end = (T0, T0 + 10.5 * h), (T0 + 9.45 * h, T0 + 24 * h)
     return [
-        AttemptSummary(1, "8812", Window(start[0], end[0]), names, start[0], end[0], "preempted", first),
-        AttemptSummary(2, "8812", Window(start[1], end[1]), names, start[1], end[1], "completed", second),
+        AttemptSummary(1, "8812", TimeWindow(start[0], end[0]), names, start[0], end[0], "preempted", first),
+        AttemptSummary(2, "8812", TimeWindow(start[1], end[1]), names, start[1], end[1], "completed", second),
     ]
 
 
@@ -189,7 +189,7 @@ def _summary(
     ]
     idle, hot, slow = (found[row % len(found)] for row in (IDLE, HOT, SLOW))
     notes = [
-        Note(
+        Insight(
             severity="critical",
             code="gpu_unused",
             text=f"GPU {idle.index} of {idle.node} (rank {idle.ranks[0]}, {idle.uuid}) was not used: 0 % all day.",
@@ -198,7 +198,7 @@ def _summary(
             uuid=idle.uuid,
             rank=idle.ranks[0],
         ),
-        Note(
+        Insight(
             severity="warning",
             code="throttled",
             text=f"GPU {hot.index} of {hot.node} was held down by heat in 38 % of its samples.",
@@ -207,7 +207,7 @@ def _summary(
             uuid=hot.uuid,
             rank=hot.ranks[0],
         ),
-        Note(
+        Insight(
             severity="warning",
             code="straggler",
             text=f"Rank {slow.ranks[0]} on GPU {slow.index} of {slow.node} is 14 % slower than the median.",
@@ -216,7 +216,7 @@ def _summary(
             uuid=slow.uuid,
             rank=slow.ranks[0],
         ),
-        Note(severity="info", code="memory", text="Host memory: 412 of 1,024 GiB used.", fix="--mem 500G is enough"),
+        Insight(severity="info", code="memory", text="Host memory: 412 of 1,024 GiB used.", fix="--mem 500G is enough"),
     ]
     h = 3600 * hours / 24
     goodput = Goodput(wall_s=24.5 * h, queue_s=1.55 * h, startup_s=0.2 * h, restore_s=0.05 * h, repeated_s=0.0)
@@ -227,7 +227,7 @@ def _summary(
     return Summary(
         run="llama-8b-pretrain-k3v7xq",
         job_id="8812",
-        window=Window(T0, T0 + 24 * h),
+        window=TimeWindow(T0, T0 + 24 * h),
         coverage=0.9975,
         attempts=attempts,
         gpus=found,

@@ -15,7 +15,7 @@ from unittest import mock
 from clustertrain import clock
 from clustertrain.cli.jobs import status_json
 from clustertrain.run.run_dir import RunDir
-from clustertrain.scheduler.run_status import look
+from clustertrain.scheduler.run_status import run_status
 
 POLL_S = 0.4
 # A shell has its background jobs ignore SIGINT, and a test run may be one of them.
@@ -65,7 +65,7 @@ class Run:
     def glance(self) -> dict[str, Any]:
         """What `status` says, without a process for it: polling would take a quarter of a core from the ranks."""
         with mock.patch.dict(os.environ, self.env, clear=True):
-            return status_json(look(RunDir(self.path)))
+            return status_json(run_status(RunDir(self.path)))
 
     def endings(self) -> list[str]:
         return [a["state"] for a in self.status()["attempts"]]

@@ -22,16 +22,16 @@ from clustertrain.run import attempts, endings
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import AttemptDir, RunDir
-from clustertrain.run.stop_lead_time import first_lead_s, lead_s
+from clustertrain.run.stop_lead_time import compute_lead_s, load_planned_lead_s
 from clustertrain.scheduler.backend import COMPLETING, PENDING, Backend, JobStart, JobView
 
-NO_ANSWER_S = 120.0
+SCHEDULER_TIMEOUT_S = 120.0
 RECORD_S = 60.0  # for an attempt's record to be seen here: an NFS client may believe so long that there is none
 COMPLETING_S = 120.0  # for the job of an open attempt to leave COMPLETING
 
 
 @dataclass(frozen=True)
-class Identity:
+class JobIdentity:
     """Which start of which job this process is."""
 
     job_id: str
@@ -48,166 +48,168 @@ class Claim:
     deadline: Deadline
 
 
-def identify(environ: Mapping[str, str], backend: Backend) -> Identity:
+def identify_job(environ: Mapping[str, str], backend: Backend) -> JobIdentity:
     """Raises ClusterTrainError when this is no job of the backend."""
-    job_id = backend.own_job_id(environ)
+    job_id = backend.current_job_id(environ)
     if job_id is None:
         raise ClusterTrainError("not inside a job", fix="submit the run with `clustertrain submit`")
-    view = _patiently(backend, job_id)
+    view = _query_with_retries(backend, job_id)
     # Slurm leaves SLURM_RESTART_COUNT unset at the first start.
     restart = int(environ.get(settings.SLURM_RESTART_COUNT) or (view.restarts if view else 0))
     end_time = view.end_time if view else None
-    return Identity(job_id=job_id, restart=restart, nodes=backend.own_nodes(environ), end_time=end_time)
+    return JobIdentity(job_id=job_id, restart=restart, nodes=backend.current_nodes(environ), end_time=end_time)
 
 
-def _patiently(backend: Backend, job_id: str) -> JobView | None:
+def _query_with_retries(backend: Backend, job_id: str) -> JobView | None:
     """The scheduler's view of this very job. No answer for two minutes is taken for "no time limit known": the job
     runs, so there is no reason to end it; the end time is asked for again while it does."""
-    found: dict[str, JobView] = {}
+    jobs: dict[str, JobView] = {}
 
-    def answered() -> bool:
+    def try_query() -> bool:
         try:
-            found.update(backend.views([job_id]))
+            jobs.update(backend.query_jobs([job_id]))
         except CommandFailed:
             return False
         return True
 
-    clock.wait_until(answered, NO_ANSWER_S, 5.0)
-    return found.get(job_id)
+    clock.wait_until(try_query, SCHEDULER_TIMEOUT_S, 5.0)
+    return jobs.get(job_id)
 
 
-def claim(run: RunDir, me: Identity, backend: Backend) -> Claim:
+def claim_attempt(run: RunDir, identity: JobIdentity, backend: Backend) -> Claim:
     """Claim the next attempt, and close those that were left open before it.
 
     Raises:
         NotOwner: the run was cancelled, is complete, or another job holds it.
     """
-    made, deadline = _furnish(run, me)
-    beaten_to: list[int] = []
+    staging_dir, deadline = _build_attempt_folder(run, identity)
+    taken_numbers: list[int] = []
     try:
         while True:
-            earlier = _read(run, beaten_to)
-            _refuse_ended(run, earlier)
-            left_open = [a for a in earlier if a.ending is None]
-            for attempt in left_open:
-                _see_its_end(run, attempt, me, backend)
-            mine = run.attempt(max((a.n for a in earlier), default=0) + 1)
-            if fsio.name_folder(made, mine.path):
+            history = _read_attempts(run, taken_numbers)
+            _check_not_ended(run, history)
+            open_attempts = [a for a in history if a.ending is None]
+            for attempt in open_attempts:
+                _check_attempt_over(run, attempt, identity, backend)
+            new_attempt = run.attempt(max((a.n for a in history), default=0) + 1)
+            if fsio.rename_folder(staging_dir, new_attempt.path):
                 break
-            beaten_to.append(mine.n)
+            taken_numbers.append(new_attempt.n)
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(staging_dir, ignore_errors=True)
         raise
     # By the owner alone: a closing names the job that goes on with the run.
-    for attempt in left_open:
-        _close(run, attempt, me, backend)
-    return Claim(attempt=mine, job_id=me.job_id, nodes=me.nodes, deadline=deadline)
+    for attempt in open_attempts:
+        _close_attempt(run, attempt, identity, backend)
+    return Claim(attempt=new_attempt, job_id=identity.job_id, nodes=identity.nodes, deadline=deadline)
 
 
-def _read(run: RunDir, beaten_to: Sequence[int]) -> list[Attempt]:
+def _read_attempts(run: RunDir, taken_numbers: Sequence[int]) -> list[Attempt]:
     """All attempts, oldest first, with those that are known to be there though an NFS client may not list them yet."""
-    listed = attempts.read_all(run)
-    unlisted = set(beaten_to) - {a.n for a in listed}
-    found = sorted([*listed, *(attempts.read_one(run, run.attempt(n)) for n in unlisted)], key=lambda a: a.n)
-    return [a if a.job_id or a.ending is not None else _recorded(run, a.n, beaten_to) for a in found]
+    listed = attempts.load_attempts(run)
+    unlisted = set(taken_numbers) - {a.n for a in listed}
+    history = sorted([*listed, *(attempts.load_attempt(run, run.attempt(n)) for n in unlisted)], key=lambda a: a.n)
+    return [a if a.job_id or a.ending is not None else _wait_for_record(run, a.n, taken_numbers) for a in history]
 
 
-def _recorded(run: RunDir, n: int, beaten_to: Sequence[int]) -> Attempt:
+def _wait_for_record(run: RunDir, n: int, taken_numbers: Sequence[int]) -> Attempt:
     """An attempt whose record could not be read a moment ago. One for good without is damaged, and holds nothing.
 
     Raises:
         NotOwner: it was claimed just now, and who claimed it cannot be read.
     """
     record = run.attempt(n).record
-    if not clock.wait_until(lambda: fsio.peek_json(record) is not None, RECORD_S) and n in beaten_to:
+    if not clock.wait_until(lambda: fsio.poll_json(record) is not None, RECORD_S) and n in taken_numbers:
         raise NotOwner(f"attempt {n} of {run.id} was claimed just now, and its record cannot be read: {record}")
-    return attempts.read_one(run, run.attempt(n))
+    return attempts.load_attempt(run, run.attempt(n))
 
 
-def _refuse_ended(run: RunDir, history: Sequence[Attempt]) -> None:
-    if run.cancelled.exists():
+def _check_not_ended(run: RunDir, history: Sequence[Attempt]) -> None:
+    if run.cancel_marker.exists():
         raise NotOwner(f"{run.id} was cancelled")
     if history and history[-1].ending == endings.COMPLETED:
         raise NotOwner(f"{run.id} is complete")
 
 
-def _see_its_end(run: RunDir, attempt: Attempt, me: Identity, backend: Backend) -> None:
-    if attempt.job_id and attempt.job_id != me.job_id:
+def _check_attempt_over(run: RunDir, attempt: Attempt, identity: JobIdentity, backend: Backend) -> None:
+    if attempt.job_id and attempt.job_id != identity.job_id:
         _wait_for_end(run, attempt, backend)
-    elif attempt.job_id and attempt.restart >= me.restart:
-        raise NotOwner(f"attempt {attempt.n} of {run.id} belongs to this very start of job {me.job_id}")
+    elif attempt.job_id and attempt.restart >= identity.restart:
+        raise NotOwner(f"attempt {attempt.n} of {run.id} belongs to this very start of job {identity.job_id}")
 
 
-def _close(run: RunDir, attempt: Attempt, me: Identity, backend: Backend) -> None:
-    start = _accounted(attempt, backend)
-    ending = endings.of_scheduler(start.state) if start else endings.UNKNOWN
-    words = f"the scheduler says {start.state}" if start else "the scheduler remembers nothing of it"
-    log = EventLog(run.attempt(attempt.n).events_of(f"closed-by-{me.job_id}-{me.restart}"))
+def _close_attempt(run: RunDir, attempt: Attempt, identity: JobIdentity, backend: Backend) -> None:
+    start = _find_job_start(attempt, backend)
+    ending = endings.from_scheduler_state(start.state) if start else endings.UNKNOWN
+    explanation = f"the scheduler says {start.state}" if start else "the scheduler remembers nothing of it"
+    log = EventLog(run.attempt(attempt.n).events_path(f"closed-by-{identity.job_id}-{identity.restart}"))
     log.write(
         "ended",
         ending=ending,
-        reason=f"ended without a word of its own; {words}",
+        reason=f"ended without a word of its own; {explanation}",
         last_step=attempt.last_step,
         job_id=attempt.job_id,
         at=start.end if start and start.end else None,
         lost_nodes=[],
     )
-    log.write("requeued", how="slurm" if attempt.job_id == me.job_id else "resubmit", job_id=me.job_id)
+    log.write("requeued", how="slurm" if attempt.job_id == identity.job_id else "resubmit", job_id=identity.job_id)
     log.close()
 
 
 def _wait_for_end(run: RunDir, attempt: Attempt, backend: Backend) -> None:
     """Another job's attempt is open: fine when that job is over or back in the queue, else the run is not ours."""
 
-    def busy() -> str | None:
+    def busy_state() -> str | None:
         try:
-            view = backend.views([attempt.job_id]).get(attempt.job_id)
+            view = backend.query_jobs([attempt.job_id]).get(attempt.job_id)
         except CommandFailed:
             return COMPLETING  # no answer: not known to be over
-        return view.state if view is not None and view.alive and view.state != PENDING else None
+        return view.state if view is not None and view.is_alive and view.state != PENDING else None
 
-    def over() -> bool:
-        state = busy()
+    def is_over() -> bool:
+        state = busy_state()
         if state is not None and state != COMPLETING:
             raise NotOwner(f"attempt {attempt.n} of {run.id} is held by job {attempt.job_id}, which is {state}")
         return state is None
 
-    if not clock.wait_until(over, COMPLETING_S, 1.0):
+    if not clock.wait_until(is_over, COMPLETING_S, 1.0):
         raise NotOwner(f"job {attempt.job_id}, which holds attempt {attempt.n} of {run.id}, does not end")
 
 
-def _accounted(attempt: Attempt, backend: Backend) -> JobStart | None:
+def _find_job_start(attempt: Attempt, backend: Backend) -> JobStart | None:
     """The accounting row of that very start: the one that began nearest to it."""
     if not attempt.job_id:
         return None
     try:
-        rows = [s for s in backend.starts(attempt.job_id) if s.start is not None]
+        rows = [s for s in backend.list_starts(attempt.job_id) if s.start is not None]
     except ClusterTrainError:
         return None  # no accounting: unknown stays unknown
     if not rows or attempt.start is None:
         return None
-    began = attempt.start
-    return min(rows, key=lambda s: abs((s.start or 0.0) - began))
+    started_at = attempt.start
+    return min(rows, key=lambda s: abs((s.start or 0.0) - started_at))
 
 
-def _furnish(run: RunDir, me: Identity) -> tuple[Path, Deadline]:
+def _build_attempt_folder(run: RunDir, identity: JobIdentity) -> tuple[Path, Deadline]:
     """The folder of an attempt as it begins, under a name that is none of an attempt."""
-    made = run.attempts_folder / f".claim-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    fsio.claim_folder(made)
-    attempt = AttemptDir(made, 0)
+    staging_dir = run.attempts_folder / f".claim-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    fsio.claim_folder(staging_dir)
+    attempt = AttemptDir(staging_dir, 0)
     record = {
-        "job_id": me.job_id,
-        "restart": me.restart,
+        "job_id": identity.job_id,
+        "restart": identity.restart,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "nodes": list(me.nodes),
+        "nodes": list(identity.nodes),
         "t": clock.now(),
     }
     fsio.write_json(attempt.record, record)
-    allocation_s = me.end_time - clock.now() if me.end_time is not None else None
-    deadline = Deadline(end_time=me.end_time, lead_s=lead_s(run, allocation_s), signal_lead_s=first_lead_s(run))
+    allocation_s = identity.end_time - clock.now() if identity.end_time is not None else None
+    deadline = Deadline(
+        end_time=identity.end_time, lead_s=compute_lead_s(run, allocation_s), signal_lead_s=load_planned_lead_s(run)
+    )
     for folder in (attempt.events, attempt.results, attempt.logs, attempt.telemetry):
         fsio.claim_folder(folder)
     fsio.write_text(attempt.nonce, secrets.token_hex(16))
     deadlines.write(attempt.deadline, deadline)
-    return made, deadline
+    return staging_dir, deadline

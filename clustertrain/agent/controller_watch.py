@@ -11,7 +11,7 @@ import socket
 import psutil
 
 from clustertrain import clock, fsio, settings
-from clustertrain.agent.node_context import Place
+from clustertrain.agent.node_context import NodeContext
 from clustertrain.errors import ClusterTrainError, CommandFailed
 from clustertrain.run import endings, events
 from clustertrain.run.events import EventLog
@@ -19,26 +19,26 @@ from clustertrain.scheduler.backend import RUNNING
 from clustertrain.scheduler.slurm import SlurmBackend
 
 RETRY_S = 1.0
-NO_ANSWER_S = 600.0  # as in sequel
+SCHEDULER_TIMEOUT_S = 600.0  # as in sequel
 # Slurm's reasons for a job whose batch script failed. There is none for a job that was cancelled.
 _BATCH_FAILED = ("JobLaunchFailure", "RaisedSignal", "NonZeroExitCode", "OutOfMemory")
 
 
-class BatchWatch:
+class ControllerWatch:
     """Looks after the batch process where it can be seen: from its own host, outside a PID namespace of a container."""
 
-    def __init__(self, place: Place, log: EventLog) -> None:
-        self._run, self._attempt, self._log = place.run, place.attempt, log
+    def __init__(self, context: NodeContext, log: EventLog) -> None:
+        self._run, self._attempt, self._log = context.run, context.attempt, log
         self._backend = SlurmBackend()
-        self._job_id = self._backend.own_job_id(place.environ)
-        self._process = self._batch(place)
+        self._job_id = self._backend.current_job_id(context.environ)
+        self._process = self._find_controller(context)
         self.settled = False
 
-    def _batch(self, place: Place) -> psutil.Process | None:
-        local = settings.LOCAL_JOB in place.environ
-        if place.node_rank != 0 or local or self._job_id is None or shutil.which("scontrol") is None:
+    def _find_controller(self, context: NodeContext) -> psutil.Process | None:
+        local = settings.LOCAL_JOB in context.environ
+        if context.node_rank != 0 or local or self._job_id is None or shutil.which("scontrol") is None:
             return None
-        record = fsio.peek_json(self._attempt.record) or {}
+        record = fsio.poll_json(self._attempt.record) or {}
         with contextlib.suppress(psutil.Error, KeyError, ValueError, TypeError):
             process = psutil.Process(record["pid"])
             # In another PID namespace the number may be anybody's.
@@ -46,35 +46,37 @@ class BatchWatch:
                 return process
         return None
 
-    def gone(self) -> bool:
+    def is_gone(self) -> bool:
         """The batch process has been there and is not any more."""
         return self._process is not None and not self._process.is_running()
 
-    def stop_others(self) -> None:
+    def stop_other_nodes(self) -> None:
         """In its place: with slurmctld away no signal tells the other nodes."""
         with contextlib.suppress(OSError):
-            fsio.write_json(self._attempt.stop, {"why": "the batch process was killed", "t": clock.now()})
+            fsio.write_json(self._attempt.stop_request, {"why": "the batch process was killed", "t": clock.now()})
 
-    def settle(self, patience_s: float = 0.0) -> None:
-        """Ask for the requeue, again for ``patience_s`` while Slurm gives no answer or has not noticed."""
-        deadline = clock.monotonic() + patience_s
+    def ensure_requeued(self, timeout_s: float = 0.0) -> None:
+        """Ask for the requeue, again for ``timeout_s`` while Slurm gives no answer or has not noticed."""
+        deadline = clock.monotonic() + timeout_s
         while not self.settled:
-            self.settled = self._decided() or self._ask()
+            self.settled = self._is_decided() or self._try_requeue()
             if clock.monotonic() >= deadline:
                 return
             clock.sleep(RETRY_S)
 
-    def _decided(self) -> bool:
+    def _is_decided(self) -> bool:
         """By the owner, by a newer attempt, or by the batch process before it ended."""
         with contextlib.suppress(OSError):
-            if self._run.newer_attempt(self._attempt.n) is not None:
+            if self._run.find_newer_attempt(self._attempt.n) is not None:
                 return True
-        return self._run.cancelled.exists() or events.last(events.of_attempt(self._attempt), "ended") is not None
+        return (
+            self._run.cancel_marker.exists() or events.find_last(events.for_attempt(self._attempt), "ended") is not None
+        )
 
-    def _ask(self) -> bool:
+    def _try_requeue(self) -> bool:
         job_id = str(self._job_id)
         try:
-            view = self._backend.views([job_id]).get(job_id)
+            view = self._backend.query_jobs([job_id]).get(job_id)
             if view is not None and view.state == RUNNING:
                 return False
             if view is None or not view.reason.startswith(_BATCH_FAILED):

@@ -22,20 +22,20 @@ class Deadline:
     lead_s: float  # when the ranks are to be told, from what was measured
     signal_lead_s: float  # when Slurm was asked to warn; fixed when the job was submitted
 
-    def due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         """Time to tell the ranks."""
         return self.end_time is not None and now >= self.end_time - self.lead_s
 
-    def explains(self, signals: Sequence[str], now: float) -> bool:
-        """Whether these signals may all be Slurm's early warning, with time left to train until :meth:`due`.
+    def is_limit_warning(self, signals: Sequence[str], now: float) -> bool:
+        """Whether these signals may all be Slurm's early warning, with time left to train until :meth:`is_due`.
 
         Stopping at it would give away up to a minute and the lead of every allocation, and all of a short one.
         """
-        if self.end_time is None or self.due(now):
+        if self.end_time is None or self.is_due(now):
             return False
         return set(signals) == {LIMIT_SIGNAL} and now >= self.end_time - self.signal_lead_s - SIGNAL_EARLY_S
 
-    def lead_of(self, sources: Iterable[str]) -> float:
+    def lead_for_sources(self, sources: Iterable[str]) -> float:
         """How long before the end those who asked to stop may have done so because of it. With an end that was moved
         forward, Slurm's warning comes before batch knows of the new one."""
         signals = {s for s in sources if s.startswith("signal:")}
@@ -46,6 +46,6 @@ def write(path: Path, deadline: Deadline) -> None:
     fsio.write_json(path, asdict(deadline))
 
 
-def read(path: Path) -> Deadline | None:
-    value = fsio.peek_json(path)
+def load(path: Path) -> Deadline | None:
+    value = fsio.poll_json(path)
     return Deadline(**value) if value is not None else None

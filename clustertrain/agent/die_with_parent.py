@@ -12,7 +12,7 @@ from clustertrain import proc, settings
 
 def main() -> None:
     parent, module, *args = sys.argv[1:]
-    proc.die_with_parent(int(parent))
+    proc.set_parent_death_signal(int(parent))
     os.environ[settings.LAUNCHER_PID] = str(os.getpid())
     sys.argv = [module, *args]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

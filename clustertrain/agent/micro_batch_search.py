@@ -15,40 +15,42 @@ from pathlib import Path
 
 from clustertrain import clock, proc, schema, settings
 from clustertrain.agent import scratch_run
-from clustertrain.agent.node_result import NodeResult, Seen, judge, read_ranks
-from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError, EnvironmentNotFit, UsageError
+from clustertrain.agent.node_result import NodeResult, RankObservations, build_node_result, read_rank_records
+from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError, UnsuitableEnvironment, UsageError
 from clustertrain.plan.cost.memory import GIB
 from clustertrain.plan.layout import Batch
-from clustertrain.plan.request import ASSUMED_CPU_GIB
+from clustertrain.plan.request import DEFAULT_CPU_GIB
 from clustertrain.plan.search import micro_batch as trials
-from clustertrain.plan.search.micro_batch import Measured, Search, Trial
+from clustertrain.plan.search.micro_batch import Trial, TrialMeasurement, TrialSearch
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler import rendezvous, torchrun
 from clustertrain.submit.preflight import data
-from clustertrain.submit.request import Prepared
+from clustertrain.submit.request import PreparedRun
 
 POLL_S = 0.1
 TRIAL_TIMEOUT_S = 900.0
 # NCCL and cuBLAS say it in words of their own, under errors of another kind.
-_MEMORY = ("out of memory", "cublas_status_alloc_failed")
-_FIRST_WAS_KILLED = re.compile(r"Root Cause.*?exitcode\s*: -9\b", re.DOTALL)
+_OOM_MESSAGES = ("out of memory", "cublas_status_alloc_failed")
+_ROOT_CAUSE_SIGKILL = re.compile(r"Root Cause.*?exitcode\s*: -9\b", re.DOTALL)
 
 
 @dataclass
-class Found:
-    """``stands_for`` says how the trials relate to the plan; ``failed`` is the error, not one of memory, that ended the
+class MicroBatchSearchResult:
+    """``description`` says how the trials relate to the plan; ``error`` is the error, not one of memory, that ended the
     search early."""
 
-    stands_for: str
+    description: str
     trials: list[Trial] = field(default_factory=list)
-    failed: ClusterTrainError | None = None
+    error: ClusterTrainError | None = None
 
     @property
-    def advised(self) -> Trial | None:
-        return trials.advised(self.trials)
+    def recommended(self) -> Trial | None:
+        return trials.best_trial(self.trials)
 
 
-def find_micro_batch(prepared: Prepared, tell: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> Found:
+def find_micro_batch(
+    prepared: PreparedRun, on_progress: Callable[[str], None], environ: Mapping[str, str] = os.environ
+) -> MicroBatchSearchResult:
     """Try growing micro-batches on the ranks of this machine. Ends all processes that it has started, also on Ctrl-C,
     SIGTERM and SIGHUP, which leave as KeyboardInterrupt.
 
@@ -59,33 +61,33 @@ def find_micro_batch(prepared: Prepared, tell: Callable[[str], None], environ: M
         UsageError, ConfigError: before the first trial: a script, no allocation here, no data, a layout that this
             machine's ranks cannot stand for.
     """
-    spec, chosen = prepared.spec, prepared.plan
-    ranks = _ranks_here(prepared, environ)
-    search, words = trials.search(chosen, spec.recipe, ranks)
-    note = data.check(prepared)
+    spec, plan = prepared.spec, prepared.plan
+    ranks = _local_world_size(prepared, environ)
+    search, description = trials.build_trial_search(plan, spec.recipe, ranks)
+    note = data.check_data(prepared)
     if note:
-        tell(f"note: {note}")
-    found = Found(words)
-    tell(f"on {words}")
+        on_progress(f"note: {note}")
+    result = MicroBatchSearchResult(description)
+    on_progress(f"on {description}")
     with scratch_run.interruptible():
-        while (micro_batch := search.following(found.trials)) is not None:
-            tell(f"micro_batch {micro_batch} ...")
-            split = search.batch(micro_batch, spec.recipe.tokens_per_sample)
+        while (micro_batch := search.next_micro_batch(result.trials)) is not None:
+            on_progress(f"micro_batch {micro_batch} ...")
+            split = search.build_batch(micro_batch, spec.recipe.tokens_per_sample)
             try:
-                found.trials.append(_try(prepared, search, split, environ))
-                tell(f"  {found.trials[-1].outcome}")
+                result.trials.append(_run_trial(prepared, search, split, environ))
+                on_progress(f"  {result.trials[-1].outcome}")
             except ClusterTrainError as e:
-                found.failed = e
+                result.error = e
                 break
-    return found
+    return result
 
 
-def _ranks_here(prepared: Prepared, environ: Mapping[str, str]) -> int:
+def _local_world_size(prepared: PreparedRun, environ: Mapping[str, str]) -> int:
     """How many ranks of the plan this machine has.
 
     Raises:
         UsageError: the model is a script's.
-        EnvironmentNotFit: this is no node of an allocation.
+        UnsuitableEnvironment: this is no node of an allocation.
     """
     job = prepared.spec.job
     if prepared.spec.script is not None:
@@ -96,61 +98,63 @@ def _ranks_here(prepared: Prepared, environ: Mapping[str, str]) -> int:
     if job.backend == "local":
         return prepared.plan.world_size  # one machine plays all nodes
     if settings.SLURM_JOB_ID not in environ:
-        raise EnvironmentNotFit(
+        raise UnsuitableEnvironment(
             "--find-micro-batch trains for a moment, and this is not inside an allocation",
             fix="call it in one (salloc, then srun --ntasks=1 clustertrain plan ...), or try --backend local here",
         )
     if settings.SLURMD_NODENAME not in environ:
-        raise EnvironmentNotFit(
+        raise UnsuitableEnvironment(
             "--find-micro-batch: this shell holds an allocation but is not on one of its nodes",
             fix="put `srun --nodes=1 --ntasks=1` before the command, with the GPUs and cores of a node",
         )
     return job.gpus
 
 
-def _try(prepared: Prepared, search: Search, split: Batch, environ: Mapping[str, str]) -> Trial:
+def _run_trial(prepared: PreparedRun, search: TrialSearch, split: Batch, environ: Mapping[str, str]) -> Trial:
     """One trial. Raises ClusterTrainError for a failure that is not one of memory."""
     with tempfile.TemporaryDirectory(prefix="clustertrain-probe-", ignore_cleanup_errors=True) as folder:
-        run = scratch_run.run_folder(prepared, search.layout, split, Path(folder))
-        result, said = _run(prepared, search, run, environ)
+        run = scratch_run.write_run_dir(prepared, search.layout, split, Path(folder))
+        result, output = _run_ranks(prepared, search, run, environ)
         if result.ending == "completed":
             files = (run.path / f"probe-{r}.json" for r in range(search.layout.world_size))
-            measured = [schema.decode(f.read_bytes(), Measured) for f in files]
-            return trials.judged(measured, search, split, ASSUMED_CPU_GIB)
-    if _of_memory(result, said):
-        usable = search.usable(split.micro_batch)
+            measured = [schema.decode(f.read_bytes(), TrialMeasurement) for f in files]
+            return trials.evaluate_trial(measured, search, split, DEFAULT_CPU_GIB)
+    if _is_out_of_memory(result, output):
+        usable = search.is_usable(split.micro_batch)
         return Trial(micro_batch=split.micro_batch, outcome="out of memory", usable=usable)
     error = ConfigError if result.exit_code == EXIT_CONFIG else ClusterTrainError
     raise error(f"the trial of micro_batch {split.micro_batch} failed: {result.message}")
 
 
-def _run(prepared: Prepared, search: Search, run: RunDir, environ: Mapping[str, str]) -> tuple[NodeResult, str]:
+def _run_ranks(
+    prepared: PreparedRun, search: TrialSearch, run: RunDir, environ: Mapping[str, str]
+) -> tuple[NodeResult, str]:
     """The ranks of one trial, to their end; with what torchrun printed.
 
     Raises:
         ClusterTrainError: they do not come to one.
     """
     attempt, ranks = run.attempt(1), list(range(search.layout.world_size))
-    meeting = rendezvous.publish(attempt.rendezvous, scratch_run.HERE)
-    program = ("clustertrain.train.tools.micro_batch_probe", "--limit-bytes", str(int(ASSUMED_CPU_GIB * GIB)))
-    argv = torchrun.command(meeting, program, len(ranks), python=prepared.python, log_dir=attempt.logs)
-    env, log = scratch_run.environment(prepared, run, environ), attempt.logs / "torchrun.log"
-    given_up = _GivenUp(run.path, ranks)
+    rdzv = rendezvous.publish(attempt.rendezvous, scratch_run.LOOPBACK)
+    program = ("clustertrain.train.tools.micro_batch_probe", "--limit-bytes", str(int(DEFAULT_CPU_GIB * GIB)))
+    argv = torchrun.build_command(rdzv, program, len(ranks), python=prepared.python, log_dir=attempt.logs)
+    env, log = scratch_run.build_environment(prepared, run, environ), attempt.logs / "torchrun.log"
+    has_timed_out = _FailureTimeout(run.path, ranks)
     try:
         child = proc.start(argv, env=env, log=log, new_session=True)
-        in_time = clock.wait_until(lambda: child.poll() is not None or given_up(), TRIAL_TIMEOUT_S, POLL_S)
+        in_time = clock.wait_until(lambda: child.poll() is not None or has_timed_out(), TRIAL_TIMEOUT_S, POLL_S)
     finally:
         exit_code = child.poll()
         proc.kill_descendants()
     child.wait()
     if not in_time:
         raise ClusterTrainError(f"the ranks took longer than {TRIAL_TIMEOUT_S:g} s")
-    said = log.read_text(errors="replace")
-    seen = Seen(launcher=exit_code, log_tail=said if exit_code != 0 else None)
-    return judge("this machine", 0, ranks, read_ranks(run.path, ranks), seen), said
+    output = log.read_text(errors="replace")
+    observations = RankObservations(launcher_exit_code=exit_code, log_tail=output if exit_code != 0 else None)
+    return build_node_result("this machine", 0, ranks, read_rank_records(run.path, ranks), observations), output
 
 
-class _GivenUp:
+class _FailureTimeout:
     """Whether a rank has failed so long ago that its peers, in a collective with it, are not waited for any more."""
 
     def __init__(self, rank_dir: Path, ranks: list[int]) -> None:
@@ -159,16 +163,16 @@ class _GivenUp:
 
     def __call__(self) -> bool:
         if self._failed_at is None:
-            if any(r["ending"] == "failed" for r in read_ranks(self._rank_dir, self._ranks).values()):
+            if any(r["ending"] == "failed" for r in read_rank_records(self._rank_dir, self._ranks).values()):
                 self._failed_at = clock.monotonic()
             return False
-        return clock.monotonic() - self._failed_at > torchrun.AFTER_FAILURE_S
+        return clock.monotonic() - self._failed_at > torchrun.FAILURE_GRACE_S
 
 
-def _of_memory(result: NodeResult, said: str) -> bool:
-    """Whether a trial ended for want of memory; ``said`` is what torchrun printed."""
+def _is_out_of_memory(result: NodeResult, output: str) -> bool:
+    """Whether a trial ended for want of memory; ``output`` is what torchrun printed."""
     messages = [str((r.get("error") or {}).get("message", "")).lower() for r in result.ranks]
-    if result.kind == "out_of_memory" or any(words in message for words in _MEMORY for message in messages):
+    if result.kind == "out_of_memory" or any(phrase in message for phrase in _OOM_MESSAGES for message in messages):
         return True
     # The kernel's way, on the host. Its peers see a closed connection, and what it leaves itself is torchrun's line.
-    return result.kind in ("killed", "communication") and _FIRST_WAS_KILLED.search(said) is not None
+    return result.kind in ("killed", "communication") and _ROOT_CAUSE_SIGKILL.search(output) is not None

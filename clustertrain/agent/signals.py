@@ -14,11 +14,11 @@ class Signals:
     def __init__(self) -> None:
         self.received: list[str] = []
         for s in self.WATCHED:
-            signal.signal(s, self._note)
+            signal.signal(s, self._record)
         # A closed terminal must not end a run.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def _record(self, number: int, _frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number).name)
 
     @property

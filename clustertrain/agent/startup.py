@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from clustertrain import clock, fsio, settings
-from clustertrain.agent.claim import Claim, claim, identify
+from clustertrain.agent.claim import Claim, claim_attempt, identify_job
 from clustertrain.config.job import RunSpec
 from clustertrain.errors import EXIT_FAILED, EXIT_STOPPED, ClusterTrainError
 from clustertrain.run.run_dir import RunDir, open_run
@@ -17,10 +17,10 @@ from clustertrain.scheduler.backend import Backend
 
 PATIENCE_S = 300.0
 RETRY_S = 5.0
-REQUEUES = 20  # restarts of the job, after which it is not put back for that
+MAX_REQUEUES = 20  # restarts of the job, after which it is not put back for that
 
 
-def begin(backend: Backend) -> tuple[RunDir, RunSpec, Claim]:
+def claim_run(backend: Backend) -> tuple[RunDir, RunSpec, Claim]:
     """Open the run and claim an attempt.
 
     Raises:
@@ -31,8 +31,8 @@ def begin(backend: Backend) -> tuple[RunDir, RunSpec, Claim]:
     while True:
         try:
             run = open_run(Path(os.environ[settings.RUN_DIR]))
-            fsio.as_open_from_now_on(run.path)
-            return run, load_spec(run), claim(run, identify(os.environ, backend), backend)
+            fsio.set_group_umask(run.path)
+            return run, load_spec(run), claim_attempt(run, identify_job(os.environ, backend), backend)
         except OSError as e:
             print(f"clustertrain batch: waiting for the run directory: {e}", file=sys.stderr, flush=True)
             if clock.monotonic() >= deadline:
@@ -40,11 +40,11 @@ def begin(backend: Backend) -> tuple[RunDir, RunSpec, Claim]:
             clock.sleep(RETRY_S)
 
 
-def leave(backend: Backend, e: OSError) -> int:
+def requeue_or_fail(backend: Backend, e: OSError) -> int:
     """Give the nodes back, and the run another chance; returns the exit code."""
-    job_id = backend.own_job_id(os.environ)
+    job_id = backend.current_job_id(os.environ)
     restarts = int(os.environ.get(settings.SLURM_RESTART_COUNT) or 0)
-    if job_id is not None and backend.name == "slurm" and restarts < REQUEUES:
+    if job_id is not None and backend.name == "slurm" and restarts < MAX_REQUEUES:
         with contextlib.suppress(ClusterTrainError, OSError):
             backend.requeue(job_id)
             print(f"clustertrain batch: requeued: {e}", file=sys.stderr, flush=True)

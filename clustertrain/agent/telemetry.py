@@ -14,7 +14,7 @@ from clustertrain.run import json_files
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.run_spec import load_spec
-from clustertrain.telemetry.alerts.monitor import Watch
+from clustertrain.telemetry.alerts.monitor import AlertMonitor
 from clustertrain.telemetry.export.exporter import Exporter
 from clustertrain.telemetry.export.feed import Labels
 from clustertrain.telemetry.sampler import Intervals, Sampler
@@ -22,15 +22,15 @@ from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store import jsonl_blocks
 
 COMPACTION_S = 120.0  # below batch's AFTER_RESULTS_S
-WORTH_BYTES = 256 << 10  # a Parquet file of fewer samples is no smaller, and costs seconds of a core to make
+MIN_COMPACT_BYTES = 256 << 10  # a Parquet file of fewer samples is no smaller, and costs seconds of a core to make
 STOP_S = 5.0  # for the sampler, the alerts and the exporter together
 HURRIED_STOP_S = 2.0  # where the job is being ended
-LOOK_S = 1.0
+INTERRUPT_POLL_S = 1.0
 REAP_S = 0.5
 _POLL_S = 0.1
 
 
-class Recording:
+class NodeTelemetry:
     """Samples this node while its ranks run.
 
     Args:
@@ -46,7 +46,7 @@ class Recording:
         ranks: Sequence[int],
         *,
         environ: Mapping[str, str],
-        beats: Path,
+        heartbeat_dir: Path,
         several_nodes: bool,
         log: EventLog,
     ) -> None:
@@ -54,25 +54,25 @@ class Recording:
         self._attempt = attempt
         self._folder = attempt.telemetry / node
         self._log = log
-        self._leftovers: subprocess.Popen[bytes] | None = None
+        self._earlier_compaction: subprocess.Popen[bytes] | None = None
         self._stopped = False
-        spec = self._spec()
+        spec = self._load_spec()
         self._sampler: Sampler | None = None
         if not spec.enabled:
             return
-        job_id = str(json_files.peek(attempt.record).get("job_id") or "")
-        first_of_several = attempt.telemetry if ranks[0] == 0 and several_nodes else None
-        self._watch = Watch(
+        job_id = str(json_files.poll_document(attempt.record).get("job_id") or "")
+        cross_node_telemetry = attempt.telemetry if ranks[0] == 0 and several_nodes else None
+        self._alert_monitor = AlertMonitor(
             spec.alerts,
             node,
             log.write,
             run=run.id,
             job_id=job_id or None,
-            telemetry=first_of_several,
-            events=attempt.events_of("rank-0") if ranks[0] == 0 else None,
+            telemetry=cross_node_telemetry,
+            events=attempt.events_path("rank-0") if ranks[0] == 0 else None,
         )
         labels = Labels(run.id, job_id, attempt.n, node)
-        self._exporter = _Exported(Exporter(spec.prometheus, labels, log.write, spec.interval_s))
+        self._exporter = _ExporterObserver(Exporter(spec.prometheus, labels, log.write, spec.interval_s))
         self._sampler = Sampler(
             self._folder,
             node,
@@ -81,12 +81,12 @@ class Recording:
             on_event=log.write,
             first_rank=ranks[0],
             rank_count=len(ranks),
-            beats=beats,
-            observers=[self._watch, self._exporter],
+            heartbeat_dir=heartbeat_dir,
+            observers=[self._alert_monitor, self._exporter],
             intervals=Intervals(flush_s=spec.flush_s),
         )
 
-    def _spec(self) -> TelemetrySpec:
+    def _load_spec(self) -> TelemetrySpec:
         try:
             return load_spec(self._run).recipe.telemetry
         except (ClusterTrainError, OSError) as e:  # batch has read it before; telemetry is no reason to end a run
@@ -100,60 +100,60 @@ class Recording:
     def start(self) -> None:
         if self._sampler is not None:
             self._sampler.start()
-            self._watch.start()
-            self._exporter.to.start()
+            self._alert_monitor.start()
+            self._exporter.exporter.start()
 
-    def quiet(self) -> None:
+    def suspend(self) -> None:
         """The ranks have been told to stop: what takes time beside them ends. Waits for nothing."""
-        if self._leftovers is not None:
-            self._leftovers.kill()
+        if self._earlier_compaction is not None:
+            self._earlier_compaction.kill()
         if self._sampler is not None:
-            self._watch.quiet()
+            self._alert_monitor.quiet()
 
     def compact_earlier(self) -> None:
         """Begin on what attempts before this one left, beside the training and with the least priority."""
         folders = [a.telemetry for a in self._run.attempts() if a.n < self._attempt.n]
         if folders:
-            self._leftovers = self._compaction(folders)
+            self._earlier_compaction = self._start_compaction(folders)
 
     def stop(self, timeout_s: float = STOP_S) -> None:
         """Write what waits and end. Whatever is held up by the driver, the disk or the network is left behind."""
-        if self._leftovers is not None:
-            _kill(self._leftovers)
+        if self._earlier_compaction is not None:
+            _kill(self._earlier_compaction)
         if self._sampler is None or self._stopped:
             return
         self._stopped = True
-        until = clock.monotonic() + timeout_s
-        self._sampler.ask_to_stop()
-        self._watch.quiet()
-        for stop in (self._sampler.stop, self._watch.stop, self._exporter.to.stop):
-            stop(max(0.0, until - clock.monotonic()))
+        deadline = clock.monotonic() + timeout_s
+        self._sampler.request_stop()
+        self._alert_monitor.quiet()
+        for stop in (self._sampler.stop, self._alert_monitor.stop, self._exporter.exporter.stop):
+            stop(max(0.0, deadline - clock.monotonic()))
 
     def compact(self, interrupted: Callable[[], bool]) -> None:
         """After :meth:`stop`, and never in a grace time: make this attempt's files small, until ``interrupted``."""
-        child = self._compaction([self._folder]) if self._is_worth_it() else None
+        child = self._start_compaction([self._folder]) if self._should_compact() else None
         if child is None:
             return
-        until = clock.monotonic() + COMPACTION_S
+        deadline = clock.monotonic() + COMPACTION_S
         # The question may go to a busy filesystem, from every node: once a second.
-        while not clock.wait_until(lambda: child.poll() is not None, LOOK_S, _POLL_S):
-            if interrupted() or clock.monotonic() > until:
+        while not clock.wait_until(lambda: child.poll() is not None, INTERRUPT_POLL_S, _POLL_S):
+            if interrupted() or clock.monotonic() > deadline:
                 _kill(child)  # whatever it was at: the next one completes it
                 return
         if child.returncode:
             self._log.write("telemetry_left", why=f"compaction ended with code {child.returncode}; nothing is lost")
 
-    def _is_worth_it(self) -> bool:
+    def _should_compact(self) -> bool:
         """Asked here as well: most short attempts then start no process for it."""
         try:
-            return any(f.stat().st_size >= WORTH_BYTES for f in self._folder.glob(f"*/{jsonl_blocks.NAME}"))
+            return any(f.stat().st_size >= MIN_COMPACT_BYTES for f in self._folder.glob(f"*/{jsonl_blocks.NAME}"))
         except OSError:
             return False
 
-    def _compaction(self, folders: Sequence[Path]) -> subprocess.Popen[bytes] | None:
+    def _start_compaction(self, folders: Sequence[Path]) -> subprocess.Popen[bytes] | None:
         """Of segments that nobody writes any more. None where no process could be started."""
-        argv = proc.python_module(sys.executable, "clustertrain.telemetry.store.compact", "--ended", "--quiet")
-        argv += ["--at-least", str(WORTH_BYTES), *map(str, folders)]
+        argv = proc.python_module_argv(sys.executable, "clustertrain.telemetry.store.compact", "--ended", "--quiet")
+        argv += ["--at-least", str(MIN_COMPACT_BYTES), *map(str, folders)]
         try:
             return proc.start(argv, ignore_stop_signals=True)
         except OSError as e:  # the limit on processes is reached, say
@@ -167,18 +167,18 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     clock.wait_until(lambda: child.poll() is not None, REAP_S, _POLL_S / 2)
 
 
-class _Exported:
+class _ExporterObserver:
     """The exporter as an observer of the sampler."""
 
-    def __init__(self, to: Exporter) -> None:
-        self.to = to
+    def __init__(self, exporter: Exporter) -> None:
+        self.exporter = exporter
 
     def listening(self, uuids: Sequence[str]) -> None:
-        self.to.watch_xids(uuids)
+        self.exporter.watch_xids(uuids)
 
     def observe(self, snapshot: Snapshot) -> None:
-        self.to.observe(snapshot)
+        self.exporter.observe(snapshot)
 
     def event(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
         if kind == "xid" and xid is not None:
-            self.to.xid(uuid, xid, count)
+            self.exporter.record_xid(uuid, xid, count)

@@ -14,24 +14,24 @@ from clustertrain.run.run_spec import load_spec
 
 STOP_S = 15.0  # the last rows go over the network; with compaction below batch's AFTER_RESULTS_S
 HURRIED_STOP_S = 2.0  # where the job is being ended; what is left waits in the rows
-RESTART_S, MOST_RESTARTS = 10.0, 5
+RESTART_S, MAX_RESTARTS = 10.0, 5
 _POLL_S = 0.05
 
 
-class Tracking:
+class TrackingProcess:
     """Nothing of it is a reason to end or to hold up the run: each failure is an event and a line in the log."""
 
     def __init__(self, run: RunDir, attempt: AttemptDir, environ: Mapping[str, str], log: EventLog) -> None:
         self._run = run
-        self._argv = proc.python_module(
+        self._argv = proc.python_module_argv(
             sys.executable, "clustertrain.tracking", str(run.path), "--attempt", str(attempt.n)
         )
-        self._file = attempt.logs / "tracking.log"
+        self._log_file = attempt.logs / "tracking.log"
         self._environ = dict(environ)
         self._log = log
         self._child: subprocess.Popen[bytes] | None = None
         self._restarts = 0
-        self._again_at: float | None = None
+        self._restart_at: float | None = None
 
     @property
     def pid(self) -> int | None:
@@ -42,21 +42,21 @@ class Tracking:
             if not load_spec(self._run).recipe.tracking.to:
                 return
         except (ClusterTrainError, OSError) as e:  # batch has read it before
-            self._failed(f"its settings cannot be read: {e}")
+            self._report_failure(f"its settings cannot be read: {e}")
             return
         try:
             # Deaf to a warning meant for the ranks, whose last rows it has yet to read: its input's end is its word.
             self._child = proc.start(
-                self._argv, env=self._environ, log=self._file, ignore_stop_signals=True, hold_input=True
+                self._argv, env=self._environ, log=self._log_file, ignore_stop_signals=True, keep_stdin_open=True
             )
         except OSError as e:  # the limit on processes is reached, or the disk full
-            self._failed(f"the process could not be started: {e}")
+            self._report_failure(f"the process could not be started: {e}")
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Start it again where it has died. Call it now and then while the ranks run."""
         if self._child is None:
-            if self._again_at is not None and clock.monotonic() >= self._again_at:
-                self._again_at = None
+            if self._restart_at is not None and clock.monotonic() >= self._restart_at:
+                self._restart_at = None
                 self.start()
             return
         code = self._child.poll()
@@ -64,33 +64,35 @@ class Tracking:
             return
         self._close_input()
         self._child = None
-        again = code < 0 and self._restarts < MOST_RESTARTS  # killed; one that ended by itself has said why
-        self._failed(f"the process ended with code {code}" + ("" if again else ", and is not started again"))
-        if again:
+        should_restart = code < 0 and self._restarts < MAX_RESTARTS  # killed; one that ended by itself has said why
+        self._report_failure(
+            f"the process ended with code {code}" + ("" if should_restart else ", and is not started again")
+        )
+        if should_restart:
             self._restarts += 1
-            self._again_at = clock.monotonic() + RESTART_S
+            self._restart_at = clock.monotonic() + RESTART_S
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Let it hand on what is written, and do not wait for it."""
-        self._again_at = None
+        self._restart_at = None
         self._close_input()
 
     def stop(self, timeout_s: float) -> None:
         """After ``timeout_s`` it is killed, with all below it: what it has not handed on waits in the rows."""
-        self.ask_to_stop()
+        self.request_stop()
         child, self._child = self._child, None
         if child is None:
             return
         if not clock.wait_until(lambda: child.poll() is not None, timeout_s, _POLL_S):
-            self._failed(
+            self._report_failure(
                 f"not done in {timeout_s:g} s; the rest waits for the next attempt or `clustertrain runs track`"
             )
-        proc.kill_all(child)
+        proc.kill_process_tree(child)
 
     def _close_input(self) -> None:
         if self._child is not None and self._child.stdin is not None:
             self._child.stdin.close()
 
-    def _failed(self, reason: str) -> None:
+    def _report_failure(self, reason: str) -> None:
         self._log.write("tracking_failed", tracker=None, reason=reason)
         print(f"clustertrain agent: tracking: {reason}", file=sys.stderr, flush=True)

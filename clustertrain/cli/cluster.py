@@ -11,7 +11,7 @@ from clustertrain.cli.common import json_option, print_json
 from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from clustertrain.cluster.detect import Detected
+    from clustertrain.cluster.detect import DetectResult
 
 
 @click.group()
@@ -26,17 +26,19 @@ def list_(as_json: bool) -> None:
     from clustertrain import settings
     from clustertrain.config import cluster as profiles
 
-    found, default = profiles.find(), profiles.chosen()
+    profile_paths, default_name = profiles.list_profiles(), profiles.default_profile_name()
     if as_json:
-        print_json([{"name": n, "path": str(p), "default": n == default} for n, p in sorted(found.items())])
+        print_json(
+            [{"name": n, "path": str(p), "default": n == default_name} for n, p in sorted(profile_paths.items())]
+        )
         return
-    if not found:
+    if not profile_paths:
         click.echo(f"there is no cluster profile in {' or '.join(map(str, settings.profile_folders()))}")
         click.echo("the built-in defaults hold; `clustertrain cluster detect` writes a profile")
-    for name, path in sorted(found.items()):
-        click.echo(f"{name}  {path}" + (f"  (default, ${settings.CLUSTER})" if name == default else ""))
-    if default and default not in found:
-        click.echo(f"${settings.CLUSTER} is {default}, and there is no such profile", err=True)
+    for name, path in sorted(profile_paths.items()):
+        click.echo(f"{name}  {path}" + (f"  (default, ${settings.CLUSTER})" if name == default_name else ""))
+    if default_name and default_name not in profile_paths:
+        click.echo(f"${settings.CLUSTER} is {default_name}, and there is no such profile", err=True)
 
 
 @cluster.command()
@@ -50,8 +52,8 @@ def show(name: str, as_json: bool) -> None:
 
     if not name:
         raise UsageError("cluster show: the name of the profile is empty", fix="`clustertrain cluster list` has them")
-    values = msgspec.to_builtins(profiles.load(name))
-    path = profiles.find()[name]
+    values = msgspec.to_builtins(profiles.load_profile(name))
+    path = profiles.list_profiles()[name]
     if as_json:
         print_json({"name": name, "path": str(path), "profile": values})
         return
@@ -76,72 +78,75 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
 @click.option("--dry-run", is_flag=True, help="Print the profile, write nothing.")
 @click.option("--force", is_flag=True, help="Also change keys that the profile has with another value.")
 @json_option
-def detect(dry_run: bool, as_json: bool, **asked: Any) -> int:
+def detect(dry_run: bool, as_json: bool, **options: Any) -> int:
     """Fill the profile NAME from what Slurm says, and inside an allocation from measured rates.
 
     NAME is by default that of $CLUSTERTRAIN_CLUSTER, else Slurm's name of the cluster. A key that the profile has with
     another value is kept and told, unless --force.
     """
     from clustertrain.cluster import profile_file
-    from clustertrain.cluster.detect import Request
-    from clustertrain.cluster.detect import detect as find_out
+    from clustertrain.cluster.detect import DetectRequest
+    from clustertrain.cluster.detect import detect as run_detection
 
-    seen = find_out(Request(**asked), os.environ, lambda text: click.echo(text, err=True))
-    write = bool(seen.merged.written) and not dry_run
-    if write:
-        profile_file.write(seen.path, seen.merged.text)
+    result = run_detection(DetectRequest(**options), os.environ, lambda text: click.echo(text, err=True))
+    should_write = bool(result.merged.written) and not dry_run
+    if should_write:
+        profile_file.write(result.path, result.merged.text)
     if as_json:
-        print_json(_json(seen, write))
+        print_json(_to_json(result, should_write))
     else:
-        _tell(seen, dry_run)
-    return 1 if seen.outcome.failures else 0
+        _print_result(result, dry_run)
+    return 1 if result.bench_result.failures else 0
 
 
-def _json(seen: Detected, written: bool) -> dict[str, Any]:
+def _to_json(result: DetectResult, written: bool) -> dict[str, Any]:
     return {
-        "name": seen.name,
-        "path": str(seen.path),
+        "name": result.name,
+        "path": str(result.path),
         "written": written,
-        "changed": list(seen.merged.written),
-        "found": {key: {"value": it.value, "source": it.source} for key, it in seen.found.keys.items()},
-        "kept": {k.key: {"profile": k.in_profile, "found": k.found} for k in seen.merged.kept},
-        "measured": seen.outcome.measured,
-        "notes": [*seen.found.notes, *seen.outcome.notes],
-        "failures": list(seen.outcome.failures),
-        "profile": seen.profile,
+        "changed": list(result.merged.written),
+        "found": {key: {"value": entry.value, "source": entry.source} for key, entry in result.detected.keys.items()},
+        "kept": {k.key: {"profile": k.in_profile, "found": k.detected} for k in result.merged.conflicts},
+        "measured": result.bench_result.measured,
+        "notes": [*result.detected.notes, *result.bench_result.notes],
+        "failures": list(result.bench_result.failures),
+        "profile": result.profile,
     }
 
 
-def _tell(seen: Detected, dry_run: bool) -> None:
+def _print_result(result: DetectResult, dry_run: bool) -> None:
     """With ``dry_run`` standard output is the profile and nothing else."""
-    for note in (*seen.found.notes, *seen.outcome.notes):
+    for note in (*result.detected.notes, *result.bench_result.notes):
         click.echo(f"note: {note}", err=dry_run)
-    for kept in seen.merged.kept:
-        line = f"kept: {kept.key} = {kept.in_profile!r}; found: {kept.found!r}, {seen.found.keys[kept.key].source}"
+    for entry in result.merged.conflicts:
+        line = (
+            f"kept: {entry.key} = {entry.in_profile!r}; found: {entry.detected!r},"
+            f" {result.detected.keys[entry.key].source}"
+        )
         click.echo(line, err=dry_run)
-    if seen.merged.kept:
+    if result.merged.conflicts:
         click.echo("--force takes what was found", err=dry_run)
-    for failure in seen.outcome.failures:
+    for failure in result.bench_result.failures:
         click.echo(f"failed: {failure}", err=True)
     if dry_run:
-        click.echo(seen.merged.text, nl=False)
+        click.echo(result.merged.text, nl=False)
         return
-    for key in seen.merged.written:
-        click.echo(_line(seen, key))
-    click.echo(f"{seen.path}: {'written' if seen.merged.written else 'nothing new'}")
+    for key in result.merged.written:
+        click.echo(_format_key(result, key))
+    click.echo(f"{result.path}: {'written' if result.merged.written else 'nothing new'}")
 
 
-def _line(seen: Detected, key: str) -> str:
+def _format_key(result: DetectResult, key: str) -> str:
     import msgspec
 
-    from clustertrain.config.parsing import text_of
+    from clustertrain.config.parsing import format_value
 
-    if key in seen.found.keys:
-        return f"{key} = {text_of(seen.found.keys[key].value)}  ({seen.found.keys[key].source})"
-    values = msgspec.to_builtins(getattr(seen.profile, key))
-    short = {
-        name: f"{len(value)} listed" if isinstance(value, (list, tuple)) else text_of(value)
+    if key in result.detected.keys:
+        return f"{key} = {format_value(result.detected.keys[key].value)}  ({result.detected.keys[key].source})"
+    values = msgspec.to_builtins(getattr(result.profile, key))
+    formatted = {
+        name: f"{len(value)} listed" if isinstance(value, (list, tuple)) else format_value(value)
         for name, value in values.items()
         if value is not None
     }
-    return f"[{key}] " + ", ".join(f"{name}: {value}" for name, value in short.items())
+    return f"[{key}] " + ", ".join(f"{name}: {value}" for name, value in formatted.items())

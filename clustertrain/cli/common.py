@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clustertrain.errors import Ambiguous, NotFound
+from clustertrain.errors import AmbiguousName, NotFound
 from clustertrain.printable import printable, printable_json
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 run_argument = click.argument("name", metavar="[RUN]", default="latest")
 # For what cannot be taken back there is no default.
-named_run_argument = click.argument("name", metavar="RUN")
+required_run_argument = click.argument("name", metavar="RUN")
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
 
@@ -26,83 +26,83 @@ def find_run(name: str) -> RunDir:
     """RUN as a folder: among my own runs, else, for a job id, through the job's working directory in Slurm.
 
     Raises:
-        NotFound, Ambiguous, NotReadable: as :func:`clustertrain.run.lookup.resolve`.
+        NotFound, Ambiguous, PermissionDenied: as :func:`clustertrain.run.lookup.resolve_run`.
     """
-    from clustertrain.run.lookup import only, resolve
-    from clustertrain.run.run_dir import readable
+    from clustertrain.run.lookup import require_single, resolve_run
+    from clustertrain.run.run_dir import explain_permission_errors
 
-    with readable():
+    with explain_permission_errors():
         try:
-            return resolve(name)
-        except Ambiguous:
+            return resolve_run(name)
+        except AmbiguousName:
             raise
         except NotFound as e:
-            return only(name, _of_anybody(name, e))
+            return require_single(name, _find_runs_of_any_user(name, e))
 
 
 def find_runs(names: Sequence[str]) -> list[RunDir]:
     """RUN… as folders, each once; a sweep and a job array stand for all their runs. Raises as :func:`find_run`."""
-    from clustertrain.run.lookup import resolve_all
-    from clustertrain.run.run_dir import readable
+    from clustertrain.run.lookup import resolve_runs
+    from clustertrain.run.run_dir import explain_permission_errors
 
-    found: dict[Path, RunDir] = {}
+    runs_by_path: dict[Path, RunDir] = {}
     for name in names:
-        with readable():
+        with explain_permission_errors():
             try:
-                runs = resolve_all(name)
-            except Ambiguous:
+                runs = resolve_runs(name)
+            except AmbiguousName:
                 raise
             except NotFound as e:
-                runs = _of_anybody(name, e)
-        found.update((run.path, run) for run in runs)
-    return list(found.values())
+                runs = _find_runs_of_any_user(name, e)
+        runs_by_path.update((run.path, run) for run in runs)
+    return list(runs_by_path.values())
 
 
-def _of_anybody(name: str, otherwise: NotFound) -> list[RunDir]:
-    """The runs of any user's job; several where it is an array. Raises ``otherwise`` where Slurm knows no such job."""
-    from clustertrain.run.lookup import sweep_runs
+def _find_runs_of_any_user(name: str, not_found: NotFound) -> list[RunDir]:
+    """The runs of any user's job; several where it is an array. Raises ``not_found`` where Slurm knows no such job."""
+    from clustertrain.run.lookup import list_sweep_runs
     from clustertrain.run.run_dir import open_run
 
     if not re.fullmatch(r"\d+(_\d+)?", name):
-        raise otherwise
-    from clustertrain.scheduler.slurm import work_dir
+        raise not_found
+    from clustertrain.scheduler.slurm import find_work_dir
 
-    folder, task = work_dir(name), name.partition("_")[2]
+    folder, task = find_work_dir(name), name.partition("_")[2]
     if folder is None:
-        raise otherwise
+        raise not_found
     if task and (folder / task).is_dir():
         folder = (folder / task).resolve()
-    return sweep_runs(folder) or [open_run(folder)]
+    return list_sweep_runs(folder) or [open_run(folder)]
 
 
 def print_json(value: Any) -> None:
     """One document, keys in the order of the struct; numbers of any kind that msgspec knows."""
     import msgspec
 
-    _print_document(msgspec.json.format(_encoded(value), indent=2))
+    _print_document(msgspec.json.format(_encode(value), indent=2))
 
 
 def print_json_line(value: Any) -> None:
     """As :func:`print_json`, on one line."""
-    _print_document(_encoded(value))
+    _print_document(_encode(value))
 
 
 def _print_document(document: bytes) -> None:
     click.echo(printable_json(document.decode(), getattr(sys.stdout, "encoding", None)))
 
 
-def _encoded(value: Any) -> bytes:
+def _encode(value: Any) -> bytes:
     import msgspec
 
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON of somebody else's may hold
-        return msgspec.json.encode(_encodable(msgspec.to_builtins(value)))
+        return msgspec.json.encode(_make_encodable(msgspec.to_builtins(value)))
 
 
-def _encodable(value: Any) -> Any:
+def _make_encodable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {_encodable(key): _encodable(inner) for key, inner in value.items()}
+        return {_make_encodable(key): _make_encodable(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_encodable(inner) for inner in value]
+        return [_make_encodable(inner) for inner in value]
     return printable(value) if isinstance(value, str) else value

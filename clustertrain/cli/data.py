@@ -11,7 +11,7 @@ import click
 from clustertrain.cli.common import json_option, print_json
 
 if TYPE_CHECKING:
-    from clustertrain.config.token_shards import Width
+    from clustertrain.config.token_shards import TokenDtype
 
 
 @click.group()
@@ -44,7 +44,7 @@ def data() -> None:
 )
 @click.option("--shard-tokens", type=click.IntRange(min=1), help="Tokens of a shard, about.  [default: 33554432]")
 @json_option
-def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **asked: Any) -> None:
+def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **options: Any) -> None:
     """Write the text in PATH as shards of tokens, for data.kind = "tokens"."""
     import re
 
@@ -53,27 +53,29 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **asked: A
     from clustertrain.train.core import entry_points
     from clustertrain.train.data import tokenize as shards
 
-    if asked["key"] is not None and asked["documents"] != "jsonl":
+    if options["key"] is not None and options["documents"] != "jsonl":
         raise UsageError(
-            f"--key {asked['key']}: with --documents {asked['documents']} there are no lines of JSON",
+            f"--key {options['key']}: with --documents {options['documents']} there are no lines of JSON",
             fix="add --documents jsonl, or leave it out",
         )
     if tokenizer == "bytes":
-        of_text: Any = shards.of_bytes
+        encode: Any = shards.tokenize_bytes
     elif re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", tokenizer):
-        if python_path.of_entry(tokenizer, [Path.cwd()]) is not None:  # else nothing of this folder is to be imported
+        if python_path.find_entry(tokenizer, [Path.cwd()]) is not None:  # else nothing of this folder is to be imported
             sys.path.insert(0, str(Path.cwd()))
-        of_text = shards.of_function(entry_points.function(tokenizer, "--tokenizer"))
+        encode = shards.tokenizer_from_function(entry_points.load_function(tokenizer, "--tokenizer"))
     else:
         raise UsageError(f"--tokenizer {tokenizer}: must be bytes or of the form package.module:function")
-    narrow: Width = "uint32" if tokenizer != "bytes" else "uint8" if (asked["end"] or 0) < 256 else "uint16"
-    key = "text" if asked["key"] is None else asked["key"]
-    texts = shards.texts(path.absolute(), asked["pattern"], asked["documents"], key)
+    default_dtype: TokenDtype = (
+        "uint32" if tokenizer != "bytes" else "uint8" if (options["end"] or 0) < 256 else "uint16"
+    )
+    key = "text" if options["key"] is None else options["key"]
+    texts = shards.read_documents(path.absolute(), options["pattern"], options["documents"], key)
     index = shards.write(
         folder,
-        shards.ended(map(of_text, texts), asked["end"]),
-        dtype=asked["dtype"] or narrow,
-        shard_tokens=asked["shard_tokens"] or shards.SHARD_TOKENS,
+        shards.append_end_token(map(encode, texts), options["end"]),
+        dtype=options["dtype"] or default_dtype,
+        shard_tokens=options["shard_tokens"] or shards.SHARD_TOKENS,
         tokenizer=tokenizer,
     )
     tokens = sum(shard.tokens or 0 for shard in index.shards)

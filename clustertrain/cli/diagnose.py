@@ -36,11 +36,11 @@ def diagnose(
     from clustertrain.diagnose import registry
 
     if check is None:
-        _list(as_json=as_json)
+        _list_checks(as_json=as_json)
         return 0
     if Path(check).suffix:
         check, recipe = recipe or registry.ALL, check
-    checks = registry.asked(check)
+    checks = registry.select_checks(check)
     if recipe is None:
         raise UsageError("no recipe is named", fix=f"clustertrain diagnose {check} RECIPE.toml")
     from clustertrain.diagnose import plots, runner, terminal
@@ -48,26 +48,26 @@ def diagnose(
 
     if plot is not None:
         plots.check_path(plot)
-    prepared = runner.request(recipe, assignments)
+    prepared = runner.prepare_diagnosis(recipe, assignments)
     console = make_console()
 
-    def show(found: Finding) -> None:
+    def on_finding(finding: Finding) -> None:
         if not as_json:
             bar.hide()
-            terminal.show(console, found)
+            terminal.show_finding(console, finding)
 
-    with terminal.Bar(len(checks)) as bar:
-        result = runner.diagnose(prepared, recipe, checks, bar, show)
+    with terminal.CheckProgressBar(len(checks)) as bar:
+        result = runner.diagnose(prepared, recipe, checks, bar, on_finding)
     if plot is not None:
         plots.write(plot, result.checks)
     if as_json:
-        print_json(result.document())
+        print_json(result.to_dict())
     else:
-        terminal.summary(console, result)
+        terminal.show_summary(console, result)
     return EXIT_FAILED if result.verdict == "fail" else 0
 
 
-def _list(*, as_json: bool) -> None:
+def _list_checks(*, as_json: bool) -> None:
     from clustertrain.diagnose.registry import ALL, CHECKS
 
     if as_json:

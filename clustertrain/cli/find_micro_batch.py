@@ -12,77 +12,77 @@ from clustertrain.errors import ClusterTrainError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clustertrain.agent.micro_batch_search import Found
+    from clustertrain.agent.micro_batch_search import MicroBatchSearchResult
     from clustertrain.plan.search.micro_batch import Trial
-    from clustertrain.submit.request import Prepared
+    from clustertrain.submit.request import PreparedRun
 
 
-def find_micro_batch(prepared: Prepared, *, as_json: bool) -> int:
+def find_micro_batch(prepared: PreparedRun, *, as_json: bool) -> int:
     """Raises ClusterTrainError, after what was found has been shown, where something other than memory ended it."""
-    from clustertrain.agent.micro_batch_search import find_micro_batch as find
+    from clustertrain.agent.micro_batch_search import find_micro_batch as search
 
-    found = find(prepared, lambda line: click.echo(line, err=True))
+    result = search(prepared, lambda line: click.echo(line, err=True))
     if as_json:
-        print_json(_document(found))
-    elif found.trials:
-        _show(found)
-    if found.failed is not None:
-        raise found.failed
-    if found.advised is None:
+        print_json(_to_json(result))
+    elif result.trials:
+        _show(result)
+    if result.error is not None:
+        raise result.error
+    if result.recommended is None:
         raise ClusterTrainError(
-            _nothing(found), fix="a layout that shards more, activation checkpointing, or shorter sequences"
+            _no_fit_message(result), fix="a layout that shards more, activation checkpointing, or shorter sequences"
         )
     return 0
 
 
-def _nothing(found: Found) -> str:
-    if any(t.fits for t in found.trials):
+def _no_fit_message(result: MicroBatchSearchResult) -> str:
+    if any(t.fits for t in result.trials):
         return "no micro-batch that fits divides a rank's share of train.global_batch"
-    return f"micro_batch {found.trials[0].micro_batch} does not fit"
+    return f"micro_batch {result.trials[0].micro_batch} does not fit"
 
 
-def _document(found: Found) -> dict[str, object]:
-    chosen = found.advised
+def _to_json(result: MicroBatchSearchResult) -> dict[str, object]:
+    best = result.recommended
     return {
-        "advised": chosen.micro_batch if chosen else None,
-        "set": f"train.micro_batch={chosen.micro_batch}" if chosen else None,
-        "stands_for": found.stands_for,
-        "trials": [{"fits": t.fits, **_fields(t)} for t in found.trials],
-        "error": found.failed.message if found.failed else None,
+        "advised": best.micro_batch if best else None,
+        "set": f"train.micro_batch={best.micro_batch}" if best else None,
+        "stands_for": result.description,
+        "trials": [{"fits": t.fits, **_trial_fields(t)} for t in result.trials],
+        "error": result.error.message if result.error else None,
     }
 
 
-def _fields(trial: Trial) -> dict[str, object]:
+def _trial_fields(trial: Trial) -> dict[str, object]:
     return {f: getattr(trial, f) for f in trial.__struct_fields__}
 
 
-def _show(found: Found) -> None:
+def _show(result: MicroBatchSearchResult) -> None:
     from clustertrain.report.terminal import emit, make_console
 
-    chosen = found.advised
-    said = []
-    if chosen is not None:
-        said = [f"\nPut into the recipe:\n\n  [train]\n  micro_batch = {chosen.micro_batch}"]
-    emit(make_console(), _table(found), *said)
+    best = result.recommended
+    advice = []
+    if best is not None:
+        advice = [f"\nPut into the recipe:\n\n  [train]\n  micro_batch = {best.micro_batch}"]
+    emit(make_console(), _table(result), *advice)
 
 
-def _table(found: Found) -> Table:
+def _table(result: MicroBatchSearchResult) -> Table:
     from rich.table import Table
 
-    images = any(t.samples_per_s_per_gpu and not t.tokens_per_s_per_gpu for t in found.trials)
+    images = any(t.samples_per_s_per_gpu and not t.tokens_per_s_per_gpu for t in result.trials)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("micro_batch", "peak_gib", f"{'samples' if images else 'tokens'}_per_s_per_gpu"):
         table.add_column(name, justify="right")
     table.add_column("fits")
-    for t in sorted(found.trials, key=lambda t: t.micro_batch):
+    for t in sorted(result.trials, key=lambda t: t.micro_batch):
         speed = t.samples_per_s_per_gpu if images else t.tokens_per_s_per_gpu
-        said = "yes" if t.fits else f"no: {t.outcome}"
-        said += "" if t.usable else ", does not divide a rank's share"
-        said += "  <- advised" if t is found.advised else ""
+        remark = "yes" if t.fits else f"no: {t.outcome}"
+        remark += "" if t.usable else ", does not divide a rank's share"
+        remark += "  <- advised" if t is result.recommended else ""
         table.add_row(
             str(t.micro_batch),
             "" if t.peak_gib is None else f"{t.peak_gib:.2f}",
             "" if speed is None else f"{speed:,.0f}",
-            said,
+            remark,
         )
     return table

@@ -8,49 +8,49 @@ from typing import Any
 import click
 
 from clustertrain import clock
-from clustertrain.report.event_text import in_words
+from clustertrain.report.event_text import format_event
 from clustertrain.run import events, metrics
 from clustertrain.run.run_dir import RunDir
 
 POLL_S = 0.25
-ASK_S = 2.0
+STATUS_INTERVAL_S = 2.0
 # Of those that concern this node or that GPU, `top` and `telemetry` tell.
-_NOT_HERE = ("gpu_lost", "gpu_back", "telemetry_failed", "alert", "alert_not_delivered")
+_HIDDEN_EVENTS = ("gpu_lost", "gpu_back", "telemetry_failed", "alert", "alert_not_delivered")
 
 
-def _line(n: int, event: dict[str, Any]) -> str | None:
+def _format_event(n: int, event: dict[str, Any]) -> str | None:
     name = event["event"]
-    words = None if name in _NOT_HERE else in_words(event)
-    return words if words is None or name == "stopped" else f"attempt {n}: {words}"
+    text = None if name in _HIDDEN_EVENTS else format_event(event)
+    return text if text is None or name == "stopped" else f"attempt {n}: {text}"
 
 
-class _News:
+class _UnreportedEvents:
     """The events that were not told yet."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
-        self.told: dict[int, set[tuple[float, str, int]]] = {}
-        self.signalled: set[tuple[int, str]] = set()
+        self.reported: dict[int, set[tuple[float, str, int]]] = {}
+        self.reported_signals: set[tuple[int, str]] = set()
 
-    def lines(self) -> list[str]:
-        out = []
+    def new_lines(self) -> list[str]:
+        lines = []
         for attempt in self.run.attempts():
-            seen = self.told.setdefault(attempt.n, set())
-            for event in events.of_attempt(attempt):
+            attempt_keys = self.reported.setdefault(attempt.n, set())
+            for event in events.for_attempt(attempt):
                 key = (float(event["t"]), str(event["event"]), int(event.get("pid", 0)))
-                if key in seen:
+                if key in attempt_keys:
                     continue
-                seen.add(key)
+                attempt_keys.add(key)
                 if event["event"] == "signal":
                     # Every agent tells of it; once is enough.
-                    once = (attempt.n, "signal")
-                    if once in self.signalled:
+                    signal_key = (attempt.n, "signal")
+                    if signal_key in self.reported_signals:
                         continue
-                    self.signalled.add(once)
-                line = _line(attempt.n, event)
+                    self.reported_signals.add(signal_key)
+                line = _format_event(attempt.n, event)
                 if line:
-                    out.append(line)
-        return out
+                    lines.append(line)
+        return lines
 
 
 def follow(run: RunDir) -> int:
@@ -66,29 +66,29 @@ def _follow(run: RunDir) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from clustertrain.report.terminal import make_console
-    from clustertrain.scheduler.run_status import look
+    from clustertrain.scheduler.run_status import run_status
 
-    out = make_console(sys.stderr)
-    news = _News(run)
-    seen = look(run)
+    console = make_console(sys.stderr)
+    unreported = _UnreportedEvents(run)
+    status = run_status(run)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=out, disable=not out.is_terminal) as bar:
-        task = bar.add_task(seen.state, total=seen.total_steps)
-        next_ask = clock.monotonic() + ASK_S
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(status.state, total=status.total_steps)
+        next_poll = clock.monotonic() + STATUS_INTERVAL_S
         while True:
             # Asked before the news are read, so that the last news are told too.
-            if clock.monotonic() >= next_ask:
-                next_ask = clock.monotonic() + ASK_S
-                seen = look(run)
-            for line in news.lines():
+            if clock.monotonic() >= next_poll:
+                next_poll = clock.monotonic() + STATUS_INTERVAL_S
+                status = run_status(run)
+            for line in unreported.new_lines():
                 bar.console.print(line, highlight=False, markup=False)
-            row = metrics.latest(run)
+            row = metrics.find_latest_row(run)
             if row:
-                words = f"{seen.state}  loss {row['loss']:.3f}" if "loss" in row else seen.state
-                bar.update(task, completed=int(row["step"]), total=seen.total_steps, description=words)
-            if seen.final:
-                bar.update(task, description=seen.state)
+                description = f"{status.state}  loss {row['loss']:.3f}" if "loss" in row else status.state
+                bar.update(task, completed=int(row["step"]), total=status.total_steps, description=description)
+            if status.is_final:
+                bar.update(task, description=status.state)
                 break
             clock.sleep(POLL_S)
-    out.print(f"{run.id}: {seen.state}", highlight=False)
-    return 0 if seen.state == "completed" else 1
+    console.print(f"{run.id}: {status.state}", highlight=False)
+    return 0 if status.state == "completed" else 1

@@ -16,24 +16,24 @@ from clustertrain.cli.common import (
     find_run,
     find_runs,
     json_option,
-    named_run_argument,
     print_json,
+    required_run_argument,
     run_argument,
 )
 from clustertrain.errors import ClusterTrainError, CommandFailed, UsageError
-from clustertrain.run.run_dir import RunDir, readable
+from clustertrain.run.run_dir import RunDir, explain_permission_errors
 
 if TYPE_CHECKING:
     from clustertrain.scheduler.backend import Backend
-    from clustertrain.scheduler.run_status import Look
+    from clustertrain.scheduler.run_status import RunStatus
 
-POLL_FIRST_S, POLL_MOST_S = 0.5, 15.0
+MIN_POLL_S, MAX_POLL_S = 0.5, 15.0
 
 
-def _say(run: RunDir, event: str, **fields: Any) -> None:
+def _log_event(run: RunDir, event: str, **fields: Any) -> None:
     from clustertrain.run.events import EventLog
 
-    with fsio.as_open_as(run.path):
+    with fsio.group_umask(run.path):
         log = EventLog(run.events / f"{event}-{socket.gethostname()}-{os.getpid()}.jsonl")
     log.write(event, by=getpass.getuser(), **fields)
     log.close()
@@ -46,45 +46,45 @@ def _say(run: RunDir, event: str, **fields: Any) -> None:
 @json_option
 def list_(limit: int, recipe: str | None, same_as: str | None, as_json: bool) -> None:
     """My runs, newest first."""
-    from clustertrain.scheduler.run_status import Unreadable, look_all
+    from clustertrain.scheduler.run_status import Unreadable, run_statuses
 
-    found = look_all(_of_recipe(recipe, same_as)[:limit])
+    statuses = run_statuses(_runs_of_recipe(recipe, same_as)[:limit])
     if as_json:
-        print_json([_unreadable_json(x) if isinstance(x, Unreadable) else status_json(x) for x in found])
+        print_json([_unreadable_json(x) if isinstance(x, Unreadable) else status_json(x) for x in statuses])
         return
     from rich.console import Group
     from rich.text import Text
 
-    from clustertrain.report.status import remarks, runs_table
+    from clustertrain.report.status import format_remarks, runs_table
     from clustertrain.report.terminal import emit, make_console
 
-    looks = [x for x in found if not isinstance(x, Unreadable)]
+    readable_statuses = [x for x in statuses if not isinstance(x, Unreadable)]
     # Below the table: a reason is a sentence.
-    unreadable = [Text(f"{x.run.id}  unreadable: {x.error}") for x in found if isinstance(x, Unreadable)]
+    unreadable = [Text(f"{x.run.id}  unreadable: {x.error}") for x in statuses if isinstance(x, Unreadable)]
     console = make_console(rows=True)
-    table = [runs_table(looks, console.width)] if looks or not unreadable else []
-    emit(console, Group(*table, *unreadable, *remarks(looks)))
+    table = [runs_table(readable_statuses, console.width)] if readable_statuses or not unreadable else []
+    emit(console, Group(*table, *unreadable, *format_remarks(readable_statuses)))
 
 
-def _of_recipe(recipe: str | None, same_as: str | None) -> list[RunDir]:
+def _runs_of_recipe(recipe: str | None, same_as: str | None) -> list[RunDir]:
     """All runs, or those of one recipe."""
-    from clustertrain.run.lookup import all_runs
-    from clustertrain.run.recipe_hash import recipe_hash
+    from clustertrain.run.lookup import list_runs
+    from clustertrain.run.recipe_hash import load_recipe_hash
 
     if recipe is not None and same_as is not None:
         raise UsageError("--recipe and --same-as: choose one")
     if recipe is None and same_as is None:
-        return all_runs()
-    with readable():
-        wanted = recipe if recipe is not None else recipe_hash(find_run(str(same_as)))
-    if not wanted or set(wanted) - set("0123456789abcdef"):
-        raise UsageError(f"--recipe {wanted!r}: no hash", fix="`list` and `status --json` show it, as recipe_hash")
-    found = []
-    for run in all_runs():
+        return list_runs()
+    with explain_permission_errors():
+        hash_prefix = recipe if recipe is not None else load_recipe_hash(find_run(str(same_as)))
+    if not hash_prefix or set(hash_prefix) - set("0123456789abcdef"):
+        raise UsageError(f"--recipe {hash_prefix!r}: no hash", fix="`list` and `status --json` show it, as recipe_hash")
+    matching = []
+    for run in list_runs():
         with contextlib.suppress(ClusterTrainError, OSError):  # one that does not read is of no recipe
-            if recipe_hash(run).startswith(wanted):
-                found.append(run)
-    return found
+            if load_recipe_hash(run).startswith(hash_prefix):
+                matching.append(run)
+    return matching
 
 
 def _unreadable_json(row: Any) -> dict[str, Any]:
@@ -100,48 +100,48 @@ def status(name: str, as_json: bool) -> None:
     import msgspec
 
     from clustertrain.report import plan_vs_measured
-    from clustertrain.scheduler.run_status import look
+    from clustertrain.scheduler.run_status import run_status
 
-    with readable():
-        seen = look(find_run(name))
-        compared = plan_vs_measured.of_run(seen.run)
+    with explain_permission_errors():
+        current = run_status(find_run(name))
+        comparison = plan_vs_measured.compare_run(current.run)
     if as_json:
-        print_json({**status_json(seen), "prediction": msgspec.to_builtins(compared)})
+        print_json({**status_json(current), "prediction": msgspec.to_builtins(comparison)})
         return
     from clustertrain.report.status import render
     from clustertrain.report.terminal import emit, glyphs, make_console
 
-    out = make_console(rows=True)
-    emit(out, render(seen, compared, out.width, glyphs(out)))
+    console = make_console(rows=True)
+    emit(console, render(current, comparison, console.width, glyphs(console)))
 
 
-def status_json(seen: Any) -> dict[str, Any]:
+def status_json(current: Any) -> dict[str, Any]:
     """The keys that scripts lean on (docs: design of the public interface), and a few more."""
     import msgspec
 
-    from clustertrain.run.recipe_hash import recipe_hash
+    from clustertrain.run.recipe_hash import load_recipe_hash
 
-    view = seen.view
+    job_view = current.view
     return {
-        "run": seen.run.id,
-        "job_id": seen.job_id,
-        "name": seen.name,
-        "backend": seen.backend,
-        "state": seen.state,
-        "step": seen.step,
-        "total_steps": seen.total_steps,
-        "pending_reason": view.reason or None if view and view.state == "PENDING" else None,
-        "start_estimate": view.start_time if view and view.state == "PENDING" else None,
-        "scheduler_silent": seen.silence,
-        "cancelling": seen.cancelling,
-        "undecided": seen.undecided,
-        "to_continue": seen.to_continue,
+        "run": current.run.id,
+        "job_id": current.job_id,
+        "name": current.name,
+        "backend": current.backend,
+        "state": current.state,
+        "step": current.step,
+        "total_steps": current.total_steps,
+        "pending_reason": job_view.reason or None if job_view and job_view.state == "PENDING" else None,
+        "start_estimate": job_view.start_time if job_view and job_view.state == "PENDING" else None,
+        "scheduler_silent": current.scheduler_error,
+        "cancelling": current.is_cancelling,
+        "undecided": current.undecided_reason,
+        "to_continue": current.continue_command,
         "attempts": [
             {
                 "n": a.n,
                 "job_id": a.job_id,
                 "restart": a.restart,
-                "state": seen.state_of(a),
+                "state": current.attempt_state(a),
                 "reason": a.reason,
                 "nodes": list(a.nodes),
                 "start": a.start,
@@ -153,36 +153,36 @@ def status_json(seen: Any) -> dict[str, Any]:
                 "requeued": a.requeued,
                 "stopped": a.stopped,
             }
-            for a in seen.history
+            for a in current.history
         ],
-        "skipped_steps": seen.skipped_steps,
-        "roll_backs": seen.roll_backs,
-        "goodput": msgspec.to_builtins(seen.goodput),
-        "contract": msgspec.to_builtins(seen.contract),
-        "recipe_hash": seen.recipe_hash or recipe_hash(seen.run),
-        "run_dir": str(seen.run.path),
+        "skipped_steps": current.skipped_steps,
+        "roll_backs": current.roll_backs,
+        "goodput": msgspec.to_builtins(current.goodput),
+        "contract": msgspec.to_builtins(current.contract),
+        "recipe_hash": current.recipe_hash or load_recipe_hash(current.run),
+        "run_dir": str(current.run.path),
     }
 
 
 def wait_for(runs: Sequence[RunDir], name: str) -> int:
     """Block until all runs have ended; returns 0 only if all completed. An interrupt ends the waiting, not the runs.
     ``name`` is what they are called together."""
-    from clustertrain.scheduler.run_status import Unreadable, look_all
+    from clustertrain.scheduler.run_status import Unreadable, run_statuses
 
-    poll, left, completed = POLL_FIRST_S, list(runs), True
+    poll_s, remaining, all_completed = MIN_POLL_S, list(runs), True
     try:
         while True:
-            for seen in look_all(left):
-                if isinstance(seen, Unreadable):
-                    raise ClusterTrainError(f"{seen.run.id}: {seen.error}", fix=seen.fix)
-                if seen.final:
-                    click.echo(f"{seen.run.id}: {seen.state}", err=True)
-                    completed &= seen.state == "completed"
-                    left.remove(seen.run)
-            if not left:
-                return 0 if completed else 1
-            clock.sleep(poll)
-            poll = min(poll * 1.5, POLL_MOST_S)
+            for current in run_statuses(remaining):
+                if isinstance(current, Unreadable):
+                    raise ClusterTrainError(f"{current.run.id}: {current.error}", fix=current.fix)
+                if current.is_final:
+                    click.echo(f"{current.run.id}: {current.state}", err=True)
+                    all_completed &= current.state == "completed"
+                    remaining.remove(current.run)
+            if not remaining:
+                return 0 if all_completed else 1
+            clock.sleep(poll_s)
+            poll_s = min(poll_s * 1.5, MAX_POLL_S)
     except KeyboardInterrupt:
         click.echo(f"{name} goes on; `clustertrain cancel {name}` would end it", err=True)
         return 130
@@ -203,72 +203,77 @@ def wait(names: tuple[str, ...]) -> int:
 def cancel(names: tuple[str, ...], as_json: bool) -> None:
     """End RUN for good, pending or running, or several, or a sweep's. Their checkpoints stay. A running one is
     "cancelling" until its ranks have left: `wait` waits for that."""
-    from clustertrain.scheduler.run_status import Unreadable, look_all
+    from clustertrain.scheduler.run_status import Unreadable, run_statuses
 
-    found = look_all(find_runs(names))
-    for seen in found:
-        if isinstance(seen, Unreadable):
-            raise ClusterTrainError(f"{seen.run.id}: {seen.error}", fix=seen.fix)
-    looks = [seen for seen in found if not isinstance(seen, Unreadable)]
-    ended = [f"{seen.run.id} has ended already: {seen.state}" for seen in looks if seen.final]
-    if len(ended) == len(looks):
-        raise ClusterTrainError("\n".join(ended))
-    left = [seen for seen in looks if not seen.final]
+    statuses = run_statuses(find_runs(names))
+    for current in statuses:
+        if isinstance(current, Unreadable):
+            raise ClusterTrainError(f"{current.run.id}: {current.error}", fix=current.fix)
+    readable_statuses = [current for current in statuses if not isinstance(current, Unreadable)]
+    already_ended = [
+        f"{current.run.id} has ended already: {current.state}" for current in readable_statuses if current.is_final
+    ]
+    if len(already_ended) == len(readable_statuses):
+        raise ClusterTrainError("\n".join(already_ended))
+    active = [current for current in readable_statuses if not current.is_final]
     # The markers come first: whatever is deciding about a run at this moment must see it before the job is gone.
-    for seen in left:
-        fsio.write_json(seen.run.cancelled, {"t": clock.now(), "by": getpass.getuser()})
-        _say(seen.run, "cancelled")
-    ending = _end_jobs(left)
-    for line in ended:
+    for current in active:
+        fsio.write_json(current.run.cancel_marker, {"t": clock.now(), "by": getpass.getuser()})
+        _log_event(current.run, "cancelled")
+    cancelling = _cancel_jobs(active)
+    for line in already_ended:
         click.echo(line, err=True)
-    states = {s.run: s.state if s.final else "cancelling" if s.run in ending else "cancelled" for s in looks}
+    states = {
+        s.run: s.state if s.is_final else "cancelling" if s.run in cancelling else "cancelled"
+        for s in readable_statuses
+    }
     if as_json:
-        rows = [{"run": s.run.id, "job_id": s.job_id, "state": states[s.run]} for s in looks]
+        rows = [{"run": s.run.id, "job_id": s.job_id, "state": states[s.run]} for s in readable_statuses]
         print_json(rows[0] if len(rows) == 1 else rows)
         return
-    for seen in left:
-        click.echo(f"{seen.run.id}: {states[seen.run]}")
+    for current in active:
+        click.echo(f"{current.run.id}: {states[current.run]}")
 
 
-def _end_jobs(looks: Sequence[Look]) -> set[RunDir]:
+def _cancel_jobs(statuses: Sequence[RunStatus]) -> set[RunDir]:
     """Have the schedulers end the jobs of these runs; returns the runs whose jobs are not known to be over. Of one that
     gave no answer a moment ago nothing more is asked."""
-    from clustertrain.run.attempts import job_ids
-    from clustertrain.scheduler.registry import of_run
+    from clustertrain.run.attempts import list_job_ids
+    from clustertrain.scheduler.registry import get_backend
 
-    ending: set[RunDir] = set()
+    still_running: set[RunDir] = set()
     # Slurm answers for all jobs or for none; of a local job only its own machine knows.
-    of_slurm = [seen for seen in looks if seen.backend == "slurm"]
-    groups = [*([of_slurm] if of_slurm else []), *([seen] for seen in looks if seen.backend != "slurm")]
+    slurm_runs = [current for current in statuses if current.backend == "slurm"]
+    groups = [*([slurm_runs] if slurm_runs else []), *([current] for current in statuses if current.backend != "slurm")]
     for group in groups:
-        ids = {seen.run: job_ids(seen.run) for seen in group}
-        silence = next((seen.silence for seen in group if seen.silence), None)
-        backend = of_run(group[0].backend)
+        ids_by_run = {current.run: list_job_ids(current.run) for current in group}
+        silence = next((current.scheduler_error for current in group if current.scheduler_error), None)
+        backend = get_backend(group[0].backend)
         try:
             if silence is not None:
                 raise CommandFailed(silence)
-            alive = _alive(backend, [job_id for of_one in ids.values() for job_id in of_one])
+            alive = _alive_jobs(backend, [job_id for run_job_ids in ids_by_run.values() for job_id in run_job_ids])
             if alive:
                 backend.cancel(*alive)
-                alive = _alive(backend, alive)
-            ending.update(run for run, of_one in ids.items() if set(of_one) & set(alive))
+                alive = _alive_jobs(backend, alive)
+            still_running.update(run for run, run_job_ids in ids_by_run.items() if set(run_job_ids) & set(alive))
         except CommandFailed as e:
-            ending.update(ids)
+            still_running.update(ids_by_run)
             note = (
                 "the run is marked as cancelled: a running attempt ends within a minute, a waiting job as soon as it "
                 "starts"
             )
             click.echo(f"note: the scheduler gave no answer ({e.message}); {note}", err=True)
-            again = " ".join(run.id for run in ids)
-            click.echo(f"      to take a waiting job out of the queue, repeat: clustertrain cancel {again}", err=True)
-    return ending
+            run_ids = " ".join(run.id for run in ids_by_run)
+            click.echo(f"      to take a waiting job out of the queue, repeat: clustertrain cancel {run_ids}", err=True)
+    return still_running
 
 
-def _alive(backend: Backend, job_ids: Sequence[str]) -> list[str]:
-    return [job_id for job_id, view in backend.views(job_ids).items() if view.alive]
+def _alive_jobs(backend: Backend, job_ids: Sequence[str]) -> list[str]:
+    return [job_id for job_id, view in backend.query_jobs(job_ids).items() if view.is_alive]
 
 
-def _refuse_spent(run: RunDir) -> None:
+def _check_budget(run: RunDir) -> None:
     """Raises ClusterTrainError for a run that would stop again at once."""
     from clustertrain.run import budget
     from clustertrain.run.run_spec import load_spec
@@ -276,28 +281,30 @@ def _refuse_spent(run: RunDir) -> None:
     contract = load_spec(run).recipe.contract
     if not contract.has_budget or contract.when_spent != "stop":
         return
-    why = budget.spent(contract, budget.of_run(run, contract, clock.now()))
-    if why:
-        raise ClusterTrainError(f"{run.id}: {why}", fix=f"raise the limits under [recipe.contract] in {run.spec}")
+    reason = budget.format_spent(contract, budget.compute_run_usage(run, contract, clock.now()))
+    if reason:
+        raise ClusterTrainError(f"{run.id}: {reason}", fix=f"raise the limits under [recipe.contract] in {run.spec}")
 
 
-def _refuse_used_up(run: RunDir) -> None:
+def _check_requeue_limit(run: RunDir) -> None:
     """Raises ClusterTrainError for a running run that would stop for good instead of starting again."""
     from clustertrain.run import attempts, endings
     from clustertrain.run.run_spec import load_spec
-    from clustertrain.scheduler.requeue_policy import budget_spent
+    from clustertrain.scheduler.requeue_policy import find_exhausted_budget
 
-    why = budget_spent(endings.PREEMPTED, attempts.charged(run), load_spec(run).job.max_requeues)
-    if why:
+    reason = find_exhausted_budget(
+        endings.PREEMPTED, attempts.load_budgeted_attempts(run), load_spec(run).job.max_requeues
+    )
+    if reason:
         raise ClusterTrainError(
-            f"{run.id} would not start again: {why}",
+            f"{run.id} would not start again: {reason}",
             fix=f"clustertrain cancel {run.id}; clustertrain wait {run.id}; clustertrain requeue {run.id}  (the count "
             "starts over)",
         )
 
 
 @click.command()
-@named_run_argument
+@required_run_argument
 @click.option("--time", help="Another time limit, as sbatch takes it.")
 @click.option("--partition", help="Another partition.")
 @click.option("--qos", help="Another quality of service.")
@@ -307,40 +314,40 @@ def _refuse_used_up(run: RunDir) -> None:
 @json_option
 def requeue(name: str, as_json: bool, **options: str | None) -> None:
     """Stop RUN at a checkpoint and start it again now; or continue it, if it has ended."""
-    from clustertrain.run.attempts import carried_options
-    from clustertrain.scheduler.run_status import backend_of, look
+    from clustertrain.run.attempts import load_submit_options
+    from clustertrain.scheduler.run_status import backend_for_run, run_status
     from clustertrain.submit import continue_run
 
     run = find_run(name)
     continuation = continue_run.Continuation(run)
-    seen = look(run)
-    given = {k: v for k, v in options.items() if v}
-    if given.keys() - {"time"} and seen.backend == "local":
-        raise UsageError(f"--{next(iter(given.keys() - {'time'}))} means nothing to the local backend")
-    if given.get("time"):
-        from clustertrain.config.time_limits import seconds_of
+    current = run_status(run)
+    overrides = {k: v for k, v in options.items() if v}
+    if overrides.keys() - {"time"} and current.backend == "local":
+        raise UsageError(f"--{next(iter(overrides.keys() - {'time'}))} means nothing to the local backend")
+    if overrides.get("time"):
+        from clustertrain.config.time_limits import parse_time_limit_s
 
-        seconds_of(given["time"])
-    if seen.state == "completed":
+        parse_time_limit_s(overrides["time"])
+    if current.state == "completed":
         raise ClusterTrainError(f"{run.id} is complete; there is nothing to continue")
-    _refuse_spent(run)
-    job_id = seen.job_id
-    if run.cancelled.exists() and not seen.final:
+    _check_budget(run)
+    job_id = current.job_id
+    if run.cancel_marker.exists() and not current.is_final:
         raise ClusterTrainError(
-            f"{run.id} is still being cancelled, job {job_id} has not ended", fix=continue_run.after_cancel(run)
+            f"{run.id} is still being cancelled, job {job_id} has not ended", fix=continue_run.suggest_after_cancel(run)
         )
-    if seen.state == "running" and seen.history[-1].job_id == job_id:
-        _refuse_used_up(run)
-        continue_run.ask(run, run.attempt(seen.history[-1].n), given)
-    elif not seen.final:
-        raise ClusterTrainError(f"{run.id} is waiting already, as job {seen.job_id}")
+    if current.state == "running" and current.history[-1].job_id == job_id:
+        _check_requeue_limit(run)
+        continue_run.request_requeue(run, run.attempt(current.history[-1].n), overrides)
+    elif not current.is_final:
+        raise ClusterTrainError(f"{run.id} is waiting already, as job {current.job_id}")
     else:
-        with fsio.as_open_as(run.path):
+        with fsio.group_umask(run.path):
             continuation.claim()
-            _say(run, "continued")
-            job_id = continuation.submit(backend_of(run), {**carried_options(run), **given})
-            _say(run, "continued", job_id=job_id, options=given)
-            continuation.submitted(job_id)
+            _log_event(run, "continued")
+            job_id = continuation.submit(backend_for_run(run), {**load_submit_options(run), **overrides})
+            _log_event(run, "continued", job_id=job_id, options=overrides)
+            continuation.record_job(job_id)
     if as_json:
         print_json({"run": run.id, "job_id": job_id, "state": "requeued"})
     else:

@@ -13,11 +13,11 @@ from clustertrain import clock, reading
 from clustertrain.cli.common import find_run, run_argument
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.printable import printable
-from clustertrain.printable import raw as unescaped
-from clustertrain.run.run_dir import RunDir, readable
+from clustertrain.printable import unwrap_stream as unescaped
+from clustertrain.run.run_dir import RunDir, explain_permission_errors
 
 POLL_S = 0.3
-ASK_S = 3.0
+STATUS_INTERVAL_S = 3.0
 CHUNK = 1 << 16
 
 
@@ -42,112 +42,112 @@ def logs(name: str, follow: bool, rank: int, attempt: int | None, job: bool, nod
         )
     run = find_run(name)
     printed = False
-    shown = None if raw else _Printable(sys.stdout.encoding)
-    with readable():
-        for path, chunk in _chunks(run, follow, rank, attempt, job, node):
+    escaper = None if raw else _LogEscaper(sys.stdout.encoding)
+    with explain_permission_errors():
+        for path, chunk in _read_chunks(run, follow, rank, attempt, job, node):
             printed = True
             if path is not None:
                 click.echo(f"==> {path.relative_to(run.path)} <==", err=True)
-            unescaped(sys.stdout).buffer.write(chunk if shown is None else shown.of(path, chunk))
+            unescaped(sys.stdout).buffer.write(chunk if escaper is None else escaper.escape(path, chunk))
             sys.stdout.flush()
-    if shown is not None:
-        unescaped(sys.stdout).buffer.write(shown.rest())
+    if escaper is not None:
+        unescaped(sys.stdout).buffer.write(escaper.flush())
     if not printed and not follow:
         raise NotFound(
-            _why_none(run, rank, attempt, job, node), fix=f"`clustertrain status {run.id}` shows its attempts"
+            _no_output_reason(run, rank, attempt, job, node), fix=f"`clustertrain status {run.id}` shows its attempts"
         )
 
 
-class _Printable:
+class _LogEscaper:
     """Chunks of logs for a terminal. A carriage return stays: it leads back to the begin of its own line at most, and
     a progress bar without it fills the screen."""
 
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding
-        self._decoder = _decoder()
+        self._decoder = _build_decoder()
 
-    def of(self, path: Path | None, chunk: bytes) -> bytes:
+    def escape(self, path: Path | None, chunk: bytes) -> bytes:
         """``path``: where another file begins."""
-        rest = b"" if path is None else self.rest()
-        return rest + self._encoded(self._decoder.decode(chunk))
+        pending = b"" if path is None else self.flush()
+        return pending + self._encode(self._decoder.decode(chunk))
 
-    def rest(self) -> bytes:
+    def flush(self) -> bytes:
         """What is left of a file that ends within a character."""
-        rest, self._decoder = self._decoder.decode(b"", final=True), _decoder()
-        return self._encoded(rest)
+        pending, self._decoder = self._decoder.decode(b"", final=True), _build_decoder()
+        return self._encode(pending)
 
-    def _encoded(self, text: str) -> bytes:
-        return printable(text, but="\r").encode(self._encoding, "backslashreplace")
+    def _encode(self, text: str) -> bytes:
+        return printable(text, keep="\r").encode(self._encoding, "backslashreplace")
 
 
-def _decoder() -> codecs.IncrementalDecoder:
+def _build_decoder() -> codecs.IncrementalDecoder:
     """Keeps half a character until its rest comes; what is no UTF-8 becomes \\xff and the like."""
     return codecs.getincrementaldecoder("utf-8")("backslashreplace")
 
 
-def _why_none(run: RunDir, rank: int, attempt: int | None, job: bool, node: str | None) -> str:
+def _no_output_reason(run: RunDir, rank: int, attempt: int | None, job: bool, node: str | None) -> str:
     numbers = [a.n for a in run.attempts()]
     if job or not numbers:
         return f"{run.id} has printed nothing yet"
     if attempt is not None and attempt not in numbers:
         return f"{run.id} has no attempt {attempt}: it has {', '.join(map(str, numbers))}"
     if node is not None:
-        known = _nodes(run, attempt)
-        if node in known or not known:
+        nodes = _list_nodes(run, attempt)
+        if node in nodes or not nodes:
             return f"node {node} of {run.id} has printed nothing yet"
-        return f"{run.id} has no node {node!r}: it has {', '.join(known)}"
+        return f"{run.id} has no node {node!r}: it has {', '.join(nodes)}"
     return f"rank {rank} of {run.id} has printed nothing yet, or does not exist"
 
 
-def _nodes(run: RunDir, attempt: int | None) -> list[str]:
+def _list_nodes(run: RunDir, attempt: int | None) -> list[str]:
     from clustertrain.run import attempts
 
-    known = [attempts.read_one(run, a) for a in run.attempts() if attempt in (None, a.n)]
-    return list(dict.fromkeys(node for found in known for node in found.nodes))
+    records = [attempts.load_attempt(run, a) for a in run.attempts() if attempt in (None, a.n)]
+    return list(dict.fromkeys(node for record in records for node in record.nodes))
 
 
-def _files(run: RunDir, rank: int, attempt: int | None, job: bool, node: str | None) -> list[Path]:
+def _log_files(run: RunDir, rank: int, attempt: int | None, job: bool, node: str | None) -> list[Path]:
     if job:
         return [run.job_log]
-    asked = [a for a in run.attempts() if attempt in (None, a.n)]
+    selected = [a for a in run.attempts() if attempt in (None, a.n)]
     if node is not None:
-        return [a.logs / f"agent-{node}.log" for a in asked]
-    return [a.rank_log(rank) for a in asked]
+        return [a.logs / f"agent-{node}.log" for a in selected]
+    return [a.rank_log(rank) for a in selected]
 
 
-def _chunks(
+def _read_chunks(
     run: RunDir, follow: bool, rank: int, attempt: int | None, job: bool, node: str | None
 ) -> Iterator[tuple[Path | None, bytes]]:
     """(the file, at its first chunk and where the file changes, else None; what is new in it)."""
-    read: dict[Path, int] = {}
+    offsets: dict[Path, int] = {}
     current: Path | None = None
-    ended, next_ask = not follow, 0.0
+    has_ended, next_poll = not follow, 0.0
     while True:
-        last_round = ended
-        for path in _files(run, rank, attempt, job, node):
-            for chunk in _new(path, read):
+        is_last_round = has_ended
+        for path in _log_files(run, rank, attempt, job, node):
+            for chunk in _read_new(path, offsets):
                 yield (path if path != current else None), chunk
                 current = path
-        if last_round:
+        if is_last_round:
             return
-        if clock.monotonic() >= next_ask:
-            next_ask = clock.monotonic() + ASK_S
-            ended = _ended(run)
+        if clock.monotonic() >= next_poll:
+            next_poll = clock.monotonic() + STATUS_INTERVAL_S
+            has_ended = _has_ended(run)
         clock.sleep(POLL_S)
 
 
-def _new(path: Path, read: dict[Path, int]) -> Iterator[bytes]:
+def _read_new(path: Path, offsets: dict[Path, int]) -> Iterator[bytes]:
     try:
-        with reading.opened(path) as f:
-            f.seek(read.get(path, 0))
+        with reading.open_regular(path) as f:
+            f.seek(offsets.get(path, 0))
             while chunk := f.read(CHUNK):
-                read[path] = f.tell()
+                offsets[path] = f.tell()
                 yield chunk
     except FileNotFoundError:
         return
 
 
-def _ended(run: RunDir) -> bool:
-    from clustertrain.scheduler.run_status import look
+def _has_ended(run: RunDir) -> bool:
+    from clustertrain.scheduler.run_status import run_status
 
-    return look(run).final
+    return run_status(run).is_final

@@ -10,14 +10,14 @@ import sys
 
 import click
 
-from clustertrain.cli.output import complain, standing_streams, unwritten, written_out
+from clustertrain.cli.output import flush_error, flush_output, print_error, replace_closed_streams
 from clustertrain.errors import EXIT_FAILED, ClusterTrainError
-from clustertrain.printable import printing_safely
+from clustertrain.printable import sanitized_output
 
 # New objects between two searches for reference cycles. Python's own number, 700 or 2000, is reached in every import.
 GC_THRESHOLD = 100_000
 # What a file system reports about a path or its disk: no mistake of this program.
-_OF_FILES = frozenset(
+_FILE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE, errno.ELOOP, errno.ENAMETOOLONG}
     | {errno.ENOTDIR, errno.ETIMEDOUT, errno.EBADF, errno.EFBIG}
     # Somebody removes or changes a run's files while a command reads them.
@@ -61,9 +61,9 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         # click, where it suggests at all, suggests from `commands`, which holds nothing here.
         if args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
-            from clustertrain.config.parsing import nearest
+            from clustertrain.config.parsing import did_you_mean
 
-            raise click.UsageError(f"No such command {args[0]!r}: {nearest(args[0], list(COMMANDS))}", ctx)
+            raise click.UsageError(f"No such command {args[0]!r}: {did_you_mean(args[0], list(COMMANDS))}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -86,10 +86,10 @@ def main() -> int:
     # cycles (submit: 0.22 s of processor time, 0.15 s so). Most of that at its exit, which skips what is frozen.
     gc.set_threshold(GC_THRESHOLD)
     try:
-        with standing_streams():
-            with printing_safely():
+        with replace_closed_streams():
+            with sanitized_output():
                 code = _run()
-            return written_out(code)
+            return flush_output(code)
     finally:
         gc.freeze()
 
@@ -98,7 +98,7 @@ def _run() -> int:
     try:
         result = cli.main(prog_name="clustertrain", standalone_mode=False)
     except ClusterTrainError as e:
-        complain(f"clustertrain: {e}")
+        print_error(f"clustertrain: {e}")
         return e.exit_code
     except click.ClickException as e:
         with contextlib.suppress(OSError):
@@ -109,10 +109,10 @@ def _run() -> int:
     except SystemExit:  # click's end of a command whose reader has left, `| head`
         return EXIT_FAILED
     except OSError as e:
-        if e.errno not in _OF_FILES:
+        if e.errno not in _FILE_ERRNOS:
             raise
-        if e.filename or unwritten(sys.stdout) is None:  # else :func:`written_out` names what was lost
-            unnamed = "standard output" if e.errno in (errno.EBADF, errno.EFBIG) else "a file"
-            complain(f"clustertrain: {e.filename or unnamed}: {e.strerror}")
+        if e.filename or flush_error(sys.stdout) is None:  # else :func:`written_out` names what was lost
+            target = "standard output" if e.errno in (errno.EBADF, errno.EFBIG) else "a file"
+            print_error(f"clustertrain: {e.filename or target}: {e.strerror}")
         return EXIT_FAILED
     return result if isinstance(result, int) else 0

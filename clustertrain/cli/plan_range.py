@@ -17,43 +17,43 @@ if TYPE_CHECKING:
 def show_range(request: SubmitRequest, text: str, *, as_json: bool) -> int:
     """A line for each number of GPUs: what would be chosen, how fast, and how much of the smallest one's speed a GPU
     keeps. All have the global batch of the recipe, or else of the largest."""
-    from clustertrain.report.plan_range import lines
+    from clustertrain.report.plan_range import print_table
     from clustertrain.submit.request import prepare
 
-    first = prepare(request, purpose="plan")
-    per_node = first.spec.job.gpus
-    batch = first.spec.recipe.train.global_batch
-    sizes = worlds(text, per_node)
+    first_prepared = prepare(request, purpose="plan")
+    gpus_per_node = first_prepared.spec.job.gpus
+    batch = first_prepared.spec.recipe.train.global_batch
+    sizes = parse_gpu_counts(text, gpus_per_node)
     if not batch:
-        batch = prepare(_sized(request, sizes[-1], per_node, 0), purpose="plan").plan.batch.global_batch
+        batch = prepare(_with_gpus(request, sizes[-1], gpus_per_node, 0), purpose="plan").plan.batch.global_batch
     rows: list[tuple[int, Plan | None, str]] = []
     backend = None  # of the largest, for all: a part of one node must not be planned for this machine and its CPU
     for size in reversed(sizes):
         try:
-            made = prepare(_sized(request, size, per_node, batch), backend, "plan")
-            backend = made.backend
-            rows.insert(0, (size, made.plan, ""))
+            prepared = prepare(_with_gpus(request, size, gpus_per_node, batch), backend, "plan")
+            backend = prepared.backend
+            rows.insert(0, (size, prepared.plan, ""))
         except ConfigError as e:
             rows.insert(0, (size, None, str(e)))
-    known = [(n, each) for n, each, _ in rows if each is not None and each.time.tokens_per_s_per_gpu]
-    base = known[0][1].time.tokens_per_s_per_gpu if known else None
-    shown = [_row(n, each, why, base) for n, each, why in rows]
+    predicted = [(n, plan) for n, plan, _ in rows if plan is not None and plan.time.tokens_per_s_per_gpu]
+    base_rate = predicted[0][1].time.tokens_per_s_per_gpu if predicted else None
+    entries = [_to_json(n, plan, reason, base_rate) for n, plan, reason in rows]
     if as_json:
-        print_json({"global_batch": batch, "sizes": shown})
+        print_json({"global_batch": batch, "sizes": entries})
     else:
-        lines(shown, batch)
+        print_table(entries, batch)
     return 0
 
 
-def worlds(text: str, per_node: int) -> list[int]:
+def parse_gpu_counts(text: str, gpus_per_node: int) -> list[int]:
     """``8-64``: 8, 16, 32, 64; ``8,24,64``: these. In whole nodes, or parts of one that divide it.
 
     Raises:
-        UsageError: it is neither, or a number that nodes of ``per_node`` cannot make.
+        UsageError: it is neither, or a number that nodes of ``gpus_per_node`` cannot make.
     """
-    span = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", text)
-    if span:
-        low, high = int(span[1]), int(span[2])
+    match = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", text)
+    if match:
+        low, high = int(match[1]), int(match[2])
         sizes = [low << n for n in range(64) if low and low << n <= high]
     else:
         sizes = [int(part) for part in text.split(",") if re.fullmatch(r"\s*[0-9]{1,9}\s*", part)]
@@ -63,35 +63,35 @@ def worlds(text: str, per_node: int) -> list[int]:
         raise UsageError(
             f"--gpus-range {text!r}: not of the form LOW-HIGH or N,N,N", fix="for example --gpus-range 8-64"
         )
-    wrong = [n for n in sizes if n % per_node and (n > per_node or per_node % n)]
-    if wrong:
+    invalid = [n for n in sizes if n % gpus_per_node and (n > gpus_per_node or gpus_per_node % n)]
+    if invalid:
         raise UsageError(
-            f"--gpus-range {text!r}: {wrong[0]} GPUs are no whole number of nodes of {per_node}",
+            f"--gpus-range {text!r}: {invalid[0]} GPUs are no whole number of nodes of {gpus_per_node}",
             fix="choose multiples, or another --gpus",
         )
     return sorted(set(sizes))
 
 
-def _sized(request: SubmitRequest, size: int, per_node: int, batch: int) -> SubmitRequest:
-    nodes, gpus = (size // per_node, per_node) if size >= per_node else (1, size)
-    more = (f"train.global_batch={batch}",) if batch else ()
+def _with_gpus(request: SubmitRequest, size: int, gpus_per_node: int, batch: int) -> SubmitRequest:
+    nodes, gpus = (size // gpus_per_node, gpus_per_node) if size >= gpus_per_node else (1, size)
+    extra = (f"train.global_batch={batch}",) if batch else ()
     return replace(
-        request, job={**request.job, "nodes": nodes, "gpus": gpus}, assignments=(*request.assignments, *more)
+        request, job={**request.job, "nodes": nodes, "gpus": gpus}, assignments=(*request.assignments, *extra)
     )
 
 
-def _row(size: int, made: Plan | None, why: str, base: float | None) -> dict[str, Any]:
-    if made is None:
+def _to_json(size: int, plan: Plan | None, reason: str, base_rate: float | None) -> dict[str, Any]:
+    if plan is None:
         return {"gpus": size, "layout": None, "step_s": None, "tokens_per_s": None, "efficiency": None,
-                "peak_gib": None, "fits": None, "why": why}  # fmt: skip
-    rate = made.time.tokens_per_s_per_gpu
+                "peak_gib": None, "fits": None, "why": reason}  # fmt: skip
+    rate = plan.time.tokens_per_s_per_gpu
     return {
         "gpus": size,
-        "layout": made.layout.words(),
-        "step_s": made.time.step_s,
+        "layout": plan.layout.describe(),
+        "step_s": plan.time.step_s,
         "tokens_per_s": rate * size if rate else None,
-        "efficiency": rate / base if rate and base else None,
-        "peak_gib": made.memory.peak_gib,
-        "fits": made.memory.fits,
-        "why": made.way_out,
+        "efficiency": rate / base_rate if rate and base_rate else None,
+        "peak_gib": plan.memory.peak_gib,
+        "fits": plan.memory.fits,
+        "why": plan.way_out,
     }

@@ -22,14 +22,14 @@ def write_predictions(source: Path, out: Path | None, *, calibrate: bool, as_jso
     """
     if out is not None and out.exists() and not out.is_file():
         raise ConfigError(f"{out} is not a regular file, and would be replaced", fix="give --out the name of a file")
-    columns, rows = _read(source)
-    found = predict.predict(rows, calibrate=calibrate)
+    columns, rows = _read_table(source)
+    predictions = predict.predict(rows, calibrate=calibrate)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    kept = [name for name in columns if name not in predict.COLUMNS]
-    writer.writerow([*kept, *predict.COLUMNS])
-    for row, prediction in zip(rows, found, strict=True):
-        writer.writerow([*(row[name] for name in kept), *prediction.cells()])
+    input_columns = [name for name in columns if name not in predict.COLUMNS]
+    writer.writerow([*input_columns, *predict.COLUMNS])
+    for row, prediction in zip(rows, predictions, strict=True):
+        writer.writerow([*(row[name] for name in input_columns), *prediction.cells()])
     if out is not None:
         try:
             fsio.write_text(out, text.getvalue())
@@ -39,19 +39,25 @@ def write_predictions(source: Path, out: Path | None, *, calibrate: bool, as_jso
             ) from e
     elif not as_json:
         click.echo(text.getvalue(), nl=False)
-    left = [number for number, p in enumerate(found, start=1) if p.tokens_per_s_per_gpu is None]
+    not_predicted = [number for number, p in enumerate(predictions, start=1) if p.tokens_per_s_per_gpu is None]
     if as_json:
-        shown = [dict(zip(predict.COLUMNS, p.values(), strict=True)) for p in found]
-        print_json({"rows": shown, "predicted": len(found) - len(left), "not_predicted": left})
+        cells = [dict(zip(predict.COLUMNS, p.values(), strict=True)) for p in predictions]
+        print_json({"rows": cells, "predicted": len(predictions) - len(not_predicted), "not_predicted": not_predicted})
     elif out is not None:
-        said = f"; not predicted: rows {', '.join(map(str, left[:10]))}{' …' if len(left) > 10 else ''}" if left else ""
-        click.echo(f"{len(found) - len(left)} of {len(found)} rows predicted, written to {out}{said}")
+        skipped = (
+            f"; not predicted: rows {', '.join(map(str, not_predicted[:10]))}{' …' if len(not_predicted) > 10 else ''}"
+            if not_predicted
+            else ""
+        )
+        click.echo(
+            f"{len(predictions) - len(not_predicted)} of {len(predictions)} rows predicted, written to {out}{skipped}"
+        )
     return 0
 
 
-def _read(source: Path) -> tuple[list[str], list[dict[str, str]]]:
+def _read_table(source: Path) -> tuple[list[str], list[dict[str, str]]]:
     try:
-        text = reading.read_bytes(source, piped=True).decode("utf-8-sig")
+        text = reading.read_bytes(source, allow_fifo=True).decode("utf-8-sig")
         reader = csv.DictReader(io.StringIO(text, newline=None), restval="")
         rows = [{name: value or "" for name, value in row.items() if name is not None} for row in reader]
     except reading.UnusableFile as e:
@@ -59,7 +65,7 @@ def _read(source: Path) -> tuple[list[str], list[dict[str, str]]]:
     except (UnicodeDecodeError, csv.Error) as e:
         raise ConfigError(f"{source} is not a CSV table: {e}") from None
     columns = list(reader.fieldnames or [])
-    missing = [name for name in predict.NEEDED if name not in columns]
+    missing = [name for name in predict.REQUIRED_COLUMNS if name not in columns]
     if missing:
         raise ConfigError(
             f"{source} lacks the columns {', '.join(missing)}",

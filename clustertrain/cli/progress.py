@@ -11,34 +11,36 @@ from clustertrain import clock
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-PATIENCE_S = 1.0
+SHOW_AFTER_S = 1.0
 
 
-class Bar:
+class ProgressBar:
     """Called with the bytes that are done and those there are. It shows when a second has gone by, and where stderr is
     a terminal; at the end of the ``with`` it is wiped away."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self._begin = clock.monotonic()
-        self._shown: tuple[Progress, TaskID] | None = None
+    def __init__(self, description: str) -> None:
+        self.description = description
+        self._started = clock.monotonic()
+        self._progress: tuple[Progress, TaskID] | None = None
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> ProgressBar:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None) -> None:
-        if self._shown is not None:
-            self._shown[0].stop()
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress[0].stop()
 
-    def __call__(self, done: int, total: int) -> None:
-        if self._shown is None:
-            if done >= total or clock.monotonic() - self._begin < PATIENCE_S or not sys.stderr.isatty():
+    def __call__(self, completed: int, total: int) -> None:
+        if self._progress is None:
+            if completed >= total or clock.monotonic() - self._started < SHOW_AFTER_S or not sys.stderr.isatty():
                 return
-            self._shown = self._show()
-        progress, task = self._shown
-        progress.update(task, description=self.what, completed=done, total=total)
+            self._progress = self._start()
+        progress, task = self._progress
+        progress.update(task, description=self.description, completed=completed, total=total)
 
-    def _show(self) -> tuple[Progress, TaskID]:
+    def _start(self) -> tuple[Progress, TaskID]:
         # Not at the top: most commands are done before there is anything to show.
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -47,4 +49,4 @@ class Bar:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
         progress = Progress(*columns, console=make_console(sys.stderr), transient=True)
         progress.start()
-        return progress, progress.add_task(self.what, total=None)
+        return progress, progress.add_task(self.description, total=None)

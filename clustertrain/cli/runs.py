@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clustertrain.cli.common import find_run, find_runs, json_option, named_run_argument, print_json
+from clustertrain.cli.common import find_run, find_runs, json_option, print_json, required_run_argument
 from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,32 +32,32 @@ def compare(names: tuple[str, ...], metrics: tuple[str, ...], by: str, html: str
 
     Best is decided by the metric of the recipes' contract. A sweep stands for all its runs.
     """
-    from clustertrain.report.html import check
+    from clustertrain.report.html import check_path
     from clustertrain.report.runs import compare as comparison
-    from clustertrain.run.run_dir import readable
+    from clustertrain.run.run_dir import explain_permission_errors
 
     if html is not None:
-        check(Path(html))
-    chosen = find_runs(names)
-    if len(chosen) < len(names):
+        check_path(Path(html))
+    run_dirs = find_runs(names)
+    if len(run_dirs) < len(names):
         raise UsageError("runs compare: the same run is named twice")
-    with readable():
-        found = comparison.of_runs(chosen, metrics, by)  # type: ignore[arg-type]
+    with explain_permission_errors():
+        result = comparison.compare_runs(run_dirs, metrics, by)  # type: ignore[arg-type]
     if html is not None:
         from clustertrain.report.html.runs_page import write
 
-        click.echo(f"{html}: {write(found, Path(html)) / 1e3:,.0f} kB", err=True)
+        click.echo(f"{html}: {write(result, Path(html)) / 1e3:,.0f} kB", err=True)
     if as_json:
-        print_json(found)
+        print_json(result)
     elif html is None:
         from clustertrain.report.runs import compare_text
         from clustertrain.report.terminal import make_console
 
-        compare_text.show(found, make_console(rows=True))
+        compare_text.show(result, make_console(rows=True))
 
 
 @runs.command()
-@named_run_argument
+@required_run_argument
 @click.option("--to", multiple=True, metavar="TRACKER", help="tensorboard, wandb or mlflow; default: the recipe's.")
 @json_option
 def track(name: str, to: tuple[str, ...], as_json: bool) -> int:
@@ -66,48 +66,48 @@ def track(name: str, to: tuple[str, ...], as_json: bool) -> int:
     from typing import get_args
 
     from clustertrain.config.tracking import Tracker
-    from clustertrain.run.run_dir import readable
-    from clustertrain.scheduler.run_status import look
+    from clustertrain.run.run_dir import explain_permission_errors
+    from clustertrain.scheduler.run_status import run_status
     from clustertrain.tracking import run_facts
 
     for tracker in to:
         if tracker not in get_args(Tracker):
             raise UsageError(f"--to {tracker}: no tracker", fix=f"use one of {', '.join(get_args(Tracker))}")
     run = find_run(name)
-    with readable():
-        if look(run).state == "running":
+    with explain_permission_errors():
+        if run_status(run).state == "running":
             raise UsageError(
                 f"{run.id} is running, and hands its rows on by itself", fix="wait for its end, or set [tracking] to"
             )
-        wanted = to or run_facts.of_run(run, 0).spec.to
-        if not wanted:
+        trackers = to or run_facts.load_run_metadata(run, 0).spec.to
+        if not trackers:
             raise UsageError(f"{run.id}: its recipe names no tracker", fix="name one, as --to tensorboard")
-        done = {tracker: _hand_on(run, tracker) for tracker in wanted}
+        outcomes = {tracker: _upload(run, tracker) for tracker in trackers}
     if as_json:
         print_json(
-            {"run": run.id, "trackers": {t: {"step": step, "error": error} for t, (step, error) in done.items()}}
+            {"run": run.id, "trackers": {t: {"step": step, "error": error} for t, (step, error) in outcomes.items()}}
         )
     else:
-        for tracker, (step, error) in done.items():
+        for tracker, (step, error) in outcomes.items():
             click.echo(f"{tracker}: {error or ('up to step ' + str(step) if step >= 0 else 'there are no rows')}")
-    return 1 if any(error for _, error in done.values()) else 0
+    return 1 if any(error for _, error in outcomes.values()) else 0
 
 
-def _hand_on(run: RunDir, name: str) -> tuple[int, str | None]:
+def _upload(run: RunDir, name: str) -> tuple[int, str | None]:
     """The last step that the tracker has, and what went wrong."""
     from clustertrain.errors import ClusterTrainError
     from clustertrain.tracking import endings, tracker
     from clustertrain.tracking import run_facts as facts
 
-    said: list[str] = []
+    errors: list[str] = []
     try:
-        made = tracker.make(name, run, facts.of_run(run, 0))
+        client = tracker.build_tracker(name, run, facts.load_run_metadata(run, 0))
     except ClusterTrainError as e:
         return -1, str(e)
-    handing = tracker.Handing(
-        run, made, lambda _, why: said.append(why), ending=lambda: endings.of_run(run), again=False
+    uploader = tracker.TrackerUploader(
+        run, client, lambda _, reason: errors.append(reason), get_ending=lambda: endings.run_ending(run), retry=False
     )
-    handing.ask_to_stop()
-    handing.thread.start()
-    handing.thread.join()
-    return handing.last, said[-1] if said else None
+    uploader.request_stop()
+    uploader.thread.start()
+    uploader.thread.join()
+    return uploader.last_step, errors[-1] if errors else None

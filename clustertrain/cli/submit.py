@@ -17,7 +17,7 @@ from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
     from clustertrain.plan.planner import Plan
-    from clustertrain.submit.request import Count, SubmitRequest
+    from clustertrain.submit.request import CountMode, SubmitRequest
 
 F = TypeVar("F", bound=Callable[..., Any])
 _POSITIVE = click.IntRange(min=1)
@@ -97,7 +97,7 @@ class TargetCommand(click.Command):
         return super().parse_args(ctx, args)
 
 
-CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+CONTEXT_SETTINGS = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
 
 def job_options(command: F) -> F:
@@ -106,65 +106,67 @@ def job_options(command: F) -> F:
     return command
 
 
-def _pairs(option: str, given: tuple[str, ...], *, bare: bool = False) -> dict[str, str]:
+def _parse_pairs(option: str, texts: tuple[str, ...], *, bare: bool = False) -> dict[str, str]:
     pairs = {}
-    for text in given:
-        key, sign, value = text.partition("=")
-        if not key or not (sign or bare):
+    for text in texts:
+        key, separator, value = text.partition("=")
+        if not key or not (separator or bare):
             raise UsageError(f"{option} {text!r}: not of the form KEY=VALUE")
         pairs[key] = value
     return pairs
 
 
-def _profiled(text: str) -> str:
+def _profile_assignment(text: str) -> str:
     """``steps=10:20`` as an assignment to the recipe's key, which checks the numbers."""
-    what, _, steps = text.partition("=")
-    if what != "steps" or not steps:
+    key, _, steps = text.partition("=")
+    if key != "steps" or not steps:
         raise UsageError(
             f"--profile {text!r}: not of the form steps=FIRST:END", fix="write it as --profile steps=10:20"
         )
     return f'train.profile="{steps}"'
 
 
-def _look_behind(target: str | None, args: tuple[str, ...]) -> None:
+def _warn_misplaced_options(target: str | None, args: tuple[str, ...]) -> None:
     """All behind a script belongs to it. Who slips shall know, and `submit train.py --dry-run` must not submit, unless
     the script has such an option."""
     context = click.get_current_context()
-    ours = {name for parameter in context.command.params for name in parameter.opts if name.startswith("--")}
-    given = [arg.partition("=")[0] for arg in (args[: args.index("--")] if "--" in args else args)]
-    behind = [name for name in dict.fromkeys(given) if name in ours]
-    if "--dry-run" in behind and not _mentions(str(target), "dry.run"):
+    own_options = {name for parameter in context.command.params for name in parameter.opts if name.startswith("--")}
+    arg_names = [arg.partition("=")[0] for arg in (args[: args.index("--")] if "--" in args else args)]
+    misplaced = [name for name in dict.fromkeys(arg_names) if name in own_options]
+    if "--dry-run" in misplaced and not _script_contains(str(target), "dry.run"):
         raise UsageError(
             f"{context.info_name}: --dry-run stands behind {target}, and what stands there belongs to the script",
             fix=f"clustertrain {context.info_name} --dry-run … {target}",
         )
-    if behind:
-        verb = "goes" if len(behind) == 1 else "go"
-        words = f"{' and '.join(behind)} {verb} to {target}, being behind it; {context.info_name}'s stand before it"
-        click.echo(f"note: {words}", err=True)
+    if misplaced:
+        verb = "goes" if len(misplaced) == 1 else "go"
+        message = (
+            f"{' and '.join(misplaced)} {verb} to {target}, being behind it; {context.info_name}'s stand before it"
+        )
+        click.echo(f"note: {message}", err=True)
 
 
-def _mentions(script: str, pattern: str) -> bool:
+def _script_contains(script: str, pattern: str) -> bool:
     try:
         return re.search(pattern, reading.read_bytes(Path(script)).decode(errors="replace")) is not None
     except OSError:  # said where the script is looked for
         return True
 
 
-def request_of(options: dict[str, Any], *, count: bool = False) -> SubmitRequest:
+def build_request(options: dict[str, Any], *, count: bool = False) -> SubmitRequest:
     """``count``: whether a model of the user's own is counted where the options do not say it."""
-    from clustertrain.submit.code_snapshot import LIMIT_MIB
+    from clustertrain.submit.code_snapshot import DEFAULT_LIMIT_MIB
     from clustertrain.submit.request import SubmitRequest
 
-    asked, trace = options.pop("count_model"), options.pop("trace_memory")
-    if trace and asked is False:
+    count_model, trace = options.pop("count_model"), options.pop("trace_memory")
+    if trace and count_model is False:
         raise UsageError("--trace-memory traces the model that --no-count-model leaves alone", fix="choose one")
-    wanted: Count = "trace" if trace else "yes" if (count if asked is None else asked) else "no"
+    count_mode: CountMode = "trace" if trace else "yes" if (count if count_model is None else count_model) else "no"
     target, args = options.pop("target"), options.pop("args")
-    _look_behind(target, args)
+    _warn_misplaced_options(target, args)
     profile = options.pop("profile")
-    sbatch = _pairs("--sbatch", options.pop("sbatch"), bare=True)
-    rest = {
+    sbatch = _parse_pairs("--sbatch", options.pop("sbatch"), bare=True)
+    other_options = {
         key: options.pop(key) for key in ("assignments", "env", "snapshot_limit_mib", "snapshot_include", "as_json")
     }
     job = {key: value for key, value in options.items() if value is not None}
@@ -172,16 +174,16 @@ def request_of(options: dict[str, Any], *, count: bool = False) -> SubmitRequest
         target=target or "",
         args=args,
         job={**job, "sbatch": sbatch} if sbatch else job,
-        assignments=(*rest["assignments"], *([_profiled(profile)] if profile else [])),
-        env=_pairs("--env", rest["env"]),
-        snapshot_limit_mib=rest["snapshot_limit_mib"] or LIMIT_MIB,
-        snapshot_include=rest["snapshot_include"],
-        count=wanted,
+        assignments=(*other_options["assignments"], *([_profile_assignment(profile)] if profile else [])),
+        env=_parse_pairs("--env", other_options["env"]),
+        snapshot_limit_mib=other_options["snapshot_limit_mib"] or DEFAULT_LIMIT_MIB,
+        snapshot_include=other_options["snapshot_include"],
+        count_mode=count_mode,
         argv=tuple(sys.argv),
     )
 
 
-@click.command(cls=TargetCommand, context_settings=CONTEXT)
+@click.command(cls=TargetCommand, context_settings=CONTEXT_SETTINGS)
 @click.option("--dry-run", is_flag=True, help="Print job.sh as it would be submitted; make nothing.")
 @click.option("--wait", "wait", is_flag=True, help="Wait for the run's end; exit 0 only if it completed.")
 @click.option("--follow", is_flag=True, help="Show progress until the run ends.")
@@ -206,52 +208,57 @@ def submit(dry_run: bool, wait: bool, follow: bool, sweep: tuple[str, ...], at_o
         raise UsageError("--at-once: only a sweep has several runs", fix="give --sweep too, or leave it out")
     if follow and sweep:
         raise UsageError("--follow shows one run, --sweep submits several", fix="use --wait")
-    request = request_of(options)
+    request = build_request(options)
     if sweep:
-        return submit_swept(request, sweep, at_once, as_json, dry_run=dry_run, wait=wait, option="--sweep")
+        return run_sweep(request, sweep, at_once, as_json, dry_run=dry_run, wait=wait, option="--sweep")
     if dry_run:
         return _dry_run(request, as_json)
     from clustertrain.submit.transaction import submit as transaction
 
-    done = transaction(request)
-    for note in done.notes:
+    submitted = transaction(request)
+    for note in submitted.notes:
         click.echo(f"note: {note}", err=True)
     if as_json:
-        shown = {"run": done.run.id, "job_id": done.job_id, "backend": done.backend, "state": done.state}
-        print_json({**shown, "run_dir": str(done.run.path)})
+        document = {
+            "run": submitted.run.id,
+            "job_id": submitted.job_id,
+            "backend": submitted.backend,
+            "state": submitted.state,
+        }
+        print_json({**document, "run_dir": str(submitted.run.path)})
     else:
-        click.echo(f"run {done.run.id}  job {done.job_id}")
+        click.echo(f"run {submitted.run.id}  job {submitted.job_id}")
     if wait:
         from clustertrain.cli.jobs import wait_for
 
-        return int(wait_for([done.run], done.run.id))
+        return int(wait_for([submitted.run], submitted.run.id))
     if follow:
         from clustertrain.cli.follow import follow as follow_run
 
-        return int(follow_run(done.run))
+        return int(follow_run(submitted.run))
     return 0
 
 
 def _dry_run(request: SubmitRequest, as_json: bool) -> int:
     from clustertrain.submit.transaction import dry_run
 
-    made = dry_run(request)
-    for line in (*_training(made.plan), *made.plan.reasons, *made.notes):
+    preview = dry_run(request)
+    for line in (*_format_training(preview.plan), *preview.plan.reasons, *preview.notes):
         click.echo(line, err=True)
     if as_json:
-        print_json({"script": made.script, "plan": made.plan})
+        print_json({"script": preview.script, "plan": preview.plan})
     else:
-        click.echo(made.script, nl=False)
+        click.echo(preview.script, nl=False)
     return 0
 
 
-def _training(plan: Plan) -> list[str]:
-    return [f"{what}: {words}" for what, words in plan.training.items()]
+def _format_training(plan: Plan) -> list[str]:
+    return [f"{name}: {text}" for name, text in plan.training.items()]
 
 
-def submit_swept(
+def run_sweep(
     request: SubmitRequest,
-    given: tuple[str, ...],
+    grid: tuple[str, ...],
     at_once: int | None,
     as_json: bool,
     *,
@@ -259,44 +266,44 @@ def submit_swept(
     wait: bool,
     option: str,
 ) -> int:
-    """``option`` is what ``given`` was given with, for errors; returns the exit code."""
+    """``option`` is what ``grid`` was given with, for errors; returns the exit code."""
     if dry_run:
-        return _dry_sweep(request, given, at_once, as_json, option)
-    from clustertrain.submit.sweep import submit_sweep, words
+        return _dry_sweep(request, grid, at_once, as_json, option)
+    from clustertrain.submit.sweep import format_values, submit_sweep
 
-    done = submit_sweep(request, given, at_once, option)
-    for note in done.notes:
+    result = submit_sweep(request, grid, at_once, option)
+    for note in result.notes:
         click.echo(f"note: {note}", err=True)
     if as_json:
         rows = [
             {"run": s.run.id, "job_id": s.job_id, "state": s.state, "run_dir": str(s.run.path), "set": values}
-            for s, values in done.runs
+            for s, values in result.runs
         ]
-        shown = {"sweep": done.folder.name, "job_id": done.job_id, "backend": done.backend}
-        print_json({**shown, "sweep_dir": str(done.folder), "runs": rows})
+        document = {"sweep": result.folder.name, "job_id": result.job_id, "backend": result.backend}
+        print_json({**document, "sweep_dir": str(result.folder), "runs": rows})
     else:
-        click.echo(f"sweep {done.folder.name}" + (f"  job {done.job_id}" if done.job_id else ""))
-        for submitted, values in done.runs:
-            click.echo(f"run {submitted.run.id}  job {submitted.job_id}  {words(values)}")
+        click.echo(f"sweep {result.folder.name}" + (f"  job {result.job_id}" if result.job_id else ""))
+        for submitted, values in result.runs:
+            click.echo(f"run {submitted.run.id}  job {submitted.job_id}  {format_values(values)}")
     if not wait:
         return 0
     from clustertrain.cli.jobs import wait_for
 
-    return int(wait_for([submitted.run for submitted, _ in done.runs], done.folder.name))
+    return int(wait_for([submitted.run for submitted, _ in result.runs], result.folder.name))
 
 
-def _dry_sweep(request: SubmitRequest, given: tuple[str, ...], at_once: int | None, as_json: bool, option: str) -> int:
+def _dry_sweep(request: SubmitRequest, grid: tuple[str, ...], at_once: int | None, as_json: bool, option: str) -> int:
     """As text the array's script and the first run's; as JSON those of all runs."""
-    from clustertrain.submit.sweep import dry_sweep, words
+    from clustertrain.submit.sweep import dry_run_sweep, format_values
 
-    made = dry_sweep(request, given, at_once, option)
+    preview = dry_run_sweep(request, grid, at_once, option)
     if as_json:
-        runs = [{"set": values, "script": run.script, "plan": run.plan} for run, values in made.runs]
-        print_json({"script": made.script, "runs": runs})
+        runs = [{"set": values, "script": run.script, "plan": run.plan} for run, values in preview.runs]
+        print_json({"script": preview.script, "runs": runs})
         return 0
-    first, _ = made.runs[0]
-    lines = [f"run {n}: {words(values)}" for n, (_, values) in enumerate(made.runs)]
-    for line in (*lines, *_training(first.plan), *first.plan.reasons, *made.notes):
+    first, _ = preview.runs[0]
+    lines = [f"run {n}: {format_values(values)}" for n, (_, values) in enumerate(preview.runs)]
+    for line in (*lines, *_format_training(first.plan), *first.plan.reasons, *preview.notes):
         click.echo(line, err=True)
-    click.echo(f"{made.script}\n# Run 0:\n\n{first.script}" if made.script else first.script, nl=False)
+    click.echo(f"{preview.script}\n# Run 0:\n\n{first.script}" if preview.script else first.script, nl=False)
     return 0

@@ -10,18 +10,18 @@ import click
 
 from clustertrain import clock
 from clustertrain.cli.common import json_option, print_json
-from clustertrain.cli.submit import CONTEXT, TargetCommand, job_options, request_of, submit_swept
-from clustertrain.cli.telemetry import WithVerbs
-from clustertrain.errors import Ambiguous, NotFound, UsageError
+from clustertrain.cli.submit import CONTEXT_SETTINGS, TargetCommand, build_request, job_options, run_sweep
+from clustertrain.cli.telemetry import CommandWithSubcommands
+from clustertrain.errors import AmbiguousName, NotFound, UsageError
 
 WATCH_S = 2.0
 
 
-class SweepCommand(TargetCommand, WithVerbs):
+class SweepCommand(TargetCommand, CommandWithSubcommands):
     """``sweep RECIPE.toml --grid …`` and ``sweep show SWEEP``."""
 
 
-@click.command(cls=SweepCommand, context_settings=CONTEXT)
+@click.command(cls=SweepCommand, context_settings=CONTEXT_SETTINGS)
 @click.option(
     "--grid",
     multiple=True,
@@ -39,12 +39,12 @@ def sweep(grid: tuple[str, ...], at_once: int | None, dry_run: bool, wait: bool,
     it belongs to the script.
     """
     if not grid:
-        raise _no_grid(options["target"], options["args"])
+        raise _missing_grid_error(options["target"], options["args"])
     as_json = options["as_json"]
-    return submit_swept(request_of(options), grid, at_once, as_json, dry_run=dry_run, wait=wait, option="--grid")
+    return run_sweep(build_request(options), grid, at_once, as_json, dry_run=dry_run, wait=wait, option="--grid")
 
 
-def _no_grid(target: str | None, args: tuple[str, ...]) -> UsageError:
+def _missing_grid_error(target: str | None, args: tuple[str, ...]) -> UsageError:
     if any(arg.partition("=")[0] == "--grid" for arg in args):
         return UsageError(
             f"sweep: --grid stands behind {target}, and what stands there belongs to the script",
@@ -62,14 +62,14 @@ def show(name: str, watch: bool, as_json: bool) -> int:
 
     SWEEP is the name that `sweep` printed, a unique prefix of it, the array's job id, or `latest` (the default).
     """
-    from clustertrain.report.runs.sweep import Reader, render
+    from clustertrain.report.runs.sweep import SweepReader, render
     from clustertrain.report.terminal import emit, glyphs, make_console
-    from clustertrain.run.run_dir import readable
+    from clustertrain.run.run_dir import explain_permission_errors
 
     if watch and as_json:
         raise UsageError("--watch and --json: choose one")
-    with readable():
-        reader = Reader(_find(name))
+    with explain_permission_errors():
+        reader = SweepReader(_find_sweep(name))
         if as_json:
             print_json(reader.read())
             return 0
@@ -82,22 +82,22 @@ def show(name: str, watch: bool, as_json: bool) -> int:
     return 0
 
 
-def _find(name: str) -> Path:
+def _find_sweep(name: str) -> Path:
     """Among my own sweeps, else, for a job id, through the job's working directory in Slurm.
 
     Raises:
         NotFound, Ambiguous, UsageError: as :func:`clustertrain.run.lookup.resolve_sweep`.
     """
-    from clustertrain.run.lookup import resolve_sweep, sweep_runs
-    from clustertrain.scheduler.slurm import work_dir
+    from clustertrain.run.lookup import list_sweep_runs, resolve_sweep
+    from clustertrain.scheduler.slurm import find_work_dir
 
     try:
         return resolve_sweep(name)
-    except Ambiguous:
+    except AmbiguousName:
         raise
     except NotFound:
-        folder = work_dir(name) if re.fullmatch(r"\d+(_\d+)?", name) else None
-        if folder is None or not sweep_runs(folder):
+        folder = find_work_dir(name) if re.fullmatch(r"\d+(_\d+)?", name) else None
+        if folder is None or not list_sweep_runs(folder):
             raise
         return folder
 
@@ -113,13 +113,13 @@ def _watch(reader: Any, console: Any) -> int:
     try:
         with Live(console=console, auto_refresh=False) as screen:
             while True:
-                found = reader.read()
-                screen.update(Group(*render(found, console.width, glyphs(console))), refresh=True)
-                if found.final:
+                results = reader.read()
+                screen.update(Group(*render(results, console.width, glyphs(console))), refresh=True)
+                if results.final:
                     return 0
                 clock.sleep(WATCH_S)
     except KeyboardInterrupt:
         return 130
 
 
-sweep.verbs["show"] = show
+sweep.subcommands["show"] = show

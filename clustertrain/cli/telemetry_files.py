@@ -9,14 +9,14 @@ import click
 
 if TYPE_CHECKING:
     from clustertrain.run.run_dir import RunDir
-    from clustertrain.telemetry.analysis.summarize import Request
+    from clustertrain.telemetry.analysis.summarize import SummaryRequest
     from clustertrain.telemetry.report_schema import Summary
 
 
-def check(html: str | None) -> None:
+def check_html_path(html: str | None) -> None:
     """Raises ConfigError where the page could not be written: worth asking before minutes of reading."""
     if html is not None:
-        from clustertrain.report.html import check as check_page
+        from clustertrain.report.html import check_path as check_page
 
         check_page(Path(html))
 
@@ -24,28 +24,28 @@ def check(html: str | None) -> None:
 def write_page(run: RunDir, summary: Summary, html: str) -> None:
     """Raises ConfigError where it cannot be written."""
     from clustertrain.report.html import write
-    from clustertrain.telemetry.analysis.curves import curves
+    from clustertrain.telemetry.analysis.curves import build_curves
 
-    size = write(summary, curves(run, summary), Path(html))
+    size = write(summary, build_curves(run, summary), Path(html))
     click.echo(f"{html}: {size / 1e3:,.0f} kB", err=True)
 
 
-def write_tables(run: RunDir, request: Request, csv: str | None, parquet: str | None) -> None:
+def write_tables(run: RunDir, request: SummaryRequest, csv: str | None, parquet: str | None) -> None:
     """Raises ConfigError where one cannot be written, UsageError where no GPU fits the request."""
-    from clustertrain.cli.progress import Bar
-    from clustertrain.telemetry.analysis.summarize import chosen_parts
+    from clustertrain.cli.progress import ProgressBar
+    from clustertrain.telemetry.analysis.summarize import select_records
     from clustertrain.telemetry.export import table
 
-    parts, wanted = chosen_parts(run, request)
-    recorded = [table.Part(p.attempt, p.segment) for p in parts if p.segment is not None]
+    parts, gpu_filter = select_records(run, request)
+    table_parts = [table.AttemptSegment(p.attempt, p.segment) for p in parts if p.segment is not None]
     since = None if request.since_s is None else min((p.since for p in parts if p.since is not None), default=None)
-    choice = table.Choice(wanted, since)
+    selection = table.RowFilter(gpu_filter, since)
     for path, write in ((csv, table.write_csv), (parquet, table.write_parquet)):
         if path is None:
             continue
-        with Bar(f"writing {path}") as bar:
-            written = write(recorded, path, choice, bar)
-        for why in written.trouble:
-            click.echo(f"clustertrain: left out: {why}", err=True)
+        with ProgressBar(f"writing {path}") as bar:
+            result = write(table_parts, path, selection, bar)
+        for problem in result.errors:
+            click.echo(f"clustertrain: left out: {problem}", err=True)
         if path != table.STDOUT:
-            click.echo(f"{path}: {written.rows:,} rows", err=True)
+            click.echo(f"{path}: {result.rows:,} rows", err=True)

@@ -19,13 +19,13 @@ from clustertrain.cli.common import find_run, json_option, print_json, print_jso
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from clustertrain.report.top.screen import Shown
-    from clustertrain.report.top.state import Live
+    from clustertrain.report.top.screen import ViewOptions
+    from clustertrain.report.top.state import RunMonitor
 
 _UP, _DOWN = ("\x1b[A", "\x1bOA", "k"), ("\x1b[B", "\x1bOB", "j")
 _PAGE_UP, _PAGE_DOWN = ("\x1b[5~", "b"), ("\x1b[6~", " ")
 _KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|\x1bO.|.", re.DOTALL)
-_ENDED = ("completed", "failed", "cancelled")
+_FINAL_STATES = ("completed", "failed", "cancelled")
 
 
 @click.command()
@@ -44,13 +44,13 @@ def top(name: str, as_json: bool, once: bool, interval: float) -> int:
     """
     run = find_run(name)
     # Not at the top: numpy and rich cost more than the rest of the command line together.
-    from clustertrain.report.top.state import Live
-    from clustertrain.run.run_dir import readable
+    from clustertrain.report.top.state import RunMonitor
+    from clustertrain.run.run_dir import explain_permission_errors
 
-    live, code = Live(run), 0
+    live, code = RunMonitor(run), 0
     try:
-        with readable():
-            code = _shown(live, as_json, once, interval)
+        with explain_permission_errors():
+            code = _display(live, as_json, once, interval)
     except KeyboardInterrupt:
         pass
     except BrokenPipeError:  # `top | head`
@@ -64,80 +64,80 @@ def top(name: str, as_json: bool, once: bool, interval: float) -> int:
     return code
 
 
-def _shown(live: Live, as_json: bool, once: bool, interval: float) -> int:
+def _display(live: RunMonitor, as_json: bool, once: bool, interval: float) -> int:
     if as_json:
-        return _json(live, once, interval)
+        return _print_json_frames(live, once, interval)
     from clustertrain.report.terminal import make_console
 
     console = make_console()
     if once or not console.is_terminal:
-        return _plain(live, console, once, interval)
-    return _screen(live, console, interval)
+        return _print_text_frames(live, console, once, interval)
+    return _run_interactive(live, console, interval)
 
 
-def _json(live: Live, once: bool, interval: float) -> int:
+def _print_json_frames(live: RunMonitor, once: bool, interval: float) -> int:
     while True:
-        view = live.view(wait=True)
+        view = live.poll(wait=True)
         if once:
             print_json(view)
             return 0
         print_json_line(view)
-        if view.state in _ENDED:
+        if view.state in _FINAL_STATES:
             return 0
         clock.sleep(interval)
 
 
-def _plain(live: Live, console: Console, once: bool, interval: float) -> int:
+def _print_text_frames(live: RunMonitor, console: Console, once: bool, interval: float) -> int:
     from clustertrain.report.terminal import emit, glyphs
-    from clustertrain.report.top.screen import Shown, lines
+    from clustertrain.report.top.screen import ViewOptions, render_frame
 
     while True:
-        view = live.view(wait=True)
-        emit(console, *lines(view, console.width, None, glyphs(console), Shown()))
+        view = live.poll(wait=True)
+        emit(console, *render_frame(view, console.width, None, glyphs(console), ViewOptions()))
         console.file.flush()
-        if once or view.state in _ENDED:
+        if once or view.state in _FINAL_STATES:
             return 0
         emit(console, "")
         clock.sleep(interval)
 
 
-def _screen(live: Live, console: Console, interval: float) -> int:
+def _run_interactive(live: RunMonitor, console: Console, interval: float) -> int:
     """Until a key says so."""
     from rich.console import Group
     from rich.live import Live as Screen
 
     from clustertrain.report.terminal import glyphs
-    from clustertrain.report.top.screen import Shown, lines
+    from clustertrain.report.top.screen import ViewOptions, render_frame
 
-    shown, signs = Shown(), glyphs(console)
+    options, glyph_set = ViewOptions(), glyphs(console)
     screen = Screen(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-    with _keys() as pressed, _leaving_on_signals(), screen:
+    with _key_reader() as read_key, _interrupt_on_signals(), screen:
         while True:
-            view = live.view()
-            until = clock.monotonic() + interval
+            view = live.poll()
+            deadline = clock.monotonic() + interval
             while True:
                 width, height = console.size = os.get_terminal_size(console.file.fileno())  # it may have been resized
-                screen.update(Group(*lines(view, width, height, signs, shown)), refresh=True)
-                key = pressed(max(0.0, until - clock.monotonic()))
+                screen.update(Group(*render_frame(view, width, height, glyph_set, options)), refresh=True)
+                key = read_key(max(0.0, deadline - clock.monotonic()))
                 if key == "q":
                     return 0
                 if not key:
                     break
-                _heed(key, shown, height)
+                _handle_key(key, options, height)
 
 
-def _heed(key: str, shown: Shown, height: int) -> None:
+def _handle_key(key: str, options: ViewOptions, height: int) -> None:
     from clustertrain.report.top.screen import SORTS
 
     if key == "s":
-        shown.sort, shown.skip = SORTS[(SORTS.index(shown.sort) + 1) % len(SORTS)], 0
+        options.sort, options.scroll = SORTS[(SORTS.index(options.sort) + 1) % len(SORTS)], 0
     for keys, rows in ((_UP, -1), (_DOWN, 1), (_PAGE_UP, -height // 2), (_PAGE_DOWN, height // 2)):
         if key in keys:
-            shown.skip = max(0, shown.skip + rows)
+            options.scroll = max(0, options.scroll + rows)
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], str]]:
+def _key_reader() -> Iterator[Callable[[float], str]]:
     """A function that waits so many seconds for a key; empty where none came. Without a terminal to read from it only
     waits."""
     import termios
@@ -145,25 +145,25 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
     try:
         fd = sys.stdin.fileno()
-        before = termios.tcgetattr(fd)
+        terminal_attributes = termios.tcgetattr(fd)
     except (OSError, ValueError, termios.error):
         yield _wait
         return
-    waiting: list[str] = []
+    pending_keys: list[str] = []
 
-    def pressed(seconds: float) -> str:
-        if not waiting and select.select([fd], [], [], seconds)[0]:
+    def read_key(seconds: float) -> str:
+        if not pending_keys and select.select([fd], [], [], seconds)[0]:
             data = os.read(fd, 64)
             if not data:  # the terminal is gone
                 raise KeyboardInterrupt
-            waiting.extend(_KEY.findall(data.decode(errors="replace")))
-        return waiting.pop(0) if waiting else ""
+            pending_keys.extend(_KEY.findall(data.decode(errors="replace")))
+        return pending_keys.pop(0) if pending_keys else ""
 
     try:
         tty.setcbreak(fd)  # Ctrl-C and Ctrl-Z keep their meaning
-        yield pressed
+        yield read_key
     finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        termios.tcsetattr(fd, termios.TCSADRAIN, terminal_attributes)
 
 
 def _wait(seconds: float) -> str:
@@ -172,15 +172,15 @@ def _wait(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def _leaving_on_signals() -> Iterator[None]:
+def _interrupt_on_signals() -> Iterator[None]:
     """The terminal is left as it was found, also when the shell's window is closed."""
 
-    def leave(number: int, frame: object) -> None:
+    def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {s: signal.signal(s, leave) for s in (signal.SIGTERM, signal.SIGHUP)}
+    previous_handlers = {s: signal.signal(s, interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import clock, proc
-from clustertrain.config.cluster import ClusterProfile, Measured
+from clustertrain.config.cluster import ClusterProfile, MeasuredRates
 from clustertrain.config.node_facts import NodeFacts
 from clustertrain.config.parsing import build
 from clustertrain.errors import ConfigError
 from clustertrain.plan.env import nccl
 
-MARK = "clustertrain-measured "  # before each line of JSON that a measurement prints
+OUTPUT_PREFIX = "clustertrain-measured "  # before each line of JSON that a measurement prints
 TIMEOUT_S = 180.0  # of one measurement; most of it is for importing torch from a busy network filesystem
-END_S = 10.0
+TERMINATE_TIMEOUT_S = 10.0
 POLL_S = 0.1
-RANKS_ON_CPU = 2  # the fewest that have something between them
+CPU_RANKS = 2  # the fewest that have something between them
 
 
 @dataclass(frozen=True)
-class Where:
+class BenchTarget:
     """``nodes`` are the allocation's, empty for this machine alone. ``python`` is the interpreter there;
     ``env`` is added to the environment."""
 
@@ -36,14 +36,14 @@ class Where:
     env: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, profile: ClusterProfile, python: str, nodes: tuple[str, ...], device: str) -> Where:
+    def from_profile(cls, profile: ClusterProfile, python: str, nodes: tuple[str, ...], device: str) -> BenchTarget:
         """With the environment that the plan gives runs of ``profile``, so that it is measured as they will go."""
         facts = profile.node if len(nodes) > 1 else None
-        found = nccl.communication(device, profile.fabric_interface, {*os.environ, *profile.env}, facts)
-        env = {**profile.env, **{name: setting.value for name, setting in found.items()}}
+        nccl_settings = nccl.communication_env(device, profile.fabric_interface, {*os.environ, *profile.env}, facts)
+        env = {**profile.env, **{name: setting.value for name, setting in nccl_settings.items()}}
         return cls(python=profile.python or python, nodes=nodes, device=device, env=env)
 
-    def srun(self, nodes: Sequence[str]) -> list[str]:
+    def srun_argv(self, nodes: Sequence[str]) -> list[str]:
         """The step launcher for one process on each of ``nodes``; nothing for this machine."""
         if not self.nodes:
             return []
@@ -55,101 +55,115 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BenchResult:
     """``measured`` and ``node`` are None where nothing was measured or read. ``failures`` are sentences, one for each
     that failed."""
 
-    measured: Measured | None = None
+    measured: MeasuredRates | None = None
     node: NodeFacts | None = None
     notes: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
 
 
-class _Measuring:
+class _BenchRunner:
     """One part after the other, each told before it begins, and what has failed so far."""
 
-    def __init__(self, where: Where, say: Callable[[str], None]) -> None:
-        self.where = where
-        self.say = say
+    def __init__(self, target: BenchTarget, on_progress: Callable[[str], None]) -> None:
+        self.target = target
+        self.on_progress = on_progress
         self.failures: list[str] = []
 
-    def run(self, what: str, nodes: Sequence[str], module: str, *args: str, needed: str) -> dict[str, Any]:
-        """What ``module`` said on ``nodes``; a failure where ``needed`` is not among it."""
-        self.say(what)
+    def run(self, description: str, nodes: Sequence[str], module: str, *args: str, required_key: str) -> dict[str, Any]:
+        """What ``module`` said on ``nodes``; a failure where ``required_key`` is not among it."""
+        self.on_progress(description)
         argv = [
-            *self.where.srun(nodes),
-            *proc.python_module(self.where.python, f"clustertrain.cluster.{module}", *args),
+            *self.target.srun_argv(nodes),
+            *proc.python_module_argv(self.target.python, f"clustertrain.cluster.{module}", *args),
         ]
-        found, failure = _run(argv, self.where.env)
-        if needed not in found:
-            self.failures.append(f"{what}: {failure or 'it ended without a result'}")
-        return found
+        output, failure = _run_measurement(argv, self.target.env)
+        if required_key not in output:
+            self.failures.append(f"{description}: {failure or 'it ended without a result'}")
+        return output
 
 
-def measure(where: Where, say: Callable[[str], None]) -> Outcome:
-    """All there is to read and measure; ``say`` hears of each part before it begins. Takes about half a minute.
+def measure(target: BenchTarget, on_progress: Callable[[str], None]) -> BenchResult:
+    """All there is to read and measure; ``on_progress`` hears of each part before it begins. Takes about half a minute.
 
     A KeyboardInterrupt ends the one that runs, with every process of it, and is passed on.
     """
-    do = _Measuring(where, say)
-    first = where.nodes[:1]
-    node = _facts(do.run("reading what the node is made of", first, "node_facts", needed="node"), do.failures)
-    gemm = do.run(
-        "measuring matrix products", first, "bench_ranks", "gemm", "--device", where.device, needed="gemm_tflops"
+    runner = _BenchRunner(target, on_progress)
+    first_node = target.nodes[:1]
+    node = _parse_node_facts(
+        runner.run("reading what the node is made of", first_node, "node_facts", required_key="node"), runner.failures
+    )
+    gemm = runner.run(
+        "measuring matrix products",
+        first_node,
+        "bench_ranks",
+        "gemm",
+        "--device",
+        target.device,
+        required_key="gemm_tflops",
     )
     if "kind" not in gemm:
-        return Outcome(node=node, failures=tuple(do.failures))
+        return BenchResult(node=node, failures=tuple(runner.failures))
     notes = []
-    if gemm["kind"] == "cpu" and where.device == "auto":
+    if gemm["kind"] == "cpu" and target.device == "auto":
         notes.append("torch sees no GPU here: these are rates of the CPU")
-    ranks = int(gemm["count"]) or RANKS_ON_CPU
+    ranks = int(gemm["count"]) or CPU_RANKS
     if ranks == 1:
         notes.append("one GPU: no all-reduce inside a node to measure")
-    inside, across = _all_reduces(do, ranks, gemm["kind"], gemm["port"])
-    measured = Measured(
-        gemm_tflops=_rounded(gemm.get("gemm_tflops")),
+    intra_node, inter_node = _measure_all_reduces(runner, ranks, gemm["kind"], gemm["port"])
+    measured = MeasuredRates(
+        gemm_tflops=_round_rate(gemm.get("gemm_tflops")),
         gemm_dtype=gemm.get("gemm_dtype", ""),
-        node_bus_gb_s=_rounded(inside),
-        fabric_bus_gb_s=_rounded(across),
+        node_bus_gb_s=_round_rate(intra_node),
+        fabric_bus_gb_s=_round_rate(inter_node),
         device=gemm["device"],
         ranks=ranks,
-        nodes=max(1, len(where.nodes)),
+        nodes=max(1, len(target.nodes)),
         torch=gemm["torch"],
         measured_at=float(round(clock.now())),
     )
-    some = any((measured.gemm_tflops, measured.node_bus_gb_s, measured.fabric_bus_gb_s))
-    return Outcome(measured if some else None, node, tuple(notes), tuple(do.failures))
+    has_rates = any((measured.gemm_tflops, measured.node_bus_gb_s, measured.fabric_bus_gb_s))
+    return BenchResult(measured if has_rates else None, node, tuple(notes), tuple(runner.failures))
 
 
-def _all_reduces(do: _Measuring, ranks: int, kind: str, port: int) -> tuple[float | None, float | None]:
+def _measure_all_reduces(
+    runner: _BenchRunner, ranks: int, device_type: str, port: int
+) -> tuple[float | None, float | None]:
     """GB/s inside a node and across nodes, where there is something between the ranks. ``port`` is the first node's."""
-    inside: dict[str, Any] = {}
-    across: dict[str, Any] = {}
-    nodes, each = do.where.nodes, ["--ranks", str(ranks), "--device", kind]
+    intra_node: dict[str, Any] = {}
+    inter_node: dict[str, Any] = {}
+    nodes, rank_options = runner.target.nodes, ["--ranks", str(ranks), "--device", device_type]
     if ranks > 1:
-        what = f"measuring an all-reduce over {ranks} ranks of one node"
-        inside = do.run(what, nodes[:1], "bench_node", "all-reduce", *each, needed="bus_gb_s")
+        description = f"measuring an all-reduce over {ranks} ranks of one node"
+        intra_node = runner.run(
+            description, nodes[:1], "bench_node", "all-reduce", *rank_options, required_key="bus_gb_s"
+        )
     if len(nodes) > 1:
-        what = f"measuring all-reduces across {len(nodes)} nodes"
-        meeting = ["--nodes", ",".join(nodes), "--port", str(port)]
-        across = do.run(what, nodes, "bench_node", "all-reduce-across", *each, *meeting, needed="bus_gb_s")
-    return inside.get("bus_gb_s"), across.get("bus_gb_s")
+        description = f"measuring all-reduces across {len(nodes)} nodes"
+        rdzv_options = ["--nodes", ",".join(nodes), "--port", str(port)]
+        inter_node = runner.run(
+            description, nodes, "bench_node", "all-reduce-across", *rank_options, *rdzv_options, required_key="bus_gb_s"
+        )
+    return intra_node.get("bus_gb_s"), inter_node.get("bus_gb_s")
 
 
-def _facts(said: Mapping[str, Any], failures: list[str]) -> NodeFacts | None:
+def _parse_node_facts(output: Mapping[str, Any], failures: list[str]) -> NodeFacts | None:
     try:
-        return build(said["node"], NodeFacts, "the node") if "node" in said else None
+        return build(output["node"], NodeFacts, "the node") if "node" in output else None
     except ConfigError as e:  # another version of clustertrain on the nodes
         failures.append(f"reading what the node is made of: {e}")
         return None
 
 
-def _rounded(value: float | None) -> float | None:
+def _round_rate(value: float | None) -> float | None:
     """To four digits: the next run differs in the third."""
     return None if value is None else float(f"{value:.4g}")
 
 
-def _run(argv: Sequence[str], env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+def _run_measurement(argv: Sequence[str], env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     """What a measurement said, and why it failed (empty where it did not)."""
     with tempfile.TemporaryDirectory(prefix="clustertrain-measure-") as folder:
         log = Path(folder) / "log"
@@ -159,23 +173,23 @@ def _run(argv: Sequence[str], env: Mapping[str, str]) -> tuple[dict[str, Any], s
         except FileNotFoundError as e:
             return {}, f"{argv[0]} cannot be started: {e.strerror}"
         try:
-            ended = clock.wait_until(lambda: child.poll() is not None, TIMEOUT_S, POLL_S)
+            has_ended = clock.wait_until(lambda: child.poll() is not None, TIMEOUT_S, POLL_S)
         finally:
-            proc.end(child, END_S)
+            proc.terminate(child, TERMINATE_TIMEOUT_S)
         text = log.read_text(errors="replace")
-    found: dict[str, Any] = {}
+    output: dict[str, Any] = {}
     for line in text.splitlines():
-        if line.startswith(MARK):
+        if line.startswith(OUTPUT_PREFIX):
             # The first word on a key counts: the rank that failed first is the one that knows why.
-            found = {**json.loads(line.removeprefix(MARK)), **found}
-    failure = str(found.pop("error", ""))
-    if not ended:
+            output = {**json.loads(line.removeprefix(OUTPUT_PREFIX)), **output}
+    failure = str(output.pop("error", ""))
+    if not has_ended:
         failure = failure or f"it took longer than {TIMEOUT_S:g} s"
     elif child.returncode:
-        failure = failure or f"exit code {child.returncode}: {_last_words(text)}"
-    return found, failure
+        failure = failure or f"exit code {child.returncode}: {_last_lines(text)}"
+    return output, failure
 
 
-def _last_words(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(MARK)]
+def _last_lines(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(OUTPUT_PREFIX)]
     return " / ".join(lines[-2:]) or "it printed nothing"

@@ -12,9 +12,9 @@ import sys
 from types import FrameType
 
 from clustertrain import proc, settings
-from clustertrain.cluster.node_facts import here
+from clustertrain.cluster.node_facts import read_local_node_facts
 from clustertrain.plan.env import nccl
-from clustertrain.scheduler.sockets import free_port, interface_towards
+from clustertrain.scheduler.sockets import find_free_port, find_interface_to
 
 
 def main() -> int:
@@ -28,17 +28,17 @@ def main() -> int:
     nodes = options.nodes.split(",") if options.nodes else []
     rank = int(os.environ.get(settings.SLURM_NODEID, "0")) if len(nodes) > 1 else 0
     master = nodes[0] if len(nodes) > 1 else "127.0.0.1"
-    port = options.port or free_port()
-    proc.adopt_orphans()
-    signal.signal(signal.SIGTERM, _leave)
+    port = options.port or find_free_port()
+    proc.become_subreaper()
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     child = proc.start(
         [
-            *proc.python_module(sys.executable, "torch.distributed.run"),
+            *proc.python_module_argv(sys.executable, "torch.distributed.run"),
             "--rdzv-backend=static", f"--master-addr={master}",
             f"--master-port={port}", f"--rdzv-id=measure-{port}",
             f"--nnodes={max(1, len(nodes))}", f"--node-rank={rank}", f"--nproc-per-node={options.ranks}",
             "--max-restarts=0", "--no-python",
-            *proc.python_module(sys.executable, "clustertrain.cluster.bench_ranks", options.what),
+            *proc.python_module_argv(sys.executable, "clustertrain.cluster.bench_ranks", options.what),
             "--device", options.device,
         ],
         env=_environment(nodes, rank, options.device),
@@ -49,7 +49,7 @@ def main() -> int:
         proc.kill_descendants()
 
 
-def _leave(number: int, _frame: FrameType | None) -> None:
+def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
@@ -57,23 +57,25 @@ def _environment(nodes: list[str], rank: int, device: str) -> dict[str, str]:
     """With what an agent would set on this node, so that the rates are those that runs get."""
     env = dict(os.environ)
     env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun would choose, with a warning
-    several = len(nodes) > 1
-    towards = _interface(nodes[1 if rank == 0 else 0] if several else "127.0.0.1")
-    if several:
+    is_multi_node = len(nodes) > 1
+    interface = _find_interface(nodes[1 if rank == 0 else 0] if is_multi_node else "127.0.0.1")
+    if is_multi_node:
         # No records of a measurement: as if the user had said where they go.
-        taken = {*env, "TORCH_FR_DUMP_TEMP_FILE"}
-        found = nccl.of_node(device, here(), taken, towards=towards, several_nodes=True, dumps="")
-        env |= {name: setting.value for name, setting in found.items()}
-    if "GLOO_SOCKET_IFNAME" not in env and towards:
+        already_set = {*env, "TORCH_FR_DUMP_TEMP_FILE"}
+        node_settings = nccl.node_env(
+            device, read_local_node_facts(), already_set, route_interface=interface, several_nodes=True, dump_prefix=""
+        )
+        env |= {name: setting.value for name, setting in node_settings.items()}
+    if "GLOO_SOCKET_IFNAME" not in env and interface:
         # gloo would take the address that the host's own name resolves to, which on Debian is 127.0.1.1.
-        env["GLOO_SOCKET_IFNAME"] = towards
+        env["GLOO_SOCKET_IFNAME"] = interface
     return env
 
 
-def _interface(host: str) -> str:
+def _find_interface(host: str) -> str:
     """The one that leads to ``host``; empty where that cannot be told."""
     with contextlib.suppress(OSError):
-        return interface_towards(str(socket.getaddrinfo(host, None)[0][4][0])) or ""
+        return find_interface_to(str(socket.getaddrinfo(host, None)[0][4][0])) or ""
     return ""
 
 

@@ -19,26 +19,26 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from clustertrain import clock
-from clustertrain.cluster.bench import MARK
-from clustertrain.scheduler.sockets import free_port
+from clustertrain.cluster.bench import OUTPUT_PREFIX
+from clustertrain.scheduler.sockets import find_free_port
 
 SAMPLES = 7
-WARM_UP = 3
+WARMUP_SAMPLES = 3
 # (m, n, k). On GPUs large enough for a plateau: a square, a feed-forward of Llama 3 8B and a square of half the size.
 SHAPES = {
     "cuda": ((8192, 8192, 8192), (8192, 14336, 4096), (4096, 4096, 4096)),
     "cpu": ((512, 512, 512), (256, 1024, 256)),
 }
 # In a row for one sample: on a GPU the start of a kernel would else be a part of the time.
-IN_A_ROW = {"cuda": 10, "cpu": 1}
+ITERS_PER_SAMPLE = {"cuda": 10, "cpu": 1}
 # Past the sizes at which latency counts; a flattened gradient bucket or the shard of a large layer.
 ALL_REDUCE_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
-_FIRST_BF16 = (8, 0)  # compute capability of Ampere; older ones multiply bf16 in fp32
+_MIN_BF16_CAPABILITY = (8, 0)  # compute capability of Ampere; older ones multiply bf16 in fp32
 
 
-def look(asked: str) -> dict[str, Any]:
-    """What this process sees: ``asked`` is a device, or auto. ``port`` is one that is free here."""
-    cuda = torch.cuda.is_available() if asked == "auto" else asked == "cuda"
+def inspect_device(requested: str) -> dict[str, Any]:
+    """What this process sees: ``requested`` is a device, or auto. ``port`` is one that is free here."""
+    cuda = torch.cuda.is_available() if requested == "auto" else requested == "cuda"
     if cuda and not torch.cuda.is_available():
         raise RuntimeError("CUDA was asked for, and torch sees no GPU it can use")
     return {
@@ -46,75 +46,83 @@ def look(asked: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(0) if cuda else "cpu",
         "count": torch.cuda.device_count() if cuda else 0,
         "torch": str(torch.__version__),
-        "port": free_port(),
+        "port": find_free_port(),
     }
 
 
-def gemm(kind: str) -> dict[str, Any]:
+def gemm(device_type: str) -> dict[str, Any]:
     """The median over :data:`SHAPES` of dense matrix products, 2mnk operations each, in TFLOP/s."""
     dtype = torch.float32
-    if kind == "cuda":
-        new = torch.version.hip is not None or torch.cuda.get_device_capability() >= _FIRST_BF16
-        dtype = torch.bfloat16 if new else torch.float16
+    if device_type == "cuda":
+        supports_bf16 = torch.version.hip is not None or torch.cuda.get_device_capability() >= _MIN_BF16_CAPABILITY
+        dtype = torch.bfloat16 if supports_bf16 else torch.float16
     name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     rates = []
-    for m, n, k in SHAPES[kind]:
-        a = torch.randn(m, k, device=kind, dtype=dtype)
-        b = torch.randn(k, n, device=kind, dtype=dtype)
-        seconds = _median_s(lambda a=a, b=b: torch.mm(a, b), kind, IN_A_ROW[kind])  # type: ignore[misc]
+    for m, n, k in SHAPES[device_type]:
+        a = torch.randn(m, k, device=device_type, dtype=dtype)
+        b = torch.randn(k, n, device=device_type, dtype=dtype)
+        seconds = _median_s(lambda a=a, b=b: torch.mm(a, b), device_type, ITERS_PER_SAMPLE[device_type])  # type: ignore[misc]
         rates.append(2 * m * n * k / seconds / 1e12)
     return {"gemm_tflops": statistics.median(rates), "gemm_dtype": name}
 
 
-def all_reduce(kind: str, across: bool) -> dict[str, Any]:
-    """Bus bandwidth in GB/s, see ``Measured``. ``across``: ranks of the same local rank form a group, and all groups
-    reduce at once; the slowest counts."""
-    local, per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if kind == "cuda":
-        torch.cuda.set_device(local)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+def all_reduce(device_type: str, inter_node: bool) -> dict[str, Any]:
+    """Bus bandwidth in GB/s, see ``Measured``. ``inter_node``: ranks of the same local rank form a group, and all
+    groups reduce at once; the slowest counts."""
+    local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if device_type == "cuda":
+        torch.cuda.set_device(local_rank)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
     else:
         dist.init_process_group("gloo")
     group = dist.group.WORLD
-    if across:
-        mesh = init_device_mesh(kind, (dist.get_world_size() // per_node, per_node), mesh_dim_names=("node", "local"))
+    if inter_node:
+        mesh = init_device_mesh(
+            device_type, (dist.get_world_size() // local_world_size, local_world_size), mesh_dim_names=("node", "local")
+        )
         group = mesh["node"].get_group()
     ranks = dist.get_world_size(group)
-    size = ALL_REDUCE_BYTES[kind]
-    buffer = torch.zeros(size // 4, device=kind)
+    size = ALL_REDUCE_BYTES[device_type]
+    buffer = torch.zeros(size // 4, device=device_type)
 
-    def once() -> None:
+    def run_once() -> None:
         dist.all_reduce(buffer, group=group)
 
-    seconds = torch.tensor([_median_s(once, kind, IN_A_ROW[kind], before=dist.barrier)], device=kind)
+    seconds = torch.tensor(
+        [_median_s(run_once, device_type, ITERS_PER_SAMPLE[device_type], before_sample=dist.barrier)],
+        device=device_type,
+    )
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     dist.destroy_process_group()
     return {"bus_gb_s": size / float(seconds) * 2 * (ranks - 1) / ranks / 1e9, "ranks": ranks}
 
 
-def _median_s(work: Callable[[], Any], kind: str, times: int, before: Callable[[], Any] | None = None) -> float:
-    """Seconds of one ``work``, after a warm-up; every sample does it ``times`` times, and starts after ``before``."""
+def _median_s(
+    fn: Callable[[], Any], device_type: str, repeats: int, before_sample: Callable[[], Any] | None = None
+) -> float:
+    """Seconds of one ``fn``, after a warm-up; every sample does it ``repeats`` times, and starts after
+    ``before_sample``."""
     samples = []
-    for i in range(WARM_UP + SAMPLES):
-        if before is not None:
-            before()
-        _synchronize(kind)
+    for i in range(WARMUP_SAMPLES + SAMPLES):
+        if before_sample is not None:
+            before_sample()
+        _synchronize(device_type)
         start = clock.monotonic()
-        for _ in range(times):
-            work()
-        _synchronize(kind)
-        if i >= WARM_UP:
-            samples.append((clock.monotonic() - start) / times)
+        for _ in range(repeats):
+            fn()
+        _synchronize(device_type)
+        if i >= WARMUP_SAMPLES:
+            samples.append((clock.monotonic() - start) / repeats)
     return statistics.median(samples)
 
 
-def _synchronize(kind: str) -> None:
-    if kind == "cuda":
+def _synchronize(device_type: str) -> None:
+    if device_type == "cuda":
         torch.cuda.synchronize()
 
 
-def say(**found: Any) -> None:
-    print(MARK + json.dumps(found), flush=True)
+def print_result(**fields: Any) -> None:
+    print(OUTPUT_PREFIX + json.dumps(fields), flush=True)
 
 
 def main() -> int:
@@ -124,15 +132,15 @@ def main() -> int:
     options = parser.parse_args()
     try:
         if options.what == "gemm":
-            seen = look(options.device)
-            say(**seen)
-            say(**gemm(seen["kind"]))
+            device_info = inspect_device(options.device)
+            print_result(**device_info)
+            print_result(**gemm(device_info["kind"]))
         else:
-            found = all_reduce(options.device, options.what == "all-reduce-across")
+            result = all_reduce(options.device, options.what == "all-reduce-across")
             if os.environ["RANK"] == "0":
-                say(**found)
+                print_result(**result)
     except Exception as e:  # the process's edge: the reason must reach the one who asked, through srun and torchrun
-        say(error=f"{type(e).__name__}: {e}")
+        print_result(error=f"{type(e).__name__}: {e}")
         return 1
     return 0
 

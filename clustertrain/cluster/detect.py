@@ -11,11 +11,11 @@ from pathlib import Path
 
 from clustertrain import clock, settings
 from clustertrain.cluster import bench, profile_file, slurm_site, slurm_site_profile
-from clustertrain.cluster.bench import Outcome, Where
-from clustertrain.cluster.local_machine import of_machine
-from clustertrain.cluster.profile_file import Merged
+from clustertrain.cluster.bench import BenchResult, BenchTarget
+from clustertrain.cluster.local_machine import detect_local_machine
+from clustertrain.cluster.profile_file import MergeResult
 from clustertrain.cluster.slurm_site import Site
-from clustertrain.cluster.slurm_site_profile import Findings
+from clustertrain.cluster.slurm_site_profile import DetectedProfile
 from clustertrain.config import cluster
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.parsing import read_text
@@ -26,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
-class Request:
+class DetectRequest:
     """``measure`` None: inside an allocation. ``local``: this machine alone. ``force``: also change what is there."""
 
     name: str = ""
@@ -37,69 +37,79 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Detected:
+class DetectResult:
     """Nothing is written yet. ``profile`` is what ``merged.text`` says."""
 
     name: str
     path: Path
-    found: Findings
-    outcome: Outcome
-    merged: Merged
+    detected: DetectedProfile
+    bench_result: BenchResult
+    merged: MergeResult
     profile: ClusterProfile
 
 
-def detect(request: Request, environ: Mapping[str, str], say: Callable[[str], None]) -> Detected:
-    """Ask, measure and merge. ``say`` hears what is measured next.
+def detect(request: DetectRequest, environ: Mapping[str, str], on_progress: Callable[[str], None]) -> DetectResult:
+    """Ask, measure and merge. ``on_progress`` hears what is measured next.
 
     Raises:
         UsageError: a bad name, or a partition that Slurm does not know.
         ConfigError: the profile that is there does not read.
         CommandFailed: Slurm does not answer.
     """
-    slurm = None if request.local else slurm_site.ask()
-    name = _name(request, slurm, environ)
-    path = cluster.find(environ).get(name)
+    slurm = None if request.local else slurm_site.query_site()
+    name = _choose_name(request, slurm, environ)
+    path = cluster.list_profiles(environ).get(name)
     text = read_text(path) if path else None
-    before = profile_file.parsed(text, str(path)) if text is not None else ClusterProfile()
-    found = _look(request, slurm, before, environ)
-    outcome = _measure(request, before, found, environ, say)
-    measured = profile_file.carried(before.measured, outcome.measured) if outcome.measured else None
+    existing = profile_file.parse_profile(text, str(path)) if text is not None else ClusterProfile()
+    detected = _detect_profile(request, slurm, existing, environ)
+    bench_result = _measure(request, existing, detected, environ, on_progress)
+    measured = (
+        profile_file.carry_over_fabric_rate(existing.measured, bench_result.measured) if bench_result.measured else None
+    )
     path = path or settings.profile_folders(environ)[-1] / f"{name}.toml"
-    header = profile_file.header(found.notes, clock.now())
-    tables = {"measured": measured, "node": outcome.node}
-    merged = profile_file.merge(text, found.keys, tables, header=header, force=request.force)
-    return Detected(name, path, found, outcome, merged, profile_file.parsed(merged.text, str(path)))
+    header = profile_file.format_header(detected.notes, clock.now())
+    tables = {"measured": measured, "node": bench_result.node}
+    merged = profile_file.merge(text, detected.keys, tables, header=header, force=request.force)
+    return DetectResult(name, path, detected, bench_result, merged, profile_file.parse_profile(merged.text, str(path)))
 
 
-def _name(request: Request, slurm: Site | None, environ: Mapping[str, str]) -> str:
-    of_slurm = slurm.cluster_name if slurm else ""
-    name = request.name or cluster.chosen(environ) or of_slurm or socket.gethostname().split(".")[0]
+def _choose_name(request: DetectRequest, slurm: Site | None, environ: Mapping[str, str]) -> str:
+    slurm_name = slurm.cluster_name if slurm else ""
+    name = request.name or cluster.default_profile_name(environ) or slurm_name or socket.gethostname().split(".")[0]
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot be the name of a profile", fix="use letters, digits, '-', '_' and '.'")
     return name
 
 
-def _look(request: Request, slurm: Site | None, before: ClusterProfile, environ: Mapping[str, str]) -> Findings:
+def _detect_profile(
+    request: DetectRequest, slurm: Site | None, existing: ClusterProfile, environ: Mapping[str, str]
+) -> DetectedProfile:
     if slurm is None:
         if request.partition:
             raise UsageError(f"--partition {request.partition}: there is no Slurm to ask", fix="leave it out")
-        found = of_machine()
-        found.notes.insert(0, "without Slurm: what follows is this machine alone")
-        return found
+        detected = detect_local_machine()
+        detected.notes.insert(0, "without Slurm: what follows is this machine alone")
+        return detected
     if request.partition:
-        return slurm_site_profile.of_site(slurm, request.partition, "--partition")
-    if before.partition:
-        return slurm_site_profile.of_site(slurm, before.partition, "the profile's")
-    return slurm_site_profile.of_site(slurm, environ.get(settings.SLURM_JOB_PARTITION, ""), "this job's")
+        return slurm_site_profile.detect_profile(slurm, request.partition, "--partition")
+    if existing.partition:
+        return slurm_site_profile.detect_profile(slurm, existing.partition, "the profile's")
+    return slurm_site_profile.detect_profile(slurm, environ.get(settings.SLURM_JOB_PARTITION, ""), "this job's")
 
 
 def _measure(
-    request: Request, before: ClusterProfile, found: Findings, environ: Mapping[str, str], say: Callable[[str], None]
-) -> Outcome:
-    allocated = not request.local and settings.SLURM_JOB_ID in environ
-    if request.measure is False or (request.measure is None and not allocated):
-        return Outcome()
-    nodes = SlurmBackend().own_nodes(environ) if allocated else ()
+    request: DetectRequest,
+    existing: ClusterProfile,
+    detected: DetectedProfile,
+    environ: Mapping[str, str],
+    on_progress: Callable[[str], None],
+) -> BenchResult:
+    in_allocation = not request.local and settings.SLURM_JOB_ID in environ
+    if request.measure is False or (request.measure is None and not in_allocation):
+        return BenchResult()
+    nodes = SlurmBackend().current_nodes(environ) if in_allocation else ()
     # Of a partition with GPUs, rates of the CPU would be wrong, not slow.
-    device = before.device if before.device != "auto" or "device" not in found.keys else found.keys["device"].value
-    return bench.measure(Where.of(before, sys.executable, nodes, device), say)
+    device = (
+        existing.device if existing.device != "auto" or "device" not in detected.keys else detected.keys["device"].value
+    )
+    return bench.measure(BenchTarget.from_profile(existing, sys.executable, nodes, device), on_progress)

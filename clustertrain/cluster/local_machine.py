@@ -4,38 +4,38 @@ from __future__ import annotations
 
 from collections import Counter
 
-from clustertrain.cluster.slurm_site_profile import Findings
+from clustertrain.cluster.slurm_site_profile import DetectedProfile
 from clustertrain.config import hardware
 from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
 
 
-def of_machine() -> Findings:
+def detect_local_machine() -> DetectedProfile:
     """GPUs as the driver shows them."""
-    found = Findings()
+    detected = DetectedProfile()
     try:
-        gpus = _gpus()
+        gpus = _list_gpus()
     except NvmlError as e:
-        found.add("device", "cpu", "NVML shows no GPU")
-        found.notes.append(f"no NVIDIA GPU here: {e.reason}")
-        return found
+        detected.add("device", "cpu", "NVML shows no GPU")
+        detected.notes.append(f"no NVIDIA GPU here: {e.reason}")
+        return detected
     names = Counter(gpu.name or "" for gpu in gpus)
     if not names:
-        found.add("device", "cpu", "NVML shows no GPU")
-        return found
+        detected.add("device", "cpu", "NVML shows no GPU")
+        return detected
     name = max(names, key=lambda n: names[n])
-    found.add("device", "cuda", "NVML")
-    found.add("gpus_per_node", names[name], f"NVML shows {names[name]} x {name or 'a GPU without a name'}")
+    detected.add("device", "cuda", "NVML")
+    detected.add("gpus_per_node", names[name], f"NVML shows {names[name]} x {name or 'a GPU without a name'}")
     if len(names) > 1:
-        found.notes.append(f"GPUs of several types: {', '.join(f'{n} x {name}' for name, n in names.items())}")
-    known = hardware.find(name)
-    if known is None:
-        found.notes.append(f"GPU {name!r} is not in the catalogue: the plan does not know its memory")
+        detected.notes.append(f"GPUs of several types: {', '.join(f'{n} x {name}' for name, n in names.items())}")
+    known_gpu = hardware.find_gpu_type(name)
+    if known_gpu is None:
+        detected.notes.append(f"GPU {name!r} is not in the catalogue: the plan does not know its memory")
     else:
-        found.add("gpu_type", known.name, f"NVML calls it {name}")
-    return found
+        detected.add("gpu_type", known_gpu.name, f"NVML calls it {name}")
+    return detected
 
 
-def _gpus() -> list[Device]:
+def _list_gpus() -> list[Device]:
     nvml = Nvml()
     nvml.open()
     try:

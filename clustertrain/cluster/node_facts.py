@@ -6,23 +6,23 @@ import sys
 
 import msgspec
 
-from clustertrain.cluster.bench import MARK
+from clustertrain.cluster.bench import OUTPUT_PREFIX
 from clustertrain.config.node_facts import NodeFacts
-from clustertrain.sysinfo.node import read
+from clustertrain.sysinfo.node import read_node
 from clustertrain.telemetry.readers.nvml import NvmlError
 from clustertrain.telemetry.readers.topology import read_gpus
 
 
-def here() -> NodeFacts:
+def read_local_node_facts() -> NodeFacts:
     """All that this process may see, with the GPUs of the whole node where Slurm does not hide them."""
     try:
-        return read(gpus=read_gpus({}))
+        return read_node(gpus=read_gpus({}))
     except NvmlError:
-        return read()
+        return read_node()
 
 
 def main() -> int:
-    print(MARK + msgspec.json.encode({"node": here()}).decode(), flush=True)
+    print(OUTPUT_PREFIX + msgspec.json.encode({"node": read_local_node_facts()}).decode(), flush=True)
     return 0
 
 

@@ -12,39 +12,40 @@ import msgspec
 import tomlkit
 
 from clustertrain import fsio
-from clustertrain.cluster.slurm_site_profile import Found
-from clustertrain.config.cluster import ClusterProfile, Measured
+from clustertrain.cluster.slurm_site_profile import DetectedValue
+from clustertrain.config.cluster import ClusterProfile, MeasuredRates
 from clustertrain.config.parsing import build, parse_toml
 from clustertrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeyConflict:
     """A key whose value in the profile is not the one that was found, and stays."""
 
     key: str
     in_profile: Any
-    found: Any
+    detected: Any
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     """``text`` is the whole profile; ``written`` names the keys and tables that are new or changed in it."""
 
     text: str
     written: tuple[str, ...]
-    kept: tuple[Kept, ...]
+    conflicts: tuple[KeyConflict, ...]
 
 
 def merge(
     text: str | None,
-    found: Mapping[str, Found],
+    detected: Mapping[str, DetectedValue],
     tables: Mapping[str, msgspec.Struct | None],
     *,
     header: Sequence[str] = (),
     force: bool = False,
-) -> Merged:
-    """``found`` and ``tables`` put into the profile ``text``, or with None into a new one that begins with ``header``.
+) -> MergeResult:
+    """``detected`` and ``tables`` put into the profile ``text``, or with None into a new one that begins with
+    ``format_header``.
 
     A key that is there with another value stays, unless ``force``. ``tables`` are written by detect alone and replaced.
     """
@@ -52,25 +53,25 @@ def merge(
     if text is None:
         for line in header:
             document.add(tomlkit.comment(_one_line(line)))
-    written, kept = [], []
-    for key, it in found.items():
-        if key in document and document[key] == it.value:
+    written, conflicts = [], []
+    for key, entry in detected.items():
+        if key in document and document[key] == entry.value:
             continue
         if key in document and not force:
-            kept.append(Kept(key, document.unwrap()[key], it.value))
+            conflicts.append(KeyConflict(key, document.unwrap()[key], entry.value))
             continue
-        item = tomlkit.item(it.value)
-        item.comment(_one_line(it.source))
+        item = tomlkit.item(entry.value)
+        item.comment(_one_line(entry.source))
         document[key] = item
         written.append(key)
     for name, struct in tables.items():
         if struct is not None and document.unwrap().get(name) != _without_none(struct):
             document[name] = tomlkit.item(_without_none(struct))
             written.append(name)
-    return Merged(tomlkit.dumps(document), tuple(written), tuple(kept))
+    return MergeResult(tomlkit.dumps(document), tuple(written), tuple(conflicts))
 
 
-def carried(old: Measured | None, new: Measured) -> Measured:
+def carry_over_fabric_rate(old: MeasuredRates | None, new: MeasuredRates) -> MeasuredRates:
     """``new``, with the rate across nodes of an earlier measurement of the same device where it has none: most people
     measure on one node more often than on two."""
     if old is None or new.fabric_bus_gb_s is not None or old.fabric_bus_gb_s is None or old.device != new.device:
@@ -78,7 +79,7 @@ def carried(old: Measured | None, new: Measured) -> Measured:
     return msgspec.structs.replace(new, fabric_bus_gb_s=old.fabric_bus_gb_s, nodes=old.nodes)
 
 
-def parsed(text: str, source: str) -> ClusterProfile:
+def parse_profile(text: str, source: str) -> ClusterProfile:
     """Raises ConfigError where ``text`` is not a profile."""
     return build(parse_toml(text, source), ClusterProfile, source)
 
@@ -97,7 +98,7 @@ def write(path: Path, text: str) -> None:
         target.chmod(mode)
 
 
-def header(notes: Sequence[str], now: float) -> list[str]:
+def format_header(notes: Sequence[str], now: float) -> list[str]:
     """The first lines of a new profile."""
     day = time.strftime("%Y-%m-%d", time.gmtime(now))
     return [

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from clustertrain import proc, reading
 from clustertrain.errors import CommandFailed
-from clustertrain.scheduler.slurm import ANSWER_S, client_environ
-from clustertrain.scheduler.slurm_parse import plain, word
+from clustertrain.scheduler.slurm import COMMAND_TIMEOUT_S, client_environ
+from clustertrain.scheduler.slurm_parse import format_error, parse_field
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Partition:
     fields: Mapping[str, str]
 
     @property
-    def default(self) -> bool:
+    def is_default(self) -> bool:
         return self.fields.get("Default") == "YES"
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether an ordinary user's job may start there."""
         return self.fields.get("State") == "UP" and self.fields.get("RootOnly") != "YES"
 
@@ -67,13 +67,13 @@ class Site:
 
     @property
     def cluster_name(self) -> str:
-        return word(self.config.get("ClusterName", ""))
+        return parse_field(self.config.get("ClusterName", ""))
 
-    def nodes_of(self, partition: str) -> list[Node]:
+    def nodes_in_partition(self, partition: str) -> list[Node]:
         return [node for node in self.nodes if partition in node.partitions]
 
 
-def ask() -> Site | None:
+def query_site() -> Site | None:
     """The site that Slurm's commands on this machine belong to; None where there are no such commands.
 
     Raises:
@@ -81,71 +81,72 @@ def ask() -> Site | None:
     """
     if shutil.which("scontrol") is None:
         return None
-    config, partitions, nodes = (_show(what) for what in ("config", "partition", "node"))
-    return Site(config=read_config(config), partitions=read_partitions(partitions), nodes=read_nodes(nodes))
+    config, partitions, nodes = (_scontrol_show(entity) for entity in ("config", "partition", "node"))
+    return Site(config=parse_config(config), partitions=parse_partitions(partitions), nodes=parse_nodes(nodes))
 
 
-def _show(what: str) -> str:
-    argv = ["scontrol", "--oneliner", "show", what]
-    done = proc.run(argv, env=client_environ(os.environ), check=False, timeout_s=ANSWER_S)
-    if done.returncode:
+def _scontrol_show(entity: str) -> str:
+    argv = ["scontrol", "--oneliner", "show", entity]
+    result = proc.run(argv, env=client_environ(os.environ), check=False, timeout_s=COMMAND_TIMEOUT_S)
+    if result.returncode:
         raise CommandFailed(
-            f"Slurm's commands are here, but `scontrol show {what}` failed: {plain(done.stderr or done.stdout)}",
+            f"Slurm's commands are here, but `scontrol show {entity}` failed:"
+            f" {format_error(result.stderr or result.stdout)}",
             fix="see whether `scontrol ping` answers; --local is for this machine alone, without Slurm",
         )
-    return done.stdout
+    return result.stdout
 
 
-def read_config(text: str) -> dict[str, str]:
+def parse_config(text: str) -> dict[str, str]:
     """``Name   = value`` lines; the first of a name counts, cgroup.conf's follow further down."""
-    found: dict[str, str] = {}
+    config: dict[str, str] = {}
     for line in text.splitlines():
         name, sign, value = line.partition("=")
         if sign:
-            found.setdefault(name.strip(), value.strip())
-    return found
+            config.setdefault(name.strip(), value.strip())
+    return config
 
 
-def read_partitions(text: str) -> tuple[Partition, ...]:
-    return tuple(Partition(name=r["PartitionName"], fields=r) for r in _records(text, "PartitionName"))
+def parse_partitions(text: str) -> tuple[Partition, ...]:
+    return tuple(Partition(name=r["PartitionName"], fields=r) for r in _parse_records(text, "PartitionName"))
 
 
-def read_nodes(text: str) -> tuple[Node, ...]:
+def parse_nodes(text: str) -> tuple[Node, ...]:
     return tuple(
         Node(
             name=r["NodeName"],
             partitions=tuple(p for p in r.get("Partitions", "").split(",") if p),
-            cpus=_number(r.get("CPUEfctv") or r.get("CPUTot", "")),
-            memory_mib=_number(r.get("RealMemory", "")),
-            gres=read_gres(r.get("Gres", "")),
+            cpus=_parse_count(r.get("CPUEfctv") or r.get("CPUTot", "")),
+            memory_mib=_parse_count(r.get("RealMemory", "")),
+            gres=parse_gres(r.get("Gres", "")),
         )
-        for r in _records(text, "NodeName")
+        for r in _parse_records(text, "NodeName")
     )
 
 
-def read_gres(text: str) -> tuple[Gres, ...]:
+def parse_gres(text: str) -> tuple[Gres, ...]:
     """``gpu:a100:4(S:0,2),shard:8`` -> (gpu, a100, 4), (shard, "", 8). What has no plain count is left out."""
-    found = []
+    gres = []
     # Sockets and indices stand in brackets, with commas of their own.
-    for item in re.sub(r"\([^)]*\)", "", word(text)).split(","):
+    for item in re.sub(r"\([^)]*\)", "", parse_field(text)).split(","):
         name, *middle, count = item.split(":") if ":" in item else (item, "")
-        if reading.is_count(count):
-            found.append(Gres(name=name, type=middle[0] if middle else "", count=int(count)))
-    return tuple(found)
+        if reading.is_unsigned_int(count):
+            gres.append(Gres(name=name, type=middle[0] if middle else "", count=int(count)))
+    return tuple(gres)
 
 
-def _records(text: str, first: str) -> list[dict[str, str]]:
+def _parse_records(text: str, first_key: str) -> list[dict[str, str]]:
     """One mapping for each record, on one line or on several. Values may hold blanks (``OS=Linux 6.1 #1 SMP``,
     partition names); the first of a name counts, since a Reason is anybody's text."""
     records = []
-    for block in re.split(rf"^(?={first}=)", text, flags=re.MULTILINE):
+    for block in re.split(rf"^(?={first_key}=)", text, flags=re.MULTILINE):
         fields: dict[str, str] = {}
         for name, value in re.findall(r"(\w+)=(.*?)(?=\s+[A-Z]\w*=|\s*\Z)", block, flags=re.DOTALL):
             fields.setdefault(name, value)
-        if first in fields:
+        if first_key in fields:
             records.append(fields)
     return records
 
 
-def _number(text: str) -> int:
-    return int(text) if reading.is_count(text) else 0
+def _parse_count(text: str) -> int:
+    return int(text) if reading.is_unsigned_int(text) else 0

@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 from clustertrain.errors import ConfigError
 
-MOST_DIGITS = 20  # of a number that is shown in full
+MAX_DIGITS = 20  # of a number that is shown in full
 _INT64 = 2**63
 
 
 class Bound(NamedTuple):
-    most: float
-    why: str
+    maximum: float
+    reason: str
 
 
 _STEPS = Bound(10**9, "a billion steps of a millisecond take 11 days, and no published run has more than 10 million")
 _BATCH = Bound(2**20, "the largest published batches have some 65,536 samples")
 _TOKENS = Bound(2**24, "the longest published contexts have 10 million tokens")
-_KEPT = Bound(10**6, "no filesystem keeps so many checkpoints of a run")
+_CHECKPOINTS = Bound(10**6, "no filesystem keeps so many checkpoints of a run")
 _COUNT = Bound(10**6, "no run evaluates, skips or goes back so often")
 _RANKS = Bound(10**6, "the largest clusters have some 200,000 GPUs")
 _MINUTES = Bound(525_600, "that is a year")
@@ -90,10 +90,10 @@ BOUNDS: Mapping[str, Bound] = {
     "evaluation.patience": _COUNT,
     "evaluation.rising": _COUNT,
     "checkpoint.every": _STEPS,
-    "checkpoint.keep": _KEPT,
+    "checkpoint.keep": _CHECKPOINTS,
     "checkpoint.keep_every": _STEPS,
-    "checkpoint.keep_best": _KEPT,
-    "checkpoint.remote_keep": _KEPT,
+    "checkpoint.keep_best": _CHECKPOINTS,
+    "checkpoint.remote_keep": _CHECKPOINTS,
     "contract.gpu_hours": Bound(1e10, "that is a million GPUs for a year; 0 is no limit"),
     "contract.wall_hours": Bound(87_600, "that is ten years; 0 is no limit"),
     "contract.cost": Bound(1e15, "0 is no limit"),
@@ -155,39 +155,39 @@ BOUNDS: Mapping[str, Bound] = {
 }
 
 
-def check(document: Mapping[str, Any], source: str, at: str = "") -> None:
+def check_bounds(document: Mapping[str, Any], source: str, prefix: str = "") -> None:
     """Raises ConfigError for the first number of ``document`` above its bound, or with more than 64 bits.
 
     Args:
         at: the keys above the document's own, as ``job.``.
     """
-    for key, value in _numbers(document, ""):
-        bound = BOUNDS.get(at + key)
-        if bound is not None and value > bound.most:
-            said = f"at most {_shown(bound.most)}; {bound.why}"
-            raise ConfigError(f"{source}: {key} = {_shown(value)}: {said}", fix=f"change {key}")
+    for key, value in _iter_numbers(document, ""):
+        bound = BOUNDS.get(prefix + key)
+        if bound is not None and value > bound.maximum:
+            requirement = f"at most {_format_number(bound.maximum)}; {bound.reason}"
+            raise ConfigError(f"{source}: {key} = {_format_number(value)}: {requirement}", fix=f"change {key}")
         if isinstance(value, int) and not -_INT64 <= value < _INT64:
             raise ConfigError(
-                f"{source}: {key} = {_shown(value)}: must lie between -2^63 and 2^63 - 1, what 64 bits hold",
+                f"{source}: {key} = {_format_number(value)}: must lie between -2^63 and 2^63 - 1, what 64 bits hold",
                 fix=f"change {key}",
             )
 
 
-def _numbers(value: Any, key: str) -> Iterator[tuple[str, int | float]]:
+def _iter_numbers(value: Any, key: str) -> Iterator[tuple[str, int | float]]:
     """With the keys that they stand at. An element of a list has that of the list, and so has a table whose keys the
     user chooses."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _numbers(inner, key if key in BOUNDS else f"{key}.{name}" if key else str(name))
+            yield from _iter_numbers(inner, key if key in BOUNDS else f"{key}.{name}" if key else str(name))
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _numbers(inner, key)
+            yield from _iter_numbers(inner, key)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield key, value
 
 
-def _shown(value: float) -> str:
-    if isinstance(value, int) and value.bit_length() > 3 * MOST_DIGITS:
+def _format_number(value: float) -> str:
+    if isinstance(value, int) and value.bit_length() > 3 * MAX_DIGITS:
         # str() of more than 4300 digits raises ValueError.
         return f"a number of about {int(value.bit_length() * 0.30103) + 1} digits"
     return str(value) if isinstance(value, int) or value < 1e6 else f"{value:g}"

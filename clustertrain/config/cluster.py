@@ -14,12 +14,12 @@ from clustertrain.config import fabrics
 from clustertrain.config.hardware import GpuType
 from clustertrain.config.job import Device
 from clustertrain.config.node_facts import NodeFacts
-from clustertrain.config.parsing import build, nearest, read_toml
-from clustertrain.config.ranges import positive
+from clustertrain.config.parsing import build, did_you_mean, load_toml
+from clustertrain.config.ranges import check_positive
 from clustertrain.errors import ConfigError
 
 
-class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class MeasuredRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The table ``[measured]``: rates that ``cluster detect`` saw in an allocation; None where it saw none.
 
     Bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md): of an all-reduce of S bytes over n ranks in t seconds
@@ -39,7 +39,7 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def __post_init__(self) -> None:
         for name in ("gemm_tflops", "node_bus_gb_s", "fabric_bus_gb_s"):
             if getattr(self, name) is not None:
-                positive(name, getattr(self, name))
+                check_positive(name, getattr(self, name))
 
 
 class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -63,7 +63,7 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     fabric_interface: str = ""  # network interface of the training traffic, where it cannot be told
     env: dict[str, str] = {}
     sbatch: dict[str, str] = {}
-    measured: Measured | None = None
+    measured: MeasuredRates | None = None
     # Measured over predicted step time of a run of yours, as ``status`` shows it: scales every prediction.
     calibration: float = 1.0
     gpu: GpuType | None = None  # a type that the catalogue lacks; its name is what --gpu-type says
@@ -71,14 +71,14 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     def __post_init__(self) -> None:
         if self.grace_s is not None:
-            positive("grace_s", self.grace_s)
-        positive("signal_lead_s", self.signal_lead_s)
-        positive("calibration", self.calibration)
+            check_positive("grace_s", self.grace_s)
+        check_positive("signal_lead_s", self.signal_lead_s)
+        check_positive("calibration", self.calibration)
         if self.gpu is not None:
             for name in ("memory_gib", "tflops", "memory_gb_s", "fabric_gb_s", "power"):
-                positive(f"gpu.{name}", getattr(self.gpu, name))
+                check_positive(f"gpu.{name}", getattr(self.gpu, name))
         if self.fabric:
-            fabrics.node_gb_s(self.fabric)
+            fabrics.parse_node_gb_s(self.fabric)
         if self.gpus_per_node < 0:
             raise ValueError(f"gpus_per_node = {self.gpus_per_node}: must be 0 (not known) or more")
         if self.python and not self.python.startswith("/"):
@@ -87,32 +87,35 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ValueError(f"gpus_flag = {self.gpus_flag!r}: must be 'gpus-per-node' or 'gres'")
 
 
-def find(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
+def list_profiles(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
     """All profiles by name."""
-    found: dict[str, Path] = {}
+    profiles: dict[str, Path] = {}
     for folder in settings.profile_folders(environ):
         for path in sorted(folder.glob("*.toml")) if folder.is_dir() else []:
-            found.setdefault(path.stem, path)
-    return found
+            profiles.setdefault(path.stem, path)
+    return profiles
 
 
-def chosen(environ: Mapping[str, str] = os.environ) -> str:
+def default_profile_name(environ: Mapping[str, str] = os.environ) -> str:
     """The profile that is used where none is named; empty where there is no such choice."""
     return environ.get(settings.CLUSTER, "")
 
 
-def load(name: str, environ: Mapping[str, str] = os.environ) -> ClusterProfile:
+def load_profile(name: str, environ: Mapping[str, str] = os.environ) -> ClusterProfile:
     """The profile ``name``; with an empty name ``$CLUSTERTRAIN_CLUSTER``, else the built-in defaults.
 
     Raises:
         ConfigError: no such profile (the known ones are named), or a bad one.
     """
-    wanted = name or chosen(environ)
-    if not wanted:
+    profile_name = name or default_profile_name(environ)
+    if not profile_name:
         return ClusterProfile()
-    profiles = find(environ)
-    if wanted not in profiles:
-        known = nearest(wanted, list(profiles)) if profiles else "there is none yet"
+    profiles = list_profiles(environ)
+    if profile_name not in profiles:
+        suggestion = did_you_mean(profile_name, list(profiles)) if profiles else "there is none yet"
         folder = settings.profile_folders(environ)[-1]
-        raise ConfigError(f"cluster profile {wanted!r} not found: {known}", fix=f"write {folder / (wanted + '.toml')}")
-    return build(read_toml(profiles[wanted]), ClusterProfile, str(profiles[wanted]))
+        raise ConfigError(
+            f"cluster profile {profile_name!r} not found: {suggestion}",
+            fix=f"write {folder / (profile_name + '.toml')}",
+        )
+    return build(load_toml(profiles[profile_name]), ClusterProfile, str(profiles[profile_name]))

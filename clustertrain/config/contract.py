@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-Mode = Literal["auto", "min", "max"]
+MetricMode = Literal["auto", "min", "max"]
 Target = Literal["", "research", "production", "fine-tune", "benchmark"]
 
 
@@ -15,7 +15,7 @@ class ContractSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     task: str = ""  # in words
     metric: str = ""  # decides what is best: a logged scalar, with validation data one of these; "": (validation_)loss
-    mode: Mode = "auto"  # auto: max for accuracy, top5 and recall_at_1, else min
+    mode: MetricMode = "auto"  # auto: max for accuracy, top5 and recall_at_1, else min
     slices: tuple[str, ...] = ()  # of the validation data, where a regression is not acceptable
     target: Target = ""
     gpu_hours: float = 0.0  # 0: no limit

@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from clustertrain.config.ranges import check_entry, positive, within
+from clustertrain.config.ranges import check_entry, check_positive, check_range
 
-READERS = 8  # more workers of one rank rarely read faster
+MAX_AUTO_WORKERS = 8  # more workers of one rank rarely read faster
 DIGITS = "digits"
 # By kind the data that is no file; no path at all means the first.
-BUILT_IN = {"images": ("shapes", DIGITS), "pairs": ("stdlib", DIGITS), "text": ("stdlib",)}
-DIGIT_HALF = 32  # pixels of half a digit, and so tokens of each passage of a pair
+BUILT_IN_DATASETS = {"images": ("shapes", DIGITS), "pairs": ("stdlib", DIGITS), "text": ("stdlib",)}
+DIGIT_HALF_PIXELS = 32  # pixels of half a digit, and so tokens of each passage of a pair
 
 DataKind = Literal["auto", "text", "pairs", "images", "tokens", "own"]
 
@@ -28,11 +28,11 @@ class AugmentSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def __post_init__(self) -> None:
         if self.crop < 0:
             raise ValueError(f"crop = {self.crop}: must be 0 or more pixels")
-        within("color", self.color, 0.0, 1.0)
-        within("mixup", self.mixup, 0.0, 10.0)
+        check_range("color", self.color, 0.0, 1.0)
+        check_range("mixup", self.mixup, 0.0, 10.0)
 
     @property
-    def any(self) -> bool:
+    def is_enabled(self) -> bool:
         return self != AugmentSpec()
 
 
@@ -63,10 +63,10 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "max_bytes", "image_size", "prefetch"):
-            positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         if self.workers < -1:
             raise ValueError(f"workers = {self.workers}: must be 0 (none) or more, or -1 (as many as the cores allow)")
-        within("validation", self.validation, 0.0, 0.9)
+        check_range("validation", self.validation, 0.0, 0.9)
         if self.validation and self.validation_path:
             raise ValueError("validation and validation_path: give one of them")
         if self.entry:
@@ -77,10 +77,10 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ValueError("args are those of an entry, and there is none")
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """How messages name it."""
         return f"data.entry = {self.entry!r}" if self.entry else f"data.path = {self.path!r}"
 
     @property
-    def validates(self) -> bool:
+    def has_validation(self) -> bool:
         return bool(self.validation or self.validation_path)

@@ -13,17 +13,17 @@ from clustertrain.config import toml_parser
 from clustertrain.errors import ConfigError
 
 
-def struct_of(kind: Any) -> type[msgspec.Struct] | None:
-    for candidate in (kind, *get_args(kind)):
+def find_struct(annotation: Any) -> type[msgspec.Struct] | None:
+    for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, msgspec.Struct):
             return candidate
     return None
 
 
-def elements_of(kind: Any) -> tuple[Any, ...]:
-    """The types in the list that ``kind`` is or may be, ``(type, ...)`` where there may be any number; () if it is
-    none."""
-    for candidate in (kind, *get_args(kind)):
+def element_types(annotation: Any) -> tuple[Any, ...]:
+    """The types in the list that ``annotation`` is or may be, ``(type, ...)`` where there may be any number; () if it
+    is none."""
+    for candidate in (annotation, *get_args(annotation)):
         if get_origin(candidate) is tuple:
             return get_args(candidate)
         if get_origin(candidate) is list:
@@ -31,12 +31,12 @@ def elements_of(kind: Any) -> tuple[Any, ...]:
     return ()
 
 
-def fields_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+def field_types(struct_type: type[msgspec.Struct]) -> dict[str, Any]:
     """Their types by name."""
-    return {f.encode_name: f.type for f in msgspec.structs.fields(kind)}
+    return {f.encode_name: f.type for f in msgspec.structs.fields(struct_type)}
 
 
-def parts_of(path: str) -> list[str]:
+def split_key(path: str) -> list[str]:
     """``a."b.c".d`` as its three parts. Without quotes they need not be TOML's: ``layer*`` can stay as it is.
 
     Raises:
@@ -48,35 +48,35 @@ def parts_of(path: str) -> list[str]:
         table: Any = toml_parser.loads(f"{path} = 0", path)
     except tomllib.TOMLDecodeError as e:
         raise ConfigError(f"{path}: not a key in TOML", fix='quote the part with dots in it, as table."a.b"') from e
-    parts = []
+    keys = []
     while isinstance(table, dict):
         key, table = next(iter(table.items()))
-        parts.append(key)
-    return parts
+        keys.append(key)
+    return keys
 
 
-def places_of(path: str) -> list[str | int]:
+def parse_msgspec_path(path: str) -> list[str | int]:
     """``a.b[0].c`` of msgspec as its parts. ``[...]``, which stands for any key, is left out."""
-    return [int(place) if place else key for place, key in re.findall(r"\[(\d+)\]|([^.\[\]]+)", path)]
+    return [int(index) if index else key for index, key in re.findall(r"\[(\d+)\]|([^.\[\]]+)", path)]
 
 
-def type_at(kind: Any, parts: Sequence[str | int]) -> Any:
+def type_at(annotation: Any, path: Sequence[str | int]) -> Any:
     """None where there is none."""
-    for part in parts:
-        if isinstance(part, int):
-            of = elements_of(kind)
-            kind = of[0 if of[1:] == (...,) else part] if of else None
+    for key in path:
+        if isinstance(key, int):
+            elements = element_types(annotation)
+            annotation = elements[0 if elements[1:] == (...,) else key] if elements else None
         else:
-            struct = struct_of(kind)
-            kind = fields_of(struct).get(part) if struct else None
-    return kind
+            struct = find_struct(annotation)
+            annotation = field_types(struct).get(key) if struct else None
+    return annotation
 
 
-def value_at(value: Any, parts: Sequence[str | int]) -> Any:
+def value_at(value: Any, path: Sequence[str | int]) -> Any:
     """None where a part of the path is no table's."""
-    for part in parts:
+    for key in path:
         try:
-            value = value[part]
+            value = value[key]
         except (KeyError, IndexError, TypeError):
             return None
     return value

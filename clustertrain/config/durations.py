@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 _UNIT_S = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
-_PART = r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|min|m|h|d)\s*"
+_TERM = r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|min|m|h|d)\s*"
 
 
-def duration_s(text: str) -> float | None:
+def parse_duration_s(text: str) -> float | None:
     """``30s``, ``10min`` (or ``10m``), ``2h``, ``1d`` and sums as ``1h30min``, in seconds; None where it is none of
     these."""
-    if not re.fullmatch(rf"(?:{_PART})+", text):
+    if not re.fullmatch(rf"(?:{_TERM})+", text):
         return None
-    return sum(float(number) * _UNIT_S[unit] for number, unit in re.findall(_PART, text))
+    return sum(float(number) * _UNIT_S[unit] for number, unit in re.findall(_TERM, text))

@@ -9,8 +9,8 @@ import msgspec
 MetricName = Literal["accuracy", "top5", "perplexity", "bits_per_token", "recall_at_1", "mae", "rmse"]
 # Whether more is better; validation_loss is there always.
 HIGHER_IS_BETTER = frozenset({"accuracy", "top5", "recall_at_1"})
-PREFIX = "validation_"  # of the names in the rows: validation_loss, validation_accuracy, …
-SLICE = "/"  # validation_accuracy/night is that of the slice night
+VALIDATION_PREFIX = "validation_"  # of the names in the rows: validation_loss, validation_accuracy, …
+SLICE_SEPARATOR = "/"  # validation_accuracy/night is that of the slice night
 
 
 class EvaluationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

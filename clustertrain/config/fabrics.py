@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from clustertrain.config.parsing import nearest
+from clustertrain.config.parsing import did_you_mean
 from clustertrain.errors import ConfigError
 
 
@@ -14,7 +14,7 @@ class Fabric(NamedTuple):
 
     name: str
     gb_s: float
-    whole_node: bool
+    per_node: bool
     source: str
 
 
@@ -40,15 +40,16 @@ FABRICS: tuple[Fabric, ...] = (
 _BY_NAME = {fabric.name: fabric for fabric in FABRICS}
 
 
-def node_gb_s(text: str) -> float:
+def parse_node_gb_s(text: str) -> float:
     """GB/s of a node whose fabric is ``text``: a name, or ports of one as in ``8 x ndr``.
 
     Raises:
         ConfigError: no such fabric; names the known ones.
     """
-    found = re.fullmatch(r"\s*(?:([0-9]{1,4})\s*x\s*)?([\w.-]+)\s*", text.lower())
-    fabric = _BY_NAME.get(found[2]) if found else None
-    if found is None or fabric is None or (fabric.whole_node and found[1]):
-        raise ConfigError(f"fabric = {text!r} is not known: {nearest(found[2] if found else text, list(_BY_NAME))}",
+    match = re.fullmatch(r"\s*(?:([0-9]{1,4})\s*x\s*)?([\w.-]+)\s*", text.lower())
+    fabric = _BY_NAME.get(match[2]) if match else None
+    if match is None or fabric is None or (fabric.per_node and match[1]):
+        raise ConfigError(
+            f"fabric = {text!r} is not known: {did_you_mean(match[2] if match else text, list(_BY_NAME))}",
                           fix="a name, or ports of one a node, as '8 x ndr'")  # fmt: skip
-    return fabric.gb_s * int(found[1] or 1)
+    return fabric.gb_s * int(match[1] or 1)

@@ -44,7 +44,7 @@ class GpuType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return self.fp8_tflops > 0
 
 
-_FIRST_BF16 = 8.0  # NVIDIA Ampere; and tf32
+_MIN_BF16_CAPABILITY = 8.0  # NVIDIA Ampere; and tf32
 
 
 def _nvidia(
@@ -54,7 +54,7 @@ def _nvidia(
     rates: tuple[float, float, float, float],
     memory_gb_s: float,
     link_gb_s: float,
-    sheet: str,
+    datasheet: str,
     *,
     fabric_gb_s: float = 12.5,
     domain: int = 0,
@@ -66,7 +66,7 @@ def _nvidia(
     return GpuType(
         name=name,
         memory_gib=memory_gib,
-        source=f"NVIDIA {sheet} data sheet",
+        source=f"NVIDIA {datasheet} data sheet",
         fp32_tflops=rates[0],
         tflops=rates[1],
         fp8_tflops=rates[2],
@@ -75,7 +75,7 @@ def _nvidia(
         link_gb_s=link_gb_s,
         domain=domain,
         fabric_gb_s=fabric_gb_s,
-        bf16=capability >= _FIRST_BF16,
+        bf16=capability >= _MIN_BF16_CAPABILITY,
         usable_gib=usable_gib,
         power=power,
     )
@@ -145,25 +145,26 @@ CATALOGUE: tuple[GpuType, ...] = (
 
 _BY_NAME = {gpu.name: gpu for gpu in CATALOGUE}
 # Form factors and vendors' words that say nothing about the memory.
-_NOISE = frozenset({"nvidia", "amd", "tesla", "quadro", "geforce", "instinct", "sxm", "sxm2", "sxm3", "sxm4", "sxm5",
+_IGNORED_TOKENS = frozenset({
+    "nvidia", "amd", "tesla", "quadro", "geforce", "instinct", "sxm", "sxm2", "sxm3", "sxm4", "sxm5",
                     "hbm2", "hbm2e", "hbm3", "hbm3e", "oam", "rtx", "gpu"})  # fmt: skip
 
 
-def _words(name: str) -> list[str]:
-    words = [w for w in re.split(r"[^a-z0-9]+", name.lower()) if w and w not in _NOISE]
-    return [re.sub(r"^(\d+)g$", r"\1gb", w) for w in words]
+def _name_tokens(name: str) -> list[str]:
+    tokens = [w for w in re.split(r"[^a-z0-9]+", name.lower()) if w and w not in _IGNORED_TOKENS]
+    return [re.sub(r"^(\d+)g$", r"\1gb", w) for w in tokens]
 
 
-_BY_WORDS = {tuple(sorted(_words(gpu.name))): gpu for gpu in CATALOGUE}
+_BY_TOKENS = {tuple(sorted(_name_tokens(gpu.name))): gpu for gpu in CATALOGUE}
 
 
-def _only_pcie(words: list[str]) -> GpuType | None:
+def _find_pcie_only(tokens: list[str]) -> GpuType | None:
     """Of a name with "pcie" in it the type without, where that has no other form."""
-    gpu = _BY_WORDS.get(tuple(sorted(w for w in words if w != "pcie"))) if "pcie" in words else None
+    gpu = _BY_TOKENS.get(tuple(sorted(w for w in tokens if w != "pcie"))) if "pcie" in tokens else None
     return gpu if gpu is not None and not gpu.link_gb_s else None
 
 
-def find(name: str) -> GpuType | None:
+def find_gpu_type(name: str) -> GpuType | None:
     """The catalogue's entry for a site's or the driver's name (``a100``, ``nvidia_h100_80gb_hbm3``), or None.
 
     A memory size in the name decides between variants; one that contradicts the catalogue makes the type unknown, since
@@ -171,13 +172,13 @@ def find(name: str) -> GpuType | None:
     """
     if not name or re.search(r"\d+g\.\d+gb", name.lower()):
         return None
-    words = _words(name)
-    exact = _BY_WORDS.get(tuple(sorted(words))) or _only_pcie(words)
+    tokens = _name_tokens(name)
+    exact = _BY_TOKENS.get(tuple(sorted(tokens))) or _find_pcie_only(tokens)
     if exact is not None:
         return exact
-    sizes = [int(w[:-2]) for w in words if re.fullmatch(r"\d+gb", w)]
-    models = [w for w in words if not re.fullmatch(r"\d+gb", w)]
-    gpu = _BY_WORDS.get(tuple(sorted(models))) or _only_pcie(models)
+    sizes = [int(w[:-2]) for w in tokens if re.fullmatch(r"\d+gb", w)]
+    models = [w for w in tokens if not re.fullmatch(r"\d+gb", w)]
+    gpu = _BY_TOKENS.get(tuple(sorted(models))) or _find_pcie_only(models)
     if gpu is None or len(sizes) != 1 or gpu.memory_gib != sizes[0]:
         return None
     return gpu

@@ -6,12 +6,12 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.config.ranges import positive
+from clustertrain.config.ranges import check_positive
 from clustertrain.config.recipe import Recipe
 
 BackendName = Literal["auto", "slurm", "local"]
 LayoutName = Literal["auto", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard"]
-MOST_RANKS = 10**6
+MAX_RANKS = 10**6
 Device = Literal["auto", "cuda", "cpu"]
 
 
@@ -48,11 +48,11 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     share: bool = False
 
     def __post_init__(self) -> None:
-        positive("nodes", self.nodes)
-        positive("gpus", self.gpus)
-        if self.nodes * self.gpus > MOST_RANKS:
+        check_positive("nodes", self.nodes)
+        check_positive("gpus", self.gpus)
+        if self.nodes * self.gpus > MAX_RANKS:
             raise ValueError(
-                f"nodes = {self.nodes} x gpus = {self.gpus}: {self.nodes * self.gpus} ranks, at most {MOST_RANKS}; the "
+                f"nodes = {self.nodes} x gpus = {self.gpus}: {self.nodes * self.gpus} ranks, at most {MAX_RANKS}; the "
                 "largest clusters have some 200,000 GPUs, and gpus counts those of one node"
             )
         for name in ("tp", "cp", "pp"):

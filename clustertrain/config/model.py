@@ -6,9 +6,9 @@ import math
 
 import msgspec
 
-from clustertrain.config.ranges import positive, within
+from clustertrain.config.ranges import check_positive, check_range
 
-MOST_STAGES = 14  # they would halve 16,384 pixels to one
+MAX_STAGES = 14  # they would halve 16,384 pixels to one
 
 
 class ConvnetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -22,36 +22,36 @@ class ConvnetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def __post_init__(self) -> None:
         for name in ("classes", "channels", "width", "groups"):
-            positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"blocks = {list(self.blocks)}: each stage needs at least one")
-        if len(self.blocks) > MOST_STAGES:
+        if len(self.blocks) > MAX_STAGES:
             raise ValueError(
-                f"blocks: {len(self.blocks)} stages, at most {MOST_STAGES}; each has half the size of the one before, "
+                f"blocks: {len(self.blocks)} stages, at most {MAX_STAGES}; each has half the size of the one before, "
                 "and twice its width"
             )
         if self.width % self.groups:
             raise ValueError(f"width = {self.width} is not divisible by groups = {self.groups}")
 
-    def shapes(self) -> list[tuple[int, int, int]]:
+    def block_shapes(self) -> list[tuple[int, int, int]]:
         """(input channels, output channels, stride) of each block."""
-        found: list[tuple[int, int, int]] = []
-        before = self.width
+        shapes: list[tuple[int, int, int]] = []
+        in_channels = self.width
         for stage, count in enumerate(self.blocks):
             width = self.width << stage
             for i in range(count):
-                found.append((before, width, 2 if stage and i == 0 else 1))
-                before = width
-        return found
+                shapes.append((in_channels, width, 2 if stage and i == 0 else 1))
+                in_channels = width
+        return shapes
 
     def parameters(self) -> int:
         """Number of parameters, counted from the shapes."""
         count = 9 * self.channels * self.width + 2 * self.width
-        for before, width, stride in self.shapes():
-            count += 9 * (before + width) * width + 4 * width
-            if stride > 1 or before != width:
-                count += before * width + 2 * width
-        return count + (self.shapes()[-1][1] + 1) * self.classes
+        for in_channels, width, stride in self.block_shapes():
+            count += 9 * (in_channels + width) * width + 4 * width
+            if stride > 1 or in_channels != width:
+                count += in_channels * width + 2 * width
+        return count + (self.block_shapes()[-1][1] + 1) * self.classes
 
 
 class TwoTowerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -63,10 +63,10 @@ class TwoTowerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     learn_temperature: bool = True
 
     def __post_init__(self) -> None:
-        positive("embedding", self.embedding)
+        check_positive("embedding", self.embedding)
         if self.group < 2:
             raise ValueError(f"group = {self.group}: a text needs at least one other to be told from")
-        within("temperature", self.temperature, 0.01, 10.0)
+        check_range("temperature", self.temperature, 0.01, 10.0)
 
     @property
     def log_scale(self) -> float:

@@ -14,7 +14,7 @@ import msgspec
 # host sees its BMC.
 InterfaceKind = Literal["ethernet", "infiniband", "bond", "bridge", "vlan", "virtual", "usb", "wireless", "loopback"]
 LinkLayer = Literal["InfiniBand", "Ethernet", "unknown"]
-MOST_CPUS = 8192  # CONFIG_NR_CPUS of Linux at most
+MAX_CPUS = 8192  # CONFIG_NR_CPUS of Linux at most
 PortState = Literal["active", "down", "unknown"]
 
 
@@ -82,7 +82,7 @@ class NumaNode(_Facts, frozen=True):
     cpus: str
 
     def __post_init__(self) -> None:
-        cpu_numbers(self.cpus)
+        parse_cpu_list(self.cpus)
 
 
 class Cpus(_Facts, frozen=True):
@@ -110,16 +110,16 @@ class NodeFacts(_Facts, frozen=True):
     unread: tuple[str, ...] = ()  # what could not be read, and why
 
 
-def cpu_numbers(cpus: str) -> set[int]:
+def parse_cpu_list(cpus: str) -> set[int]:
     """``0-2,8`` as {0, 1, 2, 8}.
 
     Raises:
         ValueError: it is no such list, or has more processors than Linux knows.
     """
-    found: set[int] = set()
-    for part in cpus.split(",") if cpus.strip() else []:
-        ends = re.fullmatch(r"\s*([0-9]{1,5})(?:-([0-9]{1,5}))?\s*", part)
-        if ends is None or int(ends[2] or ends[1]) >= MOST_CPUS:
-            raise ValueError(f"cpus = {cpus[:100]!r}: must be a list as 0-47,96-143, of numbers below {MOST_CPUS}")
-        found.update(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
-    return found
+    numbers: set[int] = set()
+    for item in cpus.split(",") if cpus.strip() else []:
+        match = re.fullmatch(r"\s*([0-9]{1,5})(?:-([0-9]{1,5}))?\s*", item)
+        if match is None or int(match[2] or match[1]) >= MAX_CPUS:
+            raise ValueError(f"cpus = {cpus[:100]!r}: must be a list as 0-47,96-143, of numbers below {MAX_CPUS}")
+        numbers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return numbers

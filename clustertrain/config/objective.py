@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.config.ranges import positive, within
+from clustertrain.config.ranges import check_positive, check_range
 
 ObjectiveKind = Literal["auto", "cross-entropy", "binary-cross-entropy", "mse", "l1", "huber", "nt-xent"]
 
@@ -21,6 +21,6 @@ class ObjectiveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     temperature: float = 0.1  # nt-xent of an entry that returns two embeddings; two-tower models have their own
 
     def __post_init__(self) -> None:
-        within("label_smoothing", self.label_smoothing, 0.0, 0.9)
-        positive("delta", self.delta)
-        within("temperature", self.temperature, 0.001, 10.0)
+        check_range("label_smoothing", self.label_smoothing, 0.0, 0.9)
+        check_positive("delta", self.delta)
+        check_range("temperature", self.temperature, 0.001, 10.0)

@@ -7,12 +7,12 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.config.ranges import positive, within
+from clustertrain.config.ranges import check_positive, check_range
 
 OptimizerName = Literal[
     "adamw", "adam", "sgd", "adafactor", "lion", "lamb", "lars", "muon", "soap", "shampoo", "adamw8bit"
 ]
-Clip = Literal["norm", "value", "adaptive"]
+ClipMethod = Literal["norm", "value", "adaptive"]
 
 
 class UnfreezeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -22,7 +22,7 @@ class UnfreezeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     modules: tuple[str, ...]  # patterns of module names, as "encoder.layers.*"
 
     def __post_init__(self) -> None:
-        positive("step", self.step)
+        check_positive("step", self.step)
         if not self.modules or "" in self.modules:
             raise ValueError("modules: name at least one module")
 
@@ -43,46 +43,46 @@ class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     lr_scale: dict[str, float] = {}  # by pattern of module names what their lr is multiplied by
     freeze: tuple[str, ...] = ()  # patterns of module names that are never trained
     unfreeze: tuple[UnfreezeSpec, ...] = ()
-    clip: Clip = "norm"
+    clip: ClipMethod = "norm"
     clip_norm: float = 1.0  # of clip = "norm"; 0: no clipping
     clip_value: float = 1.0  # of clip = "value": each element lies between plus and minus this
     clip_quantile: float = 0.95  # of clip = "adaptive": the limit is this quantile of the last norms
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "clip_value"):
-            positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         for beta in self.betas or ():
-            within("betas", beta, 0.0, 0.999999)
-        within("momentum", self.momentum_in_use, 0.0, 0.999999)
-        if self.nesterov and not self.momentum_in_use:
+            check_range("betas", beta, 0.0, 0.999999)
+        check_range("momentum", self.effective_momentum, 0.0, 0.999999)
+        if self.nesterov and not self.effective_momentum:
             raise ValueError("nesterov needs a momentum greater than 0")
-        positive("layer_decay", self.layer_decay)
-        within("layer_decay", self.layer_decay, 0.0, 1.0)
-        within("clip_quantile", self.clip_quantile, 0.5, 1.0)
+        check_positive("layer_decay", self.layer_decay)
+        check_range("layer_decay", self.layer_decay, 0.0, 1.0)
+        check_range("clip_quantile", self.clip_quantile, 0.5, 1.0)
         for pattern, factor in self.lr_scale.items():
-            positive(f"lr_scale.{pattern}", factor)
+            check_positive(f"lr_scale.{pattern}", factor)
         if self.lr_batch < 0:
             raise ValueError(f"lr_batch = {self.lr_batch}: must be 0 (not said) or more")
-        begins: dict[str, int] = {}
+        start_steps: dict[str, int] = {}
         for entry in self.unfreeze:
             for pattern in entry.modules:
-                if pattern in begins:
+                if pattern in start_steps:
                     raise ValueError(
-                        f"unfreeze: {pattern!r} is named twice, for steps {begins[pattern]} and {entry.step}"
+                        f"unfreeze: {pattern!r} is named twice, for steps {start_steps[pattern]} and {entry.step}"
                     )
-                begins[pattern] = entry.step
+                start_steps[pattern] = entry.step
         if self.weight_decay < 0 or self.clip_norm < 0:
             raise ValueError("weight_decay and clip_norm must be 0 or more")
 
-    def betas_for(self, *, text: bool) -> tuple[float, float]:
+    def resolve_betas(self, *, is_text: bool) -> tuple[float, float]:
         """The betas in use. (0.9, 0.95) is what language models take since GPT-3 (arXiv 2005.14165, appendix B); 0.999
         is that of Adam (arXiv 1412.6980). Lion (arXiv 2302.06675) and SOAP (arXiv 2409.11321) have their authors'."""
-        return self.betas or _BETAS.get(self.name) or ((0.9, 0.95) if text else (0.9, 0.999))
+        return self.betas or _DEFAULT_BETAS.get(self.name) or ((0.9, 0.95) if is_text else (0.9, 0.999))
 
     @property
-    def momentum_in_use(self) -> float:
+    def effective_momentum(self) -> float:
         """0.95 is that of Muon's author (kellerjordan.github.io/posts/muon)."""
         return self.momentum if self.momentum is not None else 0.95 if self.name == "muon" else 0.9
 
 
-_BETAS: Mapping[str, tuple[float, float]] = {"lion": (0.9, 0.99), "soap": (0.95, 0.95)}
+_DEFAULT_BETAS: Mapping[str, tuple[float, float]] = {"lion": (0.9, 0.99), "soap": (0.95, 0.95)}

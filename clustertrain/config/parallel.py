@@ -6,9 +6,9 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.config.ranges import positive
+from clustertrain.config.ranges import check_positive
 
-Schedule = Literal["auto", "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
+PipelineSchedule = Literal["auto", "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 ActivationCheckpointing = Literal["auto", "none", "selective", "full"]
 
 SINGLE_STAGE_SCHEDULES = ("gpipe", "1f1b")
@@ -38,12 +38,12 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     # Context parallel
     context: Literal["all-gather", "ring"] = "all-gather"  # ring: torch's ring attention, GPUs only
     # Pipeline
-    schedule: Schedule = "auto"
+    schedule: PipelineSchedule = "auto"
     virtual_stages: int = 0  # stages a rank; 0: chosen
     split: tuple[str, ...] = ()  # names of the modules that begin the stages after the first; (): balanced
 
     def __post_init__(self) -> None:
-        positive("bucket_mib", self.bucket_mib)
+        check_positive("bucket_mib", self.bucket_mib)
         if self.prefetch < 0 or self.virtual_stages < 0:
             raise ValueError("prefetch and virtual_stages must be 0 (chosen) or more")
         if self.virtual_stages > 1 and self.schedule == "auto":
@@ -56,7 +56,7 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError("async_tp needs compile = true")
 
     @property
-    def stages_a_rank(self) -> int:
+    def stages_per_rank(self) -> int:
         """Where nobody searches: two where the schedule wants several."""
         if self.schedule in (*SINGLE_STAGE_SCHEDULES, "auto"):
             return self.virtual_stages or 1

@@ -15,135 +15,141 @@ import msgspec
 
 from clustertrain import reading, schema
 from clustertrain.config import bounds, suggestions, synonyms, toml_parser
-from clustertrain.config.dotted_keys import fields_of, parts_of, places_of, struct_of, type_at, value_at
+from clustertrain.config.dotted_keys import field_types, find_struct, parse_msgspec_path, split_key, type_at, value_at
 from clustertrain.errors import ConfigError
 
 S = TypeVar("S", bound=msgspec.Struct)
-ENVIRONMENT = "env."  # of a recipe: names of variables stand behind it
+ENV_PREFIX = "env."  # of a recipe: names of variables stand behind it
 
 
-def nearest(word: str, known: list[str]) -> str:
+def did_you_mean(word: str, candidates: list[str]) -> str:
     """A sentence that names the nearest known words, or all of them when none is near."""
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(word, candidates, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(close) + "?"
-    return "known: " + ", ".join(sorted(known))
+    return "known: " + ", ".join(sorted(candidates))
 
 
-def _check_keys(value: dict[str, Any], kind: type[msgspec.Struct], source: str) -> None:
-    """Raises ConfigError for the first key that ``kind`` does not have."""
+def _check_keys(value: dict[str, Any], struct_type: type[msgspec.Struct], source: str) -> None:
+    """Raises ConfigError for the first key that ``struct_type`` does not have."""
 
-    def look(table: dict[str, Any], of: type[msgspec.Struct], above: str) -> None:
-        fields = fields_of(of)
+    def check_table(table: dict[str, Any], table_type: type[msgspec.Struct], prefix: str) -> None:
+        fields = field_types(table_type)
         for key, inner in table.items():
             if key not in fields:
-                meant = _meant(key, list(fields), above, known_keys(kind))
-                raise ConfigError(f"{source}: unknown key {above + key!r}", fix=meant)
-            struct = struct_of(fields[key])
+                suggestion = _suggest_key(key, list(fields), prefix, list_keys(struct_type))
+                raise ConfigError(f"{source}: unknown key {prefix + key!r}", fix=suggestion)
+            struct = find_struct(fields[key])
             if struct is not None and isinstance(inner, dict):
-                look(inner, struct, f"{above}{key}.")
+                check_table(inner, struct, f"{prefix}{key}.")
 
-    look(value, kind, "")
+    check_table(value, struct_type, "")
 
 
-def known_keys(kind: type[msgspec.Struct], above: str = "") -> list[str]:
+def list_keys(struct_type: type[msgspec.Struct], prefix: str = "") -> list[str]:
     """All that may be written, with the tables themselves."""
-    found = []
-    for name, of in fields_of(kind).items():
-        found.append(above + name)
-        struct = None if get_origin(of) is tuple else struct_of(of)
-        found += known_keys(struct, f"{above}{name}.") if struct is not None else []
-    return found
+    keys = []
+    for name, annotation in field_types(struct_type).items():
+        keys.append(prefix + name)
+        struct = None if get_origin(annotation) is tuple else find_struct(annotation)
+        keys += list_keys(struct, f"{prefix}{name}.") if struct is not None else []
+    return keys
 
 
-def _meant(key: str, beside: list[str], above: str, known: list[str]) -> str:
+def _suggest_key(key: str, siblings: list[str], prefix: str, all_keys: list[str]) -> str:
     """A sentence that names what ``key`` may stand for.
 
     Args:
-        beside: the keys of its table, ``above``; ``known``: those of all tables.
+        beside: the keys of its table, ``prefix``; ``all_keys``: those of all tables.
     """
-    leaves = {name: name.rpartition(".")[2] for name in known}
-    near = [above + name for name in difflib.get_close_matches(key, beside, n=3, cutoff=0.75)]
-    found = near + [name for name, leaf in leaves.items() if leaf == key]
-    found = found or [name for name in synonyms.key(key) if name in leaves and f"{name}." != above]
-    if not found:
+    leaves = {name: name.rpartition(".")[2] for name in all_keys}
+    similar = [prefix + name for name in difflib.get_close_matches(key, siblings, n=3, cutoff=0.75)]
+    candidates = similar + [name for name, leaf in leaves.items() if leaf == key]
+    candidates = candidates or [name for name in synonyms.find_keys(key) if name in leaves and f"{name}." != prefix]
+    if not candidates:
         close = difflib.get_close_matches(key, sorted(set(leaves.values())), n=1, cutoff=0.8)
-        found = [name for name, leaf in leaves.items() if leaf in close]
-    found = found or [above + name for name in difflib.get_close_matches(key, beside, n=3, cutoff=0.5)]
-    if found:
-        units = [synonyms.UNITS[name] for name in found if name in synonyms.UNITS]
-        return f"did you mean {' or '.join(found)}?" + "".join(f" {unit}" for unit in units)
-    return f"known: {', '.join(sorted(beside))}"
+        candidates = [name for name, leaf in leaves.items() if leaf in close]
+    candidates = candidates or [prefix + name for name in difflib.get_close_matches(key, siblings, n=3, cutoff=0.5)]
+    if candidates:
+        units = [synonyms.UNIT_NOTES[name] for name in candidates if name in synonyms.UNIT_NOTES]
+        return f"did you mean {' or '.join(candidates)}?" + "".join(f" {unit}" for unit in units)
+    return f"known: {', '.join(sorted(siblings))}"
 
 
-def _check_finite(value: Any, where: str, source: str) -> None:
+def _check_finite(value: Any, path: str, source: str) -> None:
     """TOML has nan and inf, which pass half of all checks of a range."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{source}: {where} = {value}: must be a finite number", fix=f"change {where}")
-    inner = value.items() if isinstance(value, dict) else ((None, v) for v in value) if isinstance(value, list) else ()
-    for key, of in inner:
-        _check_finite(of, where if key is None else f"{where}.{key}" if where else str(key), source)
+        raise ConfigError(f"{source}: {path} = {value}: must be a finite number", fix=f"change {path}")
+    children = (
+        value.items() if isinstance(value, dict) else ((None, v) for v in value) if isinstance(value, list) else ()
+    )
+    for key, child in children:
+        _check_finite(child, path if key is None else f"{path}.{key}" if path else str(key), source)
 
 
-def build(value: dict[str, Any], kind: type[S], source: str, at: str = "") -> S:
-    """``value`` as a ``kind``, whose keys stand below ``at`` in :data:`clustertrain.config.bounds.BOUNDS`.
+def build(value: dict[str, Any], struct_type: type[S], source: str, prefix: str = "") -> S:
+    """``value`` as a ``struct_type``, whose keys stand below ``prefix`` in :data:`clustertrain.config.bounds.BOUNDS`.
 
     Raises:
         ConfigError: an unknown key, a wrong type or a value out of range; names the key and ``source``.
     """
-    _check_keys(value, kind, source)
+    _check_keys(value, struct_type, source)
     _check_finite(value, "", source)
-    bounds.check(value, source, at)
+    bounds.check_bounds(value, source, prefix)
     try:
-        return schema.convert(value, kind)
+        return schema.convert(value, struct_type)
     except msgspec.ValidationError as e:
         text, _, path = str(e).partition(" - at `$")
-        where = path.rstrip("`").lstrip(".")
-        key = _whole(value, kind, where)
-        fix = suggestions.of(value, kind, where, text) or suggestions.of(value, kind, key, text) or _show(value, key)
-        raise ConfigError(f"{source}: {_named(kind, key, _plain(text))}", fix=fix) from e
+        location = path.rstrip("`").lstrip(".")
+        key = _resolve_wildcard(value, struct_type, location)
+        fix = (
+            suggestions.suggest_fix(value, struct_type, location, text)
+            or suggestions.suggest_fix(value, struct_type, key, text)
+            or _suggest_change(value, key)
+        )
+        raise ConfigError(f"{source}: {_prefix_with_key(struct_type, key, _simplify_message(text))}", fix=fix) from e
 
 
-def _named(kind: type[msgspec.Struct], key: str, text: str) -> str:
+def _prefix_with_key(struct_type: type[msgspec.Struct], key: str, text: str) -> str:
     """``text`` with the key that it is of; what a table says of its own keys begins with the name of one."""
     if not key:
         return text
-    struct = struct_of(type_at(kind, places_of(key)))
-    begins = re.match(r"(\w+)(?= = |: )", text)
-    own = struct is not None and begins is not None and begins[1] in fields_of(struct)
-    return f"{key}.{text}" if own else f"{key}: {text}"
+    struct = find_struct(type_at(struct_type, parse_msgspec_path(key)))
+    match = re.match(r"(\w+)(?= = |: )", text)
+    is_own_key = struct is not None and match is not None and match[1] in field_types(struct)
+    return f"{key}.{text}" if is_own_key else f"{key}: {text}"
 
 
-def _whole(value: dict[str, Any], kind: type[msgspec.Struct], key: str) -> str:
+def _resolve_wildcard(value: dict[str, Any], struct_type: type[msgspec.Struct], key: str) -> str:
     """``key`` with the name in place of ``[...]``, which is msgspec's for any key of a table that the user names."""
-    above, found, below = key.partition("[...]")
-    if not found:
+    prefix, wildcard, suffix = key.partition("[...]")
+    if not wildcard:
         return key
-    of = get_args(type_at(kind, places_of(above)))[-1]
-    for name, inner in value_at(value, places_of(above)).items():
+    value_type = get_args(type_at(struct_type, parse_msgspec_path(prefix)))[-1]
+    for name, inner in value_at(value, parse_msgspec_path(prefix)).items():
         try:
-            schema.convert(inner, of)
+            schema.convert(inner, value_type)
         except msgspec.ValidationError:
-            return f"{above}.{text_of_key(name)}{below}"
+            return f"{prefix}.{format_key(name)}{suffix}"
     return key
 
 
-def text_of_key(name: str) -> str:
+def format_key(name: str) -> str:
     """As TOML writes it, in quotes where it has to."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
-def _plain(text: str) -> str:
+def _simplify_message(text: str) -> str:
     text = text.replace("`object`", "a table").replace("`array`", "a list")
     return text[0].lower() + text[1:] if text.startswith(("Expected", "Invalid", "Object")) else text
 
 
-def _show(value: dict[str, Any], key: str) -> str | None:
-    current = value_at(value, places_of(key))
-    return f"change {key} = {text_of(current)}" if key and not isinstance(current, dict | None) else None
+def _suggest_change(value: dict[str, Any], key: str) -> str | None:
+    current = value_at(value, parse_msgspec_path(key))
+    return f"change {key} = {format_value(current)}" if key and not isinstance(current, dict | None) else None
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def load_toml(path: Path) -> dict[str, Any]:
     """Raises ConfigError for a missing, unreadable or malformed file."""
     return parse_toml(read_text(path), str(path))
 
@@ -168,49 +174,51 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
     try:
         return toml_parser.loads(text, source)
     except tomllib.TOMLDecodeError as e:
-        place = re.search(r"at line (\d+)", str(e))
-        line = text.split("\n")[int(place[1]) - 1].strip() if place else ""
-        said = f"{source}: not valid TOML: {e}{': ' if line else ''}{line}"
-        raise ConfigError(said, fix=suggestions.bare_word(line)) from e
+        match = re.search(r"at line (\d+)", str(e))
+        line = text.split("\n")[int(match[1]) - 1].strip() if match else ""
+        message = f"{source}: not valid TOML: {e}{': ' if line else ''}{line}"
+        raise ConfigError(message, fix=suggestions.suggest_for_bare_word(line)) from e
 
 
-def assigned(assignment: str, option: str = "--set") -> tuple[str, str]:
+def parse_assignment(assignment: str, option: str = "--set") -> tuple[str, str]:
     """``key.path=value`` as the path and the text of the value."""
-    path, sign, text = assignment.partition("=")
-    if not sign or not path.strip():
+    path, separator, text = assignment.partition("=")
+    if not separator or not path.strip():
         raise ConfigError(f"{option} {assignment!r}: not of the form key.path=value")
     return path.strip(), text
 
 
-def value_of(text: str, path: str = "") -> Any:
+def parse_value(text: str, path: str = "") -> Any:
     """The value of the command line for ``path``: TOML. What is not TOML is a string, and in the environment all is."""
     try:
         value = toml_parser.loads(f"value = {text}", path or "the value")["value"]
     except tomllib.TOMLDecodeError:
         return text
-    return text if path.startswith(ENVIRONMENT) and not isinstance(value, str) else value
+    return text if path.startswith(ENV_PREFIX) and not isinstance(value, str) else value
 
 
-def text_of(value: Any) -> str:
+def format_value(value: Any) -> str:
     """``value`` as it is written in a recipe. What TOML has no word for, None, is left as Python has it."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {text_of(inner)}" for key, inner in value.items()) + " }" if value else "{}"
+        return (
+            "{ " + ", ".join(f"{key} = {format_value(inner)}" for key, inner in value.items()) + " }" if value else "{}"
+        )
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(text_of, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     return str(value) if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def set_dotted(document: dict[str, Any], path: str, value: Any) -> None:
+def set_value_at(document: dict[str, Any], path: str, value: Any) -> None:
     """Set the value at ``key.path`` in place; a part with dots in it is quoted, as in TOML.
 
     Raises:
         ConfigError: a part of the path is a value; a quote is not closed.
     """
-    *folders, leaf = parts_of(path)
+    *tables, leaf = split_key(path)
     current = document
-    for folder in folders:
-        inner = current.setdefault(folder, {})
+    for table in tables:
+        inner = current.setdefault(table, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"{path}: {folder} is a value, not a table")
+            raise ConfigError(f"{path}: {table} is a value, not a table")
         current = inner
     current[leaf] = value

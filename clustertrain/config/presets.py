@@ -25,7 +25,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class Training(NamedTuple):
+class TrainingDefaults(NamedTuple):
     """``seq_len``: the context of pre-training; ``global_batch``: sequences of a step."""
 
     seq_len: int
@@ -33,30 +33,30 @@ class Training(NamedTuple):
 
 
 # What a preset is trained with where the recipe does not say it; of ``tiny`` the defaults of the recipe.
-TRAINING: Mapping[str, Training] = {
-    "125m": Training(2048, 256),  # GPT-3 Small, table 2.1: half a million tokens
-    "llama3.2-1b": Training(8192, 128),  # a million tokens, for which both have a usual number of GPUs
-    "llama3.1-8b": Training(8192, 128),
-    "llama3.1-70b": Training(8192, 512),
-    "llama3.1-405b": Training(8192, 2048),  # section 3.4.1: up to 16 million tokens
+TRAINING_DEFAULTS: Mapping[str, TrainingDefaults] = {
+    "125m": TrainingDefaults(2048, 256),  # GPT-3 Small, table 2.1: half a million tokens
+    "llama3.2-1b": TrainingDefaults(8192, 128),  # a million tokens, for which both have a usual number of GPUs
+    "llama3.1-8b": TrainingDefaults(8192, 128),
+    "llama3.1-70b": TrainingDefaults(8192, 512),
+    "llama3.1-405b": TrainingDefaults(8192, 2048),  # section 3.4.1: up to 16 million tokens
 }
 
 
-def training(preset: str, kind: object = "decoder") -> Training | None:
+def find_training_defaults(preset: str, kind: object = "decoder") -> TrainingDefaults | None:
     """Of a decoder; the encoders of a two-tower model have other data."""
-    return TRAINING.get(preset) if kind == "decoder" else None
+    return TRAINING_DEFAULTS.get(preset) if kind == "decoder" else None
 
 
-def filled(document: Mapping[str, Any]) -> dict[str, Any]:
+def apply_preset(document: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe's document with the keys of ``model.preset`` in its ``[model]``, and the preset's context as
     ``data.seq_len``; those that are given win. A name that is no preset's is left for ModelSpec to refuse."""
     model, data = document.get("model"), document.get("data", {})
     if not isinstance(model, dict) or not isinstance(model.get("preset"), str):
         return dict(document)
-    found = {**document, "model": {**PRESETS.get(model["preset"], {}), **model}}
-    trained = training(model["preset"], model.get("kind", "decoder"))
-    if trained is None or not isinstance(data, dict) or "seq_len" in data:
-        return found
+    expanded = {**document, "model": {**PRESETS.get(model["preset"], {}), **model}}
+    defaults = find_training_defaults(model["preset"], model.get("kind", "decoder"))
+    if defaults is None or not isinstance(data, dict) or "seq_len" in data:
+        return expanded
     longest = model.get("max_seq_len")
-    limited = isinstance(longest, int) and 0 < longest < trained.seq_len
-    return {**found, "data": {**data, "seq_len": longest if limited else trained.seq_len}}
+    is_limited = isinstance(longest, int) and 0 < longest < defaults.seq_len
+    return {**expanded, "data": {**data, "seq_len": longest if is_limited else defaults.seq_len}}

@@ -6,16 +6,16 @@ import ipaddress
 import re
 
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?"
-MOST_ENTRY = 250  # as a module is a file, whose name takes 255 bytes with its ending
+MAX_ENTRY_BYTES = 250  # as a module is a file, whose name takes 255 bytes with its ending
 _HOST = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
 
 
-def positive(name: str, value: float) -> None:
+def check_positive(name: str, value: float) -> None:
     if not value > 0:  # nor is nan
         raise ValueError(f"{name} = {value}: must be greater than 0")
 
 
-def within(name: str, value: float, low: float, high: float) -> None:
+def check_range(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         raise ValueError(f"{name} = {value}: must lie between {low:g} and {high:g}")
 
@@ -24,8 +24,8 @@ def check_entry(entry: str) -> None:
     """Raises ValueError where ``entry`` is no ``package.module:function``."""
     if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", entry):
         raise ValueError(f"entry = {entry!r}: must be of the form package.module:function")
-    if len(entry.encode()) > MOST_ENTRY:
-        raise ValueError(f"entry = {entry[:80]!r}…: has {len(entry.encode())} bytes, at most {MOST_ENTRY}")
+    if len(entry.encode()) > MAX_ENTRY_BYTES:
+        raise ValueError(f"entry = {entry[:80]!r}…: has {len(entry.encode())} bytes, at most {MAX_ENTRY_BYTES}")
 
 
 def is_host(text: str) -> bool:

@@ -15,17 +15,23 @@ import msgspec
 
 from clustertrain import settings
 from clustertrain.config import cross_checks
-from clustertrain.config.contract import ContractSpec, Mode
-from clustertrain.config.data import BUILT_IN, DataKind, DataSpec
-from clustertrain.config.durations import duration_s
-from clustertrain.config.evaluation import HIGHER_IS_BETTER, PREFIX, SLICE, EvaluationSpec, MetricName
+from clustertrain.config.contract import ContractSpec, MetricMode
+from clustertrain.config.data import BUILT_IN_DATASETS, DataKind, DataSpec
+from clustertrain.config.durations import parse_duration_s
+from clustertrain.config.evaluation import (
+    HIGHER_IS_BETTER,
+    SLICE_SEPARATOR,
+    VALIDATION_PREFIX,
+    EvaluationSpec,
+    MetricName,
+)
 from clustertrain.config.model import ConvnetSpec, TwoTowerSpec
 from clustertrain.config.objective import ObjectiveKind, ObjectiveSpec
 from clustertrain.config.optim import OptimSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.parsing import nearest
+from clustertrain.config.parsing import did_you_mean
 from clustertrain.config.presets import PRESETS
-from clustertrain.config.ranges import check_entry, positive, within
+from clustertrain.config.ranges import check_entry, check_positive, check_range
 from clustertrain.config.schedule import ScheduleSpec
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.config.storage_paths import check_node_folder, is_url
@@ -34,7 +40,7 @@ from clustertrain.config.tracking import TrackingSpec
 
 ModelKind = Literal["decoder", "convnet", "two-tower"]
 # The first is what "auto" stands for.
-LEARNS_FROM: Mapping[ModelKind, tuple[DataKind, ...]] = {
+DATA_KINDS_BY_MODEL: Mapping[ModelKind, tuple[DataKind, ...]] = {
     "decoder": ("text", "tokens", "own"),
     "convnet": ("images", "own"),
     "two-tower": ("pairs", "own"),
@@ -43,7 +49,7 @@ Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 CheckpointEngine = Literal["raw", "dcp", "torchsnapshot"]
 
 AUTO = "auto"
-CHOSEN = -1  # of checkpoint.keep_best
+KEEP_BEST_AUTO = -1  # of checkpoint.keep_best
 
 
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -74,7 +80,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def __post_init__(self) -> None:
         self._check_names()
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "rope_theta", "norm_eps"):
-            positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         if self.dim % self.heads:
             raise ValueError(f"dim = {self.dim} is not divisible by heads = {self.heads}")
         if self.dim // self.heads % 2:
@@ -85,11 +91,11 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ValueError(f"ffn_dim = {self.ffn_dim}: must be 0 (derived) or more")
         if self.max_seq_len < 0:
             raise ValueError(f"max_seq_len = {self.max_seq_len}: must be 0 (no limit) or more")
-        within("dropout", self.dropout, 0.0, 0.9)
+        check_range("dropout", self.dropout, 0.0, 0.9)
 
     def _check_names(self) -> None:
         if self.preset and self.preset not in PRESETS:
-            raise ValueError(f"preset = {self.preset!r}: {nearest(self.preset, list(PRESETS))}")
+            raise ValueError(f"preset = {self.preset!r}: {did_you_mean(self.preset, list(PRESETS))}")
         if self.preset and (self.entry or self.kind == "convnet"):
             raise ValueError(f"preset = {self.preset!r} is one of the transformers: leave it out")
         if self.entry:
@@ -114,8 +120,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     def block_parameters(self) -> int:
         """Of one layer: attention, feed-forward and two norms."""
-        head = self.dim // self.heads
-        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * head
+        head_dim = self.dim // self.heads
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * head_dim
         return attention + 3 * self.dim * self.hidden + 2 * self.dim
 
     def parameters(self) -> int:
@@ -141,14 +147,14 @@ class TrainSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     def __post_init__(self) -> None:
         for name in ("steps", "log_every"):
-            positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         for name in ("global_batch", "micro_batch"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (chosen by the plan) or more")
-        within("seed", self.seed, 0, 2**63 - 1)
+        check_range("seed", self.seed, 0, 2**63 - 1)
         if self.profile:
-            found = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", self.profile)
-            if found is None or int(found[1]) >= int(found[2]):
+            match = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", self.profile)
+            if match is None or int(match[1]) >= int(match[2]):
                 raise ValueError(
                     f'profile = {self.profile!r}: must be "first:end" with first < end; "10:20" are steps 10 to 19'
                 )
@@ -164,9 +170,9 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     keep: int = 3  # newest ones
     keep_every: int = 0  # those of its multiples, in steps, are made and stay for ever; 0: none
     # The best ones by the scalar ``best``, besides the newest; -1: one where there are evaluations, else none.
-    keep_best: int = CHOSEN
+    keep_best: int = KEEP_BEST_AUTO
     best: str = ""  # a logged scalar, of which the last value before the save counts; "": what the contract names
-    best_mode: Mode = "auto"  # auto: as the contract says, or max for accuracy, top5 and recall_at_1, else min
+    best_mode: MetricMode = "auto"  # auto: as the contract says, or max for accuracy, top5 and recall_at_1, else min
     engine: CheckpointEngine = "raw"  # what writes the bytes; reading is the same for all
     background: bool = True  # training goes on while the bytes are written
     local: str = ""  # a folder on each node's own disk, where each rank's part goes first; $NAME and {job} in it
@@ -174,18 +180,18 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     remote_keep: int = 0  # newest ones there; 0: as many as here
 
     def __post_init__(self) -> None:
-        check_every("every", self.every)
-        self._check_places()
-        positive("keep", self.keep)
+        check_interval("every", self.every)
+        self._check_locations()
+        check_positive("keep", self.keep)
         if self.keep_every < 0:
             raise ValueError(f"keep_every = {self.keep_every}: must be 0 (none) or more")
-        if self.keep_best < CHOSEN:
+        if self.keep_best < KEEP_BEST_AUTO:
             raise ValueError(f"keep_best = {self.keep_best}: must be 0 (none) or more, or -1 (chosen)")
         if self.keep_best < 1 and (self.best or self.best_mode != "auto"):
-            word = f"best = {self.best!r}" if self.best else f"best_mode = {self.best_mode!r}"
-            raise ValueError(f"{word} has no effect without keep_best: set keep_best = 1 or more, or leave it out")
+            setting = f"best = {self.best!r}" if self.best else f"best_mode = {self.best_mode!r}"
+            raise ValueError(f"{setting} has no effect without keep_best: set keep_best = 1 or more, or leave it out")
 
-    def _check_places(self) -> None:
+    def _check_locations(self) -> None:
         if self.local:
             check_node_folder("local", self.local)
         if self.remote and not is_url(self.remote):
@@ -199,29 +205,29 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 raise ValueError(f"{name} needs background = true: the processes that write then make the copies")
 
 
-def _rises(metric: str) -> bool:
+def _is_higher_better(metric: str) -> bool:
     """Whether more of it is better, by its name."""
-    return metric.removeprefix(PREFIX).partition(SLICE)[0] in HIGHER_IS_BETTER
+    return metric.removeprefix(VALIDATION_PREFIX).partition(SLICE_SEPARATOR)[0] in HIGHER_IS_BETTER
 
 
-def check_every(name: str, every: int | str) -> None:
+def check_interval(name: str, every: int | str) -> None:
     """Raises ValueError where ``every`` is no number of steps, no time and not ``"auto"``."""
     if isinstance(every, int):
-        positive(name, every)
-    elif every != AUTO and seconds_of(name, every) <= 0:
+        check_positive(name, every)
+    elif every != AUTO and parse_interval_s(name, every) <= 0:
         raise ValueError(f"{name} = {every!r}: must be greater than 0")
 
 
-def seconds_of(name: str, text: str) -> float:
+def parse_interval_s(name: str, text: str) -> float:
     """A length of time in seconds.
 
     Raises:
         ValueError: it is none; names ``name``.
     """
-    found = duration_s(text)
-    if found is None:
+    seconds = parse_duration_s(text)
+    if seconds is None:
         raise ValueError(f'{name} = {text!r}: must be a number of steps, a time ("30s", "10min", "2h") or "auto"')
-    return found
+    return seconds
 
 
 class RehearsalSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -232,8 +238,8 @@ class RehearsalSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def __post_init__(self) -> None:
         for step in self.preempt_at_steps:
-            positive("preempt_at_steps", step)
-        positive("grace_s", self.grace_s)
+            check_positive("preempt_at_steps", step)
+        check_positive("grace_s", self.grace_s)
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -253,33 +259,33 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     rehearsal: RehearsalSpec = RehearsalSpec()
 
     def __post_init__(self) -> None:
-        cross_checks.check(self)
+        cross_checks.check_recipe(self)
 
     @property
     def data_kind(self) -> DataKind:
         """Never auto."""
-        return LEARNS_FROM[self.model.kind][0] if self.data.kind == "auto" else self.data.kind
+        return DATA_KINDS_BY_MODEL[self.model.kind][0] if self.data.kind == "auto" else self.data.kind
 
     @property
     def data_path(self) -> Path | None:
         """The file or folder that the data is read from; None: it needs none."""
-        return self._path("path")
+        return self._resolve_path("path")
 
     @property
     def validation_path(self) -> Path | None:
         """That of the validation data; None: it needs none, or there is none."""
-        return self._path("validation_path")
+        return self._resolve_path("validation_path")
 
-    def _path(self, key: str) -> Path | None:
+    def _resolve_path(self, key: str) -> Path | None:
         path: str = getattr(self.data, key)
-        named = self.data.entry or not path or path in BUILT_IN.get(self.data_kind, ())
-        return None if named else settings.user_path(path, f"data.{key}")
+        is_built_in = self.data.entry or not path or path in BUILT_IN_DATASETS.get(self.data_kind, ())
+        return None if is_built_in else settings.expand_user_path(path, f"data.{key}")
 
     @property
     def tokens_per_sample(self) -> int:
         """0 for images and for data of one's own."""
-        of_kind = {"text": 1, "tokens": 1, "pairs": 2}
-        return of_kind.get(self.data_kind, 0) * self.data.seq_len
+        sequences = {"text": 1, "tokens": 1, "pairs": 2}
+        return sequences.get(self.data_kind, 0) * self.data.seq_len
 
     @property
     def is_text(self) -> bool:
@@ -296,34 +302,34 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def evaluated_metrics(self) -> tuple[MetricName, ...]:
         """What an evaluation gives besides the loss."""
-        return self.evaluation.metrics or cross_checks.usual_metrics(self.objective_kind, text=self.is_text)
+        return self.evaluation.metrics or cross_checks.default_metrics(self.objective_kind, is_text=self.is_text)
 
     @property
-    def evaluate_every(self) -> int:
+    def evaluation_interval(self) -> int:
         """Steps between evaluations, at least 1; there are none unless ``data.validates``."""
         return self.evaluation.every or max(1, self.train.steps // 10)
 
     @property
     def deciding_metric(self) -> str:
         """The name in the rows of the scalar by which the run is judged."""
-        return self.contract.metric or (f"{PREFIX}loss" if self.data.validates else "loss")
+        return self.contract.metric or (f"{VALIDATION_PREFIX}loss" if self.data.has_validation else "loss")
 
     @property
     def higher_is_better(self) -> bool:
         """Of the deciding metric."""
         if self.contract.mode != "auto":
             return self.contract.mode == "max"
-        return _rises(self.deciding_metric)
+        return _is_higher_better(self.deciding_metric)
 
     @property
     def best_mode(self) -> Literal["min", "max"]:
         """Of what decides which checkpoints are the best."""
-        asked = self.checkpoint
-        if asked.best_mode != AUTO:
-            return "max" if asked.best_mode == "max" else "min"
-        if asked.best in ("", self.deciding_metric):
+        checkpoint = self.checkpoint
+        if checkpoint.best_mode != AUTO:
+            return "max" if checkpoint.best_mode == "max" else "min"
+        if checkpoint.best in ("", self.deciding_metric):
             return "max" if self.higher_is_better else "min"
-        return "max" if _rises(asked.best) else "min"
+        return "max" if _is_higher_better(checkpoint.best) else "min"
 
     @property
     def profiled_steps(self) -> range:

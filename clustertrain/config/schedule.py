@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.config.ranges import positive, within
+from clustertrain.config.ranges import check_positive, check_range
 
 ScheduleKind = Literal["cosine", "linear", "step", "one-cycle", "plateau", "wsd", "constant"]
 
@@ -31,26 +31,26 @@ class ScheduleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     threshold: float = 1e-4  # plateau: by how much, as a fraction, a value must be better to count
 
     def __post_init__(self) -> None:
-        for name, what in (("warmup_steps", "2 %"), ("cooldown_steps", "20 %")):
+        for name, share in (("warmup_steps", "2 %"), ("cooldown_steps", "20 %")):
             if getattr(self, name) < -1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be 0 or more (-1: {what} of the steps)")
-        within("floor", self.floor, 0.0, 1.0)
+                raise ValueError(f"{name} = {getattr(self, name)}: must be 0 or more (-1: {share} of the steps)")
+        check_range("floor", self.floor, 0.0, 1.0)
         for name in ("gamma", "rise", "initial", "final", "factor"):
-            positive(name, getattr(self, name))
-            within(name, getattr(self, name), 0.0, 1.0)
+            check_positive(name, getattr(self, name))
+            check_range(name, getattr(self, name), 0.0, 1.0)
         if self.rise == 1.0:
             raise ValueError("rise = 1.0 leaves no step to go down in: must be below 1")
         if self.factor == 1.0:
             raise ValueError("factor = 1.0 changes nothing: must be below 1")
-        positive("patience", self.patience)
-        within("threshold", self.threshold, 0.0, 1.0)
+        check_positive("patience", self.patience)
+        check_range("threshold", self.threshold, 0.0, 1.0)
         if any(b <= a for a, b in zip((0, *self.milestones), self.milestones, strict=False)):
             raise ValueError(f"milestones = {list(self.milestones)}: must be steps in rising order, from 1 on")
 
-    def warmup(self, total: int) -> int:
-        """Its steps in a run of ``total``."""
-        return self.warmup_steps if self.warmup_steps >= 0 else max(1, round(DEFAULT_WARMUP * total))
+    def resolve_warmup_steps(self, total_steps: int) -> int:
+        """Its steps in a run of ``total_steps``."""
+        return self.warmup_steps if self.warmup_steps >= 0 else max(1, round(DEFAULT_WARMUP * total_steps))
 
-    def cooldown(self, total: int) -> int:
-        """Of ``wsd``: its steps in a run of ``total``."""
-        return self.cooldown_steps if self.cooldown_steps >= 0 else round(DEFAULT_COOLDOWN * total)
+    def resolve_cooldown_steps(self, total_steps: int) -> int:
+        """Of ``wsd``: its steps in a run of ``total_steps``."""
+        return self.cooldown_steps if self.cooldown_steps >= 0 else round(DEFAULT_COOLDOWN * total_steps)

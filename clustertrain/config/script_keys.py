@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # Tables and keys that are the built-in trainer's alone. A script brings all that by itself; its session reads the rest.
-OF_TRAINER = (
+TRAINER_KEYS = (
     "model",
     "data",
     "objective",
@@ -18,6 +18,6 @@ OF_TRAINER = (
 )
 
 
-def of_trainer(key: str) -> bool:
+def is_trainer_key(key: str) -> bool:
     """Whether a script does not go by ``key``, as ``optim.lr``."""
-    return f"{key}.".startswith(tuple(f"{name}." for name in OF_TRAINER))
+    return f"{key}.".startswith(tuple(f"{name}." for name in TRAINER_KEYS))

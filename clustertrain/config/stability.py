@@ -6,16 +6,18 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.config.ranges import positive, within
+from clustertrain.config.ranges import check_positive, check_range
 
-Then = Literal["stop", "roll-back"]
+DivergenceAction = Literal["stop", "roll-back"]
 
 
 class StabilitySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A step whose loss or gradient is not finite is skipped, on all ranks alike."""
 
     max_skipped: int = 10  # so many steps skipped one after the other are too many
-    then: Then = "stop"  # after too many: end the run, or go back to a checkpoint and leave out the data since
+    then: DivergenceAction = (
+        "stop"  # after too many: end the run, or go back to a checkpoint and leave out the data since
+    )
     spike: Literal["off", "warn", "skip", "roll-back"] = "warn"  # a loss far above its recent ones
     spike_deviations: float = 8.0  # how far: in robust standard deviations of the last spike_window losses
     spike_window: int = 128  # steps
@@ -29,7 +31,7 @@ class StabilitySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def __post_init__(self) -> None:
         for name in ("max_skipped", "spike_deviations", "spike_window"):
-            positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         for name in (
             "max_roll_backs",
             "roll_back_margin",
@@ -42,10 +44,10 @@ class StabilitySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 or more")
         for name in ("clipped_share", "slowdown"):
-            within(name, getattr(self, name), 0.0, 1.0)
+            check_range(name, getattr(self, name), 0.0, 1.0)
         if self.spike_window < 16:
             raise ValueError(f"spike_window = {self.spike_window}: fewer than 16 steps say nothing of the usual spread")
 
     @property
-    def rolls_back(self) -> bool:
+    def can_roll_back(self) -> bool:
         return self.then == "roll-back" or self.spike == "roll-back"

@@ -91,7 +91,7 @@ _KEYS: Mapping[str, str] = {
     "tracking.project": "project_name wandb_project experiment",
 }
 # Of keys whose values are not those of the others' names.
-UNITS: Mapping[str, str] = {"schedule.floor": "It is a fraction of optim.lr."}
+UNIT_NOTES: Mapping[str, str] = {"schedule.floor": "It is a fraction of optim.lr."}
 _WORDS: Mapping[str, str] = {
     "cross-entropy": "ce crossentropy nll softmax categorical-crossentropy sparse-categorical-crossentropy",
     "binary-cross-entropy": "bce bce-with-logits bcewithlogits bcewithlogitsloss sigmoid",
@@ -131,22 +131,22 @@ _WORDS: Mapping[str, str] = {
 }
 
 
-def _turned(names: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for here, others in names.items():
+def _invert(names: Mapping[str, str]) -> dict[str, list[str]]:
+    inverted: dict[str, list[str]] = {}
+    for name, others in names.items():
         for other in others.split():
-            found.setdefault(other, []).append(here)
-    return found
+            inverted.setdefault(other, []).append(name)
+    return inverted
 
 
-KEYS, WORDS = _turned(_KEYS), _turned(_WORDS)  # as others call it -> what may be meant here
+KEYS_BY_ALIAS, WORDS_BY_ALIAS = _invert(_KEYS), _invert(_WORDS)  # as others call it -> what may be meant here
 
 
-def key(name: str) -> list[str]:
+def find_keys(name: str) -> list[str]:
     """The dotted keys that ``name`` may stand for."""
-    return KEYS.get(name.lower().replace("-", "_"), [])
+    return KEYS_BY_ALIAS.get(name.lower().replace("-", "_"), [])
 
 
-def word(name: str) -> list[str]:
+def find_words(name: str) -> list[str]:
     """The words that ``name`` may stand for, of any key."""
-    return WORDS.get(name.lower().replace("_", "-"), [])
+    return WORDS_BY_ALIAS.get(name.lower().replace("_", "-"), [])

@@ -8,9 +8,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from clustertrain.config.ranges import is_host, positive, within
+from clustertrain.config.ranges import check_positive, check_range, is_host
 
-PORTS = 33  # the one that was asked for and the 32 after it: agents of other jobs, and of this one, on the same machine
+PORT_ATTEMPTS = (
+    33  # the one that was asked for and the 32 after it: agents of other jobs, and of this one, on the same machine
+)
 
 
 class AlertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -36,10 +38,10 @@ class AlertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (off) or more")
         for name in ("utilization", "slowdown", "memory", "straggler"):
-            within(name, getattr(self, name), 0.0, 1.0)
+            check_range(name, getattr(self, name), 0.0, 1.0)
         if self.command and not self.command[0]:
             raise ValueError(f"command = {self.command!r}: begins with an empty name")
-        if self.webhook and not is_url(self.webhook):
+        if self.webhook and not is_http_url(self.webhook):
             raise ValueError(f"webhook = {self.webhook!r}: must be a URL, as https://host/path")
         if self.webhook_env and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.webhook_env):
             # Not quoted: who mistakes it for the value would find that in every log.
@@ -48,15 +50,15 @@ class AlertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError(
                 f"webhook_file = {self.webhook_file!r}: must be an absolute path, which every node of the job sees"
             )
-        named = [name for name in ("webhook", "webhook_env", "webhook_file") if getattr(self, name)]
-        if len(named) > 1:
-            raise ValueError(f"{' and '.join(named)} are given: keep one of them")
+        sources = [name for name in ("webhook", "webhook_env", "webhook_file") if getattr(self, name)]
+        if len(sources) > 1:
+            raise ValueError(f"{' and '.join(sources)} are given: keep one of them")
 
     @property
     def has_webhook(self) -> bool:
         return bool(self.webhook or self.webhook_env or self.webhook_file)
 
-    def public(self) -> AlertsSpec:
+    def redacted(self) -> AlertsSpec:
         """Without what may be a secret, as valid as before: the arguments of the command, all but the webhook's
         host."""
         parts = urlsplit(self.webhook)
@@ -73,7 +75,7 @@ class ExporterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     textfile: str = ""  # a folder that node_exporter's textfile collector reads
 
     def __post_init__(self) -> None:
-        within("port", self.port, 0, 65536 - PORTS)
+        check_range("port", self.port, 0, 65536 - PORT_ATTEMPTS)
         if self.port and not self.address:
             raise ValueError('address = "": name one; "0.0.0.0" lets everybody in the network read')
         if self.address and not is_host(self.address):
@@ -95,12 +97,12 @@ class TelemetrySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     prometheus: ExporterSpec = ExporterSpec()
 
     def __post_init__(self) -> None:
-        positive("interval_s", self.interval_s)
-        within("interval_s", self.interval_s, 0.1, 60.0)  # GPM has nothing new below 0.1 s
-        within("flush_s", self.flush_s, self.interval_s, 600.0)
+        check_positive("interval_s", self.interval_s)
+        check_range("interval_s", self.interval_s, 0.1, 60.0)  # GPM has nothing new below 0.1 s
+        check_range("flush_s", self.flush_s, self.interval_s, 600.0)
 
 
-def is_url(text: str) -> bool:
+def is_http_url(text: str) -> bool:
     """Of a web server, as an HTTP client takes it: what is not ASCII, and spaces, are to be encoded."""
     if not all("!" <= c <= "~" for c in text):
         return False

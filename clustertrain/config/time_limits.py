@@ -11,7 +11,7 @@ _FORMATS = (
 )
 
 
-def seconds_of(text: str) -> float | None:
+def parse_time_limit_s(text: str) -> float | None:
     """A time limit in seconds; None for an empty one and for UNLIMITED.
 
     Raises:

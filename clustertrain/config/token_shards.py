@@ -21,28 +21,28 @@ import msgspec
 from clustertrain import reading
 from clustertrain.errors import ConfigError
 
-INDEX = "index.json"
-Width = Literal["uint8", "uint16", "uint32"]
-BYTES: dict[Width, int] = {"uint8": 1, "uint16": 2, "uint32": 4}
+INDEX_FILE = "index.json"
+TokenDtype = Literal["uint8", "uint16", "uint32"]
+DTYPE_BYTES: dict[TokenDtype, int] = {"uint8": 1, "uint16": 2, "uint32": 4}
 
 
-class Shard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TokenShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     file: str
     tokens: int | None = None  # None: as many as the file holds
     ends: tuple[int, ...] | str = ""
 
 
-class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ShardIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``largest`` of all tokens; None: not known, and each batch is looked at. ``tokenizer`` is for people."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[TokenShard, ...]
     format: Literal["clustertrain-tokens-1"] = "clustertrain-tokens-1"
-    dtype: Width | None = None  # of .bin shards
+    dtype: TokenDtype | None = None  # of .bin shards
     largest: int | None = None
     tokenizer: str = ""
 
 
-def read_index(folder: Path) -> Index:
+def load_index(folder: Path) -> ShardIndex:
     """What ``folder`` holds.
 
     Raises:
@@ -50,26 +50,26 @@ def read_index(folder: Path) -> Index:
     """
     if not folder.is_dir():
         raise ConfigError(f"data.path = {str(folder)!r}: no such folder", fix="every node must see it")
-    path = folder / INDEX
+    path = folder / INDEX_FILE
     if not path.exists():
         names = sorted(p.name for p in folder.glob("*.npy") if not p.name.endswith(".ends.npy"))
         if not names:
             raise ConfigError(
-                f"data.path = {str(folder)!r}: neither {INDEX} nor .npy files in it",
+                f"data.path = {str(folder)!r}: neither {INDEX_FILE} nor .npy files in it",
                 fix="make it with `clustertrain data tokenize`; docs/data.md has the format",
             )
-        return Index(shards=tuple(Shard(file=name) for name in names))
+        return ShardIndex(shards=tuple(TokenShard(file=name) for name in names))
     try:
-        index = reading.read_struct(path, Index)
+        index = reading.read_struct(path, ShardIndex)
     except reading.UnusableFile as e:
         raise ConfigError(e.message, fix="docs/data.md has the format") from e
     if not index.shards:
         raise ConfigError(f"{path}: no shards", fix="the folder is empty: give other data")
-    _check(path, index)
+    _check_index(path, index)
     return index
 
 
-def _check(path: Path, index: Index) -> None:
+def _check_index(path: Path, index: ShardIndex) -> None:
     for shard in index.shards:
         names = [shard.file, *([shard.ends] if isinstance(shard.ends, str) and shard.ends else [])]
         for name in names:
@@ -81,7 +81,7 @@ def _check(path: Path, index: Index) -> None:
             raise ConfigError(f"{path}: dtype is missing, and {shard.file} does not say its own")
 
 
-def check_vocabulary(folder: Path, index: Index, vocab_size: int) -> None:
+def check_vocabulary(folder: Path, index: ShardIndex, vocab_size: int) -> None:
     """Raises ConfigError where the folder is known to hold tokens that the model has no embedding for."""
     if index.largest is not None and index.largest >= vocab_size:
         raise ConfigError(

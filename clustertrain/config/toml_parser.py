@@ -9,7 +9,7 @@ from typing import Any
 
 from clustertrain.errors import ConfigError
 
-MOST_DEPTH = 64  # of tables and lists in each other; the deepest key of a recipe has 4
+MAX_DEPTH = 64  # of tables and lists in each other; the deepest key of a recipe has 4
 
 
 def loads(text: str, source: str) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def loads(text: str, source: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError:
         raise
     except RecursionError:
-        raise _too_deep(source) from None
+        raise _too_deep_error(source) from None
     except ValueError as e:  # of int(), see sys.set_int_max_str_digits
         digits = sys.get_int_max_str_digits()
         raise ConfigError(
@@ -32,19 +32,19 @@ def loads(text: str, source: str) -> dict[str, Any]:
 def check_depth(document: Any, source: str) -> None:
     """Raises ConfigError where lists and tables are nested too deep. No recursion, whose own limit this protects."""
     level = [document]
-    for _ in range(MOST_DEPTH):
-        level = [inner for value in level for inner in _inside(value)]
+    for _ in range(MAX_DEPTH):
+        level = [inner for value in level for inner in _list_children(value)]
         if not level:
             return
-    raise _too_deep(source)
+    raise _too_deep_error(source)
 
 
-def _inside(value: Any) -> list[Any]:
+def _list_children(value: Any) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
-def _too_deep(source: str) -> ConfigError:
+def _too_deep_error(source: str) -> ConfigError:
     return ConfigError(
-        f"{source}: tables or lists nested more than {MOST_DEPTH} levels deep",
+        f"{source}: tables or lists nested more than {MAX_DEPTH} levels deep",
         fix="no key needs that: look for brackets or dots that repeat",
     )

@@ -12,29 +12,29 @@ import msgspec
 from clustertrain import clock
 from clustertrain.diagnose.registry import Finding
 
-BETWEEN_S = 0.1  # two words of progress
-Tell = Callable[[int, int], None]
+PROGRESS_INTERVAL_S = 0.1  # two words of progress
+ProgressCallback = Callable[[int, int], None]
 
 
-class Teller:
+class MessageWriter:
     """Takes standard output away from everybody else: what the user's code prints goes where errors go."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
-        self._last = 0.0
+        self._last_progress = 0.0
 
-    def __call__(self, **told: Any) -> None:
-        print(json.dumps(told), file=self._out, flush=True)
+    def __call__(self, **fields: Any) -> None:
+        print(json.dumps(fields), file=self._out, flush=True)
 
-    def finding(self, found: Finding) -> None:
-        self(finding=msgspec.to_builtins(found))
+    def write_finding(self, finding: Finding) -> None:
+        self(finding=msgspec.to_builtins(finding))
 
-    def progress_of(self, check: str) -> Tell:
-        def tell(done: int, total: int) -> None:
+    def progress_callback(self, check: str) -> ProgressCallback:
+        def report(completed: int, total: int) -> None:
             now = clock.monotonic()
-            if now - self._last >= BETWEEN_S:
-                self._last = now
-                self(progress=[check, done, total])
+            if now - self._last_progress >= PROGRESS_INTERVAL_S:
+                self._last_progress = now
+                self(progress=[check, completed, total])
 
-        return tell
+        return report

@@ -16,39 +16,39 @@ from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
-from clustertrain.train import trainer as loop
-from clustertrain.train.core.context import read_plan
+from clustertrain.train import trainer as trainer_module
+from clustertrain.train.core.context import load_plan
 from clustertrain.train.core.step_types import StepResult
-from clustertrain.train.main import as_rank
+from clustertrain.train.main import run_as_rank
 from clustertrain.train.session.session import Session
-from clustertrain.train.trainer import Trainer, trainer
+from clustertrain.train.trainer import Trainer, build_trainer
 
-PATIENCE_S = 300.0  # for the save under way
+CHECKPOINT_TIMEOUT_S = 300.0  # for the save under way
 
 
 def main() -> int:
-    last, committed = int(sys.argv[1]), int(sys.argv[2])
+    kill_step, checkpoint_step = int(sys.argv[1]), int(sys.argv[2])
 
-    def work(run: RunDir | None) -> None:
+    def rank_main(run: RunDir | None) -> None:
         assert run is not None
 
         @dataclasses.dataclass(frozen=True)
-        class Ended(Trainer):
+        class KilledTrainer(Trainer):
             def step(self) -> StepResult:
-                if self.session.step >= last:
+                if self.session.step >= kill_step:
                     assert run is not None
-                    clock.wait_until(lambda: committed in run.committed_steps(), PATIENCE_S)
+                    clock.wait_until(lambda: checkpoint_step in run.committed_steps(), CHECKPOINT_TIMEOUT_S)
                     os.kill(os.getpid(), signal.SIGKILL)
                 return super().step()
 
-        def ending(s: Session, recipe: Recipe, batch: Batch) -> Trainer:
-            made = trainer(s, recipe, batch)
-            return Ended(**{field.name: getattr(made, field.name) for field in dataclasses.fields(made)})
+        def build_killed_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
+            base = build_trainer(session, recipe, batch)
+            return KilledTrainer(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base)})
 
-        loop.trainer = ending
-        loop.train(load_spec(run).recipe, read_plan(run)[1])
+        trainer_module.build_trainer = build_killed_trainer
+        trainer_module.train(load_spec(run).recipe, load_plan(run)[1])
 
-    return as_rank(work)
+    return run_as_rank(rank_main)
 
 
 if __name__ == "__main__":

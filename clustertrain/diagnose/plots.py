@@ -12,9 +12,15 @@ from clustertrain import fsio
 from clustertrain.diagnose.registry import Finding, Plot
 from clustertrain.errors import UsageError
 
-HEIGHT = 12  # rows of a curve in a terminal
-_WIDTH, _TALL, _LEFT, _BELOW, _EDGE = 720, 300, 70, 60, 20  # of a curve in a file, in pixels
-ABOVE = 0.25  # of the range of what is not above the first value, which is shown of what is
+TEXT_ROWS = 12  # rows of a curve in a terminal
+_SVG_WIDTH, _SVG_HEIGHT, _MARGIN_LEFT, _MARGIN_BOTTOM, _MARGIN_RIGHT = (
+    720,
+    300,
+    70,
+    60,
+    20,
+)  # of a curve in a file, in pixels
+HEADROOM = 0.25  # of the range of what is not above the first value, which is shown of what is
 
 
 def check_path(path: Path) -> None:
@@ -27,50 +33,50 @@ def check_path(path: Path) -> None:
         raise UsageError(f"--plot {path}: {path.parent} is not writable", fix="name a file in a folder of yours")
 
 
-def in_characters(plot: Plot, width: int, *, dot: str = "•", line: str = "─", side: str = "│") -> list[str]:
+def render_text(plot: Plot, width: int, *, dot: str = "•", line: str = "─", side: str = "│") -> list[str]:
     """Lines of at most ``width`` characters: the curve, its axes, and where the marks are."""
-    low, high = _range(plot.y)
+    low, high = _y_range(plot.y)
     labels = [f"{high:.4g}", f"{(low + high) / 2:.4g}", f"{low:.4g}"]
     margin = max(map(len, labels)) + 1
     columns = width - margin - 1
-    at = _place(plot, columns - 1)
+    to_column = _x_scale(plot, columns - 1)
     cells: dict[int, list[float]] = {}
     for x, y in zip(plot.x, plot.y, strict=True):
-        cells.setdefault(round(at(x)), []).append(y)
-    grid = [[" "] * columns for _ in range(HEIGHT)]
+        cells.setdefault(round(to_column(x)), []).append(y)
+    grid = [[" "] * columns for _ in range(TEXT_ROWS)]
     for column, values in cells.items():
         level = (min(high, sum(values) / len(values)) - low) / (high - low)
-        grid[HEIGHT - 1 - round(level * (HEIGHT - 1))][column] = dot
-    names = {0: labels[0], HEIGHT // 2: labels[1], HEIGHT - 1: labels[2]}
+        grid[TEXT_ROWS - 1 - round(level * (TEXT_ROWS - 1))][column] = dot
+    names = {0: labels[0], TEXT_ROWS // 2: labels[1], TEXT_ROWS - 1: labels[2]}
     lines = [f"{names.get(i, ''):>{margin}}{side}{''.join(row).rstrip()}" for i, row in enumerate(grid)]
     lines.append(" " * margin + "└" * (line == "─") + "+" * (line != "─") + line * columns)
-    lines.append(" " * (margin + 1) + _between(f"{plot.x[0]:.3g}", plot.x_name, f"{plot.x[-1]:.3g}", columns))
+    lines.append(" " * (margin + 1) + _axis_line(f"{plot.x[0]:.3g}", plot.x_name, f"{plot.x[-1]:.3g}", columns))
     for name, x in plot.marks.items():
-        column = round(min(max(at(x), 0), columns - 1))
-        words = f"{name} = {x:.2g}"
-        lines.append(" " * (margin + 1) + _pointed(words, column, columns))
+        column = round(min(max(to_column(x), 0), columns - 1))
+        label = f"{name} = {x:.2g}"
+        lines.append(" " * (margin + 1) + _pointer_line(label, column, columns))
     return lines
 
 
-def _pointed(words: str, column: int, columns: int) -> str:
-    if column + 2 + len(words) <= columns:
-        return " " * column + f"^ {words}"
-    return " " * max(0, column - 1 - len(words)) + f"{words} ^"
+def _pointer_line(label: str, column: int, columns: int) -> str:
+    if column + 2 + len(label) <= columns:
+        return " " * column + f"^ {label}"
+    return " " * max(0, column - 1 - len(label)) + f"{label} ^"
 
 
-def _between(left: str, middle: str, right: str, columns: int) -> str:
+def _axis_line(left: str, middle: str, right: str, columns: int) -> str:
     return left + middle.center(columns - len(left) - len(right)) + right
 
 
-def _range(values: Sequence[float]) -> tuple[float, float]:
+def _y_range(values: Sequence[float]) -> tuple[float, float]:
     """What is shown of ``values``: where the loss is lost it runs off at the top."""
     low, high = min(values), max(values)
     first = max(values[0], values[min(len(values), 10) - 1])
-    high = min(high, first + ABOVE * (first - low)) if first > low else high
+    high = min(high, first + HEADROOM * (first - low)) if first > low else high
     return (low, high) if high > low else (low - 0.5, low + 0.5)
 
 
-def _place(plot: Plot, span: float) -> Callable[[float], float]:
+def _x_scale(plot: Plot, span: float) -> Callable[[float], float]:
     """From a value of x to 0 … ``span``."""
 
     def scale(x: float) -> float:
@@ -82,12 +88,15 @@ def _place(plot: Plot, span: float) -> Callable[[float], float]:
 
 def write(path: Path, findings: Sequence[Finding]) -> None:
     """The curves of ``findings`` into a page, or into one picture, one below the other."""
-    drawn = [(f, f.plot) for f in findings if f.plot is not None and len(f.plot.x) > 1]
-    pictures = [_svg(f"{f.check}: {f.text}", plot, i * (_TALL + _BELOW + 40)) for i, (f, plot) in enumerate(drawn)]
-    tall = max(1, len(drawn)) * (_TALL + _BELOW + 40)
+    plotted = [(f, f.plot) for f in findings if f.plot is not None and len(f.plot.x) > 1]
+    pictures = [
+        _svg(f"{f.check}: {f.text}", plot, i * (_SVG_HEIGHT + _MARGIN_BOTTOM + 40))
+        for i, (f, plot) in enumerate(plotted)
+    ]
+    height = max(1, len(plotted)) * (_SVG_HEIGHT + _MARGIN_BOTTOM + 40)
     picture = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {tall}" font-family="sans-serif" '
-        f'font-size="12">{"".join(pictures) or _text(_LEFT, 30, "none of these checks has a curve")}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_SVG_WIDTH} {height}" font-family="sans-serif" '
+        f'font-size="12">{"".join(pictures) or _text(_MARGIN_LEFT, 30, "none of these checks has a curve")}</svg>'
     )
     if path.suffix == ".svg":
         fsio.write_text(path, picture + "\n")
@@ -101,29 +110,30 @@ def write(path: Path, findings: Sequence[Finding]) -> None:
 
 
 def _svg(title: str, plot: Plot, top: int) -> str:
-    low, high = _range(plot.y)
-    across = _place(plot, _WIDTH - _LEFT - _EDGE)
+    low, high = _y_range(plot.y)
+    to_x = _x_scale(plot, _SVG_WIDTH - _MARGIN_LEFT - _MARGIN_RIGHT)
 
     def point(x: float, y: float) -> tuple[float, float]:
         level = (min(high, y) - low) / (high - low)
-        return _LEFT + across(x), top + 30 + (1 - level) * _TALL
+        return _MARGIN_LEFT + to_x(x), top + 30 + (1 - level) * _SVG_HEIGHT
 
     line = " ".join("{:.1f},{:.1f}".format(*point(x, y)) for x, y in zip(plot.x, plot.y, strict=True))
-    bottom = top + 30 + _TALL
+    bottom = top + 30 + _SVG_HEIGHT
     parts = [
-        _text(_LEFT, top + 16, title),
-        f'<path d="M{_LEFT} {top + 30}V{bottom}H{_WIDTH - _EDGE}" fill="none" stroke="currentColor"/>',
+        _text(_MARGIN_LEFT, top + 16, title),
+        f'<path d="M{_MARGIN_LEFT} {top + 30}V{bottom}H{_SVG_WIDTH - _MARGIN_RIGHT}" '
+        'fill="none" stroke="currentColor"/>',
         f'<polyline points="{line}" fill="none" stroke="#2a78c8" stroke-width="2"/>',
         _text(4, top + 36, f"{high:.4g}"), _text(4, bottom, f"{low:.4g}"),
-        _text(_LEFT, bottom + 16, f"{plot.x[0]:.3g}"), _text(_WIDTH - 60, bottom + 16, f"{plot.x[-1]:.3g}"),
-        _text(_WIDTH / 2, bottom + 16, plot.x_name),
+        _text(_MARGIN_LEFT, bottom + 16, f"{plot.x[0]:.3g}"), _text(_SVG_WIDTH - 60, bottom + 16, f"{plot.x[-1]:.3g}"),
+        _text(_SVG_WIDTH / 2, bottom + 16, plot.x_name),
     ]  # fmt: skip
     for i, (name, x) in enumerate(plot.marks.items()):
-        at = min(max(_LEFT + across(x), _LEFT), _WIDTH - _EDGE)
-        parts.append(f'<path d="M{at:.1f} {top + 30}V{bottom}" stroke="#c8502a" stroke-dasharray="4 3"/>')
-        parts.append(_text(min(at + 4, _WIDTH - 150), top + 46 + 14 * i, f"{name} = {x:.2g}"))
+        mark_x = min(max(_MARGIN_LEFT + to_x(x), _MARGIN_LEFT), _SVG_WIDTH - _MARGIN_RIGHT)
+        parts.append(f'<path d="M{mark_x:.1f} {top + 30}V{bottom}" stroke="#c8502a" stroke-dasharray="4 3"/>')
+        parts.append(_text(min(mark_x + 4, _SVG_WIDTH - 150), top + 46 + 14 * i, f"{name} = {x:.2g}"))
     return "".join(parts)
 
 
-def _text(x: float, y: float, words: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="currentColor">{html.escape(words)}</text>'
+def _text(x: float, y: float, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="currentColor">{html.escape(text)}</text>'

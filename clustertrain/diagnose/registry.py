@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from clustertrain.config.parsing import nearest
+from clustertrain.config.parsing import did_you_mean
 from clustertrain.errors import UsageError
 
 Verdict = Literal["pass", "warn", "fail", "skipped"]
-_BY_WEIGHT: tuple[Verdict, ...] = ("skipped", "pass", "warn", "fail")
+_BY_SEVERITY: tuple[Verdict, ...] = ("skipped", "pass", "warn", "fail")
 ALL = "all"
 # In this order they run.
 CHECKS: Mapping[str, str] = {
@@ -50,18 +50,18 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     plot: Plot | None = None
 
 
-def worst(verdicts: Iterable[Verdict]) -> Verdict:
+def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
     """Of nothing: pass."""
-    return max(verdicts, key=_BY_WEIGHT.index, default="pass")
+    return max(verdicts, key=_BY_SEVERITY.index, default="pass")
 
 
-def overall(verdicts: Iterable[Verdict]) -> Verdict:
+def overall_verdict(verdicts: Iterable[Verdict]) -> Verdict:
     """Of a whole diagnosis; what was skipped says nothing, unless all was."""
-    found = list(verdicts)
-    return worst(v for v in found if v != "skipped") if set(found) != {"skipped"} else "skipped"
+    all_verdicts = list(verdicts)
+    return worst_verdict(v for v in all_verdicts if v != "skipped") if set(all_verdicts) != {"skipped"} else "skipped"
 
 
-def asked(name: str) -> list[str]:
+def select_checks(name: str) -> list[str]:
     """The checks that ``name`` stands for.
 
     Raises:
@@ -70,5 +70,5 @@ def asked(name: str) -> list[str]:
     if name == ALL:
         return list(CHECKS)
     if name not in CHECKS:
-        raise UsageError(f"no check {name!r}", fix=nearest(name, [*CHECKS, ALL]))
+        raise UsageError(f"no check {name!r}", fix=did_you_mean(name, [*CHECKS, ALL]))
     return [name]

@@ -18,20 +18,20 @@ from clustertrain.agent import scratch_run
 from clustertrain.config.contract import ContractSpec
 from clustertrain.config.recipe import CheckpointSpec, Recipe, RehearsalSpec
 from clustertrain.config.tracking import TrackingSpec
-from clustertrain.diagnose.registry import Finding, Verdict, overall
+from clustertrain.diagnose.registry import Finding, Verdict, overall_verdict
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, CommandFailed, ConfigError, UsageError
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.submit.preflight import data
-from clustertrain.submit.request import Prepared, SubmitRequest, prepare
+from clustertrain.submit.request import PreparedRun, SubmitRequest, prepare
 
 # (check, how much is done, of how much)
-Progress = Callable[[str, int, int], None]
+CheckProgressCallback = Callable[[str, int, int], None]
 # One process does them, whatever layout the run is for; compiling would take longer than a check.
-_ALONE: Mapping[str, object] = {
+_SINGLE_PROCESS_JOB: Mapping[str, object] = {
     "backend": "local", "nodes": 1, "gpus": 1, "layout": "auto", "tp": 1, "pp": 1, "cp": 1, "dp_replicate": 0,
     "dp_shard": 0,
 }  # fmt: skip
-_PLAIN = tuple(f"parallel.{key}=false" for key in ("compile", "async_tp", "offload", "activation_offload"))
+_DISABLED_OPTIONS = tuple(f"parallel.{key}=false" for key in ("compile", "async_tp", "offload", "activation_offload"))
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,13 +42,13 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     checks: list[Finding]
     verdict: Verdict
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """What --json prints; plots and rows are its evidence once more, for people."""
-        found = [{n: getattr(c, n) for n in ("check", "verdict", "evidence", "text", "fix")} for c in self.checks]
-        return {"recipe": self.recipe, "device": self.device, "checks": found, "verdict": self.verdict}
+        checks = [{n: getattr(c, n) for n in ("check", "verdict", "evidence", "text", "fix")} for c in self.checks]
+        return {"recipe": self.recipe, "device": self.device, "checks": checks, "verdict": self.verdict}
 
 
-def request(recipe: str, assignments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Prepared:
+def prepare_diagnosis(recipe: str, assignments: Sequence[str], environ: Mapping[str, str] = os.environ) -> PreparedRun:
     """``recipe`` with ``assignments``, planned for one process on this machine.
 
     Raises:
@@ -60,110 +60,120 @@ def request(recipe: str, assignments: Sequence[str], environ: Mapping[str, str] 
             f"{recipe}: the checks are of a recipe (*.toml), and a script has a loop of its own",
             fix="write a recipe with model.entry and data.entry for the script's model and data",
         )
-    asked = SubmitRequest(target=recipe, job=_ALONE, assignments=(*assignments, *_PLAIN), environ=environ)
-    found = prepare(asked, purpose="here")
-    data.check(found)
-    return found
+    submit_request = SubmitRequest(
+        target=recipe, job=_SINGLE_PROCESS_JOB, assignments=(*assignments, *_DISABLED_OPTIONS), environ=environ
+    )
+    prepared = prepare(submit_request, purpose="here")
+    data.check_data(prepared)
+    return prepared
 
 
 def diagnose(
-    prepared: Prepared,
+    prepared: PreparedRun,
     recipe: str,
     checks: Sequence[str],
-    tell: Progress,
-    found: Callable[[Finding], None],
+    on_progress: CheckProgressCallback,
+    on_finding: Callable[[Finding], None],
     environ: Mapping[str, str] = os.environ,
 ) -> Diagnosis:
     """Do ``checks`` in a process of the job's Python, which is ended with all below it however this is left.
 
     Args:
-        tell: is told how far a check is; ``found`` what each has found, as it has.
+        tell: is told how far a check is; ``on_finding`` what each has found, as it has.
 
     Raises:
         ConfigError: model or data cannot be made.
         ClusterTrainError: the process has ended without a word.
     """
     with tempfile.TemporaryDirectory(prefix="clustertrain-diagnose-", ignore_cleanup_errors=True) as folder:
-        run = scratch_run.run_folder(_quiet(prepared), Layout(), _batch(prepared), Path(folder))
-        env = scratch_run.environment(prepared, run, environ)
-        argv = proc.python_module(prepared.python, "clustertrain.diagnose.child", *checks)
-        said = Path(folder) / "said.log"
+        run = scratch_run.write_run_dir(
+            _without_side_effects(prepared), Layout(), _one_micro_batch_per_step(prepared), Path(folder)
+        )
+        env = scratch_run.build_environment(prepared, run, environ)
+        argv = proc.python_module_argv(prepared.python, "clustertrain.diagnose.child", *checks)
+        log_path = Path(folder) / "said.log"
         device, findings = "", []
         with scratch_run.interruptible():
-            for told in _lines(argv, env, said):
-                if "error" in told:
-                    error = ConfigError if told["exit_code"] == EXIT_CONFIG else ClusterTrainError
-                    raise error(told["error"], fix=told["fix"])
-                if "device" in told:
-                    device = told["device"]
-                elif "progress" in told:
-                    tell(*told["progress"])
+            for message in _read_messages(argv, env, log_path):
+                if "error" in message:
+                    error = ConfigError if message["exit_code"] == EXIT_CONFIG else ClusterTrainError
+                    raise error(message["error"], fix=message["fix"])
+                if "device" in message:
+                    device = message["device"]
+                elif "progress" in message:
+                    on_progress(*message["progress"])
                 else:
-                    findings.append(schema.convert(told["finding"], Finding))
-                    found(findings[-1])
-    return Diagnosis(recipe=recipe, device=device, checks=findings, verdict=overall(f.verdict for f in findings))
+                    findings.append(schema.convert(message["finding"], Finding))
+                    on_finding(findings[-1])
+    return Diagnosis(
+        recipe=recipe, device=device, checks=findings, verdict=overall_verdict(f.verdict for f in findings)
+    )
 
 
-def _quiet(prepared: Prepared) -> Prepared:
+def _without_side_effects(prepared: PreparedRun) -> PreparedRun:
     """Without what a real run sets off: trackers, budgets, copies elsewhere, preemptions on purpose, profiles."""
-    old = prepared.spec.recipe
+    original = prepared.spec.recipe
     recipe: Recipe = msgspec.structs.replace(
-        old,
+        original,
         contract=ContractSpec(),
-        evaluation=msgspec.structs.replace(old.evaluation, samples=prepared.plan.batch.micro_batch, patience=0),
+        evaluation=msgspec.structs.replace(original.evaluation, samples=prepared.plan.batch.micro_batch, patience=0),
         tracking=TrackingSpec(),
         # What is thawed later is looked at as it will be then.
-        optim=msgspec.structs.replace(old.optim, unfreeze=()),
+        optim=msgspec.structs.replace(original.optim, unfreeze=()),
         rehearsal=RehearsalSpec(),
-        checkpoint=CheckpointSpec(engine=old.checkpoint.engine, background=old.checkpoint.background),
-        train=msgspec.structs.replace(old.train, profile=""),
+        checkpoint=CheckpointSpec(engine=original.checkpoint.engine, background=original.checkpoint.background),
+        train=msgspec.structs.replace(original.train, profile=""),
     )
     return dataclasses.replace(prepared, spec=msgspec.structs.replace(prepared.spec, recipe=recipe))
 
 
-def _batch(prepared: Prepared) -> Batch:
+def _one_micro_batch_per_step(prepared: PreparedRun) -> Batch:
     """One micro-batch a step."""
-    micro = prepared.plan.batch.micro_batch
-    return Batch(micro_batch=micro, global_batch=micro, tokens_per_step=micro * prepared.spec.recipe.tokens_per_sample)
+    micro_batch = prepared.plan.batch.micro_batch
+    return Batch(
+        micro_batch=micro_batch,
+        global_batch=micro_batch,
+        tokens_per_step=micro_batch * prepared.spec.recipe.tokens_per_sample,
+    )
 
 
-def _lines(argv: Sequence[str], env: Mapping[str, str], said: Path) -> Iterator[dict[str, Any]]:
-    """What the process tells. All else that it and the user's code print goes to ``said``.
+def _read_messages(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> Iterator[dict[str, Any]]:
+    """What the process tells. All else that it and the user's code print goes to ``log_path``.
 
     Raises:
         ClusterTrainError: it cannot be started, or ends without having told that it is done.
     """
     try:
-        child = proc.start_telling(argv, env=env, said=said)
+        child = proc.start_with_stdout_pipe(argv, env=env, stderr_path=log_path)
     except CommandFailed as e:
         raise ConfigError(e.message, fix="name the job's Python in the profile") from e
     assert child.stdout is not None
-    done = False
+    finished = False
     try:
         for line in child.stdout:
-            told = json.loads(line)
-            done = done or "done" in told or "error" in told
-            if "done" not in told:
-                yield told
+            message = json.loads(line)
+            finished = finished or "done" in message or "error" in message
+            if "done" not in message:
+                yield message
         child.wait()
     finally:
         proc.kill_descendants()
         child.stdout.close()
         child.wait()
-    if not done:
-        raise _died(child.returncode, said)
+    if not finished:
+        raise _error_from_exit(child.returncode, log_path)
 
 
-def _died(code: int, said: Path) -> ClusterTrainError:
-    lines = said.read_text(errors="replace").strip().splitlines()
-    last = lines[-1] if lines else "it printed nothing"
-    if "No module named" in last:
-        return ConfigError(last, fix="name the job's Python in the profile, with torch and clustertrain in it")
-    if code == -signal.SIGKILL:
+def _error_from_exit(returncode: int, log_path: Path) -> ClusterTrainError:
+    lines = log_path.read_text(errors="replace").strip().splitlines()
+    last_line = lines[-1] if lines else "it printed nothing"
+    if "No module named" in last_line:
+        return ConfigError(last_line, fix="name the job's Python in the profile, with torch and clustertrain in it")
+    if returncode == -signal.SIGKILL:
         return ClusterTrainError(
             "the process of the checks was killed, as the kernel does when memory runs out",
             fix="scale the model or the batch down with --set, as --set train.micro_batch=1",
         )
     return ClusterTrainError(
-        f"the process of the checks ended with exit code {code}: {last}", fix="the model or the data ends it"
+        f"the process of the checks ended with exit code {returncode}: {last_line}", fix="the model or the data ends it"
     )

@@ -17,40 +17,40 @@ from clustertrain.config.data import AugmentSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch
 from clustertrain.run.run_dir import RunDir
-from clustertrain.train import trainer as loop
+from clustertrain.train import trainer as trainer_module
 from clustertrain.train.core import step_types
 from clustertrain.train.data import permutation
 from clustertrain.train.distributed.dropout import Dropout
-from clustertrain.train.models.build import Task, task
+from clustertrain.train.models.build import TrainingTask, build_task
 from clustertrain.train.session.session import session
 from clustertrain.train.trainer import Trainer
 
 # What attention modules call their dropout.
-_DROPOUTS = ("dropout", "attention_dropout", "attn_dropout", "attn_pdrop", "dropout_p")
+_DROPOUT_ATTRIBUTES = ("dropout", "attention_dropout", "attn_dropout", "attn_pdrop", "dropout_p")
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """``batch`` is one micro-batch a step; ``run`` a run directory that lasts as long as the checks; ``own_loss`` says
-    that the model's own is minimised, of which nothing is known."""
+    """``batch`` is one micro-batch a step; ``run`` a run directory that lasts as long as the checks;
+    ``has_model_loss`` says that the model's own is minimised, of which nothing is known."""
 
     recipe: Recipe
     batch: Batch
     run: RunDir
     device: torch.device
-    own_loss: bool = False
+    has_model_loss: bool = False
 
-    def task(self) -> Task:
-        return task(self.recipe)
+    def build_task(self) -> TrainingTask:
+        return build_task(self.recipe)
 
-    def changed(self, **tables: Any) -> Subject:
+    def with_overrides(self, **tables: Any) -> Subject:
         """With other tables of the recipe: ``optim={"lr": 1.0}``."""
         new = {name: msgspec.structs.replace(getattr(self.recipe, name), **keys) for name, keys in tables.items()}
         return dataclasses.replace(self, recipe=msgspec.structs.replace(self.recipe, **new))
 
-    def without_noise(self) -> Subject:
+    def without_regularization(self) -> Subject:
         """Nothing random in a step, nothing that holds the loss up, no processes that read."""
-        return self.changed(
+        return self.with_overrides(
             model={"dropout": 0.0},
             data={"augment": AugmentSpec(), "workers": 0},
             objective={"label_smoothing": 0.0},
@@ -61,82 +61,82 @@ class Subject:
     def trainer(self) -> Iterator[Trainer]:
         """The trainer's own parts, in a session of their own."""
         with session(seed=self.recipe.train.seed, device=self.device.type) as s:
-            yield loop.trainer(s, self.recipe, self.batch)
+            yield trainer_module.build_trainer(s, self.recipe, self.batch)
 
     @property
-    def in_groups(self) -> int:
+    def sample_multiple(self) -> int:
         """What the number of samples must be a multiple of."""
         return self.recipe.model.two_tower.group if self.recipe.model.kind == "two-tower" else 1
 
     @property
-    def eight(self) -> int:
+    def small_sample_count(self) -> int:
         """Samples that are few: eight, or the next number that divides into groups."""
-        return -(-8 // self.in_groups) * self.in_groups
+        return -(-8 // self.sample_multiple) * self.sample_multiple
 
 
-def batch_of(t: Trainer, recipe: Recipe, count: int, start: int = 0) -> Any:
+def load_batch(trainer: Trainer, recipe: Recipe, count: int, start: int = 0) -> Any:
     """(inputs, target) of the ``count`` samples from place ``start`` of the run on, on the device."""
-    dataset = t.task.dataset
-    found = permutation.samples(recipe.train.seed, len(dataset), start, count)
-    return on(t.session.device, tuple(default_collate([dataset[i] for i in found])))
+    dataset = trainer.task.dataset
+    indices = permutation.samples_at(recipe.train.seed, len(dataset), start, count)
+    return to_device(trainer.session.device, tuple(default_collate([dataset[i] for i in indices])))
 
 
-def on(device: torch.device, batch: Any) -> Any:
+def to_device(device: torch.device, batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.to(device)
     if isinstance(batch, dict):
-        return {k: on(device, v) for k, v in batch.items()}
+        return {k: to_device(device, v) for k, v in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return tuple(on(device, v) for v in batch)
+        return tuple(to_device(device, v) for v in batch)
     return batch
 
 
-def repeating(t: Trainer, batch: Any) -> Trainer:
-    """``t``, whose every step is over ``batch``."""
-    return dataclasses.replace(t, data=itertools.repeat(batch))  # type: ignore[arg-type]  # all that a step asks for
+def repeat_batch(trainer: Trainer, batch: Any) -> Trainer:
+    """``trainer``, whose every step is over ``batch``."""
+    return dataclasses.replace(trainer, data=itertools.repeat(batch))  # type: ignore[arg-type]  # all that a step asks for
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_scale", 1.0)
+        group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
-def no_dropout(model: nn.Module) -> None:
+def disable_dropout(model: nn.Module) -> None:
     """Of every module that is known to have one, in place."""
     for module in model.modules():
         if isinstance(module, (nn.modules.dropout._DropoutNd, Dropout)):
             module.p = 0.0
-        for name in _DROPOUTS:
+        for name in _DROPOUT_ATTRIBUTES:
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
 
 
-def output_of(t: Trainer, batch: Any) -> Any:
+def model_output(trainer: Trainer, batch: Any) -> Any:
     """The model's output on ``batch``, in the precision of training."""
     inputs, _ = batch
-    with t.session.autocast():
-        return step_types.call_model(t.model, inputs, None)
+    with trainer.session.autocast():
+        return step_types.call_model(trainer.model, inputs, None)
 
 
-def mean_loss(t: Trainer, batch: Any) -> torch.Tensor:
+def mean_loss(trainer: Trainer, batch: Any) -> torch.Tensor:
     """Of one micro-batch, a scalar on the device."""
-    with t.session.autocast():
+    with trainer.session.autocast():
         value, count = step_types.as_sum_and_count(
-            t.loss(step_types.call_model(t.model, batch[0], None), batch[1]), batch[1], False
+            trainer.loss(step_types.call_model(trainer.model, batch[0], None), batch[1]), batch[1], False
         )
     mean: torch.Tensor = value.float() / count
     return mean
 
 
-def tensors(batch: Any) -> list[torch.Tensor]:
+def collect_tensors(batch: Any) -> list[torch.Tensor]:
     """All of them in a batch or in a part of it."""
     if isinstance(batch, torch.Tensor):
         return [batch]
     inner: Sequence[Any] = list(batch.values()) if isinstance(batch, dict) else batch
-    return [t for part in inner for t in tensors(part)] if isinstance(inner, (list, tuple)) else []
+    return [t for item in inner for t in collect_tensors(item)] if isinstance(inner, (list, tuple)) else []
 
 
-def classes_of(output: Any, target: Any) -> int | None:
+def infer_num_classes(output: Any, target: Any) -> int | None:
     """How many classes the logits ``output`` tell apart, where ``target`` names one of them each."""
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None

@@ -20,74 +20,76 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 _STYLES: dict[Verdict, str] = {"pass": "green", "warn": "yellow", "fail": "bold red", "skipped": "blue"}
-_WIDEST_PLOT = 100
+_MAX_PLOT_WIDTH = 100
 
 
-def show(console: Console, found: Finding) -> None:
+def show_finding(console: Console, finding: Finding) -> None:
     """One finding: the verdict, what it comes of, what to do."""
-    parts: list[RenderableType] = [_headline(found)]
+    parts: list[RenderableType] = [_headline(finding)]
     table = Table.grid(padding=(0, 2))
     table.add_column(overflow="fold")
     table.add_column(overflow="fold", ratio=1)
-    for name, words in found.rows:
-        table.add_row(name, words)
-    if found.fix:
-        table.add_row(Text("fix", "bold"), found.fix)
+    for name, value in finding.rows:
+        table.add_row(name, value)
+    if finding.fix:
+        table.add_row(Text("fix", "bold"), finding.fix)
     if table.row_count:
         parts.append(Padding(table, (0, 0, 0, 2)))
-    if found.plot is not None and len(found.plot.x) > 1:
+    if finding.plot is not None and len(finding.plot.x) > 1:
         plain = {} if glyphs(console) is UNICODE else {"dot": "*", "line": "-", "side": "|"}
-        width = min(console.width, _WIDEST_PLOT) - 4
-        parts.append(Padding("\n".join(plots.in_characters(found.plot, width, **plain)), (0, 0, 0, 2)))
+        width = min(console.width, _MAX_PLOT_WIDTH) - 4
+        parts.append(Padding("\n".join(plots.render_text(finding.plot, width, **plain)), (0, 0, 0, 2)))
     emit(console, *parts, "")
 
 
-def _headline(found: Finding) -> Table:
+def _headline(finding: Finding) -> Table:
     line = Table.grid(padding=(0, 2))
     line.add_column(width=7)
     line.add_column(width=9)
     line.add_column(overflow="fold", ratio=1)
-    line.add_row(Text(found.verdict, _STYLES[found.verdict]), Text(found.check, "bold"), found.text)
+    line.add_row(Text(finding.verdict, _STYLES[finding.verdict]), Text(finding.check, "bold"), finding.text)
     return line
 
 
-def summary(console: Console, result: Diagnosis) -> None:
+def show_summary(console: Console, result: Diagnosis) -> None:
     counts = [f"{n} {v}" for v in _STYLES if (n := sum(f.verdict == v for f in result.checks))]
     emit(console, f"{result.recipe} on {result.device}: {', '.join(counts)}")
 
 
-class Bar:
+class CheckProgressBar:
     """How far the checks are, on stderr where that is a terminal, wiped away at the end of the ``with``."""
 
     def __init__(self, checks: int) -> None:
         self._checks = checks
-        self._begun: list[str] = []
-        self._shown: tuple[Progress, TaskID] | None = None
+        self._started_checks: list[str] = []
+        self._progress: tuple[Progress, TaskID] | None = None
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> CheckProgressBar:
         if sys.stderr.isatty():
-            self._shown = self._start()  # torch may take a while to come over a network file system
+            self._progress = self._start()  # torch may take a while to come over a network file system
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.hide()
 
     def hide(self) -> None:
         """Until there is something to tell again, so that other lines can be printed."""
-        if self._shown is not None:
-            self._shown[0].stop()
-            self._shown = None
+        if self._progress is not None:
+            self._progress[0].stop()
+            self._progress = None
 
-    def __call__(self, check: str, done: int, total: int) -> None:
+    def __call__(self, check: str, completed: int, total: int) -> None:
         if not sys.stderr.isatty():
             return
-        if check not in self._begun:
-            self._begun.append(check)
-        if self._shown is None:
-            self._shown = self._start()
-        progress, task = self._shown
-        words = f"{check} ({len(self._begun)} of {self._checks})" if self._checks > 1 else check
-        progress.update(task, description=words, completed=done, total=total or None)
+        if check not in self._started_checks:
+            self._started_checks.append(check)
+        if self._progress is None:
+            self._progress = self._start()
+        progress, task = self._progress
+        description = f"{check} ({len(self._started_checks)} of {self._checks})" if self._checks > 1 else check
+        progress.update(task, description=description, completed=completed, total=total or None)
 
     def _start(self) -> tuple[Progress, TaskID]:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn

@@ -7,51 +7,51 @@ from itertools import pairwise
 
 from clustertrain.config.hardware import GpuType
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.parsing import nearest as nearest_word
+from clustertrain.config.parsing import did_you_mean as nearest_word
 from clustertrain.config.recipe import ModelSpec, Precision
 from clustertrain.errors import ConfigError
 from clustertrain.plan import pipeline_schedules
-from clustertrain.plan.batch import divisors, nearest
+from clustertrain.plan.batch import divisors, nearest_multiples
 from clustertrain.plan.layout import Layout
 
 
-def zero1(tp: int, cp: int, pp: int) -> None:
+def check_zero1(tp: int, cp: int, pp: int) -> None:
     """Raises ConfigError: ZeRO-1 splits the optimizer of whole models only."""
-    used = [f"{name} {degree}" for name, degree in (("tp", tp), ("cp", cp), ("pp", pp)) if degree > 1]
-    if used:
+    splits = [f"{name} {degree}" for name, degree in (("tp", tp), ("cp", cp), ("pp", pp)) if degree > 1]
+    if splits:
         raise ConfigError(
-            f"zero1 replicates whole models, and {', '.join(used)} splits them",
+            f"zero1 replicates whole models, and {', '.join(splits)} splits them",
             fix="use --layout fsdp-grad-op or fsdp with it, which split the optimizer state too",
         )
 
 
-def of_model(model: ModelSpec, seq_len: int, parallel: ParallelSpec, layout: Layout) -> None:
+def check_decoder_layout(model: ModelSpec, seq_len: int, parallel: ParallelSpec, layout: Layout) -> None:
     """Raises ConfigError where the built-in decoder cannot be split as ``layout`` wants."""
-    _stages(model, parallel, layout)
+    _check_pipeline_stages(model, parallel, layout)
     if layout.tp > 1:
-        _tensor(model, layout)
-    _sequence(seq_len, layout)
+        _check_tensor_parallel(model, layout)
+    _check_seq_len(seq_len, layout)
 
 
-def _stages(model: ModelSpec, parallel: ParallelSpec, layout: Layout) -> None:
+def _check_pipeline_stages(model: ModelSpec, parallel: ParallelSpec, layout: Layout) -> None:
     if layout.pp == 1:
         return
-    stages, units = pipeline_schedules.stages(layout), model.layers + 2
+    stages, units = pipeline_schedules.num_stages(layout), model.layers + 2
     if stages > units:
-        a_rank = f" x virtual_stages {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+        per_rank = f" x virtual_stages {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
         raise ConfigError(
-            f"pp {layout.pp}{a_rank} = {stages} stages, and the model has {units} parts to put into them: the "
+            f"pp {layout.pp}{per_rank} = {stages} stages, and the model has {units} parts to put into them: the "
             f"embedding, model.layers = {model.layers}, and norm with head",
-            fix=_fewer_stages(units, layout),
+            fix=_suggest_fewer_stages(units, layout),
         )
     if parallel.split:
-        _split(parallel.split, model.layers, stages)
+        _check_split_points(parallel.split, model.layers, stages)
 
 
-def _fewer_stages(units: int, layout: Layout) -> str:
-    fixes = [f"model.layers of at least {pipeline_schedules.stages(layout) - 2}"]
-    left = layout.world_size // (layout.tp * layout.cp)  # for pipeline and data parallel
-    pp = next(d for d in divisors(left) if d <= max(1, units // layout.virtual_stages))
+def _suggest_fewer_stages(units: int, layout: Layout) -> str:
+    fixes = [f"model.layers of at least {pipeline_schedules.num_stages(layout) - 2}"]
+    remaining_ranks = layout.world_size // (layout.tp * layout.cp)  # for pipeline and data parallel
+    pp = next(d for d in divisors(remaining_ranks) if d <= max(1, units // layout.virtual_stages))
     if pp > 1:
         fixes.insert(0, f"--pp {pp}")
     if layout.virtual_stages > 1 and layout.pp <= units:
@@ -59,55 +59,59 @@ def _fewer_stages(units: int, layout: Layout) -> str:
     return "use " + ", or ".join(fixes)
 
 
-def _split(split: tuple[str, ...], layers: int, stages: int) -> None:
-    at = {"embed": 0, **{f"layers.{i}": i + 1 for i in range(layers)}, "norm": layers + 1, "head": layers + 1}
+def _check_split_points(split: tuple[str, ...], layers: int, stages: int) -> None:
+    unit_index = {"embed": 0, **{f"layers.{i}": i + 1 for i in range(layers)}, "norm": layers + 1, "head": layers + 1}
     for name in split:
-        if name not in at:
-            raise ConfigError(f"parallel.split: the model has no part {name!r}", fix=nearest_word(name, list(at)))
+        if name not in unit_index:
+            raise ConfigError(
+                f"parallel.split: the model has no part {name!r}", fix=nearest_word(name, list(unit_index))
+            )
     if len(split) != stages - 1:
         raise ConfigError(
             f"parallel.split names {len(split)} parts, and {stages} stages begin at {stages - 1} after the first",
             fix=f"name {stages - 1} of them, or leave parallel.split out for a balanced split",
         )
-    begins = [0, *(at[name] for name in split)]
-    if any(after <= before for before, after in pairwise(begins)):
+    starts = [0, *(unit_index[name] for name in split)]
+    if any(after <= before for before, after in pairwise(starts)):
         raise ConfigError(
             f"parallel.split = {list(split)}: a stage would begin before the one ahead of it",
             fix="name the parts in the order of execution: layers.0, layers.1, ..., norm",
         )
 
 
-def _tensor(model: ModelSpec, layout: Layout) -> None:
-    tp, left = layout.tp, layout.world_size // (layout.cp * layout.pp)
+def _check_tensor_parallel(model: ModelSpec, layout: Layout) -> None:
+    tp, remaining_ranks = layout.tp, layout.world_size // (layout.cp * layout.pp)
     widths = {
         "model.heads": model.heads,
         "model.kv_heads": model.kv_heads,
         "model.ffn_dim": model.hidden,
         "model.vocab_size": model.vocab_size,
     }
-    wrong = [f"{name} = {width} ({width} / {tp} = {width / tp:g})" for name, width in widths.items() if width % tp]
-    if wrong:
-        possible = sorted(d for d in divisors(math.gcd(left, *widths.values())) if d > 1)
-        fix = f"use --tp {' or '.join(map(str, possible))}" if possible else "leave --tp out"
+    indivisible = [
+        f"{name} = {width} ({width} / {tp} = {width / tp:g})" for name, width in widths.items() if width % tp
+    ]
+    if indivisible:
+        valid_degrees = sorted(d for d in divisors(math.gcd(remaining_ranks, *widths.values())) if d > 1)
+        fix = f"use --tp {' or '.join(map(str, valid_degrees))}" if valid_degrees else "leave --tp out"
         raise ConfigError(
-            f"tp {tp} does not divide {', '.join(wrong)}", fix=f"{fix}, or sizes that are multiples of {tp}"
+            f"tp {tp} does not divide {', '.join(indivisible)}", fix=f"{fix}, or sizes that are multiples of {tp}"
         )
 
 
-def _sequence(seq_len: int, layout: Layout) -> None:
-    along = layout.tp if layout.sequence_parallel else 1
-    parts = layout.cp * along
-    if seq_len % parts:
-        words = [f"cp {layout.cp}"] * (layout.cp > 1) + [f"tp {along} with sequence parallel"] * (along > 1)
+def _check_seq_len(seq_len: int, layout: Layout) -> None:
+    sp_degree = layout.tp if layout.sequence_parallel else 1
+    chunks = layout.cp * sp_degree
+    if seq_len % chunks:
+        factors = [f"cp {layout.cp}"] * (layout.cp > 1) + [f"tp {sp_degree} with sequence parallel"] * (sp_degree > 1)
         raise ConfigError(
-            f"data.seq_len = {seq_len} does not divide into {parts} parts ({' x '.join(words)}): "
-            f"{seq_len} / {parts} = {seq_len / parts:g}",
-            fix=f"use a seq_len of {nearest(seq_len, parts)}"
-            + (", or parallel.sequence_parallel = false" if along > 1 and seq_len % layout.cp == 0 else ""),
+            f"data.seq_len = {seq_len} does not divide into {chunks} parts ({' x '.join(factors)}): "
+            f"{seq_len} / {chunks} = {seq_len / chunks:g}",
+            fix=f"use a seq_len of {nearest_multiples(seq_len, chunks)}"
+            + (", or parallel.sequence_parallel = false" if sp_degree > 1 and seq_len % layout.cp == 0 else ""),
         )
 
 
-def of_device(
+def check_device(
     precision: Precision, parallel: ParallelSpec, layout: Layout, device: str, gpu: GpuType | None
 ) -> list[str]:
     """Notes on what runs, but not well or not certainly.
@@ -115,17 +119,17 @@ def of_device(
     Raises:
         ConfigError: the device lacks what precision or layout need, or torch what two options together need.
     """
-    _halves(parallel, layout)
-    _activation_offload(parallel, layout, device)
+    _check_split_backward(parallel, layout)
+    _check_activation_offload(parallel, layout, device)
     if device == "cpu":
-        _only_on_gpus(precision, parallel, layout)
+        _check_cpu_support(precision, parallel, layout)
         if precision == "fp16":
             return ["precision fp16 on the CPU is for trying it out: matmuls take many times fp32's time"]
         if precision == "tf32":
             return ["precision tf32 is one of GPUs: on the CPU matmuls stay fp32"]
     elif precision in ("bf16", "tf32") and gpu is not None and not gpu.bf16:
-        instead = "train.precision = 'fp16' or 'fp32'" if precision == "bf16" else "its matmuls stay fp32"
-        return [f"precision {precision}: {gpu.name} has none in hardware (NVIDIA: from Ampere on); {instead}"]
+        alternative = "train.precision = 'fp16' or 'fp32'" if precision == "bf16" else "its matmuls stay fp32"
+        return [f"precision {precision}: {gpu.name} has none in hardware (NVIDIA: from Ampere on); {alternative}"]
     elif precision == "fp8":
         if layout.tp > 1:
             raise ConfigError(
@@ -146,11 +150,11 @@ def of_device(
     return []
 
 
-def _activation_offload(parallel: ParallelSpec, layout: Layout, device: str) -> None:
+def _check_activation_offload(parallel: ParallelSpec, layout: Layout, device: str) -> None:
     if not parallel.activation_offload:
         return
     checkpointed = layout.activation_checkpointing
-    for used, what, fix in (
+    for applies, problem, fix in (
         (device == "cpu", "there is no GPU memory to relieve, and the device is cpu", "leave it out"),
         (
             checkpointed != "none",
@@ -164,22 +168,23 @@ def _activation_offload(parallel: ParallelSpec, layout: Layout, device: str) -> 
             "use tp = 1 and pp = 1, or parallel.activation_checkpointing = 'full'",
         ),
     ):
-        if used:
-            raise ConfigError(f"parallel.activation_offload: {what}", fix=fix)
+        if applies:
+            raise ConfigError(f"parallel.activation_offload: {problem}", fix=fix)
 
 
-def of_fp16(precision: Precision, device: str, asked: str) -> None:
-    """Raises ConfigError for fp16 on a CPU that nobody ``asked`` for: a matmul takes 60 times that of fp32 there."""
-    if precision == "fp16" and device == "cpu" and asked != "cpu":
+def check_fp16(precision: Precision, device: str, requested_device: str) -> None:
+    """Raises ConfigError for fp16 on a CPU that nobody ``requested_device`` for: a matmul takes 60 times that of fp32
+    there."""
+    if precision == "fp16" and device == "cpu" and requested_device != "cpu":
         raise ConfigError(
             "precision fp16: this machine has no GPU, and CPUs have no matrix units for it",
             fix="use train.precision = 'auto' or 'fp32', or say job.device = 'cpu' to try it out slowly",
         )
 
 
-def _halves(parallel: ParallelSpec, layout: Layout) -> None:
+def _check_split_backward(parallel: ParallelSpec, layout: Layout) -> None:
     """Refuses what does not go with a backward pass in two parts, that of the inputs and that of the weights."""
-    if layout.pp == 1 or layout.schedule not in pipeline_schedules.TWO_PART_BACKWARD:
+    if layout.pp == 1 or layout.schedule not in pipeline_schedules.SPLIT_BACKWARD_SCHEDULES:
         return
     if parallel.compile:
         raise ConfigError(
@@ -195,8 +200,8 @@ def _halves(parallel: ParallelSpec, layout: Layout) -> None:
         )
 
 
-def _only_on_gpus(precision: Precision, parallel: ParallelSpec, layout: Layout) -> None:
-    for used, what, fix in (
+def _check_cpu_support(precision: Precision, parallel: ParallelSpec, layout: Layout) -> None:
+    for applies, problem, fix in (
         (precision == "fp8", "precision fp8: CPUs have no fp8 matmul", "use train.precision = 'bf16' or 'fp32'"),
         (
             parallel.async_tp and layout.tp > 1,
@@ -210,5 +215,5 @@ def _only_on_gpus(precision: Precision, parallel: ParallelSpec, layout: Layout) 
         ),
         (layout.offload, "parallel.offload: there is no GPU memory to relieve", "leave it out"),
     ):
-        if used:
-            raise ConfigError(f"{what}, and the device is cpu", fix=fix)
+        if applies:
+            raise ConfigError(f"{problem}, and the device is cpu", fix=fix)

@@ -10,21 +10,21 @@ import msgspec
 from clustertrain.errors import ConfigError
 
 Strategy = Literal["single", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard"]
-SHARDED = frozenset({"fsdp", "fsdp-grad-op", "hybrid-shard"})
+SHARDED_STRATEGIES = frozenset({"fsdp", "fsdp-grad-op", "hybrid-shard"})
 
 
-def counted(number: int, what: str) -> str:
+def pluralize(count: int, noun: str) -> str:
     """``1 rank``, ``2 ranks``, ``2 batches``."""
-    ending = "es" if what.endswith("ch") else "s"
-    return f"{number} {what}" + ("" if number == 1 else ending)
+    suffix = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}" + ("" if count == 1 else suffix)
 
 
-def amount(value: float) -> str:
+def format_number(value: float) -> str:
     """Three digits, or all before the point."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def gib(value: float) -> str:
+def format_gib(value: float) -> str:
     """``31.53 GiB``, ``24.4 MiB``."""
     return f"{value:.2f} GiB" if value >= 0.1 else f"{1024 * value:.3g} MiB"
 
@@ -79,18 +79,18 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return self.dp_replicate * self.dp_shard * self.tp * self.cp * self.pp
 
     @property
-    def model_parallel(self) -> bool:
+    def is_model_parallel(self) -> bool:
         """Whether a rank does less than the whole forward pass of its samples."""
         return self.tp * self.cp * self.pp > 1
 
     @property
-    def fully_sharded(self) -> bool:
+    def is_fully_sharded(self) -> bool:
         """Whether ``fully_shard`` handles the data-parallel ranks; plain replicas of whole models are DDP's."""
-        return self.gradient_ranks > 1 and (self.sharded or self.model_parallel)
+        return self.gradient_ranks > 1 and (self.is_sharded or self.is_model_parallel)
 
     @property
-    def sharded(self) -> bool:
-        return self.strategy in SHARDED
+    def is_sharded(self) -> bool:
+        return self.strategy in SHARDED_STRATEGIES
 
     def coordinates(self, rank: int) -> Coordinates:
         rest, tp = divmod(rank, self.tp)
@@ -101,22 +101,22 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def data_rank(self, rank: int) -> int:
         """Which part of the global batch ``rank`` works on, 0 to ``data_parallel`` - 1."""
-        at = self.coordinates(rank)
-        return at.dp_replicate * self.dp_shard + at.dp_shard
+        coords = self.coordinates(rank)
+        return coords.dp_replicate * self.dp_shard + coords.dp_shard
 
-    def product(self) -> str:
+    def format_degrees(self) -> str:
         """The degrees above one, outermost first: ``8 ranks = pp 2 x dp_shard 2 x tp 2``."""
         degrees = [f"{name} {n}" for name in Coordinates._fields if (n := getattr(self, name)) > 1]
-        return f"{counted(self.world_size, 'rank')} = {' x '.join(degrees) or '1'}"
+        return f"{pluralize(self.world_size, 'rank')} = {' x '.join(degrees) or '1'}"
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """For people: ``hybrid-shard 2 x 4, tp 2, pp 2 (1f1b)``."""
         strategy: str = self.strategy
         if self.strategy == "hybrid-shard":
             strategy += f" {self.dp_replicate} x {self.dp_shard}"
-        elif self.model_parallel and self.data_parallel > 1:
+        elif self.is_model_parallel and self.data_parallel > 1:
             strategy += f" {self.data_parallel}"
-        parts = [] if self.model_parallel and self.strategy == "single" else [strategy]
+        parts = [] if self.is_model_parallel and self.strategy == "single" else [strategy]
         if self.tp > 1:
             parts.append(f"tp {self.tp}" + (" + sp" if self.sequence_parallel else ""))
         if self.cp > 1:
@@ -137,7 +137,7 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     tokens_per_step: int = 0
 
 
-def data_degrees(
+def resolve_dp_degrees(
     strategy: Strategy, world: int, gpus_per_node: int, *, tp: int, cp: int, pp: int, dp_replicate: int, dp_shard: int
 ) -> tuple[int, int]:
     """(dp_replicate, dp_shard) of ``world`` ranks under ``strategy``; a given degree of 0 is derived.
@@ -145,36 +145,37 @@ def data_degrees(
     Raises:
         ConfigError: the degrees do not multiply to the world size, or the strategy has no use for one of them.
     """
-    model = tp * cp * pp
+    model_ranks = tp * cp * pp
     product = f"tp {tp} x cp {cp} x pp {pp}"
-    if world % model:
+    if world % model_ranks:
         raise ConfigError(
-            f"{product} = {model} does not divide the {world} ranks: {world} / {model} = {world / model:g}",
+            f"{product} = {model_ranks} does not divide the {world} ranks: {world} / {model_ranks} ="
+            f" {world / model_ranks:g}",
             fix="choose degrees whose product divides the world size, or other --nodes and --gpus",
         )
-    data = world // model
+    dp_ranks = world // model_ranks
     if strategy in ("single", "ddp", "zero1"):
-        replicate, shard = dp_replicate or data, dp_shard or 1
+        replicate, shard = dp_replicate or dp_ranks, dp_shard or 1
     elif strategy == "hybrid-shard":
         # As large as a group can be that lies inside a node wherever it begins.
-        in_node = math.gcd(data, max(1, gpus_per_node // (tp * cp)))
-        shard = dp_shard or (max(1, data // dp_replicate) if dp_replicate else in_node)
-        replicate = dp_replicate or max(1, data // shard)
+        node_group = math.gcd(dp_ranks, max(1, gpus_per_node // (tp * cp)))
+        shard = dp_shard or (max(1, dp_ranks // dp_replicate) if dp_replicate else node_group)
+        replicate = dp_replicate or max(1, dp_ranks // shard)
     else:
-        replicate, shard = dp_replicate or 1, dp_shard or max(1, data // max(1, dp_replicate))
-    _check_use(strategy, replicate, shard)
-    if replicate * shard != data:
+        replicate, shard = dp_replicate or 1, dp_shard or max(1, dp_ranks // max(1, dp_replicate))
+    _check_strategy_degrees(strategy, replicate, shard)
+    if replicate * shard != dp_ranks:
         raise ConfigError(
-            f"dp_replicate {replicate} x dp_shard {shard} x {product} = {replicate * shard * model}, and there are "
-            f"{world} ranks",
-            fix=f"dp_replicate x dp_shard must be {world} / {model} = {data}",
+            f"dp_replicate {replicate} x dp_shard {shard} x {product} = {replicate * shard * model_ranks}, and there"
+            f" are {world} ranks",
+            fix=f"dp_replicate x dp_shard must be {world} / {model_ranks} = {dp_ranks}",
         )
-    if strategy == "hybrid-shard" and data * cp > 1:
-        _check_hybrid(replicate, shard * cp, shard, world, gpus_per_node)
+    if strategy == "hybrid-shard" and dp_ranks * cp > 1:
+        _check_hybrid_shard(replicate, shard * cp, shard, world, gpus_per_node)
     return replicate, shard
 
 
-def _check_use(strategy: Strategy, replicate: int, shard: int) -> None:
+def _check_strategy_degrees(strategy: Strategy, replicate: int, shard: int) -> None:
     if strategy in ("ddp", "zero1") and shard > 1:
         raise ConfigError(f"{strategy} shards no parameters, dp_shard is {shard}", fix="use --layout hybrid-shard")
     if strategy in ("fsdp", "fsdp-grad-op") and replicate > 1:
@@ -184,7 +185,7 @@ def _check_use(strategy: Strategy, replicate: int, shard: int) -> None:
         )
 
 
-def _check_hybrid(replicate: int, group: int, shard: int, world: int, gpus_per_node: int) -> None:
+def _check_hybrid_shard(replicate: int, group: int, shard: int, world: int, gpus_per_node: int) -> None:
     """``group``: the ranks that share a replica's parameters, which are also those that share a sequence."""
     if replicate == 1 and world <= gpus_per_node:
         raise ConfigError(
@@ -193,8 +194,8 @@ def _check_hybrid(replicate: int, group: int, shard: int, world: int, gpus_per_n
             fix="use --layout fsdp, more --nodes, or --dp-replicate and --dp-shard",
         )
     if replicate == 1 or group == 1:
-        plain = "fsdp" if replicate == 1 else "ddp"
+        equivalent = "fsdp" if replicate == 1 else "ddp"
         raise ConfigError(
-            f"hybrid-shard with dp_replicate {replicate} x dp_shard {shard} is {plain}",
-            fix=f"use --layout {plain}, or two degrees above 1",
+            f"hybrid-shard with dp_replicate {replicate} x dp_shard {shard} is {equivalent}",
+            fix=f"use --layout {equivalent}, or two degrees above 1",
         )

@@ -10,30 +10,30 @@ from clustertrain.config.schedule import ScheduleKind, ScheduleSpec
 DEFAULT_MILESTONES = (1 / 3, 2 / 3)  # of the steps
 
 
-def milestones(spec: ScheduleSpec, total: int) -> tuple[int, ...]:
+def resolve_milestones(spec: ScheduleSpec, total: int) -> tuple[int, ...]:
     """Of ``step``."""
-    return spec.milestones or tuple(round(share * total) for share in DEFAULT_MILESTONES)
+    return spec.milestones or tuple(round(fraction * total) for fraction in DEFAULT_MILESTONES)
 
 
-def top_step(spec: ScheduleSpec, total: int) -> int:
+def peak_step(spec: ScheduleSpec, total: int) -> int:
     """Of ``one-cycle``: the step with the peak."""
     return max(1, round(spec.rise * total))
 
 
-def rate(spec: ScheduleSpec, step: int, total: int, *, peak: float, plateau: float = 1.0) -> float:
+def lr_at_step(spec: ScheduleSpec, step: int, total: int, *, peak: float, plateau_factor: float = 1.0) -> float:
     """Of optimizer step number ``step``, 1 to ``total``.
 
     Args:
-        plateau: what ``plateau`` has come down to so far, as a fraction of the peak.
+        plateau: what ``plateau_factor`` has come down to so far, as a fraction of the peak.
     """
     if spec.kind == "one-cycle":
         return peak * _one_cycle(spec, step, total)
-    warmup = spec.warmup(total)
+    warmup = spec.resolve_warmup_steps(total)
     if step < warmup:
         return peak * step / warmup
     if spec.kind == "plateau":
-        return peak * max(plateau, spec.floor)
-    return peak * _AFTER_WARMUP[spec.kind](spec, step, warmup, total)
+        return peak * max(plateau_factor, spec.floor)
+    return peak * _DECAY_BY_KIND[spec.kind](spec, step, warmup, total)
 
 
 def _progress(step: int, first: int, last: int) -> float:
@@ -55,13 +55,13 @@ def _linear(spec: ScheduleSpec, step: int, warmup: int, total: int) -> float:
     return 1.0 - (1.0 - spec.floor) * _progress(step, warmup, total)
 
 
-def _steps(spec: ScheduleSpec, step: int, warmup: int, total: int) -> float:
-    return spec.gamma ** sum(step > milestone for milestone in milestones(spec, total))
+def _step_decay(spec: ScheduleSpec, step: int, warmup: int, total: int) -> float:
+    return spec.gamma ** sum(step > milestone for milestone in resolve_milestones(spec, total))
 
 
 def _wsd(spec: ScheduleSpec, step: int, warmup: int, total: int) -> float:
     """Warmup, stable, decay: arXiv 2404.06395, section 4."""
-    return 1.0 - (1.0 - spec.floor) * _progress(step, max(warmup, total - spec.cooldown(total)), total)
+    return 1.0 - (1.0 - spec.floor) * _progress(step, max(warmup, total - spec.resolve_cooldown_steps(total)), total)
 
 
 def _constant(spec: ScheduleSpec, step: int, warmup: int, total: int) -> float:
@@ -71,17 +71,17 @@ def _constant(spec: ScheduleSpec, step: int, warmup: int, total: int) -> float:
 def _one_cycle(spec: ScheduleSpec, step: int, total: int) -> float:
     """arXiv 1708.07120, with cosines as torch's OneCycleLR: from ``initial`` up to 1, then down to ``initial x
     final``. The first step has the first rate and the last step the last."""
-    top = top_step(spec, total)
-    if step < top:
-        return 1.0 - (1.0 - spec.initial) * _half_cosine(_progress(step, 1, top))
-    last = spec.initial * spec.final
-    return last + (1.0 - last) * _half_cosine(_progress(step, top, total))
+    peak_at = peak_step(spec, total)
+    if step < peak_at:
+        return 1.0 - (1.0 - spec.initial) * _half_cosine(_progress(step, 1, peak_at))
+    final_factor = spec.initial * spec.final
+    return final_factor + (1.0 - final_factor) * _half_cosine(_progress(step, peak_at, total))
 
 
-_AFTER_WARMUP: Mapping[ScheduleKind, Callable[[ScheduleSpec, int, int, int], float]] = {
+_DECAY_BY_KIND: Mapping[ScheduleKind, Callable[[ScheduleSpec, int, int, int], float]] = {
     "cosine": _cosine,
     "linear": _linear,
-    "step": _steps,
+    "step": _step_decay,
     "wsd": _wsd,
     "constant": _constant,
 }

@@ -9,15 +9,15 @@ from clustertrain.plan.layout import Layout
 
 # Micro-batches for each rank of the pipeline: from 4 on the bubble is negligible (GPipe, arXiv 1811.06965, section
 # 2.3).
-ENOUGH = 4
-TWO_PART_BACKWARD = ("zero-bubble", "zbv")  # schedules that do the gradients of inputs and of weights apart
+MIN_MICRO_BATCHES_PER_RANK = 4
+SPLIT_BACKWARD_SCHEDULES = ("zero-bubble", "zbv")  # schedules that do the gradients of inputs and of weights apart
 
 
-def stages(layout: Layout) -> int:
+def num_stages(layout: Layout) -> int:
     return layout.pp * layout.virtual_stages
 
 
-def why_not(layout: Layout, micro_batches: int) -> str:
+def unsupported_reason(layout: Layout, micro_batches: int) -> str:
     """Why the schedule does not run ``micro_batches`` a step; empty where it does."""
     if layout.pp == 1:
         return ""
@@ -33,12 +33,12 @@ def why_not(layout: Layout, micro_batches: int) -> str:
     return ""
 
 
-def enough(layout: Layout) -> int:
+def min_micro_batches(layout: Layout) -> int:
     """From how many micro-batches a step on the pipeline is well filled; 1 without one."""
-    return ENOUGH * layout.pp if layout.pp > 1 else 1
+    return MIN_MICRO_BATCHES_PER_RANK * layout.pp if layout.pp > 1 else 1
 
 
-def waiting(layout: Layout, micro_batches: int) -> float:
+def bubble_micro_batches(layout: Layout, micro_batches: int) -> float:
     """For how many micro-batches' work a rank of the pipeline waits in a step, while it fills and drains.
 
     (p - 1) / v of it (arXiv 2205.05198, section 4.2.3); the schedules that split the backward pass leave a third or
@@ -46,8 +46,8 @@ def waiting(layout: Layout, micro_batches: int) -> float:
     only after all p ranks, so interleaving saves nothing then: one micro-batch keeps one rank busy at a time.
     """
     missing = max(0, layout.pp - micro_batches)
-    part = {"zero-bubble": 1 / 3, "zbv": 0.0}.get(layout.schedule or "", 1.0)
-    return missing + part * (layout.pp - 1 - missing) / layout.virtual_stages
+    bubble_factor = {"zero-bubble": 1 / 3, "zbv": 0.0}.get(layout.schedule or "", 1.0)
+    return missing + bubble_factor * (layout.pp - 1 - missing) / layout.virtual_stages
 
 
 def bubble_fraction(layout: Layout, micro_batches: int) -> float | None:
@@ -59,12 +59,12 @@ def bubble_fraction(layout: Layout, micro_batches: int) -> float | None:
     if layout.pp == 1 or not micro_batches:
         return None
     if layout.schedule == "zbv":
-        return 0.0 if micro_batches >= enough(layout) else None
-    waits = waiting(layout, micro_batches)
-    return waits / (micro_batches + waits)
+        return 0.0 if micro_batches >= min_micro_batches(layout) else None
+    bubble = bubble_micro_batches(layout, micro_batches)
+    return bubble / (micro_batches + bubble)
 
 
-def in_flight(layout: Layout, micro_batches: int) -> tuple[float, float]:
+def in_flight_micro_batches(layout: Layout, micro_batches: int) -> tuple[float, float]:
     """Of how many micro-batches the first and the last rank of the pipeline keep the activations at their peak.
 
     Counted from the forward passes that a schedule does before the first backward. 1F1B and interleaved: arXiv

@@ -8,18 +8,18 @@ import msgspec
 
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import RunSpec
-from clustertrain.config.time_limits import seconds_of
+from clustertrain.config.time_limits import parse_time_limit_s
 from clustertrain.errors import ConfigError
 from clustertrain.plan import pipeline_schedules
-from clustertrain.plan.cost.memory import Memory
-from clustertrain.plan.cost.user_model import Counted
-from clustertrain.plan.decision import Choice, Rejected
+from clustertrain.plan.cost.memory import MemoryEstimate
+from clustertrain.plan.cost.user_model import ModelStats
+from clustertrain.plan.decision import PlanDecision, RejectedLayout
 from clustertrain.plan.env import nccl
-from clustertrain.plan.env.nccl import Setting
+from clustertrain.plan.env.nccl import EnvSetting
 from clustertrain.plan.explain import search_result, training
 from clustertrain.plan.explain import warnings as notes
-from clustertrain.plan.layout import Batch, Layout, counted
-from clustertrain.plan.request import Given
+from clustertrain.plan.layout import Batch, Layout, pluralize
+from clustertrain.plan.request import PlanRequest
 
 
 class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
     peak_gib: float
 
 
-class Time(msgspec.Struct, frozen=True, kw_only=True):
+class TimeEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """``flops_per_step`` is counted from the shapes, ``bubble_fraction`` follows from schedule and micro-batches; what
     would be a guess stays None until it is predicted."""
 
@@ -57,23 +57,27 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     layout: Layout
     batch: Batch  # all zero for a script of the user's, which splits its batch itself
-    memory: Memory
-    time: Time
-    nccl: dict[str, Setting]
-    env: dict[str, Setting]
+    memory: MemoryEstimate
+    time: TimeEstimate
+    nccl: dict[str, EnvSetting]
+    env: dict[str, EnvSetting]
     training: dict[str, str]  # in words: model, objective, optimizer, schedule, clipping, evaluation; or script
     signal_lead_s: int  # how long before the time limit Slurm warns
     grace_s: float | None  # how long after the warning of a preemption the kill comes; None: not known
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    counted: Counted | None = None  # of a model of the user's own, where it was asked for
-    rejected: tuple[Rejected, ...] = ()
+    counted: ModelStats | None = None  # of a model of the user's own, where it was asked for
+    rejected: tuple[RejectedLayout, ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()
     way_out: str = ""  # what would make a plan fit that does not
 
 
 def plan(
-    spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[str] = (), counted: Counted | None = None
+    spec: RunSpec,
+    profile: ClusterProfile,
+    device: str,
+    inherited_env: Collection[str] = (),
+    model_stats: ModelStats | None = None,
 ) -> Plan:
     """Choose how the ranks share the work.
 
@@ -89,67 +93,67 @@ def plan(
         UsageError: a time limit that sbatch would not take.
     """
     job = spec.job
-    names = {*spec.env, *taken}
-    given = Given(spec, device, profile, counted)
-    choice = Choice(given)
+    env_names = {*spec.env, *inherited_env}
+    request = PlanRequest(spec, device, profile, model_stats)
+    decision = PlanDecision(request)
     if spec.script is None:
-        choice.decide()
+        decision.decide()
     else:
-        choice.decide_for_script()
-    limit_s = seconds_of(job.time)
+        decision.decide_for_script()
+    limit_s = parse_time_limit_s(job.time)
     lead_s = profile.signal_lead_s
     if limit_s is not None and limit_s < 2 * lead_s:
         lead_s = max(1, int(limit_s) // 2)
-        choice.reasons.append(
+        decision.reasons.append(
             f"signal_lead_s {lead_s}: half of the time limit of {limit_s:g} s; the profile's {profile.signal_lead_s} s "
             "would stop the run soon after its start, and Slurm may warn up to 60 s early"
         )
-    time = _time(spec, choice)
+    time = _estimate_time(spec, decision)
     if spec.script is None:
         recipe = spec.recipe
-        choice.warnings += notes.of_budget(recipe.contract, time.step_s, recipe.train.steps, given.world)
-        choice.warnings += [*notes.of_patience(recipe), *notes.of_plateau(recipe)]
-        choice.warnings += notes.of_own_loss(recipe) if counted is None else []
+        decision.warnings += notes.budget_warnings(recipe.contract, time.step_s, recipe.train.steps, request.world_size)
+        decision.warnings += [*notes.patience_warnings(recipe), *notes.plateau_warnings(recipe)]
+        decision.warnings += notes.model_loss_warnings(recipe) if model_stats is None else []
     fabric = profile.fabric_interface if job.backend != "local" else ""  # one machine talks over its loopback
     return Plan(
         device=device,
-        precision=given.precision,
+        precision=request.precision,
         nodes=job.nodes,
         gpus_per_node=job.gpus,
-        world_size=given.world,
-        layout=choice.layout,
-        batch=choice.batch,
-        memory=choice.memory,
+        world_size=request.world_size,
+        layout=decision.layout,
+        batch=decision.batch,
+        memory=decision.memory,
         time=time,
-        nccl=nccl.communication(
-            device, fabric, names, profile.node if job.backend != "local" and job.nodes > 1 else None
+        nccl=nccl.communication_env(
+            device, fabric, env_names, profile.node if job.backend != "local" and job.nodes > 1 else None
         ),
-        env=nccl.process(device, job.cpus_per_gpu, job.gpus, names),
-        training=training.words(spec, choice.layout, given.state),
+        env=nccl.process_env(device, job.cpus_per_gpu, job.gpus, env_names),
+        training=training.describe_training(spec, decision.layout, request.optimizer_state),
         signal_lead_s=lead_s,
         grace_s=spec.recipe.rehearsal.grace_s if job.backend == "local" else profile.grace_s,
-        reasons=(*choice.reasons, *choice.warnings),
-        warnings=tuple(choice.warnings),
-        counted=counted,
-        rejected=tuple(choice.rejected),
-        runners_up=runners_up(choice),
-        way_out=choice.way_out,
+        reasons=(*decision.reasons, *decision.warnings),
+        warnings=tuple(decision.warnings),
+        counted=model_stats,
+        rejected=tuple(decision.rejected),
+        runners_up=list_runners_up(decision),
+        way_out=decision.suggestion,
     )
 
 
-def _time(spec: RunSpec, choice: Choice) -> Time:
-    flops = flops_per_step(spec, choice.batch.global_batch) if choice.given.decoder else None
-    bubble = pipeline_schedules.bubble_fraction(choice.layout, choice.batch.grad_accum)
-    step = choice.step
-    if step is None or flops is None or choice.given.gpu is None:
-        return Time(flops_per_step=flops, bubble_fraction=bubble)
-    a_gpu = flops / step.step_s / choice.given.world / 1e12
-    return Time(
+def _estimate_time(spec: RunSpec, decision: PlanDecision) -> TimeEstimate:
+    flops = flops_per_step(spec, decision.batch.global_batch) if decision.request.decoder else None
+    bubble = pipeline_schedules.bubble_fraction(decision.layout, decision.batch.grad_accum)
+    step = decision.step
+    if step is None or flops is None or decision.request.gpu is None:
+        return TimeEstimate(flops_per_step=flops, bubble_fraction=bubble)
+    tflops_per_gpu = flops / step.step_s / decision.request.world_size / 1e12
+    return TimeEstimate(
         flops_per_step=flops,
         step_s=step.step_s,
-        tokens_per_s_per_gpu=choice.batch.tokens_per_step / step.step_s / choice.given.world,
-        tflops_per_gpu=a_gpu,
-        mfu=a_gpu / choice.given.gpu.tflops if choice.given.gpu.tflops else None,
+        tokens_per_s_per_gpu=decision.batch.tokens_per_step / step.step_s / decision.request.world_size,
+        tflops_per_gpu=tflops_per_gpu,
+        mfu=tflops_per_gpu / decision.request.gpu.tflops if decision.request.gpu.tflops else None,
         bubble_fraction=bubble,
         comm_s={
             "tensor": step.tensor_s,
@@ -164,28 +168,28 @@ def _time(spec: RunSpec, choice: Choice) -> Time:
     )
 
 
-def runners_up(choice: Choice) -> tuple[RunnerUp, ...]:
+def list_runners_up(decision: PlanDecision) -> tuple[RunnerUp, ...]:
     """The next three layouts by time, each of another kind or degree than those before."""
-    if choice.found is None:
+    if decision.result is None:
         return ()
-    tokens = choice.batch.tokens_per_step
-    seen, found = {choice.layout.words()}, []
-    for candidate in choice.found.fitting[1:]:
-        words = candidate.layout.words()
-        if words in seen:
+    tokens = decision.batch.tokens_per_step
+    seen_layouts, runners_up = {decision.layout.describe()}, []
+    for candidate in decision.result.fitting[1:]:
+        description = candidate.layout.describe()
+        if description in seen_layouts:
             continue
-        seen.add(words)
-        found.append(
+        seen_layouts.add(description)
+        runners_up.append(
             RunnerUp(
-                layout=search_result.brief(candidate),
+                layout=search_result.describe_candidate(candidate),
                 step_s=candidate.step_s,
-                tokens_per_s_per_gpu=tokens / candidate.step_s / choice.given.world,
+                tokens_per_s_per_gpu=tokens / candidate.step_s / decision.request.world_size,
                 peak_gib=candidate.peak_gib,
             )
         )
-        if len(found) == 3:
+        if len(runners_up) == 3:
             break
-    return tuple(found)
+    return tuple(runners_up)
 
 
 def flops_per_step(spec: RunSpec, global_batch: int) -> float:
@@ -194,33 +198,33 @@ def flops_per_step(spec: RunSpec, global_batch: int) -> float:
     """
     model, seq_len = spec.recipe.model, spec.recipe.data.seq_len
     matmul = model.parameters() - model.vocab_size * model.dim * (0 if model.tie_embeddings else 1)
-    per_token = 6 * matmul + 12 * model.layers * seq_len * model.dim
-    return float(per_token * seq_len * global_batch)
+    flops_per_token = 6 * matmul + 12 * model.layers * seq_len * model.dim
+    return float(flops_per_token * seq_len * global_batch)
 
 
-def require_fit(chosen: Plan) -> None:
+def check_fits(chosen: Plan) -> None:
     """Raises ConfigError when the plan is known not to fit: better now than after hours in the queue."""
     if chosen.memory.fits is not False:
         return
     memory = chosen.memory
-    model = (memory.params_gib or 0) + (memory.grads_gib or 0) + (memory.optimizer_gib or 0)
-    activations = (memory.activations_gib or 0) + (memory.logits_gib or 0)
+    states_gib = (memory.params_gib or 0) + (memory.grads_gib or 0) + (memory.optimizer_gib or 0)
+    activations_gib = (memory.activations_gib or 0) + (memory.logits_gib or 0)
     raise ConfigError(
-        f"{chosen.layout.words()} on {counted(chosen.world_size, 'rank')} needs {memory.peak_gib:.1f} GiB a rank "
-        f"(model states {model:.1f}, activations {activations:.1f}, overhead {memory.overhead_gib:.1f}), and has "
-        f"{memory.capacity_gib:g}",
-        fix=chosen.way_out or _fix(chosen),
+        f"{chosen.layout.describe()} on {pluralize(chosen.world_size, 'rank')} needs {memory.peak_gib:.1f} GiB a rank"
+        f" (model states {states_gib:.1f}, activations {activations_gib:.1f}, overhead {memory.overhead_gib:.1f}), and"
+        f" has {memory.capacity_gib:g}",
+        fix=chosen.way_out or _suggest_fix(chosen),
     )
 
 
-def _fix(chosen: Plan) -> str:
-    layout, parts = chosen.layout, []
+def _suggest_fix(chosen: Plan) -> str:
+    layout, suggestions = chosen.layout, []
     if layout.strategy != "fsdp" and layout.data_parallel > 1:
-        parts.append("--layout fsdp")
+        suggestions.append("--layout fsdp")
     else:
-        parts.append("more ranks (--nodes, --gpus)")
+        suggestions.append("more ranks (--nodes, --gpus)")
     if layout.activation_checkpointing == "none":
-        parts.append("--set parallel.activation_checkpointing=full")
+        suggestions.append("--set parallel.activation_checkpointing=full")
     if chosen.batch.micro_batch > 1:
-        parts.append("a smaller train.micro_batch")
-    return ", ".join([*parts, "a shorter data.seq_len or a smaller model"])
+        suggestions.append("a smaller train.micro_batch")
+    return ", ".join([*suggestions, "a shorter data.seq_len or a smaller model"])

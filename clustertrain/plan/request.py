@@ -11,61 +11,66 @@ from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import RunSpec
 from clustertrain.plan import batch as batches
 from clustertrain.plan import checks, non_decoder, pipeline_schedules
-from clustertrain.plan.cost import frameworks as stacks
-from clustertrain.plan.cost import memory as memories
-from clustertrain.plan.cost import optimizer_state as states
-from clustertrain.plan.cost import user_model as counts
-from clustertrain.plan.cost.activations import Pass
+from clustertrain.plan.cost import frameworks, memory, optimizer_state, user_model
+from clustertrain.plan.cost.activations import PassConfig
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN
-from clustertrain.plan.cost.hardware_rates import gpu_of, machine_of
-from clustertrain.plan.cost.memory import SAFE_FRACTION, Memory
-from clustertrain.plan.cost.user_model import Counted
-from clustertrain.plan.layout import SHARDED, Batch, Layout, Strategy, data_degrees
-from clustertrain.plan.search.layouts import Problem, Wanted
+from clustertrain.plan.cost.hardware_rates import build_machine, find_gpu_type
+from clustertrain.plan.cost.memory import SAFE_FRACTION, MemoryEstimate
+from clustertrain.plan.cost.user_model import ModelStats
+from clustertrain.plan.layout import SHARDED_STRATEGIES, Batch, Layout, Strategy, resolve_dp_degrees
+from clustertrain.plan.search.layouts import SearchConstraints, SearchProblem
 
-ASSUMED_GIB = 16.0  # where the GPU is not known: the smallest memory of the data-centre GPUs in use
-ASSUMED_CPU_GIB = 4.0  # a rank's share of a host's memory
+DEFAULT_GPU_GIB = 16.0  # where the GPU is not known: the smallest memory of the data-centre GPUs in use
+DEFAULT_CPU_GIB = 4.0  # a rank's share of a host's memory
 
 
-class Given:
+class PlanRequest:
     """Of one request. ``own``: what was counted of a model that the planner itself knows nothing of."""
 
-    def __init__(self, spec: RunSpec, device: str, profile: ClusterProfile, own: Counted | None = None) -> None:
+    def __init__(
+        self, spec: RunSpec, device: str, profile: ClusterProfile, model_stats: ModelStats | None = None
+    ) -> None:
         self.spec = spec
-        self.own = own
+        self.model_stats = model_stats
         self.device = device
         self.profile = profile
-        self.world = spec.job.nodes * spec.job.gpus
+        self.world_size = spec.job.nodes * spec.job.gpus
         self.precision = spec.recipe.train.precision
-        self.gpu = gpu_of(spec.job.gpu_type, profile) if device == "cuda" else None
+        self.gpu = find_gpu_type(spec.job.gpu_type, profile) if device == "cuda" else None
         if self.precision == "auto":
             self.precision = "bf16" if device == "cuda" and (self.gpu is None or self.gpu.bf16) else "fp32"
-        self.capacity = self.gpu.capacity_gib if self.gpu else None
-        self.assumed = ASSUMED_CPU_GIB if device == "cpu" else ASSUMED_GIB
-        self.limit = SAFE_FRACTION * (self.capacity or self.assumed)
+        self.capacity_gib = self.gpu.capacity_gib if self.gpu else None
+        self.assumed_gib = DEFAULT_CPU_GIB if device == "cpu" else DEFAULT_GPU_GIB
+        self.limit_gib = SAFE_FRACTION * (self.capacity_gib or self.assumed_gib)
         model = spec.recipe.model
         self.decoder = model if spec.script is None and model.is_decoder else None  # whose memory can be estimated
-        self.kind = "" if model.entry else model.kind
+        self.model_kind = "" if model.entry else model.kind
         self.gpu_name = self.gpu.name if self.gpu else ""
-        self.state = states.of_decoder(spec.recipe.optim, self.decoder) if self.decoder is not None else None
-        if spec.script is None and self.decoder is None and self.kind:
-            states.check_modules(spec.recipe.optim, states.modules(model))
-        stack = stacks.compiled_blocks(CLUSTERTRAIN) if spec.recipe.parallel.compile else CLUSTERTRAIN
-        stack = replace(stack, whole_logits=spec.recipe.objective.label_smoothing > 0)
-        self.stack = stacks.updated_by(stack, spec.recipe.optim, self.state) if self.state is not None else stack
+        self.optimizer_state = (
+            optimizer_state.estimate_state(spec.recipe.optim, self.decoder) if self.decoder is not None else None
+        )
+        if spec.script is None and self.decoder is None and self.model_kind:
+            optimizer_state.check_modules(spec.recipe.optim, optimizer_state.list_modules(model))
+        framework = frameworks.with_compiled_blocks(CLUSTERTRAIN) if spec.recipe.parallel.compile else CLUSTERTRAIN
+        framework = replace(framework, whole_logits=spec.recipe.objective.label_smoothing > 0)
+        self.framework = (
+            frameworks.with_optimizer(framework, spec.recipe.optim, self.optimizer_state)
+            if self.optimizer_state is not None
+            else framework
+        )
 
-    def wanted(self) -> tuple[Strategy | None, str]:
+    def requested_strategy(self) -> tuple[Strategy | None, str]:
         """The strategy that the user asked for by name or by degrees, and those words; None: free to choose."""
         job = self.spec.job
         if job.layout != "auto":
             return job.layout, f"{job.layout}: asked for with --layout or job.layout"
         if not job.dp_replicate and not job.dp_shard:
             return None, ""
-        data = self.world // (self.tp * self.cp * self.pp)
-        shard = job.dp_shard or data // job.dp_replicate
-        replicate = job.dp_replicate or data // job.dp_shard
+        dp_ranks = self.world_size // (self.tp * self.cp * self.pp)
+        shard = job.dp_shard or dp_ranks // job.dp_replicate
+        replicate = job.dp_replicate or dp_ranks // job.dp_shard
         strategy: Strategy = "ddp" if shard == 1 else "fsdp" if replicate == 1 else "hybrid-shard"
-        return strategy, f"{strategy}: what --dp-replicate and --dp-shard make of {data} data-parallel ranks"
+        return strategy, f"{strategy}: what --dp-replicate and --dp-shard make of {dp_ranks} data-parallel ranks"
 
     @property
     def tp(self) -> int:
@@ -79,19 +84,19 @@ class Given:
     def pp(self) -> int:
         return self.spec.job.pp or 1
 
-    def _schedule(self) -> str:
-        wanted = self.spec.recipe.parallel.schedule
-        return "1f1b" if wanted == "auto" else wanted
+    def _pipeline_schedule(self) -> str:
+        schedule = self.spec.recipe.parallel.schedule
+        return "1f1b" if schedule == "auto" else schedule
 
-    def _recompute(self) -> str:
-        wanted = self.spec.recipe.parallel.activation_checkpointing
-        return "none" if wanted == "auto" else wanted
+    def _activation_checkpointing(self) -> str:
+        mode = self.spec.recipe.parallel.activation_checkpointing
+        return "none" if mode == "auto" else mode
 
-    def degrees_given(self) -> bool:
+    def has_degrees(self) -> bool:
         job = self.spec.job
         return bool(job.tp or job.cp or job.pp or job.dp_replicate or job.dp_shard)
 
-    def layout_of(self, strategy: Strategy) -> Layout:
+    def build_layout(self, strategy: Strategy) -> Layout:
         """The whole layout with ``strategy`` for the data-parallel ranks, checked against model and device.
 
         Raises:
@@ -99,13 +104,13 @@ class Given:
         """
         job, parallel = self.spec.job, self.spec.recipe.parallel
         if strategy == "zero1":
-            checks.zero1(self.tp, self.cp, self.pp)
-        replicate, shard = data_degrees(
-            strategy, self.world, job.gpus,
+            checks.check_zero1(self.tp, self.cp, self.pp)
+        replicate, shard = resolve_dp_degrees(
+            strategy, self.world_size, job.gpus,
             tp=self.tp, cp=self.cp, pp=self.pp, dp_replicate=job.dp_replicate, dp_shard=job.dp_shard,
         )  # fmt: skip
         # Parameters may be sharded over the ranks that share a sequence, where those are all there are.
-        if replicate * shard == 1 and not (strategy in SHARDED and self.cp > 1):
+        if replicate * shard == 1 and not (strategy in SHARDED_STRATEGIES and self.cp > 1):
             strategy = "single"
         layout = Layout(
             strategy=strategy,
@@ -116,128 +121,135 @@ class Given:
             sequence_parallel=parallel.sequence_parallel and self.tp > 1,
             cp=self.cp,
             pp=self.pp,
-            schedule=self._schedule() if self.pp > 1 else None,
-            virtual_stages=parallel.stages_a_rank if self.pp > 1 else 1,
-            activation_checkpointing=self._recompute(),
+            schedule=self._pipeline_schedule() if self.pp > 1 else None,
+            virtual_stages=parallel.stages_per_rank if self.pp > 1 else 1,
+            activation_checkpointing=self._activation_checkpointing(),
             defer_reduction=parallel.defer_reduction is not False,
             reshard_after_forward=strategy != "fsdp-grad-op" and self.pp == 1,
         )
-        layout = msgspec.structs.replace(layout, offload=parallel.offload and layout.fully_sharded)
+        layout = msgspec.structs.replace(layout, offload=parallel.offload and layout.is_fully_sharded)
         if self.decoder is not None:
-            checks.of_model(self.decoder, self.spec.recipe.data.seq_len, parallel, layout)
+            checks.check_decoder_layout(self.decoder, self.spec.recipe.data.seq_len, parallel, layout)
         elif self.spec.script is None:
-            non_decoder.whole(self.spec.recipe.model, layout)
+            non_decoder.check_not_split(self.spec.recipe.model, layout)
         if self.spec.script is None:
-            states.refuse(self.spec.recipe.optim, layout, self.kind, self.device)
+            optimizer_state.check_optimizer(self.spec.recipe.optim, layout, self.model_kind, self.device)
         return layout
 
-    def problem(self, strategy: Strategy | None) -> Problem | None:
+    def build_search_problem(self, strategy: Strategy | None) -> SearchProblem | None:
         """For a search; None where there is no model or no GPU whose rates are known."""
         job, recipe, parallel = self.spec.job, self.spec.recipe, self.spec.recipe.parallel
         if self.decoder is None or self.gpu is None:
             return None
-        fixed = strategy is not None or self.degrees_given()
-        stages = parallel.stages_a_rank if parallel.schedule != "auto" or parallel.split else 0
-        wanted = Wanted(
+        is_fixed = strategy is not None or self.has_degrees()
+        virtual_stages = parallel.stages_per_rank if parallel.schedule != "auto" or parallel.split else 0
+        constraints = SearchConstraints(
             strategy=strategy,
-            tp=self.tp if fixed else 0,
-            cp=self.cp if fixed else 0,
+            tp=self.tp if is_fixed else 0,
+            cp=self.cp if is_fixed else 0,
             # Names of modules that begin stages are for a pipeline that is asked for.
-            pp=self.pp if fixed or parallel.split else 0,
+            pp=self.pp if is_fixed or parallel.split else 0,
             dp_replicate=job.dp_replicate,
             dp_shard=job.dp_shard,
             micro_batch=recipe.train.micro_batch,
-            recompute="" if parallel.activation_checkpointing == "auto" else parallel.activation_checkpointing,
-            schedule=self._schedule() if stages else "",
-            virtual_stages=stages,
+            activation_checkpointing=""
+            if parallel.activation_checkpointing == "auto"
+            else parallel.activation_checkpointing,
+            schedule=self._pipeline_schedule() if virtual_stages else "",
+            virtual_stages=virtual_stages,
         )
-        unit = self.world * (recipe.train.micro_batch or 1)
-        if fixed:
-            whole = self.global_batch(self.layout_of(strategy or "fsdp"))
+        unit = self.world_size * (recipe.train.micro_batch or 1)
+        if is_fixed:
+            global_batch = self.resolve_global_batch(self.build_layout(strategy or "fsdp"))
         else:
-            whole = recipe.train.global_batch or batches.default_global_batch(unit, self.least_batch)
-        return Problem(
+            global_batch = recipe.train.global_batch or batches.default_global_batch(unit, self.min_global_batch)
+        return SearchProblem(
             model=self.decoder,
-            world=self.world,
+            world_size=self.world_size,
             gpus_per_node=job.gpus,
             seq_len=recipe.data.seq_len,
-            global_batch=whole,
-            compute=self.precision,
+            global_batch=global_batch,
+            precision=self.precision,
             parallel=parallel,
-            machine=machine_of(self.gpu, job.gpus, self.precision, self.profile),
-            stack=self.stack,
-            limit_gib=self.limit,
-            wanted=wanted,
+            machine=build_machine(self.gpu, job.gpus, self.precision, self.profile),
+            framework=self.framework,
+            limit_gib=self.limit_gib,
+            constraints=constraints,
         )
 
-    def pass_of(self, layout: Layout, micro_batch: int) -> Pass:
-        half = self.precision in ("bf16", "fp16", "fp8")
-        return Pass(
+    def build_pass_config(self, layout: Layout, micro_batch: int) -> PassConfig:
+        is_half = self.precision in ("bf16", "fp16", "fp8")
+        return PassConfig(
             seq_len=self.spec.recipe.data.seq_len,
             micro_batch=micro_batch,
-            grad_accum=max(1, self.global_batch(layout) // (layout.data_parallel * micro_batch)),
-            compute=self.precision,
-            autocast=half and not layout.fully_sharded,
+            grad_accum=max(1, self.resolve_global_batch(layout) // (layout.data_parallel * micro_batch)),
+            precision=self.precision,
+            autocast=is_half and not layout.is_fully_sharded,
             device=self.device,
             parallel=self.spec.recipe.parallel,
         )
 
-    def global_batch(self, layout: Layout) -> int:
+    def resolve_global_batch(self, layout: Layout) -> int:
         train = self.spec.recipe.train
         # Of a pipeline every schedule runs a multiple of its ranks.
         return train.global_batch or batches.default_global_batch(
-            layout.data_parallel * (train.micro_batch or non_decoder.group(self.spec.recipe.model)) * layout.pp,
-            self.least_batch,
+            layout.data_parallel * (train.micro_batch or non_decoder.group_size(self.spec.recipe.model)) * layout.pp,
+            self.min_global_batch,
         )
 
     @property
-    def least_batch(self) -> int:
+    def min_global_batch(self) -> int:
         """Sequences of a step where the recipe does not say it: what its preset is trained with, else a few."""
         model = self.spec.recipe.model
-        trained = presets.training(model.preset, model.kind)
-        return trained.global_batch if trained is not None else batches.DEFAULT_GLOBAL_BATCH
+        defaults = presets.find_training_defaults(model.preset, model.kind)
+        return defaults.global_batch if defaults is not None else batches.DEFAULT_GLOBAL_BATCH
 
-    def memory(self, layout: Layout, micro_batch: int) -> Memory:
-        if self.own is not None:
-            return counts.memory(self.own, layout, self.pass_of(layout, micro_batch), self.capacity)
+    def estimate_memory(self, layout: Layout, micro_batch: int) -> MemoryEstimate:
+        if self.model_stats is not None:
+            return user_model.estimate_user_model(
+                self.model_stats, layout, self.build_pass_config(layout, micro_batch), self.capacity_gib
+            )
         if self.decoder is None:
-            return non_decoder.states(self.spec.recipe, layout, self.capacity)
-        return memories.of_rank(self.decoder, layout, self.pass_of(layout, micro_batch), self.capacity, self.stack)
+            return non_decoder.estimate_states(self.spec.recipe, layout, self.capacity_gib)
+        return memory.estimate_memory(
+            self.decoder, layout, self.build_pass_config(layout, micro_batch), self.capacity_gib, self.framework
+        )
 
-    def split_and_need(self, layout: Layout) -> tuple[Batch, float]:
+    def split_and_estimate(self, layout: Layout) -> tuple[Batch, float]:
         """The batch split under ``layout`` and the peak in GiB that goes with it."""
-        recipe, whole = self.spec.recipe, self.global_batch(layout)
-        batches.check_divides(whole, layout.data_parallel, recipe.train.micro_batch)
-        non_decoder.check_groups(recipe.model, whole, recipe.train.micro_batch, layout.data_parallel)
-        share, group = whole // layout.data_parallel, non_decoder.group(recipe.model)
+        recipe, global_batch = self.spec.recipe, self.resolve_global_batch(layout)
+        batches.check_divides(global_batch, layout.data_parallel, recipe.train.micro_batch)
+        non_decoder.check_groups(recipe.model, global_batch, recipe.train.micro_batch, layout.data_parallel)
+        rank_batch, group = global_batch // layout.data_parallel, non_decoder.group_size(recipe.model)
 
-        def need(micro_batch: int) -> float:
-            return self.memory(layout, micro_batch).peak_gib or 0.0
+        def estimate_peak(micro_batch: int) -> float:
+            return self.estimate_memory(layout, micro_batch).peak_gib or 0.0
 
         def fits(micro_batch: int) -> bool:
             if self.decoder is None:
-                return micro_batch <= non_decoder.LARGEST_MICRO_BATCH
-            return need(micro_batch) <= self.limit
+                return micro_batch <= non_decoder.MAX_UNESTIMATED_MICRO_BATCH
+            return estimate_peak(micro_batch) <= self.limit_gib
 
-        split = batches.split(
-            whole,
+        batch = batches.split_batch(
+            global_batch,
             layout.data_parallel,
             recipe.tokens_per_sample,
             micro_batch=recipe.train.micro_batch,
             fits=fits,
-            why_not=lambda n: (
-                pipeline_schedules.why_not(layout, n) or ("it splits a group" if share // n % group else "")
+            unsupported_reason=lambda n: (
+                pipeline_schedules.unsupported_reason(layout, n)
+                or ("it splits a group" if rank_batch // n % group else "")
             ),
-            enough=pipeline_schedules.enough(layout),
-            way_out="parallel.schedule = 'gpipe'" if layout.pp > 1 and recipe.parallel.virtual_stages < 2 else "",
+            min_micro_batches=pipeline_schedules.min_micro_batches(layout),
+            alternative="parallel.schedule = 'gpipe'" if layout.pp > 1 and recipe.parallel.virtual_stages < 2 else "",
         )
-        return split, need(split.micro_batch)
+        return batch, estimate_peak(batch.micro_batch)
 
-    def limit_in_words(self) -> str:
-        share = f"{self.limit:.1f} GiB ({SAFE_FRACTION:.0%} of"
+    def format_limit(self) -> str:
+        prefix = f"{self.limit_gib:.1f} GiB ({SAFE_FRACTION:.0%} of"
         if self.gpu:
-            return f"{share} the {self.capacity:g} GiB of {self.gpu.name})"
+            return f"{prefix} the {self.capacity_gib:g} GiB of {self.gpu.name})"
         if self.device == "cpu":
-            return f"{share} {self.assumed:g} GiB, assumed for a rank on the CPU)"
-        named = f"GPU type {self.spec.job.gpu_type!r}" if self.spec.job.gpu_type else "the GPU type"
-        return f"{share} {self.assumed:g} GiB, assumed because {named} is not known; say --gpu-type)"
+            return f"{prefix} {self.assumed_gib:g} GiB, assumed for a rank on the CPU)"
+        gpu_label = f"GPU type {self.spec.job.gpu_type!r}" if self.spec.job.gpu_type else "the GPU type"
+        return f"{prefix} {self.assumed_gib:g} GiB, assumed because {gpu_label} is not known; say --gpu-type)"

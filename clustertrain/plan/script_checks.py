@@ -9,14 +9,14 @@ from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
 
 # Libraries that do not call clustertrain. What else is imported may be the user's own, and drive the step.
-_OTHERS = frozenset({
+_KNOWN_LIBRARIES = frozenset({
     "clustertrain", "datasets", "einops", "matplotlib", "numpy", "pandas", "safetensors", "scipy", "tiktoken",
     "tokenizers", "torch", "torchaudio", "torchvision", "tqdm", "transformers", "wandb", "webdataset",
 })  # fmt: skip
-_DYNAMIC = frozenset({"importlib", "runpy"})
+_DYNAMIC_IMPORTS = frozenset({"importlib", "runpy"})
 
 
-def needs_train_step(layout: Layout, precision: str) -> list[str]:
+def train_step_requirements(layout: Layout, precision: str) -> list[str]:
     """What of the plan only ``session.train_step`` can drive, each with its reason."""
     return [
         reason
@@ -31,7 +31,7 @@ def needs_train_step(layout: Layout, precision: str) -> list[str]:
     ]
 
 
-def drives_train_step(source: str) -> bool | None:
+def uses_train_step(source: str) -> bool | None:
     """Whether the script ``source`` mentions ``.train_step``; None where it cannot be known from this file alone."""
     try:
         tree = ast.parse(source)
@@ -44,31 +44,31 @@ def drives_train_step(source: str) -> bool | None:
         return True
     if any(isinstance(node, ast.Name) and node.id in ("exec", "__import__") for node in nodes):
         return None
-    return None if _imported(nodes) - (sys.stdlib_module_names - _DYNAMIC) - _OTHERS else False
+    return None if _imported_modules(nodes) - (sys.stdlib_module_names - _DYNAMIC_IMPORTS) - _KNOWN_LIBRARIES else False
 
 
-def _imported(nodes: list[ast.AST]) -> set[str]:
+def _imported_modules(nodes: list[ast.AST]) -> set[str]:
     """Top-level names of the imported modules; an empty one for relative imports."""
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {"" if n.level else n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)}
     return {name.partition(".")[0] for name in names}
 
 
-def check(layout: Layout, precision: str, source: str, name: str) -> str | None:
+def check_script(layout: Layout, precision: str, source: str, name: str) -> str | None:
     """A note where it cannot be told whether the script ``name`` drives the plan; else None.
 
     Raises:
         ConfigError: it does not.
     """
-    needs = needs_train_step(layout, precision)
-    drives = drives_train_step(source) if needs else True
-    if drives:
+    requirements = train_step_requirements(layout, precision)
+    uses = uses_train_step(source) if requirements else True
+    if uses:
         return None
-    why = "; ".join(needs)
-    if drives is None:
-        return f"{name} imports modules of its own, so it is not known whether it calls session.train_step: {why}"
+    reasons = "; ".join(requirements)
+    if uses is None:
+        return f"{name} imports modules of its own, so it is not known whether it calls session.train_step: {reasons}"
     raise ConfigError(
-        f"{name} does not call session.train_step, which this plan needs: {why}",
+        f"{name} does not call session.train_step, which this plan needs: {reasons}",
         fix="make the optimizer with session.optimizer(cls, ...) and call session.train_step(batch, loss_fn) in each "
         "step, or leave these options out",
     )

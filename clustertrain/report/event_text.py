@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from clustertrain.run.events import Event
 
-_LINES = {
+_TEMPLATES = {
     "started": "started on {nodes}",
     "session_started": "{world_size} ranks meet ({layout}, {device})",
     "restored": "resumed from the checkpoint of step {step}",
@@ -26,15 +26,15 @@ _LINES = {
 }
 
 
-def in_words(event: Event) -> str | None:
+def format_event(event: Event) -> str | None:
     """None where it is of no interest, or lacks what it should have."""
     name = str(event["event"])
     if name == "alert":
-        word = "cleared" if event.get("state") == "cleared" else event.get("severity", "alert")
-        return f"{word}: {event.get('text', '')}"
+        label = "cleared" if event.get("state") == "cleared" else event.get("severity", "alert")
+        return f"{label}: {event.get('text', '')}"
     if name == "restored" and event.get("step") is None:
         return None
-    template = _LINES.get(name)
+    template = _TEMPLATES.get(name)
     try:
         nodes = ", ".join(map(str, event.get("nodes", ())))
         return template.format_map({"save_s": 0.0, **event, "nodes": nodes}) if template else None

@@ -10,7 +10,7 @@ from rich.table import Table
 from clustertrain.report.terminal import emit, make_console
 
 
-def lines(rows: Sequence[dict[str, Any]], global_batch: int) -> None:
+def print_table(rows: Sequence[dict[str, Any]], global_batch: int) -> None:
     table = Table.grid(padding=(0, 2))
     for justify in ("right", "left", "right", "right", "right", "right"):
         table.add_column(justify=justify, overflow="fold")
@@ -19,13 +19,13 @@ def lines(rows: Sequence[dict[str, Any]], global_batch: int) -> None:
         table.add_row(
             str(row["gpus"]),
             (row["layout"] or "") + (f" ({row['why']})" if row["why"] else ""),
-            _number(row["step_s"], ".3g"),
-            _number(row["tokens_per_s"], ",.0f"),
-            _number(row["efficiency"], ".0%"),
-            _number(row["peak_gib"], ".1f") + ("" if row["fits"] is not False else ", DOES NOT FIT"),
+            _format_number(row["step_s"], ".3g"),
+            _format_number(row["tokens_per_s"], ",.0f"),
+            _format_number(row["efficiency"], ".0%"),
+            _format_number(row["peak_gib"], ".1f") + ("" if row["fits"] is not False else ", DOES NOT FIT"),
         )
     emit(make_console(), f"global batch {global_batch} at every size; efficiency: tokens/s a GPU, of the first", table)
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _format_number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)

@@ -13,22 +13,22 @@ from rich.table import Table
 from rich.text import Text
 
 from clustertrain import schema
-from clustertrain.config.evaluation import PREFIX
-from clustertrain.plan.layout import Layout, counted
-from clustertrain.report.plan_vs_measured import Pair, Prediction
-from clustertrain.report.tables import Column, fitted
-from clustertrain.report.terminal import Glyphs, brief_time, duration, meter, number
+from clustertrain.config.evaluation import VALIDATION_PREFIX
+from clustertrain.plan.layout import Layout, pluralize
+from clustertrain.report.plan_vs_measured import Pair, PlanAccuracy
+from clustertrain.report.tables import Column, fit_table
+from clustertrain.report.terminal import Glyphs, format_duration, format_number, format_step_time, meter
 from clustertrain.run import attempts, json_files
 from clustertrain.run.attempts import Attempt
-from clustertrain.run.contract_status import Slice, Standing
-from clustertrain.run.goodput import PARTS, Goodput
+from clustertrain.run.contract_status import ContractStatus, SliceStatus
+from clustertrain.run.goodput import TIME_CATEGORIES, Goodput
 
 if TYPE_CHECKING:
     from clustertrain.run.run_dir import RunDir
-    from clustertrain.scheduler.run_status import Look
+    from clustertrain.scheduler.run_status import RunStatus
 
 # Colours of the terminal's own palette, which its owner has made readable on dark and on light.
-STYLE = {
+STATE_STYLES = {
     "completed": "green",
     "running": "cyan",
     "pending": "yellow",
@@ -38,7 +38,7 @@ STYLE = {
     "signal": "yellow",
     "cancelled": "magenta",
 }
-PART_WORDS = {
+GOODPUT_LABELS = {
     "queue_s": "queue",
     "startup_s": "start-up",
     "restore_s": "restore",
@@ -50,128 +50,141 @@ PART_WORDS = {
     "shutdown_s": "shutdown",
     "lost_s": "lost",
 }
-UNREPORTED = "the script has reported no steps; see docs/training-scripts.md"
-METER = 30
-RECIPE_DIGITS = 7  # of its hash; `list --recipe` takes as few
+NO_STEPS_REPORTED = "the script has reported no steps; see docs/training-scripts.md"
+METER_WIDTH = 30
+RECIPE_HASH_DIGITS = 7  # of its hash; `list --recipe` takes as few
 
 
-def styled(word: str) -> Text:
-    return Text(word, style=STYLE.get(word, "red"))
+def styled_state(state: str) -> Text:
+    return Text(state, style=STATE_STYLES.get(state, "red"))
 
 
-def local_time(t: float | None) -> str:
+def format_local_time(t: float | None) -> str:
     return time.strftime("%m-%d %H:%M:%S", time.localtime(t)) if t else "-"
 
 
-def steps_of(seen: Look) -> str:
-    if seen.step is None:
+def format_steps(status: RunStatus) -> str:
+    if status.step is None:
         return "-"
-    return f"{seen.step}/{seen.total_steps}" if seen.total_steps else str(seen.step)
+    return f"{status.step}/{status.total_steps}" if status.total_steps else str(status.step)
 
 
-def render(seen: Look, prediction: Prediction, width: int, signs: Glyphs) -> RenderableType:
-    head = Table.grid(padding=(0, 2))
-    head.add_row("run", Text(seen.run.id, style="bold"))
-    head.add_row("state", styled(seen.state))
-    head.add_row("job", f"{seen.job_id or '-'} ({seen.backend})")
-    head.add_row("layout", Text(_layout_of(seen.run)))
-    head.add_row("step", UNREPORTED if seen.step is None and seen.goodput.ratio is None else steps_of(seen))
-    if seen.skipped_steps or seen.roll_backs:
-        told = [counted(seen.skipped_steps, "step"), "skipped,", counted(seen.roll_backs, "roll-back")]
-        head.add_row("trouble", Text(" ".join(told), style="yellow"))
-    if seen.view is not None and seen.view.state == "PENDING":
-        estimate = f", expected to start {local_time(seen.view.start_time)}" if seen.view.start_time else ""
-        head.add_row("waits for", f"{seen.view.reason or 'the scheduler'}{estimate}")
-    if seen.silence:
-        head.add_row("note", Text(f"the scheduler gave no answer: {seen.silence}", style="red"))
-    if seen.cancelling:
-        head.add_row("note", Text("cancelled by its owner, and not ended yet", style="magenta"))
-    if seen.undecided:
-        head.add_row("stopped", Text(seen.undecided, style="red"))
-    if seen.to_continue:
+def render(status: RunStatus, accuracy: PlanAccuracy, width: int, signs: Glyphs) -> RenderableType:
+    header = Table.grid(padding=(0, 2))
+    header.add_row("run", Text(status.run.id, style="bold"))
+    header.add_row("state", styled_state(status.state))
+    header.add_row("job", f"{status.job_id or '-'} ({status.backend})")
+    header.add_row("layout", Text(_format_layout(status.run)))
+    header.add_row(
+        "step", NO_STEPS_REPORTED if status.step is None and status.goodput.ratio is None else format_steps(status)
+    )
+    if status.skipped_steps or status.roll_backs:
+        anomalies = [pluralize(status.skipped_steps, "step"), "skipped,", pluralize(status.roll_backs, "roll-back")]
+        header.add_row("trouble", Text(" ".join(anomalies), style="yellow"))
+    if status.view is not None and status.view.state == "PENDING":
+        estimate = f", expected to start {format_local_time(status.view.start_time)}" if status.view.start_time else ""
+        header.add_row("waits for", f"{status.view.reason or 'the scheduler'}{estimate}")
+    if status.scheduler_error:
+        header.add_row("note", Text(f"the scheduler gave no answer: {status.scheduler_error}", style="red"))
+    if status.is_cancelling:
+        header.add_row("note", Text("cancelled by its owner, and not ended yet", style="magenta"))
+    if status.undecided_reason:
+        header.add_row("stopped", Text(status.undecided_reason, style="red"))
+    if status.continue_command:
         # In a row of its own: a line that is broken in the middle of a command can't be copied.
-        head.add_row("continue", Text(seen.to_continue, style="bold", no_wrap=True, overflow="ignore"))
-    for words in attempts.troubles(seen.run, seen.history):
-        head.add_row("note", Text(words, style="red"))
-    stopped = seen.history[-1].stopped if seen.history else None
-    if stopped:
-        head.add_row("stopped", Text(stopped, style="red"))
-    for title, words in contract_rows(seen.contract):
-        head.add_row(title, Text(words, overflow="fold"))
-    head.add_row("folder", Text(str(seen.run.path), overflow="fold"))
-    parts = [head, _attempts(seen, width), *predicted(prediction, signs), goodput(seen.goodput, signs)]
+        header.add_row("continue", Text(status.continue_command, style="bold", no_wrap=True, overflow="ignore"))
+    for failure in attempts.list_read_errors(status.run, status.history):
+        header.add_row("note", Text(failure, style="red"))
+    stop_reason = status.history[-1].stopped if status.history else None
+    if stop_reason:
+        header.add_row("stopped", Text(stop_reason, style="red"))
+    for title, failure in contract_rows(status.contract):
+        header.add_row(title, Text(failure, overflow="fold"))
+    header.add_row("folder", Text(str(status.run.path), overflow="fold"))
+    parts = [
+        header,
+        _attempts_table(status, width),
+        *plan_accuracy_table(accuracy, signs),
+        goodput_table(status.goodput, signs),
+    ]
     return Group(*[line for part in parts for line in (part, Text())][:-1])
 
 
-def contract_rows(found: Standing | None) -> list[tuple[str, str]]:
+def contract_rows(contract: ContractStatus | None) -> list[tuple[str, str]]:
     """What there is to say of the run's contract."""
-    if found is None:
+    if contract is None:
         return []
-    rows = [("task", ", ".join(w for w in (found.task, found.target) if w))]
-    if found.value is not None:
-        best = "no best yet" if found.best is None else f"best {found.best:.6g} at step {found.best_step}"
-        rows.append(("judged by", f"{found.metric}: {best}, last {found.value:.6g} at step {found.step}"))
-    elif found.metric.startswith(PREFIX):
-        rows.append(("judged by", f"{found.metric}, not evaluated yet"))
-    rows.append(("slices", "; ".join(_slice(name, s) for name, s in found.slices.items())))
-    if found.used is not None:
+    rows = [("task", ", ".join(part for part in (contract.task, contract.target) if part))]
+    if contract.value is not None:
+        best = "no best yet" if contract.best is None else f"best {contract.best:.6g} at step {contract.best_step}"
+        rows.append(("judged by", f"{contract.metric}: {best}, last {contract.value:.6g} at step {contract.step}"))
+    elif contract.metric.startswith(VALIDATION_PREFIX):
+        rows.append(("judged by", f"{contract.metric}, not evaluated yet"))
+    rows.append(("slices", "; ".join(_format_slice(name, s) for name, s in contract.slices.items())))
+    if contract.used is not None:
         limits = [
-            f"{getattr(found.used, name):.3g} {word} used, {left:.3g} left"
+            f"{getattr(contract.used, name):.3g} {word} used, {remaining:.3g} left"
             for name, word in (("gpu_hours", "GPU-hours"), ("wall_hours", "hours"), ("cost", "cost"))
-            if (left := found.left.get(name)) is not None
+            if (remaining := contract.left.get(name)) is not None
         ]
         rows.append(("budget", "; ".join(limits)))
     return [row for row in rows if row[1]]
 
 
-def _slice(name: str, found: Slice) -> str:
-    if found.value is None or found.best is None:
+def _format_slice(name: str, slice_status: SliceStatus) -> str:
+    if slice_status.value is None or slice_status.best is None:
         return f"{name} not known"
-    worse = f", worse by {found.regression:.3g} than its best {found.best:.6g}" if found.regression else ""
-    return f"{name} {found.value:.6g}{worse}"
+    worse = (
+        f", worse by {slice_status.regression:.3g} than its best {slice_status.best:.6g}"
+        if slice_status.regression
+        else ""
+    )
+    return f"{name} {slice_status.value:.6g}{worse}"
 
 
-def _layout_of(run: RunDir) -> str:
+def _format_layout(run: RunDir) -> str:
     try:
-        return schema.convert(json_files.read(run.plan).value.get("layout"), Layout).words()
+        return schema.convert(json_files.load_document(run.plan).value.get("layout"), Layout).describe()
     except msgspec.ValidationError:  # of another version
         return "-"
 
 
-def _steps(attempt: Attempt) -> str:
+def _format_step_range(attempt: Attempt) -> str:
     first, last = ("-" if step is None else str(step) for step in (attempt.first_step, attempt.last_step))
     return "-" if first == last == "-" else f"{first} to {last}"
 
 
-def _attempts(seen: Look, width: int) -> RenderableType:
-    if not seen.history:
+def _attempts_table(status: RunStatus, width: int) -> RenderableType:
+    if not status.history:
         return Text("no attempt has started yet")
-    now, history = time.time(), seen.history
+    now, history = time.time(), status.history
     columns = [
         Column("attempt", [str(a.n) for a in history]),
         Column("job", [a.job_id for a in history]),
         Column(
             "nodes", [f"{a.nodes[0]} +{len(a.nodes) - 1}" if len(a.nodes) > 1 else "".join(a.nodes) for a in history]
         ),
-        Column("started", [local_time(a.start) for a in history]),
-        Column("ran", [duration((a.end or now) - a.start) if a.start else "-" for a in history], right=True),
-        Column("steps", [_steps(a) for a in history], right=True),
-        Column("state", [styled(seen.state_of(a)) for a in history]),
+        Column("started", [format_local_time(a.start) for a in history]),
+        Column(
+            "ran", [format_duration((a.end or now) - a.start) if a.start else "-" for a in history], right_aligned=True
+        ),
+        Column("steps", [_format_step_range(a) for a in history], right_aligned=True),
+        Column("state", [styled_state(status.attempt_state(a)) for a in history]),
     ]
     columns = [c for c in columns if any(str(cell) not in ("", "-") for cell in c.cells)]
-    table = fitted(columns, width, dropped=("ran", "nodes", "started"))
+    table = fit_table(columns, width, drop_order=("ran", "nodes", "started"))
     # Below the table: a reason may be a sentence, and a column of 20 cells would break it into ten lines.
-    reasons = [Text(f"{a.n}: {a.reason}") for a in seen.history if a.reason]
+    reasons = [Text(f"{a.n}: {a.reason}") for a in status.history if a.reason]
     return Group(table, *([Text(), *reasons] if reasons else []))
 
 
-def predicted(found: Prediction, signs: Glyphs) -> list[RenderableType]:
+def plan_accuracy_table(accuracy: PlanAccuracy, signs: Glyphs) -> list[RenderableType]:
     """A row for what was predicted or measured; nothing where that is nothing at all."""
     rows: list[tuple[str, Pair, Callable[[float], str]]] = [
-        ("step", found.step_s, brief_time),
-        ("tokens/s a rank", found.tokens_per_s_per_gpu, lambda v: f"{v:,.0f}"),
-        ("GPU memory in use", found.peak_gib, lambda v: f"{v:.1f} GiB"),
-        ("of it by torch", found.allocated_gib, lambda v: f"{v:.1f} GiB"),
+        ("step", accuracy.step_s, format_step_time),
+        ("tokens/s a rank", accuracy.tokens_per_s_per_gpu, lambda v: f"{v:,.0f}"),
+        ("GPU memory in use", accuracy.peak_gib, lambda v: f"{v:.1f} GiB"),
+        ("of it by torch", accuracy.allocated_gib, lambda v: f"{v:.1f} GiB"),
     ]
     rows = [row for row in rows if row[1].predicted is not None or row[1].measured is not None]
     if not rows:
@@ -180,65 +193,70 @@ def predicted(found: Prediction, signs: Glyphs) -> list[RenderableType]:
     table.add_column("")
     for name in ("predicted", "measured", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name, pair, shown in rows:
-        values = [signs.dash if v is None else shown(v) for v in (pair.predicted, pair.measured)]
-        table.add_row(name, *values, number(pair.ratio, signs, 2))
-    steps = f" (median of {counted(found.steps, 'step')})" if found.steps else ""
+    for name, pair, format_cell in rows:
+        values = [signs.dash if v is None else format_cell(v) for v in (pair.predicted, pair.measured)]
+        table.add_row(name, *values, format_number(pair.ratio, signs, 2))
+    steps = f" (median of {pluralize(accuracy.steps, 'step')})" if accuracy.steps else ""
     parts: list[RenderableType] = [Text(f"The plan and the run{steps}", style="bold"), table]
-    if found.other_attempts:
-        which = f"attempt{'s' * (len(found.other_attempts) > 1)} {', '.join(map(str, found.other_attempts))}"
-        parts.append(Text(f"not counted: {which}, on another number of ranks than the plan's"))
+    if accuracy.other_attempts:
+        attempts_text = (
+            f"attempt{'s' * (len(accuracy.other_attempts) > 1)} {', '.join(map(str, accuracy.other_attempts))}"
+        )
+        parts.append(Text(f"not counted: {attempts_text}, on another number of ranks than the plan's"))
     return [Group(*parts)]
 
 
-def goodput(parts: Goodput, signs: Glyphs) -> RenderableType:
+def goodput_table(ledger: Goodput, signs: Glyphs) -> RenderableType:
     """The ledger as a table whose times and shares add up to the last row's."""
-    seconds = [getattr(parts, name) for name in PARTS]
-    whole = round(parts.wall_s)
-    times, shares = apportioned(seconds, whole), apportioned(seconds, 100)
+    seconds = [getattr(ledger, name) for name in TIME_CATEGORIES]
+    wall_s = round(ledger.wall_s)
+    times, shares = apportion(seconds, wall_s), apportion(seconds, 100)
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column("part")
     table.add_column("time", justify="right")
     table.add_column("share", justify="right")
     table.add_column("meter", no_wrap=True)
-    for name, exact, shown, share in zip(PARTS, seconds, times, shares, strict=True):
-        if exact <= 0:
+    for name, exact_s, shown_s, share in zip(TIME_CATEGORIES, seconds, times, shares, strict=True):
+        if exact_s <= 0:
             continue
         style = "green" if name == "productive_s" else "red" if name in ("lost_s", "repeated_s") else "blue"
-        bar = meter(exact / parts.wall_s, METER, style, signs)
-        words = "in the script" if name == "other_s" and parts.ratio is None else PART_WORDS[name]
-        table.add_row(words, to_the_second(shown), f"{share}%", bar)
-    table.add_row("wall time", to_the_second(whole), "", "")
-    lines: list[RenderableType] = [Text(f"Where the time went ({_productive(parts, shares)})", style="bold"), table]
-    steps_s = parts.productive_s + parts.repeated_s
-    if parts.data_wait_s > 0 and steps_s > 0:
-        wait = f"{brief_time(parts.data_wait_s)}, {parts.data_wait_s / steps_s:.1%} of them"
+        bar = meter(exact_s / ledger.wall_s, METER_WIDTH, style, signs)
+        label = "in the script" if name == "other_s" and ledger.ratio is None else GOODPUT_LABELS[name]
+        table.add_row(label, format_exact_duration(shown_s), f"{share}%", bar)
+    table.add_row("wall time", format_exact_duration(wall_s), "", "")
+    lines: list[RenderableType] = [
+        Text(f"Where the time went ({_format_goodput(ledger, shares)})", style="bold"),
+        table,
+    ]
+    steps_s = ledger.productive_s + ledger.repeated_s
+    if ledger.data_wait_s > 0 and steps_s > 0:
+        wait = f"{format_step_time(ledger.data_wait_s)}, {ledger.data_wait_s / steps_s:.1%} of them"
         lines.append(Text(f"within the steps, rank 0 waited for data: {wait}"))
     return Group(*lines)
 
 
-def _productive(parts: Goodput, shares: Sequence[int]) -> str:
-    if parts.effective_ratio is None:
-        return f"goodput not known: {UNREPORTED}"
-    share = shares[PARTS.index("productive_s")]
-    return f"goodput {share}%; {parts.effective_ratio:.0%} of the time with nodes"
+def _format_goodput(ledger: Goodput, shares: Sequence[int]) -> str:
+    if ledger.effective_ratio is None:
+        return f"goodput not known: {NO_STEPS_REPORTED}"
+    share = shares[TIME_CATEGORIES.index("productive_s")]
+    return f"goodput {share}%; {ledger.effective_ratio:.0%} of the time with nodes"
 
 
-def apportioned(values: Sequence[float], total: int) -> list[int]:
+def apportion(values: Sequence[float], total: int) -> list[int]:
     """Whole numbers in the proportion of ``values`` that sum to ``total``: the largest remainders are rounded up. All
     zero where nothing is to be shared."""
-    whole = math.fsum(values)
-    if whole <= 0:
+    value_sum = math.fsum(values)
+    if value_sum <= 0:
         return [0] * len(values)
-    exact = [v / whole * total for v in values]
-    found = [math.floor(v) for v in exact]
-    by_remainder = sorted(range(len(values)), key=lambda i: found[i] - exact[i])
-    for i in by_remainder[: total - sum(found)]:
-        found[i] += 1
-    return found
+    exact = [v / value_sum * total for v in values]
+    result = [math.floor(v) for v in exact]
+    by_remainder = sorted(range(len(values)), key=lambda i: result[i] - exact[i])
+    for i in by_remainder[: total - sum(result)]:
+        result[i] += 1
+    return result
 
 
-def to_the_second(seconds: int) -> str:
+def format_exact_duration(seconds: int) -> str:
     """``45s``, ``12m05s``, ``3h07m12s``, ``2d04h00m05s``: times that a reader may add up."""
     minutes, s = divmod(seconds, 60)
     hours, m = divmod(minutes, 60)
@@ -250,30 +268,32 @@ def to_the_second(seconds: int) -> str:
     return f"{m}m{s:02d}s" if minutes else f"{s}s"
 
 
-def remarks(looks: Sequence[Look]) -> list[Text]:
+def format_remarks(statuses: Sequence[RunStatus]) -> list[Text]:
     """Below the table of runs: why a scheduler's part is missing, once; runs that ended and need their owner's word."""
-    silences = dict.fromkeys(x.silence for x in looks if x.silence)
-    lines = [f"states are from the runs' own files, without the scheduler's: {words}" for words in silences]
-    found = [Text(line, style="red") for line in lines]
-    for x in looks:
-        why = x.undecided or (f"Slurm holds its job ({x.view.reason})" if x.held and x.view is not None else "")
-        if why:
-            found.append(Text(f"{x.run.id}: {why}; to continue:", style="red"))
-            found.append(Text(f"  {x.to_continue}", style="bold", no_wrap=True, overflow="ignore"))
-    return found
+    scheduler_errors = dict.fromkeys(x.scheduler_error for x in statuses if x.scheduler_error)
+    lines = [f"states are from the runs' own files, without the scheduler's: {words}" for words in scheduler_errors]
+    remark_lines = [Text(line, style="red") for line in lines]
+    for status in statuses:
+        reason = status.undecided_reason or (
+            f"Slurm holds its job ({status.view.reason})" if status.is_held and status.view is not None else ""
+        )
+        if reason:
+            remark_lines.append(Text(f"{status.run.id}: {reason}; to continue:", style="red"))
+            remark_lines.append(Text(f"  {status.continue_command}", style="bold", no_wrap=True, overflow="ignore"))
+    return remark_lines
 
 
-def runs_table(looks: Sequence[Look], width: int) -> RenderableType:
-    if not looks:
+def runs_table(statuses: Sequence[RunStatus], width: int) -> RenderableType:
+    if not statuses:
         return Text("no runs yet: start one with `clustertrain submit`")
-    started = [next((a.start for a in x.history if a.start), None) for x in looks]
+    started = [next((a.start for a in x.history if a.start), None) for x in statuses]
     columns = [
-        Column("run", [x.run.id for x in looks]),
-        Column("state", [styled(x.state) for x in looks]),
-        Column("job", [x.job_id or "-" for x in looks]),
-        Column("step", [steps_of(x) for x in looks], right=True),
-        Column("attempts", [str(len(x.history)) for x in looks], right=True),
-        Column("started", [local_time(t) for t in started]),
-        Column("recipe", [x.recipe_hash[:RECIPE_DIGITS] for x in looks]),
+        Column("run", [x.run.id for x in statuses]),
+        Column("state", [styled_state(x.state) for x in statuses]),
+        Column("job", [x.job_id or "-" for x in statuses]),
+        Column("step", [format_steps(x) for x in statuses], right_aligned=True),
+        Column("attempts", [str(len(x.history)) for x in statuses], right_aligned=True),
+        Column("started", [format_local_time(t) for t in started]),
+        Column("recipe", [x.recipe_hash[:RECIPE_HASH_DIGITS] for x in statuses]),
     ]
-    return fitted(columns, width, dropped=("attempts", "started", "job", "step"))
+    return fit_table(columns, width, drop_order=("attempts", "started", "job", "step"))

@@ -9,13 +9,13 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-BETWEEN = 2  # blanks
+COLUMN_GAP = 2  # blanks
 
 
 class Column(msgspec.Struct, frozen=True):
     title: str
     cells: Sequence[str | Text]
-    right: bool = False
+    right_aligned: bool = False
 
     def width(self, *, wrapped: bool) -> int:
         """``wrapped``: with the words of the title below each other."""
@@ -23,28 +23,30 @@ class Column(msgspec.Struct, frozen=True):
         return max(cell_len(str(text)) for text in (*titles, *self.cells, ""))
 
 
-def fitted(columns: Sequence[Column], width: int, dropped: Sequence[str] = ()) -> Table:
-    """As many of ``columns`` as fit, without the titles of ``dropped`` one after the other; the rest stays whole, and
-    where that is still too wide it is the terminal that breaks the lines."""
-    kept = list(columns)
-    for title in dropped:
-        if _width(kept, wrapped=True) <= width:
+def fit_table(columns: Sequence[Column], width: int, drop_order: Sequence[str] = ()) -> Table:
+    """As many of ``columns`` as fit, without the titles of ``drop_order`` one after the other; the rest stays whole,
+    and where that is still too wide it is the terminal that breaks the lines."""
+    remaining = list(columns)
+    for title in drop_order:
+        if _width(remaining, wrapped=True) <= width:
             break
-        kept = [column for column in kept if column.title != title]
-    wrapped = _width(kept, wrapped=False) > width
+        remaining = [column for column in remaining if column.title != title]
+    wrapped = _width(remaining, wrapped=False) > width
     table = Table(
         box=None,
-        padding=(0, BETWEEN, 0, 0),
+        padding=(0, COLUMN_GAP, 0, 0),
         pad_edge=False,
         header_style="bold",
-        width=_width(kept, wrapped=wrapped),
+        width=_width(remaining, wrapped=wrapped),
     )
-    for column in kept:
-        table.add_column(column.title, justify="right" if column.right else "left", width=column.width(wrapped=wrapped))
-    for row in zip(*(column.cells for column in kept), strict=True):
+    for column in remaining:
+        table.add_column(
+            column.title, justify="right" if column.right_aligned else "left", width=column.width(wrapped=wrapped)
+        )
+    for row in zip(*(column.cells for column in remaining), strict=True):
         table.add_row(*row)
     return table
 
 
 def _width(columns: Sequence[Column], *, wrapped: bool) -> int:
-    return sum(column.width(wrapped=wrapped) + BETWEEN for column in columns) - BETWEEN
+    return sum(column.width(wrapped=wrapped) + COLUMN_GAP for column in columns) - COLUMN_GAP

@@ -9,105 +9,105 @@ from rich.table import Table
 from rich.text import Text
 
 from clustertrain.report import insights, status, terminal
-from clustertrain.report.runs.compare_text import said
+from clustertrain.report.runs.compare_text import format_setting
 from clustertrain.report.terminal import Glyphs
-from clustertrain.telemetry.analysis.compare import FIGURES, Comparison, Figure, Side
-from clustertrain.telemetry.report_schema import Note
+from clustertrain.telemetry.analysis.compare import METRIC_RULES, MetricComparison, Side, TelemetryComparison
+from clustertrain.telemetry.report_schema import Insight
 
-WIDE = 76
-ALIKE = 0.02  # a ratio nearer to 1 than this is not called better or worse
-
-
-def show(found: Comparison, console: Console) -> None:
-    terminal.emit(console, *render(found, console.width, terminal.glyphs(console)))
+WIDE_COLUMNS = 76
+EQUAL_TOLERANCE = 0.02  # a ratio nearer to 1 than this is not called better or worse
 
 
-def render(found: Comparison, width: int, signs: Glyphs = terminal.UNICODE) -> list[RenderableType]:
-    """Below ``WIDE`` columns without the differences, which the ratios tell as well."""
-    titles = {name: rule.title for name, rule in FIGURES.items()}
+def show(comparison: TelemetryComparison, console: Console) -> None:
+    terminal.emit(console, *render(comparison, console.width, terminal.glyphs(console)))
+
+
+def render(comparison: TelemetryComparison, width: int, signs: Glyphs = terminal.UNICODE) -> list[RenderableType]:
+    """Below ``WIDE_COLUMNS`` columns without the differences, which the ratios tell as well."""
+    titles = {name: figure_spec.title for name, figure_spec in METRIC_RULES.items()}
     blocks: list[list[RenderableType]] = [
-        [_sides(found, signs)],
-        _figures(found.figures, titles, width, signs),
-        _goodput(found.goodput, width, signs),
-        _settings(found, signs),
-        _notes("Notes that only A has", found.only_a),
-        _notes("Notes that only B has", found.only_b),
+        [_sides(comparison, signs)],
+        _figures(comparison.figures, titles, width, signs),
+        _goodput(comparison.goodput, width, signs),
+        _settings(comparison, signs),
+        _notes("Notes that only A has", comparison.only_a),
+        _notes("Notes that only B has", comparison.only_b),
     ]
     return [part for block in blocks if block for part in ("", *block)][1:]
 
 
-def _sides(found: Comparison, signs: Glyphs) -> Table:
+def _sides(comparison: TelemetryComparison, signs: Glyphs) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, side in (("A", found.a), ("B", found.b)):
-        table.add_row(Text(name, style="bold"), _side(side, signs))
-    if unequal := _unequal(found):
-        table.add_row("", unequal)
+    for name, side in (("A", comparison.a), ("B", comparison.b)):
+        table.add_row(Text(name, style="bold"), _describe_side(side, signs))
+    if warning := _size_warning(comparison):
+        table.add_row("", warning)
     return table
 
 
-def _unequal(found: Comparison) -> str:
+def _size_warning(comparison: TelemetryComparison) -> str:
     """What of two runs of different sizes can be compared, and what cannot."""
-    steps = found.figures["steps"]
-    words = [f"{found.a.gpus:,} and {found.b.gpus:,} GPUs"] if found.a.gpus != found.b.gpus else []
-    words += [f"{steps.a:,.0f} and {steps.b:,.0f} steps"] if steps.difference and steps.a is not None else []
-    if not words:
+    steps = comparison.figures["steps"]
+    parts = [f"{comparison.a.gpus:,} and {comparison.b.gpus:,} GPUs"] if comparison.a.gpus != comparison.b.gpus else []
+    parts += [f"{steps.a:,.0f} and {steps.b:,.0f} steps"] if steps.difference and steps.a is not None else []
+    if not parts:
         return ""
     return (
-        f"{', '.join(words)}: steps, GPU-hours and the energy of a GPU are of the whole run and not scaled; "
+        f"{', '.join(parts)}: steps, GPU-hours and the energy of a GPU are of the whole run and not scaled; "
         "compare tokens/s a GPU, the energy a token, and shares"
     )
 
 
-def _side(side: Side, signs: Glyphs) -> Text:
-    gpus = f"{_count(side.gpus, 'GPU')}" if side.gpus else "no GPU figures"
-    where = f"{_count(side.nodes, 'node')}, {gpus}" + (f" ({', '.join(side.gpu_names)})" if side.gpu_names else "")
-    words: list[str | Text] = [side.run]
-    words += [status.styled(side.state)] if side.state else []
-    words += [where, _count(side.attempts, "attempt")] + ([f"job {side.job_id}"] if side.job_id else [])
-    return Text(signs.dot).join(Text.assemble(w) for w in words)
+def _describe_side(side: Side, signs: Glyphs) -> Text:
+    gpus = f"{_pluralize(side.gpus, 'GPU')}" if side.gpus else "no GPU figures"
+    where = f"{_pluralize(side.nodes, 'node')}, {gpus}" + (f" ({', '.join(side.gpu_names)})" if side.gpu_names else "")
+    parts: list[str | Text] = [side.run]
+    parts += [status.styled_state(side.state)] if side.state else []
+    parts += [where, _pluralize(side.attempts, "attempt")] + ([f"job {side.job_id}"] if side.job_id else [])
+    return Text(signs.dot).join(Text.assemble(w) for w in parts)
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'s' * (number != 1)}"
+def _pluralize(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _figures(
-    figures: Mapping[str, Figure], titles: Mapping[str, str], width: int, signs: Glyphs
+    figures: Mapping[str, MetricComparison], titles: Mapping[str, str], width: int, signs: Glyphs
 ) -> list[RenderableType]:
     """Those that neither has are left to the JSON, but for their reason."""
     table = _table("", width)
-    reasons: dict[str, list[str]] = {}
+    titles_by_reason: dict[str, list[str]] = {}
     for name, figure in figures.items():
-        for side, why in figure.missing.items():
-            reasons.setdefault(f"{side.upper()}: {why}", []).append(titles[name])
+        for side, reason in figure.missing.items():
+            titles_by_reason.setdefault(f"{side.upper()}: {reason}", []).append(titles[name])
         if figure.a is not None or figure.b is not None:
-            _row(table, titles[name], figure, signs)
-    lines = [Text(f"{signs.dash} {why} ({', '.join(names)})") for why, names in reasons.items()]
+            _add_row(table, titles[name], figure, signs)
+    lines = [Text(f"{signs.dash} {why} ({', '.join(names)})") for why, names in titles_by_reason.items()]
     return [table, *lines] if table.row_count else list(lines)
 
 
 def _table(title: str, width: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column(title, no_wrap=True)
-    for name in ("A", "B", *(["B - A"] if width >= WIDE else []), "B / A"):
+    for name in ("A", "B", *(["B - A"] if width >= WIDE_COLUMNS else []), "B / A"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     return table
 
 
-def _row(table: Table, title: str, figure: Figure, signs: Glyphs) -> None:
+def _add_row(table: Table, title: str, figure: MetricComparison, signs: Glyphs) -> None:
     largest = max((abs(v) for v in (figure.a, figure.b) if v is not None), default=0.0)
-    values = [signs.dash if v is None else _shown(v, figure.unit, largest) for v in (figure.a, figure.b)]
-    change = signs.dash if figure.difference is None else _signed(figure.difference, figure.unit, largest)
+    values = [signs.dash if v is None else _format_value(v, figure.unit, largest) for v in (figure.a, figure.b)]
+    change = signs.dash if figure.difference is None else _format_difference(figure.difference, figure.unit, largest)
     ratio = signs.dash if figure.ratio is None else f"{figure.ratio:.3f}"
     changes = [change, ratio] if len(table.columns) == 6 else [ratio]
     table.add_row(title, *values, *changes, _verdict(figure))
 
 
-def _verdict(figure: Figure) -> Text:
-    if figure.better is None or figure.ratio is None or abs(figure.ratio - 1) < ALIKE:
+def _verdict(figure: MetricComparison) -> Text:
+    if figure.better is None or figure.ratio is None or abs(figure.ratio - 1) < EQUAL_TOLERANCE:
         return Text()
     better = (figure.ratio > 1) == (figure.better == "higher")
     return Text("better", style="green") if better else Text("worse", style="red")
@@ -117,56 +117,56 @@ _SCALES: dict[str, tuple[tuple[float, str], ...]] = {
     "s": ((1.0, "s"), (1e-3, "ms")),
     "J": ((3.6e6, "kWh"), (3600.0, "Wh"), (1.0, "J"), (1e-3, "mJ")),
 }
-_WHOLE = ("tokens/s", "steps", "W", "MHz")
-_TITLED = ("tokens/s", "steps")  # units that stand in the row's title
+_INTEGER_UNITS = ("tokens/s", "steps", "W", "MHz")
+_UNITS_IN_TITLE = ("tokens/s", "steps")  # units that stand in the row's title
 
 
-def _shown(value: float, unit: str, largest: float) -> str:
+def _format_value(value: float, unit: str, largest: float) -> str:
     """``value`` of a row in the unit and with the places that suit its ``largest`` one, so that A, B and B - A are of
     one kind."""
     if unit == "ratio":
         return f"{value:.1%}"
     if not unit:
         return f"{value:,.4g}"
-    size, shown = 1.0, "" if unit in _TITLED else unit
+    unit_size, unit_text = 1.0, "" if unit in _UNITS_IN_TITLE else unit
     if unit in _SCALES:
-        size, shown = next((s for s in _SCALES[unit] if largest >= s[0]), _SCALES[unit][-1])
-    value, largest = value / size, largest / size
-    places = 0 if unit in _WHOLE or largest >= 100 else 1 if largest >= 10 else 2
-    text = f"{value:,.{places}f}"
-    if value and not float(text.replace(",", "")) and unit not in _WHOLE:
+        unit_size, unit_text = next((s for s in _SCALES[unit] if largest >= s[0]), _SCALES[unit][-1])
+    value, largest = value / unit_size, largest / unit_size
+    decimals = 0 if unit in _INTEGER_UNITS or largest >= 100 else 1 if largest >= 10 else 2
+    text = f"{value:,.{decimals}f}"
+    if value and not float(text.replace(",", "")) and unit not in _INTEGER_UNITS:
         text = f"{value:.2g}"
-    return f"{text} {shown}".rstrip()
+    return f"{text} {unit_text}".rstrip()
 
 
-def _signed(difference: float, unit: str, largest: float) -> str:
+def _format_difference(difference: float, unit: str, largest: float) -> str:
     if not difference:
         return "0"
     if unit == "ratio":
         return f"{100 * difference:+.1f} pts"
-    return ("+" if difference > 0 else "-") + _shown(abs(difference), unit, largest)
+    return ("+" if difference > 0 else "-") + _format_value(abs(difference), unit, largest)
 
 
-def _goodput(figures: Mapping[str, Figure], width: int, signs: Glyphs) -> list[RenderableType]:
+def _goodput(figures: Mapping[str, MetricComparison], width: int, signs: Glyphs) -> list[RenderableType]:
     table = _table("Where the time went", width)
-    for part, figure in figures.items():
+    for component, figure in figures.items():
         if figure.a or figure.b:
-            _row(table, status.PART_WORDS[part], figure, signs)
+            _add_row(table, status.GOODPUT_LABELS[component], figure, signs)
     return [table] if table.row_count else []
 
 
-def _settings(found: Comparison, signs: Glyphs) -> list[RenderableType]:
-    if found.unknown:
-        return [Text(f"The settings cannot be compared: {'; '.join(found.unknown)}")]
-    if not found.settings:
+def _settings(comparison: TelemetryComparison, signs: Glyphs) -> list[RenderableType]:
+    if comparison.unknown:
+        return [Text(f"The settings cannot be compared: {'; '.join(comparison.unknown)}")]
+    if not comparison.settings:
         return [Text("The settings are the same")]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for title in ("Settings that differ", "A", "B"):
         table.add_column(title, overflow="fold")
-    for setting in found.settings:
-        table.add_row(setting.key, said(setting.a, signs.dash), said(setting.b, signs.dash))
+    for setting in comparison.settings:
+        table.add_row(setting.key, format_setting(setting.a, signs.dash), format_setting(setting.b, signs.dash))
     return [table]
 
 
-def _notes(title: str, only: list[Note]) -> list[RenderableType]:
-    return [Text(title, style="bold"), *insights.render(only)[1:]] if only else []
+def _notes(title: str, notes: list[Insight]) -> list[RenderableType]:
+    return [Text(title, style="bold"), *insights.render(notes)[1:]] if notes else []

@@ -20,19 +20,19 @@ from rich.segment import Segment
 from rich.text import Text
 
 from clustertrain import reading
-from clustertrain.printable import printable, raw
+from clustertrain.printable import printable, unwrap_stream
 
-NARROWEST, WIDEST, FALLBACK = 60, 200, 80
-UNBROKEN = 1 << 20  # the width of a pipe into which rows go whole
+MIN_WIDTH, MAX_WIDTH, DEFAULT_WIDTH = 60, 200, 80
+UNLIMITED_WIDTH = 1 << 20  # the width of a pipe into which rows go whole
 
 
 class Glyphs(msgspec.Struct, frozen=True):
-    """``levels`` from empty to full; ``none`` stands where nothing was recorded."""
+    """``levels`` from empty to full; ``gap`` stands where nothing was recorded."""
 
     levels: str
-    none: str
+    gap: str
     bar: str
-    rest: str
+    empty: str
     dash: str
     dot: str
     degree: str
@@ -40,8 +40,8 @@ class Glyphs(msgspec.Struct, frozen=True):
 
 
 # Without the full block: curves in neighbouring rows would grow into one wall.
-UNICODE = Glyphs(levels="▁▂▃▄▅▆▇", none=" ", bar="█", rest="░", dash="–", dot=" · ", degree="°C", line="─")
-ASCII = Glyphs(levels="_.:-=+*", none=" ", bar="#", rest=".", dash="-", dot=", ", degree="C", line="-")
+UNICODE = Glyphs(levels="▁▂▃▄▅▆▇", gap=" ", bar="█", empty="░", dash="–", dot=" · ", degree="°C", line="─")
+ASCII = Glyphs(levels="_.:-=+*", gap=" ", bar="#", empty=".", dash="-", dot=", ", degree="C", line="-")
 
 
 def make_console(file: IO[str] | None = None, width: int | None = None, *, rows: bool = False) -> Console:
@@ -50,12 +50,14 @@ def make_console(file: IO[str] | None = None, width: int | None = None, *, rows:
     Piped, it writes plain text: no escapes, as wide as COLUMNS says, else 80; ``rows``, of which a script reads each as
     a line, are then as long as they are. NO_COLOR and TERM=dumb are respected.
     """
-    out = raw(file or sys.stdout)
+    stream = unwrap_stream(file or sys.stdout)
     if width is None:
-        width = shutil.get_terminal_size((FALLBACK, 24)).columns if _is_terminal(out) else _columns()
-    width = (UNBROKEN if rows else FALLBACK) if width is None else max(NARROWEST, min(width, WIDEST))
+        width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns if _is_terminal(stream) else _columns()
+    width = (UNLIMITED_WIDTH if rows else DEFAULT_WIDTH) if width is None else max(MIN_WIDTH, min(width, MAX_WIDTH))
     # FORCE_COLOR would have rich write escapes into a pipe that nobody asked to colour.
-    return _Console(file=out, width=width, force_terminal=_is_terminal(out), highlight=False, emoji=False, markup=False)
+    return _Console(
+        file=stream, width=width, force_terminal=_is_terminal(stream), highlight=False, emoji=False, markup=False
+    )
 
 
 class _Console(Console):
@@ -67,13 +69,13 @@ class _Console(Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
-def _is_terminal(out: IO[str]) -> bool:
-    return out.isatty() and os.environ.get("TERM") != "dumb"
+def _is_terminal(stream: IO[str]) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _columns() -> int | None:
     value = os.environ.get("COLUMNS", "")
-    return int(value) if reading.is_count(value) and int(value) else None
+    return int(value) if reading.is_unsigned_int(value) and int(value) else None
 
 
 def emit(console: Console, *parts: RenderableType) -> None:
@@ -95,7 +97,7 @@ def glyphs(console: Console) -> Glyphs:
     return UNICODE
 
 
-def grade(ratio: float) -> str:
+def utilization_style(ratio: float) -> str:
     """The colour of a utilization, by the limits of the notes."""
     return "red" if ratio < 0.15 else "yellow" if ratio < 0.7 else "green"
 
@@ -103,49 +105,50 @@ def grade(ratio: float) -> str:
 def meter(ratio: float | None, width: int, style: str, signs: Glyphs) -> Text:
     """A bar of ``width`` cells; empty and unstyled where the ratio is not known."""
     if ratio is None:
-        return Text(signs.rest * width)
-    full = round(max(0.0, min(1.0, ratio)) * width)
-    return Text.assemble((signs.bar * full, style), signs.rest * (width - full))
+        return Text(signs.empty * width)
+    num_full = round(max(0.0, min(1.0, ratio)) * width)
+    return Text.assemble((signs.bar * num_full, style), signs.empty * (width - num_full))
 
 
 def resample(values: Sequence[float | None], count: int) -> list[float | None]:
     """``values`` as ``count`` means of equal shares; fewer values stay as they are."""
     if len(values) <= count:
         return list(values)
-    found: list[float | None] = []
+    means: list[float | None] = []
     for i in range(count):
-        share = values[i * len(values) // count : (i + 1) * len(values) // count]
-        known = [v for v in share if v is not None]
-        found.append(sum(known) / len(known) if known else None)
-    return found
+        chunk = values[i * len(values) // count : (i + 1) * len(values) // count]
+        chunk_values = [v for v in chunk if v is not None]
+        means.append(sum(chunk_values) / len(chunk_values) if chunk_values else None)
+    return means
 
 
 def sparkline(values: Sequence[float | None], width: int, signs: Glyphs) -> str:
     """Ratios 0-1 as one line of at most ``width`` characters, oldest first; a gap where nothing was recorded."""
-    top = len(signs.levels) - 1
+    max_level = len(signs.levels) - 1
     cells = resample(values, width)
     return "".join(
-        signs.none if v is None else signs.levels[min(top, math.floor(max(0.0, v) * (top + 1)))] for v in cells
+        signs.gap if v is None else signs.levels[min(max_level, math.floor(max(0.0, v) * (max_level + 1)))]
+        for v in cells
     )
 
 
-def percent(ratio: float | None, signs: Glyphs) -> str:
+def format_percent(ratio: float | None, signs: Glyphs) -> str:
     return signs.dash if ratio is None else f"{ratio:.0%}"
 
 
-def number(value: float | None, signs: Glyphs, places: int = 0) -> str:
-    return signs.dash if value is None else f"{value:.{places}f}"
+def format_number(value: float | None, signs: Glyphs, decimals: int = 0) -> str:
+    return signs.dash if value is None else f"{value:.{decimals}f}"
 
 
-def used_of(used: float | None, total: float | None, signs: Glyphs) -> str:
+def format_used(used: float | None, total: float | None, signs: Glyphs) -> str:
     """``61/80``, both in the same unit."""
     if used is None and total is None:
         return signs.dash
-    small = total is not None and total < 10
-    return f"{number(used, signs, 1 if small else 0)}/{number(total, signs, 1 if small else 0)}"
+    decimals = total is not None and total < 10
+    return f"{format_number(used, signs, 1 if decimals else 0)}/{format_number(total, signs, 1 if decimals else 0)}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """``45s``, ``12m05s``, ``3h07m``, ``2d04h``."""
     s = round(seconds)
     if s < 60:
@@ -157,20 +160,20 @@ def duration(seconds: float) -> str:
     return f"{s // 86400}d{s % 86400 // 3600:02d}h"
 
 
-def brief_time(seconds: float) -> str:
-    """``0.43 ms``, ``412 ms``, ``4.12 s``, ``61.2 s``, ``1440 s``: the time of a step, which :func:`duration` would
-    round away."""
+def format_step_time(seconds: float) -> str:
+    """``0.43 ms``, ``412 ms``, ``4.12 s``, ``61.2 s``, ``1440 s``: the time of a step, which :func:`format_duration`
+    would round away."""
     value, unit = (seconds, "s") if seconds >= 1 else (seconds * 1000, "ms")
-    places = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:.{places}f} {unit}"
+    decimals = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{decimals}f} {unit}"
 
 
-def moment(t: float) -> str:
+def format_timestamp(t: float) -> str:
     """UTC epoch seconds as ``2026-01-31 12:00:05 CET``, in the reader's own time zone."""
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(t))
 
 
-def energy(joules: float | None, signs: Glyphs) -> str:
+def format_energy(joules: float | None, signs: Glyphs) -> str:
     """``1.23 kWh``, or Wh and J where that would be next to nothing."""
     if joules is None:
         return signs.dash
@@ -181,6 +184,6 @@ def energy(joules: float | None, signs: Glyphs) -> str:
     return f"{joules / 3_600_000:.2f} kWh"
 
 
-def joules(value: float) -> str:
-    """``7.9 mJ`` or ``1.23 J``: the energy of a token, which :func:`energy` would round away."""
+def format_joules(value: float) -> str:
+    """``7.9 mJ`` or ``1.23 J``: the energy of a token, which :func:`format_energy` would round away."""
     return f"{value * 1000:.3g} mJ" if abs(value) < 1 else f"{value:.3g} J"

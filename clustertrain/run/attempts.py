@@ -29,84 +29,90 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     committed_step: int | None  # the newest that this attempt committed
     requeued: str | None  # how: requeue, resubmit, slurm
     stopped: str | None  # why the run will not be continued
-    trouble: str | None = None  # what of its attempt.json does not read, and was left out
+    record_error: str | None = None  # what of its attempt.json does not read, and was left out
     roll_backs: int = 0  # how often it went back to an earlier checkpoint because training went wrong
-    by_script: bool = False  # it stopped because its script exited with 0 by itself: only that knows what it has saved
-    back_to: int | None = None  # the oldest step that it went back to, or restored because newer ones were damaged
+    ended_by_script: bool = (
+        False  # it stopped because its script exited with 0 by itself: only that knows what it has saved
+    )
+    rolled_back_to: int | None = (
+        None  # the oldest step that it went back to, or restored because newer ones were damaged
+    )
 
     @property
-    def progressed(self) -> bool:
+    def made_progress(self) -> bool:
         """It committed a step that was not there before."""
         return self.committed_step is not None and self.committed_step > (self.restored_step or 0)
 
 
-_RECORD = {"job_id": str, "restart": float, "nodes": list, "host": str, "t": float}
+_RECORD_TYPES = {"job_id": str, "restart": float, "nodes": list, "host": str, "t": float}
 
 
-def _number(event: events.Event | None, key: str) -> Any:
+def _get_field(event: events.Event | None, key: str) -> Any:
     return event.get(key) if event else None
 
 
-def _known(*values: Any) -> Any:
+def _first_not_none(*values: Any) -> Any:
     return next((v for v in values if v is not None), None)
 
 
-def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
-    log = events.of_attempt(attempt)
-    record, trouble = json_files.read(attempt.record, _RECORD)
-    if (odd := safe_names.clean(record)) and trouble is None:
-        trouble = f"{attempt.record}: not what it should be: {', '.join(odd)}"
-    started, ended = events.last(log, "started"), events.last(log, "ended")
-    first = next(events.named(log, "first_step"), None)
+def load_attempt(run: RunDir, attempt: AttemptDir) -> Attempt:
+    log = events.for_attempt(attempt)
+    record, record_error = json_files.load_document(attempt.record, _RECORD_TYPES)
+    if (invalid_fields := safe_names.sanitize(record)) and record_error is None:
+        record_error = f"{attempt.record}: not what it should be: {', '.join(invalid_fields)}"
+    started, ended = events.find_last(log, "started"), events.find_last(log, "ended")
+    first = next(events.filter_by_name(log, "first_step"), None)
     # Not those of a script's later loops, which take up what an earlier one of the same attempt has left.
-    before = log if first is None else [e for e in log if e["t"] <= first["t"]]
-    restored = events.last(before, "restored")
-    checkpoints = _checkpoints(log)
-    rows = metrics.newest_row(run, attempt.n)
-    last = _number(ended, "last_step")
+    startup_log = log if first is None else [e for e in log if e["t"] <= first["t"]]
+    restored = events.find_last(startup_log, "restored")
+    checkpoints = _list_committed_steps(log)
+    newest_row = metrics.find_newest_row(run, attempt.n)
+    last_step = _get_field(ended, "last_step")
     if first is None and restored is None:
-        last = last or None  # 0: of a rank that has reported no step
-    steps = [s for s in (last, _number(rows, "step"), *checkpoints) if s is not None]
+        last_step = last_step or None  # 0: of a rank that has reported no step
+    steps = [s for s in (last_step, _get_field(newest_row, "step"), *checkpoints) if s is not None]
     return Attempt(
         n=attempt.n,
         job_id=record.get("job_id", ""),
         restart=int(record.get("restart", 0)),
         nodes=tuple(record.get("nodes", ())),
         host=record.get("host", ""),
-        start=_known(_number(started, "t"), began if events.is_time(began := record.get("t")) else None),
-        end=_known(_number(ended, "at"), _number(ended, "t")),
-        ending=_number(ended, "ending"),
-        reason=_number(ended, "reason"),
-        first_step=_number(first, "step"),
+        start=_first_not_none(
+            _get_field(started, "t"), record_t if events.is_timestamp(record_t := record.get("t")) else None
+        ),
+        end=_first_not_none(_get_field(ended, "at"), _get_field(ended, "t")),
+        ending=_get_field(ended, "ending"),
+        reason=_get_field(ended, "reason"),
+        first_step=_get_field(first, "step"),
         last_step=max(steps, default=None),
-        restored_step=_number(restored, "step"),
+        restored_step=_get_field(restored, "step"),
         committed_step=max(checkpoints, default=None),
-        requeued=_number(events.last(log, "requeued"), "how"),
-        stopped=_number(events.last(log, "stopped"), "why"),
-        trouble=trouble,
-        roll_backs=len(list(events.named(log, "rolled_back"))),
-        by_script=_number(ended, "by_script") is True,
-        back_to=_back_to(log),
+        requeued=_get_field(events.find_last(log, "requeued"), "how"),
+        stopped=_get_field(events.find_last(log, "stopped"), "why"),
+        record_error=record_error,
+        roll_backs=len(list(events.filter_by_name(log, "rolled_back"))),
+        ended_by_script=_get_field(ended, "by_script") is True,
+        rolled_back_to=_oldest_rolled_back_step(log),
     )
 
 
-def troubles(run: RunDir, history: Sequence[Attempt]) -> list[str]:
+def list_read_errors(run: RunDir, history: Sequence[Attempt]) -> list[str]:
     """What of the attempts' records and of the plan does not read, with paths within the run's folder."""
     try:
-        plan = json_files.read(run.plan).trouble
+        plan_error = json_files.load_document(run.plan).error
     except PermissionError:
-        plan = f"{run.plan}: you may not read it"
-    found = [words for words in (*(a.trouble for a in history), plan) if words is not None]
-    return [words.removeprefix(f"{run.path}/") for words in found]
+        plan_error = f"{run.plan}: you may not read it"
+    errors = [error for error in (*(a.record_error for a in history), plan_error) if error is not None]
+    return [error.removeprefix(f"{run.path}/") for error in errors]
 
 
-def _back_to(log: Sequence[events.Event]) -> int | None:
-    back = [e.get("to_step") for e in events.named(log, "rolled_back")]
-    damaged = [e.get("step") for e in events.named(log, "restored") if e.get("skipped")]
-    return min((int(step) for step in (*back, *damaged) if step is not None), default=None)
+def _oldest_rolled_back_step(log: Sequence[events.Event]) -> int | None:
+    targets = [e.get("to_step") for e in events.filter_by_name(log, "rolled_back")]
+    damaged = [e.get("step") for e in events.filter_by_name(log, "restored") if e.get("skipped")]
+    return min((int(step) for step in (*targets, *damaged) if step is not None), default=None)
 
 
-def _checkpoints(log: Sequence[events.Event]) -> list[int]:
+def _list_committed_steps(log: Sequence[events.Event]) -> list[int]:
     """The steps that were committed and still count: going back takes away those that are newer."""
     steps: list[int] = []
     for event in log:
@@ -117,32 +123,32 @@ def _checkpoints(log: Sequence[events.Event]) -> list[int]:
     return steps
 
 
-def read_all(run: RunDir) -> list[Attempt]:
+def load_attempts(run: RunDir) -> list[Attempt]:
     """All attempts, oldest first."""
-    return _with_untold_commits([read_one(run, a) for a in run.attempts()], _newest_committed(run))
+    return _add_unreported_commits([load_attempt(run, a) for a in run.attempts()], _find_newest_committed(run))
 
 
-def _newest_committed(run: RunDir) -> int | None:
+def _find_newest_committed(run: RunDir) -> int | None:
     try:
         return max(run.committed_steps(), default=None)
     except OSError:  # it would only have added to what the events tell
         return None
 
 
-def _with_untold_commits(history: list[Attempt], newest: int | None) -> list[Attempt]:
+def _add_unreported_commits(history: list[Attempt], newest: int | None) -> list[Attempt]:
     """Whoever is killed just after a commit cannot tell of it, and the commit counts all the same. What a later attempt
     has restored, or ``newest`` of what is there now, is of the last attempt that had begun before that step, unless an
     earlier one has told of it, and it has counted since."""
-    told = [0]  # by attempt, the newest step that those before it have told of
+    reported = [0]  # by attempt, the newest step that those before it have told of
     for attempt in history:
-        if attempt.back_to is not None:
-            told[-1] = min(told[-1], attempt.back_to)
-        told.append(max(told[-1], attempt.committed_step or 0))
+        if attempt.rolled_back_to is not None:
+            reported[-1] = min(reported[-1], attempt.rolled_back_to)
+        reported.append(max(reported[-1], attempt.committed_step or 0))
     for i, attempt in reversed(list(enumerate(history))):
         if attempt.first_step is None:
             newest = newest if attempt.restored_step is None else attempt.restored_step
             continue
-        if newest is not None and newest >= attempt.first_step and newest > told[i]:
+        if newest is not None and newest >= attempt.first_step and newest > reported[i]:
             history[i] = msgspec.structs.replace(
                 attempt,
                 committed_step=max(newest, attempt.committed_step or 0),
@@ -152,36 +158,36 @@ def _with_untold_commits(history: list[Attempt], newest: int | None) -> list[Att
     return history
 
 
-def charged(run: RunDir) -> list[Attempt]:
+def load_budgeted_attempts(run: RunDir) -> list[Attempt]:
     """The attempts that count against the budgets: those since the owner last continued the run by hand."""
-    continued = events.last(events.of_run(run), "continued")
-    since = float(continued["t"]) if continued else 0.0
-    return [a for a in read_all(run) if a.start is None or a.start >= since]
+    continued = events.find_last(events.for_run(run), "continued")
+    start = float(continued["t"]) if continued else 0.0
+    return [a for a in load_attempts(run) if a.start is None or a.start >= start]
 
 
-def carried_options(run: RunDir) -> dict[str, str]:
+def load_submit_options(run: RunDir) -> dict[str, str]:
     """What earlier submissions of the run were given besides job.sh, which the next one must not forget: the options of
     ``clustertrain requeue``, the latest of each, and all nodes that were left out."""
-    log = events.of_run(run)
+    log = events.for_run(run)
     for attempt in run.attempts():
-        log += list(events.named(events.of_attempt(attempt), "requeued"))
+        log += list(events.filter_by_name(events.for_attempt(attempt), "requeued"))
     options: dict[str, str] = {}
     excluded: dict[str, None] = {}
     for event in sorted(log, key=lambda e: float(e["t"])):
         options.update({k: v for k, v in (event.get("options") or {}).items() if k != "exclude"})
-        given = (event.get("options") or {}).get("exclude")  # a list of Slurm's, kept as it is
-        excluded.update(dict.fromkeys([*([given] if given else []), *(event.get("exclude") or ())]))
+        exclude = (event.get("options") or {}).get("exclude")  # a list of Slurm's, kept as it is
+        excluded.update(dict.fromkeys([*([exclude] if exclude else []), *(event.get("exclude") or ())]))
     if excluded:
         options["exclude"] = ",".join(excluded)
     return options
 
 
-def job_ids(run: RunDir, history: Sequence[Attempt] | None = None) -> list[str]:
+def list_job_ids(run: RunDir, history: Sequence[Attempt] | None = None) -> list[str]:
     """All job ids that the run has held, the one mentioned last at the end."""
-    mentions = [(float(e["t"]), str(e["job_id"])) for e in events.of_run(run) if e.get("job_id")]
-    for attempt in history if history is not None else read_all(run):
+    mentions = [(float(e["t"]), str(e["job_id"])) for e in events.for_run(run) if e.get("job_id")]
+    for attempt in history if history is not None else load_attempts(run):
         mentions.append((attempt.start or 0.0, attempt.job_id))
-        requeued = events.named(events.of_attempt(run.attempt(attempt.n)), "requeued")
+        requeued = events.filter_by_name(events.for_attempt(run.attempt(attempt.n)), "requeued")
         mentions += [(float(e["t"]), str(e["job_id"])) for e in requeued if e.get("job_id")]
     newest_first = dict.fromkeys(job_id for _, job_id in sorted(mentions, reverse=True) if job_id)
     return list(reversed(newest_first))

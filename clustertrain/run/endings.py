@@ -15,13 +15,13 @@ USER_ERROR: Final = "user_error"
 NO_PROGRESS: Final = "no_progress"
 CANCELLED: Final = "cancelled"
 SIGNAL: Final = "signal"  # somebody sent one, by hand
-SPENT: Final = "budget"  # of the recipe's contract, not one of those below
+BUDGET_SPENT: Final = "budget"  # of the recipe's contract, not one of those below
 UNKNOWN: Final = "unknown"
 
 # How often an ending may happen in a row before the run stops; a newer committed step refills all of them.
 # user_error has none: the same code would fail the same way. preempted is the cluster's doing, so it is generous, but
 # not endless: a job that is preempted each time before it commits anything only heats the room.
-BUDGET: Final[dict[str, int]] = {
+RETRY_BUDGET: Final[dict[str, int]] = {
     PREEMPTED: 20,
     TIME_LIMIT: 2,
     NODE_FAILURE: 5,
@@ -36,7 +36,7 @@ BUDGET: Final[dict[str, int]] = {
 NO_PROGRESS_LIMIT: Final = 6
 
 # Slurm's words for a finished start. Those that are missing (FAILED, COMPLETED, …) say nothing of the cause.
-_OF_SLURM: Final = {
+_BY_SLURM_STATE: Final = {
     "PREEMPTED": PREEMPTED,
     "REQUEUED": PREEMPTED,  # by `scontrol requeue`; where Slurm requeues by itself, it says why
     "TIMEOUT": TIME_LIMIT,
@@ -48,6 +48,6 @@ _OF_SLURM: Final = {
 }
 
 
-def of_scheduler(state: str) -> str:
+def from_scheduler_state(state: str) -> str:
     """The ending that a scheduler's word stands for ("CANCELLED by 0" counts as CANCELLED); unknown stays unknown."""
-    return _OF_SLURM.get(state.split(maxsplit=1)[0].rstrip("+") if state else "", UNKNOWN)
+    return _BY_SLURM_STATE.get(state.split(maxsplit=1)[0].rstrip("+") if state else "", UNKNOWN)

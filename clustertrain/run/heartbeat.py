@@ -22,10 +22,10 @@ def phase_name(code: int) -> str:
     return PHASES[code] if 0 <= code < len(PHASES) else "unknown"
 
 
-_SHAPE = struct.Struct("<QqqddddqQ")  # the count, the figures, the count again
+_RECORD = struct.Struct("<QqqddddqQ")  # the count, the figures, the count again
 
 
-class Beat(msgspec.Struct):
+class Heartbeat(msgspec.Struct):
     """``step``: optimizer steps done; ``phase``: a code of PHASES; ``t``: when the last step began, CLOCK_MONOTONIC s;
     ``pid``: the rank's process.
 
@@ -43,22 +43,22 @@ class Beat(msgspec.Struct):
     pid: int = 0
 
 
-def path_of(folder: Path, rank: int) -> Path:
+def heartbeat_path(folder: Path, rank: int) -> Path:
     return folder / f"beat-{rank}"
 
 
-class Writer:
+class HeartbeatWriter:
     """The beat of one rank. Never raises: a temporary folder that is full or gone must not end a training run."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.beat = Beat(pid=os.getpid())
+        self.beat = Heartbeat(pid=os.getpid())
         self._count = 0
         self._map: mmap.mmap | None = None
         try:
-            fd = os.open(path_of(folder, rank), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            fd = os.open(heartbeat_path(folder, rank), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             try:
-                os.posix_fallocate(fd, 0, _SHAPE.size)  # a write into a hole of a full disk would be a SIGBUS
-                self._map = mmap.mmap(fd, _SHAPE.size)
+                os.posix_fallocate(fd, 0, _RECORD.size)  # a write into a hole of a full disk would be a SIGBUS
+                self._map = mmap.mmap(fd, _RECORD.size)
             finally:
                 os.close(fd)
         except (OSError, ValueError):
@@ -70,8 +70,8 @@ class Writer:
             return
         b = self.beat
         self._count += 1
-        figures = (b.step, b.phase, b.tokens, b.data_wait_s, b.forward_s, b.t, b.pid)
-        _SHAPE.pack_into(self._map, 0, self._count, *figures, self._count)
+        values = (b.step, b.phase, b.tokens, b.data_wait_s, b.forward_s, b.t, b.pid)
+        _RECORD.pack_into(self._map, 0, self._count, *values, self._count)
 
     def close(self) -> None:
         if self._map is not None:
@@ -79,37 +79,37 @@ class Writer:
             self._map = None
 
 
-class Reader:
+class HeartbeatReader:
     """The beats of a node's ranks, read again and again."""
 
     def __init__(self, folder: Path, ranks: list[int]) -> None:
-        self._paths = {rank: str(path_of(folder, rank)) for rank in ranks}
+        self._paths = {rank: str(heartbeat_path(folder, rank)) for rank in ranks}
 
-    def read(self) -> dict[int, Beat]:
+    def read(self) -> dict[int, Heartbeat]:
         """By global rank; without those that have not begun, or could not be read."""
-        found = {}
+        beats = {}
         for rank, path in self._paths.items():
-            beat = _read(path)
+            beat = _read_heartbeat(path)
             if beat is not None:
-                found[rank] = beat
-        return found
+                beats[rank] = beat
+        return beats
 
 
-def _read(path: str) -> Beat | None:
+def _read_heartbeat(path: str) -> Heartbeat | None:
     for _ in range(3):  # one that was being written
         try:
             fd = os.open(path, os.O_RDONLY)  # not path.read_bytes(), which takes several times as long
         except OSError:
             return None
         try:
-            data = os.read(fd, _SHAPE.size)
+            data = os.read(fd, _RECORD.size)
         except OSError:
             return None
         finally:
             os.close(fd)
-        if len(data) < _SHAPE.size:
+        if len(data) < _RECORD.size:
             return None
-        count, step, phase, tokens, data_wait_s, forward_s, t, pid, again = _SHAPE.unpack_from(data)
-        if count and count == again:
-            return Beat(step, phase, tokens, data_wait_s, forward_s, t, pid)
+        count, step, phase, tokens, data_wait_s, forward_s, t, pid, end_count = _RECORD.unpack_from(data)
+        if count and count == end_count:
+            return Heartbeat(step, phase, tokens, data_wait_s, forward_s, t, pid)
     return None

@@ -9,73 +9,80 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clustertrain import reading, settings
-from clustertrain.errors import Ambiguous, NotFound, UsageError
+from clustertrain.errors import AmbiguousName, NotFound, UsageError
 from clustertrain.run import attempts
-from clustertrain.run.run_dir import RunDir, open_run, readable, refused, runs_folder, sweeps_folder
+from clustertrain.run.run_dir import (
+    RunDir,
+    explain_permission_errors,
+    open_run,
+    permission_error,
+    runs_folder,
+    sweeps_folder,
+)
 from clustertrain.run.safe_names import JOB_ID
 
-SHOWN = 10
-_CLOSE_SHOWN, _LIKE = 3, 0.6
-_LOCAL = "local-"
+MAX_LISTED = 10
+_MAX_SUGGESTIONS, _MIN_SIMILARITY = 3, 0.6
+_LOCAL_PREFIX = "local-"
 
 
-def all_runs() -> list[RunDir]:
+def list_runs() -> list[RunDir]:
     """Every run in ``$CLUSTERTRAIN_HOME`` that I may look into, newest first.
 
     Raises:
-        NotReadable: the folder itself may not be read.
+        PermissionDenied: the folder itself may not be read.
     """
-    made = [(at, path) for path in _entries() if (at := _made_at(path)) is not None]
-    return [RunDir(path) for _, path in sorted(made, reverse=True)]
+    created = [(time_ns, path) for path in _list_entries() if (time_ns := _find_creation_time_ns(path)) is not None]
+    return [RunDir(path) for _, path in sorted(created, reverse=True)]
 
 
-def _entries() -> list[Path]:
+def _list_entries() -> list[Path]:
     try:
-        with readable():
+        with explain_permission_errors():
             return list(runs_folder().iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
-def _made_at(path: Path) -> int | None:
+def _find_creation_time_ns(path: Path) -> int | None:
     """ns; None for what is no run, or another user's that is not shared."""
     try:
-        found = (path / "spec.toml").stat()
+        info = (path / "spec.toml").stat()
     except OSError:
         return None
-    return found.st_mtime_ns if stat.S_ISREG(found.st_mode) else None
+    return info.st_mtime_ns if stat.S_ISREG(info.st_mode) else None
 
 
-def resolve(name: str) -> RunDir:
+def resolve_run(name: str) -> RunDir:
     """An exact run id; ``latest``; a job id that a run has held; else a unique prefix of a run id.
 
     Raises:
         NotFound: nothing fits.
         Ambiguous: several do; they are listed.
-        NotReadable: what fits is another user's, and not shared.
+        PermissionDenied: what fits is another user's, and not shared.
         UsageError: the name is empty.
     """
-    _check(name)
+    _check_name(name)
     if name != "latest" and "/" not in name:
         with contextlib.suppress(NotFound):
             return open_run(runs_folder() / name)
-    runs = all_runs()
+    runs = list_runs()
     if name == "latest":
         if not runs:
             raise NotFound(f"there are no runs in {settings.home()}", fix="start one with `clustertrain submit`")
         return runs[0]
-    if holders := _holders(name, runs):
-        return only(name, holders)
-    fitting = [r for r in runs if r.id.startswith(name)]
-    if not fitting:
-        for path in _entries():
-            if path.name.startswith(name) and _denied(path):
-                raise refused(path)
-        raise NotFound(f"no run {name!r} in {settings.home()}", fix=_close(name, runs))
-    return only(name, fitting)
+    if job_runs := _find_runs_with_job(name, runs):
+        return require_single(name, job_runs)
+    matches = [r for r in runs if r.id.startswith(name)]
+    if not matches:
+        for path in _list_entries():
+            if path.name.startswith(name) and _is_denied(path):
+                raise permission_error(path)
+        raise NotFound(f"no run {name!r} in {settings.home()}", fix=_suggest_similar(name, runs))
+    return require_single(name, matches)
 
 
-def _check(name: str) -> None:
+def _check_name(name: str) -> None:
     """An empty shell variable must not mean the newest run: `cancel "$JOB"`."""
     if not name.strip():
         raise UsageError(
@@ -84,7 +91,7 @@ def _check(name: str) -> None:
         )
 
 
-def _denied(path: Path) -> bool:
+def _is_denied(path: Path) -> bool:
     try:
         (path / "spec.toml").stat()
     except PermissionError:
@@ -94,42 +101,43 @@ def _denied(path: Path) -> bool:
     return False
 
 
-def _close(name: str, runs: Sequence[RunDir]) -> str:
+def _suggest_similar(name: str, runs: Sequence[RunDir]) -> str:
     """The runs and jobs whose names are like ``name``, in words."""
-    alike: dict[str, float] = {}
+    similarity: dict[str, float] = {}
 
-    def weigh(known: str, shown: str, typed: str = name) -> None:
-        matcher = difflib.SequenceMatcher(None, typed, known)
-        if matcher.real_quick_ratio() >= _LIKE and (ratio := matcher.ratio()) >= _LIKE:
-            alike[shown] = max(ratio, alike.get(shown, 0.0))
+    def score(candidate: str, label: str, query: str = name) -> None:
+        matcher = difflib.SequenceMatcher(None, query, candidate)
+        if matcher.real_quick_ratio() >= _MIN_SIMILARITY and (ratio := matcher.ratio()) >= _MIN_SIMILARITY:
+            similarity[label] = max(ratio, similarity.get(label, 0.0))
 
     for run in runs:
         # As it is, without its random end, and as far as was typed.
-        for part in {run.id, run.id.rpartition("-")[0], run.id[: len(name)]}:
-            weigh(part, run.id)
+        for name_part in {run.id, run.id.rpartition("-")[0], run.id[: len(name)]}:
+            score(name_part, run.id)
     if JOB_ID.fullmatch(name):
         for run in runs:
-            for job_id in _job_ids(run):
+            for job_id in _list_job_ids(run):
                 # What all local jobs begin with makes none of them like another.
-                weigh(job_id.removeprefix(_LOCAL), f"{run.id} (job {job_id})", name.removeprefix(_LOCAL))
-    nearest = sorted(alike, key=lambda shown: -alike[shown])[:_CLOSE_SHOWN]
-    more = "`clustertrain list` shows the runs"
+                score(job_id.removeprefix(_LOCAL_PREFIX), f"{run.id} (job {job_id})", name.removeprefix(_LOCAL_PREFIX))
+    nearest = sorted(similarity, key=lambda label: -similarity[label])[:_MAX_SUGGESTIONS]
+    hint = "`clustertrain list` shows the runs"
     if nearest:
-        return f"did you mean {' or '.join(nearest)}? {more}"
-    ids = _job_ids(runs[0]) if runs and JOB_ID.fullmatch(name) else []
-    return f"the newest run is {runs[0].id} (job {ids[-1]}); {more}" if ids else more
+        return f"did you mean {' or '.join(nearest)}? {hint}"
+    ids = _list_job_ids(runs[0]) if runs and JOB_ID.fullmatch(name) else []
+    return f"the newest run is {runs[0].id} (job {ids[-1]}); {hint}" if ids else hint
 
 
-def resolve_all(name: str) -> list[RunDir]:
-    """Several runs where ``name`` is a sweep or a job array, else the one that it names. Raises as :func:`resolve`."""
-    _check(name)
+def resolve_runs(name: str) -> list[RunDir]:
+    """Several runs where ``name`` is a sweep or a job array, else the one that it names. Raises as
+    :func:`resolve_run`."""
+    _check_name(name)
     sweep = sweeps_folder() / name
     if "/" not in name and sweep.is_dir():
-        runs = sweep_runs(sweep)
+        runs = list_sweep_runs(sweep)
         if not runs:
             raise NotFound(f"the runs of the sweep {name} are gone")
         return runs
-    return _holders(name, all_runs()) or [resolve(name)]
+    return _find_runs_with_job(name, list_runs()) or [resolve_run(name)]
 
 
 def resolve_sweep(name: str) -> Path:
@@ -140,52 +148,52 @@ def resolve_sweep(name: str) -> Path:
         Ambiguous: several do; they are listed.
         UsageError: the name is empty.
     """
-    _check(name)
+    _check_name(name)
     try:
-        known = sorted((p for p in sweeps_folder().iterdir() if p.is_dir()), key=lambda p: -p.stat().st_mtime)
+        sweeps = sorted((p for p in sweeps_folder().iterdir() if p.is_dir()), key=lambda p: -p.stat().st_mtime)
     except (FileNotFoundError, NotADirectoryError):
-        known = []
-    if not known:
+        sweeps = []
+    if not sweeps:
         raise NotFound(f"there are no sweeps in {settings.home()}", fix="start one with `clustertrain sweep`")
-    exact = [path for path in known if path.name == name]
+    exact = [path for path in sweeps if path.name == name]
     if name == "latest" or exact:
-        return exact[0] if exact else known[0]
-    held = {run.path for run in _holders(name, all_runs())}
-    fitting = [p for p in known if held & {run.path for run in sweep_runs(p)}] if held else []
-    fitting = fitting or [p for p in known if p.name.startswith(name)]
-    if not fitting:
-        raise NotFound(f"no sweep {name!r} in {settings.home()}", fix=f"the newest one is {known[0].name}")
-    if len(fitting) > 1:
-        names = ", ".join(p.name for p in fitting[:SHOWN])
-        raise Ambiguous(f"{name!r} fits {len(fitting)} sweeps: {names}", fix="name one of them")
-    return fitting[0]
+        return exact[0] if exact else sweeps[0]
+    job_run_paths = {run.path for run in _find_runs_with_job(name, list_runs())}
+    matches = [p for p in sweeps if job_run_paths & {run.path for run in list_sweep_runs(p)}] if job_run_paths else []
+    matches = matches or [p for p in sweeps if p.name.startswith(name)]
+    if not matches:
+        raise NotFound(f"no sweep {name!r} in {settings.home()}", fix=f"the newest one is {sweeps[0].name}")
+    if len(matches) > 1:
+        names = ", ".join(p.name for p in matches[:MAX_LISTED])
+        raise AmbiguousName(f"{name!r} fits {len(matches)} sweeps: {names}", fix="name one of them")
+    return matches[0]
 
 
-def sweep_runs(sweep: Path) -> list[RunDir]:
+def list_sweep_runs(sweep: Path) -> list[RunDir]:
     """The runs of a sweep's folder that are still there, in the order of its tasks."""
-    links = sorted((p for p in sweep.iterdir() if reading.is_count(p.name)), key=lambda p: int(p.name))
+    links = sorted((p for p in sweep.iterdir() if reading.is_unsigned_int(p.name)), key=lambda p: int(p.name))
     return [RunDir(link.resolve()) for link in links if (link / "spec.toml").is_file()]
 
 
-def _holders(name: str, runs: Sequence[RunDir]) -> list[RunDir]:
+def _find_runs_with_job(name: str, runs: Sequence[RunDir]) -> list[RunDir]:
     """The runs that have held the job ``name`` or, where that is an array, one of its tasks."""
     if not JOB_ID.fullmatch(name):
         return []
-    return [r for r in runs if any(j == name or j.startswith(f"{name}_") for j in _job_ids(r))]
+    return [r for r in runs if any(j == name or j.startswith(f"{name}_") for j in _list_job_ids(r))]
 
 
-def _job_ids(run: RunDir) -> list[str]:
+def _list_job_ids(run: RunDir) -> list[str]:
     """None of a run whose files may not be read, or are damaged: its neighbors are found all the same."""
     try:
-        return attempts.job_ids(run)
+        return attempts.list_job_ids(run)
     except Exception:  # at the edge of one run, of which nothing is known
         return []
 
 
-def only(name: str, fitting: list[RunDir]) -> RunDir:
+def require_single(name: str, matches: list[RunDir]) -> RunDir:
     """Raises Ambiguous where several runs fit the name."""
-    if len(fitting) == 1:
-        return fitting[0]
-    ids = [r.id for r in fitting]
-    more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
-    raise Ambiguous(f"{name!r} fits {len(ids)} runs: {', '.join(ids[:SHOWN])}{more}", fix="name one of them")
+    if len(matches) == 1:
+        return matches[0]
+    ids = [r.id for r in matches]
+    more = f" and {len(ids) - MAX_LISTED} more" if len(ids) > MAX_LISTED else ""
+    raise AmbiguousName(f"{name!r} fits {len(ids)} runs: {', '.join(ids[:MAX_LISTED])}{more}", fix="name one of them")

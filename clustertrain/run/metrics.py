@@ -28,16 +28,16 @@ from clustertrain.run.run_dir import RunDir
 CUT_SHORT = {"evaluation": "cut short"}  # in the row of its step
 
 
-def read(run: RunDir) -> list[dict[str, Any]]:
+def load_rows(run: RunDir) -> list[dict[str, Any]]:
     """All rows by step. A step that was run several times counts once, as it was run last."""
     by_step: dict[int, dict[str, Any]] = {}
     for attempt in run.attempts():
         for path in run.metrics_files(attempt.n):
-            found = [r for r in fsio.read_lines(path) if "step" in r]
-            if found:
-                first = int(found[0]["step"])
+            rows = [r for r in fsio.read_jsonl(path) if "step" in r]
+            if rows:
+                first = int(rows[0]["step"])
                 by_step = {s: r for s, r in by_step.items() if s < first}
-                by_step.update({int(r["step"]): {**r, "attempt": attempt.n} for r in found})
+                by_step.update({int(r["step"]): {**r, "attempt": attempt.n} for r in rows})
     return [by_step[s] for s in sorted(by_step)]
 
 
@@ -46,22 +46,22 @@ def is_cut_short(row: Mapping[str, Any]) -> bool:
     return CUT_SHORT.items() <= row.items()
 
 
-def last_row(path: Path) -> dict[str, Any] | None:
+def read_last_row(path: Path) -> dict[str, Any] | None:
     """The newest row of one attempt's file; reads only the file's end."""
-    found = metrics_file.last(path)
-    return found[-1] if found else None
+    rows = metrics_file.read_last(path)
+    return rows[-1] if rows else None
 
 
-def newest_row(run: RunDir, attempt: int) -> dict[str, Any] | None:
+def find_newest_row(run: RunDir, attempt: int) -> dict[str, Any] | None:
     """The newest row of one attempt."""
-    found = (last_row(path) for path in reversed(run.metrics_files(attempt)))
-    return next((row for row in found if row), None)
+    rows = (read_last_row(path) for path in reversed(run.metrics_files(attempt)))
+    return next((row for row in rows if row), None)
 
 
-def latest(run: RunDir) -> dict[str, Any] | None:
+def find_latest_row(run: RunDir) -> dict[str, Any] | None:
     """The newest row of the newest attempt that has one."""
     for attempt in reversed(run.attempts()):
-        row = newest_row(run, attempt.n)
+        row = find_newest_row(run, attempt.n)
         if row:
             return {**row, "attempt": attempt.n}
     return None

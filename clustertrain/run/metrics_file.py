@@ -19,135 +19,137 @@ from clustertrain.run.json_files import is_number
 
 Row = dict[str, Any]
 
-WINDOW = 1 << 14  # bytes, many rows of the trainer's own
-WHOLE = 1 << 22  # files up to here are read whole where a sample would do
-WINDOWS = 128  # that a longer one is sampled in
-CHUNK = 1 << 20
-MOST = 1 << 26  # bytes that are looked at for a row: what has none in them has none
-COLUMNS_MOST = 1 << 32  # bytes of a file that become columns: some ten million rows
+WINDOW_BYTES = 1 << 14  # bytes, many rows of the trainer's own
+MAX_WHOLE_BYTES = 1 << 22  # files up to here are read whole where a sample would do
+SAMPLE_WINDOWS = 128  # that a longer one is sampled in
+CHUNK_BYTES = 1 << 20
+MAX_SEARCH_BYTES = 1 << 26  # bytes that are looked at for a row: what has none in them has none
+MAX_COLUMN_BYTES = 1 << 32  # bytes of a file that become columns: some ten million rows
 
 # Python writes what JSON does not know, and msgspec refuses it.
-_NO_NUMBER = re.compile(rb"(?<=[:,\[])\s*-?(?:NaN|Infinity)(?=[,}\]])")
+_NON_FINITE = re.compile(rb"(?<=[:,\[])\s*-?(?:NaN|Infinity)(?=[,}\]])")
 
 
-def first(path: Path, size: int = WINDOW, *, least: int = 1) -> list[Row]:
-    """The rows in the first ``size`` bytes, or in as many more as ``least`` rows take; empty where there is no file, as
-    below."""
-    with _opened(path) as f:
-        return _forward(f, 0, size, lambda found: len(found) >= least)
+def read_first(path: Path, size: int = WINDOW_BYTES, *, min_rows: int = 1) -> list[Row]:
+    """The rows in the first ``size`` bytes, or in as many more as ``min_rows`` rows take; empty where there is no
+    file, as below."""
+    with _open_or_empty(path) as f:
+        return _read_forward(f, 0, size, lambda rows: len(rows) >= min_rows)
 
 
-def last(path: Path, size: int = 4096, *, least: int = 1) -> list[Row]:
-    """The rows in the last ``size`` bytes, or in as many more as ``least`` rows take."""
-    with _opened(path) as f:
-        end = _size(f)
+def read_last(path: Path, size: int = 4096, *, min_rows: int = 1) -> list[Row]:
+    """The rows in the last ``size`` bytes, or in as many more as ``min_rows`` rows take."""
+    with _open_or_empty(path) as f:
+        end = _find_size(f)
         while True:
-            found = _within(f, max(0, end - size), size)
-            if len(found) >= least or size >= min(end, MOST):
-                return found
+            rows = _read_range(f, max(0, end - size), size)
+            if len(rows) >= min_rows or size >= min(end, MAX_SEARCH_BYTES):
+                return rows
             size *= 2
 
 
-def at(path: Path, step: int) -> Row | None:
+def find_row_at(path: Path, step: int) -> Row | None:
     """The last row whose step is at most ``step``, found by halving: steps rise within an attempt."""
-    with _opened(path) as f:
-        low, high = 0, _size(f)
-        while high - low > WINDOW:
+    with _open_or_empty(path) as f:
+        low, high = 0, _find_size(f)
+        while high - low > WINDOW_BYTES:
             middle = (low + high) // 2
-            found = _forward(f, middle, WINDOW, bool)
-            if found and found[0]["step"] <= step:
+            window_rows = _read_forward(f, middle, WINDOW_BYTES, bool)
+            if window_rows and window_rows[0]["step"] <= step:
                 low = middle
             else:
                 high = middle
         # The row that is wanted may begin before the middle that was one too high, and end far behind it.
-        found = _forward(f, low, high - low + WINDOW, lambda found: bool(found) and found[-1]["step"] > step)
-    rows = [row for row in found if row["step"] <= step]
+        window_rows = _read_forward(
+            f, low, high - low + WINDOW_BYTES, lambda found: bool(found) and found[-1]["step"] > step
+        )
+    rows = [row for row in window_rows if row["step"] <= step]
     return rows[-1] if rows else None
 
 
-def sample(path: Path, skip: int = 0) -> list[Row]:
+def sample_rows(path: Path, skip: int = 0) -> list[Row]:
     """All rows but the first ``skip``; of a long file those in evenly spread windows, its end among them."""
-    with _opened(path) as f:
-        size = _size(f)
-        if size <= WHOLE:
-            return _within(f, 0, size)[skip:]
-        stride = (size - WINDOW) / (WINDOWS - 1)
-        rows = _forward(f, 0, WINDOW, lambda found: len(found) > skip)[skip:]
-        for i in range(1, WINDOWS):
+    with _open_or_empty(path) as f:
+        size = _find_size(f)
+        if size <= MAX_WHOLE_BYTES:
+            return _read_range(f, 0, size)[skip:]
+        stride = (size - WINDOW_BYTES) / (SAMPLE_WINDOWS - 1)
+        rows = _read_forward(f, 0, WINDOW_BYTES, lambda window_rows: len(window_rows) > skip)[skip:]
+        for i in range(1, SAMPLE_WINDOWS):
             newest = rows[-1]["step"] if rows else -1  # a window that grew may reach into the next one
-            rows += [row for row in _forward(f, round(i * stride), WINDOW, bool) if row["step"] > newest]
+            rows += [row for row in _read_forward(f, round(i * stride), WINDOW_BYTES, bool) if row["step"] > newest]
     return rows
 
 
-def columns(path: Path, keys: Sequence[str]) -> dict[str, array[float]]:
+def read_columns(path: Path, keys: Sequence[str]) -> dict[str, array[float]]:
     """All rows as one array of doubles a key; nan where a row has none or it is no number."""
     # The names of slices and layers ("validation_accuracy/night", "grad_norm/layers.0") are no names of attributes.
     fields = {f"field_{i}": key for i, key in enumerate(keys)}
-    shape = msgspec.defstruct("_Row", [(field, Any, None) for field in fields], rename=fields, gc=False)
-    decoder = msgspec.json.Decoder(shape)
-    found = {key: array("d") for key in keys}
-    with _opened(path) as f:
-        for lines in _chunks(f):
-            rows = _decoded(decoder, lines)
+    row_type = msgspec.defstruct("_Row", [(field, Any, None) for field in fields], rename=fields, gc=False)
+    decoder = msgspec.json.Decoder(row_type)
+    arrays = {key: array("d") for key in keys}
+    with _open_or_empty(path) as f:
+        for lines in _iter_line_blocks(f):
+            rows = _decode_lines(decoder, lines)
             for field, key in fields.items():
-                found[key].extend([_number(getattr(row, field)) for row in rows])
-    return found
+                arrays[key].extend([_to_float(getattr(row, field)) for row in rows])
+    return arrays
 
 
-def _decoded(decoder: msgspec.json.Decoder[Any], lines: bytes) -> list[Any]:
+def _decode_lines(decoder: msgspec.json.Decoder[Any], lines: bytes) -> list[Any]:
     try:
         return decoder.decode_lines(lines)
     except (ValueError, RecursionError):
         pass
     rows = []
-    for line in _NO_NUMBER.sub(b"null", lines).split(b"\n"):
+    for line in _NON_FINITE.sub(b"null", lines).split(b"\n"):
         with contextlib.suppress(ValueError, RecursionError):  # torn, empty, or nested too deep
             rows.append(decoder.decode(line))
     return rows
 
 
-def _number(value: Any) -> float:
+def _to_float(value: Any) -> float:
     return value if type(value) is float else float(value) if is_number(value) else math.nan
 
 
-def _chunks(f: BinaryIO) -> Iterator[bytes]:
+def _iter_line_blocks(f: BinaryIO) -> Iterator[bytes]:
     """Whole lines."""
-    rest, left = b"", COLUMNS_MOST
-    while left > 0 and (block := f.read(CHUNK)):
-        left -= len(block)
-        lines, end, tail = (rest + block).rpartition(b"\n")
+    partial_line, remaining = b"", MAX_COLUMN_BYTES
+    while remaining > 0 and (block := f.read(CHUNK_BYTES)):
+        remaining -= len(block)
+        lines, end, tail = (partial_line + block).rpartition(b"\n")
         if end:
             yield lines
-        rest = tail if len(tail) < reading.LINE_BYTES else b""  # no row: its end does not read either
-    if rest:
-        yield rest
+        partial_line = tail if len(tail) < reading.MAX_LINE_BYTES else b""  # no row: its end does not read either
+    if partial_line:
+        yield partial_line
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _open_or_empty(path: Path) -> Iterator[BinaryIO]:
     with contextlib.ExitStack() as stack:
-        found: BinaryIO = io.BytesIO()
+        file: BinaryIO = io.BytesIO()
         with contextlib.suppress(FileNotFoundError):
-            found = stack.enter_context(reading.opened(path))
-        yield found
+            file = stack.enter_context(reading.open_regular(path))
+        yield file
 
 
-def _size(f: BinaryIO) -> int:
+def _find_size(f: BinaryIO) -> int:
     return f.seek(0, os.SEEK_END)
 
 
-def _forward(f: BinaryIO, start: int, size: int, enough: Callable[[list[Row]], bool]) -> list[Row]:
-    """The rows in ``size`` bytes from ``start``, or in as many more as it takes to have ``enough``: a row of many
+def _read_forward(f: BinaryIO, start: int, size: int, has_enough: Callable[[list[Row]], bool]) -> list[Row]:
+    """The rows in ``size`` bytes from ``start``, or in as many more as it takes to have ``has_enough``: a row of many
     scalars may be longer than any window."""
-    end = _size(f)
+    end = _find_size(f)
     while True:
-        found = _within(f, start, size)
-        if enough(found) or start + size >= end or size >= MOST:
-            return found
+        rows = _read_range(f, start, size)
+        if has_enough(rows) or start + size >= end or size >= MAX_SEARCH_BYTES:
+            return rows
         size *= 2
 
 
-def _within(f: BinaryIO, start: int, size: int) -> list[Row]:
+def _read_range(f: BinaryIO, start: int, size: int) -> list[Row]:
     """The rows that lie in these bytes whole."""
     # With the byte before: what follows a line's end is whole.
     f.seek(max(0, start - 1))
@@ -155,7 +157,7 @@ def _within(f: BinaryIO, start: int, size: int) -> list[Row]:
     rows = []
     for line in lines[1 if start > 0 else 0 :]:
         with contextlib.suppress(ValueError):
-            row = reading.parse(line)
+            row = reading.parse_json(line)
             if isinstance(row, dict) and type(step := row.get("step")) is int and is_number(step):
                 rows.append(row)
     return rows

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertrain import fsio, reading, settings
-from clustertrain.errors import ConfigError, NotFound, NotReadable
+from clustertrain.errors import ConfigError, NotFound, PermissionDenied
 
-ROLLED_BACK = "rolled-back.json"  # among the checkpoints: which do not count any more
+ROLLED_BACK_FILE = "rolled-back.json"  # among the checkpoints: which do not count any more
 _BASE32 = "abcdefghijklmnopqrstuvwxyz234567"
 
 
@@ -34,12 +34,12 @@ class AttemptDir:
         return self.path / "nonce"
 
     @property
-    def stop(self) -> Path:
+    def stop_request(self) -> Path:
         """Written by batch to tell every agent to stop: ``{"why": …}`` or, after a failure, ``{"abort": true}``."""
         return self.path / "stop.json"
 
     @property
-    def requeue_asked(self) -> Path:
+    def requeue_request(self) -> Path:
         """Written by ``clustertrain requeue`` while the attempt runs: ``{"options": {…}}``."""
         return self.path / "requeue-asked.json"
 
@@ -49,7 +49,7 @@ class AttemptDir:
         return self.path / "deadline.json"
 
     @property
-    def warned(self) -> Path:
+    def signal_warning(self) -> Path:
         """Written by the first node's agent when it got a signal that only the scheduler can explain."""
         return self.path / "warned.json"
 
@@ -61,19 +61,19 @@ class AttemptDir:
     def events(self) -> Path:
         return self.path / "events"
 
-    def events_of(self, writer: str) -> Path:
+    def events_path(self, writer: str) -> Path:
         return self.events / f"{writer}.jsonl"
 
     @property
     def results(self) -> Path:
         return self.path / "results"
 
-    def result_of(self, node: str) -> Path:
+    def result_path(self, node: str) -> Path:
         return self.results / f"{node}.json"
 
     def nodes_without_agent(self) -> set[str]:
-        """The nodes whose agents ended without a result, as ``agent_end.sh`` has noted. By listing, since an NFS client
-        that opens a folder asks the server."""
+        """The nodes whose agents ended without a result, as ``agent_end_script.sh`` has noted. By listing, since an
+        NFS client that opens a folder asks the server."""
         return {p.stem for p in self.results.iterdir() if p.suffix == ".gone"}
 
     @property
@@ -110,11 +110,11 @@ class RunDir:
         return self.path / "plan.json"
 
     @property
-    def script(self) -> Path:
+    def job_script(self) -> Path:
         return self.path / "job.sh"
 
     @property
-    def agent_end(self) -> Path:
+    def agent_end_script(self) -> Path:
         """A script that is run on a node after the agent there has ended."""
         return self.path / "agent_end.sh"
 
@@ -143,7 +143,7 @@ class RunDir:
         return self.path / "events"
 
     @property
-    def cancelled(self) -> Path:
+    def cancel_marker(self) -> Path:
         """The cancel marker. Whoever would continue the run looks at it first."""
         return self.path / "cancelled.json"
 
@@ -151,18 +151,18 @@ class RunDir:
     def metrics(self) -> Path:
         return self.path / "metrics"
 
-    def metrics_of(self, attempt: int, stretch: int = 0) -> Path:
-        """The rows of one attempt, or after it has gone back to an earlier step those of a further ``stretch``: in each
+    def metrics_path(self, attempt: int, segment: int = 0) -> Path:
+        """The rows of one attempt, or after it has gone back to an earlier step those of a further ``segment``: in each
         file the steps rise."""
-        return self.metrics / f"attempt-{attempt}{f'-{stretch}' if stretch else ''}.jsonl"
+        return self.metrics / f"attempt-{attempt}{f'-{segment}' if segment else ''}.jsonl"
 
     def metrics_files(self, attempt: int) -> list[Path]:
         """All files of one attempt, in the order in which they were written; the first one whether it is there or
         not."""
-        found = [self.metrics_of(attempt)]
-        while (following := self.metrics_of(attempt, len(found))).exists():
-            found.append(following)
-        return found
+        paths = [self.metrics_path(attempt)]
+        while (next_path := self.metrics_path(attempt, len(paths))).exists():
+            paths.append(next_path)
+        return paths
 
     @property
     def profiles(self) -> Path:
@@ -186,16 +186,16 @@ class RunDir:
             paths = list(self.checkpoints.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []
-        condemned = self._condemned()
-        found = ((re.fullmatch(r"step-(\d{8,})", p.name), p / "COMMITTED") for p in paths)
-        steps = [(int(name[1]), marker) for name, marker in found if name and marker.is_file()]
-        return sorted(step for step, marker in steps if (step, _read(marker)) not in condemned)
+        invalidated = self._load_invalidated()
+        matches = ((re.fullmatch(r"step-(\d{8,})", p.name), p / "COMMITTED") for p in paths)
+        steps = [(int(match[1]), marker) for match, marker in matches if match and marker.is_file()]
+        return sorted(step for step, marker in steps if (step, _read_or_empty(marker)) not in invalidated)
 
-    def _condemned(self) -> set[tuple[int, str]]:
+    def _load_invalidated(self) -> set[tuple[int, str]]:
         """Step and marker of what :mod:`clustertrain.checkpoint.load.rollback` has noted; none where its record does
         not read, which the next attempt tells."""
         try:
-            records = reading.parse(_read(self.checkpoints / ROLLED_BACK) or "[]")
+            records = reading.parse_json(_read_or_empty(self.checkpoints / ROLLED_BACK_FILE) or "[]")
             return {(int(step), str(marker)) for record in records for step, marker in record.get("condemned", ())}
         except (ValueError, TypeError, AttributeError):
             return set()
@@ -217,16 +217,16 @@ class RunDir:
             names = [p.name for p in self.attempts_folder.iterdir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return [self.attempt(n) for n in sorted(int(name) for name in names if reading.is_count(name))]
+        return [self.attempt(n) for n in sorted(int(name) for name in names if reading.is_unsigned_int(name))]
 
-    def newer_attempt(self, n: int) -> int | None:
+    def find_newer_attempt(self, n: int) -> int | None:
         """The newest attempt, where it was claimed after attempt ``n``: from then on that one must leave the run alone.
         By listing, since an NFS client that opens a folder asks the server."""
         newest = max((a.n for a in self.attempts()), default=n)
         return newest if newest > n else None
 
 
-def _read(path: Path) -> str:
+def _read_or_empty(path: Path) -> str:
     """Empty where it is not there (any more)."""
     try:
         return reading.read_bytes(path).decode(errors="replace")
@@ -234,7 +234,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-def slug(name: str) -> str:
+def slugify(name: str) -> str:
     """``name`` as a part of a folder name: lower case letters, digits and dashes, at most 40."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
 
@@ -247,37 +247,37 @@ def sweeps_folder() -> Path:
     return settings.home() / "sweeps"
 
 
-def create(name: str, *, share: bool = False) -> RunDir:
+def create_run(name: str, *, share: bool = False) -> RunDir:
     """Make a new, empty run directory with a fresh id.
 
     Raises:
         ConfigError: ``$CLUSTERTRAIN_HOME`` cannot be written.
     """
-    return RunDir(_create(runs_folder(), name, share, ("attempts", "events", "metrics")))
+    return RunDir(_create_folder(runs_folder(), name, share, ("attempts", "events", "metrics")))
 
 
 def create_sweep(name: str, *, share: bool = False) -> Path:
-    """Make a new folder for the runs of one sweep, whose id has the form of a run's. Raises as :func:`create`."""
-    return _create(sweeps_folder(), name, share, ())
+    """Make a new folder for the runs of one sweep, whose id has the form of a run's. Raises as :func:`create_run`."""
+    return _create_folder(sweeps_folder(), name, share, ())
 
 
-def _create(folder: Path, name: str, share: bool, inside: Sequence[str]) -> Path:
+def _create_folder(folder: Path, name: str, share: bool, subfolders: Sequence[str]) -> Path:
     mode = 0o750 if share else 0o700
     if any(c in str(folder) for c in "\n\r\0"):
         raise ConfigError(f"{settings.HOME} = {str(settings.home())!r}: a path with a line break cannot be used")
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=mode)
         while True:
-            path = folder / f"{slug(name)}-{''.join(_BASE32[b % 32] for b in os.urandom(6))}"
+            path = folder / f"{slugify(name)}-{''.join(_BASE32[b % 32] for b in os.urandom(6))}"
             if fsio.claim_folder(path, mode=mode):
                 break
-        for inner in inside:
-            fsio.claim_folder(path / inner)
+        for subfolder in subfolders:
+            fsio.claim_folder(path / subfolder)
         if share:
             # The way down to it must be open too, and an earlier, private run may have closed it.
-            for above in (folder, folder.parent):
-                if above.stat().st_uid == os.getuid():
-                    above.chmod(above.stat().st_mode | 0o050)
+            for parent in (folder, folder.parent):
+                if parent.stat().st_uid == os.getuid():
+                    parent.chmod(parent.stat().st_mode | 0o050)
     except OSError as e:
         raise ConfigError(
             f"{settings.home()} is not writable: {e.strerror or e}",
@@ -287,12 +287,12 @@ def _create(folder: Path, name: str, share: bool, inside: Sequence[str]) -> Path
 
 
 def open_run(path: Path) -> RunDir:
-    """Raises NotFound when ``path`` is no run directory, NotReadable when it may not be looked into, OSError when the
-    file system does not answer."""
+    """Raises NotFound when ``path`` is no run directory, PermissionDenied when it may not be looked into, OSError when
+    the file system does not answer."""
     try:
         (path / "spec.toml").stat()
     except PermissionError as e:
-        raise refused(path) from e
+        raise permission_error(path) from e
     except OSError as e:
         if e.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
             raise
@@ -301,29 +301,29 @@ def open_run(path: Path) -> RunDir:
 
 
 @contextlib.contextmanager
-def readable() -> Iterator[None]:
+def explain_permission_errors() -> Iterator[None]:
     """What the files of another user's run refuse, in words.
 
     Raises:
-        NotReadable: one of them may not be read.
+        PermissionDenied: one of them may not be read.
     """
     try:
         yield
     except PermissionError as e:
-        raise refused(Path(e.filename or ".")) from e
+        raise permission_error(Path(e.filename or ".")) from e
 
 
-def refused(path: Path) -> NotReadable:
+def permission_error(path: Path) -> PermissionDenied:
     """The error that a file or folder of somebody else's run may not be read."""
-    return NotReadable(
-        f"{path} may not be read by you: it belongs to {_owner(path)}",
+    return PermissionDenied(
+        f"{path} may not be read by you: it belongs to {_find_owner(path)}",
         fix="its owner can open the run to its group: `submit --share`, or chmod -R g+rX on the run's folder",
     )
 
 
-def _owner(path: Path) -> str:
+def _find_owner(path: Path) -> str:
     """Of ``path``, or of the nearest folder above it that tells."""
-    for place in (path, *path.parents):
+    for parent in (path, *path.parents):
         with contextlib.suppress(OSError, KeyError):
-            return place.owner()
+            return parent.owner()
     return "another user"

@@ -6,28 +6,29 @@ from clustertrain import reading
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing import build, parse_toml
 from clustertrain.errors import ClusterTrainError, ConfigError
-from clustertrain.run.run_dir import RunDir, refused
+from clustertrain.run.run_dir import RunDir, permission_error
 
 _FIX = "it is not what submit wrote: put it back from a backup, or submit the run again"
 
 
 def load_spec(run: RunDir) -> RunSpec:
-    """Raises ConfigError when spec.toml is missing or not what submit wrote, NotReadable when it may not be read."""
+    """Raises ConfigError when spec.toml is missing or not what submit wrote, PermissionDenied when it may not be
+    read."""
     try:
         text = reading.read_text(run.spec)
     except FileNotFoundError as e:
         raise ConfigError(f"{run.spec}: no such file", fix=_FIX) from e
     except PermissionError as e:
-        raise refused(run.spec) from e
+        raise permission_error(run.spec) from e
     except OSError as e:
         raise ConfigError(f"{run.spec}: {e.strerror or e}", fix=_FIX) from e
     try:
         return build(parse_toml(text, str(run.spec)), RunSpec, str(run.spec))
     except ConfigError as e:
-        raise _of_a_run(e) from e
+        raise _with_run_fix(e) from e
 
 
-def is_script(run: RunDir) -> bool:
+def is_script_run(run: RunDir) -> bool:
     """Whether it trains by a script of its user's, and not by the built-in trainer; also where nothing can tell."""
     try:
         return load_spec(run).script is not None
@@ -35,6 +36,6 @@ def is_script(run: RunDir) -> bool:
         return True
 
 
-def _of_a_run(e: ConfigError) -> ConfigError:
+def _with_run_fix(e: ConfigError) -> ConfigError:
     """Nobody writes spec.toml but submit, so a word on how to mend the value would mislead."""
     return ConfigError(e.message, fix=_FIX)

@@ -7,25 +7,27 @@ import re
 from typing import Any
 
 JOB_ID = re.compile(r"[1-9][0-9]{0,9}(_[0-9]{1,9})?|local-[0-9]{1,18}")  # Slurm's have 32 bits
-_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
-_NODES = re.compile(r"[A-Za-z0-9][][A-Za-z0-9._,-]*")  # a list of Slurm's, as n[1-4],n7
-OPTIONS = frozenset({"time", "partition", "qos", "account", "exclude", "nodelist"})  # of `clustertrain requeue`
+_HOSTNAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+_HOSTLIST = re.compile(r"[A-Za-z0-9][][A-Za-z0-9._,-]*")  # a list of Slurm's, as n[1-4],n7
+REQUEUE_OPTIONS = frozenset({"time", "partition", "qos", "account", "exclude", "nodelist"})  # of `clustertrain requeue`
 
 
-def clean(fields: dict[str, Any]) -> list[str]:
+def sanitize(fields: dict[str, Any]) -> list[str]:
     """Take out of an event, or of another document, the names that are none; which fields that concerned."""
-    odd = []
-    for key, sound in (("job_id", JOB_ID), ("node", _NODE)):
-        if key in fields and not (isinstance(fields[key], str) and (not fields[key] or sound.fullmatch(fields[key]))):
-            odd.append(key)
+    invalid_fields = []
+    for key, pattern in (("job_id", JOB_ID), ("node", _HOSTNAME)):
+        if key in fields and not (isinstance(fields[key], str) and (not fields[key] or pattern.fullmatch(fields[key]))):
+            invalid_fields.append(key)
             del fields[key]
-    for key, sound in (("nodes", _NODE), ("exclude", _NODES)):
+    for key, pattern in (("nodes", _HOSTNAME), ("exclude", _HOSTLIST)):
         if isinstance(fields.get(key), list):
-            kept = [v for v in fields[key] if isinstance(v, str) and sound.fullmatch(v)]
-            odd += [key] * (len(kept) < len(fields[key]))
-            fields[key] = kept
+            valid = [v for v in fields[key] if isinstance(v, str) and pattern.fullmatch(v)]
+            invalid_fields += [key] * (len(valid) < len(fields[key]))
+            fields[key] = valid
     if isinstance(fields.get("options"), dict):
-        said = fields["options"]
-        fields["options"] = {k: v for k, v in said.items() if k in OPTIONS and isinstance(v, str) and v.isprintable()}
-        odd += ["options"] * (len(fields["options"]) < len(said))
-    return odd
+        options = fields["options"]
+        fields["options"] = {
+            k: v for k, v in options.items() if k in REQUEUE_OPTIONS and isinstance(v, str) and v.isprintable()
+        }
+        invalid_fields += ["options"] * (len(fields["options"]) < len(options))
+    return invalid_fields

@@ -14,7 +14,7 @@ PENDING = "PENDING"
 RUNNING = "RUNNING"
 COMPLETING = "COMPLETING"
 # All that end a job; any other word, one that is not known here too, means that it is not over.
-ENDED = frozenset(
+TERMINAL_STATES = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
      "TIMEOUT"}
 )  # fmt: skip
@@ -36,7 +36,7 @@ class ArraySubmission:
 
     folder: Path
     runs: Sequence[RunDir]
-    at_once: int | None = None  # how many may run at a time; None: as many as the backend has room for
+    max_concurrent: int | None = None  # how many may run at a time; None: as many as the backend has room for
     environ: Mapping[str, str] | None = None
 
 
@@ -54,8 +54,8 @@ class JobView:
     nodes: tuple[str, ...] = ()
 
     @property
-    def alive(self) -> bool:
-        return self.state not in ENDED
+    def is_alive(self) -> bool:
+        return self.state not in TERMINAL_STATES
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Backend(Protocol):
         """Hand the job over and return its id.
 
         Raises:
-            SchedulerRefused: with the scheduler's own words.
+            SchedulerError: with the scheduler's own words.
             CommandFailed: it gave no answer, and may have the job all the same.
         """
 
@@ -96,7 +96,7 @@ class Backend(Protocol):
         """Put the job back in the queue under its id.
 
         Raises:
-            SchedulerRefused: it said no.
+            SchedulerError: it said no.
             CommandFailed: it gave no answer, which says nothing about whether it did it.
         """
 
@@ -105,17 +105,17 @@ class Backend(Protocol):
         the job that will do it. Raises as :meth:`submit`; after no answer it may be called again, and finds the job
         where the scheduler has it."""
 
-    def own_job_id(self, environ: Mapping[str, str]) -> str | None:
+    def current_job_id(self, environ: Mapping[str, str]) -> str | None:
         """The id of the job that this process runs in, or None outside of one."""
 
-    def own_nodes(self, environ: Mapping[str, str]) -> tuple[str, ...]:
+    def current_nodes(self, environ: Mapping[str, str]) -> tuple[str, ...]:
         """The names of the nodes of the job that this process runs in, in node-rank order; empty outside of one."""
 
-    def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
+    def query_jobs(self, job_ids: Iterable[str]) -> dict[str, JobView]:
         """What is known of these jobs now, in one question; jobs that are no longer known are absent.
 
         Raises CommandFailed when the scheduler does not answer: no answer is not 'no such job'.
         """
 
-    def starts(self, job_id: str) -> list[JobStart]:
+    def list_starts(self, job_id: str) -> list[JobStart]:
         """All starts of a job from accounting, oldest first; empty where there is no accounting."""

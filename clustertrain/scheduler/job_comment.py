@@ -11,17 +11,17 @@ from typing import Any
 
 import msgspec
 
-from clustertrain.errors import CommandFailed, SchedulerRefused
+from clustertrain.errors import CommandFailed, SchedulerError
 from clustertrain.scheduler import slurm
 
-FIRST_S = 60.0  # after the start of an attempt
-EVERY_S = 600.0  # a site's controller has other things to do
-LONGEST = 199
-_OURS = "clustertrain run="
-_BETWEEN = " | "
+FIRST_UPDATE_S = 60.0  # after the start of an attempt
+UPDATE_INTERVAL_S = 600.0  # a site's controller has other things to do
+MAX_COMMENT_CHARS = 199
+_PREFIX = "clustertrain run="
+_SEPARATOR = " | "
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class CommentMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """None where something is not known. ``gpu_utilization`` is the mean of all GPUs, ``memory_used_gib`` the most that
     one has used and ``memory_total_gib`` what that one has, ``power_w`` the mean of a GPU; ``notes`` those of the
     report that are no mere information."""
@@ -37,24 +37,24 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     notes: int | None = None
 
 
-def comment_of(figures: Figures) -> str:
+def format_comment(metrics: CommentMetrics) -> str:
     """``clustertrain run=gpt-abc123 step=1200/10000 gpu_util=87% mem=61/80GiB power=480W goodput=93% notes=1``"""
-    f = figures
-    words = [f"{_OURS}{f.run}"]
+    f = metrics
+    fields = [f"{_PREFIX}{f.run}"]
     if f.step is not None:
-        words.append(f"step={f.step}" + ("" if f.total_steps is None else f"/{f.total_steps}"))
+        fields.append(f"step={f.step}" + ("" if f.total_steps is None else f"/{f.total_steps}"))
     if f.gpu_utilization is not None:
-        words.append(f"gpu_util={f.gpu_utilization:.0%}")
+        fields.append(f"gpu_util={f.gpu_utilization:.0%}")
     if f.memory_used_gib is not None:
-        of = "" if f.memory_total_gib is None else f"/{f.memory_total_gib:.0f}"
-        words.append(f"mem={f.memory_used_gib:.0f}{of}GiB")
+        total = "" if f.memory_total_gib is None else f"/{f.memory_total_gib:.0f}"
+        fields.append(f"mem={f.memory_used_gib:.0f}{total}GiB")
     if f.power_w is not None:
-        words.append(f"power={f.power_w:.0f}W")
+        fields.append(f"power={f.power_w:.0f}W")
     if f.goodput is not None:
-        words.append(f"goodput={f.goodput:.0%}")
+        fields.append(f"goodput={f.goodput:.0%}")
     if f.notes is not None:
-        words.append(f"notes={f.notes}")
-    return " ".join(words)[:LONGEST]
+        fields.append(f"notes={f.notes}")
+    return " ".join(fields)[:MAX_COMMENT_CHARS]
 
 
 class JobComment:
@@ -72,16 +72,16 @@ class JobComment:
         if self.refused:
             return
         try:
-            slurm.set_comment(self._job_id, joined(slurm.comment(self._job_id), text))
+            slurm.set_comment(self._job_id, append_to_comment(slurm.get_comment(self._job_id), text))
         except CommandFailed:
             return
-        except SchedulerRefused as e:
+        except SchedulerError as e:
             self.refused = True
             if self._on_event is not None:
                 self._on_event("comment_refused", reason=e.message)
 
 
-def joined(now: str, text: str) -> str:
-    """``text`` behind what is the user's own in the comment ``now``."""
-    theirs = now.partition(_OURS)[0].removesuffix(_BETWEEN)
-    return f"{theirs}{_BETWEEN}{text}" if theirs.strip() else text
+def append_to_comment(current: str, text: str) -> str:
+    """``text`` behind what is the user's own in the comment ``current``."""
+    user_text = current.partition(_PREFIX)[0].removesuffix(_SEPARATOR)
+    return f"{user_text}{_SEPARATOR}{text}" if user_text.strip() else text

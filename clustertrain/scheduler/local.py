@@ -17,10 +17,18 @@ import msgspec
 import psutil
 
 from clustertrain import clock, fsio, proc, reading, schema, settings
-from clustertrain.config.time_limits import seconds_of
-from clustertrain.errors import CommandFailed, SchedulerRefused
+from clustertrain.config.time_limits import parse_time_limit_s
+from clustertrain.errors import CommandFailed, SchedulerError
 from clustertrain.run.run_spec import load_spec
-from clustertrain.scheduler.backend import ENDED, PENDING, ArraySubmission, Backend, JobStart, JobView, Submission
+from clustertrain.scheduler.backend import (
+    PENDING,
+    TERMINAL_STATES,
+    ArraySubmission,
+    Backend,
+    JobStart,
+    JobView,
+    Submission,
+)
 
 PREFIX = "local-"
 START_TIMEOUT_S = 30.0
@@ -53,39 +61,39 @@ class JobFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.record = path / "job.json"
-        self.cancel = path / "cancel-requested"
-        self.requeue = path / "requeue-requested"
+        self.record_file = path / "job.json"
+        self.cancel_file = path / "cancel-requested"
+        self.requeue_file = path / "requeue-requested"
         self.log = path / "supervisor.log"
 
     def read(self) -> LocalJob | None:
         try:
-            return reading.read_struct(self.record, LocalJob)
+            return reading.read_struct(self.record_file, LocalJob)
         except FileNotFoundError:
             return None
 
     def write(self, job: LocalJob) -> None:
-        fsio.write_bytes(self.record, msgspec.json.format(msgspec.json.encode(job), indent=1) + b"\n")
+        fsio.write_bytes(self.record_file, msgspec.json.format(msgspec.json.encode(job), indent=1) + b"\n")
 
 
-def jobs_folder() -> Path:
+def jobs_root() -> Path:
     return settings.home() / "local"
 
 
-def folder_of(job_id: str) -> JobFolder:
-    return JobFolder(jobs_folder() / job_id.removeprefix(PREFIX))
+def job_folder(job_id: str) -> JobFolder:
+    return JobFolder(jobs_root() / job_id.removeprefix(PREFIX))
 
 
-def _claim() -> JobFolder:
-    parent = jobs_folder()
+def _claim_job_folder() -> JobFolder:
+    parent = jobs_root()
     parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     while True:
-        n = max((int(p.name) for p in parent.iterdir() if reading.is_count(p.name)), default=0) + 1
+        n = max((int(p.name) for p in parent.iterdir() if reading.is_unsigned_int(p.name)), default=0) + 1
         if fsio.claim_folder(parent / str(n)):
             return JobFolder(parent / str(n))
 
 
-def supervisor_alive(job: LocalJob) -> bool:
+def is_supervisor_alive(job: LocalJob) -> bool:
     """Process ids are reused; the creation time tells the supervisor from whoever came after it."""
     try:
         process = psutil.Process(job.pid)
@@ -101,21 +109,21 @@ class LocalBackend(Backend):
         return self._submit(submission)
 
     def submit_array(self, array: ArraySubmission) -> list[str]:
-        at_once = array.at_once or 1  # they share this machine
+        max_concurrent = array.max_concurrent or 1  # they share this machine
         job_ids: list[str] = []
         try:
             for n, run in enumerate(array.runs):
-                after = job_ids[n - at_once] if n >= at_once else ""
+                after = job_ids[n - max_concurrent] if n >= max_concurrent else ""
                 job_ids.append(self._submit(Submission(run, environ=array.environ), after))
         except BaseException:
             self.cancel(*job_ids)
-            clock.wait_until(lambda: not any(v.alive for v in self.views(job_ids).values()), START_TIMEOUT_S)
+            clock.wait_until(lambda: not any(v.is_alive for v in self.query_jobs(job_ids).values()), START_TIMEOUT_S)
             raise
         return job_ids
 
     def _submit(self, submission: Submission, after: str = "") -> str:
         spec = load_spec(submission.run)
-        folder = _claim()
+        folder = _claim_job_folder()
         job_id = f"{PREFIX}{folder.path.name}"
         folder.write(
             LocalJob(
@@ -124,21 +132,21 @@ class LocalBackend(Backend):
                 nodes=spec.job.nodes,
                 after=after,
                 reason=f"waits for {after}" if after else "",
-                time_limit_s=seconds_of(submission.options.get("time", spec.job.time)),
+                time_limit_s=parse_time_limit_s(submission.options.get("time", spec.job.time)),
                 grace_s=spec.recipe.rehearsal.grace_s,
                 preempt_at_steps=spec.recipe.rehearsal.preempt_at_steps,
             )
         )
-        env = settings.without_allocation(submission.environ if submission.environ is not None else os.environ)
-        argv = proc.python_module(sys.executable, "clustertrain.scheduler.local_supervisor", str(folder.path))
+        env = settings.strip_allocation_env(submission.environ if submission.environ is not None else os.environ)
+        argv = proc.python_module_argv(sys.executable, "clustertrain.scheduler.local_supervisor", str(folder.path))
         child = proc.start(argv, env=env, cwd=submission.run.path, log=folder.log, new_session=True)
 
-        def answered() -> bool:
+        def has_responded() -> bool:
             job = folder.read()
             return (job is not None and job.pid != 0) or child.poll() is not None
 
-        if not clock.wait_until(answered, START_TIMEOUT_S, 0.02) or (child.poll() or 0) != 0:
-            raise SchedulerRefused(f"the local supervisor did not start: {folder.log.read_text().strip()}")
+        if not clock.wait_until(has_responded, START_TIMEOUT_S, 0.02) or (child.poll() or 0) != 0:
+            raise SchedulerError(f"the local supervisor did not start: {folder.log.read_text().strip()}")
         child.returncode = 0  # it lives on by itself; nobody waits for it here
         return job_id
 
@@ -146,50 +154,50 @@ class LocalBackend(Backend):
         return []
 
     def cancel(self, *job_ids: str) -> None:
-        for folder in map(folder_of, job_ids):
+        for folder in map(job_folder, job_ids):
             if folder.path.is_dir():
-                folder.cancel.touch()
+                folder.cancel_file.touch()
 
     def requeue(self, job_id: str) -> None:
-        folder = folder_of(job_id)
+        folder = job_folder(job_id)
         job = folder.read()
-        if job is None or not supervisor_alive(job):
-            raise SchedulerRefused(f"{job_id} is not running any more")
-        fsio.write_json(folder.requeue, {})
+        if job is None or not is_supervisor_alive(job):
+            raise SchedulerError(f"{job_id} is not running any more")
+        fsio.write_json(folder.requeue_file, {})
 
-    def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
-        found = {}
+    def query_jobs(self, job_ids: Iterable[str]) -> dict[str, JobView]:
+        jobs = {}
         for job_id in job_ids:
             try:
-                job = folder_of(job_id).read()
+                job = job_folder(job_id).read()
             except OSError as e:
-                raise CommandFailed(f"{folder_of(job_id).record}: cannot be read: {e.strerror or e}") from e
+                raise CommandFailed(f"{job_folder(job_id).record_file}: cannot be read: {e.strerror or e}") from e
             if job is not None:
-                found[job_id] = _view(job)
-        return found
+                jobs[job_id] = _job_view(job)
+        return jobs
 
-    def starts(self, job_id: str) -> list[JobStart]:
-        job = folder_of(job_id).read()
+    def list_starts(self, job_id: str) -> list[JobStart]:
+        job = job_folder(job_id).read()
         if job is None:
             return []
         starts = [schema.convert({**s, "job_id": job_id}, JobStart) for s in job.starts]
-        view = _view(job)
-        if not view.alive and job.state not in ENDED:
+        view = _job_view(job)
+        if not view.is_alive and job.state not in TERMINAL_STATES:
             # The start that was under way when the supervisor died; nobody was left to write it down.
             starts.append(JobStart(job_id=job_id, state=view.state, start=job.start_time, reason=view.reason))
         return starts
 
     def restart(self, job_id: str, submission: Submission) -> str:
         # By the same supervisor: a second one, started from here, would be a process of this job and go down with it.
-        folder = folder_of(job_id)
-        fsio.write_json(folder.requeue, {"time": submission.options.get("time")})
+        folder = job_folder(job_id)
+        fsio.write_json(folder.requeue_file, {"time": submission.options.get("time")})
         return job_id
 
-    def own_job_id(self, environ: Mapping[str, str]) -> str | None:
+    def current_job_id(self, environ: Mapping[str, str]) -> str | None:
         path = environ.get(settings.LOCAL_JOB)
         return f"{PREFIX}{Path(path).name}" if path else None
 
-    def own_nodes(self, environ: Mapping[str, str]) -> tuple[str, ...]:
+    def current_nodes(self, environ: Mapping[str, str]) -> tuple[str, ...]:
         path = environ.get(settings.LOCAL_JOB)
         job = JobFolder(Path(path)).read() if path else None
         return tuple(node_names(job.nodes)) if job else ()
@@ -200,7 +208,7 @@ def node_names(nodes: int) -> list[str]:
     return [f"local{i}" for i in range(nodes)]
 
 
-def _view(job: LocalJob) -> JobView:
+def _job_view(job: LocalJob) -> JobView:
     view = JobView(
         job_id=job.job_id,
         state=job.state,
@@ -212,9 +220,9 @@ def _view(job: LocalJob) -> JobView:
         nodes=tuple(node_names(job.nodes)),
     )
     starting = job.pid == 0
-    if view.alive and not starting and job.host != socket.gethostname():
+    if view.is_alive and not starting and job.host != socket.gethostname():
         raise CommandFailed(f"{job.job_id} runs on {job.host}: whether its supervisor lives can be told there only")
-    if view.alive and not starting and not supervisor_alive(job):
+    if view.is_alive and not starting and not is_supervisor_alive(job):
         reason = "its supervisor is gone: it was killed, or the machine was restarted"
         return JobView(job_id=job.job_id, state="NODE_FAIL", reason=reason, restarts=job.restarts)
     return view

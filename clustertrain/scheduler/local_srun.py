@@ -20,19 +20,19 @@ from clustertrain.scheduler.local import node_names
 POLL_S = 0.1
 
 
-def _devices(node: int, gpus: int) -> dict[str, str]:
+def _visible_devices(node: int, gpus: int) -> dict[str, str]:
     """Each simulated node sees its own share of the machine's GPUs."""
     visible = os.environ.get(settings.CUDA_VISIBLE_DEVICES)
     if visible is None:
-        shares = [str(i) for i in range(node * gpus, (node + 1) * gpus)]
+        devices = [str(i) for i in range(node * gpus, (node + 1) * gpus)]
     else:
-        shares = [d for d in visible.split(",") if d][node * gpus : (node + 1) * gpus]
-    return {settings.CUDA_VISIBLE_DEVICES: ",".join(shares)}
+        devices = [d for d in visible.split(",") if d][node * gpus : (node + 1) * gpus]
+    return {settings.CUDA_VISIBLE_DEVICES: ",".join(devices)}
 
 
-def _after_agent(node: str) -> None:
+def _run_task_epilog(node: str) -> None:
     """What srun does with --task-epilog."""
-    script = RunDir(Path(os.environ[settings.RUN_DIR])).agent_end
+    script = RunDir(Path(os.environ[settings.RUN_DIR])).agent_end_script
     if script.exists():  # not in a run that an older version made
         subprocess.run(["/bin/sh", script], env={**os.environ, settings.NODE: node}, check=False)
 
@@ -54,16 +54,16 @@ def main() -> int:
         signal.signal(number, forward)
     names = node_names(options.nodes)
     for rank, name in enumerate(names):
-        env = {**os.environ, settings.NODE: name, settings.NODE_RANK: str(rank), **_devices(rank, options.gpus)}
+        env = {**os.environ, settings.NODE: name, settings.NODE_RANK: str(rank), **_visible_devices(rank, options.gpus)}
         children.append(proc.start(options.command, env=env))
-    ended: set[str] = set()
+    finished: set[str] = set()
 
     def all_ended() -> bool:
         for name, child in zip(names, children, strict=True):
-            if child.poll() is not None and name not in ended:
-                ended.add(name)
-                _after_agent(name)
-        return len(ended) == len(names)
+            if child.poll() is not None and name not in finished:
+                finished.add(name)
+                _run_task_epilog(name)
+        return len(finished) == len(names)
 
     clock.wait_until(all_ended, float("inf"), POLL_S)
     return max(c.returncode if c.returncode >= 0 else 128 - c.returncode for c in children)

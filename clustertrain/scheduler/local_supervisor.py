@@ -16,133 +16,135 @@ from pathlib import Path
 import psutil
 
 from clustertrain import clock, fsio, proc, settings
-from clustertrain.config.time_limits import seconds_of
+from clustertrain.config.time_limits import parse_time_limit_s
 from clustertrain.errors import CommandFailed
 from clustertrain.run import metrics
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.backend import COMPLETING, PENDING, RUNNING
-from clustertrain.scheduler.local import JobFolder, LocalBackend, LocalJob, folder_of
+from clustertrain.scheduler.local import JobFolder, LocalBackend, LocalJob, job_folder
 
 POLL_S = 0.1
-TURN_S = 0.5
+TURN_POLL_S = 0.5
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL
 
 
-class Supervisor:
+class LocalSupervisor:
     def __init__(self, folder: JobFolder, job: LocalJob) -> None:
         self.folder = folder
         self.job = job
         self.run = RunDir(Path(job.run_dir))
-        self.rehearsed = 0
+        self.preemptions_sent = 0
         self.kill_at: float | None = None
         self.killed = False
 
     def main(self) -> None:
-        me = psutil.Process()
-        self.job.pid, self.job.pid_created, self.job.host = me.pid, me.create_time(), socket.gethostname()
+        process = psutil.Process()
+        self.job.pid, self.job.pid_created, self.job.host = process.pid, process.create_time(), socket.gethostname()
         self.folder.write(self.job)
         self._wait_for_turn()
-        while self._start_once():
+        while self._run_once():
             self.job.restarts += 1
             self.job.preempt_time = None
-            self._say(PENDING, "requeued")
+            self._set_state(PENDING, "requeued")
 
-    def _say(self, state: str, reason: str = "") -> None:
+    def _set_state(self, state: str, reason: str = "") -> None:
         self.job.state, self.job.reason = state, reason
         self.folder.write(self.job)
 
     def _wait_for_turn(self) -> None:
         """Until the job before this one is over; where that was cancelled while it waited, the one before it."""
-        before = self.job.after
-        while before:
-            self._say(PENDING, f"waits for {before}")
-            while _alive(before):
-                if self.folder.cancel.exists():
+        predecessor = self.job.after
+        while predecessor:
+            self._set_state(PENDING, f"waits for {predecessor}")
+            while _is_alive(predecessor):
+                if self.folder.cancel_file.exists():
                     return
-                clock.sleep(TURN_S)
-            ended = folder_of(before).read()
-            before = ended.after if ended is not None and ended.start_time is None else ""
+                clock.sleep(TURN_POLL_S)
+            ended_job = job_folder(predecessor).read()
+            predecessor = ended_job.after if ended_job is not None and ended_job.start_time is None else ""
 
-    def _start_once(self) -> bool:
+    def _run_once(self) -> bool:
         """One start of job.sh, to its end. Returns whether there is to be another."""
-        if self.folder.cancel.exists():
-            self._say("CANCELLED", "cancelled while pending")
+        if self.folder.cancel_file.exists():
+            self._set_state("CANCELLED", "cancelled while pending")
             return False
-        self.folder.requeue.unlink(missing_ok=True)
+        self.folder.requeue_file.unlink(missing_ok=True)
         self.kill_at, self.killed = None, False
         start = clock.now()
         self.job.start_time = start
         self.job.end_time = start + self.job.time_limit_s if self.job.time_limit_s else None
-        self._say(RUNNING)
+        self._set_state(RUNNING)
         env = {**os.environ, settings.LOCAL_JOB: str(self.folder.path)}
-        batch = proc.start(
-            ["/bin/bash", self.run.script], env=env, cwd=self.run.path, log=self.run.job_log, new_session=True
+        job_script = proc.start(
+            ["/bin/bash", self.run.job_script], env=env, cwd=self.run.path, log=self.run.job_log, new_session=True
         )
-        ended_by = ""
-        while batch.poll() is None:
-            ended_by = self._look(ended_by)
-            clock.wait_until(lambda: batch.poll() is not None, POLL_S, POLL_S)
+        end_state = ""
+        while job_script.poll() is None:
+            end_state = self._poll_job(end_state)
+            clock.wait_until(lambda: job_script.poll() is not None, POLL_S, POLL_S)
         proc.kill_descendants()
-        return self._finish(batch.returncode, ended_by, start)
+        return self._finish(job_script.returncode, end_state, start)
 
-    def _look(self, ended_by: str) -> str:
+    def _poll_job(self, end_state: str) -> str:
         now = clock.now()
         if self.kill_at is not None and now >= self.kill_at:
             self.killed = True
             proc.kill_descendants()
             self.kill_at = None
-        if ended_by:
-            return ended_by
-        if self.folder.cancel.exists():
-            return self._warn("CANCELLED", KILL_WAIT_S, COMPLETING)
+        if end_state:
+            return end_state
+        if self.folder.cancel_file.exists():
+            return self._send_sigterm("CANCELLED", KILL_WAIT_S, COMPLETING)
         if self.job.end_time is not None and now >= self.job.end_time:
-            return self._warn("TIMEOUT", KILL_WAIT_S, COMPLETING)
-        if self._rehearsal_due():
-            self.rehearsed += 1
+            return self._send_sigterm("TIMEOUT", KILL_WAIT_S, COMPLETING)
+        if self._is_preemption_due():
+            self.preemptions_sent += 1
             self.job.preempt_time = now
-            return self._warn("PREEMPTED", self.job.grace_s, RUNNING)
+            return self._send_sigterm("PREEMPTED", self.job.grace_s, RUNNING)
         return ""
 
-    def _warn(self, why: str, grace_s: float, state: str) -> str:
+    def _send_sigterm(self, end_state: str, grace_s: float, state: str) -> str:
         """SIGTERM to every process of the step, the kill after the grace time, as slurmd does it."""
         self.kill_at = clock.now() + grace_s
-        self._say(state, why)
-        for child in proc.descendants():
+        self._set_state(state, end_state)
+        for child in proc.list_descendants():
             proc.send_signal(child, signal.SIGTERM)
-        return why
+        return end_state
 
-    def _rehearsal_due(self) -> bool:
+    def _is_preemption_due(self) -> bool:
         steps = self.job.preempt_at_steps
-        if self.rehearsed >= len(steps):
+        if self.preemptions_sent >= len(steps):
             return False
-        row = metrics.latest(self.run)
+        row = metrics.find_latest_row(self.run)
         # A row of an earlier attempt is not a step of this one.
-        return row is not None and row["t"] >= (self.job.start_time or 0) and row["step"] >= steps[self.rehearsed]
+        return (
+            row is not None and row["t"] >= (self.job.start_time or 0) and row["step"] >= steps[self.preemptions_sent]
+        )
 
-    def _tell_of_missed_rehearsals(self, steps: Sequence[int]) -> None:
+    def _log_missed_preemptions(self, steps: Sequence[int]) -> None:
         """A run of quick steps may be over before the warning: whoever rehearses must not take it for preempted."""
         if not steps:
             return
-        said = f"rehearsal.preempt_at_steps: the job ended before it was preempted at {', '.join(map(str, steps))}"
+        message = f"rehearsal.preempt_at_steps: the job ended before it was preempted at {', '.join(map(str, steps))}"
         with suppress(OSError), self.run.job_log.open("a") as log:
-            log.write(f"clustertrain: {said}\n")
+            log.write(f"clustertrain: {message}\n")
 
-    def _finish(self, code: int, ended_by: str, start: float) -> bool:
-        asked = fsio.peek_json(self.folder.requeue)
-        again = asked is not None and ended_by != "CANCELLED"
-        if again:
+    def _finish(self, code: int, end_state: str, start: float) -> bool:
+        request = fsio.poll_json(self.folder.requeue_file)
+        should_restart = request is not None and end_state != "CANCELLED"
+        if should_restart:
             state = "REQUEUED"
-            if asked and asked.get("time"):
-                self.job.time_limit_s = seconds_of(asked["time"])
-        elif ended_by:
-            state = ended_by
+            if request and request.get("time"):
+                self.job.time_limit_s = parse_time_limit_s(request["time"])
+        elif end_state:
+            state = end_state
             # As Slurm does with a preempted job that did not leave by itself in the grace time.
-            again = ended_by == "PREEMPTED" and self.killed
+            should_restart = end_state == "PREEMPTED" and self.killed
         else:
             state = "COMPLETED" if code == 0 else "FAILED"
-        if code == 0 and not again and state in ("COMPLETED", "PREEMPTED"):
-            in_vain = int(state == "PREEMPTED")  # it was done before the warning had an effect
-            self._tell_of_missed_rehearsals(self.job.preempt_at_steps[self.rehearsed - in_vain :])
+        if code == 0 and not should_restart and state in ("COMPLETED", "PREEMPTED"):
+            ineffective = int(state == "PREEMPTED")  # it was done before the warning had an effect
+            self._log_missed_preemptions(self.job.preempt_at_steps[self.preemptions_sent - ineffective :])
         record = {
             "state": state,
             "start": start,
@@ -152,27 +154,27 @@ class Supervisor:
         }
         self.job.starts = [*self.job.starts, record]
         self.job.end_time = None
-        self._say(PENDING if again else state, ended_by)
-        return again
+        self._set_state(PENDING if should_restart else state, end_state)
+        return should_restart
 
 
-def _alive(job_id: str) -> bool:
+def _is_alive(job_id: str) -> bool:
     try:
-        view = LocalBackend().views([job_id]).get(job_id)
+        view = LocalBackend().query_jobs([job_id]).get(job_id)
     except CommandFailed:
         return False  # it runs on another machine, where it is in nobody's way here, or does not read
-    return view is not None and view.alive
+    return view is not None and view.is_alive
 
 
 def main() -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    proc.adopt_orphans()
+    proc.become_subreaper()
     folder = JobFolder(Path(sys.argv[1]))
     job = folder.read()
     if job is None:
-        print(f"{folder.record} is missing", file=sys.stderr)
+        print(f"{folder.record_file} is missing", file=sys.stderr)
         return 1
-    Supervisor(folder, job).main()
+    LocalSupervisor(folder, job).main()
     return 0
 
 

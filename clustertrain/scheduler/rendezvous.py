@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from clustertrain import clock, fsio
-from clustertrain.errors import ClusterTrainError, EnvironmentNotFit
-from clustertrain.scheduler.sockets import free_port
+from clustertrain.errors import ClusterTrainError, UnsuitableEnvironment
+from clustertrain.scheduler.sockets import find_free_port
 
 RESOLVE_TIMEOUT_S = 30.0
 
@@ -25,9 +25,9 @@ class Rendezvous:
 
 def publish(path: Path, host: str) -> Rendezvous:
     """Called on the first node."""
-    meeting = Rendezvous(host=host, port=free_port(), id=secrets.token_hex(8))
-    fsio.write_json(path, asdict(meeting))
-    return meeting
+    rdzv = Rendezvous(host=host, port=find_free_port(), id=secrets.token_hex(8))
+    fsio.write_json(path, asdict(rdzv))
+    return rdzv
 
 
 def wait_for(path: Path, node: str, timeout_s: float) -> Rendezvous:
@@ -37,32 +37,32 @@ def wait_for(path: Path, node: str, timeout_s: float) -> Rendezvous:
         ClusterTrainError: the first node published nothing in time.
     """
     # Listing the folder makes an NFS client drop its cached "no such file".
-    found = clock.wait_until(lambda: path.name in {p.name for p in path.parent.iterdir()}, timeout_s, 0.2)
-    value = fsio.read_json(path) if found else None
+    is_published = clock.wait_until(lambda: path.name in {p.name for p in path.parent.iterdir()}, timeout_s, 0.2)
+    value = fsio.read_json(path) if is_published else None
     if value is None:
         raise ClusterTrainError(f"{node}: the first node published no rendezvous in {timeout_s:g} s ({path})")
     return Rendezvous(**value)
 
 
-def resolve(meeting: Rendezvous, node: str, timeout_s: float = RESOLVE_TIMEOUT_S) -> str:
+def resolve(rdzv: Rendezvous, node: str, timeout_s: float = RESOLVE_TIMEOUT_S) -> str:
     """The rendezvous host's address as this node sees it. A name server that fails for a moment is asked again.
 
     Raises:
-        EnvironmentNotFit: the name does not resolve here. Without this check the ranks would hang instead.
+        UnsuitableEnvironment: the name does not resolve here. Without this check the ranks would hang instead.
     """
-    found: list[str] = []
+    addresses: list[str] = []
     failures: list[OSError] = []
 
-    def asked() -> bool:
+    def try_resolve() -> bool:
         try:
-            found.append(str(socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)[0][4][0]))
+            addresses.append(str(socket.getaddrinfo(rdzv.host, rdzv.port, type=socket.SOCK_STREAM)[0][4][0]))
         except OSError as e:
             failures.append(e)
-        return bool(found)
+        return bool(addresses)
 
-    if clock.wait_until(asked, timeout_s, 1.0):
-        return found[0]
-    raise EnvironmentNotFit(
-        f"node {node} cannot resolve the rendezvous host {meeting.host!r}: {failures[-1]}",
+    if clock.wait_until(try_resolve, timeout_s, 1.0):
+        return addresses[0]
+    raise UnsuitableEnvironment(
+        f"node {node} cannot resolve the rendezvous host {rdzv.host!r}: {failures[-1]}",
         fix="make the nodes' names resolvable from each other (DNS or /etc/hosts)",
     ) from failures[-1]

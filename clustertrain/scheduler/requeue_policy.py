@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from clustertrain.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_STOPPED
+from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_STOPPED, EXIT_SUCCESS
 from clustertrain.run import endings, hang_analysis
 from clustertrain.run.attempts import Attempt
 from clustertrain.scheduler.backend import RUNNING, JobView
 
 Action = Literal["finish", "requeue", "resubmit", "stop"]
 # How close to the time limit a stop counts as one because of it.
-NEAR_LIMIT_S = 15.0
+TIME_LIMIT_MARGIN_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -29,31 +29,31 @@ class Evidence:
     results: Mapping[str, Mapping[str, Any]]  # results/<node>.json, by node
     cancelled: bool
     view: JobView | None  # None: the scheduler did not answer, or does not know the job
-    accounting: str  # the accounting's word for this start, where it was asked for; else ""
-    step_exit: int  # the step launcher's own code
-    requeue_asked: bool
+    accounting_state: str  # the accounting's word for this start, where it was asked for; else ""
+    step_exit_code: int  # the step launcher's own code
+    requeue_requested: bool
     end_time: float | None
     lead_s: float  # the agents' own countdown
-    stop_at: float | None  # when the stop was asked for
-    sources: tuple[str, ...]  # who asked for it
+    stop_requested_at: float | None  # when the stop was asked for
+    stop_sources: tuple[str, ...]  # who asked for it
     out_of_time: bool  # batch ended the step itself, because the allocation was about to end
     now: float
-    without_agent: frozenset[str] = frozenset()  # nodes that are there, and whose agent has ended
-    restart: int = 0  # how often the job had been requeued when the attempt began
+    nodes_without_agent: frozenset[str] = frozenset()  # nodes that are there, and whose agent has ended
+    restart_count: int = 0  # how often the job had been requeued when the attempt began
 
 
 @dataclass(frozen=True)
 class Verdict:
     ending: str
     reason: str
-    blamed: tuple[str, ...] = ()  # nodes
-    fatal: int | None = None  # an exit code that no requeue can change
+    blamed_nodes: tuple[str, ...] = ()  # nodes
+    fatal_exit_code: int | None = None  # an exit code that no requeue can change
 
 
 @dataclass(frozen=True)
 class Decision:
     action: Action
-    why: str
+    reason: str
     exit_code: int
     exclude: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)  # sbatch options that the owner asked for
@@ -61,96 +61,112 @@ class Decision:
 
 def classify(e: Evidence) -> Verdict | None:
     """How the attempt ended, or None when only the scheduler will know (it is ending the job by itself)."""
-    endings_seen = {str(r["ending"]) for r in e.results.values()}
+    node_endings = {str(r["ending"]) for r in e.results.values()}
     missing = tuple(n for n in e.nodes if n not in e.results)
-    if not missing and endings_seen == {"completed"}:
-        return Verdict(endings.COMPLETED, _why(e) or "all ranks completed")
+    if not missing and node_endings == {"completed"}:
+        return Verdict(endings.COMPLETED, _rank_reason(e) or "all ranks completed")
     if e.cancelled:
         return Verdict(endings.CANCELLED, "cancelled by its owner")
     if e.view is not None and e.view.state != RUNNING and e.view.preempt_time is None:
-        return _ended_from_outside(e)
-    if not missing and "failed" not in endings_seen:
-        spent = any(r.get("spent") for r in e.results.values())
-        return Verdict(endings.SPENT, _why(e) or "the budget is spent") if spent else _with_why(_stopped(e), e)
-    known = _stopped(e) if e.stop_at is not None or e.out_of_time else None
-    if known is not None and known.ending not in (endings.UNKNOWN, endings.SIGNAL) and not _hopeless(e):
+        return _classify_external_end(e)
+    if not missing and "failed" not in node_endings:
+        is_budget_spent = any(r.get("spent") for r in e.results.values())
+        return (
+            Verdict(endings.BUDGET_SPENT, _rank_reason(e) or "the budget is spent")
+            if is_budget_spent
+            else _with_rank_reason(_classify_stop(e), e)
+        )
+    stop_verdict = _classify_stop(e) if e.stop_requested_at is not None or e.out_of_time else None
+    if (
+        stop_verdict is not None
+        and stop_verdict.ending not in (endings.UNKNOWN, endings.SIGNAL)
+        and not _is_environment_failure(e)
+    ):
         # What breaks while everything is being taken down is not the run's fault, and no node is to blame for it.
-        return Verdict(known.ending, f"{known.reason}; not all ranks had left in order")
-    return _failed(e, missing)
+        return Verdict(stop_verdict.ending, f"{stop_verdict.reason}; not all ranks had left in order")
+    return _classify_failure(e, missing)
 
 
-def _why(e: Evidence) -> str:
+def _rank_reason(e: Evidence) -> str:
     """The ranks' own word on it, where they have one."""
     return next((str(r["why"]) for r in e.results.values() if r.get("why")), "")
 
 
-def _with_why(verdict: Verdict, e: Evidence) -> Verdict:
+def _with_rank_reason(verdict: Verdict, e: Evidence) -> Verdict:
     """Where the ranks left as a script of the user's own does, which a later start may find to be done."""
-    why = _why(e)
-    if not why:
+    reason = _rank_reason(e)
+    if not reason:
         return verdict
-    return replace(verdict, reason=f"{verdict.reason}; {why}" if e.stop_at is not None else why)
+    return replace(verdict, reason=f"{verdict.reason}; {reason}" if e.stop_requested_at is not None else reason)
 
 
-def _hopeless(e: Evidence) -> bool:
+def _is_environment_failure(e: Evidence) -> bool:
     return any(r.get("kind") == "environment" for r in e.results.values())
 
 
-def _ended_from_outside(e: Evidence) -> Verdict | None:
+def _classify_external_end(e: Evidence) -> Verdict | None:
     """The job is being ended by the scheduler itself: by scancel, at its limit, or because a node is gone; or somebody
     has put it back in the queue."""
-    known, view = endings.of_scheduler(e.accounting), e.view
-    if known == endings.CANCELLED:
-        return Verdict(known, "cancelled with the scheduler's own command")
-    if view is not None and view.restarts > e.restart:
-        if known in (endings.NODE_FAILURE, endings.PREEMPTED) and e.accounting != "REQUEUED":
-            return Verdict(known, f"the scheduler requeued the job itself: {e.accounting}")
+    ending, view = endings.from_scheduler_state(e.accounting_state), e.view
+    if ending == endings.CANCELLED:
+        return Verdict(ending, "cancelled with the scheduler's own command")
+    if view is not None and view.restarts > e.restart_count:
+        if ending in (endings.NODE_FAILURE, endings.PREEMPTED) and e.accounting_state != "REQUEUED":
+            return Verdict(ending, f"the scheduler requeued the job itself: {e.accounting_state}")
         return Verdict(endings.PREEMPTED, "requeued with the scheduler's own command (scontrol requeue)")
     at_limit = view is not None and view.reason == "TimeLimit"
-    if known == endings.TIME_LIMIT or at_limit or (e.end_time is not None and e.now >= e.end_time - NEAR_LIMIT_S):
+    if (
+        ending == endings.TIME_LIMIT
+        or at_limit
+        or (e.end_time is not None and e.now >= e.end_time - TIME_LIMIT_MARGIN_S)
+    ):
         return Verdict(endings.TIME_LIMIT, "the time limit was reached")
     return None
 
 
-def _stopped(e: Evidence) -> Verdict:
-    if e.requeue_asked:
+def _classify_stop(e: Evidence) -> Verdict:
+    if e.requeue_requested:
         return Verdict(endings.PREEMPTED, "stopped for a requeue that its owner asked for")
     if e.view is not None and e.view.preempt_time is not None:
         return Verdict(endings.PREEMPTED, "the scheduler preempted the job")
-    asked = e.stop_at or e.now
+    requested_at = e.stop_requested_at or e.now
     if e.out_of_time:
-        who = "the ranks had not left" if any(n not in e.results for n in e.nodes) else "the agents were still writing"
-        return Verdict(endings.TIME_LIMIT, f"{who} when the time limit was near; ended by force")
-    if e.end_time is not None and ("deadline" in e.sources or asked >= e.end_time - e.lead_s - NEAR_LIMIT_S):
-        return Verdict(endings.TIME_LIMIT, f"stopped {max(0.0, e.end_time - asked):.0f} s before the time limit")
-    source = ", ".join(e.sources) or "an unknown source"
+        blocker = (
+            "the ranks had not left" if any(n not in e.results for n in e.nodes) else "the agents were still writing"
+        )
+        return Verdict(endings.TIME_LIMIT, f"{blocker} when the time limit was near; ended by force")
+    if e.end_time is not None and (
+        "deadline" in e.stop_sources or requested_at >= e.end_time - e.lead_s - TIME_LIMIT_MARGIN_S
+    ):
+        return Verdict(endings.TIME_LIMIT, f"stopped {max(0.0, e.end_time - requested_at):.0f} s before the time limit")
+    source = ", ".join(e.stop_sources) or "an unknown source"
     if e.view is None:
         return Verdict(endings.UNKNOWN, f"stopped on request of {source}; the scheduler gave no answer as to why")
-    sent = [s.removeprefix("signal:") for s in e.sources if s.startswith("signal:")]
-    if sent:
-        words = f"stopped by {' and '.join(sent)} that somebody sent (scancel --signal, kill)"
-        return Verdict(endings.SIGNAL, f"{words}: the scheduler neither preempts nor ends the job")
+    signals = [s.removeprefix("signal:") for s in e.stop_sources if s.startswith("signal:")]
+    if signals:
+        reason = f"stopped by {' and '.join(signals)} that somebody sent (scancel --signal, kill)"
+        return Verdict(endings.SIGNAL, f"{reason}: the scheduler neither preempts nor ends the job")
     return Verdict(endings.UNKNOWN, f"stopped on request of {source}; the scheduler names no cause")
 
 
 STOP_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"})
-UNEXPLAINED = frozenset({"crashed", "exited", "killed", "device", "storage", "launcher"})
-_SCHEDULER_KINDS = {"out_of_memory": endings.OUT_OF_MEMORY, "user_error": endings.USER_ERROR}
+UNEXPLAINED_KINDS = frozenset({"crashed", "exited", "killed", "device", "storage", "launcher"})
+_ENDING_BY_KIND = {"out_of_memory": endings.OUT_OF_MEMORY, "user_error": endings.USER_ERROR}
 
 
-def _failed(e: Evidence, missing: tuple[str, ...]) -> Verdict:
+def _classify_failure(e: Evidence, missing: tuple[str, ...]) -> Verdict:
     failed = [r for r in e.results.values() if r["ending"] == "failed"]
-    for kind in ("environment", *_SCHEDULER_KINDS):
+    for kind in ("environment", *_ENDING_BY_KIND):
         culprit = next((r for r in failed if r.get("kind") == kind), None)
         if culprit is not None:
-            ending = _SCHEDULER_KINDS.get(kind, endings.USER_ERROR)
+            ending = _ENDING_BY_KIND.get(kind, endings.USER_ERROR)
             fatal = EXIT_CONFIG if kind == "environment" else None
-            return Verdict(ending, str(culprit.get("message")), fatal=fatal)
-    if missing and e.step_exit == EXIT_CONFIG:
+            return Verdict(ending, str(culprit.get("message")), fatal_exit_code=fatal)
+    if missing and e.step_exit_code == EXIT_CONFIG:
         # An agent that does not see the run directory can't write why; its words are in job.log.
         names = ", ".join(missing)
-        return Verdict(endings.USER_ERROR, f"{names} could not start: see job.log", fatal=EXIT_CONFIG)
-    killed_by = _signal_of(e.step_exit) if e.view is not None else ""
+        return Verdict(endings.USER_ERROR, f"{names} could not start: see job.log", fatal_exit_code=EXIT_CONFIG)
+    killed_by = _signal_name(e.step_exit_code) if e.view is not None else ""
     if missing and killed_by:
         # The scheduler still counts on all nodes, and the launcher could wait for the agent's process.
         reason = f"the agent on {', '.join(missing)} was killed by {killed_by}, and its ranks with it"
@@ -159,15 +175,17 @@ def _failed(e: Evidence, missing: tuple[str, ...]) -> Verdict:
         # An agent that is still starting has no handlers yet.
         return Verdict(endings.SIGNAL if killed_by in STOP_SIGNALS else endings.UNKNOWN, reason)
     if missing and not e.results:
-        return Verdict(endings.UNKNOWN, f"no node wrote a result (the step ended with {e.step_exit}): see job.log")
+        return Verdict(endings.UNKNOWN, f"no node wrote a result (the step ended with {e.step_exit_code}): see job.log")
     if missing:
-        return _no_result(e, missing)
+        return _classify_missing_results(e, missing)
     # Before what nothing explains: a rank that hung is killed in the end, and so has left no word.
     hung = next((r for r in failed if r.get("kind") == "hang"), None)
     if hung is not None:
-        return Verdict(endings.HANG, hang_analysis.words({n: r.get("ranks") or () for n, r in e.results.items()}))
+        return Verdict(
+            endings.HANG, hang_analysis.describe_hang({n: r.get("ranks") or () for n, r in e.results.items()})
+        )
     # These explain the broken collectives of the other ranks, but not themselves.
-    unexplained = next((r for r in failed if r.get("kind") in UNEXPLAINED), None)
+    unexplained = next((r for r in failed if r.get("kind") in UNEXPLAINED_KINDS), None)
     if unexplained is not None:
         return Verdict(endings.UNKNOWN, str(unexplained.get("message")))
     communication = next((r for r in failed if r.get("kind") == "communication"), None)
@@ -176,15 +194,15 @@ def _failed(e: Evidence, missing: tuple[str, ...]) -> Verdict:
     return Verdict(endings.UNKNOWN, str(failed[0].get("message")) if failed else "some ranks stopped, some completed")
 
 
-def _no_result(e: Evidence, missing: tuple[str, ...]) -> Verdict:
-    lost = tuple(n for n in missing if n not in e.without_agent)
-    if lost:
-        return Verdict(endings.NODE_FAILURE, f"no result from {', '.join(lost)}", blamed=lost)
+def _classify_missing_results(e: Evidence, missing: tuple[str, ...]) -> Verdict:
+    lost_nodes = tuple(n for n in missing if n not in e.nodes_without_agent)
+    if lost_nodes:
+        return Verdict(endings.NODE_FAILURE, f"no result from {', '.join(lost_nodes)}", blamed_nodes=lost_nodes)
     # A disk that was full, say: the node is no worse than another one.
     return Verdict(endings.UNKNOWN, f"the agent on {', '.join(missing)} ended without a result: see job.log")
 
 
-def _signal_of(exit_code: int) -> str:
+def _signal_name(exit_code: int) -> str:
     """The name of the signal that a step launcher's exit code stands for; else empty."""
     try:
         return signal.Signals(exit_code - 128).name
@@ -195,40 +213,46 @@ def _signal_of(exit_code: int) -> str:
 def decide(verdict: Verdict, history: Sequence[Attempt], max_requeues: int) -> Decision:
     """What to do after ``verdict``. ``history`` holds all attempts, the one just ended last (its ending filled in)."""
     if verdict.ending == endings.COMPLETED:
-        return Decision("finish", verdict.reason, EXIT_DONE)
-    if verdict.fatal is not None:
-        return Decision("stop", f"{verdict.reason}; a requeue would fail the same way", verdict.fatal)
-    if verdict.ending in (endings.CANCELLED, endings.SPENT):
+        return Decision("finish", verdict.reason, EXIT_SUCCESS)
+    if verdict.fatal_exit_code is not None:
+        return Decision("stop", f"{verdict.reason}; a requeue would fail the same way", verdict.fatal_exit_code)
+    if verdict.ending in (endings.CANCELLED, endings.BUDGET_SPENT):
         return Decision("stop", verdict.reason, EXIT_NO_REQUEUE)
     if verdict.ending == endings.USER_ERROR:
         return Decision("stop", verdict.reason, EXIT_FAILED)
-    spent = budget_spent(verdict.ending, history, max_requeues)
-    if spent is not None:
-        return Decision("stop", spent, EXIT_NO_REQUEUE)
-    if verdict.blamed:
-        return Decision("resubmit", f"without {', '.join(verdict.blamed)}", EXIT_STOPPED, exclude=verdict.blamed)
+    stop_reason = find_exhausted_budget(verdict.ending, history, max_requeues)
+    if stop_reason is not None:
+        return Decision("stop", stop_reason, EXIT_NO_REQUEUE)
+    if verdict.blamed_nodes:
+        return Decision(
+            "resubmit", f"without {', '.join(verdict.blamed_nodes)}", EXIT_STOPPED, exclude=verdict.blamed_nodes
+        )
     return Decision("requeue", verdict.reason, EXIT_STOPPED)
 
 
-def _own(attempt: Attempt) -> bool:
-    return attempt.by_script and attempt.ending in (endings.PREEMPTED, endings.TIME_LIMIT)
+def _is_script_stop(attempt: Attempt) -> bool:
+    return attempt.ended_by_script and attempt.ending in (endings.PREEMPTED, endings.TIME_LIMIT)
 
 
-def budget_spent(ending: str, history: Sequence[Attempt], max_requeues: int) -> str | None:
+def find_exhausted_budget(ending: str, history: Sequence[Attempt], max_requeues: int) -> str | None:
     """Why the run must not go on, or None. Only a newer committed step refills a budget."""
     if len(history) > max_requeues:
         return f"--max-requeues {max_requeues} is used up after {len(history)} attempts"
-    since: list[Attempt] = []
+    without_progress: list[Attempt] = []
     for attempt in reversed(history):
-        if attempt.progressed:
+        if attempt.made_progress:
             break
-        since.append(attempt)
+        without_progress.append(attempt)
     # A preemption before the first step says nothing about the run; nor does a stop of a script that saves by itself.
-    charged = [a for a in since if not (a.ending == endings.PREEMPTED and a.first_step is None) and not _own(a)]
+    charged = [
+        a
+        for a in without_progress
+        if not (a.ending == endings.PREEMPTED and a.first_step is None) and not _is_script_stop(a)
+    ]
     if len(charged) >= endings.NO_PROGRESS_LIMIT:
         return f"no progress: {len(charged)} attempts in a row committed no newer step"
-    same = [a for a in charged if a.ending == ending]
-    allowed = endings.BUDGET.get(ending, 0)
-    if len(same) > allowed:
-        return f"no progress: {len(same)} attempts in a row ended with {ending} (allowed: {allowed})"
+    same_ending = [a for a in charged if a.ending == ending]
+    limit = endings.RETRY_BUDGET.get(ending, 0)
+    if len(same_ending) > limit:
+        return f"no progress: {len(same_ending)} attempts in a row ended with {ending} (allowed: {limit})"
     return None

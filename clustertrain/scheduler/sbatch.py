@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from clustertrain.errors import CommandFailed, SchedulerRefused
+from clustertrain.errors import CommandFailed, SchedulerError
 from clustertrain.scheduler import slurm_parse
 from clustertrain.scheduler.slurm_refusals import is_refusal
 
@@ -32,7 +32,7 @@ def sbatch(text: str, options: Sequence[str], folder: Path, environ: Mapping[str
         environ: the environment of sbatch, and so of the job.
 
     Raises:
-        SchedulerRefused: with what sbatch printed.
+        SchedulerError: with what sbatch printed.
         CommandFailed: sbatch is not installed, or gave no answer; Slurm may have the job all the same.
     """
     # Not at the top, and late: importing it takes 70 to 150 ms, which only a submission should pay.
@@ -48,49 +48,53 @@ def sbatch(text: str, options: Sequence[str], folder: Path, environ: Mapping[str
 
         @staticmethod
         def _get_job_id_from_submission_command(string: bytes | str) -> str:
-            return _job_id(string if isinstance(string, str) else string.decode(errors="replace"))
+            return _parse_job_id(string if isinstance(string, str) else string.decode(errors="replace"))
 
         @classmethod
         def affinity(cls) -> int:
             return 2  # its own test looks for srun on PATH; whether Slurm answers is for sbatch to say
 
     parent = None if any(tag in str(folder) for tag in _SUBMITIT_TAGS) else folder
-    with tempfile.TemporaryDirectory(prefix=".submit-", dir=parent) as scratch, _quiet() as printed, _environ(environ):
+    with (
+        tempfile.TemporaryDirectory(prefix=".submit-", dir=parent) as scratch,
+        _capture_stderr() as printed,
+        _replace_environ(environ),
+    ):
         try:
             # The public submit() takes a Python function to pickle; a command of one's own has only this entry.
             return Executor(folder=scratch)._submit_command("").job_id
         except submitit.core.utils.FailedJobError as e:
-            said = slurm_parse.plain(str(e) or printed.getvalue())
-            if is_refusal(said):
-                raise SchedulerRefused(f"Slurm refused the job: {said}") from e
-            raise CommandFailed(f"sbatch failed: {said}", fix="see whether Slurm answers: `scontrol ping`") from e
+            message = slurm_parse.format_error(str(e) or printed.getvalue())
+            if is_refusal(message):
+                raise SchedulerError(f"Slurm refused the job: {message}") from e
+            raise CommandFailed(f"sbatch failed: {message}", fix="see whether Slurm answers: `scontrol ping`") from e
         except FileNotFoundError as e:
             raise CommandFailed("sbatch: command not found", fix="submit on a login node") from e
 
 
-def _job_id(said: str) -> str:
+def _parse_job_id(output: str) -> str:
     """``--parsable`` prints ``ID`` or ``ID;CLUSTER``; site plugins may print lines around it."""
-    found = re.search(r"^(\d+)(?:;\S*)?$", said.strip(), flags=re.MULTILINE)
-    if found is None:
-        raise CommandFailed(f"sbatch printed no job id but {said.strip()!r}")
-    return found[1]
+    match = re.search(r"^(\d+)(?:;\S*)?$", output.strip(), flags=re.MULTILINE)
+    if match is None:
+        raise CommandFailed(f"sbatch printed no job id but {output.strip()!r}")
+    return match[1]
 
 
 @contextlib.contextmanager
-def _environ(environ: Mapping[str, str]) -> Iterator[None]:
+def _replace_environ(environ: Mapping[str, str]) -> Iterator[None]:
     """submitit gives sbatch this process's environment and has no argument for another one."""
-    before = dict(os.environ)
+    saved = dict(os.environ)
     try:
         os.environ.clear()
         os.environ.update(environ)
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(saved)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[io.StringIO]:
+def _capture_stderr() -> Iterator[io.StringIO]:
     """submitit prints sbatch's complaint besides raising it."""
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed), warnings.catch_warnings():

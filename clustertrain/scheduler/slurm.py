@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from clustertrain import proc, reading, settings
-from clustertrain.errors import CommandFailed, SchedulerRefused
+from clustertrain.errors import CommandFailed, SchedulerError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler import slurm_parse
 from clustertrain.scheduler.backend import ArraySubmission, Backend, JobStart, JobView, Submission
@@ -20,21 +20,21 @@ from clustertrain.scheduler.slurm_refusals import is_refusal
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 # Variables that change what the commands print or do.
 _CLIENT_PREFIXES = ("SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_", "SCANCEL_")
-_UNKNOWN_JOB = "Invalid job id"
+_INVALID_JOB_ID = "Invalid job id"
 
 
 def client_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for squeue, sacct, scontrol and scancel: no formats of the user's, times as epoch seconds."""
-    clean = settings.without_allocation(environ)
-    clean = {name: value for name, value in clean.items() if not name.startswith(_CLIENT_PREFIXES)}
-    return {**clean, "SLURM_TIME_FORMAT": "%s"}
+    env = settings.strip_allocation_env(environ)
+    env = {name: value for name, value in env.items() if not name.startswith(_CLIENT_PREFIXES)}
+    return {**env, "SLURM_TIME_FORMAT": "%s"}
 
 
 # Somebody waits for the command. With slurmctld away squeue tries for a minute.
-ANSWER_S = 8.0
+COMMAND_TIMEOUT_S = 8.0
 # The batch process asks while it watches over the step; Slurm's own message timeout is 10 s.
-BATCH_ANSWER_S = 20.0
-_ENDED = ("already completing or completed", "invalid job id")
+CONTROLLER_COMMAND_TIMEOUT_S = 20.0
+_JOB_ENDED_ERRORS = ("already completing or completed", "invalid job id")
 
 
 class SlurmBackend(Backend):
@@ -42,10 +42,10 @@ class SlurmBackend(Backend):
 
     name = "slurm"
 
-    def __init__(self, answer_s: float = ANSWER_S) -> None:
-        self.answer_s = answer_s
+    def __init__(self, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
+        self.timeout_s = timeout_s
 
-    def available(self) -> str | None:
+    def sbatch_version(self) -> str | None:
         """The version of sbatch, or None where it is not installed.
 
         Raises:
@@ -53,10 +53,10 @@ class SlurmBackend(Backend):
         """
         if shutil.which("sbatch") is None:
             return None
-        done = proc.run(["sbatch", "--version"], timeout_s=10.0, env=client_environ(os.environ))
-        if not done.stdout.strip():
+        result = proc.run(["sbatch", "--version"], timeout_s=10.0, env=client_environ(os.environ))
+        if not result.stdout.strip():
             raise CommandFailed("`sbatch --version` printed nothing")
-        return done.stdout.strip()
+        return result.stdout.strip()
 
     def submit(self, submission: Submission) -> str:
         options = [f"--{key}={value}" if value else f"--{key}" for key, value in submission.options.items()]
@@ -68,83 +68,95 @@ class SlurmBackend(Backend):
 
     def advice(self, partition: str) -> list[str]:
         # An answer that does not come or does not read is no reason against a submission.
-        done = _ask(
-            "scontrol", "--oneliner", "show", "partition", *([partition] if partition else []), answer_s=self.answer_s
+        result = _run_command(
+            "scontrol", "--oneliner", "show", "partition", *([partition] if partition else []), timeout_s=self.timeout_s
         )
-        return slurm_parse.preemption_advice(done.stdout, partition) if done.returncode == 0 else []
+        return slurm_parse.preemption_advice(result.stdout, partition) if result.returncode == 0 else []
 
     def cancel(self, *job_ids: str) -> None:
         # Not submitit's Job.cancel: docs/decisions/0008.
-        done = _ask("scancel", *map(_checked, job_ids), answer_s=self.answer_s)
-        said = done.stderr.splitlines()
-        failures = [line for line in said if _UNKNOWN_JOB not in line]
-        if done.returncode and (failures or not said):
-            raise CommandFailed(f"scancel {' '.join(job_ids)} failed: {slurm_parse.plain(chr(10).join(failures))}")
+        result = _run_command("scancel", *map(_check_job_id, job_ids), timeout_s=self.timeout_s)
+        error_lines = result.stderr.splitlines()
+        failures = [line for line in error_lines if _INVALID_JOB_ID not in line]
+        if result.returncode and (failures or not error_lines):
+            raise CommandFailed(
+                f"scancel {' '.join(job_ids)} failed: {slurm_parse.format_error(chr(10).join(failures))}"
+            )
 
     def requeue(self, job_id: str) -> None:
-        done = _ask("scontrol", "requeue", _checked(job_id), answer_s=self.answer_s)
-        if done.returncode:
-            said = slurm_parse.plain(done.stderr or done.stdout)
-            if is_refusal(said):
-                raise SchedulerRefused(f"Slurm did not requeue job {job_id}: {said}")
-            raise CommandFailed(f"Slurm gave no answer to the requeue of job {job_id}: {said}")
+        result = _run_command("scontrol", "requeue", _check_job_id(job_id), timeout_s=self.timeout_s)
+        if result.returncode:
+            message = slurm_parse.format_error(result.stderr or result.stdout)
+            if is_refusal(message):
+                raise SchedulerError(f"Slurm did not requeue job {job_id}: {message}")
+            raise CommandFailed(f"Slurm gave no answer to the requeue of job {job_id}: {message}")
 
     def restart(self, job_id: str, submission: Submission) -> str:
         # sbatch may have been heard although its answer never came, and would make a second job.
-        fresh = self._newer_job(submission.run, job_id) or self.submit(submission)
+        new_job_id = self._find_newer_job(submission.run, job_id) or self.submit(submission)
         # Slurm requeues a job whose node it finds down later; two jobs would then want the run.
         with contextlib.suppress(CommandFailed):
-            _ask("scontrol", "update", f"JobId={_checked(job_id)}", "Requeue=0", answer_s=self.answer_s)
-        return fresh
+            _run_command("scontrol", "update", f"JobId={_check_job_id(job_id)}", "Requeue=0", timeout_s=self.timeout_s)
+        return new_job_id
 
-    def _newer_job(self, run: RunDir, job_id: str) -> str | None:
+    def _find_newer_job(self, run: RunDir, job_id: str) -> str | None:
         """The newest waiting or running job of the run that was submitted after ``job_id``, known by its working
         directory."""
-        done = _ask(
-            "squeue", "--noheader", f"--user={os.getuid()}", "--Format=JobID:|,WorkDir:|", answer_s=self.answer_s
+        result = _run_command(
+            "squeue", "--noheader", f"--user={os.getuid()}", "--Format=JobID:|,WorkDir:|", timeout_s=self.timeout_s
         )
-        if done.returncode:
-            raise CommandFailed(f"squeue failed: {slurm_parse.plain(done.stderr)}")
-        lines = (line.rstrip("|").split("|", 1) for line in done.stdout.splitlines())
-        ids = [int(words[0]) for words in lines if reading.is_count(words[0]) and words[1:] == [str(run.path)]]
+        if result.returncode:
+            raise CommandFailed(f"squeue failed: {slurm_parse.format_error(result.stderr)}")
+        lines = (line.rstrip("|").split("|", 1) for line in result.stdout.splitlines())
+        ids = [
+            int(fields[0]) for fields in lines if reading.is_unsigned_int(fields[0]) and fields[1:] == [str(run.path)]
+        ]
         newest = max(ids, default=0)
-        return str(newest) if newest > int(_checked(job_id).partition("_")[0]) else None
+        return str(newest) if newest > int(_check_job_id(job_id).partition("_")[0]) else None
 
-    def own_job_id(self, environ: Mapping[str, str]) -> str | None:
+    def current_job_id(self, environ: Mapping[str, str]) -> str | None:
         array, task = environ.get(settings.SLURM_ARRAY_JOB_ID), environ.get(settings.SLURM_ARRAY_TASK_ID)
         # The tasks of an array have numbers of their own as well, but a requeue by that number hits the wrong ones.
         return f"{array}_{task}" if array and task else environ.get(settings.SLURM_JOB_ID)
 
-    def own_nodes(self, environ: Mapping[str, str]) -> tuple[str, ...]:
+    def current_nodes(self, environ: Mapping[str, str]) -> tuple[str, ...]:
         return slurm_parse.expand_nodes(environ.get("SLURM_JOB_NODELIST", ""))
 
-    def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
+    def query_jobs(self, job_ids: Iterable[str]) -> dict[str, JobView]:
         # Ids come from the files of many runs: a bad one must not keep the others from an answer.
-        wanted = sorted({job_id for job_id in job_ids if _JOB_ID.fullmatch(job_id)})
-        if not wanted:
+        requested_ids = sorted({job_id for job_id in job_ids if _JOB_ID.fullmatch(job_id)})
+        if not requested_ids:
             return {}
-        done = _ask(
+        result = _run_command(
             # --array: a line for each task; those that wait would else share the line 123_[2-5%1].
-            "squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(wanted)}",
-            f"--Format={slurm_parse.SQUEUE_FORMAT}", answer_s=self.answer_s,
+            "squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(requested_ids)}",
+            f"--Format={slurm_parse.SQUEUE_FORMAT}", timeout_s=self.timeout_s,
         )  # fmt: skip
-        if done.returncode:
+        if result.returncode:
             # Said only when a single id was asked for; of several, the unknown ones are left out in silence.
-            if _UNKNOWN_JOB in done.stderr:
-                return {} if len(wanted) == 1 else {k: v for one in wanted for k, v in self.views([one]).items()}
-            raise CommandFailed(f"squeue failed: {slurm_parse.plain(done.stderr)}", fix="see whether `squeue` answers")
-        views = slurm_parse.read_squeue(done.stdout)
-        return {job_id: views[job_id] for job_id in wanted if job_id in views}
+            if _INVALID_JOB_ID in result.stderr:
+                return (
+                    {}
+                    if len(requested_ids) == 1
+                    else {k: v for requested_id in requested_ids for k, v in self.query_jobs([requested_id]).items()}
+                )
+            raise CommandFailed(
+                f"squeue failed: {slurm_parse.format_error(result.stderr)}", fix="see whether `squeue` answers"
+            )
+        views = slurm_parse.parse_squeue(result.stdout)
+        return {job_id: views[job_id] for job_id in requested_ids if job_id in views}
 
-    def starts(self, job_id: str) -> list[JobStart]:
+    def list_starts(self, job_id: str) -> list[JobStart]:
         fields = ",".join(slurm_parse.SACCT_FIELDS)
         # -D: every start, not the last one alone; -X: no steps.
-        done = _ask("sacct", "-D", "-X", "-P", "-n", "-j", _checked(job_id), "-o", fields, answer_s=self.answer_s)
-        if done.returncode:
-            if "accounting storage is disabled" in done.stderr.lower():
+        result = _run_command(
+            "sacct", "-D", "-X", "-P", "-n", "-j", _check_job_id(job_id), "-o", fields, timeout_s=self.timeout_s
+        )
+        if result.returncode:
+            if "accounting storage is disabled" in result.stderr.lower():
                 return []
-            raise CommandFailed(f"sacct failed: {slurm_parse.plain(done.stderr)}")
-        return slurm_parse.read_sacct(done.stdout, job_id)
+            raise CommandFailed(f"sacct failed: {slurm_parse.format_error(result.stderr)}")
+        return slurm_parse.parse_sacct(result.stdout, job_id)
 
 
 def _sbatch(folder: Path, options: Sequence[str], environ: Mapping[str, str] | None) -> str:
@@ -153,65 +165,65 @@ def _sbatch(folder: Path, options: Sequence[str], environ: Mapping[str, str] | N
     from clustertrain.scheduler import sbatch
 
     text = reading.read_text(folder / "job.sh")
-    clean = settings.without_allocation(os.environ if environ is None else environ)
+    env = settings.strip_allocation_env(os.environ if environ is None else environ)
     # sbatch believes its environment more than the script, but what the user typed stands in the script.
-    clean = {k: v for k, v in clean.items() if f"#SBATCH --{k.removeprefix('SBATCH_').lower()}=" not in text}
-    return sbatch.sbatch(text, [f"--chdir={folder}", *options], folder, clean)
+    env = {k: v for k, v in env.items() if f"#SBATCH --{k.removeprefix('SBATCH_').lower()}=" not in text}
+    return sbatch.sbatch(text, [f"--chdir={folder}", *options], folder, env)
 
 
-def work_dir(job_id: str) -> Path | None:
+def find_work_dir(job_id: str) -> Path | None:
     """The working directory of any user's job, which for a run of clustertrain is its run directory; None for a job
     that Slurm does not know, or without Slurm."""
     if shutil.which("squeue") is None:
         return None
     # The queue knows a job from its first second on, accounting for longer.
     for argv in (
-        ("squeue", "--noheader", "--states=all", f"--jobs={_checked(job_id)}", "--Format=WorkDir:|"),
-        ("sacct", "-X", "-P", "-n", "-j", _checked(job_id), "-o", "WorkDir"),
+        ("squeue", "--noheader", "--states=all", f"--jobs={_check_job_id(job_id)}", "--Format=WorkDir:|"),
+        ("sacct", "-X", "-P", "-n", "-j", _check_job_id(job_id), "-o", "WorkDir"),
     ):
-        lines = _ask(*argv).stdout.splitlines()
+        lines = _run_command(*argv).stdout.splitlines()
         if lines and lines[0].strip():
             return Path(lines[0].strip().removesuffix("|"))
     return None
 
 
-def comment(job_id: str) -> str:
+def get_comment(job_id: str) -> str:
     """The comment of a job that has not ended, empty where it has none.
 
     Raises:
         CommandFailed: Slurm gave no answer, or knows no such job.
     """
-    done = _ask("squeue", "--noheader", f"--jobs={_checked(job_id)}", "--format=%k")
-    if done.returncode or not done.stdout.strip():
-        raise CommandFailed(f"squeue says nothing of job {job_id}: {slurm_parse.plain(done.stderr)}")
-    said = done.stdout.splitlines()[0].strip()
-    return "" if said == "(null)" else said
+    result = _run_command("squeue", "--noheader", f"--jobs={_check_job_id(job_id)}", "--format=%k")
+    if result.returncode or not result.stdout.strip():
+        raise CommandFailed(f"squeue says nothing of job {job_id}: {slurm_parse.format_error(result.stderr)}")
+    text = result.stdout.splitlines()[0].strip()
+    return "" if text == "(null)" else text
 
 
 def set_comment(job_id: str, text: str) -> None:
     """Replace the comment of a job that has not ended: one line, which may have blanks and signs of any kind.
 
     Raises:
-        SchedulerRefused: it said no.
+        SchedulerError: it said no.
         CommandFailed: it gave no answer, or the job has ended.
     """
-    done = _ask("scontrol", "update", f"JobId={_checked(job_id)}", f"Comment={text}")
-    if done.returncode:
-        said = slurm_parse.plain(done.stderr or done.stdout)
-        if is_refusal(said) and not any(words in said.lower() for words in _ENDED):
-            raise SchedulerRefused(f"Slurm did not change the comment of job {job_id}: {said}")
-        raise CommandFailed(f"the comment of job {job_id} was not changed: {said}")
+    result = _run_command("scontrol", "update", f"JobId={_check_job_id(job_id)}", f"Comment={text}")
+    if result.returncode:
+        message = slurm_parse.format_error(result.stderr or result.stdout)
+        if is_refusal(message) and not any(phrase in message.lower() for phrase in _JOB_ENDED_ERRORS):
+            raise SchedulerError(f"Slurm did not change the comment of job {job_id}: {message}")
+        raise CommandFailed(f"the comment of job {job_id} was not changed: {message}")
 
 
-def _ask(*argv: str, answer_s: float = ANSWER_S) -> proc.Completed:
+def _run_command(*argv: str, timeout_s: float = COMMAND_TIMEOUT_S) -> proc.CommandResult:
     try:
-        return proc.run(argv, env=client_environ(os.environ), check=False, timeout_s=answer_s)
+        return proc.run(argv, env=client_environ(os.environ), check=False, timeout_s=timeout_s)
     except CommandFailed as e:
         # Users read it: the options say nothing to them.
         raise CommandFailed(e.message.replace(shlex.join(argv), argv[0]), fix=e.fix) from e
 
 
-def _checked(job_id: str) -> str:
+def _check_job_id(job_id: str) -> str:
     if not _JOB_ID.fullmatch(job_id):
-        raise SchedulerRefused(f"{job_id!r} is not a Slurm job id")
+        raise SchedulerError(f"{job_id!r} is not a Slurm job id")
     return job_id

@@ -7,28 +7,28 @@ import re
 from clustertrain import reading
 from clustertrain.scheduler.backend import COMPLETING, PENDING, RUNNING, JobStart, JobView
 
-NOTHING = frozenset({"", "N/A", "n/a", "None", "NONE", "(null)", "Unknown", "None assigned", "NOT_SET"})
+EMPTY_VALUES = frozenset({"", "N/A", "n/a", "None", "NONE", "(null)", "Unknown", "None assigned", "NOT_SET"})
 SQUEUE_FIELDS = ("JobArrayID", "State", "RestartCnt", "StartTime", "EndTime", "PreemptTime", "NodeList", "Reason")
 # A suffix and no size: neither padded nor cut at the default 20 characters (seen on 22.05).
 SQUEUE_FORMAT = ",".join(f"{field}:|" for field in SQUEUE_FIELDS)
 SACCT_FIELDS = ("JobID", "State", "Start", "End", "NodeList", "ExitCode", "Reason")
 
 
-def epoch(text: str) -> float | None:
+def parse_epoch(text: str) -> float | None:
     """A time as Slurm prints it under SLURM_TIME_FORMAT=%s; None where there is none yet."""
     text = text.strip()
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) and float(text) > 0 else None
 
 
-def word(text: str) -> str:
+def parse_field(text: str) -> str:
     """A field, empty where Slurm prints one of its words for nothing."""
     text = text.strip()
-    return "" if text in NOTHING else text
+    return "" if text in EMPTY_VALUES else text
 
 
 # A flag is printed in place of the state that it goes with. SIGNALING stands there for a moment whenever Slurm warns a
 # job, which is when the question whether it is RUNNING matters most.
-_OF_FLAG = {
+_FLAG_STATES = {
     "SIGNALING": RUNNING,
     "RESIZING": RUNNING,
     "STAGE_OUT": COMPLETING,
@@ -39,16 +39,16 @@ _OF_FLAG = {
 }
 
 
-def state(text: str) -> str:
+def parse_state(text: str) -> str:
     """``CANCELLED by 1000`` -> ``CANCELLED``, ``COMPLETED+`` -> ``COMPLETED``, ``SIGNALING`` -> ``RUNNING``."""
     printed = (text.split() or ["UNKNOWN"])[0].rstrip("+").upper()
-    return _OF_FLAG.get(printed, printed)
+    return _FLAG_STATES.get(printed, printed)
 
 
-def plain(said: str) -> str:
+def format_error(output: str) -> str:
     """What a Slurm command complained, without its prefixes, on one line."""
     prefix = re.compile(r"^(sbatch|scontrol|scancel|squeue|sacct|slurm_\w+):?\s+(error|fatal):\s+")
-    lines = [prefix.sub("", line.strip()) for line in said.splitlines()]
+    lines = [prefix.sub("", line.strip()) for line in output.splitlines()]
     return "; ".join(line for line in lines if line) or "it gave no reason"
 
 
@@ -58,84 +58,89 @@ def expand_nodes(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: the brackets do not match, or a range is not one.
     """
-    if text.strip() in NOTHING:
+    if text.strip() in EMPTY_VALUES:
         return ()
-    return tuple(name for group in _split(text.strip()) for name in _expand(group))
+    return tuple(name for group in _split_groups(text.strip()) for name in _expand_group(group))
 
 
-def _split(text: str) -> list[str]:
+def _split_groups(text: str) -> list[str]:
     """At the commas outside brackets."""
     groups, depth, start = [], 0, 0
-    for at, c in enumerate(text):
+    for position, c in enumerate(text):
         depth += (c == "[") - (c == "]")
         if depth not in (0, 1):
             raise ValueError(f"not a node list: {text!r}")
         if c == "," and depth == 0:
-            groups.append(text[start:at])
-            start = at + 1
+            groups.append(text[start:position])
+            start = position + 1
     if depth:
         raise ValueError(f"not a node list: {text!r}")
     return [g for g in (*groups, text[start:]) if g]
 
 
-def _expand(group: str) -> list[str]:
+def _expand_group(group: str) -> list[str]:
     head, bracket, rest = group.partition("[")
     if not bracket:
         return [group]
     inner, _, tail = rest.partition("]")
-    tails = _expand(tail)
-    return [f"{head}{number}{after}" for part in inner.split(",") for number in _range(part) for after in tails]
+    tails = _expand_group(tail)
+    return [
+        f"{head}{number}{suffix}"
+        for number_range in inner.split(",")
+        for number in _expand_range(number_range)
+        for suffix in tails
+    ]
 
 
-def _range(part: str) -> list[str]:
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-    if found is None:
-        raise ValueError(f"not a range of node numbers: {part!r}")
-    low, high = found[1], found[2] or found[1]
+def _expand_range(number_range: str) -> list[str]:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", number_range)
+    if match is None:
+        raise ValueError(f"not a range of node numbers: {number_range!r}")
+    low, high = match[1], match[2] or match[1]
     return [f"{n:0{len(low)}d}" for n in range(int(low), int(high) + 1)]
 
 
-def read_sacct(text: str, job_id: str) -> list[JobStart]:
+def parse_sacct(text: str, job_id: str) -> list[JobStart]:
     """All starts of ``job_id`` from ``sacct -D -X -P -n -o`` :data:`SACCT_FIELDS`, oldest first."""
     starts = []
     for line in text.splitlines():
         fields = line.split("|", len(SACCT_FIELDS) - 1)
         if len(fields) != len(SACCT_FIELDS) or fields[0].strip() != job_id:
             continue
-        _, said, start, end, nodes, ending, reason = fields
-        code, _, signal = ending.partition(":")
+        _, state_text, start, end, nodes, exit_status, reason = fields
+        code, _, signal = exit_status.partition(":")
         starts.append(
             JobStart(
                 job_id=job_id,
-                state=state(said),
-                start=epoch(start),
-                end=epoch(end),
+                state=parse_state(state_text),
+                start=parse_epoch(start),
+                end=parse_epoch(end),
                 nodes=expand_nodes(nodes),
-                exit_code=int(code) if reading.is_count(code) else None,
-                signal=int(signal) if reading.is_count(signal) and int(signal) else None,
-                reason=word(reason),
+                exit_code=int(code) if reading.is_unsigned_int(code) else None,
+                signal=int(signal) if reading.is_unsigned_int(signal) and int(signal) else None,
+                reason=parse_field(reason),
             )
         )
     # A start that is still to come (PENDING) has no time and is the newest.
     return sorted(starts, key=lambda s: (s.start is None, s.start or 0.0))
 
 
-def read_squeue(text: str) -> dict[str, JobView]:
+def parse_squeue(text: str) -> dict[str, JobView]:
     """Jobs by id from ``squeue --noheader -O`` :data:`SQUEUE_FORMAT`; lines of other shape are skipped."""
     views = {}
     for line in text.splitlines():
         fields = line.rstrip("|").split("|", len(SQUEUE_FIELDS) - 1)
         if len(fields) != len(SQUEUE_FIELDS):
             continue
-        job_id, said, restarts, start, end, preempt, nodes, reason = (f.strip() for f in fields)
+        job_id, state_text, restarts, start, end, preempt, nodes, reason = (f.strip() for f in fields)
         views[job_id] = JobView(
             job_id=job_id,
-            state=state(said),
-            reason=word(reason),
-            restarts=int(restarts) if reading.is_count(restarts) else 0,
-            start_time=epoch(start),
-            end_time=epoch(end),
-            preempt_time=epoch(preempt),
+            state=parse_state(state_text),
+            reason=parse_field(reason),
+            restarts=int(restarts) if reading.is_unsigned_int(restarts) else 0,
+            start_time=parse_epoch(start),
+            end_time=parse_epoch(end),
+            preempt_time=parse_epoch(preempt),
             nodes=expand_nodes(nodes),
         )
     return views
@@ -147,9 +152,9 @@ SHORT_GRACE_S = 30
 def preemption_advice(text: str, partition: str) -> list[str]:
     """Notes on `scontrol --oneliner show partition`, for the named partition or, without a name, the default one."""
     for line in text.splitlines():
-        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        named = fields.get("PartitionName", "")
-        if named != partition if partition else fields.get("Default") != "YES":
+        fields = dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
+        name = fields.get("PartitionName", "")
+        if name != partition if partition else fields.get("Default") != "YES":
             continue
         modes = fields.get("PreemptMode", "OFF").split(",")
         if modes == ["OFF"]:
@@ -157,15 +162,15 @@ def preemption_advice(text: str, partition: str) -> list[str]:
         notes = []
         if "CANCEL" in modes:
             notes.append(
-                f"partition {named}: preempted jobs are cancelled, not requeued by Slurm; the run requeues itself only "
+                f"partition {name}: preempted jobs are cancelled, not requeued by Slurm; the run requeues itself only "
                 "within the grace time"
             )
-        return notes + _grace_advice(named, fields.get("GraceTime", ""))
+        return notes + _grace_advice(name, fields.get("GraceTime", ""))
     return []
 
 
 def _grace_advice(partition: str, grace: str) -> list[str]:
-    if not reading.is_count(grace) or int(grace) >= SHORT_GRACE_S:
+    if not reading.is_unsigned_int(grace) or int(grace) >= SHORT_GRACE_S:
         return []
     if int(grace) == 0:
         return [

@@ -78,7 +78,7 @@ _REFUSALS = (
 )
 
 
-def is_refusal(said: str) -> bool:
+def is_refusal(output: str) -> bool:
     """Whether a command of Slurm's that failed with these words reports a decision."""
-    words = said.lower()
-    return any(refusal in words for refusal in _REFUSALS)
+    text = output.lower()
+    return any(refusal in text for refusal in _REFUSALS)

@@ -12,12 +12,12 @@ from clustertrain.scheduler.rendezvous import Rendezvous
 
 # A rank that fails leaves its peers in a collective. torchrun would wait 30 s before it kills them, and 300 s at its
 # exit barrier for nodes that may be gone.
-AFTER_FAILURE_S = 10.0
-SHUTDOWN = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(AFTER_FAILURE_S / 2))}
+FAILURE_GRACE_S = 10.0
+SHUTDOWN_ENV = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(FAILURE_GRACE_S / 2))}
 
 
-def command(
-    meeting: Rendezvous,
+def build_command(
+    rdzv: Rendezvous,
     program: Sequence[str],
     ranks: int,
     *,
@@ -34,13 +34,13 @@ def command(
         log_dir: where torchrun keeps files of its own; default: a new folder in /tmp, which stays when it is killed.
     """
     interpreter = python or sys.executable
-    argv = proc.python_module(
+    argv = proc.python_module_argv(
         interpreter, "clustertrain.agent.die_with_parent", str(os.getpid()), "torch.distributed.run"
     )
     # Static: ranks follow the node order, so rank 0 sits on the rendezvous host and resumes find their own shards.
-    argv += ["--rdzv-backend=static", f"--master-addr={meeting.host}", f"--master-port={meeting.port}"]
-    argv += [f"--rdzv-id={meeting.id}", f"--nnodes={nodes}", f"--node-rank={node_rank}"]
+    argv += ["--rdzv-backend=static", f"--master-addr={rdzv.host}", f"--master-port={rdzv.port}"]
+    argv += [f"--rdzv-id={rdzv.id}", f"--nnodes={nodes}", f"--node-rank={node_rank}"]
     argv += [f"--nproc-per-node={ranks}", "--max-restarts=0", "--signals-to-handle=SIGINT"]
     argv += [f"--log-dir={log_dir}"] if log_dir is not None else []
     # Without --no-python torchrun starts `python -u -m`, which imports from the current folder first.
-    return [*argv, "--no-python", interpreter, "-u", *proc.python_module(interpreter, *program)[1:]]
+    return [*argv, "--no-python", interpreter, "-u", *proc.python_module_argv(interpreter, *program)[1:]]

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from clustertrain.errors import CommandFailed, ConfigError
 from clustertrain.submit import git
-from clustertrain.submit.secret_files import looks_secret
+from clustertrain.submit.secret_files import is_likely_secret
 
-LIMIT_MIB = 100
+DEFAULT_LIMIT_MIB = 100
 MAX_FILES = 50_000
 _MIB = 1024 * 1024
 # --show-toplevel fails inside of a .git folder and in a bare repository.
@@ -34,17 +34,19 @@ _SKIPPED_FOLDERS = frozenset({
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """What was copied. ``script`` is relative to ``code/``; ``outside`` are links out of the repository, which stay
-    links; ``followed`` says where the script is copied from, if it is such a link; ``secrets`` were left out."""
+class CodeSnapshot:
+    """What was copied. ``script`` is relative to ``code/``; ``external_links`` are links out of the repository, which
+    stay
+    links; ``script_source`` says where the script is copied from, if it is such a link; ``skipped_secrets`` were left
+    out."""
 
     script: str
     root: Path
     files: int
     size_bytes: int
-    outside: tuple[str, ...] = ()
-    followed: str = ""
-    secrets: tuple[str, ...] = ()
+    external_links: tuple[str, ...] = ()
+    script_source: str = ""
+    skipped_secrets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,45 +57,45 @@ class _Entry:
     target: str = ""  # of a link
 
 
-def toplevel(folder: Path) -> Path | None:
+def find_repository_root(folder: Path) -> Path | None:
     """The root of the git repository that ``folder`` is in, or None without one (or without git).
 
     Raises:
         ConfigError: git cannot use the repository: somebody else owns it, or its configuration is broken.
     """
     try:
-        done = git.run(folder, "rev-parse", "--show-toplevel", check=False)
+        result = git.run(folder, "rev-parse", "--show-toplevel", check=False)
     except CommandFailed:
         return None
-    if done.returncode and not any(words in done.stderr for words in _NO_REPOSITORY):
+    if result.returncode and not any(message in result.stderr for message in _NO_REPOSITORY):
         raise ConfigError(
-            f"git cannot read the repository of {folder}: {done.stderr.strip()}", fix=f"see `git -C {folder} status`"
+            f"git cannot read the repository of {folder}: {result.stderr.strip()}", fix=f"see `git -C {folder} status`"
         )
-    root = Path(done.stdout.rstrip("\n"))
+    root = Path(result.stdout.rstrip("\n"))
     # core.worktree can name any folder, and all of that would be copied.
-    found = done.returncode == 0 and (root / ".git").exists() and folder.resolve().is_relative_to(root)
-    return root if found else None
+    is_usable = result.returncode == 0 and (root / ".git").exists() and folder.resolve().is_relative_to(root)
+    return root if is_usable else None
 
 
-def root_of(script: Path) -> Path:
+def find_snapshot_root(script: Path) -> Path:
     """The folder that a snapshot for ``script`` copies."""
-    return toplevel(script.parent.resolve()) or script.parent.resolve()
+    return find_repository_root(script.parent.resolve()) or script.parent.resolve()
 
 
-def ignored(path: Path) -> bool:
+def is_git_ignored(path: Path) -> bool:
     """Whether git leaves ``path`` out, and so a snapshot that is not taken for this file itself."""
-    root = toplevel(path.parent.resolve())
+    root = find_repository_root(path.parent.resolve())
     return root is not None and git.run(root, "check-ignore", "-q", str(path), check=False).returncode == 0
 
 
-def take(
+def take_snapshot(
     script: Path,
     target: Path,
     *,
-    limit_mib: int = LIMIT_MIB,
-    without: Path | None = None,
+    limit_mib: int = DEFAULT_LIMIT_MIB,
+    exclude: Path | None = None,
     include: Sequence[str] = (),
-) -> Snapshot:
+) -> CodeSnapshot:
     """Copy the code around ``script`` to the folder ``target``, which must not exist.
 
     Args:
@@ -106,31 +108,33 @@ def take(
     """
     # The folder's real place, but not the script's: a link to a script elsewhere stays a name in this folder.
     script = script.parent.resolve() / script.name
-    repository = toplevel(script.parent)
+    repository = find_repository_root(script.parent)
     root = repository or script.parent
-    listed = _walk(root) if repository is None else _git_files(root, "")
-    names = _names(root, script, listed, without)
-    name = str(script.relative_to(root))
+    candidates = _walk_files(root) if repository is None else _list_git_files(root, "")
+    names = _select_names(root, script, candidates, exclude)
+    script_name = str(script.relative_to(root))
     _check_include(include, names, root)
-    entries = _describe(root, names, lambda path: path == name or any(fnmatchcase(path, p) for p in include))
+    entries = _classify_files(
+        root, names, lambda path: path == script_name or any(fnmatchcase(path, p) for p in include)
+    )
     _check_size(root, entries, limit_mib)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         for entry in entries:
-            _copy(root, entry, scratch)
+            _copy_entry(root, entry, scratch)
         scratch.rename(target)
     except OSError as e:
         raise ConfigError(f"the code in {root} could not be copied: {e}") from e
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return Snapshot(
-        script=name,
+    return CodeSnapshot(
+        script=script_name,
         root=root,
         files=sum(e.kind != "secret" for e in entries),
         size_bytes=sum(e.size for e in entries),
-        outside=tuple(f"{e.name} -> {e.target}" for e in entries if e.kind == "outside"),
-        followed=next((e.target for e in entries if e.name == name and e.kind == "file"), ""),
-        secrets=tuple(e.name for e in entries if e.kind == "secret"),
+        external_links=tuple(f"{e.name} -> {e.target}" for e in entries if e.kind == "outside"),
+        script_source=next((e.target for e in entries if e.name == script_name and e.kind == "file"), ""),
+        skipped_secrets=tuple(e.name for e in entries if e.kind == "secret"),
     )
 
 
@@ -144,14 +148,14 @@ def _check_include(patterns: Sequence[str], names: Sequence[str], root: Path) ->
             )
 
 
-def _names(root: Path, script: Path, listed: Iterator[str], without: Path | None) -> list[str]:
-    left_out = f"{without.resolve()}{os.sep}" if without is not None else None
+def _select_names(root: Path, script: Path, candidates: Iterator[str], exclude: Path | None) -> list[str]:
+    excluded_prefix = f"{exclude.resolve()}{os.sep}" if exclude is not None else None
     names: dict[str, None] = {str(script.relative_to(root)): None}  # also where it is ignored
-    behind_link = _behind_link(root)
-    for name in listed:
-        if behind_link(name):
+    is_behind_link = _build_link_check(root)
+    for name in candidates:
+        if is_behind_link(name):
             continue
-        if left_out is None or not f"{root / name}{os.sep}".startswith(left_out):
+        if excluded_prefix is None or not f"{root / name}{os.sep}".startswith(excluded_prefix):
             names[name] = None
         if len(names) > MAX_FILES:
             raise ConfigError(
@@ -161,21 +165,21 @@ def _names(root: Path, script: Path, listed: Iterator[str], without: Path | None
     return list(names)
 
 
-def _behind_link(root: Path) -> Callable[[str], bool]:
+def _build_link_check(root: Path) -> Callable[[str], bool]:
     """Whether a folder above a name is a link: git still knows the files of a folder that a link has replaced."""
 
     @functools.cache
-    def linked(folder: Path) -> bool:
-        return folder != Path() and ((root / folder).is_symlink() or linked(folder.parent))
+    def is_linked(folder: Path) -> bool:
+        return folder != Path() and ((root / folder).is_symlink() or is_linked(folder.parent))
 
-    return lambda name: linked(Path(name).parent)
+    return lambda name: is_linked(Path(name).parent)
 
 
-def _git_files(root: Path, prefix: str) -> Iterator[str]:
+def _list_git_files(root: Path, prefix: str) -> Iterator[str]:
     """Tracked and not ignored files below ``root/prefix``; submodules and nested repositories are entered."""
     folder = root / prefix
     listing = git.run(folder, "ls-files", "-coz", "--exclude-standard").stdout
-    behind_link = _behind_link(root)
+    is_behind_link = _build_link_check(root)
     for name in listing.split("\0"):
         if not name:
             continue
@@ -183,43 +187,43 @@ def _git_files(root: Path, prefix: str) -> Iterator[str]:
             raise ConfigError(f"{root}: the file name {name!r} is not UTF-8", fix="rename it, or ignore it")
         path = str(Path(prefix, name))
         full = root / path
-        if full.is_dir() and not full.is_symlink() and not behind_link(path):
+        if full.is_dir() and not full.is_symlink() and not is_behind_link(path):
             # git names a submodule and a nested repository by its folder; one without .git was never checked out.
             if (full / ".git").exists():
-                yield from _git_files(root, path)
+                yield from _list_git_files(root, path)
         else:
             yield path
 
 
-def _walk(root: Path) -> Iterator[str]:
+def _walk_files(root: Path) -> Iterator[str]:
     for folder, folders, files in os.walk(root):
-        here = Path(folder)
-        links = [f for f in folders if (here / f).is_symlink()]
+        parent = Path(folder)
+        links = [f for f in folders if (parent / f).is_symlink()]
         folders[:] = sorted(
             f
             for f in folders
-            if f not in _SKIPPED_FOLDERS and f not in links and not (here / f / "pyvenv.cfg").is_file()
+            if f not in _SKIPPED_FOLDERS and f not in links and not (parent / f / "pyvenv.cfg").is_file()
         )
         for name in sorted([*files, *links]):
             if not name.endswith((".pyc", ".pyo")):
-                yield str((here / name).relative_to(root))
+                yield str((parent / name).relative_to(root))
 
 
-def _describe(root: Path, names: list[str], wanted: Callable[[str], bool]) -> list[_Entry]:
-    """``wanted``: whether a path is copied whatever it looks like, and wherever it leads."""
-    secret = {name for name in names if looks_secret(name) and not wanted(name)}
-    taken = {name for name in names if name not in secret}
+def _classify_files(root: Path, names: list[str], is_included: Callable[[str], bool]) -> list[_Entry]:
+    """``is_included``: whether a path is copied whatever it looks like, and wherever it leads."""
+    secret = {name for name in names if is_likely_secret(name) and not is_included(name)}
+    copied_paths = {name for name in names if name not in secret}
     # Folders that will exist in the snapshot, so that a link to one keeps its meaning.
-    taken.update(str(p) for name in taken.copy() for p in Path(name).parents)
+    copied_paths.update(str(p) for name in copied_paths.copy() for p in Path(name).parents)
     entries = []
     for name in names:
-        entry = _entry(root, name, taken, wanted)
+        entry = _classify_file(root, name, copied_paths, is_included)
         if entry is not None:
             entries.append(_Entry(name, "secret") if name in secret else entry)
     return entries
 
 
-def _entry(root: Path, name: str, taken: set[str], wanted: Callable[[str], bool]) -> _Entry | None:
+def _classify_file(root: Path, name: str, copied_paths: set[str], is_included: Callable[[str], bool]) -> _Entry | None:
     path = root / name
     try:
         info = path.lstat()
@@ -230,20 +234,20 @@ def _entry(root: Path, name: str, taken: set[str], wanted: Callable[[str], bool]
     if not stat.S_ISLNK(info.st_mode):
         return None  # sockets, pipes, devices
     real = Path(os.path.realpath(path))  # resolve() raises for a link that leads to itself
-    inside = os.path.relpath(real, os.path.realpath(root))
-    if inside in taken:
-        return _Entry(name, "link", target=os.path.relpath(inside, Path(name).parent))
-    within = real.is_relative_to(os.path.realpath(root)) and ".git" not in Path(inside).parts
+    relative = os.path.relpath(real, os.path.realpath(root))
+    if relative in copied_paths:
+        return _Entry(name, "link", target=os.path.relpath(relative, Path(name).parent))
+    is_inside = real.is_relative_to(os.path.realpath(root)) and ".git" not in Path(relative).parts
     try:
         info = real.stat()
     except OSError:
         return _Entry(name, "link", target=str(path.readlink()))  # leads nowhere here either
-    if not stat.S_ISREG(info.st_mode) or not (within or wanted(name)):
+    if not stat.S_ISREG(info.st_mode) or not (is_inside or is_included(name)):
         # Nearly always data, too big to copy, or a file of somebody else: it stays where it is, and is reported.
         return _Entry(name, "outside", target=str(real))
-    if looks_secret(inside) and not wanted(name) and not wanted(inside):
+    if is_likely_secret(relative) and not is_included(name) and not is_included(relative):
         return _Entry(name, "secret")
-    return _Entry(name, "file", info.st_size, "" if within else str(real))
+    return _Entry(name, "file", info.st_size, "" if is_inside else str(real))
 
 
 def _check_size(root: Path, entries: list[_Entry], limit_mib: int) -> None:
@@ -251,24 +255,24 @@ def _check_size(root: Path, entries: list[_Entry], limit_mib: int) -> None:
     if total <= limit_mib * _MIB:
         return
     largest = sorted(entries, key=lambda e: e.size, reverse=True)[:5]
-    shown = "".join(f"\n    {e.size / _MIB:8.1f} MiB  {e.name}" for e in largest)
+    listing = "".join(f"\n    {e.size / _MIB:8.1f} MiB  {e.name}" for e in largest)
     raise ConfigError(
-        f"the code in {root} is {total / _MIB:.1f} MiB, more than {limit_mib} MiB; the largest files:{shown}",
+        f"the code in {root} is {total / _MIB:.1f} MiB, more than {limit_mib} MiB; the largest files:{listing}",
         fix="name what is not code in .gitignore, or raise --snapshot-limit-mib",
     )
 
 
-def open_to(target: Path, group: int) -> None:
-    """``group``: the bits that each folder there has for it, and that files keep. A private file stays private."""
+def grant_group_access(target: Path, group_bits: int) -> None:
+    """``group_bits``: the bits that each folder there has for it, and that files keep. A private file stays private."""
     for folder, _, files in os.walk(target):
-        Path(folder).chmod(0o700 | group)
+        Path(folder).chmod(0o700 | group_bits)
         for name in files:
             path = Path(folder, name)
             if not path.is_symlink():
-                path.chmod(path.stat().st_mode & (0o700 | group) | stat.S_IRUSR)
+                path.chmod(path.stat().st_mode & (0o700 | group_bits) | stat.S_IRUSR)
 
 
-def _copy(root: Path, entry: _Entry, scratch: Path) -> None:
+def _copy_entry(root: Path, entry: _Entry, scratch: Path) -> None:
     if entry.kind == "secret":
         return
     source, target = root / entry.name, scratch / entry.name
@@ -276,8 +280,8 @@ def _copy(root: Path, entry: _Entry, scratch: Path) -> None:
     if entry.kind == "file":
         # Not copy2: it also copies the setuid bit and extended attributes.
         shutil.copyfile(source, target)
-        found = source.stat()
-        os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
-        target.chmod(found.st_mode & 0o777)
+        info = source.stat()
+        os.utime(target, ns=(info.st_atime_ns, info.st_mtime_ns))
+        target.chmod(info.st_mode & 0o777)
     else:
         target.symlink_to(entry.target)

@@ -20,37 +20,37 @@ _ENVIRONMENT = {
 }
 
 
-def run(folder: Path, *argv: str, settings: Sequence[str] = (), check: bool = True) -> proc.Completed:
+def run(folder: Path, *argv: str, settings: Sequence[str] = (), check: bool = True) -> proc.CommandResult:
     """``git ARGV`` in ``folder``, with ``settings`` (``KEY=VALUE``) besides those that keep it harmless.
 
     Raises:
         CommandFailed: as :func:`clustertrain.proc.run`.
     """
-    given = [word for setting in (*_OVERRIDES, *settings) for word in ("-c", setting)]
-    return proc.run(["git", "-C", folder, *given, *argv], env={**os.environ, **_ENVIRONMENT}, check=check)
+    config_args = [word for setting in (*_OVERRIDES, *settings) for word in ("-c", setting)]
+    return proc.run(["git", "-C", folder, *config_args, *argv], env={**os.environ, **_ENVIRONMENT}, check=check)
 
 
-def without_filters(repository: Path) -> list[str]:
+def list_filter_overrides(repository: Path) -> list[str]:
     """Settings for a command that compares files with the index, which runs the clean filter of each. Filters that the
     repository itself defines are off; what the user or the system has defined, as Git LFS, stays.
 
     Raises:
         CommandFailed: git cannot say where a filter is defined, or one cannot be switched off.
     """
-    done = run(repository, "config", "-z", "--show-scope", "--get-regexp", r"^filter\.", check=False)
-    if done.returncode == 1:  # there are none
+    result = run(repository, "config", "-z", "--show-scope", "--get-regexp", r"^filter\.", check=False)
+    if result.returncode == 1:  # there are none
         return []
-    if done.returncode:
-        raise CommandFailed(f"git cannot list the filters of {repository}: {done.stderr.strip()}")
-    words = done.stdout.split("\0")[:-1]
+    if result.returncode:
+        raise CommandFailed(f"git cannot list the filters of {repository}: {result.stderr.strip()}")
+    fields = result.stdout.split("\0")[:-1]
     trusted: dict[str, str] = {}
-    foreign: list[str] = []
-    for scope, entry in zip(words[::2], words[1::2], strict=True):
+    repository_keys: list[str] = []
+    for scope, entry in zip(fields[::2], fields[1::2], strict=True):
         key, _, value = entry.partition("\n")
         if scope in ("local", "worktree"):
-            foreign.append(key)
+            repository_keys.append(key)
         else:
             trusted[key] = value
-    if any("=" in key or "\ufffd" in key for key in foreign):  # -c would set another key
+    if any("=" in key or "\ufffd" in key for key in repository_keys):  # -c would set another key
         raise CommandFailed(f"a filter of {repository} has a name that cannot be switched off")
-    return [f"{key}={trusted.get(key, 'false' if key.endswith('.required') else '')}" for key in foreign]
+    return [f"{key}={trusted.get(key, 'false' if key.endswith('.required') else '')}" for key in repository_keys]

@@ -13,14 +13,14 @@ import msgspec
 from clustertrain import settings
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import JobSpec, RunSpec
-from clustertrain.config.time_limits import seconds_of
+from clustertrain.config.time_limits import parse_time_limit_s
 from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import Plan
 from clustertrain.run.run_dir import RunDir
 from clustertrain.submit import templates
 
 # Ours: another value would contradict the plan or the way batch and agents work.
-_OWN_KEYS = {
+_MANAGED_OPTIONS = {
     "nodes": "--nodes", "ntasks": "--nodes", "ntasks-per-node": "--nodes", "gpus": "--gpus", "gpus-per-node": "--gpus",
     "gpus-per-task": "--gpus", "cpus-per-task": "--cpus-per-gpu", "job-name": "--name", "time": "--time",
     "array": "", "chdir": "", "output": "", "open-mode": "", "requeue": "", "no-requeue": "--max-requeues 0",
@@ -43,31 +43,31 @@ class ScriptInput:
     code_paths: Sequence[Path] = field(default=())
 
 
-def job_script(given: ScriptInput) -> str:
+def render_job_script(inputs: ScriptInput) -> str:
     """The text of job.sh.
 
     Raises:
         ConfigError: a value with control characters, an option that clustertrain sets itself, a bad environment name.
     """
-    spec, plan = given.spec, given.plan
+    spec, plan = inputs.spec, inputs.plan
     check_environment(spec.env)
-    for what, value in (("the run directory", str(given.run.path)), ("the interpreter", given.python)):
-        _refuse_control(what, value)
+    for label, value in (("the run directory", str(inputs.run.path)), ("the interpreter", inputs.python)):
+        _check_control_characters(label, value)
     slurm = spec.job.backend == "slurm"
-    return templates.fill(
+    return templates.render_template(
         "job.sh.j2",
         {
-            "directives": directives(given) if slurm else [],
-            "setup": given.profile.setup,
-            "python": given.python,
-            "home": str(given.home),
-            "run_dir": str(given.run.path),
+            "directives": build_directives(inputs) if slurm else [],
+            "setup": inputs.profile.setup,
+            "python": inputs.python,
+            "home": str(inputs.home),
+            "run_dir": str(inputs.run.path),
             "user_env": sorted((name, value) for name, value in spec.env.items() if name not in spec.secret_env),
             "secret_env": secret_names(spec),
             "plan_env": sorted((name, setting.value) for name, setting in {**plan.nccl, **plan.env}.items()),
-            "python_path": ":".join(str(p) for p in given.code_paths),
+            "python_path": ":".join(str(p) for p in inputs.code_paths),
             "backend": spec.job.backend,
-            "step_options": _srun_options(given) if slurm else _local_options(spec.job),
+            "step_options": _srun_options(inputs) if slurm else _local_options(spec.job),
         },
     )
 
@@ -77,13 +77,13 @@ def secret_names(spec: RunSpec) -> list[str]:
     return [*spec.secret_env, *([settings.WEBHOOK] if spec.recipe.telemetry.alerts.webhook else [])]
 
 
-def secrets(spec: RunSpec) -> str:
+def format_secrets(spec: RunSpec) -> str:
     """What job.sh reads its secrets from; empty where there are none."""
     values = {**spec.env, settings.WEBHOOK: spec.recipe.telemetry.alerts.webhook}
     return "".join(f"export {name}={shlex.quote(values[name])}\n" for name in secret_names(spec))
 
 
-def without_secrets(spec: RunSpec) -> RunSpec:
+def redact_secrets(spec: RunSpec) -> RunSpec:
     """``spec`` as it is written down, with the names of the variables that the secrets set."""
     env = {name: value for name, value in spec.env.items() if name not in spec.secret_env}
     alerts = spec.recipe.telemetry.alerts
@@ -94,70 +94,70 @@ def without_secrets(spec: RunSpec) -> RunSpec:
     return msgspec.structs.replace(spec, env=env, recipe=recipe)
 
 
-def array_script(given: ScriptInput, sweep_id: str, tasks: int, at_once: int | None) -> str:
-    """The text of a sweep's job.sh: every task becomes the job.sh of its run. ``given`` is any of the runs, since all
+def render_array_script(inputs: ScriptInput, sweep_id: str, tasks: int, max_concurrent: int | None) -> str:
+    """The text of a sweep's job.sh: every task becomes the job.sh of its run. ``inputs`` is any of the runs, since all
     have the same directives."""
     # %a is the number of the task, and in the sweep's folder a link of that name leads to the run.
-    own = {"job-name": sweep_id, "output": "%a/job.log"}
-    pairs = [("array", f"0-{tasks - 1}" + (f"%{at_once}" if at_once else ""))]
-    pairs += [(key, own.get(key, value)) for key, value in directives(given)]
-    return templates.fill("array.sh.j2", {"directives": pairs})
+    overrides = {"job-name": sweep_id, "output": "%a/job.log"}
+    pairs = [("array", f"0-{tasks - 1}" + (f"%{max_concurrent}" if max_concurrent else ""))]
+    pairs += [(key, overrides.get(key, value)) for key, value in build_directives(inputs)]
+    return templates.render_template("array.sh.j2", {"directives": pairs})
 
 
-def directives(given: ScriptInput) -> list[tuple[str, str]]:
+def build_directives(inputs: ScriptInput) -> list[tuple[str, str]]:
     """The ``#SBATCH`` options in order; an empty value is an option without one. Passed-through options come last, so
     that they win over ours where Slurm takes the last."""
-    job = given.spec.job
-    pairs = [("job-name", given.run.id), ("nodes", str(job.nodes)), ("ntasks-per-node", "1")]
-    pairs += _resources(given)
+    job = inputs.spec.job
+    pairs = [("job-name", inputs.run.id), ("nodes", str(job.nodes)), ("ntasks-per-node", "1")]
+    pairs += _resource_options(inputs)
     for key in ("mem", "time", "partition", "account", "qos", "constraint", "exclude", "nodelist", "reservation",
                 "dependency"):  # fmt: skip
         pairs.append((key, getattr(job, key)))
-    if seconds_of(job.time) is not None:
+    if parse_time_limit_s(job.time) is not None:
         # To the steps, not to the batch shell alone: the agents turn it into a stop at a step boundary.
-        pairs.append(("signal", f"USR2@{given.plan.signal_lead_s}"))
+        pairs.append(("signal", f"USR2@{inputs.plan.signal_lead_s}"))
     pairs = [(key, value) for key, value in pairs if value]
     # Relative to --chdir, which is an argument of sbatch: the run directory is the job's WorkDir.
     requeue = "requeue" if job.max_requeues else "no-requeue"
     pairs += [(requeue, ""), ("open-mode", "append"), ("output", "job.log")]
-    asked = dict(pairs)
+    values = dict(pairs)
     for key, value in job.sbatch.items():
-        name = _checked_key(key, value)
+        name = _check_option(key, value)
         # Of two --gres sbatch takes the last alone: the GPUs would be gone.
-        pairs.append((name, f"{asked['gres']},{value}" if name == "gres" and name in asked else value))
+        pairs.append((name, f"{values['gres']},{value}" if name == "gres" and name in values else value))
     for key, value in pairs:
-        _refuse_control(f"--{key}", value)
+        _check_control_characters(f"--{key}", value)
     return pairs
 
 
-def _resources(given: ScriptInput) -> list[tuple[str, str]]:
+def _resource_options(inputs: ScriptInput) -> list[tuple[str, str]]:
     """GPUs and cores of a node, as sbatch and srun both take them."""
-    job = given.spec.job
+    job = inputs.spec.job
     pairs = []
     # On the CPU `gpus` counts ranks. Devices are asked for all the same where a type is named: a GPU job's rehearsal.
-    if given.plan.device == "cuda" or job.gpu_type:
-        kind = f"{job.gpu_type}:" if job.gpu_type else ""
-        flag = given.profile.gpus_flag
-        pairs.append((flag, f"gpu:{kind}{job.gpus}" if flag == "gres" else f"{kind}{job.gpus}"))
-    cores = job.cpus_per_gpu * job.gpus or (job.gpus if given.plan.device == "cpu" else 0)
+    if inputs.plan.device == "cuda" or job.gpu_type:
+        type_prefix = f"{job.gpu_type}:" if job.gpu_type else ""
+        flag = inputs.profile.gpus_flag
+        pairs.append((flag, f"gpu:{type_prefix}{job.gpus}" if flag == "gres" else f"{type_prefix}{job.gpus}"))
+    cores = job.cpus_per_gpu * job.gpus or (job.gpus if inputs.plan.device == "cpu" else 0)
     if cores:
         pairs.append(("cpus-per-task", str(cores)))
     return pairs
 
 
-def _srun_options(given: ScriptInput) -> list[str]:
+def _srun_options(inputs: ScriptInput) -> list[str]:
     options = [
-        f"--nodes={given.spec.job.nodes}",
+        f"--nodes={inputs.spec.job.nodes}",
         "--ntasks-per-node=1",
         # One node's end must not make Slurm kill the others in the middle of a checkpoint: batch decides.
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--export=ALL",
-        f"--task-epilog={given.run.agent_end}",
+        f"--task-epilog={inputs.run.agent_end_script}",
         "--cpu-bind=none",  # the agent's ranks share the cores; a mask inherited from the batch step would pin them
     ]
     # srun 22.05 and later does not take --cpus-per-task over from sbatch.
-    options += [f"--{key}={value}" for key, value in _resources(given)]
+    options += [f"--{key}={value}" for key, value in _resource_options(inputs)]
     return [shlex.quote(option) for option in options]
 
 
@@ -165,17 +165,17 @@ def _local_options(job: JobSpec) -> list[str]:
     return [f"--nodes {job.nodes}", f"--gpus {job.gpus}"]
 
 
-def _checked_key(key: str, value: str) -> str:
+def _check_option(key: str, value: str) -> str:
     name = key.lstrip("-").replace("_", "-")
     if not re.fullmatch(r"[a-z][a-z0-9-]+", name):
         raise ConfigError(f"--sbatch {key!r}: not the name of an sbatch option", fix="give its long name")
     # sbatch takes the first letters of a name for the name; no other option's name begins one of these.
-    own = next((own for own in _OWN_KEYS if own.startswith(name)), None)
-    if own is not None:
-        instead = _OWN_KEYS[own]
+    managed = next((own for own in _MANAGED_OPTIONS if own.startswith(name)), None)
+    if managed is not None:
+        alternative = _MANAGED_OPTIONS[managed]
         raise ConfigError(
-            f"--sbatch {name}={value}: clustertrain sets --{own} itself",
-            fix=f"use {instead}" if instead else "leave it out",
+            f"--sbatch {name}={value}: clustertrain sets --{managed} itself",
+            fix=f"use {alternative}" if alternative else "leave it out",
         )
     if name == "gres" and re.search(r"(^|,)gpu\b", value):
         raise ConfigError(
@@ -185,9 +185,9 @@ def _checked_key(key: str, value: str) -> str:
     return name
 
 
-def _refuse_control(what: str, value: str) -> None:
+def _check_control_characters(label: str, value: str) -> None:
     if any(ord(c) < 32 or ord(c) == 127 for c in value):
-        raise ConfigError(f"{what} = {value!r}: control characters such as line breaks cannot be used here")
+        raise ConfigError(f"{label} = {value!r}: control characters such as line breaks cannot be used here")
 
 
 def check_environment(env: dict[str, str]) -> None:
@@ -196,7 +196,7 @@ def check_environment(env: dict[str, str]) -> None:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(f"env {name!r}: not a name for an environment variable")
         if name in _READONLY or name.startswith("CLUSTERTRAIN_"):
-            by = "bash" if name in _READONLY else "clustertrain"
-            raise ConfigError(f"env {name}: set by {by}, it cannot be changed here", fix="leave it out")
+            owner = "bash" if name in _READONLY else "clustertrain"
+            raise ConfigError(f"env {name}: set by {owner}, it cannot be changed here", fix="leave it out")
         if "\0" in value:
             raise ConfigError(f"env {name}: the value contains a NUL character")

@@ -14,12 +14,12 @@ import clustertrain
 from clustertrain import clock
 from clustertrain.errors import CommandFailed
 from clustertrain.submit import git
-from clustertrain.submit.secret_files import looks_secret
+from clustertrain.submit.secret_files import is_likely_secret
 
 DIFF_LIMIT_BYTES = 1024 * 1024
-_WITH_SECRETS = ("--env", "--set")
+_SECRET_OPTIONS = ("--env", "--set")
 # Of submodules their commit alone: git would start a git in each to look at its files.
-_SHALLOW = ("--ignore-submodules=dirty",)
+_SKIP_SUBMODULES = ("--ignore-submodules=dirty",)
 _PACKAGES = ("torch", "numpy", "submitit", "torchsnapshot", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
@@ -27,46 +27,46 @@ def collect(argv: Sequence[str], cwd: Path, repository: Path | None) -> dict[str
     """The record of a submission; ``repository`` is the root of the user's code if that is a git repository."""
     return {
         "time": clock.now(),
-        "user": _user(),
+        "user": _get_user(),
         "host": socket.gethostname(),
         "cwd": str(cwd),
-        "argv": without_values(argv),
+        "argv": redact_argv(argv),
         "clustertrain": clustertrain.__version__,
         "python": sys.version.split()[0],
         "executable": sys.executable,
         "kernel": " ".join(os.uname()[i] for i in (0, 2, 4)),
-        "packages": packages(),
-        "git": git_state(repository) if repository is not None else None,
+        "packages": find_package_versions(),
+        "git": read_git_state(repository) if repository is not None else None,
     }
 
 
-def without_values(argv: Sequence[str]) -> list[str]:
+def redact_argv(argv: Sequence[str]) -> list[str]:
     """``argv`` without the values of --env, nor a webhook: they may be secrets, and the record is open to the group."""
-    kept, option = [], ""
-    for word in argv:
-        joined = next((f"{name}=" for name in _WITH_SECRETS if word.startswith(f"{name}=")), "")
-        pair = word.removeprefix(joined) if joined or option in _WITH_SECRETS else ""
-        key, sign, _ = pair.partition("=")
-        secret = sign and ("--env" in (option, joined.rstrip("=")) or "webhook" in pair)
-        kept.append(f"{joined}{key}=***" if secret else word)
-        option = word
-    return kept
+    redacted, option = [], ""
+    for arg in argv:
+        joined = next((f"{name}=" for name in _SECRET_OPTIONS if arg.startswith(f"{name}=")), "")
+        assignment = arg.removeprefix(joined) if joined or option in _SECRET_OPTIONS else ""
+        key, sign, _ = assignment.partition("=")
+        secret = sign and ("--env" in (option, joined.rstrip("=")) or "webhook" in assignment)
+        redacted.append(f"{joined}{key}=***" if secret else arg)
+        option = arg
+    return redacted
 
 
-def packages() -> dict[str, str]:
+def find_package_versions() -> dict[str, str]:
     """Versions by the names of the installed metadata's folders. Nothing is imported, and importlib.metadata, which
     would read the same with an e-mail parser, costs a tenth of a submission."""
-    wanted = {name.replace("-", "_"): name for name in _PACKAGES}
-    found: dict[str, str] = {}
+    package_names = {name.replace("-", "_"): name for name in _PACKAGES}
+    versions: dict[str, str] = {}
     for folder in sys.path:
-        for entry in _entries(folder):
+        for entry in _list_folder(folder):
             name, _, version = entry.removesuffix(".dist-info").partition("-")
-            if entry.endswith(".dist-info") and name.lower() in wanted:
-                found.setdefault(wanted[name.lower()], version)
-    return found
+            if entry.endswith(".dist-info") and name.lower() in package_names:
+                versions.setdefault(package_names[name.lower()], version)
+    return versions
 
 
-def _entries(folder: str) -> list[str]:
+def _list_folder(folder: str) -> list[str]:
     """What is in it; nothing where it is no folder (a zip, say) or closed to us."""
     try:
         return [entry.name for entry in os.scandir(folder)] if folder else []
@@ -74,37 +74,45 @@ def _entries(folder: str) -> list[str]:
         return []
 
 
-def git_state(repository: Path) -> dict[str, Any] | None:
+def read_git_state(repository: Path) -> dict[str, Any] | None:
     """Commit, branch, whether there were changes, and the changes to tracked files that do not look like secrets, up to
     1 MiB of them. None without git or without a commit."""
     try:
         commit = git.run(repository, "rev-parse", "HEAD").stdout.strip()
         branch = git.run(repository, "rev-parse", "--abbrev-ref", "HEAD").stdout.strip()
-        settings = git.without_filters(repository)
-        status = git.run(repository, "status", "--porcelain", *_SHALLOW, settings=settings).stdout
+        settings = git.list_filter_overrides(repository)
+        status = git.run(repository, "status", "--porcelain", *_SKIP_SUBMODULES, settings=settings).stdout
         diff = _diff(repository, settings) if status else ""
     except CommandFailed:
         return None
     # Cut in bytes, and not inside of a character.
-    kept = diff.encode()[:DIFF_LIMIT_BYTES].decode(errors="ignore")
+    truncated = diff.encode()[:DIFF_LIMIT_BYTES].decode(errors="ignore")
     return {
         "repository": str(repository),
         "commit": commit,
         "branch": branch,
         "dirty": bool(status),
-        "diff": kept,
-        "diff_cut": len(kept) < len(diff),
+        "diff": truncated,
+        "diff_cut": len(truncated) < len(diff),
     }
 
 
 def _diff(repository: Path, settings: Sequence[str]) -> str:
-    plain = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--no-renames", "--submodule=short", *_SHALLOW)
-    names = git.run(repository, *plain, "--name-only", "-z", "HEAD", settings=settings).stdout.split("\0")
-    without = [f":(top,exclude,literal){name}" for name in names if looks_secret(name)]
-    return git.run(repository, *plain, "HEAD", "--", ":(top)", *without, settings=settings).stdout
+    base_args = (
+        "diff",
+        "--no-ext-diff",
+        "--no-textconv",
+        "--no-color",
+        "--no-renames",
+        "--submodule=short",
+        *_SKIP_SUBMODULES,
+    )
+    names = git.run(repository, *base_args, "--name-only", "-z", "HEAD", settings=settings).stdout.split("\0")
+    exclusions = [f":(top,exclude,literal){name}" for name in names if is_likely_secret(name)]
+    return git.run(repository, *base_args, "HEAD", "--", ":(top)", *exclusions, settings=settings).stdout
 
 
-def _user() -> str:
+def _get_user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a uid without a name, as in many containers

@@ -10,67 +10,69 @@ from clustertrain.errors import ConfigError
 from clustertrain.submit import code_snapshot
 
 
-def around(folders: Iterable[Path]) -> list[Path]:
+def list_search_folders(folders: Iterable[Path]) -> list[Path]:
     """Where the user's code is looked for: each of ``folders``, the root of its repository and the root's ``src``."""
-    found: list[Path] = []
+    search_path: list[Path] = []
     for folder in folders:
-        root = code_snapshot.toplevel(folder)
-        found += [folder] if root is None else [folder, root, root / "src"]
-    return list(dict.fromkeys(found))
+        root = code_snapshot.find_repository_root(folder)
+        search_path += [folder] if root is None else [folder, root, root / "src"]
+    return list(dict.fromkeys(search_path))
 
 
-def of_entry(entry: str, places: Iterable[Path]) -> Path | None:
-    """The file or folder of the package that ``entry`` (``package.module:function``) names, in the first of ``places``
-    that has one. None: it is an installed one, as far as is known."""
+def find_entry(entry: str, search_path: Iterable[Path]) -> Path | None:
+    """The file or folder of the package that ``entry`` (``package.module:function``) names, in the first of
+    ``search_path`` that has one. None: it is an installed one, as far as is known."""
     name = entry.partition(":")[0].partition(".")[0]
-    for place in places:
-        module, package = place / f"{name}.py", place / name
+    for folder in search_path:
+        module, package = folder / f"{name}.py", folder / name
         if module.is_file() or package.is_dir():
             return package if package.is_dir() else module
     return None
 
 
-def of_entries(entries: Mapping[str, str], places: Sequence[Path]) -> Path | None:
-    """:func:`of_entry` of several, by the keys of the recipe: the one beside which Python finds the others too.
+def find_shared_entry(entries: Mapping[str, str], search_path: Sequence[Path]) -> Path | None:
+    """:func:`find_entry` of several, by the keys of the recipe: the one beside which Python finds the others too.
 
     Raises:
         ConfigError: they do not lie where one snapshot has them all.
     """
-    found = {key: path for key, entry in entries.items() if entry and (path := of_entry(entry, places)) is not None}
-    for path in found.values():
-        root, package = place(path)
-        searched = python_path(root, root, package)
-        if all(other.parent.resolve() in [s.resolve() for s in searched] for other in found.values()):
+    paths = {
+        key: path for key, entry in entries.items() if entry and (path := find_entry(entry, search_path)) is not None
+    }
+    for path in paths.values():
+        root, package = locate_in_snapshot(path)
+        import_path = build_python_path(root, root, package)
+        if all(other.parent.resolve() in [s.resolve() for s in import_path] for other in paths.values()):
             return path
-    if found:
-        where = ", ".join(f"{key} in {path.parent}" for key, path in found.items())
-        raise ConfigError(f"one snapshot of the code cannot have both: {where}", fix="keep them in one folder")
+    if paths:
+        locations = ", ".join(f"{key} in {path.parent}" for key, path in paths.items())
+        raise ConfigError(f"one snapshot of the code cannot have both: {locations}", fix="keep them in one folder")
     return None
 
 
-def place(found: Path) -> tuple[Path, str]:
-    """The folder that a snapshot for ``found`` copies, and where in it that lies."""
-    root = code_snapshot.root_of(found)
-    return root, str((found.parent.resolve() / found.name).relative_to(root))
+def locate_in_snapshot(path: Path) -> tuple[Path, str]:
+    """The folder that a snapshot for ``path`` copies, and where in it that lies."""
+    root = code_snapshot.find_snapshot_root(path)
+    return root, str((path.parent.resolve() / path.name).relative_to(root))
 
 
-def python_path(code: Path, root: Path, package: str | None) -> list[Path]:
-    """What of the snapshot in ``code`` goes to the front of PYTHONPATH.
+def build_python_path(code_dir: Path, root: Path, package: str | None) -> list[Path]:
+    """What of the snapshot in ``code_dir`` goes to the front of PYTHONPATH.
 
     Args:
         root: the folder that is copied, or the copy.
         package: that of an entry, relative to ``root``; a script's own folder Python adds by itself.
     """
-    wanted = [code, *([code / "src"] if (root / "src").is_dir() else [])]
-    beside = (code / package).parent if package is not None else code
-    return wanted if beside in wanted else [*wanted, beside]
+    paths = [code_dir, *([code_dir / "src"] if (root / "src").is_dir() else [])]
+    package_parent = (code_dir / package).parent if package is not None else code_dir
+    return paths if package_parent in paths else [*paths, package_parent]
 
 
-def environment_in_place(found: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` for a process that imports the package ``found`` from where it lies, as job.sh's ranks do from the
-    snapshot."""
-    if found is None:
+def build_environment(package_path: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` for a process that imports the package ``package_path`` from where it lies, as job.sh's ranks do
+    from the snapshot."""
+    if package_path is None:
         return dict(environ)
-    root, package = place(found)
-    before = [environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else []
-    return {**environ, "PYTHONPATH": os.pathsep.join([*map(str, python_path(root, root, package)), *before])}
+    root, package = locate_in_snapshot(package_path)
+    existing = [environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else []
+    return {**environ, "PYTHONPATH": os.pathsep.join([*map(str, build_python_path(root, root, package)), *existing])}

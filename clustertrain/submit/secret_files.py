@@ -5,24 +5,24 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from pathlib import PurePath
 
-_FILES = (
+_SECRET_FILES = (
     ".env", ".env.*", "*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", ".netrc",
     "_netrc", ".git-credentials", ".pypirc", ".npmrc", ".pgpass", ".htpasswd", "credentials*.json",
     "service-account*.json", "kaggle.json",
 )  # fmt: skip
 # By the ends of their paths, as their names alone say little.
-_PATHS = (".docker/config.json", ".huggingface/token", "huggingface/token", ".config/gh/hosts.yml")
-_FOLDERS = frozenset({".aws", ".ssh", ".kube", ".gnupg", ".azure", "gcloud"})
-_HARMLESS = ("*.py", "*.pub", ".env.example", ".env.sample", ".env.template", ".env.dist")
+_SECRET_PATHS = (".docker/config.json", ".huggingface/token", "huggingface/token", ".config/gh/hosts.yml")
+_SECRET_FOLDERS = frozenset({".aws", ".ssh", ".kube", ".gnupg", ".azure", "gcloud"})
+_ALLOWED_FILES = ("*.py", "*.pub", ".env.example", ".env.sample", ".env.template", ".env.dist")
 
 
-def looks_secret(name: str) -> bool:
+def is_likely_secret(name: str) -> bool:
     """``name`` is a path."""
     path = PurePath(name)
-    if any(fnmatchcase(path.name, pattern) for pattern in _HARMLESS):
+    if any(fnmatchcase(path.name, pattern) for pattern in _ALLOWED_FILES):
         return False
     return (
-        any(fnmatchcase(path.name, pattern) for pattern in _FILES)
-        or any(f"/{name}".endswith(f"/{end}") for end in _PATHS)
-        or not _FOLDERS.isdisjoint(path.parts[:-1])
+        any(fnmatchcase(path.name, pattern) for pattern in _SECRET_FILES)
+        or any(f"/{name}".endswith(f"/{suffix}") for suffix in _SECRET_PATHS)
+        or not _SECRET_FOLDERS.isdisjoint(path.parts[:-1])
     )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import jinja2
 
 
-def folder() -> Path:
+def find_template_folder() -> Path:
     """Raises ConfigError when the installation is incomplete."""
     package = Path(__file__).resolve().parents[1]
     for candidate in (package / "templates", package.parent / "templates"):
@@ -22,7 +22,7 @@ def folder() -> Path:
     raise ConfigError(f"the templates are missing beside {package}", fix="install clustertrain again")
 
 
-def directive(value: str) -> str:
+def quote_directive(value: str) -> str:
     """``value`` quoted for an ``#SBATCH`` line.
 
     sbatch's own parser, not a shell, reads these lines: a backslash escapes the next character everywhere, also inside
@@ -33,28 +33,28 @@ def directive(value: str) -> str:
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def text(name: str) -> str:
+def read_template(name: str) -> str:
     """A file that has nothing to fill in."""
-    return (folder() / name).read_text()
+    return (find_template_folder() / name).read_text()
 
 
-def fill(name: str, values: dict[str, Any]) -> str:
-    return _environment().get_template(name).render(values)
+def render_template(name: str, values: dict[str, Any]) -> str:
+    return _build_environment().get_template(name).render(values)
 
 
 @functools.cache  # it keeps the compiled templates: compiling one takes longer than filling it for each run of a sweep
-def _environment() -> jinja2.Environment:
+def _build_environment() -> jinja2.Environment:
     # Not at the top: importing jinja2 takes longer than everything else that a submission needs.
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder()),
+        loader=jinja2.FileSystemLoader(find_template_folder()),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # a shell script, not HTML: every value passes through `sh` or `directive`
+        autoescape=False,  # a shell script, not HTML: every value passes through `sh` or `quote_directive`
     )
     environment.filters["sh"] = shlex.quote
-    environment.filters["directive"] = directive
+    environment.filters["directive"] = quote_directive
     return environment

@@ -17,25 +17,25 @@ import tomli_w
 from clustertrain import fsio, settings
 from clustertrain.config import storage_paths
 from clustertrain.config.job import RunSpec
-from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError, EnvironmentNotFit
-from clustertrain.plan.layout import counted
-from clustertrain.plan.planner import Plan, require_fit
+from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError, UnsuitableEnvironment
+from clustertrain.plan.layout import pluralize
+from clustertrain.plan.planner import Plan, check_fits
 from clustertrain.run import contract_status, run_dir
 from clustertrain.run.events import EventLog
-from clustertrain.run.recipe_hash import hash_of
+from clustertrain.run.recipe_hash import hash_run_spec
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.backend import PENDING, Submission
 from clustertrain.submit import code_snapshot, job_script, provenance, python_path, templates
-from clustertrain.submit.code_snapshot import Snapshot
+from clustertrain.submit.code_snapshot import CodeSnapshot
 from clustertrain.submit.preflight import alerts as alerting
 from clustertrain.submit.preflight import data, entry_points, filesystem, packages, trackers
-from clustertrain.submit.request import Prepared, SubmitRequest, has_gpu, prepare, script_note
+from clustertrain.submit.request import PreparedRun, SubmitRequest, check_script_layout, has_gpu, prepare
 
-SHOWN = 5  # secrets that a note names
+MAX_LISTED_SECRETS = 5  # secrets that a note names
 
 
 @dataclass(frozen=True)
-class Submitted:
+class SubmittedRun:
     """``notes`` are warnings for the user; the rest is ``submit --json``."""
 
     run: RunDir
@@ -52,51 +52,51 @@ class DryRun:
     notes: tuple[str, ...]
 
 
-def submit(request: SubmitRequest) -> Submitted:
+def submit(request: SubmitRequest) -> SubmittedRun:
     """Check, plan, write the run directory and hand it to the backend.
 
     Raises:
         UsageError, ConfigError: before anything is made.
-        SchedulerRefused: with Slurm's words; the run directory is gone again.
+        SchedulerError: with Slurm's words; the run directory is gone again.
     """
     prepared = prepare(request)
-    notes = [*prepared.plan.warnings, *check(prepared), *advice(prepared)]
-    run = run_dir.create(prepared.spec.job.name, share=prepared.spec.job.share)
+    notes = [*prepared.plan.warnings, *check_prepared(prepared), *get_backend_advice(prepared)]
+    run = run_dir.create_run(prepared.spec.job.name, share=prepared.spec.job.share)
     try:
-        with fsio.as_open_as(run.path):
-            taken = take_code(request, prepared, run.code)
-            write(prepared, run, taken, collect(request, taken))
+        with fsio.group_umask(run.path):
+            snapshot = snapshot_code(request, prepared, run.code)
+            write(prepared, run, snapshot, collect_record(request, snapshot))
     except BaseException:
-        remove(run, prepared.spec)
+        remove_run(run, prepared.spec)
         raise
     try:
-        with fsio.as_open_as(run.path):  # Slurm gives its job.log the umask of the submission
+        with fsio.group_umask(run.path):  # Slurm gives its job.log the umask of the submission
             job_id = prepared.backend.submit(Submission(run, environ=request.environ))
     except ClusterTrainError:
         # Not for other exceptions: a Ctrl-C may come after sbatch has taken the job, which then needs its folder.
-        remove(run, prepared.spec)
+        remove_run(run, prepared.spec)
         raise
-    notes += outside_notes(taken)
-    return announce(run, job_id, prepared.backend.name, notes)
+    notes += snapshot_notes(snapshot)
+    return record_submission(run, job_id, prepared.backend.name, notes)
 
 
-def announce(run: RunDir, job_id: str, backend: str, notes: Sequence[str] = ()) -> Submitted:
+def record_submission(run: RunDir, job_id: str, backend: str, notes: Sequence[str] = ()) -> SubmittedRun:
     """Write down that the backend has taken the run."""
-    with fsio.as_open_as(run.path):
+    with fsio.group_umask(run.path):
         log = EventLog(run.events / "submit.jsonl")
     log.write("submitted", job_id=job_id, backend=backend)
     log.close()
-    return Submitted(run, job_id, backend, PENDING.lower(), tuple(notes))
+    return SubmittedRun(run, job_id, backend, PENDING.lower(), tuple(notes))
 
 
 def dry_run(request: SubmitRequest) -> DryRun:
     """The plan, and job.sh as it would be submitted but for the end of the run's name. Makes nothing."""
     prepared = prepare(request, purpose="dry-run")
-    notes = [*check(prepared), *advice(prepared)]
-    return DryRun(prepared.plan, script_without_a_run(prepared), tuple(notes))
+    notes = [*check_prepared(prepared), *get_backend_advice(prepared)]
+    return DryRun(prepared.plan, render_dry_run_script(prepared), tuple(notes))
 
 
-def advice(prepared: Prepared) -> list[str]:
+def get_backend_advice(prepared: PreparedRun) -> list[str]:
     """The backend's, which a dry run on a machine without Slurm does without."""
     try:
         return prepared.backend.advice(prepared.spec.job.partition)
@@ -104,168 +104,181 @@ def advice(prepared: Prepared) -> list[str]:
         return []
 
 
-def script_without_a_run(prepared: Prepared) -> str:
-    run = RunDir(run_dir.runs_folder() / f"{run_dir.slug(prepared.spec.job.name)}-xxxxxx")
+def render_dry_run_script(prepared: PreparedRun) -> str:
+    run = RunDir(run_dir.runs_folder() / f"{run_dir.slugify(prepared.spec.job.name)}-xxxxxx")
     paths: list[Path] = []
     if prepared.code is not None:
-        root, package = python_path.place(prepared.code)
-        paths = python_path.python_path(run.code, root, None if prepared.spec.script is not None else package)
-    return job_script.job_script(script_input(prepared, run, prepared.spec, paths))
+        root, package = python_path.locate_in_snapshot(prepared.code)
+        paths = python_path.build_python_path(run.code, root, None if prepared.spec.script is not None else package)
+    return job_script.render_job_script(script_input(prepared, run, prepared.spec, paths))
 
 
-def check(prepared: Prepared) -> list[str]:
+def check_prepared(prepared: PreparedRun) -> list[str]:
     """What else can be refused before anything is made; returns warnings."""
-    require_fit(prepared.plan)
-    _refuse_missing_gpu(prepared)
+    check_fits(prepared.plan)
+    _check_gpu(prepared)
     shared = prepared.backend.name == "slurm"
-    _refuse_home_characters(slurm=shared)
-    found = [filesystem.check(settings.home(), settings.HOME, shared=shared)]
+    _check_home_path(slurm=shared)
+    notes = [filesystem.check_folder(settings.home(), settings.HOME, shared=shared)]
     job = prepared.spec.job
     if job.checkpoint_dir:
-        found.append(filesystem.check(Path(job.checkpoint_dir), "checkpoint_dir", shared=shared))
-    found += [_check_places(prepared), _check_python(prepared)]
+        notes.append(filesystem.check_folder(Path(job.checkpoint_dir), "checkpoint_dir", shared=shared))
+    notes += [_check_checkpoint_paths(prepared), _check_python(prepared)]
     if prepared.backend.name == "slurm":
-        job_script.directives(script_input(prepared))
-    found += [data.check(prepared), data.epoch(prepared), _place(prepared), script_note(prepared)]
+        job_script.build_directives(script_input(prepared))
+    notes += [
+        data.check_data(prepared),
+        data.check_epoch_size(prepared),
+        _local_backend_note(prepared),
+        check_script_layout(prepared),
+    ]
     alerts = prepared.spec.recipe.telemetry.alerts
-    given = {name: value for name, value in prepared.spec.env.items() if name not in prepared.spec.secret_env}
-    secret = prepared.spec.secret_env
-    found += alerting.notes(alerts, share=job.share, environ={*os.environ, *secret}, given=given)
+    public_env = {name: value for name, value in prepared.spec.env.items() if name not in prepared.spec.secret_env}
+    secret_names = prepared.spec.secret_env
+    notes += alerting.check_alerts(alerts, share=job.share, environ={*os.environ, *secret_names}, public_env=public_env)
     if prepared.spec.script is None:
-        packages.check(prepared.spec.recipe, prepared.python)
-        found += entry_points.check(prepared)
+        packages.check_packages(prepared.spec.recipe, prepared.python)
+        notes += entry_points.check_entries(prepared)
     environ = {**os.environ, **prepared.spec.env}
-    found += trackers.check(prepared.spec.recipe.tracking, prepared.python, environ)
-    return [note for note in found if note]
+    notes += trackers.check_trackers(prepared.spec.recipe.tracking, prepared.python, environ)
+    return [note for note in notes if note]
 
 
-def _refuse_missing_gpu(prepared: Prepared) -> None:
+def _check_gpu(prepared: PreparedRun) -> None:
     """Every rank would fail, some minutes later."""
     if prepared.backend.name != "local" or prepared.plan.device != "cuda" or has_gpu():
         return
-    asked = prepared.spec.job.gpu_type
-    named = f" (job.gpu_type = {asked!r} asks for one)" if asked else ""
-    raise EnvironmentNotFit(
-        f"device is cuda{named}, but this machine has no GPU",
+    gpu_type = prepared.spec.job.gpu_type
+    gpu_note = f" (job.gpu_type = {gpu_type!r} asks for one)" if gpu_type else ""
+    raise UnsuitableEnvironment(
+        f"device is cuda{gpu_note}, but this machine has no GPU",
         fix="use --device cpu, or submit on a login node of the cluster that has them",
     )
 
 
-def _check_python(prepared: Prepared) -> str | None:
+def _check_python(prepared: PreparedRun) -> str | None:
     """That of the cluster profile, as far as it can be seen from here."""
     python = Path(prepared.profile.python)
     if not prepared.profile.python or (python.is_file() and os.access(python, os.X_OK)):
         return None
-    what = "cannot be executed" if os.path.lexists(python) else "is not there"
-    kind = filesystem.seen_by_nodes(python)
-    if prepared.backend.name == "local" or kind:
-        where = f", and {kind} is the same on all nodes" if kind else ""
+    problem = "cannot be executed" if os.path.lexists(python) else "is not there"
+    filesystem_type = filesystem.find_shared_filesystem_type(python)
+    if prepared.backend.name == "local" or filesystem_type:
+        location_note = f", and {filesystem_type} is the same on all nodes" if filesystem_type else ""
         raise ConfigError(
-            f"python = {str(python)!r} of the cluster profile {what}{where}",
+            f"python = {str(python)!r} of the cluster profile {problem}{location_note}",
             fix="change python in the profile, or leave it out for the Python that runs submit",
         )
-    return f"python = {str(python)!r} of the cluster profile {what} on this machine: the job fails on nodes without it"
+    return (
+        f"python = {str(python)!r} of the cluster profile {problem} on this machine: the job fails on nodes without it"
+    )
 
 
-def _check_places(prepared: Prepared) -> str | None:
+def _check_checkpoint_paths(prepared: PreparedRun) -> str | None:
     """Of where checkpoints are copied to, and of the nodes' own folder for them, as much as can be told from here.
     Nothing is asked of an object store."""
-    asked = prepared.spec.recipe.checkpoint
-    if asked.remote:
-        storage_paths.storage_class(asked.remote)
-    if not asked.local or prepared.backend.name != "local":
+    checkpoint = prepared.spec.recipe.checkpoint
+    if checkpoint.remote:
+        storage_paths.find_filesystem_class(checkpoint.remote)
+    if not checkpoint.local or prepared.backend.name != "local":
         return None
     try:
-        here = storage_paths.node_folder(asked.local, {**os.environ, **prepared.spec.env})
-    except EnvironmentNotFit as e:
+        folder = storage_paths.resolve_node_folder(checkpoint.local, {**os.environ, **prepared.spec.env})
+    except UnsuitableEnvironment as e:
         return f"checkpoint.local: {e.message}; it is used where it can be"
-    return filesystem.check(here, "checkpoint.local", shared=False)
+    return filesystem.check_folder(folder, "checkpoint.local", shared=False)
 
 
-def _place(prepared: Prepared) -> str | None:
+def _local_backend_note(prepared: PreparedRun) -> str | None:
     """Where a run without Slurm goes: who meant a cluster learns it before the ranks start."""
     if prepared.backend.name != "local":
         return None
-    chosen, cores = prepared.plan, len(os.sched_getaffinity(0))
-    device = "CPU" if chosen.device == "cpu" else "GPU"
-    nodes = f"{chosen.nodes} nodes, " if chosen.nodes > 1 else ""
-    crowded = f" with {counted(cores, 'core')}" if chosen.world_size > cores else ""
-    return f"local backend: {device}, {nodes}{counted(chosen.world_size, 'rank')} on this machine{crowded}"
+    plan, cores = prepared.plan, len(os.sched_getaffinity(0))
+    device = "CPU" if plan.device == "cpu" else "GPU"
+    nodes = f"{plan.nodes} nodes, " if plan.nodes > 1 else ""
+    core_note = f" with {pluralize(cores, 'core')}" if plan.world_size > cores else ""
+    return f"local backend: {device}, {nodes}{pluralize(plan.world_size, 'rank')} on this machine{core_note}"
 
 
-def _refuse_home_characters(*, slurm: bool) -> None:
+def _check_home_path(*, slurm: bool) -> None:
     """Slurm expands %j and the like, and takes backslashes out, in the path of the job's log, even where they come from
     the working directory (seen on 22.05: the job fails at once and says nothing); ':' separates PYTHONPATH."""
-    bad = [c for c in (":%\\" if slurm else ":") if c in str(settings.home())]
-    if bad:
+    invalid = [c for c in (":%\\" if slurm else ":") if c in str(settings.home())]
+    if invalid:
         raise ConfigError(
-            f"{settings.HOME} = {settings.home()}: the path contains {' and '.join(bad)}, which cannot be used",
+            f"{settings.HOME} = {settings.home()}: the path contains {' and '.join(invalid)}, which cannot be used",
             fix=f"set {settings.HOME} to another folder",
         )
 
 
-def take_code(request: SubmitRequest, prepared: Prepared, target: Path) -> Snapshot | None:
+def snapshot_code(request: SubmitRequest, prepared: PreparedRun, target: Path) -> CodeSnapshot | None:
     if prepared.code is None:
         if request.snapshot_include:
             raise ConfigError("--snapshot-include: this recipe names no code of your own, so no files are copied")
         return None
-    taken = code_snapshot.take(
+    snapshot = code_snapshot.take_snapshot(
         prepared.code,
         target,
         limit_mib=request.snapshot_limit_mib,
-        without=settings.home(),
+        exclude=settings.home(),
         include=request.snapshot_include,
     )
-    code_snapshot.open_to(target, 0o050 if prepared.spec.job.share else 0o000)
-    return taken
+    code_snapshot.grant_group_access(target, 0o050 if prepared.spec.job.share else 0o000)
+    return snapshot
 
 
-def collect(request: SubmitRequest, taken: Snapshot | None) -> dict[str, Any]:
-    return provenance.collect(request.argv, request.cwd, code_snapshot.toplevel(taken.root) if taken else None)
+def collect_record(request: SubmitRequest, snapshot: CodeSnapshot | None) -> dict[str, Any]:
+    return provenance.collect(
+        request.argv, request.cwd, code_snapshot.find_repository_root(snapshot.root) if snapshot else None
+    )
 
 
-def outside_notes(taken: Snapshot | None) -> list[str]:
+def snapshot_notes(snapshot: CodeSnapshot | None) -> list[str]:
     """What of the code was not copied, or from somewhere else."""
-    if taken is None:
+    if snapshot is None:
         return []
-    notes = [f"not copied, the job will use the original: {link}" for link in taken.outside]
-    if taken.followed:
-        notes.append(f"{taken.script} is a link out of {taken.root}; copied is {taken.followed}")
-    if taken.secrets:
-        looks = "looks like a secret" if len(taken.secrets) == 1 else "look like secrets"
-        more = f" and {len(taken.secrets) - SHOWN} more" if len(taken.secrets) > SHOWN else ""
+    notes = [f"not copied, the job will use the original: {link}" for link in snapshot.external_links]
+    if snapshot.script_source:
+        notes.append(f"{snapshot.script} is a link out of {snapshot.root}; copied is {snapshot.script_source}")
+    if snapshot.skipped_secrets:
+        description = "looks like a secret" if len(snapshot.skipped_secrets) == 1 else "look like secrets"
+        suffix = (
+            f" and {len(snapshot.skipped_secrets) - MAX_LISTED_SECRETS} more"
+            if len(snapshot.skipped_secrets) > MAX_LISTED_SECRETS
+            else ""
+        )
         notes.append(
-            f"not copied: {', '.join(taken.secrets[:SHOWN])}{more} ({looks}); copy with --snapshot-include "
-            f"{shlex.quote(taken.secrets[0])}"
+            f"not copied: {', '.join(snapshot.skipped_secrets[:MAX_LISTED_SECRETS])}{suffix} ({description}); copy with"
+            f" --snapshot-include {shlex.quote(snapshot.skipped_secrets[0])}"
         )
     # Names come from the repository, and a terminal acts on control characters.
     return [note if note.isprintable() else ascii(note) for note in notes]
 
 
-def write(prepared: Prepared, run: RunDir, taken: Snapshot | None, made_from: dict[str, Any]) -> None:
+def write(prepared: PreparedRun, run: RunDir, snapshot: CodeSnapshot | None, record: dict[str, Any]) -> None:
     """All files of a run but its code, which is there already."""
     spec = prepared.spec
     paths: list[Path] = []
-    if taken is not None:
+    if snapshot is not None:
         if spec.script is not None:
-            spec = msgspec.structs.replace(spec, script=msgspec.structs.replace(spec.script, path=taken.script))
-        paths = python_path.python_path(run.code, run.code, taken.script if spec.script is None else None)
+            spec = msgspec.structs.replace(spec, script=msgspec.structs.replace(spec.script, path=snapshot.script))
+        paths = python_path.build_python_path(run.code, run.code, snapshot.script if spec.script is None else None)
     mode = 0o640 if spec.job.share else 0o600
-    script = job_script.job_script(script_input(prepared, run, spec, paths))
-    if secrets := job_script.secrets(spec):
+    script = job_script.render_job_script(script_input(prepared, run, spec, paths))
+    if secrets := job_script.format_secrets(spec):
         fsio.write_text(run.secrets, secrets, mode=0o600)
-    fsio.write_text(run.spec, spec_text(spec), mode=mode)
+    fsio.write_text(run.spec, format_spec(spec), mode=mode)
     plan = msgspec.json.format(msgspec.json.encode(prepared.plan), indent=1).decode()
     fsio.write_text(run.plan, plan + "\n", mode=mode)
-    fsio.write_text(run.script, script, mode=mode | 0o100)
-    fsio.write_text(run.agent_end, templates.text("agent_end.sh"), mode=mode | 0o100)
-    made_from = {**made_from, "contract": contract_status.recorded(spec.recipe), "recipe_hash": hash_of(spec)}
-    fsio.write_json(run.record, made_from)
-    _make_checkpoints(run, spec)
+    fsio.write_text(run.job_script, script, mode=mode | 0o100)
+    fsio.write_text(run.agent_end_script, templates.read_template("agent_end.sh"), mode=mode | 0o100)
+    record = {**record, "contract": contract_status.build_record(spec.recipe), "recipe_hash": hash_run_spec(spec)}
+    fsio.write_json(run.record, record)
+    _create_checkpoint_dir(run, spec)
 
 
 def script_input(
-    prepared: Prepared, run: RunDir | None = None, spec: RunSpec | None = None, paths: Sequence[Path] = ()
+    prepared: PreparedRun, run: RunDir | None = None, spec: RunSpec | None = None, code_paths: Sequence[Path] = ()
 ) -> job_script.ScriptInput:
     """Without ``run`` for what does not depend on it: the directives but for the job's name."""
     return job_script.ScriptInput(
@@ -275,13 +288,13 @@ def script_input(
         plan=prepared.plan,
         python=prepared.python,
         home=settings.home(),
-        code_paths=paths,
+        code_paths=code_paths,
     )
 
 
-def _make_checkpoints(run: RunDir, spec: RunSpec) -> None:
+def _create_checkpoint_dir(run: RunDir, spec: RunSpec) -> None:
     mode = 0o750 if spec.job.share else 0o700
-    target = _checkpoint_target(run, spec)
+    target = _checkpoint_path(run, spec)
     try:
         if target is None:
             fsio.claim_folder(run.checkpoints, mode=mode)
@@ -294,24 +307,24 @@ def _make_checkpoints(run: RunDir, spec: RunSpec) -> None:
         raise ConfigError(f"no folder for checkpoints: {e}", fix="choose another --checkpoint-dir") from e
 
 
-def _checkpoint_target(run: RunDir, spec: RunSpec) -> Path | None:
+def _checkpoint_path(run: RunDir, spec: RunSpec) -> Path | None:
     return Path(spec.job.checkpoint_dir) / run.id if spec.job.checkpoint_dir else None
 
 
-def remove(run: RunDir, spec: RunSpec) -> None:
-    target = _checkpoint_target(run, spec)
+def remove_run(run: RunDir, spec: RunSpec) -> None:
+    target = _checkpoint_path(run, spec)
     if target is not None:
         shutil.rmtree(target, ignore_errors=True)
     shutil.rmtree(run.path, ignore_errors=True)
 
 
-def spec_text(spec: RunSpec) -> str:
+def format_spec(spec: RunSpec) -> str:
     """What spec.toml says, which has no secrets."""
-    return tomli_w.dumps(_without_none(msgspec.to_builtins(job_script.without_secrets(spec))))
+    return tomli_w.dumps(_drop_none(msgspec.to_builtins(job_script.redact_secrets(spec))))
 
 
-def _without_none(value: Any) -> Any:
+def _drop_none(value: Any) -> Any:
     """TOML has no null: a key that is absent means it."""
     if isinstance(value, dict):
-        return {k: _without_none(v) for k, v in value.items() if v is not None}
+        return {k: _drop_none(v) for k, v in value.items() if v is not None}
     return value

@@ -17,7 +17,7 @@ from clustertrain.sysinfo.sysfs import Sysfs
 NET = "/sys/class/net"
 T = TypeVar("T")
 # include/uapi/linux/if_arp.h
-_INFINIBAND, _LOOPBACK = 32, 772
+_ARPHRD_INFINIBAND, _ARPHRD_LOOPBACK = 32, 772
 
 
 class IpOutput(NamedTuple):
@@ -43,64 +43,64 @@ class _Route(msgspec.Struct):
     dev: str = ""
 
 
-def interfaces(tree: Sysfs, ip: IpOutput, fabric_gbit: Mapping[str, float]) -> tuple[Interface, ...]:
+def read_interfaces(tree: Sysfs, ip: IpOutput, fabric_gbit: Mapping[str, float]) -> tuple[Interface, ...]:
     """All interfaces. ``fabric_gbit``: rates by interface, for those of RDMA devices that name no speed themselves."""
     addresses = {
         link.ifname: tuple(f"{a.local}/{a.prefixlen}" for a in link.addr_info if a.local and a.scope != "link")
         for link in _decode(tree, "ip -j address", ip.address, list[_Link])
     }
     default = {r.dev for r in _decode(tree, "ip -j route", ip.route, list[_Route]) if r.dst == "default"}
-    found = []
-    for name in tree.names(NET):
-        here = f"{NET}/{name}"
-        if not tree.exists(f"{here}/type"):
+    result = []
+    for name in tree.list_names(NET):
+        path = f"{NET}/{name}"
+        if not tree.exists(f"{path}/type"):
             continue  # bonding_masters is a file
-        speed = tree.number(f"{here}/speed")
-        found.append(
+        speed = tree.read_number(f"{path}/speed")
+        result.append(
             Interface(
                 name=name,
-                kind=_kind(tree, here),
-                state=_state(tree, here),
+                kind=_interface_kind(tree, path),
+                state=_link_state(tree, path),
                 addresses=addresses.get(name, ()),
                 speed_gbit=speed / 1000 if speed else fabric_gbit.get(name),
                 default_route=name in default,
-                master=tree.target(f"{here}/master").rpartition("/")[2],
-                numa_node=tree.number(f"{here}/device/numa_node"),
+                master=tree.read_link(f"{path}/master").rpartition("/")[2],
+                numa_node=tree.read_number(f"{path}/device/numa_node"),
             )
         )
-    return tuple(found)
+    return tuple(result)
 
 
-def _decode(tree: Sysfs, command: str, text: str, kind: type[list[T]]) -> list[T]:
+def _decode(tree: Sysfs, command: str, text: str, target_type: type[list[T]]) -> list[T]:
     if not text.strip():
         return []
     try:
-        return schema.decode(text, kind)
+        return schema.decode(text, target_type)
     except msgspec.DecodeError as e:
         tree.unread.append(f"{command}: {e}")
         return []
 
 
-def _state(tree: Sysfs, here: str) -> Literal["up", "down", "unknown"]:
-    state = tree.text(f"{here}/operstate")
+def _link_state(tree: Sysfs, path: str) -> Literal["up", "down", "unknown"]:
+    state = tree.read_text(f"{path}/operstate")
     if state == "unknown":  # of drivers that do not report it; the carrier tells
-        return "up" if tree.number(f"{here}/carrier") else "unknown"
+        return "up" if tree.read_number(f"{path}/carrier") else "unknown"
     return "up" if state == "up" else "down" if state else "unknown"
 
 
-def _kind(tree: Sysfs, here: str) -> InterfaceKind:
-    hardware, device = tree.number(f"{here}/type"), tree.target(here)
-    if hardware == _LOOPBACK:
+def _interface_kind(tree: Sysfs, path: str) -> InterfaceKind:
+    arp_type, device = tree.read_number(f"{path}/type"), tree.read_link(path)
+    if arp_type == _ARPHRD_LOOPBACK:
         return "loopback"
-    if hardware == _INFINIBAND:
+    if arp_type == _ARPHRD_INFINIBAND:
         return "infiniband"
-    if tree.exists(f"{here}/bonding"):
+    if tree.exists(f"{path}/bonding"):
         return "bond"
-    if tree.exists(f"{here}/phy80211"):
+    if tree.exists(f"{path}/phy80211"):
         return "wireless"
     if "/virtual/" not in device:
         return "usb" if "/usb" in device else "ethernet"
-    if "DEVTYPE=vlan" in tree.text(f"{here}/uevent"):
+    if "DEVTYPE=vlan" in tree.read_text(f"{path}/uevent"):
         return "vlan"
-    ports = tree.names(f"{here}/brif")
-    return "bridge" if any("/virtual/" not in tree.target(f"{NET}/{port}") for port in ports) else "virtual"
+    ports = tree.list_names(f"{path}/brif")
+    return "bridge" if any("/virtual/" not in tree.read_link(f"{NET}/{port}") for port in ports) else "virtual"

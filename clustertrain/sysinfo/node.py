@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from clustertrain import proc, settings
-from clustertrain.config.node_facts import Cpus, Gpu, NodeFacts, NumaNode, cpu_numbers
+from clustertrain.config.node_facts import Cpus, Gpu, NodeFacts, NumaNode, parse_cpu_list
 from clustertrain.errors import CommandFailed
 from clustertrain.sysinfo import network, rdma
 from clustertrain.sysinfo.network import IpOutput
@@ -24,7 +24,7 @@ _AWS_OFI_NCCL = ("opt/amazon/ofi-nccl/lib*/libnccl-net*.so", "opt/amazon/ofi-ncc
 _CPU, _NODE, _PCI = "/sys/devices/system/cpu", "/sys/devices/system/node", "/sys/bus/pci/devices"
 
 
-def read(
+def read_node(
     root: Path = Path("/"),
     ip: IpOutput | None = None,
     gpus: tuple[Gpu, ...] = (),
@@ -38,81 +38,84 @@ def read(
     """
     tree = Sysfs(root)
     if ip is None:
-        ip = _ask_ip(tree)
-    hcas, efa = rdma.devices(tree)
+        ip = _run_ip(tree)
+    hcas, efa = rdma.read_devices(tree)
     rates = {h.netdev: h.rate_gbit for h in hcas if h.netdev and h.rate_gbit is not None}
     return NodeFacts(
-        interfaces=network.interfaces(tree, ip, rates),
+        interfaces=network.read_interfaces(tree, ip, rates),
         hcas=hcas,
         efa=efa,
-        gpus=tuple(_near(tree, gpu) for gpu in gpus),
-        cpus=_cpus(tree),
-        libfabric=_library(tree, _LIBFABRIC, "libfabric.so*", environ),
-        aws_ofi_nccl=_library(tree, _AWS_OFI_NCCL, "libnccl-net*.so", environ),
-        nccl_conf=_nccl_conf(tree, environ),
+        gpus=tuple(_with_numa_node(tree, gpu) for gpu in gpus),
+        cpus=_read_cpus(tree),
+        libfabric=_find_library(tree, _LIBFABRIC, "libfabric.so*", environ),
+        aws_ofi_nccl=_find_library(tree, _AWS_OFI_NCCL, "libnccl-net*.so", environ),
+        nccl_conf=_read_nccl_conf(tree, environ),
         unread=tuple(tree.unread),
     )
 
 
-def _ask_ip(tree: Sysfs) -> IpOutput:
+def _run_ip(tree: Sysfs) -> IpOutput:
     try:
-        return IpOutput(*(proc.run(["ip", "-j", what], timeout_s=IP_TIMEOUT_S).stdout for what in ("address", "route")))
+        return IpOutput(*(proc.run(["ip", "-j", obj], timeout_s=IP_TIMEOUT_S).stdout for obj in ("address", "route")))
     except (CommandFailed, OSError) as e:
         tree.unread.append(f"no addresses of network interfaces: {e.args[0]}")
         return IpOutput()
 
 
-def _near(tree: Sysfs, gpu: Gpu) -> Gpu:
-    return msgspec.structs.replace(gpu, numa_node=tree.number(f"{_PCI}/{gpu.pci_address}/numa_node"))
+def _with_numa_node(tree: Sysfs, gpu: Gpu) -> Gpu:
+    return msgspec.structs.replace(gpu, numa_node=tree.read_number(f"{_PCI}/{gpu.pci_address}/numa_node"))
 
 
-def _cpus(tree: Sysfs) -> Cpus:
-    online = tree.text(f"{_CPU}/online")
+def _read_cpus(tree: Sysfs) -> Cpus:
+    online = tree.read_text(f"{_CPU}/online")
     try:
-        numbers = cpu_numbers(online)
+        numbers = parse_cpu_list(online)
     except ValueError:
-        tree.garbage(f"{_CPU}/online", online, "a list of processors")
+        tree.note_unparsable(f"{_CPU}/online", online, "a list of processors")
         numbers = set()
-    places = {
-        (tree.number(f"{_CPU}/cpu{n}/topology/physical_package_id"), tree.number(f"{_CPU}/cpu{n}/topology/core_id"))
+    core_ids = {
+        (
+            tree.read_number(f"{_CPU}/cpu{n}/topology/physical_package_id"),
+            tree.read_number(f"{_CPU}/cpu{n}/topology/core_id"),
+        )
         for n in numbers
     }
-    told = {p for p in places if None not in p}
+    valid_ids = {p for p in core_ids if None not in p}
     return Cpus(
-        sockets=len({package for package, _ in told}) or None,
-        cores=len(told) or None,
+        sockets=len({package for package, _ in valid_ids}) or None,
+        cores=len(valid_ids) or None,
         threads=len(numbers) or None,
-        numa_nodes=tuple(_numa_nodes(tree)),
+        numa_nodes=tuple(_read_numa_nodes(tree)),
     )
 
 
-def _numa_nodes(tree: Sysfs) -> list[NumaNode]:
-    found = []
-    for name in tree.names(_NODE):
-        cpus = tree.text(f"{_NODE}/{name}/cpulist") if name.removeprefix("node").isdigit() else ""
+def _read_numa_nodes(tree: Sysfs) -> list[NumaNode]:
+    nodes = []
+    for name in tree.list_names(_NODE):
+        cpus = tree.read_text(f"{_NODE}/{name}/cpulist") if name.removeprefix("node").isdigit() else ""
         try:
-            if cpu_numbers(cpus):
-                found.append(NumaNode(index=int(name.removeprefix("node")), cpus=cpus))
+            if parse_cpu_list(cpus):
+                nodes.append(NumaNode(index=int(name.removeprefix("node")), cpus=cpus))
         except ValueError:
-            tree.garbage(f"{_NODE}/{name}/cpulist", cpus, "a list of processors")
-    return found
+            tree.note_unparsable(f"{_NODE}/{name}/cpulist", cpus, "a list of processors")
+    return nodes
 
 
-def _library(tree: Sysfs, places: tuple[str, ...], name: str, environ: Mapping[str, str]) -> str:
+def _find_library(tree: Sysfs, patterns: tuple[str, ...], name: str, environ: Mapping[str, str]) -> str:
     folders = [f for f in environ.get(settings.LIBRARY_PATH, "").split(":") if f.startswith("/")]
-    for pattern in (*(f"{folder.strip('/')}/{name}" for folder in folders), *places):
+    for pattern in (*(f"{folder.strip('/')}/{name}" for folder in folders), *patterns):
         try:
-            found = sorted(tree.root.glob(pattern))
+            matches = sorted(tree.root.glob(pattern))
         except (OSError, ValueError):  # ValueError: a folder whose name is no pattern
             continue
-        if found:
-            return "/" + str(found[0].relative_to(tree.root))
+        if matches:
+            return "/" + str(matches[0].relative_to(tree.root))
     return ""
 
 
-def _nccl_conf(tree: Sysfs, environ: Mapping[str, str]) -> tuple[str, ...]:
+def _read_nccl_conf(tree: Sysfs, environ: Mapping[str, str]) -> tuple[str, ...]:
     """NCCL reads one file of the user's and /etc/nccl.conf (src/misc/param.cc)."""
-    own = environ.get(settings.NCCL_CONF_FILE) or f"{environ.get(settings.USER_HOME, '')}/.nccl.conf"
-    lines = [line for path in (own, "/etc/nccl.conf") for line in tree.text(path).splitlines()]
+    user_file = environ.get(settings.NCCL_CONF_FILE) or f"{environ.get(settings.USER_HOME, '')}/.nccl.conf"
+    lines = [line for path in (user_file, "/etc/nccl.conf") for line in tree.read_text(path).splitlines()]
     names = [line.partition("=")[0].strip() for line in lines if "=" in line and not line.startswith("#")]
     return tuple(dict.fromkeys(names))

@@ -12,82 +12,82 @@ from clustertrain.config.node_facts import EfaDevice, Hca, LinkLayer, PortState
 from clustertrain.sysinfo.sysfs import Sysfs
 
 RDMA = "/sys/class/infiniband"
-_LAYERS: dict[str, LinkLayer] = {"InfiniBand": "InfiniBand", "Ethernet": "Ethernet"}
-_RNIC = "4:"  # node_type of iWARP, which NCCL does not speak
+_LINK_LAYERS: dict[str, LinkLayer] = {"InfiniBand": "InfiniBand", "Ethernet": "Ethernet"}
+_IWARP_NODE_TYPE = "4:"  # node_type of iWARP, which NCCL does not speak
 _IPV4_MAPPED = "0000:0000:0000:0000:0000:ffff:"
 
 
-def devices(tree: Sysfs) -> tuple[tuple[Hca, ...], tuple[EfaDevice, ...]]:
+def read_devices(tree: Sysfs) -> tuple[tuple[Hca, ...], tuple[EfaDevice, ...]]:
     """Every port of every device."""
     hcas: list[Hca] = []
     efa: list[EfaDevice] = []
-    for name in tree.names(RDMA):
-        here = f"{RDMA}/{name}"
-        pci_address = tree.target(f"{here}/device").rpartition("/")[2]
-        numa_node = tree.number(f"{here}/device/numa_node")
-        if tree.target(f"{here}/device/driver").endswith("/efa"):
-            state, rate_gbit = _state(tree, f"{here}/ports/1"), _rate(tree, f"{here}/ports/1")
+    for name in tree.list_names(RDMA):
+        path = f"{RDMA}/{name}"
+        pci_address = tree.read_link(f"{path}/device").rpartition("/")[2]
+        numa_node = tree.read_number(f"{path}/device/numa_node")
+        if tree.read_link(f"{path}/device/driver").endswith("/efa"):
+            state, rate_gbit = _port_state(tree, f"{path}/ports/1"), _read_rate(tree, f"{path}/ports/1")
             efa.append(
                 EfaDevice(name=name, state=state, rate_gbit=rate_gbit, pci_address=pci_address, numa_node=numa_node)
             )
-        elif not tree.text(f"{here}/node_type").startswith(_RNIC):
-            ports = [int(port) for port in tree.names(f"{here}/ports") if port.isdigit()]
-            hcas.extend(_port(tree, name, port, pci_address, numa_node) for port in ports)
+        elif not tree.read_text(f"{path}/node_type").startswith(_IWARP_NODE_TYPE):
+            ports = [int(port) for port in tree.list_names(f"{path}/ports") if port.isdigit()]
+            hcas.extend(_read_port(tree, name, port, pci_address, numa_node) for port in ports)
     return tuple(hcas), tuple(efa)
 
 
-def _port(tree: Sysfs, name: str, port: int, pci_address: str, numa_node: int | None) -> Hca:
-    here = f"{RDMA}/{name}/ports/{port}"
-    layer = _LAYERS.get(tree.text(f"{here}/link_layer"), "unknown")
+def _read_port(tree: Sysfs, name: str, port: int, pci_address: str, numa_node: int | None) -> Hca:
+    path = f"{RDMA}/{name}/ports/{port}"
+    layer = _LINK_LAYERS.get(tree.read_text(f"{path}/link_layer"), "unknown")
     return Hca(
         name=name,
         port=port,
-        state=_state(tree, here),
+        state=_port_state(tree, path),
         link_layer=layer,
-        rate_gbit=_rate(tree, here),
-        netdev=_netdev(tree, name, port),
-        roce_v2_ipv4_gid_index=_gid_index(tree, here) if layer == "Ethernet" else None,
+        rate_gbit=_read_rate(tree, path),
+        netdev=_find_netdev(tree, name, port),
+        roce_v2_ipv4_gid_index=_find_gid_index(tree, path) if layer == "Ethernet" else None,
         pci_address=pci_address,
         numa_node=numa_node,
     )
 
 
-def _state(tree: Sysfs, here: str) -> PortState:
+def _port_state(tree: Sysfs, path: str) -> PortState:
     """``4: ACTIVE``; all the others (DOWN, INIT, ARMED) carry no traffic."""
-    text = tree.text(f"{here}/state")
+    text = tree.read_text(f"{path}/state")
     if not re.match(r"\d+: ", text):
         return "unknown"
     return "active" if text.startswith("4:") else "down"
 
 
-def _rate(tree: Sysfs, here: str) -> float | None:
+def _read_rate(tree: Sysfs, path: str) -> float | None:
     """``400 Gb/sec (4X NDR)``."""
-    text = tree.text(f"{here}/rate")
-    found = re.match(r"(\d+(?:\.\d+)?) Gb/sec", text)
-    if text and not found:
-        tree.garbage(f"{here}/rate", text, "a rate")
-    return float(found[1]) if found else None
+    text = tree.read_text(f"{path}/rate")
+    match = re.match(r"(\d+(?:\.\d+)?) Gb/sec", text)
+    if text and not match:
+        tree.note_unparsable(f"{path}/rate", text, "a rate")
+    return float(match[1]) if match else None
 
 
-def _netdev(tree: Sysfs, name: str, port: int) -> str:
+def _find_netdev(tree: Sysfs, name: str, port: int) -> str:
     """Of a device with two ports, each has an interface that counts its port from 0."""
-    here = f"{RDMA}/{name}"
-    named = tree.text(f"{here}/ports/{port}/gid_attrs/ndevs/0")
-    if named:
-        return named
-    candidates = tree.names(f"{here}/device/net")
+    path = f"{RDMA}/{name}"
+    ndev = tree.read_text(f"{path}/ports/{port}/gid_attrs/ndevs/0")
+    if ndev:
+        return ndev
+    candidates = tree.list_names(f"{path}/device/net")
     if len(candidates) > 1:
-        candidates = [c for c in candidates if tree.number(f"{here}/device/net/{c}/dev_port") == port - 1]
+        candidates = [c for c in candidates if tree.read_number(f"{path}/device/net/{c}/dev_port") == port - 1]
     return candidates[0] if len(candidates) == 1 else ""
 
 
-def _gid_index(tree: Sysfs, here: str) -> int | None:
+def _find_gid_index(tree: Sysfs, path: str) -> int | None:
     """The index of the one RoCE v2 GID that holds an IPv4 address. Two of them: which one is routed cannot be told."""
-    found = [
+    indices = [
         int(index)
-        for index in tree.names(f"{here}/gid_attrs/types")
+        for index in tree.list_names(f"{path}/gid_attrs/types")
         if index.isdigit()
-        and tree.text(f"{here}/gid_attrs/types/{index}") == "RoCE v2"
-        and tree.text(f"{here}/gids/{index}").lower().startswith(_IPV4_MAPPED)
+        and tree.read_text(f"{path}/gid_attrs/types/{index}") == "RoCE v2"
+        and tree.read_text(f"{path}/gids/{index}").lower().startswith(_IPV4_MAPPED)
     ]
-    return found[0] if len(found) == 1 else None
+    return indices[0] if len(indices) == 1 else None

@@ -7,9 +7,9 @@ import errno
 import re
 from pathlib import Path
 
-_MOST_BYTES = 65_536
+_MAX_BYTES = 65_536
 # An interface that is down answers EINVAL for its speed, a GID that is not mapped into a container too.
-_ABSENT = (errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.ENODEV)
+_ABSENT_ERRNOS = (errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.ENODEV)
 
 
 class Sysfs:
@@ -19,56 +19,56 @@ class Sysfs:
         self.root = root
         self.unread: list[str] = []
 
-    def at(self, path: str) -> Path:
+    def host_path(self, path: str) -> Path:
         return self.root / path.lstrip("/")
 
-    def text(self, path: str) -> str:
+    def read_text(self, path: str) -> str:
         try:
-            with self.at(path).open("rb") as file:
-                return file.read(_MOST_BYTES).decode(errors="replace").strip()
+            with self.host_path(path).open("rb") as file:
+                return file.read(_MAX_BYTES).decode(errors="replace").strip()
         except OSError as e:
-            self._note(path, e)
+            self._note_error(path, e)
             return ""
 
-    def number(self, path: str) -> int | None:
+    def read_number(self, path: str) -> int | None:
         """None also for what the kernel writes where there is none: a negative one."""
-        text = self.text(path)
+        text = self.read_text(path)
         if not text:
             return None
         if not re.fullmatch(r"-?\d{1,18}", text):
-            self.garbage(path, text, "a number")
+            self.note_unparsable(path, text, "a number")
             return None
         return int(text) if int(text) >= 0 else None
 
-    def names(self, folder: str) -> list[str]:
+    def list_names(self, folder: str) -> list[str]:
         """The entries of a folder, eth2 before eth10."""
         try:
-            return sorted((p.name for p in self.at(folder).iterdir()), key=natural)
+            return sorted((p.name for p in self.host_path(folder).iterdir()), key=natural_key)
         except OSError as e:
-            self._note(folder, e)
+            self._note_error(folder, e)
             return []
 
     def exists(self, path: str) -> bool:
         try:
-            return self.at(path).exists()
+            return self.host_path(path).exists()
         except OSError:  # a link that leads to itself
             return False
 
-    def target(self, path: str) -> str:
+    def read_link(self, path: str) -> str:
         """Where a link leads, as a path on the node; empty where there is none."""
         try:
-            resolved = self.at(path).resolve(strict=True)
+            resolved = self.host_path(path).resolve(strict=True)
             return "/" + str(resolved.relative_to(self.root.resolve()))
         except (OSError, RuntimeError, ValueError):  # RuntimeError: a loop, before Python 3.13
             return ""
 
-    def garbage(self, path: str, text: str, wanted: str) -> None:
-        self.unread.append(f"{path}: {text[:40]!r} is not {wanted}")
+    def note_unparsable(self, path: str, text: str, expected: str) -> None:
+        self.unread.append(f"{path}: {text[:40]!r} is not {expected}")
 
-    def _note(self, path: str, error: OSError) -> None:
-        if error.errno not in _ABSENT:
+    def _note_error(self, path: str, error: OSError) -> None:
+        if error.errno not in _ABSENT_ERRNOS:
             self.unread.append(f"{path}: {error.strerror or error}")
 
 
-def natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
+def natural_key(name: str) -> list[tuple[int, str]]:
+    return [(int(token), "") if token.isdigit() else (-1, token) for token in re.split(r"(\d+)", name) if token]

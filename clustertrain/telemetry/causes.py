@@ -5,27 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-LOW = 0.7  # mean utilization
-DATA = 0.1  # share of a step that is spent waiting for data
-CORES_BUSY = 0.9  # of those that there are
+LOW_UTILIZATION = 0.7  # mean utilization
+HIGH_DATA_WAIT = 0.1  # share of a step that is spent waiting for data
+HIGH_CPU_UTILIZATION = 0.9  # of those that there are
 
 # Bytes/s a GPU from which links are busy: about a tenth of what NVLink 3 and 4, PCIe 4 x16 and a 200 Gbit/s port carry.
-NVLINK, PCIE, INFINIBAND = 30e9, 3e9, 2.5e9
+NVLINK_BUSY, PCIE_BUSY, INFINIBAND_BUSY = 30e9, 3e9, 2.5e9
 
-FASTER_DATA = "more data-loader workers (data.workers), data on faster or local storage, or prepared beforehand"
-MORE_CORES = "more cores with --cpus-per-gpu"
-LESS_TRAFFIC = (
+FIX_DATA_LOADING = "more data-loader workers (data.workers), data on faster or local storage, or prepared beforehand"
+FIX_CPU_CORES = "more cores with --cpus-per-gpu"
+FIX_NETWORK = (
     "a larger micro batch or more gradient accumulation, a layout that keeps its traffic inside a node "
     "(`clustertrain plan` says what each costs), and see docs/nccl.md for the network"
 )
-LARGER_KERNELS = "a larger micro batch, compile = true or CUDA graphs, or fewer GPUs"
+FIX_SMALL_KERNELS = "a larger micro batch, compile = true or CUDA graphs, or fewer GPUs"
 
 
-def listed(words: Sequence[str], between: str) -> str:
+def join_words(items: Sequence[str], conjunction: str) -> str:
     """``["a", "b", "c"]``, ``or`` -> ``a, b or c``."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {between} {words[-1]}"
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} {conjunction} {items[-1]}"
 
 
-def links(rates: Sequence[tuple[str, float | None, float]]) -> list[str]:
+def format_busy_links(rates: Sequence[tuple[str, float | None, float]]) -> list[str]:
     """Those of ``(name, bytes/s or None, limit)`` that are busy, in words."""
     return [f"{name} at {rate / 1e9:.1f} GB/s" for name, rate, limit in rates if rate is not None and rate >= limit]

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["gauge", "counter"]
+MetricType = Literal["gauge", "counter"]
 Pace = Literal["fast", "slow"]
 
 FAST: Pace = "fast"  # at every tick, as a rule 1 Hz
@@ -18,23 +18,23 @@ SLOW: Pace = "slow"  # every 10 s: what takes the driver or psutil milliseconds
 
 
 class Field(msgspec.Struct, frozen=True):
-    """``kind``: a gauge has a value at a moment; of a counter only differences mean something, and it may begin anew.
-    ``ceiling``: the highest value that can be (blanks of broken drivers arrive as enormous numbers)."""
+    """``metric_type``: a gauge has a value at a moment; of a counter only differences mean something, and it may begin
+    anew. ``max_valid``: the highest value that can be (blanks of broken drivers arrive as enormous numbers)."""
 
     name: str
-    kind: Kind
+    metric_type: MetricType
     pace: Pace
     unit: str
-    ceiling: float
-    text: str
+    max_valid: float
+    description: str
 
 
-def _gauge(name: str, unit: str, ceiling: float, text: str, pace: Pace = FAST) -> Field:
-    return Field(name, "gauge", pace, unit, ceiling, text)
+def _gauge(name: str, unit: str, max_valid: float, description: str, pace: Pace = FAST) -> Field:
+    return Field(name, "gauge", pace, unit, max_valid, description)
 
 
-def _counter(name: str, unit: str, text: str, pace: Pace = FAST, ceiling: float = 9e18) -> Field:
-    return Field(name, "counter", pace, unit, ceiling, text)  # NVIDIA's blank of 64 bits is 2**63 - 16
+def _counter(name: str, unit: str, description: str, pace: Pace = FAST, max_valid: float = 9e18) -> Field:
+    return Field(name, "counter", pace, unit, max_valid, description)  # NVIDIA's blank of 64 bits is 2**63 - 16
 
 
 GPU = (
@@ -51,7 +51,7 @@ GPU = (
     _gauge("sm_activity", "ratio", 1.0, "share of time and multiprocessors with a warp resident (GPM)"),
     _gauge("tensor_activity", "ratio", 1.0, "share of time in which the tensor cores were active (GPM)"),
     _gauge("dram_activity", "ratio", 1.0, "share of the memory's bandwidth in use (GPM)"),
-    _counter("energy_j", "J", "energy drawn since the driver was loaded", ceiling=1e13),  # 1 kW for 300 years
+    _counter("energy_j", "J", "energy drawn since the driver was loaded", max_valid=1e13),  # 1 kW for 300 years
     _counter("pcie_tx_bytes", "bytes", "sent over PCIe"),
     _counter("pcie_rx_bytes", "bytes", "received over PCIe"),
     _counter("nvlink_tx_bytes", "bytes", "sent over NVLink"),
@@ -94,44 +94,48 @@ RANK = (
     _counter("cpu_s", "s", "processor time of the rank's process", SLOW),
 )
 
-_KINDS = {"gpu": {f.name: f for f in GPU}, "host": {f.name: f for f in HOST}, "rank": {f.name: f for f in RANK}}
+_FIELDS_BY_DEVICE = {
+    "gpu": {f.name: f for f in GPU},
+    "host": {f.name: f for f in HOST},
+    "rank": {f.name: f for f in RANK},
+}
 
 
-def column(device: str, field: str) -> str:
+def column_name(device: str, field: str) -> str:
     """``gpu0``, ``utilization`` -> ``gpu0.utilization``."""
     return f"{device}.{field}"
 
 
-def split(name: str) -> tuple[str, str]:
+def split_column(column: str) -> tuple[str, str]:
     """``gpu0.utilization`` -> ``gpu0``, ``utilization``."""
-    device, _, field = name.partition(".")
+    device, _, field = column.partition(".")
     return device, field
 
 
-def of(name: str) -> Field | None:
+def find_field(column: str) -> Field | None:
     """The field of a column; None where a later version knows it and this one does not."""
-    device, field = split(name)
-    return _KINDS.get(device.rstrip("0123456789"), {}).get(field)
+    device, field = split_column(column)
+    return _FIELDS_BY_DEVICE.get(device.rstrip("0123456789"), {}).get(field)
 
 
-def columns(gpus: int, ranks: list[int], pace: Pace) -> list[str]:
+def column_names(gpu_count: int, ranks: list[int], pace: Pace) -> list[str]:
     """All columns of a node with so many GPUs and these global ranks."""
-    found = [column(f"gpu{i}", f.name) for i in range(gpus) for f in GPU if f.pace == pace]
-    found += [column("host", f.name) for f in HOST if f.pace == pace]
-    found += [column(f"rank{r}", f.name) for r in ranks for f in RANK if f.pace == pace]
-    return found
+    names = [column_name(f"gpu{i}", f.name) for i in range(gpu_count) for f in GPU if f.pace == pace]
+    names += [column_name("host", f.name) for f in HOST if f.pace == pace]
+    names += [column_name(f"rank{r}", f.name) for r in ranks for f in RANK if f.pace == pace]
+    return names
 
 
-_SCALE = {"ratio": 1e3, "W": 10.0, "J": 10.0, "s": 1e3}  # by unit
-_SCALE_OF = {"load1": 100.0} | dict.fromkeys(
+_SCALE_BY_UNIT = {"ratio": 1e3, "W": 10.0, "J": 10.0, "s": 1e3}  # by unit
+_SCALE_BY_FIELD = {"load1": 100.0} | dict.fromkeys(
     # NVML counts NVLink's traffic in KiB, and so much is exact enough of a counter that grows by megabytes.
     ("pcie_tx_bytes", "pcie_rx_bytes", "nvlink_tx_bytes", "nvlink_rx_bytes"),
     1 / 1024,
 )
 
 
-def scale(name: str) -> float:
+def scale(column: str) -> float:
     """What a column's values are multiplied by to make whole numbers: they are kept to the nearest of those, which is
     what the sensor has and a reader can use."""
-    field = of(name)
-    return 1e3 if field is None else _SCALE_OF.get(field.name, _SCALE.get(field.unit, 1.0))
+    field = find_field(column)
+    return 1e3 if field is None else _SCALE_BY_FIELD.get(field.name, _SCALE_BY_UNIT.get(field.unit, 1.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from clustertrain.run.contract_status import Standing
+from clustertrain.run.contract_status import ContractStatus
 from clustertrain.run.goodput import Goodput
 
 
@@ -18,7 +18,7 @@ class Stats(msgspec.Struct, frozen=True):
     max: float
 
 
-class Window(msgspec.Struct, frozen=True):
+class TimeWindow(msgspec.Struct, frozen=True):
     """First and last moment with telemetry, None where there is none."""
 
     start: float | None
@@ -32,7 +32,7 @@ class Timeline(msgspec.Struct, frozen=True):
     utilization: list[float | None]
 
 
-class Throttled(msgspec.Struct, frozen=True):
+class ThrottleShares(msgspec.Struct, frozen=True):
     """Shares of the samples in which the clock was held down; None where the driver does not tell."""
 
     power: float | None = None
@@ -40,7 +40,7 @@ class Throttled(msgspec.Struct, frozen=True):
     hardware: float | None = None
 
 
-class InPhase(msgspec.Struct, frozen=True):
+class PhaseStats(msgspec.Struct, frozen=True):
     """A GPU while its rank was in one phase (``run/heartbeat.py``). ``share`` is of the GPU's samples; the others are
     means over those of the phase."""
 
@@ -50,10 +50,10 @@ class InPhase(msgspec.Struct, frozen=True):
     sm_clock_mhz: float | None
     sm_activity: float | None = None
     tensor_activity: float | None = None
-    throttled: Throttled = Throttled()
+    throttled: ThrottleShares = ThrottleShares()
 
 
-class Errors(msgspec.Struct, frozen=True):
+class ErrorCounts(msgspec.Struct, frozen=True):
     """Increases over the run, None where the driver does not tell; ``xids`` with their times, oldest first."""
 
     ecc_corrected: int | None = None
@@ -63,10 +63,10 @@ class Errors(msgspec.Struct, frozen=True):
     remap_failed: bool | None = None
     nvlink_errors: int | None = None
     pcie_replays: int | None = None
-    xids: list[Xid] = []
+    xids: list[XidRecord] = []
 
 
-class Xid(msgspec.Struct, frozen=True):
+class XidRecord(msgspec.Struct, frozen=True):
     """``count``: so many came by ``t``, since the driver was asked before."""
 
     t: float
@@ -109,9 +109,9 @@ class GpuSummary(msgspec.Struct, frozen=True, kw_only=True):
     processes_max: int | None = None
     nvlinks_active_min: int | None = None
     nvlinks_active_max: int | None = None
-    throttled: Throttled = Throttled()
-    errors: Errors = Errors()
-    phases: dict[str, InPhase] = {}
+    throttled: ThrottleShares = ThrottleShares()
+    errors: ErrorCounts = ErrorCounts()
+    phases: dict[str, PhaseStats] = {}
     parent: str | None = None  # of a MIG slice: the GPU's UUID
     power_limit_w: float | None = None  # that the board keeps to
 
@@ -175,15 +175,15 @@ class AttemptSummary(msgspec.Struct, frozen=True):
 
     n: int
     job_id: str | None
-    window: Window
+    window: TimeWindow
     nodes: list[str]
     start: float | None = None
     end: float | None = None
     ending: str | None = None
-    events: list[Mark] = []
+    events: list[TimelineEvent] = []
 
 
-class Mark(msgspec.Struct, frozen=True):
+class TimelineEvent(msgspec.Struct, frozen=True):
     """Something that happened, or with ``end`` lasted: ``kind`` is the event's name."""
 
     t: float
@@ -222,7 +222,7 @@ class Waste(msgspec.Struct, frozen=True, kw_only=True):
     by_cause: dict[str, float]
 
 
-class Note(msgspec.Struct, frozen=True, kw_only=True):
+class Insight(msgspec.Struct, frozen=True, kw_only=True):
     """Something that the user should know. ``severity`` is ``critical``, ``warning`` or ``info``."""
 
     severity: str
@@ -241,12 +241,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     job_id: str | None
-    window: Window
+    window: TimeWindow
     coverage: float | None
     attempts: list[AttemptSummary]
     gpus: list[GpuSummary]
     hosts: list[HostSummary]
-    notes: list[Note]
+    notes: list[Insight]
     state: str | None = None
     user: str | None = None
     layout: str | None = None
@@ -257,4 +257,4 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     unreadable: list[str] = []  # files that this user may not read, or that are damaged, and why
     enabled: bool = True
     device: str | None = None
-    contract: Standing | None = None
+    contract: ContractStatus | None = None

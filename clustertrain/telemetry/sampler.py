@@ -19,18 +19,18 @@ import msgspec
 from clustertrain import clock
 from clustertrain.run import heartbeat
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.observers import Observer, OnEvent, Telling
+from clustertrain.telemetry.observers import EventDispatcher, Observer, OnEvent
 from clustertrain.telemetry.readers import allocation
 from clustertrain.telemetry.readers.gpu_reader import Backoff, GpuReader
 from clustertrain.telemetry.readers.host import HostReader
 from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
 from clustertrain.telemetry.readers.nvml_events import GpuEvents
-from clustertrain.telemetry.readers.processes import JobProcesses
+from clustertrain.telemetry.readers.processes import JobProcessReader
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store.writer import GpuFacts, Header, Writer
 
 NAN = float("nan")
-_BLANK = {pace: [None] * sum(f.pace == pace for f in fields.GPU) for pace in (fields.FAST, fields.SLOW)}
+_NO_VALUES = {pace: [None] * sum(f.pace == pace for f in fields.GPU) for pace in (fields.FAST, fields.SLOW)}
 
 
 class Intervals(msgspec.Struct, frozen=True):
@@ -68,52 +68,52 @@ class Sampler:
         *,
         first_rank: int | None = None,
         rank_count: int | None = None,
-        beats: Path | None = None,
+        heartbeat_dir: Path | None = None,
         observers: Sequence[Observer] = (),
         intervals: Intervals | None = None,
     ) -> None:
         self._node = node
         self._environ = dict(environ)
         self._intervals = msgspec.structs.replace(intervals or Intervals(), sample_s=interval_s)
-        self._tell = Telling(on_event, node, observers)
+        self._dispatcher = EventDispatcher(on_event, node, observers)
         self._first_rank = first_rank
         self._rank_count = rank_count
-        self._beats_in = beats
+        self._heartbeat_dir = heartbeat_dir
         self._ranks: list[int] = []
-        self._beats: heartbeat.Reader | None = None
+        self._heartbeat_reader: heartbeat.HeartbeatReader | None = None
         self._writer = Writer(folder)
         self._nvml = Nvml()
-        self._nvml_reason: str | None = None
+        self._nvml_error: str | None = None
         self._nvml_retry = Backoff(30, 600)
-        self._events: GpuEvents | None = None
+        self._gpu_events: GpuEvents | None = None
         self._readers: list[GpuReader] = []
-        self._facts: list[GpuFacts] = []
+        self._gpu_facts: list[GpuFacts] = []
         self._columns: dict[fields.Pace, list[str]] = {}
-        self._newest: dict[fields.Pace, array[float]] = {}
-        self._told_of: dict[str, dict[str, str]] = {}  # by device, the reasons that stand in the file
+        self._latest: dict[fields.Pace, array[float]] = {}
+        self._recorded_reasons: dict[str, dict[str, str]] = {}  # by device, the reasons that stand in the file
         self._write_failed = False
-        self._cpus: int | None = None  # of the job
-        self._begin = 0.0
+        self._allocated_cpus: int | None = None  # of the job
+        self._segment_start = 0.0
         self._ready = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self.gpus: list[dict[str, Any]] = []
 
     @property
-    def nvml_reason(self) -> str | None:
+    def nvml_error(self) -> str | None:
         """Why there are no GPU figures; None while there are."""
-        return self._nvml_reason
+        return self._nvml_error
 
     def start(self, timeout_s: float = 20.0) -> None:
         """Start sampling, and wait until ``gpus`` is known: NVML takes seconds to open where no daemon keeps it up."""
         try:
             self._thread.start()
         except RuntimeError as e:  # the limit on processes is reached
-            self._tell.event("telemetry_failed", reason=f"no thread could be started: {e}")
+            self._dispatcher.write_event("telemetry_failed", reason=f"no thread could be started: {e}")
             return
         self._ready.wait(timeout_s)
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Let the thread end, and do not wait for it."""
         self._stop.set()
 
@@ -128,201 +128,211 @@ class Sampler:
         try:
             self._loop()
         except Exception as e:  # the thread's edge: telemetry must not end the run
-            where = traceback.extract_tb(e.__traceback__)[-1]
-            reason = f"{type(e).__name__}: {e} ({Path(where.filename).name}:{where.lineno})"
-            self._guarded_end(reason)
-            self._tell.event("telemetry_failed", reason=reason)
+            frame = traceback.extract_tb(e.__traceback__)[-1]
+            reason = f"{type(e).__name__}: {e} ({Path(frame.filename).name}:{frame.lineno})"
+            self._end_after_failure(reason)
+            self._dispatcher.write_event("telemetry_failed", reason=reason)
         finally:
             self._ready.set()
             self._nvml.close()
             try:
                 self._writer.close()
             except OSError as e:
-                self._tell.event("telemetry_failed", reason=f"the samples could not be written: {e}")
+                self._dispatcher.write_event("telemetry_failed", reason=f"the samples could not be written: {e}")
 
-    def _guarded_end(self, reason: str) -> None:
+    def _end_after_failure(self, reason: str) -> None:
         with contextlib.suppress(Exception):  # the writer may be what failed
             self._writer.end(self._elapsed(), reason)
 
     def _loop(self) -> None:
-        host, processes = HostReader(), JobProcesses(os.getpid())
-        self._open(host)
+        host, processes = HostReader(), JobProcessReader(os.getpid())
+        self._open_nvml(host)
         self._ready.set()
         self._flush()  # who looks in the first seconds finds what was allocated
-        every = self._intervals
+        intervals = self._intervals
         start = next_slow = clock.monotonic()
-        next_flush = start + every.flush_s
+        next_flush = start + intervals.flush_s
         tick = 0
-        while not self._stop.wait(start + tick * every.sample_s - clock.monotonic()):
-            beats = self._beats.read() if self._beats else {}
-            self._fast(beats)
+        while not self._stop.wait(start + tick * intervals.sample_s - clock.monotonic()):
+            heartbeats = self._heartbeat_reader.read() if self._heartbeat_reader else {}
+            self._fast(heartbeats)
             now = clock.monotonic()
             if now >= next_slow:
-                self._slow(host, processes, beats)
-                self._tell.returned(now)
-                next_slow = now + every.slow_s
+                self._slow(host, processes, heartbeats)
+                self._dispatcher.notify_recovered(now)
+                next_slow = now + intervals.slow_s
             if now >= next_flush:
                 self._flush()
-                next_flush = now + every.flush_s
+                next_flush = now + intervals.flush_s
             self._observe()
-            self._heal(host)
+            self._recover_nvml(host)
             # From the start, so that nothing drifts. Ticks that a slow driver made us miss show as missing coverage.
-            tick = max(tick + 1, int((clock.monotonic() - start) / every.sample_s))
-        self._tell.rest(self._facts)
+            tick = max(tick + 1, int((clock.monotonic() - start) / intervals.sample_s))
+        self._dispatcher.flush(self._gpu_facts)
         self._writer.end(self._elapsed())
 
     def _elapsed(self) -> float:
-        return clock.monotonic() - self._begin
+        return clock.monotonic() - self._segment_start
 
-    def _open(self, host: HostReader) -> None:
+    def _open_nvml(self, host: HostReader) -> None:
         """Open NVML, find the allocated GPUs and begin a segment that says what follows."""
-        driver, found = None, allocation.Allocation([], None)
+        driver, allocated = None, allocation.Allocation([], None)
         try:
             driver = self._nvml.open()
-            found = allocation.find(self._environ, self._nvml.devices())
-            self._nvml_reason = None
+            allocated = allocation.find_allocation(self._environ, self._nvml.devices())
+            self._nvml_error = None
         except NvmlError as e:
             self._nvml.close()
-            self._nvml_reason = e.reason
-            self._nvml_retry.failed(clock.monotonic())
-        count = len(found.devices) if self._rank_count is None else self._rank_count
-        first = self._first_rank
-        self._ranks = [] if first is None else list(range(first, first + count))
-        self._beats = heartbeat.Reader(self._beats_in, self._ranks) if self._beats_in else None
-        self._facts = [self._facts_of(i, d) for i, d in enumerate(found.devices)]
-        self.gpus = [msgspec.to_builtins(f) for f in self._facts]
-        self._readers = [GpuReader(self._nvml, d) for d in found.devices]
-        self._listen()
-        self._told_of.clear()
-        self._begin = clock.monotonic()
-        self._begin_segment(host, driver, found.how)
+            self._nvml_error = e.reason
+            self._nvml_retry.record_failure(clock.monotonic())
+        count = len(allocated.devices) if self._rank_count is None else self._rank_count
+        first_rank = self._first_rank
+        self._ranks = [] if first_rank is None else list(range(first_rank, first_rank + count))
+        self._heartbeat_reader = (
+            heartbeat.HeartbeatReader(self._heartbeat_dir, self._ranks) if self._heartbeat_dir else None
+        )
+        self._gpu_facts = [self._gpu_facts_for(i, d) for i, d in enumerate(allocated.devices)]
+        self.gpus = [msgspec.to_builtins(f) for f in self._gpu_facts]
+        self._readers = [GpuReader(self._nvml, d) for d in allocated.devices]
+        self._watch_events()
+        self._recorded_reasons.clear()
+        self._segment_start = clock.monotonic()
+        self._begin_segment(host, driver, allocated.source)
 
-    def _begin_segment(self, host: HostReader, driver: str | None, how: str | None) -> None:
-        machine = host.facts()
-        share = allocation.allocated(self._environ)
-        self._cpus = share.cpus
-        fast, slow = (fields.columns(len(self._facts), self._ranks, pace) for pace in (fields.FAST, fields.SLOW))
+    def _begin_segment(self, host: HostReader, driver: str | None, allocation_source: str | None) -> None:
+        host_facts = host.read_facts()
+        host_share = allocation.read_host_allocation(self._environ)
+        self._allocated_cpus = host_share.cpus
+        fast, slow = (
+            fields.column_names(len(self._gpu_facts), self._ranks, pace) for pace in (fields.FAST, fields.SLOW)
+        )
         self._columns = {fields.FAST: fast, fields.SLOW: slow}
-        self._newest = {pace: array("d", [NAN]) * len(columns) for pace, columns in self._columns.items()}
+        self._latest = {pace: array("d", [NAN]) * len(columns) for pace, columns in self._columns.items()}
         self._writer.begin(
             Header(
                 node=self._node,
                 t=clock.now(),
-                mono=self._begin,
+                mono=self._segment_start,
                 interval_s=self._intervals.sample_s,
                 slow_s=self._intervals.slow_s,
-                gpus=self._facts,
+                gpus=self._gpu_facts,
                 ranks=self._ranks,
-                nvml=self._nvml_reason,
+                nvml=self._nvml_error,
                 driver=driver,
-                allocation=how,
-                cpu_count=machine.cpu_count,
-                cpu_allocated=share.cpus,
-                memory_total_bytes=machine.memory_total_bytes,
-                memory_allocated_bytes=share.memory_bytes,
+                allocation=allocation_source,
+                cpu_count=host_facts.cpu_count,
+                cpu_allocated=host_share.cpus,
+                memory_total_bytes=host_facts.memory_total_bytes,
+                memory_allocated_bytes=host_share.memory_bytes,
                 fast=fast,
                 slow=slow,
             )
         )
 
-    def _facts_of(self, number: int, device: Device) -> GpuFacts:
-        ranks = [self._ranks[number]] if number < len(self._ranks) else []
+    def _gpu_facts_for(self, index: int, device: Device) -> GpuFacts:
+        ranks = [self._ranks[index]] if index < len(self._ranks) else []
         return GpuFacts(**msgspec.structs.asdict(device), ranks=ranks)
 
-    def _fast(self, beats: Mapping[int, heartbeat.Beat]) -> None:
-        at = self._elapsed()
+    def _fast(self, heartbeats: Mapping[int, heartbeat.Heartbeat]) -> None:
+        elapsed_s = self._elapsed()
         row = self._gpu_values(fields.FAST)
         for rank in self._ranks:
-            b = beats.get(rank)
-            row += [None] * 5 if b is None else [b.step, b.phase, b.tokens, b.data_wait_s, b.forward_s]
-        self._put(fields.FAST, at, row)
-        if self._events is not None:
-            self._tell.errors(self._events.poll(), self._facts, at)
+            beat = heartbeats.get(rank)
+            row += (
+                [None] * 5 if beat is None else [beat.step, beat.phase, beat.tokens, beat.data_wait_s, beat.forward_s]
+            )
+        self._record_row(fields.FAST, elapsed_s, row)
+        if self._gpu_events is not None:
+            self._dispatcher.report_errors(self._gpu_events.poll(), self._gpu_facts, elapsed_s)
 
-    def _slow(self, host: HostReader, processes: JobProcesses, beats: Mapping[int, heartbeat.Beat]) -> None:
-        at = self._elapsed()
+    def _slow(
+        self, host: HostReader, processes: JobProcessReader, heartbeats: Mapping[int, heartbeat.Heartbeat]
+    ) -> None:
+        elapsed_s = self._elapsed()
         row = [*self._gpu_values(fields.SLOW), *host.read()]
-        self._reasons(at, "host", host.reasons)
-        found = processes.read({rank: b.pid for rank, b in beats.items()})
-        job = None if found is None else found.job
+        self._record_reasons(elapsed_s, "host", host.reasons)
+        usage = processes.read({rank: b.pid for rank, b in heartbeats.items()})
+        job = None if usage is None else usage.job
         row += [None] * 3 if job is None else [job.memory_bytes, job.cpu_s, job.processes]
         for rank in self._ranks:
-            figures = None if found is None else found.ranks.get(rank)
-            row += [None] * 2 if figures is None else [figures.memory_bytes, figures.cpu_s]
-        self._put(fields.SLOW, at, row)
+            rank_usage = None if usage is None else usage.ranks.get(rank)
+            row += [None] * 2 if rank_usage is None else [rank_usage.memory_bytes, rank_usage.cpu_s]
+        self._record_row(fields.SLOW, elapsed_s, row)
 
     def _gpu_values(self, pace: fields.Pace) -> list[float | None]:
         row: list[float | None] = []
-        at = self._elapsed()
-        for number, reader in enumerate(self._readers):
-            row += reader.read(pace) or _BLANK[pace]
-            self._reasons(at, f"gpu{number}", reader.reasons)
-            if self._tell.health(reader.device, reader.lost) and self._events is not None:
-                self._events.open()  # it came back
+        elapsed_s = self._elapsed()
+        for gpu_index, reader in enumerate(self._readers):
+            row += reader.read(pace) or _NO_VALUES[pace]
+            self._record_reasons(elapsed_s, f"gpu{gpu_index}", reader.reasons)
+            if self._dispatcher.update_health(reader.device, reader.lost_reason) and self._gpu_events is not None:
+                self._gpu_events.open()  # it came back
         return row
 
-    def _put(self, pace: fields.Pace, at: float, row: list[float | None]) -> None:
+    def _record_row(self, pace: fields.Pace, elapsed_s: float, row: list[float | None]) -> None:
         values = array("d", [NAN if value is None else value for value in row])
-        self._newest[pace] = values
-        (self._writer.fast if pace == fields.FAST else self._writer.slow)(at, values)
+        self._latest[pace] = values
+        (self._writer.fast if pace == fields.FAST else self._writer.slow)(elapsed_s, values)
 
     def _observe(self) -> None:
-        if not self._tell.observers:
+        if not self._dispatcher.observers:
             return
         values: dict[str, float] = {}
         for pace, columns in self._columns.items():
-            values.update(zip(columns, self._newest[pace], strict=True))
-        snapshot = Snapshot(clock.now(), clock.monotonic(), self._node, self._facts, self._ranks, values, self._cpus)
-        self._tell.sample(snapshot)
+            values.update(zip(columns, self._latest[pace], strict=True))
+        snapshot = Snapshot(
+            clock.now(), clock.monotonic(), self._node, self._gpu_facts, self._ranks, values, self._allocated_cpus
+        )
+        self._dispatcher.notify_sample(snapshot)
 
-    def _reasons(self, at: float, device: str, reasons: Mapping[str, str]) -> None:
+    def _record_reasons(self, elapsed_s: float, device: str, reasons: Mapping[str, str]) -> None:
         """Write the reasons that have changed."""
-        known = self._told_of.get(device, {})
-        if known == reasons:
+        recorded = self._recorded_reasons.get(device, {})
+        if recorded == reasons:
             return
-        for field in known.keys() | reasons.keys():
+        for field in recorded.keys() | reasons.keys():
             reason = reasons.get(field)
-            if reason != known.get(field):
-                self._writer.null(at, fields.column(device, field), reason)
-        self._told_of[device] = dict(reasons)
+            if reason != recorded.get(field):
+                self._writer.null(elapsed_s, fields.column_name(device, field), reason)
+        self._recorded_reasons[device] = dict(reasons)
 
-    def _heal(self, host: HostReader) -> None:
+    def _recover_nvml(self, host: HostReader) -> None:
         """Open NVML again when it went away under us, or was not there at first. Rarely: opening takes seconds."""
         now = clock.monotonic()
-        if self._nvml_reason is not None:
-            no_driver = self._nvml_reason.startswith("LIBRARY_NOT_FOUND")
-            if not no_driver and self._nvml_retry.due(now):
-                self._open_late(host)
-        elif any(r.session_dead for r in self._readers) and self._nvml_retry.due(now):
-            self._nvml_retry.failed(now)
+        if self._nvml_error is not None:
+            no_driver = self._nvml_error.startswith("LIBRARY_NOT_FOUND")
+            if not no_driver and self._nvml_retry.is_due(now):
+                self._open_nvml_late(host)
+        elif any(r.needs_reopen for r in self._readers) and self._nvml_retry.is_due(now):
+            self._nvml_retry.record_failure(now)
             self._nvml.close()
             try:
                 self._nvml.open()
             except NvmlError:
                 return  # each field goes on telling its reason
             for reader in self._readers:
-                reader.reopened()
-            self._listen()
+                reader.on_reopen()
+            self._watch_events()
 
-    def _open_late(self, host: HostReader) -> None:
+    def _open_nvml_late(self, host: HostReader) -> None:
         try:
             self._nvml.open()
         except NvmlError:
-            self._nvml_retry.failed(clock.monotonic())
+            self._nvml_retry.record_failure(clock.monotonic())
             self._nvml.close()
             return
         self._nvml.close()
         self._writer.end(self._elapsed())
-        self._open(host)
+        self._open_nvml(host)
 
-    def _listen(self) -> None:
+    def _watch_events(self) -> None:
         """To what the driver tells by itself."""
         devices = [r.device for r in self._readers]
-        self._events = GpuEvents(self._nvml, devices) if devices else None
-        if self._events is not None:
-            self._events.open()
-            told = [d.uuid for d in devices if d.uuid not in self._events.reasons]
-            self._tell.listening(told)
+        self._gpu_events = GpuEvents(self._nvml, devices) if devices else None
+        if self._gpu_events is not None:
+            self._gpu_events.open()
+            watched = [d.uuid for d in devices if d.uuid not in self._gpu_events.reasons]
+            self._dispatcher.notify_watched(watched)
 
     def _flush(self) -> None:
         try:
@@ -331,4 +341,6 @@ class Sampler:
         except OSError as e:
             if not self._write_failed:
                 self._write_failed = True
-                self._tell.event("telemetry_failed", reason=f"the samples could not be written, and are kept: {e}")
+                self._dispatcher.write_event(
+                    "telemetry_failed", reason=f"the samples could not be written, and are kept: {e}"
+                )

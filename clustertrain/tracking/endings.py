@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from clustertrain import fsio
 from clustertrain.run import endings
-from clustertrain.run.attempts import read_all
+from clustertrain.run.attempts import load_attempts
 from clustertrain.run.run_dir import RunDir
 
 
-def of_attempt(run: RunDir, attempt: int) -> str | None:
+def attempt_ending(run: RunDir, attempt: int) -> str | None:
     """``completed`` or ``failed``, from the nodes' results; None where it was stopped, and goes on later."""
     folder = run.attempt(attempt).results
     try:
-        found = [fsio.peek_json(path) for path in folder.iterdir() if path.suffix == ".json"]
+        results = [fsio.poll_json(path) for path in folder.iterdir() if path.suffix == ".json"]
     except OSError:
         return None
-    said = {str(result.get("ending")) for result in found if isinstance(result, dict)}
-    if said == {"completed"}:
+    node_endings = {str(result.get("ending")) for result in results if isinstance(result, dict)}
+    if node_endings == {"completed"}:
         return "completed"
-    return "failed" if "failed" in said else None
+    return "failed" if "failed" in node_endings else None
 
 
-def of_run(run: RunDir) -> str | None:
-    """As :func:`of_attempt`, of a run that has ended for good."""
-    history = read_all(run)
+def run_ending(run: RunDir) -> str | None:
+    """As :func:`attempt_ending`, of a run that has ended for good."""
+    history = load_attempts(run)
     if not history:
         return None
     if history[-1].ending == endings.COMPLETED:

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 from clustertrain import clock
 from clustertrain.run.run_dir import RunDir
 from clustertrain.tracking.row_follower import Row, scalars
-from clustertrain.tracking.run_facts import Facts
-from clustertrain.tracking.tracker import State, folder
+from clustertrain.tracking.run_facts import RunMetadata
+from clustertrain.tracking.tracker import TrackerState, make_tracker_dir
 
 PREFIX = "events.out.tfevents."  # what TensorBoard looks for
 SUFFIX = ".clustertrain"
@@ -28,74 +28,74 @@ class TensorBoard:
 
     name = "tensorboard"
 
-    def __init__(self, run: RunDir, facts: Facts) -> None:
-        self._facts = facts
-        self._folder = folder(run, self.name)
-        self._state = State(run, self.name)
+    def __init__(self, run: RunDir, metadata: RunMetadata) -> None:
+        self._metadata = metadata
+        self._folder = make_tracker_dir(run, self.name)
+        self._state = TrackerState(run, self.name)
         self._file: BinaryIO | None = None
         self._records: Any = None
         self._path = Path()
-        self._step = -1
+        self._last_step = -1
 
     def open(self) -> int:
         state = self._state.read()
-        known = str(state.get("file") or "")
-        self._step = int(state.get("step", -1))
-        for path in self._own():
-            if path.name > known:
+        last_file = str(state.get("file") or "")
+        self._last_step = int(state.get("step", -1))
+        for path in self._event_files():
+            if path.name > last_file:
                 path.unlink()
-            elif path.name == known and path.stat().st_size > int(state["bytes"]):
+            elif path.name == last_file and path.stat().st_size > int(state["bytes"]):
                 os.truncate(path, int(state["bytes"]))
-        if known and not (self._folder / known).exists():
+        if last_file and not (self._folder / last_file).exists():
             return self._start_over()
-        return self._step
+        return self._last_step
 
     def _start_over(self) -> int:
         """The newest file has been deleted: all are written anew from the rows."""
-        for path in self._own():
+        for path in self._event_files():
             path.unlink()
-        self._step = -1
-        return self._step
+        self._last_step = -1
+        return self._last_step
 
-    def _own(self) -> list[Path]:
+    def _event_files(self) -> list[Path]:
         return sorted(p for p in self._folder.iterdir() if p.name.startswith(PREFIX) and p.name.endswith(SUFFIX))
 
-    def hand(self, rows: Sequence[Row]) -> None:
+    def log_rows(self, rows: Sequence[Row]) -> None:
         if self._file is None:
-            self._begin()
+            self._open_file()
         for row in rows:
             # Numbers of 32 bits, as of TensorBoard's own writers; a greater one is infinite there.
-            self._write(row["step"], float(row.get("t") or clock.now()), scalars(row))
-        self._step = rows[-1]["step"]
+            self._write_scalars(row["step"], float(row.get("t") or clock.now()), scalars(row))
+        self._last_step = rows[-1]["step"]
         self._commit()
 
-    def _begin(self) -> None:
+    def _open_file(self) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        first = not self._own()
-        newest = max((int(p.name.removeprefix(PREFIX).partition(".")[0]) for p in self._own()), default=0)
-        number = max(int(clock.now()), newest + 1)  # a clock may have been set back
-        self._path = self._folder / f"{PREFIX}{number:010d}.{socket.gethostname()}.{os.getpid()}{SUFFIX}"
+        is_first = not self._event_files()
+        newest_time = max((int(p.name.removeprefix(PREFIX).partition(".")[0]) for p in self._event_files()), default=0)
+        timestamp = max(int(clock.now()), newest_time + 1)  # a clock may have been set back
+        self._path = self._folder / f"{PREFIX}{timestamp:010d}.{socket.gethostname()}.{os.getpid()}{SUFFIX}"
         self._file = self._path.open("xb")
         self._records = RecordWriter(self._file)
         self._records.write(Event(wall_time=clock.now(), file_version="brain.Event:2").SerializeToString())
-        for summary in _about(self._facts, first=first):
-            event = Event(wall_time=clock.now(), step=max(0, self._step), summary=summary)
+        for summary in _metadata_summaries(self._metadata, is_first=is_first):
+            event = Event(wall_time=clock.now(), step=max(0, self._last_step), summary=summary)
             self._records.write(event.SerializeToString())
 
-    def _write(self, step: int, t: float, values: dict[str, float]) -> None:
+    def _write_scalars(self, step: int, t: float, values: dict[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        found = [Summary.Value(tag=tag, simple_value=_single(value)) for tag, value in values.items()]
-        self._records.write(Event(wall_time=t, step=step, summary=Summary(value=found)).SerializeToString())
+        summary_values = [Summary.Value(tag=tag, simple_value=_to_float32(value)) for tag, value in values.items()]
+        self._records.write(Event(wall_time=t, step=step, summary=Summary(value=summary_values)).SerializeToString())
 
     def _commit(self) -> None:
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
-            self._state.write(file=self._path.name, bytes=self._file.tell(), step=self._step)
+            self._state.write(file=self._path.name, bytes=self._file.tell(), step=self._last_step)
 
     def close(self, ending: str | None) -> None:
         if self._file is not None:
@@ -109,36 +109,39 @@ class TensorBoard:
             self._file = None
 
 
-_MOST = 3.4028234663852886e38  # of 32 bits
+_FLOAT32_MAX = 3.4028234663852886e38  # of 32 bits
 
 
-def _single(value: float) -> float:
-    return math.copysign(math.inf, value) if abs(value) > _MOST else value
+def _to_float32(value: float) -> float:
+    return math.copysign(math.inf, value) if abs(value) > _FLOAT32_MAX else value
 
 
-def _about(facts: Facts, *, first: bool) -> list[Any]:
+def _metadata_summaries(metadata: RunMetadata, *, is_first: bool) -> list[Any]:
     """The settings, for the tabs Text and HParams, once; and what this attempt runs on."""
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
-    found = [_text("attempt", _table(facts.attempt))] if facts.attempt else []
-    if first:
-        plain = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in facts.config.items()}
-        found += [_text("run", _table(facts.tags)), _text("recipe", _table(plain))]
-        found.append(hparams_pb(plain, trial_id=facts.run))
-    return found
+    summaries = [_text_summary("attempt", _markdown_table(metadata.attempt_tags))] if metadata.attempt_tags else []
+    if is_first:
+        hparams = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in metadata.config.items()}
+        summaries += [
+            _text_summary("run", _markdown_table(metadata.tags)),
+            _text_summary("recipe", _markdown_table(hparams)),
+        ]
+        summaries.append(hparams_pb(hparams, trial_id=metadata.run))
+    return summaries
 
 
-def _table(values: dict[str, Any]) -> str:
+def _markdown_table(values: dict[str, Any]) -> str:
     """As the Markdown that the tab Text shows."""
     rows = [f"| {key} | `{str(value).replace('|', chr(92) + '|')}` |" for key, value in values.items()]
     return "\n".join(["| key | value |", "|---|---|", *rows])
 
 
-def _text(tag: str, markdown: str) -> Any:
+def _text_summary(tag: str, markdown: str) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 
     tensor = TensorProto(dtype="DT_STRING", string_val=[markdown.encode()], tensor_shape=TensorShapeProto())
-    about = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-    return Summary(value=[Summary.Value(tag=f"{tag}/text_summary", metadata=about, tensor=tensor)])
+    summary_metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    return Summary(value=[Summary.Value(tag=f"{tag}/text_summary", metadata=summary_metadata, tensor=tensor)])

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 from clustertrain import fsio
 from clustertrain.run.run_dir import RunDir
-from clustertrain.tracking.row_follower import Follower, Row
+from clustertrain.tracking.row_follower import Row, RowFollower
 
 POLL_S = 2.0
 RETRY_FIRST_S, RETRY_MOST_S = 15.0, 600.0
 
-Tell = Callable[[str, str], None]  # the tracker's name, and what is wrong
+ErrorCallback = Callable[[str, str], None]  # the tracker's name, and what is wrong
 
 
 class Tracker(Protocol):
@@ -27,7 +27,7 @@ class Tracker(Protocol):
     def open(self) -> int:
         """Connect to the run's place there, or make it; the last step that it holds, -1 for none."""
 
-    def hand(self, rows: Sequence[Row]) -> None:
+    def log_rows(self, rows: Sequence[Row]) -> None:
         """Rows of rising steps, all after what :meth:`open` gave."""
 
     def close(self, ending: str | None) -> None:
@@ -37,7 +37,7 @@ class Tracker(Protocol):
         """After an error: give back what is held. Must not raise."""
 
 
-class State:
+class TrackerState:
     """What one tracker has been handed, in ``tracking/state/<name>.json``."""
 
     def __init__(self, run: RunDir, name: str) -> None:
@@ -46,17 +46,17 @@ class State:
     def read(self) -> dict[str, Any]:
         """Empty where there is none yet, or a crash of the machine has left no JSON."""
         try:
-            found = fsio.read_json(self._path)
+            state = fsio.read_json(self._path)
         except ValueError:
             return {}
-        return found if isinstance(found, dict) else {}
+        return state if isinstance(state, dict) else {}
 
     def write(self, **values: Any) -> None:
         fsio.make_folder(self._path.parent)
         fsio.write_json(self._path, values)
 
 
-class Handing:
+class TrackerUploader:
     """Hands the rows of ``run`` to one tracker, in a thread: one that waits for a server holds up no other.
 
     Args:
@@ -65,97 +65,103 @@ class Handing:
     """
 
     def __init__(
-        self, run: RunDir, tracker: Tracker, tell: Tell, *, ending: Callable[[], str | None], again: bool = True
+        self,
+        run: RunDir,
+        tracker: Tracker,
+        on_error: ErrorCallback,
+        *,
+        get_ending: Callable[[], str | None],
+        retry: bool = True,
     ) -> None:
         self._run = run
         self._tracker = tracker
-        self._tell = tell
-        self._ending = ending
-        self._again = again
+        self._on_error = on_error
+        self._get_ending = get_ending
+        self._retry = retry
         self._stop = threading.Event()
-        self._said: str | None = None
-        self._worked = False  # it took rows since it was last opened
-        self._anew = False  # it was opened anew since it last took rows
+        self._last_error: str | None = None
+        self._has_logged = False  # it took rows since it was last opened
+        self._was_reopened = False  # it was opened anew since it last took rows
         self.failed = False
-        self.last = -1  # step that the tracker has
-        self.thread = threading.Thread(target=self._follow, name=f"tracking-{tracker.name}", daemon=True)
+        self.last_step = -1  # step that the tracker has
+        self.thread = threading.Thread(target=self._run_loop, name=f"tracking-{tracker.name}", daemon=True)
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Hand on what is written by now, and end."""
         self._stop.set()
 
-    def _follow(self) -> None:
+    def _run_loop(self) -> None:
         wait_s = RETRY_FIRST_S
         while True:
             try:
-                self._attempt()
+                self._upload_until_stopped()
                 return
             except Exception as e:  # a thread's edge, and a library's: what goes wrong there must not end a run
                 self._tracker.abandon()
-                if self._worked or (isinstance(e, ConnectionError) and not self._anew):
+                if self._has_logged or (isinstance(e, ConnectionError) and not self._was_reopened):
                     # The warning of a preemption goes to all processes of a job, and W&B's service ends of it.
                     print(
                         f"clustertrain tracking: {self._tracker.name} is opened anew: {e}", file=sys.stderr, flush=True
                     )
-                    self._worked, self._anew = False, True
+                    self._has_logged, self._was_reopened = False, True
                     continue
                 self.failed = True
-                self._say(e)
-            if not self._again or self._stop.wait(wait_s):
+                self._report_error(e)
+            if not self._retry or self._stop.wait(wait_s):
                 return
             wait_s = min(2 * wait_s, RETRY_MOST_S)
 
-    def _attempt(self) -> None:
-        self.last = self._tracker.open()
-        follower = Follower(self._run, self.last)
+    def _upload_until_stopped(self) -> None:
+        self.last_step = self._tracker.open()
+        follower = RowFollower(self._run, self.last_step)
         while True:
-            ending = self._stop.is_set()  # asked first: then all that was written before it is read
+            is_stopping = self._stop.is_set()  # asked first: then all that was written before it is read
             rows = follower.read()
             if rows:
-                self._hand(rows)
-            elif ending:
-                how = self._ending()
-                if how is not None and (rest := follower.rest()):
-                    self._hand(rest)
-                self._tracker.close(how)
+                self._log_rows(rows)
+            elif is_stopping:
+                outcome = self._get_ending()
+                if outcome is not None and (pending := follower.take_pending()):
+                    self._log_rows(pending)
+                self._tracker.close(outcome)
                 self.failed = False
                 return
             else:
                 self._stop.wait(POLL_S)
 
-    def _hand(self, rows: Sequence[Row]) -> None:
-        self._tracker.hand(rows)
-        self.last = rows[-1]["step"]
-        if self._said is not None:
+    def _log_rows(self, rows: Sequence[Row]) -> None:
+        self._tracker.log_rows(rows)
+        self.last_step = rows[-1]["step"]
+        if self._last_error is not None:
             print(f"clustertrain tracking: {self._tracker.name} goes on", file=sys.stderr, flush=True)
-        self._said, self.failed, self._worked, self._anew = None, False, True, False
+        self._last_error, self.failed, self._has_logged, self._was_reopened = None, False, True, False
 
-    def _say(self, e: Exception) -> None:
+    def _report_error(self, e: Exception) -> None:
         """Once for each kind of error in a row: a server that is away for a day is one line."""
         reason = f"{type(e).__name__}: {e}".strip()
-        if type(e).__name__ != self._said:
+        if type(e).__name__ != self._last_error:
             traceback.print_exception(e, limit=-4, file=sys.stderr)
-            self._tell(self._tracker.name, reason)
-        self._said = type(e).__name__
+            self._on_error(self._tracker.name, reason)
+        self._last_error = type(e).__name__
 
 
-def make(name: str, run: RunDir, facts: Any) -> Tracker:
+def build_tracker(name: str, run: RunDir, metadata: Any) -> Tracker:
     """Raises ConfigError where the package is not installed."""
     # Here and not at the top: each brings a library of its own, of which a run uses one or two.
     if name == "tensorboard":
         from clustertrain.tracking.tensorboard import TensorBoard
 
-        return TensorBoard(run, facts)
+        return TensorBoard(run, metadata)
     if name == "wandb":
         from clustertrain.tracking.wandb import Wandb
 
-        return Wandb(run, facts)
+        return Wandb(run, metadata)
     from clustertrain.tracking.mlflow import MLflow
 
-    return MLflow(run, facts)
+    return MLflow(run, metadata)
 
 
-def folder(run: RunDir, name: str) -> Path:
+def make_tracker_dir(run: RunDir, name: str) -> Path:
     """A tracker's own folder in the run's, made where it is missing."""
     path = run.tracking / name
     fsio.make_folder(path)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from clustertrain import fsio, proc, settings
-from clustertrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ClusterTrainError, ConfigError
+from clustertrain.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_SUCCESS, ClusterTrainError, ConfigError
 from clustertrain.run.run_dir import RunDir, open_run
 from clustertrain.run.run_spec import load_spec
 
@@ -36,7 +36,7 @@ def redirect_output(log: Path) -> None:
             reconfigure(line_buffering=True)
 
 
-def bind_processors(cpus: str, local_rank: int) -> None:
+def set_cpu_affinity(cpus: str, local_rank: int) -> None:
     """Stay on the processors that the agent found near this rank's GPU; before torch starts threads, which inherit it.
 
     ``cpus`` is ``0,1;2,3``: one list a local rank. Where the kernel refuses, the rank runs where it would have run.
@@ -45,18 +45,18 @@ def bind_processors(cpus: str, local_rank: int) -> None:
         os.sched_setaffinity(0, [int(n) for n in cpus.split(";")[local_rank].split(",")])
 
 
-def _run_script(path: Path, args: Sequence[str]) -> None:
+def _run_script(script: Path, args: Sequence[str]) -> None:
     """As ``python path args…`` would."""
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such script")
-    sys.argv = [str(path), *args]
-    sys.path.insert(0, str(path.parent))
-    runpy.run_path(str(path), run_name="__main__")
+    if not script.is_file():
+        raise ConfigError(f"{script}: no such script")
+    sys.argv = [str(script), *args]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
 
 
-def _work(run: RunDir | None, words: Sequence[str]) -> None:
-    if words:
-        _run_script(Path(words[0]).absolute(), words[1:])
+def _run_training(run: RunDir | None, args: Sequence[str]) -> None:
+    if args:
+        _run_script(Path(args[0]).absolute(), args[1:])
         return
     if run is None:
         raise ConfigError(f"{settings.RUN_DIR} is not set", fix="name a script, or start with clustertrain submit")
@@ -67,25 +67,25 @@ def _work(run: RunDir | None, words: Sequence[str]) -> None:
         _run_script(run.code / spec.script.path, spec.script.args)
         return
     from clustertrain.train import trainer
-    from clustertrain.train.core.context import read_plan
+    from clustertrain.train.core.context import load_plan
 
-    trainer.train(spec.recipe, read_plan(run)[1])
+    trainer.train(spec.recipe, load_plan(run)[1])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the rank: 0 done or stopped, 1 failed, 78 would fail the same way again."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["train"]:
-        words = words[1:]
-    return as_rank(lambda run: _work(run, words))
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] == ["train"]:
+        args = args[1:]
+    return run_as_rank(lambda run: _run_training(run, args))
 
 
-def as_rank(work: Callable[[RunDir | None], None]) -> int:
-    """Do ``work`` for the run that the environment names, with the rank's log and its result record around it. Returns
-    the exit code as :func:`main`."""
-    launcher = os.environ.pop(settings.LAUNCHER_PID, None)
-    if launcher is not None:
-        proc.die_with_parent(int(launcher))
+def run_as_rank(target: Callable[[RunDir | None], None]) -> int:
+    """Do ``target`` for the run that the environment names, with the rank's log and its result record around it.
+    Returns the exit code as :func:`main`."""
+    launcher_pid = os.environ.pop(settings.LAUNCHER_PID, None)
+    if launcher_pid is not None:
+        proc.set_parent_death_signal(int(launcher_pid))
     folder = os.environ.get(settings.RUN_DIR)
     run = RunDir(Path(folder)) if folder else None
     if run is not None:
@@ -93,50 +93,50 @@ def as_rank(work: Callable[[RunDir | None], None]) -> int:
         redirect_output(attempt.rank_log(int(os.environ.get("RANK", "0"))))
     faulthandler.enable()
     if settings.RANK_CPUS in os.environ:
-        bind_processors(os.environ[settings.RANK_CPUS], int(os.environ.get("LOCAL_RANK", "0")))
+        set_cpu_affinity(os.environ[settings.RANK_CPUS], int(os.environ.get("LOCAL_RANK", "0")))
     # After the redirection, so that what the import of torch prints is in the log as well.
     from clustertrain.train.core import result
 
-    result.current().defer()
+    result.current().defer_completion()
     try:
-        return _attempt(run, work)
+        return _run_and_record(run, target)
     finally:
         # A third of a rank's exit, a second of processor time, would go into collecting what dies with the process
         # anyway; after a warning that second belongs to the grace time.
         gc.freeze()
 
 
-def _attempt(run: RunDir | None, work: Callable[[RunDir | None], None]) -> int:
+def _run_and_record(run: RunDir | None, target: Callable[[RunDir | None], None]) -> int:
     """Do the work; its ending is on record when this returns."""
     from clustertrain.train.core import result
 
     try:
         if run is not None:
             open_run(run.path)
-        work(run)
+        target(run)
     except SystemExit as e:
         if not e.code or result.current().ending == "stopped":
-            return _done()
+            return _record_success()
         if e.code == EXIT_STOPPED:
-            result.current().why = f"the script ended with exit code {EXIT_STOPPED}, which asks for another start"
-            result.current().stopped()
-            return EXIT_DONE  # torchrun takes any other code for a failure
+            result.current().reason = f"the script ended with exit code {EXIT_STOPPED}, which asks for another start"
+            result.current().record_stopped()
+            return EXIT_SUCCESS  # torchrun takes any other code for a failure
         print(e.code if isinstance(e.code, str) else f"the script ended with exit code {e.code}", file=sys.stderr)
-        return result.current().failed(e)
+        return result.current().record_failure(e)
     except BaseException as e:  # the process's edge: whatever it is, it must be on record before the rank is gone
         sys.excepthook(type(e), e, e.__traceback__)
         if isinstance(e, ClusterTrainError):
             print(f"clustertrain: {e}", file=sys.stderr)
-        return result.current().failed(e)
-    return _done()
+        return result.current().record_failure(e)
+    return _record_success()
 
 
-def _done() -> int:
+def _record_success() -> int:
     from clustertrain.train.core import result
 
     if result.current().ending in (None, "completed"):  # None: a script that opened no session
-        result.current().completed()
-    return EXIT_DONE if result.current().ending != "failed" else EXIT_FAILED
+        result.current().record_completed()
+    return EXIT_SUCCESS if result.current().ending != "failed" else EXIT_FAILED
 
 
 if __name__ == "__main__":

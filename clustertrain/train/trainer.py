@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from clustertrain.config.evaluation import PREFIX
+from clustertrain.config.evaluation import VALIDATION_PREFIX
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch
 from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data import describe
 from clustertrain.train.data.loader import Loader
-from clustertrain.train.models.build import Task, task
+from clustertrain.train.models.build import TrainingTask, build_task
 from clustertrain.train.optim import registry
 from clustertrain.train.optim.lr_schedule import LearningRate
-from clustertrain.train.recipe_evaluation import of_recipe
+from clustertrain.train.recipe_evaluation import build_evaluations
 from clustertrain.train.session.session import Session, session
 from clustertrain.train.stability.clipping import Clipping
 
@@ -26,7 +26,7 @@ class Trainer:
     """What a recipe trains with, in a session."""
 
     session: Session
-    task: Task
+    task: TrainingTask
     model: nn.Module
     optimizer: torch.optim.Optimizer
     data: Loader
@@ -38,43 +38,49 @@ class Trainer:
         return self.session.train_step(next(self.data), self.loss, clip=self.clip)
 
 
-def trainer(s: Session, recipe: Recipe, batch: Batch) -> Trainer:
+def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
     """The parts that ``recipe`` names. ``batch`` is the plan's split of the global batch."""
-    what = task(recipe)
+    training_task = build_task(recipe)
     optim = recipe.optim
-    model = s.parallelize(what.model, freeze=optim.freeze, unfreeze=[(u.step, u.modules) for u in optim.unfreeze])
-    groups = s.parameter_groups(
+    model = session.parallelize(
+        training_task.model, freeze=optim.freeze, unfreeze=[(u.step, u.modules) for u in optim.unfreeze]
+    )
+    groups = session.parameter_groups(
         optim.name, weight_decay=optim.weight_decay, layer_decay=optim.layer_decay, lr_scale=optim.lr_scale
     )
-    optimizer = s.optimizer(optim.name, groups, **registry.options(optim, text=recipe.is_text, device=s.device))
-    data = s.loader(
-        what.dataset,
+    optimizer = session.optimizer(
+        optim.name, groups, **registry.build_options(optim, is_text=recipe.is_text, device=session.device)
+    )
+    data = session.loader(
+        training_task.dataset,
         global_batch=batch.global_batch,
         micro_batch=batch.micro_batch,
         workers=recipe.data.workers,
         prefetch=recipe.data.prefetch,
-        limits=what.limits,
+        limits=training_task.limits,
         ragged=True,
     )
-    if what.left_eval_mode:
-        s._warn_eval_mode(what.left_eval_mode, switched=True)
-    if s.is_main:
-        describe.tell(what.dataset, what.validation, s._event)
-    return Trainer(s, what, model, optimizer, data, what.loss, Clipping.of(recipe.optim))
+    if training_task.left_eval_mode:
+        session._warn_eval_mode(training_task.left_eval_mode, switched=True)
+    if session.is_main:
+        describe.report_datasets(training_task.dataset, training_task.validation, session._emit_event)
+    return Trainer(session, training_task, model, optimizer, data, training_task.loss, Clipping.of(recipe.optim))
 
 
 def train(recipe: Recipe, batch: Batch) -> None:
     """Train to ``recipe.train.steps``."""
     total = recipe.train.steps
     with session() as s:
-        t = trainer(s, recipe, batch)
+        t = build_trainer(s, recipe, batch)
         s.tokens_per_step = batch.global_batch * recipe.tokens_per_sample
         # What is observed is a validation metric, whatever the run is judged by.
-        rising = recipe.higher_is_better and recipe.deciding_metric.startswith(PREFIX)
-        rate = LearningRate(recipe.schedule, peak=recipe.optim.lr, total=total, higher_is_better=rising)
-        evaluations = of_recipe(s, t.task, recipe, then=rate.observe)
-        state = {"model": t.model, "optimizer": t.optimizer, "data": t.data, "schedule": rate}
+        higher_is_better = recipe.higher_is_better and recipe.deciding_metric.startswith(VALIDATION_PREFIX)
+        lr_scheduler = LearningRate(
+            recipe.schedule, peak=recipe.optim.lr, total=total, higher_is_better=higher_is_better
+        )
+        evaluations = build_evaluations(s, t.task, recipe, on_value=lr_scheduler.observe)
+        state = {"model": t.model, "optimizer": t.optimizer, "data": t.data, "schedule": lr_scheduler}
         for step in s.steps(total, state, recipe.checkpoint.every, recipe.checkpoint.keep, evaluations):
-            lr = rate.apply(t.optimizer, step + 1)
-            done = t.step()
-            s.log(loss=done.loss, lr=lr, grad_norm=done.grad_norm)
+            lr = lr_scheduler.apply(t.optimizer, step + 1)
+            result = t.step()
+            s.log(loss=result.loss, lr=lr, grad_norm=result.grad_norm)

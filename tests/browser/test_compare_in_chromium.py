@@ -22,7 +22,7 @@ def test_two_runs_are_drawn_and_nothing_is_asked_for(tmp_path: Path, scheme: Any
     both = [make(tmp_path, name, contract={"metric": "loss"}) for name in ("a-aaaaaa", "b-bbbbbb")]
     write(both[0], 1, 1, 300, validation_loss=2.0)
     write(both[1], 2, 1, 200)
-    runs_page.write(compare.of_runs(both, ["loss", "validation_loss"]), tmp_path / "page.html")
+    runs_page.write(compare.compare_runs(both, ["loss", "validation_loss"]), tmp_path / "page.html")
     with sync_api.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page(color_scheme=scheme, viewport={"width": 420, "height": 800})

@@ -14,8 +14,8 @@ import pytest
 from playwright import sync_api
 
 from clustertrain.report import html
-from clustertrain.telemetry.analysis.resample import Table
-from clustertrain.telemetry.report_schema import Note
+from clustertrain.telemetry.analysis.resample import CurveTable
+from clustertrain.telemetry.report_schema import Insight
 from tests import pages
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -284,7 +284,7 @@ def test_markup_in_names_does_nothing(open_page: Open, tmp_path: Path) -> None:
     summary, curves = pages.page(nodes=2, gpus=2, hours=2)
     evil = '</script><img src=x onerror="document.title=1">'
     summary = msgspec.structs.replace(
-        summary, run=evil, notes=[Note(severity="info", code="x", text=evil)],
+        summary, run=evil, notes=[Insight(severity="info", code="x", text=evil)],
         gpus=[msgspec.structs.replace(g, node=evil) for g in summary.gpus],
     )  # fmt: skip
     html.write(summary, type(curves)(**{**vars(curves), "node_names": [evil, evil]}), tmp_path / "page.html")
@@ -324,7 +324,7 @@ def test_of_many_gpus_only_chosen_ones_have_curves(open_page: Open, tmp_path: Pa
 
 def test_of_a_run_without_gpu_figures_the_nodes_are_drawn(open_page: Open, tmp_path: Path) -> None:
     summary, curves = pages.page(nodes=2, gpus=2, hours=4)
-    none = Table(curves.gpus.start, curves.gpus.step_s, curves.gpus.points)
+    none = CurveTable(curves.gpus.start, curves.gpus.step_s, curves.gpus.points)
     bare = {**vars(curves), "gpus": none, "heat": none, "overall": none, "nodes": none, "training": none, "chosen": []}
     html.write(msgspec.structs.replace(summary, gpus=[]), type(curves)(**bare), tmp_path / "page.html")
     opened = open_page(tmp_path / "page.html")

@@ -12,7 +12,7 @@ from torch import nn
 
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.manager import CheckpointManager, Saved
+from clustertrain.checkpoint.manager import CheckpointManager, SaveResult
 from clustertrain.checkpoint.offline import inspect
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -22,12 +22,12 @@ A_SECOND = 2_000_000_000  # of a GPU's clock, about
 
 
 @pytest.fixture
-def told() -> list[Saved]:
+def told() -> list[SaveResult]:
     return []
 
 
 @pytest.fixture
-def manager(tmp_path: Path, told: list[Saved]) -> Iterator[CheckpointManager]:
+def manager(tmp_path: Path, told: list[SaveResult]) -> Iterator[CheckpointManager]:
     made = CheckpointManager(
         tmp_path / "c", Ranks(), attempt="1", layout={}, device=torch.device("cuda", 0), on_commit=told.append
     )
@@ -74,7 +74,7 @@ def test_what_comes_after_the_save_does_not_reach_it(manager: CheckpointManager,
             p.fill_(0.0)
             for t in state["optimizer"].state[p].values():
                 t.zero_()
-    manager.settle()
+    manager.wait_for_saves()
     assert same(restored(tmp_path / "c", 3), before)
 
 
@@ -82,23 +82,23 @@ def test_the_host_does_not_wait_for_the_copy(manager: CheckpointManager) -> None
     state = state_of(1)
     manager.reserve(state)
     manager.save(1, state, wait=True)
-    assert all(s._pinned for s in manager._stagings[:1])
+    assert all(s._pinned for s in manager._staging_buffers[:1])
     torch.cuda.synchronize()
     torch.cuda._sleep(A_SECOND)
     manager.save(2, state)
     assert not torch.cuda.current_stream().query()  # the GPU is still at what came before
-    manager.settle()
+    manager.wait_for_saves()
 
 
 def test_one_copy_is_filled_while_another_is_written(
-    manager: CheckpointManager, told: list[Saved], tmp_path: Path
+    manager: CheckpointManager, told: list[SaveResult], tmp_path: Path
 ) -> None:
     contents = {}
     for step in (1, 2, 3, 4):
         state = state_of(step)
         contents[step] = values(state)
         manager.save(step, state)
-    manager.settle()
+    manager.wait_for_saves()
     assert [s.step for s in told] == [1, 2, 3, 4]
     for step in (2, 3, 4):  # three are kept
         inspect.verify(index.step_folder(tmp_path / "c", step))

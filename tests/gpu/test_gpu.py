@@ -145,7 +145,7 @@ import torch.distributed as dist
 from clustertrain.train.core import context
 from clustertrain.train.distributed import mesh
 
-here = context.of_environment(device="cuda")
+here = context.context_from_environment(device="cuda")
 groups = mesh.open_groups(here, 120.0)
 values = torch.arange(4.0, device=here.device)
 dist.all_reduce(values)
@@ -164,10 +164,10 @@ mesh.close_groups()
 
 
 def test_nccl_and_gloo_side_by_side() -> None:
-    from clustertrain.scheduler.rendezvous import free_port
+    from clustertrain.scheduler.rendezvous import find_free_port
 
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    env = {**_environ(Path("unused")), **ranks, "MASTER_PORT": str(free_port())}
+    env = {**_environ(Path("unused")), **ranks, "MASTER_PORT": str(find_free_port())}
     done = subprocess.run(
         [sys.executable, "-c", _GROUPS], env=env, capture_output=True, text=True, check=False, timeout=300
     )

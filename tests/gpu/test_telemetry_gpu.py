@@ -42,7 +42,7 @@ def used_by_torch(nvml: Nvml) -> Device:
 
 def named(reader: GpuReader, pace: fields.Pace) -> dict[str, float | None]:
     row = reader.read(pace)
-    assert row is not None, reader.lost
+    assert row is not None, reader.lost_reason
     return dict(zip((f.name for f in fields.GPU if f.pace == pace), row, strict=True))
 
 

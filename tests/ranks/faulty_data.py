@@ -19,7 +19,7 @@ def poison_gradients(rank: int, steps: Sequence[int]) -> None:
     from clustertrain.train.distributed import grad_norm
     from clustertrain.train.step import train_step
 
-    original, call = grad_norm.complete, train_step.TrainStep.__call__
+    original, call = grad_norm.reduce_partial_gradients, train_step.TrainStep.__call__
     done = [0]
 
     def complete(params: Any) -> None:
@@ -37,7 +37,7 @@ def poison_gradients(rank: int, steps: Sequence[int]) -> None:
             f.write(f"{int(found.skipped)}")
         return found
 
-    grad_norm.complete = complete
+    grad_norm.reduce_partial_gradients = complete
     train_step.TrainStep.__call__ = stepped  # type: ignore[method-assign]
 
 
@@ -54,13 +54,13 @@ def _poisoned(loss_fn: Callable[..., Any], micro_batch: int) -> Callable[..., An
 
 def ask_the_device(rank: int, steps: Sequence[int]) -> None:
     """Setup: as :func:`poison_gradients`, with a fused optimizer that looks at the flag itself, as on a GPU."""
-    from clustertrain.checkpoint.core.state_dict import keepers
+    from clustertrain.checkpoint.core.state_dict import inner_optimizers
     from clustertrain.train.optim import registry
     from clustertrain.train.stability import conditional_step
 
-    original = registry.options
-    registry.options = lambda *args, **kw: {**original(*args, **kw), "fused": True, "foreach": None}
-    conditional_step.asks_the_device = lambda optimizer: bool(keepers(optimizer)[0].optimizer.state)
+    original = registry.build_options
+    registry.build_options = lambda *args, **kw: {**original(*args, **kw), "fused": True, "foreach": None}
+    conditional_step.supports_device_skip = lambda optimizer: bool(inner_optimizers(optimizer)[0].optimizer.state)
     poison_gradients(rank, steps)
 
 
@@ -69,7 +69,7 @@ def bad_samples(positions: Sequence[int], factor: float) -> None:
     from clustertrain.train import trainer
 
     def step(self: trainer.Trainer) -> Any:
-        begins = self.data.after(self.data.position) - self.data.global_batch
+        begins = self.data.next_position(self.data.position) - self.data.global_batch
         bad = begins in positions
         loss: Callable[..., Any] = self.loss
 

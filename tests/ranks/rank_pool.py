@@ -182,7 +182,7 @@ class Ranks:
         return [json.loads(p.read_text()) for p in found]
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        return [e for e in fsio.read_lines(self.attempt.events_of("rank-0")) if e["event"] == name]
+        return [e for e in fsio.read_jsonl(self.attempt.events_path("rank-0")) if e["event"] == name]
 
     def losses(self) -> dict[int, tuple[float, float]]:
         """Loss and gradient norm by step."""
@@ -190,7 +190,7 @@ class Ranks:
 
     def rows(self) -> list[dict[str, Any]]:
         """Of all files of the attempt, as they were written."""
-        return [r for path in self.run.metrics_files(self.attempt.n) for r in fsio.read_lines(path)]
+        return [r for path in self.run.metrics_files(self.attempt.n) for r in fsio.read_jsonl(path)]
 
 
 def _begin(environ: dict[str, str], setup: Callable[..., None] | None, args: tuple[Any, ...], argv: list[str]) -> None:
@@ -211,7 +211,7 @@ def _begin(environ: dict[str, str], setup: Callable[..., None] | None, args: tup
 
 
 def digest(run: RunDir, step: int | None = None) -> str:
-    return inspect.digest(inspect.find(run.checkpoints, step))
+    return inspect.digest(inspect.find_checkpoint(run.checkpoints, step))
 
 
 _known: dict[str, str] = {}

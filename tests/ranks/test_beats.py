@@ -13,7 +13,7 @@ import pytest
 
 from clustertrain import clock, fsio
 from clustertrain.run import attempts, goodput, heartbeat
-from clustertrain.run.heartbeat import PHASES, Beat, Reader
+from clustertrain.run.heartbeat import PHASES, Heartbeat, HeartbeatReader
 from clustertrain.run.run_dir import RunDir
 from tests import runs
 from tests.ranks.rank_pool import SEQ_LEN, Ranks, make_run
@@ -58,16 +58,16 @@ with ct.session() as s:
 """
 
 
-def watch(run: Run, asking: Path) -> dict[int, list[Beat]]:
+def watch(run: Run, asking: Path) -> dict[int, list[Heartbeat]]:
     """All beats of both ranks that could be seen until the run's end."""
-    seen: dict[int, list[Beat]] = defaultdict(list)
-    readers: dict[Path, Reader] = {}
+    seen: dict[int, list[Heartbeat]] = defaultdict(list)
+    readers: dict[Path, HeartbeatReader] = {}
 
     def look() -> bool:
         asked = [path for path in asking.iterdir() if path.suffix != ".new"]
         for path in asked[:1] if not readers else []:
             folder = Path(path.read_text())
-            readers[folder] = Reader(folder, [0, 1])
+            readers[folder] = HeartbeatReader(folder, [0, 1])
         for reader in readers.values():
             for rank, one in reader.read().items():
                 seen[rank].append(one)
@@ -106,8 +106,10 @@ def test_the_agent_can_follow_both_ranks_through_their_phases(tmp_path: Path) ->
             assert len({b.pid for b in beats}) == 1 and all(math.isnan(b.forward_s) for b in beats)
             assert all(0 < b.t <= clock.monotonic() for b in beats if b.step)
         run.complete()
-        book = goodput.ledger(RunDir(run.path), attempts.read_all(RunDir(run.path)), clock.now(), True)
-        assert math.fsum(getattr(book, part) for part in goodput.PARTS) == pytest.approx(book.wall_s, abs=1e-6)
+        book = goodput.compute_goodput(RunDir(run.path), attempts.load_attempts(RunDir(run.path)), clock.now(), True)
+        assert math.fsum(getattr(book, part) for part in goodput.TIME_CATEGORIES) == pytest.approx(
+            book.wall_s, abs=1e-6
+        )
         assert book.evaluation_s > 0 and book.checkpoint_stall_s > 0 and book.productive_s > 0
         assert book.lost_s == book.repeated_s == 0.0
     finally:
@@ -133,7 +135,7 @@ def test_the_beat_of_a_killed_rank_tells_the_step_at_which_it_died(tmp_path: Pat
     run = make_run(tmp_path / "run", "ddp", 2, steps=40, every=100)
     ranks = Ranks(run, 2, setup=killed_at, args=(17, 1))
     assert ranks.wait()[1] == -signal.SIGKILL, ranks.logs()
-    beats = Reader(ranks.rank_dir, [0, 1]).read()
+    beats = HeartbeatReader(ranks.rank_dir, [0, 1]).read()
     dead = beats[1]
     assert (dead.step, PHASES[dead.phase], dead.pid) == (17, "train", ranks.processes[1].pid)
     assert dead.tokens == 17 * 16 * SEQ_LEN / 2
@@ -146,7 +148,7 @@ def test_the_beat_of_a_killed_rank_tells_the_step_at_which_it_died(tmp_path: Pat
 def test_rows_and_events_have_what_places_them_on_one_timeline(tmp_path: Path, strategy: str, alone: bool) -> None:
     run = make_run(tmp_path / "run", strategy, 2, steps=6, every=3)
     ranks = Ranks(run, 2).expect(0)
-    rows = list(fsio.read_lines(run.metrics_of(1)))
+    rows = list(fsio.read_jsonl(run.metrics_path(1)))
     assert [r["step"] for r in rows] == [*range(1, 7)]
     assert [r["sum_tokens"] for r in rows] == [16 * SEQ_LEN * n for n in range(1, 7)]
     for key in ("step_s", "data_wait_s"):
@@ -161,5 +163,5 @@ def test_rows_and_events_have_what_places_them_on_one_timeline(tmp_path: Path, s
     assert rows[2]["t"] <= saves[0]["t_begin"] and saves[0]["t_begin"] + saves[0]["save_s"] <= saves[0]["t"] + 0.01
     ended = ranks.events("session_ended")[0]
     assert (ended["step"], ended["ending"]) == (6, "completed")
-    forward = [b.forward_s for b in Reader(ranks.rank_dir, [0, 1]).read().values()]
+    forward = [b.forward_s for b in HeartbeatReader(ranks.rank_dir, [0, 1]).read().values()]
     assert [not math.isnan(s) for s in forward] == [alone, alone]

@@ -47,7 +47,7 @@ def one_without_a_compiler() -> None:
     config.cpp.cxx = ("/nowhere/g++",)
 
 
-@pytest.mark.parametrize("layout", [FSDP, Layout(tp=2)], ids=lambda layout: layout.words())
+@pytest.mark.parametrize("layout", [FSDP, Layout(tp=2)], ids=lambda layout: layout.describe())
 def test_a_compiler_that_fails_on_one_rank_leaves_the_layers_of_all_as_they_are_written(
     tmp_path: Path, layout: Layout
 ) -> None:

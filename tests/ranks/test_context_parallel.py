@@ -31,7 +31,7 @@ __all__ = ["reference"]
         (Layout(strategy="fsdp", dp_shard=2, cp=2, activation_checkpointing="full"), {"dropout": 0.2}),
         (Layout(strategy="ddp", dp_replicate=2, cp=2), {}),
     ],
-    ids=lambda value: value.words() if isinstance(value, Layout) else "-".join(value),
+    ids=lambda value: value.describe() if isinstance(value, Layout) else "-".join(value),
 )
 def test_computes_what_one_process_computes(
     tmp_path: Path, reference: Reference, layout: Layout, model: dict[str, Any]

@@ -15,7 +15,7 @@ import torch
 from clustertrain import fsio
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.offline import inspect
-from clustertrain.config.parsing import read_toml
+from clustertrain.config.parsing import load_toml
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, contract_status, metrics
 from clustertrain.run.run_dir import RunDir
@@ -44,26 +44,26 @@ def losses(*values: float) -> None:
     from clustertrain.train import trainer
     from clustertrain.train.session.session import Session
 
-    task, evaluate = trainer.task, Session.evaluate
+    task, evaluate = trainer.build_task, Session.evaluate
 
     def with_validation(recipe: Any, **kw: Any) -> Any:
         return dataclasses.replace(task(recipe, **kw), validation=Numbered())
 
     def made_up(self: Session, *args: Any, **kw: Any) -> dict[str, float]:
         found = evaluate(self, *args, **kw)
-        self._evaluated = {**found, "validation_loss": values[self.step - 1]}
-        return dict(self._evaluated)
+        self._eval_results = {**found, "validation_loss": values[self.step - 1]}
+        return dict(self._eval_results)
 
-    trainer.task, Session.evaluate = with_validation, made_up  # type: ignore[method-assign]
+    trainer.build_task, Session.evaluate = with_validation, made_up  # type: ignore[method-assign]
 
 
 def run_of(folder: Path, layout: Layout = PAIR, *, steps: int = 8, every: int = 100, **tables: Any) -> RunDir:
     run = make_run(folder, layout, layout.world_size, steps=steps, every=every, keep=1)
-    spec = read_toml(run.spec)
+    spec = load_toml(run.spec)
     for name, table in tables.items():
         spec["recipe"].setdefault(name, {}).update(table)
     run.spec.write_text(tomli_w.dumps(spec))
-    fsio.write_json(run.record, {"git": None, "contract": contract_status.recorded(load_spec(run).recipe)})
+    fsio.write_json(run.record, {"git": None, "contract": contract_status.build_record(load_spec(run).recipe)})
     return run
 
 
@@ -74,9 +74,9 @@ FOUND = (5.0, 3.0, 4.0, 4.5, 4.6, 4.7, 4.8, 4.9)
 def kept(run: RunDir) -> dict[int, float | None]:
     """By step of the checkpoints the value of the metric that decides."""
     found = {}
-    for folder in index.folders(run.checkpoints):
+    for folder in index.list_checkpoint_folders(run.checkpoints):
         metric = index.read_manifest(folder).metric
-        found[index.step_of(folder) or 0] = metric.value if metric is not None else None
+        found[index.parse_step(folder) or 0] = metric.value if metric is not None else None
     return found
 
 
@@ -88,13 +88,13 @@ def test_a_run_that_gets_no_better_ends_early_and_keeps_its_best_checkpoint(tmp_
         assert (result["ending"], result["step"], result["committed_step"]) == ("completed", 5, 5)
         assert result["why"].startswith(why)
     assert kept(run) == {2: 3.0, 5: 4.6}
-    assert inspect.best(run.checkpoints).name == "step-00000002"
+    assert inspect.find_best(run.checkpoints).name == "step-00000002"
     assert [r["best"] for r in inspect.list_checkpoints(run.checkpoints)] == [True, False]
     (warning,) = ranks.events("training_warning")
     assert (warning["code"], warning["step"], warning["value"]) == ("validation_rising", 4, 2)
-    found = contract_status.standing(run, attempts.read_all(run), None)
+    found = contract_status.load_contract_status(run, attempts.load_attempts(run), None)
     assert found is not None and (found.best, found.best_step, found.value, found.step) == (3.0, 2, 4.6, 5)
-    assert [r["validation_loss"] for r in metrics.read(run)] == list(FOUND[:5])
+    assert [r["validation_loss"] for r in metrics.load_rows(run)] == list(FOUND[:5])
 
 
 def stop_at_5(*values: float) -> None:
@@ -112,26 +112,26 @@ def test_what_was_best_is_known_after_a_resume(tmp_path: Path) -> None:
     assert stopped.results()[0]["ending"] == "stopped"
     Ranks(run, 2, attempt=2, setup=losses, args=FOUND).expect(0)
     assert kept(run) == {2: 3.0, 8: 4.9}
-    found = contract_status.standing(run, attempts.read_all(run), None)
+    found = contract_status.load_contract_status(run, attempts.load_attempts(run), None)
     assert found is not None and (found.best, found.best_step, found.step) == (3.0, 2, 8)
     peak = load_spec(run).recipe.optim.lr
-    rates = [r["lr"] / peak for r in metrics.read(run)]
+    rates = [r["lr"] / peak for r in metrics.load_rows(run)]
     assert rates == pytest.approx([1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25])  # after two evaluations without a better one
 
 
 def spent_after(looks: int) -> None:
     """Setup: the attempt is taken to have cost nothing until rank 0 has looked so often."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    from clustertrain.run.budget import Used
-    from clustertrain.train.session.budget import Spending
+    from clustertrain.run.budget import BudgetUsage
+    from clustertrain.train.session.budget import BudgetTracker
 
-    used, seen = Spending.used, []
+    used, seen = BudgetTracker.current_usage, []
 
-    def after_a_while(self: Spending) -> Used:
+    def after_a_while(self: BudgetTracker) -> BudgetUsage:
         seen.append(1)
-        return used(self) if len(seen) > looks else Used()
+        return used(self) if len(seen) > looks else BudgetUsage()
 
-    Spending.used = after_a_while  # type: ignore[method-assign]
+    BudgetTracker.current_usage = after_a_while  # type: ignore[method-assign]
 
 
 def test_a_budget_that_is_spent_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:

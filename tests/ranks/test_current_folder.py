@@ -41,7 +41,7 @@ def test_no_module_of_the_current_folder_is_run(words: tuple[str, ...], tmp_path
 
 
 def test_each_python_that_is_started_leaves_the_current_folder_out() -> None:
-    """The one place that writes ``-m`` is :func:`clustertrain.proc.python_module`."""
+    """The one place that writes ``-m`` is :func:`clustertrain.proc.python_module_argv`."""
     package = Path(clustertrain.__file__).parent
     found = [str(p) for p in package.rglob("*.py") if re.search(r'"-m"', p.read_text()) and p.name != "proc.py"]
     assert found == []

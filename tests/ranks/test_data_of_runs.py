@@ -11,7 +11,7 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.run.run_dir import RunDir
-from clustertrain.train.data.tokenize import of_bytes, write
+from clustertrain.train.data.tokenize import tokenize_bytes, write
 from tests.ranks.rank_pool import Ranks, make_run, touch_stop_at, write_plan
 
 # torch warns on machines with fewer cores than workers.
@@ -103,7 +103,7 @@ def import_and_stop(folder: str, step: int) -> None:
 def shards(folder: Path) -> Path:
     """The standard library's json package, a file a document."""
     files = sorted(Path(os.__file__).parent.joinpath("json").glob("*.py"))
-    write(folder, [of_bytes(f.read_bytes()[:900]) for f in files], dtype="uint8", shard_tokens=1500)
+    write(folder, [tokenize_bytes(f.read_bytes()[:900]) for f in files], dtype="uint8", shard_tokens=1500)
     return folder
 
 

@@ -13,7 +13,7 @@ import tomli_w
 import torch
 
 from clustertrain import fsio
-from clustertrain.config.parsing import read_toml
+from clustertrain.config.parsing import load_toml
 from clustertrain.plan.layout import Layout
 from clustertrain.run import metrics
 from clustertrain.run.run_dir import RunDir
@@ -50,12 +50,12 @@ def validated(samples: int = SAMPLES) -> None:
     from clustertrain.train import trainer
 
     Apart.samples = samples
-    task = trainer.task
+    task = trainer.build_task
 
     def with_validation(recipe: Any, **kw: Any) -> Any:
         return dataclasses.replace(task(recipe, **kw), validation=Apart())
 
-    trainer.task = with_validation
+    trainer.build_task = with_validation
 
 
 def one_thread() -> None:
@@ -65,7 +65,7 @@ def one_thread() -> None:
 def run_of(folder: Path, layout: Layout, tables: dict[str, Any] | None = None, **kw: Any) -> RunDir:
     kw = {"steps": STEPS, "every": 100, "micro_batch": 2, **kw}  # in a pipeline the samples are two chunks of these
     run = make_run(folder, layout, layout.world_size, **kw)
-    spec = read_toml(run.spec)
+    spec = load_toml(run.spec)
     for name, table in (tables or {}).items():
         spec["recipe"].setdefault(name, {}).update(table)
     run.spec.write_text(tomli_w.dumps(spec))
@@ -75,7 +75,7 @@ def run_of(folder: Path, layout: Layout, tables: dict[str, Any] | None = None, *
 def evaluated(run: RunDir) -> dict[int, dict[str, float]]:
     return {
         r["step"]: {k: v for k, v in r.items() if k.startswith("validation_")}
-        for r in metrics.read(run)
+        for r in metrics.load_rows(run)
         if "validation_loss" in r
     }
 
@@ -112,7 +112,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.words())
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())
 def test_every_layout_evaluates_as_one_process_does(
     tmp_path: Path, wanted: dict[int, dict[str, float]], layout: Layout
 ) -> None:
@@ -149,7 +149,7 @@ def test_a_contrastive_model_has_the_same_groups_under_every_layout(tmp_path: Pa
     tables = {"data": {"validation": 0.1}, "model": {"kind": "two-tower", "two_tower": {"group": 4}}}
     found = []
     for layout in (Layout(), Layout(strategy="ddp", dp_replicate=2)):
-        run = run_of(tmp_path / layout.words(), layout, tables, global_batch=32, micro_batch=4, steps=2)
+        run = run_of(tmp_path / layout.describe(), layout, tables, global_batch=32, micro_batch=4, steps=2)
         Ranks(run, layout.world_size, setup=pairs_apart).expect(0)
         found.append(evaluated(run)[2])
     assert found[0].keys() == {"validation_loss", "validation_recall_at_1"}
@@ -183,7 +183,7 @@ def types_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(strategy="fsdp", dp_shard=2), Layout(tp=2)], ids=lambda layout: layout.words()
+    "layout", [Layout(strategy="fsdp", dp_shard=2), Layout(tp=2)], ids=lambda layout: layout.describe()
 )
 def test_an_evaluation_computes_in_the_precision_of_the_training(
     tmp_path: Path, wanted: dict[int, dict[str, float]], layout: Layout
@@ -200,7 +200,7 @@ def test_an_evaluation_computes_in_the_precision_of_the_training(
 
 
 def losses_of(run: RunDir) -> dict[int, tuple[float, float]]:
-    return {r["step"]: (r["loss"], r["grad_norm"]) for r in fsio.read_lines(run.metrics_of(1))}
+    return {r["step"]: (r["loss"], r["grad_norm"]) for r in fsio.read_jsonl(run.metrics_path(1))}
 
 
 def stopped_inside(step: int, last: int) -> None:
@@ -239,7 +239,7 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_and_told_with_its_step(
     found = evaluated(run)
     assert found.keys() == {2, 4}
     assert found[step]["validation_loss"] == pytest.approx(wanted[step]["validation_loss"], rel=2e-5)
-    rows = metrics.read(run)
+    rows = metrics.load_rows(run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
     assert all("loss" in r and "lr" in r for r in rows)
     assert second.events("judged")[-1]["best_step"] is not None
@@ -266,7 +266,7 @@ def _found(ranks: Ranks) -> list[dict[str, float]]:
         Layout(strategy="fsdp-grad-op", dp_shard=2, reshard_after_forward=False),
         Layout(pp=2, schedule="zbv", virtual_stages=2),
     ],
-    ids=lambda layout: layout.words(),
+    ids=lambda layout: layout.describe(),
 )
 def test_a_script_with_batch_norms_finds_what_its_checkpoint_would(tmp_path: Path, layout: Layout) -> None:
     blind, at_end = scripted(tmp_path / "blind", layout)

@@ -71,7 +71,7 @@ def one_thread() -> None:
 
 
 def curves(run: RunDir) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if not OF_TIME.search(k)} for row in metrics.read(run)]
+    return [{k: v for k, v in row.items() if not OF_TIME.search(k)} for row in metrics.load_rows(run)]
 
 
 @pytest.mark.parametrize("name", ["text.toml", "digits.toml", "digit_halves.toml", *SCRIPTS])

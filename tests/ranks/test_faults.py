@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from clustertrain import clock, fsio, settings
-from clustertrain.checkpoint.core.interval import failures_of
+from clustertrain.checkpoint.core.interval import count_failures
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.run import attempts
-from clustertrain.run.goodput import ledger
+from clustertrain.run.goodput import compute_goodput
 from clustertrain.run.run_dir import RunDir
 from tests import runs
 from tests.harness.chaos.rounds import processes
@@ -117,9 +117,9 @@ def fault_from(step: int, point: str, rank: int, nth: int) -> None:
 
     def with_fault(self: CheckpointManager, at: int, *args: Any, **kw: Any) -> Any:
         if at == step:
-            self.settle()
-            self._flights.worker.close()
-            self._flights.worker = type(self._flights.worker)("raw")  # type: ignore[call-arg]
+            self.wait_for_saves()
+            self._pending.worker.close()
+            self._pending.worker = type(self._pending.worker)("raw")  # type: ignore[call-arg]
             fault_at(point, rank, nth, "KILL")
         return save(self, at, *args, **kw)
 
@@ -145,7 +145,7 @@ def test_a_disk_that_fails_one_rank_fails_all_together(tmp_path: Path) -> None:
         assert result["error"]["type"] == "StorageError"
         assert "step 8 was not saved: rank 1" in result["error"]["message"]
     assert [p.name for p in run.checkpoints.iterdir()] == ["step-00000004"]
-    inspect.verify(inspect.find(run.checkpoints))
+    inspect.verify(inspect.find_checkpoint(run.checkpoints))
     Ranks(run, 3, 2).expect(0)
 
 
@@ -217,7 +217,7 @@ def no_reads(number: int) -> None:
     """Setup: rank 1 fails to read shards, with errno ``number``."""
     from clustertrain.checkpoint.format import storage_errors
 
-    storage_errors.PATIENCE_S = 0.2
+    storage_errors.RETRY_TIMEOUT_S = 0.2
     if os.environ["RANK"] == "1":
 
         def refuse(*args: Any) -> int:
@@ -256,10 +256,10 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, whole: str, by_s: fl
     saved = ranks.events("checkpoint")
     assert [e["step"] for e in saved] == [1, 2, 3, 4, 5, 6]
     assert all(0 <= e["stall_s"] <= e["save_s"] < 3600 for e in saved)
-    history = attempts.read_all(run)
-    parts = msgspec.to_builtins(ledger(run, history, clock.now(), True))
+    history = attempts.load_attempts(run)
+    parts = msgspec.to_builtins(compute_goodput(run, history, clock.now(), True))
     assert min(parts.values()) >= 0
-    assert failures_of(history, 1).trained_s >= 0
+    assert count_failures(history, 1).trained_s >= 0
 
 
 def deadline_and_jump(step: int, by_s: float) -> None:
@@ -327,7 +327,7 @@ def test_a_killed_agent_takes_its_ranks_along_and_the_run_goes_on(tmp_path: Path
     assert status["attempts"][0]["state"] in ("unknown", "node_failure")
     first = 1 if point == "while writing" else 3  # a writer comes to that in the first save more than once
     assert status["attempts"][1]["first_step"] == first
-    assert [r["done"] for r in fsio.read_lines(run.path / "metrics" / "attempt-2.jsonl")] == list(range(first, 7))
+    assert [r["done"] for r in fsio.read_jsonl(run.path / "metrics" / "attempt-2.jsonl")] == list(range(first, 7))
 
 
 def more_state_on(rank: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from clustertrain import clock, fsio
 from clustertrain.run import metrics
-from clustertrain.run.goodput import PARTS
+from clustertrain.run.goodput import TIME_CATEGORIES
 from clustertrain.run.run_dir import RunDir
 from tests import runs
 from tests.ranks.rank_pool import undisturbed
@@ -82,14 +82,14 @@ def test_preempted_twice_on_purpose_it_ends_with_the_same_bits(submitted: Callab
     beside = run.status()["prediction"]
     # The medians over what all three attempts did after their first steps; two ranks share the tokens of a step.
     assert beside["attempts"] == [1, 2, 3] and 60 < beside["steps"] < 120
-    rows = [r["step_s"] for r in metrics.read(RunDir(run.path))]
+    rows = [r["step_s"] for r in metrics.load_rows(RunDir(run.path))]
     assert min(rows) <= beside["step_s"]["measured"] <= max(rows)
     tokens_per_step = (fsio.read_json(run.path / "plan.json") or {})["batch"]["tokens_per_step"]
     of_a_rank = beside["tokens_per_s_per_gpu"]["measured"] * beside["step_s"]["measured"]
     assert of_a_rank == pytest.approx(tokens_per_step / 2, rel=0.05)
     assert beside["step_s"]["predicted"] is None and beside["peak_gib"] == {"predicted": None, "measured": None}
     goodput = status["goodput"]
-    assert sum(goodput[part] for part in PARTS) == pytest.approx(goodput["wall_s"])
+    assert sum(goodput[part] for part in TIME_CATEGORIES) == pytest.approx(goodput["wall_s"])
 
 
 def test_what_ignores_the_warning_is_killed_after_the_grace_time_and_started_again(

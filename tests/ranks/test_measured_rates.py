@@ -16,8 +16,8 @@ import torch
 
 from clustertrain import clock
 from clustertrain.cluster import bench
-from clustertrain.cluster.bench import MARK, Where
-from clustertrain.scheduler.sockets import free_port
+from clustertrain.cluster.bench import OUTPUT_PREFIX, BenchTarget
+from clustertrain.scheduler.sockets import find_free_port
 from tests.runs import INTERRUPTIBLE
 
 pytestmark = pytest.mark.ranks
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ranks
 
 def test_this_machine_alone() -> None:
     said: list[str] = []
-    found = bench.measure(Where(python=sys.executable, device="cpu"), said.append)
+    found = bench.measure(BenchTarget(python=sys.executable, device="cpu"), said.append)
     assert found.failures == () and found.measured is not None
     m = found.measured
     assert (m.device, m.ranks, m.nodes, m.gemm_dtype, m.torch) == ("cpu", 2, 1, "fp32", torch.__version__)
@@ -38,7 +38,7 @@ def test_this_machine_alone() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_a_gpu_that_is_not_there_is_no_rate_of_the_cpu() -> None:
-    found = bench.measure(Where(python=sys.executable, device="cuda"), lambda _: None)
+    found = bench.measure(BenchTarget(python=sys.executable, device="cuda"), lambda _: None)
     assert found.measured is None
     assert found.failures == (
         "measuring matrix products: RuntimeError: CUDA was asked for, and torch sees no GPU it can use",
@@ -48,7 +48,7 @@ def test_a_gpu_that_is_not_there_is_no_rate_of_the_cpu() -> None:
 def test_two_nodes_meet_and_one_of_them_tells() -> None:
     """Each node's process as srun would start it, both on this machine."""
     argv = [sys.executable, "-m", "clustertrain.cluster.bench_node", "--ranks", "1", "--nodes", "localhost,127.0.0.1"]
-    argv += ["--port", str(free_port()), "all-reduce-across", "--device", "cpu"]
+    argv += ["--port", str(find_free_port()), "all-reduce-across", "--device", "cpu"]
     steps = [
         subprocess.Popen(argv, env={**os.environ, "SLURM_NODEID": str(n)}, stdout=subprocess.PIPE, text=True)
         for n in (0, 1)
@@ -60,8 +60,8 @@ def test_two_nodes_meet_and_one_of_them_tells() -> None:
             step.terminate()
             step.wait(30)
     assert [step.returncode for step in steps] == [0, 0]
-    (line,) = [line for text in printed for line in text.splitlines() if line.startswith(MARK)]
-    told: dict[str, Any] = json.loads(line.removeprefix(MARK))
+    (line,) = [line for text in printed for line in text.splitlines() if line.startswith(OUTPUT_PREFIX)]
+    told: dict[str, Any] = json.loads(line.removeprefix(OUTPUT_PREFIX))
     assert told["ranks"] == 2 and told["bus_gb_s"] > 0
 
 

@@ -40,7 +40,7 @@ def test_a_smoothed_loss_does_not_depend_on_the_layout(tmp_path: Path) -> None:
     alone = losses(tmp_path / "alone" / "run", Layout())
     assert len(alone) == 3
     for layout in LAYOUTS:
-        found = losses(tmp_path / layout.words().replace(" ", "-") / "run", layout)
+        found = losses(tmp_path / layout.describe().replace(" ", "-") / "run", layout)
         for i, limit in enumerate((2e-6, 5e-6)):
             wanted = [step[i] for step in alone]
-            assert [step[i] for step in found] == pytest.approx(wanted, rel=limit), layout.words()
+            assert [step[i] for step in found] == pytest.approx(wanted, rel=limit), layout.describe()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from clustertrain.plan.cost.optimizer_state import WHOLE
+from clustertrain.plan.cost.optimizer_state import WHOLE_PARAM_OPTIMIZERS
 from clustertrain.plan.layout import Layout
 from tests.harness.optimizers.cells import CELLS, LAYOUTS, LIMITS, MODEL, THAW_STEP
 from tests.harness.optimizers.measure import Outcome, under
@@ -34,7 +34,7 @@ def test_the_update_of_shards_is_that_of_whole_parameters(layout: str, tmp_path:
         found = json.loads(out.with_suffix(f".{rank}").read_text())
         assert found.keys() == CELLS.keys()
         for name, (apart, where) in found.items():
-            allowed = 0.0 if CELLS[name]["name"] in WHOLE else 1e-6
+            allowed = 0.0 if CELLS[name]["name"] in WHOLE_PARAM_OPTIMIZERS else 1e-6
             assert apart <= allowed, (name, rank, where)
 
 

@@ -62,7 +62,7 @@ def reference() -> Iterator[Any]:
 def logical_tensors(run: RunDir) -> list[tuple[str, str, tuple[int, ...]]]:
     return [
         (t.name, t.dtype, t.shape)
-        for t in index.read_manifest(inspect.find(run.checkpoints)).tensors
+        for t in index.read_manifest(inspect.find_checkpoint(run.checkpoints)).tensors
         if t.kind != "other"
     ]
 
@@ -78,7 +78,7 @@ def logical_tensors(run: RunDir) -> list[tuple[str, str, tuple[int, ...]]]:
         (FSDP(schedule="zero-bubble", virtual_stages=2, activation_checkpointing="full"), {}),
         (Layout(pp=2, strategy="ddp", dp_replicate=2, schedule="gpipe"), {"dropout": 0.2}),
     ],
-    ids=lambda value: value.words() if isinstance(value, Layout) else "-".join(value),
+    ids=lambda value: value.describe() if isinstance(value, Layout) else "-".join(value),
 )
 def test_a_pipeline_equals_one_process(tmp_path: Path, reference: Any, layout: Layout, model: dict[str, Any]) -> None:
     wanted, single = reference(**model)
@@ -132,7 +132,7 @@ def test_a_users_model_with_named_inputs_goes_on_under_other_layouts(tmp_path: P
         assert found[step] == (pytest.approx(loss, rel=2e-6), pytest.approx(norm, rel=5e-6))
     assert logical_tensors(run) == logical_tensors(single)
     # Two steps under each, of 4 micro-batches a rank, or 2 on two data-parallel ranks: none is counted twice.
-    assert list(fsio.read_lines(run.metrics_of(4)))[-1]["batches"] == 2 * (4 + 2 + 2 + 4)
+    assert list(fsio.read_jsonl(run.metrics_path(4)))[-1]["batches"] == 2 * (4 + 2 + 2 + 4)
 
 
 @pytest.mark.parametrize(

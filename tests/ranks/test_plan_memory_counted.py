@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from clustertrain.config.recipe import ModelSpec
-from clustertrain.plan.cost.memory import Pass, activation_bytes
+from clustertrain.plan.cost.memory import PassConfig, activation_bytes
 from clustertrain.train.models.decoder import Decoder
 
 pytestmark = pytest.mark.ranks
@@ -46,7 +46,7 @@ def test_the_count_of_activations_is_what_autograd_keeps(name: str, mode: str) -
     model = Decoder(spec).train()
     if mode == "cast":
         model = model.to(torch.bfloat16)
-    run = Pass(LENGTH, BATCH, compute="fp32" if mode == "fp32" else "bf16", autocast=mode == "autocast")
+    run = PassConfig(LENGTH, BATCH, precision="fp32" if mode == "fp32" else "bf16", autocast=mode == "autocast")
     # The loss keeps its log-softmax in fp32, autocast its copies of the weights; both stand elsewhere in the plan.
     matrices = sum(
         p.numel() for n, p in model.named_parameters() if p.ndim > 1 and (n != "embed.weight" or not model.head)

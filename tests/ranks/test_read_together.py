@@ -148,8 +148,8 @@ def no_memory() -> None:
 
 def other_nodes() -> None:
     """Setup: rank 2 is on another machine than the two others."""
-    original = shared._node
-    shared._node = lambda: bytes(16) if dist.get_rank() == 2 else original()
+    original = shared._node_id
+    shared._node_id = lambda: bytes(16) if dist.get_rank() == 2 else original()
 
 
 SETUPS: dict[str, Callable[[], None]] = {f.__name__: f for f in (not_allowed, another_process, no_memory, other_nodes)}
@@ -199,17 +199,17 @@ def bytes_read(team: Team, folder: Path, how: str) -> tuple[int, int]:
     """Job of a team: how many bytes of large tensors all ranks have read, and how many there are."""
     from clustertrain.checkpoint.format import shard_io
 
-    original, count = shard_io.first_bad, [0]
+    original, count = shard_io.find_bad_block, [0]
 
     def counted(data: memoryview, *args: Any) -> Any:
         count[0] += len(data)
         return original(data, *args)
 
-    shard_io.first_bad = counted
+    shard_io.find_bad_block = counted
     state = state_of(how, False)
     del state["long"]  # with rows larger than what is read at a time
     manager_of(team, folder).restore(state)
-    manifest = index.read_manifest(inspect.find(folder))
+    manifest = index.read_manifest(inspect.find_checkpoint(folder))
     there = sum(s.nbytes for t in manifest.tensors for s in t.shards if t.name in state)
     return sum(_gathered(count[0])), there
 
@@ -217,9 +217,9 @@ def bytes_read(team: Team, folder: Path, how: str) -> tuple[int, int]:
 def test_damage_is_told_to_all(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "c"
     together(4, 1, save, folder, "rows")
-    manifest = index.read_manifest(inspect.find(folder))
+    manifest = index.read_manifest(inspect.find_checkpoint(folder))
     shard = next(t for t in manifest.tensors if t.name == "even").shards[1]
-    with (inspect.find(folder) / shard.file).open("r+b") as file:  # type: ignore[union-attr]
+    with (inspect.find_checkpoint(folder) / shard.file).open("r+b") as file:  # type: ignore[union-attr]
         file.seek(shard.offset + 12345)
         file.write(b"\x99")
     assert together(2, 1, refusal, folder, "columns") == ["no checkpoint verifies", "no checkpoint verifies"]

@@ -92,7 +92,7 @@ def die_at(step: int) -> None:
         ((Layout(pp=2, schedule="zbv", virtual_stages=2), 2), ("fsdp", 2)),
         (("ddp", 2), (Layout(pp=2, schedule="1f1b", strategy="fsdp", dp_shard=2), 4)),
     ],
-    ids=lambda value: f"{layout_of(*value).words()} on {value[1]}",
+    ids=lambda value: f"{layout_of(*value).describe()} on {value[1]}",
 )
 def test_another_layout_restores_the_same_tensors(tmp_path: Path, old: Any, new: Any) -> None:
     tied = {"tie_embeddings": True}  # in a pipeline two stages have it
@@ -111,16 +111,16 @@ def test_another_layout_restores_the_same_tensors(tmp_path: Path, old: Any, new:
 
 def save_what_was_restored() -> None:
     """Setup: as soon as step 4 is restored, save it as step 5, and end."""
-    from clustertrain.train.session.checkpointing import Keeping
+    from clustertrain.train.session.checkpointing import SessionCheckpointer
 
-    original = Keeping.restore
+    original = SessionCheckpointer.restore
 
-    def restore(self: Keeping, state: Any, seed: int) -> int:
+    def restore(self: SessionCheckpointer, state: Any, seed: int) -> int:
         step = original(self, state, seed)
         self.save(step + 1, state, "end", {})
         return step
 
-    Keeping.restore = restore  # type: ignore[method-assign]
+    SessionCheckpointer.restore = restore  # type: ignore[method-assign]
 
 
 def test_a_completed_run_does_nothing_more(tmp_path: Path) -> None:

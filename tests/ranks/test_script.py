@@ -45,9 +45,9 @@ def test_the_example_under_torchrun_is_warned_stops_and_goes_on(tmp_path: Path) 
     args = ("--steps", "100000", "--checkpoint-every", "50000")
     run = make_run(tmp_path / "run", "ddp", 2, script=(EXAMPLE, args))
     first = torchrun(run, 1, tmp_path / "ranks-1")
-    events = run.attempt(1).events_of("rank-0")
+    events = run.attempt(1).events_path("rank-0")
     try:
-        assert clock.wait_until(lambda: any(e["event"] == "first_step" for e in fsio.read_lines(events)), 120.0)
+        assert clock.wait_until(lambda: any(e["event"] == "first_step" for e in fsio.read_jsonl(events)), 120.0)
         # What reaches everybody, torchrun included, is survived; the file is what stops the ranks.
         os.killpg(first.pid, signal.SIGUSR2)
         (tmp_path / "ranks-1" / "stop").touch()
@@ -93,7 +93,7 @@ def test_the_example_for_every_layout_learns_the_same_when_it_is_cut(tmp_path: P
         run = make_run(tmp_path / str(i), layout, layout.world_size, script=(ANY_LAYOUT, ("--steps", "3")))
         losses = [loss for loss, _ in Ranks(run, layout.world_size).expect(0).losses().values()]
         wanted = wanted or losses
-        assert losses == pytest.approx(wanted, rel=2e-5), layout.words()
+        assert losses == pytest.approx(wanted, rel=2e-5), layout.describe()
 
 
 RANDOM = """
@@ -133,7 +133,7 @@ def test_random_numbers_buffers_and_plain_state_go_on(tmp_path: Path) -> None:
     assert digest(parts) == digest(whole.run)
 
     def rows(run: RunDir) -> list[tuple[float, ...]]:
-        return [(r["step"], r["loss"], r["average"], r["seen"]) for r in metrics.read(run)]
+        return [(r["step"], r["loss"], r["average"], r["seen"]) for r in metrics.load_rows(run)]
 
     assert rows(parts) == rows(whole.run)
     assert [r[3] for r in rows(parts)] == list(range(1, 11))

@@ -39,7 +39,7 @@ def stop_with_deadline(step: int, left_s: float) -> None:
 
     def log(self: Session, **scalars: Any) -> None:
         original(self, **scalars)
-        self._keeping._time_left.saves_s.append(10.0)
+        self._checkpointer._deadline_tracker.save_durations_s.append(10.0)
         if self.step == step and self.rank == 1:
             fsio.write_json(Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "stop"), {"deadline": clock.now() + left_s})
 
@@ -106,7 +106,7 @@ def list_workers() -> None:
 
     from clustertrain.train.data.loader import Loader
 
-    original = Loader._start
+    original = Loader._start_reading
 
     def start(self: Loader) -> Any:
         iterator = original(self)
@@ -114,7 +114,7 @@ def list_workers() -> None:
         fsio.write_text(Path(os.environ["CLUSTERTRAIN_RANK_DIR"], f"workers-{os.environ['RANK']}"), pids)
         return iterator
 
-    Loader._start = start  # type: ignore[method-assign]
+    Loader._start_reading = start  # type: ignore[method-assign]
 
 
 OWN_LOADER = """

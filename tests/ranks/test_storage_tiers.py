@@ -53,7 +53,7 @@ def test_a_killed_run_reads_its_nodes_own_disk_and_heals_what_is_damaged_there(t
         file.write(b"\xff" * 64)
     second = Ranks(run, 2, 2).expect(0)
     (restored,) = second.events("restored")
-    whole = sum(index.read_manifest(inspect.find(run.checkpoints, 4)).files.values())
+    whole = sum(index.read_manifest(inspect.find_checkpoint(run.checkpoints, 4)).files.values())
     assert (restored["step"], restored["skipped"]) == (4, [])
     assert 0 < restored["from_local"] < whole
     assert "rank-1.bin: checksum of bytes" in second.logs()
@@ -94,9 +94,9 @@ def test_a_run_comes_back_from_copies_with_another_number_of_ranks(tmp_path: Pat
     assert stopped_at <= restored["step"] < 6
     for step in range(restored["step"] + 1, 7):
         assert third.losses()[step][0] == pytest.approx(undisturbed[step][0], abs=1e-5)
-    assert [p.name for p in index.folders(there)] == ["step-00000006"]
-    assert inspect.damages(inspect.find(there)) == []
-    assert inspect.digest(inspect.find(there)) == digest(run)
+    assert [p.name for p in index.list_checkpoint_folders(there)] == ["step-00000006"]
+    assert inspect.find_damage(inspect.find_checkpoint(there)) == []
+    assert inspect.digest(inspect.find_checkpoint(there)) == digest(run)
     assert third.events("copied")[-1]["step"] == 6
 
 
@@ -129,12 +129,12 @@ def test_a_store_that_fails_all_the_time_does_not_fail_the_run(tmp_path: Path, e
     (tmp_path / "store").unlink()
     Ranks(run, 2, 2).expect(0)
     there = RemoteFolder(f"file://{tmp_path}/store/run")
-    assert [p.name for p in index.folders(there)] == ["step-00000004", "step-00000006"]
-    assert inspect.digest(inspect.find(there)) == expected
+    assert [p.name for p in index.list_checkpoint_folders(there)] == ["step-00000004", "step-00000006"]
+    assert inspect.digest(inspect.find_checkpoint(there)) == expected
 
 
 def impatient() -> None:
     """Setup: the end of a run waits half a second for copies that fail."""
     from clustertrain.checkpoint.save import pending_saves
 
-    pending_saves.FAILING_S = 0.5
+    pending_saves.COPY_FAILURE_TIMEOUT_S = 0.5

@@ -49,12 +49,12 @@ def test_a_sweep_whose_runs_are_preempted(tmp_path: Path) -> None:
     assert [s["key"] for s in compared["settings"]] == ["recipe.optim.lr"]
     for run, side in zip(both, compared["runs"], strict=True):
         folder = RunDir(run.path)
-        rows = metrics.read(folder)
+        rows = metrics.load_rows(folder)
         assert [r["step"] for r in rows] == list(range(1, STEPS + 1)) and {r["attempt"] for r in rows} == {1, 2}
         points = [(r["step"], pytest.approx(r["loss"])) for r in rows]
         assert reading_back.tensorboard(folder) == points and reading_back.wandb(folder) == points, run.explain()
         assert list(zip(side["curves"]["loss"]["steps"], side["curves"]["loss"]["y"], strict=True)) == points
         assert side["tokens"] == STEPS * 16 * 64
-        failures = [e for a in folder.attempts() for e in events.of_attempt(a) if e["event"] == "tracking_failed"]
+        failures = [e for a in folder.attempts() for e in events.for_attempt(a) if e["event"] == "tracking_failed"]
         # A busy machine may not be done in the two seconds of a preemption. Nothing was lost by it.
         assert [e["reason"] for e in failures if not e["reason"].startswith("not done in 2 s")] == []

@@ -61,7 +61,7 @@ def run(nvml_stub: Stub, tmp_path: Path) -> Iterator[Run]:
 
 
 def named(run: Run, event: str) -> list[events.Event]:
-    return list(events.named(events.of_attempt(RunDir(run.path).attempt(1)), event))
+    return list(events.filter_by_name(events.for_attempt(RunDir(run.path).attempt(1)), event))
 
 
 def test_a_run_exports_and_warns_while_it_goes_on_and_can_be_read_afterwards(run: Run, tmp_path: Path) -> None:

@@ -40,17 +40,17 @@ def one_thread() -> None:
 
 def save_what_it_begins_with() -> None:
     """Setup: a checkpoint of the initial values under the number 1."""
-    from clustertrain.train.session.checkpointing import Keeping
+    from clustertrain.train.session.checkpointing import SessionCheckpointer
 
     one_thread()
-    original = Keeping.restore
+    original = SessionCheckpointer.restore
 
-    def restore(self: Keeping, state: Any, seed: int) -> int:
+    def restore(self: SessionCheckpointer, state: Any, seed: int) -> int:
         step = original(self, state, seed)
         self.save(1, state, "end", {})
         return step
 
-    Keeping.restore = restore  # type: ignore[method-assign]
+    SessionCheckpointer.restore = restore  # type: ignore[method-assign]
 
 
 def run_of(folder: Path, layout: Layout, parallel: dict[str, Any] | None = None, **kw: Any) -> RunDir:
@@ -64,7 +64,7 @@ def run_of(folder: Path, layout: Layout, parallel: dict[str, Any] | None = None,
 
 def tensors(run: RunDir) -> list[tuple[str, str, tuple[int, ...]]]:
     """Of the newest checkpoint, without the ranks' own."""
-    found = index.read_manifest(inspect.find(run.checkpoints)).tensors
+    found = index.read_manifest(inspect.find_checkpoint(run.checkpoints)).tensors
     return [(t.name, t.dtype, t.shape) for t in found if t.kind != "other"]
 
 
@@ -98,7 +98,7 @@ def reference() -> Iterator[Reference]:
         (Layout(tp=2), {"loss_parallel": False}, {"tie_embeddings": True}),
         (Layout(strategy="fsdp", dp_shard=2, tp=2, activation_checkpointing="selective"), {}, {"dropout": 0.2}),
     ],
-    ids=lambda value: value.words() if isinstance(value, Layout) else "-".join(value),
+    ids=lambda value: value.describe() if isinstance(value, Layout) else "-".join(value),
 )
 def test_computes_what_one_process_computes(
     tmp_path: Path, reference: Reference, layout: Layout, parallel: dict[str, Any], model: dict[str, Any]
@@ -117,7 +117,7 @@ def test_computes_what_one_process_computes(
         (Layout(strategy="fsdp", dp_shard=3, tp=2, sequence_parallel=True), Layout(strategy="ddp", dp_replicate=2)),
         (Layout(strategy="ddp", dp_replicate=2), Layout(strategy="fsdp", dp_shard=3, tp=2, sequence_parallel=True)),
     ],
-    ids=Layout.words,
+    ids=Layout.describe,
 )
 def test_another_layout_restores_the_same_tensors(tmp_path: Path, old: Layout, new: Layout) -> None:
     run = run_of(tmp_path / "run", old, steps=4, every=4, model=ODD)
@@ -146,7 +146,7 @@ def alone() -> Iterator[Ranks]:
         (Layout(strategy="fsdp", dp_shard=2, tp=2, sequence_parallel=True), 2),
         (Layout(cp=2, tp=2, sequence_parallel=True), 8),
     ],
-    ids=lambda value: value.words() if isinstance(value, Layout) else str(value),
+    ids=lambda value: value.describe() if isinstance(value, Layout) else str(value),
 )
 def test_a_model_of_the_users_own_by_its_plan_with_sgd(
     tmp_path: Path, alone: Ranks, layout: Layout, micro_batch: int

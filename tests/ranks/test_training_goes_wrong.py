@@ -48,7 +48,7 @@ def run_of(folder: Path, layout: Layout, **kw: Any) -> RunDir:
         *((layout, faulty_data.poison_gradients) for layout in (DDP, ZERO1, FSDP, FSDP_TP, FSDP_PP)),
         *((layout, faulty_data.ask_the_device) for layout in (ZERO1, FSDP_TP, FSDP_PP)),
     ],
-    ids=lambda value: value.words() if isinstance(value, Layout) else value.__name__,
+    ids=lambda value: value.describe() if isinstance(value, Layout) else value.__name__,
 )
 def test_what_one_rank_alone_has_that_is_not_finite_all_skip(
     tmp_path: Path, layout: Layout, setup: Callable[..., None]
@@ -57,7 +57,7 @@ def test_what_one_rank_alone_has_that_is_not_finite_all_skip(
     ranks = Ranks(run, 4, setup=setup, args=(3, (3, 4))).expect(0)
     skips = [(ranks.rank_dir / f"skips-{r}").read_text() for r in range(4)]
     assert skips == ["00110"] * 4
-    rows = metrics.read(run)
+    rows = metrics.load_rows(run)
     assert [r["skipped"] for r in rows] == [0, 0, 1, 1, 0]
     assert rows[4]["loss"] != rows[2]["loss"]  # of other samples, with the same weights
     named = [r.get("bad_samples", "").partition(", epoch 0: sample ")[0] for r in rows]
@@ -104,12 +104,12 @@ def spiking(folder: Path, layout: Layout, **kw: Any) -> RunDir:
     return run_of(folder, layout, steps=STEPS, every=EVERY, tables={"stability": stability}, **kw)
 
 
-@pytest.mark.parametrize("layout", [DDP, FSDP_PP], ids=Layout.words)
+@pytest.mark.parametrize("layout", [DDP, FSDP_PP], ids=Layout.describe)
 def test_going_back_is_as_if_the_samples_had_never_been_there(
     tmp_path: Path, layout: Layout, without_them: Any
 ) -> None:
     run = spiking(tmp_path / "run", layout, data={"workers": 1} if layout is DDP else None)
-    batch = EventLog(run.attempt(1).events_of("batch"))
+    batch = EventLog(run.attempt(1).events_path("batch"))
     batch.write("started", job_id="7")
     ranks = Ranks(run, 4, setup=faulty_data.bad_samples, args=(BAD, 50.0)).expect(0)
     batch.write("ended", ending="completed", last_step=STEPS)
@@ -118,10 +118,10 @@ def test_going_back_is_as_if_the_samples_had_never_been_there(
     # That of step 18 was made of samples within the margin.
     assert (back["step"], back["to_step"], back["samples"]) == (SPIKE_AT, 12, (MARGIN + 1) * BATCH)
     assert digest(run) == without_them(layout)
-    assert [r["step"] for r in metrics.read(run)] == list(range(1, STEPS + 1))
+    assert [r["step"] for r in metrics.load_rows(run)] == list(range(1, STEPS + 1))
     assert [r["step"] for r in ranks.rows()] == [*range(1, SPIKE_AT + 1), *range(13, STEPS + 1)]
-    ledger = goodput.ledger(run, attempts.read_all(run), clock.now(), finished=True)
-    assert sum(getattr(ledger, part) for part in goodput.PARTS) == pytest.approx(ledger.wall_s, rel=1e-12)
+    ledger = goodput.compute_goodput(run, attempts.load_attempts(run), clock.now(), is_finished=True)
+    assert sum(getattr(ledger, part) for part in goodput.TIME_CATEGORIES) == pytest.approx(ledger.wall_s, rel=1e-12)
     assert ledger.repeated_s > 0 and ledger.restore_s >= back["restore_s"] * 0.99
 
 
@@ -139,7 +139,7 @@ def test_killed_while_it_goes_back_the_next_attempt_does_the_same(
     recorded = point != "before the roll-back's record"
     assert second.events("restored")[0]["step"] == (12 if recorded else 18)
     assert len(second.events("rolled_back")) == (not recorded)
-    assert len(rollback.read(run.checkpoints)) == 1
+    assert len(rollback.read_records(run.checkpoints)) == 1
     assert digest(run) == without_them(layout)
 
 
@@ -155,23 +155,23 @@ def test_after_going_back_the_run_goes_on_elsewhere(tmp_path: Path) -> None:
     assert second.events("restored")[0]["step"] == stopped_at and not second.events("rolled_back")
     whole = spiking(tmp_path / "whole", SINGLE)
     wanted = Ranks(whole, 1, setup=faulty_data.bad_samples, args=(BAD, 50.0)).expect(0).losses()
-    for row in metrics.read(run):
+    for row in metrics.load_rows(run):
         assert row["loss"] == pytest.approx(wanted[row["step"]][0], rel=1e-4), row["step"]
 
 
 def stopping_after_the_way_back() -> None:
     """Setup: the run is told to stop at step 14, when it comes there for the second time."""
-    from clustertrain.train.session.step_loop import Steps
+    from clustertrain.train.session.step_loop import StepLoop
     from tests.ranks.rank_pool import touch_stop_at
 
     faulty_data.bad_samples(BAD, 50.0)
-    original = Steps._go_back
+    original = StepLoop._roll_back
 
-    def go_back(self: Steps, *args: Any) -> None:
+    def go_back(self: StepLoop, *args: Any) -> None:
         original(self, *args)
         touch_stop_at(self._step + 2)
 
-    Steps._go_back = go_back  # type: ignore[method-assign]
+    StepLoop._roll_back = go_back  # type: ignore[method-assign]
 
 
 def test_going_back_again_and_again_ends_the_run(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_going_back_again_and_again_ends_the_run(tmp_path: Path) -> None:
     ranks = Ranks(run, 1, setup=faulty_data.poison_gradients, args=(0, range(4, 99))).expect(78)
     assert [e["to_step"] for e in ranks.events("rolled_back")] == [2, 2]
     assert "has gone back 2 times" in ranks.results()[0]["error"]["message"]
-    assert [r.count for r in rollback.read(run.checkpoints)] == [1, 2]
+    assert [r.count for r in rollback.read_records(run.checkpoints)] == [1, 2]
     assert [c["step"] for c in inspect.list_checkpoints(run.checkpoints)] == [2]
 
 
@@ -192,7 +192,7 @@ def test_going_back_again_and_again_ends_the_run(tmp_path: Path) -> None:
         (FSDP_PP, {"clip": "adaptive", "clip_quantile": 0.5}),
         (FSDP_TP, {"clip": "adaptive", "clip_quantile": 0.5}),
     ],
-    ids=lambda value: value.words() if isinstance(value, Layout) else value["clip"],
+    ids=lambda value: value.describe() if isinstance(value, Layout) else value["clip"],
 )
 def test_each_way_to_clip_equals_one_process(tmp_path: Path, layout: Layout, optim: dict[str, Any]) -> None:
     def rows(name: str, layout: Layout) -> list[dict[str, Any]]:
@@ -207,7 +207,7 @@ def test_each_way_to_clip_equals_one_process(tmp_path: Path, layout: Layout, opt
         assert mine["clipped"] == theirs["clipped"], mine["step"]
 
 
-@pytest.mark.parametrize("layout", [DDP, ZERO1, FSDP, FSDP_TP, FSDP_PP], ids=Layout.words)
+@pytest.mark.parametrize("layout", [DDP, ZERO1, FSDP, FSDP_TP, FSDP_PP], ids=Layout.describe)
 def test_figures_of_layers_do_not_depend_on_the_layout(tmp_path: Path, layout: Layout) -> None:
     def figures(name: str, layout: Layout) -> dict[str, float]:
         run = run_of(tmp_path / name, layout, steps=2, every=50, tables={"stability": {"layers_every": 2}})

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from clustertrain.scheduler.job_comment import Figures, JobComment, comment_of
+from clustertrain.scheduler.job_comment import CommentMetrics, JobComment, format_comment
 
 pytestmark = pytest.mark.slurm
-FIRST = comment_of(Figures(run="gpt-abc123", step=1, total_steps=10, gpu_utilization=0.5, notes=0))
-LAST = comment_of(Figures(run="gpt-abc123", step=10, total_steps=10, gpu_utilization=0.875, power_w=480.0, notes=1))
+FIRST = format_comment(CommentMetrics(run="gpt-abc123", step=1, total_steps=10, gpu_utilization=0.5, notes=0))
+LAST = format_comment(
+    CommentMetrics(run="gpt-abc123", step=10, total_steps=10, gpu_utilization=0.875, power_w=480.0, notes=1)
+)
 
 
 def test_squeue_and_sacct_show_it_behind_the_users_own(

@@ -26,7 +26,7 @@ DEGREES = {"dp_replicate": 1, "dp_shard": 2, "tp": 2, "pp": 2, "cp": 1}
 
 
 def losses(run: RunDir) -> list[float]:
-    return [row["loss"] for row in metrics.read(run)]
+    return [row["loss"] for row in metrics.load_rows(run)]
 
 
 def one_process(submitted: Run, folder: Path) -> RunDir:

@@ -17,7 +17,7 @@ import pytest
 from clustertrain import clock
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.backend import PENDING, RUNNING, JobView, Submission
-from clustertrain.scheduler.slurm import SlurmBackend, work_dir
+from clustertrain.scheduler.slurm import SlurmBackend, find_work_dir
 
 pytestmark = pytest.mark.slurm
 TIMEOUT_S = 120.0
@@ -95,11 +95,11 @@ def seen(run: Path, node: int) -> dict[str, Any]:
 
 def view_of(job_id: str, state: str, restarts: int = 0) -> JobView:
     def there() -> bool:
-        view = SlurmBackend().views([job_id]).get(job_id)
+        view = SlurmBackend().query_jobs([job_id]).get(job_id)
         return view is not None and view.state == state and view.restarts == restarts
 
-    assert clock.wait_until(there, TIMEOUT_S), SlurmBackend().views([job_id])
-    return SlurmBackend().views([job_id])[job_id]
+    assert clock.wait_until(there, TIMEOUT_S), SlurmBackend().query_jobs([job_id])
+    return SlurmBackend().query_jobs([job_id])[job_id]
 
 
 def test_a_refused_partition_gives_slurms_words_and_leaves_nothing(site: Site) -> None:
@@ -168,7 +168,7 @@ def test_hostile_values_are_harmless_end_to_end(site: Site) -> None:
         env=site.env, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert shown.stdout.rstrip("|\n") == plain
-    assert work_dir(job_id) == run
+    assert find_work_dir(job_id) == run
     assert not list(site.folder.rglob("pwned"))
 
 
@@ -180,23 +180,23 @@ def test_what_the_backend_says_of_a_job_over_its_life(site: Site) -> None:
     assert view_of(held, PENDING).reason == "JobHeldUser"
     running = view_of(job_id, RUNNING)
     assert len(running.nodes) == 2 and running.start_time and running.end_time == running.start_time + 600
-    assert set(backend.views([held, job_id, "4000000"])) == {held, job_id}
-    assert backend.views(["4000000"]) == {}
+    assert set(backend.query_jobs([held, job_id, "4000000"])) == {held, job_id}
+    assert backend.query_jobs(["4000000"]) == {}
 
     backend.requeue(job_id)
-    assert view_of(job_id, RUNNING, restarts=1).alive
+    assert view_of(job_id, RUNNING, restarts=1).is_alive
     fresh = backend.restart(job_id, Submission(RunDir(run), options={"hold": ""}))
     assert view_of(fresh, PENDING).reason == "JobHeldUser"
     backend.cancel(fresh)
     backend.cancel(job_id)
-    assert clock.wait_until(lambda: not backend.views([job_id])[job_id].alive, TIMEOUT_S)
+    assert clock.wait_until(lambda: not backend.query_jobs([job_id])[job_id].is_alive, TIMEOUT_S)
     backend.cancel(job_id)  # once more is no error
 
     def states() -> list[str]:
-        return [start.state for start in backend.starts(job_id)]
+        return [start.state for start in backend.list_starts(job_id)]
 
     # slurmdbd hears of the end a little later.
     assert clock.wait_until(lambda: states()[-1:] == ["CANCELLED"], TIMEOUT_S), states()
     assert states() == ["REQUEUED", "CANCELLED"]
-    assert all(len(start.nodes) == 2 and start.start and start.end for start in backend.starts(job_id))
+    assert all(len(start.nodes) == 2 and start.start and start.end for start in backend.list_starts(job_id))
     assert (run / "job.log").exists()

@@ -42,7 +42,7 @@ def test_folders(tmp_path: Path, umask: int, above: int, below: int) -> None:
 
 def test_files_of_an_open_folder(tmp_path: Path, umask: int) -> None:
     tmp_path.chmod(0o750)
-    with fsio.as_open_as(tmp_path):
+    with fsio.group_umask(tmp_path):
         fsio.write_text(tmp_path / "a", "")
         fsio.write_text(tmp_path / "secret", "", mode=0o600)
     assert (mode(tmp_path / "a"), mode(tmp_path / "secret")) == (0o640, 0o600)
@@ -51,5 +51,5 @@ def test_files_of_an_open_folder(tmp_path: Path, umask: int) -> None:
 
 def test_a_closed_folder_loosens_nothing(tmp_path: Path, umask: int) -> None:
     tmp_path.chmod(0o700)
-    with fsio.as_open_as(tmp_path):
+    with fsio.group_umask(tmp_path):
         assert os.umask(umask) == umask

@@ -61,7 +61,7 @@ def submitted(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 def _on_real_disk(folder: Path) -> bool:
     try:
-        filesystem.check(folder, "folder", shared=True)
+        filesystem.check_folder(folder, "folder", shared=True)
     except ConfigError:
         return False
     return True

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clustertrain.cli.common import print_json, print_json_line
-from clustertrain.printable import PrintableStream, printable, printing_safely
+from clustertrain.printable import PrintableStream, printable, sanitized_output
 from clustertrain.report.terminal import emit, make_console
 
 OSC_52 = "\x1b]52;c;Y2FuYXJ5\x07"
@@ -27,7 +27,7 @@ ACTS = [OSC_52, "\x9b31m", "\x7f", "\r", "\x08", "\0", "\u202egpj.exe", "\u2066x
 def test_what_a_terminal_acts_on_is_escaped(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = printable(f"a{text}b")
     assert shown.startswith("a\\") and shown.isprintable()
-    with printing_safely():
+    with sanitized_output():
         click.echo(f"a{text}b")
         print(f"a{text}b", file=sys.stderr)
     assert capsys.readouterr() == (f"{shown}\n", f"{shown}\n")
@@ -35,7 +35,7 @@ def test_what_a_terminal_acts_on_is_escaped(text: str, capsys: pytest.CaptureFix
 
 def test_a_stream_that_was_closed_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    with printing_safely():
+    with sanitized_output():
         click.echo("a")
         assert sys.stdout is None
 
@@ -43,7 +43,7 @@ def test_a_stream_that_was_closed_stays_so(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_is_harmless_stays() -> None:
     text = "a\tb\nmüde 漢字 🙂 \\x1b"
     assert printable(text) == text
-    assert printable("1 %\r2 %\n", but="\r") == "1 %\r2 %\n"
+    assert printable("1 %\r2 %\n", keep="\r") == "1 %\r2 %\n"
 
 
 class Terminal(io.StringIO):
@@ -80,7 +80,7 @@ def test_a_progress_bar_moves_the_cursor_and_its_words_do_not(monkeypatch: pytes
 @pytest.mark.parametrize("text", ACTS, ids=repr)
 def test_json_is_safe_and_the_same(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     value = {"a": [text], text: 1.5}
-    with printing_safely():
+    with sanitized_output():
         print_json(value)
         print_json_line(value)
     for said in (capsys.readouterr().out,):

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from clustertrain import fsio, reading
-from clustertrain.reading import DEPTH, UnusableFile
+from clustertrain.reading import MAX_DEPTH, UnusableFile
 
 
 def odd(folder: Path, kind: str) -> Path:
@@ -36,11 +36,11 @@ def odd(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["FIFO", "folder", "socket", "device", "points to itself"])
 def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, kind: str) -> None:
     path = odd(tmp_path, kind)
-    for read in (reading.read_bytes, fsio.read_json, lambda p: list(fsio.read_lines(p))):
+    for read in (reading.read_bytes, fsio.read_json, lambda p: list(fsio.read_jsonl(p))):
         with pytest.raises(UnusableFile) as e:
             read(path)
         assert str(path) in e.value.message and kind in e.value.message and e.value.fix
-    assert fsio.peek_json(path) is None and fsio.last_lines(path, 100) == []
+    assert fsio.poll_json(path) is None and fsio.read_jsonl_tail(path, 100) == []
 
 
 def test_a_file_that_becomes_a_folder_before_it_is_opened_is_named(
@@ -72,12 +72,12 @@ def test_a_pipe_where_the_user_may_name_one(tmp_path: Path) -> None:
     os.mkfifo(path)
     writer = threading.Thread(target=lambda: path.write_bytes(b"x" * 100_000))
     writer.start()
-    assert reading.read_bytes(path, piped=True) == b"x" * 100_000
+    assert reading.read_bytes(path, allow_fifo=True) == b"x" * 100_000
     writer.join()
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    assert fsio.read_json(tmp_path / "none") is None and list(fsio.read_lines(tmp_path / "none")) == []
+    assert fsio.read_json(tmp_path / "none") is None and list(fsio.read_jsonl(tmp_path / "none")) == []
     with pytest.raises(FileNotFoundError):
         reading.read_bytes(tmp_path / "none")
 
@@ -106,7 +106,7 @@ def test_the_limit_is_in_the_bytes_that_are_read(tmp_path: Path) -> None:
     ("text", "why"),
     [
         ("[" * 100_000, "nested"),
-        ("[" * (DEPTH + 1) + "]" * (DEPTH + 1), "nested"),
+        ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "nested"),
         ('{"a":' * 900 + "1" + "}" * 900, "nested"),
         ("9" * 5000, "digits"),
         ('{"a": 1', "delimiter"),
@@ -119,18 +119,18 @@ def test_json_that_breaks_parsers(tmp_path: Path, text: str, why: str) -> None:
         fsio.read_json(path)
     assert why in e.value.message and path.name in e.value.message
     path.write_text(f'{{"a": 1}}\n{text}\n{{"a": 2}}\n')
-    assert list(fsio.read_lines(path)) == [{"a": 1}, {"a": 2}]
+    assert list(fsio.read_jsonl(path)) == [{"a": 1}, {"a": 2}]
 
 
 def test_as_deep_as_may_be() -> None:
-    text = "[" * DEPTH + "]" * DEPTH
-    assert reading.parse(text) == json.loads(text)
+    text = "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    assert reading.parse_json(text) == json.loads(text)
     wide = json.dumps([[[i]] for i in range(1000)])
-    assert len(reading.parse(wide)) == 1000
+    assert len(reading.parse_json(wide)) == 1000
 
 
 def test_half_a_surrogate_pair_is_replaced() -> None:
-    assert reading.parse(r'{"\ud800": ["\uDFFFx", "\ud83d\ude42"]}') == {"\ufffd": ["\ufffdx", "🙂"]}
+    assert reading.parse_json(r'{"\ud800": ["\uDFFFx", "\ud83d\ude42"]}') == {"\ufffd": ["\ufffdx", "🙂"]}
 
 
 def test_a_struct_with_something_deep_in_it(tmp_path: Path) -> None:
@@ -147,33 +147,33 @@ def test_a_struct_with_something_deep_in_it(tmp_path: Path) -> None:
 
 def test_a_line_that_is_too_long_costs_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    long = b'{"a": "' + b"x" * reading.LINE_BYTES + b'"}'
+    long = b'{"a": "' + b"x" * reading.MAX_LINE_BYTES + b'"}'
     path.write_bytes(b'{"a": 1}\n' + long + b'\n{"a": 2}\n{"a": 3')
-    assert list(fsio.read_lines(path)) == [{"a": 1}, {"a": 2}]
+    assert list(fsio.read_jsonl(path)) == [{"a": 1}, {"a": 2}]
 
 
 @pytest.mark.parametrize(("limit", "found"), [(9, [3]), (17, [3]), (18, [2, 3]), (27, [1, 2, 3]), (100, [1, 2, 3])])
 def test_of_a_long_file_of_lines_the_end_is_read(tmp_path: Path, limit: int, found: list[int]) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"".join(b'{"a": %d}\n' % n for n in (1, 2, 3)))
-    assert [line["a"] for line in fsio.read_lines(path, limit)] == found
+    assert [line["a"] for line in fsio.read_jsonl(path, limit)] == found
 
 
 def test_a_bomb_is_not_unpacked() -> None:
     bomb = gzip.compress(b"\0" * (1 << 20))
-    assert len(reading.unpacked(bomb, 1 << 20)) == 1 << 20
+    assert len(reading.decompress(bomb, 1 << 20)) == 1 << 20
     with pytest.raises(ValueError, match="unpacked"):
-        reading.unpacked(bomb, (1 << 20) - 1)
+        reading.decompress(bomb, (1 << 20) - 1)
     for damaged in (bomb[:-9], b"no gzip", bomb[:-6] + b"xxxxxx"):
         with pytest.raises(ValueError):
-            reading.unpacked(damaged, 1 << 20)
+            reading.decompress(damaged, 1 << 20)
 
 
 def test_an_appender_does_not_read_what_it_appends_to(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.touch()
     os.truncate(path, 50 << 30)
-    log = fsio.Appender(path)
+    log = fsio.JsonlAppender(path)
     log.append({"a": 1})
     log.close()
-    assert fsio.last_lines(path, 100) == [{"a": 1}]
+    assert fsio.read_jsonl_tail(path, 100) == [{"a": 1}]

@@ -27,7 +27,7 @@ from tests.unit.report import live_runs
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    made = run_dir.create("gone")
+    made = run_dir.create_run("gone")
     monkeypatch.setenv(settings.RUN_DIR, str(made.path))
     return made
 
@@ -36,8 +36,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     "write",
     [
         lambda run: fsio.make_folder(run.tracking / "state"),
-        lambda run: EventLog(run.attempt(1).events_of("rank-0")),
-        lambda run: fsio.Appender(run.metrics_of(1, stretch=1)),
+        lambda run: EventLog(run.attempt(1).events_path("rank-0")),
+        lambda run: fsio.JsonlAppender(run.metrics_path(1, segment=1)),
     ],
 )
 def test_a_process_of_the_run_makes_no_other_folder_of_its_name(run: RunDir, write: Callable[[RunDir], object]) -> None:
@@ -69,14 +69,14 @@ def test_a_run_that_goes_while_list_reads_hides_no_other(
 ) -> None:
     """It goes after the last look at its state: nothing of it is read for the table."""
     going, staying = (live_runs.new_run(tmp_path, 1e9, name=name) for name in ("going-abc234", "staying-abc234"))
-    looked = run_status.look_all
+    looked = run_status.run_statuses
 
-    def then_goes(runs: Sequence[RunDir]) -> list[run_status.Look | run_status.Unreadable]:
+    def then_goes(runs: Sequence[RunDir]) -> list[run_status.RunStatus | run_status.Unreadable]:
         seen = looked(runs)
         shutil.rmtree(going.path)
         return seen
 
-    monkeypatch.setattr(run_status, "look_all", then_goes)
+    monkeypatch.setattr(run_status, "run_statuses", then_goes)
     done = CliRunner().invoke(list_, list(options))
     assert done.exit_code == 0, done.output
     assert going.id in done.stdout and staying.id in done.stdout
@@ -99,7 +99,7 @@ def test_a_run_that_goes_while_status_reads_it_is_an_error_without_a_traceback(
         run.spec.read_bytes()
 
     run.spec.write_text("version = 1\n")
-    monkeypatch.setattr(run_status, "look", goes)
+    monkeypatch.setattr(run_status, "run_status", goes)
     monkeypatch.setattr(sys, "argv", ["clustertrain", "status", run.id])
     assert main() == 1
     assert capsys.readouterr().err == f"clustertrain: {run.spec}: No such file or directory\n"

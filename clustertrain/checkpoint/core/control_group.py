@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from clustertrain.checkpoint.core.failures import Trouble, error, told
+from clustertrain.checkpoint.core.failures import Failure, error_from_failures, failure_from_exception
 from clustertrain.errors import CheckpointError
 
 _HEAD_BYTES = 512
 _LENGTH_BYTES = 8
-_ROOM_BYTES = _HEAD_BYTES - _LENGTH_BYTES
+_INLINE_BYTES = _HEAD_BYTES - _LENGTH_BYTES
 
 
 class Ranks:
@@ -28,23 +28,24 @@ class Ranks:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
 
-    def records(self, mine: bytes) -> list[bytes]:
-        """``mine`` of every rank, in rank order, on every rank; as many bytes on each of them. One exchange."""
-        return self.exchange(mine)()
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """``payload`` of every rank, in rank order, on every rank; as many bytes on each of them. One exchange."""
+        return self.all_gather_bytes_async(payload)()
 
-    def exchange(self, mine: bytes) -> Callable[[], list[bytes]]:
-        """:meth:`records` that are on their way while something else is done; the returned call waits for them."""
+    def all_gather_bytes_async(self, payload: bytes) -> Callable[[], list[bytes]]:
+        """:meth:`all_gather_bytes` that are on their way while something else is done; the returned call waits for
+        them."""
         if self._group is None:
-            return lambda: [mine]
-        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        found = torch.empty(self.world_size * len(mine), dtype=torch.uint8)
-        work = dist.all_gather_into_tensor(found, sent, group=self._group, async_op=True)
+            return lambda: [payload]
+        send_buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        recv_buffer = torch.empty(self.world_size * len(payload), dtype=torch.uint8)
+        work = dist.all_gather_into_tensor(recv_buffer, send_buffer, group=self._group, async_op=True)
 
         def wait() -> list[bytes]:
-            assert work is not None and sent.numel() == len(mine)
+            assert work is not None and send_buffer.numel() == len(payload)
             work.wait()
-            data = found.numpy().tobytes()
-            return [data[at : at + len(mine)] for at in range(0, len(data), len(mine))]
+            data = recv_buffer.numpy().tobytes()
+            return [data[at : at + len(payload)] for at in range(0, len(data), len(payload))]
 
         return wait
 
@@ -52,18 +53,18 @@ class Ranks:
         """``value`` of every rank, in rank order, on rank 0; an empty list on the others."""
         if self._group is None:
             return [value]
-        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([mine.numel()]), group=self._group)
+        dist.all_gather(sizes, torch.tensor([encoded.numel()]), group=self._group)
         longest = max(int(s) for s in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: mine.numel()] = mine
+        padded[: encoded.numel()] = encoded
         if self.rank != 0:
             dist.gather(padded, None, group=self._group, group_dst=0)
             return []
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        dist.gather(padded, parts, group=self._group, group_dst=0)
-        return [json.loads(p[: int(n)].numpy().tobytes()) for p, n in zip(parts, sizes, strict=True)]
+        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.gather(padded, gathered, group=self._group, group_dst=0)
+        return [json.loads(p[: int(n)].numpy().tobytes()) for p, n in zip(gathered, sizes, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's ``value`` on every rank."""
@@ -71,40 +72,44 @@ class Ranks:
             return value
         data = json.dumps(value).encode() if self.rank == 0 else b""
         # The length, and what has room beside it: most is said in one exchange.
-        head = bytearray(len(data).to_bytes(_LENGTH_BYTES, "big") + data[:_ROOM_BYTES]).ljust(_HEAD_BYTES, b"\0")
+        head = bytearray(len(data).to_bytes(_LENGTH_BYTES, "big") + data[:_INLINE_BYTES]).ljust(_HEAD_BYTES, b"\0")
         buffer = torch.frombuffer(head, dtype=torch.uint8)
         dist.broadcast(buffer, group=self._group, group_src=0)
         size = int.from_bytes(head[:_LENGTH_BYTES], "big")
         data = data if self.rank == 0 else bytes(head[_LENGTH_BYTES : _LENGTH_BYTES + size])
-        if size > _ROOM_BYTES:
-            rest = torch.frombuffer(bytearray(data[_ROOM_BYTES:]) or bytearray(size - _ROOM_BYTES), dtype=torch.uint8)
+        if size > _INLINE_BYTES:
+            rest = torch.frombuffer(
+                bytearray(data[_INLINE_BYTES:]) or bytearray(size - _INLINE_BYTES), dtype=torch.uint8
+            )
             dist.broadcast(rest, group=self._group, group_src=0)
-            data = data[:_ROOM_BYTES] + rest.numpy().tobytes()
+            data = data[:_INLINE_BYTES] + rest.numpy().tobytes()
         return json.loads(data)
 
-    def troubles(self, mine: Trouble | None) -> list[Trouble]:
+    def all_gather_failures(self, own_failure: Failure | None) -> list[Failure]:
         """What went wrong on any rank, in rank order, each with the rank's number before ``why``; empty when all is
         well. The same list on every rank."""
-        everybody = self.told(None if mine is None else {"why": mine.why, "of": mine.of})
-        return [Trouble(why=f"rank {r}: {t['why']}", of=t["of"]) for r, t in enumerate(everybody) if t is not None]
+        gathered = self.all_gather_optional(
+            None if own_failure is None else {"why": own_failure.why, "of": own_failure.of}
+        )
+        return [Failure(why=f"rank {r}: {t['why']}", of=t["of"]) for r, t in enumerate(gathered) if t is not None]
 
-    def told(self, mine: Any) -> list[Any]:
-        """``mine`` of every rank, in rank order, on every rank; an empty list where nobody has anything to tell."""
-        if not any(map(any, self.records(bytes([mine is not None])))):
+    def all_gather_optional(self, value: Any) -> list[Any]:
+        """``value`` of every rank, in rank order, on every rank; an empty list where nobody has anything to tell."""
+        if not any(map(any, self.all_gather_bytes(bytes([value is not None])))):
             return []
-        everybody: list[Any] = self.broadcast(self.gather(mine))
-        return everybody
+        values: list[Any] = self.broadcast(self.gather(value))
+        return values
 
-    def on_first(self, act: Callable[[], Any], failure: str) -> Any:
-        """Run ``act`` on rank 0 and tell all ranks what it returned, or that it failed."""
+    def run_on_rank0(self, func: Callable[[], Any], error_prefix: str) -> Any:
+        """Run ``func`` on rank 0 and tell all ranks what it returned, or that it failed."""
         outcome: dict[str, Any] = {}
         if self.rank == 0:
             try:
-                outcome = {"value": act()}
+                outcome = {"value": func()}
             except (OSError, CheckpointError) as e:
-                trouble = told(e)
-                outcome = {"trouble": {"why": trouble.why, "of": trouble.of}}
+                caught = failure_from_exception(e)
+                outcome = {"trouble": {"why": caught.why, "of": caught.of}}
         outcome = self.broadcast(outcome)
         if "trouble" in outcome:
-            raise error(failure, [Trouble(**outcome["trouble"])])
+            raise error_from_failures(error_prefix, [Failure(**outcome["trouble"])])
         return outcome["value"]

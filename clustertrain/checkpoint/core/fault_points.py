@@ -16,7 +16,7 @@ from typing import Final
 
 from clustertrain import settings
 
-POINTS: Final = (
+SAVE_POINTS: Final = (
     "before staging",
     "while staging",
     "staged",
@@ -32,31 +32,31 @@ POINTS: Final = (
     "while pruning",
 )
 # Where a run has the tier on its nodes' own disks, or copies behind a URL.
-TIERS: Final = ("kept", "while copying", "while uploading", "before the remote marker")
+TIER_POINTS: Final = ("kept", "while copying", "while uploading", "before the remote marker")
 # Where a run goes back because training went wrong.
-ROLL_BACK: Final = (
+ROLLBACK_POINTS: Final = (
     "before the roll-back's record",
     "after the roll-back's record",
     "between two condemned checkpoints",
 )
-_seen: Counter[str] = Counter()
+_hit_counts: Counter[str] = Counter()
 
 
-def reached(point: str, rank: int) -> None:
-    asked = os.environ.get(settings.FAULT_AT)
-    if not asked:
+def fault_point(point: str, rank: int) -> None:
+    spec = os.environ.get(settings.FAULT_AT)
+    if not spec:
         return
-    name, wanted, nth, what = asked.split(":")
-    if name != point or int(wanted) != rank:
+    target_point, target_rank, target_hit, action = spec.split(":")
+    if target_point != point or int(target_rank) != rank:
         return
-    _seen[point] += 1
-    if _seen[point] != int(nth):
+    _hit_counts[point] += 1
+    if _hit_counts[point] != int(target_hit):
         return
-    if what in ("KILL", "STOP"):
-        os.kill(os.getpid(), signal.Signals[f"SIG{what}"])
+    if action in ("KILL", "STOP"):
+        os.kill(os.getpid(), signal.Signals[f"SIG{action}"])
         return
-    if what == "ORPHAN":
+    if action == "ORPHAN":
         os.kill(os.getppid(), signal.SIGKILL)
         return
-    number = getattr(errno, what)
-    raise OSError(number, os.strerror(number))
+    error_number = getattr(errno, action)
+    raise OSError(error_number, os.strerror(error_number))

@@ -12,17 +12,19 @@ that is wrong by a factor of 4 it is a quarter larger than it had to be.
 
 C is the stall, and of what is written while the training goes on the part of that time by which it is slowed down. The
 medians of the last saves count, since the first has buffers to allocate and a busy file system has its moments.
-Before the first save C is ``DEFAULT_STALL_S``, of the order of what saves in the background cost; too short rather
+Before the first save C is ``ASSUMED_STALL_S``, of the order of what saves in the background cost; too short rather
 than too long, because that save is what measures it.
 
-M is (prior + time trained) / (1 + failures): see :class:`Failures`.
+M is (prior + time trained) / (1 + failures): see :class:`FailureHistory`.
 
 Bounds, the stronger one last:
 
-* not longer than ``LONGEST_S``: M is a guess from few failures, and a failure shall never cost more than an hour of the
+* not longer than ``MAX_INTERVAL_S``: M is a guess from few failures, and a failure shall never cost more than an hour
+of the
   run, whatever was guessed;
-* not shorter than ``SHORTEST_S``: each save makes files for the metadata servers, and old ones to delete;
-* not shorter than ``SAVES_APART`` times what a save takes until it is committed: writing then has at most a tenth of
+* not shorter than ``MIN_INTERVAL_S``: each save makes files for the metadata servers, and old ones to delete;
+* not shorter than ``MIN_INTERVAL_SAVES`` times what a save takes until it is committed: writing then has at most a
+tenth of
   the time, and a failure seldom finds one under way.
 """
 
@@ -35,45 +37,45 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from clustertrain import clock
-from clustertrain.config.recipe import AUTO, check_every, seconds_of
+from clustertrain.config.recipe import AUTO, check_interval, parse_interval_s
 from clustertrain.errors import ConfigError
 from clustertrain.run import endings
 from clustertrain.run.attempts import Attempt
 
-DEFAULT_STALL_S = 1.0
-LONGEST_S = 3600.0
-SHORTEST_S = 30.0
-SAVES_APART = 10
-SAVES_REMEMBERED = 5
+ASSUMED_STALL_S = 1.0
+MAX_INTERVAL_S = 3600.0
+MIN_INTERVAL_S = 30.0
+MIN_INTERVAL_SAVES = 10
+COST_WINDOW = 5
 
-RUN_PRIOR_S = 24 * 3600.0  # what does not grow with the nodes: the code, the file system, maintenance
+RUN_PRIOR_MTBF_S = 24 * 3600.0  # what does not grow with the nodes: the code, the file system, maintenance
 # 1.8 h for 16,384 GPUs, 8 a node, as projected by Kokolis et al., Revisiting reliability in large-scale machine
 # learning research clusters, HPCA 2025 (arXiv 2410.21680).
-NODE_PRIOR_S = 1.8 * 3600.0 * 16_384 / 8
+NODE_PRIOR_MTBF_S = 1.8 * 3600.0 * 16_384 / 8
 
 # The ranks were told, as a rule; whether there was time to save is seen from what they lost.
-_WITH_WARNING = frozenset({endings.PREEMPTED, endings.TIME_LIMIT, endings.SIGNAL, endings.UNKNOWN})
-_OF_ITS_OWN = frozenset({endings.COMPLETED, endings.CANCELLED})
+_WARNED_ENDINGS = frozenset({endings.PREEMPTED, endings.TIME_LIMIT, endings.SIGNAL, endings.UNKNOWN})
+_NON_FAILURE_ENDINGS = frozenset({endings.COMPLETED, endings.CANCELLED})
 
 
 @dataclass(frozen=True)
-class Failures:
+class FailureHistory:
     """What earlier attempts say about the time between failures: ``count`` of them in ``trained_s`` seconds.
 
-    The prior stands for one failure in ``prior_s`` seconds that nobody saw, so that the first day has a mean too. After
-    a few failures it weighs little.
+    The prior stands for one failure in ``prior_mtbf_s`` seconds that nobody saw, so that the first day has a mean too.
+    After a few failures it weighs little.
     """
 
     count: int = 0
     trained_s: float = 0.0
-    prior_s: float = RUN_PRIOR_S
+    prior_mtbf_s: float = RUN_PRIOR_MTBF_S
 
-    def mean_s(self, more_s: float = 0.0) -> float:
-        """Seconds between failures, where the run has trained for another ``more_s`` without one."""
-        return (self.prior_s + self.trained_s + more_s) / (1 + self.count)
+    def mtbf_s(self, extra_trained_s: float = 0.0) -> float:
+        """Seconds between failures, where the run has trained for another ``extra_trained_s`` without one."""
+        return (self.prior_mtbf_s + self.trained_s + extra_trained_s) / (1 + self.count)
 
 
-def failures_of(attempts: Iterable[Attempt], nodes: int) -> Failures:
+def count_failures(attempts: Iterable[Attempt], nodes: int) -> FailureHistory:
     """Count the failures of a run, on ``nodes`` nodes now, from its attempts. Those without an ending are left out.
 
     A failure is an ending that takes steps away:
@@ -84,8 +86,8 @@ def failures_of(attempts: Iterable[Attempt], nodes: int) -> Failures:
     * completed and cancelled are none;
     * before its first step an attempt has nothing to lose: it counts neither as a failure nor as time.
 
-    The time is that of the whole attempt, its startup included. The prior adds two rates: ``RUN_PRIOR_S`` for any run,
-    and ``NODE_PRIOR_S`` for each node.
+    The time is that of the whole attempt, its startup included. The prior adds two rates: ``RUN_PRIOR_MTBF_S`` for any
+    run, and ``NODE_PRIOR_MTBF_S`` for each node.
     """
     count, trained_s = 0, 0.0
     for attempt in attempts:
@@ -93,38 +95,40 @@ def failures_of(attempts: Iterable[Attempt], nodes: int) -> Failures:
             continue
         if attempt.start is not None and attempt.end is not None:
             trained_s += max(0.0, attempt.end - attempt.start)  # clocks of two hosts perhaps
-        count += _failed(attempt)
-    return Failures(count, trained_s, 1 / (1 / RUN_PRIOR_S + nodes / NODE_PRIOR_S))
+        count += _is_failure(attempt)
+    return FailureHistory(count, trained_s, 1 / (1 / RUN_PRIOR_MTBF_S + nodes / NODE_PRIOR_MTBF_S))
 
 
-def _failed(attempt: Attempt) -> bool:
-    if attempt.ending in _OF_ITS_OWN:
+def _is_failure(attempt: Attempt) -> bool:
+    if attempt.ending in _NON_FAILURE_ENDINGS:
         return False
-    saved = max(attempt.committed_step or 0, attempt.restored_step or 0)
-    return attempt.ending not in _WITH_WARNING or (attempt.last_step or 0) > saved
+    saved_step = max(attempt.committed_step or 0, attempt.restored_step or 0)
+    return attempt.ending not in _WARNED_ENDINGS or (attempt.last_step or 0) > saved_step
 
 
-def optimum_s(cost_s: float, between_failures_s: float) -> float:
+def young_daly_interval_s(cost_s: float, mtbf_s: float) -> float:
     """Seconds from one save to the next, without bounds: the formula above."""
-    return math.sqrt(2 * cost_s * between_failures_s)
+    return math.sqrt(2 * cost_s * mtbf_s)
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _IntervalEstimate:
     seconds: float
-    bound: str = ""  # in words, where one decided
+    bound_text: str = ""  # in words, where one decided
     stall_s: float = 0.0
-    slow_s: float = 0.0
-    between_s: float = 0.0
+    slowdown_s: float = 0.0
+    mtbf_s: float = 0.0
 
 
-class Interval:
+class CheckpointInterval:
     """Says at each step boundary whether a save is due. The time runs from when it is made, so make it after the
     restore and before the first step.
 
-    :meth:`at` is the same on all ranks. :meth:`overdue` looks at a clock, so only one rank's answer may count, and the
-    others must be told; it stays true until :meth:`begun`, so that they may be told at a later boundary. Only where
-    ``timed`` is true is there anything to tell, and only the rank that answers has to call :meth:`measured`.
+    :meth:`is_due_at` is the same on all ranks. :meth:`is_overdue` looks at a clock, so only one rank's answer may
+    count, and the
+    others must be told; it stays true until :meth:`restart_timer`, so that they may be told at a later boundary. Only
+    where
+    ``is_timed`` is true is there anything to tell, and only the rank that answers has to call :meth:`record_save`.
     """
 
     def __init__(
@@ -132,56 +136,58 @@ class Interval:
         every: int | str,
         *,
         milestone: int = 0,
-        failures: Failures = Failures(),
+        history: FailureHistory = FailureHistory(),
         monotonic: Callable[[], float] = clock.monotonic,
     ) -> None:
         """
         Args:
             every: steps, a time ("10min") or "auto", as ``every`` of the ``[checkpoint]`` table.
             milestone: ``keep_every``: a save is also due at each multiple of so many steps; 0: at none.
-            failures: what is known from before, :func:`failures_of`; only "auto" looks at it.
+            failures: what is known from before, :func:`count_failures`; only "auto" looks at it.
             monotonic: seconds, of a clock that nobody sets.
 
         Raises:
             ConfigError: ``every`` is none of these.
         """
         try:
-            check_every("checkpoint_every", every)
+            check_interval("checkpoint_every", every)
         except ValueError as e:
             raise ConfigError(str(e)) from e
-        self._steps = every if isinstance(every, int) else 0
+        self._every_steps = every if isinstance(every, int) else 0
         self._auto = every == AUTO
         self._milestone = milestone
-        self._failures = failures
+        self._history = history
         self._monotonic = monotonic
-        self._made = self._since = monotonic()
-        self._costs: deque[tuple[float, float, float]] = deque(maxlen=SAVES_REMEMBERED)  # stall, slow-down, whole save
-        self._fixed_s = seconds_of("checkpoint_every", every) if isinstance(every, str) and not self._auto else math.inf
-        self._chosen = self._choose()
+        self._created_at = self._timer_start = monotonic()
+        self._save_costs: deque[tuple[float, float, float]] = deque(maxlen=COST_WINDOW)  # stall, slow-down, whole save
+        self._fixed_interval_s = (
+            parse_interval_s("checkpoint_every", every) if isinstance(every, str) and not self._auto else math.inf
+        )
+        self._estimate = self._estimate_interval()
 
     @property
-    def timed(self) -> bool:
-        """Whether :meth:`overdue` can ever be true."""
-        return not self._steps
+    def is_timed(self) -> bool:
+        """Whether :meth:`is_overdue` can ever be true."""
+        return not self._every_steps
 
     @property
     def seconds(self) -> float | None:
         """From one save to the next; None where steps are counted."""
-        return self._chosen.seconds if self.timed else None
+        return self._estimate.seconds if self.is_timed else None
 
-    def at(self, step: int) -> bool:
+    def is_due_at(self, step: int) -> bool:
         """Whether a save is due after ``step`` steps because of that number alone."""
-        return any(n > 0 and step % n == 0 for n in (self._steps, self._milestone))
+        return any(n > 0 and step % n == 0 for n in (self._every_steps, self._milestone))
 
-    def overdue(self) -> bool:
+    def is_overdue(self) -> bool:
         """Whether the time is up since the last save."""
-        return self._monotonic() - self._since >= self._chosen.seconds
+        return self._monotonic() - self._timer_start >= self._estimate.seconds
 
-    def begun(self) -> None:
+    def restart_timer(self) -> None:
         """The training goes on after a save: the time starts again. Its bytes may still be on their way."""
-        self._since = self._monotonic()
+        self._timer_start = self._monotonic()
 
-    def measured(self, stall_s: float, save_s: float, slowdown: float = 0.0) -> None:
+    def record_save(self, stall_s: float, save_s: float, slowdown_fraction: float = 0.0) -> None:
         """A save is committed; ``auto`` is reckoned anew.
 
         Args:
@@ -189,37 +195,39 @@ class Interval:
             save_s: from the beginning to the commit, the stall included.
             slowdown: the share of the training's speed that was missing for the rest of ``save_s``, 0 to 1.
         """
-        self._costs.append((stall_s, slowdown * max(0.0, save_s - stall_s), save_s))
-        self._chosen = self._choose()
+        self._save_costs.append((stall_s, slowdown_fraction * max(0.0, save_s - stall_s), save_s))
+        self._estimate = self._estimate_interval()
 
-    def explain(self) -> str:
+    def format_explanation(self) -> str:
         """One line for the event log: ``every 213 s: stall 0.8 s, 7.9 h between failures``."""
-        if self._steps:
-            return f"every {self._steps} steps"
-        chosen = self._chosen
+        if self._every_steps:
+            return f"every {self._every_steps} steps"
+        estimate = self._estimate
         if not self._auto:
-            return f"every {_figure(chosen.seconds)} s"
-        cost = f"stall {_figure(chosen.stall_s)} s"
-        if chosen.slow_s:
-            cost += f" and {_figure(chosen.slow_s)} s by slower steps"
-        if not self._costs:
+            return f"every {_format_number(estimate.seconds)} s"
+        cost = f"stall {_format_number(estimate.stall_s)} s"
+        if estimate.slowdown_s:
+            cost += f" and {_format_number(estimate.slowdown_s)} s by slower steps"
+        if not self._save_costs:
             cost += " (assumed)"
-        between = f"{_figure(chosen.between_s / 3600)} h between failures"
-        if not self._failures.count:
-            between += " (none seen)"
-        return f"every {_figure(chosen.seconds)} s{chosen.bound}: {cost}, {between}"
+        mtbf_text = f"{_format_number(estimate.mtbf_s / 3600)} h between failures"
+        if not self._history.count:
+            mtbf_text += " (none seen)"
+        return f"every {_format_number(estimate.seconds)} s{estimate.bound_text}: {cost}, {mtbf_text}"
 
-    def _choose(self) -> _Chosen:
+    def _estimate_interval(self) -> _IntervalEstimate:
         if not self._auto:
-            return _Chosen(self._fixed_s)
-        stall_s, slow_s, save_s = DEFAULT_STALL_S, 0.0, 0.0
-        if self._costs:
-            stall_s, slow_s, save_s = (statistics.median(column) for column in zip(*self._costs, strict=True))
-        between_s = self._failures.mean_s(self._monotonic() - self._made)
-        best = min((optimum_s(stall_s + slow_s, between_s), ""), (LONGEST_S, ", the longest"))
-        seconds, bound = max(best, (SHORTEST_S, ", the shortest"), (SAVES_APART * save_s, ", ten times a save"))
-        return _Chosen(seconds, bound, stall_s, slow_s, between_s)
+            return _IntervalEstimate(self._fixed_interval_s)
+        stall_s, slowdown_s, save_s = ASSUMED_STALL_S, 0.0, 0.0
+        if self._save_costs:
+            stall_s, slowdown_s, save_s = (statistics.median(column) for column in zip(*self._save_costs, strict=True))
+        mtbf_s = self._history.mtbf_s(self._monotonic() - self._created_at)
+        capped = min((young_daly_interval_s(stall_s + slowdown_s, mtbf_s), ""), (MAX_INTERVAL_S, ", the longest"))
+        seconds, bound_text = max(
+            capped, (MIN_INTERVAL_S, ", the shortest"), (MIN_INTERVAL_SAVES * save_s, ", ten times a save")
+        )
+        return _IntervalEstimate(seconds, bound_text, stall_s, slowdown_s, mtbf_s)
 
 
-def _figure(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:.3g}" if value < 999 else f"{value:.0f}"

@@ -72,19 +72,19 @@ def _scalar(value: bool | int | float | str | None, name: str) -> Any:
 
 
 def decode(
-    value: Any, tensor: Callable[[str], torch.Tensor], of_array: Callable[[str], torch.Tensor] | None = None
+    value: Any, load_tensor: Callable[[str], torch.Tensor], load_array: Callable[[str], torch.Tensor] | None = None
 ) -> Any:
-    """What :func:`encode` was given. ``tensor`` yields a tensor by its name, ``of_array`` the bytes of an array, which
-    must be there when it returns (default: ``tensor``)."""
-    of_array = of_array or tensor
+    """What :func:`encode` was given. ``load_tensor`` yields a tensor by its name, ``load_array`` the bytes of an
+    array, which must be there when it returns (default: ``load_tensor``)."""
+    load_array = load_array or load_tensor
     if isinstance(value, list):
-        return [decode(v, tensor, of_array) for v in value]
+        return [decode(v, load_tensor, load_array) for v in value]
     if not isinstance(value, dict):
         return value
     if _TENSOR in value:
-        return tensor(value[_TENSOR])
+        return load_tensor(value[_TENSOR])
     if _ARRAY in value:
-        data = np.frombuffer(of_array(value[_ARRAY]).numpy().tobytes(), dtype=np.dtype(value["dtype"]))
+        data = np.frombuffer(load_array(value[_ARRAY]).numpy().tobytes(), dtype=np.dtype(value["dtype"]))
         return data.reshape(value["shape"]).copy()
     if _FLOAT in value:
         return float(value[_FLOAT])
@@ -93,10 +93,10 @@ def decode(
     if _BYTES in value:
         return base64.b64decode(value[_BYTES])
     if _TUPLE in value:
-        return tuple(decode(v, tensor, of_array) for v in value[_TUPLE])
+        return tuple(decode(v, load_tensor, load_array) for v in value[_TUPLE])
     if _MAP in value:
-        return {decode(k, tensor, of_array): decode(v, tensor, of_array) for k, v in value[_MAP]}
-    return {k: decode(v, tensor, of_array) for k, v in value.items()}
+        return {decode(k, load_tensor, load_array): decode(v, load_tensor, load_array) for k, v in value[_MAP]}
+    return {k: decode(v, load_tensor, load_array) for k, v in value.items()}
 
 
 def is_plain_map(value: Any) -> bool:

@@ -1,9 +1,10 @@
 """Which checkpoints stay and which go.
 
-:func:`doomed` is the policy, over what is known of the checkpoints; :func:`choose` and :func:`apply` are the same for a
-folder. A checkpoint stays where any of these holds:
+:func:`select_for_deletion` is the policy, over what is known of the checkpoints; :func:`list_expired` and
+:func:`delete_expired` are the same for a folder. A checkpoint stays where any of these holds:
 
-* it is the newest one that is good (``good`` of :func:`choose` says what that means): where all newer ones are damaged
+* it is the newest one that is good (``good`` of :func:`list_expired` says what that means): where all newer ones are
+damaged
   it is what the run goes back to;
 * it is one of the ``keep`` newest regular ones. One that was made for its metric alone is none, or frequent evaluations
   would push out all that lies further back; it fills up while there are fewer;
@@ -30,15 +31,15 @@ from clustertrain import fsio
 from clustertrain.checkpoint.format import fence as fences
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.storage import Folder
-from clustertrain.checkpoint.format.storage_errors import StorageError, patiently
+from clustertrain.checkpoint.format.storage_errors import StorageError, with_retries
 from clustertrain.errors import CheckpointError
 
-EMERGENCY: index.Reason = "stop"
-FOR_BEST: index.Reason = "best"
+EMERGENCY_REASON: index.SaveReason = "stop"
+BEST_REASON: index.SaveReason = "best"
 
 
 @dataclass(frozen=True)
-class Policy:
+class RetentionPolicy:
     """What the ``[checkpoint]`` table asks for; see :class:`clustertrain.config.recipe.CheckpointSpec`."""
 
     keep: int = 3
@@ -49,77 +50,83 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Known:
+class CheckpointInfo:
     """What the policy looks at in one committed checkpoint. ``metric`` is the value of the deciding scalar; None and
     nan are no value."""
 
     step: int
-    reason: index.Reason = "interval"
+    reason: index.SaveReason = "interval"
     metric: float | None = None
 
 
-def doomed(checkpoints: Collection[Known], policy: Policy, newest_good: int | None) -> list[int]:
-    """The steps that go, oldest first. ``newest_good`` is the step of the newest checkpoint that is good."""
+def select_for_deletion(
+    checkpoints: Collection[CheckpointInfo], policy: RetentionPolicy, newest_valid: int | None
+) -> list[int]:
+    """The steps that go, oldest first. ``newest_valid`` is the step of the newest checkpoint that is good."""
     newest_first = sorted(checkpoints, key=lambda c: c.step, reverse=True)
     # One that stays for ever needs no other ground, so why it was made does not matter, and need not be read.
-    regular = [c for c in newest_first if c.reason not in (EMERGENCY, FOR_BEST) or _is_milestone(c.step, policy)]
-    for_best = [c for c in newest_first if c.reason == FOR_BEST][: max(0, policy.keep - len(regular))]
-    overtaken = regular[0].step if regular else -1
-    emergency = [c for c in newest_first if c.reason == EMERGENCY and c.step > overtaken]
-    kept = (*regular[: policy.keep], *for_best, *emergency[: policy.keep], *_best(newest_first, policy))
-    stays = {c.step for c in kept}
+    regular = [
+        c for c in newest_first if c.reason not in (EMERGENCY_REASON, BEST_REASON) or _is_milestone(c.step, policy)
+    ]
+    best_only = [c for c in newest_first if c.reason == BEST_REASON][: max(0, policy.keep - len(regular))]
+    newest_regular = regular[0].step if regular else -1
+    emergency = [c for c in newest_first if c.reason == EMERGENCY_REASON and c.step > newest_regular]
+    retained = (*regular[: policy.keep], *best_only, *emergency[: policy.keep], *_select_best(newest_first, policy))
+    retained_steps = {c.step for c in retained}
     return sorted(
         c.step
         for c in checkpoints
-        if c.step not in stays and c.step != newest_good and not _is_milestone(c.step, policy)
+        if c.step not in retained_steps and c.step != newest_valid and not _is_milestone(c.step, policy)
     )
 
 
-def _is_milestone(step: int, policy: Policy) -> bool:
+def _is_milestone(step: int, policy: RetentionPolicy) -> bool:
     return policy.keep_every > 0 and step % policy.keep_every == 0
 
 
-def _best(newest_first: list[Known], policy: Policy) -> list[Known]:
-    valued = [(c.metric, c) for c in newest_first if c.metric is not None and not math.isnan(c.metric)]
+def _select_best(newest_first: list[CheckpointInfo], policy: RetentionPolicy) -> list[CheckpointInfo]:
+    scored = [(c.metric, c) for c in newest_first if c.metric is not None and not math.isnan(c.metric)]
     # Sorting is stable: of equal values the newer comes first, with reverse too.
-    valued.sort(key=lambda pair: pair[0], reverse=policy.best_mode == "max")
-    return [c for _, c in valued[: policy.keep_best]]
+    scored.sort(key=lambda pair: pair[0], reverse=policy.best_mode == "max")
+    return [c for _, c in scored[: policy.keep_best]]
 
 
-def known(folder: Folder, policy: Policy) -> Known:
+def read_checkpoint_info(folder: Folder, policy: RetentionPolicy) -> CheckpointInfo:
     """What the index of a committed checkpoint says. One that does not read counts as regular and has no metric.
 
     Raises:
         StorageError: the file system would not read it, now at least.
     """
-    step = index.step_of(folder) or 0
+    step = index.parse_step(folder) or 0
     if _is_milestone(step, policy) and not policy.keep_best:
-        return Known(step)  # stays whatever its index says, and over a long run there may be many
+        return CheckpointInfo(step)  # stays whatever its index says, and over a long run there may be many
     marker = folder / index.COMMITTED
     try:
-        stamp = patiently(marker.stat, marker)
-        reason, metric = _read(folder, stamp.st_ino, stamp.st_mtime_ns)
+        marker_stat = with_retries(marker.stat, marker)
+        reason, metric = _read_reason_and_metric(folder, marker_stat.st_ino, marker_stat.st_mtime_ns)
     except StorageError:
         raise
     except (OSError, CheckpointError):
-        return Known(step)
-    return Known(step, reason, metric.value if metric is not None and metric.name == policy.best else None)
+        return CheckpointInfo(step)
+    return CheckpointInfo(step, reason, metric.value if metric is not None and metric.name == policy.best else None)
 
 
 # A large model's index has megabytes, and this is asked at every save. A save of the same step brings a new marker.
 @functools.lru_cache(maxsize=4096)
-def _read(folder: Folder, inode: int, mtime_ns: int) -> tuple[index.Reason, index.Metric | None]:
+def _read_reason_and_metric(
+    folder: Folder, inode: int, mtime_ns: int
+) -> tuple[index.SaveReason, index.CheckpointMetric | None]:
     manifest = index.read_manifest(folder)
     return manifest.reason, manifest.metric
 
 
-def choose(
+def list_expired(
     root: Path,
-    policy: Policy,
+    policy: RetentionPolicy,
     *,
-    good: Callable[[Path], bool],
-    know: Callable[[Path, Policy], Known] = known,
-    there: Sequence[Path] | None = None,
+    is_valid: Callable[[Path], bool],
+    read_info: Callable[[Path, RetentionPolicy], CheckpointInfo] = read_checkpoint_info,
+    candidates: Sequence[Path] | None = None,
 ) -> list[Path]:
     """The folders in ``root`` that go, in the order in which to delete them. Changes nothing.
 
@@ -127,46 +134,53 @@ def choose(
 
     Args:
         good: whether a committed checkpoint can be restored. Asked from the newest on, until one is.
-        know: another one than :func:`known` may leave out the reason and the metric, where these shall not count.
+        know: another one than :func:`read_checkpoint_info` may leave out the reason and the metric, where these shall
+            not count.
         there: the checkpoints to choose among, oldest first; None: all in ``root``.
 
     Raises:
         StorageError: the file system would not read. Then nothing is known, and nothing must be deleted.
     """
-    committed = [p for p in (index.folders(root) if there is None else there) if index.is_committed(p)]
-    newest_good = next((index.step_of(p) for p in reversed(committed) if good(p)), None)
-    steps = set(doomed([know(p, policy) for p in committed], policy, newest_good))
-    going = [p for p in committed if index.step_of(p) in steps]
-    if newest_good is not None:
-        going += [p for p in index.set_aside(root) if (index.step_of(p) or 0) <= newest_good]
-    return going
+    committed = [
+        p for p in (index.list_checkpoint_folders(root) if candidates is None else candidates) if index.is_committed(p)
+    ]
+    newest_valid = next((index.parse_step(p) for p in reversed(committed) if is_valid(p)), None)
+    steps = set(select_for_deletion([read_info(p, policy) for p in committed], policy, newest_valid))
+    expired = [p for p in committed if index.parse_step(p) in steps]
+    if newest_valid is not None:
+        expired += [p for p in index.list_damaged_folders(root) if (index.parse_step(p) or 0) <= newest_valid]
+    return expired
 
 
-def apply(
+def delete_expired(
     root: Path,
-    policy: Policy,
+    policy: RetentionPolicy,
     *,
-    good: Callable[[Path], bool],
-    know: Callable[[Path, Policy], Known] = known,
-    spared: Collection[int] = (),
+    is_valid: Callable[[Path], bool],
+    read_info: Callable[[Path, RetentionPolicy], CheckpointInfo] = read_checkpoint_info,
+    protected: Collection[int] = (),
     fence: fences.Fence | None = None,
 ) -> list[Path]:
-    """Delete what :func:`choose` says, but for the steps ``spared``; returns it.
+    """Delete what :func:`list_expired` says, but for the steps ``protected``; returns it.
 
     Raises:
         OSError: one could not be deleted; those after it are still there.
-        StorageError: as :func:`choose`; nothing was deleted.
-        TakenOver: a newer attempt owns the run, and all that was not deleted before.
+        StorageError: as :func:`list_expired`; nothing was deleted.
+        AttemptSuperseded: a newer attempt owns the run, and all that was not deleted before.
     """
-    going = [p for p in choose(root, policy, good=good, know=know) if index.step_of(p) not in spared]
-    markers = [marker_of(folder) for folder in going]
-    for folder, marker in zip(going, markers, strict=True):
-        fences.check(fence)
-        remove(folder, marker)
-    return going
+    expired = [
+        p
+        for p in list_expired(root, policy, is_valid=is_valid, read_info=read_info)
+        if index.parse_step(p) not in protected
+    ]
+    markers = [read_marker(folder) for folder in expired]
+    for folder, marker in zip(expired, markers, strict=True):
+        fences.check_fence(fence)
+        delete_checkpoint(folder, marker)
+    return expired
 
 
-def looks_whole(folder: Path) -> bool:
+def has_expected_sizes(folder: Path) -> bool:
     """Marker, index and file sizes fit. Reads no data, so a flipped byte is not seen."""
     try:
         index.check_sizes(folder, index.read_manifest(folder))
@@ -177,26 +191,26 @@ def looks_whole(folder: Path) -> bool:
     return True
 
 
-def marker_of(folder: Folder) -> str | None:
+def read_marker(folder: Folder) -> str | None:
     """What tells a checkpoint from another one of the same step; None without a marker."""
     path = folder / index.COMMITTED
     try:
-        return str(patiently(path.read_bytes, path).decode(errors="replace"))
+        return str(with_retries(path.read_bytes, path).decode(errors="replace"))
     except FileNotFoundError:
         return None
 
 
-def remove(folder: Path, marker: str | None) -> None:
+def delete_checkpoint(folder: Path, marker: str | None) -> None:
     """Delete the checkpoint that has this ``marker``. It loses its name first, so that half of one never looks like a
     whole one; what a kill leaves behind has the name of a save that did not end, and goes as such at the next restore.
     """
-    step = index.step_of(folder)
-    away = index.staging_folder(folder.parent, step or 0, "removed")
-    if away.exists():
-        shutil.rmtree(away)
-    folder.rename(away)
-    if marker_of(away) != marker:  # this process was held up, and a newer attempt has saved the same step meanwhile
-        away.rename(folder)
+    step = index.parse_step(folder)
+    trash = index.staging_folder(folder.parent, step or 0, "removed")
+    if trash.exists():
+        shutil.rmtree(trash)
+    folder.rename(trash)
+    if read_marker(trash) != marker:  # this process was held up, and a newer attempt has saved the same step meanwhile
+        trash.rename(folder)
         return
     fsio.fsync_folder(folder.parent)
-    shutil.rmtree(away)
+    shutil.rmtree(trash)

@@ -20,19 +20,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clustertrain.checkpoint.core import json_tree
-from clustertrain.checkpoint.format.manifest import Damaged, Kind
+from clustertrain.checkpoint.format.manifest import DamagedCheckpoint, TensorKind
 from clustertrain.errors import CheckpointError
 
 # What wrappers put into parameter names; the same model with and without them has the same logical tensors.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
-OPTIMIZER = "optimizer"  # in a parameter group: the name of what its state is of
+OPTIMIZER_KEY = "optimizer"  # in a parameter group: the name of what its state is of
 
 
 @dataclass(frozen=True)
-class Block:
-    """This rank's part of a logical tensor. ``local`` shares its memory with the live object.
+class LocalShard:
+    """This rank's part of a logical tensor. ``local_tensor`` shares its memory with the live object.
 
     ``held`` says how it lies on the ranks that hold it: as ``shard``s of a mesh whose lowest rank is ``root``; as
     ``equal`` copies, any of which may be written; or as copies of which the ``first`` rank's counts. ``replica`` is a
@@ -40,10 +40,10 @@ class Block:
     """
 
     name: str
-    kind: Kind
+    kind: TensorKind
     shape: tuple[int, ...]
     start: tuple[int, ...]
-    local: torch.Tensor
+    local_tensor: torch.Tensor
     held: Literal["shard", "equal", "first"]
     root: int = 0
     replica: bool = False
@@ -51,13 +51,14 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Collected:
-    """``values`` is the JSON tree of what all ranks share, ``own`` that of this rank, with the tensors ``private``."""
+class CollectedState:
+    """``values`` is the JSON tree of what all ranks share, ``rank_values`` that of this rank, with the tensors
+    ``rank_shards``."""
 
-    blocks: list[Block]
+    shards: list[LocalShard]
     values: dict[str, Any]
-    private: list[Block]
-    own: Any
+    rank_shards: list[LocalShard]
+    rank_values: Any
 
 
 def is_dtensor(value: Any) -> bool:
@@ -66,137 +67,139 @@ def is_dtensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def block(name: str, kind: Kind, value: torch.Tensor) -> Block:
+def to_local_shard(name: str, kind: TensorKind, value: torch.Tensor) -> LocalShard:
     """The part of ``value`` that this rank holds."""
     if not is_dtensor(value):
-        return Block(name, kind, tuple(value.shape), (0,) * value.dim(), value.detach(), "equal")
+        return LocalShard(name, kind, tuple(value.shape), (0,) * value.dim(), value.detach(), "equal")
     mesh, placements = value.device_mesh, value.placements  # type: ignore[attr-defined]
-    place = _place(mesh, tuple(mesh.get_coordinate()), tuple(placements), value.shape)
+    layout = _shard_layout(mesh, tuple(mesh.get_coordinate()), tuple(placements), value.shape)
     with torch.no_grad():  # else the shard is made by a function of autograd's
-        local = value.to_local().detach()  # type: ignore[attr-defined]
-    return Block(name, kind, tuple(value.shape), local=local, held="shard", **place)
+        local_tensor = value.to_local().detach()  # type: ignore[attr-defined]
+    return LocalShard(name, kind, tuple(value.shape), local_tensor=local_tensor, held="shard", **layout)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _place(mesh: Any, coordinate: tuple[int, ...], placements: tuple[Any, ...], shape: torch.Size) -> dict[str, Any]:
+def _shard_layout(
+    mesh: Any, coordinate: tuple[int, ...], placements: tuple[Any, ...], shape: torch.Size
+) -> dict[str, Any]:
     """What a block has of how its tensor is laid out. It takes longer to find out than a small shard takes to copy."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, start = compute_local_shape_and_global_offset(shape, mesh, placements)
-    replica = any(c > 0 for c, p in zip(coordinate, placements, strict=True) if p.is_replicate())
-    only = not any(p.is_replicate() or p.is_partial() for p in placements)  # is_shard() knows no strided ones
-    return {"start": tuple(start), "root": int(mesh.mesh.min()), "replica": replica, "only": only}
+    is_replica = any(c > 0 for c, p in zip(coordinate, placements, strict=True) if p.is_replicate())
+    is_sole_copy = not any(p.is_replicate() or p.is_partial() for p in placements)  # is_shard() knows no strided ones
+    return {"start": tuple(start), "root": int(mesh.mesh.min()), "replica": is_replica, "only": is_sole_copy}
 
 
 def unwrap(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-def parts(module: nn.Module) -> list[nn.Module]:
+def model_parts(module: nn.Module) -> list[nn.Module]:
     """The modules on this rank whose names are those of the whole model: a pipeline's stages, else the one there is."""
     return list(getattr(module, "pipeline_stages", [unwrap(module)]))
 
 
-def names_of_whole(module: nn.Module) -> frozenset[str]:
+def all_stage_fqns(module: nn.Module) -> frozenset[str]:
     """What a pipeline's stages hold on all ranks together; empty where each rank holds all."""
-    return frozenset(getattr(module, "whole_names", ()))
+    return frozenset(getattr(module, "global_fqns", ()))
 
 
-def clean(fqn: str) -> str:
+def clean_fqn(fqn: str) -> str:
     for wrapper in _WRAPPERS:
         fqn = fqn.replace(wrapper, "")
     return fqn
 
 
-def _prefixes(state: Mapping[str, Any]) -> dict[str, str]:
+def _fqn_prefixes(state: Mapping[str, Any]) -> dict[str, str]:
     """What stands before a parameter's name, by the key of the module."""
     keys = [k for k, v in state.items() if isinstance(v, nn.Module)]
     return {k: "" if len(keys) == 1 else f"{k}." for k in keys}
 
 
-def parameter_names(state: Mapping[str, Any]) -> dict[int, str]:
+def fqns_by_param_id(state: Mapping[str, Any]) -> dict[int, str]:
     """The name of each parameter of the modules in ``state``, by the parameter's id()."""
     return {
-        id(p): prefix + clean(fqn)
-        for key, prefix in _prefixes(state).items()
-        for part in parts(state[key])
+        id(p): prefix + clean_fqn(fqn)
+        for key, prefix in _fqn_prefixes(state).items()
+        for part in model_parts(state[key])
         for fqn, p in part.named_parameters()
     }
 
 
-def parameters_of_whole(state: Mapping[str, Any]) -> frozenset[str]:
-    """:func:`names_of_whole` of all modules in ``state``, as :func:`parameter_names` names them."""
-    return frozenset(p + name for key, p in _prefixes(state).items() for name in names_of_whole(state[key]))
+def all_stage_param_fqns(state: Mapping[str, Any]) -> frozenset[str]:
+    """:func:`all_stage_fqns` of all modules in ``state``, as :func:`fqns_by_param_id` names them."""
+    return frozenset(p + name for key, p in _fqn_prefixes(state).items() for name in all_stage_fqns(state[key]))
 
 
-def module_state(module: nn.Module) -> dict[str, Any]:
+def module_state_dict(module: nn.Module) -> dict[str, Any]:
     """Parameters, persistent buffers and extra state by name; the tensors are the live ones."""
-    return {clean(k): v for part in parts(module) for k, v in part.state_dict(keep_vars=True).items()}
+    return {clean_fqn(k): v for part in model_parts(module) for k, v in part.state_dict(keep_vars=True).items()}
 
 
-def _names_of(params: Iterable[torch.Tensor], names: Mapping[int, str], key: str) -> list[str]:
-    found = []
+def _param_fqns(params: Iterable[torch.Tensor], names: Mapping[int, str], key: str) -> list[str]:
+    fqns = []
     for p in params:
         if id(p) not in names:
             raise CheckpointError(
                 f"state {key}: the optimizer holds a parameter (shape {tuple(p.shape)}) of no module in the state",
                 fix="put every module that it trains into the state, and make the optimizer after parallelize()",
             )
-        found.append(names[id(p)])
-    return found
+        fqns.append(names[id(p)])
+    return fqns
 
 
 @dataclass(frozen=True)
-class Kept:
-    """An optimizer that has state on this rank. ``outer``: by id() of its parameters the model's parameter that each
-    stands for; None: they are the model's own."""
+class WrappedOptimizer:
+    """An optimizer that has state on this rank. ``model_params``: by id() of its parameters the model's parameter that
+    each stands for; None: they are the model's own."""
 
     optimizer: torch.optim.Optimizer
-    outer: Mapping[int, torch.Tensor] | None = None
+    model_params: Mapping[int, torch.Tensor] | None = None
 
     @property
     def params(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def of(self, p: torch.Tensor) -> torch.Tensor:
-        return p if self.outer is None else self.outer[id(p)]
+    def model_param(self, p: torch.Tensor) -> torch.Tensor:
+        return p if self.model_params is None else self.model_params[id(p)]
 
 
-def keepers(optimizer: torch.optim.Optimizer) -> list[Kept]:
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[WrappedOptimizer]:
     """The optimizers that have the state of this rank's parameters: ``optimizer`` itself, ZeRO-1's one inside, which is
-    over those it updates, or what an optimizer made of others names in a method ``keepers``."""
+    over those it updates, or what an optimizer made of others names in a method ``inner_optimizers``."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
-        return keepers(optimizer.optim)
-    inside = getattr(optimizer, "keepers", None)
-    return inside() if callable(inside) else [Kept(optimizer)]
+        return inner_optimizers(optimizer.optim)
+    get_inner = getattr(optimizer, "inner_optimizers", None)
+    return get_inner() if callable(get_inner) else [WrappedOptimizer(optimizer)]
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str], key: str) -> dict[str, Any]:
+def optimizer_state_dict(optimizer: torch.optim.Optimizer, names: Mapping[int, str], key: str) -> dict[str, Any]:
     """Groups with parameters by name, and by name the state of each parameter that has one on this rank."""
-    groups = [{**_plain(g), "params": _names_of(g["params"], names, key)} for g in optimizer.param_groups]
+    groups = [{**_unwrap_scalars(g), "params": _param_fqns(g["params"], names, key)} for g in optimizer.param_groups]
     state: dict[str, Any] = {}
-    for kept in keepers(optimizer):
-        params = [p for p in kept.params if p in kept.optimizer.state]
-        of_kept = _names_of(map(kept.of, params), names, key)
-        state.update((name, kept.optimizer.state[p]) for name, p in zip(of_kept, params, strict=True))
+    for inner in inner_optimizers(optimizer):
+        params = [p for p in inner.params if p in inner.optimizer.state]
+        fqns = _param_fqns(map(inner.model_param, params), names, key)
+        state.update((name, inner.optimizer.state[p]) for name, p in zip(fqns, params, strict=True))
     return {"groups": groups, "state": state}
 
 
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+def _unwrap_scalars(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group with its single numbers as such: a learning rate kept in a tensor has no name that all ranks share."""
     return {k: v.item() if isinstance(v, torch.Tensor) and v.dim() == 0 else v for k, v in group.items()}
 
 
-def dtype_of(name: str) -> torch.dtype:
+def parse_dtype(name: str) -> torch.dtype:
     """Raises Damaged for what is no type of torch's."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise Damaged(f"{name!r} is no type of a tensor")
-    return found
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise DamagedCheckpoint(f"{name!r} is no type of a tensor")
+    return dtype
 
 
-def kind_of(value: Any) -> Kind:
+def tensor_kind(value: Any) -> TensorKind:
     if isinstance(value, nn.Module):
         return "model"
     return "optimizer" if isinstance(value, torch.optim.Optimizer) else "other"
@@ -206,36 +209,38 @@ def is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def collect(state: Mapping[str, Any], rank_state: Mapping[str, Any], rank: int) -> Collected:
+def collect_state(state: Mapping[str, Any], rank_state: Mapping[str, Any], rank: int) -> CollectedState:
     """What this rank holds of ``state``, and its own ``rank_state``.
 
     Raises:
         CheckpointError: something that cannot be stored.
     """
-    names = parameter_names(state)
+    names = fqns_by_param_id(state)
     values: dict[str, Any] = {}
-    blocks: list[Block] = []
+    shards: list[LocalShard] = []
     for key, value in state.items():
         if isinstance(value, nn.Module):
-            content: Any = module_state(value)
+            content: Any = module_state_dict(value)
         elif isinstance(value, torch.optim.Optimizer):
-            content = optimizer_state(value, names, key)
+            content = optimizer_state_dict(value, names, key)
         else:
             content = value.state_dict() if is_stateful(value) else value
         tensors: dict[str, torch.Tensor] = {}
         values[key] = json_tree.encode(content, key, tensors)
         for name, t in tensors.items():
-            found = block(name, kind_of(value), t)
-            if found.held == "equal" and not _equal_on_all_ranks(value, t):
-                found = replace(found, held="first")
-            blocks.append(found)
-    own: dict[str, torch.Tensor] = {}
+            shard = to_local_shard(name, tensor_kind(value), t)
+            if shard.held == "equal" and not _is_identical_on_ranks(value, t):
+                shard = replace(shard, held="first")
+            shards.append(shard)
+    rank_tensors: dict[str, torch.Tensor] = {}
     # Rank-unique names: one name for all would keep one rank's random numbers for everybody.
-    own_values = json_tree.encode(rank_state, f"rank-{rank}", own)
-    return Collected(blocks, values, [block(name, "other", t) for name, t in own.items()], own_values)
+    rank_values = json_tree.encode(rank_state, f"rank-{rank}", rank_tensors)
+    return CollectedState(
+        shards, values, [to_local_shard(name, "other", t) for name, t in rank_tensors.items()], rank_values
+    )
 
 
-def _equal_on_all_ranks(owner: Any, tensor: torch.Tensor) -> bool:
+def _is_identical_on_ranks(owner: Any, tensor: torch.Tensor) -> bool:
     if isinstance(owner, nn.Module):
         # Not its buffers: DDP sends rank 0's to the others at the next forward, and until then the others' are stale.
         return isinstance(tensor, nn.Parameter)

@@ -19,18 +19,18 @@ from pathlib import Path
 
 # Offsets, lengths and addresses are multiples of it. Many disks would do with 512.
 ALIGN = 4096
-_HUGE = 2 << 20
-_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
-_own = threading.local()
+_HUGE_PAGE_BYTES = 2 << 20
+_UNSUPPORTED_ERRNOS = (errno.EINVAL, errno.EOPNOTSUPP)
+_thread_local = threading.local()
 
 
-class Writing:
+class DirectWriter:
     """A new file, written from its beginning to its end."""
 
     def __init__(self, fd: int, *, direct: bool) -> None:
         self._fd = fd
         self._direct = direct
-        self._at = 0
+        self._offset = 0
 
     def write(self, data: memoryview) -> None:
         """Append ``data``, of a multiple of :data:`ALIGN` bytes but for the last time.
@@ -38,32 +38,32 @@ class Writing:
         Raises:
             OSError: the disk is full, …
         """
-        even = len(data) - len(data) % ALIGN
-        self._write(data[:even])
-        if even < len(data):
-            self._ordinary()
-            self._write(data[even:])
+        aligned_len = len(data) - len(data) % ALIGN
+        self._write_all(data[:aligned_len])
+        if aligned_len < len(data):
+            self._disable_direct()
+            self._write_all(data[aligned_len:])
 
-    def _write(self, data: memoryview) -> None:
+    def _write_all(self, data: memoryview) -> None:
         while data:
             try:
-                done = os.pwrite(self._fd, data, self._at)
+                written = os.pwrite(self._fd, data, self._offset)
             except OSError as e:
-                if not self._direct or e.errno not in _REFUSED:
+                if not self._direct or e.errno not in _UNSUPPORTED_ERRNOS:
                     raise
-                self._ordinary()
+                self._disable_direct()
                 continue
-            self._at += done
-            data = data[done:]
+            self._offset += written
+            data = data[written:]
 
-    def _ordinary(self) -> None:
+    def _disable_direct(self) -> None:
         if self._direct:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
             self._direct = False
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[Writing]:
+def open_for_write(path: Path) -> Iterator[DirectWriter]:
     """Make the file, which is not there yet; it is durable afterwards.
 
     Raises:
@@ -73,19 +73,19 @@ def writing(path: Path) -> Iterator[Writing]:
     try:
         fd, direct = os.open(path, flags | os.O_DIRECT, 0o640), True
     except OSError as e:
-        if e.errno not in _REFUSED:
+        if e.errno not in _UNSUPPORTED_ERRNOS:
             raise
         path.unlink(missing_ok=True)  # some make the file all the same
         fd, direct = os.open(path, flags, 0o640), False
     try:
-        yield Writing(fd, direct=direct)
+        yield DirectWriter(fd, direct=direct)
         os.fsync(fd)
     finally:
         os.close(fd)
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[int | None]:
+def open_for_read(path: Path) -> Iterator[int | None]:
     """A file descriptor for :func:`read`; None where the file system does not do it.
 
     Raises:
@@ -94,7 +94,7 @@ def reading(path: Path) -> Iterator[int | None]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError as e:
-        if e.errno not in _REFUSED:
+        if e.errno not in _UNSUPPORTED_ERRNOS:
             raise
         yield None
         return
@@ -111,44 +111,50 @@ def read(fd: int, offset: int, size: int) -> memoryview | None:
     Raises:
         OSError: as the file system says.
     """
-    first = offset - offset % ALIGN
-    wanted = offset - first + size
-    room = _room(-(-wanted // ALIGN) * ALIGN)
-    done = 0
-    while done < wanted:
+    aligned_offset = offset - offset % ALIGN
+    needed = offset - aligned_offset + size
+    buffer = _thread_buffer(-(-needed // ALIGN) * ALIGN)
+    filled = 0
+    while filled < needed:
         try:
-            got = os.preadv(fd, [room[done:]], first + done)
+            nread = os.preadv(fd, [buffer[filled:]], aligned_offset + filled)
         except OSError as e:
-            if e.errno not in _REFUSED:
+            if e.errno not in _UNSUPPORTED_ERRNOS:
                 raise
             return None
-        done += got
-        if first + done >= os.fstat(fd).st_size:
+        filled += nread
+        if aligned_offset + filled >= os.fstat(fd).st_size:
             break
-        if got == 0 or got % ALIGN:  # cut short where the file goes on: what follows is no place to begin again
+        if nread == 0 or nread % ALIGN:  # cut short where the file goes on: what follows is no place to begin again
             return None
-    return room[offset - first : max(offset - first, min(done, wanted))]
+    return buffer[offset - aligned_offset : max(offset - aligned_offset, min(filled, needed))]
 
 
-def _room(size: int) -> memoryview:
+def _thread_buffer(size: int) -> memoryview:
     """Memory of this thread's, at such an address, in pages as large as there are: the fewer they are, the less there
     is to tell the disk."""
-    kept: memoryview | None = getattr(_own, "room", None)
-    if kept is None or len(kept) < size:
-        made = mmap.mmap(-1, -(-size // _HUGE) * _HUGE + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer: memoryview | None = getattr(_thread_local, "room", None)
+    if buffer is None or len(buffer) < size:
+        mapping = mmap.mmap(
+            -1,
+            -(-size // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES + _HUGE_PAGE_BYTES,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+        )
         with suppress(OSError):  # of a kernel without them
-            made.madvise(mmap.MADV_HUGEPAGE)
-        made.madvise(mmap.MADV_DONTFORK)  # open(2): not into memory that a fork shares meanwhile
-        start = -ctypes.addressof(ctypes.c_char.from_buffer(made)) % _HUGE
-        kept = _own.room = memoryview(made)[start : start + -(-size // _HUGE) * _HUGE]
-    return kept[:size]
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        mapping.madvise(mmap.MADV_DONTFORK)  # open(2): not into memory that a fork shares meanwhile
+        start = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE_BYTES
+        buffer = _thread_local.room = memoryview(mapping)[
+            start : start + -(-size // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        ]
+    return buffer[:size]
 
 
-def copy(into: memoryview, data: memoryview) -> None:
-    """As ``into[:] = data``, but other threads go on meanwhile. Both can be written to."""
-    if len(into) != len(data):
-        raise ValueError(f"{len(data)} bytes do not fit {len(into)}")
+def copy_bytes(target: memoryview, data: memoryview) -> None:
+    """As ``target[:] = data``, but other threads go on meanwhile. Both can be written to."""
+    if len(target) != len(data):
+        raise ValueError(f"{len(data)} bytes do not fit {len(target)}")
     if data:
         ctypes.memmove(
-            ctypes.byref(ctypes.c_char.from_buffer(into)), ctypes.byref(ctypes.c_char.from_buffer(data)), len(data)
+            ctypes.byref(ctypes.c_char.from_buffer(target)), ctypes.byref(ctypes.c_char.from_buffer(data)), len(data)
         )

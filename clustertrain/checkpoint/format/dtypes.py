@@ -17,15 +17,15 @@ Raw = NDArray[np.uint8]  # (elements, bytes of one)
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")  # what a tensor can be converted to
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-BLOCK = 1 << 20  # elements that are looked at together, so that what is computed of them takes megabytes
+BLOCK_ELEMENTS = 1 << 20  # elements that are looked at together, so that what is computed of them takes megabytes
 
-_NUMPYS = frozenset(
+_NUMPY_DTYPES = frozenset(
     {"float64", "float32", "float16", "complex128", "complex64", "bool"}
     | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 )
 
 
-def _table(exponent_bits: int, mantissa_bits: int, bias: int) -> NDArray[np.float32]:
+def _float8_table(exponent_bits: int, mantissa_bits: int, bias: int) -> NDArray[np.float32]:
     codes = np.arange(256)
     exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
     fraction = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
@@ -33,39 +33,39 @@ def _table(exponent_bits: int, mantissa_bits: int, bias: int) -> NDArray[np.floa
     return np.where(codes & 0x80, -size, size).astype(np.float32)
 
 
-def _e4m3fn() -> NDArray[np.float32]:
+def _e4m3fn_values() -> NDArray[np.float32]:
     """No infinity; the last code of each sign is nan (Micikevicius et al., arXiv 2209.05433)."""
-    values = _table(4, 3, 7)
+    values = _float8_table(4, 3, 7)
     values[[0x7F, 0xFF]] = np.nan
     return values
 
 
-def _e5m2() -> NDArray[np.float32]:
-    values = _table(5, 2, 15)
+def _e5m2_values() -> NDArray[np.float32]:
+    values = _float8_table(5, 2, 15)
     values[[0x7C, 0xFC]] = np.inf, -np.inf
     values[0x7D:0x80] = values[0xFD:] = np.nan
     return values
 
 
-_EIGHT_BITS = {"float8_e4m3fn": _e4m3fn(), "float8_e5m2": _e5m2()}
+_FLOAT8_VALUES = {"float8_e4m3fn": _e4m3fn_values(), "float8_e5m2": _e5m2_values()}
 
 
 def decode(raw: Raw, dtype: str) -> NDArray[Any] | None:
     """The numbers of ``raw`` (elements, itemsize), which is contiguous, as an array (elements,) of a type that numpy
     has and that holds them exactly; None for a dtype whose numbers are not known here."""
-    if dtype in _NUMPYS:
+    if dtype in _NUMPY_DTYPES:
         return raw.reshape(-1).view(dtype)
     if dtype == "bfloat16":
         return (raw.reshape(-1).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    if dtype in _EIGHT_BITS:
-        found: NDArray[Any] = _EIGHT_BITS[dtype][raw.reshape(-1)]
-        return found
+    if dtype in _FLOAT8_VALUES:
+        decoded: NDArray[Any] = _FLOAT8_VALUES[dtype][raw.reshape(-1)]
+        return decoded
     return None
 
 
 def is_float(dtype: str) -> bool:
-    """Whether :func:`converted` takes it."""
-    return dtype in FLOATS or dtype in _EIGHT_BITS
+    """Whether :func:`convert` takes it."""
+    return dtype in FLOATS or dtype in _FLOAT8_VALUES
 
 
 def encode(values: NDArray[Any], dtype: str) -> Raw:
@@ -79,7 +79,7 @@ def encode(values: NDArray[Any], dtype: str) -> Raw:
     return rounded.astype(np.uint16).view(np.uint8).reshape(-1, 2)
 
 
-def converted(raw: Raw, source: str, target: str, name: str) -> Iterator[memoryview]:
+def convert(raw: Raw, source: str, target: str, name: str) -> Iterator[memoryview]:
     """The bytes of ``raw`` in ``target``, a block at a time; as they are where that is ``source``, or where ``source``
     is no floating type.
 
@@ -89,15 +89,15 @@ def converted(raw: Raw, source: str, target: str, name: str) -> Iterator[memoryv
     if source == target or not is_float(source):
         yield raw.reshape(-1).data
         return
-    for i in range(0, len(raw), BLOCK):
-        values = decode(raw[i : i + BLOCK], source)
+    for i in range(0, len(raw), BLOCK_ELEMENTS):
+        values = decode(raw[i : i + BLOCK_ELEMENTS], source)
         assert values is not None
-        found = encode(values, target)
-        back = decode(found, target)
-        assert back is not None
-        if not np.array_equal(np.isfinite(values), np.isfinite(back)):
+        encoded = encode(values, target)
+        decoded = decode(encoded, target)
+        assert decoded is not None
+        if not np.array_equal(np.isfinite(values), np.isfinite(decoded)):
             raise CheckpointError(
                 f"{name}: {np.abs(values[np.isfinite(values)]).max():.3g} is more than {target} can hold",
                 fix="choose bfloat16 or float32",
             )
-        yield found.reshape(-1).data
+        yield encoded.reshape(-1).data

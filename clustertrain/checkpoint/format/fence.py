@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from clustertrain.checkpoint.format.storage_errors import patiently
+from clustertrain.checkpoint.format.storage_errors import with_retries
 from clustertrain.errors import EXIT_NO_REQUEUE, CheckpointError
 from clustertrain.run.run_dir import RunDir
 
 
-class TakenOver(CheckpointError):
+class AttemptSuperseded(CheckpointError):
     """A newer attempt owns the run. Nothing that this one has done is changed, and it can do no more."""
 
     exit_code = EXIT_NO_REQUEUE
@@ -28,14 +28,14 @@ class Fence(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     attempt: int
 
-    def newer(self) -> int | None:
+    def newer_attempt(self) -> int | None:
         """The attempt that owns the run, where it is a newer one. Raises StorageError where that cannot be read."""
-        run = RunDir(Path(self.run))
-        return patiently(lambda: run.newer_attempt(self.attempt), run.attempts_folder)
+        run_dir = RunDir(Path(self.run))
+        return with_retries(lambda: run_dir.find_newer_attempt(self.attempt), run_dir.attempts_folder)
 
 
-def check(fence: Fence | None) -> None:
-    """Raises TakenOver, StorageError. Without a fence, outside a run, nobody else is expected."""
-    newer = fence.newer() if fence is not None else None
+def check_fence(fence: Fence | None) -> None:
+    """Raises AttemptSuperseded, StorageError. Without a fence, outside a run, nobody else is expected."""
+    newer = fence.newer_attempt() if fence is not None else None
     if newer is not None:
-        raise TakenOver(f"taken over by attempt {newer}")
+        raise AttemptSuperseded(f"taken over by attempt {newer}")

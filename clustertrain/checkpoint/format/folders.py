@@ -22,13 +22,13 @@ from clustertrain.config.storage_paths import is_url
 log = logging.getLogger(__name__)
 
 
-def of_save(root: Path, step: int, attempt: str, token: bytes) -> Path:
+def staging_folder_for(root: Path, step: int, attempt: str, token: bytes) -> Path:
     """A folder that no other save has, not even one of the same step: a writer that has outlived its rank may still be
     at work in that."""
     return index.staging_folder(root, step, f"{attempt}-{token.hex()}")
 
 
-def make(folder: Path) -> None:
+def create_exclusive(folder: Path) -> None:
     if not folder.parent.exists():
         fsio.make_folder(folder.parent)
         fsio.fsync_folder(folder.parent.parent)
@@ -39,14 +39,14 @@ def make(folder: Path) -> None:
 def discard(folder: Path) -> None:
     """Of a save that was not committed. A writer may be at work in it, and even commit it: under another name it is out
     of its reach as a whole, or not there any more."""
-    away = folder.with_name(f".swept{folder.name}")
+    swept = folder.with_name(f".swept{folder.name}")
     try:
-        folder.rename(away)
+        folder.rename(swept)
     except FileNotFoundError:
         return
     except OSError:  # ENOTEMPTY: swept before, and made again by a writer that came late
         shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(away, ignore_errors=True)
+    shutil.rmtree(swept, ignore_errors=True)
 
 
 def sweep(root: Path, fence: Fence | None = None) -> None:
@@ -54,9 +54,9 @@ def sweep(root: Path, fence: Fence | None = None) -> None:
     any more.
 
     Raises:
-        TakenOver: a newer attempt owns the run.
+        AttemptSuperseded: a newer attempt owns the run.
     """
-    fences.check(fence)
+    fences.check_fence(fence)
     fsio.make_folder(root)
     for old in root.glob(".old-step-*"):
         final = root / old.name.removeprefix(".old-")
@@ -64,33 +64,33 @@ def sweep(root: Path, fence: Fence | None = None) -> None:
             shutil.rmtree(old)
         else:  # killed between the two renames of writer.publish
             old.rename(final)
-    for rest in root.glob(".swept.step-*"):
-        shutil.rmtree(rest, ignore_errors=True)
+    for leftover in root.glob(".swept.step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     for staging in root.glob(".step-*"):
-        if fence is None or _attempt_of(staging) <= fence.attempt:
+        if fence is None or _parse_attempt(staging) <= fence.attempt:
             discard(staging)
 
 
-def _attempt_of(staging: Path) -> int:
+def _parse_attempt(staging: Path) -> int:
     """The attempt that made it, 0 where that cannot be told."""
-    made_by = re.fullmatch(r"\.step-\d{8,}-(\d+)-[0-9a-f]+", staging.name)
-    return int(made_by[1]) if made_by else 0
+    match = re.fullmatch(r"\.step-\d{8,}-(\d+)-[0-9a-f]+", staging.name)
+    return int(match[1]) if match else 0
 
 
 def mark_damaged(skipped: list[dict[str, Any]]) -> None:
     """Rename what was passed over in a restore, so that it is not looked at again; ``path`` is in each entry."""
     for entry in skipped:
         if is_url(entry["path"]):
-            _no_longer_committed(RemoteFolder(entry["path"]))
+            _remove_marker(RemoteFolder(entry["path"]))
             continue
         folder = Path(entry["path"])
-        away = index.damaged_folder(folder)
-        if away.exists():
-            shutil.rmtree(away)
-        folder.rename(away)
+        damaged = index.damaged_folder(folder)
+        if damaged.exists():
+            shutil.rmtree(damaged)
+        folder.rename(damaged)
 
 
-def _no_longer_committed(folder: RemoteFolder) -> None:
+def _remove_marker(folder: RemoteFolder) -> None:
     """Nothing can be renamed there. Without its marker it does not count, and is replaced by a copy that is whole."""
     try:
         (folder / index.COMMITTED).unlink()

@@ -20,26 +20,26 @@ import msgspec
 
 from clustertrain import fsio, schema
 from clustertrain.checkpoint.format import manifest_checks
-from clustertrain.checkpoint.format.checksums import checksum, fits
-from clustertrain.checkpoint.format.storage import F, Folder, RemoteFolder, inside
-from clustertrain.checkpoint.format.storage_errors import patiently
+from clustertrain.checkpoint.format.checksums import checksum, has_all_checksums
+from clustertrain.checkpoint.format.storage import F, Folder, RemoteFolder, join_path
+from clustertrain.checkpoint.format.storage_errors import with_retries
 from clustertrain.errors import CheckpointError
 
-FORMAT = 2
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
 
-_MARKER_BYTES, _MANIFEST_BYTES = 1 << 20, 4 << 30  # the most that is read of each
+_MAX_MARKER_BYTES, _MAX_MANIFEST_BYTES = 1 << 20, 4 << 30  # the most that is read of each
 T = TypeVar("T")
 
-_NAME = re.compile(r"(damaged-)?step-(\d{8,})")
+_FOLDER_NAME = re.compile(r"(damaged-)?step-(\d{8,})")
 
-Kind = Literal["model", "optimizer", "other"]
+TensorKind = Literal["model", "optimizer", "other"]
 # "stop": made because the job was being ended, whenever that was. "best": for nothing but its metric.
-Reason = Literal["interval", "best", "stop", "end"]
+SaveReason = Literal["interval", "best", "stop", "end"]
 
 
-class Damaged(CheckpointError):
+class DamagedCheckpoint(CheckpointError):
     """A file of a committed checkpoint is missing, cut short or altered: an older checkpoint may still be good."""
 
 
@@ -60,14 +60,14 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many
     """A logical (global) tensor. ``dtype`` is torch's name of it, ``itemsize`` in bytes."""
 
     name: str
-    kind: Kind
+    kind: TensorKind
     dtype: str
     itemsize: int
     shape: tuple[int, ...]
     shards: tuple[ShardRecord, ...]
 
 
-class Metric(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointMetric(msgspec.Struct, frozen=True, kw_only=True):
     """What decides which checkpoints are the best."""
 
     name: str
@@ -84,8 +84,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     made_in: str = ""  # name of the folder before it was committed, another one for each save
     world_size: int
     engine: str
-    reason: Reason = "interval"
-    metric: Metric | None = None
+    reason: SaveReason = "interval"
+    metric: CheckpointMetric | None = None
     about: dict[str, Any] = {}
     layout: dict[str, Any]
     files: dict[str, int]  # name -> size in bytes
@@ -97,7 +97,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.files.values())
 
 
-class Marker(msgspec.Struct, frozen=True, kw_only=True):
+class CommitMarker(msgspec.Struct, frozen=True, kw_only=True):
     """Content of ``COMMITTED``."""
 
     format: int
@@ -106,7 +106,7 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_folder(root: F, step: int) -> F:
-    return inside(root, f"step-{step:08d}")
+    return join_path(root, f"step-{step:08d}")
 
 
 def staging_folder(root: Path, step: int, attempt: str) -> Path:
@@ -121,35 +121,35 @@ def damaged_folder(folder: Path) -> Path:
     return folder.with_name(f"damaged-{folder.name}")
 
 
-def step_of(folder: Folder) -> int | None:
+def parse_step(folder: Folder) -> int | None:
     """The step in a checkpoint folder's name; None for any other name."""
-    match = _NAME.fullmatch(folder.name)
+    match = _FOLDER_NAME.fullmatch(folder.name)
     return int(match[2]) if match else None
 
 
-def _by_step(root: F, prefix: str) -> list[F]:
+def _list_by_step(root: F, prefix: str) -> list[F]:
     try:
         # Not glob, which takes a folder that cannot be read for an empty one: a run would begin again.
-        names = patiently(lambda: [p.name for p in root.iterdir()], root)
+        names = with_retries(lambda: [p.name for p in root.iterdir()], root)
     except OSError:
         return []
-    found = [(step, n) for n in names if n.startswith(prefix) and (step := step_of(root / n)) is not None]
-    return [inside(root, n) for _, n in sorted(found)]
+    matches = [(step, n) for n in names if n.startswith(prefix) and (step := parse_step(root / n)) is not None]
+    return [join_path(root, n) for _, n in sorted(matches)]
 
 
-def folders(root: F) -> list[F]:
+def list_checkpoint_folders(root: F) -> list[F]:
     """Checkpoint folders, committed or not, oldest step first."""
-    return _by_step(root, "step-")
+    return _list_by_step(root, "step-")
 
 
-def set_aside(root: Path) -> list[Path]:
+def list_damaged_folders(root: Path) -> list[Path]:
     """What did not verify when the run came back."""
-    return _by_step(root, "damaged-step-")
+    return _list_by_step(root, "damaged-step-")
 
 
 def is_committed(folder: Folder) -> bool:
     try:
-        return stat.S_ISREG(patiently((folder / COMMITTED).stat, folder / COMMITTED).st_mode)
+        return stat.S_ISREG(with_retries((folder / COMMITTED).stat, folder / COMMITTED).st_mode)
     except OSError:
         return False
 
@@ -158,7 +158,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the index, make the folder durable, then write the marker."""
     data = msgspec.json.encode(manifest)
     fsio.write_bytes(folder / MANIFEST, data)
-    marker = Marker(format=FORMAT, step=manifest.step, manifest_xxh3_128=checksum(data))
+    marker = CommitMarker(format=FORMAT_VERSION, step=manifest.step, manifest_xxh3_128=checksum(data))
     fsio.write_bytes(folder / COMMITTED, msgspec.json.encode(marker) + b"\n")
 
 
@@ -170,80 +170,82 @@ def read_manifest(folder: Folder) -> Manifest:
         StorageError: they cannot be read, now at least.
         CheckpointError: written by a newer format than this one.
     """
-    marker = _decoded(folder / COMMITTED, _content(folder / COMMITTED, _MARKER_BYTES), Marker)
-    data = _content(folder / MANIFEST, _MANIFEST_BYTES)
-    if marker.format != FORMAT:
+    marker = _decode(folder / COMMITTED, _read_file(folder / COMMITTED, _MAX_MARKER_BYTES), CommitMarker)
+    data = _read_file(folder / MANIFEST, _MAX_MANIFEST_BYTES)
+    if marker.format != FORMAT_VERSION:
         raise CheckpointError(
-            f"{folder}: written in format {marker.format}, this clustertrain reads format {FORMAT}",
-            fix="use the version that wrote it" + (", or a newer one" if marker.format > FORMAT else ""),
+            f"{folder}: written in format {marker.format}, this clustertrain reads format {FORMAT_VERSION}",
+            fix="use the version that wrote it" + (", or a newer one" if marker.format > FORMAT_VERSION else ""),
         )
-    if step_of(folder) not in (None, marker.step):  # a copy; its data would be taken for another step's
-        raise Damaged(f"{folder}: is of step {marker.step}")
+    if parse_step(folder) not in (None, marker.step):  # a copy; its data would be taken for another step's
+        raise DamagedCheckpoint(f"{folder}: is of step {marker.step}")
     if checksum(data) != marker.manifest_xxh3_128:
-        raise Damaged(f"{folder / MANIFEST}: checksum differs from the one in {COMMITTED}")
-    manifest = _decoded(folder / MANIFEST, data, Manifest)
+        raise DamagedCheckpoint(f"{folder / MANIFEST}: checksum differs from the one in {COMMITTED}")
+    manifest = _decode(folder / MANIFEST, data, Manifest)
     if manifest.step != marker.step:
-        raise Damaged(f"{folder / MANIFEST}: is of step {manifest.step}, and {COMMITTED} of step {marker.step}")
-    check(folder, manifest)
+        raise DamagedCheckpoint(
+            f"{folder / MANIFEST}: is of step {manifest.step}, and {COMMITTED} of step {marker.step}"
+        )
+    check_manifest(folder, manifest)
     return manifest
 
 
-def _content(path: Folder, most: int) -> bytes:
+def _read_file(path: Folder, max_bytes: int) -> bytes:
     """A file that others may have put there: not a pipe, which would be waited for, nor larger than such a file is."""
     try:
         if isinstance(path, Path):
-            found = patiently(path.stat, path)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > most:
-                raise Damaged(f"{path}: is not a regular file of at most {most >> 20} MiB")
-        return patiently(path.read_bytes, path)
+            file_stat = with_retries(path.stat, path)
+            if not stat.S_ISREG(file_stat.st_mode) or file_stat.st_size > max_bytes:
+                raise DamagedCheckpoint(f"{path}: is not a regular file of at most {max_bytes >> 20} MiB")
+        return with_retries(path.read_bytes, path)
     except OSError as e:
-        raise Damaged(f"{path.parent}: {path.name} is missing") from e
+        raise DamagedCheckpoint(f"{path.parent}: {path.name} is missing") from e
 
 
-def _decoded(path: Folder, data: bytes, kind: type[T]) -> T:
+def _decode(path: Folder, data: bytes, struct_type: type[T]) -> T:
     try:
-        return schema.decode(data, kind)
+        return schema.decode(data, struct_type)
     except msgspec.MsgspecError as e:
-        raise Damaged(f"{path}: cannot be read: {e}") from e
+        raise DamagedCheckpoint(f"{path}: cannot be read: {e}") from e
 
 
-def check(folder: Folder, manifest: Manifest) -> None:
+def check_manifest(folder: Folder, manifest: Manifest) -> None:
     """Whoever writes an index can give it the right checksum. What it says must still make sense, and lead nowhere
     else: that its tensors are whole, so that all who read them find what :func:`offline.verify` has found.
 
     Raises:
         Damaged: it does not.
     """
-    where = folder / MANIFEST
+    path = folder / MANIFEST
     for name, size in manifest.files.items():
-        if wrong := manifest_checks.wrong_name(name):
-            raise Damaged(f"{where}: names {name!r}, which {wrong}")
+        if problem := manifest_checks.find_name_error(name):
+            raise DamagedCheckpoint(f"{path}: names {name!r}, which {problem}")
         if size < 0:
-            raise Damaged(f"{where}: {name} has {size} bytes")
+            raise DamagedCheckpoint(f"{path}: {name} has {size} bytes")
     names = {t.name for t in manifest.tensors}
     if len(names) != len(manifest.tensors):
-        raise Damaged(f"{where}: names a tensor twice")
+        raise DamagedCheckpoint(f"{path}: names a tensor twice")
     for tensor in manifest.tensors:
         for shard in tensor.shards:
             _check_shard(folder, manifest, tensor, shard)
-        wrong = manifest_checks.wrong_form(tensor.dtype, tensor.itemsize, tensor.shape) or manifest_checks.wrong_tiling(
-            tensor.shape, [(s.start, s.shape) for s in tensor.shards]
-        )
-        if wrong:
-            raise Damaged(f"{where}: {tensor.name} {wrong}")
-    if wrong := manifest_checks.wrong_values(manifest.values, names):
-        raise Damaged(f"{where}: {wrong}")
+        problem = manifest_checks.find_form_error(
+            tensor.dtype, tensor.itemsize, tensor.shape
+        ) or manifest_checks.find_tiling_error(tensor.shape, [(s.start, s.shape) for s in tensor.shards])
+        if problem:
+            raise DamagedCheckpoint(f"{path}: {tensor.name} {problem}")
+    if problem := manifest_checks.find_values_error(manifest.values, names):
+        raise DamagedCheckpoint(f"{path}: {problem}")
 
 
 def _check_shard(folder: Folder, manifest: Manifest, tensor: TensorRecord, shard: ShardRecord) -> None:
-    if wrong := manifest_checks.wrong_name(shard.file):
-        raise Damaged(f"{folder / MANIFEST}: names {shard.file!r}, which {wrong}")
+    if problem := manifest_checks.find_name_error(shard.file):
+        raise DamagedCheckpoint(f"{folder / MANIFEST}: names {shard.file!r}, which {problem}")
     if shard.offset + shard.nbytes > manifest.files.get(shard.file, -1):
-        raise Damaged(f"{folder / shard.file}: has not the bytes of {tensor.name} that {MANIFEST} speaks of")
+        raise DamagedCheckpoint(f"{folder / shard.file}: has not the bytes of {tensor.name} that {MANIFEST} speaks of")
     size = math.prod(shard.shape) * tensor.itemsize
-    odd = min((*shard.start, *shard.shape, shard.offset, tensor.itemsize)) < 0
-    if odd or shard.nbytes != size or not fits(shard.blocks, size):
-        raise Damaged(f"{folder / MANIFEST}: a shard of {tensor.name} is not of the size that its shape says")
+    has_negative = min((*shard.start, *shard.shape, shard.offset, tensor.itemsize)) < 0
+    if has_negative or shard.nbytes != size or not has_all_checksums(shard.blocks, size):
+        raise DamagedCheckpoint(f"{folder / MANIFEST}: a shard of {tensor.name} is not of the size that its shape says")
 
 
 def check_sizes(folder: Folder, manifest: Manifest) -> None:
@@ -253,29 +255,29 @@ def check_sizes(folder: Folder, manifest: Manifest) -> None:
         Damaged: names the first file that is not.
         StorageError: that cannot be told, now at least.
     """
-    for wrong in wrong_sizes(folder, manifest).values():
-        raise Damaged(wrong)
+    for problem in find_wrong_sizes(folder, manifest).values():
+        raise DamagedCheckpoint(problem)
 
 
-def wrong_sizes(folder: Folder, manifest: Manifest) -> dict[str, str]:
+def find_wrong_sizes(folder: Folder, manifest: Manifest) -> dict[str, str]:
     """By file what :func:`check_sizes` says of it. Raises StorageError as that does."""
-    listed = patiently(folder.sizes, folder) if isinstance(folder, RemoteFolder) else None
-    wrong = {}
+    remote_sizes = with_retries(folder.sizes, folder) if isinstance(folder, RemoteFolder) else None
+    problems = {}
     for name, size in manifest.files.items():
         path = folder / name
         try:
-            found = _regular_size(path) if listed is None else listed.get(name)
+            actual = _regular_size(path) if remote_sizes is None else remote_sizes.get(name)
         except OSError as e:
-            wrong[name] = f"{path}: {e.strerror or e}"
+            problems[name] = f"{path}: {e.strerror or e}"
             continue
-        if found is None:
-            wrong[name] = f"{path}: is missing or not a regular file"
-        elif found != size:
-            wrong[name] = f"{path}: {found} bytes, {size} were written"
-    return wrong
+        if actual is None:
+            problems[name] = f"{path}: is missing or not a regular file"
+        elif actual != size:
+            problems[name] = f"{path}: {actual} bytes, {size} were written"
+    return problems
 
 
 def _regular_size(path: Folder) -> int | None:
     """None of what is no file."""
-    found = patiently(path.stat, path)
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+    file_stat = with_retries(path.stat, path)
+    return file_stat.st_size if stat.S_ISREG(file_stat.st_mode) else None

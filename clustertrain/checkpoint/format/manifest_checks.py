@@ -8,19 +8,19 @@ from collections.abc import Collection, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-MOST_BYTES = 1 << 62  # of a tensor: what numpy and torch can count
-MOST_DIMS = 63  # numpy has one more, for the bytes of an element
+MAX_BYTES = 1 << 62  # of a tensor: what numpy and torch can count
+MAX_DIMS = 63  # numpy has one more, for the bytes of an element
 _ITEMSIZE = {  # of torch's dtypes, in bytes; one that is not here may be of a later version
     "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8,
     "complex32": 4, "complex64": 8, "complex128": 16,
     **{f"{sign}int{bits}": bits // 8 for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }  # fmt: skip
-_NAMED = ("__tensor__", "__array__")  # tags of :mod:`~clustertrain.checkpoint.core.json_tree` that name a tensor
+_TENSOR_TAGS = ("__tensor__", "__array__")  # tags of :mod:`~clustertrain.checkpoint.core.json_tree` that name a tensor
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # its start and its shape
+ShardBox = tuple[tuple[int, ...], tuple[int, ...]]  # its start and its shape
 
 
-def wrong_name(name: str) -> str | None:
+def find_name_error(name: str) -> str | None:
     """Of a file in the checkpoint's folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
@@ -28,55 +28,55 @@ def wrong_name(name: str) -> str | None:
     return "is not a valid file name" if not path.parts or "\0" in name else None
 
 
-def wrong_form(dtype: str, itemsize: int, shape: Sequence[int]) -> str | None:
+def find_form_error(dtype: str, itemsize: int, shape: Sequence[int]) -> str | None:
     """Of a whole tensor."""
-    known = _ITEMSIZE.get(dtype)
-    if itemsize < 1 or known not in (None, itemsize):
-        return f"has elements of {itemsize} bytes, and {dtype} has {known or 'at least 1'}"
-    if len(shape) > MOST_DIMS or min(shape, default=0) < 0 or math.prod(n for n in shape if n) * itemsize > MOST_BYTES:
-        return f"has the shape {list(shape)[:MOST_DIMS]}, which no tensor has"
+    expected_itemsize = _ITEMSIZE.get(dtype)
+    if itemsize < 1 or expected_itemsize not in (None, itemsize):
+        return f"has elements of {itemsize} bytes, and {dtype} has {expected_itemsize or 'at least 1'}"
+    if len(shape) > MAX_DIMS or min(shape, default=0) < 0 or math.prod(n for n in shape if n) * itemsize > MAX_BYTES:
+        return f"has the shape {list(shape)[:MAX_DIMS]}, which no tensor has"
     return None
 
 
-def wrong_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+def find_tiling_error(shape: Sequence[int], boxes: Sequence[ShardBox]) -> str | None:
     """Where ``boxes`` are not all of a tensor, each element once."""
-    if _whole_rows(tuple(shape), boxes):
+    if _is_row_tiling(tuple(shape), boxes):
         return None
     for start, size in boxes:
         if not len(start) == len(size) == len(shape):
             return f"has {len(shape)} dimensions, and a shard of it {len(size)}"
-        if any(low < 0 or n < 0 or low + n > whole for low, n, whole in zip(start, size, shape, strict=True)):
+        if any(low < 0 or n < 0 or low + n > extent for low, n, extent in zip(start, size, shape, strict=True)):
             return "has a shard that reaches beyond its shape"
     covered = sum(math.prod(size) for _, size in boxes)
     if covered != math.prod(shape):
         return f"has {math.prod(shape)} elements, and its shards {covered}"
-    return "has shards that overlap" if _overlap(boxes) else None
+    return "has shards that overlap" if _has_overlap(boxes) else None
 
 
-def _whole_rows(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+def _is_row_tiling(shape: tuple[int, ...], boxes: Sequence[ShardBox]) -> bool:
     """Whether they are slices of rows, one after the other: the usual case, seen in a tenth of the time."""
-    at, rest, begin = 0, shape[1:], (0,) * len(shape[1:])
+    next_row, row_shape, row_start = 0, shape[1:], (0,) * len(shape[1:])
     for start, size in sorted(boxes):
-        if start[:1] != (at,) or start[1:] != begin or size[1:] != rest or not size or size[0] < 0:
+        if start[:1] != (next_row,) or start[1:] != row_start or size[1:] != row_shape or not size or size[0] < 0:
             return False
-        at += size[0]
-    return shape[:1] == (at,)
+        next_row += size[0]
+    return shape[:1] == (next_row,)
 
 
-def _overlap(boxes: Sequence[Box]) -> bool:
+def _has_overlap(boxes: Sequence[ShardBox]) -> bool:
     """Two of them share an element. Sorted along the dimension that has been cut most, so that a box is compared with
     few others in the layouts that there are."""
-    full = [box for box in boxes if math.prod(box[1])]
-    if len(full) < 2:
+    non_empty = [box for box in boxes if math.prod(box[1])]
+    if len(non_empty) < 2:
         return False
-    dims = range(len(full[0][0]))
+    dims = range(len(non_empty[0][0]))
     if not dims:
         return True
-    axis = max(dims, key=lambda d: len({start[d] for start, _ in full}))
-    full.sort(key=lambda box: box[0][axis])
-    for i, (start, size) in enumerate(full):
-        for j in range(i + 1, len(full)):
-            other, other_size = full[j]
+    axis = max(dims, key=lambda d: len({start[d] for start, _ in non_empty}))
+    non_empty.sort(key=lambda box: box[0][axis])
+    for i, (start, size) in enumerate(non_empty):
+        for j in range(i + 1, len(non_empty)):
+            other, other_size = non_empty[j]
             if other[axis] >= start[axis] + size[axis]:
                 break
             if all(start[d] < other[d] + other_size[d] and other[d] < start[d] + size[d] for d in dims):
@@ -84,16 +84,16 @@ def _overlap(boxes: Sequence[Box]) -> bool:
     return False
 
 
-def wrong_values(values: Any, tensors: Collection[str]) -> str | None:
+def find_values_error(values: Any, tensors: Collection[str]) -> str | None:
     """Of the tree that is not tensors: where it names one that is not there."""
-    todo = [values]
-    while todo:
-        value = todo.pop()
+    stack = [values]
+    while stack:
+        value = stack.pop()
         if isinstance(value, list):
-            todo += value
+            stack += value
         elif isinstance(value, dict):
-            for tag in _NAMED:
+            for tag in _TENSOR_TAGS:
                 if tag in value and not (isinstance(value[tag], str) and value[tag] in tensors):
                     return f"names the tensor {str(value[tag])[:100]!r}, which is not in it"
-            todo += value.values()
+            stack += value.values()
     return None

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clustertrain.checkpoint.format import direct_io
-from clustertrain.checkpoint.format.checksums import BLOCK_BYTES, aligned, first_bad
-from clustertrain.checkpoint.format.manifest import Damaged, ShardRecord
-from clustertrain.checkpoint.format.storage import Folder, Pread, opened
-from clustertrain.checkpoint.format.storage_errors import patiently
+from clustertrain.checkpoint.format.checksums import BLOCK_BYTES, align_to_blocks, find_bad_block
+from clustertrain.checkpoint.format.manifest import DamagedCheckpoint, ShardRecord
+from clustertrain.checkpoint.format.storage import Folder, PreadFn, open_pread
+from clustertrain.checkpoint.format.storage_errors import with_retries
 
 # In one call to the kernel: several blocks, few enough that they are still in the processor's cache when hashed.
-_AT_ONCE = 4 * BLOCK_BYTES
-_AT_ONCE_DIRECT = 2 * BLOCK_BYTES
-_WORTH_IT = 1 << 20  # bytes; reading ahead does more for small parts that lie side by side
+_READ_BYTES = 4 * BLOCK_BYTES
+_DIRECT_READ_BYTES = 2 * BLOCK_BYTES
+_MIN_DIRECT_BYTES = 1 << 20  # bytes; reading ahead does more for small parts that lie side by side
 
 
 def read_shard(folder: Folder, shard: ShardRecord) -> bytearray:
@@ -24,84 +24,84 @@ def read_shard(folder: Folder, shard: ShardRecord) -> bytearray:
     return data
 
 
-def read_into(into: memoryview, folder: Folder, shard: ShardRecord, low: int, *, alone: bool = False) -> None:
-    """Fill ``into`` with the bytes of ``shard`` from ``low`` on, verified. ``alone``: no other process of this machine
-    wants them, so they need not be kept in memory.
+def read_into(buffer: memoryview, folder: Folder, shard: ShardRecord, low: int, *, alone: bool = False) -> None:
+    """Fill ``buffer`` with the bytes of ``shard`` from ``low`` on, verified. ``alone``: no other process of this
+    machine wants them, so they need not be kept in memory.
 
     Raises:
         Damaged: the file is missing, too short, or its bytes are not those that were written.
         StorageError: it cannot be read, now at least.
     """
     path = folder / shard.file
-    high = low + len(into)
+    high = low + len(buffer)
 
-    def read() -> None:
-        if alone and isinstance(path, Path) and high - low >= _WORTH_IT:
-            with direct_io.reading(path) as fd:
-                if fd is not None and _read_direct(fd, path, shard, low, high, into):
+    def read_once() -> None:
+        if alone and isinstance(path, Path) and high - low >= _MIN_DIRECT_BYTES:
+            with direct_io.open_for_read(path) as fd:
+                if fd is not None and _read_direct(fd, path, shard, low, high, buffer):
                     return
-        with opened(path) as pread:
-            _read(pread, path, shard, low, high, into)
+        with open_pread(path) as pread:
+            _read(pread, path, shard, low, high, buffer)
 
     try:
-        patiently(read, path)
+        with_retries(read_once, path)
     except OSError as e:
-        raise Damaged(f"{path}: {e.strerror or e}") from e
+        raise DamagedCheckpoint(f"{path}: {e.strerror or e}") from e
 
 
-def _read_direct(fd: int, path: Path, shard: ShardRecord, low: int, high: int, into: memoryview) -> bool:
+def _read_direct(fd: int, path: Path, shard: ShardRecord, low: int, high: int, buffer: memoryview) -> bool:
     """As :func:`_read`; False where the file system does not do it."""
-    at, end = aligned(low, high, shard.nbytes)
-    while at < end:
-        stop = min(at + _AT_ONCE_DIRECT, end)
-        data = direct_io.read(fd, shard.offset + at, stop - at)
+    pos, aligned_end = align_to_blocks(low, high, shard.nbytes)
+    while pos < aligned_end:
+        read_end = min(pos + _DIRECT_READ_BYTES, aligned_end)
+        data = direct_io.read(fd, shard.offset + pos, read_end - pos)
         if data is None:
             return False
-        if len(data) < stop - at:
-            raise _too_short(path, shard.offset + at + len(data))
-        _verify(data, path, shard, at)
-        begin, finish = max(at, low), min(stop, high)
-        direct_io.copy(into[begin - low : finish - low], data[begin - at : finish - at])
-        at = stop
+        if len(data) < read_end - pos:
+            raise _short_file_error(path, shard.offset + pos + len(data))
+        _verify(data, path, shard, pos)
+        copy_start, copy_stop = max(pos, low), min(read_end, high)
+        direct_io.copy_bytes(buffer[copy_start - low : copy_stop - low], data[copy_start - pos : copy_stop - pos])
+        pos = read_end
     return True
 
 
-def _read(pread: Pread, path: Folder, shard: ShardRecord, low: int, high: int, into: memoryview) -> None:
+def _read(pread: PreadFn, path: Folder, shard: ShardRecord, low: int, high: int, buffer: memoryview) -> None:
     """Whole blocks go where they belong; a block that sticks out at either end is read beside and cut."""
-    at, end = aligned(low, high, shard.nbytes)
-    while at < end:
+    pos, aligned_end = align_to_blocks(low, high, shard.nbytes)
+    while pos < aligned_end:
         # The blocks from here on that are wanted as a whole; the last one of a shard may be short.
-        whole = end if end <= high else high - high % BLOCK_BYTES
-        stop = min(at + _AT_ONCE, whole) if low <= at < whole else min(at + BLOCK_BYTES, end)
-        cut = at < low or stop > high
-        data = memoryview(bytearray(stop - at)) if cut else into[at - low : stop - low]
-        _fill(pread, path, data, shard.offset + at)
-        _verify(data, path, shard, at)
-        if cut:
-            begin, finish = max(at, low), min(stop, high)
-            into[begin - low : finish - low] = data[begin - at : finish - at]
-        at = stop
+        full_end = aligned_end if aligned_end <= high else high - high % BLOCK_BYTES
+        read_end = min(pos + _READ_BYTES, full_end) if low <= pos < full_end else min(pos + BLOCK_BYTES, aligned_end)
+        is_partial = pos < low or read_end > high
+        data = memoryview(bytearray(read_end - pos)) if is_partial else buffer[pos - low : read_end - low]
+        _fill(pread, path, data, shard.offset + pos)
+        _verify(data, path, shard, pos)
+        if is_partial:
+            copy_start, copy_stop = max(pos, low), min(read_end, high)
+            buffer[copy_start - low : copy_stop - low] = data[copy_start - pos : copy_stop - pos]
+        pos = read_end
 
 
-def _verify(data: memoryview, path: Folder, shard: ShardRecord, at: int) -> None:
-    bad = first_bad(data, shard.blocks, at // BLOCK_BYTES)
-    if bad is not None:
-        first = shard.offset + bad * BLOCK_BYTES
-        last = shard.offset + min(shard.nbytes, (bad + 1) * BLOCK_BYTES)
-        raise Damaged(f"{path}: checksum of bytes {first} to {last} differs")
+def _verify(data: memoryview, path: Folder, shard: ShardRecord, pos: int) -> None:
+    bad_block = find_bad_block(data, shard.blocks, pos // BLOCK_BYTES)
+    if bad_block is not None:
+        first = shard.offset + bad_block * BLOCK_BYTES
+        last = shard.offset + min(shard.nbytes, (bad_block + 1) * BLOCK_BYTES)
+        raise DamagedCheckpoint(f"{path}: checksum of bytes {first} to {last} differs")
 
 
-def _too_short(path: Folder, ends: int) -> Damaged:
-    return Damaged(f"{path}: ends at byte {ends}, more were written")
+def _short_file_error(path: Folder, end: int) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"{path}: ends at byte {end}, more were written")
 
 
-def _fill(pread: Pread, path: Folder, into: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(into):
-        got = pread(into[done:], offset + done)
-        if got == 0:
-            raise _too_short(path, offset + done)
-        done += got
+def _fill(pread: PreadFn, path: Folder, buffer: memoryview, offset: int) -> None:
+    filled = 0
+    while filled < len(buffer):
+        nread = pread(buffer[filled:], offset + filled)
+        if nread == 0:
+            raise _short_file_error(path, offset + filled)
+        filled += nread
 
 
 def overlap(
@@ -118,7 +118,7 @@ def overlap(
     return tuple(in_a), tuple(in_b)
 
 
-def strides_of(shape: Sequence[int]) -> list[int]:
+def contiguous_strides(shape: Sequence[int]) -> list[int]:
     """Of a block in C order, in elements."""
     strides: list[int] = []
     step = 1
@@ -128,12 +128,13 @@ def strides_of(shape: Sequence[int]) -> list[int]:
     return strides
 
 
-def span(part: Sequence[slice], shape: Sequence[int]) -> tuple[int, int, bool]:
-    """From which element to which (exclusive) ``part`` of a block in C order reaches, and whether it is all of that."""
-    strides = strides_of(shape)
-    first = sum(s.start * stride for s, stride in zip(part, strides, strict=True))
-    last = sum((s.stop - 1) * stride for s, stride in zip(part, strides, strict=True))
+def linear_span(slices: Sequence[slice], shape: Sequence[int]) -> tuple[int, int, bool]:
+    """From which element to which (exclusive) ``slices`` of a block in C order reaches, and whether it is all of
+    that."""
+    strides = contiguous_strides(shape)
+    first = sum(s.start * stride for s, stride in zip(slices, strides, strict=True))
+    last = sum((s.stop - 1) * stride for s, stride in zip(slices, strides, strict=True))
     count = 1
-    for s in part:
+    for s in slices:
         count *= s.stop - s.start
     return first, last + 1, last + 1 - first == count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from clustertrain.checkpoint.format.manifest import Kind
+from clustertrain.checkpoint.format.manifest import TensorKind
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many, and no cycles
@@ -12,7 +12,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many, and
     that begin at ``start`` of the tensor of shape ``shape``. ``dtype`` is torch's name of it, ``itemsize`` in bytes."""
 
     name: str
-    kind: Kind
+    kind: TensorKind
     dtype: str
     itemsize: int
     shape: tuple[int, ...]
@@ -22,7 +22,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many, and
     nbytes: int
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many, and no cycles
+class SegmentLocation(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many, and no cycles
     """Where an engine put a segment: its bytes, as they were staged, begin at ``offset`` of ``file`` (a path relative
     to the checkpoint's folder, with ``/``)."""
 

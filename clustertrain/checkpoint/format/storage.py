@@ -15,14 +15,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from clustertrain import reading
-from clustertrain.config.storage_paths import storage_class
+from clustertrain.config.storage_paths import find_filesystem_class
 
 # Fills a buffer with the bytes of a file from an offset on; returns how many there were, 0 at its end.
-Pread = Callable[[memoryview, int], int]
+PreadFn = Callable[[memoryview, int], int]
 
-PART_BYTES = 64 << 20  # of an upload: so much is in memory at a time
-_MOST_PARTS = 9_000  # of one object; stores allow 10,000
-_CREDENTIALS = "the job needs credentials for it on every node: a file in the home folder, or names under [env]"
+UPLOAD_PART_BYTES = 64 << 20  # of an upload: so much is in memory at a time
+_MAX_UPLOAD_PARTS = 9_000  # of one object; stores allow 10,000
+_CREDENTIALS_FIX = "the job needs credentials for it on every node: a file in the home folder, or names under [env]"
 
 
 class RemoteFolder:
@@ -35,10 +35,10 @@ class RemoteFolder:
         """
         self._url = url.rstrip("/")
         if _fs is None:
-            storage_class(url)
+            find_filesystem_class(url)
             import fsspec
 
-            with _told():
+            with _translate_errors():
                 _fs, _path = fsspec.url_to_fs(url)  # type: ignore[no-untyped-call]
         self._fs = _fs
         self._path = _path.rstrip("/")
@@ -58,8 +58,8 @@ class RemoteFolder:
 
     @property
     def parent(self) -> RemoteFolder:
-        above = self._url.rpartition("/")[0]
-        return RemoteFolder(above, _fs=self._fs, _path=self._path.rpartition("/")[0])
+        parent_url = self._url.rpartition("/")[0]
+        return RemoteFolder(parent_url, _fs=self._fs, _path=self._path.rpartition("/")[0])
 
     def __truediv__(self, name: str) -> RemoteFolder:
         return RemoteFolder(f"{self._url}/{name}", _fs=self._fs, _path=f"{self._path}/{name}")
@@ -67,21 +67,21 @@ class RemoteFolder:
     # -- reading
 
     def iterdir(self) -> Iterator[RemoteFolder]:
-        with _told():
+        with _translate_errors():
             self._fs.invalidate_cache()  # others write there
-            found = [p.rstrip("/") for p in self._fs.ls(self._path, detail=False)]
-        return (self / PurePosixPath(p).name for p in found if p != self._path)  # S3 may list the folder itself
+            paths = [p.rstrip("/") for p in self._fs.ls(self._path, detail=False)]
+        return (self / PurePosixPath(p).name for p in paths if p != self._path)  # S3 may list the folder itself
 
     def sizes(self) -> dict[str, int]:
         """Of all files below, by their paths relative to this, asked for at once."""
-        with _told():
+        with _translate_errors():
             self._fs.invalidate_cache()
-            found = self._fs.find(self._path, detail=True)
-        return {p[len(self._path) :].lstrip("/"): int(i["size"]) for p, i in found.items()}
+            infos = self._fs.find(self._path, detail=True)
+        return {p[len(self._path) :].lstrip("/"): int(i["size"]) for p, i in infos.items()}
 
     def stat(self) -> os.stat_result:
         """Kind and size; the rest is 0."""
-        with _told():
+        with _translate_errors():
             self._fs.invalidate_cache()
             info = self._fs.info(self._path)
         mode = stat.S_IFREG if info["type"] == "file" else stat.S_IFDIR
@@ -94,27 +94,27 @@ class RemoteFolder:
             return False
 
     def read_bytes(self) -> bytes:
-        with _told():
+        with _translate_errors():
             return bytes(self._fs.cat_file(self._path))
 
-    def pread(self, into: memoryview, offset: int) -> int:
-        with _told():
-            data = self._fs.cat_file(self._path, start=offset, end=offset + len(into))
-        into[: len(data)] = data
+    def pread(self, buffer: memoryview, offset: int) -> int:
+        with _translate_errors():
+            data = self._fs.cat_file(self._path, start=offset, end=offset + len(buffer))
+        buffer[: len(data)] = data
         return len(data)
 
     # -- writing
 
     def write_bytes(self, data: bytes) -> None:
-        with self.writing(len(data)) as out:
+        with self.open_writer(len(data)) as out:
             out(data)
 
     @contextmanager
-    def writing(self, size: int) -> Iterator[Callable[[bytes], None]]:
+    def open_writer(self, size: int) -> Iterator[Callable[[bytes], None]]:
         """Replace the file by what the call that this yields is given, ``size`` bytes in all. Stores keep the old one
         until the end; a file system does not."""
-        block = max(PART_BYTES, -(-size // _MOST_PARTS))
-        with _told():
+        block = max(UPLOAD_PART_BYTES, -(-size // _MAX_UPLOAD_PARTS))
+        with _translate_errors():
             try:
                 out = self._fs.open(self._path, "wb", block_size=block)
             except FileNotFoundError:  # stores have no folders
@@ -122,18 +122,18 @@ class RemoteFolder:
                 out = self._fs.open(self._path, "wb", block_size=block)
 
         def write(data: bytes) -> None:
-            with _told():
+            with _translate_errors():
                 out.write(data)
 
         try:
             yield write
         finally:
-            with _told():
+            with _translate_errors():
                 out.close()
 
     def unlink(self) -> None:
         """It need not be there."""
-        with _told():
+        with _translate_errors():
             try:
                 self._fs.rm_file(self._path)
             except FileNotFoundError:
@@ -141,7 +141,7 @@ class RemoteFolder:
 
     def rmtree(self) -> None:
         """It need not be there."""
-        with _told():
+        with _translate_errors():
             try:
                 self._fs.invalidate_cache()
                 self._fs.rm(self._path, recursive=True)
@@ -153,12 +153,12 @@ Folder = Path | RemoteFolder
 F = TypeVar("F", bound=Folder)
 
 
-def inside(folder: F, name: str) -> F:
+def join_path(folder: F, name: str) -> F:
     return folder / name  # type: ignore[return-value]
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     """The door to fsspec, whose file systems raise what the libraries raise that they are made of.
 
     Raises:
@@ -170,19 +170,19 @@ def _told() -> Iterator[None]:
         raise
     except Exception as e:
         if isinstance(e, PermissionError) or "Credentials" in type(e).__name__:
-            raise PermissionError(errno.EACCES, f"access denied: {_words(e)} ({_CREDENTIALS})") from e
+            raise PermissionError(errno.EACCES, f"access denied: {_error_text(e)} ({_CREDENTIALS_FIX})") from e
         if isinstance(e, OSError) and e.errno is not None:
             raise
-        raise OSError(errno.EIO, _words(e)) from e
+        raise OSError(errno.EIO, _error_text(e)) from e
 
 
-def _words(e: BaseException) -> str:
-    said = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
-    return f"{type(e).__name__}: {said}" if not isinstance(e, OSError) or not said else said
+def _error_text(e: BaseException) -> str:
+    text = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
+    return f"{type(e).__name__}: {text}" if not isinstance(e, OSError) or not text else text
 
 
 @contextmanager
-def opened(path: Folder) -> Iterator[Pread]:
+def open_pread(path: Folder) -> Iterator[PreadFn]:
     """A file, to read parts of it.
 
     Raises:
@@ -191,6 +191,6 @@ def opened(path: Folder) -> Iterator[Pread]:
     if isinstance(path, RemoteFolder):
         yield path.pread
         return
-    with reading.opened(path) as file:
+    with reading.open_regular(path) as file:
         fd = file.fileno()
         yield lambda into, offset: os.preadv(fd, [into], offset)

@@ -11,11 +11,11 @@ from clustertrain import clock
 from clustertrain.errors import CheckpointError
 
 # Until somebody makes room, or gives permission.
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM})
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM})
 # A server's bad minute. A file system that is read-only is so for the time of a repair, or on one node after an error.
-PASSING = frozenset({errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.EROFS})
-PATIENCE_S = 2.0
-PAUSE_S = 0.5
+TRANSIENT_ERRNOS = frozenset({errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.EROFS})
+RETRY_TIMEOUT_S = 2.0
+RETRY_INTERVAL_S = 0.5
 
 T = TypeVar("T")
 
@@ -30,30 +30,30 @@ class StorageError(CheckpointError):
         self.full = full
 
 
-def patiently(act: Callable[[], T], what: object) -> T:
-    """What ``act`` returns, tried again for a moment while the file system fails in a way that may pass.
+def with_retries(operation: Callable[[], T], target: object) -> T:
+    """What ``operation`` returns, tried again for a moment while the file system fails in a way that may pass.
 
     Raises:
         FileNotFoundError, NotADirectoryError: it is not there.
-        StorageError: any other failure of the file system; it names ``what``.
+        StorageError: any other failure of the file system; it names ``target``.
     """
-    done: list[T] = []
-    trouble: list[OSError] = []
+    results: list[T] = []
+    last_error: list[OSError] = []
 
     def attempt() -> bool:
         try:
-            done.append(act())
+            results.append(operation())
         except (FileNotFoundError, NotADirectoryError):
             raise
         except OSError as e:
             if e.errno == errno.ELOOP:  # a link to itself leads to nothing
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ELOOP), str(what)) from e
-            trouble[:] = [e]
-            return e.errno not in PASSING
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ELOOP), str(target)) from e
+            last_error[:] = [e]
+            return e.errno not in TRANSIENT_ERRNOS
         return True
 
-    clock.wait_until(attempt, PATIENCE_S, PAUSE_S)
-    if done:
-        return done[0]
-    e = trouble[0]
-    raise StorageError(f"{what}: {e.strerror or e}", full=e.errno in FULL) from e
+    clock.wait_until(attempt, RETRY_TIMEOUT_S, RETRY_INTERVAL_S)
+    if results:
+        return results[0]
+    e = last_error[0]
+    raise StorageError(f"{target}: {e.strerror or e}", full=e.errno in FULL_ERRNOS) from e

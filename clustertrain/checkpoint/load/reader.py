@@ -16,42 +16,44 @@ from torch import nn
 from clustertrain.checkpoint.core import json_tree
 from clustertrain.checkpoint.core import state_dict as objects
 from clustertrain.checkpoint.core.control_group import Ranks
-from clustertrain.checkpoint.format.checksums import BLOCK_BYTES, aligned
-from clustertrain.checkpoint.format.manifest import Damaged, Kind, Manifest, ShardRecord, TensorRecord
-from clustertrain.checkpoint.format.shard_io import overlap, read_into, span, strides_of
+from clustertrain.checkpoint.format.checksums import BLOCK_BYTES, align_to_blocks
+from clustertrain.checkpoint.format.manifest import DamagedCheckpoint, Manifest, ShardRecord, TensorKind, TensorRecord
+from clustertrain.checkpoint.format.shard_io import contiguous_strides, linear_span, overlap, read_into
 from clustertrain.checkpoint.format.storage import Folder, RemoteFolder
 from clustertrain.checkpoint.load import shared_read
-from clustertrain.checkpoint.save.node_local import Near
+from clustertrain.checkpoint.save.node_local import LocalTierReader
 from clustertrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-Finish = Callable[[], None]
+Finalizer = Callable[[], None]
 # Reads under way at once. They wait for the disk more than for each other: reading and hashing leave Python's lock.
-_THREADS = 4
-_FAR_THREADS = 16  # a store answers each request late, and many at a time
-_PIECE_BYTES = 8 * BLOCK_BYTES  # of a large shard, for one thread
+_LOCAL_THREADS = 4
+_REMOTE_THREADS = 16  # a store answers each request late, and many at a time
+_MAX_READ_BYTES = 8 * BLOCK_BYTES  # of a large shard, for one thread
 
 
-class Reader:
+class CheckpointReader:
     """One committed checkpoint."""
 
     def __init__(
-        self, folder: Folder, manifest: Manifest, ranks: Ranks | None = None, near: Near | None = None
+        self, folder: Folder, manifest: Manifest, ranks: Ranks | None = None, local_tier: LocalTierReader | None = None
     ) -> None:
-        """``near`` is asked for bytes before ``folder`` is. Without ``ranks`` this process reads by itself."""
+        """``local_tier`` is asked for bytes before ``folder`` is. Without ``ranks`` this process reads by itself."""
         self._folder = folder
-        self._near = near
+        self._local_tier = local_tier
         self._manifest = manifest
         self._ranks = ranks or Ranks()
         self._tensors = {t.name: t for t in manifest.tensors}
-        self._chunks = shared_read.Chunks(manifest) if self._ranks.world_size > 1 else None
-        self._wanted: dict[int, shared_read.Wanted] = {}
-        far = isinstance(folder, RemoteFolder)
-        self._pool = ThreadPoolExecutor(_FAR_THREADS if far else min(_THREADS, os.cpu_count() or 1), "restore")
-        self._reading: list[Future[None]] = []
+        self._chunks = shared_read.ChunkTable(manifest) if self._ranks.world_size > 1 else None
+        self._chunk_requests: dict[int, shared_read.ChunkRequest] = {}
+        is_remote = isinstance(folder, RemoteFolder)
+        self._pool = ThreadPoolExecutor(
+            _REMOTE_THREADS if is_remote else min(_LOCAL_THREADS, os.cpu_count() or 1), "restore"
+        )
+        self._pending_reads: list[Future[None]] = []
 
-    def load(self, state: dict[str, Any]) -> Finish:
+    def load(self, state: dict[str, Any]) -> Finalizer:
         """Begin to fill the modules of ``state`` in place, and to read the rest beside it; :meth:`complete` comes next,
         and the returned call then puts all that in force.
 
@@ -62,29 +64,29 @@ class Reader:
             Damaged: bytes missing or altered.
             CheckpointError: the checkpoint is of other objects than ``state``.
         """
-        lacking = sorted(state.keys() - self._manifest.values.keys())
+        absent = sorted(state.keys() - self._manifest.values.keys())
         # What a run may come to have later, and can do without what was.
-        anew = {key: begin for key in lacking if callable(begin := getattr(state[key], "begin_anew", None))}
-        if missing := [key for key in lacking if key not in anew]:
+        fresh = {key: begin for key in absent if callable(begin := getattr(state[key], "init_fresh_state", None))}
+        if missing := [key for key in absent if key not in fresh]:
             raise CheckpointError(
                 f"{self._folder}: holds no state {', '.join(missing)}",
                 fix="give session.steps the same state as the run that saved it",
             )
-        names = objects.parameter_names(state)
-        todo: list[Finish] = []
+        names = objects.fqns_by_param_id(state)
+        finalizers: list[Finalizer] = []
         for key, value in state.items():
-            if key in anew:
-                todo.append(functools.partial(self._begin_anew, key, anew[key]))
+            if key in fresh:
+                finalizers.append(functools.partial(self._start_fresh, key, fresh[key]))
             elif isinstance(value, nn.Module):
-                todo.append(self._load_module(key, value))
+                finalizers.append(self._load_module(key, value))
             elif isinstance(value, torch.optim.Optimizer):
-                todo.append(self._load_optimizer(key, value, names, objects.parameters_of_whole(state)))
+                finalizers.append(self._load_optimizer(key, value, names, objects.all_stage_param_fqns(state)))
             else:
-                todo.append(self._load_other(key, value, state))
-        return lambda: _call_all(todo)
+                finalizers.append(self._load_value(key, value, state))
+        return lambda: _run_all(finalizers)
 
-    def _begin_anew(self, key: str, begin: Callable[[], None]) -> None:
-        begin()
+    def _start_fresh(self, key: str, start_fresh: Callable[[], None]) -> None:
+        start_fresh()
         if self._ranks.rank == 0:
             log.warning("%s: holds no state %s, which begins anew", self._folder, key)
 
@@ -94,43 +96,47 @@ class Reader:
         Raises:
             Damaged: bytes missing or altered.
         """
-        rest, shared = set(self._wanted), set[int]()
+        unshared, unshareable = set(self._chunk_requests), set[int]()
         if self._chunks is not None:
             try:
-                which = self._manifest.made_in
-                found = shared_read.read(self._ranks, which, self._chunks, self._wanted, self._fetch, self._pool)
-                if found is None:
+                checkpoint_id = self._manifest.made_in
+                remaining = shared_read.read_shared(
+                    self._ranks, checkpoint_id, self._chunks, self._chunk_requests, self._fetch, self._pool
+                )
+                if remaining is None:
                     return
-                rest = found
-            except shared_read.CannotShare as e:
+                unshared = remaining
+            except shared_read.SharedReadUnavailable as e:
                 log.warning("the ranks of a node cannot see each other's memory, so each reads for itself: %s", e)
-                shared = rest
-        for c in rest:
-            self._begin(functools.partial(self._take_alone, self._wanted[c], alone=c not in shared))
-        self._all_read()
+                unshareable = unshared
+        for number in unshared:
+            self._submit_read(
+                functools.partial(self._read_unshared, self._chunk_requests[number], alone=number not in unshareable)
+            )
+        self._wait_for_reads()
 
     def close(self) -> None:
         """What is still being read is not waited for, but for what has begun."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _fetch(self, chunk: shared_read.Chunk, memory: memoryview) -> None:
-        self._read_into(memory, chunk.shard, chunk.low, alone=True)
+    def _fetch(self, chunk: shared_read.Chunk, buffer: memoryview) -> None:
+        self._read_into(buffer, chunk.shard, chunk.low, alone=True)
 
-    def _take_alone(self, wanted: shared_read.Wanted, *, alone: bool) -> None:
-        memory = _scratch(wanted.chunk.nbytes).numpy().data
-        self._read_into(memory, wanted.chunk.shard, wanted.chunk.low, alone=alone)
-        for take in wanted.takes:
-            take(memory)
+    def _read_unshared(self, request: shared_read.ChunkRequest, *, alone: bool) -> None:
+        buffer = _scratch_buffer(request.chunk.nbytes).numpy().data
+        self._read_into(buffer, request.chunk.shard, request.chunk.low, alone=alone)
+        for consumer in request.consumers:
+            consumer(buffer)
 
-    def _all_read(self) -> None:
+    def _wait_for_reads(self) -> None:
         """Wait for all that is being read. Raises the first failure."""
-        reading, self._reading = self._reading, []
-        for piece in reading:
-            piece.result()
+        pending, self._pending_reads = self._pending_reads, []
+        for future in pending:
+            future.result()
 
     def rank_state(self, rank: int) -> Any:
         """What this rank number saved for itself."""
-        return json_tree.decode(self._manifest.values["ranks"][str(rank)], self._whole)
+        return json_tree.decode(self._manifest.values["ranks"][str(rank)], self._read_full_tensor)
 
     # -- tensors
 
@@ -147,190 +153,205 @@ class Reader:
             )
         return record
 
-    def _whole(self, name: str) -> torch.Tensor:
+    def _read_full_tensor(self, name: str) -> torch.Tensor:
         """All of a tensor, there when this returns."""
         record = self._record(name)
-        tensor = torch.empty(record.shape, dtype=objects.dtype_of(record.dtype))
-        others, self._reading = self._reading, []
-        self._fill(objects.block(name, "other", tensor), now=True)
-        self._all_read()
-        self._reading = others
+        tensor = torch.empty(record.shape, dtype=objects.parse_dtype(record.dtype))
+        earlier_reads, self._pending_reads = self._pending_reads, []
+        self._fill_shard(objects.to_local_shard(name, "other", tensor), immediate=True)
+        self._wait_for_reads()
+        self._pending_reads = earlier_reads
         return tensor
 
-    def _fill(self, block: objects.Block, *, now: bool = False) -> None:
-        """Begin to fill ``block.local``; :meth:`complete` sees the end of it, or with ``now`` :meth:`_all_read`."""
-        record = self._check_shape(block.name, block.shape)
+    def _fill_shard(self, shard_to_fill: objects.LocalShard, *, immediate: bool = False) -> None:
+        """Begin to fill ``shard_to_fill.local``; :meth:`complete` sees the end of it, or with ``immediate``
+        :meth:`_wait_for_reads`."""
+        record = self._check_shape(shard_to_fill.name, shard_to_fill.shape)
         filled = 0
         for n, shard in enumerate(record.shards):
-            common = overlap(shard.start, shard.shape, block.start, block.local.shape)
-            if common is None:
+            intersection = overlap(shard.start, shard.shape, shard_to_fill.start, shard_to_fill.local_tensor.shape)
+            if intersection is None:
                 continue
-            there, here = common
-            filled += block.local[here].numel()
+            src, dst = intersection
+            filled += shard_to_fill.local_tensor[dst].numel()
             # Of copies the other ranks need all, of what lies apart what is between, of half a block the other half.
-            low, high, dense = span(there, shard.shape)
+            low, high, dense = linear_span(src, shard.shape)
             low, high = low * record.itemsize, high * record.itemsize
-            alone = self._chunks is None or (block.only and dense and aligned(low, high, shard.nbytes) == (low, high))
-            if alone or now or not shared_read.fits(record, shard):
-                self._read_part(block.local.detach(), record, shard, there, here, alone=alone)
+            is_sole_reader = self._chunks is None or (
+                shard_to_fill.only and dense and align_to_blocks(low, high, shard.nbytes) == (low, high)
+            )
+            if is_sole_reader or immediate or not shared_read.is_shareable(record, shard):
+                self._read_slice(shard_to_fill.local_tensor.detach(), record, shard, src, dst, alone=is_sole_reader)
             else:
-                self._share_part(block.local.detach(), record, n, there, here)
-        if filled != block.local.numel():
-            raise Damaged(f"{self._folder}: {block.name} is not there as a whole")
+                self._request_shared(shard_to_fill.local_tensor.detach(), record, n, src, dst)
+        if filled != shard_to_fill.local_tensor.numel():
+            raise DamagedCheckpoint(f"{self._folder}: {shard_to_fill.name} is not there as a whole")
 
-    def _share_part(
-        self, local: torch.Tensor, record: TensorRecord, n: int, there: tuple[slice, ...], here: tuple[slice, ...]
+    def _request_shared(
+        self, local: torch.Tensor, record: TensorRecord, n: int, src: tuple[slice, ...], dst: tuple[slice, ...]
     ) -> None:
-        """Take the part ``there`` of shard number ``n`` from what this node's ranks read together."""
+        """Take the part ``src`` of shard number ``n`` from what this node's ranks read together."""
         assert self._chunks is not None
-        shape, dtype = record.shards[n].shape, objects.dtype_of(record.dtype)
-        ahead = here[0].start - there[0].start
-        for chunk, first, stop in self._chunks.of(record, n, there[0].start, there[0].stop):
-            into = local[(slice(first + ahead, stop + ahead), *here[1:])]
-            begins = span((slice(first, stop), *there[1:]), shape)[0] - chunk.low // record.itemsize
-            take = functools.partial(_take, into, dtype, strides_of(shape), begins)
-            self._wanted.setdefault(chunk.number, shared_read.Wanted(chunk)).takes.append(take)
+        shape, dtype = record.shards[n].shape, objects.parse_dtype(record.dtype)
+        row_shift = dst[0].start - src[0].start
+        for chunk, first, stop in self._chunks.iter_chunks(record, n, src[0].start, src[0].stop):
+            target = local[(slice(first + row_shift, stop + row_shift), *dst[1:])]
+            src_offset = linear_span((slice(first, stop), *src[1:]), shape)[0] - chunk.low // record.itemsize
+            consumer = functools.partial(_copy_strided, target, dtype, contiguous_strides(shape), src_offset)
+            self._chunk_requests.setdefault(chunk.number, shared_read.ChunkRequest(chunk)).consumers.append(consumer)
 
-    def _read_part(
+    def _read_slice(
         self,
         local: torch.Tensor,
         record: TensorRecord,
         shard: ShardRecord,
-        there: tuple[slice, ...],
-        here: tuple[slice, ...],
+        src: tuple[slice, ...],
+        dst: tuple[slice, ...],
         *,
         alone: bool,
     ) -> None:
-        """Begin to read the part ``there`` of a shard into the part ``here`` of a tensor: where both are in one piece,
+        """Begin to read the part ``src`` of a shard into the part ``dst`` of a tensor: where both are in one piece,
         straight into its memory."""
         size = record.itemsize
-        low, _, dense = span(there, shard.shape)
-        first, last, straight = span(here, tuple(local.shape))
-        plain = local.device.type == "cpu" and local.is_contiguous() and local.dtype == objects.dtype_of(record.dtype)
-        if dense and straight and plain:
+        low, _, dense = linear_span(src, shard.shape)
+        first, last, dst_dense = linear_span(dst, tuple(local.shape))
+        is_plain = (
+            local.device.type == "cpu" and local.is_contiguous() and local.dtype == objects.parse_dtype(record.dtype)
+        )
+        if dense and dst_dense and is_plain:
             memory = local.reshape(-1)[first:last].view(torch.uint8).numpy().data
-            for at in range(0, len(memory), _PIECE_BYTES):
-                piece = memory[at : at + _PIECE_BYTES]
-                self._begin(functools.partial(self._read_into, piece, shard, low * size + at, alone=alone))
+            for pos in range(0, len(memory), _MAX_READ_BYTES):
+                chunk = memory[pos : pos + _MAX_READ_BYTES]
+                self._submit_read(functools.partial(self._read_into, chunk, shard, low * size + pos, alone=alone))
             return
         if not local.dim():
-            self._begin(functools.partial(self._read_apart, local, record, shard, there, alone=alone))
+            self._submit_read(functools.partial(self._read_strided, local, record, shard, src, alone=alone))
             return
-        rows = max(1, _PIECE_BYTES // (strides_of(shard.shape)[0] * size))
-        for row in range(0, there[0].stop - there[0].start, rows):
-            from_there = slice(there[0].start + row, min(there[0].start + row + rows, there[0].stop))
-            to_here = slice(here[0].start + row, min(here[0].start + row + rows, here[0].stop))
-            into, part = local[(to_here, *here[1:])], (from_there, *there[1:])
-            self._begin(functools.partial(self._read_apart, into, record, shard, part, alone=alone))
+        rows = max(1, _MAX_READ_BYTES // (contiguous_strides(shard.shape)[0] * size))
+        for row in range(0, src[0].stop - src[0].start, rows):
+            src_rows = slice(src[0].start + row, min(src[0].start + row + rows, src[0].stop))
+            dst_rows = slice(dst[0].start + row, min(dst[0].start + row + rows, dst[0].stop))
+            target, src_slice = local[(dst_rows, *dst[1:])], (src_rows, *src[1:])
+            self._submit_read(functools.partial(self._read_strided, target, record, shard, src_slice, alone=alone))
 
-    def _read_apart(
+    def _read_strided(
         self,
-        into: torch.Tensor,
+        target: torch.Tensor,
         record: TensorRecord,
         shard: ShardRecord,
-        there: tuple[slice, ...],
+        src: tuple[slice, ...],
         *,
         alone: bool,
     ) -> None:
-        """Read all from the first to the last byte of ``there``, and copy from that."""
-        low, high, _ = span(there, shard.shape)
-        data = _scratch((high - low) * record.itemsize)
+        """Read all from the first to the last byte of ``src``, and copy from that."""
+        low, high, _ = linear_span(src, shard.shape)
+        data = _scratch_buffer((high - low) * record.itemsize)
         self._read_into(data.numpy().data, shard, low * record.itemsize, alone=alone)
-        flat = data.view(objects.dtype_of(record.dtype))
-        into.copy_(flat.as_strided(tuple(into.shape), strides_of(shard.shape)))
+        flat = data.view(objects.parse_dtype(record.dtype))
+        target.copy_(flat.as_strided(tuple(target.shape), contiguous_strides(shard.shape)))
 
-    def _read_into(self, into: memoryview, shard: ShardRecord, low: int, *, alone: bool = False) -> None:
-        if self._near is None or not self._near.read_into(into, shard, low, alone=alone):
-            read_into(into, self._folder, shard, low, alone=alone)
+    def _read_into(self, buffer: memoryview, shard: ShardRecord, low: int, *, alone: bool = False) -> None:
+        if self._local_tier is None or not self._local_tier.read_into(buffer, shard, low, alone=alone):
+            read_into(buffer, self._folder, shard, low, alone=alone)
 
-    def _begin(self, read: Callable[[], None]) -> None:
-        self._reading.append(self._pool.submit(read))
+    def _submit_read(self, read: Callable[[], None]) -> None:
+        self._pending_reads.append(self._pool.submit(read))
 
     # -- objects
 
-    def _load_module(self, key: str, module: nn.Module) -> Finish:
-        elsewhere = {f"{key}/{name}" for name in objects.names_of_whole(module)}
-        held: set[str] = set()
-        todo: list[Finish] = []
+    def _load_module(self, key: str, module: nn.Module) -> Finalizer:
+        other_stage_names = {f"{key}/{name}" for name in objects.all_stage_fqns(module)}
+        loaded_names: set[str] = set()
+        finalizers: list[Finalizer] = []
         # Part by part and not from module_state(): two stages of a rank may each have a copy of what is tied.
-        for part in objects.parts(module):
-            content = {objects.clean(k): v for k, v in part.state_dict(keep_vars=True).items()}
+        for model_part in objects.model_parts(module):
+            content = {objects.clean_fqn(k): v for k, v in model_part.state_dict(keep_vars=True).items()}
             tensors: dict[str, torch.Tensor] = {}
             json_tree.encode(content, key, tensors)
             for name, tensor in tensors.items():
-                self._fill(objects.block(name, "model", tensor))
-            held |= tensors.keys()
-            plain = {
+                self._fill_shard(objects.to_local_shard(name, "model", tensor))
+            loaded_names |= tensors.keys()
+            extra_state = {
                 k: v
                 for k, v in self._manifest.values[key].items()
-                if not isinstance(content.get(k), torch.Tensor) and (k in content or f"{key}/{k}" not in elsewhere)
+                if not isinstance(content.get(k), torch.Tensor)
+                and (k in content or f"{key}/{k}" not in other_stage_names)
             }
-            if plain:
-                todo.append(functools.partial(_load_extra, part, json_tree.decode(plain, self._whole)))
-        extra = sorted(json_tree.tensor_names(self._manifest.values[key]) - held - elsewhere)
-        if extra:
-            raise CheckpointError(f"{self._folder}: holds {extra[0]}, which the model lacks", fix="was it changed?")
-        return lambda: _call_all(todo)
+            if extra_state:
+                finalizers.append(
+                    functools.partial(
+                        _set_extra_state, model_part, json_tree.decode(extra_state, self._read_full_tensor)
+                    )
+                )
+        unexpected = sorted(json_tree.tensor_names(self._manifest.values[key]) - loaded_names - other_stage_names)
+        if unexpected:
+            raise CheckpointError(
+                f"{self._folder}: holds {unexpected[0]}, which the model lacks", fix="was it changed?"
+            )
+        return lambda: _run_all(finalizers)
 
     def _load_optimizer(
-        self, key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], of_whole: frozenset[str]
-    ) -> Finish:
+        self, key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], global_fqns: frozenset[str]
+    ) -> Finalizer:
         saved = self._manifest.values[key]
-        current = objects.optimizer_state(optimizer, names, key)["groups"]
-        found = self._match_groups(key, saved["groups"], [g["params"] for g in current], of_whole)
-        self._check_kind(key, optimizer.param_groups, found)
-        options = [self._options(g, s) for g, s in zip(optimizer.param_groups, found, strict=True)]
-        loads: list[Finish] = []
-        for kept in objects.keepers(optimizer):
+        current = objects.optimizer_state_dict(optimizer, names, key)["groups"]
+        matched = self._match_groups(key, saved["groups"], [g["params"] for g in current], global_fqns)
+        self._check_optimizer_name(key, optimizer.param_groups, matched)
+        options = [self._group_options(g, s) for g, s in zip(optimizer.param_groups, matched, strict=True)]
+        loads: list[Finalizer] = []
+        for inner in objects.inner_optimizers(optimizer):
             # Those inside another one get its options at the next step.
-            own = options if kept.optimizer is optimizer else [dict(g) for g in kept.optimizer.param_groups]
+            inner_options = options if inner.optimizer is optimizer else [dict(g) for g in inner.optimizer.param_groups]
             state: dict[int, Any] = {}
             groups, first = [], 0
-            for group, option in zip(kept.optimizer.param_groups, own, strict=True):
+            for group, option in zip(inner.optimizer.param_groups, inner_options, strict=True):
                 for i, p in enumerate(group["params"], start=first):
-                    slot = saved["state"].get(names[id(kept.of(p))])
+                    slot = saved["state"].get(names[id(inner.model_param(p))])
                     if slot:
-                        state[i] = json_tree.decode(slot, functools.partial(self._like, p), self._whole)
+                        state[i] = json_tree.decode(slot, functools.partial(self._read_like, p), self._read_full_tensor)
                 groups.append({**option, "params": list(range(first, first + len(group["params"])))})
                 first += len(group["params"])
             content = {"state": state, "param_groups": groups}
-            loads.append(functools.partial(kept.optimizer.load_state_dict, content))
+            loads.append(functools.partial(inner.optimizer.load_state_dict, content))
 
         def finish() -> None:
-            _call_all(loads)
+            _run_all(loads)
             for group, option in zip(optimizer.param_groups, options, strict=True):
                 group.update(option)
 
         return finish
 
-    def _check_kind(self, key: str, groups: list[dict[str, Any]], saved: Sequence[Mapping[str, Any] | None]) -> None:
+    def _check_optimizer_name(
+        self, key: str, groups: list[dict[str, Any]], saved: Sequence[Mapping[str, Any] | None]
+    ) -> None:
         """Raises CheckpointError: the state would be another optimizer's."""
-        for group, there in zip(groups, saved, strict=True):
-            here = group.get(objects.OPTIMIZER)
-            if here and there and there.get(objects.OPTIMIZER, here) != here:
+        for group, saved_group in zip(groups, saved, strict=True):
+            current_name = group.get(objects.OPTIMIZER_KEY)
+            if current_name and saved_group and saved_group.get(objects.OPTIMIZER_KEY, current_name) != current_name:
                 raise CheckpointError(
-                    f"{self._folder}: the optimizer {key!r} is {here}, and the one saved {there[objects.OPTIMIZER]}",
+                    f"{self._folder}: the optimizer {key!r} is {current_name}, and the one saved"
+                    f" {saved_group[objects.OPTIMIZER_KEY]}",
                     fix="keep optim.name for a run, or begin a new one",
                 )
 
-    def _options(self, group: dict[str, Any], saved: dict[str, Any] | None) -> dict[str, Any]:
+    def _group_options(self, group: dict[str, Any], saved: dict[str, Any] | None) -> dict[str, Any]:
         """The options of ``saved``; those of ``group`` itself where there is none."""
         options = {k: v for k, v in (saved or group).items() if k != "params"}
         if saved is None:
             return options
-        options = dict(json_tree.decode(options, self._whole))
+        options = dict(json_tree.decode(options, self._read_full_tensor))
         for k, v in group.items():
             if isinstance(v, torch.Tensor) and v.dim() == 0 and k in options:
                 options[k] = torch.full_like(v, options[k])  # a learning rate that is kept in a tensor stays one
         return options
 
     def _match_groups(
-        self, key: str, saved: list[dict[str, Any]], current: list[list[str]], of_whole: frozenset[str]
+        self, key: str, saved: list[dict[str, Any]], current: list[list[str]], global_fqns: frozenset[str]
     ) -> list[dict[str, Any] | None]:
         """For each group of names the saved group that its parameters were in; None for one without parameters."""
         group_of = {name: i for i, g in enumerate(saved) for name in g["params"]}
         matches = [{group_of.get(name) for name in names} for names in current]
-        missing = group_of.keys() - {n for names in current for n in names} - of_whole
+        missing = group_of.keys() - {n for names in current for n in names} - global_fqns
         if missing or any(len(m) > 1 or None in m for m in matches):
             raise CheckpointError(
                 f"{self._folder}: the optimizer {key!r} has other parameters or groups than the one saved",
@@ -338,57 +359,59 @@ class Reader:
             )
         return [saved[m.pop() or 0] if m else None for m in matches]
 
-    def _like(self, p: torch.Tensor, name: str, kind: Kind = "optimizer") -> torch.Tensor:
+    def _read_like(self, p: torch.Tensor, name: str, kind: TensorKind = "optimizer") -> torch.Tensor:
         """The saved ``name`` that belongs to ``p``, laid out as ``p`` is where it has its shape."""
         record = self._record(name)
-        dtype = objects.dtype_of(record.dtype)
+        dtype = objects.parse_dtype(record.dtype)
         if record.shape == tuple(p.shape):
             tensor = torch.empty_like(p, dtype=dtype, requires_grad=False)  # a DTensor where p is one
         else:
             tensor = torch.empty(record.shape, dtype=dtype)
-        self._fill(objects.block(name, kind, tensor))
+        self._fill_shard(objects.to_local_shard(name, kind, tensor))
         return tensor
 
-    def _load_other(self, key: str, value: Any, state: dict[str, Any]) -> Finish:
+    def _load_value(self, key: str, value: Any, state: dict[str, Any]) -> Finalizer:
         if isinstance(value, torch.Tensor):
-            like = functools.partial(self._like, value, kind="other")
+            like = functools.partial(self._read_like, value, kind="other")
             for name in json_tree.tensor_names(self._manifest.values[key]):
                 self._check_shape(name, tuple(value.shape))
-            content = json_tree.decode(self._manifest.values[key], like, self._whole)
-            return lambda: _copy(value, content)  # in place: the script may hold the same tensor elsewhere
-        content = json_tree.decode(self._manifest.values[key], self._whole)
+            content = json_tree.decode(self._manifest.values[key], like, self._read_full_tensor)
+            return lambda: _copy_in_place(value, content)  # in place: the script may hold the same tensor elsewhere
+        content = json_tree.decode(self._manifest.values[key], self._read_full_tensor)
         if objects.is_stateful(value):
             return lambda: value.load_state_dict(content)
         return lambda: state.__setitem__(key, content)
 
 
-def _take(into: torch.Tensor, dtype: torch.dtype, strides: list[int], begins: int, memory: memoryview) -> None:
+def _copy_strided(
+    target: torch.Tensor, dtype: torch.dtype, strides: list[int], storage_offset: int, memory: memoryview
+) -> None:
     flat = torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
-    into.copy_(flat.as_strided(tuple(into.shape), strides, begins))
+    target.copy_(flat.as_strided(tuple(target.shape), strides, storage_offset))
 
 
-_own = threading.local()
+_thread_local = threading.local()
 
 
-def _scratch(size: int) -> torch.Tensor:
+def _scratch_buffer(size: int) -> torch.Tensor:
     """Memory of this thread's, until its next call: to get it anew each time takes longer than to read into it."""
-    kept: torch.Tensor | None = getattr(_own, "scratch", None)
-    if kept is None or kept.numel() < size:
-        kept = _own.scratch = torch.empty(size, dtype=torch.uint8)
-    return kept[:size]
+    buffer: torch.Tensor | None = getattr(_thread_local, "scratch", None)
+    if buffer is None or buffer.numel() < size:
+        buffer = _thread_local.scratch = torch.empty(size, dtype=torch.uint8)
+    return buffer[:size]
 
 
-def _call_all(todo: list[Finish]) -> None:
-    for call in todo:
+def _run_all(finalizers: list[Finalizer]) -> None:
+    for call in finalizers:
         call()
 
 
-def _copy(into: torch.Tensor, content: torch.Tensor) -> None:
-    into.detach().copy_(content)
+def _copy_in_place(target: torch.Tensor, content: torch.Tensor) -> None:
+    target.detach().copy_(content)
 
 
-def _load_extra(module: nn.Module, plain: dict[str, Any]) -> None:
+def _set_extra_state(module: nn.Module, extra_state: dict[str, Any]) -> None:
     """Extra state is all that a module's state_dict holds besides tensors."""
-    for name, value in plain.items():
+    for name, value in extra_state.items():
         path, _, _ = name.rpartition("_extra_state")
         module.get_submodule(path.rstrip(".")).set_extra_state(value)

@@ -28,13 +28,13 @@ from clustertrain.checkpoint.format.storage_errors import StorageError
 
 CHUNK_BYTES = 4 * BLOCK_BYTES
 LOAD_BYTES = 2 * CHUNK_BYTES  # a rank has two of them in memory meanwhile
-WORTH_IT = 1 << 20  # bytes; a smaller tensor each rank reads by itself
+MIN_SHARED_BYTES = 1 << 20  # bytes; a smaller tensor each rank reads by itself
 _NODE_BYTES = 16
 _PROOF_BYTES = 16
-_TOLD_BYTES = _NODE_BYTES + 8 + 4 + _PROOF_BYTES
+_HANDLE_BYTES = _NODE_BYTES + 8 + 4 + _PROOF_BYTES
 _ALIGN = 64
 
-Take = Callable[[memoryview], None]
+Consumer = Callable[[memoryview], None]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Chunk:
     nbytes: int
 
 
-class Chunks:
+class ChunkTable:
     """How the tensors of a checkpoint are cut: by whole rows, so that a part of each row is a part of one chunk, and
     where it can be at the blocks of the checksums, so that no block is read twice. ``sizes`` by number, as the files
     have them one after another."""
@@ -57,9 +57,9 @@ class Chunks:
         self._all: list[Chunk] = []
         for tensor in manifest.tensors:
             for n, shard in enumerate(tensor.shards):
-                if fits(tensor, shard):
+                if is_shareable(tensor, shard):
                     self._first[tensor.name, n] = len(self._all)
-                    self._all += _cut(tensor, shard, len(self._all))
+                    self._all += _split_shard(tensor, shard, len(self._all))
         in_order = sorted(self._all, key=lambda c: (c.shard.file, c.shard.offset + c.low))
         self.sizes = {c.number: c.nbytes for c in in_order}
 
@@ -70,15 +70,15 @@ class Chunks:
     def __getitem__(self, number: int) -> Chunk:
         return self._all[number]
 
-    def of(self, tensor: TensorRecord, n: int, start: int, stop: int) -> Iterator[tuple[Chunk, int, int]]:
+    def iter_chunks(self, tensor: TensorRecord, n: int, start: int, stop: int) -> Iterator[tuple[Chunk, int, int]]:
         """Those that hold the rows from ``start`` to ``stop`` of shard number ``n``, each with the rows in it."""
-        rows = rows_of(tensor, tensor.shards[n])
+        rows = rows_per_chunk(tensor, tensor.shards[n])
         for k in range(start // rows, -(-stop // rows)):
             yield self._all[self._first[tensor.name, n] + k], max(start, k * rows), min(stop, (k + 1) * rows)
 
 
-def _cut(tensor: TensorRecord, shard: ShardRecord, first: int) -> list[Chunk]:
-    step = rows_of(tensor, shard) * row_bytes(tensor, shard)
+def _split_shard(tensor: TensorRecord, shard: ShardRecord, first: int) -> list[Chunk]:
+    step = rows_per_chunk(tensor, shard) * row_bytes(tensor, shard)
     return [
         Chunk(first + k, shard, low, min(step, shard.nbytes - low))
         for k, low in enumerate(range(0, shard.nbytes, step))
@@ -89,64 +89,65 @@ def row_bytes(tensor: TensorRecord, shard: ShardRecord) -> int:
     return tensor.itemsize * prod(shard.shape[1:])
 
 
-def fits(tensor: TensorRecord, shard: ShardRecord) -> bool:
+def is_shareable(tensor: TensorRecord, shard: ShardRecord) -> bool:
     """Whether a shard can be shared in chunks."""
-    return bool(shard.shape) and shard.nbytes >= WORTH_IT and row_bytes(tensor, shard) <= CHUNK_BYTES
+    return bool(shard.shape) and shard.nbytes >= MIN_SHARED_BYTES and row_bytes(tensor, shard) <= CHUNK_BYTES
 
 
-def rows_of(tensor: TensorRecord, shard: ShardRecord) -> int:
+def rows_per_chunk(tensor: TensorRecord, shard: ShardRecord) -> int:
     """In a chunk."""
     size = row_bytes(tensor, shard)
-    even = BLOCK_BYTES // gcd(BLOCK_BYTES, size)  # so many end where a block does
-    most = CHUNK_BYTES // size
-    return most // even * even or most
+    rows_per_block = BLOCK_BYTES // gcd(BLOCK_BYTES, size)  # so many end where a block does
+    max_rows = CHUNK_BYTES // size
+    return max_rows // rows_per_block * rows_per_block or max_rows
 
 
 @dataclass
-class Wanted:
+class ChunkRequest:
     """What this rank takes from a chunk."""
 
     chunk: Chunk
-    takes: list[Take] = field(default_factory=list)
+    consumers: list[Consumer] = field(default_factory=list)
 
 
-class CannotShare(Exception):
+class SharedReadUnavailable(Exception):
     """The ranks of a node do not see each other's memory."""
 
 
 @dataclass(frozen=True)
-class Loads:
+class LoadSchedule:
     """Of one node: which rank reads what in which step."""
 
     steps: list[dict[int, list[int]]]  # the chunks' numbers, by rank
     shared: frozenset[int]
 
-    def of(self, step: int) -> dict[int, list[int]]:
+    def loads_at(self, step: int) -> dict[int, list[int]]:
         return self.steps[step] if step < len(self.steps) else {}
 
 
-def loads_of(wanted: Mapping[int, frozenset[int]], sizes: Mapping[int, int]) -> Loads:
-    """``wanted`` by the ranks of the node. ``sizes`` of all chunks, in the order in which they should be read."""
-    times = Counter(c for chunks in wanted.values() for c in chunks)
-    shared = [c for c in sizes if times[c] > 1]
+def schedule_loads(chunks_by_rank: Mapping[int, frozenset[int]], sizes: Mapping[int, int]) -> LoadSchedule:
+    """``chunks_by_rank`` by the ranks of the node. ``sizes`` of all chunks, in the order in which they should be
+    read."""
+    use_counts = Counter(c for chunks in chunks_by_rank.values() for c in chunks)
+    shared = [c for c in sizes if use_counts[c] > 1]
     loads: list[list[int]] = []
     room = 0
     for c in shared:
-        if _spaced(sizes[c]) > room:
+        if _aligned_size(sizes[c]) > room:
             loads.append([])
             room = LOAD_BYTES
         loads[-1].append(c)
-        room -= _spaced(sizes[c])
-    n = len(wanted)
-    steps = [dict(zip(wanted, loads[at : at + n], strict=False)) for at in range(0, len(loads), n)]
-    return Loads(steps, frozenset(shared))
+        room -= _aligned_size(sizes[c])
+    n = len(chunks_by_rank)
+    steps = [dict(zip(chunks_by_rank, loads[at : at + n], strict=False)) for at in range(0, len(loads), n)]
+    return LoadSchedule(steps, frozenset(shared))
 
 
-def read(
+def read_shared(
     ranks: Ranks,
-    which: str,
-    chunks: Chunks,
-    wanted: Mapping[int, Wanted],
+    checkpoint_id: str,
+    chunks: ChunkTable,
+    requests: Mapping[int, ChunkRequest],
     fetch: Callable[[Chunk, memoryview], None],
     pool: Executor,
 ) -> set[int] | None:
@@ -161,31 +162,31 @@ def read(
         fetch: fills memory with a chunk, verified.
 
     Raises:
-        CannotShare: on all ranks.
+        SharedReadUnavailable: on all ranks.
         StorageError: on all ranks, they do not see the same checkpoint.
         whatever ``fetch`` raises.
     """
     bitmap = bytearray(-(-chunks.count // 8))
-    for c in wanted:
-        bitmap[c // 8] |= 1 << c % 8
-    with _own_memory() as me:
-        told = ranks.records(me.told + xxhash.xxh3_128_digest(which.encode()))
-        if len({t[_TOLD_BYTES:] for t in told}) > 1:
+    for number in requests:
+        bitmap[number // 8] |= 1 << number % 8
+    with _create_shared_memory() as own_handle:
+        handles = ranks.all_gather_bytes(own_handle.encoded + xxhash.xxh3_128_digest(checkpoint_id.encode()))
+        if len({t[_HANDLE_BYTES:] for t in handles}) > 1:
             raise StorageError("the ranks see different checkpoints of the same step: the file system is behind")
         # Of other nodes no rank needs to know more than how many steps they take: there may be hundreds.
-        members = [rank for rank, t in enumerate(told) if t[:_NODE_BYTES] == me.node]
-        bitmaps = ranks.records(bytes(bitmap)) if bitmap else [b""] * len(told)
-        plan = loads_of({rank: _numbers(bitmaps[rank]) for rank in members}, chunks.sizes)
-        steps = max(int.from_bytes(n, "big") for n in ranks.records(len(plan.steps).to_bytes(8, "big")))
+        local_ranks = [rank for rank, t in enumerate(handles) if t[:_NODE_BYTES] == own_handle.node]
+        bitmaps = ranks.all_gather_bytes(bytes(bitmap)) if bitmap else [b""] * len(handles)
+        schedule = schedule_loads({rank: _parse_bitmap(bitmaps[rank]) for rank in local_ranks}, chunks.sizes)
+        steps = max(int.from_bytes(n, "big") for n in ranks.all_gather_bytes(len(schedule.steps).to_bytes(8, "big")))
         if steps:
-            memory = _windows(ranks, told, members)
-            if not _step_by_step(ranks, chunks, wanted, plan, steps, memory, fetch, pool):
+            memory = _map_peer_memory(ranks, handles, local_ranks)
+            if not _run_schedule(ranks, chunks, requests, schedule, steps, memory, fetch, pool):
                 return None
-        return set(wanted) - plan.shared
+        return set(requests) - schedule.shared
 
 
 @dataclass(frozen=True)
-class _Place:
+class _MemoryHandle:
     """Where a rank's memory is to be found. ``proof`` is what lies at its beginning: a process of another machine may
     have the same number."""
 
@@ -195,18 +196,18 @@ class _Place:
     proof: bytes
 
     @property
-    def told(self) -> bytes:
+    def encoded(self) -> bytes:
         return self.node + self.pid.to_bytes(8, "big") + self.fd.to_bytes(4, "big") + self.proof
 
 
-def _place(told: bytes) -> _Place:
-    at = [_NODE_BYTES, _NODE_BYTES + 8, _NODE_BYTES + 12, _TOLD_BYTES]
-    node, pid, fd, proof = told[: at[0]], told[at[0] : at[1]], told[at[1] : at[2]], told[at[2] : at[3]]
-    return _Place(node, int.from_bytes(pid, "big"), int.from_bytes(fd, "big"), proof)
+def _parse_handle(data: bytes) -> _MemoryHandle:
+    ends = [_NODE_BYTES, _NODE_BYTES + 8, _NODE_BYTES + 12, _HANDLE_BYTES]
+    node, pid, fd, proof = data[: ends[0]], data[ends[0] : ends[1]], data[ends[1] : ends[2]], data[ends[2] : ends[3]]
+    return _MemoryHandle(node, int.from_bytes(pid, "big"), int.from_bytes(fd, "big"), proof)
 
 
 @contextmanager
-def _own_memory() -> Iterator[_Place]:
+def _create_shared_memory() -> Iterator[_MemoryHandle]:
     """Of this rank. One that cannot have any is alone on a node of its own."""
     fd = -1
     try:
@@ -215,96 +216,96 @@ def _own_memory() -> Iterator[_Place]:
             os.truncate(fd, 2 * LOAD_BYTES)
             proof = os.urandom(_PROOF_BYTES)
             os.pwrite(fd, proof, 0)
-            place = _Place(_node(), os.getpid(), fd, proof)
+            handle = _MemoryHandle(_node_id(), os.getpid(), fd, proof)
         except (OSError, AttributeError):
-            place = _Place(os.urandom(_NODE_BYTES), 0, 0, bytes(_PROOF_BYTES))
-        yield place
+            handle = _MemoryHandle(os.urandom(_NODE_BYTES), 0, 0, bytes(_PROOF_BYTES))
+        yield handle
     finally:
         if fd >= 0:
             os.close(fd)
 
 
-def _step_by_step(
+def _run_schedule(
     ranks: Ranks,
-    chunks: Chunks,
-    wanted: Mapping[int, Wanted],
-    plan: Loads,
+    chunks: ChunkTable,
+    requests: Mapping[int, ChunkRequest],
+    schedule: LoadSchedule,
     steps: int,
     memory: Mapping[int, memoryview],
     fetch: Callable[[Chunk, memoryview], None],
     pool: Executor,
 ) -> bool:
     """Whether all went well on all ranks. Raises what went wrong on this one."""
-    filling: list[Future[None]] = []
+    futures: list[Future[None]] = []
 
-    def begin(step: int) -> None:
-        load = plan.of(step).get(ranks.rank, [])
-        for c, at, size in _places(load, chunks.sizes, step):
-            filling.append(pool.submit(fetch, chunks[c], memory[ranks.rank][at : at + size]))
+    def start_reads(step: int) -> None:
+        load = schedule.loads_at(step).get(ranks.rank, [])
+        for number, at, size in _iter_load_layout(load, chunks.sizes, step):
+            futures.append(pool.submit(fetch, chunks[number], memory[ranks.rank][at : at + size]))
 
     try:
-        begin(0)
+        start_reads(0)
         for step in range(steps):
-            trouble = next((e for e in [f.exception() for f in filling] if e is not None), None)
-            filling.clear()
-            if any(r[0] for r in ranks.records(bytes([trouble is not None]))):
-                if trouble is not None:
-                    raise trouble
+            error = next((e for e in [f.exception() for f in futures] if e is not None), None)
+            futures.clear()
+            if any(r[0] for r in ranks.all_gather_bytes(bytes([error is not None]))):
+                if error is not None:
+                    raise error
                 return False  # another rank tells why
             # All have filled their memory for this step, and have taken from the other half what they needed.
-            begin(step + 1)
-            for rank, load in plan.of(step).items():
-                for c, at, size in _places(load, chunks.sizes, step):
-                    for take in wanted[c].takes if c in wanted else ():
-                        take(memory[rank][at : at + size])
+            start_reads(step + 1)
+            for rank, load in schedule.loads_at(step).items():
+                for number, at, size in _iter_load_layout(load, chunks.sizes, step):
+                    for consumer in requests[number].consumers if number in requests else ():
+                        consumer(memory[rank][at : at + size])
         return True
     finally:
-        for f in filling:  # the memory goes, so nobody may be filling it
+        for f in futures:  # the memory goes, so nobody may be filling it
             if not f.cancel():
                 f.exception()
 
 
-def _places(load: Sequence[int], sizes: Mapping[int, int], step: int) -> Iterator[tuple[int, int, int]]:
+def _iter_load_layout(load: Sequence[int], sizes: Mapping[int, int], step: int) -> Iterator[tuple[int, int, int]]:
     """Of each chunk of a load: its number, where it lies and how large it is."""
-    at = step % 2 * LOAD_BYTES
-    for c in load:
-        yield c, at, sizes[c]
-        at += _spaced(sizes[c])
+    offset = step % 2 * LOAD_BYTES
+    for number in load:
+        yield number, offset, sizes[number]
+        offset += _aligned_size(sizes[number])
 
 
-def _spaced(size: int) -> int:
+def _aligned_size(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _windows(ranks: Ranks, told: Sequence[bytes], members: Sequence[int]) -> dict[int, memoryview]:
-    """The memory of all ranks of this node. Raises CannotShare, on all ranks."""
-    found: dict[int, memoryview] = {}
-    cannot: Exception | None = None
+def _map_peer_memory(ranks: Ranks, handles: Sequence[bytes], local_ranks: Sequence[int]) -> dict[int, memoryview]:
+    """The memory of all ranks of this node. Raises SharedReadUnavailable, on all ranks."""
+    mapped: dict[int, memoryview] = {}
+    error: Exception | None = None
     try:
-        for rank in members if len(members) > 1 else ():
-            place = _place(told[rank])
-            fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR)
+        for rank in local_ranks if len(local_ranks) > 1 else ():
+            handle = _parse_handle(handles[rank])
+            fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR)
             try:
-                found[rank] = memoryview(mmap.mmap(fd, 2 * LOAD_BYTES))
+                mapped[rank] = memoryview(mmap.mmap(fd, 2 * LOAD_BYTES))
             finally:
                 os.close(fd)
-            if found[rank][:_PROOF_BYTES] != place.proof:
-                raise PermissionError(f"process {place.pid} is another one here")
+            if mapped[rank][:_PROOF_BYTES] != handle.proof:
+                raise PermissionError(f"process {handle.pid} is another one here")
     except (OSError, ValueError) as e:
-        cannot = e
-    if any(r[0] for r in ranks.records(bytes([cannot is not None]))):
-        raise CannotShare(str(cannot or "another rank could not"))
-    return found
+        error = e
+    if any(r[0] for r in ranks.all_gather_bytes(bytes([error is not None]))):
+        raise SharedReadUnavailable(str(error or "another rank could not"))
+    return mapped
 
 
-def _node() -> bytes:
+def _node_id() -> bytes:
     """The same for processes that see each other in /proc."""
-    words = [socket.gethostname()]
-    for place in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        path = Path(place)
-        words.append(path.readlink().name if path.is_symlink() else path.read_text())
-    return hashlib.sha256("\n".join(words).encode()).digest()[:_NODE_BYTES]
+    parts = [socket.gethostname()]
+    for proc_file in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        path = Path(proc_file)
+        parts.append(path.readlink().name if path.is_symlink() else path.read_text())
+    return hashlib.sha256("\n".join(parts).encode()).digest()[:_NODE_BYTES]
 
 
-def _numbers(bitmap: bytes) -> frozenset[int]:
+def _parse_bitmap(bitmap: bytes) -> frozenset[int]:
     return frozenset(8 * i + b for i, byte in enumerate(bitmap) if byte for b in range(8) if byte >> b & 1)

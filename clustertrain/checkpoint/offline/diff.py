@@ -12,30 +12,30 @@ from numpy.typing import NDArray
 
 from clustertrain.checkpoint.format import dtypes
 from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.manifest import Kind, Manifest, TensorRecord
+from clustertrain.checkpoint.format.manifest import Manifest, TensorKind, TensorRecord
 from clustertrain.checkpoint.format.storage import Folder
-from clustertrain.checkpoint.offline.inspect import Progress, assemble, size_of, unwatched
+from clustertrain.checkpoint.offline.inspect import Progress, assemble_tensor, no_progress, tensor_bytes
 
 # Fields of the index that are no state: how it came to be saved may differ between equals.
-_STATE = frozenset({"step", "values", "tensors"})
+_STATE_FIELDS = frozenset({"step", "values", "tensors"})
 _RANK_TENSOR = re.compile(r"rank-\d+/")
 
 
-class Form(msgspec.Struct, frozen=True, kw_only=True):
+class TensorForm(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     shape: tuple[int, ...]
 
 
-class OtherForm(msgspec.Struct, frozen=True, kw_only=True):
+class FormDiff(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor that has another dtype or shape in B than in A."""
 
     name: str
-    kind: Kind
-    a: Form
-    b: Form
+    kind: TensorKind
+    a: TensorForm
+    b: TensorForm
 
 
-class OtherBytes(msgspec.Struct, frozen=True, kw_only=True):
+class TensorDiff(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor whose bytes differ.
 
     ``differing`` elements of ``elements`` do. ``max_abs`` is the largest difference, ``relative`` the same as a part of
@@ -45,7 +45,7 @@ class OtherBytes(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    kind: Kind
+    kind: TensorKind
     elements: int
     differing: int
     not_finite: int = 0
@@ -53,7 +53,7 @@ class OtherBytes(msgspec.Struct, frozen=True, kw_only=True):
     relative: float | None = None
 
 
-class OtherValue(msgspec.Struct, frozen=True, kw_only=True):
+class ValueDiff(msgspec.Struct, frozen=True, kw_only=True):
     """A value that is no tensor; where it is ``only`` in one of the two, the other one's is null."""
 
     name: str
@@ -62,7 +62,7 @@ class OtherValue(msgspec.Struct, frozen=True, kw_only=True):
     b: Any = None
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointDiff(msgspec.Struct, frozen=True, kw_only=True):
     """``saved`` is how the two were saved (layout, number of ranks, engine, …), which makes them no less equal.
 
     ``ranks_compared``: whether what each rank kept for itself (random numbers) was compared, which it is where as many
@@ -73,14 +73,14 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     tensors: int  # in both, with the same dtype and shape
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
-    forms: tuple[OtherForm, ...]
-    bytes: tuple[OtherBytes, ...]  # the model's first, of a kind the largest difference
-    values: tuple[OtherValue, ...]
-    saved: tuple[OtherValue, ...]
+    forms: tuple[FormDiff, ...]
+    bytes: tuple[TensorDiff, ...]  # the model's first, of a kind the largest difference
+    values: tuple[ValueDiff, ...]
+    saved: tuple[ValueDiff, ...]
     ranks_compared: bool
 
 
-def compare(a: Folder, b: Folder, progress: Progress = unwatched) -> Comparison:
+def compare_checkpoints(a: Folder, b: Folder, progress: Progress = no_progress) -> CheckpointDiff:
     """Compare the checkpoints in the folders ``a`` and ``b``. Reads every byte of both, and holds one tensor of each.
 
     Raises:
@@ -94,40 +94,40 @@ def compare(a: Folder, b: Folder, progress: Progress = unwatched) -> Comparison:
     same_world = manifests[0].world_size == manifests[1].world_size
     in_a, in_b = ({t.name: t for t in m.tensors if same_world or not _RANK_TENSOR.match(t.name)} for m in manifests)
     both = sorted(in_a.keys() & in_b.keys())
-    forms = tuple(_forms(in_a[n], in_b[n]) for n in both if _form(in_a[n]) != _form(in_b[n]))
-    alike = [n for n in both if _form(in_a[n]) == _form(in_b[n])]
-    total, done = sum(size_of(in_a[n]) for n in alike), 0
-    found = []
-    for name in alike:
-        difference = _bytes(in_a[name], assemble(a, in_a[name]), assemble(b, in_b[name]))
+    forms = tuple(_diff_form(in_a[n], in_b[n]) for n in both if _tensor_form(in_a[n]) != _tensor_form(in_b[n]))
+    same_form = [n for n in both if _tensor_form(in_a[n]) == _tensor_form(in_b[n])]
+    total, done_bytes = sum(tensor_bytes(in_a[n]) for n in same_form), 0
+    tensor_diffs = []
+    for name in same_form:
+        difference = _diff_tensor(in_a[name], assemble_tensor(a, in_a[name]), assemble_tensor(b, in_b[name]))
         if difference is not None:
-            found.append(difference)
-        done += size_of(in_a[name])
-        progress(done, total)
-    values = tuple(_values(*(_state(m, with_ranks=same_world) for m in manifests)))
+            tensor_diffs.append(difference)
+        done_bytes += tensor_bytes(in_a[name])
+        progress(done_bytes, total)
+    values = tuple(_diff_values(*(_flatten_state(m, with_ranks=same_world) for m in manifests)))
     only_a, only_b = tuple(sorted(in_a.keys() - in_b.keys())), tuple(sorted(in_b.keys() - in_a.keys()))
-    return Comparison(
-        equal=not (only_a or only_b or forms or found or values),
-        tensors=len(alike),
+    return CheckpointDiff(
+        equal=not (only_a or only_b or forms or tensor_diffs or values),
+        tensors=len(same_form),
         only_a=only_a,
         only_b=only_b,
         forms=forms,
-        bytes=tuple(sorted(found, key=_by_weight)),
+        bytes=tuple(sorted(tensor_diffs, key=_severity_key)),
         values=values,
-        saved=tuple(_values(*map(_how_saved, manifests))),
+        saved=tuple(_diff_values(*map(_flatten_save_info, manifests))),
         ranks_compared=same_world,
     )
 
 
-def _form(tensor: TensorRecord) -> Form:
-    return Form(dtype=tensor.dtype, shape=tensor.shape)
+def _tensor_form(tensor: TensorRecord) -> TensorForm:
+    return TensorForm(dtype=tensor.dtype, shape=tensor.shape)
 
 
-def _forms(a: TensorRecord, b: TensorRecord) -> OtherForm:
-    return OtherForm(name=a.name, kind=a.kind, a=_form(a), b=_form(b))
+def _diff_form(a: TensorRecord, b: TensorRecord) -> FormDiff:
+    return FormDiff(name=a.name, kind=a.kind, a=_tensor_form(a), b=_tensor_form(b))
 
 
-def _by_weight(d: OtherBytes) -> tuple[int, int, float, str]:
+def _severity_key(d: TensorDiff) -> tuple[int, int, float, str]:
     """The model first; of a kind what is not finite, then what has no numbers, then the largest difference."""
     kinds = ("model", "optimizer", "other")
     return kinds.index(d.kind), -d.not_finite, -(np.inf if d.max_abs is None else d.max_abs), d.name
@@ -136,11 +136,11 @@ def _by_weight(d: OtherBytes) -> tuple[int, int, float, str]:
 # -- tensors
 
 
-def _bytes(tensor: TensorRecord, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> OtherBytes | None:
+def _diff_tensor(tensor: TensorRecord, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> TensorDiff | None:
     """The difference of two tensors (…, itemsize) of the same form; None where there is none."""
     a, b = a.reshape(-1, tensor.itemsize), b.reshape(-1, tensor.itemsize)
-    starts = range(0, len(a), dtypes.BLOCK)
-    blocks = [(a[i : i + dtypes.BLOCK], b[i : i + dtypes.BLOCK]) for i in starts]
+    starts = range(0, len(a), dtypes.BLOCK_ELEMENTS)
+    blocks = [(a[i : i + dtypes.BLOCK_ELEMENTS], b[i : i + dtypes.BLOCK_ELEMENTS]) for i in starts]
     if all(np.array_equal(x, y) for x, y in blocks):
         return None
     differing, not_finite, largest, magnitude = 0, 0, None, 0.0
@@ -150,15 +150,15 @@ def _bytes(tensor: TensorRecord, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> 
         numbers_x, numbers_y = dtypes.decode(x, tensor.dtype), dtypes.decode(y, tensor.dtype)
         if numbers_x is None or numbers_y is None:
             continue
-        p, q = _wide(numbers_x), _wide(numbers_y)
+        p, q = _to_double(numbers_x), _to_double(numbers_y)
         finite = np.isfinite(p) & np.isfinite(q)
         not_finite += int((differs & ~finite).sum())
         magnitude = max(magnitude, *(float(np.abs(n[finite]).max(initial=0.0)) for n in (p, q)))
-        where = differs & finite
-        if where.any():
+        comparable = differs & finite
+        if comparable.any():
             with np.errstate(over="ignore"):
-                largest = max(largest or 0.0, float(np.abs(p[where] - q[where]).max()))
-    return OtherBytes(
+                largest = max(largest or 0.0, float(np.abs(p[comparable] - q[comparable]).max()))
+    return TensorDiff(
         name=tensor.name,
         kind=tensor.kind,
         elements=len(a),
@@ -169,7 +169,7 @@ def _bytes(tensor: TensorRecord, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> 
     )
 
 
-def _wide(numbers: NDArray[Any]) -> NDArray[Any]:
+def _to_double(numbers: NDArray[Any]) -> NDArray[Any]:
     """In double precision, so that the difference of narrower ones neither overflows nor is rounded away."""
     with np.errstate(invalid="ignore"):  # a nan that signals becomes a quiet one
         return numbers.astype(np.complex128 if numbers.dtype.kind == "c" else np.float64)
@@ -178,18 +178,18 @@ def _wide(numbers: NDArray[Any]) -> NDArray[Any]:
 # -- values
 
 
-def _state(manifest: Manifest, *, with_ranks: bool) -> dict[str, Any]:
+def _flatten_state(manifest: Manifest, *, with_ranks: bool) -> dict[str, Any]:
     values = manifest.values if with_ranks else {k: v for k, v in manifest.values.items() if k != "ranks"}
-    return {"step": manifest.step, **dict(_leaves(values, ""))}
+    return {"step": manifest.step, **dict(_iter_leaves(values, ""))}
 
 
-def _how_saved(manifest: Manifest) -> dict[str, Any]:
+def _flatten_save_info(manifest: Manifest) -> dict[str, Any]:
     fields = msgspec.structs.asdict(manifest)
-    kept = {k: v for k, v in fields.items() if k not in _STATE and k not in ("files", "made_in")}
-    return dict(_leaves(msgspec.to_builtins(kept), ""))  # a struct in it, as the metric is, leaf by leaf
+    save_info = {k: v for k, v in fields.items() if k not in _STATE_FIELDS and k not in ("files", "made_in")}
+    return dict(_iter_leaves(msgspec.to_builtins(save_info), ""))  # a struct in it, as the metric is, leaf by leaf
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _iter_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """(path, value) of all that is no tensor. A list of plain values is one value: positions tell little of it."""
     if isinstance(value, dict) and "__tensor__" in value:
         return
@@ -200,16 +200,16 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         inner = {str(i): v for i, v in enumerate(value)}
     if not inner:
         yield name, value
-    for key, each in inner.items():
-        yield from _leaves(each, f"{name}/{key}" if name else key)
+    for key, child in inner.items():
+        yield from _iter_leaves(child, f"{name}/{key}" if name else key)
 
 
-def _values(a: dict[str, Any], b: dict[str, Any]) -> Iterator[OtherValue]:
+def _diff_values(a: dict[str, Any], b: dict[str, Any]) -> Iterator[ValueDiff]:
     for name in sorted(a.keys() | b.keys()):
         if name not in b:
-            yield OtherValue(name=name, only="a", a=a[name])
+            yield ValueDiff(name=name, only="a", a=a[name])
         elif name not in a:
-            yield OtherValue(name=name, only="b", b=b[name])
+            yield ValueDiff(name=name, only="b", b=b[name])
         # By their text: 1, 1.0 and true are equal to Python.
         elif repr(a[name]) != repr(b[name]):
-            yield OtherValue(name=name, a=a[name], b=b[name])
+            yield ValueDiff(name=name, a=a[name], b=b[name])

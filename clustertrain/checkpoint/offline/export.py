@@ -22,27 +22,27 @@ from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.manifest import Manifest, TensorRecord
 from clustertrain.checkpoint.format.storage import Folder
 from clustertrain.checkpoint.offline import huggingface
-from clustertrain.checkpoint.offline.inspect import Progress, assemble, unwatched
-from clustertrain.checkpoint.offline.safetensors import Item, check_safetensors, write_safetensors
+from clustertrain.checkpoint.offline.inspect import Progress, assemble_tensor, no_progress
+from clustertrain.checkpoint.offline.safetensors import ExportTensor, check_safetensors, write_safetensors
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import CheckpointError, ClusterTrainError, NotFound, UsageError
 
-Format = Literal["safetensors", "torch"]
-Names = Literal["own", "huggingface"]
+ExportFormat = Literal["safetensors", "torch"]
+Naming = Literal["own", "huggingface"]
 
-CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_ROOM = "make room, or name another place with --output"
-_FIX = {
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: _ROOM,
+CONFIG_FILE, SINGLE_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
+_FIX_FULL = "make room, or name another place with --output"
+_FIX_BY_ERRNO = {
+    errno.ENOSPC: _FIX_FULL,
+    errno.EDQUOT: _FIX_FULL,
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name a place that you may write to with --output"),
 }
-_OURS = re.compile(r"config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_EXPORT_FILE_NAMES = re.compile(r"config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 @dataclass(frozen=True)
-class Request:
+class ExportRequest:
     """What to export from the checkpoint in ``folder``, and where to.
 
     ``output`` is the file for torch and the folder for safetensors. ``dtype`` is what floating tensors are converted
@@ -52,27 +52,27 @@ class Request:
 
     folder: Folder
     output: Path
-    format: Format = "safetensors"
+    format: ExportFormat = "safetensors"
     dtype: str | None = None
     shard_bytes: int = 5_000_000_000
-    names: Names | None = None
+    names: Naming | None = None
     force: bool = False
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """``files`` are in ``path``; there are none where that is the file. ``bytes`` are those of the tensors."""
 
     step: int
     path: Path
-    format: Format
-    names: Names
+    format: ExportFormat
+    names: Naming
     files: tuple[str, ...]
     tensors: int
     bytes: int
 
 
-def export(request: Request, progress: Progress = unwatched) -> Exported:
+def export(request: ExportRequest, progress: Progress = no_progress) -> ExportResult:
     """Write the model's tensors as ``request`` says.
 
     Raises:
@@ -85,9 +85,9 @@ def export(request: Request, progress: Progress = unwatched) -> Exported:
     """
     manifest = index.read_manifest(request.folder)
     index.check_sizes(request.folder, manifest)
-    recipe, named = _named(request, manifest)
-    names: Names = "own" if recipe is None else "huggingface"
-    items = [_item(n, t, request.dtype) for n, t in named]
+    recipe, named = _name_tensors(request, manifest)
+    names: Naming = "own" if recipe is None else "huggingface"
+    items = [_make_item(n, t, request.dtype) for n, t in named]
     if request.format == "safetensors":
         check_safetensors(items)
     output = Path(os.path.realpath(request.output.expanduser()))
@@ -95,22 +95,23 @@ def export(request: Request, progress: Progress = unwatched) -> Exported:
     size = sum(i.nbytes for i in items)
     temporary = output.with_name(f".{output.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
-        _check_room(output.parent, size)
+        _check_free_space(output.parent, size)
         files = _write(request, temporary, items, recipe, progress)
         _publish(temporary, output)
     except OSError as e:
         raise CheckpointError(
-            f"{output}: cannot be written: {e.strerror or e}; nothing was left there", fix=_FIX.get(e.errno or 0)
+            f"{output}: cannot be written: {e.strerror or e}; nothing was left there",
+            fix=_FIX_BY_ERRNO.get(e.errno or 0),
         ) from e
     finally:
-        _remove(temporary)
-    return Exported(manifest.step, output, request.format, names, files, len(items), size)
+        _remove_leftover(temporary)
+    return ExportResult(manifest.step, output, request.format, names, files, len(items), size)
 
 
 # -- which tensors, and what they are called
 
 
-def model_tensors(manifest: Manifest) -> dict[str, TensorRecord]:
+def find_model_tensors(manifest: Manifest) -> dict[str, TensorRecord]:
     """Parameters and persistent buffers by their names in the module, as its state_dict has them; where the state has
     several modules, after the key of each and a dot. Tensors inside of extra state have no such name and are left out.
     """
@@ -123,15 +124,15 @@ def model_tensors(manifest: Manifest) -> dict[str, TensorRecord]:
                 modules.setdefault(key, {})[fqn] = tensors[name]
     if len(modules) == 1:
         return next(iter(modules.values()))
-    return {f"{key}.{fqn}": t for key, found in modules.items() for fqn, t in found.items()}
+    return {f"{key}.{fqn}": t for key, module_tensors in modules.items() for fqn, t in module_tensors.items()}
 
 
-Named = list[tuple[str, TensorRecord]]  # in the order in which they are written
+NamedTensors = list[tuple[str, TensorRecord]]  # in the order in which they are written
 
 
-def _named(request: Request, manifest: Manifest) -> tuple[Recipe | None, Named]:
+def _name_tensors(request: ExportRequest, manifest: Manifest) -> tuple[Recipe | None, NamedTensors]:
     """The tensors with their names; with Hugging Face's comes the recipe that says what they are."""
-    tensors = model_tensors(manifest)
+    tensors = find_model_tensors(manifest)
     if not tensors:
         raise CheckpointError(
             f"{request.folder}: holds no model",
@@ -139,14 +140,16 @@ def _named(request: Request, manifest: Manifest) -> tuple[Recipe | None, Named]:
         )
     if request.names == "huggingface" or (request.names is None and request.format == "safetensors"):
         try:
-            return _as_llama(request, manifest, tensors)
+            return _name_as_llama(request, manifest, tensors)
         except ClusterTrainError:
             if request.names is not None:
                 raise
-    return None, sorted(tensors.items(), key=lambda pair: _in_order(pair[0]))
+    return None, sorted(tensors.items(), key=lambda pair: _natural_sort_key(pair[0]))
 
 
-def _as_llama(request: Request, manifest: Manifest, tensors: Mapping[str, TensorRecord]) -> tuple[Recipe, Named]:
+def _name_as_llama(
+    request: ExportRequest, manifest: Manifest, tensors: Mapping[str, TensorRecord]
+) -> tuple[Recipe, NamedTensors]:
     document = manifest.about.get("recipe")
     recipe = build(document, Recipe, f"{request.folder}: recipe") if document else None
     if recipe is None or not recipe.model.is_decoder:
@@ -154,34 +157,36 @@ def _as_llama(request: Request, manifest: Manifest, tensors: Mapping[str, Tensor
             f"--names huggingface: {request.folder} is not known to be a built-in decoder's",
             fix="name a run of the built-in trainer with model.kind decoder, or say --names own",
         )
-    wanted = huggingface.tensors(recipe.model)
-    found = {ours: t.shape for ours, t in tensors.items()}
-    expected = {ours: shape for ours, (_, shape) in wanted.items()}
-    if found != expected:
-        name = min(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
+    hf_tensors = huggingface.llama_tensors(recipe.model)
+    actual_shapes = {ours: t.shape for ours, t in tensors.items()}
+    expected_shapes = {ours: shape for ours, (_, shape) in hf_tensors.items()}
+    if actual_shapes != expected_shapes:
+        name = min(
+            n for n in actual_shapes.keys() | expected_shapes.keys() if actual_shapes.get(n) != expected_shapes.get(n)
+        )
         raise UsageError(
             f"--names huggingface: {request.folder} is no built-in decoder's: {name} has shape "
-            f"{found.get(name, 'none')}, by the recipe {expected.get(name, 'none')}",
+            f"{actual_shapes.get(name, 'none')}, by the recipe {expected_shapes.get(name, 'none')}",
             fix="say --names own",
         )
-    return recipe, [(theirs, tensors[ours]) for ours, (theirs, _) in wanted.items()]
+    return recipe, [(theirs, tensors[ours]) for ours, (theirs, _) in hf_tensors.items()]
 
 
-def _in_order(name: str) -> list[tuple[bool, int, str]]:
+def _natural_sort_key(name: str) -> list[tuple[bool, int, str]]:
     """For sorting: layer 10 comes after layer 9."""
-    return [(reading.is_count(p), int(p) if reading.is_count(p) else 0, p) for p in name.split(".")]
+    return [(reading.is_unsigned_int(p), int(p) if reading.is_unsigned_int(p) else 0, p) for p in name.split(".")]
 
 
-def _item(name: str, tensor: TensorRecord, dtype: str | None) -> Item:
+def _make_item(name: str, tensor: TensorRecord, dtype: str | None) -> ExportTensor:
     if dtype is None or not dtypes.is_float(tensor.dtype):
-        return Item(name=name, dtype=tensor.dtype, itemsize=tensor.itemsize, record=tensor)
-    return Item(name=name, dtype=dtype, itemsize=dtypes.ITEMSIZE[dtype], record=tensor)
+        return ExportTensor(name=name, dtype=tensor.dtype, itemsize=tensor.itemsize, record=tensor)
+    return ExportTensor(name=name, dtype=dtype, itemsize=dtypes.ITEMSIZE[dtype], record=tensor)
 
 
 # -- where to
 
 
-def _check_output(request: Request, output: Path) -> None:
+def _check_output(request: ExportRequest, output: Path) -> None:
     if not output.parent.is_dir():
         raise NotFound(f"--output {request.output}: there is no folder {output.parent}", fix="make it first")
     as_file = request.format == "torch"
@@ -195,7 +200,7 @@ def _check_output(request: Request, output: Path) -> None:
         return
     if not output.is_dir():
         raise UsageError(f"--output {request.output}: is a file, and safetensors go to a folder", fix="name a folder")
-    others = sorted(p.name for p in output.iterdir() if not _OURS.fullmatch(p.name))
+    others = sorted(p.name for p in output.iterdir() if not _EXPORT_FILE_NAMES.fullmatch(p.name))
     if others:
         raise UsageError(
             f"--output {request.output}: holds {others[0]}, which is no part of an export",
@@ -203,32 +208,32 @@ def _check_output(request: Request, output: Path) -> None:
         )
 
 
-def _check_room(folder: Path, size: int) -> None:
+def _check_free_space(folder: Path, size: int) -> None:
     """So that a disk which is too small is told in a second and not after an hour."""
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
+    fs_stats = os.statvfs(folder)
+    free = fs_stats.f_bavail * fs_stats.f_frsize
     if size > free:
-        raise CheckpointError(f"{folder}: {size:,} bytes are needed, {free:,} are free", fix=_ROOM)
+        raise CheckpointError(f"{folder}: {size:,} bytes are needed, {free:,} are free", fix=_FIX_FULL)
 
 
 def _publish(temporary: Path, output: Path) -> None:
     """Give ``temporary`` its name. What is replaced is there until then, and again if that fails."""
-    aside = temporary.with_name(f"{temporary.name}-replaced")
+    replaced = temporary.with_name(f"{temporary.name}-replaced")
     replaces = temporary.is_dir() and output.is_dir() and any(output.iterdir())
     if replaces:
-        output.rename(aside)
+        output.rename(replaced)
     try:
         temporary.replace(output)
     except OSError:
         if replaces:
-            aside.rename(output)
+            replaced.rename(output)
         raise
     fsio.fsync_folder(output.parent)
     if replaces:
-        shutil.rmtree(aside)
+        shutil.rmtree(replaced)
 
 
-def _remove(path: Path) -> None:
+def _remove_leftover(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)  # it must not hide why there is something to take away
     else:
@@ -239,52 +244,52 @@ def _remove(path: Path) -> None:
 
 
 def _write(
-    request: Request, path: Path, items: Sequence[Item], recipe: Recipe | None, progress: Progress
+    request: ExportRequest, path: Path, items: Sequence[ExportTensor], recipe: Recipe | None, progress: Progress
 ) -> tuple[str, ...]:
     """Write the file or the folder ``path``; returns the names of the files in the folder."""
-    total, done = sum(i.nbytes for i in items), 0
+    total, done_bytes = sum(i.nbytes for i in items), 0
 
-    def content(item: Item) -> Iterator[memoryview]:
-        nonlocal done
-        raw = assemble(request.folder, item.record).reshape(-1, item.record.itemsize)
-        yield from dtypes.converted(raw, item.record.dtype, item.dtype, item.name)
-        done += item.nbytes
-        progress(done, total)
+    def read_tensor(item: ExportTensor) -> Iterator[memoryview]:
+        nonlocal done_bytes
+        raw = assemble_tensor(request.folder, item.record).reshape(-1, item.record.itemsize)
+        yield from dtypes.convert(raw, item.record.dtype, item.dtype, item.name)
+        done_bytes += item.nbytes
+        progress(done_bytes, total)
 
     if request.format == "torch":
         from clustertrain.checkpoint.offline.torch_file import write_torch  # torch takes seconds to import
 
-        write_torch(path, items, content)
+        write_torch(path, items, read_tensor)
         return ()
     path.mkdir()
-    shards = list(_shards(items, request.shard_bytes))
-    files = [WHOLE]
-    if len(shards) > 1:
-        files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    for file, shard in zip(files, shards, strict=True):
-        write_safetensors(path / file, shard, content)
-    if len(shards) > 1:
-        where = {i.name: file for file, shard in zip(files, shards, strict=True) for i in shard}
-        _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-        files.append(INDEX)
+    groups = list(_split_by_size(items, request.shard_bytes))
+    files = [SINGLE_FILE]
+    if len(groups) > 1:
+        files = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
+    for file, group in zip(files, groups, strict=True):
+        write_safetensors(path / file, group, read_tensor)
+    if len(groups) > 1:
+        weight_map = {i.name: file for file, shard in zip(files, groups, strict=True) for i in shard}
+        _write_json(path / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        files.append(INDEX_FILE)
     if recipe is not None:
-        _write_json(path / CONFIG, huggingface.config(recipe.model, recipe.data.seq_len, items[0].dtype))
-        files.append(CONFIG)
+        _write_json(path / CONFIG_FILE, huggingface.llama_config(recipe.model, recipe.data.seq_len, items[0].dtype))
+        files.append(CONFIG_FILE)
     fsio.fsync_folder(path)
     return tuple(files)
 
 
-def _shards(items: Iterable[Item], most: int) -> Iterator[list[Item]]:
-    """Items in their order, in groups of at most ``most`` bytes, or of one item."""
-    shard: list[Item] = []
+def _split_by_size(items: Iterable[ExportTensor], max_bytes: int) -> Iterator[list[ExportTensor]]:
+    """Items in their order, in groups of at most ``max_bytes`` bytes, or of one item."""
+    group: list[ExportTensor] = []
     size = 0
     for item in items:
-        if shard and size + item.nbytes > most:
-            yield shard
-            shard, size = [], 0
-        shard.append(item)
+        if group and size + item.nbytes > max_bytes:
+            yield group
+            group, size = [], 0
+        group.append(item)
         size += item.nbytes
-    yield shard
+    yield group
 
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from clustertrain.config.recipe import ModelSpec
 
 # Of a layer: our name, theirs.
-_LAYER = {
+_LAYER_NAMES = {
     "attention_norm": "input_layernorm",
     "attention.q": "self_attn.q_proj",
     "attention.k": "self_attn.k_proj",
@@ -24,32 +24,32 @@ _LAYER = {
 }
 
 
-def tensors(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
+def llama_tensors(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Of each tensor of the decoder, by its name in the module and in the order of execution: its name there, and its
     shape. A tied head is in neither."""
     dim, hidden = spec.dim, spec.hidden
-    narrow = dim // spec.heads * spec.kv_heads
+    kv_dim = dim // spec.heads * spec.kv_heads
     shapes = {
         **dict.fromkeys(("attention_norm", "ffn_norm"), (dim,)),
         **dict.fromkeys(("attention.q", "attention.out"), (dim, dim)),
-        **dict.fromkeys(("attention.k", "attention.v"), (narrow, dim)),
+        **dict.fromkeys(("attention.k", "attention.v"), (kv_dim, dim)),
         **dict.fromkeys(("ffn.gate", "ffn.up"), (hidden, dim)),
         "ffn.down": (dim, hidden),
     }
-    found: dict[str, tuple[str, tuple[int, ...]]] = {
+    mapping: dict[str, tuple[str, tuple[int, ...]]] = {
         "embed.weight": ("model.embed_tokens.weight", (spec.vocab_size, dim))
     }
     for n in range(spec.layers):
-        for ours, theirs in _LAYER.items():
-            found[f"layers.{n}.{ours}.weight"] = f"model.layers.{n}.{theirs}.weight", shapes[ours]
-    found["norm.weight"] = "model.norm.weight", (dim,)
+        for ours, theirs in _LAYER_NAMES.items():
+            mapping[f"layers.{n}.{ours}.weight"] = f"model.layers.{n}.{theirs}.weight", shapes[ours]
+    mapping["norm.weight"] = "model.norm.weight", (dim,)
     if not spec.tie_embeddings:
-        found["head.weight"] = "lm_head.weight", (spec.vocab_size, dim)
-    return found
+        mapping["head.weight"] = "lm_head.weight", (spec.vocab_size, dim)
+    return mapping
 
 
-def config(spec: ModelSpec, seq_len: int, dtype: str) -> dict[str, Any]:
-    """``config.json``, with the keys of transformers 4, which 5 takes too.
+def llama_config(spec: ModelSpec, seq_len: int, dtype: str) -> dict[str, Any]:
+    """``llama_config.json``, with the keys of transformers 4, which 5 takes too.
 
     Args:
         seq_len: tokens of a sample in training, which is what the model can be trusted with.

@@ -18,19 +18,25 @@ from numpy.typing import NDArray
 
 from clustertrain.checkpoint.core import retention
 from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.manifest import Damaged, Kind, Manifest, Metric, TensorRecord
+from clustertrain.checkpoint.format.manifest import (
+    CheckpointMetric,
+    DamagedCheckpoint,
+    Manifest,
+    TensorKind,
+    TensorRecord,
+)
 from clustertrain.checkpoint.format.shard_io import read_shard
 from clustertrain.checkpoint.format.storage import F, Folder, RemoteFolder
-from clustertrain.checkpoint.format.storage_errors import StorageError, patiently
+from clustertrain.checkpoint.format.storage_errors import StorageError, with_retries
 from clustertrain.checkpoint.load import rollback
 from clustertrain.errors import CheckpointError, NotFound
 
 # Told how many bytes are done, and of how many.
 Progress = Callable[[int, int], None]
-KINDS: tuple[Kind, ...] = ("model", "optimizer")  # what a digest is of
+DIGEST_KINDS: tuple[TensorKind, ...] = ("model", "optimizer")  # what a digest is of
 
 
-def unwatched(done: int, total: int) -> None:
+def no_progress(done: int, total: int) -> None:
     """The progress that nobody looks at."""
 
 
@@ -42,57 +48,57 @@ def list_checkpoints(root: Folder, *, verify: bool = False, step: int | None = N
     files are looked at, of one that was never committed nothing, and where the file system would not read,
     ``unreadable`` tells its words. What the index cannot tell because it is damaged is null too.
     """
-    folders = [p for p in rollback.counting(root) if step in (None, index.step_of(p))]
+    folders = [p for p in rollback.list_valid_folders(root) if step in (None, index.parse_step(p))]
     rows = [(p, describe(p, verify=verify)) for p in folders]
     # A run deletes its old ones whenever it has saved.
-    there = [(p, r) for p, r in rows if p.is_dir()]
-    best = _best([p for p, _ in there]) if step is None else None
-    for folder, row in there:
+    existing = [(p, r) for p, r in rows if p.is_dir()]
+    best = _find_best([p for p, _ in existing]) if step is None else None
+    for folder, row in existing:
         row["best"] = folder == best
-    return [r for _, r in there]
+    return [r for _, r in existing]
 
 
-def best(root: F) -> F:
+def find_best(root: F) -> F:
     """The committed checkpoint whose deciding metric is the best, the newest of equal ones.
 
     Raises:
         NotFound: none has one.
     """
-    found = _best(rollback.counting(root))
-    if found is None:
+    folder = _find_best(rollback.list_valid_folders(root))
+    if folder is None:
         raise NotFound(
             f"{root}: no checkpoint tells a value of the metric that decides",
             fix="evaluate on the way (data.validation), or name a scalar that is logged in checkpoint.best",
         )
-    return found
+    return folder
 
 
-def _best(folders: Sequence[F]) -> F | None:
+def _find_best(folders: Sequence[F]) -> F | None:
     """By the metric of the newest one that has any: what decides may have been changed on the way."""
-    valued: list[tuple[F, Metric]] = []
+    scored: list[tuple[F, CheckpointMetric]] = []
     for folder in folders:
         try:
             metric = index.read_manifest(folder).metric if index.is_committed(folder) else None
         except CheckpointError:  # damaged, and told as such elsewhere
             continue
         if metric is not None and metric.value is not None and math.isfinite(metric.value):
-            valued.append((folder, metric))
-    if not valued:
+            scored.append((folder, metric))
+    if not scored:
         return None
-    name, mode = valued[-1][1].name, valued[-1][1].mode
+    name, mode = scored[-1][1].name, scored[-1][1].mode
     sign = -1.0 if mode == "max" else 1.0
-    alike = [(sign * (m.value or 0.0), -i, f) for i, (f, m) in enumerate(valued) if m.name == name]
-    return min(alike, key=lambda found: found[:2])[2]
+    comparable = [(sign * (m.value or 0.0), -i, f) for i, (f, m) in enumerate(scored) if m.name == name]
+    return min(comparable, key=lambda entry: entry[:2])[2]
 
 
-def _bytes_in(folder: Folder) -> int:
+def _folder_bytes(folder: Folder) -> int:
     if isinstance(folder, RemoteFolder):
-        return sum(patiently(folder.sizes, folder).values())
+        return sum(with_retries(folder.sizes, folder).values())
     size = 0
-    for inside, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in names:
             try:
-                size += (Path(inside) / name).lstat().st_size
+                size += (Path(parent) / name).lstat().st_size
             except FileNotFoundError:  # being deleted
                 continue
     return size
@@ -101,9 +107,9 @@ def _bytes_in(folder: Folder) -> int:
 def describe(folder: Folder, *, verify: bool = False) -> dict[str, Any]:
     """The row of one checkpoint in :func:`list_checkpoints`."""
     row: dict[str, Any] = {
-        "step": index.step_of(folder),
+        "step": index.parse_step(folder),
         "path": str(folder),
-        "bytes": _bytes_in(folder),
+        "bytes": _folder_bytes(folder),
         "committed": index.is_committed(folder),
         "verified": None,
         "engine": None,
@@ -148,7 +154,7 @@ def _verify_data(folder: Folder, manifest: Manifest) -> None:
             read_shard(folder, shard)
 
 
-def damages(folder: Folder, progress: Progress = unwatched) -> list[str]:
+def find_damage(folder: Folder, progress: Progress = no_progress) -> list[str]:
     """What :func:`verify` would raise, of every file that is damaged: one message a file, which names it.
 
     Raises:
@@ -157,23 +163,23 @@ def damages(folder: Folder, progress: Progress = unwatched) -> list[str]:
     """
     try:
         manifest = index.read_manifest(folder)
-    except Damaged as e:
+    except DamagedCheckpoint as e:
         return [e.message]
     shards = [s for t in manifest.tensors for s in t.shards]
-    total, done = sum(s.nbytes for s in shards), 0
-    found = index.wrong_sizes(folder, manifest)
+    total, done_bytes = sum(s.nbytes for s in shards), 0
+    damage_by_file = index.find_wrong_sizes(folder, manifest)
     for shard in shards:
         try:
-            if shard.file not in found:
+            if shard.file not in damage_by_file:
                 read_shard(folder, shard)
-        except Damaged as e:
-            found[shard.file] = e.message
-        done += shard.nbytes
-        progress(done, total)
-    return list(found.values())
+        except DamagedCheckpoint as e:
+            damage_by_file[shard.file] = e.message
+        done_bytes += shard.nbytes
+        progress(done_bytes, total)
+    return list(damage_by_file.values())
 
 
-def digest(folder: Folder, kinds: Collection[Kind] = KINDS, progress: Progress = unwatched) -> str:
+def digest(folder: Folder, kinds: Collection[TensorKind] = DIGEST_KINDS, progress: Progress = no_progress) -> str:
     """One hash of the model's and the optimizer's logical tensors: name, dtype, shape and bytes in C order.
 
     It does not depend on the layout or the number of ranks that saved them. Holds one tensor at a time.
@@ -185,57 +191,59 @@ def digest(folder: Folder, kinds: Collection[Kind] = KINDS, progress: Progress =
     index.check_sizes(folder, manifest)
     state = xxhash.xxh3_128()
     tensors = sorted((t for t in manifest.tensors if t.kind in kinds), key=lambda t: t.name)
-    total, done = sum(size_of(t) for t in tensors), 0
+    total, done_bytes = sum(tensor_bytes(t) for t in tensors), 0
     for tensor in tensors:
         state.update(json.dumps([tensor.name, tensor.dtype, list(tensor.shape)]).encode())
-        state.update(assemble(folder, tensor).reshape(-1).data)
-        done += size_of(tensor)
-        progress(done, total)
+        state.update(assemble_tensor(folder, tensor).reshape(-1).data)
+        done_bytes += tensor_bytes(tensor)
+        progress(done_bytes, total)
     return state.hexdigest()
 
 
-def size_of(tensor: TensorRecord) -> int:
+def tensor_bytes(tensor: TensorRecord) -> int:
     """Of the whole tensor, in bytes."""
     return math.prod(tensor.shape) * tensor.itemsize
 
 
-def assemble(folder: Folder, tensor: TensorRecord) -> NDArray[np.uint8]:
+def assemble_tensor(folder: Folder, tensor: TensorRecord) -> NDArray[np.uint8]:
     """The whole tensor as bytes; the last dimension is the element's. numpy has no bfloat16, and needs none here.
 
     Raises:
         Damaged, StorageError: as :func:`clustertrain.checkpoint.format.shard_io.read_shard`.
     """
-    covered = sum(s.nbytes for s in tensor.shards)
-    if covered != size_of(tensor):
-        raise Damaged(f"{folder}: the shards of {tensor.name} hold {covered} bytes of {size_of(tensor)}")
+    shard_bytes = sum(s.nbytes for s in tensor.shards)
+    if shard_bytes != tensor_bytes(tensor):
+        raise DamagedCheckpoint(
+            f"{folder}: the shards of {tensor.name} hold {shard_bytes} bytes of {tensor_bytes(tensor)}"
+        )
     if len(tensor.shards) == 1:
         return np.frombuffer(read_shard(folder, tensor.shards[0]), dtype=np.uint8).reshape(
             *tensor.shape, tensor.itemsize
         )
-    whole = np.empty((*tensor.shape, tensor.itemsize), dtype=np.uint8)
+    data = np.empty((*tensor.shape, tensor.itemsize), dtype=np.uint8)
     for shard in tensor.shards:
         block = np.frombuffer(read_shard(folder, shard), dtype=np.uint8).reshape(*shard.shape, tensor.itemsize)
-        whole[tuple(slice(s, s + n) for s, n in zip(shard.start, shard.shape, strict=True))] = block
-    return whole
+        data[tuple(slice(s, s + n) for s, n in zip(shard.start, shard.shape, strict=True))] = block
+    return data
 
 
-def find(root: F, step: int | None = None) -> F:
+def find_checkpoint(root: F, step: int | None = None) -> F:
     """The folder of ``step``, or of the newest committed checkpoint.
 
     Raises:
         NotFound: there is none.
     """
-    committed = [p for p in rollback.counting(root) if index.is_committed(p)]
+    committed = [p for p in rollback.list_valid_folders(root) if index.is_committed(p)]
     if step is not None:
-        committed = [p for p in committed if index.step_of(p) == step]
+        committed = [p for p in committed if index.parse_step(p) == step]
     if not committed:
-        known = ", ".join(str(index.step_of(p)) for p in rollback.counting(root)) or "none"
-        wanted = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
-        raise NotFound(f"{root}: {wanted}; steps there: {known}")
+        existing_steps = ", ".join(str(index.parse_step(p)) for p in rollback.list_valid_folders(root)) or "none"
+        missing = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
+        raise NotFound(f"{root}: {missing}; steps there: {existing_steps}")
     return committed[-1]
 
 
-def verifies(folder: Path) -> bool:
+def is_verified(folder: Path) -> bool:
     """Every byte is as it was written."""
     try:
         verify(folder)
@@ -246,23 +254,27 @@ def verifies(folder: Path) -> bool:
     return True
 
 
-def prunable(root: Path, keep: int, *, good: Callable[[Path], bool] = verifies) -> list[Path]:
+def list_prunable(root: Path, keep: int, *, is_valid: Callable[[Path], bool] = is_verified) -> list[Path]:
     """What :func:`prune` would delete, in its order."""
     # Asked for by hand it counts all alike, whatever they were made for.
-    policy = retention.Policy(keep=keep)
-    there = rollback.counting(root)
-    return retention.choose(
-        root, policy, good=good, know=lambda p, _: retention.Known(index.step_of(p) or 0), there=there
+    policy = retention.RetentionPolicy(keep=keep)
+    candidates = rollback.list_valid_folders(root)
+    return retention.list_expired(
+        root,
+        policy,
+        is_valid=is_valid,
+        read_info=lambda p, _: retention.CheckpointInfo(index.parse_step(p) or 0),
+        candidates=candidates,
     )
 
 
-def prune(root: Path, keep: int, *, good: Callable[[Path], bool] = verifies) -> list[Path]:
+def prune(root: Path, keep: int, *, is_valid: Callable[[Path], bool] = is_verified) -> list[Path]:
     """Delete all but the newest ``keep`` committed checkpoints; returns what was deleted.
 
-    The newest one that is ``good`` always stays, however many newer ones there are: where all of those are damaged it
-    is what the run will go back to. Folders that were never committed are left alone, a save may be under way.
+    The newest one that is ``is_valid`` always stays, however many newer ones there are: where all of those are damaged
+    it is what the run will go back to. Folders that were never committed are left alone, a save may be under way.
     """
-    doomed = prunable(root, keep, good=good)
-    for folder in doomed:
-        retention.remove(folder, retention.marker_of(folder))
-    return doomed
+    expired = list_prunable(root, keep, is_valid=is_valid)
+    for folder in expired:
+        retention.delete_checkpoint(folder, retention.read_marker(folder))
+    return expired

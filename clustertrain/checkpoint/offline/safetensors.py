@@ -14,7 +14,7 @@ from clustertrain.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Item:
+class ExportTensor:
     """A tensor of the export: its name, dtype and bytes of an element there, and what it is made from."""
 
     name: str
@@ -31,7 +31,7 @@ class Item:
         return math.prod(self.shape) * self.itemsize
 
 
-Content = Callable[[Item], Iterable[memoryview]]  # the bytes of an item in C order, piece by piece
+ReadTensor = Callable[[ExportTensor], Iterable[memoryview]]  # the bytes of an item in C order, piece by piece
 
 _SAFETENSORS = {
     "float64": "F64",
@@ -47,7 +47,7 @@ _SAFETENSORS = {
 }
 
 
-def check_safetensors(items: Iterable[Item]) -> None:
+def check_safetensors(items: Iterable[ExportTensor]) -> None:
     """Raises CheckpointError for a dtype that the format lacks."""
     for item in items:
         if item.dtype not in _SAFETENSORS:
@@ -56,7 +56,7 @@ def check_safetensors(items: Iterable[Item]) -> None:
             )
 
 
-def write_safetensors(path: Path, items: Sequence[Item], content: Content) -> None:
+def write_safetensors(path: Path, items: Sequence[ExportTensor], read_tensor: ReadTensor) -> None:
     """A new safetensors file: the length of the header as 8 bytes, the header as JSON, the tensors one after another.
 
     By hand and not with the library, whose ``save_file`` wants all tensors of a file in memory at once.
@@ -65,19 +65,19 @@ def write_safetensors(path: Path, items: Sequence[Item], content: Content) -> No
         OSError: it cannot be written; what is there of it is not taken away.
     """
     # The widest first, so that each lies at a multiple of its element's size.
-    ordered = sorted(items, key=lambda i: -i.itemsize)
+    by_itemsize = sorted(items, key=lambda i: -i.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it transformers 4 refuses the file
     offset = 0
-    for item in ordered:
-        ends = [offset, offset + item.nbytes]
-        header[item.name] = {"dtype": _SAFETENSORS[item.dtype], "shape": item.shape, "data_offsets": ends}
+    for item in by_itemsize:
+        data_offsets = [offset, offset + item.nbytes]
+        header[item.name] = {"dtype": _SAFETENSORS[item.dtype], "shape": item.shape, "data_offsets": data_offsets}
         offset += item.nbytes
     data = json.dumps(header, separators=(",", ":")).encode()
     data += b" " * (-len(data) % 8)
     with path.open("xb") as f:
         f.write(len(data).to_bytes(8, "little") + data)
-        for item in ordered:
-            for piece in content(item):
-                f.write(piece)
+        for item in by_itemsize:
+            for chunk in read_tensor(item):
+                f.write(chunk)
         f.flush()
         os.fsync(f.fileno())

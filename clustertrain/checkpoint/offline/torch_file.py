@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from clustertrain.checkpoint.offline.safetensors import Content, Item
+from clustertrain.checkpoint.offline.safetensors import ExportTensor, ReadTensor
 
 _ALIGNMENT = 64
 _LOCAL_HEADER = 30  # bytes of it before the name
@@ -34,7 +34,7 @@ class _Storage:
 
 
 class _Tensor:
-    def __init__(self, key: int, item: Item) -> None:
+    def __init__(self, key: int, item: ExportTensor) -> None:
         self._key = key
         self._item = item
 
@@ -52,7 +52,7 @@ class _Pickler(pickle.Pickler):
         return obj.reference if isinstance(obj, _Storage) else None
 
 
-def write_torch(path: Path, items: Sequence[Item], content: Content) -> None:
+def write_torch(path: Path, items: Sequence[ExportTensor], read_tensor: ReadTensor) -> None:
     """A new file with a dict of tensors by name.
 
     Raises:
@@ -65,19 +65,19 @@ def write_torch(path: Path, items: Sequence[Item], content: Content) -> None:
             _write(archive, "data.pkl", [buffer.getbuffer()])
             _write(archive, "byteorder", [memoryview(b"little")])
             for i, item in enumerate(items):
-                _write(archive, f"data/{i}", content(item))
+                _write(archive, f"data/{i}", read_tensor(item))
             _write(archive, "version", [memoryview(b"3\n")])
         f.flush()
         os.fsync(f.fileno())
 
 
-def _write(archive: zipfile.ZipFile, name: str, pieces: Iterable[memoryview]) -> None:
+def _write(archive: zipfile.ZipFile, name: str, chunks: Iterable[memoryview]) -> None:
     info = zipfile.ZipInfo(f"archive/{name}")
     assert archive.fp is not None
-    begin = archive.fp.tell() + _LOCAL_HEADER + len(info.filename) + 4 + _ZIP64
-    padding = -begin % _ALIGNMENT
+    data_offset = archive.fp.tell() + _LOCAL_HEADER + len(info.filename) + 4 + _ZIP64
+    padding = -data_offset % _ALIGNMENT
     info.extra = struct.pack("<HH", _PADDING, padding) + bytes(padding)
     # zip64 for all of them: how long the pieces are is not known here.
     with archive.open(info, "w", force_zip64=True) as member:
-        for piece in pieces:
-            member.write(piece)
+        for chunk in chunks:
+            member.write(chunk)

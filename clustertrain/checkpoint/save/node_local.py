@@ -32,92 +32,92 @@ from clustertrain.checkpoint.format.manifest import ShardRecord
 from clustertrain.checkpoint.format.shard_io import read_into
 from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.checkpoint.save import commit
-from clustertrain.checkpoint.save.commit import Part, Write
-from clustertrain.checkpoint.save.engines import Engine, engine
+from clustertrain.checkpoint.save.commit import PartRecord, WriteJob
+from clustertrain.checkpoint.save.engines import Engine, get_engine
 from clustertrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 4 * checksums.BLOCK_BYTES  # that are verified at a time
-_NAME = re.compile(r"step-(\d{8,})-.+")
+VERIFY_BYTES = 4 * checksums.BLOCK_BYTES  # that are verified at a time
+_FOLDER_NAME = re.compile(r"step-(\d{8,})-.+")
 
 
-def folder_of(root: Path, made_in: str) -> Path:
+def local_folder(root: Path, made_in: str) -> Path:
     """Of the save that the shared folder ``made_in`` is for, before it is committed."""
     return root / made_in.lstrip(".")
 
 
-def _folders(root: Path) -> list[Path]:
+def _list_folders(root: Path) -> list[Path]:
     """The oldest step first."""
     try:
         names = [p.name for p in root.iterdir()]
     except OSError:
         return []
-    found = sorted((int(m[1]), n) for n in names if (m := _NAME.fullmatch(n)))
-    return [root / n for _, n in found]
+    numbered = sorted((int(m[1]), n) for n in names if (m := _FOLDER_NAME.fullmatch(n)))
+    return [root / n for _, n in numbered]
 
 
 # -- writing
 
 
-def keep(job: Write, memory: memoryview, busy: Collection[str] = ()) -> bool:
+def write_local_part(job: WriteJob, memory: memoryview, in_use: Collection[str] = ()) -> bool:
     """Put a part into ``job.local``. False: there is no room, or no such disk; nothing of it is left there then.
 
     Args:
         busy: folders with parts that have not been handed on yet.
     """
-    folder, by = Path(job.local), engine(job.engine)
+    folder, writer_engine = Path(job.local), get_engine(job.engine)
     try:
-        _own_folder(folder.parent)
+        _make_private_folder(folder.parent)
         try:
-            _make_room(folder, by, job.rank, busy, spare=1)
-            _write(folder, job, memory)
+            _make_room(folder, writer_engine, job.rank, in_use, keep_newest=1)
+            _write_part(folder, job, memory)
         except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            _make_room(folder, by, job.rank, busy, spare=0)
-            _write(folder, job, memory)
+            _make_room(folder, writer_engine, job.rank, in_use, keep_newest=0)
+            _write_part(folder, job, memory)
     except OSError as e:
         _warn_once(f"{folder.parent}: cannot be used, checkpoints go straight to the shared folder: {e.strerror or e}")
-        _remove_part(folder, by, job.rank)
+        _remove_part(folder, writer_engine, job.rank)
         return False
-    fault_points.reached("kept", job.rank)
+    fault_points.fault_point("kept", job.rank)
     return True
 
 
-def _own_folder(root: Path) -> None:
+def _make_private_folder(root: Path) -> None:
     """Make it; in a folder like /tmp somebody else may have made it."""
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = root.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    folder_stat = root.lstat()
+    if not stat.S_ISDIR(folder_stat.st_mode) or folder_stat.st_uid != os.geteuid():
         raise PermissionError(errno.EACCES, "it is no folder of this user's")
 
 
-def _make_room(folder: Path, by: Engine, rank: int, busy: Collection[str], *, spare: int) -> None:
-    """Remove this rank's files of other saves, but for the ``spare`` newest and the ``busy`` of them."""
-    others = [p for p in _folders(folder.parent) if p != folder]
-    for other in others[: len(others) - spare]:
-        if str(other) in busy:
+def _make_room(folder: Path, writer_engine: Engine, rank: int, in_use: Collection[str], *, keep_newest: int) -> None:
+    """Remove this rank's files of other saves, but for the ``keep_newest`` newest and the ``in_use`` of them."""
+    others = [p for p in _list_folders(folder.parent) if p != folder]
+    for other in others[: len(others) - keep_newest]:
+        if str(other) in in_use:
             continue
-        _remove_part(other, by, rank)
+        _remove_part(other, writer_engine, rank)
         with suppress(OSError):
             other.rmdir()  # of the last rank
 
 
-def _remove_part(folder: Path, by: Engine, rank: int) -> None:
+def _remove_part(folder: Path, writer_engine: Engine, rank: int) -> None:
     with suppress(OSError):
         commit.done_file(folder, rank).unlink(missing_ok=True)
-        commit.clear(folder, by, rank)
+        commit.remove_part_files(folder, writer_engine, rank)
 
 
-def _write(folder: Path, job: Write, memory: memoryview) -> None:
-    _remove_part(folder, engine(job.engine), job.rank)
+def _write_part(folder: Path, job: WriteJob, memory: memoryview) -> None:
+    _remove_part(folder, get_engine(job.engine), job.rank)
     folder.mkdir(exist_ok=True, mode=0o700)
-    room = os.statvfs(folder)
+    fs_stats = os.statvfs(folder)
     needed = sum(s.nbytes for s in job.segments)
-    if room.f_bavail * room.f_frsize < needed:  # told before so many bytes are written
+    if fs_stats.f_bavail * fs_stats.f_frsize < needed:  # told before so many bytes are written
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    commit.leave(folder, job.rank, commit.put(folder, job, memory))
+    commit.mark_part_done(folder, job.rank, commit.write_part(folder, job, memory))
 
 
 _warned: set[str] = set()
@@ -129,54 +129,55 @@ def _warn_once(message: str) -> None:
         log.warning("%s", message)
 
 
-def hand_on(job: Write) -> int:
-    """Copy what :func:`keep` has put into ``job.local`` to the shared folder, with its done-file; returns its bytes.
+def copy_to_shared(job: WriteJob) -> int:
+    """Copy what :func:`write_local_part` has put into ``job.local`` to the shared folder, with its done-file; returns
+    its bytes.
 
     Raises:
-        OSError: as :func:`clustertrain.checkpoint.save.commit.write`.
+        OSError: as :func:`clustertrain.checkpoint.save.commit.write_and_mark_done`.
         StorageError: the local disk has lost it.
     """
-    near, folder, by = Path(job.local), Path(job.folder), engine(job.engine)
-    if commit.handed_in(job):
+    source, folder, writer_engine = Path(job.local), Path(job.folder), get_engine(job.engine)
+    if commit.is_part_complete(job):
         return sum(s.nbytes for s in job.segments)
-    part = _verified(near, job.rank)
-    commit.clear(folder, by, job.rank)
-    for path in commit.files_of(near, by, job.rank):
-        _copy(path, folder / path.relative_to(near), job.rank)
-    fault_points.reached("written", job.rank)
-    commit.leave(folder, job.rank, part)
-    fault_points.reached("handed in", job.rank)
+    part = _read_verified_part(source, job.rank)
+    commit.remove_part_files(folder, writer_engine, job.rank)
+    for path in commit.list_part_files(source, writer_engine, job.rank):
+        _copy_durably(path, folder / path.relative_to(source), job.rank)
+    fault_points.fault_point("written", job.rank)
+    commit.mark_part_done(folder, job.rank, part)
+    fault_points.fault_point("handed in", job.rank)
     return sum(s.nbytes for s in part.segments)
 
 
-def _verified(near: Path, rank: int) -> Part:
+def _read_verified_part(folder: Path, rank: int) -> PartRecord:
     """What is there, as it was written: a disk that garbles it must not do so to the checkpoint."""
-    buffer = memoryview(bytearray(PIECE_BYTES))
+    buffer = memoryview(bytearray(VERIFY_BYTES))
     try:
-        part = schema.decode(commit.done_file(near, rank).read_bytes(), Part)
-        for shard in map(commit.shard, part.segments, part.places, part.blocks):
-            for at in range(0, shard.nbytes, PIECE_BYTES):
-                read_into(buffer[: min(PIECE_BYTES, shard.nbytes - at)], near, shard, at)
+        part = schema.decode(commit.done_file(folder, rank).read_bytes(), PartRecord)
+        for shard in map(commit.make_shard_record, part.segments, part.places, part.blocks):
+            for pos in range(0, shard.nbytes, VERIFY_BYTES):
+                read_into(buffer[: min(VERIFY_BYTES, shard.nbytes - pos)], folder, shard, pos)
     except (OSError, msgspec.MsgspecError, CheckpointError) as e:
-        raise StorageError(f"{near}: what rank {rank} has written there cannot be read: {e}") from e
+        raise StorageError(f"{folder}: what rank {rank} has written there cannot be read: {e}") from e
     return part
 
 
-def _copy(source: Path, target: Path, rank: int) -> None:
+def _copy_durably(source: Path, target: Path, rank: int) -> None:
     """A file or a folder, which is not there yet; durable when it returns."""
     if source.is_dir():
         target.mkdir(mode=0o750)
         for inner in sorted(source.iterdir()):
-            _copy(inner, target / inner.name, rank)
+            _copy_durably(inner, target / inner.name, rank)
         fsio.fsync_folder(target)
         return
-    fault_points.reached("while copying", rank)
+    fault_points.fault_point("while copying", rank)
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
     try:
         with source.open("rb") as file:
-            at, size = 0, os.fstat(file.fileno()).st_size
-            while at < size and (sent := os.sendfile(fd, file.fileno(), at, size - at)):
-                at += sent
+            pos, size = 0, os.fstat(file.fileno()).st_size
+            while pos < size and (nbytes := os.sendfile(fd, file.fileno(), pos, size - pos)):
+                pos += nbytes
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -185,40 +186,41 @@ def _copy(source: Path, target: Path, rank: int) -> None:
 # -- reading
 
 
-class Near:
-    """What this node may have of the checkpoint that was made in ``made_in``. ``bytes``: so many were read here."""
+class LocalTierReader:
+    """What this node may have of the checkpoint that was made in ``made_in``. ``bytes_read``: so many were read
+    here."""
 
     def __init__(self, root: Path, made_in: str) -> None:
-        self._folder = folder_of(root, made_in)
-        self._not_here: set[str] = set()
+        self._folder = local_folder(root, made_in)
+        self._missing_files: set[str] = set()
         self._lock = threading.Lock()
-        self.bytes = 0
+        self.bytes_read = 0
 
-    def read_into(self, into: memoryview, shard: ShardRecord, low: int, *, alone: bool = False) -> bool:
+    def read_into(self, buffer: memoryview, shard: ShardRecord, low: int, *, alone: bool = False) -> bool:
         """As :func:`clustertrain.checkpoint.format.shard_io.read_into`; False where it has to be read elsewhere."""
-        if shard.file in self._not_here:
+        if shard.file in self._missing_files:
             return False
         try:
-            read_into(into, self._folder, shard, low, alone=alone)
+            read_into(buffer, self._folder, shard, low, alone=alone)
         except CheckpointError as e:
-            self._not_here.add(shard.file)
+            self._missing_files.add(shard.file)
             if (self._folder / shard.file).exists():
                 log.warning("%s; read from the shared folder", e.message)
             return False
         with self._lock:
-            self.bytes += len(into)
+            self.bytes_read += len(buffer)
         return True
 
 
-def tidy(root: Path, made_in: str, attempt: str) -> None:
+def remove_stale(root: Path, made_in: str, attempt: str) -> None:
     """Remove all but what belongs to the checkpoint that was made in ``made_in``, and what other ranks of ``attempt``
     may have begun. For one rank of a node, after a restore."""
-    for folder in _folders(root):
-        own = re.fullmatch(rf"step-\d+-{re.escape(attempt)}-.*", folder.name)
-        if folder != folder_of(root, made_in) and own is None:
+    for folder in _list_folders(root):
+        attempt_match = re.fullmatch(rf"step-\d+-{re.escape(attempt)}-.*", folder.name)
+        if folder != local_folder(root, made_in) and attempt_match is None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove(root: Path) -> None:
+def remove_all(root: Path) -> None:
     """All of a run. For one rank of a node, when there is nothing left to come back for."""
     shutil.rmtree(root, ignore_errors=True)

@@ -13,115 +13,128 @@ import torch
 
 from clustertrain.checkpoint.core import fault_points
 from clustertrain.checkpoint.core.control_group import Ranks
-from clustertrain.checkpoint.core.failures import Trouble, error, told
-from clustertrain.checkpoint.core.state_dict import Block, collect
+from clustertrain.checkpoint.core.failures import Failure, error_from_failures, failure_from_exception
+from clustertrain.checkpoint.core.state_dict import LocalShard, collect_state
 from clustertrain.checkpoint.format import folders
 from clustertrain.checkpoint.format.staged_segments import Segment
-from clustertrain.checkpoint.save.global_plan import MARK_BYTES, Offer, Share, Union
-from clustertrain.checkpoint.save.pending_saves import LATE
-from clustertrain.checkpoint.save.staging import Staging
+from clustertrain.checkpoint.save.global_plan import FINGERPRINT_BYTES, GlobalPlanner, LocalPlan, RankPlan
+from clustertrain.checkpoint.save.pending_saves import DEADLINE_MESSAGE
+from clustertrain.checkpoint.save.staging import StagingBuffer
 from clustertrain.errors import CheckpointError
 
 _TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A save: this rank's ``share`` of it, the ``folder`` that it goes to, the values of this rank's ``own``, and what
-    is in the memory now, or why not, which the others hear when the save lands."""
+class StagedSave:
+    """A save: this rank's ``rank_plan`` of it, the ``folder`` that it goes to, the values of this rank's
+    ``rank_values``, and what is in the memory now, or why not, which the others hear when the save lands."""
 
-    share: Share
+    rank_plan: RankPlan
     folder: Path
-    own: Any
-    staged: list[Segment] | Trouble
+    rank_values: Any
+    staged: list[Segment] | Failure
 
 
 @dataclass(frozen=True)
-class _Offering:
-    """What this rank can give to a save, or why it cannot; ``records`` waits for the word of all ranks."""
+class _PlanExchange:
+    """What this rank can give to a save, or why it cannot; ``wait_for_records`` waits for the word of all ranks."""
 
-    offer: Offer | None
-    trouble: Trouble | None
-    records: Callable[[], list[bytes]]
+    local_plan: LocalPlan | None
+    failure: Failure | None
+    wait_for_records: Callable[[], list[bytes]]
 
 
-class Offers:
+class SavePlanner:
     """Those of one rank, for saves in ``root``. Its methods are collective."""
 
     def __init__(self, root: Path, ranks: Ranks, attempt: str) -> None:
         self._root = root
         self._ranks = ranks
-        self._union = Union(ranks)
+        self._global_planner = GlobalPlanner(ranks)
         self._attempt = attempt
 
-    def blocks(self, state: Mapping[str, Any], rank_state: Mapping[str, Any], *, failure: str) -> Sequence[Block]:
-        """What this rank would write now. Raises CheckpointError, after the word ``failure``, as :meth:`stage`."""
-        return self._agreed(self._begin(state, rank_state), state, failure)[1].blocks
+    def plan_shards(
+        self, state: Mapping[str, Any], rank_state: Mapping[str, Any], *, error_prefix: str
+    ) -> Sequence[LocalShard]:
+        """What this rank would write now. Raises CheckpointError, after the word ``error_prefix``, as :meth:`stage`."""
+        return self._finish_plan(self._begin_plan(state, rank_state), state, error_prefix)[1].shards
 
     def stage(
         self,
-        staging: Staging,
+        staging: StagingBuffer,
         step: int,
         state: Mapping[str, Any],
         rank_state: Mapping[str, Any],
         *,
-        failure: str,
-        late: bool,
-    ) -> Begun:
-        """Copy this rank's share into ``staging``, but where it is too ``late`` for that.
+        error_prefix: str,
+        deadline_passed: bool,
+    ) -> StagedSave:
+        """Copy this rank's share into ``staging``, but where it is too ``deadline_passed`` for that.
 
         Raises:
             CheckpointError: on all ranks, what any cannot save.
         """
-        offering = self._begin(state, rank_state, step)
+        plan_exchange = self._begin_plan(state, rank_state, step)
         # The ranks tell each other while they copy: what each has to write is what it wrote the last time, as a rule.
-        expected = None if offering.offer is None or late else self._union.expected(offering.offer)
-        staged = self._fill(staging, expected) if expected is not None else None
-        offer, share, token, as_expected = self._agreed(offering, state, failure, step)
-        if late:
-            staged = Trouble(why=LATE, of="deadline")
-        elif staged is None or not as_expected:
-            staged = self._fill(staging, share.blocks)
-        return Begun(share, self._folder(step, token), offer.collected.own, staged)
+        cached_shards = (
+            None
+            if plan_exchange.local_plan is None or deadline_passed
+            else self._global_planner.cached_shards(plan_exchange.local_plan)
+        )
+        staged = self._stage_shards(staging, cached_shards) if cached_shards is not None else None
+        local_plan, rank_plan, token, is_cache_valid = self._finish_plan(plan_exchange, state, error_prefix, step)
+        if deadline_passed:
+            staged = Failure(why=DEADLINE_MESSAGE, of="deadline")
+        elif staged is None or not is_cache_valid:
+            staged = self._stage_shards(staging, rank_plan.shards)
+        return StagedSave(rank_plan, self._folder(step, token), local_plan.collected.rank_values, staged)
 
     def _folder(self, step: int, token: bytes) -> Path:
-        return folders.of_save(self._root, step, self._attempt, token)
+        return folders.staging_folder_for(self._root, step, self._attempt, token)
 
-    def _begin(self, state: Mapping[str, Any], rank_state: Mapping[str, Any], step: int | None = None) -> _Offering:
+    def _begin_plan(
+        self, state: Mapping[str, Any], rank_state: Mapping[str, Any], step: int | None = None
+    ) -> _PlanExchange:
         """Begin to tell the others what this rank holds; with a ``step`` there is a folder for it afterwards."""
-        trouble, offer, token = None, None, secrets.token_bytes(_TOKEN_BYTES)
+        failure, local_plan, token = None, None, secrets.token_bytes(_TOKEN_BYTES)
         try:
-            offer = Offer(collect(state, rank_state, self._ranks.rank))
+            local_plan = LocalPlan(collect_state(state, rank_state, self._ranks.rank))
             if step is not None and self._ranks.rank == 0:
-                folders.make(self._folder(step, token))
+                folders.create_exclusive(self._folder(step, token))
         except (OSError, CheckpointError) as e:
-            trouble = told(e)
-        mark = offer.mark if offer is not None and trouble is None else bytes(MARK_BYTES)
-        records = self._ranks.exchange(bytes([trouble is not None]) + token + mark)
-        return _Offering(offer, trouble, records)
+            failure = failure_from_exception(e)
+        fingerprint = local_plan.fingerprint if local_plan is not None and failure is None else bytes(FINGERPRINT_BYTES)
+        wait_for_records = self._ranks.all_gather_bytes_async(bytes([failure is not None]) + token + fingerprint)
+        return _PlanExchange(local_plan, failure, wait_for_records)
 
-    def _agreed(
-        self, offering: _Offering, state: Mapping[str, Any], failure: str, step: int | None = None
-    ) -> tuple[Offer, Share, bytes, bool]:
+    def _finish_plan(
+        self, plan_exchange: _PlanExchange, state: Mapping[str, Any], error_prefix: str, step: int | None = None
+    ) -> tuple[LocalPlan, RankPlan, bytes, bool]:
         """What this rank holds and what it writes, the token of the folder, and whether nobody holds anything new.
         Where all ranks hold the same things, what was begun is all that they have to tell each other."""
-        records = offering.records()
+        records = plan_exchange.wait_for_records()
         token = records[0][1 : 1 + _TOKEN_BYTES]
-        if offering.offer is None or any(r[0] for r in records):
-            troubles = self._ranks.troubles(offering.trouble)
+        if plan_exchange.local_plan is None or any(r[0] for r in records):
+            failures = self._ranks.all_gather_failures(plan_exchange.failure)
             if step is not None and self._ranks.rank == 0:
                 shutil.rmtree(self._folder(step, token), ignore_errors=True)
-            raise error(failure, troubles)
+            raise error_from_failures(error_prefix, failures)
         optimizers = [k for k, v in state.items() if isinstance(v, torch.optim.Optimizer)]
-        marks = [r[1 + _TOKEN_BYTES :] for r in records]
-        known = self._union.agrees(marks)
-        return offering.offer, self._union.share(offering.offer, marks, optimizers), token, known
+        fingerprints = [r[1 + _TOKEN_BYTES :] for r in records]
+        is_unchanged = self._global_planner.is_unchanged(fingerprints)
+        return (
+            plan_exchange.local_plan,
+            self._global_planner.create_rank_plan(plan_exchange.local_plan, fingerprints, optimizers),
+            token,
+            is_unchanged,
+        )
 
-    def _fill(self, staging: Staging, blocks: Sequence[Block]) -> list[Segment] | Trouble:
-        fault_points.reached("while staging", self._ranks.rank)
+    def _stage_shards(self, staging: StagingBuffer, shards: Sequence[LocalShard]) -> list[Segment] | Failure:
+        fault_points.fault_point("while staging", self._ranks.rank)
         try:
-            segments = staging.fill(blocks)
+            segments = staging.stage(shards)
         except OSError as e:
-            return told(e)
-        fault_points.reached("staged", self._ranks.rank)
+            return failure_from_exception(e)
+        fault_points.fault_point("staged", self._ranks.rank)
         return segments

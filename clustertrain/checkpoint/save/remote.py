@@ -21,25 +21,25 @@ import msgspec
 
 from clustertrain import clock, fsio, schema
 from clustertrain.checkpoint.core import fault_points, retention
-from clustertrain.checkpoint.core.failures import Trouble, told
-from clustertrain.checkpoint.core.retention import Known, Policy
+from clustertrain.checkpoint.core.failures import Failure, failure_from_exception
+from clustertrain.checkpoint.core.retention import CheckpointInfo, RetentionPolicy
 from clustertrain.checkpoint.format import fence as fences
 from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.fence import Fence, TakenOver
-from clustertrain.checkpoint.format.manifest import COMMITTED, MANIFEST, Damaged, Manifest
+from clustertrain.checkpoint.format.fence import AttemptSuperseded, Fence
+from clustertrain.checkpoint.format.manifest import COMMITTED, MANIFEST, DamagedCheckpoint, Manifest
 from clustertrain.checkpoint.format.storage import Folder, RemoteFolder
-from clustertrain.checkpoint.format.storage_errors import StorageError, patiently
+from clustertrain.checkpoint.format.storage_errors import StorageError, with_retries
 from clustertrain.errors import ClusterTrainError
 
-SAID = ".uploading.json"
-NO_MORE = 2**62  # a step that no run comes to
+ANNOUNCEMENT_FILE = ".uploading.json"
+ALL_STEPS = 2**62  # a step that no run comes to
 CHUNK_BYTES = 8 << 20
-PAUSES_S = (1.0, 300.0)  # after the first failure, and at most
-POLLS_S = (0.1, 3.0)  # for what another rank says, likewise
-PATIENCE_S = 600.0  # for the other ranks' files, from when one came last
+RETRY_BACKOFF_S = (1.0, 300.0)  # after the first failure, and at most
+POLL_BACKOFF_S = (0.1, 3.0)  # for what another rank says, likewise
+SHARE_TIMEOUT_S = 600.0  # for the other ranks' files, from when one came last
 
 
-class Upload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class UploadJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What of ``root`` shall be in ``url``: what ``policy`` would keep there. ``rank`` of ``world_size`` does its share
     of it."""
 
@@ -48,11 +48,11 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rank: int
     world_size: int
     attempt: str
-    policy: Policy
+    policy: RetentionPolicy
     fence: Fence | None = None
 
 
-class Said(msgspec.Struct, frozen=True, kw_only=True):
+class UploadAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
     """Rank 0's ``nth`` word to the others: ``step``, as it is while its marker is ``marker``, is being copied. None:
     nothing is, and all up to ``upto`` is there or never will be."""
 
@@ -63,302 +63,317 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     marker: str = ""
 
 
-class Copied(msgspec.Struct, frozen=True, kw_only=True):
+class UploadOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank is told. Without ``trouble`` and ``seconds``: there is nothing left to do for it up to ``step``."""
 
     step: int
     bytes: int = 0
     seconds: float = 0.0
-    trouble: Trouble | None = None
+    trouble: Failure | None = None
 
 
-class _Ended(Exception):
+class _Stopped(Exception):
     """Nobody waits for copies any more."""
 
 
 class Uploader:
     """A thread of the process that writes."""
 
-    def __init__(self, job: Upload, tell: Callable[[Copied], None], save_is_over: Callable[[], object]) -> None:
-        """``save_is_over`` waits while a checkpoint is being written: a copy gives way to it."""
+    def __init__(
+        self, job: UploadJob, on_outcome: Callable[[UploadOutcome], None], wait_for_save: Callable[[], object]
+    ) -> None:
+        """``wait_for_save`` waits while a checkpoint is being written: a copy gives way to it."""
         self._job = job
-        self._tell = tell
-        self._save_is_over = save_is_over
+        self._on_outcome = on_outcome
+        self._wait_for_save = wait_for_save
         self._root = Path(job.root)
         self._remote: RemoteFolder
         self._wake = threading.Event()
-        self._ended = threading.Event()
-        self._poll_s = POLLS_S[0]
-        self._newest = 0  # step that this process has written or committed
-        self._step: int | None = None
-        self._said = 0
-        self._heard = 0
+        self._stop_event = threading.Event()
+        self._poll_s = POLL_BACKOFF_S[0]
+        self._newest_step = 0  # step that this process has written or committed
+        self._uploading_step: int | None = None
+        self._num_announced = 0
+        self._last_announcement = 0
         self._idle_upto = -1
-        self._hopeless: dict[int, bytes] = {}
-        self._there: dict[int, bytes] = {}  # by step the marker
-        self._known: dict[tuple[int, bytes], Known] = {}
+        self._unusable: dict[int, bytes] = {}
+        self._remote_markers: dict[int, bytes] = {}  # by step the marker
+        self._info_cache: dict[tuple[int, bytes], CheckpointInfo] = {}
 
-    def begin(self) -> None:
+    def start(self) -> None:
         threading.Thread(target=self._run, daemon=True).start()
 
-    def saved(self, step: int) -> None:
-        self._newest = max(self._newest, step)
+    def notify_saved(self, step: int) -> None:
+        self._newest_step = max(self._newest_step, step)
         self._wake.set()
 
-    def spared(self) -> tuple[int, ...]:
+    def protected_steps(self) -> tuple[int, ...]:
         """The step that must not be deleted now."""
-        return () if self._step is None else (self._step,)
+        return () if self._uploading_step is None else (self._uploading_step,)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Copy no more. What is under way stops soon."""
-        self._ended.set()
+        self._stop_event.set()
         self._wake.set()
 
-    def say_over(self) -> None:
+    def announce_end(self) -> None:
         """So that nobody waits for what rank 0 was to begin."""
         if self._job.rank == 0:
-            with suppress(TakenOver, StorageError):
-                self._say(upto=NO_MORE)
+            with suppress(AttemptSuperseded, StorageError):
+                self._announce(upto=ALL_STEPS)
 
     def _run(self) -> None:
-        pause = PAUSES_S[0]
-        while not self._ended.is_set():
+        backoff_s = RETRY_BACKOFF_S[0]
+        while not self._stop_event.is_set():
             try:
                 self._remote = RemoteFolder(self._job.url)
                 while True:
-                    self._lead() if self._job.rank == 0 else self._follow()
-                    pause = PAUSES_S[0]
-            except (_Ended, TakenOver):
+                    self._run_leader() if self._job.rank == 0 else self._run_follower()
+                    backoff_s = RETRY_BACKOFF_S[0]
+            except (_Stopped, AttemptSuperseded):
                 return
             except Exception as e:  # whatever it is, it concerns nobody but this thread
-                self._failed(e, pause)
-            self._ended.wait(pause)
-            pause = min(2 * pause, PAUSES_S[1])
+                self._report_failure(e, backoff_s)
+            self._stop_event.wait(backoff_s)
+            backoff_s = min(2 * backoff_s, RETRY_BACKOFF_S[1])
 
-    def _failed(self, e: Exception, again_s: float) -> None:
+    def _report_failure(self, e: Exception, retry_s: float) -> None:
         if isinstance(e, (OSError, ClusterTrainError)):
-            why = e.message if isinstance(e, ClusterTrainError) else str(e)
+            message = e.message if isinstance(e, ClusterTrainError) else str(e)
         else:
             traceback.print_exc()
-            why = f"{type(e).__name__}: {e}"
-        if self._job.url not in why:
-            why = f"{self._job.url}: {why}"
-        step = self._newest if self._step is None else self._step
-        self._tell(Copied(step=step, trouble=Trouble(why=f"{why}; again in {again_s:g} s", of="storage")))
+            message = f"{type(e).__name__}: {e}"
+        if self._job.url not in message:
+            message = f"{self._job.url}: {message}"
+        step = self._newest_step if self._uploading_step is None else self._uploading_step
+        self._on_outcome(
+            UploadOutcome(step=step, trouble=Failure(why=f"{message}; again in {retry_s:g} s", of="storage"))
+        )
 
-    def _wait(self, timeout_s: float | None = None) -> None:
+    def _wait_for_wake(self, timeout_s: float | None = None) -> None:
         """For a save, or until the time is over."""
         self._wake.wait(timeout_s)
-        self._go_on()
+        self._check_stopped()
 
-    def _go_on(self) -> None:
-        if self._ended.is_set():
-            raise _Ended
+    def _check_stopped(self) -> None:
+        if self._stop_event.is_set():
+            raise _Stopped
 
-    def _idle(self, upto: int) -> None:
+    def _report_idle(self, upto: int) -> None:
         if upto > self._idle_upto:
             self._idle_upto = upto
-            self._tell(Copied(step=upto))
+            self._on_outcome(UploadOutcome(step=upto))
 
     # -- rank 0
 
-    def _lead(self) -> None:
+    def _run_leader(self) -> None:
         self._wake.clear()
-        self._go_on()
-        here, missing = self._compare()
+        self._check_stopped()
+        local_markers, missing = self._find_missing()
         if not missing:
-            self._step = None
-            upto = max([*here, *self._there], default=0)
-            self._say(upto=upto)
-            self._idle(upto)
-            self._wait()
+            self._uploading_step = None
+            upto = max([*local_markers, *self._remote_markers], default=0)
+            self._announce(upto=upto)
+            self._report_idle(upto)
+            self._wait_for_wake()
             return
-        step = self._step = max(missing)
+        step = self._uploading_step = max(missing)
         started = clock.monotonic()
-        folder, marker = index.step_folder(self._root, step), here[step]
-        self._say(step=step, marker=marker.decode())
+        folder, marker = index.step_folder(self._root, step), local_markers[step]
+        self._announce(step=step, marker=marker.decode())
         try:
             manifest = index.read_manifest(folder)
             index.check_sizes(folder, manifest)
-            self._upload(step, marker)
-            self._commit(step, marker, manifest)
-        except (Damaged, FileNotFoundError) as e:
-            if _is_whole(folder, marker):
+            self._upload_share(step, marker)
+            self._commit_remote(step, marker, manifest)
+        except (DamagedCheckpoint, FileNotFoundError) as e:
+            if _is_intact(folder, marker):
                 raise
             # It is damaged here, or somebody has deleted it.
-            self._hopeless[step] = marker
-            self._tell(Copied(step=step, trouble=told(e)))
+            self._unusable[step] = marker
+            self._on_outcome(UploadOutcome(step=step, trouble=failure_from_exception(e)))
             return
-        self._there[step] = marker
-        self._tell(Copied(step=step, bytes=manifest.bytes, seconds=clock.monotonic() - started))
-        self._prune()
+        self._remote_markers[step] = marker
+        self._on_outcome(UploadOutcome(step=step, bytes=manifest.bytes, seconds=clock.monotonic() - started))
+        self._prune_remote()
 
-    def _say(self, *, upto: int = 0, step: int | None = None, marker: str = "") -> None:
-        fences.check(self._job.fence)
-        self._said += 1
-        said = Said(attempt=self._job.attempt, nth=self._said, upto=upto, step=step, marker=marker)
-        fsio.write_bytes(self._root / SAID, msgspec.json.encode(said))
-
-    def _compare(self) -> tuple[dict[int, bytes], list[int]]:
-        """The markers of what is committed here, and the steps of it that should be there and are not."""
-        here = _markers(self._root, {})
-        self._there = _markers(self._remote, self._there)
-        missing = [s for s, m in here.items() if m != self._there.get(s) and m != self._hopeless.get(s)]
-        both = {**self._there, **{s: here[s] for s in missing}}
-        doomed = retention.doomed(
-            [self._know(s, m) for s, m in both.items()], self._job.policy, max(both, default=None)
+    def _announce(self, *, upto: int = 0, step: int | None = None, marker: str = "") -> None:
+        fences.check_fence(self._job.fence)
+        self._num_announced += 1
+        announcement = UploadAnnouncement(
+            attempt=self._job.attempt, nth=self._num_announced, upto=upto, step=step, marker=marker
         )
-        return here, [s for s in missing if s not in doomed]
+        fsio.write_bytes(self._root / ANNOUNCEMENT_FILE, msgspec.json.encode(announcement))
 
-    def _know(self, step: int, marker: bytes) -> Known:
+    def _find_missing(self) -> tuple[dict[int, bytes], list[int]]:
+        """The markers of what is committed here, and the steps of it that should be there and are not."""
+        local_markers = _read_markers(self._root, {})
+        self._remote_markers = _read_markers(self._remote, self._remote_markers)
+        missing = [
+            s for s, m in local_markers.items() if m != self._remote_markers.get(s) and m != self._unusable.get(s)
+        ]
+        all_markers = {**self._remote_markers, **{s: local_markers[s] for s in missing}}
+        to_delete = retention.select_for_deletion(
+            [self._read_info(s, m) for s, m in all_markers.items()], self._job.policy, max(all_markers, default=None)
+        )
+        return local_markers, [s for s in missing if s not in to_delete]
+
+    def _read_info(self, step: int, marker: bytes) -> CheckpointInfo:
         """What the policy looks at."""
         key = (step, marker)
-        if key not in self._known:
+        if key not in self._info_cache:
             folder: Folder = index.step_folder(self._root, step)
-            if _read(folder / COMMITTED) != marker:
+            if _read_if_exists(folder / COMMITTED) != marker:
                 folder = index.step_folder(self._remote, step)
-            self._known[key] = retention.known(folder, self._job.policy)
-        return self._known[key]
+            self._info_cache[key] = retention.read_checkpoint_info(folder, self._job.policy)
+        return self._info_cache[key]
 
-    def _commit(self, step: int, marker: bytes, manifest: Manifest) -> None:
+    def _commit_remote(self, step: int, marker: bytes, manifest: Manifest) -> None:
         """When all ranks have copied their share."""
-        there = index.step_folder(self._remote, step)
-        if self._there_already(there, marker):
+        remote_folder = index.step_folder(self._remote, step)
+        if self._is_uploaded(remote_folder, marker):
             return
-        waiting = set(range(self._job.world_size))
-        poll_s, last = POLLS_S[0], clock.monotonic()
+        pending_ranks = set(range(self._job.world_size))
+        poll_s, last_arrival = POLL_BACKOFF_S[0], clock.monotonic()
         while True:
-            sizes = there.sizes()
-            came = {r for r in waiting if _share(r) in sizes and _read(there / _share(r)) == self._word(marker)}
-            waiting -= came
-            if not waiting:
+            sizes = remote_folder.sizes()
+            arrived = {
+                r
+                for r in pending_ranks
+                if _share_name(r) in sizes
+                and _read_if_exists(remote_folder / _share_name(r)) == self._share_token(marker)
+            }
+            pending_ranks -= arrived
+            if not pending_ranks:
                 break
-            if came:
-                poll_s, last = POLLS_S[0], clock.monotonic()
-            if clock.monotonic() - last > PATIENCE_S:
-                raise StorageError(f"{there}: the files of rank {min(waiting)} have not come for {PATIENCE_S:g} s")
-            self._ended.wait(poll_s)
-            self._go_on()
-            poll_s = min(2 * poll_s, POLLS_S[1])
-        wrong = [n for n, size in manifest.files.items() if sizes.get(n) != size]
-        if wrong:  # somebody else has been there
-            there.rmtree()
-            raise StorageError(f"{there / wrong[0]}: is not what was written there")
-        self._put(index.step_folder(self._root, step) / MANIFEST, there / MANIFEST)
-        fault_points.reached("before the remote marker", 0)
-        fences.check(self._job.fence)
-        (there / COMMITTED).write_bytes(marker)
+            if arrived:
+                poll_s, last_arrival = POLL_BACKOFF_S[0], clock.monotonic()
+            if clock.monotonic() - last_arrival > SHARE_TIMEOUT_S:
+                raise StorageError(
+                    f"{remote_folder}: the files of rank {min(pending_ranks)} have not come for {SHARE_TIMEOUT_S:g} s"
+                )
+            self._stop_event.wait(poll_s)
+            self._check_stopped()
+            poll_s = min(2 * poll_s, POLL_BACKOFF_S[1])
+        mismatched = [n for n, size in manifest.files.items() if sizes.get(n) != size]
+        if mismatched:  # somebody else has been there
+            remote_folder.rmtree()
+            raise StorageError(f"{remote_folder / mismatched[0]}: is not what was written there")
+        self._upload_file(index.step_folder(self._root, step) / MANIFEST, remote_folder / MANIFEST)
+        fault_points.fault_point("before the remote marker", 0)
+        fences.check_fence(self._job.fence)
+        (remote_folder / COMMITTED).write_bytes(marker)
         for rank in range(self._job.world_size):
-            (there / _share(rank)).unlink()
+            (remote_folder / _share_name(rank)).unlink()
 
-    def _prune(self) -> None:
+    def _prune_remote(self) -> None:
         """Delete what the policy does not keep there, and what of older ones never became whole."""
-        newest = max(self._there)
-        known = [self._know(s, m) for s, m in self._there.items()]
-        doomed = set(retention.doomed(known, self._job.policy, newest))
-        for folder in index.folders(self._remote):
-            step = index.step_of(folder)
-            if step in doomed or (step not in self._there and step is not None and step < newest):
-                fences.check(self._job.fence)
+        newest = max(self._remote_markers)
+        infos = [self._read_info(s, m) for s, m in self._remote_markers.items()]
+        to_delete = set(retention.select_for_deletion(infos, self._job.policy, newest))
+        for folder in index.list_checkpoint_folders(self._remote):
+            step = index.parse_step(folder)
+            if step in to_delete or (step not in self._remote_markers and step is not None and step < newest):
+                fences.check_fence(self._job.fence)
                 (folder / COMMITTED).unlink()
                 folder.rmtree()
-                self._there.pop(step, None)
+                self._remote_markers.pop(step, None)
 
     # -- the others
 
-    def _follow(self) -> None:
+    def _run_follower(self) -> None:
         self._wake.clear()
-        self._go_on()
-        said = self._hear()
-        if said is not None and said.step is not None and said.nth != self._heard:
-            with suppress(Damaged, FileNotFoundError):  # rank 0 finds the same
-                self._upload(said.step, said.marker.encode())
-            self._heard = said.nth
-            self._poll_s = POLLS_S[0]
-        elif said is not None and said.step is None and said.upto >= self._newest:
-            self._idle(said.upto)
-            self._wait()
-            self._poll_s = POLLS_S[0]
+        self._check_stopped()
+        announcement = self._read_announcement()
+        if announcement is not None and announcement.step is not None and announcement.nth != self._last_announcement:
+            with suppress(DamagedCheckpoint, FileNotFoundError):  # rank 0 finds the same
+                self._upload_share(announcement.step, announcement.marker.encode())
+            self._last_announcement = announcement.nth
+            self._poll_s = POLL_BACKOFF_S[0]
+        elif announcement is not None and announcement.step is None and announcement.upto >= self._newest_step:
+            self._report_idle(announcement.upto)
+            self._wait_for_wake()
+            self._poll_s = POLL_BACKOFF_S[0]
         else:
-            self._wait(self._poll_s)
-            self._poll_s = min(2 * self._poll_s, POLLS_S[1])
+            self._wait_for_wake(self._poll_s)
+            self._poll_s = min(2 * self._poll_s, POLL_BACKOFF_S[1])
 
-    def _hear(self) -> Said | None:
+    def _read_announcement(self) -> UploadAnnouncement | None:
         try:
-            said = schema.convert(fsio.peek_json(self._root / SAID), Said)
+            announcement = schema.convert(fsio.poll_json(self._root / ANNOUNCEMENT_FILE), UploadAnnouncement)
         except msgspec.ValidationError:
             return None
-        return said if said.attempt == self._job.attempt else None
+        return announcement if announcement.attempt == self._job.attempt else None
 
     # -- all
 
-    def _upload(self, step: int, marker: bytes) -> None:
+    def _upload_share(self, step: int, marker: bytes) -> None:
         """Copy this rank's share of the files."""
-        folder, there = index.step_folder(self._root, step), index.step_folder(self._remote, step)
-        if self._there_already(there, marker):
+        folder, remote_folder = index.step_folder(self._root, step), index.step_folder(self._remote, step)
+        if self._is_uploaded(remote_folder, marker):
             return
-        share = there / _share(self._job.rank)
-        if _read(share) == self._word(marker):
+        share_file = remote_folder / _share_name(self._job.rank)
+        if _read_if_exists(share_file) == self._share_token(marker):
             return
         if (folder / COMMITTED).read_bytes() != marker:
             raise StorageError(f"{folder}: is another one than rank 0 sees")
         for name in index.read_manifest(folder).files:
-            if owner(name) % self._job.world_size == self._job.rank:
-                self._put(folder / name, there / name)
-        share.write_bytes(self._word(marker))
+            if owner_rank(name) % self._job.world_size == self._job.rank:
+                self._upload_file(folder / name, remote_folder / name)
+        share_file.write_bytes(self._share_token(marker))
 
-    def _there_already(self, there: RemoteFolder, marker: bytes) -> bool:
+    def _is_uploaded(self, remote_folder: RemoteFolder, marker: bytes) -> bool:
         """If not, nothing there counts from now on: before the first byte of it is replaced."""
-        found = _read(there / COMMITTED)
-        if found is not None and found != marker:
-            fences.check(self._job.fence)
-            (there / COMMITTED).unlink()
-        return found == marker
+        remote_marker = _read_if_exists(remote_folder / COMMITTED)
+        if remote_marker is not None and remote_marker != marker:
+            fences.check_fence(self._job.fence)
+            (remote_folder / COMMITTED).unlink()
+        return remote_marker == marker
 
-    def _word(self, marker: bytes) -> bytes:
+    def _share_token(self, marker: bytes) -> bytes:
         """Of other bytes, or of a share among others, it is another one."""
         return marker.strip() + f" {self._job.world_size}\n".encode()
 
-    def _put(self, path: Path, there: RemoteFolder) -> None:
-        fault_points.reached("while uploading", self._job.rank)
-        with path.open("rb", buffering=0) as file, there.writing(path.stat().st_size) as write:
+    def _upload_file(self, path: Path, remote_file: RemoteFolder) -> None:
+        fault_points.fault_point("while uploading", self._job.rank)
+        with path.open("rb", buffering=0) as file, remote_file.open_writer(path.stat().st_size) as write:
             while chunk := file.read(CHUNK_BYTES):
-                self._save_is_over()
-                self._go_on()
+                self._wait_for_save()
+                self._check_stopped()
                 write(chunk)
 
 
-def owner(name: str) -> int:
+def owner_rank(name: str) -> int:
     """The rank that wrote a file, or another one for a file that no rank has its number in."""
-    number = re.search(r"\d+", name)
-    return int(number[0]) if number else 0
+    match = re.search(r"\d+", name)
+    return int(match[0]) if match else 0
 
 
-def _share(rank: int) -> str:
+def _share_name(rank: int) -> str:
     return f".uploaded-{rank}"
 
 
-def _is_whole(folder: Path, marker: bytes) -> bool:
+def _is_intact(folder: Path, marker: bytes) -> bool:
     try:
         index.check_sizes(folder, index.read_manifest(folder))
-    except Damaged:
+    except DamagedCheckpoint:
         return False
-    return _read(folder / COMMITTED) == marker
+    return _read_if_exists(folder / COMMITTED) == marker
 
 
-def _read(path: Folder) -> bytes | None:
+def _read_if_exists(path: Folder) -> bytes | None:
     """None: it is not there."""
     try:
-        return patiently(path.read_bytes, path)
+        return with_retries(path.read_bytes, path)
     except OSError:
         return None
 
 
-def _markers(root: Folder, before: dict[int, bytes]) -> dict[int, bytes]:
-    """By step the marker of what is committed in ``root``; those in ``before`` are not read again."""
-    found = {}
-    for folder in index.folders(root):
-        step = index.step_of(folder)
-        if step is not None and (marker := before.get(step) or _read(folder / COMMITTED)):
-            found[step] = marker
-    return found
+def _read_markers(root: Folder, cached: dict[int, bytes]) -> dict[int, bytes]:
+    """By step the marker of what is committed in ``root``; those in ``cached`` are not read again."""
+    markers = {}
+    for folder in index.list_checkpoint_folders(root):
+        step = index.parse_step(folder)
+        if step is not None and (marker := cached.get(step) or _read_if_exists(folder / COMMITTED)):
+            markers[step] = marker
+    return markers

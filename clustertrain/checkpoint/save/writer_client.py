@@ -22,81 +22,82 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import msgspec
 
 from clustertrain import clock, proc, schema
-from clustertrain.checkpoint.core.failures import Trouble, told
+from clustertrain.checkpoint.core.failures import Failure, failure_from_exception
 from clustertrain.checkpoint.save import commit, node_local
-from clustertrain.checkpoint.save.commit import Commit, Write
-from clustertrain.checkpoint.save.remote import Upload
+from clustertrain.checkpoint.save.commit import CommitJob, WriteJob
+from clustertrain.checkpoint.save.remote import UploadJob
 from clustertrain.errors import CheckpointError
 
 if TYPE_CHECKING:  # it imports torch
-    from clustertrain.checkpoint.save.staging import Staging
+    from clustertrain.checkpoint.save.staging import StagingBuffer
 
-IDLE_ENDS_S = 1.0
-BUSY_S = 1.0
+CLOSE_TIMEOUT_S = 1.0
+LOCK_TIMEOUT_S = 1.0
 # What ends a job reaches every process of it. The writer ends with its rank, when its work is done.
-_HELD_BACK = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+_BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class AttachBuffer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The staging buffer number ``index``; its file descriptor follows."""
 
     index: int
     size: int
 
 
-class Abandon(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class AbortCommit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Give up the commit of ``step``."""
 
     step: int
 
 
-Message = Memory | Write | Commit | Abandon | Upload
+JobKind = Literal["keep", "write", "commit", "copy"]
+Message = AttachBuffer | WriteJob | CommitJob | AbortCommit | UploadJob
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """``ended`` is by the monotonic clock, which is the machine's. "keep": a part is in the node's own folder, and the
-    memory that it was staged in is free. "copy": see :class:`~clustertrain.checkpoint.save.remote.Copied`."""
+    memory that it was staged in is free. "copy": see :class:`~clustertrain.checkpoint.save.remote.UploadOutcome`."""
 
     step: int
-    of: Literal["keep", "write", "commit", "copy"]
+    of: JobKind
     bytes: int = 0
     seconds: float = 0.0
     ended: float
-    trouble: Trouble | None = None
+    trouble: Failure | None = None
 
 
 def perform(
-    job: Write | Commit,
+    job: WriteJob | CommitJob,
     memory: memoryview | None,
-    go_on: Callable[[], bool],
-    may_prune: Callable[[], bool],
-    spared: Callable[[], Collection[int]] = tuple,
-) -> Outcome:
+    should_continue: Callable[[], bool],
+    can_prune: Callable[[], bool],
+    get_protected: Callable[[], Collection[int]] = tuple,
+) -> JobOutcome:
     """Do a job and say how it went. A part that is not in ``memory`` is in the node's own folder."""
-    of: Literal["write", "commit"] = "write" if isinstance(job, Write) else "commit"
+    job_kind: Literal["write", "commit"] = "write" if isinstance(job, WriteJob) else "commit"
     try:
-        if isinstance(job, Write):
-            size = commit.write(job, memory) if memory is not None else node_local.hand_on(job)
+        if isinstance(job, WriteJob):
+            size = commit.write_and_mark_done(job, memory) if memory is not None else node_local.copy_to_shared(job)
         else:
-            size = commit.commit(job, go_on, may_prune, spared)
+            size = commit.commit(job, should_continue, can_prune, get_protected)
     except (OSError, CheckpointError) as e:
-        return Outcome(step=job.step, of=of, ended=clock.monotonic(), trouble=told(e))
-    return Outcome(step=job.step, of=of, bytes=size, ended=clock.monotonic())
+        return JobOutcome(step=job.step, of=job_kind, ended=clock.monotonic(), trouble=failure_from_exception(e))
+    return JobOutcome(step=job.step, of=job_kind, bytes=size, ended=clock.monotonic())
 
 
-class Worker(Protocol):
+class JobRunner(Protocol):
     """Where jobs are done, in the order in which they come."""
 
-    def submit(self, job: Write | Commit, staging: Staging | None) -> None: ...
+    def submit(self, job: WriteJob | CommitJob, staging: StagingBuffer | None) -> None: ...
 
-    def abandon(self, step: int) -> None: ...
+    def abort_commit(self, step: int) -> None: ...
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether there is somebody to do a job, as far as is known."""
         ...
 
-    def outcome(self, timeout_s: float | None) -> Outcome | None:
+    def next_outcome(self, timeout_s: float | None) -> JobOutcome | None:
         """The next one. None: there is none within the timeout (None: for ever).
 
         Raises:
@@ -111,35 +112,35 @@ class WriterDied(Exception):
     """The process that writes is gone; the message says how."""
 
 
-class Inline:
+class InlineRunner:
     """In this process, while it waits."""
 
     def __init__(self) -> None:
-        self._todo: deque[tuple[Write | Commit, Staging | None]] = deque()
-        self._abandoned: set[int] = set()
+        self._jobs: deque[tuple[WriteJob | CommitJob, StagingBuffer | None]] = deque()
+        self._aborted_steps: set[int] = set()
 
-    def submit(self, job: Write | Commit, staging: Staging | None) -> None:
-        self._todo.append((job, staging))
+    def submit(self, job: WriteJob | CommitJob, staging: StagingBuffer | None) -> None:
+        self._jobs.append((job, staging))
 
-    def abandon(self, step: int) -> None:
-        self._abandoned.add(step)
+    def abort_commit(self, step: int) -> None:
+        self._aborted_steps.add(step)
 
     @property
-    def alive(self) -> bool:
-        return bool(self._todo)
+    def is_alive(self) -> bool:
+        return bool(self._jobs)
 
-    def outcome(self, timeout_s: float | None) -> Outcome | None:
-        if not self._todo or timeout_s == 0:
+    def next_outcome(self, timeout_s: float | None) -> JobOutcome | None:
+        if not self._jobs or timeout_s == 0:
             return None
-        job, staging = self._todo.popleft()
+        job, staging = self._jobs.popleft()
         memory = staging.memory() if staging is not None else None
-        return perform(job, memory, lambda: job.step not in self._abandoned, lambda: True)
+        return perform(job, memory, lambda: job.step not in self._aborted_steps, lambda: True)
 
     def close(self) -> None:
-        self._todo.clear()
+        self._jobs.clear()
 
 
-class Background:
+class WriterClient:
     """A process of its own, started with :meth:`start` before it is needed, or with the first job."""
 
     def __init__(self, engine: str) -> None:
@@ -147,68 +148,72 @@ class Background:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection[Any, Any] | None = None
         self._lock = threading.RLock()  # a thread that waits for a GPU sends too
-        self._sent: dict[int, int] = {}  # by buffer, which memory the process has
-        self._upload: Upload | None = None
+        self._sent_generations: dict[int, int] = {}  # by buffer, which memory the process has
+        self._upload_job: UploadJob | None = None
 
     def start(self) -> None:
         with self._lock:
             if self._process is None:
-                self._start()
+                self._start_process()
 
-    def _start(self) -> None:
-        ours, theirs = Pipe()
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)  # a child has the mask of its parent
+    def _start_process(self) -> None:
+        parent_end, child_end = Pipe()
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)  # a child has the mask of its parent
         try:
             self._process = subprocess.Popen(
-                proc.python_module(
+                proc.python_module_argv(
                     sys.executable,
                     "clustertrain.checkpoint.save.writer_process",
-                    *map(str, (theirs.fileno(), os.getpid())),
+                    *map(str, (child_end.fileno(), os.getpid())),
                     self._engine,
                 ),
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 stdin=subprocess.DEVNULL,
             )
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
-            theirs.close()
-        self._pipe = ours
-        self._sent = {}
-        if self._upload is not None:
-            self._send(self._upload)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+            child_end.close()
+        self._pipe = parent_end
+        self._sent_generations = {}
+        if self._upload_job is not None:
+            self._send(self._upload_job)
 
-    def submit(self, job: Write | Commit, staging: Staging | None) -> None:
+    def submit(self, job: WriteJob | CommitJob, staging: StagingBuffer | None) -> None:
         with self._lock, suppress(OSError):  # it has died; outcome() tells
             self.start()
-            number = job.memory if isinstance(job, Write) else None
-            if staging is not None and number is not None and self._sent.get(number) != staging.generation:
+            buffer_index = job.memory if isinstance(job, WriteJob) else None
+            if (
+                staging is not None
+                and buffer_index is not None
+                and self._sent_generations.get(buffer_index) != staging.generation
+            ):
                 assert staging.fd is not None and self._process is not None and self._pipe is not None
-                self._send(Memory(index=number, size=staging.size))
+                self._send(AttachBuffer(index=buffer_index, size=staging.size))
                 reduction.send_handle(self._pipe, staging.fd, self._process.pid)
-                self._sent[number] = staging.generation
+                self._sent_generations[buffer_index] = staging.generation
             self._send(job)
 
-    def abandon(self, step: int) -> None:
-        if not self._lock.acquire(timeout=BUSY_S):
+    def abort_commit(self, step: int) -> None:
+        if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
             return  # a thread waits for a process that takes nothing any more
         try:
             if self._pipe is not None:  # else it has died, and its commit with it
                 with suppress(OSError):
-                    self._send(Abandon(step=step))
+                    self._send(AbortCommit(step=step))
         finally:
             self._lock.release()
 
-    def upload(self, job: Upload) -> None:
+    def start_upload(self, job: UploadJob) -> None:
         """From now on, also by a process that takes over."""
         with self._lock, suppress(OSError):
-            self._upload = job
+            self._upload_job = job
             if self._pipe is None:
                 self.start()
             else:
                 self._send(job)
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """As far as it was noticed."""
         return self._pipe is not None
 
@@ -216,22 +221,22 @@ class Background:
         assert self._pipe is not None
         self._pipe.send_bytes(msgspec.json.encode(message))
 
-    def outcome(self, timeout_s: float | None) -> Outcome | None:
+    def next_outcome(self, timeout_s: float | None) -> JobOutcome | None:
         if self._pipe is None:
             return None
         try:
             if not self._pipe.poll(timeout_s):
                 return None
-            return schema.decode(self._pipe.recv_bytes(), Outcome)
+            return schema.decode(self._pipe.recv_bytes(), JobOutcome)
         except (EOFError, OSError) as e:
-            how = self._bury()
-            raise WriterDied(f"the process that writes checkpoints {how}") from e
+            exit_text = self._reap()
+            raise WriterDied(f"the process that writes checkpoints {exit_text}") from e
 
-    def _bury(self) -> str:
+    def _reap(self) -> str:
         with self._lock:
-            return self._buried()
+            return self._reap_locked()
 
-    def _buried(self) -> str:
+    def _reap_locked(self) -> str:
         assert self._process is not None and self._pipe is not None
         code = self._process.wait()
         self._pipe.close()
@@ -246,7 +251,7 @@ class Background:
             return
         self._pipe.close()
         try:
-            self._process.wait(IDLE_ENDS_S)
+            self._process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.returncode = 0  # it is left on purpose: subprocess shall not warn of it
         self._process = self._pipe = None

@@ -24,15 +24,15 @@ from typing import Any
 import msgspec
 
 from clustertrain import clock, schema
-from clustertrain.checkpoint.core.failures import Trouble
+from clustertrain.checkpoint.core.failures import Failure
 from clustertrain.checkpoint.save import node_local
-from clustertrain.checkpoint.save.commit import Commit, Write
-from clustertrain.checkpoint.save.engines import engine
-from clustertrain.checkpoint.save.remote import Copied, Upload, Uploader
-from clustertrain.checkpoint.save.writer_client import Abandon, Memory, Message, Outcome, perform
+from clustertrain.checkpoint.save.commit import CommitJob, WriteJob
+from clustertrain.checkpoint.save.engines import get_engine
+from clustertrain.checkpoint.save.remote import Uploader, UploadJob, UploadOutcome
+from clustertrain.checkpoint.save.writer_client import AbortCommit, AttachBuffer, JobKind, JobOutcome, Message, perform
 
 # How long the other ranks' parts are waited for when one's own rank is gone: they may well be gone too.
-ORPHAN_S = 20.0
+ORPHAN_TIMEOUT_S = 20.0
 
 
 class Inbox:
@@ -41,74 +41,74 @@ class Inbox:
     def __init__(self, pipe: Connection[Any, Any], rank_pid: int) -> None:
         self._pipe = pipe
         self._rank_pid = rank_pid
-        self._jobs: queue.SimpleQueue[Write | Commit | None] = queue.SimpleQueue()
-        self._keeper: Keeper | None = None
+        self._jobs: queue.SimpleQueue[WriteJob | CommitJob | None] = queue.SimpleQueue()
+        self._local_writer: LocalTierWriter | None = None
         self._uploader: Uploader | None = None
         self._idle = threading.Event()
-        self._abandoned: set[int] = set()
-        self._memory: dict[int, mmap.mmap] = {}
-        self._sending = threading.Lock()
+        self._aborted_steps: set[int] = set()
+        self._buffers: dict[int, mmap.mmap] = {}
+        self._send_lock = threading.Lock()
         self._orphaned_at: float | None = None
-        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._read_messages, daemon=True).start()
 
     @property
-    def orphaned(self) -> bool:
+    def is_orphaned(self) -> bool:
         """Whether the rank is gone. Its end of the pipe may be held open by a child that it forked."""
         if self._orphaned_at is None and os.getppid() != self._rank_pid:
             self._orphaned_at = clock.monotonic()
         return self._orphaned_at is not None
 
-    def next_job(self) -> Write | Commit | None:
+    def next_job(self) -> WriteJob | CommitJob | None:
         """Waits for it. None: there will be none."""
         self._idle.set()
         job = self._jobs.get()
         self._idle.clear()
         return job
 
-    def done(self, job: Write | Commit, outcome: Outcome) -> None:
-        if self._keeper is not None:
-            self._keeper.done(job)
-        if self._uploader is not None and outcome.trouble is None and (isinstance(job, Commit) or job.rank != 0):
-            self._uploader.saved(job.step)
+    def finish_job(self, job: WriteJob | CommitJob, outcome: JobOutcome) -> None:
+        if self._local_writer is not None:
+            self._local_writer.finish_job(job)
+        if self._uploader is not None and outcome.trouble is None and (isinstance(job, CommitJob) or job.rank != 0):
+            self._uploader.notify_saved(job.step)
         self.send(outcome)
 
-    def spared(self) -> Collection[int]:
-        return () if self._uploader is None else self._uploader.spared()
+    def protected_steps(self) -> Collection[int]:
+        return () if self._uploader is None else self._uploader.protected_steps()
 
     def close(self) -> None:
         if self._uploader is not None:
             with suppress(OSError):
-                self._uploader.say_over()
+                self._uploader.announce_end()
             sys.stderr.flush()
             os._exit(0)  # a library's threads may be waiting for a server
 
-    def memory(self, index: int) -> memoryview:
-        return memoryview(self._memory[index])
+    def buffer(self, index: int) -> memoryview:
+        return memoryview(self._buffers[index])
 
-    def wanted(self, step: int) -> bool:
-        if self.orphaned and clock.monotonic() - (self._orphaned_at or 0.0) > ORPHAN_S:
+    def should_continue(self, step: int) -> bool:
+        if self.is_orphaned and clock.monotonic() - (self._orphaned_at or 0.0) > ORPHAN_TIMEOUT_S:
             return False
-        return step not in self._abandoned
+        return step not in self._aborted_steps
 
-    def _read(self) -> None:
+    def _read_messages(self) -> None:
         try:
             while True:
                 while not self._pipe.poll(1.0):
-                    if self.orphaned:
+                    if self.is_orphaned:
                         return
                 message = schema.decode(self._pipe.recv_bytes(), Message)
-                if isinstance(message, Memory):
+                if isinstance(message, AttachBuffer):
                     fd = reduction.recv_handle(self._pipe)
-                    self._memory[message.index] = mmap.mmap(fd, message.size, access=mmap.ACCESS_READ)
+                    self._buffers[message.index] = mmap.mmap(fd, message.size, access=mmap.ACCESS_READ)
                     os.close(fd)
-                elif isinstance(message, Abandon):
-                    self._abandoned.add(message.step)
-                elif isinstance(message, Upload) and self._uploader is None:
-                    self._uploader = Uploader(message, self._copied, self._idle.wait)
-                    self._uploader.begin()
-                elif isinstance(message, Write | Commit):
-                    self._abandoned.discard(message.step)
-                    self._put(message)
+                elif isinstance(message, AbortCommit):
+                    self._aborted_steps.add(message.step)
+                elif isinstance(message, UploadJob) and self._uploader is None:
+                    self._uploader = Uploader(message, self._on_upload_outcome, self._idle.wait)
+                    self._uploader.start()
+                elif isinstance(message, WriteJob | CommitJob):
+                    self._aborted_steps.discard(message.step)
+                    self._enqueue(message)
         except (EOFError, OSError):
             pass
         except Exception:  # whatever it is, the process must end: its rank waits for an answer
@@ -116,76 +116,83 @@ class Inbox:
         finally:
             self._orphaned_at = self._orphaned_at or clock.monotonic()
             if self._uploader is not None:
-                self._uploader.end()
-            self._put(None)
+                self._uploader.stop()
+            self._enqueue(None)
 
-    def _copied(self, c: Copied) -> None:
-        outcome = Outcome(
-            step=c.step, of="copy", bytes=c.bytes, seconds=c.seconds, ended=clock.monotonic(), trouble=c.trouble
+    def _on_upload_outcome(self, upload_outcome: UploadOutcome) -> None:
+        outcome = JobOutcome(
+            step=upload_outcome.step,
+            of="copy",
+            bytes=upload_outcome.bytes,
+            seconds=upload_outcome.seconds,
+            ended=clock.monotonic(),
+            trouble=upload_outcome.trouble,
         )
         self.send(outcome)
 
-    def _put(self, job: Write | Commit | None) -> None:
-        if self._keeper is None and isinstance(job, Write) and job.local:
-            self._keeper = Keeper(self, self._jobs)
-        if self._keeper is not None:
-            self._keeper.jobs.put(job)
+    def _enqueue(self, job: WriteJob | CommitJob | None) -> None:
+        if self._local_writer is None and isinstance(job, WriteJob) and job.local:
+            self._local_writer = LocalTierWriter(self, self._jobs)
+        if self._local_writer is not None:
+            self._local_writer.jobs.put(job)
         else:
             self._jobs.put(job)
 
-    def send(self, outcome: Outcome) -> None:
+    def send(self, outcome: JobOutcome) -> None:
         """Nobody may be there any more: what follows is still worth doing."""
-        with self._sending, suppress(OSError):
+        with self._send_lock, suppress(OSError):
             self._pipe.send_bytes(msgspec.json.encode(outcome))
 
 
-class Keeper:
+class LocalTierWriter:
     """Puts parts into the node's own folder, while earlier ones are still being copied to the shared one. It is there
     as soon as there is one, and all jobs pass it, so that they stay in order."""
 
-    def __init__(self, inbox: Inbox, then: queue.SimpleQueue[Write | Commit | None]) -> None:
+    def __init__(self, inbox: Inbox, next_queue: queue.SimpleQueue[WriteJob | CommitJob | None]) -> None:
         self._inbox = inbox
-        self._then = then
-        self._busy: set[str] = set()
-        self.jobs: queue.SimpleQueue[Write | Commit | None] = queue.SimpleQueue()
+        self._next_queue = next_queue
+        self._in_use: set[str] = set()
+        self.jobs: queue.SimpleQueue[WriteJob | CommitJob | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         while True:
             job = self.jobs.get()
-            if isinstance(job, Write) and job.local and job.memory is not None and self._kept(job):
-                self._inbox.send(Outcome(step=job.step, of="keep", ended=clock.monotonic()))
+            if isinstance(job, WriteJob) and job.local and job.memory is not None and self._write_local(job):
+                self._inbox.send(JobOutcome(step=job.step, of="keep", ended=clock.monotonic()))
                 job = msgspec.structs.replace(job, memory=None)
-            self._then.put(job)
+            self._next_queue.put(job)
 
-    def _kept(self, job: Write) -> bool:
+    def _write_local(self, job: WriteJob) -> bool:
         assert job.memory is not None
-        self._busy.add(job.local)
+        self._in_use.add(job.local)
         try:
-            return node_local.keep(job, self._inbox.memory(job.memory), self._busy)
+            return node_local.write_local_part(job, self._inbox.buffer(job.memory), self._in_use)
         except Exception:  # the job itself tells what is wrong, when it is done without this
             traceback.print_exc()
             return False
 
-    def done(self, job: Write | Commit) -> None:
-        if isinstance(job, Write):
-            self._busy.discard(job.local)
+    def finish_job(self, job: WriteJob | CommitJob) -> None:
+        if isinstance(job, WriteJob):
+            self._in_use.discard(job.local)
 
 
-def main(fd: int, rank_pid: int, name: str) -> None:
+def main(fd: int, rank_pid: int, engine_name: str) -> None:
     inbox = Inbox(Connection(fd), rank_pid)
-    engine(name)  # its imports, before there is anything to write
+    get_engine(engine_name)  # its imports, before there is anything to write
     while (job := inbox.next_job()) is not None:
         try:
-            memory = inbox.memory(job.memory) if isinstance(job, Write) and job.memory is not None else None
-            wanted = functools.partial(inbox.wanted, job.step)
-            done = perform(job, memory, wanted, lambda: not inbox.orphaned, inbox.spared)
+            memory = inbox.buffer(job.memory) if isinstance(job, WriteJob) and job.memory is not None else None
+            should_continue = functools.partial(inbox.should_continue, job.step)
+            outcome = perform(job, memory, should_continue, lambda: not inbox.is_orphaned, inbox.protected_steps)
         except Exception as e:  # an engine's own failure must reach the rank, and not end in a log that nobody reads
             traceback.print_exc()
-            why = f"writing failed: {type(e).__name__}: {e}"
-            of = "write" if isinstance(job, Write) else "commit"
-            done = Outcome(step=job.step, of=of, ended=clock.monotonic(), trouble=Trouble(why=why, of="storage"))  # type: ignore[arg-type]
-        inbox.done(job, done)
+            message = f"writing failed: {type(e).__name__}: {e}"
+            job_kind: JobKind = "write" if isinstance(job, WriteJob) else "commit"
+            outcome = JobOutcome(
+                step=job.step, of=job_kind, ended=clock.monotonic(), trouble=Failure(why=message, of="storage")
+            )
+        inbox.finish_job(job, outcome)
     inbox.close()
 
 

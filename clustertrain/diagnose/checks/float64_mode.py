@@ -10,31 +10,31 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-_SMALLER = (torch.float32, torch.float16, torch.bfloat16)
+_NARROWER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class _Double(TorchFunctionMode):
+class _Float64Mode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
             return args[0].double()
-        args = tuple(torch.float64 if a in _SMALLER else a for a in args) if _names_dtype(args) else args
-        if kwargs.get("dtype") in _SMALLER:
+        args = tuple(torch.float64 if a in _NARROWER_DTYPES else a for a in args) if _has_narrower_dtype(args) else args
+        if kwargs.get("dtype") in _NARROWER_DTYPES:
             kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
 
 
-def _names_dtype(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(a, torch.dtype) and a in _SMALLER for a in args)
+def _has_narrower_dtype(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(a, torch.dtype) and a in _NARROWER_DTYPES for a in args)
 
 
 @contextmanager
-def doubled() -> Iterator[None]:
+def force_float64() -> Iterator[None]:
     """Around the forward pass of a model in float64."""
-    before = torch.get_default_dtype()
+    previous_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _Double():
+        with _Float64Mode():
             yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous_dtype)

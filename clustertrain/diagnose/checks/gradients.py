@@ -19,23 +19,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from clustertrain.diagnose.checks.float64_mode import doubled
-from clustertrain.diagnose.child_output import Tell
+from clustertrain.diagnose.checks.float64_mode import force_float64
+from clustertrain.diagnose.child_output import ProgressCallback
 from clustertrain.diagnose.registry import Finding, Verdict
-from clustertrain.diagnose.subject import Subject, batch_of, no_dropout, tensors
+from clustertrain.diagnose.subject import Subject, collect_tensors, disable_dropout, load_batch
 from clustertrain.train.core import step_types
 from clustertrain.train.trainer import Trainer
 
-GOOD, BUG = 1e-7, 1e-5  # of the relative error
-STEPS = (1e-4, 1e-5, 1e-6)  # of the difference, relative to the parameter: too long bends, too short rounds
-MOST_PARAMETERS = 20_000_000  # of a model that is tried as it is; in float64 and many times over
-MOST_TENSORS = 60
-MOVED = 0.02  # added to each element times a normal random number
-ROUNDED = 8  # times the rounding of one number: the loss is a sum of many
-KINK = 1e-3  # the relative difference of the slopes ahead and behind
-SMALLEST = 1e-4  # of the usual slope; a slope below it is lost in the rounding of the loss
+PASS_BELOW, FAIL_ABOVE = 1e-7, 1e-5  # of the relative error
+STEP_SIZES = (1e-4, 1e-5, 1e-6)  # of the difference, relative to the parameter: too long bends, too short rounds
+MAX_PARAMETERS = 20_000_000  # of a model that is tried as it is; in float64 and many times over
+MAX_TENSORS = 60
+PERTURBATION = 0.02  # added to each element times a normal random number
+ROUNDING_FACTOR = 8  # times the rounding of one number: the loss is a sum of many
+KINK_TOLERANCE = 1e-3  # the relative difference of the slopes ahead and behind
+MIN_RELATIVE_SLOPE = 1e-4  # of the usual slope; a slope below it is lost in the rounding of the loss
 SAMPLES = 2
-SHOWN = 5
+MAX_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -47,36 +47,36 @@ class Slope:
     analytic: float
     rounding: float = 0.0
 
-    def error(self, usual: float) -> float:
-        largest = max(abs(self.numeric), abs(self.analytic), SMALLEST * usual)
-        off = abs(self.numeric - self.analytic)
-        if math.isnan(off):
+    def error(self, typical: float) -> float:
+        largest = max(abs(self.numeric), abs(self.analytic), MIN_RELATIVE_SLOPE * typical)
+        difference = abs(self.numeric - self.analytic)
+        if math.isnan(difference):
             return math.inf
-        return max(0.0, off - self.rounding) / largest if largest > 0 else 0.0
+        return max(0.0, difference - self.rounding) / largest if largest > 0 else 0.0
 
 
-def check(subject: Subject, tell: Tell) -> Finding:
-    subject = _small(subject.without_noise())
-    with subject.trainer() as t:
-        size = sum(p.numel() for p in t.model.parameters())
-        if size > MOST_PARAMETERS:
+def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
+    subject = _shrink_model(subject.without_regularization())
+    with subject.trainer() as trainer:
+        num_params = sum(p.numel() for p in trainer.model.parameters())
+        if num_params > MAX_PARAMETERS:
             return Finding(
                 check="gradients",
                 verdict="skipped",
-                text=f"the model has {size:,} parameters, and is tried {4 * MOST_TENSORS} times over in float64",
+                text=f"the model has {num_params:,} parameters, and is tried {4 * MAX_TENSORS} times over in float64",
                 fix="try a small copy: --set model.args.…=… for fewer layers and a smaller width",
-                evidence={"parameters": size},
+                evidence={"parameters": num_params},
             )
-        return _of(t, subject, tell)
+        return _check_gradients(trainer, subject, on_progress)
 
 
-def _small(subject: Subject) -> Subject:
+def _shrink_model(subject: Subject) -> Subject:
     """A built-in model's code is the same at any size."""
     spec = subject.recipe.model
     if spec.entry or spec.kind == "convnet":
         return subject
     heads = 2 if spec.kv_heads == spec.heads else 4
-    return subject.changed(
+    return subject.with_overrides(
         model={
             "preset": "", "dim": 32, "heads": heads, "kv_heads": 2, "layers": min(spec.layers, 2), "ffn_dim": 64,
             "vocab_size": spec.vocab_size,
@@ -85,181 +85,194 @@ def _small(subject: Subject) -> Subject:
     )  # fmt: skip
 
 
-def _of(t: Trainer, subject: Subject, tell: Tell) -> Finding:
-    no_dropout(t.model)
-    count = max(SAMPLES, subject.in_groups)
-    batch = _cast(batch_of(t, subject.recipe, count), torch.device("cpu"))
-    model = t.model.to("cpu").double().train()
-    _move(model)
+def _check_gradients(trainer: Trainer, subject: Subject, on_progress: ProgressCallback) -> Finding:
+    disable_dropout(trainer.model)
+    count = max(SAMPLES, subject.sample_multiple)
+    batch = _to_float64(load_batch(trainer, subject.recipe, count), torch.device("cpu"))
+    model = trainer.model.to("cpu").double().train()
+    _perturb(model)
 
     def loss() -> torch.Tensor:
         torch.manual_seed(0)
-        with doubled():
+        with force_float64():
             output = step_types.call_model(model, batch[0], None)
-            value, number = step_types.as_sum_and_count(t.loss(output, batch[1]), batch[1], False)
-            return value / number
+            loss_sum, loss_count = step_types.as_sum_and_count(trainer.loss(output, batch[1]), batch[1], False)
+            return loss_sum / loss_count
 
-    first = loss()
-    if first.dtype != torch.float64:
+    initial_loss = loss()
+    if initial_loss.dtype != torch.float64:
         return Finding(
             check="gradients",
             verdict="skipped",
-            text=f"the loss comes in {first.dtype} from a model in float64, so that nothing can be compared",
+            text=f"the loss comes in {initial_loss.dtype} from a model in float64, so that nothing can be compared",
             fix="let the model compute in the type of its parameters",
         )
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel()]
-    every = max(1, -(-len(named) // MOST_TENSORS))
-    slopes = slopes_of(named[::every], loss, first, tell)
-    usual = usual_of(slopes)
-    errors = sorted(((s.error(usual), s.name) for s in slopes), reverse=True)
-    worst = errors[0][0] if errors else 0.0
-    blamed = first_wrong(model, batch, loss) if worst > BUG else None
+    named_params = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel()]
+    stride = max(1, -(-len(named_params) // MAX_TENSORS))
+    slopes = compute_slopes(named_params[::stride], loss, initial_loss, on_progress)
+    typical = typical_slope(slopes)
+    errors = sorted(((s.error(typical), s.name) for s in slopes), reverse=True)
+    worst_error = errors[0][0] if errors else 0.0
+    faulty_module = find_faulty_module(model, batch, loss) if worst_error > FAIL_ABOVE else None
     evidence: dict[str, Any] = {
-        "worst_relative_error": worst,
-        "good_below": GOOD,
-        "bug_above": BUG,
+        "worst_relative_error": worst_error,
+        "good_below": PASS_BELOW,
+        "bug_above": FAIL_ABOVE,
         "directions": len(slopes),
-        "parameters_tried": len(named[::every]),
-        "parameters": len(named),
+        "parameters_tried": len(named_params[::stride]),
+        "parameters": len(named_params),
         "errors": {name: e for e, name in reversed(errors)},
-        "module": blamed[0] if blamed else None,
-        "module_error": blamed[1] if blamed else None,
+        "module": faulty_module[0] if faulty_module else None,
+        "module_error": faulty_module[1] if faulty_module else None,
     }
-    rows = [("worst", f"{worst:.1e} relative error along {len(slopes)} directions of {len(named[::every])} parameters")]
-    rows += [(f"{e:.1e}", name) for e, name in errors[:SHOWN] if e > GOOD]
-    verdict, text, fix = judged(worst, errors[0][1] if errors else "", blamed)
+    rows = [
+        (
+            "worst",
+            (
+                f"{worst_error:.1e} relative error along {len(slopes)} directions of {len(named_params[::stride])}"
+                " parameters"
+            ),
+        )
+    ]
+    rows += [(f"{e:.1e}", name) for e, name in errors[:MAX_SHOWN] if e > PASS_BELOW]
+    verdict, text, fix = assess(worst_error, errors[0][1] if errors else "", faulty_module)
     return Finding(check="gradients", verdict=verdict, text=text, fix=fix, evidence=evidence, rows=rows)
 
 
-def judged(worst: float, parameter: str, blamed: tuple[str, float] | None) -> tuple[Verdict, str, str]:
-    """(verdict, text, fix); ``blamed`` is the module that has the mistake, and its error."""
-    if not math.isfinite(worst):
+def assess(worst_error: float, parameter: str, faulty_module: tuple[str, float] | None) -> tuple[Verdict, str, str]:
+    """(verdict, text, fix); ``faulty_module`` is the module that has the mistake, and its error."""
+    if not math.isfinite(worst_error):
         return "fail", f"the gradient of {parameter} is not finite", "look for a division by 0, or a root or log of 0"
-    if worst > BUG:
-        where = f"in the backward pass of {blamed[0]}" if blamed else f"at {parameter}"
+    if worst_error > FAIL_ABOVE:
+        location = f"in the backward pass of {faulty_module[0]}" if faulty_module else f"at {parameter}"
         fix = "correct the backward() of its autograd.Function; torch.autograd.gradcheck tries one by itself"
-        if blamed is None:
+        if faulty_module is None:
             fix = "no module is wrong by itself: look at the loss, at detach() and no_grad, and at what is random"
-        return "fail", f"the gradients are wrong, {where}: relative error {worst:.1e}", fix
-    if worst > GOOD:
-        text = f"a relative error of {worst:.1e} at {parameter}"
+        return "fail", f"the gradients are wrong, {location}: relative error {worst_error:.1e}", fix
+    if worst_error > PASS_BELOW:
+        text = f"a relative error of {worst_error:.1e} at {parameter}"
         return "warn", text, "a kink (relu, abs, max) near these samples explains it, and so does float32 inside"
-    return "pass", f"all are right, to a relative error of {worst:.1e}", ""
+    return "pass", f"all are right, to a relative error of {worst_error:.1e}", ""
 
 
 @torch.no_grad()
-def _move(model: nn.Module) -> None:
-    random = torch.Generator().manual_seed(3)
+def _perturb(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(3)
     for p in model.parameters():
-        p.add_(torch.randn(p.shape, generator=random, dtype=torch.float64), alpha=MOVED)
+        p.add_(torch.randn(p.shape, generator=generator, dtype=torch.float64), alpha=PERTURBATION)
 
 
-def _cast(batch: Any, device: torch.device) -> Any:
+def _to_float64(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.to(device, torch.float64) if batch.is_floating_point() else batch.to(device)
     if isinstance(batch, dict):
-        return {k: _cast(v, device) for k, v in batch.items()}
-    return tuple(_cast(v, device) for v in batch) if isinstance(batch, (tuple, list)) else batch
+        return {k: _to_float64(v, device) for k, v in batch.items()}
+    return tuple(_to_float64(v, device) for v in batch) if isinstance(batch, (tuple, list)) else batch
 
 
-def usual_of(slopes: Sequence[Slope]) -> float:
-    sizes = sorted(abs(s.analytic) for s in slopes)
-    return sizes[len(sizes) // 2] if sizes else 0.0
+def typical_slope(slopes: Sequence[Slope]) -> float:
+    magnitudes = sorted(abs(s.analytic) for s in slopes)
+    return magnitudes[len(magnitudes) // 2] if magnitudes else 0.0
 
 
-def slopes_of(
-    named: Sequence[tuple[str, torch.Tensor]], loss: Callable[[], torch.Tensor], first: torch.Tensor, tell: Tell
+def compute_slopes(
+    named_params: Sequence[tuple[str, torch.Tensor]],
+    loss: Callable[[], torch.Tensor],
+    initial_loss: torch.Tensor,
+    on_progress: ProgressCallback,
 ) -> list[Slope]:
-    grads = torch.autograd.grad(first, [p for _, p in named], allow_unused=True)
-    random = torch.Generator().manual_seed(1)
-    found = []
-    for i, ((name, p), grad) in enumerate(zip(named, grads, strict=True)):
+    grads = torch.autograd.grad(initial_loss, [p for _, p in named_params], allow_unused=True)
+    generator = torch.Generator().manual_seed(1)
+    slopes = []
+    for i, ((name, p), grad) in enumerate(zip(named_params, grads, strict=True)):
         g = torch.zeros_like(p) if grad is None else grad
-        direction = torch.randn(p.shape, generator=random, dtype=torch.float64)
-        found.append(_slope(name, p, g, direction / direction.norm(), loss, float(first.detach())))
+        direction = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        slopes.append(_compute_slope(name, p, g, direction / direction.norm(), loss, float(initial_loss.detach())))
         if p.numel() > 1 and bool(g.any()):
-            at = int(g.abs().argmax())
-            alone = torch.zeros(p.numel(), dtype=torch.float64)
-            alone[at] = 1.0
-            found.append(_slope(f"{name}[{at}]", p, g, alone.view(p.shape), loss, float(first.detach())))
-        tell(i + 1, len(named))
-    return found
+            index = int(g.abs().argmax())
+            one_hot = torch.zeros(p.numel(), dtype=torch.float64)
+            one_hot[index] = 1.0
+            slopes.append(
+                _compute_slope(f"{name}[{index}]", p, g, one_hot.view(p.shape), loss, float(initial_loss.detach()))
+            )
+        on_progress(i + 1, len(named_params))
+    return slopes
 
 
 @torch.no_grad()
-def _slope(
+def _compute_slope(
     name: str,
     p: torch.Tensor,
     grad: torch.Tensor,
     direction: torch.Tensor,
     loss: Callable[[], torch.Tensor],
-    here: float,
+    loss_value: float,
 ) -> Slope:
-    """At the step of the difference that agrees best; ``here`` is the loss without a step."""
-    analytic, found = float((grad * direction).sum()), []
+    """At the step of the difference that agrees best; ``loss_value`` is the loss without a step."""
+    analytic, candidates = float((grad * direction).sum()), []
     size = max(1.0, float(p.norm()))
-    for h in (s * size for s in STEPS):
+    for h in (s * size for s in STEP_SIZES):
         p.add_(direction, alpha=h)
-        ahead = float(loss())
+        loss_plus = float(loss())
         p.sub_(direction, alpha=2 * h)
-        behind = float(loss())
+        loss_minus = float(loss())
         p.add_(direction, alpha=h)
-        rounding = ROUNDED * torch.finfo(torch.float64).eps * abs(here) / h
-        found.append(Slope(name, (ahead - behind) / (2 * h), analytic, rounding))
-        if found[-1].error(0.0) < GOOD:
+        rounding = ROUNDING_FACTOR * torch.finfo(torch.float64).eps * abs(loss_value) / h
+        candidates.append(Slope(name, (loss_plus - loss_minus) / (2 * h), analytic, rounding))
+        if candidates[-1].error(0.0) < PASS_BELOW:
             break
-        sides = sorted(((ahead - here) / h, (here - behind) / h))
-        if sides[1] - sides[0] > KINK * max(map(abs, sides)) and sides[0] <= analytic <= sides[1]:
+        sides = sorted(((loss_plus - loss_value) / h, (loss_value - loss_minus) / h))
+        if sides[1] - sides[0] > KINK_TOLERANCE * max(map(abs, sides)) and sides[0] <= analytic <= sides[1]:
             return Slope(name, analytic, analytic)
-    return min(found, key=lambda s: s.error(0.0))
+    return min(candidates, key=lambda s: s.error(0.0))
 
 
-def first_wrong(model: nn.Module, batch: Any, loss: Callable[[], torch.Tensor]) -> tuple[str, float] | None:
+def find_faulty_module(model: nn.Module, batch: Any, loss: Callable[[], torch.Tensor]) -> tuple[str, float] | None:
     """The innermost module whose own gradients are wrong, with its error."""
     calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(module, (_detached(args), _detached(kwargs)))
+    def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(module, (_detach(args), _detach(kwargs)))
 
-    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules()]
+    hooks = [m.register_forward_pre_hook(record_call, with_kwargs=True) for m in model.modules()]
     try:
         loss()
     finally:
         for hook in hooks:
             hook.remove()
-    inside_out = sorted(model.named_modules(), key=lambda named: -(named[0].count(".") + bool(named[0])))
-    for name, module in inside_out:
-        if module in calls and (error := error_alone(module, *calls[module])) > BUG:
+    innermost_first = sorted(model.named_modules(), key=lambda named: -(named[0].count(".") + bool(named[0])))
+    for name, module in innermost_first:
+        if module in calls and (error := module_gradient_error(module, *calls[module])) > FAIL_ABOVE:
             return f"{name or 'the model itself'} ({type(module).__name__})", error
     return None
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.is_floating_point())
     if isinstance(value, dict):
-        return {k: _detached(v) for k, v in value.items()}
-    return tuple(_detached(v) for v in value) if isinstance(value, (tuple, list)) else value
+        return {k: _detach(v) for k, v in value.items()}
+    return tuple(_detach(v) for v in value) if isinstance(value, (tuple, list)) else value
 
 
-def error_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def module_gradient_error(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """The relative error of one module's gradients, of its parameters and of its inputs; 0 where it has none."""
     weights: list[torch.Tensor] = []
 
     def loss() -> torch.Tensor:
         torch.manual_seed(0)
-        with doubled():
-            outputs = [o for o in tensors(module(*args, **kwargs)) if o.is_floating_point()]
+        with force_float64():
+            outputs = [o for o in collect_tensors(module(*args, **kwargs)) if o.is_floating_point()]
             if not weights:
-                random = torch.Generator().manual_seed(2)
-                weights.extend(torch.randn(o.shape, generator=random, dtype=torch.float64) for o in outputs)
+                generator = torch.Generator().manual_seed(2)
+                weights.extend(torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in outputs)
             return sum(((o * w).sum() for o, w in zip(outputs, weights, strict=True)), torch.zeros(()).double())
 
-    first = loss()
-    inputs = [t for t in tensors((args, kwargs)) if t.is_floating_point()]
-    wanted: list[tuple[str, torch.Tensor]] = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-    wanted += [(f"input {i}", t) for i, t in enumerate(inputs)]
-    if not wanted or not first.requires_grad:
+    initial_loss = loss()
+    inputs = [t for t in collect_tensors((args, kwargs)) if t.is_floating_point()]
+    named_tensors: list[tuple[str, torch.Tensor]] = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    named_tensors += [(f"input {i}", t) for i, t in enumerate(inputs)]
+    if not named_tensors or not initial_loss.requires_grad:
         return 0.0
-    slopes = slopes_of(wanted, loss, first, lambda done, total: None)
-    return max((s.error(usual_of(slopes)) for s in slopes), default=0.0)
+    slopes = compute_slopes(named_tensors, loss, initial_loss, lambda completed, total: None)
+    return max((s.error(typical_slope(slopes)) for s in slopes), default=0.0)

@@ -10,30 +10,30 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from clustertrain.diagnose.child_output import Tell
+from clustertrain.diagnose.child_output import ProgressCallback
 from clustertrain.diagnose.registry import Finding, Verdict
-from clustertrain.diagnose.subject import Subject, batch_of, classes_of, mean_loss, output_of
-from clustertrain.train.models.initial_loss import Expected, initial_loss
+from clustertrain.diagnose.subject import Subject, infer_num_classes, load_batch, mean_loss, model_output
+from clustertrain.train.models.initial_loss import ExpectedLoss, initial_loss
 
 BATCHES = 8
 TOLERANCE = 0.1  # of the expected loss
-LEAST_TOLERANCE = 0.25  # what logits of a usual spread, 0.6, add to it is half their variance
-ALARMING = 0.5  # of the expected loss: so far off nothing but a mistake explains it
-SHOWN = 5
+MIN_TOLERANCE = 0.25  # what logits of a usual spread, 0.6, add to it is half their variance
+FAIL_TOLERANCE = 0.5  # of the expected loss: so far off nothing but a mistake explains it
+MAX_SHOWN = 5
 
 
-def check(subject: Subject, tell: Tell) -> Finding:
+def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     """The optimizer is never stepped."""
     losses, outputs = [], []
-    with subject.changed(data={"workers": 0}).trainer() as t, torch.no_grad():
+    with subject.with_overrides(data={"workers": 0}).trainer() as trainer, torch.no_grad():
         for i in range(BATCHES):
-            batch = batch_of(t, subject.recipe, subject.batch.micro_batch, i * subject.batch.micro_batch)
-            losses.append(mean_loss(t, batch).item())
-            outputs.append((output_of(t, batch), batch[1]))
-            tell(i + 1, BATCHES)
+            batch = load_batch(trainer, subject.recipe, subject.batch.micro_batch, i * subject.batch.micro_batch)
+            losses.append(mean_loss(trainer, batch).item())
+            outputs.append((model_output(trainer, batch), batch[1]))
+            on_progress(i + 1, BATCHES)
     targets = [target for _, target in outputs if isinstance(target, torch.Tensor)]
-    classes = classes_of(*outputs[0])
-    expected = initial_loss(subject.recipe, classes, torch.cat([x.flatten() for x in targets]) if targets else None)
+    num_classes = infer_num_classes(*outputs[0])
+    expected = initial_loss(subject.recipe, num_classes, torch.cat([x.flatten() for x in targets]) if targets else None)
     evidence: dict[str, Any] = {
         "loss": sum(losses) / len(losses),
         "loss_least": min(losses),
@@ -42,43 +42,45 @@ def check(subject: Subject, tell: Tell) -> Finding:
         "expected": expected.loss if expected else None,
         "formula": expected.formula if expected else None,
         "tolerance": _tolerance(expected.loss) if expected else None,
-        "classes": classes,
+        "classes": num_classes,
     }
     rows = [("loss", f"{evidence['loss']:.4g} over {BATCHES} batches ({min(losses):.4g} to {max(losses):.4g})")]
     if expected is not None:
         rows.append(("expected", f"{expected.loss:.4g} = {expected.formula}, give or take {evidence['tolerance']:.2g}"))
-    apart = _apart(subject, outputs)
-    if apart:
-        name, found = apart
-        evidence[f"loss_by_{name}"] = found
-        most = sorted(found.items(), key=lambda kv: -kv[1])[:SHOWN]
-        rest = ", …" if len(found) > SHOWN else ""
-        rows.append((f"by {name}", ", ".join(f"{k}: {v:.3g}" for k, v in most) + rest))
-    verdict, text, fix = judged(evidence["loss"], expected, own_loss=subject.own_loss)
+    breakdown = _loss_breakdown(subject, outputs)
+    if breakdown:
+        name, group_losses = breakdown
+        evidence[f"loss_by_{name}"] = group_losses
+        highest = sorted(group_losses.items(), key=lambda kv: -kv[1])[:MAX_SHOWN]
+        ellipsis = ", …" if len(group_losses) > MAX_SHOWN else ""
+        rows.append((f"by {name}", ", ".join(f"{k}: {v:.3g}" for k, v in highest) + ellipsis))
+    verdict, text, fix = assess(evidence["loss"], expected, has_model_loss=subject.has_model_loss)
     return Finding(check="init-loss", verdict=verdict, text=text, fix=fix, evidence=evidence, rows=rows)
 
 
 def _tolerance(expected: float) -> float:
-    return max(TOLERANCE * expected, LEAST_TOLERANCE)
+    return max(TOLERANCE * expected, MIN_TOLERANCE)
 
 
-def judged(loss: float, expected: Expected | None, *, own_loss: bool = False) -> tuple[Verdict, str, str]:
+def assess(loss: float, expected: ExpectedLoss | None, *, has_model_loss: bool = False) -> tuple[Verdict, str, str]:
     """(verdict, text, fix) of the mean ``loss``."""
     if not math.isfinite(loss):
         return "fail", f"the loss is {loss} before any training", "look for a division by 0, a log of 0, or bad data"
     if expected is None:
         return "skipped", f"the loss is {loss:.4g}, and what it should be is not known of this objective", ""
-    off = loss - expected.loss
-    said = f"the loss is {loss:.4g}, and should be about {expected.loss:.4g} ({expected.formula})"
-    if abs(off) <= _tolerance(expected.loss):
-        return "pass", said, ""
-    verdict: Verdict = "warn" if own_loss or abs(off) <= max(ALARMING * expected.loss, LEAST_TOLERANCE) else "fail"
-    if off < 0:
+    difference = loss - expected.loss
+    text = f"the loss is {loss:.4g}, and should be about {expected.loss:.4g} ({expected.formula})"
+    if abs(difference) <= _tolerance(expected.loss):
+        return "pass", text, ""
+    verdict: Verdict = (
+        "warn" if has_model_loss or abs(difference) <= max(FAIL_TOLERANCE * expected.loss, MIN_TOLERANCE) else "fail"
+    )
+    if difference < 0:
         fix = "a model that has learned nothing cannot know: see whether the inputs hold the target"
-        return verdict, f"{said}: too low", fix
+        return verdict, f"{text}: too low", fix
     return (
         verdict,
-        f"{said}: too high",
+        f"{text}: too high",
         (
             "the first outputs are too large: initialise the last layer smaller (a standard deviation of 0.02, say), "
             "look for a norm that is missing, scale the inputs or targets to about 1"
@@ -86,18 +88,18 @@ def judged(loss: float, expected: Expected | None, *, own_loss: bool = False) ->
     )
 
 
-def _apart(subject: Subject, outputs: list[tuple[Any, Any]]) -> tuple[str, dict[str, float]] | None:
+def _loss_breakdown(subject: Subject, outputs: list[tuple[Any, Any]]) -> tuple[str, dict[str, float]] | None:
     """The mean loss of each class, or of each bit of a binary target."""
-    kind = subject.recipe.objective_kind
-    if classes_of(*outputs[0]) is not None and kind == "cross-entropy":
+    objective = subject.recipe.objective_kind
+    if infer_num_classes(*outputs[0]) is not None and objective == "cross-entropy":
         logits = torch.cat([o.flatten(0, -2).float() for o, _ in outputs])
         targets = torch.cat([t.flatten() for _, t in outputs])
-        counted = targets != subject.recipe.objective.ignore_index
-        each = F.cross_entropy(logits[counted], targets[counted], reduction="none")
-        found = {str(c): each[targets[counted] == c].mean().item() for c in torch.unique(targets[counted]).tolist()}
-        return "class", found
-    if kind == "binary-cross-entropy" and outputs[0][0].dim() == 2:
+        mask = targets != subject.recipe.objective.ignore_index
+        losses = F.cross_entropy(logits[mask], targets[mask], reduction="none")
+        class_losses = {str(c): losses[targets[mask] == c].mean().item() for c in torch.unique(targets[mask]).tolist()}
+        return "class", class_losses
+    if objective == "binary-cross-entropy" and outputs[0][0].dim() == 2:
         logits, targets = (torch.cat([pair[i].float() for pair in outputs]) for i in (0, 1))
-        each = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(0)
-        return "bit", {str(i): v.item() for i, v in enumerate(each)}
+        losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(0)
+        return "bit", {str(i): v.item() for i, v in enumerate(losses)}
     return None

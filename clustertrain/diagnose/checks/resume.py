@@ -16,98 +16,111 @@ import msgspec
 
 from clustertrain import clock, fsio, proc, schema, settings
 from clustertrain.checkpoint.offline import inspect
-from clustertrain.diagnose.child_output import Tell
+from clustertrain.diagnose.child_output import ProgressCallback
 from clustertrain.diagnose.registry import Finding, Verdict
 from clustertrain.diagnose.subject import Subject
 from clustertrain.errors import ClusterTrainError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
-from clustertrain.submit.transaction import spec_text
+from clustertrain.submit.transaction import format_spec
 
-EVERY = 3  # steps between checkpoints
+CHECKPOINT_EVERY = 3  # steps between checkpoints
 TIMEOUT_S = 900.0  # of one process
 POLL_S = 0.05
-COMPARED = ("loss", "grad_norm", "lr")
+COMPARED_SCALARS = ("loss", "grad_norm", "lr")
 
 Rows = dict[int, dict[str, Any]]
 
 
-def check(subject: Subject, tell: Tell) -> Finding:
-    every = min(EVERY, (subject.recipe.train.steps - 3) // 2)
-    if every < 1:
+def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
+    interval = min(CHECKPOINT_EVERY, (subject.recipe.train.steps - 3) // 2)
+    if interval < 1:
         text = f"train.steps = {subject.recipe.train.steps} are too few to be interrupted"
         return Finding(check="resume", verdict="skipped", text=text, fix="--set train.steps=9")
-    last = 2 * every + 2
-    whole = _Rehearsal(subject, "whole", every)
-    cut = _Rehearsal(subject, "cut", every)
-    tell(0, 3)
-    whole.attempt(1, last, 2 * every)
-    tell(1, 3)
-    cut.attempt(1, every + 2, every)
-    killed_at = max(cut.rows(1), default=0)
-    tell(2, 3)
-    cut.attempt(2, last, 2 * every)
-    tell(3, 3)
-    after = cut.rows(2)
-    different = differing(whole.rows(1), after)
-    same_state = whole.digest(2 * every) == cut.digest(2 * every)
-    repeats: bool | None = None
-    if different or not same_state:
-        again = _Rehearsal(subject, "again", every)
-        again.attempt(1, last, 2 * every)
-        repeats = again.digest(2 * every) == whole.digest(2 * every)
+    last_step = 2 * interval + 2
+    reference = _TrialRun(subject, "whole", interval)
+    resumed = _TrialRun(subject, "cut", interval)
+    on_progress(0, 3)
+    reference.run_attempt(1, last_step, 2 * interval)
+    on_progress(1, 3)
+    resumed.run_attempt(1, interval + 2, interval)
+    killed_at = max(resumed.read_rows(1), default=0)
+    on_progress(2, 3)
+    resumed.run_attempt(2, last_step, 2 * interval)
+    on_progress(3, 3)
+    resumed_rows = resumed.read_rows(2)
+    differences = find_differences(reference.read_rows(1), resumed_rows)
+    is_state_equal = reference.digest(2 * interval) == resumed.digest(2 * interval)
+    is_reproducible: bool | None = None
+    if differences or not is_state_equal:
+        repeat_run = _TrialRun(subject, "again", interval)
+        repeat_run.run_attempt(1, last_step, 2 * interval)
+        is_reproducible = repeat_run.digest(2 * interval) == reference.digest(2 * interval)
     evidence: dict[str, Any] = {
-        "checkpoint_step": every,
+        "checkpoint_step": interval,
         "killed_after_step": killed_at,
-        "resumed_from_step": min(after, default=0) - 1,
-        "compared_steps": sorted(after),
-        "differences": different,
-        "state_compared_at_step": 2 * every,
-        "state_same": same_state,
-        "repeats_without_interruption": repeats,
+        "resumed_from_step": min(resumed_rows, default=0) - 1,
+        "compared_steps": sorted(resumed_rows),
+        "differences": differences,
+        "state_compared_at_step": 2 * interval,
+        "state_same": is_state_equal,
+        "repeats_without_interruption": is_reproducible,
     }
     rows = [
-        ("interrupted", f"checkpoint at step {every}, SIGKILL after step {killed_at}, "
+        ("interrupted", f"checkpoint at step {interval}, SIGKILL after step {killed_at}, "
                         f"resumed from step {evidence['resumed_from_step']}"),
-        ("compared", f"{', '.join(COMPARED)} of the steps {min(after, default=0)} to {max(after, default=0)}"),
-        ("state", f"model and optimizer after step {2 * every}: {'the same' if same_state else 'different'}"),
+        (
+            "compared", f"{', '.join(COMPARED_SCALARS)} of the steps {min(resumed_rows, default=0)} "
+            f"to {max(resumed_rows, default=0)}"),
+        ("state", f"model and optimizer after step {2 * interval}: {'the same' if is_state_equal else 'different'}"),
     ]  # fmt: skip
-    verdict, text, fix = judged(after, every, different, same_state=same_state, repeats=repeats)
+    verdict, text, fix = assess(
+        resumed_rows, interval, differences, is_state_equal=is_state_equal, is_reproducible=is_reproducible
+    )
     return Finding(check="resume", verdict=verdict, text=text, fix=fix, evidence=evidence, rows=rows)
 
 
-def differing(whole: Rows, after: Rows) -> list[dict[str, Any]]:
+def find_differences(reference: Rows, resumed_rows: Rows) -> list[dict[str, Any]]:
     """The scalars that are not the same to the last bit."""
     return [
-        {"step": step, "name": name, "uninterrupted": whole[step].get(name), "resumed": row.get(name)}
-        for step, row in sorted(after.items())
-        if step in whole
-        for name in COMPARED
-        if row.get(name) != whole[step].get(name)
+        {"step": step, "name": name, "uninterrupted": reference[step].get(name), "resumed": row.get(name)}
+        for step, row in sorted(resumed_rows.items())
+        if step in reference
+        for name in COMPARED_SCALARS
+        if row.get(name) != reference[step].get(name)
     ]
 
 
-def judged(
-    after: Rows, every: int, different: list[dict[str, Any]], *, same_state: bool, repeats: bool | None
+def assess(
+    resumed_rows: Rows,
+    interval: int,
+    differences: list[dict[str, Any]],
+    *,
+    is_state_equal: bool,
+    is_reproducible: bool | None,
 ) -> tuple[Verdict, str, str]:
-    """(verdict, text, fix); ``after`` are the rows behind the resume, ``repeats`` says whether a run that nothing
-    interrupts does the same twice."""
-    if min(after, default=0) != every + 1:
-        text = f"it went on with step {min(after, default=0)} and not with {every + 1}"
+    """(verdict, text, fix); ``resumed_rows`` are the rows behind the resume, ``is_reproducible`` says whether a run
+    that nothing interrupts does the same twice."""
+    if min(resumed_rows, default=0) != interval + 1:
+        text = f"it went on with step {min(resumed_rows, default=0)} and not with {interval + 1}"
         return "fail", text, "see whether the checkpoint verifies: clustertrain checkpoint verify"
-    if not different and same_state:
-        return "pass", f"killed and resumed, it goes on bit by bit ({len(after)} steps, then model and optimizer)", ""
-    first = different[0] if different else None
-    what = "model or optimizer differ after a resume"
+    if not differences and is_state_equal:
+        return (
+            "pass",
+            f"killed and resumed, it goes on bit by bit ({len(resumed_rows)} steps, then model and optimizer)",
+            "",
+        )
+    first = differences[0] if differences else None
+    message = "model or optimizer differ after a resume"
     if first is not None:
         values = f"{first['resumed']} after a resume and {first['uninterrupted']} without"
-        what = f"{first['name']} of step {first['step']} is {values}"
-    if repeats is False:
+        message = f"{first['name']} of step {first['step']} is {values}"
+    if is_reproducible is False:
         fix = "train.deterministic = true takes algorithms that repeat, where one needs that"
-        return "warn", f"{what}; but two runs without any interruption differ as well", fix
+        return "warn", f"{message}; but two runs without any interruption differ as well", fix
     return (
         "fail",
-        what,
+        message,
         (
             "something in the model or the data set is in no checkpoint: random numbers of a generator of its own, "
             "counters or caches that are no buffers, an order that depends on time"
@@ -115,21 +128,21 @@ def judged(
     )
 
 
-class _Rehearsal:
+class _TrialRun:
     """A run in a folder of its own below the scratch run."""
 
-    def __init__(self, subject: Subject, name: str, every: int) -> None:
+    def __init__(self, subject: Subject, name: str, interval: int) -> None:
         self._run = RunDir(subject.run.path / name)
         spec = load_spec(subject.run)
-        checkpoint = msgspec.structs.replace(spec.recipe.checkpoint, every=every, keep=4)
+        checkpoint = msgspec.structs.replace(spec.recipe.checkpoint, every=interval, keep=4)
         recipe = msgspec.structs.replace(spec.recipe, checkpoint=checkpoint)
         for folder in (self._run.metrics, self._run.checkpoints):
             folder.mkdir(parents=True)
-        fsio.write_text(self._run.spec, spec_text(msgspec.structs.replace(spec, recipe=recipe)))
+        fsio.write_text(self._run.spec, format_spec(msgspec.structs.replace(spec, recipe=recipe)))
         fsio.write_json(self._run.plan, json.loads(subject.run.plan.read_text()))
 
-    def attempt(self, n: int, last: int, committed: int) -> None:
-        """A rank that is killed before step ``last``, once ``committed`` is saved.
+    def run_attempt(self, n: int, kill_step: int, checkpoint_step: int) -> None:
+        """A rank that is killed before step ``kill_step``, once ``checkpoint_step`` is saved.
 
         Raises:
             ClusterTrainError: it ends in any other way.
@@ -144,34 +157,36 @@ class _Rehearsal:
             settings.RANK_DIR: str(rank_dir),
             settings.ATTEMPT: str(n),
         }
-        argv = proc.python_module(sys.executable, "clustertrain.diagnose.crash_rank", str(last), str(committed))
+        argv = proc.python_module_argv(
+            sys.executable, "clustertrain.diagnose.crash_rank", str(kill_step), str(checkpoint_step)
+        )
         child = proc.start(argv, env=env, log=attempt.rank_log(0))
         try:
             if not clock.wait_until(lambda: child.poll() is not None, TIMEOUT_S, POLL_S):
-                raise ClusterTrainError(f"a rank has not done {last} steps in {TIMEOUT_S:g} s")
+                raise ClusterTrainError(f"a rank has not done {kill_step} steps in {TIMEOUT_S:g} s")
         finally:
             if child.poll() is None:
                 child.kill()
                 child.wait()
         if child.returncode != -signal.SIGKILL:
             raise ClusterTrainError(
-                f"attempt {n} of the rehearsal failed: {_why(rank_dir, attempt.rank_log(0), child)}"
+                f"attempt {n} of the rehearsal failed: {_failure_reason(rank_dir, attempt.rank_log(0), child)}"
             )
 
-    def rows(self, attempt: int) -> Rows:
-        path = self._run.metrics_of(attempt)
+    def read_rows(self, attempt: int) -> Rows:
+        path = self._run.metrics_path(attempt)
         if not path.exists():
             return {}
-        found = [schema.decode(line, dict[str, Any]) for line in path.read_bytes().splitlines() if line.endswith(b"}")]
-        return {row["step"]: row for row in found}
+        rows = [schema.decode(line, dict[str, Any]) for line in path.read_bytes().splitlines() if line.endswith(b"}")]
+        return {row["step"]: row for row in rows}
 
     def digest(self, step: int) -> str:
         return inspect.digest(self._run.checkpoints / f"step-{step:08d}")
 
 
-def _why(rank_dir: Path, log: Path, child: subprocess.Popen[bytes]) -> str:
-    told = fsio.read_json(rank_dir / "rank-0.json")
-    if isinstance(told, dict) and told.get("error"):
-        return str(told["error"]["message"])
+def _failure_reason(rank_dir: Path, log: Path, child: subprocess.Popen[bytes]) -> str:
+    rank_result = fsio.read_json(rank_dir / "rank-0.json")
+    if isinstance(rank_result, dict) and rank_result.get("error"):
+        return str(rank_result["error"]["message"])
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     return lines[-1] if lines else f"exit code {child.returncode}"

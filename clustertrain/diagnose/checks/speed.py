@@ -10,58 +10,60 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import clock, fsio
-from clustertrain.diagnose.child_output import Tell
+from clustertrain.diagnose.child_output import ProgressCallback
 from clustertrain.diagnose.registry import Finding, Verdict
 from clustertrain.diagnose.subject import Subject
 from clustertrain.train.data.loader import Loader
 from clustertrain.train.profiling.profiler import Profiler
 from clustertrain.train.trainer import Trainer
 
-WARM, TIMED = 3, 7  # steps
-WORKERS = (0, 1, 2, 4)
-READING_S = 1.5  # of each number of workers, at most
-BATCHES = 40  # of each, at most; at least two
-WAITING, TOO_LONG = 0.2, 0.5  # of a step, for data
-ROOM = 1.2  # times what the step needs, for a number of workers to be enough
+WARMUP_STEPS, TIMED_STEPS = 3, 7  # steps
+WORKER_COUNTS = (0, 1, 2, 4)
+READ_TIME_S = 1.5  # of each number of workers, at most
+MAX_BATCHES = 40  # of each, at most; at least two
+WARN_DATA_SHARE, FAIL_DATA_SHARE = 0.2, 0.5  # of a step, for data
+HEADROOM = 1.2  # times what the step needs, for a number of workers to be enough
 
 
-def check(subject: Subject, tell: Tell) -> Finding:
-    total = WARM + TIMED + len(WORKERS)
-    with subject.trainer() as t:
-        parts = _parts(t, subject, lambda done: tell(done, total))
-    reading = {}
-    for i, workers in enumerate(sorted({*WORKERS, max(0, subject.recipe.data.workers)})):
-        reading[workers] = _samples_per_s(subject, workers)
-        tell(WARM + TIMED + min(i + 1, len(WORKERS)), total)
+def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
+    total = WARMUP_STEPS + TIMED_STEPS + len(WORKER_COUNTS)
+    with subject.trainer() as trainer:
+        parts = _measure_parts(trainer, subject, lambda completed: on_progress(completed, total))
+    read_rates = {}
+    for i, workers in enumerate(sorted({*WORKER_COUNTS, max(0, subject.recipe.data.workers)})):
+        read_rates[workers] = _measure_samples_per_s(subject, workers)
+        on_progress(WARMUP_STEPS + TIMED_STEPS + min(i + 1, len(WORKER_COUNTS)), total)
     step_s = parts.pop("step")
     computing_s = max(step_s - parts["data"], 1e-9)
-    need = subject.batch.micro_batch / computing_s
-    asked = max(0, subject.recipe.data.workers)
-    waiting = parts["data"] / step_s
+    needed_rate = subject.batch.micro_batch / computing_s
+    configured_workers = max(0, subject.recipe.data.workers)
+    data_share = parts["data"] / step_s
     evidence: dict[str, Any] = {
         "step_s": step_s,
         "parts_s": parts,
-        "data_share": waiting,
-        "samples_per_s_needed": need,
-        "samples_per_s_read": {str(n): rate for n, rate in reading.items()},
-        "workers": asked,
-        "workers_suggested": enough(reading, need),
+        "data_share": data_share,
+        "samples_per_s_needed": needed_rate,
+        "samples_per_s_read": {str(n): rate for n, rate in read_rates.items()},
+        "workers": configured_workers,
+        "workers_suggested": sufficient_workers(read_rates, needed_rate),
     }
     rows = [("step", f"{step_s * 1e3:.2f} ms for {subject.batch.micro_batch} samples")]
     rows += [("", f"{name.replace('_', ' '):<15}{s * 1e3:9.2f} ms {s / step_s:6.1%}") for name, s in parts.items()]
-    rows.append(("needed", f"{need:,.0f} samples/s, without waiting for data"))
-    rows += [(f"{n} workers", f"{rate:,.0f} samples/s{'  <- data.workers' if n == asked else ''}")
-             for n, rate in reading.items()]  # fmt: skip
-    verdict, text, fix = judged(waiting, asked, reading, need)
+    rows.append(("needed", f"{needed_rate:,.0f} samples/s, without waiting for data"))
+    rows += [(f"{n} workers", f"{rate:,.0f} samples/s{'  <- data.workers' if n == configured_workers else ''}")
+             for n, rate in read_rates.items()]  # fmt: skip
+    verdict, text, fix = assess(data_share, configured_workers, read_rates, needed_rate)
     return Finding(check="speed", verdict=verdict, text=text, fix=fix, evidence=evidence, rows=rows)
 
 
-def enough(reading: dict[int, float], need: float) -> int | None:
+def sufficient_workers(read_rates: dict[int, float], needed_rate: float) -> int | None:
     """The fewest workers that read fast enough beside the step; 0 reads inside it, and is never beside it."""
-    return next((n for n, rate in sorted(reading.items()) if n and rate >= ROOM * need), None)
+    return next((n for n, rate in sorted(read_rates.items()) if n and rate >= HEADROOM * needed_rate), None)
 
 
-def judged(waiting: float, asked: int, reading: dict[int, float], need: float) -> tuple[Verdict, str, str]:
+def assess(
+    data_share: float, configured_workers: int, read_rates: dict[int, float], needed_rate: float
+) -> tuple[Verdict, str, str]:
     """(verdict, text, fix).
 
     Args:
@@ -70,57 +72,60 @@ def judged(waiting: float, asked: int, reading: dict[int, float], need: float) -
         reading: samples per second by workers.
         need: samples per second of a step that waits for no data.
     """
-    if waiting <= WAITING:
-        return "pass", f"{waiting:.0%} of a step waits for data", ""
-    verdict: Verdict = "fail" if waiting >= TOO_LONG else "warn"
-    rates = f"with {asked} workers {reading[asked]:,.0f} samples/s are read, and {need:,.0f} could be learned from"
-    text = f"{waiting:.0%} of a step waits for data: {rates}"
-    wanted = enough(reading, need)
-    if wanted is not None and wanted > asked:
-        return verdict, text, f"set data.workers = {wanted}"
-    best = max(reading, key=lambda n: reading[n])
-    if best == 0 and reading[0] >= need:
+    if data_share <= WARN_DATA_SHARE:
+        return "pass", f"{data_share:.0%} of a step waits for data", ""
+    verdict: Verdict = "fail" if data_share >= FAIL_DATA_SHARE else "warn"
+    rates_text = (
+        f"with {configured_workers} workers {read_rates[configured_workers]:,.0f} samples/s are read, and"
+        f" {needed_rate:,.0f} could be learned from"
+    )
+    text = f"{data_share:.0%} of a step waits for data: {rates_text}"
+    suggested = sufficient_workers(read_rates, needed_rate)
+    if suggested is not None and suggested > configured_workers:
+        return verdict, text, f"set data.workers = {suggested}"
+    best = max(read_rates, key=lambda n: read_rates[n])
+    if best == 0 and read_rates[0] >= needed_rate:
         fix = "samples are read quickly, but inside the step, and a process that reads costs more here than it saves"
         return verdict, text, f"{fix}: a larger train.micro_batch, or a data set that hands over whole batches"
     fix = "the data set itself is too slow: do its work once and beforehand, read fewer and larger files"
-    return verdict, text, f"data.workers = {best} is the fastest here; {fix}" if best != asked else fix
+    return verdict, text, f"data.workers = {best} is the fastest here; {fix}" if best != configured_workers else fix
 
 
-def _parts(t: Trainer, subject: Subject, tell: Any) -> dict[str, float]:
+def _measure_parts(trainer: Trainer, subject: Subject, on_progress: Any) -> dict[str, float]:
     """The median of each part of a step, and of the step, in seconds."""
-    found: list[dict[str, float]] = []
-    for i in range(WARM + TIMED):
-        if i < WARM:
-            t.step()
+    measurements: list[dict[str, float]] = []
+    for i in range(WARMUP_STEPS + TIMED_STEPS):
+        if i < WARMUP_STEPS:
+            trainer.step()
         else:
-            with _timed(t, i, subject.run.path / "speed") as parts:
-                t.step()
-            found.append(parts)
-        tell(i + 1)
-    return {name: statistics.median(parts[name] for parts in found) for name in found[0]}
+            with _timed_step(trainer, i, subject.run.path / "speed") as parts:
+                trainer.step()
+            measurements.append(parts)
+        on_progress(i + 1)
+    return {name: statistics.median(parts[name] for parts in measurements) for name in measurements[0]}
 
 
 @contextmanager
-def _timed(t: Trainer, step: int, folder: Path) -> Iterator[dict[str, float]]:
+def _timed_step(trainer: Trainer, step: int, folder: Path) -> Iterator[dict[str, float]]:
     """Fills the dictionary at the end of the ``with``."""
     parts: dict[str, float] = {}
-    profiler = Profiler(range(step, step + 1), folder, step, t.session.device, lambda name, **fields: None)
+    profiler = Profiler(range(step, step + 1), folder, step, trainer.session.device, lambda name, **fields: None)
     profiler.begin(step)
     yield parts
     profiler.end(step)
-    told: Any = fsio.read_json(next(folder.glob(f"attempt-{step}-*.json")))
-    parts.update(told["parts_s"])
-    parts["step"] = told["step_s"]
+    profile: Any = fsio.read_json(next(folder.glob(f"attempt-{step}-*.json")))
+    parts.update(profile["parts_s"])
+    parts["step"] = profile["step_s"]
 
 
-def _samples_per_s(subject: Subject, workers: int) -> float:
+def _measure_samples_per_s(subject: Subject, workers: int) -> float:
     """What a loader with ``workers`` reads when nobody else has anything to do. Its start does not count."""
-    dataset = subject.task().dataset
-    micro = subject.batch.micro_batch
+    dataset = subject.build_task().dataset
+    micro_batch = subject.batch.micro_batch
     loader = Loader(
         dataset,
-        global_batch=micro,
-        micro_batch=micro,
+        global_batch=micro_batch,
+        micro_batch=micro_batch,
         workers=workers,
         seed=subject.recipe.train.seed,
         rank=0,
@@ -129,16 +134,16 @@ def _samples_per_s(subject: Subject, workers: int) -> float:
     )
     try:
         next(loader)
-        started, done = clock.monotonic(), 0
+        started, batches_read = clock.monotonic(), 0
         # What the workers have read ahead while they were waited for must not count as read in no time.
-        ahead = 2 * workers
-        while done < ahead + BATCHES:
+        prefetched = 2 * workers
+        while batches_read < prefetched + MAX_BATCHES:
             next(loader)
-            done += 1
-            if done == ahead:
+            batches_read += 1
+            if batches_read == prefetched:
                 started = clock.monotonic()
-            if done >= ahead + 2 and clock.monotonic() - started > READING_S:
+            if batches_read >= prefetched + 2 and clock.monotonic() - started > READ_TIME_S:
                 break
-        return (done - ahead) * micro / max(clock.monotonic() - started, 1e-9)
+        return (batches_read - prefetched) * micro_batch / max(clock.monotonic() - started, 1e-9)
     finally:
         loader.close()

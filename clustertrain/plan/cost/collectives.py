@@ -20,44 +20,46 @@ HOP_S = 2.5e-6  # a step of the ring across nodes
 
 @dataclass(frozen=True)
 class Network:
-    """``island``: how many ranks the fast links join, ``per_node``: how many a node has; ``link`` and ``fabric``:
-    bytes/s a rank in one direction."""
+    """``domain_size``: how many ranks the fast links join, ``gpus_per_node``: how many a node has; ``link_bytes_s``
+    and ``fabric_bytes_s``: bytes/s a rank in one direction."""
 
-    island: int
-    link: float
-    fabric: float
-    per_node: int = 8
+    domain_size: int
+    link_bytes_s: float
+    fabric_bytes_s: float
+    gpus_per_node: int = 8
 
-    def group(self, size: int, stride: int) -> Group:
+    def group(self, size: int, stride: int) -> RingGroup:
         """Ranks that are ``stride`` apart in the order of the ranks."""
-        inside = max(1, min(size, self.island // stride))
-        if inside >= size:
-            return Group(size, 1, self.link)
-        return Group(size, -(-size // inside), min(self.link, self.fabric * inside))
+        ranks_per_domain = max(1, min(size, self.domain_size // stride))
+        if ranks_per_domain >= size:
+            return RingGroup(size, 1, self.link_bytes_s)
+        return RingGroup(
+            size, -(-size // ranks_per_domain), min(self.link_bytes_s, self.fabric_bytes_s * ranks_per_domain)
+        )
 
 
 @dataclass(frozen=True)
-class Group:
+class RingGroup:
     size: int
     nodes: int
-    bandwidth: float  # bytes/s through each rank of the ring
+    bytes_s: float  # bytes/s through each rank of the ring
 
-    def gather(self, size_bytes: float, calls: float = 1.0) -> float:
+    def all_gather_s(self, size_bytes: float, calls: float = 1.0) -> float:
         """Seconds of ``calls`` all-gathers, or reduce-scatters, of ``size_bytes`` (the whole) altogether."""
         if self.size == 1:
             return 0.0
-        return size_bytes * (self.size - 1) / self.size / self.bandwidth + calls * self.latency
+        return size_bytes * (self.size - 1) / self.size / self.bytes_s + calls * self.latency_s
 
-    def reduce(self, size_bytes: float, calls: float = 1.0) -> float:
+    def all_reduce_s(self, size_bytes: float, calls: float = 1.0) -> float:
         """Seconds of ``calls`` all-reduces of ``size_bytes`` altogether."""
-        return 2.0 * self.gather(size_bytes, calls)
+        return 2.0 * self.all_gather_s(size_bytes, calls)
 
     @property
-    def latency(self) -> float:
+    def latency_s(self) -> float:
         return LAUNCH_S + HOP_S * (self.nodes - 1)
 
 
-def of(gpu: GpuType, gpus_per_node: int, fabric_gb_s: float = 0.0) -> Network:
+def build_network(gpu: GpuType, gpus_per_node: int, fabric_gb_s: float = 0.0) -> Network:
     """Of a cluster of ``gpu``; a fabric of 0 is that of the system the type usually comes in."""
     link = gpu.link_gb_s * LINK_EFFICIENCY or PCIE_GB_S
     fabric = (fabric_gb_s or gpu.fabric_gb_s) * FABRIC_EFFICIENCY

@@ -10,11 +10,11 @@ import re
 from dataclasses import dataclass, replace
 
 from clustertrain.config.optim import OptimSpec
-from clustertrain.plan.cost.optimizer_state import GATHER_BYTES, WHOLE, State
+from clustertrain.plan.cost.optimizer_state import GATHER_BYTES, WHOLE_PARAM_OPTIMIZERS, OptimizerStateSize
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack:
+class Framework:
     """Of a framework and its time.
 
     ``weight_bytes`` and ``grad_bytes`` a parameter are what a rank keeps of its share through the step,
@@ -29,7 +29,7 @@ class Stack:
     """
 
     name: str
-    words: str = ""  # regular expression that tells it from a table's source and note
+    pattern: str = ""  # regular expression that tells it from a table's source and note
     weight_bytes: int = 4
     grad_bytes: float = 4
     optimizer_bytes: float = 8
@@ -50,8 +50,8 @@ class Stack:
     sequence_parallel: bool = True
     distributed_optimizer: bool = False  # also where its tables say DDP
     even_stages: bool = False  # each stage of a pipeline has as many blocks, besides embedding or head
-    deals_whole: bool = False  # ZeRO-1 deals out whole parameters, so no rank gets by with less than the largest
-    wraps_parts: bool = False  # replicas of split models go through fully_shard too
+    zero1_whole_params: bool = False  # ZeRO-1 deals out whole parameters, so no rank gets by with less than the largest
+    fully_shards_replicas: bool = False  # replicas of split models go through fully_shard too
     shards_gradients: bool = False  # ZeRO-2: a rank keeps the gradients of its share of the optimizer
     zero_group: int = 0  # ranks that split the optimizer; 0: all that average gradients
     defer_reduction: bool = False  # reduces gradients once a step
@@ -66,90 +66,93 @@ class Stack:
 
 
 # Its kernels are torchtitan's, eager PyTorch under fully_shard; no published table has it.
-CLUSTERTRAIN = Stack(
-    name="clustertrain", deals_whole=True, wraps_parts=True, defer_reduction=True, buffers_gib=1.0, traffic=2.95,
+CLUSTERTRAIN = Framework(
+    name="clustertrain", zero1_whole_params=True, fully_shards_replicas=True, defer_reduction=True, buffers_gib=1.0,
+    traffic=2.95,
     flash=0.48,
 )  # fmt: skip
 
 # bf16 weights, fp32 gradients, fp32 master weights and moments: 18 bytes (Megatron-LM, docs of its distributed
 # optimizer).
-_MEGATRON = Stack(name="megatron-core", weight_bytes=2, optimizer_bytes=12, even_stages=True)
+_MEGATRON = Framework(name="megatron-core", weight_bytes=2, optimizer_bytes=12, even_stages=True)
 _OLD_MEGATRON = replace(
     _MEGATRON, plain_attention=True, sequence_parallel=False, regathers=True, host_s=1.0e-3, overlaps=False, dropout=0.1
 )
 
 # The first whose words occur wins. Bytes: the frameworks' documentation; traffic, host_s and tp_hidden are set with the
 # constants of plan/cost/compute.py.
-STACKS: tuple[Stack, ...] = (
+FRAMEWORKS: tuple[Framework, ...] = (
     # AdamW without fused kernels makes two lists of temporaries.
-    Stack(name="transformers", words=r"QwenLM", update_bytes=8, traffic=1.5, host_s=4.0e-3),
+    Framework(name="transformers", pattern=r"QwenLM", update_bytes=8, traffic=1.5, host_s=4.0e-3),
     replace(
-        _MEGATRON, name="megatron-bridge", words=r"Megatron-Bridge|Megatron-LM (examples|README)",
+        _MEGATRON, name="megatron-bridge", pattern=r"Megatron-Bridge|Megatron-LM (examples|README)",
         distributed_optimizer=True, grad_bytes=2, reduce_bytes=2, regathers=True, fused_mlp=True, keeps_fp8=True,
         logit_bytes=8, counts_causal=True, traffic=0.6, flash=0.87, host_s=0.0, tp_hidden=0.72,
     ),
     # 16-bit weights and gradients; fp32 master weights, moments and, of its share, gradients (arXiv 1910.02054;
     # runtime/zero/stage_1_and_2.py). Its buckets are 5e8 elements by default.
-    Stack(
-        name="deepspeed", words=r"DeepSpeed ZeRO|DeepSpeed \(HF\)|microsoft/DeepSpeed", weight_bytes=2, grad_bytes=2,
+    Framework(
+        name="deepspeed", pattern=r"DeepSpeed ZeRO|DeepSpeed \(HF\)|microsoft/DeepSpeed", weight_bytes=2, grad_bytes=2,
         optimizer_bytes=16, reduce_bytes=2, buffers_gib=2.0, offloads_weights=False, host_s=1.5e-3,
     ),
     replace(
-        _OLD_MEGATRON, name="megatron-lm", words=r"SC21|2205\.05198|Korthikanti|MT-NLG|alpa|OPT paper", traffic=0.8
+        _OLD_MEGATRON, name="megatron-lm", pattern=r"SC21|2205\.05198|Korthikanti|MT-NLG|alpa|OPT paper", traffic=0.8
     ),
     # DeepSpeed's ZeRO-1 under Megatron's model.
     replace(
-        _OLD_MEGATRON, name="megatron-deepspeed", words=r"bigscience", grad_bytes=2, reduce_bytes=2,
+        _OLD_MEGATRON, name="megatron-deepspeed", pattern=r"bigscience", grad_bytes=2, reduce_bytes=2,
         optimizer_bytes=16, buffers_gib=3.5, traffic=3.4,
     ),
-    replace(_OLD_MEGATRON, name="vtrain", words=r"vTrain", traffic=0.45, host_s=0.71e-3, overlaps=True),
-    replace(_MEGATRON, name="megatron-llama", words=r"Megatron-LLaMA", regathers=True, sequence_parallel=False),
+    replace(_OLD_MEGATRON, name="vtrain", pattern=r"vTrain", traffic=0.45, host_s=0.71e-3, overlaps=True),
+    replace(_MEGATRON, name="megatron-llama", pattern=r"Megatron-LLaMA", regathers=True, sequence_parallel=False),
     # Its step makes fp32 gradients, and torch's AdamW two lists of temporaries (internlm/solver/optimizer).
-    replace(_MEGATRON, name="internevo", words=r"InternEvo", grad_bytes=2, reduce_bytes=2, update_bytes=12),
-    replace(_MEGATRON, name="nanotron", words=r"nanotron", traffic=1.34, flash=0.6),
+    replace(_MEGATRON, name="internevo", pattern=r"InternEvo", grad_bytes=2, reduce_bytes=2, update_bytes=12),
+    replace(_MEGATRON, name="nanotron", pattern=r"nanotron", traffic=1.34, flash=0.6),
     # Its default loss works in place on 16-bit logits (flash-attn's fused cross-entropy).
-    Stack(name="composer", words=r"llm-foundry", reduce_bytes=2, logit_bytes=4, traffic=0.92, flash=0.43),
-    Stack(name="torchtitan", words=r"torchtitan|float8 and FSDP2", repeats_kv=True, traffic=2.95, flash=0.48),
-    Stack(
-        name="litgpt", words=r"litgpt", weight_bytes=2, grad_bytes=2, optimizer_bytes=4, reduce_bytes=2,
+    Framework(name="composer", pattern=r"llm-foundry", reduce_bytes=2, logit_bytes=4, traffic=0.92, flash=0.43),
+    Framework(name="torchtitan", pattern=r"torchtitan|float8 and FSDP2", repeats_kv=True, traffic=2.95, flash=0.48),
+    Framework(
+        name="litgpt", pattern=r"litgpt", weight_bytes=2, grad_bytes=2, optimizer_bytes=4, reduce_bytes=2,
         plain_norms=True,
     ),
 )  # fmt: skip
 
 
-def find(text: str) -> Stack:
+def find_framework(text: str) -> Framework:
     """The framework that ``text`` names, else the built-in trainer's."""
-    return next((stack for stack in STACKS if re.search(stack.words, text)), CLUSTERTRAIN)
+    return next((framework for framework in FRAMEWORKS if re.search(framework.pattern, text)), CLUSTERTRAIN)
 
 
-def named(name: str) -> Stack:
-    return next(stack for stack in STACKS if stack.name == name)
+def get_framework(name: str) -> Framework:
+    return next(framework for framework in FRAMEWORKS if framework.name == name)
 
 
-def updated_by(stack: Stack, optim: OptimSpec, state: State) -> Stack:
+def with_optimizer(framework: Framework, optim: OptimSpec, state: OptimizerStateSize) -> Framework:
     """With the optimizer of a recipe; what is not trained has no gradient."""
-    whole = optim.name in WHOLE
+    needs_gather = optim.name in WHOLE_PARAM_OPTIMIZERS
     return replace(
-        stack,
-        optimizer_bytes=state.bytes,
-        grad_bytes=stack.grad_bytes * state.trained,
-        update_bytes=GATHER_BYTES if whole else stack.update_bytes,
-        gathers=whole,
-        largest_state=state.largest if whole else 0,
+        framework,
+        optimizer_bytes=state.bytes_per_param,
+        grad_bytes=framework.grad_bytes * state.trained_fraction,
+        update_bytes=GATHER_BYTES if needs_gather else framework.update_bytes,
+        gathers=needs_gather,
+        largest_state=state.largest_bytes if needs_gather else 0,
     )
 
 
-def compiled_blocks(stack: Stack) -> Stack:
+def with_compiled_blocks(framework: Framework) -> Framework:
     """With torch.compile on each block, which fuses the pointwise kernels and makes half of the launches."""
-    return replace(stack, traffic=stack.traffic / 2, host_s=stack.host_s / 2, fused_mlp=True, plain_norms=False)
+    return replace(
+        framework, traffic=framework.traffic / 2, host_s=framework.host_s / 2, fused_mlp=True, plain_norms=False
+    )
 
 
-def compiled(stack: Stack) -> Stack:
+def with_compiled_model(framework: Framework) -> Framework:
     """With the whole model under torch.compile, and the loss, which then makes one fp32 copy of the logits less."""
-    return replace(compiled_blocks(stack), logit_bytes=min(stack.logit_bytes, 10))
+    return replace(with_compiled_blocks(framework), logit_bytes=min(framework.logit_bytes, 10))
 
 
-def with_liger(stack: Stack) -> Stack:
+def with_liger(framework: Framework) -> Framework:
     """With Liger's kernels (arXiv 2410.10989): fused norms and SwiGLU; head and loss in chunks that are as much smaller
     as the vocabulary is wider than the model, section 3.2: about 6 bytes of a 20th to a 30th of the logits."""
-    return replace(stack, fused_mlp=True, plain_norms=False, logit_bytes=0.25)
+    return replace(framework, fused_mlp=True, plain_norms=False, logit_bytes=0.25)

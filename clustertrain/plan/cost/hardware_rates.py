@@ -11,21 +11,21 @@ from clustertrain.plan.cost import collectives, compute
 from clustertrain.plan.cost.step_time import Machine
 
 # Training's messages are smaller than those of a bandwidth measurement: 0.72 of an A100's links against 0.78.
-SMALLER = 0.92
+MESSAGE_SIZE_FACTOR = 0.92
 
 
-def gpu_of(name: str, profile: ClusterProfile) -> GpuType | None:
+def find_gpu_type(name: str, profile: ClusterProfile) -> GpuType | None:
     """The type that the user or the profile names, from the profile's own ``[gpu]`` or the catalogue."""
     if profile.gpu is not None and name in ("", profile.gpu.name):
         return profile.gpu
-    return hardware.find(name)
+    return hardware.find_gpu_type(name)
 
 
-def fabric_of(profile: ClusterProfile, gpus_per_node: int) -> float:
+def estimate_fabric_gb_s(profile: ClusterProfile, gpus_per_node: int) -> float:
     """GB/s of one GPU across nodes: of the fabric that the profile names, else of the ports that were seen on a node;
     0: neither is there."""
     if profile.fabric:
-        return fabrics.node_gb_s(profile.fabric) / gpus_per_node
+        return fabrics.parse_node_gb_s(profile.fabric) / gpus_per_node
     if profile.node is None:
         return 0.0
     hcas = [port.rate_gbit for port in profile.node.hcas if port.state == "active" and port.rate_gbit]
@@ -34,17 +34,22 @@ def fabric_of(profile: ClusterProfile, gpus_per_node: int) -> float:
     return sum(fastest if profile.node.efa else fastest[:gpus_per_node], start=0.0) / 8 / gpus_per_node
 
 
-def machine_of(gpu: GpuType, gpus_per_node: int, precision: str, profile: ClusterProfile) -> Machine:
+def build_machine(gpu: GpuType, gpus_per_node: int, precision: str, profile: ClusterProfile) -> Machine:
     """``precision``: one of the recipe's. A measured matmul rate counts for 16 bit and scales what rests on it."""
-    rates, found = compute.rates(gpu, precision), collectives.of(gpu, gpus_per_node, fabric_of(profile, gpus_per_node))
+    rates, network = (
+        compute.build_rates(gpu, precision),
+        collectives.build_network(gpu, gpus_per_node, estimate_fabric_gb_s(profile, gpus_per_node)),
+    )
     measured = profile.measured
-    if measured is not None and (profile.gpu is gpu or hardware.find(measured.device) is gpu):
+    if measured is not None and (profile.gpu is gpu or hardware.find_gpu_type(measured.device) is gpu):
         if measured.node_bus_gb_s:
-            found = replace(found, link=measured.node_bus_gb_s * 1e9 * SMALLER)
+            network = replace(network, link_bytes_s=measured.node_bus_gb_s * 1e9 * MESSAGE_SIZE_FACTOR)
         if measured.fabric_bus_gb_s:
-            found = replace(found, fabric=measured.fabric_bus_gb_s * 1e9 * SMALLER)
+            network = replace(network, fabric_bytes_s=measured.fabric_bus_gb_s * 1e9 * MESSAGE_SIZE_FACTOR)
         if measured.gemm_tflops and measured.gemm_dtype != "fp32":
-            of_book = compute.rates(gpu, "bf16").half
-            scale = measured.gemm_tflops * 1e12 * compute.FITTED.sustained[compute.generation(gpu)] / of_book
+            nominal = compute.build_rates(gpu, "bf16").half
+            scale = (
+                measured.gemm_tflops * 1e12 * compute.FITTED_CONSTANTS.sustained[compute.gpu_generation(gpu)] / nominal
+            )
             rates = replace(rates, matmul=rates.matmul * scale, half=rates.half * scale)
-    return Machine(found, rates, profile.calibration)
+    return Machine(network, rates, profile.calibration)

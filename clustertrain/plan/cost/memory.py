@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
-from clustertrain.plan.cost.activations import Part, Pass, activation_bytes, logits_bytes, parts
-from clustertrain.plan.cost.frameworks import CLUSTERTRAIN, Stack
-from clustertrain.plan.cost.model_shape import Decoder
+from clustertrain.plan.cost.activations import PassConfig, RankStage, activation_bytes, logits_bytes, peak_memory_stages
+from clustertrain.plan.cost.frameworks import CLUSTERTRAIN, Framework
+from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.layout import Layout
 
 GIB = 1024**3
@@ -22,7 +22,7 @@ WEIGHT_BYTES, GRAD_BYTES = CLUSTERTRAIN.weight_bytes, CLUSTERTRAIN.grad_bytes
 CONTEXT_BYTES = GIB  # CUDA context and libraries: 0.5 to 0.9 GiB (stas00/ml-engineering)
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Of one rank, in GiB. Everything but ``capacity_gib`` is None where the model is unknown (a script of the user's);
     ``capacity_gib`` and ``fits`` are None where the GPU is."""
 
@@ -37,53 +37,53 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool | None = None
 
 
-Kept = dict[tuple[object, ...], tuple[int, int]]  # (activations, logits) that were counted already
+ActivationCache = dict[tuple[object, ...], tuple[int, int]]  # (activations, logits) that were counted already
 
 
-def of_rank(
-    model: Decoder,
+def estimate_memory(
+    model: DecoderShape,
     layout: Layout,
-    run: Pass,
+    config: PassConfig,
     capacity_gib: float | None,
-    stack: Stack = CLUSTERTRAIN,
-    kept: Kept | None = None,
-) -> Memory:
+    framework: Framework = CLUSTERTRAIN,
+    cache: ActivationCache | None = None,
+) -> MemoryEstimate:
     """The estimate for the rank of ``layout`` that needs most; ``fits`` means peak <= ``capacity_gib``.
 
-    Of a pipeline's ranks the first keeps the most micro-batches and the last has the logits. ``kept`` spares a search
+    Of a pipeline's ranks the first keeps the most micro-batches and the last has the logits. ``cache`` spares a search
     from counting the same activations for every way to shard the parameters.
     """
-    held = parts(model, layout, run.grad_accum, even=stack.even_stages)
-    found = [_of_part(model, layout, run, part, capacity_gib, stack, kept) for part in held]
-    return max(found, key=lambda memory: memory.peak_gib or 0.0)
+    stages = peak_memory_stages(model, layout, config.grad_accum, even_stages=framework.even_stages)
+    estimates = [_estimate_stage(model, layout, config, stage, capacity_gib, framework, cache) for stage in stages]
+    return max(estimates, key=lambda memory: memory.peak_gib or 0.0)
 
 
-def _of_part(
-    model: Decoder,
+def _estimate_stage(
+    model: DecoderShape,
     layout: Layout,
-    run: Pass,
-    part: Part,
+    config: PassConfig,
+    stage: RankStage,
     capacity_gib: float | None,
-    stack: Stack,
-    kept: Kept | None,
-) -> Memory:
-    params, grads, optimizer = _states(model, layout, run, part, stack)
+    framework: Framework,
+    cache: ActivationCache | None,
+) -> MemoryEstimate:
+    params, grads, optimizer = _state_bytes(model, layout, config, stage, framework)
     key = (layout.tp, layout.cp, layout.pp, layout.schedule, layout.virtual_stages, layout.activation_checkpointing,
-           run.micro_batch, run.grad_accum, run.autocast, part.head)  # fmt: skip
-    counted = kept.get(key) if kept is not None else None
-    if counted is None:
+           config.micro_batch, config.grad_accum, config.autocast, stage.head)  # fmt: skip
+    cached = cache.get(key) if cache is not None else None
+    if cached is None:
         # GPipe does all forward passes first and so has the logits of all micro-batches.
-        waiting = part.in_flight if layout.schedule == "gpipe" else 1.0
-        logits = round(logits_bytes(model, run, layout, stack) * waiting) if part.head else 0
-        counted = activation_bytes(model, run, layout, part, stack), logits
-        if kept is not None:
-            kept[key] = counted
-    activations, logits = counted
+        logit_copies = stage.in_flight if layout.schedule == "gpipe" else 1.0
+        logits = round(logits_bytes(model, config, layout, framework) * logit_copies) if stage.head else 0
+        cached = activation_bytes(model, config, layout, stage, framework), logits
+        if cache is not None:
+            cache[key] = cached
+    activations, logits = cached
     # That of activations is free again by the time of the update.
-    allocated = params + grads + optimizer + max(activations + logits, _update_bytes(optimizer, layout, stack))
-    overhead = overhead_bytes(allocated, layout, run, stack)
+    allocated = params + grads + optimizer + max(activations + logits, _update_bytes(optimizer, layout, framework))
+    overhead = overhead_bytes(allocated, layout, config, framework)
     peak = allocated + overhead
-    return Memory(
+    return MemoryEstimate(
         params_gib=params / GIB,
         grads_gib=grads / GIB,
         optimizer_gib=optimizer / GIB,
@@ -96,78 +96,86 @@ def _of_part(
     )
 
 
-def _update_bytes(optimizer: float, layout: Layout, stack: Stack) -> float:
-    if not stack.optimizer_bytes or (stack.gathers and not _in_parts(layout)):
+def _update_bytes(optimizer: float, layout: Layout, framework: Framework) -> float:
+    if not framework.optimizer_bytes or (framework.gathers and not _has_param_shards(layout)):
         return 0.0
-    return optimizer / stack.optimizer_bytes * stack.update_bytes
+    return optimizer / framework.optimizer_bytes * framework.update_bytes
 
 
-def _in_parts(layout: Layout) -> bool:
+def _has_param_shards(layout: Layout) -> bool:
     """Whether ranks have shards of parameters."""
-    return layout.tp > 1 or (layout.sharded and layout.dp_shard * layout.cp > 1)
+    return layout.tp > 1 or (layout.is_sharded and layout.dp_shard * layout.cp > 1)
 
 
-def overhead_bytes(allocated: float, layout: Layout, run: Pass, stack: Stack = CLUSTERTRAIN) -> float:
+def overhead_bytes(allocated: float, layout: Layout, config: PassConfig, framework: Framework = CLUSTERTRAIN) -> float:
     """What a GPU holds besides tensors: the context, buffers of collectives, and what the allocator reserves more than
     it gives out."""
-    if run.device != "cuda":
+    if config.device != "cuda":
         return 0.0
-    buffers = stack.buffers_gib * GIB if layout.world_size > 1 else 0.0
-    return CONTEXT_BYTES + buffers + stack.fragmentation * allocated
+    buffers = framework.buffers_gib * GIB if layout.world_size > 1 else 0.0
+    return CONTEXT_BYTES + buffers + framework.fragmentation * allocated
 
 
-def _states(model: Decoder, layout: Layout, run: Pass, part: Part, stack: Stack) -> tuple[float, float, float]:
+def _state_bytes(
+    model: DecoderShape, layout: Layout, config: PassConfig, stage: RankStage, framework: Framework
+) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer state on the device."""
-    block, ends = _block_parameters(model, layout.tp), _end_parameters(model, layout, part)
-    own = part.blocks * block + ends
+    block_params, end_params = _block_parameters(model, layout.tp), _end_parameters(model, layout, stage)
+    stage_params = stage.blocks * block_params + end_params
     # Ranks that share a sequence share its parameters too.
-    held = -(-own // (layout.dp_shard * layout.cp if layout.sharded else 1))
-    on_device = 0 if layout.offload else held
+    local_params = -(-stage_params // (layout.dp_shard * layout.cp if layout.is_sharded else 1))
+    device_params = 0 if layout.offload else local_params
     params, grads, optimizer = (
-        on_device * n for n in (stack.weight_bytes, stack.grad_bytes, stack.optimizer_bytes)
+        device_params * n for n in (framework.weight_bytes, framework.grad_bytes, framework.optimizer_bytes)
     )  # fmt: skip
-    if stack.gathers and _in_parts(layout):
-        optimizer = max(optimizer, stack.largest_state)
-    if layout.offload and not stack.offloads_weights:
-        params = held * stack.weight_bytes
-    if layout.sharded or (layout.fully_sharded and stack.wraps_parts):
-        more_params, more_grads = _gathered_bytes(part.blocks, block, ends, layout, run, stack)
-        return params + more_params, grads + more_grads, optimizer
+    if framework.gathers and _has_param_shards(layout):
+        optimizer = max(optimizer, framework.largest_state)
+    if layout.offload and not framework.offloads_weights:
+        params = local_params * framework.weight_bytes
+    if layout.is_sharded or (layout.is_fully_sharded and framework.fully_shards_replicas):
+        gathered_params, gathered_grads = _gathered_bytes(
+            stage.blocks, block_params, end_params, layout, config, framework
+        )
+        return params + gathered_params, grads + gathered_grads, optimizer
     if layout.zero1:
-        largest = max(model.vocab_size * model.dim, model.dim * model.hidden) if stack.deals_whole else 0
-        group = stack.zero_group or layout.gradient_ranks
-        optimizer = max(-(-held // group), largest) * stack.optimizer_bytes
-        if stack.shards_gradients:
-            grads = -(-held // group) * stack.grad_bytes
-    if run.autocast:
+        largest_param = (
+            max(model.vocab_size * model.dim, model.dim * model.hidden) if framework.zero1_whole_params else 0
+        )
+        group = framework.zero_group or layout.gradient_ranks
+        optimizer = max(-(-local_params // group), largest_param) * framework.optimizer_bytes
+        if framework.shards_gradients:
+            grads = -(-local_params // group) * framework.grad_bytes
+    if config.autocast:
         # The casts of the weights live as long as the graph of their micro-batch, or are redone block by block.
-        cast = own if layout.activation_checkpointing == "none" else block + ends
-        return params + cast * run.compute_bytes * part.in_flight, grads, optimizer
+        cast_params = stage_params if layout.activation_checkpointing == "none" else block_params + end_params
+        return params + cast_params * config.compute_bytes * stage.in_flight, grads, optimizer
     return params, grads, optimizer
 
 
-def _block_parameters(model: Decoder, tp: int) -> int:
+def _block_parameters(model: DecoderShape, tp: int) -> int:
     """Of one block on one rank: tensor parallel divides the matrices and repeats the norms."""
     norms = 2 * model.dim
     return (model.block_parameters() - norms) // tp + norms
 
 
-def _end_parameters(model: Decoder, layout: Layout, part: Part) -> int:
+def _end_parameters(model: DecoderShape, layout: Layout, stage: RankStage) -> int:
     """What is in no block: embeddings, head, last norm. Tied embeddings are one matrix where they are in one stage."""
-    tables = part.embedding + part.head - (model.tie_embeddings and layout.pp == 1)
-    return tables * model.vocab_size * model.dim // layout.tp + (model.dim if part.head else 0)
+    tables = stage.embedding + stage.head - (model.tie_embeddings and layout.pp == 1)
+    return tables * model.vocab_size * model.dim // layout.tp + (model.dim if stage.head else 0)
 
 
-def _gathered_bytes(blocks: int, block: int, ends: int, layout: Layout, run: Pass, stack: Stack) -> tuple[float, float]:
+def _gathered_bytes(
+    blocks: int, block: int, ends: int, layout: Layout, config: PassConfig, framework: Framework
+) -> tuple[float, float]:
     """Whole parameters and whole gradients that a sharded rank holds at its peak.
 
     Embeddings and head are whole for the length of a pass; of the blocks the running and the prefetched one, or all
     where they stay gathered until the backward pass. Gradients are reduced from an fp32 copy, and without reduction
     between micro-batches they are kept whole, in fp32, for all parameters.
     """
-    gathered = min(blocks, 2) if layout.reshard_after_forward else blocks
-    params = (ends + gathered * block) * run.compute_bytes
-    reduced = max(ends, block) * stack.reduce_bytes
-    if run.grad_accum > 1 and stack.defer_reduction and (layout.defer_reduction or layout.pp > 1):
-        return params, (ends + blocks * block) * stack.grad_bytes + reduced
-    return params, (ends + block) * run.compute_bytes + reduced
+    gathered_blocks = min(blocks, 2) if layout.reshard_after_forward else blocks
+    params = (ends + gathered_blocks * block) * config.compute_bytes
+    reduce_buffer = max(ends, block) * framework.reduce_bytes
+    if config.grad_accum > 1 and framework.defer_reduction and (layout.defer_reduction or layout.pp > 1):
+        return params, (ends + blocks * block) * framework.grad_bytes + reduce_buffer
+    return params, (ends + block) * config.compute_bytes + reduce_buffer

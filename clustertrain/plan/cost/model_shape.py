@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Protocol
 
 
-class Decoder(Protocol):
-    """What ``ModelSpec`` says of the built-in decoder, and ``Shape`` of anybody's."""
+class DecoderShape(Protocol):
+    """What ``ModelSpec`` says of the built-in decoder, and ``DecoderSizes`` of anybody's."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -33,7 +33,7 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class DecoderSizes:
     """A decoder that is only described: ``gated`` has three matrices in its feed-forward layer (SwiGLU), else two."""
 
     vocab_size: int
@@ -47,26 +47,26 @@ class Shape:
     dropout: float = 0.0
 
     @cached_property
-    def _block(self) -> int:
+    def _block_params(self) -> int:
         head = self.dim // self.heads
         attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * head
         return attention + (3 if self.gated else 2) * self.dim * self.hidden + 2 * self.dim
 
     def block_parameters(self) -> int:
-        return self._block
+        return self._block_params
 
     def parameters(self) -> int:
         embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
-        return self.layers * self._block + embeddings + self.dim
+        return self.layers * self._block_params + embeddings + self.dim
 
 
-def matmul_parameters(model: Decoder) -> int:
+def matmul_parameters(model: DecoderShape) -> int:
     """Those that every token is multiplied with: all but the embedding's and the norms'."""
     blocks = model.layers * (model.block_parameters() - 2 * model.dim)
     return blocks + model.vocab_size * model.dim
 
 
-def attention_flops(model: Decoder, seq_len: int, *, causal: bool) -> float:
+def attention_flops(model: DecoderShape, seq_len: int, *, causal: bool) -> float:
     """Of queries times keys and weights times values, forward and backward, a token: 12 L s h (arXiv 2205.05198,
     appendix A), of which a causal mask needs half."""
     return (6.0 if causal else 12.0) * model.layers * seq_len * model.dim

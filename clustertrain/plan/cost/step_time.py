@@ -6,31 +6,33 @@ from dataclasses import dataclass
 
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost import compute
-from clustertrain.plan.cost.activations import Pass, dealt
+from clustertrain.plan.cost.activations import PassConfig, split_blocks
 from clustertrain.plan.cost.collectives import PCIE_GB_S, Network
-from clustertrain.plan.cost.compute import FITTED, Constants, Rates
-from clustertrain.plan.cost.frameworks import Stack
-from clustertrain.plan.cost.model_shape import Decoder
+from clustertrain.plan.cost.compute import FITTED_CONSTANTS, CostConstants, GpuRates
+from clustertrain.plan.cost.frameworks import Framework
+from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.layout import Layout
 
-UPDATE_BYTES = 30.0  # AdamW reads weight, gradient and two moments and writes three of them, and the 16-bit copy
+UPDATE_BYTES_PER_PARAM = (
+    30.0  # AdamW reads weight, gradient and two moments and writes three of them, and the 16-bit copy
+)
 # Shares that show beside what runs meanwhile, by eye: a ring's sends beside attention, replicas' all-reduces beside the
 # backward pass of fully sharded groups.
-RING_SHOWN, REPLICAS_SHOWN = 0.3, 0.3
+RING_EXPOSED, REPLICAS_EXPOSED = 0.3, 0.3
 HOST_BYTES_S = 200e9  # memory bandwidth that an optimizer on the processors of a two-socket node reaches
 
 
 @dataclass(frozen=True)
 class Machine:
-    """``slower``: what a measured run took of what was predicted."""
+    """``slowdown``: what a measured run took of what was predicted."""
 
     network: Network
-    rates: Rates
-    slower: float = 1.0
+    rates: GpuRates
+    slowdown: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class StepEstimate:
     """Seconds of a step on the slowest rank. Communication: only what no computation hides."""
 
     compute_s: float
@@ -51,29 +53,36 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Work:
+class ComputeTime:
     """What a rank computes for one micro-batch: a block, and head with loss."""
 
-    block: compute.Seconds
-    head: float
+    block: compute.BlockTime
+    head_s: float
 
 
-def work_of(model: Decoder, layout: Layout, run: Pass, stack: Stack, rates: Rates, c: Constants = FITTED) -> Work:
+def estimate_compute(
+    model: DecoderShape,
+    layout: Layout,
+    config: PassConfig,
+    framework: Framework,
+    rates: GpuRates,
+    c: CostConstants = FITTED_CONSTANTS,
+) -> ComputeTime:
     """Depends on tp, cp and micro-batch alone: a search asks once for many layouts."""
-    tokens = run.micro_batch * run.seq_len / layout.cp
-    along = layout.tp if layout.sequence_parallel else 1
+    tokens = config.micro_batch * config.seq_len / layout.cp
+    sp_degree = layout.tp if layout.sequence_parallel else 1
     # Gathered keys and values go with an explicit mask, whose hidden half is computed too.
-    masked = layout.cp > 1 and run.parallel.context == "all-gather"
-    return Work(
-        compute.block_s(model, tokens, run.seq_len, layout.tp, along, stack, rates, c, masked=masked),
+    is_masked = layout.cp > 1 and config.parallel.context == "all-gather"
+    return ComputeTime(
+        compute.block_s(model, tokens, config.seq_len, layout.tp, sp_degree, framework, rates, c, is_masked=is_masked),
         sum(compute.head_s(model, tokens, layout.tp, rates, c)),
     )
 
 
 @dataclass(frozen=True)
-class Core:
-    """A step without what its data-parallel ranks do: the same for every way to shard. ``forward`` and ``backward``:
-    seconds of one micro-batch's blocks on a rank, under which parameters and gradients may travel."""
+class StepWithoutDP:
+    """A step without what its data-parallel ranks do: the same for every way to shard. ``forward_s`` and
+    ``backward_s``: seconds of one micro-batch's blocks on a rank, under which parameters and gradients may travel."""
 
     compute_s: float
     recompute_s: float
@@ -81,184 +90,240 @@ class Core:
     tensor_s: float
     context_s: float
     pipeline_s: float
-    forward: float
-    backward: float
+    forward_s: float
+    backward_s: float
 
     @property
-    def seconds(self) -> float:
+    def total_s(self) -> float:
         return (
             self.compute_s + self.recompute_s + self.bubble_s + self.tensor_s + self.context_s + self.pipeline_s
         )  # fmt: skip
 
 
-def of_step(
-    model: Decoder, layout: Layout, run: Pass, stack: Stack, machine: Machine, constants: Constants = FITTED
-) -> Step:
-    work = work_of(model, layout, run, stack, machine.rates, constants)
-    core = core_of(model, layout, run, stack, machine, work, constants)
-    return with_data(core, model, layout, run, stack, machine)
+def estimate_step(
+    model: DecoderShape,
+    layout: Layout,
+    config: PassConfig,
+    framework: Framework,
+    machine: Machine,
+    constants: CostConstants = FITTED_CONSTANTS,
+) -> StepEstimate:
+    compute_time = estimate_compute(model, layout, config, framework, machine.rates, constants)
+    without_dp = estimate_without_dp(model, layout, config, framework, machine, compute_time, constants)
+    return add_data_parallel(without_dp, model, layout, config, framework, machine)
 
 
-def core_of(
-    model: Decoder, layout: Layout, run: Pass, stack: Stack, machine: Machine, of: Work, c: Constants = FITTED
-) -> Core:
-    network, m, pp, recompute = machine.network, run.grad_accum, layout.pp, layout.activation_checkpointing
-    along = layout.tp if layout.sequence_parallel else 1
-    block, head = of.block, of.head
-    again = _redone(block, recompute)
+def estimate_without_dp(
+    model: DecoderShape,
+    layout: Layout,
+    config: PassConfig,
+    framework: Framework,
+    machine: Machine,
+    compute_time: ComputeTime,
+    c: CostConstants = FITTED_CONSTANTS,
+) -> StepWithoutDP:
+    network, m, pp, mode = machine.network, config.grad_accum, layout.pp, layout.activation_checkpointing
+    sp_degree = layout.tp if layout.sequence_parallel else 1
+    block, head = compute_time.block, compute_time.head_s
+    recomputed = _recompute_s(block, mode)
     # torchtitan's and Megatron's selective modes keep what the collectives have brought; ours does not.
-    tensor = _tensor(model, layout, run, network, recompute in ("full", "selective", "selective_layer"))
-    tensor *= 1.0 - stack.tp_hidden
-    context = _context(model, layout, run, network, recompute in ("full", "selective"))
+    tensor = _tensor_parallel_s(model, layout, config, network, mode in ("full", "selective", "selective_layer"))
+    tensor *= 1.0 - framework.tp_hidden
+    context = _context_parallel_s(model, layout, config, network, mode in ("full", "selective"))
     blocks = model.layers / pp
     # What Python and the launches of a stage take, as if it had a block more: a floor below which no GPU gets it done.
-    host = block.host * (1.0 + (layout.virtual_stages / blocks if pp > 1 else 0.0))
-    forward, backward = max(block.forward, host), max(block.backward, host * c.backward_host)
-    redo = max(again, host if again > 0.5 * block.forward else 0.0)
-    if tensor and block.forward < host:  # the GPU waits for the CPU anyway, and communicates meanwhile
-        tensor = max(0.0, tensor - (host * (1 + c.backward_host) - block.forward - block.backward))
-    done = blocks * (forward + backward)
-    sends = _sends(model, layout, run, network, along) if pp > 1 else 0.0
-    one = done + blocks * (redo + tensor + context) + sends
-    late = _imbalance(model, layout, one / blocks, head, stack)
-    slower = machine.slower
-    return Core(
-        compute_s=slower * m * (done + head / pp),
-        recompute_s=slower * m * blocks * redo,
-        bubble_s=slower * (pipeline_schedules.waiting(layout, m) * one + m * late),
-        tensor_s=slower * m * blocks * tensor,
-        context_s=slower * m * blocks * context,
-        pipeline_s=slower * m * sends,
-        forward=slower * blocks * forward,
-        backward=slower * blocks * (backward + redo),
+    host = block.host_s * (1.0 + (layout.virtual_stages / blocks if pp > 1 else 0.0))
+    forward, backward = max(block.forward_s, host), max(block.backward_s, host * c.backward_host)
+    recompute_s = max(recomputed, host if recomputed > 0.5 * block.forward_s else 0.0)
+    if tensor and block.forward_s < host:  # the GPU waits for the CPU anyway, and communicates meanwhile
+        tensor = max(0.0, tensor - (host * (1 + c.backward_host) - block.forward_s - block.backward_s))
+    compute_s = blocks * (forward + backward)
+    send_s = _pipeline_send_s(model, layout, config, network, sp_degree) if pp > 1 else 0.0
+    micro_batch_s = compute_s + blocks * (recompute_s + tensor + context) + send_s
+    imbalance_s = _imbalance(model, layout, micro_batch_s / blocks, head, framework)
+    slowdown = machine.slowdown
+    return StepWithoutDP(
+        compute_s=slowdown * m * (compute_s + head / pp),
+        recompute_s=slowdown * m * blocks * recompute_s,
+        bubble_s=slowdown * (pipeline_schedules.bubble_micro_batches(layout, m) * micro_batch_s + m * imbalance_s),
+        tensor_s=slowdown * m * blocks * tensor,
+        context_s=slowdown * m * blocks * context,
+        pipeline_s=slowdown * m * send_s,
+        forward_s=slowdown * blocks * forward,
+        backward_s=slowdown * blocks * (backward + recompute_s),
     )
 
 
-def with_data(core: Core, model: Decoder, layout: Layout, run: Pass, stack: Stack, machine: Machine) -> Step:
-    data, optimizer = _data(core, model, layout, run, stack, machine)
-    return Step(
-        compute_s=core.compute_s,
-        recompute_s=core.recompute_s,
-        bubble_s=core.bubble_s,
-        tensor_s=core.tensor_s,
-        context_s=core.context_s,
-        pipeline_s=core.pipeline_s,
-        data_s=data * machine.slower,
-        optimizer_s=optimizer * machine.slower,
+def add_data_parallel(
+    without_dp: StepWithoutDP,
+    model: DecoderShape,
+    layout: Layout,
+    config: PassConfig,
+    framework: Framework,
+    machine: Machine,
+) -> StepEstimate:
+    data_s, optimizer_s = _data_parallel_s(without_dp, model, layout, config, framework, machine)
+    return StepEstimate(
+        compute_s=without_dp.compute_s,
+        recompute_s=without_dp.recompute_s,
+        bubble_s=without_dp.bubble_s,
+        tensor_s=without_dp.tensor_s,
+        context_s=without_dp.context_s,
+        pipeline_s=without_dp.pipeline_s,
+        data_s=data_s * machine.slowdown,
+        optimizer_s=optimizer_s * machine.slowdown,
     )
 
 
-def _imbalance(model: Decoder, layout: Layout, block: float, head: float, stack: Stack) -> float:
+def _imbalance(model: DecoderShape, layout: Layout, block: float, head: float, framework: Framework) -> float:
     """Seconds of one micro-batch by which the slowest rank of a pipeline is behind the average, on which the others
     wait. ``block``: one of its blocks, with all that goes with it."""
     if layout.pp == 1:
         return 0.0
     average = (model.layers * block + head) / layout.pp
-    if stack.even_stages:
+    if framework.even_stages:
         return model.layers / layout.pp * block + head - average
-    early, final = dealt(model, pipeline_schedules.stages(layout))
-    others = layout.virtual_stages - 1
-    slowest = max((others + 1) * early * block, (others * early + final) * block + head)
+    early_blocks, last_blocks = split_blocks(model, pipeline_schedules.num_stages(layout))
+    other_stages = layout.virtual_stages - 1
+    slowest = max((other_stages + 1) * early_blocks * block, (other_stages * early_blocks + last_blocks) * block + head)
     return max(0.0, slowest - average)
 
 
-def _tensor(model: Decoder, layout: Layout, run: Pass, network: Network, again: bool) -> float:
+def _tensor_parallel_s(
+    model: DecoderShape, layout: Layout, config: PassConfig, network: Network, is_recomputed: bool
+) -> float:
     """Of one block and micro-batch: two all-reduces forward, two backward (arXiv 1909.08053, section 3; with sequence
     parallel as many bytes in other collectives), and forward's again where the block is redone."""
     if layout.tp == 1:
         return 0.0
-    size = run.micro_batch * run.seq_len / layout.cp * model.dim * run.compute_bytes
-    return (6.0 if again else 4.0) * network.group(layout.tp, 1).reduce(size)
+    size = config.micro_batch * config.seq_len / layout.cp * model.dim * config.compute_bytes
+    return (6.0 if is_recomputed else 4.0) * network.group(layout.tp, 1).all_reduce_s(size)
 
 
-def _context(model: Decoder, layout: Layout, run: Pass, network: Network, again: bool) -> float:
+def _context_parallel_s(
+    model: DecoderShape, layout: Layout, config: PassConfig, network: Network, is_recomputed: bool
+) -> float:
     """Of one block and micro-batch: keys and values of the others gathered, their gradients scattered back, and
     gathered again where the block is redone. A ring sends them in both passes, beside attention."""
     if layout.cp == 1:
         return 0.0
-    kv = run.micro_batch * run.seq_len * 2 * model.kv_heads * (model.dim // model.heads) / layout.tp * run.compute_bytes
+    kv = (
+        config.micro_batch
+        * config.seq_len
+        * 2
+        * model.kv_heads
+        * (model.dim // model.heads)
+        / layout.tp
+        * config.compute_bytes
+    )
     group = network.group(layout.cp, layout.tp)
-    if run.parallel.context == "ring":
-        return RING_SHOWN * 3.0 * group.gather(kv, layout.cp)
-    return (3.0 if again else 2.0) * group.gather(kv)
+    if config.parallel.context == "ring":
+        return RING_EXPOSED * 3.0 * group.all_gather_s(kv, layout.cp)
+    return (3.0 if is_recomputed else 2.0) * group.all_gather_s(kv)
 
 
-def _redone(block: compute.Seconds, mode: str) -> float:
+def _recompute_s(block: compute.BlockTime, mode: str) -> float:
     """Seconds of a block's forward pass that are done twice."""
     return {
         "none": 0.0,
-        "full": block.forward,
-        "selective": block.pointwise,
-        "selective_op": block.pointwise + 0.25 * (block.forward - block.pointwise - block.core),
-        "selective_layer": block.forward / 2,
-        "selective_attn": block.core,
+        "full": block.forward_s,
+        "selective": block.pointwise_s,
+        "selective_op": block.pointwise_s + 0.25 * (block.forward_s - block.pointwise_s - block.attention_s),
+        "selective_layer": block.forward_s / 2,
+        "selective_attn": block.attention_s,
     }[mode]
 
 
-def _sends(model: Decoder, layout: Layout, run: Pass, network: Network, along: int) -> float:
+def _pipeline_send_s(
+    model: DecoderShape, layout: Layout, config: PassConfig, network: Network, sp_degree: int
+) -> float:
     """To and from the neighbouring stages, of one micro-batch."""
     stride = layout.world_size // layout.pp
     neighbours = network.group(2, stride)
-    bandwidth = network.link if neighbours.nodes == 1 else network.fabric
-    size = run.micro_batch * run.seq_len / layout.cp * model.dim * run.compute_bytes / along
-    return 2.0 * layout.virtual_stages * (size / bandwidth + neighbours.latency)
+    bandwidth = network.link_bytes_s if neighbours.nodes == 1 else network.fabric_bytes_s
+    size = config.micro_batch * config.seq_len / layout.cp * model.dim * config.compute_bytes / sp_degree
+    return 2.0 * layout.virtual_stages * (size / bandwidth + neighbours.latency_s)
 
 
-def _data(core: Core, model: Decoder, layout: Layout, run: Pass, stack: Stack, machine: Machine) -> tuple[float, float]:
+def _data_parallel_s(
+    without_dp: StepWithoutDP,
+    model: DecoderShape,
+    layout: Layout,
+    config: PassConfig,
+    framework: Framework,
+    machine: Machine,
+) -> tuple[float, float]:
     """(seconds of data-parallel communication that nothing hides, seconds of the optimizer)."""
-    network, m = machine.network, run.grad_accum
-    own = model.parameters() / (layout.tp * layout.pp)
-    shard = network.group(layout.dp_shard * layout.cp, layout.tp)
-    held = own / (shard.size if layout.sharded else 1)
-    optimizer = _optimizer(held, layout, run, stack, machine)
+    network, m = machine.network, config.grad_accum
+    rank_params = model.parameters() / (layout.tp * layout.pp)
+    shard_group = network.group(layout.dp_shard * layout.cp, layout.tp)
+    local_params = rank_params / (shard_group.size if layout.is_sharded else 1)
+    optimizer_s = _optimizer_s(local_params, layout, config, framework, machine)
     if layout.gradient_ranks == 1:
-        return 0.0, optimizer
+        return 0.0, optimizer_s
     calls = max(1.0, model.layers / layout.pp)
-    deferred = layout.defer_reduction or layout.pp > 1
-    if not layout.sharded:  # DDP and its like reduce once a step; fully_shard does so for replicas of split models too
-        often = m if stack.wraps_parts and layout.fully_sharded and not deferred else 1
-        return often * _replicated(own, calls, core, layout, stack, machine), optimizer
-    reductions = 1 if stack.defer_reduction and deferred else m
-    gather, scatter = shard.gather(own * run.compute_bytes, calls), shard.gather(own * stack.reduce_bytes, calls)
+    is_deferred = layout.defer_reduction or layout.pp > 1
+    if (
+        not layout.is_sharded
+    ):  # DDP and its like reduce once a step; fully_shard does so for replicas of split models too
+        reduce_count = m if framework.fully_shards_replicas and layout.is_fully_sharded and not is_deferred else 1
+        return reduce_count * _replica_reduce_s(rank_params, calls, without_dp, layout, framework, machine), optimizer_s
+    reductions = 1 if framework.defer_reduction and is_deferred else m
+    gather, scatter = (
+        shard_group.all_gather_s(rank_params * config.compute_bytes, calls),
+        shard_group.all_gather_s(rank_params * framework.reduce_bytes, calls),
+    )
     if layout.reshard_after_forward:
-        shown = m * _shown(gather, core.forward, stack) + reductions * _shown(gather + scatter, core.backward, stack)
-        shown += (m - reductions) * _shown(gather, core.backward, stack)
+        exposed_s = m * _exposed_s(gather, without_dp.forward_s, framework) + reductions * _exposed_s(
+            gather + scatter, without_dp.backward_s, framework
+        )
+        exposed_s += (m - reductions) * _exposed_s(gather, without_dp.backward_s, framework)
     else:  # in a pipeline once; else fully_shard reshards after each backward pass all the same
-        gathers = 1 if layout.pp > 1 else m
-        shown = gathers * _shown(gather, core.forward, stack) + reductions * _shown(scatter, core.backward, stack)
+        gather_count = 1 if layout.pp > 1 else m
+        exposed_s = gather_count * _exposed_s(gather, without_dp.forward_s, framework) + reductions * _exposed_s(
+            scatter, without_dp.backward_s, framework
+        )
     if layout.dp_replicate > 1:
-        replicate = network.group(layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard)
-        shown += reductions * REPLICAS_SHOWN * replicate.reduce(held * stack.reduce_bytes, calls)
-    return shown + gather / calls, optimizer  # nothing runs yet while the first block's parameters come
+        replica_group = network.group(layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard)
+        exposed_s += (
+            reductions * REPLICAS_EXPOSED * replica_group.all_reduce_s(local_params * framework.reduce_bytes, calls)
+        )
+    return exposed_s + gather / calls, optimizer_s  # nothing runs yet while the first block's parameters come
 
 
-def _replicated(own: float, calls: float, core: Core, layout: Layout, stack: Stack, machine: Machine) -> float:
+def _replica_reduce_s(
+    rank_params: float, calls: float, without_dp: StepWithoutDP, layout: Layout, framework: Framework, machine: Machine
+) -> float:
     """One reduction of the gradients of replicas. ZeRO-1 here is DDP's all-reduce, and then each rank's share of the
     parameters to all, with nothing to hide it; a distributed optimizer scatters the gradients and gathers 16 bit."""
     group = machine.network.group(layout.gradient_ranks, layout.tp)
-    sent = group.reduce(own * stack.reduce_bytes, calls)
-    after = 0.0
-    if layout.zero1 and stack.deals_whole:
-        after = group.gather(own * stack.weight_bytes)
+    comm_s = group.all_reduce_s(rank_params * framework.reduce_bytes, calls)
+    param_gather_s = 0.0
+    if layout.zero1 and framework.zero1_whole_params:
+        param_gather_s = group.all_gather_s(rank_params * framework.weight_bytes)
     elif layout.zero1:
-        sent = group.gather(own * stack.reduce_bytes, calls) + group.gather(own * 2.0, calls)
-    return max(0.05 * sent, sent - core.backward * stack.overlaps) + after
+        comm_s = group.all_gather_s(rank_params * framework.reduce_bytes, calls) + group.all_gather_s(
+            rank_params * 2.0, calls
+        )
+    return max(0.05 * comm_s, comm_s - without_dp.backward_s * framework.overlaps) + param_gather_s
 
 
-def _optimizer(held: float, layout: Layout, run: Pass, stack: Stack, machine: Machine) -> float:
+def _optimizer_s(
+    local_params: float, layout: Layout, config: PassConfig, framework: Framework, machine: Machine
+) -> float:
     """Seconds of its step, which moves more than it computes."""
-    updated = held
+    updated_params = local_params
     if layout.zero1:
-        updated /= stack.zero_group or layout.gradient_ranks
+        updated_params /= framework.zero_group or layout.gradient_ranks
     if not layout.offload:
-        return updated * UPDATE_BYTES / machine.rates.memory
-    host = updated * UPDATE_BYTES * machine.network.per_node / HOST_BYTES_S
+        return updated_params * UPDATE_BYTES_PER_PARAM / machine.rates.memory
+    host = updated_params * UPDATE_BYTES_PER_PARAM * machine.network.gpus_per_node / HOST_BYTES_S
     # Gradients down; weights up once, or the whole shard for each gathering where it lives in the host's memory.
-    up = 2.0 * run.grad_accum * stack.weight_bytes if stack.offloads_weights else 2.0
-    return host + held * (stack.reduce_bytes + up) / (PCIE_GB_S * 1e9)
+    up = 2.0 * config.grad_accum * framework.weight_bytes if framework.offloads_weights else 2.0
+    return host + local_params * (framework.reduce_bytes + up) / (PCIE_GB_S * 1e9)
 
 
-def _shown(sent: float, work: float, stack: Stack) -> float:
-    """What shows of ``sent`` seconds beside ``work`` seconds: what is longer, and a tenth for the memory and the
+def _exposed_s(comm_s: float, compute_s: float, framework: Framework) -> float:
+    """What shows of ``comm_s`` seconds beside ``compute_s`` seconds: what is longer, and a tenth for the memory and the
     multiprocessors that both want."""
-    return max(0.0, sent - work * stack.overlaps) + 0.1 * min(sent, work)
+    return max(0.0, comm_s - compute_s * framework.overlaps) + 0.1 * min(comm_s, compute_s)

@@ -11,142 +11,146 @@ from typing import NamedTuple
 
 from clustertrain.config.node_facts import Hca, Interface, NodeFacts
 
-_CARRIES = ("ethernet", "infiniband", "bond", "bridge", "vlan")
+_DATA_KINDS = ("ethernet", "infiniband", "bond", "bridge", "vlan")
 # Ten times slower than a neighbour, and never more than this where RDMA carries the bulk: a management port.
 _MANAGEMENT_RATIO = 10
 _MANAGEMENT_GBIT = 1.0
-_MOST_NAMED = 6
+_MAX_NAMED = 6
 
 
-class Choice(NamedTuple):
+class NetworkSelection(NamedTuple):
     value: str
     reason: str
 
 
-def training_ports(facts: NodeFacts) -> tuple[Hca, ...]:
+def find_training_ports(facts: NodeFacts) -> tuple[Hca, ...]:
     """The active RDMA ports of the kind (link layer and rate) that has the most bandwidth together: the eight of the
     compute fabric, not the one or two of storage, however fast each is."""
-    kinds: dict[tuple[str, float], list[Hca]] = {}
+    ports_by_kind: dict[tuple[str, float], list[Hca]] = {}
     for hca in facts.hcas:
         if hca.state == "active":
-            kinds.setdefault((hca.link_layer, hca.rate_gbit or 0.0), []).append(hca)
-    if not kinds:
+            ports_by_kind.setdefault((hca.link_layer, hca.rate_gbit or 0.0), []).append(hca)
+    if not ports_by_kind:
         return ()
-    best = max(kinds, key=lambda kind: (kind[1] * len(kinds[kind]), kind[0] == "InfiniBand", kind[1]))
-    return tuple(kinds[best])
+    best = max(ports_by_kind, key=lambda kind: (kind[1] * len(ports_by_kind[kind]), kind[0] == "InfiniBand", kind[1]))
+    return tuple(ports_by_kind[best])
 
 
-def hcas(facts: NodeFacts) -> Choice | None:
+def select_hcas(facts: NodeFacts) -> NetworkSelection | None:
     """The value of NCCL_IB_HCA where an active port has to be left out; None where NCCL would take the same ones."""
-    ports = training_ports(facts)
+    ports = find_training_ports(facts)
     others = [h for h in facts.hcas if h not in ports]
     if not any(h.state == "active" for h in others):
         return None
     value = "=" + ",".join(f"{h.name}:{h.port}" for h in ports)
     kind = f"{len(ports)} x {ports[0].link_layer} at {ports[0].rate_gbit or 0:g} Gbit/s"
-    left = _named(f"{h.name}:{h.port} ({_words(h)})" for h in others)
-    return Choice(value, f"the active ports with the most bandwidth together, {kind}; left out: {left}")
+    excluded = _join_names(f"{h.name}:{h.port} ({_describe_port(h)})" for h in others)
+    return NetworkSelection(value, f"the active ports with the most bandwidth together, {kind}; left out: {excluded}")
 
 
-def gid_index(facts: NodeFacts) -> Choice | None:
+def select_gid_index(facts: NodeFacts) -> NetworkSelection | None:
     """The value of NCCL_IB_GID_INDEX where all ports hold their one routable address at the same index."""
-    ports = training_ports(facts)
-    found = {h.roce_v2_ipv4_gid_index for h in ports}
-    if not ports or ports[0].link_layer != "Ethernet" or len(found) != 1 or None in found:
+    ports = find_training_ports(facts)
+    indices = {h.roce_v2_ipv4_gid_index for h in ports}
+    if not ports or ports[0].link_layer != "Ethernet" or len(indices) != 1 or None in indices:
         return None
-    return Choice(
-        str(found.pop()),
+    return NetworkSelection(
+        str(indices.pop()),
         "RoCE v2 with an IPv4 address, the only such entry of every port; what NCCL from 2.21 on finds itself, pinned",
     )
 
 
-def interface(facts: NodeFacts, towards: str = "") -> Choice | None:
+def select_interface(facts: NodeFacts, route_interface: str = "") -> NetworkSelection | None:
     """The interface for sockets: NCCL's bootstrap, gloo, and all of NCCL's traffic where there is no RDMA.
 
     Args:
         towards: the one that leads to the other nodes by the kernel's routes; it stays unless it is a management port.
     """
-    rails = {h.netdev for h in training_ports(facts) if h.link_layer == "Ethernet"}
-    bulk_elsewhere = bool(training_ports(facts)) or any(d.state == "active" for d in facts.efa)
-    real = [i for i in facts.interfaces if _fit(i)]
-    shared = [i for i in real if i.name not in rails]
-    management = {i.name for i in real if _management(i, shared, real, bulk_elsewhere)}
+    rail_names = {h.netdev for h in find_training_ports(facts) if h.link_layer == "Ethernet"}
+    has_rdma = bool(find_training_ports(facts)) or any(d.state == "active" for d in facts.efa)
+    candidates = [i for i in facts.interfaces if _is_candidate(i)]
+    non_rails = [i for i in candidates if i.name not in rail_names]
+    management = {i.name for i in candidates if _is_management(i, non_rails, candidates, has_rdma)}
     # A rail of RoCE is often a network of its own, from which the other rails are not reached.
-    usable = [i for i in shared if i.name not in management] or [i for i in real if i.name not in management]
+    usable = [i for i in non_rails if i.name not in management] or [i for i in candidates if i.name not in management]
     if not usable:
         return None
-    left = _named(_why_not(i, management) for i in facts.interfaces if i not in real or i.name in management)
-    more = f"; left out: {left}" if left else ""
-    if any(i.name == towards for i in usable):
-        return Choice(towards, f"it leads to the other nodes{more}")
-    best = max(usable, key=lambda i: (_reaches(i), i.default_route, i.speed_gbit or 0.0))
-    why = "it holds the default route" if best.default_route else "the fastest one that is up and has an address"
-    return Choice(best.name, f"{why}{more}")
+    excluded = _join_names(
+        _exclusion_reason(i, management) for i in facts.interfaces if i not in candidates or i.name in management
+    )
+    note = f"; left out: {excluded}" if excluded else ""
+    if any(i.name == route_interface for i in usable):
+        return NetworkSelection(route_interface, f"it leads to the other nodes{note}")
+    best = max(usable, key=lambda i: (_can_reach_nodes(i), i.default_route, i.speed_gbit or 0.0))
+    reason = "it holds the default route" if best.default_route else "the fastest one that is up and has an address"
+    return NetworkSelection(best.name, f"{reason}{note}")
 
 
-def notes(facts: NodeFacts) -> list[str]:
+def find_network_problems(facts: NodeFacts) -> list[str]:
     """What is wrong with this node's network and no setting can mend, in sentences."""
-    said = []
+    problems = []
     if any(d.state == "active" for d in facts.efa) and not facts.aws_ofi_nccl:
-        said.append(
+        problems.append(
             f"{len(facts.efa)} EFA devices, and no libnccl-net*.so of aws-ofi-nccl seen: without it NCCL uses TCP"
         )
-    if facts.hcas and not training_ports(facts):
-        said.append(f"no RDMA port is active ({_named(f'{h.name}:{h.port}' for h in facts.hcas)}): NCCL uses TCP")
-    rails = [h for h in training_ports(facts) if h.link_layer == "Ethernet"]
+    if facts.hcas and not find_training_ports(facts):
+        problems.append(
+            f"no RDMA port is active ({_join_names(f'{h.name}:{h.port}' for h in facts.hcas)}): NCCL uses TCP"
+        )
+    rails = [h for h in find_training_ports(facts) if h.link_layer == "Ethernet"]
     if len({h.roce_v2_ipv4_gid_index for h in rails}) > 1:
-        seen = _named(f"{h.name}:{h.port} {_index(h)}" for h in rails)
-        said.append(f"the RoCE v2 GIDs with an IPv4 address differ in their index ({seen}): left to NCCL")
+        gid_indices = _join_names(f"{h.name}:{h.port} {_format_gid_index(h)}" for h in rails)
+        problems.append(f"the RoCE v2 GIDs with an IPv4 address differ in their index ({gid_indices}): left to NCCL")
     for gpu in facts.gpus:
         if gpu.nvlinks_active is not None and gpu.nvlinks_total and 0 < gpu.nvlinks_active < gpu.nvlinks_total:
-            said.append(f"GPU {gpu.index}: {gpu.nvlinks_active} of {gpu.nvlinks_total} NVLinks are up")
-    return said
+            problems.append(f"GPU {gpu.index}: {gpu.nvlinks_active} of {gpu.nvlinks_total} NVLinks are up")
+    return problems
 
 
-def _fit(i: Interface) -> bool:
-    return i.state == "up" and bool(i.addresses) and i.kind in _CARRIES and not i.master
+def _is_candidate(nic: Interface) -> bool:
+    return nic.state == "up" and bool(nic.addresses) and nic.kind in _DATA_KINDS and not nic.master
 
 
-def _management(i: Interface, shared: list[Interface], real: list[Interface], bulk_elsewhere: bool) -> bool:
-    if i.speed_gbit is None:
+def _is_management(nic: Interface, non_rails: list[Interface], candidates: list[Interface], has_rdma: bool) -> bool:
+    if nic.speed_gbit is None:
         return False
-    slow = i.speed_gbit <= _MANAGEMENT_GBIT
-    peers = real if slow else shared
+    is_slow = nic.speed_gbit <= _MANAGEMENT_GBIT
+    peers = candidates if is_slow else non_rails
     fastest = max((p.speed_gbit or 0.0 for p in peers), default=0.0)
-    return (slow or not bulk_elsewhere) and fastest >= _MANAGEMENT_RATIO * i.speed_gbit
+    return (is_slow or not has_rdma) and fastest >= _MANAGEMENT_RATIO * nic.speed_gbit
 
 
-def _reaches(i: Interface) -> bool:
+def _can_reach_nodes(nic: Interface) -> bool:
     """Whether its network has room for other nodes; a rail is often a /31 to its switch and no more."""
-    return i.default_route or any(_room(address) for address in i.addresses)
+    return nic.default_route or any(_has_peers(address) for address in nic.addresses)
 
 
-def _room(address: str) -> bool:
+def _has_peers(address: str) -> bool:
     try:
         return ipaddress.ip_interface(address).network.num_addresses > 4
     except ValueError:
         return False
 
 
-def _why_not(i: Interface, management: set[str]) -> str:
-    if i.name in management:
-        return f"{i.name} ({i.speed_gbit:g} Gbit/s, management)"
-    if i.kind not in _CARRIES:
-        return f"{i.name} ({i.kind})"
-    if i.master:
-        return f"{i.name} (part of {i.master})"
-    return f"{i.name} ({'no address' if i.state == 'up' else i.state})"
+def _exclusion_reason(nic: Interface, management: set[str]) -> str:
+    if nic.name in management:
+        return f"{nic.name} ({nic.speed_gbit:g} Gbit/s, management)"
+    if nic.kind not in _DATA_KINDS:
+        return f"{nic.name} ({nic.kind})"
+    if nic.master:
+        return f"{nic.name} (part of {nic.master})"
+    return f"{nic.name} ({'no address' if nic.state == 'up' else nic.state})"
 
 
-def _words(hca: Hca) -> str:
+def _describe_port(hca: Hca) -> str:
     return f"{hca.link_layer}, {hca.rate_gbit or 0:g} Gbit/s" if hca.state == "active" else hca.state
 
 
-def _index(hca: Hca) -> str:
+def _format_gid_index(hca: Hca) -> str:
     return "none" if hca.roce_v2_ipv4_gid_index is None else str(hca.roce_v2_ipv4_gid_index)
 
 
-def _named(names: Iterable[str]) -> str:
-    every = list(names)
-    more = f" and {len(every) - _MOST_NAMED} more" if len(every) > _MOST_NAMED else ""
-    return ", ".join(every[:_MOST_NAMED]) + more
+def _join_names(names: Iterable[str]) -> str:
+    all_names = list(names)
+    suffix = f" and {len(all_names) - _MAX_NAMED} more" if len(all_names) > _MAX_NAMED else ""
+    return ", ".join(all_names[:_MAX_NAMED]) + suffix

@@ -23,7 +23,7 @@ from clustertrain.config.node_facts import NodeFacts
 from clustertrain.plan.env import interfaces
 
 # Names by which the user has decided the same thing: a former name of it, or a choice that ours would contradict.
-_DECIDED_BY = {
+_OVERRIDDEN_BY = {
     "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE",),
     "TORCH_FR_DUMP_TEMP_FILE": ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",),
     "PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
@@ -34,40 +34,46 @@ _DECIDED_BY = {
 }  # fmt: skip
 
 
-class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EnvSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value: str
     reason: str
 
 
-def communication(
-    device: str, fabric_interface: str, user: Collection[str], node: NodeFacts | None = None
-) -> dict[str, Setting]:
+def communication_env(
+    device: str, fabric_interface: str, user_env: Collection[str], node: NodeFacts | None = None
+) -> dict[str, EnvSetting]:
     """Settings of NCCL, gloo and torch's process groups.
 
     Args:
         fabric_interface: as the cluster profile names it; empty where it does not.
         node: what the nodes are made of, where that is known and there are several of them.
     """
-    found: dict[str, Setting] = {}
+    settings: dict[str, EnvSetting] = {}
     if device == "cuda":
-        found["TORCH_FR_BUFFER_SIZE"] = Setting(
+        settings["TORCH_FR_BUFFER_SIZE"] = EnvSetting(
             "2000",
             "keeps the last 2000 collectives of each rank, so that a hang can be explained; torch's default, pinned",
         )
-        found["TORCH_NCCL_DUMP_ON_TIMEOUT"] = Setting("1", "writes that record when a collective times out")
+        settings["TORCH_NCCL_DUMP_ON_TIMEOUT"] = EnvSetting("1", "writes that record when a collective times out")
     if node is not None:
-        found.update(_network(device, node, ""))
+        settings.update(_network_env(device, node, ""))
     if fabric_interface:
-        why = f"the cluster profile names {fabric_interface} for training traffic"
-        found["GLOO_SOCKET_IFNAME"] = Setting(fabric_interface, why)
+        reason = f"the cluster profile names {fabric_interface} for training traffic"
+        settings["GLOO_SOCKET_IFNAME"] = EnvSetting(fabric_interface, reason)
         if device == "cuda":
-            found["NCCL_SOCKET_IFNAME"] = Setting(fabric_interface, why)
-    return _undecided(found, user, node)
+            settings["NCCL_SOCKET_IFNAME"] = EnvSetting(fabric_interface, reason)
+    return _drop_overridden(settings, user_env, node)
 
 
-def of_node(
-    device: str, facts: NodeFacts, user: Collection[str], *, towards: str = "", several_nodes: bool, dumps: str
-) -> dict[str, Setting]:
+def node_env(
+    device: str,
+    facts: NodeFacts,
+    user_env: Collection[str],
+    *,
+    route_interface: str = "",
+    several_nodes: bool,
+    dump_prefix: str,
+) -> dict[str, EnvSetting]:
     """What only the node itself can tell, when the job has started on it.
 
     Args:
@@ -75,52 +81,56 @@ def of_node(
         towards: the interface that leads to the other nodes.
         dumps: where the Flight Recorder writes; torch appends the rank.
     """
-    found: dict[str, Setting] = {}
+    settings: dict[str, EnvSetting] = {}
     if device == "cuda":
-        found["TORCH_FR_DUMP_TEMP_FILE"] = Setting(
-            dumps,
+        settings["TORCH_FR_DUMP_TEMP_FILE"] = EnvSetting(
+            dump_prefix,
             "the record of the last collectives lies with the logs of the attempt, and not in a cache of the home",
         )
     if several_nodes:
-        found.update(_network(device, facts, towards))
-        index = interfaces.gid_index(facts)
+        settings.update(_network_env(device, facts, route_interface))
+        index = interfaces.select_gid_index(facts)
         # Not from a profile: one GID table is no evidence for the next node's.
         if device == "cuda" and index is not None:
-            found["NCCL_IB_GID_INDEX"] = Setting(*index)
-    return _undecided(found, user, facts)
+            settings["NCCL_IB_GID_INDEX"] = EnvSetting(*index)
+    return _drop_overridden(settings, user_env, facts)
 
 
-def _network(device: str, facts: NodeFacts, towards: str) -> dict[str, Setting]:
-    found: dict[str, Setting] = {}
-    interface = interfaces.interface(facts, towards)
+def _network_env(device: str, facts: NodeFacts, route_interface: str) -> dict[str, EnvSetting]:
+    settings: dict[str, EnvSetting] = {}
+    interface = interfaces.select_interface(facts, route_interface)
     if interface is not None:
-        found["GLOO_SOCKET_IFNAME"] = Setting(*interface)
+        settings["GLOO_SOCKET_IFNAME"] = EnvSetting(*interface)
     if device == "cuda":
         if interface is not None:
             # "=": without it the name is a prefix, and eth1 means eth10 too.
-            found["NCCL_SOCKET_IFNAME"] = Setting(f"={interface.value}", interface.reason)
-        ports = interfaces.hcas(facts)
+            settings["NCCL_SOCKET_IFNAME"] = EnvSetting(f"={interface.value}", interface.reason)
+        ports = interfaces.select_hcas(facts)
         if ports is not None:
-            found["NCCL_IB_HCA"] = Setting(*ports)
-    return found
+            settings["NCCL_IB_HCA"] = EnvSetting(*ports)
+    return settings
 
 
-def _undecided(found: dict[str, Setting], user: Collection[str], node: NodeFacts | None = None) -> dict[str, Setting]:
-    decided = {*user, *(node.nccl_conf if node is not None else ())}
-    return {name: s for name, s in found.items() if not decided & {name, *_DECIDED_BY.get(name, ())}}
+def _drop_overridden(
+    settings: dict[str, EnvSetting], user_env: Collection[str], node: NodeFacts | None = None
+) -> dict[str, EnvSetting]:
+    user_names = {*user_env, *(node.nccl_conf if node is not None else ())}
+    return {name: s for name, s in settings.items() if not user_names & {name, *_OVERRIDDEN_BY.get(name, ())}}
 
 
-def process(device: str, cpus_per_gpu: int, ranks_per_node: int, user: Collection[str]) -> dict[str, Setting]:
+def process_env(
+    device: str, cpus_per_gpu: int, ranks_per_node: int, user_env: Collection[str]
+) -> dict[str, EnvSetting]:
     """Settings of the allocator and of the thread pools. ``cpus_per_gpu`` is 0 where it was not asked for."""
-    found: dict[str, Setting] = {}
+    settings: dict[str, EnvSetting] = {}
     if device == "cuda":
-        found["PYTORCH_ALLOC_CONF"] = Setting(
+        settings["PYTORCH_ALLOC_CONF"] = EnvSetting(
             "expandable_segments:True", "less fragmentation: 58.8 of 80 GB ran out of memory without (Megatron-Bridge)"
         )
     if cpus_per_gpu:
-        found["OMP_NUM_THREADS"] = Setting(str(cpus_per_gpu), "one thread for each core that a rank was given")
+        settings["OMP_NUM_THREADS"] = EnvSetting(str(cpus_per_gpu), "one thread for each core that a rank was given")
     elif ranks_per_node > 1:
-        found["OMP_NUM_THREADS"] = Setting(
+        settings["OMP_NUM_THREADS"] = EnvSetting(
             "1", "several ranks share a node and cpus_per_gpu is not set; torchrun would choose 1 too, with a warning"
         )
-    return _undecided(found, user)
+    return _drop_overridden(settings, user_env)

@@ -7,138 +7,147 @@ from typing import TYPE_CHECKING
 
 from clustertrain.config import hardware, presets
 from clustertrain.plan import checks, non_decoder, pipeline_schedules
-from clustertrain.plan.cost import optimizer_state
-from clustertrain.plan.cost import user_model as counts
+from clustertrain.plan.cost import optimizer_state, user_model
 from clustertrain.plan.explain import advice, node_crossing
 from clustertrain.plan.explain import warnings as notes
-from clustertrain.plan.layout import Layout, counted
+from clustertrain.plan.layout import Layout, pluralize
 
 if TYPE_CHECKING:
-    from clustertrain.plan.decision import Choice
-    from clustertrain.plan.request import Given
+    from clustertrain.plan.decision import PlanDecision
+    from clustertrain.plan.request import PlanRequest
 
-_WHY_FSDP_KEEPS = (
+_FSDP_PIPELINE_REASON = (
     "reshard_after_forward off: with pp the parameters would be gathered again for each micro-batch, so a stage keeps "
     "its own whole until the step ends"
 )
 
 
-def single(given: Given) -> str:
-    if given.world == 1:
+def explain_single(request: PlanRequest) -> str:
+    if request.world_size == 1:
         return "single: one rank, nothing to share"
-    degrees = " x ".join(f"{n} {d}" for n, d in (("tp", given.tp), ("cp", given.cp), ("pp", given.pp)) if d > 1)
-    return f"single: {degrees} takes all {given.world} ranks, one data-parallel rank is left"
+    degrees = " x ".join(f"{n} {d}" for n, d in (("tp", request.tp), ("cp", request.cp), ("pp", request.pp)) if d > 1)
+    return f"single: {degrees} takes all {request.world_size} ranks, one data-parallel rank is left"
 
 
-def gpu(given: Given) -> list[str]:
+def gpu_warnings(request: PlanRequest) -> list[str]:
     """A warning where the user names a type that is not known."""
-    if given.device != "cuda" or given.gpu is not None or not given.spec.job.gpu_type:
+    if request.device != "cuda" or request.gpu is not None or not request.spec.job.gpu_type:
         return []
-    known = ", ".join(each.name for each in hardware.CATALOGUE)
+    known_types = ", ".join(gpu_type.name for gpu_type in hardware.CATALOGUE)
     return [
-        f"GPU type {given.spec.job.gpu_type!r} is not known, so no speed is predicted; known are {known}; another goes "
-        "into the cluster profile, as [gpu] with name, memory_gib, tflops, memory_gb_s, link_gb_s and fabric_gb_s"
+        f"GPU type {request.spec.job.gpu_type!r} is not known, so no speed is predicted; known are {known_types};"
+        " another goes into the cluster profile, as [gpu] with name, memory_gib, tflops, memory_gb_s, link_gb_s and"
+        " fabric_gb_s"
     ]
 
 
-def batch(choice: Choice) -> None:
-    recipe, split, layout = choice.given.spec.recipe, choice.batch, choice.layout
+def explain_batch(decision: PlanDecision) -> None:
+    recipe, batch, layout = decision.request.spec.recipe, decision.batch, decision.layout
     if recipe.train.micro_batch:
-        micro = "asked for"
-    elif choice.found is not None:
-        micro = "the fastest that fits"
-    elif choice.memory.fits is False:
-        micro = "with which it needs least"
+        micro_batch_reason = "asked for"
+    elif decision.result is not None:
+        micro_batch_reason = "the fastest that fits"
+    elif decision.memory.fits is False:
+        micro_batch_reason = "with which it needs least"
     elif layout.pp > 1:
-        micro = f"the largest that divides, fits and leaves {pipeline_schedules.enough(layout)} micro-batches, else 1"
-    elif choice.given.decoder is None:
-        micro = f"the largest that divides, up to {non_decoder.LARGEST_MICRO_BATCH}: its memory is not estimated"
-    else:
-        micro = "the largest that divides and fits"
-    trained = presets.training(recipe.model.preset, recipe.model.kind)
-    named = "" if recipe.train.global_batch else "; the recipe names no global batch"
-    if named and trained is not None:
-        named = f"; train.global_batch is not set: {trained.global_batch} or more, for preset {recipe.model.preset}"
-    if trained is not None and recipe.data.seq_len == trained.seq_len:
-        choice.reasons.append(f"data.seq_len {trained.seq_len}: the context of preset {recipe.model.preset}")
-    piped = ", the pipeline's micro-batches," if layout.pp > 1 else ""
-    choice.reasons.append(
-        f"batch: {split.global_batch} = micro_batch {split.micro_batch} ({micro}) x grad_accum "
-        f"{split.grad_accum}{piped} x {counted(layout.data_parallel, 'data-parallel rank')}"
-        f"{advice.tokens(recipe, split)}{named}"
-    )
-    reasons, warnings = advice.of_learning_rate(recipe, split, layout.data_parallel)
-    choice.reasons += reasons
-    choice.warnings += warnings
-
-
-def layout(choice: Choice) -> None:
-    given, chosen = choice.given, choice.layout
-    job, recipe = given.spec.job, given.spec.recipe
-    if recipe.train.precision == "auto" and given.spec.script is None:
-        choice.reasons.append(f"precision {given.precision}: {_precision(given)}")
-    if chosen.pp > 1 and chosen.sharded:
-        choice.reasons.append(_WHY_FSDP_KEEPS)
-    work = None
-    if given.decoder is not None:
-        run = replace(given.pass_of(chosen, choice.batch.micro_batch), grad_accum=choice.batch.grad_accum)
-        work = node_crossing.Work(given.decoder, run, given.gpu)
-    choice.warnings += notes.of_layout(chosen, recipe.parallel, job.nodes)
-    if given.spec.script is not None or recipe.model.entry:
-        whose = "the model of a script" if given.spec.script is not None else f"the model of {recipe.model.entry}"
-        choice.warnings += notes.of_unseen_model(chosen, whose, counted=given.own is not None)
-    choice.warnings += checks.of_device(given.precision, recipe.parallel, chosen, given.device, given.gpu)
-    if given.spec.script is None:
-        choice.warnings += notes.of_channels_last(recipe)
-        if recipe.objective.label_smoothing and chosen.tp > 1 and recipe.parallel.loss_parallel:
-            counted_too = "in the estimate" if given.decoder is not None else "not estimated"
-            choice.reasons.append(
-                f"label smoothing with tp {chosen.tp}: each rank gathers the logits of the whole vocabulary for the "
-                f"loss, since torch's loss of split logits knows no smoothing; that memory is {counted_too}"
-            )
-        reasons, warnings = notes.of_alignment(
-            recipe.model, recipe.data, chosen, choice.batch.micro_batch, given.precision, given.device
+        micro_batch_reason = (
+            f"the largest that divides, fits and leaves {pipeline_schedules.min_micro_batches(layout)} micro-batches,"
+            " else 1"
         )
-        choice.reasons += reasons
-        choice.warnings += warnings
-        choice.warnings += optimizer_state.refuse(recipe.optim, chosen, given.kind, given.device)
-    choice.warnings += node_crossing.warnings(chosen, job.nodes, job.gpus, given.device, work)
+    elif decision.request.decoder is None:
+        micro_batch_reason = (
+            f"the largest that divides, up to {non_decoder.MAX_UNESTIMATED_MICRO_BATCH}: its memory is not estimated"
+        )
+    else:
+        micro_batch_reason = "the largest that divides and fits"
+    defaults = presets.find_training_defaults(recipe.model.preset, recipe.model.kind)
+    note = "" if recipe.train.global_batch else "; the recipe names no global batch"
+    if note and defaults is not None:
+        note = f"; train.global_batch is not set: {defaults.global_batch} or more, for preset {recipe.model.preset}"
+    if defaults is not None and recipe.data.seq_len == defaults.seq_len:
+        decision.reasons.append(f"data.seq_len {defaults.seq_len}: the context of preset {recipe.model.preset}")
+    pipeline_note = ", the pipeline's micro-batches," if layout.pp > 1 else ""
+    decision.reasons.append(
+        f"batch: {batch.global_batch} = micro_batch {batch.micro_batch} ({micro_batch_reason}) x grad_accum "
+        f"{batch.grad_accum}{pipeline_note} x {pluralize(layout.data_parallel, 'data-parallel rank')}"
+        f"{advice.format_tokens(recipe, batch)}{note}"
+    )
+    reasons, warnings = advice.advise_learning_rate(recipe, batch, layout.data_parallel)
+    decision.reasons += reasons
+    decision.warnings += warnings
 
 
-def _precision(given: Given) -> str:
-    if given.precision == "bf16":
+def explain_layout(decision: PlanDecision) -> None:
+    request, layout = decision.request, decision.layout
+    job, recipe = request.spec.job, request.spec.recipe
+    if recipe.train.precision == "auto" and request.spec.script is None:
+        decision.reasons.append(f"precision {request.precision}: {_precision_reason(request)}")
+    if layout.pp > 1 and layout.is_sharded:
+        decision.reasons.append(_FSDP_PIPELINE_REASON)
+    workload = None
+    if request.decoder is not None:
+        config = replace(
+            request.build_pass_config(layout, decision.batch.micro_batch), grad_accum=decision.batch.grad_accum
+        )
+        workload = node_crossing.RankWorkload(request.decoder, config, request.gpu)
+    decision.warnings += notes.layout_warnings(layout, recipe.parallel, job.nodes)
+    if request.spec.script is not None or recipe.model.entry:
+        subject = "the model of a script" if request.spec.script is not None else f"the model of {recipe.model.entry}"
+        decision.warnings += notes.unbuilt_model_warnings(layout, subject, is_counted=request.model_stats is not None)
+    decision.warnings += checks.check_device(request.precision, recipe.parallel, layout, request.device, request.gpu)
+    if request.spec.script is None:
+        decision.warnings += notes.channels_last_warnings(recipe)
+        if recipe.objective.label_smoothing and layout.tp > 1 and recipe.parallel.loss_parallel:
+            estimate_note = "in the estimate" if request.decoder is not None else "not estimated"
+            decision.reasons.append(
+                f"label smoothing with tp {layout.tp}: each rank gathers the logits of the whole vocabulary for the "
+                f"loss, since torch's loss of split logits knows no smoothing; that memory is {estimate_note}"
+            )
+        reasons, warnings = notes.alignment_notes(
+            recipe.model, recipe.data, layout, decision.batch.micro_batch, request.precision, request.device
+        )
+        decision.reasons += reasons
+        decision.warnings += warnings
+        decision.warnings += optimizer_state.check_optimizer(recipe.optim, layout, request.model_kind, request.device)
+    decision.warnings += node_crossing.crossing_warnings(layout, job.nodes, job.gpus, request.device, workload)
+
+
+def _precision_reason(request: PlanRequest) -> str:
+    if request.precision == "bf16":
         return "the matrix units are made for it; weights and optimizer stay fp32"
-    if given.gpu is not None:
-        return f"{given.gpu.name} has no bf16 in hardware; train.precision = 'fp16' is possible, with a scaled loss"
+    if request.gpu is not None:
+        return f"{request.gpu.name} has no bf16 in hardware; train.precision = 'fp16' is possible, with a scaled loss"
     return "bf16 is slower on CPUs"
 
 
-def count(choice: Choice) -> None:
-    given = choice.given
-    if given.own is None:
+def explain_model_stats(decision: PlanDecision) -> None:
+    request = decision.request
+    if request.model_stats is None:
         return
-    model = given.spec.recipe.model
+    model = request.spec.recipe.model
     name = model.entry or f"the {model.kind}"
-    choice.reasons.append(counts.words(given.own, name, choice.layout, choice.batch.micro_batch))
-    warning = counts.warning(given.own, choice.memory, given.limit, choice.layout)
-    choice.warnings += [warning] if warning else []
-    if not given.own.units:
-        choice.warnings += notes.without_layers(choice.layout, given.spec.recipe.parallel, name)
+    decision.reasons.append(
+        user_model.describe_stats(request.model_stats, name, decision.layout, decision.batch.micro_batch)
+    )
+    warning = user_model.memory_warning(request.model_stats, decision.memory, request.limit_gib, decision.layout)
+    decision.warnings += [warning] if warning else []
+    if not request.model_stats.units:
+        decision.warnings += notes.layerless_warnings(decision.layout, request.spec.recipe.parallel, name)
 
 
-def memory(choice: Choice) -> None:
-    given = choice.given
-    peak = choice.memory.peak_gib or 0.0
-    if given.device == "cuda" and given.gpu is None and peak > given.limit:
-        choice.warnings.append(f"may not fit: {peak:.1f} GiB a rank, more than {given.limit_in_words()}")
-    if choice.memory.fits is False:
-        choice.reasons.append(f"does not fit: {peak:.1f} GiB a rank of {given.capacity:g} GiB")
-    elif given.capacity and peak > given.limit:
-        choice.warnings.append(
-            f"tight: {peak:.1f} GiB a rank, more than {given.limit_in_words()}; the estimate may be off by as much"
+def explain_memory(decision: PlanDecision) -> None:
+    request = decision.request
+    peak = decision.memory.peak_gib or 0.0
+    if request.device == "cuda" and request.gpu is None and peak > request.limit_gib:
+        decision.warnings.append(f"may not fit: {peak:.1f} GiB a rank, more than {request.format_limit()}")
+    if decision.memory.fits is False:
+        decision.reasons.append(f"does not fit: {peak:.1f} GiB a rank of {request.capacity_gib:g} GiB")
+    elif request.capacity_gib and peak > request.limit_gib:
+        decision.warnings.append(
+            f"tight: {peak:.1f} GiB a rank, more than {request.format_limit()}; the estimate may be off by as much"
         )
 
 
-def fsdp_sends(replicas: Layout) -> str:
+def fsdp_traffic_note(replicated: Layout) -> str:
     # In a pipeline the parameters stay gathered for the step: one all-gather and one reduce-scatter, an all-reduce.
-    return ", and sharding sends 3/2 of ddp's volume" if replicas.pp == 1 else ""
+    return ", and sharding sends 3/2 of ddp's volume" if replicated.pp == 1 else ""

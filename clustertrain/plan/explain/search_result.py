@@ -9,51 +9,56 @@ from typing import Any
 
 import msgspec
 
-from clustertrain.plan.batch import nearest
+from clustertrain.plan.batch import nearest_multiples
 from clustertrain.plan.cost.memory import GIB
-from clustertrain.plan.layout import amount, counted, gib
+from clustertrain.plan.layout import format_gib, format_number, pluralize
 from clustertrain.plan.search import layouts
 from clustertrain.plan.search.layouts import (
     FAMILIES,
-    HOPELESS,
-    LARGEST_GROUP,
-    SIMPLER,
+    MAX_SHARD_GROUP,
+    MAX_SLOWDOWN,
+    SIMPLICITY_MARGIN,
     Candidate,
-    Found,
-    Problem,
-    family,
-    tensor_excluded,
+    SearchProblem,
+    SearchResult,
+    classify_layout,
+    indivisible_sizes,
 )
 
-MUCH_HOST_GIB = 1500.0  # of a node with two terabytes
-_SHOWN = 0.0005  # what is not 0.0%
-LARGEST_CLUSTER = 16_384  # GPUs, of the largest published runs: where the search for a number that fits ends
+MAX_HOST_GIB = 1500.0  # of a node with two terabytes
+_MIN_SHOWN_GAIN = 0.0005  # what is not 0.0%
+MAX_CLUSTER_GPUS = 16_384  # GPUs, of the largest published runs: where the search for a number that fits ends
 
 
-def chosen(best: Candidate, found: Found, gpu: str, asked: str) -> list[str]:
+def explain_chosen(best: Candidate, result: SearchResult, gpu: str, reason: str) -> list[str]:
     """Sentences on the best candidate: the first says what it is and how fast."""
-    what = asked or best.layout.words()
-    said = [f"{what}: {amount(best.step_s)} s a step predicted, {gib(best.peak_gib)} a rank on {gpu}"]
-    fastest = min(found.fitting, key=lambda c: c.step_s)
+    subject = reason or best.layout.describe()
+    sentences = [
+        f"{subject}: {format_number(best.step_s)} s a step predicted, {format_gib(best.peak_gib)} a rank on {gpu}"
+    ]
+    fastest = min(result.fitting, key=lambda c: c.step_s)
     gain = best.step_s / fastest.step_s - 1
-    if gain >= _SHOWN and layouts.kinds(fastest.layout) != layouts.kinds(best.layout):
-        said.append(
-            f"{brief(fastest)} would be {gain:.1%} faster; each further kind of parallelism has to earn {SIMPLER:.0%}, "
-            "since the prediction is not better than that and the simpler layout is easier to run"
+    if gain >= _MIN_SHOWN_GAIN and layouts.count_parallelisms(fastest.layout) != layouts.count_parallelisms(
+        best.layout
+    ):
+        sentences.append(
+            f"{describe_candidate(fastest)} would be {gain:.1%} faster; each further kind of parallelism has to earn"
+            f" {SIMPLICITY_MARGIN:.0%}, since the prediction is not better than that and the simpler layout is easier"
+            " to run"
         )
-    said.append("a step goes into " + shares(best))
+    sentences.append("a step goes into " + format_time_shares(best))
     if best.layout.activation_checkpointing != "none":
-        said.append(
+        sentences.append(
             f"activation checkpointing {best.layout.activation_checkpointing}: costs "
             f"{best.step.recompute_s / best.step_s:.0%} of the step, for the memory that it saves"
         )
-    return said
+    return sentences
 
 
-def brief(candidate: Candidate) -> str:
+def describe_candidate(candidate: Candidate) -> str:
     """``fsdp 16, tp 2 + sp, micro_batch 1, full checkpointing``."""
     layout = candidate.layout
-    parts = [layout.words(), f"micro_batch {candidate.run.micro_batch}"]
+    parts = [layout.describe(), f"micro_batch {candidate.config.micro_batch}"]
     if layout.virtual_stages > 1:
         parts.append(f"{layout.virtual_stages} stages a rank")
     if layout.activation_checkpointing != "none":
@@ -61,7 +66,7 @@ def brief(candidate: Candidate) -> str:
     return ", ".join(parts)
 
 
-def shares(candidate: Candidate) -> str:
+def format_time_shares(candidate: Candidate) -> str:
     """Where the step's time goes, the largest first; what is below one percent is left out."""
     step = candidate.step
     parts = {
@@ -74,157 +79,199 @@ def shares(candidate: Candidate) -> str:
         "data-parallel communication": step.data_s,
         "the optimizer": step.optimizer_s,
     }
-    shown = sorted(parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {seconds / step.step_s:.0%}" for name, seconds in shown if seconds >= 0.01 * step.step_s)
+    by_time = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(
+        f"{name} {seconds / step.step_s:.0%}" for name, seconds in by_time if seconds >= 0.01 * step.step_s
+    )
 
 
-def rejected(problem: Problem, found: Found) -> Iterator[tuple[str, str]]:
+def explain_rejected(problem: SearchProblem, result: SearchResult) -> Iterator[tuple[str, str]]:
     """(family, the number that spoke against it) of each family but the chosen one's."""
-    taken = family(found.best.layout) if found.best else ""
-    for kind in FAMILIES:
-        if kind == taken or (kind == "single") != (problem.world == 1):
+    chosen_family = classify_layout(result.best.layout) if result.best else ""
+    for name in FAMILIES:
+        if name == chosen_family or (name == "single") != (problem.world_size == 1):
             continue
-        fits = [c for c in found.fitting if c.family == kind]
-        if fits and found.best is not None:
-            yield kind, _slower(min(fits, key=lambda c: c.step_s), found.best)
+        fitting = [c for c in result.fitting if c.family == name]
+        if fitting and result.best is not None:
+            yield name, _compare_speed(min(fitting, key=lambda c: c.step_s), result.best)
             continue
-        small = next((c for c in found.smallest if c.family == kind), None)
-        if small is not None and small.peak_gib > problem.limit_gib:
-            yield kind, f"{brief(small)} needs {small.peak_gib:.1f} GiB a rank, more than {problem.limit_gib:.1f} GiB"
-        elif kind in found.tried:
-            yield kind, f"nothing of it that fits takes less than {HOPELESS:g} times as long as the fastest"
-        elif why := excluded(problem, kind):
-            yield kind, why
+        smallest = next((c for c in result.smallest if c.family == name), None)
+        if smallest is not None and smallest.peak_gib > problem.limit_gib:
+            yield (
+                name,
+                (
+                    f"{describe_candidate(smallest)} needs {smallest.peak_gib:.1f} GiB a rank, more than"
+                    f" {problem.limit_gib:.1f} GiB"
+                ),
+            )
+        elif name in result.families_tried:
+            yield name, f"nothing of it that fits takes less than {MAX_SLOWDOWN:g} times as long as the fastest"
+        elif reason := exclusion_reason(problem, name):
+            yield name, reason
 
 
-def narrowed(problem: Problem, best: Candidate) -> list[str]:
+def batch_warnings(problem: SearchProblem, best: Candidate) -> list[str]:
     """A warning where nothing but an odd global batch has kept a layout from being data-parallel alone."""
-    wanted, world, whole = problem.wanted, problem.world, problem.global_batch
-    if wanted.strategy or wanted.tp or whole <= world or not whole % world or not best.layout.model_parallel:
+    constraints, world_size, global_batch = problem.constraints, problem.world_size, problem.global_batch
+    if (
+        constraints.strategy
+        or constraints.tp
+        or global_batch <= world_size
+        or not global_batch % world_size
+        or not best.layout.is_model_parallel
+    ):
         return []
     return [
-        f"{excluded(problem, 'ddp')}; so only layouts were looked at that split the model, too, and a global batch of "
-        f"{nearest(whole, world)} may be faster"
+        f"{exclusion_reason(problem, 'ddp')}; so only layouts were looked at that split the model, too, and a global"
+        f" batch of {nearest_multiples(global_batch, world_size)} may be faster"
     ]
 
 
-def _slower(other: Candidate, best: Candidate) -> str:
-    more = other.step_s / best.step_s - 1
-    if more < 0:
-        return f"{brief(other)}: {amount(other.step_s)} s a step, {-more:.1%} faster, which is within the error"
-    return f"{brief(other)}: {amount(other.step_s)} s a step, {more:.1%} slower"
+def _compare_speed(other: Candidate, best: Candidate) -> str:
+    slowdown = other.step_s / best.step_s - 1
+    if slowdown < 0:
+        return (
+            f"{describe_candidate(other)}: {format_number(other.step_s)} s a step, {-slowdown:.1%} faster, which is"
+            " within the error"
+        )
+    return f"{describe_candidate(other)}: {format_number(other.step_s)} s a step, {slowdown:.1%} slower"
 
 
-def excluded(problem: Problem, kind: str) -> str:
+def exclusion_reason(problem: SearchProblem, name: str) -> str:
     """Which size excludes a family altogether; empty where the user has."""
-    wanted, world, whole = problem.wanted, problem.world, problem.global_batch
-    if wanted.strategy or max(wanted.tp, wanted.cp, wanted.pp) > 1:
+    constraints, world_size, global_batch = problem.constraints, problem.world_size, problem.global_batch
+    if constraints.strategy or max(constraints.tp, constraints.cp, constraints.pp) > 1:
         return ""
-    if kind in ("tensor parallel", "context parallel", "pipeline"):
-        if wanted.tp:  # as the others, --tp 1 for one
+    if name in ("tensor parallel", "context parallel", "pipeline"):
+        if constraints.tp:  # as the others, --tp 1 for one
             return ""
-        why = ""
-        if kind != "pipeline":
-            why = _no_tensor(problem) if kind == "tensor parallel" else _no_context(problem)
-        return why or f"no degree of it leaves data-parallel ranks that divide train.global_batch = {whole}"
-    if whole % world:
-        return f"train.global_batch = {whole} does not divide over {world} ranks: {whole} / {world} = {whole / world:g}"
-    if kind == "hybrid-shard":
-        if world <= problem.gpus_per_node:
+        reason = ""
+        if name != "pipeline":
+            reason = _tensor_exclusion(problem) if name == "tensor parallel" else _context_exclusion(problem)
+        return reason or f"no degree of it leaves data-parallel ranks that divide train.global_batch = {global_batch}"
+    if global_batch % world_size:
+        return (
+            f"train.global_batch = {global_batch} does not divide over {world_size} ranks: {global_batch} /"
+            f" {world_size} = {global_batch / world_size:g}"
+        )
+    if name == "hybrid-shard":
+        if world_size <= problem.gpus_per_node:
             return f"one node of {problem.gpus_per_node} has nothing to replicate across"
-        return f"no group of ranks inside a node of {problem.gpus_per_node}, or of whole nodes, divides {world}"
-    return f"{world} ranks would share parameters, and no published run that went well has more than {LARGEST_GROUP}"
+        return f"no group of ranks inside a node of {problem.gpus_per_node}, or of whole nodes, divides {world_size}"
+    return (
+        f"{world_size} ranks would share parameters, and no published run that went well has more than"
+        f" {MAX_SHARD_GROUP}"
+    )
 
 
-def _no_tensor(problem: Problem) -> str:
-    if problem.compute == "fp8":
+def _tensor_exclusion(problem: SearchProblem) -> str:
+    if problem.precision == "fp8":
         return "8-bit layers are not split over ranks"
     if problem.gpus_per_node == 1:
         return "tp stays inside a node, and these have 1 GPU"
     for tp in (n for n in range(2, problem.gpus_per_node + 1) if problem.gpus_per_node % n == 0):
-        if why := tensor_excluded(problem.model, tp):
-            return f"tp {tp} does not divide {why}"
+        if sizes := indivisible_sizes(problem.model, tp):
+            return f"tp {tp} does not divide {sizes}"
         if problem.parallel.sequence_parallel and problem.seq_len % tp:
             return f"tp {tp} with sequence parallel does not divide seq_len {problem.seq_len}"
     return ""
 
 
-def _no_context(problem: Problem) -> str:
+def _context_exclusion(problem: SearchProblem) -> str:
     if problem.seq_len % 2:
         return f"cp 2 does not divide seq_len {problem.seq_len}"
-    return f"cp 2 does not divide {problem.world} ranks" if problem.world % 2 else ""
+    return f"cp 2 does not divide {problem.world_size} ranks" if problem.world_size % 2 else ""
 
 
-def way_out(problem: Problem, gpu: str) -> str:
+def suggest_changes(problem: SearchProblem, gpu: str) -> str:
     """The cheapest change that makes it fit on these GPUs, and the smallest number of them that would do as it is."""
-    parts = list(islice(_changes(problem), 1))
-    nodes = -(-problem.world // problem.gpus_per_node)
-    while nodes * problem.gpus_per_node < LARGEST_CLUSTER:
+    suggestions = list(islice(_iter_fitting_changes(problem), 1))
+    nodes = -(-problem.world_size // problem.gpus_per_node)
+    while nodes * problem.gpus_per_node < MAX_CLUSTER_GPUS:
         nodes *= 2
         if _fits_on(problem, nodes):
-            least = _least_nodes(problem, nodes)
-            those = f"{counted(least, 'node')} of {problem.gpus_per_node} {gpu} ({least * problem.gpus_per_node} GPUs)"
-            parts.append(f"{those}, where it stays within the safety margin")
+            min_nodes = _find_min_nodes(problem, nodes)
+            cluster = (
+                f"{pluralize(min_nodes, 'node')} of {problem.gpus_per_node} {gpu} ({min_nodes * problem.gpus_per_node}"
+                " GPUs)"
+            )
+            suggestions.append(f"{cluster}, where it stays within the safety margin")
             break
-    return ", or ".join(["use " + parts[0], *parts[1:]]) if parts else "a smaller model or a GPU type with more memory"
+    return (
+        ", or ".join(["use " + suggestions[0], *suggestions[1:]])
+        if suggestions
+        else "a smaller model or a GPU type with more memory"
+    )
 
 
-def _fits_on(problem: Problem, nodes: int) -> bool:
+def _fits_on(problem: SearchProblem, nodes: int) -> bool:
     """With the sequences that these GPUs need at least, and no degree that the number of ranks decides."""
-    world = nodes * problem.gpus_per_node
-    if not problem.parallel.offload and _states_gib(problem) / world > problem.limit_gib:
+    world_size = nodes * problem.gpus_per_node
+    if not problem.parallel.offload and _states_gib(problem) / world_size > problem.limit_gib:
         return False  # nothing shards further than over all ranks
-    wanted = dataclasses.replace(problem.wanted, dp_replicate=0, dp_shard=0)
-    whole = -(-problem.global_batch // world) * world
-    return layouts.search(dataclasses.replace(problem, world=world, global_batch=whole, wanted=wanted)).best is not None
+    constraints = dataclasses.replace(problem.constraints, dp_replicate=0, dp_shard=0)
+    global_batch = -(-problem.global_batch // world_size) * world_size
+    return (
+        layouts.search(
+            dataclasses.replace(problem, world_size=world_size, global_batch=global_batch, constraints=constraints)
+        ).best
+        is not None
+    )
 
 
-def _least_nodes(problem: Problem, enough: int) -> int:
-    """Between half of ``enough`` nodes, which do not do, and all of them."""
-    low, high = enough // 2, enough
+def _find_min_nodes(problem: SearchProblem, sufficient: int) -> int:
+    """Between half of ``sufficient`` nodes, which do not do, and all of them."""
+    low, high = sufficient // 2, sufficient
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if _fits_on(problem, middle) else (middle, high)
     return high
 
 
-def _states_gib(problem: Problem) -> float:
+def _states_gib(problem: SearchProblem) -> float:
     """Weights, gradients and optimizer state of the whole model."""
-    stack = problem.stack
-    return problem.model.parameters() * (stack.weight_bytes + stack.grad_bytes + stack.optimizer_bytes) / GIB
+    framework = problem.framework
+    return (
+        problem.model.parameters() * (framework.weight_bytes + framework.grad_bytes + framework.optimizer_bytes) / GIB
+    )
 
 
-def _host_gib(problem: Problem) -> float:
+def _host_gib(problem: SearchProblem) -> float:
     """Of one node, for its share of the states."""
-    return _states_gib(problem) / -(-problem.world // problem.gpus_per_node)
+    return _states_gib(problem) / -(-problem.world_size // problem.gpus_per_node)
 
 
-def _changes(problem: Problem) -> Iterator[str]:
+def _iter_fitting_changes(problem: SearchProblem) -> Iterator[str]:
     """What makes it fit on the same GPUs, the cheapest first."""
-    wanted = problem.wanted
-    free = dataclasses.replace(wanted, strategy=None, tp=0, cp=0, pp=0, dp_replicate=0, dp_shard=0)
-    both = "train.micro_batch = 0 and parallel.activation_checkpointing = 'full'"
-    tries: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("train.micro_batch = 0 (the plan chooses)", {"wanted": dataclasses.replace(wanted, micro_batch=0)}),
+    constraints = problem.constraints
+    unconstrained = dataclasses.replace(constraints, strategy=None, tp=0, cp=0, pp=0, dp_replicate=0, dp_shard=0)
+    memory_options = "train.micro_batch = 0 and parallel.activation_checkpointing = 'full'"
+    changes: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("train.micro_batch = 0 (the plan chooses)", {"constraints": dataclasses.replace(constraints, micro_batch=0)}),
         (
             "parallel.activation_checkpointing = 'full'",
-            {"wanted": dataclasses.replace(wanted, recompute="full")},
+            {"constraints": dataclasses.replace(constraints, activation_checkpointing="full")},
         ),
-        (both, {"wanted": dataclasses.replace(wanted, micro_batch=0, recompute="full")}),
-        ("--layout auto and no degrees", {"wanted": free}),
         (
-            f"{both}, --layout auto and no degrees",
-            {"wanted": dataclasses.replace(free, micro_batch=0, recompute="full")},
+            memory_options,
+            {"constraints": dataclasses.replace(constraints, micro_batch=0, activation_checkpointing="full")},
+        ),
+        ("--layout auto and no degrees", {"constraints": unconstrained}),
+        (
+            f"{memory_options}, --layout auto and no degrees",
+            {"constraints": dataclasses.replace(unconstrained, micro_batch=0, activation_checkpointing="full")},
         ),
         (
             f"parallel.offload = true (about {_host_gib(problem):,.0f} GiB of a host's memory)",
-            {"parallel": msgspec.structs.replace(problem.parallel, offload=True)}
-            if _host_gib(problem) <= MUCH_HOST_GIB
-            else {},
+            (
+                {"parallel": msgspec.structs.replace(problem.parallel, offload=True)}
+                if _host_gib(problem) <= MAX_HOST_GIB
+                else {}
+            ),
         ),
         *((f"data.seq_len = {problem.seq_len // n}", {"seq_len": problem.seq_len // n}) for n in (2, 4, 8)),
     )
-    for words, change in tries:
-        changed = dataclasses.replace(problem, **change)
-        if changed != problem and layouts.search(changed).best:
-            yield words
+    for description, change in changes:
+        modified = dataclasses.replace(problem, **change)
+        if modified != problem and layouts.search(modified).best:
+            yield description

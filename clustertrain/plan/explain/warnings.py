@@ -8,119 +8,119 @@ from clustertrain.config.data import DataSpec
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.recipe import ModelSpec, Precision, Recipe
 from clustertrain.plan import pipeline_schedules
-from clustertrain.plan.layout import Batch, Layout, counted
+from clustertrain.plan.layout import Batch, Layout, pluralize
 
 
-def of_layout(layout: Layout, parallel: ParallelSpec, nodes: int) -> list[str]:
-    found = without_effect(layout, parallel)
+def layout_warnings(layout: Layout, parallel: ParallelSpec, nodes: int) -> list[str]:
+    messages = unused_option_warnings(layout, parallel)
     if layout.strategy == "hybrid-shard" and nodes == 1:
-        found.append(
+        messages.append(
             f"hybrid-shard {layout.dp_replicate} x {layout.dp_shard} inside one node: it saves traffic between nodes, "
             "and here it only costs memory; fsdp shards over all ranks"
         )
-    return found
+    return messages
 
 
-def without_effect(layout: Layout, parallel: ParallelSpec) -> list[str]:
+def unused_option_warnings(layout: Layout, parallel: ParallelSpec) -> list[str]:
     """Options that were set and belong to other layouts."""
-    sharded, default = layout.fully_sharded, ParallelSpec()
+    sharded, default = layout.is_fully_sharded, ParallelSpec()
     for_sharded = ["offload", "prefetch", "defer_reduction"]
     for_replicas = ["bucket_mib", "find_unused_parameters", "static_graph", "compress_gradients"]
     unused = for_replicas if sharded else for_sharded
     if layout.gradient_ranks == 1:
         unused = for_sharded + for_replicas
-    why = dict.fromkeys(unused, _why(layout))
-    for degree, what, names in (
+    reasons = dict.fromkeys(unused, _unused_reason(layout))
+    for degree, reason, names in (
         (layout.tp, "splits no layers (tp)", ("sequence_parallel", "loss_parallel", "async_tp")),
         (layout.cp, "splits no sequences (cp)", ("context",)),
         (layout.pp, "has no stages (pp)", ("schedule", "virtual_stages", "split")),
     ):
-        why |= dict.fromkeys(names, what) if degree == 1 else {}
+        reasons |= dict.fromkeys(names, reason) if degree == 1 else {}
     if layout.tp > 1 and not layout.sequence_parallel:
-        why["async_tp"] = "has parallel.sequence_parallel = false, and so no all-gather that would overlap"
+        reasons["async_tp"] = "has parallel.sequence_parallel = false, and so no all-gather that would overlap"
     return [
-        f"parallel.{name} has no effect: {layout.words()} {what}"
-        for name, what in why.items()
+        f"parallel.{name} has no effect: {layout.describe()} {reason}"
+        for name, reason in reasons.items()
         if getattr(parallel, name) != getattr(default, name)
     ]
 
 
-def without_layers(layout: Layout, parallel: ParallelSpec, whose: str) -> list[str]:
-    """Of ``whose`` model, which has no list of layers: what is done layer by layer."""
-    asked = {
+def layerless_warnings(layout: Layout, parallel: ParallelSpec, subject: str) -> list[str]:
+    """Of ``subject`` model, which has no list of layers: what is done layer by layer."""
+    requested = {
         "activation_checkpointing": layout.activation_checkpointing != "none",
         "activation_offload": parallel.activation_offload,
         "compile": parallel.compile,
-        "prefetch": parallel.prefetch > 0 and layout.fully_sharded,
+        "prefetch": parallel.prefetch > 0 and layout.is_fully_sharded,
     }
     return [
-        f"parallel.{name} has no effect: {whose} has no list of layers (nn.ModuleList)"
-        for name, used in asked.items()
-        if used
+        f"parallel.{name} has no effect: {subject} has no list of layers (nn.ModuleList)"
+        for name, is_requested in requested.items()
+        if is_requested
     ]
 
 
-def of_channels_last(recipe: Recipe) -> list[str]:
+def channels_last_warnings(recipe: Recipe) -> list[str]:
     """Of a recipe for the trainer."""
     if not recipe.parallel.channels_last or recipe.model.entry:
         return []
     kind = recipe.model.kind
-    why = "which always computes so" if kind == "convnet" else "which has no images"
-    return [f"parallel.channels_last has no effect on a {kind}, {why}: it is for model.entry"]
+    reason = "which always computes so" if kind == "convnet" else "which has no images"
+    return [f"parallel.channels_last has no effect on a {kind}, {reason}: it is for model.entry"]
 
 
-def _why(layout: Layout) -> str:
+def _unused_reason(layout: Layout) -> str:
     if layout.gradient_ranks == 1:
         return "has no data-parallel ranks that would share anything"
-    return "averages gradients with fully_shard, not with DDP" if layout.fully_sharded else "shards no parameters"
+    return "averages gradients with fully_shard, not with DDP" if layout.is_fully_sharded else "shards no parameters"
 
 
-def of_unseen_model(layout: Layout, whose: str, *, counted: bool = False) -> list[str]:
-    """``whose`` model: one that is only made when the run starts, so that nothing here can say how it may be split.
-    ``counted``: it was made to be counted, and can be split over tp and pp."""
-    needs = [
-        need
-        for degree, need in (
-            (1 if counted else layout.tp, f"a tp_plan (tp {layout.tp})"),
-            (1 if counted else layout.pp, f"pipeline_units (pp {layout.pp})"),
+def unbuilt_model_warnings(layout: Layout, subject: str, *, is_counted: bool = False) -> list[str]:
+    """``subject`` model: one that is only made when the run starts, so that nothing here can say how it may be split.
+    ``is_counted``: it was made to be counted, and can be split over tp and pp."""
+    requirements = [
+        requirement
+        for degree, requirement in (
+            (1 if is_counted else layout.tp, f"a tp_plan (tp {layout.tp})"),
+            (1 if is_counted else layout.pp, f"pipeline_units (pp {layout.pp})"),
             (layout.cp, f"SelfAttention (cp {layout.cp})"),
         )
         if degree > 1
     ]
-    if not needs:
+    if not requirements:
         return []
-    return [f"{whose} is not seen before the run starts, and is refused then if it lacks {' or '.join(needs)}"]
+    return [f"{subject} is not seen before the run starts, and is refused then if it lacks {' or '.join(requirements)}"]
 
 
-def of_bubble(layout: Layout, batch: Batch, *, fastest: bool = False) -> list[str]:
+def bubble_warnings(layout: Layout, batch: Batch, *, is_fastest: bool = False) -> list[str]:
     """Where a pipeline has too few micro-batches to be well filled.
-    ``fastest``: smaller ones are slower, as a search has found."""
-    micro_batches, enough = batch.grad_accum, pipeline_schedules.enough(layout)
-    if layout.pp == 1 or micro_batches >= enough:
+    ``is_fastest``: smaller ones are slower, as a search has found."""
+    micro_batches, minimum = batch.grad_accum, pipeline_schedules.min_micro_batches(layout)
+    if layout.pp == 1 or micro_batches >= minimum:
         return []
-    idle, then = (
+    bubble, improved_bubble = (
         pipeline_schedules.bubble_fraction(layout, micro_batches),
-        pipeline_schedules.bubble_fraction(layout, enough),
+        pipeline_schedules.bubble_fraction(layout, minimum),
     )
-    cost = "leave a bubble" if idle is None else f"leave a bubble of {idle:.0%} of the step"
-    smaller = " or a smaller train.micro_batch" if batch.micro_batch > 1 and not fastest else ""
+    cost = "leave a bubble" if bubble is None else f"leave a bubble of {bubble:.0%} of the step"
+    smaller = " or a smaller train.micro_batch" if batch.micro_batch > 1 and not is_fastest else ""
     return [
-        f"{counted(micro_batches, 'micro-batch')} on a pipeline of {layout.pp} ranks {cost}; {enough} or more would "
-        f"leave {then or 0:.0%}: a larger train.global_batch{smaller}"
+        f"{pluralize(micro_batches, 'micro-batch')} on a pipeline of {layout.pp} ranks {cost}; {minimum} or more would "
+        f"leave {improved_bubble or 0:.0%}: a larger train.global_batch{smaller}"
     ]
 
 
 # Elements in 16 bytes, which a dimension must be a multiple of for the matrix units to be used well; and in 128 bytes,
 # for the best tiles (NVIDIA, "Matrix Multiplication Background User's Guide", table "Tensor Core requirements").
-_ALIGNED: dict[Precision, tuple[int, int]] = {"fp16": (8, 64), "bf16": (8, 64), "tf32": (4, 32), "fp8": (16, 128)}
+_ALIGNMENT: dict[Precision, tuple[int, int]] = {"fp16": (8, 64), "bf16": (8, 64), "tf32": (4, 32), "fp8": (16, 128)}
 
 
-def of_alignment(
+def alignment_notes(
     model: ModelSpec, data: DataSpec, layout: Layout, micro_batch: int, precision: Precision, device: str
 ) -> tuple[list[str], list[str]]:
     """Reasons and warnings of the dimensions of the built-in transformers' matmuls that are no multiples of what matrix
     units work in, each as one rank has it. Nothing for models whose matmuls are not known here."""
-    if device != "cuda" or precision not in _ALIGNED or model.entry or model.kind == "convnet":
+    if device != "cuda" or precision not in _ALIGNMENT or model.entry or model.kind == "convnet":
         return [], []
     head = model.dim // model.heads
     sizes = {
@@ -132,67 +132,72 @@ def of_alignment(
     }
     if precision != "fp8":  # which is for Linear layers, and attention is none
         sizes["model.dim / model.heads"] = head
-    needed, best = _ALIGNED[precision]
-    a_rank = f", a rank's part of tp {layout.tp}" if layout.tp > 1 else ""
-    bad = [f"{name} {size} (next: {-(-size // best) * best})" for name, size in sizes.items() if size % needed]
-    fair = [f"{name} {size}" for name, size in sizes.items() if size % best and not size % needed]
-    warnings = [
-        f"no multiple of {needed}, so the matrix units for {precision} work at a fraction of their rate: "
-        f"{', '.join(bad)}{a_rank}"
+    required, preferred = _ALIGNMENT[precision]
+    per_rank = f", a rank's part of tp {layout.tp}" if layout.tp > 1 else ""
+    misaligned = [
+        f"{name} {size} (next: {-(-size // preferred) * preferred})" for name, size in sizes.items() if size % required
     ]
-    reasons = [f"multiples of {needed} and not of {best}, which {precision} likes better: {', '.join(fair)}{a_rank}"]
-    return reasons if fair else [], warnings if bad else []
+    suboptimal = [f"{name} {size}" for name, size in sizes.items() if size % preferred and not size % required]
+    warnings = [
+        f"no multiple of {required}, so the matrix units for {precision} work at a fraction of their rate: "
+        f"{', '.join(misaligned)}{per_rank}"
+    ]
+    reasons = [
+        f"multiples of {required} and not of {preferred}, which {precision} likes better:"
+        f" {', '.join(suboptimal)}{per_rank}"
+    ]
+    return reasons if suboptimal else [], warnings if misaligned else []
 
 
-def of_own_loss(recipe: Recipe) -> list[str]:
+def model_loss_warnings(recipe: Recipe) -> list[str]:
     """Of a model of the user's own that nobody has looked at: what decides may be nothing that is measured."""
-    decides = recipe.deciding_metric
-    name = cross_checks.missing_with_own_loss(recipe, decides)
+    metric = recipe.deciding_metric
+    name = cross_checks.find_unmeasured_metric(recipe, metric)
     if not name:
         return []
     return [
-        f"contract.metric = {decides!r} is measured only if {recipe.model.entry} has no loss of its own, else the run "
+        f"contract.metric = {metric!r} is measured only if {recipe.model.entry} has no loss of its own, else the run "
         f"ends as it starts: name {name!r} in evaluation.metrics"
     ]
 
 
-def of_patience(recipe: Recipe) -> list[str]:
+def patience_warnings(recipe: Recipe) -> list[str]:
     """Where the run is over before so many evaluations could end it."""
-    asked, every, steps = recipe.evaluation.patience, recipe.evaluate_every, recipe.train.steps
-    if not asked or not recipe.data.validates or asked * every < steps:
+    patience, interval, steps = recipe.evaluation.patience, recipe.evaluation_interval, recipe.train.steps
+    if not patience or not recipe.data.has_validation or patience * interval < steps:
         return []
-    there = counted(-(-steps // every), "evaluation")
-    return [f"evaluation.patience = {asked} never ends the run, which has {there}, the last one at its end"]
+    evaluations = pluralize(-(-steps // interval), "evaluation")
+    return [f"evaluation.patience = {patience} never ends the run, which has {evaluations}, the last one at its end"]
 
 
-def of_plateau(recipe: Recipe) -> list[str]:
+def plateau_warnings(recipe: Recipe) -> list[str]:
     """Where the run is over before so many evaluations could lower its rate."""
-    schedule, every, steps = recipe.schedule, recipe.evaluate_every, recipe.train.steps
+    schedule, interval, steps = recipe.schedule, recipe.evaluation_interval, recipe.train.steps
     first = schedule.patience + 2  # one to compare with, those that are borne, and the next one
-    if schedule.kind != "plateau" or not recipe.data.validates or first * every < steps:
+    if schedule.kind != "plateau" or not recipe.data.has_validation or first * interval < steps:
         return []
-    there = counted(-(-steps // every), "evaluation")
+    evaluations = pluralize(-(-steps // interval), "evaluation")
     return [
         f"schedule.patience = {schedule.patience} never lowers the rate: evaluation {first} is the first that can, and "
-        f"the run has {there}, the last one at its end"
+        f"the run has {evaluations}, the last one at its end"
     ]
 
 
-def of_budget(contract: ContractSpec, step_s: float | None, steps: int, ranks: int) -> list[str]:
+def budget_warnings(contract: ContractSpec, step_s: float | None, steps: int, ranks: int) -> list[str]:
     """Where the predicted time is more than the contract allows. Nothing where no time is predicted."""
     if step_s is None or not contract.has_budget:
         return []
     hours = steps * step_s / 3600
     predicted = {"gpu_hours": hours * ranks, "wall_hours": hours, "cost": hours * ranks * contract.gpu_hour_cost}
-    over = {name: n for name, n in predicted.items() if 0 < getattr(contract, name) < n}
-    if not over:
+    exceeded = {name: n for name, n in predicted.items() if 0 < getattr(contract, name) < n}
+    if not exceeded:
         return []
-    words = " and ".join(
-        f"contract.{name} = {getattr(contract, name):g} ({n:.4g} predicted)" for name, n in over.items()
+    limits = " and ".join(
+        f"contract.{name} = {getattr(contract, name):g} ({n:.4g} predicted)" for name, n in exceeded.items()
     )
-    done = min(getattr(contract, name) / n for name, n in over.items())
-    then = "it stops" if contract.when_spent == "stop" else "there is a warning"
+    fraction = min(getattr(contract, name) / n for name, n in exceeded.items())
+    action = "it stops" if contract.when_spent == "stop" else "there is a warning"
     return [
-        f"{steps} steps of {step_s:.3g} s on {counted(ranks, 'rank')} need more than {words}: {then} at about step "
-        f"{int(done * steps)}, sooner with start-up, evaluations and checkpoints"
+        f"{steps} steps of {step_s:.3g} s on {pluralize(ranks, 'rank')} need more than {limits}: {action} at about step"
+        f" {int(fraction * steps)}, sooner with start-up, evaluations and checkpoints"
     ]

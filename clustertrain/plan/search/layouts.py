@@ -17,28 +17,28 @@ from clustertrain.config.recipe import Precision
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.batch import divisors
 from clustertrain.plan.cost import memory, step_time
-from clustertrain.plan.cost.activations import Pass, activation_bytes, logits_bytes
-from clustertrain.plan.cost.frameworks import Stack
-from clustertrain.plan.cost.memory import Memory
-from clustertrain.plan.cost.model_shape import Decoder
-from clustertrain.plan.cost.step_time import Core, Machine, Step, Work
+from clustertrain.plan.cost.activations import PassConfig, activation_bytes, logits_bytes
+from clustertrain.plan.cost.frameworks import Framework
+from clustertrain.plan.cost.memory import MemoryEstimate
+from clustertrain.plan.cost.model_shape import DecoderShape
+from clustertrain.plan.cost.step_time import ComputeTime, Machine, StepEstimate, StepWithoutDP
 from clustertrain.plan.layout import Layout, Strategy
 
 # What two predictions differ by means little below the model's own error (docs/planner.md): another kind of parallelism
 # has to earn SIMPLER, another degree or way to shard TIE.
-SIMPLER, TIE = 0.05, 0.03
-LARGEST_MICRO_BATCH = 64
-RECOMPUTES = ("none", "selective", "full")
-HOPELESS = 2.0  # times the fastest: not looked at any more
+SIMPLICITY_MARGIN, TIE_MARGIN = 0.05, 0.03
+MAX_MICRO_BATCH = 64
+CHECKPOINTING_MODES = ("none", "selective", "full")
+MAX_SLOWDOWN = 2.0  # times the fastest: not looked at any more
 # Ranks that share parameters: the most for which there is a published run that went well (arXiv 2304.11277, section
 # 5.4); ZeRO-3 over 1536 lost two thirds of its speed (SC21, arXiv 2104.04473, table 2).
-LARGEST_GROUP = 512
+MAX_SHARD_GROUP = 512
 VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8)
 FAMILIES = ("single", "ddp", "zero1", "fsdp", "hybrid-shard", "tensor parallel", "pipeline", "context parallel")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class SearchConstraints:
     """What the user has fixed; 0 and empty are free."""
 
     strategy: Strategy | None = None
@@ -48,34 +48,34 @@ class Wanted:
     dp_replicate: int = 0
     dp_shard: int = 0
     micro_batch: int = 0
-    recompute: str = ""
+    activation_checkpointing: str = ""
     schedule: str = ""
     virtual_stages: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class SearchProblem:
     """``limit_gib``: what a rank may need, the safety margin taken off."""
 
-    model: Decoder
-    world: int
+    model: DecoderShape
+    world_size: int
     gpus_per_node: int
     seq_len: int
     global_batch: int
-    compute: Precision
+    precision: Precision
     parallel: ParallelSpec
     machine: Machine
-    stack: Stack
+    framework: Framework
     limit_gib: float
-    wanted: Wanted = field(default_factory=Wanted)
+    constraints: SearchConstraints = field(default_factory=SearchConstraints)
 
 
 @dataclass(frozen=True)
 class Candidate:
     layout: Layout
-    run: Pass
-    step: Step
-    need: Memory
+    config: PassConfig
+    step: StepEstimate
+    memory: MemoryEstimate
 
     @property
     def step_s(self) -> float:
@@ -83,35 +83,35 @@ class Candidate:
 
     @property
     def peak_gib(self) -> float:
-        return self.need.peak_gib or 0.0
+        return self.memory.peak_gib or 0.0
 
     @property
     def family(self) -> str:
-        return family(self.layout)
+        return classify_layout(self.layout)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """``fitting``: one candidate a layout (its fastest micro-batch and recomputation), the best first; ``smallest``: of
-    each family that fits nowhere the candidate that needs least; ``considered``: combinations looked at, and ``tried``
-    their families."""
+    each family that fits nowhere the candidate that needs least; ``considered``: combinations looked at, and
+    ``families_tried`` their families."""
 
     fitting: tuple[Candidate, ...]
     smallest: tuple[Candidate, ...]
     considered: int
-    tried: frozenset[str]
+    families_tried: frozenset[str]
 
     @property
     def best(self) -> Candidate | None:
         return self.fitting[0] if self.fitting else None
 
 
-def family(layout: Layout) -> str:
+def classify_layout(layout: Layout) -> str:
     """The most elaborate thing that a layout uses."""
-    return _family(layout, layout.strategy)
+    return _classify(layout, layout.strategy)
 
 
-def _family(degrees: Layout, strategy: str) -> str:
+def _classify(degrees: Layout, strategy: str) -> str:
     if degrees.cp > 1:
         return "context parallel"
     if degrees.pp > 1:
@@ -121,310 +121,363 @@ def _family(degrees: Layout, strategy: str) -> str:
     return "fsdp" if strategy == "fsdp-grad-op" else strategy
 
 
-def _alike(layout: Layout, strategy: str) -> tuple[object, ...]:
+def _tie_key(layout: Layout, strategy: str) -> tuple[object, ...]:
     """What two layouts have in common between which only time decides."""
     return strategy, layout.tp > 1, layout.pp > 1, layout.cp > 1, layout.virtual_stages > 1
 
 
-def kinds(layout: Layout) -> int:
+def count_parallelisms(layout: Layout) -> int:
     """How many kinds of parallelism there are besides the data-parallel one. Split sequences count twice: they are the
     rarest, and below very long sequences nobody else runs them."""
     return (layout.tp > 1) + (layout.pp > 1) + 2 * (layout.cp > 1)
 
 
-def cost(candidate: Candidate) -> float:
+def penalized_step_s(candidate: Candidate) -> float:
     """Seconds, with what each kind of parallelism has to earn."""
-    return candidate.step_s * (1 + SIMPLER) ** kinds(candidate.layout)
+    return candidate.step_s * (1 + SIMPLICITY_MARGIN) ** count_parallelisms(candidate.layout)
 
 
-def machinery(layout: Layout) -> tuple[int, ...]:
+def complexity_key(layout: Layout) -> tuple[int, ...]:
     """What decides between layouts that cost about the same: the fewer and simpler kinds, the smaller degrees, then
     less recomputation."""
-    order = ("single", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard")
-    redone = RECOMPUTES.index(layout.activation_checkpointing)
-    kind = FAMILIES.index(family(layout))
-    return kinds(layout), kind, order.index(layout.strategy), layout.tp * layout.pp * layout.cp, redone
+    strategy_order = ("single", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard")
+    checkpointing_index = CHECKPOINTING_MODES.index(layout.activation_checkpointing)
+    family_index = FAMILIES.index(classify_layout(layout))
+    return (
+        count_parallelisms(layout),
+        family_index,
+        strategy_order.index(layout.strategy),
+        layout.tp * layout.pp * layout.cp,
+        checkpointing_index,
+    )
 
 
-def search(problem: Problem) -> Found:
+def search(problem: SearchProblem) -> SearchResult:
     """Look at every valid layout. Pure arithmetic: a thousand layouts take some hundredths of a second."""
     return _Search(problem).run()
 
 
 @dataclass(frozen=True)
-class _Way:
+class _PartialCandidate:
     """Degrees, micro-batch and recomputation with the seconds that do not depend on how parameters are sharded."""
 
     layout: Layout  # its data-parallel part is open
-    run: Pass
-    core: Core
+    config: PassConfig
+    without_dp: StepWithoutDP
 
 
 class _Search:
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
-        self.work: dict[tuple[int, int, int], Work] = {}
-        self.kept: memory.Kept = {}
-        self.fastest: dict[str, float] = {}  # of each family, seconds
-        self.alike: dict[tuple[object, ...], float] = {}  # of layouts of the same kinds and strategy
+        self.compute_times: dict[tuple[int, int, int], ComputeTime] = {}
+        self.activation_cache: memory.ActivationCache = {}
+        self.fastest_by_family: dict[str, float] = {}  # of each family, seconds
+        self.fastest_by_tie_key: dict[tuple[object, ...], float] = {}  # of layouts of the same kinds and strategy
         self.fitting: dict[tuple[object, ...], Candidate] = {}
-        self.missed: dict[tuple[object, ...], Candidate] = {}  # of each layout the first that did not fit
-        self.states: dict[tuple[object, ...], float] = {}  # GiB of what did not fit, at least, without activations
+        self.not_fitting: dict[tuple[object, ...], Candidate] = {}  # of each layout the first that did not fit
+        self.min_states_gib: dict[
+            tuple[object, ...], float
+        ] = {}  # GiB of what did not fit, at least, without activations
         self.considered = 0
-        self.tried: set[str] = set()
+        self.families_tried: set[str] = set()
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """From the ways that are fast at best: the rest is mostly told from its best alone."""
-        ways = [way for degrees in _degrees(self.problem) for way in self._ways(*degrees)]
-        ways.sort(key=lambda way: way.core.seconds)
-        for way in ways:
-            if way.core.seconds > HOPELESS * min(self.fastest.values(), default=math.inf):
+        partials = [
+            partial for degrees in _parallel_degrees(self.problem) for partial in self._partial_candidates(*degrees)
+        ]
+        partials.sort(key=lambda partial: partial.without_dp.total_s)
+        for partial in partials:
+            if partial.without_dp.total_s > MAX_SLOWDOWN * min(self.fastest_by_family.values(), default=math.inf):
                 break
-            self._shard(way)
-        return self.found()
+            self._try_sharding(partial)
+        return self.build_result()
 
-    def _ways(self, tp: int, cp: int, pp: int, schedule: str | None, virtual: int) -> Iterator[_Way]:
-        problem, wanted = self.problem, self.problem.wanted
-        data = problem.world // (tp * cp * pp)
-        if problem.global_batch % data:
+    def _partial_candidates(
+        self, tp: int, cp: int, pp: int, schedule: str | None, virtual_stages: int
+    ) -> Iterator[_PartialCandidate]:
+        problem, constraints = self.problem, self.problem.constraints
+        dp_ranks = problem.world_size // (tp * cp * pp)
+        if problem.global_batch % dp_ranks:
             return
-        share = problem.global_batch // data
+        rank_batch = problem.global_batch // dp_ranks
         layouts = [
             Layout(
-                dp_replicate=data, tp=tp, sequence_parallel=problem.parallel.sequence_parallel and tp > 1, cp=cp, pp=pp,
-                schedule=schedule, virtual_stages=virtual, activation_checkpointing=mode,
+                dp_replicate=dp_ranks, tp=tp, sequence_parallel=problem.parallel.sequence_parallel and tp > 1,
+                cp=cp, pp=pp,
+                schedule=schedule, virtual_stages=virtual_stages, activation_checkpointing=mode,
             )
-            for mode in ([wanted.recompute] if wanted.recompute else RECOMPUTES)
-            if mode != "selective" or schedule not in pipeline_schedules.TWO_PART_BACKWARD
+            for mode in (
+                [constraints.activation_checkpointing] if constraints.activation_checkpointing else CHECKPOINTING_MODES
+            )
+            if mode != "selective" or schedule not in pipeline_schedules.SPLIT_BACKWARD_SCHEDULES
         ]  # fmt: skip
         if not layouts:
             return
-        for micro in [wanted.micro_batch] if wanted.micro_batch else _micro_batches(share):
-            if share % micro or pipeline_schedules.why_not(layouts[0], share // micro):
+        for micro_batch in [constraints.micro_batch] if constraints.micro_batch else _micro_batches(rank_batch):
+            if rank_batch % micro_batch or pipeline_schedules.unsupported_reason(layouts[0], rank_batch // micro_batch):
                 continue
-            run = self._pass(layouts[0], micro, share // micro)
-            work = self._work(layouts[0], run)
+            config = self._build_pass_config(layouts[0], micro_batch, rank_batch // micro_batch)
+            compute_time = self._compute_time(layouts[0], config)
             for layout in layouts:
-                core = step_time.core_of(problem.model, layout, run, problem.stack, problem.machine, work)
-                yield _Way(layout, run, core)
+                without_dp = step_time.estimate_without_dp(
+                    problem.model, layout, config, problem.framework, problem.machine, compute_time
+                )
+                yield _PartialCandidate(layout, config, without_dp)
 
-    def _shard(self, way: _Way) -> None:
+    def _try_sharding(self, partial: _PartialCandidate) -> None:
         """The way with each kind of data parallelism, as far as it could win."""
-        open_layout, room = way.layout, self.problem.limit_gib - self._least_gib(way)
-        for strategy, replicate, shard in _data_kinds(
+        open_layout, headroom_gib = partial.layout, self.problem.limit_gib - self._min_activations_gib(partial)
+        for strategy, replicate, shard in _data_parallel_options(
             self.problem, open_layout.dp_replicate, open_layout.tp, open_layout.cp, open_layout.pp
         ):
             self.considered += 1
-            kind = _family(open_layout, strategy)
-            self.tried.add(kind)
-            if way.core.seconds > (1 + TIE) * self.alike.get(_alike(open_layout, strategy), math.inf):
+            family = _classify(open_layout, strategy)
+            self.families_tried.add(family)
+            if partial.without_dp.total_s > (1 + TIE_MARGIN) * self.fastest_by_tie_key.get(
+                _tie_key(open_layout, strategy), math.inf
+            ):
                 continue
-            where = (strategy, shard, open_layout.tp, open_layout.cp, open_layout.pp, open_layout.virtual_stages)
-            if where in self.states and room < self.states[where]:
+            layout_key = (strategy, shard, open_layout.tp, open_layout.cp, open_layout.pp, open_layout.virtual_stages)
+            if layout_key in self.min_states_gib and headroom_gib < self.min_states_gib[layout_key]:
                 continue
             layout = msgspec.structs.replace(
                 open_layout, strategy=strategy, dp_replicate=replicate, dp_shard=shard, zero1=strategy == "zero1",
                 reshard_after_forward=strategy != "fsdp-grad-op" and open_layout.pp == 1,
             )  # fmt: skip
-            if self.problem.parallel.offload and layout.fully_sharded:
+            if self.problem.parallel.offload and layout.is_fully_sharded:
                 layout = msgspec.structs.replace(layout, offload=True)
-            self._take(way, layout, kind, where)
+            self._keep_fastest(partial, layout, family, layout_key)
 
-    def _least_gib(self, way: _Way) -> float:
+    def _min_activations_gib(self, partial: _PartialCandidate) -> float:
         """Of activations and logits, which no way to shard parameters makes less. Of a pipeline nothing: the stage that
         holds most parameters need not be the one with the logits."""
-        if way.layout.pp > 1:
+        if partial.layout.pp > 1:
             return 0.0
-        run, of = dataclasses.replace(way.run, autocast=False), self.problem
-        kept = logits_bytes(of.model, run, way.layout, of.stack)
-        kept += activation_bytes(of.model, run, way.layout, stack=of.stack)
-        return kept / memory.GIB
+        config, problem = dataclasses.replace(partial.config, autocast=False), self.problem
+        kept_bytes = logits_bytes(problem.model, config, partial.layout, problem.framework)
+        kept_bytes += activation_bytes(problem.model, config, partial.layout, framework=problem.framework)
+        return kept_bytes / memory.GIB
 
-    def _least_states(self, layout: Layout, run: Pass) -> float:
+    def _min_states_gib(self, layout: Layout, config: PassConfig) -> float:
         """GiB of parameters, gradients and optimizer state, without what depends on recomputation and micro-batches:
         casts of the weights, whole gradients between micro-batches."""
-        once = dataclasses.replace(run, autocast=False, grad_accum=1)
-        need = memory.of_rank(self.problem.model, layout, once, None, self.problem.stack)
-        return sum(part or 0.0 for part in (need.params_gib, need.grads_gib, need.optimizer_gib))
+        single_pass = dataclasses.replace(config, autocast=False, grad_accum=1)
+        estimate = memory.estimate_memory(self.problem.model, layout, single_pass, None, self.problem.framework)
+        return sum(
+            states_gib or 0.0 for states_gib in (estimate.params_gib, estimate.grads_gib, estimate.optimizer_gib)
+        )
 
-    def _take(self, way: _Way, layout: Layout, kind: str, where: tuple[object, ...]) -> None:
+    def _keep_fastest(
+        self, partial: _PartialCandidate, layout: Layout, family: str, layout_key: tuple[object, ...]
+    ) -> None:
         """Keep the fastest that fits; memory is dearer to count than time, so it is asked for last."""
-        problem, known = self.problem, self.fitting.get(where)
-        run = dataclasses.replace(way.run, autocast=False) if layout.fully_sharded else way.run
-        for defer in self._reductions(layout, run):
-            tried = msgspec.structs.replace(layout, defer_reduction=defer)
-            step = step_time.with_data(way.core, problem.model, tried, run, problem.stack, problem.machine)
-            alike = _alike(layout, layout.strategy)
-            better = min((1 + TIE) * self.alike.get(alike, math.inf), known.step_s if known else math.inf)
-            if step.step_s >= better:
+        problem, incumbent = self.problem, self.fitting.get(layout_key)
+        config = dataclasses.replace(partial.config, autocast=False) if layout.is_fully_sharded else partial.config
+        for defer in self._defer_options(layout, config):
+            variant = msgspec.structs.replace(layout, defer_reduction=defer)
+            step = step_time.add_data_parallel(
+                partial.without_dp, problem.model, variant, config, problem.framework, problem.machine
+            )
+            tie_key = _tie_key(layout, layout.strategy)
+            threshold_s = min(
+                (1 + TIE_MARGIN) * self.fastest_by_tie_key.get(tie_key, math.inf),
+                incumbent.step_s if incumbent else math.inf,
+            )
+            if step.step_s >= threshold_s:
                 return
-            need = memory.of_rank(problem.model, tried, run, None, problem.stack, self.kept)
-            candidate = Candidate(tried, run, step, need)
+            estimate = memory.estimate_memory(
+                problem.model, variant, config, None, problem.framework, self.activation_cache
+            )
+            candidate = Candidate(variant, config, step, estimate)
             if candidate.peak_gib <= problem.limit_gib:
-                self.fitting[where] = candidate
-                self.fastest[kind] = min(step.step_s, self.fastest.get(kind, step.step_s))
-                self.alike[alike] = min(step.step_s, self.alike.get(alike, step.step_s))
+                self.fitting[layout_key] = candidate
+                self.fastest_by_family[family] = min(step.step_s, self.fastest_by_family.get(family, step.step_s))
+                self.fastest_by_tie_key[tie_key] = min(step.step_s, self.fastest_by_tie_key.get(tie_key, step.step_s))
                 return
-        if where not in self.states:
-            self.states[where] = self._least_states(layout, run)
-            self.missed[where] = candidate
+        if layout_key not in self.min_states_gib:
+            self.min_states_gib[layout_key] = self._min_states_gib(layout, config)
+            self.not_fitting[layout_key] = candidate
 
-    def _reductions(self, layout: Layout, run: Pass) -> tuple[bool, ...]:
-        wanted = self.problem.parallel.defer_reduction
+    def _defer_options(self, layout: Layout, config: PassConfig) -> tuple[bool, ...]:
+        setting = self.problem.parallel.defer_reduction
         if layout.pp > 1:  # torch's stages keep gradients whole until the schedule's end
             return (True,)
-        if wanted != "auto":
-            return (wanted,)
-        return (True, False) if layout.fully_sharded and run.grad_accum > 1 else (True,)
+        if setting != "auto":
+            return (setting,)
+        return (True, False) if layout.is_fully_sharded and config.grad_accum > 1 else (True,)
 
-    def _least(self, candidate: Candidate) -> Candidate:
+    def _smallest_variant(self, candidate: Candidate) -> Candidate:
         """The same layout with as little memory as recomputation and the smallest micro-batch make it need."""
-        problem, wanted = self.problem, self.problem.wanted
-        share = candidate.run.micro_batch * candidate.run.grad_accum
-        micro = wanted.micro_batch or min(
-            m for m in divisors(share) if not pipeline_schedules.why_not(candidate.layout, share // m)
+        problem, constraints = self.problem, self.problem.constraints
+        rank_batch = candidate.config.micro_batch * candidate.config.grad_accum
+        micro_batch = constraints.micro_batch or min(
+            m
+            for m in divisors(rank_batch)
+            if not pipeline_schedules.unsupported_reason(candidate.layout, rank_batch // m)
         )
-        run = dataclasses.replace(candidate.run, micro_batch=micro, grad_accum=share // micro)
+        config = dataclasses.replace(candidate.config, micro_batch=micro_batch, grad_accum=rank_batch // micro_batch)
         layout = msgspec.structs.replace(
             candidate.layout,
-            activation_checkpointing=wanted.recompute or "full",
-            defer_reduction=self._reductions(candidate.layout, run)[-1],
+            activation_checkpointing=constraints.activation_checkpointing or "full",
+            defer_reduction=self._defer_options(candidate.layout, config)[-1],
         )
-        need = memory.of_rank(problem.model, layout, run, None, problem.stack)
-        return Candidate(layout, run, candidate.step, need)
+        estimate = memory.estimate_memory(problem.model, layout, config, None, problem.framework)
+        return Candidate(layout, config, candidate.step, estimate)
 
-    def _pass(self, layout: Layout, micro: int, accumulate: int) -> Pass:
+    def _build_pass_config(self, layout: Layout, micro_batch: int, grad_accum: int) -> PassConfig:
         problem = self.problem
-        return Pass(
+        return PassConfig(
             seq_len=problem.seq_len,
-            micro_batch=micro,
-            grad_accum=accumulate,
-            compute=problem.compute,
+            micro_batch=micro_batch,
+            grad_accum=grad_accum,
+            precision=problem.precision,
             # As the time of its sends needs it; of the data-parallel alone, where a sharded one has none, see _take.
-            autocast=problem.compute in ("bf16", "fp16", "fp8") and not layout.fully_sharded,
+            autocast=problem.precision in ("bf16", "fp16", "fp8") and not layout.is_fully_sharded,
             device="cuda",
             parallel=problem.parallel,
         )
 
-    def _work(self, layout: Layout, run: Pass) -> Work:
-        key = (layout.tp, layout.cp, run.micro_batch)
-        if key not in self.work:
+    def _compute_time(self, layout: Layout, config: PassConfig) -> ComputeTime:
+        key = (layout.tp, layout.cp, config.micro_batch)
+        if key not in self.compute_times:
             problem = self.problem
-            self.work[key] = step_time.work_of(problem.model, layout, run, problem.stack, problem.machine.rates)
-        return self.work[key]
+            self.compute_times[key] = step_time.estimate_compute(
+                problem.model, layout, config, problem.framework, problem.machine.rates
+            )
+        return self.compute_times[key]
 
-    def found(self) -> Found:
-        least = [self._least(c) for c in self.missed.values() if c.family not in self.fastest]
+    def build_result(self) -> SearchResult:
+        variants = [
+            self._smallest_variant(c) for c in self.not_fitting.values() if c.family not in self.fastest_by_family
+        ]
         smallest: dict[str, Candidate] = {}
-        for c in sorted(least, key=lambda c: c.peak_gib):
+        for c in sorted(variants, key=lambda c: c.peak_gib):
             smallest.setdefault(c.family, c)
-        return Found(
-            fitting=tuple(ranked(list(self.fitting.values()))),
+        return SearchResult(
+            fitting=tuple(rank_candidates(list(self.fitting.values()))),
             smallest=tuple(smallest.values()),
             considered=self.considered,
-            tried=frozenset(self.tried),
+            families_tried=frozenset(self.families_tried),
         )
 
 
-def ranked(candidates: list[Candidate]) -> list[Candidate]:
+def rank_candidates(candidates: list[Candidate]) -> list[Candidate]:
     """By time; but first the simplest of those that cost about as little as the cheapest."""
-    order = sorted(candidates, key=lambda c: c.step_s)
-    if not order:
+    by_time = sorted(candidates, key=lambda c: c.step_s)
+    if not by_time:
         return []
-    least = min(map(cost, order))
-    first = min((c for c in order if cost(c) <= (1 + TIE) * least), key=lambda c: machinery(c.layout))
-    return [first, *(c for c in order if c is not first)]
+    lowest_cost = min(map(penalized_step_s, by_time))
+    simplest = min(
+        (c for c in by_time if penalized_step_s(c) <= (1 + TIE_MARGIN) * lowest_cost),
+        key=lambda c: complexity_key(c.layout),
+    )
+    return [simplest, *(c for c in by_time if c is not simplest)]
 
 
-def _micro_batches(share: int) -> list[int]:
-    return [m for m in divisors(share) if m <= LARGEST_MICRO_BATCH]
+def _micro_batches(rank_batch: int) -> list[int]:
+    return [m for m in divisors(rank_batch) if m <= MAX_MICRO_BATCH]
 
 
-def _degrees(problem: Problem) -> Iterator[tuple[int, int, int, str | None, int]]:
+def _parallel_degrees(problem: SearchProblem) -> Iterator[tuple[int, int, int, str | None, int]]:
     """(tp, cp, pp, schedule, virtual stages) that divide the world and the model."""
-    model, wanted, world = problem.model, problem.wanted, problem.world
-    for tp in [wanted.tp] if wanted.tp else _tensor_degrees(problem):
-        for cp in [wanted.cp] if wanted.cp else _context_degrees(problem, tp):
-            if world % (tp * cp):
+    model, constraints, world_size = problem.model, problem.constraints, problem.world_size
+    for tp in [constraints.tp] if constraints.tp else _tensor_degrees(problem):
+        for cp in [constraints.cp] if constraints.cp else _context_degrees(problem, tp):
+            if world_size % (tp * cp):
                 continue
-            for pp in [wanted.pp] if wanted.pp else divisors(world // (tp * cp)):
-                if pp > model.layers + 2 or world % (tp * cp * pp):
+            for pp in [constraints.pp] if constraints.pp else divisors(world_size // (tp * cp)):
+                if pp > model.layers + 2 or world_size % (tp * cp * pp):
                     continue
-                for schedule, virtual in _schedules(problem, pp):
-                    yield tp, cp, pp, schedule, virtual
+                for schedule, virtual_stages in _schedules(problem, pp):
+                    yield tp, cp, pp, schedule, virtual_stages
 
 
-def tensor_excluded(model: Decoder, tp: int) -> str:
+def indivisible_sizes(model: DecoderShape, tp: int) -> str:
     """Which size of the model ``tp`` does not divide; empty: it divides all."""
     sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn_dim": model.hidden, "vocab_size": model.vocab_size}
     return ", ".join(f"{name} {size}" for name, size in sizes.items() if size % tp)
 
 
-def _tensor_degrees(problem: Problem) -> list[int]:
+def _tensor_degrees(problem: SearchProblem) -> list[int]:
     """Inside a node only: the activations of every layer travel. The trainer does not split 8-bit layers."""
-    if problem.compute == "fp8":
+    if problem.precision == "fp8":
         return [1]
-    along = problem.parallel.sequence_parallel
+    sequence_parallel = problem.parallel.sequence_parallel
     return [
         tp
         for tp in sorted(divisors(problem.gpus_per_node))
-        if problem.world % tp == 0 and not tensor_excluded(problem.model, tp) and not (along and problem.seq_len % tp)
+        if problem.world_size % tp == 0
+        and not indivisible_sizes(problem.model, tp)
+        and not (sequence_parallel and problem.seq_len % tp)
     ]
 
 
-def _context_degrees(problem: Problem, tp: int) -> list[int]:
-    along = tp if problem.parallel.sequence_parallel else 1
-    return [cp for cp in (1, 2, 4, 8, 16, 32) if problem.world % (tp * cp) == 0 and problem.seq_len % (cp * along) == 0]
+def _context_degrees(problem: SearchProblem, tp: int) -> list[int]:
+    sp_degree = tp if problem.parallel.sequence_parallel else 1
+    return [
+        cp
+        for cp in (1, 2, 4, 8, 16, 32)
+        if problem.world_size % (tp * cp) == 0 and problem.seq_len % (cp * sp_degree) == 0
+    ]
 
 
-def _schedules(problem: Problem, pp: int) -> list[tuple[str | None, int]]:
-    wanted = problem.wanted
+def _schedules(problem: SearchProblem, pp: int) -> list[tuple[str | None, int]]:
+    constraints = problem.constraints
     if pp == 1:
         return [(None, 1)]
     layers, split = problem.model.layers, problem.parallel.split
-    if wanted.schedule in pipeline_schedules.TWO_PART_BACKWARD and problem.parallel.compile:
+    if constraints.schedule in pipeline_schedules.SPLIT_BACKWARD_SCHEDULES and problem.parallel.compile:
         return []  # plan/checks.py says why
-    if wanted.schedule:
-        virtual = wanted.virtual_stages or 1
-        runs = pp * virtual <= layers + 2 and (not split or pp * virtual == len(split) + 1)
-        return [(wanted.schedule, virtual)] if runs else []
+    if constraints.schedule:
+        virtual_stages = constraints.virtual_stages or 1
+        is_valid = pp * virtual_stages <= layers + 2 and (not split or pp * virtual_stages == len(split) + 1)
+        return [(constraints.schedule, virtual_stages)] if is_valid else []
     return [("1f1b", 1), *(("interleaved", v) for v in VIRTUAL_STAGES if pp * v <= layers + 2)]
 
 
-def _data_kinds(problem: Problem, data: int, tp: int, cp: int, pp: int) -> Iterator[tuple[Strategy, int, int]]:
-    """(strategy, dp_replicate, dp_shard) of ``data`` data-parallel ranks."""
-    wanted = problem.wanted
-    found: list[tuple[Strategy, int, int]] = []
-    if data * cp == 1:
-        found = [("single", 1, 1)]
-    elif data == 1:
-        found = [("single", 1, 1), ("fsdp", 1, 1)]  # the latter over the ranks that share a sequence
+def _data_parallel_options(
+    problem: SearchProblem, dp_ranks: int, tp: int, cp: int, pp: int
+) -> Iterator[tuple[Strategy, int, int]]:
+    """(strategy, dp_replicate, dp_shard) of ``dp_ranks`` data-parallel ranks."""
+    constraints = problem.constraints
+    options: list[tuple[Strategy, int, int]] = []
+    if dp_ranks * cp == 1:
+        options = [("single", 1, 1)]
+    elif dp_ranks == 1:
+        options = [("single", 1, 1), ("fsdp", 1, 1)]  # the latter over the ranks that share a sequence
     else:
-        found = [("ddp", data, 1)]
-        if wanted.strategy or data * cp <= LARGEST_GROUP:
-            found += [("fsdp", 1, data), ("fsdp-grad-op", 1, data)]
+        options = [("ddp", dp_ranks, 1)]
+        if constraints.strategy or dp_ranks * cp <= MAX_SHARD_GROUP:
+            options += [("fsdp", 1, dp_ranks), ("fsdp-grad-op", 1, dp_ranks)]
         if tp * cp * pp == 1:
-            found.append(("zero1", data, 1))
-        groups = _shard_groups(problem, data, tp * cp)
-        asked = wanted.strategy or wanted.dp_shard or wanted.dp_replicate
-        found += [("hybrid-shard", data // s, s) for s in groups if asked or s * cp <= LARGEST_GROUP]
-    for strategy, replicate, shard in found:
-        if wanted.strategy and strategy != wanted.strategy and not (strategy == "single" and found[1:] == []):
+            options.append(("zero1", dp_ranks, 1))
+        shard_sizes = _shard_groups(problem, dp_ranks, tp * cp)
+        is_requested = constraints.strategy or constraints.dp_shard or constraints.dp_replicate
+        options += [
+            ("hybrid-shard", dp_ranks // s, s) for s in shard_sizes if is_requested or s * cp <= MAX_SHARD_GROUP
+        ]
+    for strategy, replicate, shard in options:
+        if (
+            constraints.strategy
+            and strategy != constraints.strategy
+            and not (strategy == "single" and options[1:] == [])
+        ):
             continue
-        if wanted.dp_replicate not in (0, replicate) or wanted.dp_shard not in (0, shard):
+        if constraints.dp_replicate not in (0, replicate) or constraints.dp_shard not in (0, shard):
             continue
-        if pp > 1 and strategy == "fsdp-grad-op" and wanted.strategy != "fsdp-grad-op":
+        if pp > 1 and strategy == "fsdp-grad-op" and constraints.strategy != "fsdp-grad-op":
             continue  # in a pipeline fsdp keeps its parameters gathered anyway
         yield strategy, replicate, shard
 
 
-def _shard_groups(problem: Problem, data: int, inner: int) -> list[int]:
+def _shard_groups(problem: SearchProblem, dp_ranks: int, inner_ranks: int) -> list[int]:
     """What the user says; else inside a node, or of whole nodes: other groups would lie across the border of one."""
-    wanted = problem.wanted
-    if wanted.dp_shard or wanted.dp_replicate:
-        group = wanted.dp_shard or data // wanted.dp_replicate
-        return [group] if 1 < group < data and data % group == 0 else []
-    if problem.world <= problem.gpus_per_node:
+    constraints = problem.constraints
+    if constraints.dp_shard or constraints.dp_replicate:
+        group = constraints.dp_shard or dp_ranks // constraints.dp_replicate
+        return [group] if 1 < group < dp_ranks and dp_ranks % group == 0 else []
+    if problem.world_size <= problem.gpus_per_node:
         return []
-    node = max(1, problem.gpus_per_node // inner)
-    return [s for s in divisors(data) if 1 < s < data and (s % node == 0 or node % s == 0)]
+    dp_per_node = max(1, problem.gpus_per_node // inner_ranks)
+    return [s for s in divisors(dp_ranks) if 1 < s < dp_ranks and (s % dp_per_node == 0 or dp_per_node % s == 0)]

@@ -17,13 +17,13 @@ from clustertrain.config.parallel import ParallelSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan.batch import divisors
 from clustertrain.plan.cost import collectives, frameworks
-from clustertrain.plan.cost.activations import Pass
-from clustertrain.plan.cost.frameworks import Stack
-from clustertrain.plan.cost.model_shape import Shape
+from clustertrain.plan.cost.activations import PassConfig
+from clustertrain.plan.cost.frameworks import Framework
+from clustertrain.plan.cost.model_shape import DecoderSizes
 from clustertrain.plan.layout import Layout, Strategy
 
-DEFAULT_SEQ, DEFAULT_VOCAB = 2048, 50_304
-LARGEST, MOST_LAYERS = 1e9, 10_000  # of any number, beyond which a cell is a mistake
+DEFAULT_SEQ_LEN, DEFAULT_VOCAB_SIZE = 2048, 50_304
+MAX_VALUE, MAX_LAYERS = 1e9, 10_000  # of any number, beyond which a cell is a mistake
 GPUS_PER_NODE = 8  # of DGX and HGX systems; 4 in the trays of an NVL72
 _STRATEGIES: Mapping[str, Strategy] = {
     "fsdp_full": "fsdp", "zero3": "fsdp", "fsdp_grad_op": "fsdp-grad-op", "hsdp": "hybrid-shard", "zero1": "zero1",
@@ -37,54 +37,54 @@ _PRECISIONS = (
     (r"tf32", "tf32"),
     (r"fp32", "fp32"),
 )
-RING = ParallelSpec(context="ring")  # how the frameworks of the table do context parallel
+RING_ATTENTION = ParallelSpec(context="ring")  # how the frameworks of the table do context parallel
 # Families whose feed-forward layer is SwiGLU, where the number of parameters leaves it open.
-_GATED = re.compile(r"llama|qwen|mistral|internlm|gemma", re.IGNORECASE)
+_GATED_FAMILIES = re.compile(r"llama|qwen|mistral|internlm|gemma", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """``recompute`` may be empty and ``micro_batch``, ``global_batch`` and ``gpus`` 0: not stated."""
+class TableRow:
+    """``activation_checkpointing`` may be empty and ``micro_batch``, ``global_batch`` and ``gpus`` 0: not stated."""
 
-    shape: Shape
+    shape: DecoderSizes
     layout: Layout
     seq_len: int
     micro_batch: int
     global_batch: int
-    recompute: str
+    activation_checkpointing: str
     precision: str
     compiled: bool
-    stack: Stack
+    framework: Framework
     gpu: GpuType
     capacity_gib: float
     gpus_per_node: int
     fabric_gb_s: float
     gpus: int
-    stated: bool  # whether the layout is
+    has_layout: bool  # whether the layout is
 
     @property
     def grad_accum(self) -> int:
-        micro = max(1, self.micro_batch)
+        micro_batch = max(1, self.micro_batch)
         if not self.global_batch:
             return 4 * self.layout.pp if self.layout.pp > 1 else 1
-        return max(1, round(self.global_batch / (micro * self.layout.data_parallel)))
+        return max(1, round(self.global_batch / (micro_batch * self.layout.data_parallel)))
 
     @property
     def network(self) -> collectives.Network:
-        return collectives.of(self.gpu, self.gpus_per_node, self.fabric_gb_s)
+        return collectives.build_network(self.gpu, self.gpus_per_node, self.fabric_gb_s)
 
-    def pass_of(self) -> Pass:
-        return Pass(
+    def build_pass_config(self) -> PassConfig:
+        return PassConfig(
             seq_len=self.seq_len,
             micro_batch=max(1, self.micro_batch),
             grad_accum=self.grad_accum,
-            compute="fp8" if self.precision in ("fp8", "mxfp8", "fp4") else "bf16",
+            precision="fp8" if self.precision in ("fp8", "mxfp8", "fp4") else "bf16",
             device="cuda",
-            parallel=RING,
+            parallel=RING_ATTENTION,
         )
 
 
-def number(row: Mapping[str, str], name: str, default: float = 0.0) -> float:
+def parse_number(row: Mapping[str, str], name: str, default: float = 0.0) -> float:
     text = (row.get(name) or "").strip()
     if not text:
         return default
@@ -92,120 +92,124 @@ def number(row: Mapping[str, str], name: str, default: float = 0.0) -> float:
         value = float(text)
     except ValueError:
         raise ConfigError(f"{name} = {text!r} is not a number") from None
-    if not 0 <= value <= LARGEST:  # nan is not, either
-        raise ConfigError(f"{name} = {text!r} is not a number from 0 to {LARGEST:g}")
+    if not 0 <= value <= MAX_VALUE:  # nan is not, either
+        raise ConfigError(f"{name} = {text!r} is not a number from 0 to {MAX_VALUE:g}")
     return value
 
 
-def read(row: Mapping[str, str]) -> Row:
+def parse_row(row: Mapping[str, str]) -> TableRow:
     """Raises ConfigError: the GPU type is not known, a cell is no number, or the degrees contradict each other."""
     text = f"{row.get('source', '')} {row.get('note', '')}"
-    found = _variant(row, frameworks.find(text))
-    gpu = gpu_of(row)
-    compiled = (row.get("compile") or "no").strip().lower() not in ("no", "")
-    layout = layout_of(row, found)
-    shape = shape_of(row)
-    return Row(
+    framework = _adjust_framework(row, frameworks.find_framework(text))
+    gpu = find_row_gpu(row)
+    is_compiled = (row.get("compile") or "no").strip().lower() not in ("no", "")
+    layout = parse_layout(row, framework)
+    shape = parse_shape(row)
+    return TableRow(
         shape=shape,
         layout=layout,
-        seq_len=int(number(row, "seq")) or DEFAULT_SEQ,
-        micro_batch=int(number(row, "micro_bs")),
-        global_batch=int(number(row, "global_bs_seqs")),
-        recompute=_recompute(row),
-        precision=_precision(row),
-        compiled=compiled,
-        stack=frameworks.compiled(found) if compiled else found,
+        seq_len=int(parse_number(row, "seq")) or DEFAULT_SEQ_LEN,
+        micro_batch=int(parse_number(row, "micro_bs")),
+        global_batch=int(parse_number(row, "global_bs_seqs")),
+        activation_checkpointing=_parse_checkpointing(row),
+        precision=_parse_precision(row),
+        compiled=is_compiled,
+        framework=frameworks.with_compiled_model(framework) if is_compiled else framework,
         gpu=gpu,
-        capacity_gib=number(row, "gpu_mem_gib") or gpu.capacity_gib,
-        gpus_per_node=_gpus_per_node(row, gpu),
-        fabric_gb_s=fabric_of(text, gpu),
-        gpus=int(number(row, "n_gpus")) or _gpus_in_words(row.get("note") or "") or int(number(row, "dp")),
-        stated=any((row.get(name) or "").strip() for name in ("tp", "pp", "dp", "fsdp_or_zero")) or layout.cp > 1,
+        capacity_gib=parse_number(row, "gpu_mem_gib") or gpu.capacity_gib,
+        gpus_per_node=_parse_gpus_per_node(row, gpu),
+        fabric_gb_s=parse_fabric_gb_s(text, gpu),
+        gpus=int(parse_number(row, "n_gpus")) or _parse_gpus(row.get("note") or "") or int(parse_number(row, "dp")),
+        has_layout=any((row.get(name) or "").strip() for name in ("tp", "pp", "dp", "fsdp_or_zero")) or layout.cp > 1,
     )
 
 
-def _variant(row: Mapping[str, str], found: Stack) -> Stack:
+def _adjust_framework(row: Mapping[str, str], framework: Framework) -> Framework:
     """The framework with what the row says of its options: sequence parallel, the kind of ZeRO, fp32 gradients."""
-    kind, note = (row.get("fsdp_or_zero") or "").strip(), row.get("note") or ""
-    if kind.startswith("zero") and found.name == "transformers":
-        found = frameworks.named("deepspeed")
+    sharding, note = (row.get("fsdp_or_zero") or "").strip(), row.get("note") or ""
+    if sharding.startswith("zero") and framework.name == "transformers":
+        framework = frameworks.get_framework("deepspeed")
     if re.search(r"no sequence parallel|no SP\b", note):
-        found = replace(found, sequence_parallel=False)
+        framework = replace(framework, sequence_parallel=False)
     elif re.search(r"sequence parallel on|SP on|SP \+", note):
-        found = replace(found, sequence_parallel=True)
+        framework = replace(framework, sequence_parallel=True)
     if "fp32 grad" in (row.get("precision") or ""):
-        found = replace(found, grad_bytes=found.weight_bytes + 4, reduce_bytes=4)
-    if kind == "hier_zero1":
-        found = replace(found, zero_group=int(number(row, "dp")) // max(1, int(number(row, "hsdp_replicate", 1))))
+        framework = replace(framework, grad_bytes=framework.weight_bytes + 4, reduce_bytes=4)
+    if sharding == "hier_zero1":
+        framework = replace(
+            framework, zero_group=int(parse_number(row, "dp")) // max(1, int(parse_number(row, "hsdp_replicate", 1)))
+        )
     if "Liger" in note:
-        found = frameworks.with_liger(found)
-    return replace(found, shards_gradients=kind in ("zero2", "zero2_like"))
+        framework = frameworks.with_liger(framework)
+    return replace(framework, shards_gradients=sharding in ("zero2", "zero2_like"))
 
 
-def gpu_of(row: Mapping[str, str]) -> GpuType:
-    name, size = (row.get("gpu") or "").strip(), number(row, "gpu_mem_gib")
-    found = (hardware.find(f"{name}-{size:g}gb") if size else None) or hardware.find(name)
-    if found is None:
-        known = ", ".join(gpu.name for gpu in hardware.CATALOGUE)
-        raise ConfigError(f"gpu = {name!r} is not known; known: {known}")
-    return found
+def find_row_gpu(row: Mapping[str, str]) -> GpuType:
+    name, size = (row.get("gpu") or "").strip(), parse_number(row, "gpu_mem_gib")
+    match = (hardware.find_gpu_type(f"{name}-{size:g}gb") if size else None) or hardware.find_gpu_type(name)
+    if match is None:
+        known_types = ", ".join(gpu.name for gpu in hardware.CATALOGUE)
+        raise ConfigError(f"gpu = {name!r} is not known; known: {known_types}")
+    return match
 
 
-def _gpus_per_node(row: Mapping[str, str], gpu: GpuType) -> int:
-    return int(number(row, "gpus_per_node")) or (4 if gpu.domain else GPUS_PER_NODE)
+def _parse_gpus_per_node(row: Mapping[str, str], gpu: GpuType) -> int:
+    return int(parse_number(row, "gpus_per_node")) or (4 if gpu.domain else GPUS_PER_NODE)
 
 
-def fabric_of(text: str, gpu: GpuType) -> float:
+def parse_fabric_gb_s(text: str, gpu: GpuType) -> float:
     """GB/s a GPU of the network that the words name for a node, as ``4x200Gb``, ``1600 Gbps`` or AWS's ``p5``; or 0."""
     cloud = re.search(r"\b(p3dn|p4d|p5)\b", text)
     if cloud:
-        return fabrics.node_gb_s(f"efa-{cloud[1]}") / GPUS_PER_NODE
-    several = re.search(r"(\d{1,6})\s*x\s*(\d{1,6})\s*Gb", text)
-    if several:
-        return int(several[1]) * int(several[2]) / 8 / GPUS_PER_NODE
-    one = re.search(r"(\d{1,6})\s*Gbps", text)
-    return int(one[1]) / 8 / GPUS_PER_NODE if one else 0.0
+        return fabrics.parse_node_gb_s(f"efa-{cloud[1]}") / GPUS_PER_NODE
+    per_nic = re.search(r"(\d{1,6})\s*x\s*(\d{1,6})\s*Gb", text)
+    if per_nic:
+        return int(per_nic[1]) * int(per_nic[2]) / 8 / GPUS_PER_NODE
+    total = re.search(r"(\d{1,6})\s*Gbps", text)
+    return int(total[1]) / 8 / GPUS_PER_NODE if total else 0.0
 
 
-def _precision(row: Mapping[str, str]) -> str:
+def _parse_precision(row: Mapping[str, str]) -> str:
     text = (row.get("precision") or "").lower()
-    return next((name for words, name in _PRECISIONS if re.search(words, text.split("(")[0])), "bf16")
+    return next((name for pattern, name in _PRECISIONS if re.search(pattern, text.split("(")[0])), "bf16")
 
 
-def _recompute(row: Mapping[str, str]) -> str:
+def _parse_checkpointing(row: Mapping[str, str]) -> str:
     text = (row.get("act_ckpt") or "").strip()
     if text in ("", "none", "full", "selective_op", "selective_layer", "selective_attn"):
         return text
     if text.startswith("selective"):
         return "selective_attn"
-    known = "none, full, selective_attn, selective_op, selective_layer"
-    raise ConfigError(f"act_ckpt = {text!r} is not known; known: {known}")
+    choices = "none, full, selective_attn, selective_op, selective_layer"
+    raise ConfigError(f"act_ckpt = {text!r} is not known; known: {choices}")
 
 
-def layout_of(row: Mapping[str, str], found: Stack) -> Layout:
-    tp, pp, cp = (max(1, int(number(row, name, 1))) for name in ("tp", "pp", "cp"))
-    gpus = int(number(row, "n_gpus")) or _gpus_in_words(row.get("note") or "")
+def parse_layout(row: Mapping[str, str], framework: Framework) -> Layout:
+    tp, pp, cp = (max(1, int(parse_number(row, name, 1))) for name in ("tp", "pp", "cp"))
+    gpus = int(parse_number(row, "n_gpus")) or _parse_gpus(row.get("note") or "")
     if gpus and gpus % (tp * pp * cp):
         raise ConfigError(f"tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp} does not divide n_gpus = {gpus}")
-    dp = int(number(row, "dp")) or max(1, gpus // (tp * pp * cp))
+    dp = int(parse_number(row, "dp")) or max(1, gpus // (tp * pp * cp))
     if gpus and dp * tp * pp * cp != gpus:
         dp = max(1, gpus // (tp * pp * cp))
-    kind = (row.get("fsdp_or_zero") or "").strip()
-    if kind and kind not in _STRATEGIES:
-        raise ConfigError(f"fsdp_or_zero = {kind!r} is not known; known: {', '.join(_STRATEGIES)}")
-    strategy = _STRATEGIES.get(kind, "zero1" if found.distributed_optimizer else "fsdp" if tp * pp == 1 else "ddp")
-    if strategy == "ddp" and found.distributed_optimizer:
+    sharding = (row.get("fsdp_or_zero") or "").strip()
+    if sharding and sharding not in _STRATEGIES:
+        raise ConfigError(f"fsdp_or_zero = {sharding!r} is not known; known: {', '.join(_STRATEGIES)}")
+    strategy = _STRATEGIES.get(
+        sharding, "zero1" if framework.distributed_optimizer else "fsdp" if tp * pp == 1 else "ddp"
+    )
+    if strategy == "ddp" and framework.distributed_optimizer:
         strategy = "zero1"
-    groups = max(1, int(number(row, "hsdp_replicate", 1)))
+    groups = max(1, int(parse_number(row, "hsdp_replicate", 1)))
     if strategy in ("fsdp", "fsdp-grad-op") and groups > 1:
         strategy = "hybrid-shard"
     if strategy == "hybrid-shard" and dp % groups:
         raise ConfigError(f"hsdp_replicate = {groups} does not divide {dp} data-parallel ranks")
     sharded = strategy in ("fsdp", "fsdp-grad-op", "hybrid-shard")
-    virtual = max(1, int(number(row, "vpp", 1)))
+    virtual_stages = max(1, int(parse_number(row, "vpp", 1)))
     # Of a row that is said to be sharded, and not over how many, it is found out on how many it fits.
-    known = gpus or int(number(row, "dp")) or not kind
-    if dp == 1 and not (sharded and (cp > 1 or not known)):
+    is_size_known = gpus or int(parse_number(row, "dp")) or not sharding
+    if dp == 1 and not (sharded and (cp > 1 or not is_size_known)):
         strategy = "single"
     return Layout(
         strategy=strategy,
@@ -213,65 +217,65 @@ def layout_of(row: Mapping[str, str], found: Stack) -> Layout:
         dp_shard=(dp // groups if strategy == "hybrid-shard" else dp) if sharded else 1,
         zero1=strategy == "zero1",
         tp=tp,
-        sequence_parallel=found.sequence_parallel and tp > 1,
+        sequence_parallel=framework.sequence_parallel and tp > 1,
         cp=cp,
         pp=pp,
-        schedule=("interleaved" if virtual > 1 else "1f1b") if pp > 1 else None,
-        virtual_stages=virtual if pp > 1 else 1,
+        schedule=("interleaved" if virtual_stages > 1 else "1f1b") if pp > 1 else None,
+        virtual_stages=virtual_stages if pp > 1 else 1,
         reshard_after_forward=strategy != "fsdp-grad-op",
         offload=sharded and bool(re.search(r"CPU[^;,]* offload(?! False)", row.get("note") or "")),
     )
 
 
-def _gpus_in_words(note: str) -> int:
+def _parse_gpus(note: str) -> int:
     """The first of several numbers of GPUs, as in ``one of 128/256/512`` or ``128..512 GPUs``; 0: there is none."""
-    found = re.search(r"one of (\d{1,9})/", note) or re.search(r"(\d{1,9})\.\.\d+ GPUs", note)
-    return int(found[1]) if found else 0
+    match = re.search(r"one of (\d{1,9})/", note) or re.search(r"(\d{1,9})\.\.\d+ GPUs", note)
+    return int(match[1]) if match else 0
 
 
-def _parameters(row: Mapping[str, str]) -> float:
+def _parse_parameters(row: Mapping[str, str]) -> float:
     """Where no column has it, what the model's name says: ``LLaMA-13B``."""
-    named = re.search(r"(\d{1,6}(?:\.\d+)?)\s*[bB]\b", row.get("model") or "")
-    return (number(row, "n_params_b") or (float(named[1]) if named else 0.0)) * 1e9
+    match = re.search(r"(\d{1,6}(?:\.\d+)?)\s*[bB]\b", row.get("model") or "")
+    return (parse_number(row, "n_params_b") or (float(match[1]) if match else 0.0)) * 1e9
 
 
-def shape_of(row: Mapping[str, str]) -> Shape:
+def parse_shape(row: Mapping[str, str]) -> DecoderSizes:
     """The model's sizes; what is missing follows from the number of parameters."""
-    parameters = _parameters(row)
-    layers, dim = int(number(row, "layers")), int(number(row, "hidden"))
-    vocab = int(number(row, "vocab")) or DEFAULT_VOCAB
+    parameters = _parse_parameters(row)
+    layers, dim = int(parse_number(row, "layers")), int(parse_number(row, "hidden"))
+    vocab = int(parse_number(row, "vocab")) or DEFAULT_VOCAB_SIZE
     if not (dim and layers) and not parameters:
         raise ConfigError("neither n_params_b nor hidden and layers are given: the size of the model is not known")
-    dim = dim or _usual_width(parameters)
-    hidden = int(number(row, "ffn")) or 4 * dim
+    dim = dim or _estimate_width(parameters)
+    hidden = int(parse_number(row, "ffn")) or 4 * dim
     gated = hidden != 4 * dim
-    heads = int(number(row, "heads")) or _usual_heads(dim)
+    heads = int(parse_number(row, "heads")) or _estimate_heads(dim)
     if dim % heads:
         raise ConfigError(f"heads = {heads} does not divide hidden = {dim}")
-    base = Shape(
-        vocab_size=vocab, dim=dim, layers=1, heads=heads, kv_heads=int(number(row, "kv_heads")) or heads,
+    base = DecoderSizes(
+        vocab_size=vocab, dim=dim, layers=1, heads=heads, kv_heads=int(parse_number(row, "kv_heads")) or heads,
         hidden=hidden, gated=gated,
     )  # fmt: skip
     if not layers:
         tables = 2 if gated else 1
         layers = max(1, round((parameters - tables * vocab * dim) / base.block_parameters()))
-    if layers > MOST_LAYERS:
+    if layers > MAX_LAYERS:
         raise ConfigError(f"{layers} layers of width {dim} are too many: check n_params_b, hidden and layers")
-    guesses = [
+    candidates = [
         replace(base, layers=layers, gated=g, tie_embeddings=t)
-        for g in ((True, False) if _GATED.search(row.get("model") or "") else (False, True))
+        for g in ((True, False) if _GATED_FAMILIES.search(row.get("model") or "") else (False, True))
         for t in (False, True)
     ]
     if not parameters:
         return replace(base, layers=layers, tie_embeddings=not gated)
-    return min(guesses, key=lambda s: round(abs(s.parameters() / parameters - 1), 2))
+    return min(candidates, key=lambda s: round(abs(s.parameters() / parameters - 1), 2))
 
 
-def _usual_width(parameters: float) -> int:
+def _estimate_width(parameters: float) -> int:
     """Of a decoder of so many parameters, 12 L h^2 with layers of about h / 128: a multiple of 128."""
     return max(1, round(math.cbrt(parameters * 128 / 12) / 128)) * 128
 
 
-def _usual_heads(dim: int) -> int:
+def _estimate_heads(dim: int) -> int:
     """Heads of 128, or of what divides the width and is next to it."""
     return min(divisors(dim), key=lambda n: abs(dim / n - 128))

@@ -10,16 +10,16 @@ from clustertrain.report.html import page
 from clustertrain.telemetry.analysis.curves import Curves
 from clustertrain.telemetry.report_schema import Summary
 
-_FIX = "give --html the name of a file in a folder of yours"
+_PATH_FIX = "give --html the name of a file in a folder of yours"
 
 
-def check(path: Path) -> None:
+def check_path(path: Path) -> None:
     """Raises ConfigError when ``path`` is something that must not be replaced, or its folder is missing: worth asking
     before minutes of reading."""
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is not a regular file, and would be replaced", fix=_FIX)
+        raise ConfigError(f"{path} is not a regular file, and would be replaced", fix=_PATH_FIX)
     if not path.parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}", fix=_FIX)
+        raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}", fix=_PATH_FIX)
 
 
 def write(summary: Summary, curves: Curves, path: Path) -> int:
@@ -28,18 +28,18 @@ def write(summary: Summary, curves: Curves, path: Path) -> int:
     Raises:
         ConfigError: ``path`` cannot be written, or is a folder or a device; the installation is incomplete.
     """
-    check(path)
-    return replace(path, page.render(summary, curves))
+    check_path(path)
+    return write_page(path, page.render(summary, curves))
 
 
-def replace(path: Path, text: str) -> int:
+def write_page(path: Path, text: str) -> int:
     """As :func:`write`, of a page that is rendered."""
-    check(path)
+    check_path(path)
     data = text.encode("utf-8", "replace")  # a lone surrogate of a file's name
     try:
         # As any program of the user's would: as open to others as the umask says.
-        with fsio.replacing(path, mode=0o666) as f:
+        with fsio.atomic_write(path, mode=0o666) as f:
             f.write(data)
     except OSError as e:
-        raise ConfigError(f"{path} cannot be written: {e.strerror}", fix=_FIX) from e
+        raise ConfigError(f"{path} cannot be written: {e.strerror}", fix=_PATH_FIX) from e
     return len(data)

@@ -9,13 +9,13 @@ import msgspec
 
 from clustertrain.report import terminal, timeline
 from clustertrain.telemetry.analysis.curves import Curves
-from clustertrain.telemetry.analysis.resample import Table
-from clustertrain.telemetry.report_schema import Mark, Summary
+from clustertrain.telemetry.analysis.resample import CurveTable
+from clustertrain.telemetry.report_schema import Summary, TimelineEvent
 
 _GIB = 1 / (1 << 30)
 _GB = 1e-9
-_MOST_MARKS = 1500
-_MOST_STRETCHES = 3000
+_MAX_EVENTS = 1500
+_MAX_SPANS = 3000
 
 
 class Chart(msgspec.Struct, frozen=True):
@@ -56,13 +56,13 @@ CHARTS = (
 )
 
 
-def scales(of: str) -> dict[str, float]:
-    return {c.curve: c.scale for c in CHARTS if c.of == of}
+def scales(table: str) -> dict[str, float]:
+    return {c.curve: c.scale for c in CHARTS if c.of == table}
 
 
-def drawn(curves: Curves) -> list[Chart]:
+def charts_with_data(curves: Curves) -> list[Chart]:
     """The charts that have something to show."""
-    tables: dict[str, Table] = {"gpus": curves.overall, "hosts": curves.hosts, "training": curves.training}
+    tables: dict[str, CurveTable] = {"gpus": curves.overall, "hosts": curves.hosts, "training": curves.training}
     return [c for c in CHARTS if c.curve in tables[c.of].values]
 
 
@@ -79,47 +79,49 @@ _OTHER = "Other"
 _ROUTINE = ("Checkpoints", "Evaluations", "Restores")
 
 
-class Placed(msgspec.Struct, frozen=True):
+class LaneEvent(msgspec.Struct, frozen=True):
     """A mark in its lane. ``loud`` ones are drawn across every chart."""
 
-    mark: Mark
+    mark: TimelineEvent
     attempt: int
     lane: str
     sign: str
     loud: bool
 
 
-def placed(summary: Summary) -> tuple[list[Placed], str | None]:
+def lane_events(summary: Summary) -> tuple[list[LaneEvent], str | None]:
     """All marks by time, and in words what was left out: of very many only every so many routine ones are kept."""
-    found = [_place(m, a.n) for a in summary.attempts for m in a.events]
-    found.sort(key=lambda p: p.mark.t)
-    if len(found) <= _MOST_MARKS:
-        return found, None
-    loud = [p for p in found if p.lane not in _ROUTINE]
-    routine = [p for p in found if p.lane in _ROUTINE]
-    kept = _thinned(loud, _MOST_MARKS) + _thinned(routine, max(_MOST_MARKS - len(loud), _MOST_MARKS // 3))
-    kept.sort(key=lambda p: p.mark.t)
-    return kept, f"{len(kept)} of {len(found)} events are shown: of frequent ones only every so many."
+    events = [_assign_lane(m, a.n) for a in summary.attempts for m in a.events]
+    events.sort(key=lambda p: p.mark.t)
+    if len(events) <= _MAX_EVENTS:
+        return events, None
+    prominent = [p for p in events if p.lane not in _ROUTINE]
+    routine = [p for p in events if p.lane in _ROUTINE]
+    selected = _decimate(prominent, _MAX_EVENTS) + _decimate(
+        routine, max(_MAX_EVENTS - len(prominent), _MAX_EVENTS // 3)
+    )
+    selected.sort(key=lambda p: p.mark.t)
+    return selected, f"{len(selected)} of {len(events)} events are shown: of frequent ones only every so many."
 
 
-def _thinned(marks: list[Placed], most: int) -> list[Placed]:
-    return marks if len(marks) <= most else [marks[i * len(marks) // most] for i in range(most)]
+def _decimate(marks: list[LaneEvent], max_events: int) -> list[LaneEvent]:
+    return marks if len(marks) <= max_events else [marks[i * len(marks) // max_events] for i in range(max_events)]
 
 
-def _place(mark: Mark, attempt: int) -> Placed:
+def _assign_lane(mark: TimelineEvent, attempt: int) -> LaneEvent:
     for lane, (sign, kinds) in _LANES.items():
         if mark.kind in kinds:
-            return Placed(mark, attempt, lane, sign, lane in ("Faults", "Alerts"))
-    return Placed(mark, attempt, _OTHER, "dot", False)
+            return LaneEvent(mark, attempt, lane, sign, lane in ("Faults", "Alerts"))
+    return LaneEvent(mark, attempt, _OTHER, "dot", False)
 
 
-def lanes(marks: Iterable[Placed]) -> list[str]:
+def used_lanes(marks: Iterable[LaneEvent]) -> list[str]:
     """Those that have a mark, from top to bottom."""
     present = {p.lane for p in marks}
     return [lane for lane in (*_LANES, _OTHER) if lane in present]
 
 
-def for_page(marks: Iterable[Placed]) -> list[dict[str, Any]]:
+def events_to_json(marks: Iterable[LaneEvent]) -> list[dict[str, Any]]:
     return [
         {"t": p.mark.t, "end": p.mark.end, "kind": p.mark.kind, "text": p.mark.text, "lane": p.lane, "sign": p.sign,
          "loud": p.loud, "attempt": p.attempt}
@@ -127,22 +129,22 @@ def for_page(marks: Iterable[Placed]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-Stretch = tuple[float, float, str]  # from, to, phase
+PhaseSpan = tuple[float, float, str]  # from, to, phase
 
 
-def phases(summary: Summary) -> tuple[list[Stretch], str | None]:
+def phase_spans(summary: Summary) -> tuple[list[PhaseSpan], str | None]:
     """What the run was in, and in words what was left out: of very many stretches the shortest."""
-    every = timeline.stretches(summary.attempts)
-    if len(every) <= _MOST_STRETCHES:
-        return every, None
+    spans = timeline.phase_spans(summary.attempts)
+    if len(spans) <= _MAX_SPANS:
+        return spans, None
     # One that goes is laid to the one before it, which then often meets its like: half as many have to go.
-    lengths = sorted(end - start for start, end, _ in every)
-    least_s = lengths[(len(every) - _MOST_STRETCHES) // 2]
-    kept: list[Stretch] = []
-    for start, end, phase in every:
-        joins = bool(kept) and kept[-1][1] == start
-        if joins and (end - start <= least_s or kept[-1][2] == phase):
-            kept[-1] = (kept[-1][0], end, kept[-1][2])
+    lengths = sorted(end - start for start, end, _ in spans)
+    min_s = lengths[(len(spans) - _MAX_SPANS) // 2]
+    merged: list[PhaseSpan] = []
+    for start, end, phase in spans:
+        is_adjacent = bool(merged) and merged[-1][1] == start
+        if is_adjacent and (end - start <= min_s or merged[-1][2] == phase):
+            merged[-1] = (merged[-1][0], end, merged[-1][2])
         else:
-            kept.append((start, end, phase))
-    return kept, f"Phases of {terminal.brief_time(least_s)} or less are left out."
+            merged.append((start, end, phase))
+    return merged, f"Phases of {terminal.format_step_time(min_s)} or less are left out."

@@ -32,39 +32,39 @@ def render(summary: Summary, curves: Curves) -> str:
     """The page. Raises ConfigError when the installation is incomplete."""
     from markupsafe import Markup
 
-    folder = templates.folder() / "telemetry"
-    scripts = [read(VENDORED / "uPlot.iife.min.js"), _wrapped(folder)]
-    styles = [read(VENDORED / "uPlot.min.css"), *(read(folder / s) for s in STYLES)]
-    marks, left_out = charts.placed(summary)
+    template_dir = templates.find_template_folder() / "telemetry"
+    scripts = [read_text(VENDORED / "uPlot.iife.min.js"), _wrap_in_iife(template_dir)]
+    styles = [read_text(VENDORED / "uPlot.min.css"), *(read_text(template_dir / s) for s in STYLES)]
+    marks, marks_left_out = charts.lane_events(summary)
     packer = Packer()
-    phases, phases_left_out = charts.phases(summary)
-    data = _data(summary, curves, marks, packer) | {"phases": phases}
-    filled = environment(folder)
-    filled.filters.update(facts.FILTERS)
-    return filled.get_template("page.html.j2").render(
+    phases, phases_left_out = charts.phase_spans(summary)
+    data = _page_data(summary, curves, marks, packer) | {"phases": phases}
+    template_env = make_environment(template_dir)
+    template_env.filters.update(facts.FILTERS)
+    return template_env.get_template("page.html.j2").render(
         s=summary,
         curves=curves,
-        facts=facts.of(summary),
+        facts=facts.build_summary(summary),
         marks=marks,
-        marks_left_out=left_out,
+        marks_left_out=marks_left_out,
         phases_left_out=phases_left_out,
         has_curves=bool(data["charts"]),
-        policy=policy(scripts, styles),
+        policy=content_security_policy(scripts, styles),
         scripts=[Markup(x) for x in scripts],
         styles=[Markup(x) for x in styles],
-        data=Markup(in_script(data)),
-        blob=packer.blob(),
+        data=Markup(to_script_json(data)),
+        blob=packer.encode(),
         uplot=UPLOT,
-        licence=read(VENDORED / "uPlot.LICENSE"),
+        licence=read_text(VENDORED / "uPlot.LICENSE"),
     )
 
 
-def environment(folder: Path) -> jinja2.Environment:
+def make_environment(template_dir: Path) -> jinja2.Environment:
     """Escapes all that is not marked as safe."""
     import jinja2
 
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
+        loader=jinja2.FileSystemLoader(template_dir),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -72,49 +72,49 @@ def environment(folder: Path) -> jinja2.Environment:
     )
 
 
-def read(path: Path) -> str:
+def read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _wrapped(folder: Path) -> str:
-    body = "\n".join(read(folder / name) for name in SCRIPTS)
+def _wrap_in_iife(template_dir: Path) -> str:
+    body = "\n".join(read_text(template_dir / name) for name in SCRIPTS)
     return f'"use strict";\n(() => {{\n{body}}})();\n'
 
 
-def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
+def content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
     """Only what the page brings along may run, and nothing may be fetched."""
     return "; ".join(
         [
             "default-src 'none'",
-            "script-src " + " ".join(map(_hash, scripts)),
-            "style-src " + " ".join(map(_hash, styles)),
+            "script-src " + " ".join(map(_csp_hash, scripts)),
+            "style-src " + " ".join(map(_csp_hash, styles)),
             "base-uri 'none'",
             "form-action 'none'",
         ]
     )
 
 
-def _hash(text: str) -> str:
+def _csp_hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def in_script(value: Any) -> str:
+def to_script_json(value: Any) -> str:
     """JSON that cannot end the element that it stands in."""
-    text = json.dumps(_finite(value), separators=(",", ":"), ensure_ascii=True)
+    text = json.dumps(_replace_non_finite(value), separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     """JSON has no NaN and no infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
+        return {k: _replace_non_finite(v) for k, v in value.items()}
+    return [_replace_non_finite(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _data(summary: Summary, curves: Curves, marks: Sequence[charts.Placed], packer: Packer) -> dict[str, Any]:
-    gpu, host, training = (charts.scales(of) for of in ("gpus", "hosts", "training"))
+def _page_data(summary: Summary, curves: Curves, marks: Sequence[charts.LaneEvent], packer: Packer) -> dict[str, Any]:
+    gpu, host, training = (charts.scales(table) for table in ("gpus", "hosts", "training"))
     tables = {
         "gpus": packer.add(curves.gpus, gpu),
         "overall": packer.add(curves.overall, gpu),
@@ -126,18 +126,18 @@ def _data(summary: Summary, curves: Curves, marks: Sequence[charts.Placed], pack
         tables["heat"] = packer.add(curves.heat, gpu)
     return {
         "window": [summary.window.start, summary.window.end],
-        "gpus": [{"label": facts.label(g), "node": g.node, "ranks": facts.ranks(g)} for g in summary.gpus],
+        "gpus": [{"label": facts.gpu_label(g), "node": g.node, "ranks": facts.format_ranks(g)} for g in summary.gpus],
         "nodes": curves.node_names,
         "chosen": curves.chosen,
-        "attempts": [_attempt(a) for a in summary.attempts],
-        "lanes": charts.lanes(marks),
-        "marks": charts.for_page(marks),
-        "charts": [msgspec.to_builtins(c) for c in charts.drawn(curves)],
+        "attempts": [_attempt_to_json(a) for a in summary.attempts],
+        "lanes": charts.used_lanes(marks),
+        "marks": charts.events_to_json(marks),
+        "charts": [msgspec.to_builtins(c) for c in charts.charts_with_data(curves)],
         "tables": tables,
     }
 
 
-def _attempt(attempt: AttemptSummary) -> dict[str, Any]:
+def _attempt_to_json(attempt: AttemptSummary) -> dict[str, Any]:
     start = attempt.start if attempt.start is not None else attempt.window.start
     end = attempt.end if attempt.end is not None else attempt.window.end
     return {"n": attempt.n, "start": start, "end": end, "ending": attempt.ending}

@@ -7,47 +7,50 @@ from pathlib import Path
 from clustertrain.report import braille_plot, html
 from clustertrain.report.html import page
 from clustertrain.report.runs import compare_text
-from clustertrain.report.runs.compare import Comparison
+from clustertrain.report.runs.compare import RunsComparison
 from clustertrain.submit import templates
 
 
-def write(found: Comparison, path: Path) -> int:
+def write(comparison: RunsComparison, path: Path) -> int:
     """Write the page, whole or not at all; returns its bytes. Raises as :func:`clustertrain.report.html.write`."""
-    return html.replace(path, render(found))
+    return html.write_page(path, render(comparison))
 
 
-def render(found: Comparison) -> str:
+def render(comparison: RunsComparison) -> str:
     """The page. Raises ConfigError when the installation is incomplete."""
     from markupsafe import Markup
 
-    folder = templates.folder() / "compare"
-    script = page.read(folder / "compare.js")
-    scripts = [page.read(page.VENDORED / "uPlot.iife.min.js"), f'"use strict";\n(() => {{\n{script}}})();\n']
-    styles = [page.read(page.VENDORED / "uPlot.min.css"), page.read(templates.folder() / "telemetry" / "page.css")]
-    environment = page.environment(folder)
-    environment.filters["shown"] = _shown
-    environment.filters["brief"] = lambda value: "–" if value is None else braille_plot.brief(value)
-    environment.filters["said"] = lambda value: compare_text.said(value, "–")
+    template_dir = templates.find_template_folder() / "compare"
+    script = page.read_text(template_dir / "compare.js")
+    scripts = [page.read_text(page.VENDORED / "uPlot.iife.min.js"), f'"use strict";\n(() => {{\n{script}}})();\n']
+    styles = [
+        page.read_text(page.VENDORED / "uPlot.min.css"),
+        page.read_text(templates.find_template_folder() / "telemetry" / "page.css"),
+    ]
+    environment = page.make_environment(template_dir)
+    environment.filters["shown"] = _format_value
+    environment.filters["brief"] = lambda value: "–" if value is None else braille_plot.format_compact(value)
+    environment.filters["said"] = lambda value: compare_text.format_setting(value, "–")
     data = {
-        "axis": compare_text.AXES[found.by],
+        "axis": compare_text.AXIS_LABELS[comparison.by],
         "runs": [
             {"letter": s.letter, "run": s.run, "curves": {n: {"x": c.x, "y": c.y} for n, c in s.curves.items()}}
-            for s in found.runs
+            for s in comparison.runs
         ],
     }
     return environment.get_template("page.html.j2").render(
-        c=found,
-        verdict=compare_text.verdict(found).plain,
-        policy=page.policy(scripts, styles),
+        c=comparison,
+        verdict=compare_text.verdict(comparison).plain,
+        policy=page.content_security_policy(scripts, styles),
         scripts=[Markup(x) for x in scripts],
         styles=[Markup(x) for x in styles],
-        data=Markup(page.in_script(data)),
+        data=Markup(page.to_script_json(data)),
         uplot=page.UPLOT,
-        licence=page.read(page.VENDORED / "uPlot.LICENSE"),
+        licence=page.read_text(page.VENDORED / "uPlot.LICENSE"),
     )
 
 
-def _shown(value: float | None) -> str:
+def _format_value(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.5g}"

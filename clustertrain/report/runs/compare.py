@@ -9,29 +9,29 @@ from typing import Any
 
 import msgspec
 
-from clustertrain.config.evaluation import HIGHER_IS_BETTER, PREFIX, SLICE
-from clustertrain.config.parsing import nearest
+from clustertrain.config.evaluation import HIGHER_IS_BETTER, SLICE_SEPARATOR, VALIDATION_PREFIX
+from clustertrain.config.parsing import did_you_mean
 from clustertrain.errors import ClusterTrainError, UsageError
-from clustertrain.plan.layout import counted
+from clustertrain.plan.layout import pluralize
 from clustertrain.run import json_files, metric_curves
 from clustertrain.run.metric_curves import Axis, Curve
-from clustertrain.run.recipe_hash import recipe_hash
+from clustertrain.run.recipe_hash import load_recipe_hash
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.run.state import RUNNING
-from clustertrain.scheduler.run_status import Look, Unreadable, look_all
-from clustertrain.telemetry.analysis.settings_diff import settings_of
+from clustertrain.scheduler.run_status import RunStatus, Unreadable, run_statuses
+from clustertrain.telemetry.analysis.settings_diff import load_settings
 
-MOST = 26  # one letter each
-POINTS = 2000  # of a curve in the JSON and on the page
+MAX_RUNS = 26  # one letter each
+MAX_POINTS = 2000  # of a curve in the JSON and on the page
 
 
-class Value(msgspec.Struct, frozen=True):
+class MetricValue(msgspec.Struct, frozen=True):
     step: int
     value: float
 
 
-class Side(msgspec.Struct, frozen=True, kw_only=True):
+class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run. ``final`` and ``best`` are of the metric that decides, ``at_common`` its value at the last step that all
     have; ``missing`` says why there are none. ``gpu_hours`` count the ranks of device cpu."""
 
@@ -45,179 +45,196 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     tokens: float | None
     gpu_hours: float
     attempts: int
-    final: Value | None
-    best: Value | None
+    final: MetricValue | None
+    best: MetricValue | None
     at_common: float | None
     missing: str | None
     curves: dict[str, Curve]  # by the scalar's name
 
 
-class Setting(msgspec.Struct, frozen=True):
+class SettingDiff(msgspec.Struct, frozen=True):
     """``values`` in the order of the runs; None where a run does not have it."""
 
     key: str
     values: list[Any]
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class RunsComparison(msgspec.Struct, frozen=True, kw_only=True):
     """``winner`` is the run whose best value is best, None where fewer than two have one or the best two are equal."""
 
     metric: str
     higher_is_better: bool
     by: Axis
     common_step: int | None
-    runs: list[Side]
+    runs: list[ComparedRun]
     winner: str | None
-    settings: list[Setting]
+    settings: list[SettingDiff]
     notes: list[str]
     shown: list[str]  # the scalars whose curves are shown
 
 
-def of_runs(runs: Sequence[RunDir], metrics: Sequence[str] = (), by: Axis = "step") -> Comparison:
+def compare_runs(runs: Sequence[RunDir], metrics: Sequence[str] = (), by: Axis = "step") -> RunsComparison:
     """``metrics``: the first decides; without one the metric of the first run's recipe.
 
     Raises:
         UsageError: fewer than two different runs, or too many; a scalar that no run has.
-        ConfigError, NotReadable: a run's spec does not read.
+        ConfigError, PermissionDenied: a run's spec does not read.
     """
     if len({run.path for run in runs}) < len(runs) or len(runs) < 2:
         raise UsageError("runs compare: it takes two runs or more, each once")
-    if len(runs) > MOST:
-        raise UsageError(f"runs compare: {len(runs)} runs, more than {MOST}", fix="compare a part of them")
+    if len(runs) > MAX_RUNS:
+        raise UsageError(f"runs compare: {len(runs)} runs, more than {MAX_RUNS}", fix="compare a part of them")
     recipes = [load_spec(run).recipe for run in runs]
     metric = metrics[0] if metrics else recipes[0].deciding_metric
-    shown = list(dict.fromkeys([metric, *metrics]))
-    _refuse_unknown(runs, metrics)
+    scalars = list(dict.fromkeys([metric, *metrics]))
+    _check_metrics(runs, metrics)
     if not metrics and metric != "loss":
-        shown.append("loss")
-    higher = _higher(metric, [(r.deciding_metric, r.higher_is_better) for r in recipes])
+        scalars.append("loss")
+    higher_is_better = _is_higher_better(metric, [(r.deciding_metric, r.higher_is_better) for r in recipes])
     letters = string.ascii_uppercase[: len(runs)]
-    sides = [
-        _side(letter, seen, shown, metric, higher, by) for letter, seen in zip(letters, look_all(runs), strict=True)
+    compared = [
+        _compared_run(letter, run_status, scalars, metric, higher_is_better, by)
+        for letter, run_status in zip(letters, run_statuses(runs), strict=True)
     ]
-    common = min((s.final.step for s in sides if s.final), default=None)
-    sides = [
-        msgspec.structs.replace(s, at_common=s.curves[metric].at(common) if common is not None else None)
-        for s in sides
+    common_step = min((s.final.step for s in compared if s.final), default=None)
+    compared = [
+        msgspec.structs.replace(s,
+            at_common=s.curves[metric].value_at(common_step) if common_step is not None else None)
+        for s in compared
     ]  # fmt: skip
-    settings, unknown = _settings(runs)
-    wanted = [name for name in shown if any(s.curves[name].y for s in sides)]
-    return Comparison(
+    settings, unreadable = _setting_diffs(runs)
+    shown_scalars = [name for name in scalars if any(s.curves[name].y for s in compared)]
+    return RunsComparison(
         metric=metric,
-        higher_is_better=higher,
+        higher_is_better=higher_is_better,
         by=by,
-        common_step=common,
-        runs=[msgspec.structs.replace(s, curves={n: thinned(c) for n, c in s.curves.items()}) for s in sides],
-        winner=_winner(sides, higher),
+        common_step=common_step,
+        runs=[msgspec.structs.replace(s, curves={n: decimate(c) for n, c in s.curves.items()}) for s in compared],
+        winner=_winner(compared, higher_is_better),
         settings=settings,
-        notes=[*_conflict(sides, [r.higher_is_better for r in recipes], metric), *_notes(sides, by, wanted), *unknown],
-        shown=wanted,
+        notes=[
+            *_metric_conflict_notes(compared, [r.higher_is_better for r in recipes], metric),
+            *_notes(compared, by, shown_scalars),
+            *unreadable,
+        ],
+        shown=shown_scalars,
     )
 
 
-def _refuse_unknown(runs: Sequence[RunDir], metrics: Sequence[str]) -> None:
-    known = list(dict.fromkeys(name for run in runs for name in metric_curves.names(run)))
+def _check_metrics(runs: Sequence[RunDir], metrics: Sequence[str]) -> None:
+    known = list(dict.fromkeys(name for run in runs for name in metric_curves.list_scalars(run)))
     for name in metrics:
         if name not in known:
-            raise UsageError(f"--metric {name}: no run has logged it", fix=nearest(name, known) if known else None)
+            raise UsageError(f"--metric {name}: no run has logged it", fix=did_you_mean(name, known) if known else None)
 
 
-def _higher(metric: str, of_recipes: Sequence[tuple[str, bool]]) -> bool:
+def _is_higher_better(metric: str, recipe_metrics: Sequence[tuple[str, bool]]) -> bool:
     """As the first recipe says that is judged by it, else by its name."""
-    for name, higher in of_recipes:
+    for name, higher_is_better in recipe_metrics:
         if name == metric:
-            return higher
-    return metric.removeprefix(PREFIX).partition(SLICE)[0] in HIGHER_IS_BETTER
+            return higher_is_better
+    return metric.removeprefix(VALIDATION_PREFIX).partition(SLICE_SEPARATOR)[0] in HIGHER_IS_BETTER
 
 
-def _side(letter: str, seen: Look | Unreadable, shown: Sequence[str], metric: str, higher: bool, by: Axis) -> Side:
-    run, state = seen.run, "unknown" if isinstance(seen, Unreadable) else seen.state
+def _compared_run(
+    letter: str,
+    run_status: RunStatus | Unreadable,
+    scalars: Sequence[str],
+    metric: str,
+    higher_is_better: bool,
+    by: Axis,
+) -> ComparedRun:
+    run, state = run_status.run, "unknown" if isinstance(run_status, Unreadable) else run_status.state
     recipe = load_spec(run).recipe
-    found = metric_curves.read(run, list(dict.fromkeys([*shown, "step_s"])))
-    drawn = {name: found.curve(name, by) for name in shown}
-    judged = found.curve(metric)
-    best = judged.best(higher=higher)
-    paces = sorted(found.curve("step_s").y)
-    tokens = [t for t in found.tokens if math.isfinite(t)]
-    world_size = json_files.read(run.plan, {"world_size": float}).value.get("world_size", 0)
-    return Side(
+    curves = metric_curves.load_step_table(run, list(dict.fromkeys([*scalars, "step_s"])))
+    shown_curves = {name: curves.curve(name, by) for name in scalars}
+    deciding_curve = curves.curve(metric)
+    best = deciding_curve.best_index(higher=higher_is_better)
+    step_times = sorted(curves.curve("step_s").y)
+    tokens = [t for t in curves.tokens if math.isfinite(t)]
+    world_size = json_files.load_document(run.plan, {"world_size": float}).value.get("world_size", 0)
+    return ComparedRun(
         letter=letter,
         run=run.id,
         state=state,
-        recipe_hash=recipe_hash(run),
+        recipe_hash=load_recipe_hash(run),
         own_metric=recipe.deciding_metric,
-        steps=found.step[-1] if found.step else None,
-        steps_per_s=1 / paces[len(paces) // 2] if paces and paces[len(paces) // 2] > 0 else None,
+        steps=curves.step[-1] if curves.step else None,
+        steps_per_s=(
+            1 / step_times[len(step_times) // 2] if step_times and step_times[len(step_times) // 2] > 0 else None
+        ),
         tokens=tokens[-1] if tokens else None,
-        gpu_hours=metric_curves.hours_with_nodes(run, running=state == RUNNING) * int(world_size),
+        gpu_hours=metric_curves.compute_allocated_hours(run, is_running=state == RUNNING) * int(world_size),
         attempts=len(run.attempts()),
-        final=Value(judged.steps[-1], judged.y[-1]) if judged.y else None,
-        best=None if best is None else Value(judged.steps[best], judged.y[best]),
+        final=MetricValue(deciding_curve.steps[-1], deciding_curve.y[-1]) if deciding_curve.y else None,
+        best=None if best is None else MetricValue(deciding_curve.steps[best], deciding_curve.y[best]),
         at_common=None,
-        missing=None if judged.y else _why(run, metric, bool(found.step)),
-        curves=drawn,
+        missing=None if deciding_curve.y else _missing_reason(run, metric, bool(curves.step)),
+        curves=shown_curves,
     )
 
 
-def _why(run: RunDir, metric: str, has_rows: bool) -> str:
+def _missing_reason(run: RunDir, metric: str, has_rows: bool) -> str:
     if not run.attempts():
         return "has not started yet"
     if not has_rows:
         return "has no rows: no step has ended"
-    names = ", ".join(metric_curves.names(run))
+    names = ", ".join(metric_curves.list_scalars(run))
     return f"has no {metric} in its rows; they have {names}"
 
 
-def thinned(curve: Curve) -> Curve:
-    """At most ``POINTS`` points, the last one among them."""
+def decimate(curve: Curve) -> Curve:
+    """At most ``MAX_POINTS`` points, the last one among them."""
     count = len(curve.y)
-    if count <= POINTS:
+    if count <= MAX_POINTS:
         return curve
-    kept = [round(i * (count - 1) / (POINTS - 1)) for i in range(POINTS)]
-    return Curve([curve.steps[i] for i in kept], [curve.x[i] for i in kept], [curve.y[i] for i in kept])
+    indices = [round(i * (count - 1) / (MAX_POINTS - 1)) for i in range(MAX_POINTS)]
+    return Curve([curve.steps[i] for i in indices], [curve.x[i] for i in indices], [curve.y[i] for i in indices])
 
 
-def _winner(sides: Sequence[Side], higher: bool) -> str | None:
-    values = sorted(((s.best.value, s.run) for s in sides if s.best), reverse=higher)
+def _winner(compared: Sequence[ComparedRun], higher_is_better: bool) -> str | None:
+    values = sorted(((s.best.value, s.run) for s in compared if s.best), reverse=higher_is_better)
     if len(values) < 2 or values[0][0] == values[1][0]:
         return None
     return values[0][1]
 
 
-def _settings(runs: Sequence[RunDir]) -> tuple[list[Setting], list[str]]:
-    found, unknown = [], []
+def _setting_diffs(runs: Sequence[RunDir]) -> tuple[list[SettingDiff], list[str]]:
+    settings, unreadable = [], []
     for run in runs:
         try:
-            found.append(settings_of(run))
+            settings.append(load_settings(run))
         except (ClusterTrainError, ValueError) as e:
-            unknown.append(f"the settings of {run.id} cannot be read: {e}")
-    if unknown:
-        return [], unknown
-    names = dict.fromkeys(name for one in found for name in one)
-    rows = [Setting(name, [one.get(name) for one in found]) for name in names]
+            unreadable.append(f"the settings of {run.id} cannot be read: {e}")
+    if unreadable:
+        return [], unreadable
+    names = dict.fromkeys(name for run_settings in settings for name in run_settings)
+    rows = [SettingDiff(name, [run_settings.get(name) for run_settings in settings]) for name in names]
     return [row for row in rows if any(v != row.values[0] for v in row.values[1:])], []
 
 
-def _conflict(sides: Sequence[Side], higher: Sequence[bool], metric: str) -> list[str]:
-    own = {(s.own_metric, h) for s, h in zip(sides, higher, strict=True)}
-    if len(own) < 2:
+def _metric_conflict_notes(compared: Sequence[ComparedRun], higher_is_better: Sequence[bool], metric: str) -> list[str]:
+    criteria = {(s.own_metric, h) for s, h in zip(compared, higher_is_better, strict=True)}
+    if len(criteria) < 2:
         return []
-    said = ", ".join(
+    criteria_text = ", ".join(
         f"{s.letter} by {s.own_metric} ({'higher' if h else 'lower'} is better)"
-        for s, h in zip(sides, higher, strict=True)
+        for s, h in zip(compared, higher_is_better, strict=True)
     )
-    return [f"the recipes are not judged alike: {said}; compared by {metric}"]
+    return [f"the recipes are not judged alike: {criteria_text}; compared by {metric}"]
 
 
-def _notes(sides: Sequence[Side], by: Axis, wanted: Sequence[str]) -> list[str]:
-    found = [f"{s.letter} {s.missing}" for s in sides if s.missing]
-    for name in wanted:
-        lost = [s.letter for s in sides if s.steps is not None and not s.missing and not s.curves[name].y]
-        if lost:
-            what = "tokens in its rows" if by == "tokens" else name
-            found.append(f"{', '.join(lost)}: no {what}, and no curve")
-    ends = {s.final.step for s in sides if s.final}
-    if len(ends) > 1:
-        said = ", ".join(f"{s.letter} {counted(s.final.step, 'step')}" for s in sides if s.final)
-        found.append(f"the runs are of different length ({said}): see the values at the last step that all have")
-    return found
+def _notes(compared: Sequence[ComparedRun], by: Axis, scalars: Sequence[str]) -> list[str]:
+    notes = [f"{s.letter} {s.missing}" for s in compared if s.missing]
+    for name in scalars:
+        without_curve = [s.letter for s in compared if s.steps is not None and not s.missing and not s.curves[name].y]
+        if without_curve:
+            missing_data = "tokens in its rows" if by == "tokens" else name
+            notes.append(f"{', '.join(without_curve)}: no {missing_data}, and no curve")
+    last_steps = {s.final.step for s in compared if s.final}
+    if len(last_steps) > 1:
+        lengths_text = ", ".join(f"{s.letter} {pluralize(s.final.step, 'step')}" for s in compared if s.final)
+        notes.append(
+            f"the runs are of different length ({lengths_text}): see the values at the last step that all have"
+        )
+    return notes

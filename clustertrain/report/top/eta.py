@@ -9,12 +9,12 @@ from clustertrain.run.events import Event
 RECENT_S = 600.0  # the steps that a rate is taken from
 
 
-def recent(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def recent_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those that the rate is taken from."""
     return [r for r in rows if float(r["t"]) >= float(rows[-1]["t"]) - RECENT_S]
 
 
-def of(
+def estimate(
     rows: list[dict[str, Any]], log: list[Event], step: int | None, total: int | None, now: float | None
 ) -> dict[str, Any]:
     """The rate of the recent steps, and how long the rest will take, as fields of ``live.View``.
@@ -27,8 +27,8 @@ def of(
     """
     if not rows:
         return {}
-    step_s, newest = _step_s(rows), float(rows[-1]["t"])
-    overhead = _overhead(log, newest)
+    step_s, last_t = _step_s(rows), float(rows[-1]["t"])
+    overhead = _overhead(log, last_t)
     eta = None
     if now is not None and step_s is not None and step is not None and total is not None and total >= step:
         eta = (total - step) * step_s * (1 + (overhead or 0.0))
@@ -38,7 +38,7 @@ def of(
         "step_s": step_s,
         "tokens_per_s": sum(rates) / len(rates) if rates else None,
         "loss": float(loss) if isinstance(loss, int | float) else None,
-        "since_step_s": None if now is None else max(0.0, now - newest),
+        "since_step_s": None if now is None else max(0.0, now - last_t),
         "eta_s": eta,
         "overhead": overhead,
     }
@@ -55,12 +55,12 @@ def _step_s(rows: list[dict[str, Any]]) -> float | None:
 def _overhead(log: list[Event], until: float) -> float | None:
     """Seconds of checkpoints and evaluations a second of steps, since the first step or as far back as the log's end
     reaches; None where there were none."""
-    spent = [(float(e["t"]), float(e.get("stall_s") or e.get("eval_s") or 0.0)) for e in log
+    pauses = [(float(e["t"]), float(e.get("stall_s") or e.get("eval_s") or 0.0)) for e in log
              if e["event"] in ("checkpoint", "evaluation")]  # fmt: skip
-    if not spent:
+    if not pauses:
         return None
-    first = next((float(e["t"]) for e in log if e["event"] == "first_step"), None)
-    since = spent[0][0] - spent[0][1] if first is None else first
-    seconds = sum(s for t, s in spent if t <= until)
-    trained = until - since - seconds
-    return seconds / trained if trained > 60 else None
+    first_step_t = next((float(e["t"]) for e in log if e["event"] == "first_step"), None)
+    start = pauses[0][0] - pauses[0][1] if first_step_t is None else first_step_t
+    pause_s = sum(s for t, s in pauses if t <= until)
+    train_s = until - start - pause_s
+    return pause_s / train_s if train_s > 60 else None

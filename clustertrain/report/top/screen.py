@@ -13,53 +13,53 @@ import msgspec
 from rich.text import Text
 
 from clustertrain.report import terminal
-from clustertrain.report.status import STYLE
-from clustertrain.report.terminal import Glyphs, brief_time, duration, meter, percent, used_of
-from clustertrain.report.top.state import EventView, NodeView, Row, View
+from clustertrain.report.status import STATE_STYLES
+from clustertrain.report.terminal import Glyphs, format_duration, format_percent, format_step_time, format_used, meter
+from clustertrain.report.top.state import EventView, GpuRow, NodeView, RunView
 
-WIDE = 120
+WIDE_COLUMNS = 120
 SORTS = ("node", "utilization", "memory", "power", "temperature", "step")
-FEWEST_ROWS, MOST_EVENTS = 3, 6
-MOST_LINES = 4  # of one event, or one trouble
-_NODE_CELLS = 14
-_OF_NODE = ("Node", "CPU", "Host GiB", "Age")
+MIN_ROWS, MAX_EVENTS = 3, 6
+MAX_LINES = 4  # of one event, or one trouble
+_NODE_WIDTH = 14
+_NODE_COLUMNS = ("Node", "CPU", "Host GiB", "Age")
 
 
-class Shown(msgspec.Struct):
+class ViewOptions(msgspec.Struct):
     """What the reader has chosen: the sorting, and how many rows are scrolled away."""
 
     sort: str = SORTS[0]
-    skip: int = 0
+    scroll: int = 0
 
 
-def lines(view: View, width: int, height: int | None, signs: Glyphs, shown: Shown) -> list[Text]:
-    """The frame; ``height`` None: as long as it takes. Moves ``shown.skip`` back into what there is."""
-    head, rows = _head(view, width, signs), _sorted(view.rows, shown.sort)
-    columns, left_out = _fitting(_columns(view, width, signs), width)
-    titles = [_titles(columns)] if rows else [Text(_nothing(view))]
-    troubles = [*_troubles(view, width), *_left_out(left_out if rows else [], width)]
+def render_frame(view: RunView, width: int, height: int | None, signs: Glyphs, options: ViewOptions) -> list[Text]:
+    """The frame; ``height`` None: as long as it takes. Moves ``options.scroll`` back into what there is."""
+    header, rows = _header(view, width, signs), _sort_rows(view.rows, options.sort)
+    columns, dropped_titles = _fit_columns(_columns(view, width, signs), width)
+    titles = [_title_row(columns)] if rows else [Text(_empty_text(view))]
+    problems = [*_problem_lines(view, width), *_dropped_columns_text(dropped_titles if rows else [], width)]
     if height is None:
-        found = [*head, *troubles, *titles, *_rows(rows, columns), *_events(view.events, width)]
+        frame = [*header, *problems, *titles, *_render_rows(rows, columns), *_event_lines(view.events, width)]
     else:
-        keys = f"q quit  s sort: {shown.sort}"
-        free = height - len(head) - len(titles) - 1
-        least = min(len(rows), FEWEST_ROWS)
-        troubles = troubles[: max(0, free - least)]
-        free -= len(troubles)
+        footer = f"q quit  s sort: {options.sort}"
+        free = height - len(header) - len(titles) - 1
+        min_rows = min(len(rows), MIN_ROWS)
+        problems = problems[: max(0, free - min_rows)]
+        free -= len(problems)
         # Rows come first, but for some lines of events where the terminal is not tiny.
-        events = _events(view.events, width, max(free - len(rows), free // 4))
-        room = max(0, free - len(events))
-        shown.skip = max(0, min(shown.skip, len(rows) - room))
-        below = len(rows) - shown.skip - room
-        if shown.skip or below > 0:
-            keys += f"  up/down scroll ({shown.skip} above, {max(0, below)} below)"
-        visible = _rows(rows[shown.skip : shown.skip + room], columns)
-        blank = [Text()] * (room - len(visible))
-        found = [*head, *troubles, *titles, *visible, *events, *blank, Text(keys, style="bold")][-height:]
-    return [_cut(line, width) for line in found]
+        events = _event_lines(view.events, width, max(free - len(rows), free // 4))
+        num_visible = max(0, free - len(events))
+        options.scroll = max(0, min(options.scroll, len(rows) - num_visible))
+        num_below = len(rows) - options.scroll - num_visible
+        if options.scroll or num_below > 0:
+            footer += f"  up/down scroll ({options.scroll} above, {max(0, num_below)} below)"
+        visible = _render_rows(rows[options.scroll : options.scroll + num_visible], columns)
+        padding = [Text()] * (num_visible - len(visible))
+        frame = [*header, *problems, *titles, *visible, *events, *padding, Text(footer, style="bold")][-height:]
+    return [_crop(line, width) for line in frame]
 
 
-def _cut(line: Text, width: int) -> Text:
+def _crop(line: Text, width: int) -> Text:
     line.no_wrap = True
     line.overflow = "crop"
     if line.cell_len > width:
@@ -67,31 +67,33 @@ def _cut(line: Text, width: int) -> Text:
     return line
 
 
-def _head(view: View, width: int, signs: Glyphs) -> list[Text]:
+def _header(view: RunView, width: int, signs: Glyphs) -> list[Text]:
     state = view.state or "asking the scheduler"
-    first = Text.assemble((view.run, "bold"), "  ", (state, STYLE.get(state, "red") if view.state else "cyan"))
-    about = [
+    title = Text.assemble((view.run, "bold"), "  ", (state, STATE_STYLES.get(state, "red") if view.state else "cyan"))
+    details = [
         f"job {view.job_id} ({view.backend})" if view.job_id else "",
         f"attempt {view.attempt}" if view.attempt else "",
     ]
-    about.append(time.strftime("%H:%M:%S", time.localtime(view.t)))
-    first.append("  " + signs.dot.join(about))
-    found = [first]
-    waits = _waits(view)
-    if waits:
-        found.append(Text(waits, style="yellow"))
+    details.append(time.strftime("%H:%M:%S", time.localtime(view.t)))
+    title.append("  " + signs.dot.join(details))
+    header = [title]
+    status_text = _status_text(view)
+    if status_text:
+        header.append(Text(status_text, style="yellow"))
     if view.step is not None:
-        found.append(_progress(view, width, signs))
-    found += _joined(_pace(view), width, signs)
+        header.append(_progress(view, width, signs))
+    header += _join_parts(_progress_parts(view), width, signs)
     if view.scheduler_silent:
-        found.append(Text(f"the scheduler gave no answer: {view.scheduler_silent.splitlines()[0]}", style="red"))
-    return found
+        header.append(Text(f"the scheduler gave no answer: {view.scheduler_silent.splitlines()[0]}", style="red"))
+    return header
 
 
-def _waits(view: View) -> str:
+def _status_text(view: RunView) -> str:
     if view.state == "pending" or view.pending_reason or view.start_estimate:
-        when = f", expected to start {terminal.moment(view.start_estimate)}" if view.start_estimate else ""
-        return f"waits for {view.pending_reason or 'the scheduler'}{when}"
+        start_text = (
+            f", expected to start {terminal.format_timestamp(view.start_estimate)}" if view.start_estimate else ""
+        )
+        return f"waits for {view.pending_reason or 'the scheduler'}{start_text}"
     if view.state in ("completed", "failed", "cancelled"):
         return f"the run has ended ({view.ending or view.state}); this is its last state"
     if view.state == "requeued":
@@ -101,276 +103,290 @@ def _waits(view: View) -> str:
     return ""
 
 
-def _progress(view: View, width: int, signs: Glyphs) -> Text:
+def _progress(view: RunView, width: int, signs: Glyphs) -> Text:
     if not view.total_steps:
         return Text(f"step {view.step}")
-    share = min(1.0, (view.step or 0) / view.total_steps)
-    before = f"step {view.step}/{view.total_steps} "
-    after = f" {share:.0%}" + (f"  {_eta(view)}" if view.eta_s is not None else "")
-    return Text(before) + meter(share, max(8, min(40, width - len(before) - len(after))), "green", signs) + Text(after)
+    fraction = min(1.0, (view.step or 0) / view.total_steps)
+    prefix = f"step {view.step}/{view.total_steps} "
+    suffix = f" {fraction:.0%}" + (f"  {_format_eta(view)}" if view.eta_s is not None else "")
+    return (
+        Text(prefix)
+        + meter(fraction, max(8, min(40, width - len(prefix) - len(suffix))), "green", signs)
+        + Text(suffix)
+    )
 
 
-def _eta(view: View) -> str:
+def _format_eta(view: RunView) -> str:
     """What it counts is said, as an estimate without the checkpoints to come would be too early."""
-    counted = "saves, evals not counted" if view.overhead is None else f"{view.overhead:.0%} for saves, evals"
-    return f"about {duration(view.eta_s or 0.0)} left ({counted})"
+    overhead_text = "saves, evals not counted" if view.overhead is None else f"{view.overhead:.0%} for saves, evals"
+    return f"about {format_duration(view.eta_s or 0.0)} left ({overhead_text})"
 
 
-def _joined(parts: Sequence[str], width: int, signs: Glyphs) -> list[Text]:
+def _join_parts(parts: Sequence[str], width: int, signs: Glyphs) -> list[Text]:
     """In as few lines as they fit."""
-    found: list[str] = []
+    joined: list[str] = []
     for part in parts:
-        if found and len(found[-1]) + len(signs.dot) + len(part) <= width:
-            found[-1] += signs.dot + part
+        if joined and len(joined[-1]) + len(signs.dot) + len(part) <= width:
+            joined[-1] += signs.dot + part
         else:
-            found.append(part)
-    return [Text(line) for line in found]
+            joined.append(part)
+    return [Text(line) for line in joined]
 
 
-def _pace(view: View) -> list[str]:
+def _progress_parts(view: RunView) -> list[str]:
     parts = []
     if view.step_s is not None:
-        parts.append(f"{brief_time(view.step_s)} a step")
+        parts.append(f"{format_step_time(view.step_s)} a step")
     if view.tokens_per_s is not None:
         parts.append(f"{view.tokens_per_s:,.0f} tokens/s")
     if view.loss is not None:
         parts.append(f"loss {view.loss:.4g}")
     if view.goodput is not None and view.wall_s:
-        parts.append(f"goodput {view.goodput:.0%} of {duration(view.wall_s)}")
+        parts.append(f"goodput {view.goodput:.0%} of {format_duration(view.wall_s)}")
     if view.since_step_s is not None and view.since_step_s > max(30.0, 10 * (view.step_s or 0.0)):
-        parts.append(f"no step for {duration(view.since_step_s)}")
+        parts.append(f"no step for {format_duration(view.since_step_s)}")
     if view.allocation_ends is not None:
-        left = view.allocation_ends - view.t
-        early = " (before the end)" if view.eta_s is not None and 0 < left < view.eta_s else ""
-        if left > 0:
-            parts.append(f"time limit in {duration(left)}{early}")
+        left_s = view.allocation_ends - view.t
+        limit_text = " (before the end)" if view.eta_s is not None and 0 < left_s < view.eta_s else ""
+        if left_s > 0:
+            parts.append(f"time limit in {format_duration(left_s)}{limit_text}")
     return parts
 
 
-def _troubles(view: View, width: int) -> list[Text]:
+def _problem_lines(view: RunView, width: int) -> list[Text]:
     """Nodes that have something to say, and why GPUs have no figures; alike ones in one line."""
-    groups: dict[str, list[str]] = {}
+    nodes_by_problem: dict[str, list[str]] = {}
     for node in view.nodes:
         if node.trouble:
-            groups.setdefault(node.trouble, []).append(node.node)
-    gpus: dict[str, list[str]] = {}
+            nodes_by_problem.setdefault(node.trouble, []).append(node.node)
+    gpus_by_reason: dict[str, list[str]] = {}
     for row in view.rows:
-        if row.uuid and row.utilization is None and row.reason and row.reason not in groups:
-            gpus.setdefault(row.reason, []).append(f"GPU {row.uuid if row.gpu is None else row.gpu} of {row.node}")
-    found = [f"! {_names(nodes, 'nodes')}: {trouble}" for trouble, nodes in groups.items()]
-    found += [f"! {_names(names, 'GPUs')}: {reason}" for reason, names in gpus.items()]
-    return [Text(line, style="yellow") for text in found for line in _wrapped(text, width, 2)]
+        if row.uuid and row.utilization is None and row.reason and row.reason not in nodes_by_problem:
+            gpus_by_reason.setdefault(row.reason, []).append(
+                f"GPU {row.uuid if row.gpu is None else row.gpu} of {row.node}"
+            )
+    messages = [f"! {_format_names(nodes, 'nodes')}: {trouble}" for trouble, nodes in nodes_by_problem.items()]
+    messages += [f"! {_format_names(names, 'GPUs')}: {reason}" for reason, names in gpus_by_reason.items()]
+    return [Text(line, style="yellow") for text in messages for line in _wrap(text, width, 2)]
 
 
-def _left_out(titles: Sequence[str], width: int) -> list[Text]:
+def _dropped_columns_text(titles: Sequence[str], width: int) -> list[Text]:
     if not titles:
         return []
-    return [Text(line) for line in _wrapped(f"no room for {', '.join(titles)}: a wider terminal has them", width, 2)]
+    return [Text(line) for line in _wrap(f"no room for {', '.join(titles)}: a wider terminal has them", width, 2)]
 
 
-def _wrapped(text: str, width: int, indent: int, most: int = MOST_LINES) -> list[str]:
-    """At spaces, the lines after the first indented; what goes beyond ``most`` lines is cut, with a sign."""
+def _wrap(text: str, width: int, indent: int, max_lines: int = MAX_LINES) -> list[str]:
+    """At spaces, the lines after the first indented; what goes beyond ``max_lines`` lines is cut, with a sign."""
     lines = textwrap.wrap(text, max(width, indent + 8), subsequent_indent=" " * indent)
-    if len(lines) > most:
-        lines = [*lines[: most - 1], lines[most - 1][: width - 3].rstrip() + " .."]
+    if len(lines) > max_lines:
+        lines = [*lines[: max_lines - 1], lines[max_lines - 1][: width - 3].rstrip() + " .."]
     return lines
 
 
-def _names(names: Sequence[str], what: str) -> str:
-    return ", ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more {what}"
+def _format_names(names: Sequence[str], noun: str) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more {noun}"
 
 
-_Column = tuple[str, int, Callable[[Row], "str | Text"], bool]
+_Column = tuple[str, int, Callable[[GpuRow], "str | Text"], bool]
 
 
-def _nothing(view: View) -> str:
+def _empty_text(view: RunView) -> str:
     if view.attempt is None:
         return "no attempt has started yet"
     return "nothing has been recorded yet" if view.telemetry else "no figures: telemetry is off"
 
 
-def _titles(columns: Sequence[_Column]) -> Text:
-    return Text(" ".join(_cell(title, cells, left) for title, cells, _, left in columns), style="bold")
+def _title_row(columns: Sequence[_Column]) -> Text:
+    return Text(" ".join(_align(title, width, left_aligned) for title, width, _, left_aligned in columns), style="bold")
 
 
-def _rows(rows: Sequence[Row], columns: Sequence[_Column]) -> list[Text]:
+def _render_rows(rows: Sequence[GpuRow], columns: Sequence[_Column]) -> list[Text]:
     """A line each; what is of the node stands in the first of its lines."""
-    found, before = [], None
+    rendered, previous_node = [], None
     for row in rows:
         cells = []
-        for title, width, show, left in columns:
-            again = row.node == before and title in _OF_NODE
-            cells.append(_padded("" if again else show(row), width, left))
-        found.append(Text(" ").join(cells))
-        before = row.node
-    return found
+        for title, width, render, left_aligned in columns:
+            is_repeated = row.node == previous_node and title in _NODE_COLUMNS
+            cells.append(_pad("" if is_repeated else render(row), width, left_aligned))
+        rendered.append(Text(" ").join(cells))
+        previous_node = row.node
+    return rendered
 
 
-def _cell(text: str, cells: int, left: bool) -> str:
-    return text[:cells].ljust(cells) if left else text[:cells].rjust(cells)
+def _align(text: str, width: int, left_aligned: bool) -> str:
+    return text[:width].ljust(width) if left_aligned else text[:width].rjust(width)
 
 
-def _padded(value: str | Text, cells: int, left: bool) -> Text:
+def _pad(value: str | Text, width: int, left_aligned: bool) -> Text:
     if isinstance(value, str):
-        return Text(_cell(value, cells, left))
-    rest = " " * max(0, cells - value.cell_len)
-    return value + Text(rest) if left else Text(rest) + value
+        return Text(_align(value, width, left_aligned))
+    padding = " " * max(0, width - value.cell_len)
+    return value + Text(padding) if left_aligned else Text(padding) + value
 
 
-def _columns(view: View, width: int, signs: Glyphs) -> list[_Column]:
+def _columns(view: RunView, width: int, signs: Glyphs) -> list[_Column]:
     """Title, cells, what is shown, aligned left."""
-    wide = width >= WIDE
+    is_wide = width >= WIDE_COLUMNS
     nodes = {n.node: n for n in view.nodes}
-    name = min(max((len(r.node) for r in view.rows), default=4), 24 if wide else _NODE_CELLS)
-    with_gpus = any(r.uuid for r in view.rows)
-    bar = 6 if not wide else 16 if width >= 140 else 10
-    found: list[_Column] = [("Node", max(4, name), lambda r: _short(r.node, max(4, name), signs), True)]
-    if with_gpus:
-        found += [
-            ("GPU", 3, lambda r: _whole(r.gpu, signs), False),
-            ("Util", bar + 5, lambda r: _use(r, bar, signs), True),
-            ("GiB", 7, lambda r: _memory(r, signs), False),
-            ("W", 4, lambda r: _number(r.power_w, signs), False),
-            (signs.degree, 3, lambda r: _number(r.temperature_c, signs), False),
-            ("MHz", 4, lambda r: _number(r.sm_clock_mhz, signs), False),
-            ("Held", 4, lambda r: _held(r, signs), True),
-        ]
-    if wide and any(r.sm_activity is not None for r in view.rows):
-        found.append(("SM", 4, lambda r: percent(r.sm_activity, signs), False))
-        found.append(("Tens", 4, lambda r: percent(r.tensor_activity, signs), False))
-    found += [
-        ("Rank", 4, lambda r: _whole(r.rank, signs), False),
-        ("Phase", 10, lambda r: r.phase or signs.dash, True),
-        ("Step", 9 if wide else 7, lambda r: _step(r, signs), False),
+    node_width = min(max((len(r.node) for r in view.rows), default=4), 24 if is_wide else _NODE_WIDTH)
+    has_gpus = any(r.uuid for r in view.rows)
+    bar_width = 6 if not is_wide else 16 if width >= 140 else 10
+    columns: list[_Column] = [
+        ("Node", max(4, node_width), lambda r: _shorten_node(r.node, max(4, node_width), signs), True)
     ]
-    if wide or not with_gpus:
-        found.append(("s/step", 8, lambda r: signs.dash if r.step_s is None else brief_time(r.step_s), False))
-        found.append(("Wait", 4, lambda r: percent(r.data_wait_share, signs), False))
-        found.append(("CPU", 4, lambda r: percent(_of(nodes, r).cpu, signs), False))
-    if wide:
-        found.append(("Host GiB", 9, lambda r: _host_memory(_of(nodes, r), signs), False))
-        found.append(("Age", 5, lambda r: _age(_of(nodes, r), signs), False))
-    return found
+    if has_gpus:
+        columns += [
+            ("GPU", 3, lambda r: _format_int(r.gpu, signs), False),
+            ("Util", bar_width + 5, lambda r: _utilization_bar(r, bar_width, signs), True),
+            ("GiB", 7, lambda r: _memory_cell(r, signs), False),
+            ("W", 4, lambda r: _format_float(r.power_w, signs), False),
+            (signs.degree, 3, lambda r: _format_float(r.temperature_c, signs), False),
+            ("MHz", 4, lambda r: _format_float(r.sm_clock_mhz, signs), False),
+            ("Held", 4, lambda r: _throttle_cell(r, signs), True),
+        ]
+    if is_wide and any(r.sm_activity is not None for r in view.rows):
+        columns.append(("SM", 4, lambda r: format_percent(r.sm_activity, signs), False))
+        columns.append(("Tens", 4, lambda r: format_percent(r.tensor_activity, signs), False))
+    columns += [
+        ("Rank", 4, lambda r: _format_int(r.rank, signs), False),
+        ("Phase", 10, lambda r: r.phase or signs.dash, True),
+        ("Step", 9 if is_wide else 7, lambda r: _step_cell(r, signs), False),
+    ]
+    if is_wide or not has_gpus:
+        columns.append(("s/step", 8, lambda r: signs.dash if r.step_s is None else format_step_time(r.step_s), False))
+        columns.append(("Wait", 4, lambda r: format_percent(r.data_wait_share, signs), False))
+        columns.append(("CPU", 4, lambda r: format_percent(_find_node(nodes, r).cpu, signs), False))
+    if is_wide:
+        columns.append(("Host GiB", 9, lambda r: _host_memory_cell(_find_node(nodes, r), signs), False))
+        columns.append(("Age", 5, lambda r: _age_cell(_find_node(nodes, r), signs), False))
+    return columns
 
 
 # What goes first where the columns do not fit; "bar" is that of the utilization, and what is not named here stays.
-_DROPPED = ("Age", "Host GiB", "CPU", "Wait", "s/step", "Tens", "SM", "MHz", "°C", "C", "Held", "W", "bar", "GiB",
+_DROP_ORDER = ("Age", "Host GiB", "CPU", "Wait", "s/step", "Tens", "SM", "MHz", "°C", "C", "Held", "W", "bar", "GiB",
             "Rank", "Phase")  # fmt: skip
 
 
-def _fitting(columns: Sequence[_Column], width: int) -> tuple[list[_Column], list[str]]:
+def _fit_columns(columns: Sequence[_Column], width: int) -> tuple[list[_Column], list[str]]:
     """Those that fit, and the titles of the others."""
-    kept, gone = list(columns), []
-    for title in _DROPPED:
-        if sum(cells + 1 for _, cells, _, _ in kept) - 1 <= width:
+    fitting, dropped = list(columns), []
+    for title in _DROP_ORDER:
+        if sum(cells + 1 for _, cells, _, _ in fitting) - 1 <= width:
             break
         if title == "bar":
-            kept = [("Util", 5, _share, False) if c[0] == "Util" else c for c in kept]
-        elif any(c[0] == title for c in kept):
-            kept = [c for c in kept if c[0] != title]
-            gone.append(title)
-    return kept, gone
+            fitting = [("Util", 5, _utilization_cell, False) if c[0] == "Util" else c for c in fitting]
+        elif any(c[0] == title for c in fitting):
+            fitting = [c for c in fitting if c[0] != title]
+            dropped.append(title)
+    return fitting, dropped
 
 
-def _of(nodes: dict[str, NodeView], row: Row) -> NodeView:
+def _find_node(nodes: dict[str, NodeView], row: GpuRow) -> NodeView:
     return nodes.get(row.node) or NodeView(node=row.node)
 
 
-def _short(node: str, cells: int, signs: Glyphs) -> str:
+def _shorten_node(node: str, width: int, signs: Glyphs) -> str:
     """A long name without its domain; else its end, which is what differs between nodes."""
-    if len(node) > cells:
+    if len(node) > width:
         node = node.partition(".")[0]
-    return node if len(node) <= cells else ".." + node[-(cells - 2) :]
+    return node if len(node) <= width else ".." + node[-(width - 2) :]
 
 
-def _whole(value: int | None, signs: Glyphs) -> str:
+def _format_int(value: int | None, signs: Glyphs) -> str:
     return signs.dash if value is None else str(value)
 
 
-def _number(value: float | None, signs: Glyphs) -> str:
+def _format_float(value: float | None, signs: Glyphs) -> str:
     return signs.dash if value is None else f"{value:.0f}"
 
 
-def _use(row: Row, cells: int, signs: Glyphs) -> Text:
+def _utilization_bar(row: GpuRow, width: int, signs: Glyphs) -> Text:
     if row.utilization is None:
-        return Text((row.reason or signs.dash).partition(":")[0][: cells + 5])  # in full among the troubles
-    style = terminal.grade(row.utilization)
-    return meter(row.utilization, cells, style, signs) + Text(f"{row.utilization:>5.0%}", style=style)
+        return Text((row.reason or signs.dash).partition(":")[0][: width + 5])  # in full among the troubles
+    style = terminal.utilization_style(row.utilization)
+    return meter(row.utilization, width, style, signs) + Text(f"{row.utilization:>5.0%}", style=style)
 
 
-def _share(row: Row) -> Text:
+def _utilization_cell(row: GpuRow) -> Text:
     if row.utilization is None:
         return Text("none")  # why stands among the troubles
-    return Text(f"{row.utilization:.0%}", style=terminal.grade(row.utilization))
+    return Text(f"{row.utilization:.0%}", style=terminal.utilization_style(row.utilization))
 
 
-def _memory(row: Row, signs: Glyphs) -> Text:
+def _memory_cell(row: GpuRow, signs: Glyphs) -> Text:
     used, total = row.memory_used_gib, row.memory_total_gib
-    full = used is not None and total and used >= 0.97 * total
-    return Text(used_of(used, total, signs), style="bold yellow" if full else "")
+    is_full = used is not None and total and used >= 0.97 * total
+    return Text(format_used(used, total, signs), style="bold yellow" if is_full else "")
 
 
-def _held(row: Row, signs: Glyphs) -> Text:
+def _throttle_cell(row: GpuRow, signs: Glyphs) -> Text:
     """P, T, H: held down by the power limit, by heat, by the hardware. The power limit is common and no fault."""
     letters = "".join({"power": "P", "thermal": "T", "hardware": "H"}[w] for w in row.throttled)
     return Text(letters or signs.dash, style="bold red" if set(letters) & {"T", "H"} else "")
 
 
-def _step(row: Row, signs: Glyphs) -> Text:
-    late = row.behind is not None and row.behind > 1
-    return Text(_whole(row.step, signs), style="bold yellow" if late else "")
+def _step_cell(row: GpuRow, signs: Glyphs) -> Text:
+    is_late = row.behind is not None and row.behind > 1
+    return Text(_format_int(row.step, signs), style="bold yellow" if is_late else "")
 
 
-def _host_memory(node: NodeView, signs: Glyphs) -> str:
-    return used_of(node.memory_used_gib, node.memory_total_gib, signs)
+def _host_memory_cell(node: NodeView, signs: Glyphs) -> str:
+    return format_used(node.memory_used_gib, node.memory_total_gib, signs)
 
 
-def _age(node: NodeView, signs: Glyphs) -> str:
+def _age_cell(node: NodeView, signs: Glyphs) -> str:
     if node.ended:
         return "ended"
-    return signs.dash if node.age_s is None else duration(node.age_s).partition("m")[0] + "m" * (node.age_s >= 59.5)
+    return (
+        signs.dash if node.age_s is None else format_duration(node.age_s).partition("m")[0] + "m" * (node.age_s >= 59.5)
+    )
 
 
-def _sorted(rows: Sequence[Row], by: str) -> list[Row]:
+def _sort_rows(rows: Sequence[GpuRow], column: str) -> list[GpuRow]:
     """By node as the run has them; by a figure with the highest first, by step with the one farthest behind."""
-    keys: dict[str, Callable[[Row], float | None]] = {
+    keys: dict[str, Callable[[GpuRow], float | None]] = {
         "utilization": lambda r: r.utilization,
         "memory": lambda r: r.memory_used_gib,
         "power": lambda r: r.power_w,
         "temperature": lambda r: r.temperature_c,
         "step": lambda r: None if r.step is None else -r.step,
     }
-    key = keys.get(by)
+    key = keys.get(column)
     if key is None:
         return list(rows)
-    known = [(key(r), r) for r in rows]
-    return [r for _, r in sorted(known, key=lambda p: float("inf") if p[0] is None else -p[0])]
+    keyed = [(key(r), r) for r in rows]
+    return [r for _, r in sorted(keyed, key=lambda p: float("inf") if p[0] is None else -p[0])]
 
 
 _SEVERITY = {"critical": "bold red", "warning": "bold yellow"}
 
 
-def _events(events: Sequence[EventView], width: int, room: int | None = None) -> list[Text]:
-    """The last ones in at most ``room`` lines; alerts that were not cleared since stay, whatever came after them."""
-    cleared: set[str] = set()
-    still = []
+def _event_lines(events: Sequence[EventView], width: int, max_lines: int | None = None) -> list[Text]:
+    """The last ones in at most ``max_lines`` lines; alerts that were not cleared since stay, whatever came after
+    them."""
+    cleared_texts: set[str] = set()
+    active_alerts = []
     for e in reversed(events):
         if e.event == "alert" and e.text.startswith("cleared: "):
-            cleared.add(e.text.removeprefix("cleared: "))
-        elif e.event == "alert" and e.text.partition(": ")[2] not in cleared:
-            still.append(e)
-    wanted = [*still, *(e for e in reversed(events) if e not in still)][:MOST_EVENTS]
-    kept: list[tuple[float, list[Text]]] = []
-    left = MOST_EVENTS * MOST_LINES if room is None else room
-    for e in wanted:
-        if left > 0:
-            kept.append((e.t, _event(e, width, min(left, MOST_LINES))))
-            left -= len(kept[-1][1])
-    return [line for _, lines in sorted(kept, key=lambda k: k[0]) for line in lines]
+            cleared_texts.add(e.text.removeprefix("cleared: "))
+        elif e.event == "alert" and e.text.partition(": ")[2] not in cleared_texts:
+            active_alerts.append(e)
+    selected = [*active_alerts, *(e for e in reversed(events) if e not in active_alerts)][:MAX_EVENTS]
+    blocks: list[tuple[float, list[Text]]] = []
+    lines_left = MAX_EVENTS * MAX_LINES if max_lines is None else max_lines
+    for e in selected:
+        if lines_left > 0:
+            blocks.append((e.t, _wrap_event(e, width, min(lines_left, MAX_LINES))))
+            lines_left -= len(blocks[-1][1])
+    return [line for _, lines in sorted(blocks, key=lambda k: k[0]) for line in lines]
 
 
-def _event(event: EventView, width: int, most: int) -> list[Text]:
+def _wrap_event(event: EventView, width: int, max_lines: int) -> list[Text]:
     style = "" if event.text.startswith("cleared: ") else _SEVERITY.get(event.severity or "", "")
-    at = time.strftime("%H:%M:%S ", time.localtime(event.t))
-    first, *more = _wrapped(at + " ".join(event.text.split()), width, len(at), most)
-    return [Text.assemble(at, (first[len(at) :], style)), *(Text(line, style=style) for line in more)]
+    timestamp = time.strftime("%H:%M:%S ", time.localtime(event.t))
+    first, *continuation = _wrap(timestamp + " ".join(event.text.split()), width, len(timestamp), max_lines)
+    return [
+        Text.assemble(timestamp, (first[len(timestamp) :], style)),
+        *(Text(line, style=style) for line in continuation),
+    ]

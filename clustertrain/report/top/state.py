@@ -17,28 +17,31 @@ from typing import Any
 import msgspec
 
 from clustertrain import clock, fsio
-from clustertrain.errors import ClusterTrainError, NotReadable
-from clustertrain.report.event_text import in_words
+from clustertrain.errors import ClusterTrainError, PermissionDenied
+from clustertrain.report.event_text import format_event
 from clustertrain.report.top import eta
 from clustertrain.run import events, heartbeat, json_files
-from clustertrain.run import metrics_file as rows
+from clustertrain.run import metrics_file as metric_rows
 from clustertrain.run.events import Event
-from clustertrain.run.run_dir import AttemptDir, RunDir, readable
+from clustertrain.run.run_dir import AttemptDir, RunDir, explain_permission_errors
 from clustertrain.run.run_spec import load_spec
-from clustertrain.scheduler.run_status import Look, look
-from clustertrain.telemetry.fields import column
-from clustertrain.telemetry.store.latest import Newest, NodeNow
+from clustertrain.scheduler.run_status import RunStatus, run_status
+from clustertrain.telemetry.fields import column_name
+from clustertrain.telemetry.store.latest import LatestReader, NodeStatus
 from clustertrain.telemetry.store.writer import GpuFacts
 
 GIB = 1 << 30
-LOOK_S, LOOK_SHARE = 15.0, 1 / 200  # how often the scheduler is asked at most, and the share of time that it may take
-CLOSE_S = 1.0  # a look takes a tenth of that, where the scheduler answers
+STATUS_INTERVAL_S, MAX_STATUS_SHARE = (
+    15.0,
+    1 / 200,
+)  # how often the scheduler is asked at most, and the share of time that it may take
+CLOSE_TIMEOUT_S = 1.0  # a look takes a tenth of that, where the scheduler answers
 METRICS_BYTES, EVENTS_BYTES = 16384, 32768
-MOST_EVENTS = 50
-NODES_A_SECOND = 16  # of which the files are looked at: a run of a thousand nodes must not load the filesystem
+MAX_EVENTS = 50
+MAX_NODES_PER_S = 16  # of which the files are looked at: a run of a thousand nodes must not load the filesystem
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU and its rank; a rank without a GPU has no ``uuid``, a GPU without a rank no ``rank``. None: not known, for
     the GPU's figures with the ``reason``. ``throttled``: power, thermal, hardware. ``behind``: steps that the rank is
     behind the one farthest on. ``step_s``, ``data_wait_share``: since the look before."""
@@ -84,7 +87,7 @@ class EventView(msgspec.Struct, frozen=True):
     severity: str | None = None
 
 
-class View(msgspec.Struct, frozen=True, kw_only=True):
+class RunView(msgspec.Struct, frozen=True, kw_only=True):
     """One frame. Times are UTC epoch s. ``eta_s`` counts the steps left at the recent rate, with the share of time that
     checkpoints and evaluations took (``overhead``, of the steps' time; None while there was none of them yet)."""
 
@@ -111,177 +114,185 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     ending: str | None = None
     telemetry: bool = True
     nodes: list[NodeView] = []
-    rows: list[Row] = []
+    rows: list[GpuRow] = []
     events: list[EventView] = []
 
 
-class Live:
+class RunMonitor:
     """Looks at one run again and again."""
 
     def __init__(self, run: RunDir, *, now: Callable[[], float] = clock.now) -> None:
         """Raises ConfigError when the run's spec.toml does not read."""
         self._run, self._now = run, now
         self._telemetry = load_spec(run).recipe.telemetry.enabled
-        self._slow = _Slowly(lambda: look(run))
-        self._attempt: _Attempt | None = None
+        self._status_poller = _StatusPoller(lambda: run_status(run))
+        self._attempt_files: _AttemptFiles | None = None
 
-    def view(self, *, wait: bool = False) -> View:
+    def poll(self, *, wait: bool = False) -> RunView:
         """``wait``: for the scheduler's answer, where it would otherwise be in a later frame."""
-        seen, trouble = self._slow.get(wait)
-        newest = _newest_attempt(self._run)
-        if newest is not None and (self._attempt is None or self._attempt.dir.n != newest.n):
-            self._attempt = _Attempt(newest, lambda: self._run.metrics_files(newest.n)[-1])
+        status, error = self._status_poller.get(wait)
+        attempt = _latest_attempt(self._run)
+        if attempt is not None and (self._attempt_files is None or self._attempt_files.dir.n != attempt.n):
+            self._attempt_files = _AttemptFiles(attempt, lambda: self._run.metrics_files(attempt.n)[-1])
         now = self._now()
-        frame = View(t=now, run=self._run.id, telemetry=self._telemetry, scheduler_silent=trouble)
-        if seen is not None:
-            frame = _with_look(frame, seen, trouble)
-        running = seen is None or seen.state == "running"
-        return frame if self._attempt is None else self._attempt.added(frame, now, running)
+        frame = RunView(t=now, run=self._run.id, telemetry=self._telemetry, scheduler_silent=error)
+        if status is not None:
+            frame = _with_status(frame, status, error)
+        is_running = status is None or status.state == "running"
+        return frame if self._attempt_files is None else self._attempt_files.extend_view(frame, now, is_running)
 
     def close(self) -> bool:
-        """Whether the question to the scheduler that was under way, if any, is over: waits :data:`CLOSE_S` at most."""
-        return self._slow.over(CLOSE_S)
+        """Whether the question to the scheduler that was under way, if any, is over: waits :data:`CLOSE_TIMEOUT_S` at
+        most."""
+        return self._status_poller.wait_idle(CLOSE_TIMEOUT_S)
 
 
-def _newest_attempt(run: RunDir) -> AttemptDir | None:
-    found = run.attempts()
-    return found[-1] if found else None
+def _latest_attempt(run: RunDir) -> AttemptDir | None:
+    attempts = run.attempts()
+    return attempts[-1] if attempts else None
 
 
-def _with_look(frame: View, seen: Look, trouble: str | None) -> View:
-    view = seen.view
-    waits = view if view is not None and view.state == "PENDING" else None
-    last = seen.history[-1] if seen.history else None
+def _with_status(frame: RunView, status: RunStatus, error: str | None) -> RunView:
+    job = status.view
+    pending_job = job if job is not None and job.state == "PENDING" else None
+    last_attempt = status.history[-1] if status.history else None
     return msgspec.structs.replace(
         frame,
-        job_id=seen.job_id,
-        backend=seen.backend,
-        state=seen.state,
-        step=seen.step,
-        total_steps=seen.total_steps,
-        goodput=seen.goodput.ratio,
-        wall_s=seen.goodput.wall_s,
-        pending_reason=waits.reason or None if waits is not None else None,
-        start_estimate=waits.start_time if waits is not None else None,
-        scheduler_silent=trouble or seen.silence,
-        ending=last.ending if last is not None else None,
+        job_id=status.job_id,
+        backend=status.backend,
+        state=status.state,
+        step=status.step,
+        total_steps=status.total_steps,
+        goodput=status.goodput.ratio,
+        wall_s=status.goodput.wall_s,
+        pending_reason=pending_job.reason or None if pending_job is not None else None,
+        start_estimate=pending_job.start_time if pending_job is not None else None,
+        scheduler_silent=error or status.scheduler_error,
+        ending=last_attempt.ending if last_attempt is not None else None,
     )
 
 
-class _Slowly:
-    """What is too dear for every frame: asked in a thread, at most every :data:`LOOK_S`, and more rarely where it takes
-    long."""
+class _StatusPoller:
+    """What is too dear for every frame: asked in a thread, at most every :data:`STATUS_INTERVAL_S`, and more rarely
+    where it takes long."""
 
-    def __init__(self, ask: Callable[[], Look]) -> None:
-        self._ask = ask
-        self._found: tuple[Look | None, str | None] = None, None
-        self._refused: NotReadable | None = None
-        self._due = float("-inf")
+    def __init__(self, fetch: Callable[[], RunStatus]) -> None:
+        self._fetch = fetch
+        self._latest: tuple[RunStatus | None, str | None] = None, None
+        self._permission_error: PermissionDenied | None = None
+        self._next_poll = float("-inf")
         self._thread: threading.Thread | None = None
 
-    def get(self, wait: bool) -> tuple[Look | None, str | None]:
-        """The newest answer, and why there is none newer. Raises NotReadable where there will be none."""
-        if (self._thread is None or not self._thread.is_alive()) and clock.monotonic() >= self._due:
-            self._thread = threading.Thread(target=self._once, name="look", daemon=True)
+    def get(self, wait: bool) -> tuple[RunStatus | None, str | None]:
+        """The newest answer, and why there is none newer. Raises PermissionDenied where there will be none."""
+        if (self._thread is None or not self._thread.is_alive()) and clock.monotonic() >= self._next_poll:
+            self._thread = threading.Thread(target=self._poll_once, name="look", daemon=True)
             self._thread.start()
         if wait and self._thread is not None:
             self._thread.join()
-        if self._refused is not None:
-            raise self._refused
-        return self._found
+        if self._permission_error is not None:
+            raise self._permission_error
+        return self._latest
 
-    def over(self, timeout_s: float) -> bool:
+    def wait_idle(self, timeout_s: float) -> bool:
         """Whether nothing is being asked, after waiting so long for it."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
 
-    def _once(self) -> None:
-        begin = clock.monotonic()
+    def _poll_once(self) -> None:
+        start = clock.monotonic()
         try:
-            with readable():
-                self._found = self._ask(), None
-        except NotReadable as e:
-            self._refused = e if self._found[0] is None else None
-            self._found = self._found[0], e.message
+            with explain_permission_errors():
+                self._latest = self._fetch(), None
+        except PermissionDenied as e:
+            self._permission_error = e if self._latest[0] is None else None
+            self._latest = self._latest[0], e.message
         except ClusterTrainError as e:
-            self._found = self._found[0], e.message
+            self._latest = self._latest[0], e.message
         except Exception as e:  # the thread's edge: files that are not what was written
-            self._found = self._found[0], f"{type(e).__name__}: {e}"
-        took = clock.monotonic() - begin
-        self._due = clock.monotonic() + max(LOOK_S, took / LOOK_SHARE)
+            self._latest = self._latest[0], f"{type(e).__name__}: {e}"
+        elapsed_s = clock.monotonic() - start
+        self._next_poll = clock.monotonic() + max(STATUS_INTERVAL_S, elapsed_s / MAX_STATUS_SHARE)
 
 
-class _Attempt:
+class _AttemptFiles:
     """The files of one attempt."""
 
-    def __init__(self, attempt: AttemptDir, metrics_file: Callable[[], Path]) -> None:
+    def __init__(self, attempt: AttemptDir, find_metrics_file: Callable[[], Path]) -> None:
         self.dir = attempt
-        self._metrics = metrics_file
-        self._newest = Newest(attempt.telemetry)
-        self._nodes: list[NodeNow] = []
-        self._table: list[Row] = []
+        self._find_metrics_file = find_metrics_file
+        self._snapshots = LatestReader(attempt.telemetry)
+        self._nodes: list[NodeStatus] = []
+        self._gpu_rows: list[GpuRow] = []
         self._rates: dict[int, tuple[float | None, float | None]] = {}
-        self._samples: dict[str, tuple[float, Mapping[str, float]]] = {}
-        self._look_again = float("-inf")
-        self._ends: dict[Path, tuple[tuple[int, int], list[Event]]] = {}
-        self._rows_mark: tuple[Path, int, int] | None = None
-        self._rows: list[dict[str, Any]] = []
+        self._last_samples: dict[str, tuple[float, Mapping[str, float]]] = {}
+        self._next_node_read = float("-inf")
+        self._event_tails: dict[Path, tuple[tuple[int, int], list[Event]]] = {}
+        self._metrics_stamp: tuple[Path, int, int] | None = None
+        self._metric_rows: list[dict[str, Any]] = []
 
-    def added(self, frame: View, now: float, running: bool) -> View:
+    def extend_view(self, frame: RunView, now: float, is_running: bool) -> RunView:
         self._read_nodes()
         self._read_metrics()
-        log = self._read_events()
-        expected = _nodes_of(self.dir) if not self._nodes else ()
-        steps = [r.step for r in self._table if r.step is not None]
-        recent = eta.recent(self._rows)
-        step = max([*steps, *(int(r["step"]) for r in self._rows[-1:])], default=frame.step) if running else frame.step
-        deadline = json_files.peek(self.dir.deadline).get("end_time") if running else None
+        events_log = self._read_events()
+        silent_nodes = _expected_nodes(self.dir) if not self._nodes else ()
+        steps = [r.step for r in self._gpu_rows if r.step is not None]
+        recent_rows = eta.recent_rows(self._metric_rows)
+        step = (
+            max([*steps, *(int(r["step"]) for r in self._metric_rows[-1:])], default=frame.step)
+            if is_running
+            else frame.step
+        )
+        deadline = json_files.poll_document(self.dir.deadline).get("end_time") if is_running else None
         return msgspec.structs.replace(
             frame,
             attempt=self.dir.n,
             step=step,
-            nodes=[_node(n, now, running) for n in self._nodes] + [_silent(n, frame) for n in expected],
-            rows=self._table,
-            events=_told(log),
+            nodes=[_node_view(n, now, is_running) for n in self._nodes]
+            + [_silent_node_view(n, frame) for n in silent_nodes],
+            rows=self._gpu_rows,
+            events=_event_views(events_log),
             allocation_ends=deadline if json_files.is_number(deadline) else None,
-            **eta.of(recent, log, step, frame.total_steps, now if running else None),
+            **eta.estimate(recent_rows, events_log, step, frame.total_steps, now if is_running else None),
         )
 
     def _read_nodes(self) -> None:
-        if clock.monotonic() < self._look_again:
+        if clock.monotonic() < self._next_node_read:
             return
-        nodes = self._newest.read()
-        self._look_again = clock.monotonic() + len(nodes) / NODES_A_SECOND
+        nodes = self._snapshots.read()
+        self._next_node_read = clock.monotonic() + len(nodes) / MAX_NODES_PER_S
         if len(nodes) == len(self._nodes) and all(map(operator.is_, nodes, self._nodes)):
             return
         self._nodes = nodes
         for node in self._nodes:
             if node.snapshot is not None:
-                before = self._samples.get(node.node)
-                if before is None or before[0] < node.snapshot.t:
-                    self._samples[node.node] = node.snapshot.t, node.snapshot.values
-                    if before is not None:
-                        self._rate(node.snapshot.ranks, before, (node.snapshot.t, node.snapshot.values))
-        rows = [row for node in self._nodes for row in self._rows_of(node)]
-        self._table = _behind(rows, max((r.step for r in rows if r.step is not None), default=0))
+                previous = self._last_samples.get(node.node)
+                if previous is None or previous[0] < node.snapshot.t:
+                    self._last_samples[node.node] = node.snapshot.t, node.snapshot.values
+                    if previous is not None:
+                        self._update_rates(node.snapshot.ranks, previous, (node.snapshot.t, node.snapshot.values))
+        rows = [row for node in self._nodes for row in self._node_rows(node)]
+        self._gpu_rows = _with_steps_behind(rows, max((r.step for r in rows if r.step is not None), default=0))
 
-    def _rate(
+    def _update_rates(
         self, ranks: list[int], before: tuple[float, Mapping[str, float]], after: tuple[float, Mapping[str, float]]
     ) -> None:
         for rank in ranks:
-            steps = _difference(before[1], after[1], column(f"rank{rank}", "step"))
-            waited = _difference(before[1], after[1], column(f"rank{rank}", "data_wait_s"))
+            num_steps = _counter_delta(before[1], after[1], column_name(f"rank{rank}", "step"))
+            wait_s = _counter_delta(before[1], after[1], column_name(f"rank{rank}", "data_wait_s"))
             seconds = after[0] - before[0]
-            share = None if waited is None or not steps else min(1.0, waited / seconds)
-            self._rates[rank] = (seconds / steps if steps else None), share
+            share = None if wait_s is None or not num_steps else min(1.0, wait_s / seconds)
+            self._rates[rank] = (seconds / num_steps if num_steps else None), share
 
     def _read_metrics(self) -> None:
-        path = self._metrics()
-        mark = (path, *_mark(path))
-        if mark != self._rows_mark:
-            self._rows_mark = mark
-            self._rows = [r for r in rows.last(path, METRICS_BYTES) if json_files.is_number(r.get("t"))]
+        path = self._find_metrics_file()
+        stamp = (path, *_file_stamp(path))
+        if stamp != self._metrics_stamp:
+            self._metrics_stamp = stamp
+            self._metric_rows = [
+                r for r in metric_rows.read_last(path, METRICS_BYTES) if json_files.is_number(r.get("t"))
+            ]
 
     def _read_events(self) -> list[Event]:
         """The ends of all writers' files, by time."""
@@ -290,71 +301,71 @@ class _Attempt:
         except OSError:
             return []
         for path in files:
-            mark = _mark(path)
-            known = self._ends.get(path)
-            if known is None or known[0] != mark:
-                self._ends[path] = mark, events.sound(fsio.last_lines(path, EVENTS_BYTES))
-        return sorted((e for _, found in self._ends.values() for e in found), key=lambda e: float(e["t"]))
+            stamp = _file_stamp(path)
+            cached = self._event_tails.get(path)
+            if cached is None or cached[0] != stamp:
+                self._event_tails[path] = stamp, events.filter_valid(fsio.read_jsonl_tail(path, EVENTS_BYTES))
+        return sorted((e for _, tail in self._event_tails.values() for e in tail), key=lambda e: float(e["t"]))
 
-    def _rows_of(self, node: NodeNow) -> list[Row]:
+    def _node_rows(self, node: NodeStatus) -> list[GpuRow]:
         if node.snapshot is None:
             return []
-        values, with_gpu, rows = node.snapshot.values, set(), []
-        for number, facts in enumerate(node.snapshot.gpus):
+        values, ranks_with_gpu, rows = node.snapshot.values, set(), []
+        for index, facts in enumerate(node.snapshot.gpus):
             rank = facts.ranks[0] if facts.ranks else None
-            with_gpu.add(rank)
-            rows.append(Row(**_gpu(node, number, facts), **self._rank(values, rank)))
-        others = [r for r in node.snapshot.ranks if r not in with_gpu]
-        return rows + [Row(node=node.node, **self._rank(values, r)) for r in others]
+            ranks_with_gpu.add(rank)
+            rows.append(GpuRow(**_gpu_fields(node, index, facts), **self._rank_fields(values, rank)))
+        cpu_ranks = [r for r in node.snapshot.ranks if r not in ranks_with_gpu]
+        return rows + [GpuRow(node=node.node, **self._rank_fields(values, r)) for r in cpu_ranks]
 
-    def _rank(self, values: Mapping[str, float], rank: int | None) -> dict[str, Any]:
+    def _rank_fields(self, values: Mapping[str, float], rank: int | None) -> dict[str, Any]:
         if rank is None:
             return {}
         phase, step = _value(values, f"rank{rank}", "phase"), _value(values, f"rank{rank}", "step")
         step_s, share = self._rates.get(rank, (None, None))
-        known = phase is not None and 0 <= phase < len(heartbeat.PHASES)
+        is_known_phase = phase is not None and 0 <= phase < len(heartbeat.PHASES)
         return {
             "rank": rank,
-            "phase": heartbeat.PHASES[int(phase)] if known and phase is not None else None,
+            "phase": heartbeat.PHASES[int(phase)] if is_known_phase and phase is not None else None,
             "step": None if step is None else int(step),
             "step_s": step_s,
             "data_wait_share": share,
         }
 
 
-def _nodes_of(attempt: AttemptDir) -> list[str]:
-    nodes = json_files.peek(attempt.record).get("nodes")
+def _expected_nodes(attempt: AttemptDir) -> list[str]:
+    nodes = json_files.poll_document(attempt.record).get("nodes")
     return [node for node in nodes if isinstance(node, str)] if isinstance(nodes, list) else []
 
 
-def _mark(path: Path) -> tuple[int, int]:
+def _file_stamp(path: Path) -> tuple[int, int]:
     try:
-        found = path.stat()
+        info = path.stat()
     except OSError:
         return -1, -1
-    return found.st_size, found.st_mtime_ns
+    return info.st_size, info.st_mtime_ns
 
 
 def _value(values: Mapping[str, float], device: str, field: str, scale: float = 1.0) -> float | None:
-    value = values.get(column(device, field), math.nan)
+    value = values.get(column_name(device, field), math.nan)
     return value / scale if math.isfinite(value) else None
 
 
-def _difference(before: Mapping[str, float], after: Mapping[str, float], name: str) -> float | None:
-    change = after.get(name, math.nan) - before.get(name, math.nan)
-    return change if math.isfinite(change) and change >= 0 else None
+def _counter_delta(before: Mapping[str, float], after: Mapping[str, float], name: str) -> float | None:
+    delta = after.get(name, math.nan) - before.get(name, math.nan)
+    return delta if math.isfinite(delta) and delta >= 0 else None
 
 
-def _gpu(node: NodeNow, number: int, facts: GpuFacts) -> dict[str, Any]:
+def _gpu_fields(node: NodeStatus, index: int, facts: GpuFacts) -> dict[str, Any]:
     values = node.snapshot.values if node.snapshot is not None else {}
-    device = f"gpu{number}"
-    use, total = _value(values, device, "utilization"), facts.memory_total_bytes
+    device = f"gpu{index}"
+    utilization, total = _value(values, device, "utilization"), facts.memory_total_bytes
     return {
         "node": node.node,
-        "gpu": facts.index if facts.index is not None else number,
+        "gpu": facts.index if facts.index is not None else index,
         "uuid": facts.uuid,
         "name": facts.name,
-        "utilization": use,
+        "utilization": utilization,
         "sm_activity": _value(values, device, "sm_activity"),
         "tensor_activity": _value(values, device, "tensor_activity"),
         "memory_used_gib": _value(values, device, "memory_used_bytes", GIB),
@@ -363,41 +374,43 @@ def _gpu(node: NodeNow, number: int, facts: GpuFacts) -> dict[str, Any]:
         "temperature_c": _value(values, device, "temperature_c"),
         "sm_clock_mhz": _value(values, device, "sm_clock_mhz"),
         "throttled": [w for w in ("power", "thermal", "hardware") if _value(values, device, f"throttle_{w}")],
-        "reason": None if use is not None else node.reasons.get(column(device, "utilization")) or facts.reason,
+        "reason": None
+        if utilization is not None
+        else node.reasons.get(column_name(device, "utilization")) or facts.reason,
     }
 
 
-def _behind(rows: list[Row], newest: int) -> list[Row]:
-    return [r if r.step is None else msgspec.structs.replace(r, behind=newest - r.step) for r in rows]
+def _with_steps_behind(rows: list[GpuRow], max_step: int) -> list[GpuRow]:
+    return [r if r.step is None else msgspec.structs.replace(r, behind=max_step - r.step) for r in rows]
 
 
-def _node(now_of: NodeNow, now: float, running: bool) -> NodeView:
-    header, snapshot = now_of.header, now_of.snapshot
+def _node_view(record: NodeStatus, now: float, is_running: bool) -> NodeView:
+    header, snapshot = record.header, record.snapshot
     values = snapshot.values if snapshot is not None else {}
     age = None if snapshot is None else max(0.0, now - snapshot.t)
-    trouble = now_of.trouble or now_of.failure or header.nvml
-    if running and trouble is None and now_of.end is None and age is not None and age > 60:
-        trouble = f"nothing new for {age:.0f} s: its agent is gone, hangs, or its clock differs"
+    problem = record.read_error or record.failure or header.nvml
+    if is_running and problem is None and record.end is None and age is not None and age > 60:
+        problem = f"nothing new for {age:.0f} s: its agent is gone, hangs, or its clock differs"
     total = header.memory_total_bytes
     return NodeView(
-        node=now_of.node,
+        node=record.node,
         age_s=age,
         cpu=_value(values, "host", "cpu"),
         memory_used_gib=_value(values, "host", "memory_used_bytes", GIB),
         memory_total_gib=None if not total else total / GIB,
-        ended=now_of.end is not None,
-        trouble=trouble,
+        ended=record.end is not None,
+        trouble=problem,
     )
 
 
-def _silent(node: str, frame: View) -> NodeView:
+def _silent_node_view(node: str, frame: RunView) -> NodeView:
     return NodeView(node=node, trouble="has recorded nothing yet" if frame.telemetry else "telemetry is off")
 
 
-def _told(log: list[Event]) -> list[EventView]:
-    found = []
-    for event in log[-4 * MOST_EVENTS :]:
-        words = in_words(event)
-        if words:
-            found.append(EventView(float(event["t"]), str(event["event"]), words, event.get("severity")))
-    return found[-MOST_EVENTS:]
+def _event_views(log: list[Event]) -> list[EventView]:
+    views = []
+    for event in log[-4 * MAX_EVENTS :]:
+        text = format_event(event)
+        if text:
+            views.append(EventView(float(event["t"]), str(event["event"]), text, event.get("severity")))
+    return views[-MAX_EVENTS:]

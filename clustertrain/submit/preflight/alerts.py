@@ -9,40 +9,40 @@ from urllib.parse import urlsplit
 
 from clustertrain.config.telemetry import AlertsSpec
 
-_HERE = ("localhost", "127.0.0.1", "::1")
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
-def notes(spec: AlertsSpec, *, share: bool, environ: Container[str], given: Container[str]) -> list[str]:
+def check_alerts(spec: AlertsSpec, *, share: bool, environ: Container[str], public_env: Container[str]) -> list[str]:
     """``share``: the run's folder is open to the group. ``environ`` are the variables that the job inherits or --env
-    gives it, ``given`` those that the recipe and the profile add."""
-    found = []
+    gives it, ``public_env`` those that the recipe and the profile add."""
+    notes = []
     if spec.command and shutil.which(spec.command[0]) is None:
         missing = f"telemetry.alerts.command: no program {spec.command[0]!r} on this host"
-        found.append(f"{missing}; alerts are sent from the compute nodes")
+        notes.append(f"{missing}; alerts are sent from the compute nodes")
     if spec.webhook_env:
-        found += _of_variable(spec.webhook_env, environ, given)
+        notes += _check_webhook_env(spec.webhook_env, environ, public_env)
     if spec.webhook_file:
-        found += _of_file(Path(spec.webhook_file))
+        notes += _check_webhook_file(Path(spec.webhook_file))
     if share and len(spec.command) > 1:
-        found.append(
+        notes.append(
             "telemetry.alerts.command: its arguments are stored in spec.toml, which --share makes readable by the "
             "group; pass a token with --env"
         )
     parts = urlsplit(spec.webhook)
-    if parts.scheme == "http" and parts.hostname not in _HERE:
-        found.append(f"telemetry.alerts.webhook: {parts.hostname} gets the alerts, and the URL, without encryption")
-    return found
+    if parts.scheme == "http" and parts.hostname not in _LOCAL_HOSTS:
+        notes.append(f"telemetry.alerts.webhook: {parts.hostname} gets the alerts, and the URL, without encryption")
+    return notes
 
 
-def _of_variable(name: str, environ: Container[str], given: Container[str]) -> list[str]:
-    if name in given:
+def _check_webhook_env(name: str, environ: Container[str], public_env: Container[str]) -> list[str]:
+    if name in public_env:
         return [f"telemetry.alerts.webhook_env: {name} is set in [env], which is stored in spec.toml and job.sh"]
     if name not in environ:
         return [f"telemetry.alerts.webhook_env: {name} is not set here, and the job inherits this environment"]
     return []
 
 
-def _of_file(path: Path) -> list[str]:
+def _check_webhook_file(path: Path) -> list[str]:
     try:
         mode = path.stat().st_mode
     except OSError as e:

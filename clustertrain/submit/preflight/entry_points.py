@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from clustertrain.config.parsing import nearest
+from clustertrain.config.parsing import did_you_mean
 from clustertrain.errors import ConfigError
 from clustertrain.submit import code_snapshot, python_path
-from clustertrain.submit.request import Prepared
+from clustertrain.submit.request import PreparedRun
 
-_AT_RUN_TIME = frozenset({"globals", "exec"})  # what gives a module names that are nowhere written
+_DYNAMIC_NAMES = frozenset({"globals", "exec"})  # what gives a module names that are nowhere written
 
 
-def check(prepared: Prepared) -> list[str]:
+def check_entries(prepared: PreparedRun) -> list[str]:
     """Notes on entries whose modules only the job's Python could tell of.
 
     Raises:
@@ -29,86 +29,90 @@ def check(prepared: Prepared) -> list[str]:
     for key, entry in (("model.entry", recipe.model.entry), ("data.entry", recipe.data.entry)):
         if not entry:
             continue
-        said = f"{key} = {entry!r}"
+        label = f"{key} = {entry!r}"
         module, _, path = entry.partition(":")
-        taken = _taken(prepared)
-        found = _module(module, [*taken, *_asked_for(prepared)])
-        same = prepared.python == sys.executable
-        if found is not None:
-            _check_name(said, module, found, path.partition(".")[0], same=same)
-            if PathFinder.find_spec(module.partition(".")[0], taken) is not None:
-                _check_taken(said, Path(found.origin or ""), prepared)
-        elif same and not prepared.profile.setup:
+        snapshot_folders = _list_snapshot_folders(prepared)
+        module_spec = _find_module(module, [*snapshot_folders, *_list_env_python_path(prepared)])
+        is_same_python = prepared.python == sys.executable
+        if module_spec is not None:
+            _check_function(label, module, module_spec, path.partition(".")[0], is_same_python=is_same_python)
+            if PathFinder.find_spec(module.partition(".")[0], snapshot_folders) is not None:
+                _check_in_snapshot(label, Path(module_spec.origin or ""), prepared)
+        elif is_same_python and not prepared.profile.setup:
             raise ConfigError(
-                f"{said}: no module {module!r} in {', '.join(map(str, prepared.searched))}, nor is one installed for "
-                f"{prepared.python}",
+                f"{label}: no module {module!r} in {', '.join(map(str, prepared.search_path))}, nor is one installed"
+                f" for {prepared.python}",
                 fix="keep it beside the recipe or where submit is called, or install it for the job's Python",
             )
         else:
             notes.append(
-                f"{said}: no module {module!r} is here, so {prepared.python} of the job must have it installed"
+                f"{label}: no module {module!r} is here, so {prepared.python} of the job must have it installed"
             )
     return notes
 
 
-def _taken(prepared: Prepared) -> list[str]:
+def _list_snapshot_folders(prepared: PreparedRun) -> list[str]:
     """Folders whose snapshot comes before all else."""
     if prepared.code is None:
         return []
-    root, package = python_path.place(prepared.code)
-    return [str(folder) for folder in python_path.python_path(root, root, package)]
+    root, package = python_path.locate_in_snapshot(prepared.code)
+    return [str(folder) for folder in python_path.build_python_path(root, root, package)]
 
 
-def _asked_for(prepared: Prepared) -> list[str]:
+def _list_env_python_path(prepared: PreparedRun) -> list[str]:
     """What comes before the packages that are installed."""
     return [folder for folder in prepared.spec.env.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
-def _check_taken(said: str, file: Path, prepared: Prepared) -> None:
+def _check_in_snapshot(label: str, file: Path, prepared: PreparedRun) -> None:
     """Raises ConfigError where the snapshot will lack ``file``."""
-    if prepared.code is not None and file.resolve() != prepared.code.resolve() and code_snapshot.ignored(file):
+    if prepared.code is not None and file.resolve() != prepared.code.resolve() and code_snapshot.is_git_ignored(file):
         raise ConfigError(
-            f"{said}: git ignores {file}, so the snapshot of the code would lack it", fix="take it out of .gitignore"
+            f"{label}: git ignores {file}, so the snapshot of the code would lack it", fix="take it out of .gitignore"
         )
 
 
-def _module(name: str, folders: Sequence[str]) -> ModuleSpec | None:
+def _find_module(name: str, folders: Sequence[str]) -> ModuleSpec | None:
     """As an import finds it, which would run the packages around it."""
     importlib.invalidate_caches()
     top, *inner = name.split(".")
     try:
-        found = PathFinder.find_spec(top, folders) or importlib.util.find_spec(top)
+        module_spec = PathFinder.find_spec(top, folders) or importlib.util.find_spec(top)
     except ValueError:  # of what is already imported and came from no file
         return None
-    for part in inner:
-        if found is None or found.submodule_search_locations is None:
+    for submodule in inner:
+        if module_spec is None or module_spec.submodule_search_locations is None:
             return None
-        found = PathFinder.find_spec(f"{found.name}.{part}", list(found.submodule_search_locations))
-    return found
+        module_spec = PathFinder.find_spec(
+            f"{module_spec.name}.{submodule}", list(module_spec.submodule_search_locations)
+        )
+    return module_spec
 
 
-def _check_name(said: str, module: str, found: ModuleSpec, name: str, *, same: bool) -> None:
-    """Raises ConfigError where ``module`` does not have ``name``, or is no Python; ``same``: that of the job is this
-    one."""
-    if found.origin is None:  # a folder without __init__.py
-        where = next(iter(found.submodule_search_locations or ()), module)
-        raise ConfigError(f"{said}: {where} is a folder of modules", fix="name the module in it that has the function")
-    if not found.origin.endswith(".py"):
+def _check_function(label: str, module: str, module_spec: ModuleSpec, name: str, *, is_same_python: bool) -> None:
+    """Raises ConfigError where ``module`` does not have ``name``, or is no Python; ``is_same_python``: that of the job
+    is this one."""
+    if module_spec.origin is None:  # a folder without __init__.py
+        location = next(iter(module_spec.submodule_search_locations or ()), module)
+        raise ConfigError(
+            f"{label}: {location} is a folder of modules", fix="name the module in it that has the function"
+        )
+    if not module_spec.origin.endswith(".py"):
         return
     try:
-        names = set(_names(ast.parse(Path(found.origin).read_bytes(), found.origin)))
+        names = set(_iter_defined_names(ast.parse(Path(module_spec.origin).read_bytes(), module_spec.origin)))
     except (SyntaxError, ValueError) as e:
-        if not same:
+        if not is_same_python:
             return
-        raise ConfigError(f"{said}: {found.origin} is not Python: {e}", fix="mend it") from e
+        raise ConfigError(f"{label}: {module_spec.origin} is not Python: {e}", fix="mend it") from e
     if name not in names and not names & {"*", "__getattr__"}:
         raise ConfigError(
-            f"{said}: {found.origin} has no {name!r}",
-            fix=nearest(name, sorted(names)) if names else f"write a function {name} into it",
+            f"{label}: {module_spec.origin} has no {name!r}",
+            fix=did_you_mean(name, sorted(names)) if names else f"write a function {name} into it",
         )
 
 
-def _names(tree: ast.Module) -> Iterator[str]:
+def _iter_defined_names(tree: ast.Module) -> Iterator[str]:
     """What a module defines at its top; ``*`` where that cannot be told."""
     nodes: list[ast.AST] = [*tree.body]
     while nodes:
@@ -121,5 +125,5 @@ def _names(tree: ast.Module) -> Iterator[str]:
                 yield name
             case node:
                 nodes += ast.iter_child_nodes(node)
-    if any(isinstance(node, ast.Name) and node.id in _AT_RUN_TIME for node in ast.walk(tree)):
+    if any(isinstance(node, ast.Name) and node.id in _DYNAMIC_NAMES for node in ast.walk(tree)):
         yield "*"

@@ -19,9 +19,9 @@ _SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "wekafs", "pv
 _MOUNTINFO = Path("/proc/self/mountinfo")
 
 
-def kind_of(path: Path, mountinfo: str) -> str:
+def find_filesystem_type(path: Path, mountinfo: str) -> str:
     """The type of the filesystem that holds ``path``, from the text of /proc/self/mountinfo; empty when not found."""
-    best, kind = -1, ""
+    best_length, filesystem_type = -1, ""
     for line in mountinfo.splitlines():
         before, separator, after = line.partition(" - ")
         fields = before.split(" ")
@@ -30,16 +30,16 @@ def kind_of(path: Path, mountinfo: str) -> str:
         # Spaces, tabs, line breaks and backslashes are octal there.
         mount = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), fields[4])
         # The later of two mounts on one point covers the earlier.
-        if _inside(path, mount) and len(mount) >= best:
-            best, kind = len(mount), after.split(" ")[0]
-    return kind
+        if _is_inside(path, mount) and len(mount) >= best_length:
+            best_length, filesystem_type = len(mount), after.split(" ")[0]
+    return filesystem_type
 
 
-def _inside(path: Path, mount: str) -> bool:
+def _is_inside(path: Path, mount: str) -> bool:
     return mount == "/" or str(path) == mount or str(path).startswith(mount.rstrip("/") + "/")
 
 
-def check(path: Path, what: str, *, shared: bool) -> str | None:
+def check_folder(path: Path, setting: str, *, shared: bool) -> str | None:
     """Check the folder ``path``, which may not exist yet; with ``shared`` other nodes must see it.
 
     Returns:
@@ -48,40 +48,47 @@ def check(path: Path, what: str, *, shared: bool) -> str | None:
     Raises:
         ConfigError: it cannot be written, or is on a filesystem that only this machine sees.
     """
-    existing = _existing(path)
-    fix = f"set {what} to a folder of yours"
+    existing = _nearest_existing(path)
+    fix = f"set {setting} to a folder of yours"
     if not existing.is_dir():
-        raise ConfigError(f"{what} = {path}: {existing} is a file, not a folder", fix=fix)
+        raise ConfigError(f"{setting} = {path}: {existing} is a file, not a folder", fix=fix)
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"{what} = {path}: {existing} is not writable", fix=fix)
+        raise ConfigError(f"{setting} = {path}: {existing} is not writable", fix=fix)
     if not shared:
         return None
     try:
-        kind = kind_of(existing.resolve(), _MOUNTINFO.read_text(errors="surrogateescape"))
+        filesystem_type = find_filesystem_type(existing.resolve(), _MOUNTINFO.read_text(errors="surrogateescape"))
     except OSError:
         return None  # no /proc: the agents find out
-    if kind in _PRIVATE:
+    if filesystem_type in _PRIVATE:
         raise ConfigError(
-            f"{what} = {path} is on {kind}, which compute nodes do not see",
-            fix=f"set {what} to a folder on a filesystem that all nodes see (NFS, Lustre, GPFS, …)",
+            f"{setting} = {path} is on {filesystem_type}, which compute nodes do not see",
+            fix=f"set {setting} to a folder on a filesystem that all nodes see (NFS, Lustre, GPFS, …)",
         )
-    if kind in _LOCAL:
-        return f"{what} = {path} is on a local disk ({kind}); the run fails at its start on nodes that do not see it"
+    if filesystem_type in _LOCAL:
+        return (
+            f"{setting} = {path} is on a local disk ({filesystem_type}); the run fails at its start on nodes that do"
+            " not see it"
+        )
     return None
 
 
-def seen_by_nodes(path: Path) -> str:
+def find_shared_filesystem_type(path: Path) -> str:
     """The kind of the network filesystem that ``path``, which need not exist, would be on; "" where it is on a disk of
     this machine, or that cannot be told. A login node whose own root is on the network tells nothing."""
     try:
         mounts = _MOUNTINFO.read_text(errors="surrogateescape")
     except OSError:
         return ""
-    kind = kind_of(_existing(path).resolve(), mounts)
-    return kind if kind.startswith(_SHARED) and not kind_of(Path("/"), mounts).startswith(_SHARED) else ""
+    filesystem_type = find_filesystem_type(_nearest_existing(path).resolve(), mounts)
+    return (
+        filesystem_type
+        if filesystem_type.startswith(_SHARED) and not find_filesystem_type(Path("/"), mounts).startswith(_SHARED)
+        else ""
+    )
 
 
-def _existing(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     """``path`` or its nearest ancestor that exists."""
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent

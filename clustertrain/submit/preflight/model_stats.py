@@ -13,20 +13,20 @@ from clustertrain.config.job import RunSpec
 from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError
 from clustertrain.plan import pipeline_schedules
-from clustertrain.plan.cost.user_model import Counted
+from clustertrain.plan.cost.user_model import ModelStats
 from clustertrain.plan.planner import Plan
 from clustertrain.submit import python_path
 
 TIMEOUT_S = 180.0  # the import of torch takes a minute over a busy network file system
 
 
-class NotCounted(ClusterTrainError):
+class ModelCountError(ClusterTrainError):
     """It cannot be done on this machine, which says nothing of the recipe."""
 
 
-def count(
-    spec: RunSpec, chosen: Plan, python: str, package: Path | None, environ: Mapping[str, str], *, trace: bool
-) -> Counted:
+def count_model(
+    spec: RunSpec, plan: Plan, python: str, package: Path | None, environ: Mapping[str, str], *, trace: bool
+) -> ModelStats:
     """What the model of ``spec`` is made of.
 
     Args:
@@ -36,49 +36,49 @@ def count(
 
     Raises:
         ConfigError: the user's code cannot be imported, or fails; the model is none that can be split as planned.
-        NotCounted: there is no such interpreter here, or no torch for it, or no answer in time.
+        ModelCountError: there is no such interpreter here, or no torch for it, or no answer in time.
     """
-    step = _step(chosen) if trace and not chosen.layout.model_parallel else None
-    layout = chosen.layout
-    split = {"tp": layout.tp, "stages": pipeline_schedules.stages(layout)}
+    trace_step = _build_trace_step(plan) if trace and not plan.layout.is_model_parallel else None
+    layout = plan.layout
+    split = {"tp": layout.tp, "stages": pipeline_schedules.num_stages(layout)}
     # Everybody on the machine sees the arguments, so no webhook is among them.
     recipe = msgspec.structs.replace(spec.recipe, telemetry=TelemetrySpec())
-    request = {"recipe": msgspec.to_builtins(recipe), "step": step, "split": split}
-    argv = proc.python_module(python, "clustertrain.train.tools.model_stats", json.dumps(request))
-    env = {**settings.without_allocation(environ), **spec.env}
+    request = {"recipe": msgspec.to_builtins(recipe), "step": trace_step, "split": split}
+    argv = proc.python_module_argv(python, "clustertrain.train.tools.model_stats", json.dumps(request))
+    env = {**settings.strip_allocation_env(environ), **spec.env}
     try:
-        done = proc.run(argv, timeout_s=TIMEOUT_S, env=python_path.environment_in_place(package, env), check=False)
+        result = proc.run(argv, timeout_s=TIMEOUT_S, env=python_path.build_environment(package, env), check=False)
     except CommandFailed as e:
         # Without the request, which is in the words of the timeout.
-        raise NotCounted(f"{python}: no answer in {TIMEOUT_S:g} s" if Path(python).exists() else e.message) from e
+        raise ModelCountError(f"{python}: no answer in {TIMEOUT_S:g} s" if Path(python).exists() else e.message) from e
     try:
-        answer = json.loads(done.stdout)
+        answer = json.loads(result.stdout)
     except ValueError as e:
-        raise _silent(spec, done) from e
+        raise _build_process_error(spec, result) from e
     if "error" in answer:
         raise ConfigError(answer["error"], fix=answer["fix"])
-    found = schema.convert(answer["counted"], Counted)
-    if trace and step is None:
-        why = f"a trace is of one process, and {chosen.layout.words()} splits the model"
-        return msgspec.structs.replace(found, untraced=why)
-    return found
+    stats = schema.convert(answer["counted"], ModelStats)
+    if trace and trace_step is None:
+        reason = f"a trace is of one process, and {plan.layout.describe()} splits the model"
+        return msgspec.structs.replace(stats, untraced=reason)
+    return stats
 
 
-def _step(chosen: Plan) -> dict[str, object]:
+def _build_trace_step(plan: Plan) -> dict[str, object]:
     return {
-        "micro_batch": chosen.batch.micro_batch,
-        "precision": chosen.precision,
-        "activation_checkpointing": chosen.layout.activation_checkpointing,
-        "sharded": chosen.layout.fully_sharded,
+        "micro_batch": plan.batch.micro_batch,
+        "precision": plan.precision,
+        "activation_checkpointing": plan.layout.activation_checkpointing,
+        "sharded": plan.layout.is_fully_sharded,
     }
 
 
-def _silent(spec: RunSpec, done: proc.Completed) -> ClusterTrainError:
+def _build_process_error(spec: RunSpec, result: proc.CommandResult) -> ClusterTrainError:
     """Of a process that gave no document: it lacks torch or clustertrain, or the user's code has ended it."""
-    last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-    if "No module named" in last:
-        return NotCounted(last)
+    last_line = (result.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+    if "No module named" in last_line:
+        return ModelCountError(last_line)
     return ConfigError(
-        f"model.entry = {spec.recipe.model.entry!r}: its process ended with exit code {done.returncode}: {last}",
+        f"model.entry = {spec.recipe.model.entry!r}: its process ended with exit code {result.returncode}: {last_line}",
         fix="it would fail so on every rank; --no-count-model leaves it to them",
     )

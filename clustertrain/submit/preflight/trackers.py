@@ -8,12 +8,12 @@ from urllib.parse import urlsplit
 
 from clustertrain.config.tracking import TrackingSpec
 from clustertrain.errors import ConfigError
-from clustertrain.submit.preflight.packages import installed
+from clustertrain.submit.preflight.packages import is_installed
 
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
-def check(spec: TrackingSpec, python: str, environ: Mapping[str, str]) -> list[str]:
+def check_trackers(spec: TrackingSpec, python: str, environ: Mapping[str, str]) -> list[str]:
     """Notes on ``[tracking]``. ``python`` is the interpreter of the job, ``environ`` its environment.
 
     Raises:
@@ -21,7 +21,7 @@ def check(spec: TrackingSpec, python: str, environ: Mapping[str, str]) -> list[s
     """
     notes = []
     for name in spec.to:
-        if python == sys.executable and not installed(_PACKAGES[name]):
+        if python == sys.executable and not is_installed(_PACKAGES[name]):
             extra = "clustertrain" if name == "tensorboard" else f"clustertrain[{name}]"
             raise ConfigError(
                 f"tracking.to = {name!r}: the package {_PACKAGES[name]} is not installed",

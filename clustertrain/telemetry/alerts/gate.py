@@ -12,10 +12,10 @@ import msgspec
 CRITICAL, WARNING = "critical", "warning"
 RAISED, CLEARED = "raised", "cleared"
 
-CLEAR_S = 60.0  # so long must all be well before an alert is cleared
-REST_S = 600.0  # after that it is not raised again for so long
+CLEAR_AFTER_S = 60.0  # so long must all be well before an alert is cleared
+COOLDOWN_S = 600.0  # after that it is not raised again for so long
 HOUR_S = 3600.0
-MOST_AN_HOUR = 10  # of one rule on one node
+MAX_PER_HOUR = 10  # of one rule on one node
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,9 +38,9 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     held_back: int = 0
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rule says while it holds; the fields as in :class:`Alert`. ``hold_s``: for how long it must have held
-    before it is told. ``moment``: it happened, and is never over: an XID, say."""
+class AlertFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rule says while it holds; the fields as in :class:`Alert`. ``confirm_s``: for how long it must have held
+    before it is told. ``one_shot``: it happened, and is never over: an XID, say."""
 
     code: str
     severity: str
@@ -50,103 +50,105 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None
     value: float | None = None
     limit: float | None = None
-    hold_s: float = 0.0
-    moment: bool = False
+    confirm_s: float = 0.0
+    one_shot: bool = False
 
 
 # A rule's word: it holds; all is well; or neither (no figure, or between the two limits), which changes nothing.
-Verdict = Finding | bool | None
-WELL = False
+RuleResult = AlertFinding | bool | None
+HEALTHY = False
 
 
 @dataclass(slots=True)
-class _Subject:
-    raised: Alert | None = None
-    since: float = 0.0
-    holds_since: float | None = None
-    well_since: float | None = None
-    rests_until: float = float("-inf")
-    counted: bool = False
+class _AlertState:
+    active: Alert | None = None
+    raised_at: float = 0.0
+    failing_since: float | None = None
+    healthy_since: float | None = None
+    cooldown_until: float = float("-inf")
+    is_suppressed: bool = False
 
 
-class Gate:
+class AlertGate:
     """Turns verdicts into alerts. ``mono`` is monotonic s, and may stand still or jump."""
 
     def __init__(self, node: str) -> None:
         self._node = node
-        self._subjects: dict[Hashable, _Subject] = {}
-        self._told: dict[str, deque[float]] = {}
-        self._held: dict[str, int] = {}
+        self._states: dict[Hashable, _AlertState] = {}
+        self._sent_times: dict[str, deque[float]] = {}
+        self._suppressed_counts: dict[str, int] = {}
 
-    def judge(self, key: Hashable, verdict: Verdict, t: float, mono: float) -> Alert | None:
+    def update(self, key: Hashable, result: RuleResult, t: float, mono: float) -> Alert | None:
         """``key`` names the rule and what it is about (a GPU, a rank)."""
-        if verdict is None:
+        if result is None:
             return None
-        subject = self._subjects.get(key)
-        if isinstance(verdict, Finding):
-            if subject is None:
-                subject = self._subjects[key] = _Subject()
+        state = self._states.get(key)
+        if isinstance(result, AlertFinding):
+            if state is None:
+                state = self._states[key] = _AlertState()
             return (
-                self._happened(subject, verdict, t, mono) if verdict.moment else self._holds(subject, verdict, t, mono)
+                self._raise_one_shot(state, result, t, mono)
+                if result.one_shot
+                else self._raise_if_confirmed(state, result, t, mono)
             )
-        return None if subject is None else self._well(subject, t, mono)
+        return None if state is None else self._clear_if_healthy(state, t, mono)
 
-    def _happened(self, subject: _Subject, finding: Finding, t: float, mono: float) -> Alert | None:
-        subject.counted = False  # each one counts
-        alert = self._holds(subject, finding, t, mono)
+    def _raise_one_shot(self, state: _AlertState, finding: AlertFinding, t: float, mono: float) -> Alert | None:
+        state.is_suppressed = False  # each one counts
+        alert = self._raise_if_confirmed(state, finding, t, mono)
         if alert is not None:
-            subject.raised, subject.rests_until = None, mono + REST_S
+            state.active, state.cooldown_until = None, mono + COOLDOWN_S
         return alert
 
-    def _holds(self, subject: _Subject, finding: Finding, t: float, mono: float) -> Alert | None:
-        subject.well_since = None
-        if subject.raised is not None:
+    def _raise_if_confirmed(self, state: _AlertState, finding: AlertFinding, t: float, mono: float) -> Alert | None:
+        state.healthy_since = None
+        if state.active is not None:
             return None
-        if subject.holds_since is None:
-            subject.holds_since = mono
-        if mono - subject.holds_since < finding.hold_s:
+        if state.failing_since is None:
+            state.failing_since = mono
+        if mono - state.failing_since < finding.confirm_s:
             return None
-        told = self._told.setdefault(finding.code, deque())
-        while told and mono - told[0] >= HOUR_S:
-            told.popleft()
-        if mono < subject.rests_until or len(told) >= MOST_AN_HOUR:
-            if not subject.counted:
-                subject.counted = True
-                self._held[finding.code] = self._held.get(finding.code, 0) + 1
+        sent_times = self._sent_times.setdefault(finding.code, deque())
+        while sent_times and mono - sent_times[0] >= HOUR_S:
+            sent_times.popleft()
+        if mono < state.cooldown_until or len(sent_times) >= MAX_PER_HOUR:
+            if not state.is_suppressed:
+                state.is_suppressed = True
+                self._suppressed_counts[finding.code] = self._suppressed_counts.get(finding.code, 0) + 1
             return None
-        told.append(mono)
-        if subject.counted:  # it is told after all
-            subject.counted = False
-            self._held[finding.code] = max(0, self._held.get(finding.code, 0) - 1)
-        subject.raised, subject.since = self._alert(finding, t), mono
-        return subject.raised
+        sent_times.append(mono)
+        if state.is_suppressed:  # it is told after all
+            state.is_suppressed = False
+            self._suppressed_counts[finding.code] = max(0, self._suppressed_counts.get(finding.code, 0) - 1)
+        state.active, state.raised_at = self._build_alert(finding, t), mono
+        return state.active
 
-    def _alert(self, f: Finding, t: float) -> Alert:
+    def _build_alert(self, finding: AlertFinding, t: float) -> Alert:
         return Alert(
             t=t,
-            code=f.code,
-            severity=f.severity,
-            text=f.text,
-            fix=f.fix,
+            code=finding.code,
+            severity=finding.severity,
+            text=finding.text,
+            fix=finding.fix,
             node=self._node,
-            uuid=f.uuid,
-            rank=f.rank,
-            value=None if f.value is None else round(f.value, 4),
-            limit=None if f.limit is None else round(f.limit, 4),
-            held_back=self._held.pop(f.code, 0),
+            uuid=finding.uuid,
+            rank=finding.rank,
+            value=None if finding.value is None else round(finding.value, 4),
+            limit=None if finding.limit is None else round(finding.limit, 4),
+            held_back=self._suppressed_counts.pop(finding.code, 0),
         )
 
-    def _well(self, subject: _Subject, t: float, mono: float) -> Alert | None:
-        subject.holds_since, subject.counted = None, False
-        if subject.raised is None:
+    def _clear_if_healthy(self, state: _AlertState, t: float, mono: float) -> Alert | None:
+        state.failing_since, state.is_suppressed = None, False
+        if state.active is None:
             return None
-        if subject.well_since is None:
-            subject.well_since = mono
-        if mono - subject.well_since < CLEAR_S:
+        if state.healthy_since is None:
+            state.healthy_since = mono
+        if mono - state.healthy_since < CLEAR_AFTER_S:
             return None
-        lasted = max(0.0, subject.well_since - subject.since)
+        duration_s = max(0.0, state.healthy_since - state.raised_at)
         alert = msgspec.structs.replace(
-            subject.raised, t=t, state=CLEARED, lasted_s=round(lasted, 1), held_back=0, value=None
+            state.active, t=t, state=CLEARED, lasted_s=round(duration_s, 1), held_back=0, value=None
         )
-        subject.raised, subject.well_since, subject.rests_until = None, None, mono + REST_S
+        state.active, state.healthy_since, state.cooldown_until = None, None, mono + COOLDOWN_S
         return alert

@@ -10,19 +10,19 @@ from typing import Any
 
 from clustertrain import clock
 from clustertrain.config.telemetry import AlertsSpec
-from clustertrain.telemetry.alerts.cross_node import Across
+from clustertrain.telemetry.alerts.cross_node import CrossNodeRules
 from clustertrain.telemetry.alerts.gate import Alert
-from clustertrain.telemetry.alerts.notify import STOP_S, Notifier
-from clustertrain.telemetry.alerts.rules import Alerts
-from clustertrain.telemetry.alerts.training_events import Training
+from clustertrain.telemetry.alerts.notify import STOP_TIMEOUT_S, Notifier
+from clustertrain.telemetry.alerts.rules import AlertRules
+from clustertrain.telemetry.alerts.training_events import TrainingEventReader
 from clustertrain.telemetry.snapshot import Snapshot
-from clustertrain.telemetry.store.latest import Newest
+from clustertrain.telemetry.store.latest import LatestReader
 
-LOOK_S = 60.0  # and more rarely where there are so many nodes that it would cost more than
-MOST_SHARE = 0.001  # of a core
+COMPARE_INTERVAL_S = 60.0  # and more rarely where there are so many nodes that it would cost more than
+MAX_CPU_SHARE = 0.001  # of a core
 
 
-class Watch:
+class AlertMonitor:
     """An observer of the sampler.
 
     Args:
@@ -43,17 +43,17 @@ class Watch:
         events: Path | None = None,
     ) -> None:
         self._notifier = Notifier(spec, on_event, run=run, job_id=job_id)
-        self._alerts = Alerts(spec, node)
-        self._across = Across(spec, node)
-        self._newest = Newest(telemetry) if telemetry is not None else None
-        self._training = Training(events) if events is not None and spec.training else None
+        self._rules = AlertRules(spec, node)
+        self._cross_node = CrossNodeRules(spec, node)
+        self._snapshots = LatestReader(telemetry) if telemetry is not None else None
+        self._training_events = TrainingEventReader(events) if events is not None and spec.training else None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look_around, name="alerts-across", daemon=True)
+        self._thread = threading.Thread(target=self._compare_loop, name="alerts-across", daemon=True)
         self._failed = False
         self._on_event = on_event
 
     def start(self) -> None:
-        if self._newest is not None:
+        if self._snapshots is not None:
             try:
                 self._thread.start()
             except RuntimeError as e:  # the limit on processes is reached
@@ -63,12 +63,12 @@ class Watch:
         """From the sampler's thread, after each tick. Never raises: a rule that fails is told once, and the others
         with it are asked again at the next tick."""
         try:
-            alerts = self._alerts.observe(snapshot)
-            for finding in self._training.read(snapshot.mono) if self._training is not None else ():
-                alert = self._alerts.happened(finding, snapshot.t, snapshot.mono)
+            alerts = self._rules.observe(snapshot)
+            for finding in self._training_events.read(snapshot.mono) if self._training_events is not None else ():
+                alert = self._rules.add_finding(finding, snapshot.t, snapshot.mono)
                 alerts += [] if alert is None else [alert]
         except Exception as e:  # the sampler's thread must go on
-            self._tell_failure(e)
+            self._report_failure(e)
             return
         if alerts:
             self._send(alerts)
@@ -79,47 +79,47 @@ class Watch:
     def event(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
         """From the sampler's thread: ``xid``, ``ecc_uncorrected``, ``gpu_lost``, ``gpu_back``. That it happened
         ``count`` times is one alert."""
-        self._send(self._alerts.event(kind, uuid, clock.now(), clock.monotonic(), xid=xid))
+        self._send(self._rules.event(kind, uuid, clock.now(), clock.monotonic(), xid=xid))
 
     def quiet(self) -> None:
         """The ranks are told to stop: nothing is sent or compared any more, events and log go on."""
         self._stop.set()
         self._notifier.quiet()
 
-    def stop(self, timeout_s: float = STOP_S) -> bool:
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
         """False where a thread did not end in time; they hold nothing and end with the process."""
         self._stop.set()
-        ended = self._notifier.stop(timeout_s)
+        notifier_stopped = self._notifier.stop(timeout_s)
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-        return ended and not self._thread.is_alive()
+        return notifier_stopped and not self._thread.is_alive()
 
     def _send(self, alerts: list[Alert]) -> None:
         try:
             self._notifier.send(alerts)
         except Exception as e:  # a log that is closed, say
-            self._tell_failure(e)
+            self._report_failure(e)
 
-    def _tell_failure(self, error: Exception) -> None:
+    def _report_failure(self, error: Exception) -> None:
         if not self._failed:
             self._failed = True
             self._on_event("telemetry_failed", reason=f"an alert's rule failed: {type(error).__name__}: {error}")
 
-    def _look_around(self) -> None:
-        pause_s = LOOK_S
+    def _compare_loop(self) -> None:
+        pause_s = COMPARE_INTERVAL_S
         while not self._stop.wait(pause_s):
-            began = time.thread_time()
+            start_s = time.thread_time()
             try:
-                self._look()
+                self._compare_nodes()
             except Exception as e:  # the thread's edge
-                self._tell_failure(e)
-            pause_s = max(LOOK_S, (time.thread_time() - began) / MOST_SHARE)
+                self._report_failure(e)
+            pause_s = max(COMPARE_INTERVAL_S, (time.thread_time() - start_s) / MAX_CPU_SHARE)
 
-    def _look(self) -> None:
-        if self._newest is None:
+    def _compare_nodes(self) -> None:
+        if self._snapshots is None:
             return
-        nodes = [now.snapshot for now in self._newest.read() if now.snapshot is not None]
-        alerts = self._across.observe(nodes, clock.now(), clock.monotonic())
-        self._alerts.elsewhere = self._across.steps
+        snapshots = [record.snapshot for record in self._snapshots.read() if record.snapshot is not None]
+        alerts = self._cross_node.observe(snapshots, clock.now(), clock.monotonic())
+        self._rules.remote_steps = self._cross_node.steps
         if alerts and not self._stop.is_set():
             self._send(alerts)

@@ -8,55 +8,55 @@ from pathlib import Path
 
 from clustertrain import fsio, reading
 from clustertrain.run import events
-from clustertrain.telemetry.alerts.gate import CRITICAL, WARNING, Finding
+from clustertrain.telemetry.alerts.gate import CRITICAL, WARNING, AlertFinding
 
-LOOK_S = 10.0
-MOST_BYTES = 1 << 20  # at a time; the file has a line every few minutes
+READ_INTERVAL_S = 10.0
+MAX_BYTES = 1 << 20  # at a time; the file has a line every few minutes
 EVENT = "training_warning"
 _CRITICAL = frozenset({"non_finite"})
 
 
-class Training:
+class TrainingEventReader:
     """Reads on in the events of rank 0 of one attempt. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._at = 0
-        self._next = float("-inf")
+        self._offset = 0
+        self._next_read_s = float("-inf")
 
-    def read(self, mono: float) -> Iterator[Finding]:
+    def read(self, mono: float) -> Iterator[AlertFinding]:
         """What was written since, where it is time to look again. A file that cannot be read now is read later."""
-        if mono < self._next:
+        if mono < self._next_read_s:
             return
-        self._next = mono + LOOK_S
-        for event in events.sound(self._new()):
+        self._next_read_s = mono + READ_INTERVAL_S
+        for event in events.filter_valid(self._read_new_events()):
             if event["event"] == EVENT and isinstance(event.get("code"), str):
-                yield Finding(
+                yield AlertFinding(
                     code=event["code"],
                     severity=CRITICAL if event["code"] in _CRITICAL else WARNING,
                     text=f"step {event.get('step', '?')}: {event.get('text', event['code'])}",
-                    fix=_word(event.get("fix")),
+                    fix=_as_str(event.get("fix")),
                     rank=0,
-                    value=_number(event.get("value")),
-                    limit=_number(event.get("limit")),
-                    moment=True,
+                    value=_as_float(event.get("value")),
+                    limit=_as_float(event.get("limit")),
+                    one_shot=True,
                 )
 
-    def _new(self) -> list[events.Event]:
+    def _read_new_events(self) -> list[events.Event]:
         try:
-            with reading.opened(self._path) as f:
-                f.seek(self._at)
-                data = f.read(MOST_BYTES)
+            with reading.open_regular(self._path) as f:
+                f.seek(self._offset)
+                data = f.read(MAX_BYTES)
         except OSError:
             return []
-        whole = data.rpartition(b"\n")[0]
-        self._at += len(whole) + (1 if whole else 0)
-        return fsio.records(whole.splitlines())
+        complete_lines = data.rpartition(b"\n")[0]
+        self._offset += len(complete_lines) + (1 if complete_lines else 0)
+        return fsio.parse_records(complete_lines.splitlines())
 
 
-def _number(value: object) -> float | None:
+def _as_float(value: object) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _word(value: object) -> str | None:
+def _as_str(value: object) -> str | None:
     return value if isinstance(value, str) else None

@@ -6,44 +6,44 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from clustertrain.config.telemetry import AlertsSpec, is_url
+from clustertrain.config.telemetry import AlertsSpec, is_http_url
 
-_MOST_BYTES = 8192
+_MAX_BYTES = 8192
 
 
-class NoAddress(Exception):
+class WebhookUrlError(Exception):
     """In words that do not contain what was found."""
 
 
-def of(spec: AlertsSpec) -> str:
+def resolve(spec: AlertsSpec) -> str:
     """The webhook's URL, looked up anew for each alert, so that a file may be replaced while the run goes on.
 
     Raises:
-        NoAddress: the variable or the file is not there, or holds no URL.
+        WebhookUrlError: the variable or the file is not there, or holds no URL.
     """
     if spec.webhook:
         return spec.webhook
     if spec.webhook_env:
-        found = os.environ.get(spec.webhook_env)
-        if found is None:
-            raise NoAddress(f"the environment variable {spec.webhook_env} is not set on this node")
-        where = f"the environment variable {spec.webhook_env}"
+        url = os.environ.get(spec.webhook_env)
+        if url is None:
+            raise WebhookUrlError(f"the environment variable {spec.webhook_env} is not set on this node")
+        source = f"the environment variable {spec.webhook_env}"
     else:
-        found, where = _first_line(spec.webhook_file), spec.webhook_file
-    if not is_url(found.strip()):
-        raise NoAddress(f"{where} holds no URL, as https://host/path")
-    return found.strip()
+        url, source = _first_line(spec.webhook_file), spec.webhook_file
+    if not is_http_url(url.strip()):
+        raise WebhookUrlError(f"{source} holds no URL, as https://host/path")
+    return url.strip()
 
 
-def _first_line(name: str) -> str:
+def _first_line(path: str) -> str:
     try:
-        with Path(name).open("rb") as f:
-            return f.readline(_MOST_BYTES).decode(errors="replace")
+        with Path(path).open("rb") as f:
+            return f.readline(_MAX_BYTES).decode(errors="replace")
     except OSError as e:
-        raise NoAddress(f"{name}: {e.strerror}") from None
+        raise WebhookUrlError(f"{path}: {e.strerror}") from None
 
 
-def shown(spec: AlertsSpec) -> str:
+def redacted(spec: AlertsSpec) -> str:
     """``https://host/…``, as of a URL all but the host may be a secret; or where it is kept."""
     if spec.webhook:
         parts = urlsplit(spec.webhook)

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from clustertrain.errors import ConfigError
-from clustertrain.run.goodput import PARTS
+from clustertrain.run.goodput import TIME_CATEGORIES
 from clustertrain.run.run_dir import RunDir
-from clustertrain.telemetry.analysis.settings_diff import Setting, differences, settings_of
+from clustertrain.telemetry.analysis.settings_diff import ConfigDiff, diff_settings, load_settings
 from clustertrain.telemetry.analysis.summarize import summarize
-from clustertrain.telemetry.report_schema import GpuSummary, Note, Stats, Summary
+from clustertrain.telemetry.report_schema import GpuSummary, Insight, Stats, Summary
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +26,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int
 
 
-class Figure(msgspec.Struct, frozen=True, kw_only=True):
+class MetricComparison(msgspec.Struct, frozen=True, kw_only=True):
     """``difference`` is b - a and ``ratio`` b / a, None where one is missing; ``missing`` says why, by side. ``better``
     is ``lower`` or ``higher``, None where neither is, or where the runs had different numbers of GPUs and the figure is
     of all of them, or batches of different sizes and it is of a step."""
@@ -40,54 +40,57 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     missing: dict[str, str] = {}
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class TelemetryComparison(msgspec.Struct, frozen=True, kw_only=True):
     """``figures`` are of whole runs, and of one GPU, a step or tokens where they grow with those; ``goodput`` has
     shares of the wall time. ``only_a`` and ``only_b`` are the notes whose kind the other run does not have."""
 
     a: Side
     b: Side
-    figures: dict[str, Figure]
-    goodput: dict[str, Figure]
-    settings: list[Setting]
-    only_a: list[Note]
-    only_b: list[Note]
+    figures: dict[str, MetricComparison]
+    goodput: dict[str, MetricComparison]
+    settings: list[ConfigDiff]
+    only_a: list[Insight]
+    only_b: list[Insight]
     unknown: list[str] = []  # whose settings could not be read, and why
 
 
-def of_runs(a: RunDir, b: RunDir) -> Comparison:
+def compare_runs(a: RunDir, b: RunDir) -> TelemetryComparison:
     """Raises what :func:`summarize` raises."""
-    found = of(summarize(a), summarize(b))
+    comparison = compare_summaries(summarize(a), summarize(b))
     settings, unknown = [], []
     for run in (a, b):
         try:
-            settings.append(settings_of(run))
+            settings.append(load_settings(run))
         except ConfigError as e:
             unknown.append(f"{run.id}: {e}")
     if unknown:
-        return msgspec.structs.replace(found, unknown=unknown)
-    return msgspec.structs.replace(found, settings=differences(*settings))
+        return msgspec.structs.replace(comparison, unknown=unknown)
+    return msgspec.structs.replace(comparison, settings=diff_settings(*settings))
 
 
-def of(a: Summary, b: Summary) -> Comparison:
+def compare_summaries(a: Summary, b: Summary) -> TelemetryComparison:
     """Without the settings, which a summary does not have."""
     codes = [{n.code for n in s.notes} for s in (a, b)]
-    figures = {name: _figure(rule, a, b) for name, rule in FIGURES.items()}
-    neither = [*(_OF_ALL_GPUS if len(a.gpus) != len(b.gpus) else ()), *(() if _steps_alike(a, b) else _OF_A_STEP)]
-    figures.update({name: msgspec.structs.replace(figures[name], better=None) for name in neither})
-    return Comparison(
+    figures = {name: _compare_metric(rule, a, b) for name, rule in METRIC_RULES.items()}
+    unjudged = [
+        *(_GPU_COUNT_DEPENDENT if len(a.gpus) != len(b.gpus) else ()),
+        *(() if _have_equal_steps(a, b) else _BATCH_SIZE_DEPENDENT),
+    ]
+    figures.update({name: msgspec.structs.replace(figures[name], better=None) for name in unjudged})
+    return TelemetryComparison(
         a=_side(a),
         b=_side(b),
         figures=figures,
-        goodput={part: _figure(_share(part), a, b) for part in PARTS},
+        goodput={part: _compare_metric(_goodput_rule(part), a, b) for part in TIME_CATEGORIES},
         settings=[],
         only_a=[n for n in a.notes if n.code not in codes[1]],
         only_b=[n for n in b.notes if n.code not in codes[0]],
     )
 
 
-def _steps_alike(a: Summary, b: Summary) -> bool:
-    of_a, of_b = _step_size(a), _step_size(b)
-    return of_a is not None and of_b is not None and math.isclose(of_a, of_b, rel_tol=_SAME_SIZE)
+def _have_equal_steps(a: Summary, b: Summary) -> bool:
+    size_a, size_b = _step_size(a), _step_size(b)
+    return size_a is not None and size_b is not None and math.isclose(size_a, size_b, rel_tol=_STEP_SIZE_TOLERANCE)
 
 
 def _side(s: Summary) -> Side:
@@ -103,24 +106,24 @@ def _side(s: Summary) -> Side:
     )
 
 
-class Rule(msgspec.Struct, frozen=True):
+class MetricRule(msgspec.Struct, frozen=True):
     """A figure of a summary, and why it has none; its ``title`` for people."""
 
     title: str
     unit: str
     better: str | None
     value: Callable[[Summary], float | None]
-    why: Callable[[Summary], str]
+    missing_reason: Callable[[Summary], str]
 
 
-def _figure(rule: Rule, a: Summary, b: Summary) -> Figure:
+def _compare_metric(rule: MetricRule, a: Summary, b: Summary) -> MetricComparison:
     values = rule.value(a), rule.value(b)
-    missing = {side: rule.why(s) for side, s, v in zip("ab", (a, b), values, strict=True) if v is None}
+    missing = {side: rule.missing_reason(s) for side, s, v in zip("ab", (a, b), values, strict=True) if v is None}
     difference = ratio = None
     if values[0] is not None and values[1] is not None:
         difference = values[1] - values[0]
         ratio = values[1] / values[0] if values[0] else None
-    return Figure(
+    return MetricComparison(
         unit=rule.unit,
         a=values[0],
         b=values[1],
@@ -132,31 +135,31 @@ def _figure(rule: Rule, a: Summary, b: Summary) -> Figure:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return sum(known) / len(known) if known else None
+    present = [v for v in values if v is not None]
+    return sum(present) / len(present) if present else None
 
 
-def _of_training(name: str) -> Callable[[Summary], float | None]:
+def _training_value(name: str) -> Callable[[Summary], float | None]:
     def value(s: Summary) -> float | None:
-        found: Any = s.training
+        current: Any = s.training
         for part in name.split("."):
-            found = getattr(found, part, None)
-        return None if found is None else float(found)
+            current = getattr(current, part, None)
+        return None if current is None else float(current)
 
     return value
 
 
-def _no_steps(s: Summary) -> str:
+def _why_no_steps(s: Summary) -> str:
     if s.training is None or not s.training.steps:
         return "no step was recorded"
     return "not known for this model, data or GPU" if s.training.step_s is not None else "its steps told no times"
 
 
-def _mean_of(stats: Callable[[GpuSummary], Stats | None]) -> Callable[[Summary], float | None]:
-    return lambda s: _mean(None if (found := stats(g)) is None else found.mean for g in s.gpus)
+def _gpu_mean(stats: Callable[[GpuSummary], Stats | None]) -> Callable[[Summary], float | None]:
+    return lambda s: _mean(None if (gpu_stats := stats(g)) is None else gpu_stats.mean for g in s.gpus)
 
 
-def _no_gpus(*fields: str) -> Callable[[Summary], str]:
+def _why_no_gpu_value(*fields: str) -> Callable[[Summary], str]:
     """Why a figure of the GPUs is missing."""
 
     def why(s: Summary) -> str:
@@ -190,10 +193,10 @@ def _energy_j(s: Summary) -> float | None:
     return s.training.energy_j if s.training is not None else sum(g.energy_j or 0.0 for g in s.gpus)
 
 
-def _a_step(total: Callable[[Summary], float | None]) -> Callable[[Summary], float | None]:
+def _per_step(total: Callable[[Summary], float | None]) -> Callable[[Summary], float | None]:
     def value(s: Summary) -> float | None:
-        found = total(s)
-        return found / s.training.steps if found is not None and s.training is not None and s.training.steps else None
+        amount = total(s)
+        return amount / s.training.steps if amount is not None and s.training is not None and s.training.steps else None
 
     return value
 
@@ -203,20 +206,20 @@ def _gpu_s(s: Summary) -> float | None:
 
 
 def _gpu_s_per_million_tokens(s: Summary) -> float | None:
-    found = _gpu_s(s)
-    return found / s.training.tokens * 1e6 if found is not None and s.training and s.training.tokens else None
+    gpu_s = _gpu_s(s)
+    return gpu_s / s.training.tokens * 1e6 if gpu_s is not None and s.training and s.training.tokens else None
 
 
-def _not_by_steps(why: Callable[[Summary], str]) -> Callable[[Summary], str]:
-    return lambda s: _no_steps(s) if s.training is None or not s.training.steps else why(s)
+def _why_not_per_step(reason: Callable[[Summary], str]) -> Callable[[Summary], str]:
+    return lambda s: _why_no_steps(s) if s.training is None or not s.training.steps else reason(s)
 
 
 def _step_size(s: Summary) -> float | None:
     """Tokens, or of what has none samples, in a step."""
     if s.training is None or not s.training.steps:
         return None
-    whole = s.training.tokens or s.training.samples
-    return whole / s.training.steps if whole else None
+    total = s.training.tokens or s.training.samples
+    return total / s.training.steps if total else None
 
 
 def _host_memory_peak_gib(s: Summary) -> float | None:
@@ -227,63 +230,79 @@ def _goodput_ratio(s: Summary) -> float | None:
     return None if s.goodput is None else s.goodput.ratio
 
 
-def _no_goodput(s: Summary) -> str:
+def _why_no_goodput(s: Summary) -> str:
     return "no attempt has started" if s.goodput is None else "the script has reported no steps"
 
 
 # In the order in which they are shown.
-FIGURES: dict[str, Rule] = {
-    "step_p50_s": Rule("step time", "s", "lower", _of_training("step_s.p50"), _no_steps),
-    "step_p95_s": Rule("step time, p95", "s", "lower", _of_training("step_s.p95"), _no_steps),
-    "tokens_per_s_per_gpu": Rule(
-        "tokens/s a GPU", "tokens/s", "higher", _of_training("tokens_per_s_per_gpu"), _no_steps
+METRIC_RULES: dict[str, MetricRule] = {
+    "step_p50_s": MetricRule("step time", "s", "lower", _training_value("step_s.p50"), _why_no_steps),
+    "step_p95_s": MetricRule("step time, p95", "s", "lower", _training_value("step_s.p95"), _why_no_steps),
+    "tokens_per_s_per_gpu": MetricRule(
+        "tokens/s a GPU", "tokens/s", "higher", _training_value("tokens_per_s_per_gpu"), _why_no_steps
     ),
-    "tokens_per_s": Rule("tokens/s", "tokens/s", "higher", _of_training("tokens_per_s"), _no_steps),
-    "mfu": Rule("MFU", "ratio", "higher", _of_training("mfu"), _no_steps),
-    "joules_per_token": Rule("energy a token", "J", "lower", _of_training("joules_per_token"), _no_steps),
-    "data_wait_share": Rule("waiting on data", "ratio", "lower", _of_training("data_wait_share"), _no_steps),
-    "steps": Rule("steps", "steps", None, _of_training("steps"), _no_steps),
-    "loss": Rule("loss", "", "lower", _of_training("loss"), _no_steps),
-    "utilization": Rule(
-        "GPU utilization", "ratio", "higher", _mean_of(lambda g: g.utilization), _no_gpus("utilization")
+    "tokens_per_s": MetricRule("tokens/s", "tokens/s", "higher", _training_value("tokens_per_s"), _why_no_steps),
+    "mfu": MetricRule("MFU", "ratio", "higher", _training_value("mfu"), _why_no_steps),
+    "joules_per_token": MetricRule("energy a token", "J", "lower", _training_value("joules_per_token"), _why_no_steps),
+    "data_wait_share": MetricRule(
+        "waiting on data", "ratio", "lower", _training_value("data_wait_share"), _why_no_steps
     ),
-    "utilization_training": Rule(
+    "steps": MetricRule("steps", "steps", None, _training_value("steps"), _why_no_steps),
+    "loss": MetricRule("loss", "", "lower", _training_value("loss"), _why_no_steps),
+    "utilization": MetricRule(
+        "GPU utilization", "ratio", "higher", _gpu_mean(lambda g: g.utilization), _why_no_gpu_value("utilization")
+    ),
+    "utilization_training": MetricRule(
         "while training", "ratio", "higher", _training_utilization, lambda s: "no rank told its phases"
     ),
-    "sm_activity": Rule("SM activity", "ratio", "higher", _mean_of(lambda g: g.sm_activity), _no_gpus("sm_activity")),
-    "tensor_activity": Rule(
-        "tensor activity", "ratio", "higher", _mean_of(lambda g: g.tensor_activity), _no_gpus("tensor_activity")
+    "sm_activity": MetricRule(
+        "SM activity", "ratio", "higher", _gpu_mean(lambda g: g.sm_activity), _why_no_gpu_value("sm_activity")
     ),
-    "power_w": Rule("power a GPU", "W", None, _mean_of(lambda g: g.power_w), _no_gpus("power_w")),
-    "energy_j": Rule("energy", "J", None, _energy_j, _no_gpus("energy_j", "power_w")),
-    "energy_per_step_j": Rule(
-        "energy a step", "J", "lower", _a_step(_energy_j), _not_by_steps(_no_gpus("energy_j", "power_w"))
+    "tensor_activity": MetricRule(
+        "tensor activity",
+        "ratio",
+        "higher",
+        _gpu_mean(lambda g: g.tensor_activity),
+        _why_no_gpu_value("tensor_activity"),
     ),
-    "energy_per_gpu_j": Rule("energy a GPU", "J", None, _energy_per_gpu_j, _no_gpus("energy_j", "power_w")),
-    "sm_clock_mhz": Rule("SM clock", "MHz", None, _mean_of(lambda g: g.sm_clock_mhz), _no_gpus("sm_clock_mhz")),
-    "memory_peak_gib": Rule("GPU memory, peak", "GiB", None, _memory_peak_gib, _no_gpus("memory_used_gib")),
-    "host_memory_peak_gib": Rule(
+    "power_w": MetricRule("power a GPU", "W", None, _gpu_mean(lambda g: g.power_w), _why_no_gpu_value("power_w")),
+    "energy_j": MetricRule("energy", "J", None, _energy_j, _why_no_gpu_value("energy_j", "power_w")),
+    "energy_per_step_j": MetricRule(
+        "energy a step", "J", "lower", _per_step(_energy_j), _why_not_per_step(_why_no_gpu_value("energy_j", "power_w"))
+    ),
+    "energy_per_gpu_j": MetricRule(
+        "energy a GPU", "J", None, _energy_per_gpu_j, _why_no_gpu_value("energy_j", "power_w")
+    ),
+    "sm_clock_mhz": MetricRule(
+        "SM clock", "MHz", None, _gpu_mean(lambda g: g.sm_clock_mhz), _why_no_gpu_value("sm_clock_mhz")
+    ),
+    "memory_peak_gib": MetricRule(
+        "GPU memory, peak", "GiB", None, _memory_peak_gib, _why_no_gpu_value("memory_used_gib")
+    ),
+    "host_memory_peak_gib": MetricRule(
         "host memory, peak", "GiB", None, _host_memory_peak_gib, lambda s: "no process was recorded"
     ),
-    "gpu_hours": Rule("GPU-hours", "h", None, _gpu_hours, _no_gpus()),
-    "gpu_s_per_step": Rule("GPU time a step", "s", "lower", _a_step(_gpu_s), _not_by_steps(_no_gpus())),
-    "gpu_s_per_million_tokens": Rule(
-        "GPU time, 1M tokens", "s", "lower", _gpu_s_per_million_tokens, _not_by_steps(_no_gpus())
+    "gpu_hours": MetricRule("GPU-hours", "h", None, _gpu_hours, _why_no_gpu_value()),
+    "gpu_s_per_step": MetricRule(
+        "GPU time a step", "s", "lower", _per_step(_gpu_s), _why_not_per_step(_why_no_gpu_value())
     ),
-    "goodput": Rule("goodput", "ratio", "higher", _goodput_ratio, _no_goodput),
+    "gpu_s_per_million_tokens": MetricRule(
+        "GPU time, 1M tokens", "s", "lower", _gpu_s_per_million_tokens, _why_not_per_step(_why_no_gpu_value())
+    ),
+    "goodput": MetricRule("goodput", "ratio", "higher", _goodput_ratio, _why_no_goodput),
 }
 
 # More GPUs make these better or worse by themselves.
-_OF_ALL_GPUS = ("step_p50_s", "step_p95_s", "tokens_per_s")
+_GPU_COUNT_DEPENDENT = ("step_p50_s", "step_p95_s", "tokens_per_s")
 # And a larger batch these.
-_OF_A_STEP = ("gpu_s_per_step", "energy_per_step_j")
-_SAME_SIZE = 0.02  # rows that were lost, or the last batch of an epoch
+_BATCH_SIZE_DEPENDENT = ("gpu_s_per_step", "energy_per_step_j")
+_STEP_SIZE_TOLERANCE = 0.02  # rows that were lost, or the last batch of an epoch
 
 
-def _share(part: str) -> Rule:
+def _goodput_rule(part: str) -> MetricRule:
     def value(s: Summary) -> float | None:
         if s.goodput is None or not s.goodput.wall_s or (part == "productive_s" and s.goodput.ratio is None):
             return None
         return float(getattr(s.goodput, part) / s.goodput.wall_s)
 
-    return Rule(part, "ratio", "higher" if part == "productive_s" else "lower", value, _no_goodput)
+    return MetricRule(part, "ratio", "higher" if part == "productive_s" else "lower", value, _why_no_goodput)

@@ -15,7 +15,7 @@ import numpy as np
 from clustertrain.run import metrics_file
 from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.analysis.resample import Grid, Matrix, Piece, Sums, Table, pieces
+from clustertrain.telemetry.analysis.resample import CurveTable, Grid, GridSums, Matrix, SampleSeries, load_series
 from clustertrain.telemetry.report_schema import Summary
 from clustertrain.telemetry.store import reader
 from clustertrain.telemetry.store.reader import Segment
@@ -45,13 +45,13 @@ TRAINING_CURVES = ("step_s", "tokens_per_s", "data_wait_s", "loss", "grad_norm")
 # What the heat map can show where not every GPU has curves of its own.
 HEAT_CURVES = ("utilization", "power_w", "temperature_c", "memory_used_bytes", "sm_clock_mhz")
 
-_POINTS = 1500  # of one curve
-_CELLS = 500_000  # values of all single GPUs' curves together, about a byte each on the page
-_MOST_ROWS = 64  # GPUs, and nodes, that have curves of their own
+_MAX_POINTS = 1500  # of one curve
+_MAX_CELLS = 500_000  # values of all single GPUs' curves together, about a byte each on the page
+_MAX_ROWS = 64  # GPUs, and nodes, that have curves of their own
 _FINE, _COARSE = 60, 900  # s, the steps of the roll-ups
-_ENOUGH = 240  # points that a roll-up has to give, to be taken in place of the samples
-_MOST_SAMPLES = 500_000  # GPU-seconds of which the samples are read; more take seconds
-_WORST = {"critical": 0, "warning": 1, "info": 2}
+_MIN_POINTS = 240  # points that a roll-up has to give, to be taken in place of the samples
+_MAX_SAMPLES = 500_000  # GPU-seconds of which the samples are read; more take seconds
+_SEVERITY_ORDER = {"critical": 0, "warning": 1, "info": 2}
 
 
 @dataclass(frozen=True)
@@ -63,50 +63,52 @@ class Curves:
     ``source`` says in words what a point is, ``choice`` which GPUs and nodes have curves of their own (None: all).
     """
 
-    gpus: Table
+    gpus: CurveTable
     chosen: list[int]
-    heat: Table
-    overall: Table
-    nodes: Table
-    hosts: Table
+    heat: CurveTable
+    overall: CurveTable
+    nodes: CurveTable
+    hosts: CurveTable
     node_names: list[str]
-    training: Table
+    training: CurveTable
     source: str
     choice: str | None
 
 
-def curves(run: RunDir, summary: Summary) -> Curves:
+def build_curves(run: RunDir, summary: Summary) -> Curves:
     """The curves of what ``summary`` covers: its window, attempts and GPUs. A file that this user may not read is left
     out, which ``summary.unreadable`` tells."""
-    chosen, names = _choose_gpus(summary), _node_names(summary)
-    nodes = _choose_nodes(summary, names, chosen)
-    plan = _Plan.of(summary, len(chosen))
-    gpus, hosts = Sums(plan.gpu_grid, len(summary.gpus)), Sums(plan.host_grid, len(names))
-    row_of = {(g.node, g.uuid): i for i, g in enumerate(summary.gpus)}
-    for node, segment in _segments(run, summary, names):
-        here = {f"gpu{i}": row_of.get((node, facts.uuid)) for i, facts in enumerate(segment.header.gpus)}
-        kept = {device: row for device, row in here.items() if row is not None}
-        of_gpus, of_host = plan.read(segment, _columns(kept, GPU_CURVES), _columns(["host"], HOST_CURVES))
-        for device, row in kept.items():
-            gpus.add(row, of_gpus, device, GPU_CURVES)
-        hosts.add(names.index(node), of_host, "host", HOST_CURVES)
-    every = gpus.table()
+    chosen, node_names = _choose_gpus(summary), _node_names(summary)
+    nodes = _choose_nodes(summary, node_names, chosen)
+    plan = _CurvePlan.for_summary(summary, len(chosen))
+    gpus, hosts = GridSums(plan.gpu_grid, len(summary.gpus)), GridSums(plan.host_grid, len(node_names))
+    row_by_gpu = {(g.node, g.uuid): i for i, g in enumerate(summary.gpus)}
+    for node, segment in _iter_segments(run, summary, node_names):
+        row_by_device = {f"gpu{i}": row_by_gpu.get((node, facts.uuid)) for i, facts in enumerate(segment.header.gpus)}
+        known_rows = {device: row for device, row in row_by_device.items() if row is not None}
+        gpu_columns, host_columns = plan.read(
+            segment, _columns(known_rows, GPU_CURVES), _columns(["host"], HOST_CURVES)
+        )
+        for device, row in known_rows.items():
+            gpus.add(row, gpu_columns, device, GPU_CURVES)
+        hosts.add(node_names.index(node), host_columns, "host", HOST_CURVES)
+    gpu_table = gpus.table()
     return Curves(
-        gpus=every.rows(chosen),
+        gpus=gpu_table.rows(chosen),
         chosen=chosen,
-        heat=every if len(chosen) == len(summary.gpus) else _heat(gpus),
-        overall=_pooled(every, lambda m: [_mean(m), _low(m), _high(m)]),
-        nodes=_pooled(every, lambda m: [_mean(m[rows]) for rows in _rows_of(summary, nodes)]),
-        hosts=hosts.table().rows([names.index(n) for n in nodes]),
+        heat=gpu_table if len(chosen) == len(summary.gpus) else _heat(gpus),
+        overall=_pool_rows(gpu_table, lambda m: [_mean(m), _low(m), _high(m)]),
+        nodes=_pool_rows(gpu_table, lambda m: [_mean(m[rows]) for rows in _rows_by_node(summary, nodes)]),
+        hosts=hosts.table().rows([node_names.index(n) for n in nodes]),
         node_names=nodes,
-        training=_training(run, summary, plan.gpu_grid),
-        source=plan.words,
-        choice=_words(summary, chosen, names, nodes),
+        training=_training_curves(run, summary, plan.gpu_grid),
+        source=plan.description,
+        choice=_describe_selection(summary, chosen, node_names, nodes),
     )
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _CurvePlan:
     """The grids, and the steps of the roll-ups that are read for them."""
 
     gpu_grid: Grid
@@ -115,43 +117,43 @@ class _Plan:
     host_s: float
 
     @staticmethod
-    def of(summary: Summary, rows: int) -> _Plan:
+    def for_summary(summary: Summary, rows: int) -> _CurvePlan:
         start, end = summary.window.start, summary.window.end
         if start is None or end is None:
-            return _Plan(Grid(0.0, 1.0, 0), Grid(0.0, 1.0, 0), _COARSE, _COARSE)
+            return _CurvePlan(Grid(0.0, 1.0, 0), Grid(0.0, 1.0, 0), _COARSE, _COARSE)
         span = max(end - start, 1.0)
-        step = span / min(_POINTS, max(_CELLS // max(1, rows * len(GPU_CURVES)), _ENOUGH))
-        if span / _FINE < _ENOUGH and span * max(1, len(summary.gpus)) <= _MOST_SAMPLES:
+        step = span / min(_MAX_POINTS, max(_MAX_CELLS // max(1, rows * len(GPU_CURVES)), _MIN_POINTS))
+        if span / _FINE < _MIN_POINTS and span * max(1, len(summary.gpus)) <= _MAX_SAMPLES:
             # Two samples a point, so that none is empty because a sample came a little late; hosts are read every 10 s.
-            gpu, host = Grid.over(start, span, max(step, 2.0)), Grid.over(start, span, max(step, 20.0))
-            return _Plan(gpu, host, gpu.step_s, host.step_s)
-        rollup = _FINE if span / _COARSE < 2 * _ENOUGH else _COARSE
-        grid = Grid.over(start, span, max(step, rollup))
-        return _Plan(grid, grid, rollup, rollup)
+            gpu, host = Grid.covering(start, span, max(step, 2.0)), Grid.covering(start, span, max(step, 20.0))
+            return _CurvePlan(gpu, host, gpu.step_s, host.step_s)
+        rollup = _FINE if span / _COARSE < 2 * _MIN_POINTS else _COARSE
+        grid = Grid.covering(start, span, max(step, rollup))
+        return _CurvePlan(grid, grid, rollup, rollup)
 
     def read(
         self, segment: Segment, gpu: Sequence[str], host: Sequence[str]
-    ) -> tuple[Mapping[str, Piece], Mapping[str, Piece]]:
+    ) -> tuple[Mapping[str, SampleSeries], Mapping[str, SampleSeries]]:
         """Both kinds of columns, in one go where they are of one roll-up."""
         if self.gpu_s == self.host_s:
-            both = pieces(segment, [*gpu, *host], self.gpu_s)
+            both = load_series(segment, [*gpu, *host], self.gpu_s)
             return both, both
-        return pieces(segment, gpu, self.gpu_s), pieces(segment, host, self.host_s)
+        return load_series(segment, gpu, self.gpu_s), load_series(segment, host, self.host_s)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         step = self.gpu_grid.step_s
         return f"Each point is the mean of {f'{step / 60:g} min' if step >= 60 else f'{step:g} s'}."
 
 
-def _columns(devices: Iterable[str], wanted: Mapping[str, Sequence[str]]) -> list[str]:
-    return [fields.column(d, f) for d in devices for parts in wanted.values() for f in parts]
+def _columns(devices: Iterable[str], curve_fields: Mapping[str, Sequence[str]]) -> list[str]:
+    return [fields.column_name(d, f) for d in devices for parts in curve_fields.values() for f in parts]
 
 
-def _segments(run: RunDir, summary: Summary, names: Sequence[str]) -> Iterator[tuple[str, Segment]]:
+def _iter_segments(run: RunDir, summary: Summary, node_names: Sequence[str]) -> Iterator[tuple[str, Segment]]:
     for attempt in summary.attempts:
-        for node in names:
-            for segment in reader.one_at_a_time(reader.open_node(run.attempt(attempt.n).telemetry / node)):
+        for node in node_names:
+            for segment in reader.drop_overlapping(reader.open_node(run.attempt(attempt.n).telemetry / node)):
                 yield node, segment
 
 
@@ -162,64 +164,68 @@ def _node_names(summary: Summary) -> list[str]:
 def _choose_gpus(summary: Summary) -> list[int]:
     """All; where they are too many those that notes name, the worst note first, then the least used ones."""
     gpus = summary.gpus
-    if len(gpus) <= _MOST_ROWS:
+    if len(gpus) <= _MAX_ROWS:
         return list(range(len(gpus)))
     severity: dict[str, int] = {}
     for note in summary.notes:
         if note.uuid is not None:
-            rank = _WORST.get(note.severity, len(_WORST))
+            rank = _SEVERITY_ORDER.get(note.severity, len(_SEVERITY_ORDER))
             severity[note.uuid] = min(rank, severity.get(note.uuid, rank))
 
     def order(i: int) -> tuple[int, float, int]:
         use = gpus[i].utilization
-        return severity.get(gpus[i].uuid, len(_WORST) + 1), -1.0 if use is None else use.mean, i
+        return severity.get(gpus[i].uuid, len(_SEVERITY_ORDER) + 1), -1.0 if use is None else use.mean, i
 
-    return sorted(sorted(range(len(gpus)), key=order)[:_MOST_ROWS])
+    return sorted(sorted(range(len(gpus)), key=order)[:_MAX_ROWS])
 
 
-def _choose_nodes(summary: Summary, names: list[str], chosen: Sequence[int]) -> list[str]:
+def _choose_nodes(summary: Summary, node_names: list[str], chosen: Sequence[int]) -> list[str]:
     """All; where they are too many those of the chosen GPUs first."""
-    if len(names) <= _MOST_ROWS:
-        return names
-    first = dict.fromkeys([summary.gpus[i].node for i in chosen] + names)
-    kept = set(list(first)[:_MOST_ROWS])
-    return [n for n in names if n in kept]
+    if len(node_names) <= _MAX_ROWS:
+        return node_names
+    first = dict.fromkeys([summary.gpus[i].node for i in chosen] + node_names)
+    selected = set(list(first)[:_MAX_ROWS])
+    return [n for n in node_names if n in selected]
 
 
-def _words(summary: Summary, chosen: Sequence[int], names: Sequence[str], nodes: Sequence[str]) -> str | None:
-    parts = []
+def _describe_selection(
+    summary: Summary, chosen: Sequence[int], node_names: Sequence[str], nodes: Sequence[str]
+) -> str | None:
+    sentences = []
     if len(chosen) < len(summary.gpus):
-        parts.append(
+        sentences.append(
             f"{len(chosen)} of {len(summary.gpus)} GPUs have curves of their own: those that notes name, then those "
             "with the lowest mean utilization. The heat map, the table and the curves of the whole job are of all."
         )
-    if len(nodes) < len(names):
-        parts.append(f"{len(nodes)} of {len(names)} nodes have curves of their own, those of these GPUs first.")
-    return " ".join(parts) or None
+    if len(nodes) < len(node_names):
+        sentences.append(
+            f"{len(nodes)} of {len(node_names)} nodes have curves of their own, those of these GPUs first."
+        )
+    return " ".join(sentences) or None
 
 
-def _heat(gpus: Sums) -> Table:
+def _heat(gpus: GridSums) -> CurveTable:
     """All GPUs, in so few steps that the page stays small."""
-    most = max(1, _CELLS * 2 // (gpus.rows * len(HEAT_CURVES)))
-    return gpus.table(HEAT_CURVES, together=max(1, math.ceil(gpus.grid.points / most)))
+    most = max(1, _MAX_CELLS * 2 // (gpus.rows * len(HEAT_CURVES)))
+    return gpus.table(HEAT_CURVES, group_size=max(1, math.ceil(gpus.grid.points / most)))
 
 
-def _pooled(table: Table, pool: Callable[[Matrix], list[Matrix]]) -> Table:
+def _pool_rows(table: CurveTable, pool: Callable[[Matrix], list[Matrix]]) -> CurveTable:
     values = {name: np.array(pool(m)) for name, m in table.values.items()}
-    return Table(table.start, table.step_s, table.points, values)
+    return CurveTable(table.start, table.step_s, table.points, values)
 
 
-def _rows_of(summary: Summary, nodes: Sequence[str]) -> list[list[int]]:
+def _rows_by_node(summary: Summary, nodes: Sequence[str]) -> list[list[int]]:
     return [[i for i, g in enumerate(summary.gpus) if g.node == node] for node in nodes]
 
 
-def _over_rows(matrix: Matrix, how: Callable[..., Matrix]) -> Matrix:
-    """``how`` over the rows that have a value; NaN where none has."""
+def _over_rows(matrix: Matrix, reduce: Callable[..., Matrix]) -> Matrix:
+    """``reduce`` over the rows that have a value; NaN where none has."""
     if not len(matrix):
         return np.full(matrix.shape[1], np.nan)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Mean of empty slice|All-NaN", RuntimeWarning)
-        return how(matrix, axis=0)
+        return reduce(matrix, axis=0)
 
 
 def _mean(matrix: Matrix) -> Matrix:
@@ -234,23 +240,23 @@ def _high(matrix: Matrix) -> Matrix:
     return _over_rows(matrix, np.nanmax)
 
 
-def _training(run: RunDir, summary: Summary, grid: Grid) -> Table:
+def _training_curves(run: RunDir, summary: Summary, grid: Grid) -> CurveTable:
     """Of the rows that rank 0 logged in all attempts, repeated steps included."""
     logs = []
     for path in (path for attempt in summary.attempts for path in run.metrics_files(attempt.n)):
         try:
-            found = metrics_file.columns(path, ("t", *TRAINING_CURVES))
+            columns = metrics_file.read_columns(path, ("t", *TRAINING_CURVES))
         except OSError:
             continue
-        log = {name: np.asarray(column) for name, column in found.items()}
+        log = {name: np.asarray(column) for name, column in columns.items()}
         logs.append({name: column[np.isfinite(log["t"])] for name, column in log.items()})
-    apart = np.concatenate([np.diff(log["t"]) for log in logs] or [np.empty(0)])
-    if len(apart) and grid.points:
+    intervals = np.concatenate([np.diff(log["t"]) for log in logs] or [np.empty(0)])
+    if len(intervals) and grid.points:
         # A step may take longer than a point of the GPUs' curves, and a line of lone points is none.
         span = grid.points * grid.step_s
-        grid = Grid.over(grid.start, span, min(max(grid.step_s, 1.5 * float(np.median(apart))), span))
-    sums = Sums(grid, 1)
+        grid = Grid.covering(grid.start, span, min(max(grid.step_s, 1.5 * float(np.median(intervals))), span))
+    sums = GridSums(grid, 1)
     for log in logs:
         for name in TRAINING_CURVES:
-            sums.put(0, name, Piece(log["t"], log[name], np.ones(len(log["t"]))))
+            sums.add_series(0, name, SampleSeries(log["t"], log[name], np.ones(len(log["t"]))))
     return sums.table()

@@ -14,29 +14,29 @@ _GIB = 1 << 30
 _MOST_BYTES = 256 * reading.MIB  # unpacked
 
 
-class _Sums(msgspec.Struct):
-    """Of :class:`clustertrain.telemetry.store.totals.Sums` what is needed."""
+class _PeakTotals(msgspec.Struct):
+    """Of :class:`clustertrain.telemetry.store.totals.SegmentTotals` what is needed."""
 
     columns: list[str]
     high: list[float | None]
 
 
-def memory_used_gib(attempts: Sequence[AttemptDir]) -> float | None:
+def read_peak_memory_gib(attempts: Sequence[AttemptDir]) -> float | None:
     """The most that NVML saw in use on any GPU, in the newest attempt that tells; at most a minute old.
 
     It counts what torch's allocator keeps in reserve, the CUDA context, NCCL's buffers, and whoever else uses the GPU.
     """
     for attempt in reversed(attempts):
         files = sorted(attempt.telemetry.glob("*/*/totals.json.gz"))
-        used = [u for path in files for u in _used_bytes(path)]
+        used = [u for path in files for u in _read_used_bytes(path)]
         if used:
             return max(used) / _GIB
     return None
 
 
-def _used_bytes(path: Path) -> list[float]:
+def _read_used_bytes(path: Path) -> list[float]:
     try:
-        sums = schema.decode(reading.unpacked(reading.read_bytes(path), _MOST_BYTES), _Sums)
+        sums = schema.decode(reading.decompress(reading.read_bytes(path), _MOST_BYTES), _PeakTotals)
     except (OSError, ValueError):  # being written, damaged, or another user's
         return []
     pairs = zip(sums.columns, sums.high, strict=False)

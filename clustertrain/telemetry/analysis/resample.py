@@ -19,7 +19,7 @@ _DAY = 86400
 
 
 @dataclass(frozen=True)
-class Table:
+class CurveTable:
     """Means in equal steps from ``start`` (UTC epoch s) on, by curve: [rows, points]. Only curves that have a value."""
 
     start: float
@@ -27,10 +27,12 @@ class Table:
     points: int
     values: dict[str, Matrix] = field(default_factory=dict)
 
-    def rows(self, chosen: Sequence[int]) -> Table:
+    def rows(self, indices: Sequence[int]) -> CurveTable:
         """Those rows, and the curves that still have a value."""
-        picked = {name: m[list(chosen)] for name, m in self.values.items()}
-        return Table(self.start, self.step_s, self.points, {k: m for k, m in picked.items() if np.isfinite(m).any()})
+        selected = {name: m[list(indices)] for name, m in self.values.items()}
+        return CurveTable(
+            self.start, self.step_s, self.points, {k: m for k, m in selected.items() if np.isfinite(m).any()}
+        )
 
 
 @dataclass(frozen=True)
@@ -40,19 +42,19 @@ class Grid:
     points: int
 
     @staticmethod
-    def over(start: float, span: float, at_least: float) -> Grid:
-        """With the least of the usual steps that is ``at_least`` so long."""
-        step = float(next((s for s in _STEPS if s >= at_least - 1e-9), np.ceil(at_least / _DAY) * _DAY))
+    def covering(start: float, span: float, min_step_s: float) -> Grid:
+        """With the least of the usual steps that is ``min_step_s`` so long."""
+        step = float(next((s for s in _STEPS if s >= min_step_s - 1e-9), np.ceil(min_step_s / _DAY) * _DAY))
         return Grid(start, step, int(span / step + 1e-6) + 1 if span else 0)
 
     def bins(self, t: Column) -> npt.NDArray[np.int64]:
         """The point of each moment; -1 outside."""
-        at = np.floor((t - self.start) / self.step_s + 1e-6).astype(np.int64)
-        return np.where((at >= 0) & (at < self.points), at, -1)
+        index = np.floor((t - self.start) / self.step_s + 1e-6).astype(np.int64)
+        return np.where((index >= 0) & (index < self.points), index, -1)
 
 
 @dataclass(frozen=True)
-class Piece:
+class SampleSeries:
     """One column: moments (UTC epoch s), values (of counters the rate per second), and of how many samples each is."""
 
     t: Column
@@ -60,53 +62,61 @@ class Piece:
     weights: Column
 
 
-def pieces(segment: Segment, wanted: Sequence[str], step_s: float) -> dict[str, Piece]:
-    """Those of the columns ``wanted`` that the segment has, from its roll-up of ``step_s``."""
-    rollup = segment.rollup(step_s, wanted)
-    middle = rollup.t + rollup.step_s / 2
+def load_series(segment: Segment, columns: Sequence[str], step_s: float) -> dict[str, SampleSeries]:
+    """Those of the columns ``columns`` that the segment has, from its roll-up of ``step_s``."""
+    rollup = segment.rollup(step_s, columns)
+    midpoints = rollup.t + rollup.step_s / 2
     count, mean = np.asarray(rollup.count, dtype=np.float64), np.asarray(rollup.mean, dtype=np.float64)
-    return {name: Piece(middle, mean[:, i], count[:, i]) for i, name in enumerate(rollup.columns) if len(middle)}
+    return {
+        name: SampleSeries(midpoints, mean[:, i], count[:, i])
+        for i, name in enumerate(rollup.columns)
+        if len(midpoints)
+    }
 
 
-class Sums:
+class GridSums:
     """Sums and numbers of samples by curve, row and point."""
 
     def __init__(self, grid: Grid, rows: int) -> None:
         self.grid, self.rows = grid, rows
-        self._of: dict[str, tuple[Matrix, Matrix]] = {}
+        self._sums: dict[str, tuple[Matrix, Matrix]] = {}
 
-    def add(self, row: int, columns: Mapping[str, Piece], device: str, wanted: Mapping[str, Sequence[str]]) -> None:
-        """``wanted``: the curve's name and the fields of ``device`` that it is the sum of."""
-        for name, parts in wanted.items():
-            found = [columns[c] for c in (fields.column(device, part) for part in parts) if c in columns]
-            if found:
-                self.put(row, name, Piece(found[0].t, np.sum([p.values for p in found], axis=0), found[0].weights))
+    def add(
+        self, row: int, columns: Mapping[str, SampleSeries], device: str, curves: Mapping[str, Sequence[str]]
+    ) -> None:
+        """``curves``: the curve's name and the fields of ``device`` that it is the sum of."""
+        for name, field_names in curves.items():
+            series = [columns[c] for c in (fields.column_name(device, part) for part in field_names) if c in columns]
+            if series:
+                self.add_series(
+                    row, name, SampleSeries(series[0].t, np.sum([p.values for p in series], axis=0), series[0].weights)
+                )
 
-    def put(self, row: int, name: str, piece: Piece) -> None:
-        at = self.grid.bins(piece.t)
-        there = np.isfinite(piece.values) & (piece.weights > 0) & (at >= 0)
-        if not there.any():
+    def add_series(self, row: int, name: str, series: SampleSeries) -> None:
+        bins = self.grid.bins(series.t)
+        valid = np.isfinite(series.values) & (series.weights > 0) & (bins >= 0)
+        if not valid.any():
             return
-        if name not in self._of:
+        if name not in self._sums:
             shape = (self.rows, self.grid.points)
-            self._of[name] = (np.zeros(shape), np.zeros(shape))
-        total, number = self._of[name]
-        at, weights = at[there], piece.weights[there]
-        total[row] += np.bincount(at, weights=piece.values[there] * weights, minlength=self.grid.points)
-        number[row] += np.bincount(at, weights=weights, minlength=self.grid.points)
+            self._sums[name] = (np.zeros(shape), np.zeros(shape))
+        total, sample_count = self._sums[name]
+        bins, weights = bins[valid], series.weights[valid]
+        total[row] += np.bincount(bins, weights=series.values[valid] * weights, minlength=self.grid.points)
+        sample_count[row] += np.bincount(bins, weights=weights, minlength=self.grid.points)
 
-    def table(self, names: Sequence[str] | None = None, together: int = 1) -> Table:
-        """Means of all curves, or those of ``names``, ``together`` points in one."""
+    def table(self, names: Sequence[str] | None = None, group_size: int = 1) -> CurveTable:
+        """Means of all curves, or those of ``names``, ``group_size`` points in one."""
         values = {}
-        for name, (total, number) in self._of.items():
+        for name, (total, sample_count) in self._sums.items():
             if names is None or name in names:
                 with np.errstate(invalid="ignore"):
-                    values[name] = _grouped(total, together) / _grouped(number, together)
-        return Table(self.grid.start, self.grid.step_s * together, -(-self.grid.points // together), values)
+                    values[name] = _sum_groups(total, group_size) / _sum_groups(sample_count, group_size)
+        return CurveTable(self.grid.start, self.grid.step_s * group_size, -(-self.grid.points // group_size), values)
 
 
-def _grouped(matrix: Matrix, together: int) -> Matrix:
-    """Sums of ``together`` neighbours; the last of what is left."""
-    if together == 1:
+def _sum_groups(matrix: Matrix, group_size: int) -> Matrix:
+    """Sums of ``group_size`` neighbours; the last of what is left."""
+    if group_size == 1:
         return matrix
-    return np.add.reduceat(matrix, np.arange(0, matrix.shape[1], together), axis=1)
+    return np.add.reduceat(matrix, np.arange(0, matrix.shape[1], group_size), axis=1)

@@ -14,30 +14,36 @@ from clustertrain.errors import ClusterTrainError, NotFound, UsageError
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, contract_status, events, json_files, state
 from clustertrain.run.attempts import Attempt
-from clustertrain.run.contract_status import Standing
-from clustertrain.run.goodput import Goodput, Stretch, ledger
+from clustertrain.run.contract_status import ContractStatus
+from clustertrain.run.goodput import Goodput, TimeRange, compute_goodput
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.telemetry import insights, timeline_events
 from clustertrain.telemetry.analysis import aggregate
-from clustertrain.telemetry.analysis.aggregate import Piece
-from clustertrain.telemetry.analysis.efficiency import Energy, training_of
-from clustertrain.telemetry.analysis.node_records import Part, of_attempt, since, unreadable, window_of
-from clustertrain.telemetry.analysis.timeline import timelines
+from clustertrain.telemetry.analysis.aggregate import GpuRecord
+from clustertrain.telemetry.analysis.efficiency import Energy, summarize_training
+from clustertrain.telemetry.analysis.node_records import (
+    NodeRecord,
+    limit_to_last,
+    list_unreadable,
+    load_node_records,
+    time_window,
+)
+from clustertrain.telemetry.analysis.timeline import build_timelines
 from clustertrain.telemetry.report_schema import (
     AttemptSummary,
     GpuSummary,
     HostSummary,
     Summary,
     Waste,
-    Xid,
+    XidRecord,
 )
 from clustertrain.telemetry.store.writer import GpuFacts
 
 CLOCK_STEP_S = 1.0  # what is less is the time service at work
 
 
-class Request(NamedTuple):
+class SummaryRequest(NamedTuple):
     """What of a run is wanted.
 
     ``attempt``: None for all. ``gpu``: only GPUs that fit, a UUID or its beginning, an index, or ``node:index``.
@@ -50,124 +56,132 @@ class Request(NamedTuple):
     since_s: float | None = None
     state: str | None = None
     goodput: Goodput | None = None
-    contract: Standing | None = None
+    contract: ContractStatus | None = None
 
 
-def chosen_attempts(run: RunDir, attempt: int | None) -> list[AttemptDir]:
+def select_attempts(run: RunDir, attempt: int | None) -> list[AttemptDir]:
     """Raises NotFound where there is no such attempt."""
-    chosen = [a for a in run.attempts() if attempt in (None, a.n)]
-    if attempt is not None and not chosen:
-        known = ", ".join(str(a.n) for a in run.attempts()) or "none"
-        raise NotFound(f"run {run.id} has no attempt {attempt}", fix=f"attempts so far: {known}")
-    return chosen
+    selected = [a for a in run.attempts() if attempt in (None, a.n)]
+    if attempt is not None and not selected:
+        existing = ", ".join(str(a.n) for a in run.attempts()) or "none"
+        raise NotFound(f"run {run.id} has no attempt {attempt}", fix=f"attempts so far: {existing}")
+    return selected
 
 
-def chosen_parts(run: RunDir, request: Request) -> tuple[list[Part], Callable[[str, GpuFacts], bool] | None]:
+def select_records(
+    run: RunDir, request: SummaryRequest
+) -> tuple[list[NodeRecord], Callable[[str, GpuFacts], bool] | None]:
     """What fits a request, and which of its GPUs do (None: all).
 
     Raises:
         NotFound, UsageError: as :func:`summarize`.
     """
-    found = _choose(run, request, _settings(run)[0])
+    selection = _select(run, request, _load_settings(run)[0])
     if request.gpu is None:
-        return found.parts, None
-    return found.parts, lambda node, facts: (node, facts.uuid) in found.pieces
+        return selection.records, None
+    return selection.records, lambda node, facts: (node, facts.uuid) in selection.gpu_records
 
 
-class _Chosen(NamedTuple):
-    """What fits a request: ``logs`` by attempt, ``pieces`` by GPU; ``cut``: from when on, UTC s, None for all."""
+class _Selection(NamedTuple):
+    """What fits a request: ``logs`` by attempt, ``gpu_records`` by GPU; ``cutoff``: from when on, UTC s, None for
+    all."""
 
     attempts: list[AttemptDir]
     logs: dict[int, list[events.Event]]
-    parts: list[Part]
-    pieces: dict[tuple[str, str], list[Piece]]
-    cut: float | None
+    records: list[NodeRecord]
+    gpu_records: dict[tuple[str, str], list[GpuRecord]]
+    cutoff: float | None
 
 
-def _choose(run: RunDir, request: Request, settings: TelemetrySpec) -> _Chosen:
-    chosen = chosen_attempts(run, request.attempt)
-    logs = {a.n: events.of_attempt(a) for a in chosen}
-    parts = [p for a in chosen for p in of_attempt(a, logs[a.n], settings.flush_s)]
+def _select(run: RunDir, request: SummaryRequest, settings: TelemetrySpec) -> _Selection:
+    selected = select_attempts(run, request.attempt)
+    logs = {a.n: events.for_attempt(a) for a in selected}
+    records = [p for a in selected for p in load_node_records(a, logs[a.n], settings.flush_s)]
     if not settings.enabled:
-        parts = [p for p in parts if p.segment is not None]  # nobody who is missing was to record anything
-    cut = None
+        records = [p for p in records if p.segment is not None]  # nobody who is missing was to record anything
+    cutoff = None
     if request.since_s is not None:
-        parts, cut = since(parts, request.since_s)
-        logs = {n: [e for e in log if not _is_before(e, cut)] for n, log in logs.items()}
-    pieces = _pieces(parts)
-    wanted = request.gpu
-    fitting = {key: found for key, found in pieces.items() if wanted is None or _fits(wanted, key, found)}
-    if wanted is not None and not fitting:
-        raise UsageError(f"--gpu {wanted}: no allocated GPU of {run.id} fits", fix=_known(pieces))
-    return _Chosen(chosen, logs, parts, fitting, cut)
+        records, cutoff = limit_to_last(records, request.since_s)
+        logs = {n: [e for e in log if not _is_before(e, cutoff)] for n, log in logs.items()}
+    gpu_records = _gpu_records(records)
+    gpu_filter = request.gpu
+    matching = {
+        key: found for key, found in gpu_records.items() if gpu_filter is None or _matches(gpu_filter, key, found)
+    }
+    if gpu_filter is not None and not matching:
+        raise UsageError(f"--gpu {gpu_filter}: no allocated GPU of {run.id} fits", fix=_format_known_gpus(gpu_records))
+    return _Selection(selected, logs, records, matching, cutoff)
 
 
-ALL = Request()
+WHOLE_RUN = SummaryRequest()
 
 
-def summarize(run: RunDir, request: Request = ALL) -> Summary:
+def summarize(run: RunDir, request: SummaryRequest = WHOLE_RUN) -> Summary:
     """The per-job report, over all attempts or one of them.
 
     Raises:
         NotFound: there is no such attempt.
         UsageError: no GPU fits.
     """
-    settings, trouble = _settings(run)
-    chosen, logs, parts, pieces, cut = _choose(run, request, settings)
-    window = window_of(parts)
-    xids = _xids(logs)
-    lines = timelines(parts, window)
-    owner = aggregate.owners(pieces)
-    owned = {key: aggregate.owned(key, found, owner) for key, found in pieces.items()}
+    settings, spec_error = _load_settings(run)
+    selected, logs, records, gpu_records, cutoff = _select(run, request, settings)
+    window = time_window(records)
+    xids = _collect_xids(logs)
+    gpu_timelines = build_timelines(records, window)
+    owner = aggregate.find_owners(gpu_records)
+    owned = {key: aggregate.select_owned(key, found, owner) for key, found in gpu_records.items()}
     gpus = [
-        aggregate.gpu(key, found, owned[key], lines.get(key), xids.get(key[1], [])) for key, found in pieces.items()
+        aggregate.summarize_gpu(key, found, owned[key], gpu_timelines.get(key), xids.get(key[1], []))
+        for key, found in gpu_records.items()
     ]
-    steps = _clock_steps(logs)
-    by_node = _grouped(parts, lambda p: p.node)
-    hosts = [aggregate.host(node, found, steps.get(node, [])) for node, found in by_node.items()]
+    clock_steps = _clock_steps(logs)
+    by_node = _group_by(records, lambda p: p.node)
+    hosts = [aggregate.summarize_host(node, found, clock_steps.get(node, [])) for node, found in by_node.items()]
     if request.gpu is not None:
         hosts = [h for h in hosts if h.node in {g.node for g in gpus}]
-    history = attempts.read_all(run)
-    plan = _planned(run)
-    goodput = _goodput(run, history, request, cut)
-    energy = _energy(gpus, owned, parts, request.gpu)
+    history = attempts.load_attempts(run)
+    plan = _load_plan_info(run)
+    goodput = _goodput(run, history, request, cutoff)
+    energy = _total_energy(gpus, owned, records, request.gpu)
     summary = Summary(
         run=run.id,
-        job_id=next(iter(reversed(attempts.job_ids(run, history))), None),
+        job_id=next(iter(reversed(attempts.list_job_ids(run, history))), None),
         window=window,
         coverage=_coverage(gpus, hosts),
-        attempts=[_attempt(run, a, [p for p in parts if p.attempt == a.n], logs[a.n]) for a in chosen],
+        attempts=[_summarize_attempt(run, a, [p for p in records if p.attempt == a.n], logs[a.n]) for a in selected],
         gpus=sorted(gpus, key=lambda g: (g.node, g.index is None, g.index or 0, g.uuid)),
         hosts=sorted(hosts, key=lambda h: h.node),
         notes=[],
         state=request.state or (history[-1].ending if history and history[-1].ending else None),
         user=_owner(run),
-        layout=plan.words,
+        layout=plan.layout,
         device=plan.device,
         enabled=settings.enabled,
-        ranks=aggregate.ranks(parts),
-        training=training_of(run, [a for a in history if a.n in logs], energy, gpus, cut),
+        ranks=aggregate.summarize_ranks(records),
+        training=summarize_training(run, [a for a in history if a.n in logs], energy, gpus, cutoff),
         goodput=goodput,
-        contract=request.contract or contract_status.standing(run, history, None),
+        contract=request.contract or contract_status.load_contract_status(run, history, None),
         waste=_waste(gpus, owned, goodput),
         unreadable=[
-            *([trouble] if trouble else []),
-            *attempts.troubles(run, history),
-            *(w for a in chosen for w in unreadable(a)),
-            *(p.trouble for p in parts if p.trouble),
+            *([spec_error] if spec_error else []),
+            *attempts.list_read_errors(run, history),
+            *(w for a in selected for w in list_unreadable(a)),
+            *(p.read_error for p in records if p.read_error),
         ],
     )
-    return msgspec.structs.replace(summary, notes=insights.of(summary, [e for log in logs.values() for e in log]))
+    return msgspec.structs.replace(
+        summary, notes=insights.build_insights(summary, [e for log in logs.values() for e in log])
+    )
 
 
-def _goodput(run: RunDir, history: Sequence[Attempt], request: Request, cut: float | None) -> Goodput:
+def _goodput(run: RunDir, history: Sequence[Attempt], request: SummaryRequest, cutoff: float | None) -> Goodput:
     """Of the part of the run that is asked for."""
-    if request.goodput is not None and request.attempt is None and cut is None:
+    if request.goodput is not None and request.attempt is None and cutoff is None:
         return request.goodput
-    finished = state.settled(history) if request.state is None else request.state in state.FINAL
+    finished = state.is_settled(history) if request.state is None else request.state in state.FINAL
     waiting = request.state in (state.PENDING, state.REQUEUED)
-    of = Stretch(request.attempt, -math.inf if cut is None else cut)
-    return ledger(run, history, clock.now(), finished, waiting=waiting, of=of)
+    stretch = TimeRange(request.attempt, -math.inf if cutoff is None else cutoff)
+    return compute_goodput(run, history, clock.now(), finished, is_queued=waiting, time_range=stretch)
 
 
 def _owner(run: RunDir) -> str | None:
@@ -177,21 +191,23 @@ def _owner(run: RunDir) -> str | None:
         return None
 
 
-class _Planned(NamedTuple):
-    words: str | None = None
+class _PlanInfo(NamedTuple):
+    layout: str | None = None
     device: str | None = None
 
 
-def _planned(run: RunDir) -> _Planned:
+def _load_plan_info(run: RunDir) -> _PlanInfo:
     try:
-        plan = json_files.peek(run.plan)
+        plan = json_files.poll_document(run.plan)
         device = plan.get("device")
-        return _Planned(schema.convert(plan.get("layout"), Layout).words(), device if isinstance(device, str) else None)
+        return _PlanInfo(
+            schema.convert(plan.get("layout"), Layout).describe(), device if isinstance(device, str) else None
+        )
     except msgspec.ValidationError:  # missing, or of another version
-        return _Planned()
+        return _PlanInfo()
 
 
-def _settings(run: RunDir) -> tuple[TelemetrySpec, str | None]:
+def _load_settings(run: RunDir) -> tuple[TelemetrySpec, str | None]:
     """The defaults where spec.toml does not read, and why it does not."""
     try:
         return load_spec(run).recipe.telemetry, None
@@ -201,109 +217,120 @@ def _settings(run: RunDir) -> tuple[TelemetrySpec, str | None]:
 
 def _clock_steps(logs: Mapping[int, list[events.Event]]) -> dict[str, list[float]]:
     """By node, by how many seconds its wall clock was set while its monotonic one ran on."""
-    found: dict[str, list[float]] = {}
+    steps: dict[str, list[float]] = {}
     for log in logs.values():
         # After a reboot the monotonic clock begins anew, and in containers the same numbers of processes do.
         offsets: dict[tuple[str, int], float] = {}
         for e in sorted(log, key=lambda e: float(e.get("mono") or 0.0)):
             if e.get("mono") is None or e.get("host") is None:
                 continue
-            of = str(e["host"]), int(e.get("pid", 0))
+            process = str(e["host"]), int(e.get("pid", 0))
             offset = float(e["t"]) - float(e["mono"])
-            if of in offsets and abs(offset - offsets[of]) >= CLOCK_STEP_S:
-                found.setdefault(of[0], []).append(round(offset - offsets[of], 3))
-            offsets[of] = offset
-    return found
+            if process in offsets and abs(offset - offsets[process]) >= CLOCK_STEP_S:
+                steps.setdefault(process[0], []).append(round(offset - offsets[process], 3))
+            offsets[process] = offset
+    return steps
 
 
-def _attempt(run: RunDir, attempt: AttemptDir, parts: list[Part], log: list[events.Event]) -> AttemptSummary:
-    known = attempts.read_one(run, attempt)
+def _summarize_attempt(
+    run: RunDir, attempt: AttemptDir, records: list[NodeRecord], log: list[events.Event]
+) -> AttemptSummary:
+    stored = attempts.load_attempt(run, attempt)
     return AttemptSummary(
         attempt.n,
-        known.job_id or None,
-        window_of(parts),
-        sorted({p.node for p in parts}),
-        known.start,
-        known.end,
-        known.ending,
-        timeline_events.of_events(log),
+        stored.job_id or None,
+        time_window(records),
+        sorted({p.node for p in records}),
+        stored.start,
+        stored.end,
+        stored.ending,
+        timeline_events.timeline_from_events(log),
     )
 
 
-def _grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+def _group_by(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
     groups: dict[Any, list[Any]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
 
 
-def _pieces(parts: list[Part]) -> dict[tuple[str, str], list[Piece]]:
-    found = [Piece(p, facts, f"gpu{i}") for p in parts for i, facts in enumerate(p.gpus)]
-    return _grouped(found, lambda p: (p.part.node, p.facts.uuid))
+def _gpu_records(records: list[NodeRecord]) -> dict[tuple[str, str], list[GpuRecord]]:
+    gpu_records = [GpuRecord(p, facts, f"gpu{i}") for p in records for i, facts in enumerate(p.gpus)]
+    return _group_by(gpu_records, lambda p: (p.node_record.node, p.facts.uuid))
 
 
-def _fits(wanted: str, key: tuple[str, str], pieces: list[Piece]) -> bool:
+def _matches(gpu_filter: str, key: tuple[str, str], records: list[GpuRecord]) -> bool:
     node, uuid = key
-    where, colon, number = wanted.rpartition(":")
-    if reading.is_count(number) and (not colon or where == node):
-        return pieces[-1].facts.index == int(number)
-    return not reading.is_count(wanted) and uuid.lower().startswith(wanted.lower())
+    wanted_node, colon, index = gpu_filter.rpartition(":")
+    if reading.is_unsigned_int(index) and (not colon or wanted_node == node):
+        return records[-1].facts.index == int(index)
+    return not reading.is_unsigned_int(gpu_filter) and uuid.lower().startswith(gpu_filter.lower())
 
 
-def _known(pieces: dict[tuple[str, str], list[Piece]]) -> str:
-    names = [f"{node}:{found[-1].facts.index} ({uuid})" for (node, uuid), found in pieces.items()]
+def _format_known_gpus(gpu_records: dict[tuple[str, str], list[GpuRecord]]) -> str:
+    names = [f"{node}:{found[-1].facts.index} ({uuid})" for (node, uuid), found in gpu_records.items()]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ("give one of " + ", ".join(names[:8]) + more) if names else "the run recorded no GPU at all"
 
 
-def _xids(logs: Mapping[int, list[events.Event]]) -> dict[str, list[Xid]]:
+def _collect_xids(logs: Mapping[int, list[events.Event]]) -> dict[str, list[XidRecord]]:
     """By the GPU's UUID."""
-    found: dict[str, list[Xid]] = {}
+    xids: dict[str, list[XidRecord]] = {}
     for log in logs.values():
-        for e in events.named(log, "gpu_event"):
+        for e in events.filter_by_name(log, "gpu_event"):
             if e.get("xid") is not None and e.get("uuid"):
-                found.setdefault(str(e["uuid"]), []).append(
-                    Xid(float(e["t"]), int(e["xid"]), max(1, int(e.get("count") or 1)))
+                xids.setdefault(str(e["uuid"]), []).append(
+                    XidRecord(float(e["t"]), int(e["xid"]), max(1, int(e.get("count") or 1)))
                 )
-    return found
+    return xids
 
 
-def _is_before(event: events.Event, cut: float) -> bool:
+def _is_before(event: events.Event, cutoff: float) -> bool:
     """What the driver told of a GPU before what is asked for."""
-    return event["event"] in ("gpu_event", "gpu_lost", "gpu_back") and float(event["t"]) < cut
+    return event["event"] in ("gpu_event", "gpu_lost", "gpu_back") and float(event["t"]) < cutoff
 
 
 def _coverage(gpus: Sequence[GpuSummary], hosts: Sequence[HostSummary]) -> float | None:
     """Over GPUs where there are any, since a lost one is what it must show; over hosts else."""
     with_gpu = {g.node for g in gpus}
-    counted = [(g.samples, g.expected) for g in gpus]
-    counted += [(h.samples, h.expected) for h in hosts if h.node not in with_gpu]
-    expected = sum(e for _, e in counted)
-    return None if not expected else round(sum(min(n, e) for n, e in counted) / expected, 4)
+    samples = [(g.samples, g.expected) for g in gpus]
+    samples += [(h.samples, h.expected) for h in hosts if h.node not in with_gpu]
+    expected = sum(e for _, e in samples)
+    return None if not expected else round(sum(min(n, e) for n, e in samples) / expected, 4)
 
 
-def _energy(
-    gpus: Sequence[GpuSummary], owned: Mapping[tuple[str, str], list[Piece]], parts: Sequence[Part], wanted: str | None
+def _total_energy(
+    gpus: Sequence[GpuSummary],
+    owned: Mapping[tuple[str, str], list[GpuRecord]],
+    records: Sequence[NodeRecord],
+    gpu_filter: str | None,
 ) -> Energy:
-    known = [g.energy_j for g in gpus if g.energy_j is not None]
-    never_seen = any(p.no_nvml is not None and not p.gpus for p in parts)
-    of_all = wanted is None and not never_seen and aggregate.tells_energy(p for found in owned.values() for p in found)
-    return Energy(sum(known) if known else None, of_all)
+    energies = [g.energy_j for g in gpus if g.energy_j is not None]
+    has_unseen_gpus = any(p.nvml_error is not None and not p.gpus for p in records)
+    is_complete = (
+        gpu_filter is None
+        and not has_unseen_gpus
+        and aggregate.has_energy_data(p for found in owned.values() for p in found)
+    )
+    return Energy(sum(energies) if energies else None, is_complete)
 
 
-def _waste(gpus: Sequence[GpuSummary], owned: Mapping[tuple[str, str], list[Piece]], goodput: Goodput) -> Waste | None:
+def _waste(
+    gpus: Sequence[GpuSummary], owned: Mapping[tuple[str, str], list[GpuRecord]], goodput: Goodput
+) -> Waste | None:
     """As :class:`Waste` defines it; without the queue, in which the job held no GPU."""
     if not gpus:
         return None
-    held = {key: sum(p.part.held_s for p in pieces) / 3600 for key, pieces in owned.items()}
-    unused = sum(held[g.node, g.uuid] for g in gpus if g.utilization is not None and g.utilization.max == 0)
-    used = sum(held.values()) - unused
+    held_hours = {key: sum(p.node_record.held_s for p in pieces) / 3600 for key, pieces in owned.items()}
+    idle_hours = sum(held_hours[g.node, g.uuid] for g in gpus if g.utilization is not None and g.utilization.max == 0)
+    busy_hours = sum(held_hours.values()) - idle_hours
     running_s = goodput.wall_s - goodput.queue_s
-    causes = {"idle_gpus": unused}
+    causes = {"idle_gpus": idle_hours}
     for name in ("startup_s", "restore_s", "repeated_s", "checkpoint_stall_s", "evaluation_s", "shutdown_s", "lost_s"):
         share = getattr(goodput, name) / running_s if running_s > 0 else 0.0
-        causes[name.removesuffix("_s")] = used * min(1.0, share)
+        causes[name.removesuffix("_s")] = busy_hours * min(1.0, share)
     causes = {name: round(hours, 4) for name, hours in causes.items() if hours > 0}
     return Waste(
-        gpu_hours=round(sum(held.values()), 4), wasted_gpu_hours=round(sum(causes.values()), 4), by_cause=causes
+        gpu_hours=round(sum(held_hours.values()), 4), wasted_gpu_hours=round(sum(causes.values()), 4), by_cause=causes
     )

@@ -36,22 +36,22 @@ class Exporter:
     ) -> None:
         self._feed = Feed(labels, interval_s)
         self._on_event = on_event
-        self._parts: list[http_server.Page | textfile.TextFile] = []
-        self._started: list[http_server.Page | textfile.TextFile] = []
+        self._endpoints: list[http_server.MetricsServer | textfile.TextfileWriter] = []
+        self._running: list[http_server.MetricsServer | textfile.TextfileWriter] = []
         if spec.port:
-            self._parts.append(http_server.Page(self._feed, spec.address, spec.port, self._event))
+            self._endpoints.append(http_server.MetricsServer(self._feed, spec.address, spec.port, self._write_event))
         if spec.textfile:
-            path = Path(spec.textfile) / textfile.name_of(labels)
-            self._parts.append(textfile.TextFile(self._feed, path, self._event))
+            path = Path(spec.textfile) / textfile.file_name(labels)
+            self._endpoints.append(textfile.TextfileWriter(self._feed, path, self._write_event))
 
     def start(self) -> None:
         """Returns at once: a name to be resolved and a folder that hangs are the threads' affair. Never raises."""
-        for part in self._parts:
+        for endpoint in self._endpoints:
             try:
-                threading.Thread(target=part.run, name="exporter", daemon=True).start()
-                self._started.append(part)
+                threading.Thread(target=endpoint.run, name="exporter", daemon=True).start()
+                self._running.append(endpoint)
             except RuntimeError as e:  # the limit on processes is reached
-                self._event("exporter_failed", reason=f"no thread could be started: {e}")
+                self._write_event("exporter_failed", reason=f"no thread could be started: {e}")
 
     def observe(self, snapshot: Snapshot) -> None:
         """The newest figures, from the sampler's thread. The snapshot is kept, and must not change afterwards."""
@@ -61,16 +61,16 @@ class Exporter:
         """The driver tells the errors of these devices, so that none is a 0. From the sampler's thread."""
         self._feed.watch_xids(uuids)
 
-    def xid(self, uuid: str, xid: int, count: int = 1) -> None:
+    def record_xid(self, uuid: str, xid: int, count: int = 1) -> None:
         """The driver reported this error of that device, so often since the last time. From the sampler's thread."""
-        self._feed.xid(uuid, xid, count)
+        self._feed.record_xid(uuid, xid, count)
 
     def stop(self, timeout_s: float = 2.0) -> bool:
         """Give the port back and take the file away. False where the disk held a thread longer than that."""
-        ended = [part.stop(timeout_s) for part in self._started]
-        return all(ended)
+        stopped = [endpoint.stop(timeout_s) for endpoint in self._running]
+        return all(stopped)
 
-    def _event(self, name: str, **fields: Any) -> None:
+    def _write_event(self, name: str, **fields: Any) -> None:
         if self._on_event is not None:
             with contextlib.suppress(OSError):  # a full disk
                 self._on_event(name, **fields)

@@ -43,21 +43,21 @@ class Feed:
     def missed(self) -> int:
         """So far, a sampler that hangs now included: what is due is rounded down, so that this never goes back."""
         last = self.newest
-        due = 0 if last is None else int((clock.monotonic() - last.mono) / self._interval_s) - 1
-        return self._missed + max(0, due)
+        overdue = 0 if last is None else int((clock.monotonic() - last.mono) / self._interval_s) - 1
+        return self._missed + max(0, overdue)
 
     def watch_xids(self, uuids: Iterable[str]) -> None:
         for uuid in uuids:
             self._xids.setdefault(uuid, {})
 
-    def xid(self, uuid: str, xid: int, count: int) -> None:
+    def record_xid(self, uuid: str, xid: int, count: int) -> None:
         counts = dict(self._xids.get(uuid, {}))
         counts[xid] = counts.get(xid, 0) + count
         self._xids[uuid] = counts  # a new one in place of the old: a scrape may be reading that
 
-    def xids_of(self, uuid: str) -> Mapping[int, int] | None:
+    def xid_counts(self, uuid: str) -> Mapping[int, int] | None:
         """By number; None where nobody watches for them."""
         return self._xids.get(uuid)
 
-    def fresh(self, snapshot: Snapshot) -> bool:
+    def is_fresh(self, snapshot: Snapshot) -> bool:
         return clock.monotonic() - snapshot.mono <= max(STALE_S, 5 * self._interval_s)

@@ -11,21 +11,23 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from clustertrain.config.telemetry import PORTS
+from clustertrain.config.telemetry import PORT_ATTEMPTS
 from clustertrain.telemetry.export.feed import Feed
 
-CLIENT_S = 10.0  # for a client to ask, and to take the answer; Prometheus's own scrape timeout
-CLIENTS = 8  # served at a time; one more drops the oldest: everybody who reaches the port may connect and say nothing
+CLIENT_TIMEOUT_S = 10.0  # for a client to ask, and to take the answer; Prometheus's own scrape timeout
+MAX_CLIENTS = (
+    8  # served at a time; one more drops the oldest: everybody who reaches the port may connect and say nothing
+)
 
 
-class Page:
+class MetricsServer:
     def __init__(self, feed: Feed, address: str, port: int, on_event: Callable[..., None]) -> None:
         self._feed = feed
         self._address = address
         self._port = port
         self._on_event = on_event
         self._stopping = threading.Event()
-        self._over = threading.Event()
+        self._finished = threading.Event()
         self._server: _Server | None = None
 
     def run(self) -> None:
@@ -35,13 +37,13 @@ class Page:
         except Exception as e:  # the thread's edge: an exporter must not end the run
             self._on_event("exporter_failed", reason=f"{type(e).__name__}: {e}")
         finally:
-            self._over.set()
+            self._finished.set()
 
     def stop(self, timeout_s: float) -> bool:
         self._stopping.set()
         if self._server is not None:
             self._server.wake()
-        return self._over.wait(timeout_s)
+        return self._finished.wait(timeout_s)
 
     def _serve(self) -> None:
         try:
@@ -50,16 +52,16 @@ class Page:
             self._on_event(
                 "exporter_failed",
                 reason=f"{self._address} port {self._port}: {e.strerror or e}",
-                fix=_FIX.get(e.errno or 0),
+                fix=_FIXES.get(e.errno or 0),
             )
             return
         with server:
             # Not at the top: 60 ms and 11 MB, for a run that exports.
             from prometheus_client import make_wsgi_app
 
-            from clustertrain.telemetry.export.prometheus import registry_of
+            from clustertrain.telemetry.export.prometheus import build_registry
 
-            server.set_app(make_wsgi_app(registry_of(self._feed)))
+            server.set_app(make_wsgi_app(build_registry(self._feed)))
             self._server = server  # before the look at `_stopping`: one of the two threads sees the other
             if not self._stopping.is_set():
                 address, port = server.server_address[:2]
@@ -68,8 +70,8 @@ class Page:
                 server.handle_request()
 
 
-_FIX = {
-    errno.EADDRINUSE: f"set telemetry.prometheus.port to one with {PORTS} free ports from it on",
+_FIXES = {
+    errno.EADDRINUSE: f"set telemetry.prometheus.port to one with {PORT_ATTEMPTS} free ports from it on",
     errno.EACCES: "set telemetry.prometheus.port to 1024 or more",
     errno.EADDRNOTAVAIL: "set telemetry.prometheus.address to one of the node's own, or to 0.0.0.0",
 }
@@ -81,19 +83,19 @@ def _bind(address: str, port: int) -> _Server:
     Raises:
         OSError: there is none, or the address is not this machine's.
     """
-    family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    last = min(port + PORTS - 1, 65535)
-    for candidate in range(port, last + 1):
+    family, _, _, _, sockaddr = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    last_port = min(port + PORT_ATTEMPTS - 1, 65535)
+    for candidate in range(port, last_port + 1):
         try:
-            return _Server(family, str(found[0]), candidate)
+            return _Server(family, str(sockaddr[0]), candidate)
         except OSError as e:
-            if e.errno != errno.EADDRINUSE or candidate == last:
+            if e.errno != errno.EADDRINUSE or candidate == last_port:
                 raise
     raise AssertionError("not reached")
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = CLIENT_S
+    timeout = CLIENT_TIMEOUT_S
 
     def log_message(self, format: str, *args: Any) -> None:
         """Not into the agent's log, every 15 s."""
@@ -125,7 +127,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
             self._clients[request] = None
-            dropped = list(self._clients)[:-CLIENTS]
+            dropped = list(self._clients)[:-MAX_CLIENTS]
         for client in dropped:
             with contextlib.suppress(OSError):  # closed meanwhile
                 client.shutdown(socket.SHUT_RDWR)  # its thread stops waiting for it

@@ -26,27 +26,27 @@ _UNITS = {
 }
 
 
-class Metric(NamedTuple):
+class PrometheusMetric(NamedTuple):
     """``name`` as it stands in the exposition; a sample is the recorded value times ``scale``."""
 
     name: str
-    counter: bool
+    is_counter: bool
     scale: float
-    text: str
+    help_text: str
 
 
-def of_field(device: str, field: Field) -> Metric:
+def metric_for_field(device: str, field: Field) -> PrometheusMetric:
     """``device`` is ``gpu``, ``host`` or ``rank``."""
-    ours, theirs, scale = _UNITS.get(field.unit, ("", "", 1.0))
-    name = f"{PREFIX}_{device}_{field.name.removesuffix(ours)}{theirs}"
-    counter = field.kind == "counter"
-    text = field.text[0].upper() + field.text[1:]
+    suffix, prometheus_suffix, scale = _UNITS.get(field.unit, ("", "", 1.0))
+    name = f"{PREFIX}_{device}_{field.name.removesuffix(suffix)}{prometheus_suffix}"
+    is_counter = field.metric_type == "counter"
+    help_text = field.description[0].upper() + field.description[1:]
     if field.unit == "phase":
-        text = "What the rank is in: " + ", ".join(f"{code} {word}" for code, word in enumerate(PHASES))
-    return Metric(f"{name}_total" if counter else name, counter, scale, text)
+        help_text = "What the rank is in: " + ", ".join(f"{code} {word}" for code, word in enumerate(PHASES))
+    return PrometheusMetric(f"{name}_total" if is_counter else name, is_counter, scale, help_text)
 
 
-METRICS: dict[str, dict[str, Metric]] = {
-    device: {f.name: of_field(device, f) for f in known}
-    for device, known in (("gpu", fields.GPU), ("host", fields.HOST), ("rank", fields.RANK))
+METRICS: dict[str, dict[str, PrometheusMetric]] = {
+    device: {f.name: metric_for_field(device, f) for f in device_fields}
+    for device, device_fields in (("gpu", fields.GPU), ("host", fields.HOST), ("rank", fields.RANK))
 }

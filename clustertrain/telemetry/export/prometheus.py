@@ -13,35 +13,40 @@ from prometheus_client.registry import Collector
 
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.export.feed import Feed, Labels
-from clustertrain.telemetry.export.metric_names import METRICS, PREFIX, Metric
+from clustertrain.telemetry.export.metric_names import METRICS, PREFIX, PrometheusMetric
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store.writer import GpuFacts
 
-BASE = ("run", "job_id", "attempt", "node")
-LABELS = {"gpu": (*BASE, "gpu", "uuid", "rank"), "host": BASE, "rank": (*BASE, "rank")}
+BASE_LABELS = ("run", "job_id", "attempt", "node")
+LABELS_BY_DEVICE = {"gpu": (*BASE_LABELS, "gpu", "uuid", "rank"), "host": BASE_LABELS, "rank": (*BASE_LABELS, "rank")}
 
 
-class _Own(NamedTuple):
+class _ExtraMetric(NamedTuple):
     """A metric that is no recorded field."""
 
-    metric: Metric
+    metric: PrometheusMetric
     labels: tuple[str, ...]
 
 
-def _own(name: str, text: str, labels: tuple[str, ...], *, counter: bool = False) -> _Own:
-    return _Own(Metric(f"{PREFIX}_{name}", counter, 1.0, text), labels)
+def _extra_metric(name: str, help_text: str, labels: tuple[str, ...], *, is_counter: bool = False) -> _ExtraMetric:
+    return _ExtraMetric(PrometheusMetric(f"{PREFIX}_{name}", is_counter, 1.0, help_text), labels)
 
 
-_INFO = _own("gpu_info", "What the GPU is, always 1", (*LABELS["gpu"], "name", "minor", "parent"))
-_MEMORY = _own("gpu_memory_total_bytes", "Device memory that there is", LABELS["gpu"])
-_XIDS = _own("gpu_xids_total", "Errors that the driver reported of the GPU (XID)", LABELS["gpu"], counter=True)
-_BY_NUMBER = _own(
-    "gpu_xids_by_number_total", "The same by the number of the error", (*LABELS["gpu"], "xid"), counter=True
+_INFO = _extra_metric("gpu_info", "What the GPU is, always 1", (*LABELS_BY_DEVICE["gpu"], "name", "minor", "parent"))
+_MEMORY = _extra_metric("gpu_memory_total_bytes", "Device memory that there is", LABELS_BY_DEVICE["gpu"])
+_XIDS = _extra_metric(
+    "gpu_xids_total", "Errors that the driver reported of the GPU (XID)", LABELS_BY_DEVICE["gpu"], is_counter=True
 )
-_SAMPLES = _own("sampler_samples_total", "Samples taken of the node", BASE, counter=True)
-_MISSED = _own("sampler_missed_total", "Samples that were due and not taken", BASE, counter=True)
-_LAST = _own("sampler_last_sample_timestamp_seconds", "When the newest sample was taken", BASE)
-OWN = (_INFO, _MEMORY, _XIDS, _BY_NUMBER, _SAMPLES, _MISSED, _LAST)
+_XIDS_BY_NUMBER = _extra_metric(
+    "gpu_xids_by_number_total",
+    "The same by the number of the error",
+    (*LABELS_BY_DEVICE["gpu"], "xid"),
+    is_counter=True,
+)
+_SAMPLES = _extra_metric("sampler_samples_total", "Samples taken of the node", BASE_LABELS, is_counter=True)
+_MISSED = _extra_metric("sampler_missed_total", "Samples that were due and not taken", BASE_LABELS, is_counter=True)
+_LAST = _extra_metric("sampler_last_sample_timestamp_seconds", "When the newest sample was taken", BASE_LABELS)
+EXTRA_METRICS = (_INFO, _MEMORY, _XIDS, _XIDS_BY_NUMBER, _SAMPLES, _MISSED, _LAST)
 
 
 class SnapshotCollector(Collector):
@@ -51,78 +56,90 @@ class SnapshotCollector(Collector):
         self._feed = feed
 
     def describe(self) -> Iterable[Family]:
-        return _families().values()
+        return _build_families().values()
 
     def collect(self) -> Iterator[Family]:
-        found = _families()
+        families = _build_families()
         snapshot = self._feed.newest
         if snapshot is not None:
-            base = _base(self._feed.labels)
-            self._sampler(found, base, snapshot)
-            if self._feed.fresh(snapshot):
-                self._gpus(found, base, snapshot.gpus)
-                _values(found, base, snapshot)
-        return (family for family in found.values() if family.samples)
+            base_labels = _base_label_values(self._feed.labels)
+            self._add_sampler_metrics(families, base_labels, snapshot)
+            if self._feed.is_fresh(snapshot):
+                self._add_gpu_metrics(families, base_labels, snapshot.gpus)
+                _add_field_metrics(families, base_labels, snapshot)
+        return (family for family in families.values() if family.samples)
 
-    def _sampler(self, found: Mapping[str, Family], base: tuple[str, ...], snapshot: Snapshot) -> None:
-        _add(found, _SAMPLES.metric, base, self._feed.samples)
-        _add(found, _MISSED.metric, base, self._feed.missed)
-        _add(found, _LAST.metric, base, snapshot.t)
+    def _add_sampler_metrics(
+        self, families: Mapping[str, Family], base_labels: tuple[str, ...], snapshot: Snapshot
+    ) -> None:
+        _add_sample(families, _SAMPLES.metric, base_labels, self._feed.samples)
+        _add_sample(families, _MISSED.metric, base_labels, self._feed.missed)
+        _add_sample(families, _LAST.metric, base_labels, snapshot.t)
 
-    def _gpus(self, found: Mapping[str, Family], base: tuple[str, ...], gpus: list[GpuFacts]) -> None:
+    def _add_gpu_metrics(
+        self, families: Mapping[str, Family], base_labels: tuple[str, ...], gpus: list[GpuFacts]
+    ) -> None:
         for gpu in gpus:
-            labels = (*base, *_gpu_labels(gpu))
-            _add(found, _INFO.metric, (*labels, gpu.name or "", _number(gpu.minor), gpu.parent or ""), 1.0)
+            labels = (*base_labels, *_gpu_labels(gpu))
+            _add_sample(
+                families, _INFO.metric, (*labels, gpu.name or "", _format_int(gpu.minor), gpu.parent or ""), 1.0
+            )
             if gpu.memory_total_bytes is not None:
-                _add(found, _MEMORY.metric, labels, gpu.memory_total_bytes)
-            xids = self._feed.xids_of(gpu.uuid)
+                _add_sample(families, _MEMORY.metric, labels, gpu.memory_total_bytes)
+            xids = self._feed.xid_counts(gpu.uuid)
             if xids is not None:
                 # From 0 on, or rate() and increase() would not see the first. A number's own series begins at 1.
-                _add(found, _XIDS.metric, labels, sum(xids.values()))
+                _add_sample(families, _XIDS.metric, labels, sum(xids.values()))
                 for xid, count in sorted(xids.items()):
-                    _add(found, _BY_NUMBER.metric, (*labels, str(xid)), count)
+                    _add_sample(families, _XIDS_BY_NUMBER.metric, (*labels, str(xid)), count)
 
 
-def _families() -> dict[str, Family]:
+def _build_families() -> dict[str, Family]:
     """Every metric without samples, by name, in the order in which they are shown."""
-    found = {m.name: _family(m, LABELS[device]) for device, known in METRICS.items() for m in known.values()}
-    found.update((own.metric.name, _family(own.metric, own.labels)) for own in OWN)
-    return found
+    families = {
+        m.name: _build_family(m, LABELS_BY_DEVICE[device])
+        for device, metrics in METRICS.items()
+        for m in metrics.values()
+    }
+    families.update((extra.metric.name, _build_family(extra.metric, extra.labels)) for extra in EXTRA_METRICS)
+    return families
 
 
-def _family(metric: Metric, labels: tuple[str, ...]) -> Family:
-    kind = CounterMetricFamily if metric.counter else GaugeMetricFamily
-    return kind(metric.name, metric.text, labels=labels)
+def _build_family(metric: PrometheusMetric, labels: tuple[str, ...]) -> Family:
+    family_type = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
+    return family_type(metric.name, metric.help_text, labels=labels)
 
 
-def _values(found: Mapping[str, Family], base: tuple[str, ...], snapshot: Snapshot) -> None:
-    gpus = {f"gpu{i}": (*base, *_gpu_labels(gpu)) for i, gpu in enumerate(snapshot.gpus)}
-    devices = {**gpus, "host": base, **{f"rank{r}": (*base, str(r)) for r in snapshot.ranks}}
+def _add_field_metrics(families: Mapping[str, Family], base_labels: tuple[str, ...], snapshot: Snapshot) -> None:
+    gpus = {f"gpu{i}": (*base_labels, *_gpu_labels(gpu)) for i, gpu in enumerate(snapshot.gpus)}
+    devices = {**gpus, "host": base_labels, **{f"rank{r}": (*base_labels, str(r)) for r in snapshot.ranks}}
     for column, value in snapshot.values.items():
-        device, name = fields.split(column)
+        device, name = fields.split_column(column)
         labels, metric = devices.get(device), METRICS.get(device.rstrip("0123456789"), {}).get(name)
         if labels is not None and metric is not None and not math.isnan(value):  # what is missing is absent
-            _add(found, metric, labels, value * metric.scale)
+            _add_sample(families, metric, labels, value * metric.scale)
 
 
-def _add(found: Mapping[str, Family], metric: Metric, labels: tuple[str, ...], value: float) -> None:
-    family = found[metric.name]
+def _add_sample(
+    families: Mapping[str, Family], metric: PrometheusMetric, labels: tuple[str, ...], value: float
+) -> None:
+    family = families[metric.name]
     family.add_metric(labels, value)  # type: ignore[attr-defined]  # of both kinds, and of their base not
 
 
-def _base(labels: Labels) -> tuple[str, ...]:
+def _base_label_values(labels: Labels) -> tuple[str, ...]:
     return (labels.run, labels.job_id, str(labels.attempt), labels.node)
 
 
 def _gpu_labels(gpu: GpuFacts) -> tuple[str, str, str]:
-    return (_number(gpu.index), gpu.uuid, ",".join(map(str, gpu.ranks)))
+    return (_format_int(gpu.index), gpu.uuid, ",".join(map(str, gpu.ranks)))
 
 
-def _number(value: int | None) -> str:
+def _format_int(value: int | None) -> str:
     return "" if value is None else str(value)
 
 
-def registry_of(feed: Feed) -> CollectorRegistry:
+def build_registry(feed: Feed) -> CollectorRegistry:
     """With our metrics alone: none of the agent's own process and of Python."""
     registry = CollectorRegistry()
     registry.register(SnapshotCollector(feed))
@@ -131,4 +148,4 @@ def registry_of(feed: Feed) -> CollectorRegistry:
 
 def render(feed: Feed) -> bytes:
     """Prometheus's text format, version 0.0.4."""
-    return generate_latest(registry_of(feed))
+    return generate_latest(build_registry(feed))

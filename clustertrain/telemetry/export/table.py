@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from clustertrain import fsio
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.printable import printable, raw
+from clustertrain.printable import printable, unwrap_stream
 from clustertrain.run.heartbeat import PHASES
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
@@ -32,52 +32,55 @@ STDOUT = "-"
 _CELLS = 8_000_000  # that are read at a time: 64 MB
 _ROWS = 200_000  # of a piece that is written, in Parquet a row group: 80 MB
 
-_WORD = pa.dictionary(pa.int32(), pa.string())
+_CATEGORY = pa.dictionary(pa.int32(), pa.string())
 SCHEMA = pa.schema(
     [
         ("time_s", pa.float64()),  # UTC epoch s
         ("attempt", pa.int32()),
-        ("node", _WORD),
-        ("device", _WORD),  # gpu0, host, rank5
-        ("uuid", _WORD),  # of the GPU, or of the GPU of the rank
+        ("node", _CATEGORY),
+        ("device", _CATEGORY),  # gpu0, host, rank5
+        ("uuid", _CATEGORY),  # of the GPU, or of the GPU of the rank
         ("rank", pa.int32()),  # of the rank, or the first of the GPU
-        *((name, _WORD if name == "phase" else pa.float64()) for name in FIELDS),
+        *((name, _CATEGORY if name == "phase" else pa.float64()) for name in FIELDS),
     ]
 )
 
 
-class Part(NamedTuple):
+class AttemptSegment(NamedTuple):
     """A segment and the attempt that it is of."""
 
     attempt: int
     segment: Segment
 
 
-class Choice(NamedTuple):
-    """What of it is wanted. ``gpu(node, facts)``: these GPUs and their ranks alone, and no hosts. ``since``, ``until``:
-    UTC epoch s, from the one until before the other."""
+class RowFilter(NamedTuple):
+    """What of it is wanted. ``gpu_filter(node, facts)``: these GPUs and their ranks alone, and no hosts. ``since``,
+    ``until``: UTC epoch s, from the one until before the other."""
 
-    gpu: Callable[[str, GpuFacts], bool] | None = None
+    gpu_filter: Callable[[str, GpuFacts], bool] | None = None
     since: float | None = None
     until: float | None = None
 
 
-ALL = Choice()
+ALL_ROWS = RowFilter()
 
 
-class Written(NamedTuple):
-    """``trouble``: what could not be read, and why."""
+class TableExportResult(NamedTuple):
+    """``errors``: what could not be read, and why."""
 
     rows: int
-    trouble: list[str]
+    errors: list[str]
 
 
-Progress = Callable[[int, int], object]  # bytes that are read, and all there are
+ProgressCallback = Callable[[int, int], object]  # bytes that are read, and all there are
 
 
 def write_csv(
-    parts: Sequence[Part], path: str | Path, choice: Choice = ALL, progress: Progress | None = None
-) -> Written:
+    segments: Sequence[AttemptSegment],
+    path: str | Path,
+    row_filter: RowFilter = ALL_ROWS,
+    progress: ProgressCallback | None = None,
+) -> TableExportResult:
     """``path`` ``-`` is standard output, whose reader may leave before the end. What is missing is an empty cell.
 
     Raises:
@@ -85,14 +88,17 @@ def write_csv(
     """
     from pyarrow import csv
 
-    with _target(path) as f, csv.CSVWriter(f, SCHEMA) as writer:
-        return _write(parts, choice, writer, progress)
-    return Written(0, [])  # the reader left
+    with _open_output(path) as f, csv.CSVWriter(f, SCHEMA) as writer:
+        return _write(segments, row_filter, writer, progress)
+    return TableExportResult(0, [])  # the reader left
 
 
 def write_parquet(
-    parts: Sequence[Part], path: str | Path, choice: Choice = ALL, progress: Progress | None = None
-) -> Written:
+    segments: Sequence[AttemptSegment],
+    path: str | Path,
+    row_filter: RowFilter = ALL_ROWS,
+    progress: ProgressCallback | None = None,
+) -> TableExportResult:
     """What is missing is null. Raises as :func:`write_csv`.
 
     Raises:
@@ -102,15 +108,15 @@ def write_parquet(
 
     if str(path) == STDOUT:
         raise UsageError("--parquet -: a Parquet file cannot go to standard output", fix="name a file, or take --csv -")
-    with _target(path) as f, parquet.ParquetWriter(f, SCHEMA, compression="zstd") as writer:
-        return _write(parts, choice, writer, progress)
+    with _open_output(path) as f, parquet.ParquetWriter(f, SCHEMA, compression="zstd") as writer:
+        return _write(segments, row_filter, writer, progress)
 
 
 @contextlib.contextmanager
-def _target(path: str | Path) -> Iterator[IO[bytes]]:
+def _open_output(path: str | Path) -> Iterator[IO[bytes]]:
     if str(path) == STDOUT:
-        with _until_the_reader_leaves():
-            stdout = raw(sys.stdout).buffer  # the text in the table is escaped
+        with _ignore_broken_pipe():
+            stdout = unwrap_stream(sys.stdout).buffer  # the text in the table is escaped
             yield stdout
             stdout.flush()
         return
@@ -119,7 +125,7 @@ def _target(path: str | Path) -> Iterator[IO[bytes]]:
         raise ConfigError(f"{out} is not a regular file, and would be replaced", fix="give the name of a file")
     try:
         # As any program of the user's would: as open to others as the umask says.
-        with fsio.replacing(out, mode=0o666, durable=False) as f:
+        with fsio.atomic_write(out, mode=0o666, durable=False) as f:
             yield f
     except OSError as e:
         raise ConfigError(
@@ -128,28 +134,30 @@ def _target(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def _until_the_reader_leaves() -> Iterator[None]:
+def _ignore_broken_pipe() -> Iterator[None]:
     """``clustertrain telemetry RUN --csv - | head`` is no error."""
     try:
         yield
     except BrokenPipeError:
         # Python flushes standard output once more when it ends.
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        with Path(os.devnull).open("wb") as devnull:
+            os.dup2(devnull.fileno(), sys.stdout.fileno())
 
 
-def _write(parts: Sequence[Part], choice: Choice, writer: Any, progress: Progress | None) -> Written:
-    spans = [_Span(part, choice) for part in parts]
-    total, done, rows = sum(s.size for s in spans), 0, 0
-    for span in spans:
-        for low, high in span.windows():
-            for batch in span.batches(low, high):
+def _write(
+    segments: Sequence[AttemptSegment], row_filter: RowFilter, writer: Any, progress: ProgressCallback | None
+) -> TableExportResult:
+    exports = [_SegmentExport(segment, row_filter) for segment in segments]
+    total_bytes, done_bytes, rows = sum(s.size_bytes for s in exports), 0, 0
+    for export in exports:
+        for low, high in export.windows():
+            for batch in export.batches(low, high):
                 writer.write_batch(batch)
                 rows += batch.num_rows
-            done += span.size_of(low, high)
+            done_bytes += export.estimate_bytes(low, high)
             if progress is not None:
-                progress(min(done, total), total)
-    return Written(rows, [span.trouble for span in spans if span.trouble is not None])
+                progress(min(done_bytes, total_bytes), total_bytes)
+    return TableExportResult(rows, [export.read_error for export in exports if export.read_error is not None])
 
 
 class _Device(NamedTuple):
@@ -158,130 +166,146 @@ class _Device(NamedTuple):
     rank: int | None
 
 
-class _Span:
+class _SegmentExport:
     """One segment, in the part of the time that is wanted."""
 
-    def __init__(self, part: Part, choice: Choice) -> None:
-        self.part = part
-        header, newest = part.segment.header, _unread(part.segment).newest_t
-        self._devices = _devices(part, choice)
+    def __init__(self, source: AttemptSegment, row_filter: RowFilter) -> None:
+        self.source = source
+        header, newest = source.segment.header, _reopen(source.segment).newest_t
+        self._devices = _list_devices(source, row_filter)
         names = {d.name for d in self._devices}
         self._columns = {
-            pace: [c for c in header.columns(pace) if fields.split(c)[0] in names and fields.of(c) is not None]
+            pace: [
+                c
+                for c in header.columns(pace)
+                if fields.split_column(c)[0] in names and fields.find_field(c) is not None
+            ]
             for pace in (FAST, SLOW)
         }
-        self.trouble = part.segment.trouble
+        self.read_error = source.segment.read_error
         self.begin = self.end = 0.0
         if newest is not None and self._devices:
-            self.begin = header.t if choice.since is None else max(header.t, choice.since)
-            past = newest + header.interval_s  # `until` is exclusive
-            self.end = max(self.begin, past if choice.until is None else min(past, choice.until))
+            self.begin = header.t if row_filter.since is None else max(header.t, row_filter.since)
+            exclusive_end = newest + header.interval_s  # `until` is exclusive
+            self.end = max(
+                self.begin, exclusive_end if row_filter.until is None else min(exclusive_end, row_filter.until)
+            )
 
     @cached_property
     def _bytes_per_s(self) -> float:
-        header = self.part.segment.header
+        header = self.source.segment.header
         fast, slow = (len(self._columns[pace]) for pace in (FAST, SLOW))
         return 8.0 * max(1.0, fast / header.interval_s + slow / header.slow_s)
 
     @property
-    def size(self) -> int:
-        return self.size_of(self.begin, self.end)
+    def size_bytes(self) -> int:
+        return self.estimate_bytes(self.begin, self.end)
 
-    def size_of(self, low: float, high: float) -> int:
+    def estimate_bytes(self, low: float, high: float) -> int:
         return int((high - low) * self._bytes_per_s) if high > low else 0
 
     def windows(self) -> Iterator[tuple[float, float]]:
         """The time, cut so that what is read at once fits into memory."""
         if self.end <= self.begin:
             return
-        count = max(1, -(-self.size // (8 * _CELLS)))
+        count = max(1, -(-self.size_bytes // (8 * _CELLS)))
         edges = np.linspace(self.begin, self.end, count + 1).tolist()
         yield from itertools.pairwise(edges)
 
     def batches(self, low: float, high: float) -> Iterator[pa.RecordBatch]:
-        segment = _unread(self.part.segment)
+        segment = _reopen(self.source.segment)
         frames = [segment.samples(pace, columns, low, high) for pace, columns in self._columns.items()]
-        self.trouble = self.trouble or segment.trouble
+        self.read_error = self.read_error or segment.read_error
         times = np.union1d(frames[0].t, frames[1].t)
-        at_once = max(1, _ROWS // len(self._devices))
-        for first in range(0, len(times), at_once):
-            yield self._batch(times[first : first + at_once], frames)
+        batch_rows = max(1, _ROWS // len(self._devices))
+        for first in range(0, len(times), batch_rows):
+            yield self._build_batch(times[first : first + batch_rows], frames)
 
-    def _batch(self, times: npt.NDArray[np.float64], frames: list[Frame]) -> pa.RecordBatch:
+    def _build_batch(self, times: npt.NDArray[np.float64], frames: list[Frame]) -> pa.RecordBatch:
         """The rows of these moments: of each the devices that were read then, in their order."""
-        pieces = [_piece(frame, times) for frame in frames]
-        there = np.zeros((len(times), len(self._devices)), dtype=bool)
-        for at, values, _ in pieces:
+        frame_rows = [_select_rows(frame, times) for frame in frames]
+        present = np.zeros((len(times), len(self._devices)), dtype=bool)
+        for positions, values, _ in frame_rows:
             for j, device in enumerate(self._devices):
-                if any(fields.split(c)[0] == device.name for c in values):
-                    there[at, j] = True
-        which = np.broadcast_to(np.arange(len(self._devices), dtype=np.int32), there.shape)[there]
+                if any(fields.split_column(c)[0] == device.name for c in values):
+                    present[positions, j] = True
+        device_index = np.broadcast_to(np.arange(len(self._devices), dtype=np.int32), present.shape)[present]
         columns: list[pa.Array] = [
-            pa.array(np.broadcast_to(times[:, None], there.shape)[there]),
-            pa.array(np.full(len(which), self.part.attempt, dtype=np.int32)),
-            _words(np.zeros(len(which), dtype=np.int32), [self.part.segment.header.node]),
-            _words(which, [d.name for d in self._devices]),
-            _words(which, [d.uuid for d in self._devices]),
-            pa.array([d.rank for d in self._devices], pa.int32()).take(pa.array(which)),
+            pa.array(np.broadcast_to(times[:, None], present.shape)[present]),
+            pa.array(np.full(len(device_index), self.source.attempt, dtype=np.int32)),
+            _dictionary_array(np.zeros(len(device_index), dtype=np.int32), [self.source.segment.header.node]),
+            _dictionary_array(device_index, [d.name for d in self._devices]),
+            _dictionary_array(device_index, [d.uuid for d in self._devices]),
+            pa.array([d.rank for d in self._devices], pa.int32()).take(pa.array(device_index)),
         ]
         for name in FIELDS:
-            columns.append(_cells(name, self._table(name, pieces, there.shape), there))
+            columns.append(_field_array(name, self._field_table(name, frame_rows, present.shape), present))
         return pa.record_batch(columns, schema=SCHEMA)
 
-    def _table(self, name: str, pieces: list[_Piece], shape: tuple[int, int]) -> npt.NDArray[np.float64] | None:
+    def _field_table(
+        self, name: str, frame_rows: list[_FrameRows], shape: tuple[int, int]
+    ) -> npt.NDArray[np.float64] | None:
         """Moments x devices; None where the segment has no such field."""
-        found = None
-        for at, values, rows in pieces:
+        table = None
+        for positions, values, rows in frame_rows:
             for j, device in enumerate(self._devices):
-                column = values.get(fields.column(device.name, name))
+                column = values.get(fields.column_name(device.name, name))
                 if column is not None:
-                    found = np.full(shape, np.nan) if found is None else found
-                    found[at, j] = column[rows]
-        return found
+                    table = np.full(shape, np.nan) if table is None else table
+                    table[positions, j] = column[rows]
+        return table
 
 
-def _unread(segment: Segment) -> Segment:
+def _reopen(segment: Segment) -> Segment:
     """The same one, without what it keeps of its files once it was asked: 9 MB, for each of a thousand."""
-    return Segment(segment.folder, segment.header, segment.trouble)
+    return Segment(segment.folder, segment.header, segment.read_error)
 
 
-class _Piece(NamedTuple):
+class _FrameRows(NamedTuple):
     """Where the rows ``rows`` of a frame stand among a batch's moments."""
 
-    at: npt.NDArray[np.intp]
+    positions: npt.NDArray[np.intp]
     values: dict[str, npt.NDArray[np.float64]]
     rows: slice
 
 
-def _piece(frame: Frame, times: npt.NDArray[np.float64]) -> _Piece:
+def _select_rows(frame: Frame, times: npt.NDArray[np.float64]) -> _FrameRows:
     rows = slice(*np.searchsorted(frame.t, [times[0], np.nextafter(times[-1], np.inf)]).tolist())
-    return _Piece(np.searchsorted(times, frame.t[rows]), frame.values, rows)
+    return _FrameRows(np.searchsorted(times, frame.t[rows]), frame.values, rows)
 
 
-def _cells(name: str, table: npt.NDArray[np.float64] | None, there: npt.NDArray[np.bool_]) -> pa.Array:
-    kind = SCHEMA.field(name).type
+def _field_array(name: str, table: npt.NDArray[np.float64] | None, present: npt.NDArray[np.bool_]) -> pa.Array:
+    arrow_type = SCHEMA.field(name).type
     if table is None:
-        return pa.nulls(int(there.sum()), kind)
-    values = table[there]
+        return pa.nulls(int(present.sum()), arrow_type)
+    values = table[present]
     if name != "phase":
         return pa.array(values, from_pandas=True)  # NaN becomes null
-    known = (values >= 0) & (values < len(PHASES))
-    codes = np.where(known, values, 0).astype(np.int32)
-    return pa.DictionaryArray.from_arrays(pa.array(codes, mask=~known), pa.array(PHASES))
+    valid = (values >= 0) & (values < len(PHASES))
+    codes = np.where(valid, values, 0).astype(np.int32)
+    return pa.DictionaryArray.from_arrays(pa.array(codes, mask=~valid), pa.array(PHASES))
 
 
-def _words(codes: npt.NDArray[np.int32], words: list[str] | list[str | None]) -> pa.Array:
-    missing = np.array([w is None for w in words])
-    shown = pa.array([printable(w or "") for w in words])
-    return pa.DictionaryArray.from_arrays(pa.array(codes, mask=missing[codes]), shown)
+def _dictionary_array(codes: npt.NDArray[np.int32], values: list[str] | list[str | None]) -> pa.Array:
+    missing = np.array([w is None for w in values])
+    dictionary = pa.array([printable(w or "") for w in values])
+    return pa.DictionaryArray.from_arrays(pa.array(codes, mask=missing[codes]), dictionary)
 
 
-def _devices(part: Part, choice: Choice) -> list[_Device]:
-    header = part.segment.header
-    chosen = [(i, gpu) for i, gpu in enumerate(header.gpus) if choice.gpu is None or choice.gpu(header.node, gpu)]
-    uuid_of = {rank: gpu.uuid for _, gpu in chosen for rank in gpu.ranks}
-    found = [_Device(f"gpu{i}", gpu.uuid, gpu.ranks[0] if gpu.ranks else None) for i, gpu in chosen]
-    if choice.gpu is None:
-        found.append(_Device("host", None, None))
-    found += [_Device(f"rank{r}", uuid_of.get(r), r) for r in header.ranks if choice.gpu is None or r in uuid_of]
-    return found
+def _list_devices(source: AttemptSegment, row_filter: RowFilter) -> list[_Device]:
+    header = source.segment.header
+    chosen = [
+        (i, gpu)
+        for i, gpu in enumerate(header.gpus)
+        if row_filter.gpu_filter is None or row_filter.gpu_filter(header.node, gpu)
+    ]
+    uuid_by_rank = {rank: gpu.uuid for _, gpu in chosen for rank in gpu.ranks}
+    devices = [_Device(f"gpu{i}", gpu.uuid, gpu.ranks[0] if gpu.ranks else None) for i, gpu in chosen]
+    if row_filter.gpu_filter is None:
+        devices.append(_Device("host", None, None))
+    devices += [
+        _Device(f"rank{r}", uuid_by_rank.get(r), r)
+        for r in header.ranks
+        if row_filter.gpu_filter is None or r in uuid_by_rank
+    ]
+    return devices

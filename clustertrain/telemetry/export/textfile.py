@@ -12,46 +12,48 @@ from pathlib import Path
 from clustertrain import clock, fsio
 from clustertrain.telemetry.export.feed import Feed, Labels
 
-EVERY_S = 15.0
-LEFT_BEHIND_S = 600.0  # a file of ours that nobody has replaced for so long is of an agent that was killed
+WRITE_INTERVAL_S = 15.0
+STALE_FILE_S = 600.0  # a file of ours that nobody has replaced for so long is of an agent that was killed
 
 
-def name_of(labels: Labels) -> str:
+def file_name(labels: Labels) -> str:
     """``clustertrain-<job or run>-<node>.prom``, the same for all attempts of a job on a node."""
-    words = f"clustertrain-{labels.job_id or labels.run}-{labels.node}"
-    return re.sub(r"[^A-Za-z0-9._-]", "_", words) + ".prom"
+    stem = f"clustertrain-{labels.job_id or labels.run}-{labels.node}"
+    return re.sub(r"[^A-Za-z0-9._-]", "_", stem) + ".prom"
 
 
-class TextFile:
-    def __init__(self, feed: Feed, path: Path, on_event: Callable[..., None], every_s: float = EVERY_S) -> None:
+class TextfileWriter:
+    def __init__(
+        self, feed: Feed, path: Path, on_event: Callable[..., None], interval_s: float = WRITE_INTERVAL_S
+    ) -> None:
         self._feed = feed
         self._path = path
         self._on_event = on_event
-        self._every_s = every_s
-        self._told = ""
+        self._interval_s = interval_s
+        self._last_event = ""
         self._stopping = threading.Event()
-        self._over = threading.Event()
+        self._finished = threading.Event()
 
     def run(self) -> None:
         """Until :meth:`stop`. A disk that is full, or not there yet, is tried again each time."""
         try:
-            _sweep(self._path.parent)
+            _remove_stale_files(self._path.parent)
             # The first figures come a tick after the start.
-            wait_s = min(1.0, self._every_s)
+            wait_s = min(1.0, self._interval_s)
             while not self._stopping.wait(wait_s):
                 if self._feed.newest is not None:
                     self._write()
-                    wait_s = self._every_s
+                    wait_s = self._interval_s
         except Exception as e:  # the thread's edge: an exporter must not end the run
             self._on_event("exporter_failed", reason=f"{type(e).__name__}: {e}")
         finally:
             with contextlib.suppress(OSError):  # the folder is gone, or not ours: said above
                 self._path.unlink(missing_ok=True)
-            self._over.set()
+            self._finished.set()
 
     def stop(self, timeout_s: float) -> bool:
         self._stopping.set()
-        return self._over.wait(timeout_s)
+        return self._finished.wait(timeout_s)
 
     def _write(self) -> None:
         # Not at the top: 60 ms and 11 MB, for a run that exports.
@@ -60,28 +62,28 @@ class TextFile:
         try:
             # node_exporter runs as a user of its own, whatever the umask of this one's; the figures are of no use after
             # a crash of the machine, so nothing waits for the disk.
-            with fsio.replacing(self._path, durable=False) as f:
+            with fsio.atomic_write(self._path, durable=False) as f:
                 os.fchmod(f.fileno(), 0o644)
                 f.write(render(self._feed))
         except OSError as e:
-            self._tell("exporter_failed", reason=f"{self._path}: {e.strerror or e}")
+            self._report("exporter_failed", reason=f"{self._path}: {e.strerror or e}")
         else:
-            self._tell("exporter_started", textfile=str(self._path))
+            self._report("exporter_started", textfile=str(self._path))
 
-    def _tell(self, name: str, **fields: str) -> None:
+    def _report(self, name: str, **fields: str) -> None:
         """Only what is new: the disk that is full now is full in 15 s."""
-        told = f"{name} {fields}"
-        if told != self._told:
-            self._told = told
+        event = f"{name} {fields}"
+        if event != self._last_event:
+            self._last_event = event
             self._on_event(name, **fields)
 
 
-def _sweep(folder: Path) -> None:
+def _remove_stale_files(folder: Path) -> None:
     """Remove what killed agents of this user left in the folder: node_exporter would show it for ever."""
     for path in folder.glob("clustertrain-*.prom"):
         try:
-            about = path.stat()
-            if about.st_uid == os.getuid() and clock.now() - about.st_mtime > LEFT_BEHIND_S:
+            stat = path.stat()
+            if stat.st_uid == os.getuid() and clock.now() - stat.st_mtime > STALE_FILE_S:
                 path.unlink()
         except OSError:
             continue  # another agent was quicker

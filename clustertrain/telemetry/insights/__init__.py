@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 
 from clustertrain.run import events
 from clustertrain.telemetry.insights import errors, gpus, host, memory, recording, training, utilization
-from clustertrain.telemetry.insights.context import CRITICAL, INFO, WARNING, Job
-from clustertrain.telemetry.report_schema import Note, Summary
+from clustertrain.telemetry.insights.context import CRITICAL, INFO, WARNING, JobContext
+from clustertrain.telemetry.report_schema import Insight, Summary
 
 _ORDER = {CRITICAL: 0, WARNING: 1, INFO: 2}
-_RULES: tuple[Callable[[Job], Iterable[Note]], ...] = (
+_RULES: tuple[Callable[[JobContext], Iterable[Insight]], ...] = (
     *errors.RULES,
-    gpus.one_cause_each,
-    utilization.low_and_why,
+    gpus.gpu_outliers,
+    utilization.low_utilization,
     *memory.RULES,
     *training.RULES,
     *host.RULES,
@@ -21,8 +21,8 @@ _RULES: tuple[Callable[[Job], Iterable[Note]], ...] = (
 )
 
 
-def of(summary: Summary, log: Iterable[events.Event]) -> list[Note]:
+def build_insights(summary: Summary, log: Iterable[events.Event]) -> list[Insight]:
     """All notes, the most severe first; those of one kind by node and rank."""
-    job = Job(summary, log)
-    found = [note for rule in _RULES for note in rule(job)]
-    return sorted(found, key=lambda n: (_ORDER[n.severity], n.code, n.node or "", -1 if n.rank is None else n.rank))
+    job = JobContext(summary, log)
+    insights = [note for rule in _RULES for note in rule(job)]
+    return sorted(insights, key=lambda n: (_ORDER[n.severity], n.code, n.node or "", -1 if n.rank is None else n.rank))

@@ -5,182 +5,204 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 
-from clustertrain.telemetry.insights import context as facts
-from clustertrain.telemetry.insights.context import CRITICAL, INFO, WARNING, Job, Key, key, of_gpu, outliers, where
-from clustertrain.telemetry.report_schema import GpuSummary, Note, RankSummary
+from clustertrain.telemetry.insights import context as ctx
+from clustertrain.telemetry.insights.context import (
+    CRITICAL,
+    INFO,
+    WARNING,
+    GpuKey,
+    JobContext,
+    gpu_insight,
+    gpu_key,
+    gpu_label,
+    outliers,
+)
+from clustertrain.telemetry.report_schema import GpuSummary, Insight, RankSummary
 
 THROTTLED = 0.05  # of the training
-SLOWER = 0.05  # of the others' clock
-LESS_BUSY, LESS_BUSY_BY = 0.2, 0.15  # of the others' utilization, and at least so much of the time
-LATER = 0.15  # of the others' forward pass, or wait for data
+SLOW_MARGIN = 0.05  # of the others' clock
+LESS_BUSY_MARGIN, LESS_BUSY_FLOOR = 0.2, 0.15  # of the others' utilization, and at least so much of the time
+LATE_MARGIN = 0.15  # of the others' forward pass, or wait for data
 _FORWARD_FLOOR = _WAIT_FLOOR = 0.05  # of a step: what is later by less delays nobody
 _FORWARD_FLOOR_S = 0.001
 _WAIT_FLOOR_S = 0.01  # where no step's time is known
-_CAPPED = 0.5  # of the training
+_POWER_CAPPED = 0.5  # of the training
 
-Found = Mapping[Key, Note]
-Kind = tuple[str | None, bool]  # the name, and whether it is a slice
+Explained = Mapping[GpuKey, Insight]
+GpuModel = tuple[str | None, bool]  # the name, and whether it is a slice
 
 
-def one_cause_each(job: Job) -> Iterable[Note]:
+def gpu_outliers(job: JobContext) -> Iterable[Insight]:
     """In this order: what explains a GPU first keeps the later rules silent about it, and out of the comparison. A GPU
     that throttles is slower, and its rank late: that is one thing to say and not three."""
-    found: dict[Key, Note] = {}
-    for rule in _CAUSES:
-        found.update({k: note for k, note in rule(job, found).items() if k not in found})
-    unused = [n for n in found.values() if n.code == "gpu_unused"]
+    explained: dict[GpuKey, Insight] = {}
+    for rule in _RULES:
+        explained.update({k: note for k, note in rule(job, explained).items() if k not in explained})
+    unused = [n for n in explained.values() if n.code == "gpu_unused"]
     if len(unused) > 1:
         text = f"the job did not use {len(unused):,} of {len(job.summary.gpus):,} allocated GPUs"
         fix = "ask for fewer GPUs, or start a rank for each: --nodes times --gpus is the number of ranks"
-        yield Note(severity=CRITICAL, code="gpus_unused", text=text, fix=fix)
-    yield from found.values()
+        yield Insight(severity=CRITICAL, code="gpus_unused", text=text, fix=fix)
+    yield from explained.values()
 
 
-def _unused(job: Job, found: Found) -> dict[Key, Note]:
-    return {key(gpu): _unused_note(job, gpu) for gpu in job.idle}
+def _unused(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
+    return {gpu_key(gpu): _unused_note(job, gpu) for gpu in job.idle_gpus}
 
 
-def _unused_note(job: Job, gpu: GpuSummary) -> Note:
-    use, memory, rank = facts.busy(gpu), gpu.memory_used_gib, facts.rank_of(gpu)
-    if gpu.samples < facts.SETTLED_SAMPLES and not job.began:
-        return of_gpu(gpu, INFO, "gpu_unused_yet", f"{where(gpu)} has not been used yet", None)
-    rest = "stayed at 0" if use is None or use.max == 0 else f"was {use.mean:.1%} on average"
-    held = ""
+def _unused_note(job: JobContext, gpu: GpuSummary) -> Insight:
+    utilization, memory, rank = ctx.utilization_stats(gpu), gpu.memory_used_gib, ctx.rank_of(gpu)
+    if gpu.samples < ctx.SETTLED_SAMPLES and not job.training_began:
+        return gpu_insight(gpu, INFO, "gpu_unused_yet", f"{gpu_label(gpu)} has not been used yet", None)
+    idle_text = (
+        "stayed at 0" if utilization is None or utilization.max == 0 else f"was {utilization.mean:.1%} on average"
+    )
+    memory_text = ""
     if memory is not None and memory.max >= 1.0:
-        held = f", though {memory.max:.1f} GiB of its memory were taken: its rank computes elsewhere, or hangs"
-    see = "" if rank is None else f", or see in `clustertrain logs {job.summary.run} --rank {rank}` why its rank idles"
-    text = f"{where(gpu)} was not used: its utilization {rest}{held}"
-    return of_gpu(gpu, CRITICAL, "gpu_unused", text, f"ask for fewer GPUs{see}")
+        memory_text = f", though {memory.max:.1f} GiB of its memory were taken: its rank computes elsewhere, or hangs"
+    logs_hint = (
+        "" if rank is None else f", or see in `clustertrain logs {job.summary.run} --rank {rank}` why its rank idles"
+    )
+    text = f"{gpu_label(gpu)} was not used: its utilization {idle_text}{memory_text}"
+    return gpu_insight(gpu, CRITICAL, "gpu_unused", text, f"ask for fewer GPUs{logs_hint}")
 
 
-def _throttled(job: Job, found: Found) -> dict[Key, Note]:
+def _throttled(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
     """Also of a GPU that was lost in the end: heat may be why."""
     notes = {}
-    clocks = {_kind(gpus[0]): _known(gpus, facts.sm_clock_mhz) for gpus in _by_kind(job, found)}
-    lost = [g for g in job.summary.gpus if key(g) in job.lost and facts.busy(g) is not None]
-    for gpu in [*job.working, *lost]:
-        shares = [(facts.throttled(gpu, cause) or 0.0, cause) for cause in ("thermal", "hardware")]
+    clocks = {
+        _gpu_model(gpus[0]): _values_by_gpu(gpus, ctx.train_clock_mhz) for gpus in _unexplained_by_model(job, explained)
+    }
+    lost_gpus = [g for g in job.summary.gpus if gpu_key(g) in job.lost_gpus and ctx.utilization_stats(g) is not None]
+    for gpu in [*job.working_gpus, *lost_gpus]:
+        shares = [(ctx.throttled_share(gpu, cause) or 0.0, cause) for cause in ("thermal", "hardware")]
         share, cause = max(shares)
         if share < THROTTLED:
             continue
-        by = "heat" if cause == "thermal" else "its board or power supply (hardware slowdown)"
-        warm = gpu.temperature_c
-        reached = f"; it reached {warm.max:.0f} °C" if warm is not None and cause == "thermal" else ""
-        text = f"{where(gpu)} throttles: {by} held its clock down for {share:.0%} of the training"
-        text += _clock(gpu, clocks.get(_kind(gpu), {}))
-        look = "the cooling of the node" if cause == "thermal" else "power cables and power brake of the node"
-        fix = f"{job.without(gpu.node)}; ask the administrators to look at {look}"
-        notes[key(gpu)] = of_gpu(gpu, WARNING, "throttled", text + reached, fix)
+        reason = "heat" if cause == "thermal" else "its board or power supply (hardware slowdown)"
+        temperature = gpu.temperature_c
+        peak_text = f"; it reached {temperature.max:.0f} °C" if temperature is not None and cause == "thermal" else ""
+        text = f"{gpu_label(gpu)} throttles: {reason} held its clock down for {share:.0%} of the training"
+        text += _clock_text(gpu, clocks.get(_gpu_model(gpu), {}))
+        component = "the cooling of the node" if cause == "thermal" else "power cables and power brake of the node"
+        fix = f"{job.exclude_hint(gpu.node)}; ask the administrators to look at {component}"
+        notes[gpu_key(gpu)] = gpu_insight(gpu, WARNING, "throttled", text + peak_text, fix)
     return notes
 
 
-def _clock(gpu: GpuSummary, clocks: Mapping[Key, float]) -> str:
+def _clock_text(gpu: GpuSummary, clocks: Mapping[GpuKey, float]) -> str:
     """Its clock beside that of the others of its kind, in words."""
-    mine = facts.sm_clock_mhz(gpu)
-    if mine is None:
+    clock_mhz = ctx.train_clock_mhz(gpu)
+    if clock_mhz is None:
         return ""
-    rest = [clock for of, clock in clocks.items() if of != key(gpu)]
-    others = statistics.median(rest) if rest else None
-    return f", to {mine:,.0f} MHz" + (f" where the others run at {others:,.0f}" if others and others > mine else "")
+    peer_clocks = [clock for peer, clock in clocks.items() if peer != gpu_key(gpu)]
+    peer_median = statistics.median(peer_clocks) if peer_clocks else None
+    return f", to {clock_mhz:,.0f} MHz" + (
+        f" where the others run at {peer_median:,.0f}" if peer_median and peer_median > clock_mhz else ""
+    )
 
 
-def _kind(gpu: GpuSummary) -> Kind:
+def _gpu_model(gpu: GpuSummary) -> GpuModel:
     return gpu.name, gpu.parent is not None
 
 
-def _by_kind(job: Job, found: Found) -> list[list[GpuSummary]]:
-    kinds: dict[Kind, list[GpuSummary]] = {}
-    for gpu in job.working:
-        if key(gpu) not in found:
-            kinds.setdefault(_kind(gpu), []).append(gpu)
-    return list(kinds.values())
+def _unexplained_by_model(job: JobContext, explained: Explained) -> list[list[GpuSummary]]:
+    groups: dict[GpuModel, list[GpuSummary]] = {}
+    for gpu in job.working_gpus:
+        if gpu_key(gpu) not in explained:
+            groups.setdefault(_gpu_model(gpu), []).append(gpu)
+    return list(groups.values())
 
 
-def _power_capped(job: Job, found: Found) -> dict[Key, Note]:
+def _power_capped(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
     """Held down by its power limit where the others are not. That all are is usual at full load."""
     notes = {}
-    for gpus in _by_kind(job, found):
-        slow = outliers(_known(gpus, facts.sm_clock_mhz), SLOWER, above=False)
-        capped = {key(g): s for g in gpus if (s := facts.throttled(g, "power")) is not None}
-        more = outliers(capped, 0.0, floor=_CAPPED, above=True)
+    for gpus in _unexplained_by_model(job, explained):
+        slow = outliers(_values_by_gpu(gpus, ctx.train_clock_mhz), SLOW_MARGIN, above=False)
+        capped = {gpu_key(g): s for g in gpus if (s := ctx.throttled_share(g, "power")) is not None}
+        capped_outliers = outliers(capped, 0.0, floor=_POWER_CAPPED, above=True)
         for gpu in gpus:
-            if key(gpu) in slow and key(gpu) in more:
-                mine, others = slow[key(gpu)]
+            if gpu_key(gpu) in slow and gpu_key(gpu) in capped_outliers:
+                clock_mhz, peer_mhz = slow[gpu_key(gpu)]
                 text = (
-                    f"{where(gpu)} is held down by its power limit for {capped[key(gpu)]:.0%} of the training, the "
-                    f"others for {more[key(gpu)].others:.0%}: {mine:,.0f} MHz where they run at {others:,.0f}"
+                    f"{gpu_label(gpu)} is held down by its power limit for {capped[gpu_key(gpu)]:.0%} of the training,"
+                    f" the others for {capped_outliers[gpu_key(gpu)].peer_median:.0%}: {clock_mhz:,.0f} MHz where they"
+                    f" run at {peer_mhz:,.0f}"
                 )
-                fix = f"compare the limits with `nvidia-smi -q -d POWER`; {job.without(gpu.node)}"
-                notes[key(gpu)] = of_gpu(gpu, WARNING, "power_capped", text, fix)
+                fix = f"compare the limits with `nvidia-smi -q -d POWER`; {job.exclude_hint(gpu.node)}"
+                notes[gpu_key(gpu)] = gpu_insight(gpu, WARNING, "power_capped", text, fix)
     return notes
 
 
-def _known(gpus: Iterable[GpuSummary], figure: Callable[[GpuSummary], float | None]) -> dict[Key, float]:
-    return {key(g): value for g in gpus if (value := figure(g)) is not None}
+def _values_by_gpu(gpus: Iterable[GpuSummary], metric: Callable[[GpuSummary], float | None]) -> dict[GpuKey, float]:
+    return {gpu_key(g): value for g in gpus if (value := metric(g)) is not None}
 
 
-def _slow(job: Job, found: Found) -> dict[Key, Note]:
+def _slow_clock(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
     notes = {}
-    for gpus in _by_kind(job, found):
-        slow = outliers(_known(gpus, facts.sm_clock_mhz), SLOWER, above=False)
+    for gpus in _unexplained_by_model(job, explained):
+        slow = outliers(_values_by_gpu(gpus, ctx.train_clock_mhz), SLOW_MARGIN, above=False)
         for gpu in gpus:
-            if key(gpu) in slow:
-                mine, others = slow[key(gpu)]
-                limited = (facts.throttled(gpu, "power") or 0.0) >= _CAPPED
-                reason = "at its power limit, as they are" if limited else "and the driver gives no reason"
+            if gpu_key(gpu) in slow:
+                clock_mhz, peer_mhz = slow[gpu_key(gpu)]
+                at_power_limit = (ctx.throttled_share(gpu, "power") or 0.0) >= _POWER_CAPPED
+                reason = "at its power limit, as they are" if at_power_limit else "and the driver gives no reason"
                 text = (
-                    f"{where(gpu)} is slow: it ran at {mine:,.0f} MHz, {1 - mine / others:.0%} below the "
-                    f"{others:,.0f} of the others, {reason}"
+                    f"{gpu_label(gpu)} is slow: it ran at {clock_mhz:,.0f} MHz, {1 - clock_mhz / peer_mhz:.0%} below"
+                    f" the {peer_mhz:,.0f} of the others, {reason}"
                 )
                 fix = (
                     "compare the clocks that were set with `nvidia-smi -q -d CLOCK`, and tell the administrators; "
-                    f"{job.without(gpu.node)}"
+                    f"{job.exclude_hint(gpu.node)}"
                 )
-                notes[key(gpu)] = of_gpu(gpu, WARNING, "slow_gpu", text, fix)
+                notes[gpu_key(gpu)] = gpu_insight(gpu, WARNING, "slow_gpu", text, fix)
     return notes
 
 
-def _late_data(job: Job, found: Found) -> dict[Key, Note]:
+def _data_stragglers(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
     floor = _WAIT_FLOOR * job.step_s if job.step_s else _WAIT_FLOOR_S
-    return _late(job, found, lambda r: r.data_wait_s, floor, "straggler_data", _data_words)
+    return _stragglers(job, explained, lambda r: r.data_wait_s, floor, "straggler_data", _describe_data_wait)
 
 
-def _data_words(job: Job, rank: RankSummary, mine: float, others: float) -> tuple[str, str]:
-    text = f"waits {facts.span(mine)} a step for its data, the others {facts.span(others)}: all wait for it"
+def _describe_data_wait(job: JobContext, rank: RankSummary, wait_s: float, peer_wait_s: float) -> tuple[str, str]:
+    text = (
+        f"waits {ctx.format_seconds(wait_s)} a step for its data, the others {ctx.format_seconds(peer_wait_s)}: all"
+        " wait for it"
+    )
     fix = (
         f"look at what else {rank.node} does and where it reads from; more data-loader workers; "
-        f"{job.without(rank.node)} if it stays so"
+        f"{job.exclude_hint(rank.node)} if it stays so"
     )
     return text, fix
 
 
-def _late_forward(job: Job, found: Found) -> dict[Key, Note]:
+def _forward_stragglers(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
     floor = max(_FORWARD_FLOOR_S, _FORWARD_FLOOR * (job.step_s or 0.0))
-    return _late(job, found, lambda r: r.forward_s, floor, "straggler", _forward_words)
+    return _stragglers(job, explained, lambda r: r.forward_s, floor, "straggler", _describe_forward)
 
 
-def _forward_words(job: Job, rank: RankSummary, mine: float, others: float) -> tuple[str, str]:
+def _describe_forward(job: JobContext, rank: RankSummary, forward_s: float, peer_forward_s: float) -> tuple[str, str]:
     text = (
-        f"needs {facts.span(mine)} for its forward passes of a step, {mine / others - 1:.0%} more than the others: "
-        "all wait for it"
+        f"needs {ctx.format_seconds(forward_s)} for its forward passes of a step, {forward_s / peer_forward_s - 1:.0%}"
+        " more than the others: all wait for it"
     )
-    return text, f"{job.without(rank.node)} if it is always this rank; if it changes, the samples differ in length"
+    return text, f"{job.exclude_hint(rank.node)} if it is always this rank; if it changes, the samples differ in length"
 
 
-def _late(
-    job: Job,
-    found: Found,
-    figure: Callable[[RankSummary], float | None],
+def _stragglers(
+    job: JobContext,
+    explained: Explained,
+    metric: Callable[[RankSummary], float | None],
     floor: float,
     code: str,
-    words: Callable[[Job, RankSummary, float, float], tuple[str, str]],
-) -> dict[Key, Note]:
-    ranks = {r.rank: r for r in job.summary.ranks if _of_rank(r) not in found}
-    figures = {n: value for n, r in ranks.items() if (value := figure(r)) is not None}
+    describe: Callable[[JobContext, RankSummary, float, float], tuple[str, str]],
+) -> dict[GpuKey, Insight]:
+    ranks = {r.rank: r for r in job.summary.ranks if _rank_key(r) not in explained}
+    values = {rank: value for rank, r in ranks.items() if (value := metric(r)) is not None}
     notes = {}
-    for n, (mine, others) in outliers(figures, LATER, floor=floor, above=True).items():
-        text, fix = words(job, ranks[n], mine, others)
-        notes[_of_rank(ranks[n])] = Note(
+    for n, (value_s, peer_s) in outliers(values, LATE_MARGIN, floor=floor, above=True).items():
+        text, fix = describe(job, ranks[n], value_s, peer_s)
+        notes[_rank_key(ranks[n])] = Insight(
             severity=WARNING,
             code=code,
             text=f"rank {n} on {ranks[n].node} {text}",
@@ -192,29 +214,34 @@ def _late(
     return notes
 
 
-def _of_rank(rank: RankSummary) -> Key:
+def _rank_key(rank: RankSummary) -> GpuKey:
     return rank.node, rank.uuid or f"rank {rank.rank}"
 
 
-def _less_busy(job: Job, found: Found) -> dict[Key, Note]:
+def _imbalanced(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
     notes = {}
-    for gpus in _by_kind(job, found):
-        less = outliers(_known(gpus, facts.utilization), LESS_BUSY, floor=LESS_BUSY_BY, above=False)
+    for gpus in _unexplained_by_model(job, explained):
+        less_busy = outliers(
+            _values_by_gpu(gpus, ctx.train_utilization), LESS_BUSY_MARGIN, floor=LESS_BUSY_FLOOR, above=False
+        )
         for gpu in gpus:
-            if key(gpu) in less:
-                mine, others = less[key(gpu)]
-                text = f"{where(gpu)} was busy {mine:.0%} of the time, the others {others:.0%}: the work is not even"
+            if gpu_key(gpu) in less_busy:
+                utilization, peer_utilization = less_busy[gpu_key(gpu)]
+                text = (
+                    f"{gpu_label(gpu)} was busy {utilization:.0%} of the time, the others {peer_utilization:.0%}: the"
+                    " work is not even"
+                )
                 fix = "compare what its rank does with its peers': its layers, its samples, its logs"
-                notes[key(gpu)] = of_gpu(gpu, WARNING, "imbalance", text, fix)
+                notes[gpu_key(gpu)] = gpu_insight(gpu, WARNING, "imbalance", text, fix)
     return notes
 
 
-_CAUSES: tuple[Callable[[Job, Found], dict[Key, Note]], ...] = (
+_RULES: tuple[Callable[[JobContext, Explained], dict[GpuKey, Insight]], ...] = (
     _unused,
     _throttled,
     _power_capped,
-    _slow,
-    _late_data,
-    _less_busy,
-    _late_forward,
+    _slow_clock,
+    _data_stragglers,
+    _imbalanced,
+    _forward_stragglers,
 )

@@ -5,122 +5,130 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from clustertrain.telemetry.insights.context import INFO, WARNING, Job, counted
-from clustertrain.telemetry.report_schema import HostSummary, Note
+from clustertrain.telemetry.insights.context import INFO, WARNING, JobContext, pluralize
+from clustertrain.telemetry.report_schema import HostSummary, Insight
 
-LITTLE = 0.5  # of what was allocated
-NEARLY_FULL = 0.95
+LOW_USAGE_SHARE = 0.5  # of what was allocated
+NEARLY_FULL_SHARE = 0.95
 HEADROOM = 1.2  # over the peak, in what is suggested
-_WHOLE_NODE = 0.95  # of the node: then nobody else could use what is left over
-_CLOCK_STEP_S = 1.0
+_WHOLE_NODE_SHARE = 0.95  # of the node: then nobody else could use what is left over
+_MIN_CLOCK_STEP_S = 1.0
 
 
-def _little_memory(job: Job) -> Iterable[Note]:
-    told = [
+def _memory_over_requested(job: JobContext) -> Iterable[Insight]:
+    usage = [
         (h.processes.rss_gib.max, h.memory_allocated_gib)
         for h in job.summary.hosts
-        if h.processes is not None and h.memory_allocated_gib and not _whole(h.memory_allocated_gib, h.memory_total_gib)
+        if h.processes is not None
+        and h.memory_allocated_gib
+        and not _is_whole_node(h.memory_allocated_gib, h.memory_total_gib)
     ]
-    if not told or not _settled(job) or any(used >= LITTLE * given for used, given in told):
+    if not usage or not _is_peak_known(job) or any(used >= LOW_USAGE_SHARE * allocated for used, allocated in usage):
         return
-    used, given = max(told)
-    text = f"the job used {used:.1f} of the {given:.1f} GiB of memory that it had on a node ({used / given:.0%})"
+    used, allocated = max(usage)
+    text = (
+        f"the job used {used:.1f} of the {allocated:.1f} GiB of memory that it had on a node ({used / allocated:.0%})"
+    )
     fix = f"--mem={max(1, math.ceil(used * HEADROOM))}G is the peak and a fifth more"
-    yield Note(severity=INFO, code="host_memory_over_requested", text=text, fix=fix)
+    yield Insight(severity=INFO, code="host_memory_over_requested", text=text, fix=fix)
 
 
-def _whole(given: float, there: float | None) -> bool:
-    return there is not None and given >= _WHOLE_NODE * there
+def _is_whole_node(allocated: float, total: float | None) -> bool:
+    return total is not None and allocated >= _WHOLE_NODE_SHARE * total
 
 
-def _settled(job: Job) -> bool:
+def _is_peak_known(job: JobContext) -> bool:
     """Long enough to know the peak."""
-    return job.began and not job.short
+    return job.training_began and not job.is_short
 
 
-def _little_cpu(job: Job) -> Iterable[Note]:
-    told = [
+def _cores_over_requested(job: JobContext) -> Iterable[Insight]:
+    usage = [
         (h.processes.cpu_cores.p95, h.cpu_allocated, h)
         for h in job.summary.hosts
         if h.cpu_allocated and h.processes is not None and h.processes.cpu_cores is not None
-        if not _whole(h.cpu_allocated, h.cpu_count)
+        if not _is_whole_node(h.cpu_allocated, h.cpu_count)
     ]
-    if not told or not _settled(job) or any(used >= LITTLE * given for used, given, _ in told):
+    if not usage or not _is_peak_known(job) or any(used >= LOW_USAGE_SHARE * allocated for used, allocated, _ in usage):
         return
-    used, given, host = max(told, key=lambda found: found[:2])
+    used, allocated, host = max(usage, key=lambda entry: entry[:2])
     gpus = sum(1 for g in job.summary.gpus if g.node == host.node)
-    each = max(1, math.ceil(used * HEADROOM / max(gpus, 1)))
-    if gpus and each * gpus >= given:
+    cores_per_gpu = max(1, math.ceil(used * HEADROOM / max(gpus, 1)))
+    if gpus and cores_per_gpu * gpus >= allocated:
         return
-    text = f"the job used {used:.1f} of the {given} cores that it had on a node ({used / given:.0%})"
-    fix = f"--cpus-per-gpu={each} is that and a fifth more" if gpus else f"{each} cores are that and a fifth more"
-    yield Note(severity=INFO, code="cores_over_requested", text=text, fix=fix)
+    text = f"the job used {used:.1f} of the {allocated} cores that it had on a node ({used / allocated:.0%})"
+    fix = (
+        f"--cpus-per-gpu={cores_per_gpu} is that and a fifth more"
+        if gpus
+        else f"{cores_per_gpu} cores are that and a fifth more"
+    )
+    yield Insight(severity=INFO, code="cores_over_requested", text=text, fix=fix)
 
 
-def _memory_nearly_full(job: Job) -> Iterable[Note]:
+def _memory_nearly_full(job: JobContext) -> Iterable[Insight]:
     """Of the allocation where it is known, since the kernel kills at that; else of the node."""
     for h in job.summary.hosts:
         if h.processes is not None and h.memory_allocated_gib:
-            used, given, whose = h.processes.rss_gib.max, h.memory_allocated_gib, "the job had"
+            used, limit, limit_text = h.processes.rss_gib.max, h.memory_allocated_gib, "the job had"
         elif h.memory_used_gib is not None and h.memory_total_gib:
-            used, given, whose = h.memory_used_gib.max, h.memory_total_gib, "there are"
+            used, limit, limit_text = h.memory_used_gib.max, h.memory_total_gib, "there are"
         else:
             continue
-        if used >= NEARLY_FULL * given:
-            text = f"the memory of {h.node} was nearly full: {used:.1f} of the {given:.1f} GiB that {whose}"
+        if used >= NEARLY_FULL_SHARE * limit:
+            text = f"the memory of {h.node} was nearly full: {used:.1f} of the {limit:.1f} GiB that {limit_text}"
             fix = "more with --mem, fewer data-loader workers (shared pages count once a process here)"
-            yield Note(severity=WARNING, code="host_memory_nearly_full", text=text, fix=fix, node=h.node)
+            yield Insight(severity=WARNING, code="host_memory_nearly_full", text=text, fix=fix, node=h.node)
 
 
-def _clock_steps(job: Job) -> Iterable[Note]:
+def _clock_steps(job: JobContext) -> Iterable[Insight]:
     for h in job.summary.hosts:
-        steps = [s for s in h.clock_steps_s if abs(s) >= _CLOCK_STEP_S]
+        steps = [s for s in h.clock_steps_s if abs(s) >= _MIN_CLOCK_STEP_S]
         if steps:
-            most = max(steps, key=abs)
-            how = f"{abs(most):,.1f} s {'forward' if most > 0 else 'back'}"
-            times = f"{counted(len(steps), 'time')}, by up to " if len(steps) > 1 else ""
-            text = f"the clock of {h.node} was set {times}{how}; its samples stand by the monotonic clock"
+            largest_step = max(steps, key=abs)
+            step_text = f"{abs(largest_step):,.1f} s {'forward' if largest_step > 0 else 'back'}"
+            count_text = f"{pluralize(len(steps), 'time')}, by up to " if len(steps) > 1 else ""
+            text = f"the clock of {h.node} was set {count_text}{step_text}; its samples stand by the monotonic clock"
             fix = "ask the administrators whether the node keeps time (chronyc tracking)"
-            yield Note(severity=INFO, code="clock_stepped", text=text, fix=fix, node=h.node)
+            yield Insight(severity=INFO, code="clock_stepped", text=text, fix=fix, node=h.node)
 
 
-def _agents(job: Job) -> Iterable[Note]:
+def _duplicate_agents(job: JobContext) -> Iterable[Insight]:
     for h in job.summary.hosts:
         if h.agents_max > 1:
             text = f"{h.agents_max} agents recorded {h.node} at the same time; the longer recording is counted"
             fix = "start one agent a node: in a job script of one's own, srun with --ntasks-per-node=1"
-            yield Note(severity=WARNING, code="two_agents", text=text, fix=fix, node=h.node)
+            yield Insight(severity=WARNING, code="two_agents", text=text, fix=fix, node=h.node)
 
 
-def _no_nvml(job: Job) -> Iterable[Note]:
+def _no_nvml(job: JobContext) -> Iterable[Insight]:
     """Nodes with the same reason together: a cluster without GPUs has it on all of them."""
-    seen = {g.node for g in job.summary.gpus if g.samples}
+    nodes_with_gpus = {g.node for g in job.summary.gpus if g.samples}
     by_reason: dict[str, list[HostSummary]] = {}
     for h in job.summary.hosts:
-        if h.nvml is not None and h.node not in seen:
+        if h.nvml is not None and h.node not in nodes_with_gpus:
             by_reason.setdefault(h.nvml, []).append(h)
         elif h.nvml is not None:
             text = f"{h.node} had no GPU figures for {h.nvml_missing_s:,.0f} s: {h.nvml}"
             fix = "the GPUs' figures are of the other time; what they drew and did in this one is not known"
-            yield Note(severity=WARNING, code="no_nvml", text=text, fix=fix, node=h.node)
+            yield Insight(severity=WARNING, code="no_nvml", text=text, fix=fix, node=h.node)
     fix = (
         "where the node has GPUs, check that nvidia-smi works in the job; a container needs --nv, or the NVIDIA "
         "runtime with the capability 'utility'"
     )
     for reason, hosts in by_reason.items():
-        one = hosts[0].node if len(hosts) == 1 else None
-        who = f"{one} has" if one else f"{len(hosts):,} nodes have"
-        text = f"{who} no GPU figures: {reason}"
+        only_node = hosts[0].node if len(hosts) == 1 else None
+        subject = f"{only_node} has" if only_node else f"{len(hosts):,} nodes have"
+        text = f"{subject} no GPU figures: {reason}"
         on_cpu = job.summary.device == "cpu"
         severity = INFO if on_cpu else WARNING
-        yield Note(severity=severity, code="no_nvml", text=text, fix=None if on_cpu else fix, node=one)
+        yield Insight(severity=severity, code="no_nvml", text=text, fix=None if on_cpu else fix, node=only_node)
 
 
-RULES: tuple[Callable[[Job], Iterable[Note]], ...] = (
+RULES: tuple[Callable[[JobContext], Iterable[Insight]], ...] = (
     _no_nvml,
     _memory_nearly_full,
-    _little_memory,
-    _little_cpu,
+    _memory_over_requested,
+    _cores_over_requested,
     _clock_steps,
-    _agents,
+    _duplicate_agents,
 )

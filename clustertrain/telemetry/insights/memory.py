@@ -5,57 +5,59 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from clustertrain.run import endings
-from clustertrain.telemetry.insights import context as facts
-from clustertrain.telemetry.insights.context import INFO, WARNING, Job, counted, of_gpu, where
-from clustertrain.telemetry.report_schema import GpuSummary, Note
+from clustertrain.telemetry.insights import context as ctx
+from clustertrain.telemetry.insights.context import INFO, WARNING, JobContext, gpu_insight, gpu_label, pluralize
+from clustertrain.telemetry.report_schema import GpuSummary, Insight
 
-NEARLY_FULL = 0.95  # of a GPU's memory
-LITTLE = 0.3
+NEARLY_FULL_SHARE = 0.95  # of a GPU's memory
+LOW_USAGE_SHARE = 0.3
 
 
-def _used(gpu: GpuSummary) -> float | None:
+def _peak_share(gpu: GpuSummary) -> float | None:
     """The most that was used, as a share."""
     used, total = gpu.memory_used_gib, gpu.memory_total_gib
     return None if used is None or not total else used.max / total
 
 
-def _nearly_full(job: Job) -> Iterable[Note]:
+def _nearly_full(job: JobContext) -> Iterable[Insight]:
     fix = "a smaller micro batch, activation checkpointing, or more sharding, before a longer batch runs out"
     for gpu in job.summary.gpus:
-        if (share := _used(gpu)) is not None and share >= NEARLY_FULL and gpu.memory_used_gib is not None:
-            of = f"{gpu.memory_used_gib.max:.1f} of {gpu.memory_total_gib:.1f} GiB"
-            text = f"the memory of {where(gpu)} was nearly full: {of}"
-            yield of_gpu(gpu, WARNING, "memory_nearly_full", text, fix)
+        if (share := _peak_share(gpu)) is not None and share >= NEARLY_FULL_SHARE and gpu.memory_used_gib is not None:
+            usage = f"{gpu.memory_used_gib.max:.1f} of {gpu.memory_total_gib:.1f} GiB"
+            text = f"the memory of {gpu_label(gpu)} was nearly full: {usage}"
+            yield gpu_insight(gpu, WARNING, "memory_nearly_full", text, fix)
 
 
-def _ran_out(job: Job) -> Iterable[Note]:
-    ended = [a.n for a in job.summary.attempts if a.ending == endings.OUT_OF_MEMORY]
-    if ended:
-        which = f"attempt{'s' * (len(ended) > 1)} {', '.join(map(str, ended))}"
+def _out_of_memory(job: JobContext) -> Iterable[Insight]:
+    oom_attempts = [a.n for a in job.summary.attempts if a.ending == endings.OUT_OF_MEMORY]
+    if oom_attempts:
+        attempts_text = f"attempt{'s' * (len(oom_attempts) > 1)} {', '.join(map(str, oom_attempts))}"
         fix = (
             "of a GPU: a smaller micro batch, activation checkpointing, more sharding; of the host: more with --mem, "
             f"fewer data-loader workers; `clustertrain logs {job.summary.run}` says which"
         )
-        yield Note(severity=WARNING, code="out_of_memory", text=f"{which} ran out of memory", fix=fix)
+        yield Insight(severity=WARNING, code="out_of_memory", text=f"{attempts_text} ran out of memory", fix=fix)
 
 
-def _over_requested(job: Job) -> Iterable[Note]:
+def _over_requested(job: JobContext) -> Iterable[Insight]:
     """Of all GPUs that work; one that needs little beside others that do not is an imbalance of the model."""
-    told = [(share, g) for g in job.working if (share := _used(g)) is not None]
-    if not told or not job.began or len(told) < len(job.working):
+    shares = [(share, g) for g in job.working_gpus if (share := _peak_share(g)) is not None]
+    if not shares or not job.training_began or len(shares) < len(job.working_gpus):
         return
-    if any(share >= LITTLE or g.samples < facts.SETTLED_SAMPLES for share, g in told):
+    if any(share >= LOW_USAGE_SHARE or g.samples < ctx.SETTLED_SAMPLES for share, g in shares):
         return
-    share, fullest = max(told, key=lambda found: found[0])
+    share, fullest = max(shares, key=lambda entry: entry[0])
     if fullest.memory_used_gib is None:
         return
     slice_gib = fullest.memory_used_gib.max * 1.2
-    alone = f", or a MIG slice of {slice_gib:.0f} GiB where the site has them" if len(told) == 1 else ", or fewer GPUs"
+    alternative = (
+        f", or a MIG slice of {slice_gib:.0f} GiB where the site has them" if len(shares) == 1 else ", or fewer GPUs"
+    )
     text = (
         f"little of the GPUs' memory was used: {fullest.memory_used_gib.max:.1f} of {fullest.memory_total_gib:.1f} GiB "
-        f"({share:.0%}) on the fullest of {counted(len(told), 'GPU')}"
+        f"({share:.0%}) on the fullest of {pluralize(len(shares), 'GPU')}"
     )
-    yield Note(severity=INFO, code="memory_over_requested", text=text, fix=f"a larger micro batch{alone}")
+    yield Insight(severity=INFO, code="memory_over_requested", text=text, fix=f"a larger micro batch{alternative}")
 
 
-RULES: tuple[Callable[[Job], Iterable[Note]], ...] = (_nearly_full, _ran_out, _over_requested)
+RULES: tuple[Callable[[JobContext], Iterable[Insight]], ...] = (_nearly_full, _out_of_memory, _over_requested)

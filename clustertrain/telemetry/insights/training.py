@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from clustertrain.telemetry.insights import context as facts
-from clustertrain.telemetry.insights.context import INFO, WARNING, Job, counted
-from clustertrain.telemetry.report_schema import Note
+from clustertrain.telemetry.insights import context as ctx
+from clustertrain.telemetry.insights.context import INFO, WARNING, JobContext, pluralize
+from clustertrain.telemetry.report_schema import Insight
 
-LOST = 0.1  # of the allocated time
-WASTED, MUCH_WASTED = 0.1, 0.5  # of the GPU-hours
-_SMALL = 1.0  # GPU-hours, below which nobody minds
-POWER_LIMITED = 0.5  # of the training
-_KWH = 3.6e6
+LOST_SHARE = 0.1  # of the allocated time
+WASTED_SHARE, HIGH_WASTED_SHARE = 0.1, 0.5  # of the GPU-hours
+_MIN_GPU_HOURS = 1.0  # GPU-hours, below which nobody minds
+POWER_LIMITED_SHARE = 0.5  # of the training
+_JOULES_PER_KWH = 3.6e6
 
 # For people: the causes of summary.Waste.
-CAUSES = {
+WASTE_LABELS = {
     "idle_gpus": "idle GPUs",
     "startup": "start-up",
     "restore": "restore",
@@ -27,47 +27,57 @@ CAUSES = {
 }
 
 
-def _lost_work(job: Job) -> Iterable[Note]:
+def _lost_work(job: JobContext) -> Iterable[Insight]:
     share = job.share("repeated_s", "lost_s")
-    if share is not None and share >= LOST and not job.short:
+    if share is not None and share >= LOST_SHARE and not job.is_short:
         text = f"{share:.0%} of the job's time went into steps that were lost and done again"
         fix = 'checkpoint more often, or with checkpoint.every = "auto", which knows how often attempts end'
-        yield Note(severity=WARNING, code="work_lost", text=text, fix=fix)
+        yield Insight(severity=WARNING, code="work_lost", text=text, fix=fix)
 
 
-def _waste(job: Job) -> Iterable[Note]:
+def _waste(job: JobContext) -> Iterable[Insight]:
     """Idle GPUs are named elsewhere, so what they waste makes nothing worse here."""
     waste = job.summary.waste
-    if waste is None or not waste.gpu_hours or waste.wasted_gpu_hours < WASTED * waste.gpu_hours:
+    if waste is None or not waste.gpu_hours or waste.wasted_gpu_hours < WASTED_SHARE * waste.gpu_hours:
         return
     share = waste.wasted_gpu_hours / waste.gpu_hours
-    rest = share - waste.by_cause.get("idle_gpus", 0.0) / waste.gpu_hours
+    non_idle_share = share - waste.by_cause.get("idle_gpus", 0.0) / waste.gpu_hours
     causes = sorted(waste.by_cause.items(), key=lambda item: -item[1])
-    by = ", ".join(f"{CAUSES.get(name, name.replace('_', ' '))} {hours:.2f}" for name, hours in causes if hours > 0)
+    by_cause = ", ".join(
+        f"{WASTE_LABELS.get(name, name.replace('_', ' '))} {hours:.2f}" for name, hours in causes if hours > 0
+    )
     text = f"{waste.wasted_gpu_hours:,.2f} of {waste.gpu_hours:,.2f} GPU-hours ({share:.0%}) trained nothing"
-    severe = rest >= MUCH_WASTED and waste.gpu_hours >= _SMALL and not job.short
-    yield Note(severity=WARNING if severe else INFO, code="gpu_hours_wasted", text=f"{text}: {by}" if by else text)
+    is_severe = non_idle_share >= HIGH_WASTED_SHARE and waste.gpu_hours >= _MIN_GPU_HOURS and not job.is_short
+    yield Insight(
+        severity=WARNING if is_severe else INFO,
+        code="gpu_hours_wasted",
+        text=f"{text}: {by_cause}" if by_cause else text,
+    )
 
 
-def _energy(job: Job) -> Iterable[Note]:
-    known = [g.energy_j for g in job.summary.gpus if g.energy_j is not None]
-    if not known or not (total := sum(known)):
+def _energy(job: JobContext) -> Iterable[Insight]:
+    energies_j = [g.energy_j for g in job.summary.gpus if g.energy_j is not None]
+    if not energies_j or not (total_j := sum(energies_j)):
         return
-    amount = f"{total / _KWH:,.2f} kWh" if total >= _KWH else f"{total / 3600:,.1f} Wh"
-    number = len({g.uuid if g.index is not None else facts.key(g) for g in job.summary.gpus})
-    some = f" ({len(known):,} of {counted(number, 'GPU')} told)" if len(known) < number else ""
+    amount = f"{total_j / _JOULES_PER_KWH:,.2f} kWh" if total_j >= _JOULES_PER_KWH else f"{total_j / 3600:,.1f} Wh"
+    num_gpus = len({g.uuid if g.index is not None else ctx.gpu_key(g) for g in job.summary.gpus})
+    coverage = f" ({len(energies_j):,} of {pluralize(num_gpus, 'GPU')} told)" if len(energies_j) < num_gpus else ""
     training = job.summary.training
-    each = f", {training.joules_per_token:.3g} J a token" if training and training.joules_per_token is not None else ""
-    yield Note(severity=INFO, code="energy", text=f"the GPUs drew {amount}{some}{each}")
+    per_token = (
+        f", {training.joules_per_token:.3g} J a token" if training and training.joules_per_token is not None else ""
+    )
+    yield Insight(severity=INFO, code="energy", text=f"the GPUs drew {amount}{coverage}{per_token}")
 
 
-def _power_limited(job: Job) -> Iterable[Note]:
-    shares = [s for g in job.working if (s := facts.throttled(g, "power")) is not None]
-    limited = [s for s in shares if s >= POWER_LIMITED]
+def _power_limited(job: JobContext) -> Iterable[Insight]:
+    shares = [s for g in job.working_gpus if (s := ctx.throttled_share(g, "power")) is not None]
+    limited = [s for s in shares if s >= POWER_LIMITED_SHARE]
     if limited and 2 * len(limited) >= len(shares):
-        on = f"{len(limited):,} of {counted(len(shares), 'GPU')}" if len(limited) < len(shares) else "the GPUs"
-        text = f"the power limit held down the clock of {on} for {sum(limited) / len(limited):.0%} of the training"
-        yield Note(severity=INFO, code="power_limited", text=f"{text}, which is usual at full load")
+        gpus_text = f"{len(limited):,} of {pluralize(len(shares), 'GPU')}" if len(limited) < len(shares) else "the GPUs"
+        text = (
+            f"the power limit held down the clock of {gpus_text} for {sum(limited) / len(limited):.0%} of the training"
+        )
+        yield Insight(severity=INFO, code="power_limited", text=f"{text}, which is usual at full load")
 
 
-RULES: tuple[Callable[[Job], Iterable[Note]], ...] = (_lost_work, _waste, _energy, _power_limited)
+RULES: tuple[Callable[[JobContext], Iterable[Insight]], ...] = (_lost_work, _waste, _energy, _power_limited)

@@ -16,8 +16,8 @@ from clustertrain.telemetry.readers import sysfs
 # What HostReader reads, in this order; the figures of the job's own processes are of :mod:`.processes`.
 HOST_FIELDS = tuple(f.name for f in fields.HOST if not f.name.startswith("job_"))
 
-_SHORTEST_S = 0.05  # the kernel counts processor time in ticks of 10 ms
-_PAIRS = {
+_MIN_INTERVAL_S = 0.05  # the kernel counts processor time in ticks of 10 ms
+_COUNTER_PAIRS = {
     ("network_rx_bytes", "network_tx_bytes"): sysfs.NETWORK,
     ("infiniband_rx_bytes", "infiniband_tx_bytes"): sysfs.INFINIBAND,
     ("disk_read_bytes", "disk_write_bytes"): sysfs.DISKS,
@@ -34,11 +34,13 @@ class HostReader:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self.reasons: dict[str, str] = {}
-        self._counters = {names: sysfs.Counters(kind, root) for names, kind in _PAIRS.items()}
-        self._before: tuple[float, float, float] | None = None
-        self._cpu()
+        self._counters = {
+            names: sysfs.DeviceCounters(device_class, root) for names, device_class in _COUNTER_PAIRS.items()
+        }
+        self._last_cpu_times: tuple[float, float, float] | None = None
+        self._read_cpu_busy()
 
-    def facts(self) -> HostFacts:
+    def read_facts(self) -> HostFacts:
         try:
             total = int(psutil.virtual_memory().total)
         except (OSError, psutil.Error):
@@ -47,28 +49,28 @@ class HostReader:
 
     def read(self) -> list[float | None]:
         """The values in the order of HOST_FIELDS."""
-        found: dict[str, float | None] = {
-            "cpu": self._cpu(),
-            "memory_used_bytes": self._guard("memory_used_bytes", _memory_used),
-            "load1": self._guard("load1", _load1),
+        values: dict[str, float | None] = {
+            "cpu": self._read_cpu_busy(),
+            "memory_used_bytes": self._read_or_none("memory_used_bytes", _read_memory_used),
+            "load1": self._read_or_none("load1", _read_load1),
         }
         for names, counters in self._counters.items():
-            found |= self._pair(names, counters)
-        return [found[name] for name in HOST_FIELDS]
+            values |= self._read_pair(names, counters)
+        return [values[name] for name in HOST_FIELDS]
 
-    def _guard(self, field: str, call: Callable[[], float]) -> float | None:
+    def _read_or_none(self, field: str, read_value: Callable[[], float]) -> float | None:
         try:
-            value = call()
+            value = read_value()
         except (OSError, psutil.Error, ValueError) as e:
             self.reasons[field] = f"{type(e).__name__}: {e}"
             return None
         self.reasons.pop(field, None)
         return value
 
-    def _pair(self, names: tuple[str, str], counters: sysfs.Counters) -> dict[str, float | None]:
+    def _read_pair(self, names: tuple[str, str], counters: sysfs.DeviceCounters) -> dict[str, float | None]:
         try:
             values = counters.read()
-        except sysfs.Missing as e:
+        except sysfs.NotAvailable as e:
             reason = f"NOT_SUPPORTED: {e}"
         except (OSError, ValueError, IndexError) as e:
             reason = f"{type(e).__name__}: {e}"
@@ -79,23 +81,23 @@ class HostReader:
         self.reasons |= dict.fromkeys(names, reason)
         return dict.fromkeys(names)
 
-    def _cpu(self) -> float | None:
+    def _read_cpu_busy(self) -> float | None:
         """Busy share of all processors since the last call; None for the first."""
         now = clock.monotonic()
-        busy_total = self._times()
+        busy_total = self._read_cpu_times()
         if busy_total is None:
             return None
-        before, current = self._before, (now, *busy_total)
-        if before is not None and now - before[0] < _SHORTEST_S:
-            self.reasons["cpu"] = f"NO_DATA: less than {_SHORTEST_S} s since the last reading"
+        before, current = self._last_cpu_times, (now, *busy_total)
+        if before is not None and now - before[0] < _MIN_INTERVAL_S:
+            self.reasons["cpu"] = f"NO_DATA: less than {_MIN_INTERVAL_S} s since the last reading"
             return None
-        self._before = current
+        self._last_cpu_times = current
         if before is None or current[2] <= before[2]:
             self.reasons["cpu"] = "NO_DATA: a share needs two readings"
             return None
         return min(1.0, max(0.0, (current[1] - before[1]) / (current[2] - before[2])))
 
-    def _times(self) -> tuple[float, float] | None:
+    def _read_cpu_times(self) -> tuple[float, float] | None:
         try:
             times = psutil.cpu_times()
         except (OSError, psutil.Error) as e:
@@ -107,11 +109,11 @@ class HostReader:
         return total - times.idle - getattr(times, "iowait", 0.0), total
 
 
-def _memory_used() -> float:
+def _read_memory_used() -> float:
     memory = psutil.virtual_memory()
     # Without the page cache, which the kernel gives back: psutil's "available" is what matters to a job.
     return float(memory.total - memory.available)
 
 
-def _load1() -> float:
+def _read_load1() -> float:
     return os.getloadavg()[0]

@@ -19,7 +19,7 @@ from clustertrain.telemetry import fields
 # The figures of one device at each tick, in the order in which it is read.
 FIELDS = tuple(f.name for f in fields.GPU if f.pace == fields.FAST)
 
-_WORDS = {
+_ERROR_TEXT = {
     "UNINITIALIZED": "NVML was shut down",
     "INVALID_ARGUMENT": "NVML does not know this device any more",
     "NOT_SUPPORTED": "this GPU or its driver does not offer it",
@@ -41,15 +41,15 @@ _FUNCTION_NOT_FOUND = 13  # nvmlReturn_t
 # nvmlMemory_v2_t as numbers of 64 bits: the version in the lower half of the first, then bytes in total, reserved, free
 # and used. Read so, since nvidia-ml-py's structures look at each value for strings.
 _MEMORY_V2 = ctypes.c_uint64 * 5
-_TOTAL, _USED = 1, 4
+_TOTAL_WORD, _USED_WORD = 1, 4
 
 
 class NvmlError(Exception):
     """A call that NVML refused. ``name`` is NVML's, without ``NVML_ERROR_``; ``reason`` adds plain words."""
 
-    def __init__(self, name: str, words: str | None = None) -> None:
+    def __init__(self, name: str, text: str | None = None) -> None:
         self.name = name
-        self.reason = f"{name}: {words or _WORDS.get(name, 'see nvmlReturn_t in the NVML reference')}"
+        self.reason = f"{name}: {text or _ERROR_TEXT.get(name, 'see nvmlReturn_t in the NVML reference')}"
         super().__init__(self.reason)
 
 
@@ -71,7 +71,7 @@ class Device(msgspec.Struct, frozen=True):
     reason: str | None = None
 
 
-class Memory(NamedTuple):
+class MemoryInfo(NamedTuple):
     """Bytes."""
 
     total: int
@@ -86,18 +86,18 @@ class NvLinks(NamedTuple):
     nvswitch: bool | None
 
 
-class _Found(dict[str, Any]):
+class _HandleCache(dict[str, Any]):
     """What has been looked up; a name that is not in it is looked up when it is asked for."""
 
     def __init__(self, look_up: Callable[[str], Any]) -> None:
         self._look_up = look_up
 
-    def __missing__(self, name: str) -> Any:
-        found = self[name] = self._look_up(name)
-        return found
+    def __missing__(self, uuid: str) -> Any:
+        handle = self[uuid] = self._look_up(uuid)
+        return handle
 
 
-def _refused(*args: Any) -> int:
+def _function_not_found(*args: Any) -> int:
     return _FUNCTION_NOT_FOUND
 
 
@@ -110,12 +110,12 @@ class Nvml:
 
     def __init__(self) -> None:
         self.lib: Any = None
-        self.handles = _Found(self._handle_of)
-        self._memory_of: Callable[..., int] = _refused
+        self.handles = _HandleCache(self._lookup_handle)
+        self._get_memory_v2: Callable[..., int] = _function_not_found
         self._names: dict[int, str] = {}
         self._without_memory_v2: set[str] = set()
-        self._memory_answer: ctypes.Array[ctypes.c_uint64] | None = None
-        self._before_close: list[Callable[[], None]] = []
+        self._memory_buffer: ctypes.Array[ctypes.c_uint64] | None = None
+        self._close_callbacks: list[Callable[[], None]] = []
 
     def open(self) -> str | None:
         """Initialise NVML; returns the driver's version, None where it cannot be read.
@@ -140,8 +140,8 @@ class Nvml:
     def close(self) -> None:
         if self.lib is None:
             return
-        while self._before_close:
-            self._before_close.pop()()
+        while self._close_callbacks:
+            self._close_callbacks.pop()()
         self.handles.clear()
         with contextlib.suppress(NvmlError):  # already shut down, or never up: nothing is held
             self.call("nvmlShutdown")
@@ -153,32 +153,32 @@ class Nvml:
         Raises:
             NvmlError: the devices cannot even be counted.
         """
-        found = []
+        devices = []
         for index in range(int(self.call("nvmlDeviceGetCount"))):
             try:
                 handle = self.call("nvmlDeviceGetHandleByIndex", index)
                 device = self._describe(handle, index, None)
             except NvmlError as e:
-                found.append(Device(uuid=f"unreadable-{index}", index=index, reason=e.reason))
+                devices.append(Device(uuid=f"unreadable-{index}", index=index, reason=e.reason))
                 continue
-            found.append(device)
-            found.extend(self._slices(handle, device))
-        return found
+            devices.append(device)
+            devices.extend(self._mig_devices(handle, device))
+        return devices
 
-    def find(self, uuid: str) -> None:
+    def refresh_handle(self, uuid: str) -> None:
         """Look the device up anew; its old handle is dead after a loss or a reopening.
 
         Raises:
             NvmlError: it cannot be reached.
         """
         self.handles.pop(uuid, None)
-        self.handles[uuid] = self._handle_of(uuid)
+        self.handles[uuid] = self._lookup_handle(uuid)
 
     def before_close(self, release: Callable[[], None]) -> None:
         """``release`` will be called once, when NVML is about to be closed, to give back what it holds of NVML's."""
-        self._before_close.append(release)
+        self._close_callbacks.append(release)
 
-    def holds(self, uuid: str) -> bool:
+    def has_handle(self, uuid: str) -> bool:
         """Whether there is a handle for the device."""
         return uuid in self.handles
 
@@ -198,13 +198,17 @@ class Nvml:
             NvmlError: NVML does not tell, which is so in MIG mode.
         """
         handle, states = self.handles[uuid], self.link_states(uuid)
-        kinds = [
-            self._optional(self.call, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+        remote_types = [
+            self._call_or_none(self.call, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
             for link, up in enumerate(states)
             if up
         ]
-        told = [kind for kind in kinds if kind is not None]
-        switch = any(kind == self.lib.NVML_NVLINK_DEVICE_TYPE_SWITCH for kind in told) if told else None
+        known_types = [kind for kind in remote_types if kind is not None]
+        switch = (
+            any(remote_type == self.lib.NVML_NVLINK_DEVICE_TYPE_SWITCH for remote_type in known_types)
+            if known_types
+            else None
+        )
         return NvLinks(sum(states), len(states), switch)
 
     def link_states(self, uuid: str) -> list[bool]:
@@ -214,12 +218,12 @@ class Nvml:
             NvmlError: NVML does not tell.
         """
         handle, states = self.handles[uuid], list[bool]()
-        ask, answer = self.function("nvmlDeviceGetNvLinkState"), ctypes.c_uint()
-        where = ctypes.byref(answer)
+        get_state, state = self.function("nvmlDeviceGetNvLinkState"), ctypes.c_uint()
+        state_ref = ctypes.byref(state)
         for link in range(self.lib.NVML_NVLINK_MAX_LINKS):
-            code = ask(handle, link, where)
+            code = get_state(handle, link, state_ref)
             if not code:
-                states.append(bool(answer.value))
+                states.append(bool(state.value))
                 continue
             error = self.error(code)
             if error.name not in ("NOT_SUPPORTED", "INVALID_ARGUMENT"):
@@ -236,39 +240,39 @@ class Nvml:
         """
         info = self.lib.c_nvmlGpuFabricInfo_t()
         self.call("nvmlDeviceGetGpuFabricInfo", self.handles[uuid], ctypes.byref(info))
-        cluster = bytes(info.clusterUuid)
-        if info.state != self.lib.NVML_GPU_FABRIC_STATE_COMPLETED or info.status or not any(cluster):
+        cluster_uuid = bytes(info.clusterUuid)
+        if info.state != self.lib.NVML_GPU_FABRIC_STATE_COMPLETED or info.status or not any(cluster_uuid):
             return ""
-        return f"{cluster.hex()}.{info.cliqueId}"
+        return f"{cluster_uuid.hex()}.{info.cliqueId}"
 
     def _describe(self, handle: Any, index: int, parent: str | None) -> Device:
         uuid = str(self.call("nvmlDeviceGetUUID", handle))
         self.handles[uuid] = handle
-        memory = self._optional(self.memory, uuid, handle)
-        limit_mw = None if parent else self._optional(self.call, "nvmlDeviceGetEnforcedPowerLimit", handle)
+        memory = self._call_or_none(self.read_memory, uuid, handle)
+        limit_mw = None if parent else self._call_or_none(self.call, "nvmlDeviceGetEnforcedPowerLimit", handle)
         return Device(
             uuid=uuid,
             index=index,
-            minor=None if parent else self._optional(self.call, "nvmlDeviceGetMinorNumber", handle),
-            name=self._optional(self.call, "nvmlDeviceGetName", handle),
+            minor=None if parent else self._call_or_none(self.call, "nvmlDeviceGetMinorNumber", handle),
+            name=self._call_or_none(self.call, "nvmlDeviceGetName", handle),
             memory_total_bytes=None if memory is None else memory.total,
             memory_includes_reserved=uuid in self._without_memory_v2,
             parent=parent,
             power_limit_w=None if limit_mw is None else limit_mw / 1000,
         )
 
-    def _slices(self, handle: Any, device: Device) -> list[Device]:
-        mode = self._optional(self.call, "nvmlDeviceGetMigMode", handle)
+    def _mig_devices(self, handle: Any, device: Device) -> list[Device]:
+        mode = self._call_or_none(self.call, "nvmlDeviceGetMigMode", handle)
         if not mode or not mode[0] or device.index is None:
             return []
-        found = []
-        for i in range(self._optional(self.call, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
-            inner = self._optional(self.call, "nvmlDeviceGetMigDeviceHandleByIndex", handle, i)
-            if inner is not None:
-                found.append(self._describe(inner, device.index, device.uuid))
-        return found
+        devices = []
+        for i in range(self._call_or_none(self.call, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+            mig_handle = self._call_or_none(self.call, "nvmlDeviceGetMigDeviceHandleByIndex", handle, i)
+            if mig_handle is not None:
+                devices.append(self._describe(mig_handle, device.index, device.uuid))
+        return devices
 
-    def memory(self, uuid: str, handle: Any) -> Memory:
+    def read_memory(self, uuid: str, handle: Any) -> MemoryInfo:
         """``used``: without what the driver reserves, where NVML tells them apart.
 
         Raises:
@@ -283,18 +287,18 @@ class Nvml:
         # The first version counts what the driver reserves as used.
         memory = self.call("nvmlDeviceGetMemoryInfo", handle)
         self._without_memory_v2.add(uuid)
-        return Memory(memory.total, memory.used)
+        return MemoryInfo(memory.total, memory.used)
 
-    def _memory_v2(self, handle: Any) -> Memory:
-        if self._memory_answer is None:
-            self._memory_answer = _MEMORY_V2(self.lib.nvmlMemory_v2)
-            self._memory_of = self.function("nvmlDeviceGetMemoryInfo_v2")
-        code = self._memory_of(handle, self._memory_answer)
+    def _memory_v2(self, handle: Any) -> MemoryInfo:
+        if self._memory_buffer is None:
+            self._memory_buffer = _MEMORY_V2(self.lib.nvmlMemory_v2)
+            self._get_memory_v2 = self.function("nvmlDeviceGetMemoryInfo_v2")
+        code = self._get_memory_v2(handle, self._memory_buffer)
         if code:
             raise self.error(code)
-        return Memory(self._memory_answer[_TOTAL], self._memory_answer[_USED])
+        return MemoryInfo(self._memory_buffer[_TOTAL_WORD], self._memory_buffer[_USED_WORD])
 
-    def _optional(self, call: Callable[..., Any], *args: Any) -> Any:
+    def _call_or_none(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
             return call(*args)
         except NvmlError:
@@ -323,10 +327,10 @@ class Nvml:
         What is asked every second is asked this way: nvidia-ml-py's wrappers take more of the sampler's time than all
         the rest.
         """
-        found: Callable[..., int] | None = getattr(self.lib and self.lib.nvmlLib, name, None)
-        return _refused if found is None else found
+        function: Callable[..., int] | None = getattr(self.lib and self.lib.nvmlLib, name, None)
+        return _function_not_found if function is None else function
 
-    def _handle_of(self, uuid: str) -> Any:
+    def _lookup_handle(self, uuid: str) -> Any:
         return self.call("nvmlDeviceGetHandleByUUID", uuid.encode())
 
     def error(self, code: int) -> NvmlError:

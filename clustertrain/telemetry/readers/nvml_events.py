@@ -18,16 +18,16 @@ import msgspec
 from clustertrain import clock
 from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
 
-Kind = Literal["xid", "ecc_corrected", "ecc_uncorrected"]
+GpuEventType = Literal["xid", "ecc_corrected", "ecc_uncorrected"]
 
 # nvmlEventType*
-_KINDS: dict[int, Kind] = {0x1: "ecc_corrected", 0x2: "ecc_uncorrected", 0x8: "xid"}
-_WANTED = 0x1 | 0x2 | 0x8
+_EVENT_TYPES: dict[int, GpuEventType] = {0x1: "ecc_corrected", 0x2: "ecc_uncorrected", 0x8: "xid"}
+_EVENT_MASK = 0x1 | 0x2 | 0x8
 _TIMEOUT = 10  # nvmlReturn_t: nothing has happened
-EVERY_S = 60.0
-_LOST = ("GPU_IS_LOST", "RESET_REQUIRED")
+REPORT_INTERVAL_S = 60.0
+_LOST_ERRORS = ("GPU_IS_LOST", "RESET_REQUIRED")
 _WHOLE_GPU = 0xFFFFFFFF  # as the number of a GPU instance: the event is not of a MIG slice
-_MOST_AT_ONCE = 1000  # a storm of ECC errors must not hold up the samples; the rest waits in the queue
+_MAX_EVENTS_PER_POLL = 1000  # a storm of ECC errors must not hold up the samples; the rest waits in the queue
 
 
 class GpuEvent(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class GpuEvent(msgspec.Struct, frozen=True):
 
     t: float
     uuid: str
-    kind: Kind
+    kind: GpuEventType
     xid: int | None
     count: int
 
@@ -51,33 +51,33 @@ class GpuEvents:
         self._nvml = nvml
         self._devices = [d for d in devices if d.reason is None]
         self._now = now
-        self._set: Any = None
-        self._data: Any = None
-        self._wait: Callable[..., int] = nvml.function("nvmlEventSetWait_v2")
+        self._event_set: Any = None
+        self._event_data: Any = None
+        self._event_set_wait: Callable[..., int] = nvml.function("nvmlEventSetWait_v2")
         self._registered = False
-        self._boards: dict[int, str] = {}
-        self._slices: dict[str, list[tuple[int | None, str]]] = {}
+        self._boards_by_handle: dict[int, str] = {}
+        self._mig_slices: dict[str, list[tuple[int | None, str]]] = {}
         self.reasons: dict[str, str] = {}
 
     def open(self) -> None:
         """Begin to listen, anew where it did already: after NVML was opened again, or a device was lost or has come
         back. Events until then are gone."""
-        self._listen(set())
+        self._register_all(set())
 
-    def _listen(self, lost: set[str]) -> None:
+    def _register_all(self, lost: set[str]) -> None:
         """To all boards but the lost ones."""
         self._release()
         self.reasons = {}
         try:
-            self._set = self._nvml.call("nvmlEventSetCreate")
+            self._event_set = self._nvml.call("nvmlEventSetCreate")
         except NvmlError as e:
             self.reasons = {d.uuid: e.reason for d in self._devices}
             return
-        self._data = self._nvml.lib.c_nvmlEventData_t()
-        self._wait = self._nvml.function("nvmlEventSetWait_v2")
+        self._event_data = self._nvml.lib.c_nvmlEventData_t()
+        self._event_set_wait = self._nvml.function("nvmlEventSetWait_v2")
         if not self._registered:
             self._registered = True
-            self._nvml.before_close(self._closing)
+            self._nvml.before_close(self._on_nvml_close)
         for board in dict.fromkeys(d.parent or d.uuid for d in self._devices):
             try:
                 if board in lost:
@@ -88,81 +88,81 @@ class GpuEvents:
 
     def poll(self) -> list[GpuEvent]:
         """What has happened since the last time. A board that cannot be asked any more stops being listened to."""
-        if not self._boards:
+        if not self._boards_by_handle:
             return []
-        counts: dict[tuple[str, Kind, int | None], int] = {}
-        data = self._data
-        for _ in range(_MOST_AT_ONCE):
-            code = self._wait(self._set, ctypes.byref(data), 0)
+        counts: dict[tuple[str, GpuEventType, int | None], int] = {}
+        data = self._event_data
+        for _ in range(_MAX_EVENTS_PER_POLL):
+            code = self._event_set_wait(self._event_set, ctypes.byref(data), 0)
             if code:
                 if code != _TIMEOUT:
-                    self._stumble(self._nvml.error(code))
+                    self._handle_wait_error(self._nvml.error(code))
                 break
-            kind = _KINDS.get(data.eventType)
-            if kind is None:
+            event_type = _EVENT_TYPES.get(data.eventType)
+            if event_type is None:
                 continue
-            for uuid in self._concerned(data):
-                key = (uuid, kind, int(data.eventData) if kind == "xid" else None)
+            for uuid in self._affected_devices(data):
+                key = (uuid, event_type, int(data.eventData) if event_type == "xid" else None)
                 counts[key] = counts.get(key, 0) + 1
         now = self._now()
         return [GpuEvent(now, uuid, kind, xid, n) for (uuid, kind, xid), n in counts.items()]
 
     def _register(self, board: str) -> None:
         handle = self._nvml.handles[board]
-        types = _WANTED & self._nvml.call("nvmlDeviceGetSupportedEventTypes", handle)
+        types = _EVENT_MASK & self._nvml.call("nvmlDeviceGetSupportedEventTypes", handle)
         if not types:
             raise NvmlError("NOT_SUPPORTED", "the driver tells no errors of this GPU as they happen")
-        self._nvml.call("nvmlDeviceRegisterEvents", handle, types, self._set)
-        self._boards[_address(handle)] = board
-        self._slices[board] = [(self._instance(d), d.uuid) for d in self._devices if d.parent == board]
+        self._nvml.call("nvmlDeviceRegisterEvents", handle, types, self._event_set)
+        self._boards_by_handle[_handle_address(handle)] = board
+        self._mig_slices[board] = [(self._gpu_instance_id(d), d.uuid) for d in self._devices if d.parent == board]
 
-    def _instance(self, device: Device) -> int | None:
+    def _gpu_instance_id(self, device: Device) -> int | None:
         try:
             return int(self._nvml.call("nvmlDeviceGetGpuInstanceId", self._nvml.handles[device.uuid]))
         except NvmlError:
             return None
 
-    def _concerned(self, data: Any) -> list[str]:
+    def _affected_devices(self, data: Any) -> list[str]:
         """The devices of the job that an event is about."""
-        board = self._boards.get(_address(data.device))
+        board = self._boards_by_handle.get(_handle_address(data.device))
         if board is None:
             return []
-        slices = self._slices[board]
-        found = [] if slices and all(d.uuid != board for d in self._devices) else [board]
-        whole = data.gpuInstanceId == _WHOLE_GPU
-        return found + [uuid for instance, uuid in slices if whole or instance in (None, data.gpuInstanceId)]
+        slices = self._mig_slices[board]
+        affected = [] if slices and all(d.uuid != board for d in self._devices) else [board]
+        is_whole_gpu = data.gpuInstanceId == _WHOLE_GPU
+        return affected + [uuid for instance, uuid in slices if is_whole_gpu or instance in (None, data.gpuInstanceId)]
 
-    def _stumble(self, error: NvmlError) -> None:
+    def _handle_wait_error(self, error: NvmlError) -> None:
         """One lost GPU makes the wait fail for all: listen to the others, from now on."""
-        if error.name not in _LOST:
+        if error.name not in _LOST_ERRORS:
             self.reasons = {d.uuid: error.reason for d in self._devices}
             self._release()
             return
         lost = set()
-        for board in self._boards.values():
+        for board in self._boards_by_handle.values():
             try:
                 self._nvml.call("nvmlDeviceGetUUID", self._nvml.handles[board])
             except NvmlError:
                 lost.add(board)
         if lost:
-            self._listen(lost)
+            self._register_all(lost)
         else:  # it is not told which
             self.reasons = {d.uuid: error.reason for d in self._devices}
             self._release()
 
-    def _closing(self) -> None:
+    def _on_nvml_close(self) -> None:
         self._registered = False
         self._release()
 
     def _release(self) -> None:
-        if self._set is not None:
+        if self._event_set is not None:
             with contextlib.suppress(NvmlError):
-                self._nvml.call("nvmlEventSetFree", self._set)
-        self._set = None
-        self._boards, self._slices = {}, {}
+                self._nvml.call("nvmlEventSetFree", self._event_set)
+        self._event_set = None
+        self._boards_by_handle, self._mig_slices = {}, {}
 
 
-class Storm:
+class EventRateLimiter:
     """Holds back what comes again and again: a line for each of thousands of errors tells no more than their number.
 
     The first of its kind is due at once, what follows once a minute, summed up. Corrected errors are never due: their
@@ -170,31 +170,31 @@ class Storm:
     """
 
     def __init__(self) -> None:
-        self._told: dict[tuple[str, Kind, int | None], float] = {}
-        self._held: dict[tuple[str, Kind, int | None], GpuEvent] = {}
+        self._last_reported: dict[tuple[str, GpuEventType, int | None], float] = {}
+        self._pending: dict[tuple[str, GpuEventType, int | None], GpuEvent] = {}
 
     @property
-    def holds(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether something is held back."""
-        return bool(self._held)
+        return bool(self._pending)
 
-    def due(self, found: Sequence[GpuEvent], now: float) -> list[GpuEvent]:
-        """What is to be told at ``now`` (monotonic s), of ``found`` and of what was held back."""
-        for e in found:
+    def take_due(self, events: Sequence[GpuEvent], now: float) -> list[GpuEvent]:
+        """What is to be told at ``now`` (monotonic s), of ``events`` and of what was held back."""
+        for e in events:
             key = (e.uuid, e.kind, e.xid)
-            before = self._held.get(key)
+            pending = self._pending.get(key)
             if e.kind != "ecc_corrected":
-                self._held[key] = e if before is None else msgspec.structs.replace(e, count=before.count + e.count)
-        ready = [k for k in self._held if now >= self._told.get(k, -math.inf) + EVERY_S]
-        self._told.update(dict.fromkeys(ready, now))
-        return [self._held.pop(k) for k in ready]
+                self._pending[key] = e if pending is None else msgspec.structs.replace(e, count=pending.count + e.count)
+        ready = [k for k in self._pending if now >= self._last_reported.get(k, -math.inf) + REPORT_INTERVAL_S]
+        self._last_reported.update(dict.fromkeys(ready, now))
+        return [self._pending.pop(k) for k in ready]
 
-    def rest(self) -> list[GpuEvent]:
+    def drain(self) -> list[GpuEvent]:
         """At the end, what was held back."""
-        left = list(self._held.values())
-        self._held.clear()
-        return left
+        remaining = list(self._pending.values())
+        self._pending.clear()
+        return remaining
 
 
-def _address(handle: Any) -> int:
+def _handle_address(handle: Any) -> int:
     return ctypes.cast(handle, ctypes.c_void_p).value or 0

@@ -15,52 +15,60 @@ from typing import Any, NamedTuple
 
 from clustertrain.telemetry.readers.nvml import Nvml, NvmlError
 
-_DEVICE = 0
-_ALL_LINKS = 0xFFFFFFFF  # as the scope of a figure of NVLinks: the sum over all of them
+_DEVICE_SCOPE = 0
+_ALL_LINKS_SCOPE = 0xFFFFFFFF  # as the scope of a figure of NVLinks: the sum over all of them
 # nvmlFieldValue_t: the number, its scope, two times that are not used, nvmlValueType_t, nvmlReturn_t, 8 bytes of value
-_FIELD = struct.Struct("=II16xiI8s")
-_VALUES = [struct.Struct(s) for s in ("=d", "=I4x", "=Q", "=Q", "=q", "=i4x", "=H6x")]  # by nvmlValueType_t
-_U32 = 1
+_FIELD_VALUE = struct.Struct("=II16xiI8s")
+_VALUE_FORMATS = [struct.Struct(s) for s in ("=d", "=I4x", "=Q", "=Q", "=q", "=i4x", "=H6x")]  # by nvmlValueType_t
+_UNSIGNED_INT = 1
 # The fourth word of a nvmlFieldValue_t whose fifth is a whole number of 64 bits: nvmlValueType_t unsigned long or long
 # long, and above it the nvmlReturn_t of success.
-_U64 = frozenset({2, 3})
+_U64_TYPES = frozenset({2, 3})
 
 
-class Source(NamedTuple):
-    """The sum of these numbers (NVML_FI_DEV_*), times ``scale``. ``wide``: a 32-bit counter would overflow within a
-    second, and is worth nothing."""
+class FieldSource(NamedTuple):
+    """The sum of these numbers (NVML_FI_DEV_*), times ``scale``. ``needs_64_bit``: a 32-bit counter would overflow
+    within a second, and is worth nothing."""
 
-    ids: tuple[int, ...]
+    field_ids: tuple[int, ...]
     scale: float = 1.0
-    scope: int = _DEVICE
-    wide: bool = False
+    scope: int = _DEVICE_SCOPE
+    needs_64_bit: bool = False
 
 
 # In the order in which they are preferred. The COUNT fields of NVLink 5 answer to the sum's scope alone.
-SOURCES: Mapping[str, tuple[Source, ...]] = {
-    "energy_j": (Source((83,), 1e-3),),  # TOTAL_ENERGY_CONSUMPTION, mJ
-    "pcie_tx_bytes": (Source((197,), wide=True),),  # PCIE_COUNT_TX_BYTES, since driver 555
-    "pcie_rx_bytes": (Source((198,), wide=True),),
+SOURCES: Mapping[str, tuple[FieldSource, ...]] = {
+    "energy_j": (FieldSource((83,), 1e-3),),  # TOTAL_ENERGY_CONSUMPTION, mJ
+    "pcie_tx_bytes": (FieldSource((197,), needs_64_bit=True),),  # PCIE_COUNT_TX_BYTES, since driver 555
+    "pcie_rx_bytes": (FieldSource((198,), needs_64_bit=True),),
     # NVLINK_THROUGHPUT_DATA_TX, KiB; NVLINK_COUNT_XMIT_BYTES from Blackwell on
-    "nvlink_tx_bytes": (Source((138,), 1024.0, _ALL_LINKS, wide=True), Source((202,), 1.0, _ALL_LINKS, wide=True)),
-    "nvlink_rx_bytes": (Source((139,), 1024.0, _ALL_LINKS, wide=True), Source((204,), 1.0, _ALL_LINKS, wide=True)),
-    "memory_temperature_c": (Source((82,)),),
+    "nvlink_tx_bytes": (
+        FieldSource((138,), 1024.0, _ALL_LINKS_SCOPE, needs_64_bit=True),
+        FieldSource((202,), 1.0, _ALL_LINKS_SCOPE, needs_64_bit=True),
+    ),
+    "nvlink_rx_bytes": (
+        FieldSource((139,), 1024.0, _ALL_LINKS_SCOPE, needs_64_bit=True),
+        FieldSource((204,), 1.0, _ALL_LINKS_SCOPE, needs_64_bit=True),
+    ),
+    "memory_temperature_c": (FieldSource((82,)),),
     "nvlink_errors": (
-        Source((161, 162, 163), scope=_ALL_LINKS),  # NVLINK_ERROR_DL_REPLAY, _RECOVERY, _CRC: Hopper
-        Source((38, 45, 52, 59)),  # totals of flit CRC, data CRC, replay and recovery: before
-        Source((208, 211, 215), scope=_ALL_LINKS),  # receive errors, link integrity, recoveries: from Blackwell on
+        FieldSource((161, 162, 163), scope=_ALL_LINKS_SCOPE),  # NVLINK_ERROR_DL_REPLAY, _RECOVERY, _CRC: Hopper
+        FieldSource((38, 45, 52, 59)),  # totals of flit CRC, data CRC, replay and recovery: before
+        FieldSource(
+            (208, 211, 215), scope=_ALL_LINKS_SCOPE
+        ),  # receive errors, link integrity, recoveries: from Blackwell on
     ),
 }
 
 
-class Question(NamedTuple):
+class FieldRequest(NamedTuple):
     """What NVML is asked for several figures at once, and the memory in which it answers."""
 
-    sources: tuple[tuple[Source, ...], ...]  # of each name those that are tried
+    sources: tuple[tuple[FieldSource, ...], ...]  # of each name those that are tried
     scales: tuple[float, ...]  # where each is known to have one number: theirs
-    length: int
-    memory: ctypes.Array[ctypes.c_char]
-    words: ctypes.Array[ctypes.c_uint64]  # the same memory, 5 a number
+    field_count: int
+    buffer: ctypes.Array[ctypes.c_char]
+    u64_view: ctypes.Array[ctypes.c_uint64]  # the same memory, 5 a number
 
 
 class FieldValues:
@@ -68,14 +76,14 @@ class FieldValues:
 
     def __init__(self, nvml: Nvml) -> None:
         self._nvml = nvml
-        self._values_of = nvml.function("nvmlDeviceGetFieldValues")
-        self._known: dict[str, Source] = {}
-        self._questions: dict[tuple[str, ...], Question] = {}
+        self._get_field_values = nvml.function("nvmlDeviceGetFieldValues")
+        self._resolved: dict[str, FieldSource] = {}
+        self._requests: dict[tuple[str, ...], FieldRequest] = {}
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The device has come back, perhaps as another one."""
-        self._known.clear()
-        self._questions.clear()
+        self._resolved.clear()
+        self._requests.clear()
 
     def read(self, handle: Any, names: tuple[str, ...]) -> list[float | NvmlError]:
         """Of each name the value, or why there is none.
@@ -83,43 +91,43 @@ class FieldValues:
         Raises:
             NvmlError: the call as a whole failed.
         """
-        question = self._questions.get(names) or self._ask(names)
-        code = self._values_of(handle, question.length, question.memory)
+        request = self._requests.get(names) or self._build_request(names)
+        code = self._get_field_values(handle, request.field_count, request.buffer)
         if code:
             raise self._nvml.error(code)
-        if question.scales and _U64.issuperset(question.words[3::5]):
-            return list(map(mul, question.scales, question.words[4::5]))
-        each = _FIELD.iter_unpack(question.memory)
+        if request.scales and _U64_TYPES.issuperset(request.u64_view[3::5]):
+            return list(map(mul, request.scales, request.u64_view[4::5]))
+        answers = _FIELD_VALUE.iter_unpack(request.buffer)
         return [
-            self._choose(name, [(s, list(islice(each, len(s.ids)))) for s in sources])
-            for name, sources in zip(names, question.sources, strict=True)
+            self._resolve_value(name, [(s, list(islice(answers, len(s.field_ids)))) for s in sources])
+            for name, sources in zip(names, request.sources, strict=True)
         ]
 
-    def _ask(self, names: tuple[str, ...]) -> Question:
-        sources = tuple((self._known[n],) if n in self._known else SOURCES[n] for n in names)
-        asked = [(number, s.scope) for each in sources for s in each for number in s.ids]
-        memory = ctypes.create_string_buffer(_FIELD.size * len(asked))
-        for i, (number, scope) in enumerate(asked):
-            _FIELD.pack_into(memory, i * _FIELD.size, number, scope, 0, 0, b"")
-        settled = len(asked) == len(names) and all(n in self._known for n in names)
-        scales = tuple(each[0].scale for each in sources) if settled else ()
-        words = (ctypes.c_uint64 * (5 * len(asked))).from_buffer(memory)
-        question = self._questions[names] = Question(sources, scales, len(asked), memory, words)
-        return question
+    def _build_request(self, names: tuple[str, ...]) -> FieldRequest:
+        sources = tuple((self._resolved[n],) if n in self._resolved else SOURCES[n] for n in names)
+        id_scopes = [(number, s.scope) for each in sources for s in each for number in s.field_ids]
+        buffer = ctypes.create_string_buffer(_FIELD_VALUE.size * len(id_scopes))
+        for i, (number, scope) in enumerate(id_scopes):
+            _FIELD_VALUE.pack_into(buffer, i * _FIELD_VALUE.size, number, scope, 0, 0, b"")
+        is_resolved = len(id_scopes) == len(names) and all(n in self._resolved for n in names)
+        scales = tuple(each[0].scale for each in sources) if is_resolved else ()
+        u64_view = (ctypes.c_uint64 * (5 * len(id_scopes))).from_buffer(buffer)
+        request = self._requests[names] = FieldRequest(sources, scales, len(id_scopes), buffer, u64_view)
+        return request
 
-    def _choose(self, name: str, tried: list[tuple[Source, list[Any]]]) -> float | NvmlError:
-        why = None
-        for source, answers in tried:
-            failed = [code for _, _, _, code, _ in answers if code]
-            if failed and (len(failed) == len(answers) or name in self._known):
-                why = why or self._nvml.error(failed[0])
+    def _resolve_value(self, name: str, candidates: list[tuple[FieldSource, list[Any]]]) -> float | NvmlError:
+        error = None
+        for source, answers in candidates:
+            error_codes = [code for _, _, _, code, _ in answers if code]
+            if error_codes and (len(error_codes) == len(answers) or name in self._resolved):
+                error = error or self._nvml.error(error_codes[0])
                 continue
-            good = [(number, kind, raw) for number, _, kind, code, raw in answers if not code]
-            if source.wide and good[0][1] == _U32:
+            succeeded = [(number, value_type, raw) for number, _, value_type, code, raw in answers if not code]
+            if source.needs_64_bit and succeeded[0][1] == _UNSIGNED_INT:
                 return NvmlError("NOT_SUPPORTED", "the driver counts it in 32 bits, which overflow within a second")
-            if name not in self._known:
-                self._known[name] = source._replace(ids=tuple(number for number, _, _ in good))
-                self._questions.clear()
-            total: float = sum(_VALUES[kind].unpack(raw)[0] for _, kind, raw in good)
+            if name not in self._resolved:
+                self._resolved[name] = source._replace(field_ids=tuple(number for number, _, _ in succeeded))
+                self._requests.clear()
+            total: float = sum(_VALUE_FORMATS[value_type].unpack(raw)[0] for _, value_type, raw in succeeded)
             return source.scale * total
-        return why or NvmlError("NOT_SUPPORTED")
+        return error or NvmlError("NOT_SUPPORTED")

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from clustertrain import clock
 from clustertrain.telemetry.readers.nvml import Nvml, NvmlError
 
-SHORTEST_S = 0.1  # below it the counters have nothing new, and the means are wrong (NVIDIA/DCGM#310)
-_ROUNDING = 1.02  # how far above the whole a share may come out
+MIN_INTERVAL_S = 0.1  # below it the counters have nothing new, and the means are wrong (NVIDIA/DCGM#310)
+_MAX_ROUNDING = 1.02  # how far above the whole a share may come out
 
 # nvmlGpmMetricId_t; NVML's are per cent.
 METRICS: Mapping[str, int] = {"sm_activity": 2, "tensor_activity": 5, "dram_activity": 10}
@@ -23,20 +23,20 @@ GRAPHICS_UTIL = 1  # of a MIG slice, what nvmlDeviceGetUtilizationRates is of a 
 
 
 class _Sample(NamedTuple):
-    itself: Any  # nvmlGpmSample_t
+    handle: Any  # nvmlGpmSample_t
     address: int
 
 
-class _Question(NamedTuple):
+class _MetricsRequest(NamedTuple):
     """nvmlGpmMetricsGet_t, and parts of its memory."""
 
-    where: Any
-    pair: ctypes.Array[ctypes.c_void_p]  # the older sample and the newer
+    pointer: Any
+    samples: ctypes.Array[ctypes.c_void_p]  # the older sample and the newer
     codes: ctypes.Array[ctypes.c_uint]  # of nvmlGpmMetric_t, which has 40 bytes: the second of 10 is the nvmlReturn_t
     values: ctypes.Array[ctypes.c_double]  # and the second of 5 the value
 
 
-class RollingPair:
+class GpmSampler:
     """The activities of one device.
 
     Args:
@@ -50,51 +50,51 @@ class RollingPair:
         self,
         nvml: Nvml,
         metrics: Mapping[str, int] = METRICS,
-        take: Callable[[Any, Any], int] | None = None,
-        device: Callable[[], Any] | None = None,
+        sample_get: Callable[[Any, Any], int] | None = None,
+        support_handle: Callable[[], Any] | None = None,
         now: Callable[[], float] = clock.monotonic,
     ) -> None:
         self._nvml = nvml
-        self._device = device
-        self._take = take or nvml.function("nvmlGpmSampleGet")
-        self._between_of = nvml.function("nvmlGpmMetricsGet")
+        self._support_handle = support_handle
+        self._sample_get = sample_get or nvml.function("nvmlGpmSampleGet")
+        self._metrics_get = nvml.function("nvmlGpmMetricsGet")
         self._metrics = metrics
         self._now = now
         self._supported = False
         self._samples: list[_Sample] = []  # the older one, and the one to be filled
-        self._question: _Question | None = None
-        self._at: float | None = None
+        self._request: _MetricsRequest | None = None
+        self._last_sample_at: float | None = None
         self._values: list[float | NvmlError] = []
 
     def read(self, handle: Any) -> list[float | NvmlError]:
-        """Means since the last call that was at least :data:`SHORTEST_S` ago, in the order of the metrics; the last
+        """Means since the last call that was at least :data:`MIN_INTERVAL_S` ago, in the order of the metrics; the last
         ones again where it was not.
 
         Raises:
             NvmlError: NOT_SUPPORTED; NO_DATA at the first call, which begins the first pair; or any other.
         """
         now = self._now()
-        if self._at is not None and now - self._at < SHORTEST_S:
+        if self._last_sample_at is not None and now - self._last_sample_at < MIN_INTERVAL_S:
             if self._values:
                 return self._values
             raise NvmlError("NO_DATA", "a mean needs two samples")
         if not self._supported or len(self._samples) < 2:
             self._prepare(handle)
         older, newer = self._samples
-        code = self._take(handle, newer.itself)
+        code = self._sample_get(handle, newer.handle)
         if code:
             raise self._nvml.error(code)
-        first, self._at = self._at is None, now
+        is_first, self._last_sample_at = self._last_sample_at is None, now
         self._samples = [newer, older]
-        if first:
+        if is_first:
             raise NvmlError("NO_DATA", "a mean needs two samples")
         self._values = []  # what follows may raise
-        self._values = self._between(older, newer)
+        self._values = self._compute_metrics(older, newer)
         return self._values
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """The device has been away: the next sample begins a new pair."""
-        self._at = None
+        self._last_sample_at = None
         self._values = []
         self._supported = False
 
@@ -102,13 +102,15 @@ class RollingPair:
         """Free the samples; NVML must still be open."""
         for sample in self._samples:
             with contextlib.suppress(NvmlError):
-                self._nvml.call("nvmlGpmSampleFree", sample.itself)
+                self._nvml.call("nvmlGpmSampleFree", sample.handle)
         self._samples = []
-        self.restart()
+        self.reset()
 
     def _prepare(self, handle: Any) -> None:
         if not self._supported:
-            support = self._nvml.call("nvmlGpmQueryDeviceSupport", self._device() if self._device else handle)
+            support = self._nvml.call(
+                "nvmlGpmQueryDeviceSupport", self._support_handle() if self._support_handle else handle
+            )
             if not support.isSupportedDevice:
                 raise NvmlError("NOT_SUPPORTED", "this GPU has no performance monitoring (GPM); Hopper and later do")
             self._supported = True
@@ -118,34 +120,34 @@ class RollingPair:
             sample = self._nvml.call("nvmlGpmSampleAlloc")
             self._samples.append(_Sample(sample, ctypes.cast(sample, ctypes.c_void_p).value or 0))
 
-    def _between(self, older: _Sample, newer: _Sample) -> list[float | NvmlError]:
-        if self._question is None:
-            self._question = self._ask()
-        question = self._question
-        question.pair[0], question.pair[1] = older.address, newer.address
-        code = self._between_of(question.where)
+    def _compute_metrics(self, older: _Sample, newer: _Sample) -> list[float | NvmlError]:
+        if self._request is None:
+            self._request = self._build_request()
+        request = self._request
+        request.samples[0], request.samples[1] = older.address, newer.address
+        code = self._metrics_get(request.pointer)
         if code:
             raise self._nvml.error(code)
-        codes, values = question.codes[1::10], question.values[1::5]
+        codes, values = request.codes[1::10], request.values[1::5]
         return [
-            self._nvml.error(code) if code else _share(percent) for code, percent in zip(codes, values, strict=True)
+            self._nvml.error(code) if code else _to_ratio(percent) for code, percent in zip(codes, values, strict=True)
         ]
 
-    def _ask(self) -> _Question:
-        of, n = self._nvml.lib.c_nvmlGpmMetricsGet_t, len(self._metrics)
-        memory = of()
-        memory.version = self._nvml.lib.NVML_GPM_METRICS_GET_VERSION
-        memory.numMetrics = n
+    def _build_request(self) -> _MetricsRequest:
+        struct_type, n = self._nvml.lib.c_nvmlGpmMetricsGet_t, len(self._metrics)
+        metrics_get = struct_type()
+        metrics_get.version = self._nvml.lib.NVML_GPM_METRICS_GET_VERSION
+        metrics_get.numMetrics = n
         for i, number in enumerate(self._metrics.values()):
-            memory.metrics[i].metricId = number
-        return _Question(
-            ctypes.byref(memory),
-            (ctypes.c_void_p * 2).from_buffer(memory, of.sample1.offset),
-            (ctypes.c_uint * (10 * n)).from_buffer(memory, of.metrics.offset),
-            (ctypes.c_double * (5 * n)).from_buffer(memory, of.metrics.offset),
+            metrics_get.metrics[i].metricId = number
+        return _MetricsRequest(
+            ctypes.byref(metrics_get),
+            (ctypes.c_void_p * 2).from_buffer(metrics_get, struct_type.sample1.offset),
+            (ctypes.c_uint * (10 * n)).from_buffer(metrics_get, struct_type.metrics.offset),
+            (ctypes.c_double * (5 * n)).from_buffer(metrics_get, struct_type.metrics.offset),
         )
 
 
-def _share(percent: float) -> float:
+def _to_ratio(percent: float) -> float:
     share = percent / 100
-    return 1.0 if 1.0 < share <= _ROUNDING else share
+    return 1.0 if 1.0 < share <= _MAX_ROUNDING else share

@@ -14,24 +14,24 @@ from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW, Pace
 from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
 from clustertrain.telemetry.readers.nvml_field_values import FieldValues
-from clustertrain.telemetry.readers.nvml_gpm import GRAPHICS_UTIL, METRICS, RollingPair
+from clustertrain.telemetry.readers.nvml_gpm import GRAPHICS_UTIL, METRICS, GpmSampler
 
 Values = Sequence[float | NvmlError]
 # Nothing of another kind is a reason to try the older call.
-_MISSING = ("FUNCTION_NOT_FOUND", "NOT_SUPPORTED", "INVALID_ARGUMENT", "ARGUMENT_VERSION_MISMATCH")
+_UNSUPPORTED_ERRORS = ("FUNCTION_NOT_FOUND", "NOT_SUPPORTED", "INVALID_ARGUMENT", "ARGUMENT_VERSION_MISMATCH")
 # nvmlClocksEventReason*. Hardware slowdown is the roof over heat, the power brake and a draw that rises too fast: alone
 # it is the last, or a GPU from before the finer ones.
 _SW_POWER, _HW_SLOWDOWN, _SW_THERMAL, _HW_THERMAL, _POWER_BRAKE, _BOARD_LIMIT = 0x4, 0x8, 0x20, 0x40, 0x80, 0x200
-_COUNTERS = ("energy_j", "pcie_tx_bytes", "pcie_rx_bytes", "nvlink_tx_bytes", "nvlink_rx_bytes")
+_COUNTER_FIELDS = ("energy_j", "pcie_tx_bytes", "pcie_rx_bytes", "nvlink_tx_bytes", "nvlink_rx_bytes")
 _SLOW_FIELDS = ("memory_temperature_c", "nvlink_errors")
 _VOLATILE, _CORRECTED, _UNCORRECTED = 0, 0, 1
 _PROCESS_BYTES = 24  # nvmlProcessInfo_v2_t
-_TOO_SMALL = 7  # nvmlReturn_t: the list has no room for all
+_INSUFFICIENT_SIZE = 7  # nvmlReturn_t: the list has no room for all
 _SENSOR_GPU = 0  # NVML_TEMPERATURE_GPU
 _NAN = float("nan")
 
 
-class Call(NamedTuple):
+class Query(NamedTuple):
     """``read(handle, wanted)`` returns of each of ``fields``, in their order, the value or why there is none, or raises
     NvmlError for all. What is not wanted need not be asked for: anything may stand in its place."""
 
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     read: Callable[[Any, tuple[str, ...]], Values]
 
 
-class _Number:
+class _ScalarQuery:
     """A figure that NVML answers with one number, times ``scale``; the memory for it is kept.
 
     Args:
@@ -48,58 +48,63 @@ class _Number:
     """
 
     def __init__(
-        self, nvml: Nvml, function: str, *args: int, scale: float = 1.0, kind: type[Any] = ctypes.c_uint
+        self, nvml: Nvml, function: str, *args: int, scale: float = 1.0, ctype: type[Any] = ctypes.c_uint
     ) -> None:
         self._error, self._function, self._scale = nvml.error, nvml.function(function), scale
-        self._answer = kind()
-        self._args = (*args, ctypes.byref(self._answer))
+        self._value = ctype()
+        self._args = (*args, ctypes.byref(self._value))
 
-    def read(self, handle: Any, wanted: tuple[str, ...] = ()) -> tuple[float]:
+    def read(self, handle: Any, requested: tuple[str, ...] = ()) -> tuple[float]:
         """Raises NvmlError where there is none."""
         code = self._function(handle, *self._args)
         if code:
             raise self._error(code)
-        return (self._scale * self._answer.value,)
+        return (self._scale * self._value.value,)
 
 
-class GpuCalls:
-    """All calls for one device. ``absent`` says why a slice lacks a field, which is not asked for then."""
+class GpuQueries:
+    """All calls for one device. ``unsupported`` says why a slice lacks a field, which is not asked for then."""
 
     def __init__(self, nvml: Nvml, device: Device) -> None:
         self._nvml = nvml
         self._uuid = device.uuid
         self._parent = device.parent
-        self._rates_of, self._rates = nvml.function("nvmlDeviceGetUtilizationRates"), (ctypes.c_uint * 2)()
-        self._temperature_v: ctypes.Array[Any] | None = None  # nvmlTemperature_v1_t: version, sensor, °C
+        self._get_utilization_rates, self._utilization_rates = (
+            nvml.function("nvmlDeviceGetUtilizationRates"),
+            (ctypes.c_uint * 2)(),
+        )
+        self._temperature_v1: ctypes.Array[Any] | None = None  # nvmlTemperature_v1_t: version, sensor, °C
         if nvml.lib is not None:
-            self._temperature_v = (ctypes.c_int * 3)(nvml.lib.nvmlTemperature_v1, _SENSOR_GPU, 0)
-        self._temperature_of = nvml.function("nvmlDeviceGetTemperatureV")
-        self._temperature_1 = _Number(nvml, "nvmlDeviceGetTemperature", _SENSOR_GPU)
-        wide = ctypes.c_ulonglong
-        self._reasons = _Number(nvml, "nvmlDeviceGetCurrentClocksEventReasons", scale=1, kind=wide)
-        self._older_reasons = _Number(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", scale=1, kind=wide)
-        self._processes_of = nvml.function("nvmlDeviceGetComputeRunningProcesses_v3")
+            self._temperature_v1 = (ctypes.c_int * 3)(nvml.lib.nvmlTemperature_v1, _SENSOR_GPU, 0)
+        self._get_temperature_v = nvml.function("nvmlDeviceGetTemperatureV")
+        self._older_temperature = _ScalarQuery(nvml, "nvmlDeviceGetTemperature", _SENSOR_GPU)
+        u64 = ctypes.c_ulonglong
+        self._clock_event_reasons = _ScalarQuery(nvml, "nvmlDeviceGetCurrentClocksEventReasons", scale=1, ctype=u64)
+        self._throttle_reasons = _ScalarQuery(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", scale=1, ctype=u64)
+        self._get_processes = nvml.function("nvmlDeviceGetComputeRunningProcesses_v3")
         self._process_count = ctypes.c_uint()
         self._process_list = ctypes.create_string_buffer(_PROCESS_BYTES * 16)
         if device.parent is None:
-            self._gpm = RollingPair(nvml)
+            self._gpm = GpmSampler(nvml)
         else:
-            self._gpm = RollingPair(nvml, {"utilization": GRAPHICS_UTIL, **METRICS}, self._take_of_slice, self._board)
+            self._gpm = GpmSampler(
+                nvml, {"utilization": GRAPHICS_UTIL, **METRICS}, self._sample_get_mig, self._parent_handle
+            )
         self._counters = FieldValues(nvml)
-        self.calls: dict[Pace, tuple[Call, ...]] = self._of_slice() if device.parent else self._of_gpu()
-        there = {name for calls in self.calls.values() for call in calls for name in call.fields}
-        why = NvmlError("NOT_SUPPORTED", "NVML tells it of whole GPUs, and this is a MIG slice of one").reason
-        self.absent = {f.name: why for f in fields.GPU if f.name not in there}
+        self.queries: dict[Pace, tuple[Query, ...]] = self._mig_queries() if device.parent else self._gpu_queries()
+        supported = {name for calls in self.queries.values() for call in calls for name in call.fields}
+        reason = NvmlError("NOT_SUPPORTED", "NVML tells it of whole GPUs, and this is a MIG slice of one").reason
+        self.unsupported = {f.name: reason for f in fields.GPU if f.name not in supported}
 
-    def find(self) -> None:
+    def refresh(self) -> None:
         """Look the device up anew.
 
         Raises:
             NvmlError: it cannot be reached.
         """
-        self._counters.forget()
-        self._gpm.restart()
-        self._nvml.find(self._uuid)
+        self._counters.reset()
+        self._gpm.reset()
+        self._nvml.refresh_handle(self._uuid)
 
     def handle(self) -> Any:
         """What the calls take; found anew where NVML was opened again.
@@ -109,111 +114,111 @@ class GpuCalls:
         """
         return self._nvml.handles[self._uuid]
 
-    def holds(self) -> bool:
-        return self._nvml.holds(self._uuid)
+    def has_handle(self) -> bool:
+        return self._nvml.has_handle(self._uuid)
 
-    def _of_gpu(self) -> dict[Pace, tuple[Call, ...]]:
+    def _gpu_queries(self) -> dict[Pace, tuple[Query, ...]]:
         fast = (
-            Call(("utilization", "memory_busy"), self._utilization),
-            Call(("memory_used_bytes",), self._memory),
-            self._simple("power_w", "nvmlDeviceGetPowerUsage", scale=1e-3),
-            Call(("temperature_c",), self._temperature),
-            self._simple("sm_clock_mhz", "nvmlDeviceGetClockInfo", 1),  # NVML_CLOCK_SM
-            self._simple("memory_clock_mhz", "nvmlDeviceGetClockInfo", 2),  # NVML_CLOCK_MEM
-            Call(("throttle_power", "throttle_thermal", "throttle_hardware"), self._throttling),
-            Call(tuple(METRICS), self._activity),
-            Call(_COUNTERS, self._fast_counters),
+            Query(("utilization", "memory_busy"), self._utilization),
+            Query(("memory_used_bytes",), self._memory),
+            self._scalar_query("power_w", "nvmlDeviceGetPowerUsage", scale=1e-3),
+            Query(("temperature_c",), self._temperature),
+            self._scalar_query("sm_clock_mhz", "nvmlDeviceGetClockInfo", 1),  # NVML_CLOCK_SM
+            self._scalar_query("memory_clock_mhz", "nvmlDeviceGetClockInfo", 2),  # NVML_CLOCK_MEM
+            Query(("throttle_power", "throttle_thermal", "throttle_hardware"), self._throttling),
+            Query(tuple(METRICS), self._activity),
+            Query(_COUNTER_FIELDS, self._fast_counters),
         )
-        errors, wide = "nvmlDeviceGetTotalEccErrors", ctypes.c_ulonglong
+        ecc_function, u64 = "nvmlDeviceGetTotalEccErrors", ctypes.c_ulonglong
         slow = (
-            Call(("processes",), self._processes),
-            Call(_SLOW_FIELDS, self._slow_fields),
-            self._simple("ecc_corrected", errors, _CORRECTED, _VOLATILE, kind=wide),
-            self._simple("ecc_uncorrected", errors, _UNCORRECTED, _VOLATILE, kind=wide),
-            Call(("remapped_rows", "remap_pending", "remap_failed"), self._remapping),
-            Call(("nvlinks_active",), self._links),
-            self._simple("pcie_replays", "nvmlDeviceGetPcieReplayCounter"),
+            Query(("processes",), self._processes),
+            Query(_SLOW_FIELDS, self._slow_fields),
+            self._scalar_query("ecc_corrected", ecc_function, _CORRECTED, _VOLATILE, ctype=u64),
+            self._scalar_query("ecc_uncorrected", ecc_function, _UNCORRECTED, _VOLATILE, ctype=u64),
+            Query(("remapped_rows", "remap_pending", "remap_failed"), self._remapping),
+            Query(("nvlinks_active",), self._links),
+            self._scalar_query("pcie_replays", "nvmlDeviceGetPcieReplayCounter"),
         )
         return {FAST: fast, SLOW: slow}
 
-    def _of_slice(self) -> dict[Pace, tuple[Call, ...]]:
+    def _mig_queries(self) -> dict[Pace, tuple[Query, ...]]:
         # The other figures are of the whole board, which slices of other jobs share.
-        fast = (Call(("memory_used_bytes",), self._memory), Call(("utilization", *METRICS), self._activity))
-        return {FAST: fast, SLOW: (Call(("processes",), self._processes),)}
+        fast = (Query(("memory_used_bytes",), self._memory), Query(("utilization", *METRICS), self._activity))
+        return {FAST: fast, SLOW: (Query(("processes",), self._processes),)}
 
-    def _simple(
-        self, field: str, function: str, *args: int, scale: float = 1.0, kind: type[Any] = ctypes.c_uint
-    ) -> Call:
-        return Call((field,), _Number(self._nvml, function, *args, scale=scale, kind=kind).read)
+    def _scalar_query(
+        self, field: str, function: str, *args: int, scale: float = 1.0, ctype: type[Any] = ctypes.c_uint
+    ) -> Query:
+        return Query((field,), _ScalarQuery(self._nvml, function, *args, scale=scale, ctype=ctype).read)
 
-    def _board(self) -> Any:
+    def _parent_handle(self) -> Any:
         return self._nvml.handles[self._parent or self._uuid]
 
-    def _utilization(self, handle: Any, wanted: tuple[str, ...]) -> Values:
-        code = self._rates_of(handle, self._rates)
+    def _utilization(self, handle: Any, requested: tuple[str, ...]) -> Values:
+        code = self._get_utilization_rates(handle, self._utilization_rates)
         if code:
             raise self._nvml.error(code)
-        return self._rates[0] / 100, self._rates[1] / 100
+        return self._utilization_rates[0] / 100, self._utilization_rates[1] / 100
 
-    def _memory(self, handle: Any, wanted: tuple[str, ...]) -> Values:
-        return (float(self._nvml.memory(self._uuid, handle).used),)
+    def _memory(self, handle: Any, requested: tuple[str, ...]) -> Values:
+        return (float(self._nvml.read_memory(self._uuid, handle).used),)
 
-    def _temperature(self, handle: Any, wanted: tuple[str, ...]) -> Values:
+    def _temperature(self, handle: Any, requested: tuple[str, ...]) -> Values:
         # nvmlDeviceGetTemperature goes with CUDA 14, and is all that drivers before 570 have.
-        if self._temperature_v is not None:
-            code = self._temperature_of(handle, self._temperature_v)
+        if self._temperature_v1 is not None:
+            code = self._get_temperature_v(handle, self._temperature_v1)
             if not code:
-                return (float(self._temperature_v[2]),)
+                return (float(self._temperature_v1[2]),)
             error = self._nvml.error(code)
-            if error.name not in _MISSING:
+            if error.name not in _UNSUPPORTED_ERRORS:
                 raise error
-        value = self._temperature_1.read(handle)
-        self._temperature_v = None
+        value = self._older_temperature.read(handle)
+        self._temperature_v1 = None
         return value
 
-    def _throttling(self, handle: Any, wanted: tuple[str, ...]) -> Values:
+    def _throttling(self, handle: Any, requested: tuple[str, ...]) -> Values:
         # The call of the second name goes with CUDA 14, and is all that drivers before 535 have.
         try:
-            return throttling(int(self._reasons.read(handle)[0]))
+            return decode_throttle_reasons(int(self._clock_event_reasons.read(handle)[0]))
         except NvmlError as e:
-            if e.name not in _MISSING or self._reasons is self._older_reasons:
+            if e.name not in _UNSUPPORTED_ERRORS or self._clock_event_reasons is self._throttle_reasons:
                 raise
-        (reasons,) = self._older_reasons.read(handle)
-        self._reasons = self._older_reasons
-        return throttling(int(reasons))
+        (reasons,) = self._throttle_reasons.read(handle)
+        self._clock_event_reasons = self._throttle_reasons
+        return decode_throttle_reasons(int(reasons))
 
-    def _activity(self, handle: Any, wanted: tuple[str, ...]) -> Values:
+    def _activity(self, handle: Any, requested: tuple[str, ...]) -> Values:
         return self._gpm.read(handle)
 
-    def _take_of_slice(self, handle: Any, sample: Any) -> int:
+    def _sample_get_mig(self, handle: Any, sample: Any) -> int:
         instance = self._nvml.call("nvmlDeviceGetGpuInstanceId", handle)
-        return self._nvml.function("nvmlGpmMigSampleGet")(self._board(), instance, sample)
+        return self._nvml.function("nvmlGpmMigSampleGet")(self._parent_handle(), instance, sample)
 
-    def _fast_counters(self, handle: Any, wanted: tuple[str, ...]) -> Values:
-        found: list[float | NvmlError]
+    def _fast_counters(self, handle: Any, requested: tuple[str, ...]) -> Values:
+        values: list[float | NvmlError]
         try:
-            found = self._counters.read(handle, wanted)
+            values = self._counters.read(handle, requested)
         except NvmlError as e:
-            if e.name not in _MISSING:
+            if e.name not in _UNSUPPORTED_ERRORS:
                 raise
-            found = [e] * len(wanted)
-        if wanted[0] == "energy_j" and isinstance(found[0], NvmlError) and found[0].name in _MISSING:
+            values = [e] * len(requested)
+        if requested[0] == "energy_j" and isinstance(values[0], NvmlError) and values[0].name in _UNSUPPORTED_ERRORS:
             try:
-                found[0] = self._nvml.call("nvmlDeviceGetTotalEnergyConsumption", handle) / 1000
+                values[0] = self._nvml.call("nvmlDeviceGetTotalEnergyConsumption", handle) / 1000
             except NvmlError as e:
-                found[0] = e
-        return _in_place(_COUNTERS, wanted, found)
+                values[0] = e
+        return _align(_COUNTER_FIELDS, requested, values)
 
-    def _slow_fields(self, handle: Any, wanted: tuple[str, ...]) -> Values:
-        found = self._counters.read(handle, wanted)
-        if wanted[0] == "memory_temperature_c" and found[0] == 0.0:
-            found[0] = NvmlError("NOT_SUPPORTED", "the driver says 0 °C, for want of a sensor")
-        return _in_place(_SLOW_FIELDS, wanted, found)
+    def _slow_fields(self, handle: Any, requested: tuple[str, ...]) -> Values:
+        values = self._counters.read(handle, requested)
+        if requested[0] == "memory_temperature_c" and values[0] == 0.0:
+            values[0] = NvmlError("NOT_SUPPORTED", "the driver says 0 °C, for want of a sensor")
+        return _align(_SLOW_FIELDS, requested, values)
 
-    def _processes(self, handle: Any, wanted: tuple[str, ...]) -> Values:
+    def _processes(self, handle: Any, requested: tuple[str, ...]) -> Values:
         code = self._list_processes(handle)
         if code and self._nvml.error(code).name == "FUNCTION_NOT_FOUND":
-            self._processes_of = self._nvml.function("nvmlDeviceGetComputeRunningProcesses_v2")  # before driver 510
+            self._get_processes = self._nvml.function("nvmlDeviceGetComputeRunningProcesses_v2")  # before driver 510
             code = self._list_processes(handle)
         if code:
             raise self._nvml.error(code)
@@ -224,32 +229,32 @@ class GpuCalls:
         count = self._process_count
         for _ in range(2):
             count.value = len(self._process_list) // _PROCESS_BYTES
-            code = self._processes_of(handle, ctypes.byref(count), self._process_list)
-            if code != _TOO_SMALL:
+            code = self._get_processes(handle, ctypes.byref(count), self._process_list)
+            if code != _INSUFFICIENT_SIZE:
                 break
             self._process_list = ctypes.create_string_buffer(_PROCESS_BYTES * (2 * count.value + 5))
         return code
 
-    def _remapping(self, handle: Any, wanted: tuple[str, ...]) -> Values:
+    def _remapping(self, handle: Any, requested: tuple[str, ...]) -> Values:
         corrected, uncorrected, pending, failed = self._nvml.call("nvmlDeviceGetRemappedRows", handle)
         return float(corrected + uncorrected), float(bool(pending)), float(bool(failed))
 
-    def _links(self, handle: Any, wanted: tuple[str, ...]) -> Values:
+    def _links(self, handle: Any, requested: tuple[str, ...]) -> Values:
         states = self._nvml.link_states(self._uuid)
         if not states:
             raise NvmlError("NOT_SUPPORTED", "this GPU has no NVLink")
         return (float(sum(states)),)
 
 
-def _in_place(fields: tuple[str, ...], wanted: tuple[str, ...], values: list[float | NvmlError]) -> Values:
+def _align(fields: tuple[str, ...], requested: tuple[str, ...], values: list[float | NvmlError]) -> Values:
     """The values of those wanted in the order of all fields."""
-    if wanted == fields:
+    if requested == fields:
         return values
-    found = dict(zip(wanted, values, strict=True))
-    return [found.get(field, _NAN) for field in fields]
+    value_by_field = dict(zip(requested, values, strict=True))
+    return [value_by_field.get(field, _NAN) for field in fields]
 
 
-def throttling(reasons: int) -> tuple[float, float, float]:
+def decode_throttle_reasons(reasons: int) -> tuple[float, float, float]:
     """nvmlClocksEventReasons, decoded: by power, by heat, by the hardware, each 0 or 1."""
     hardware = reasons & (_POWER_BRAKE | _BOARD_LIMIT) or (reasons & _HW_SLOWDOWN and not reasons & _HW_THERMAL)
     return (

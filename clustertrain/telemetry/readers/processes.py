@@ -13,9 +13,9 @@ import msgspec
 
 from clustertrain import clock
 
-_FORGET_S = 60.0  # a number may come to stand for another process
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_TICKS = os.sysconf("SC_CLK_TCK")
+_RESCAN_S = 60.0  # a number may come to stand for another process
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class _Process(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class _Process(msgspec.Struct, frozen=True):
     is_zombie: bool
 
 
-class Figures(msgspec.Struct, frozen=True):
+class ProcessUsage(msgspec.Struct, frozen=True):
     """Of some processes. Pages that several of them share count once in each: the sum is never too low.
 
     ``cpu_s`` never falls: it counts the processes that have ended. Only differences mean something.
@@ -38,14 +38,14 @@ class Figures(msgspec.Struct, frozen=True):
     cpu_s: float
 
 
-class JobFigures(msgspec.Struct, frozen=True):
+class JobUsage(msgspec.Struct, frozen=True):
     """``ranks``: of each rank whose process is there, its own and what it started: data workers, compilers."""
 
-    job: Figures
-    ranks: dict[int, Figures]
+    job: ProcessUsage
+    ranks: dict[int, ProcessUsage]
 
 
-class JobProcesses:
+class JobProcessReader:
     """Reads all descendants of a process. Looks at every process of the node: once in ten seconds is enough.
 
     Args:
@@ -57,64 +57,70 @@ class JobProcesses:
         self._root = root
         self._proc = proc
         self._now = now
-        self._others: set[int] = set()  # known not to be ours
-        self._forget_at = now() + _FORGET_S
-        self._spent: dict[int | None, _Rising] = {}
+        self._unrelated_pids: set[int] = set()  # known not to be ours
+        self._rescan_at = now() + _RESCAN_S
+        self._cpu_totals: dict[int | None, _MonotonicTotal] = {}
 
-    def read(self, ranks: Mapping[int, int] | None = None) -> JobFigures | None:
+    def read(self, ranks: Mapping[int, int] | None = None) -> JobUsage | None:
         """``ranks``: the process of each rank, as its beat tells it. None when the root is gone."""
-        if self._now() >= self._forget_at:
-            self._others.clear()
-            self._forget_at = self._now() + _FORGET_S
-        seen: dict[int, _Process] = {}
-        root = self._read(self._root)
+        if self._now() >= self._rescan_at:
+            self._unrelated_pids.clear()
+            self._rescan_at = self._now() + _RESCAN_S
+        processes: dict[int, _Process] = {}
+        root = self._read_process(self._root)
         if root is None:
             return None
-        for pid in self._numbers():
-            if pid not in self._others and pid != self._root and (process := self._read(pid)) is not None:
-                seen[pid] = process
+        for pid in self._list_pids():
+            if (
+                pid not in self._unrelated_pids
+                and pid != self._root
+                and (process := self._read_process(pid)) is not None
+            ):
+                processes[pid] = process
         children: dict[int, list[int]] = {}
-        for pid, process in seen.items():
+        for pid, process in processes.items():
             children.setdefault(process.parent, []).append(pid)
-        below = _below(self._root, children)
-        self._others |= seen.keys() - below
+        descendants = _find_descendants(self._root, children)
+        self._unrelated_pids |= processes.keys() - descendants
         # The root's own time is not the job's, but that of its children that have ended is.
-        job = self._sum(None, (seen[p] for p in below), self._ended_children_s())
-        found = {}
+        job = self._sum_usage(None, (processes[p] for p in descendants), self._ended_children_s())
+        rank_usage = {}
         for rank, pid in (ranks or {}).items():
-            if pid in below:
-                found[rank] = self._sum(rank, (seen[p] for p in {pid} | _below(pid, children)))
-        return JobFigures(job, found)
+            if pid in descendants:
+                rank_usage[rank] = self._sum_usage(
+                    rank, (processes[p] for p in {pid} | _find_descendants(pid, children))
+                )
+        return JobUsage(job, rank_usage)
 
-    def _sum(self, key: int | None, processes: Iterable[_Process], more_s: float = 0.0) -> Figures:
-        count, rss, cpu_s = 0, 0, more_s
+    def _sum_usage(self, key: int | None, processes: Iterable[_Process], extra_s: float = 0.0) -> ProcessUsage:
+        count, rss, cpu_s = 0, 0, extra_s
         for process in processes:
             count += not process.is_zombie
             rss += process.rss_bytes
             cpu_s += process.cpu_s
-        return Figures(count, rss, self._spent.setdefault(key, _Rising()).at(cpu_s))
+        return ProcessUsage(count, rss, self._cpu_totals.setdefault(key, _MonotonicTotal()).update(cpu_s))
 
-    def _numbers(self) -> list[int]:
+    def _list_pids(self) -> list[int]:
         try:
             with os.scandir(self._proc) as entries:
                 return [int(entry.name) for entry in entries if entry.name.isdigit()]
         except OSError:
             return []
 
-    def _read(self, pid: int) -> _Process | None:
-        stat = self._stat(pid)
+    def _read_process(self, pid: int) -> _Process | None:
+        stat = self._read_stat(pid)
         if stat is None:
             return None
         # The fields of proc_pid_stat(5), without the first two: 1 ppid, 11 to 14 user and system time of the process
         # and of its children that were waited for, 21 resident pages.
         ticks = int(stat[11]) + int(stat[12]) + int(stat[13]) + int(stat[14])
-        return _Process(int(stat[1]), ticks / _TICKS, int(stat[21]) * _PAGE, stat[0] == b"Z")
+        return _Process(int(stat[1]), ticks / _TICKS_PER_S, int(stat[21]) * _PAGE_BYTES, stat[0] == b"Z")
 
     def _ended_children_s(self) -> float:
-        stat = self._stat(self._root)
-        return 0.0 if stat is None else (int(stat[13]) + int(stat[14])) / _TICKS
+        stat = self._read_stat(self._root)
+        return 0.0 if stat is None else (int(stat[13]) + int(stat[14])) / _TICKS_PER_S
 
-    def _stat(self, pid: int) -> list[bytes] | None:
+    def _read_stat(self, pid: int) -> list[bytes] | None:
         try:
             fd = os.open(f"{self._proc}/{pid}/stat", os.O_RDONLY)
         except OSError:
@@ -130,7 +136,7 @@ class JobProcesses:
         return fields if len(fields) > 21 else None
 
 
-class _Rising:
+class _MonotonicTotal:
     """A sum that must not fall when a process ends whose time nobody inherits (one that was left behind).
 
     One that falls once may only have been caught between a child's end and its parent's taking note of it.
@@ -141,7 +147,7 @@ class _Rising:
         self._left_behind = 0.0
         self._fell = False
 
-    def at(self, value: float) -> float:
+    def update(self, value: float) -> float:
         value += self._left_behind
         if value < self._highest and self._fell:
             self._left_behind += self._highest - value
@@ -151,11 +157,11 @@ class _Rising:
         return self._highest
 
 
-def _below(root: int, children: Mapping[int, list[int]]) -> set[int]:
-    found: set[int] = set()
-    waiting = list(children.get(root, ()))
-    while waiting:
-        pid = waiting.pop()
-        found.add(pid)
-        waiting.extend(children.get(pid, ()))
-    return found
+def _find_descendants(root: int, children: Mapping[int, list[int]]) -> set[int]:
+    descendants: set[int] = set()
+    pending = list(children.get(root, ()))
+    while pending:
+        pid = pending.pop()
+        descendants.add(pid)
+        pending.extend(children.get(pid, ()))
+    return descendants

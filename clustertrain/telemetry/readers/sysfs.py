@@ -16,38 +16,38 @@ from typing import NamedTuple
 
 from clustertrain import clock
 
-_CHOSEN_FOR_S = 60.0
-_SECTOR = 512  # in block/*/stat, whatever the disk's own is
-_WORD = 4  # port_rcv_data and port_xmit_data count words of 32 bits
-_FULL_U32 = 0xFFFFFFFF  # where a counter of old hardware stays once it is there
+_RESCAN_S = 60.0
+_SECTOR_BYTES = 512  # in block/*/stat, whatever the disk's own is
+_WORD_BYTES = 4  # port_rcv_data and port_xmit_data count words of 32 bits
+_SATURATED_U32 = 0xFFFFFFFF  # where a counter of old hardware stays once it is there
 # The host's end of a virtual function or subfunction: its traffic passes the physical port too.
 _REPRESENTOR = re.compile(r"(c\d+)?pf\d+(vf|sf)\d+")
 
 
-class Missing(Exception):
+class NotAvailable(Exception):
     """There is nothing to read; the message says why."""
 
 
-class Kind(NamedTuple):
-    """A kind of devices: ``choose(root)`` lists the folders of those that count, ``read(folder)`` gives two counters of
-    one, None where it has none that can be used."""
+class DeviceClass(NamedTuple):
+    """A kind of devices: ``list_devices(root)`` lists the folders of those that count, ``read_counters(folder)`` gives
+    two counters of one, None where it has none that can be used."""
 
-    choose: Callable[[Path], list[str]]
-    read: Callable[[str], tuple[int, int] | None]
-    without: str  # why there is no figure where none is chosen
-    unusable: str = ""  # and where none of the chosen can be used
+    list_devices: Callable[[Path], list[str]]
+    read_counters: Callable[[str], tuple[int, int] | None]
+    none_reason: str  # why there is no figure where none is chosen
+    unusable_reason: str = ""  # and where none of the chosen can be used
 
 
-class Counters:
+class DeviceCounters:
     """The sums over all devices of a kind.
 
     Which devices count is looked up once a minute, and when one is gone: that takes ten times as long as to read them.
     """
 
-    def __init__(self, kind: Kind, root: Path, now: Callable[[], float] = clock.monotonic) -> None:
-        self._kind, self._root, self._now = kind, root, now
-        self._chosen: list[str] = []
-        self._again_at = -math.inf
+    def __init__(self, device_class: DeviceClass, root: Path, now: Callable[[], float] = clock.monotonic) -> None:
+        self._device_class, self._root, self._now = device_class, root, now
+        self._devices: list[str] = []
+        self._rescan_at = -math.inf
 
     def read(self) -> tuple[float, float]:
         """Bytes received and sent, or read and written.
@@ -56,34 +56,34 @@ class Counters:
             Missing: there is nothing to read.
             OSError, ValueError, IndexError: what there is cannot be read.
         """
-        if self._now() < self._again_at:
+        if self._now() < self._rescan_at:
             try:
-                return self._sums()
+                return self._read_sums()
             except (OSError, ValueError, IndexError):
                 pass  # one of them may be gone
-        self._chosen = self._kind.choose(self._root)
-        self._again_at = self._now() + _CHOSEN_FOR_S
-        return self._sums()
+        self._devices = self._device_class.list_devices(self._root)
+        self._rescan_at = self._now() + _RESCAN_S
+        return self._read_sums()
 
-    def _sums(self) -> tuple[float, float]:
-        if not self._chosen:
-            raise Missing(self._kind.without)
-        found = [pair for pair in map(self._kind.read, self._chosen) if pair is not None]
-        if not found:
-            raise Missing(self._kind.unusable)
-        return float(sum(a for a, _ in found)), float(sum(b for _, b in found))
+    def _read_sums(self) -> tuple[float, float]:
+        if not self._devices:
+            raise NotAvailable(self._device_class.none_reason)
+        pairs = [pair for pair in map(self._device_class.read_counters, self._devices) if pair is not None]
+        if not pairs:
+            raise NotAvailable(self._device_class.unusable_reason)
+        return float(sum(a for a, _ in pairs)), float(sum(b for _, b in pairs))
 
 
-def _interfaces(root: Path) -> list[str]:
+def _list_interfaces(root: Path) -> list[str]:
     """Those that belong to hardware; where there is none (a container with a virtual one), those at the bottom."""
     folder = root / "sys/class/net"
-    names = [n for n in _names(folder) if (folder / n / "statistics").is_dir() and n != "lo"]
-    chosen = [n for n in names if _is_port(folder / n)] or [n for n in names if _is_bottom(folder / n)]
+    names = [n for n in _list_dir(folder) if (folder / n / "statistics").is_dir() and n != "lo"]
+    chosen = [n for n in names if _is_port(folder / n)] or [n for n in names if _is_unstacked(folder / n)]
     return [f"{folder}/{n}/statistics" for n in chosen]
 
 
-def _interface(folder: str) -> tuple[int, int]:
-    return int(_contents(f"{folder}/rx_bytes")), int(_contents(f"{folder}/tx_bytes"))
+def _read_interface(folder: str) -> tuple[int, int]:
+    return int(_read_bytes(f"{folder}/rx_bytes")), int(_read_bytes(f"{folder}/tx_bytes"))
 
 
 def _is_port(interface: Path) -> bool:
@@ -91,56 +91,58 @@ def _is_port(interface: Path) -> bool:
         return False
     if (interface / "master/device").exists():  # a cloud's fast path below an interface that counts it already
         return False
-    return not _REPRESENTOR.fullmatch(_text(interface / "phys_port_name"))
+    return not _REPRESENTOR.fullmatch(_read_text(interface / "phys_port_name"))
 
 
-def _is_bottom(interface: Path) -> bool:
-    stacked = any(n.startswith("lower_") for n in _names(interface))
+def _is_unstacked(interface: Path) -> bool:
+    stacked = any(n.startswith("lower_") for n in _list_dir(interface))
     return not stacked and not (interface / "bridge").is_dir() and not (interface / "master").exists()
 
 
-def _ports(root: Path) -> list[str]:
+def _list_ports(root: Path) -> list[str]:
     folder = root / "sys/class/infiniband"
-    return [str(port) for device in _names(folder) for port in sorted((folder / device).glob("ports/*"))]
+    return [str(port) for device in _list_dir(folder) for port in sorted((folder / device).glob("ports/*"))]
 
 
-def _port(port: str) -> tuple[int, int] | None:
+def _read_port(port: str) -> tuple[int, int] | None:
     # counters_ext: mlx4 before Linux 4.5; hw_counters: EFA, in bytes.
     for folder, received, sent, scale in (
-        ("counters_ext", "port_rcv_data_64", "port_xmit_data_64", _WORD),
-        ("counters", "port_rcv_data", "port_xmit_data", _WORD),
+        ("counters_ext", "port_rcv_data_64", "port_xmit_data_64", _WORD_BYTES),
+        ("counters", "port_rcv_data", "port_xmit_data", _WORD_BYTES),
         ("hw_counters", "rx_bytes", "tx_bytes", 1),
     ):
         try:
-            values = int(_contents(f"{port}/{folder}/{received}")), int(_contents(f"{port}/{folder}/{sent}"))
+            values = int(_read_bytes(f"{port}/{folder}/{received}")), int(_read_bytes(f"{port}/{folder}/{sent}"))
         except (OSError, ValueError):  # "N/A (no PMA)" is one of the answers
             continue
-        if _FULL_U32 not in values:
+        if _SATURATED_U32 not in values:
             return values[0] * scale, values[1] * scale
     return None
 
 
-def _own_disks(root: Path) -> list[str]:
+def _list_disks(root: Path) -> list[str]:
     folder = root / "sys/block"
     return [
         f"{folder}/{n}"
-        for n in _names(folder)
-        if (folder / n / "device").exists() and _text(folder / n / "hidden") != "1"
+        for n in _list_dir(folder)
+        if (folder / n / "device").exists() and _read_text(folder / n / "hidden") != "1"
     ]
 
 
-def _disk(folder: str) -> tuple[int, int]:
-    stat = _contents(f"{folder}/stat").split()
-    return _SECTOR * int(stat[2]), _SECTOR * int(stat[6])
+def _read_disk(folder: str) -> tuple[int, int]:
+    stat = _read_bytes(f"{folder}/stat").split()
+    return _SECTOR_BYTES * int(stat[2]), _SECTOR_BYTES * int(stat[6])
 
 
-NETWORK = Kind(_interfaces, _interface, "this node has no network interface but the loopback")
+NETWORK = DeviceClass(_list_interfaces, _read_interface, "this node has no network interface but the loopback")
 # InfiniBand, RoCE, EFA.
-INFINIBAND = Kind(_ports, _port, "this node has no RDMA device", "no RDMA port of this node has counters of 64 bits")
-DISKS = Kind(_own_disks, _disk, "this node has no disk of its own")
+INFINIBAND = DeviceClass(
+    _list_ports, _read_port, "this node has no RDMA device", "no RDMA port of this node has counters of 64 bits"
+)
+DISKS = DeviceClass(_list_disks, _read_disk, "this node has no disk of its own")
 
 
-def _contents(path: str) -> bytes:
+def _read_bytes(path: str) -> bytes:
     """Of a file of the kernel's, which are short. Without a Path and without buffers, which take ten times as long."""
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -149,14 +151,14 @@ def _contents(path: str) -> bytes:
         os.close(fd)
 
 
-def _names(folder: Path) -> list[str]:
+def _list_dir(folder: Path) -> list[str]:
     try:
         return sorted(p.name for p in folder.iterdir())
     except OSError:
         return []
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:

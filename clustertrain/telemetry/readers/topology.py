@@ -24,15 +24,15 @@ def read_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     try:
         devices = nvml.devices()
         boards = {d.uuid: d for d in devices}
-        allocated = allocation.find(environ, devices).devices
-        return tuple(_read(nvml, i, d, boards.get(d.parent or d.uuid)) for i, d in enumerate(allocated))
+        allocated = allocation.find_allocation(environ, devices).devices
+        return tuple(_read_gpu(nvml, i, d, boards.get(d.parent or d.uuid)) for i, d in enumerate(allocated))
     finally:
         nvml.close()
 
 
-def _read(nvml: Nvml, position: int, device: Device, board: Device | None) -> Gpu:
+def _read_gpu(nvml: Nvml, position: int, device: Device, board: Device | None) -> Gpu:
     gpu = Gpu(index=position if device.index is None else device.index, name=device.name or "")
-    if board is None or not nvml.holds(board.uuid):
+    if board is None or not nvml.has_handle(board.uuid):
         return gpu
     # Each on its own: what one driver does not tell must not hide the rest.
     with contextlib.suppress(NvmlError):

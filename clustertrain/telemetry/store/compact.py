@@ -49,12 +49,12 @@ def compact(folder: Path, *, ended: bool = False) -> Outcome:
     try:
         quiet_s = clock.now() - samples.stat().st_mtime
     except FileNotFoundError:
-        _clean(folder)
+        _remove_leftovers(folder)
         return "nothing to do"
     if not ended and segment.end is None and quiet_s < _QUIET_S:
         return "still written"
     try:
-        _complete(segment)
+        _write_rollups_and_totals(segment)
         _to_parquet(segment)
     except FileNotFoundError:
         if samples.exists():
@@ -62,50 +62,58 @@ def compact(folder: Path, *, ended: bool = False) -> Outcome:
         return "nothing to do"  # another process was quicker
     fsio.fsync_folder(folder)
     samples.unlink(missing_ok=True)  # last: as long as it is there, a second run begins at the beginning
-    _clean(folder)
+    _remove_leftovers(folder)
     return "compacted"
 
 
-def _complete(segment: Segment) -> None:
+def _write_rollups_and_totals(segment: Segment) -> None:
     """Write the roll-ups as they are packed, and first what a killed sampler did not add up any more."""
     folder, header = segment.folder, segment.header
     for step in LEVELS:
-        found = segment.rollup(step)
-        tables = rollup.Buckets(found.t - header.t, found.count, found.mean, found.low, found.high)
-        records = rollup.to_records(tables)
+        segment_rollup = segment.rollup(step)
+        buckets = rollup.Buckets(
+            segment_rollup.t - header.t,
+            segment_rollup.count,
+            segment_rollup.mean,
+            segment_rollup.low,
+            segment_rollup.high,
+        )
+        records = rollup.to_records(buckets)
         if step == LEVELS[0]:
             fsio.write_bytes(rollup.packed_path(folder, step), rollup.pack(records))
-            rollup.path_of(folder, step).unlink(missing_ok=True)
+            rollup.rollup_path(folder, step).unlink(missing_ok=True)
         else:
-            fsio.write_bytes(rollup.path_of(folder, step), records.tobytes())
+            fsio.write_bytes(rollup.rollup_path(folder, step), records.tobytes())
     sums = segment.sums()
-    if segment.trouble is not None:
-        raise ValueError(segment.trouble)
+    if segment.read_error is not None:
+        raise ValueError(segment.read_error)
     sums.complete = True
     fsio.write_bytes(folder / totals.NAME, totals.dump(sums))
 
 
 def _to_parquet(segment: Segment) -> None:
     folder, header = segment.folder, segment.header
-    notes = jsonl_blocks.read(folder, notes_only=True)
-    reasons = [(r.d, r.column, r.reason) for r in notes if isinstance(r, jsonl_blocks.Reason)]
+    records = jsonl_blocks.read(folder, notes_only=True)
+    reasons = [(r.d, r.column, r.reason) for r in records if isinstance(r, jsonl_blocks.MissingReason)]
     paces: tuple[Pace, ...] = (FAST, SLOW)
     with contextlib.ExitStack() as stack:
         writers = {pace: parquet.ParquetWriter(folder, header, pace, reasons) for pace in paces}
         for writer in writers.values():
             stack.callback(writer.drop)
-        for pace, d, rows in _pieces(jsonl_blocks.read(folder), {p: len(header.columns(p)) for p in paces}):
+        for pace, d, rows in _row_groups(jsonl_blocks.read(folder), {p: len(header.columns(p)) for p in paces}):
             writers[pace].add(d, rows)
         for writer in writers.values():
             writer.finish()
 
 
-def _pieces(records: Iterable[jsonl_blocks.Record], widths: dict[Pace, int]) -> Iterator[tuple[Pace, Column, Table]]:
+def _row_groups(
+    records: Iterable[jsonl_blocks.Record], widths: dict[Pace, int]
+) -> Iterator[tuple[Pace, Column, Table]]:
     """The samples in pieces of ``_ROWS`` or a little more, so that a week does not have to fit into memory."""
-    waiting: dict[Pace, list[tuple[Column, Table]]] = {pace: [] for pace in widths}
+    pending: dict[Pace, list[tuple[Column, Table]]] = {pace: [] for pace in widths}
     newest = dict.fromkeys(widths, -np.inf)
     for record in records:
-        if not isinstance(record, jsonl_blocks.Block):
+        if not isinstance(record, jsonl_blocks.SampleBlock):
             continue
         pace = record.pace
         d = np.array(record.d)
@@ -113,26 +121,26 @@ def _pieces(records: Iterable[jsonl_blocks.Record], widths: dict[Pace, int]) -> 
         if not keep.any():
             continue
         newest[pace] = d[-1]
-        waiting[pace].append((d[keep], jsonl_blocks.table(record, list(range(widths[pace])))[keep]))
-        if sum(len(d) for d, _ in waiting[pace]) >= _ROWS:
-            yield pace, *_stacked(waiting[pace])
-            waiting[pace] = []
-    for pace, parts in waiting.items():
-        if parts:
-            yield pace, *_stacked(parts)
+        pending[pace].append((d[keep], jsonl_blocks.decode_block(record, list(range(widths[pace])))[keep]))
+        if sum(len(d) for d, _ in pending[pace]) >= _ROWS:
+            yield pace, *_concatenate(pending[pace])
+            pending[pace] = []
+    for pace, chunks in pending.items():
+        if chunks:
+            yield pace, *_concatenate(chunks)
 
 
-def _stacked(parts: list[tuple[Column, Table]]) -> tuple[Column, Table]:
-    return np.concatenate([d for d, _ in parts]), np.concatenate([rows for _, rows in parts])
+def _concatenate(chunks: list[tuple[Column, Table]]) -> tuple[Column, Table]:
+    return np.concatenate([d for d, _ in chunks]), np.concatenate([rows for _, rows in chunks])
 
 
-def _clean(folder: Path) -> None:
+def _remove_leftovers(folder: Path) -> None:
     """Remove what a run that was killed left half written."""
     for leftover in folder.glob(".[frst]*"):  # and not .nfs…, which is a file that somebody reads
         leftover.unlink(missing_ok=True)
 
 
-def segments_below(folder: Path) -> list[Path]:
+def list_segments(folder: Path) -> list[Path]:
     """The folders of segments at ``folder`` or below it: a segment, a node's folder, or an attempt's telemetry."""
     return sorted(header.parent for header in folder.rglob(store.HEADER))
 
@@ -147,20 +155,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     os.nice(19)
     failed = 0
-    for folder in (segment for given in options.folders for segment in segments_below(given)):
+    for folder in (segment for root in options.folders for segment in list_segments(root)):
         try:
-            if _size(folder) < options.at_least:
+            if _sample_bytes(folder) < options.at_least:
                 continue
-            done = compact(folder, ended=options.ended)
+            outcome = compact(folder, ended=options.ended)
             if not options.quiet:
-                print(f"{folder}: {done}")
+                print(f"{folder}: {outcome}")
         except (OSError, ValueError) as e:
             print(f"{folder}: {e}", file=sys.stderr)
             failed = 1
     return failed
 
 
-def _size(folder: Path) -> int:
+def _sample_bytes(folder: Path) -> int:
     """Of the samples; what of a compaction is to be completed counts as well."""
     files = [folder / jsonl_blocks.NAME, *folder.glob("*.parquet")]
     return sum(f.stat().st_size for f in files if f.exists())

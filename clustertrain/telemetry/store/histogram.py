@@ -11,17 +11,17 @@ Column = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 GROWTH = 1.02
-SMALLEST = 1e-6  # below it a value counts as 0; the registered fields have none that is negative
-_LOG = math.log(GROWTH)
+MIN_VALUE = 1e-6  # below it a value counts as 0; the registered fields have none that is negative
+_LOG_GROWTH = math.log(GROWTH)
 # Bin 0 holds zeros; bin i > 0 holds SMALLEST * GROWTH**(i - 1) up to the next; the last all from about 1e19 on.
-BINS = 2 + math.ceil(math.log(1e19 / SMALLEST) / _LOG)
+BINS = 2 + math.ceil(math.log(1e19 / MIN_VALUE) / _LOG_GROWTH)
 
 
-def bins_of(values: npt.NDArray[np.floating]) -> npt.NDArray[np.intp]:
+def bin_indices(values: npt.NDArray[np.floating]) -> npt.NDArray[np.intp]:
     """The bin of each value; none may be NaN."""
-    raised = np.maximum(values, SMALLEST * (1 - 1e-12))
-    at: npt.NDArray[np.intp] = np.floor(np.log(raised / SMALLEST) / _LOG).astype(np.intp) + 1
-    return np.clip(at, 0, BINS - 1)
+    clamped = np.maximum(values, MIN_VALUE * (1 - 1e-12))
+    indices: npt.NDArray[np.intp] = np.floor(np.log(clamped / MIN_VALUE) / _LOG_GROWTH).astype(np.intp) + 1
+    return np.clip(indices, 0, BINS - 1)
 
 
 class Histogram:
@@ -40,8 +40,8 @@ class Histogram:
 
     def add(self, values: Column) -> None:
         """Count ``values``, without those that are NaN."""
-        there = values[np.isfinite(values)]
-        bins, counts = np.unique(bins_of(there), return_counts=True)
+        finite = values[np.isfinite(values)]
+        bins, counts = np.unique(bin_indices(finite), return_counts=True)
         self.merge(Histogram(bins.astype(np.int64), counts.astype(np.int64)))
 
     def merge(self, other: Histogram) -> None:
@@ -68,10 +68,10 @@ class Histogram:
             return math.nan
         if low == high:
             return low
-        upto = self.counts.cumsum()
-        at = min(int(upto.searchsorted(q * float(upto[-1]))), len(upto) - 1)
-        return min(max(_middle(int(self.bins[at])), low), high)
+        cumulative = self.counts.cumsum()
+        index = min(int(cumulative.searchsorted(q * float(cumulative[-1]))), len(cumulative) - 1)
+        return min(max(_bin_center(int(self.bins[index])), low), high)
 
 
-def _middle(number: int) -> float:
-    return 0.0 if number == 0 else SMALLEST * math.exp((number - 0.5) * _LOG)
+def _bin_center(bin_index: int) -> float:
+    return 0.0 if bin_index == 0 else MIN_VALUE * math.exp((bin_index - 0.5) * _LOG_GROWTH)

@@ -18,19 +18,19 @@ import numpy as np
 
 from clustertrain import reading, schema
 from clustertrain.telemetry.fields import Pace
-from clustertrain.telemetry.store.limits import MOST_BYTES, MOST_NUMBER, MOST_S, within
+from clustertrain.telemetry.store.limits import MAX_BYTES, MAX_MAGNITUDE, MAX_SECONDS, is_within
 from clustertrain.telemetry.store.rollup import Table
 
 NAME = "samples.jsonl.gz"
 _MAGIC = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"  # no name, no time
-_TAIL = struct.Struct("<II")  # CRC-32 and size
-_MEMBER_BYTES = 1 << 24
-_CHUNK = 1 << 18
-_SAMPLES = b'{"kind":"samples"'
-_EXACT = 2.0**53  # whole numbers of double precision
+_TRAILER = struct.Struct("<II")  # CRC-32 and size
+_MAX_MEMBER_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 18
+_SAMPLES_PREFIX = b'{"kind":"samples"'
+_MAX_EXACT_INT = 2.0**53  # whole numbers of double precision
 
 
-class Block(msgspec.Struct, frozen=True, tag="samples", tag_field="kind"):
+class SampleBlock(msgspec.Struct, frozen=True, tag="samples", tag_field="kind"):
     """Rows of one pace: ``d`` [n] s, and by column, in the header's order, n values, or one that they all have. Null
     where missing."""
 
@@ -39,7 +39,7 @@ class Block(msgspec.Struct, frozen=True, tag="samples", tag_field="kind"):
     v: list[float | list[float | None] | None]
 
 
-class Reason(msgspec.Struct, frozen=True, tag="null", tag_field="kind"):
+class MissingReason(msgspec.Struct, frozen=True, tag="null", tag_field="kind"):
     """From ``d`` on the column is missing for ``reason``; None: it is back."""
 
     d: float
@@ -47,92 +47,99 @@ class Reason(msgspec.Struct, frozen=True, tag="null", tag_field="kind"):
     reason: str | None
 
 
-class End(msgspec.Struct, frozen=True, tag="end", tag_field="kind"):
+class SegmentEnd(msgspec.Struct, frozen=True, tag="end", tag_field="kind"):
     """The sampler stopped; ``reason`` is None when it was told to."""
 
     d: float
     reason: str | None = None
 
 
-Record = Block | Reason | End
-_decode = schema.decoder(Record).decode
+Record = SampleBlock | MissingReason | SegmentEnd
+_decode = schema.get_decoder(Record).decode
 _encode = msgspec.json.Encoder().encode
 
 
-def block(pace: Pace, d: list[float], rows: Table) -> Block:
+def build_block(pace: Pace, d: list[float], rows: Table) -> SampleBlock:
     """``rows`` [n, columns], NaN where missing, as a block."""
-    same = np.all((rows == rows[0]) | (np.isnan(rows) & np.isnan(rows[0])), axis=0)
+    is_constant = np.all((rows == rows[0]) | (np.isnan(rows) & np.isnan(rows[0])), axis=0)
     with np.errstate(invalid="ignore"):
-        whole = rows.astype(np.int64)
-        is_whole = np.all((rows == whole) & (np.abs(rows) < _EXACT), axis=0)
+        as_integers = rows.astype(np.int64)
+        is_whole = np.all((rows == as_integers) & (np.abs(rows) < _MAX_EXACT_INT), axis=0)
     # 65 and not 65.0. All columns at once, as to turn them into lists one by one takes longer than all the rest.
-    each = zip(rows.T.tolist(), whole.T.tolist(), is_whole.tolist(), same.tolist(), strict=True)
-    chosen = [(integers if exact else floats, one) for floats, integers, exact, one in each]
-    return Block(pace, d, [values[0] if one else values for values, one in chosen])
+    columns = zip(rows.T.tolist(), as_integers.T.tolist(), is_whole.tolist(), is_constant.tolist(), strict=True)
+    column_values = [(integers if exact else floats, one) for floats, integers, exact, one in columns]
+    return SampleBlock(pace, d, [values[0] if one else values for values, one in column_values])
 
 
-def table(part: Block, columns: list[int]) -> Table:
+def decode_block(block: SampleBlock, columns: list[int]) -> Table:
     """The block's values [n, chosen columns]; a column that it lacks, or has not a value a row of, is
     NaN."""
-    out = np.full((len(part.d), len(columns)), np.nan)
-    for i, at in enumerate(columns):
-        values = part.v[at] if at < len(part.v) else None
-        if values is not None and (not isinstance(values, list) or len(values) == len(part.d)):
+    out = np.full((len(block.d), len(columns)), np.nan)
+    for i, index in enumerate(columns):
+        values = block.v[index] if index < len(block.v) else None
+        if values is not None and (not isinstance(values, list) or len(values) == len(block.d)):
             out[:, i] = values
-    out[np.abs(out) > MOST_NUMBER] = np.nan
+    out[np.abs(out) > MAX_MAGNITUDE] = np.nan
     return out
 
 
-def member(records: list[Record]) -> bytes:
+def encode_member(records: list[Record]) -> bytes:
     """A gzip member with a line a record."""
-    return packed(b"".join(_encode(r) + b"\n" for r in records))  # NaN is encoded as null
+    return compress_member(b"".join(_encode(r) + b"\n" for r in records))  # NaN is encoded as null
 
 
-def packed(text: bytes) -> bytes:
+def compress_member(text: bytes) -> bytes:
     """``text`` as a gzip member."""
     # A window no wider than the text: zlib's full tables are four times as large as what a flush of a node writes, and
     # to clear them took longer than to compress it.
     bits = min(max(len(text).bit_length(), 9), zlib.MAX_WBITS)
-    packer = zlib.compressobj(6, zlib.DEFLATED, -bits, min(bits - 6, zlib.DEF_MEM_LEVEL))
-    return _MAGIC + packer.compress(text) + packer.flush() + _TAIL.pack(zlib.crc32(text), len(text) & 0xFFFFFFFF)
+    compressor = zlib.compressobj(6, zlib.DEFLATED, -bits, min(bits - 6, zlib.DEF_MEM_LEVEL))
+    return (
+        _MAGIC
+        + compressor.compress(text)
+        + compressor.flush()
+        + _TRAILER.pack(zlib.crc32(text), len(text) & 0xFFFFFFFF)
+    )
 
 
-def _text_of(data: memoryview) -> bytes | None:
+def _decompress_member(data: memoryview) -> bytes | None:
     """What a member holds; None where it is not whole. What follows it is not looked at."""
-    unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
+    decompressor = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
-        text = unpacker.decompress(data[len(_MAGIC) :], MOST_BYTES)
+        text = decompressor.decompress(data[len(_MAGIC) :], MAX_BYTES)
     except zlib.error:
         return None
-    rest = unpacker.unused_data
-    if not unpacker.eof or len(rest) < _TAIL.size:
+    trailer = decompressor.unused_data
+    if not decompressor.eof or len(trailer) < _TRAILER.size:
         return None
-    return text if _TAIL.unpack_from(rest) == (zlib.crc32(text), len(text) & 0xFFFFFFFF) else None
+    return text if _TRAILER.unpack_from(trailer) == (zlib.crc32(text), len(text) & 0xFFFFFFFF) else None
 
 
-def _records(text: bytes, *, notes_only: bool = False) -> Iterator[Record]:
+def _decode_records(text: bytes, *, notes_only: bool = False) -> Iterator[Record]:
     for line in text.splitlines():
-        if notes_only and line.startswith(_SAMPLES):
+        if notes_only and line.startswith(_SAMPLES_PREFIX):
             continue
         try:
             record = _decode(line)
         except (msgspec.DecodeError, RecursionError):
             continue  # of a kind that a later version knows
-        if _is_sound(record):
+        if _is_valid(record):
             yield record
 
 
-def _is_sound(record: Record) -> bool:
+def _is_valid(record: Record) -> bool:
     """Its seconds are of a segment, and of a block in order."""
     d = record.d
     if not isinstance(d, list):
-        return within(d, 0.0, MOST_S)
-    return bool(d) and within(d[0], 0.0, MOST_S) and within(d[-1], 0.0, MOST_S) and all(map(le, d, d[1:]))
+        return is_within(d, 0.0, MAX_SECONDS)
+    return (
+        bool(d) and is_within(d[0], 0.0, MAX_SECONDS) and is_within(d[-1], 0.0, MAX_SECONDS) and all(map(le, d, d[1:]))
+    )
 
 
-def is_begun(folder: Path) -> bool:
+def is_empty_or_gzip(folder: Path) -> bool:
     """Whether the file is empty or begins as one does, if only with the first bytes."""
-    with reading.opened(folder / NAME) as f:
+    with reading.open_regular(folder / NAME) as f:
         return b"\x1f\x8b".startswith(f.read(2))
 
 
@@ -142,33 +149,33 @@ def read(folder: Path, *, notes_only: bool = False) -> Iterator[Record]:
     Raises:
         OSError: the file cannot be read; FileNotFoundError where there is none.
     """
-    with reading.opened(folder / NAME) as f:
-        for data in _candidates(f):
-            text = _text_of(data)
+    with reading.open_regular(folder / NAME) as f:
+        for data in _iter_members(f):
+            text = _decompress_member(data)
             if text is not None:
-                yield from _records(text, notes_only=notes_only)
+                yield from _decode_records(text, notes_only=notes_only)
 
 
-def _candidates(f: BinaryIO) -> Iterator[memoryview]:
+def _iter_members(f: BinaryIO) -> Iterator[memoryview]:
     """From each beginning of a member up to the next, or to the end of the file; of a file that no sampler writes,
     in its first bytes."""
-    data, left = b"", MOST_BYTES
+    data, remaining = b"", MAX_BYTES
     while True:
-        chunk = f.read(min(_CHUNK, left))
-        left -= len(chunk)
+        chunk = f.read(min(_CHUNK_BYTES, remaining))
+        remaining -= len(chunk)
         data += chunk
-        at = data.find(_MAGIC)
-        while at >= 0:
-            following = data.find(_MAGIC, at + len(_MAGIC))
-            if following < 0 and chunk:
+        start = data.find(_MAGIC)
+        while start >= 0:
+            next_start = data.find(_MAGIC, start + len(_MAGIC))
+            if next_start < 0 and chunk:
                 break  # it may go on
-            yield memoryview(data)[at : following if following >= 0 else len(data)]
-            at = following
+            yield memoryview(data)[start : next_start if next_start >= 0 else len(data)]
+            start = next_start
         if not chunk:
             return
         # A flush is much smaller: what goes on longer is damaged.
-        goes_on = at >= 0 and len(data) - at <= _MEMBER_BYTES
-        data = data[at:] if goes_on else data[1 - len(_MAGIC) :]
+        is_incomplete = start >= 0 and len(data) - start <= _MAX_MEMBER_BYTES
+        data = data[start:] if is_incomplete else data[1 - len(_MAGIC) :]
 
 
 def read_backwards(folder: Path) -> Iterator[list[Record]]:
@@ -177,21 +184,21 @@ def read_backwards(folder: Path) -> Iterator[list[Record]]:
     Raises:
         OSError: the file cannot be read; FileNotFoundError where there is none.
     """
-    with reading.opened(folder / NAME) as f:
+    with reading.open_regular(folder / NAME) as f:
         start = end = f.seek(0, 2)
-        data, chunk = b"", _CHUNK
+        data, chunk = b"", _CHUNK_BYTES
         while True:
-            at = data.rfind(_MAGIC, 0, end - start)
-            if at >= 0:
-                text = _text_of(memoryview(data)[at : end - start])
-                end = start + at
+            member_start = data.rfind(_MAGIC, 0, end - start)
+            if member_start >= 0:
+                text = _decompress_member(memoryview(data)[member_start : end - start])
+                end = start + member_start
                 if text is not None:
-                    yield list(_records(text))
+                    yield list(_decode_records(text))
             elif start == 0:
                 return
             else:
                 # A member that reaches over the border keeps its end.
-                before = max(0, start - chunk)
-                f.seek(before)
-                data = f.read(start - before) + data[: end - start]
-                start, chunk = before, chunk * 2
+                chunk_start = max(0, start - chunk)
+                f.seek(chunk_start)
+                data = f.read(start - chunk_start) + data[: end - start]
+                start, chunk = chunk_start, chunk * 2

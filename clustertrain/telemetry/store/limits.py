@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-MOST_S = 1e9  # seconds of one segment, 31 years
-MOST_NUMBER = 1e25  # of a sum of all that was sampled
-MOST_BYTES = 1 << 28  # of one file, and of what one piece is unpacked to
-MOST_RANKS = 1 << 24
+MAX_SECONDS = 1e9  # seconds of one segment, 31 years
+MAX_MAGNITUDE = 1e25  # of a sum of all that was sampled
+MAX_BYTES = 1 << 28  # of one file, and of what one piece is unpacked to
+MAX_RANKS = 1 << 24
 
 
-def within(value: Any, low: float, high: float) -> bool:
+def is_within(value: Any, low: float, high: float) -> bool:
     """Of a number; no for NaN."""
     return bool(low <= value <= high)

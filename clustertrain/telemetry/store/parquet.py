@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from clustertrain.telemetry.store.writer import Header
 
 _D_SCALE = 1e3
-_LARGEST = 2.0**62
+_MAX_INTEGER = 2.0**62
 _COMPRESSION_LEVEL = 9
 
 
-def path_of(folder: Path, pace: Pace) -> Path:
+def parquet_path(folder: Path, pace: Pace) -> Path:
     return folder / f"{pace}.parquet"
 
 
@@ -45,19 +45,19 @@ class ParquetWriter:
     was read back."""
 
     def __init__(self, folder: Path, header: Header, pace: Pace, reasons: list[tuple[float, str, str | None]]) -> None:
-        """``reasons``: (d, column, reason) for ``header.json``'s columns of any pace."""
+        """``read_reasons``: (d, column, reason) for ``header.json``'s columns of any pace."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         self._pa, self._pq = pa, pq
-        self._path = path_of(folder, pace)
-        self._temporary = folder / f".{self._path.name}.{os.getpid()}"
+        self._path = parquet_path(folder, pace)
+        self._temp_path = folder / f".{self._path.name}.{os.getpid()}"
         self._columns = header.columns(pace)
         self._scale = np.array([fields.scale(c) for c in self._columns])
-        of = [pa.field("d", pa.int64(), nullable=False, metadata={"unit": "s", "scale": f"{_D_SCALE:g}"})]
-        of += [pa.field(c, pa.int64(), metadata=_described(c)) for c in self._columns]
+        schema_fields = [pa.field("d", pa.int64(), nullable=False, metadata={"unit": "s", "scale": f"{_D_SCALE:g}"})]
+        schema_fields += [pa.field(c, pa.int64(), metadata=_field_metadata(c)) for c in self._columns]
         self._schema = pa.schema(
-            of,
+            schema_fields,
             metadata={
                 "clustertrain.telemetry": json.dumps({"pace": pace, "node": header.node, "t": header.t}),
                 "header": msgspec.json.encode(header),
@@ -66,7 +66,7 @@ class ParquetWriter:
         )
         self._digests: list[bytes] = []
         self._writer = pq.ParquetWriter(
-            self._temporary,
+            self._temp_path,
             self._schema,
             compression="zstd",
             compression_level=_COMPRESSION_LEVEL,
@@ -83,11 +83,11 @@ class ParquetWriter:
             OSError: the disk refused it.
         """
         pa = self._pa
-        whole = np.rint(rows * self._scale)
-        if np.nanmax(np.abs(whole), initial=0.0) >= _LARGEST:
+        integers = np.rint(rows * self._scale)
+        if np.nanmax(np.abs(integers), initial=0.0) >= _MAX_INTEGER:
             raise ValueError("a value is too great for whole numbers of 64 bits")
-        missing = np.isnan(whole)
-        numbers = np.where(missing, 0.0, whole).astype(np.int64)
+        missing = np.isnan(integers)
+        numbers = np.where(missing, 0.0, integers).astype(np.int64)
         arrays = [pa.array(np.rint(d * _D_SCALE).astype(np.int64))]
         arrays += [pa.array(numbers[:, i], mask=missing[:, i]) for i in range(len(self._columns))]
         self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=max(1, len(d)))
@@ -101,38 +101,38 @@ class ParquetWriter:
             OSError: the disk refused it.
         """
         self._writer.close()
-        with self._temporary.open("rb") as f:
+        with self._temp_path.open("rb") as f:
             os.fchmod(f.fileno(), os.fstat(f.fileno()).st_mode & 0o640)  # pyarrow asks for 0666
             os.fsync(f.fileno())
             file = self._pq.ParquetFile(f)
-            found = [_digest(*_group(file, i, self._columns)) for i in range(file.num_row_groups)]
-        if found != self._digests:
+            digests = [_digest(*_group(file, i, self._columns)) for i in range(file.num_row_groups)]
+        if digests != self._digests:
             raise ValueError(f"{self._path}: what was read back is not what was written")
-        self._temporary.replace(self._path)
+        self._temp_path.replace(self._path)
 
     def drop(self) -> None:
         """Leave nothing behind, unless it was finished."""
         self._writer.close()
-        self._temporary.unlink(missing_ok=True)
+        self._temp_path.unlink(missing_ok=True)
 
 
 _DELTA = "DELTA_BINARY_PACKED"
 
 
 def _encoding(column: str) -> str:
-    field = fields.of(column)
-    return _DELTA if field is not None and field.kind == "counter" else "BYTE_STREAM_SPLIT"
+    field = fields.find_field(column)
+    return _DELTA if field is not None and field.metric_type == "counter" else "BYTE_STREAM_SPLIT"
 
 
-def _described(column: str) -> dict[str, str]:
-    field = fields.of(column)
-    known = {} if field is None else {"unit": field.unit, "kind": field.kind}
-    return {"scale": repr(fields.scale(column)), **known}
+def _field_metadata(column: str) -> dict[str, str]:
+    field = fields.find_field(column)
+    metadata = {} if field is None else {"unit": field.unit, "kind": field.metric_type}
+    return {"scale": repr(fields.scale(column)), **metadata}
 
 
 def _digest(d: Column, rows: Table) -> bytes:
-    same = np.where(np.isnan(rows), np.nan, rows + 0.0)  # one NaN, and no -0.0
-    return hashlib.blake2b(np.ascontiguousarray(d).tobytes() + np.ascontiguousarray(same).tobytes()).digest()
+    normalized = np.where(np.isnan(rows), np.nan, rows + 0.0)  # one NaN, and no -0.0
+    return hashlib.blake2b(np.ascontiguousarray(d).tobytes() + np.ascontiguousarray(normalized).tobytes()).digest()
 
 
 def read(folder: Path, pace: Pace, columns: list[str], low: float, high: float) -> tuple[Column, Table]:
@@ -147,19 +147,19 @@ def read(folder: Path, pace: Pace, columns: list[str], low: float, high: float) 
 
     ds, tables = [np.empty(0)], [np.empty((0, len(columns)))]
     try:
-        with reading.opened(path_of(folder, pace)) as f:
+        with reading.open_regular(parquet_path(folder, pace)) as f:
             file = pq.ParquetFile(f)
-            for i in _groups_within(file, low, high):
+            for i in _row_groups_within(file, low, high):
                 d, rows = _group(file, i, columns)
-                keep = (d >= max(low, 0.0)) & (d < min(high, limits.MOST_S))
+                keep = (d >= max(low, 0.0)) & (d < min(high, limits.MAX_SECONDS))
                 ds.append(d[keep])
                 tables.append(rows[keep])
     except (pa.ArrowException, KeyError, TypeError) as e:
-        raise ValueError(f"{path_of(folder, pace).name} is damaged: {e}") from e
+        raise ValueError(f"{parquet_path(folder, pace).name} is damaged: {e}") from e
     return np.concatenate(ds), np.concatenate(tables)
 
 
-def reasons(folder: Path) -> dict[str, str]:
+def read_reasons(folder: Path) -> dict[str, str]:
     """The last reason for a missing value of each column.
 
     Raises:
@@ -170,30 +170,30 @@ def reasons(folder: Path) -> dict[str, str]:
     import pyarrow.parquet as pq
 
     try:
-        with reading.opened(path_of(folder, fields.FAST)) as f:
-            noted = schema.decode(pq.read_schema(f).metadata[b"reasons"], list[tuple[float, str, str | None]])
+        with reading.open_regular(parquet_path(folder, fields.FAST)) as f:
+            entries = schema.decode(pq.read_schema(f).metadata[b"reasons"], list[tuple[float, str, str | None]])
     except FileNotFoundError:
         return {}
     except (pa.ArrowException, KeyError, TypeError) as e:
-        raise ValueError(f"{path_of(folder, fields.FAST).name} is damaged: {e}") from e
-    return {column: reason for _, column, reason in noted if reason is not None}
+        raise ValueError(f"{parquet_path(folder, fields.FAST).name} is damaged: {e}") from e
+    return {column: reason for _, column, reason in entries if reason is not None}
 
 
-def _groups_within(file: Any, low: float, high: float) -> Iterator[int]:
+def _row_groups_within(file: Any, low: float, high: float) -> Iterator[int]:
     for i in range(file.num_row_groups):
-        span = file.metadata.row_group(i).column(0).statistics
-        known = span is not None and span.has_min_max
-        if not known or (span.max / _D_SCALE >= low and span.min / _D_SCALE < high):
+        statistics = file.metadata.row_group(i).column(0).statistics
+        has_range = statistics is not None and statistics.has_min_max
+        if not has_range or (statistics.max / _D_SCALE >= low and statistics.min / _D_SCALE < high):
             yield i
 
 
-def _group(file: Any, i: int, columns: list[str]) -> tuple[Column, Table]:
-    table = file.read_row_group(i, columns=["d", *columns])
+def _group(file: Any, group: int, columns: list[str]) -> tuple[Column, Table]:
+    table = file.read_row_group(group, columns=["d", *columns])
     rows = np.empty((table.num_rows, len(columns)))
-    for at, name in enumerate(columns):
-        kind = file.schema_arrow.field(name)
-        scale = float((kind.metadata or {}).get(b"scale", b"1"))
+    for index, name in enumerate(columns):
+        arrow_field = file.schema_arrow.field(name)
+        scale = float((arrow_field.metadata or {}).get(b"scale", b"1"))
         if scale <= 0 or not math.isfinite(scale):
             raise ValueError(f"the scale of {name} is {scale:g}")
-        rows[:, at] = table.column(name).cast("float64", safe=False).to_numpy() / scale
+        rows[:, index] = table.column(name).cast("float64", safe=False).to_numpy() / scale
     return table.column("d").to_numpy() / _D_SCALE, rows

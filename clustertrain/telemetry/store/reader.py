@@ -21,10 +21,10 @@ from clustertrain.telemetry.fields import FAST, SLOW, Pace
 from clustertrain.telemetry.store import jsonl_blocks, parquet, rollup, writer
 from clustertrain.telemetry.store.histogram import Column
 from clustertrain.telemetry.store.rollup import LEVELS, Buckets, Table
-from clustertrain.telemetry.store.totals import Adder, Sums, Total, load, totals_of
+from clustertrain.telemetry.store.totals import SegmentTotals, Total, TotalsAccumulator, load_totals, totals_by_column
 from clustertrain.telemetry.store.writer import Header
 
-_SLACK = 5  # intervals before what is asked for, so that the first difference of a counter is known
+_LEAD_INTERVALS = 5  # intervals before what is asked for, so that the first difference of a counter is known
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,20 @@ class _Tail:
 
     paces: dict[Pace, _Rows]
     reasons: dict[str, str] = field(default_factory=dict)
-    end: jsonl_blocks.End | None = None
+    end: jsonl_blocks.SegmentEnd | None = None
 
 
 class Segment:
     """One segment of a node. Nothing here raises OSError: see ``trouble``."""
 
-    def __init__(self, folder: Path, header: Header, trouble: str | None = None) -> None:
-        """``trouble``: why it, or a part of it, could not be read."""
-        self.folder, self.header, self.trouble = folder, header, trouble
-        self.unknown = frozenset[str]()  # columns that reports leave out
-        self._blank = math.isnan(header.t)  # no header could be read, and without it nothing means anything
+    def __init__(self, folder: Path, header: Header, read_error: str | None = None) -> None:
+        """``read_error``: why it, or a part of it, could not be read."""
+        self.folder, self.header, self.read_error = folder, header, read_error
+        self.unknown_columns = frozenset[str]()  # columns that reports leave out
+        self._has_no_header = math.isnan(header.t)  # no header could be read, and without it nothing means anything
 
     @property
-    def n(self) -> int:
+    def sample_count(self) -> int:
         """How many samples of the fast pace there are."""
         before = self._sums.n if self._sums is not None else 0
         return before + len(self._tail.paces[FAST].d)
@@ -88,10 +88,10 @@ class Segment:
     @property
     def newest_d(self) -> float | None:
         """The newest sample's seconds after the header; None where there is none."""
-        found = [float(part.d[-1]) for part in self._tail.paces.values() if len(part.d)]
+        newest = [float(part.d[-1]) for part in self._tail.paces.values() if len(part.d)]
         if self._sums is not None and self._sums.upto is not None:
-            found.append(self._sums.upto)
-        return max(found, default=None)
+            newest.append(self._sums.upto)
+        return max(newest, default=None)
 
     @property
     def newest_t(self) -> float | None:
@@ -119,68 +119,70 @@ class Segment:
         until: float | None = None,
     ) -> Frame:
         """The samples from ``since`` until before ``until`` (UTC s). Columns that the segment lacks are left out."""
-        wanted = self._wanted(self.header.columns(pace), columns)
+        selected = self._select_columns(self.header.columns(pace), columns)
         low = -math.inf if since is None else since - self.header.t
         high = math.inf if until is None else until - self.header.t
-        part = _Rows(np.empty(0), np.empty((0, len(wanted))))
-        with self._guarded("samples"):
-            part = self._rows(pace, wanted, low, high)
-        counted = self._sums.n if self._sums is not None else 0
-        if pace == FAST and since is None and until is None and len(part.d) < counted:
-            self.trouble = f"{self.folder}: samples: cut short or damaged, {len(part.d):,} of {counted:,} are left"
-        return Frame(self.header.t + part.d, {c: part.rows[:, i] for i, c in enumerate(wanted)})
+        rows = _Rows(np.empty(0), np.empty((0, len(selected))))
+        with self._recording_read_errors("samples"):
+            rows = self._read_rows(pace, selected, low, high)
+        expected = self._sums.n if self._sums is not None else 0
+        if pace == FAST and since is None and until is None and len(rows.d) < expected:
+            self.read_error = f"{self.folder}: samples: cut short or damaged, {len(rows.d):,} of {expected:,} are left"
+        return Frame(self.header.t + rows.d, {c: rows.rows[:, i] for i, c in enumerate(selected)})
 
     def rollup(self, step_s: float, columns: Sequence[str] | None = None) -> Rollup:
         """The segment in buckets of ``step_s``, aligned to the segment's beginning; quick for multiples of ``LEVELS``.
         Columns that the segment lacks are left out."""
-        wanted = self._wanted(self.header.fast + self.header.slow, columns)
-        found = rollup.joined([], len(wanted))
-        with self._guarded("roll-ups"):
-            found = found if self._blank else self._buckets(step_s, wanted)
-        return Rollup(self.header.t + found.d, step_s, wanted, found.count, found.mean, found.low, found.high)
+        selected = self._select_columns(self.header.fast + self.header.slow, columns)
+        buckets = rollup.concat_buckets([], len(selected))
+        with self._recording_read_errors("roll-ups"):
+            buckets = buckets if self._has_no_header else self._read_buckets(step_s, selected)
+        return Rollup(
+            self.header.t + buckets.d, step_s, selected, buckets.count, buckets.mean, buckets.low, buckets.high
+        )
 
     def totals(self) -> dict[str, Total]:
         """What each column adds up to."""
-        return {c: total for c, total in totals_of(self.sums()).items() if c not in self.unknown}
+        return {c: total for c, total in totals_by_column(self.sums()).items() if c not in self.unknown_columns}
 
-    def sums(self) -> Sums:
+    def sums(self) -> SegmentTotals:
         """As :meth:`totals`, as it is in the file."""
         tail = self._tail.paces
         if self._sums is not None and not any(len(part.d) for part in tail.values()):
             sums = msgspec.structs.replace(self._sums)
         else:
-            adder = Adder(self.header, self._sums)
-            for pace, part in tail.items():
-                adder.add(pace, part.d, part.rows)
-            sums = adder.sums(0.0 if adder.upto is None else adder.upto, {})
+            adder = TotalsAccumulator(self.header, self._sums)
+            for pace, rows in tail.items():
+                adder.add(pace, rows.d, rows.rows)
+            sums = adder.build_totals(0.0 if adder.upto is None else adder.upto, {})
         sums.reasons = self.reasons()
         sums.end, sums.failure = None if self.end is None else self.end - self.header.t, self.failure
         return sums
 
     def newest(self) -> dict[str, float]:
         """The last sample of each pace by column, NaN where missing; empty where there is none."""
-        found: dict[str, float] = {}
+        newest: dict[str, float] = {}
         if self._sums is not None and self._sums.n:
             values = (math.nan if v is None else v for v in self._sums.newest)
-            found = dict(zip(self._sums.columns, values, strict=True))
-        for pace, part in self._tail.paces.items():
-            if len(part.d):
-                found |= dict(zip(self.header.columns(pace), part.rows[-1].tolist(), strict=True))
-        return {c: value for c, value in found.items() if c not in self.unknown}
+            newest = dict(zip(self._sums.columns, values, strict=True))
+        for pace, rows in self._tail.paces.items():
+            if len(rows.d):
+                newest |= dict(zip(self.header.columns(pace), rows.rows[-1].tolist(), strict=True))
+        return {c: value for c, value in newest.items() if c not in self.unknown_columns}
 
     def reasons(self) -> dict[str, str]:
         """The last reason for a missing value of each column, also where it came back."""
         return (self._sums.reasons if self._sums is not None else {}) | self._tail.reasons
 
-    def _wanted(self, there: list[str], columns: Sequence[str] | None) -> list[str]:
+    def _select_columns(self, available: list[str], columns: Sequence[str] | None) -> list[str]:
         """Those of ``columns`` (None: all) that are there and known, in the order of the file."""
-        wanted = set(there if columns is None else columns) - self.unknown
-        return [c for c in there if c in wanted]
+        requested = set(available if columns is None else columns) - self.unknown_columns
+        return [c for c in available if c in requested]
 
     @cached_property
-    def _sums(self) -> Sums | None:
-        with self._guarded("totals"):
-            sums = None if self._blank else load(self.folder)
+    def _sums(self) -> SegmentTotals | None:
+        with self._recording_read_errors("totals"):
+            sums = None if self._has_no_header else load_totals(self.folder)
             if sums is not None and sums.columns == self.header.fast + self.header.slow:
                 return sums
         return None
@@ -191,34 +193,34 @@ class Segment:
         paces = self.header.paces().items()
         tail = _Tail({pace: _Rows(np.empty(0), np.empty((0, len(columns)))) for pace, columns in paces})
         since = 0.0 if self._sums is None else self._sums.d
-        if self._blank or (self._sums is not None and self._sums.complete):
+        if self._has_no_header or (self._sums is not None and self._sums.complete):
             return tail
-        with self._guarded("samples"):
+        with self._recording_read_errors("samples"):
             try:
-                records = self._records(since)
+                records = self._records_since(since)
             except FileNotFoundError:  # compacted, and the totals are damaged; or nothing was written
-                tail.paces = {pace: self._rows(pace, columns, since, math.inf) for pace, columns in paces}
-                tail.reasons = parquet.reasons(self.folder)
+                tail.paces = {pace: self._read_rows(pace, columns, since, math.inf) for pace, columns in paces}
+                tail.reasons = parquet.read_reasons(self.folder)
                 return tail
-            if self._sums is None and not records and not jsonl_blocks.is_begun(self.folder):
-                self.trouble = f"{self.folder}: samples: damaged"
+            if self._sums is None and not records and not jsonl_blocks.is_empty_or_gzip(self.folder):
+                self.read_error = f"{self.folder}: samples: damaged"
             for pace, columns in paces:
-                tail.paces[pace] = _rows_of(records, pace, list(range(len(columns))), since, math.inf)
+                tail.paces[pace] = _rows_from_records(records, pace, list(range(len(columns))), since, math.inf)
             for record in records:
-                if isinstance(record, jsonl_blocks.Reason) and record.reason is not None:
+                if isinstance(record, jsonl_blocks.MissingReason) and record.reason is not None:
                     tail.reasons[record.column] = record.reason
-                elif isinstance(record, jsonl_blocks.End):
+                elif isinstance(record, jsonl_blocks.SegmentEnd):
                     tail.end = record
         return tail
 
-    def _rows(self, pace: Pace, columns: list[str], low: float, high: float) -> _Rows:
-        every = self.header.columns(pace)
-        at = [every.index(c) for c in columns]
-        if self._blank:
+    def _read_rows(self, pace: Pace, columns: list[str], low: float, high: float) -> _Rows:
+        all_columns = self.header.columns(pace)
+        indices = [all_columns.index(c) for c in columns]
+        if self._has_no_header:
             return _Rows(np.empty(0), np.empty((0, len(columns))))
         try:
-            records = jsonl_blocks.read(self.folder) if low <= 0 else self._records(low)
-            return _rows_of(records, pace, at, low, high)
+            records = jsonl_blocks.read(self.folder) if low <= 0 else self._records_since(low)
+            return _rows_from_records(records, pace, indices, low, high)
         except FileNotFoundError:
             pass
         try:
@@ -226,73 +228,75 @@ class Segment:
         except FileNotFoundError:  # killed before the first flush
             return _Rows(np.empty(0), np.empty((0, len(columns))))
 
-    def _records(self, since: float) -> list[jsonl_blocks.Record]:
+    def _records_since(self, since: float) -> list[jsonl_blocks.Record]:
         """All records from ``since`` on, and some before, read from the file's end."""
         members = []
         for records in jsonl_blocks.read_backwards(self.folder):
             members.append(records)
-            newest = max((r.d[-1] for r in records if isinstance(r, jsonl_blocks.Block)), default=math.inf)
+            newest = max((r.d[-1] for r in records if isinstance(r, jsonl_blocks.SampleBlock)), default=math.inf)
             if newest < since:
                 break
         return [record for records in reversed(members) for record in records]
 
-    def _buckets(self, step_s: float, columns: list[str]) -> Buckets:
-        base = next((level for level in reversed(LEVELS) if step_s % level == 0), None)
-        if base is None:
-            return self._summed(step_s, columns, 0.0)
-        found = self._stored(base, columns)
+    def _read_buckets(self, step_s: float, columns: list[str]) -> Buckets:
+        base_level = next((level for level in reversed(LEVELS) if step_s % level == 0), None)
+        if base_level is None:
+            return self._buckets_from_samples(step_s, columns, 0.0)
+        stored = self._stored_buckets(base_level, columns)
         if self._sums is None or not self._sums.complete:
-            since = float(found.d[-1]) + base if len(found) else 0.0
-            if base == LEVELS[0]:
-                rest = self._summed(base, columns, since)
+            since = float(stored.d[-1]) + base_level if len(stored) else 0.0
+            if base_level == LEVELS[0]:
+                remaining = self._buckets_from_samples(base_level, columns, since)
             else:
-                fine = self._buckets(LEVELS[0], columns)
-                rest = rollup.coarser(rollup.since(fine, since), base)
-            found = rollup.joined([found, rest], len(columns))
-        return found if step_s == base else rollup.coarser(found, step_s)
+                minute_buckets = self._read_buckets(LEVELS[0], columns)
+                remaining = rollup.coarsen(rollup.buckets_since(minute_buckets, since), base_level)
+            stored = rollup.concat_buckets([stored, remaining], len(columns))
+        return stored if step_s == base_level else rollup.coarsen(stored, step_s)
 
-    def _stored(self, step_s: int, columns: list[str]) -> Buckets:
-        every = self.header.fast + self.header.slow
-        where = {c: i for i, c in enumerate(every)}
-        at = np.array([where[c] for c in columns], dtype=np.intp)
+    def _stored_buckets(self, step_s: int, columns: list[str]) -> Buckets:
+        all_columns = self.header.fast + self.header.slow
+        index_by_column = {c: i for i, c in enumerate(all_columns)}
+        indices = np.array([index_by_column[c] for c in columns], dtype=np.intp)
         try:
-            return rollup.read(self.folder, step_s, len(every), at)
+            return rollup.read(self.folder, step_s, len(all_columns), indices)
         except FileNotFoundError:
-            return rollup.joined([], len(columns))
+            return rollup.concat_buckets([], len(columns))
 
-    def _summed(self, step_s: float, columns: list[str], since: float) -> Buckets:
+    def _buckets_from_samples(self, step_s: float, columns: list[str], since: float) -> Buckets:
         """Buckets from the samples, from ``since`` on."""
-        parts, widths, names = [], [], []
+        buckets, widths, names = [], [], []
         for pace, interval_s in ((FAST, self.header.interval_s), (SLOW, self.header.slow_s)):
-            wanted = [c for c in self.header.columns(pace) if c in set(columns)]
-            part = self._rows(pace, wanted, since - _SLACK * interval_s, math.inf)
-            figures = rollup.Differences(wanted).figures(part.d, part.rows)
-            parts.append(rollup.since(rollup.bucketed(figures, step_s), since))
-            widths.append(len(wanted))
-            names += wanted
-        whole = rollup.beside(parts, widths)
-        return rollup.chosen(whole, [names.index(c) for c in columns])
+            selected = [c for c in self.header.columns(pace) if c in set(columns)]
+            rows = self._read_rows(pace, selected, since - _LEAD_INTERVALS * interval_s, math.inf)
+            prepared = rollup.CounterDifferencer(selected).prepare(rows.d, rows.rows)
+            buckets.append(rollup.buckets_since(rollup.build_buckets(prepared, step_s), since))
+            widths.append(len(selected))
+            names += selected
+        combined = rollup.join_columns(buckets, widths)
+        return rollup.select_columns(combined, [names.index(c) for c in columns])
 
     @contextmanager
-    def _guarded(self, what: str) -> Iterator[None]:
+    def _recording_read_errors(self, source: str) -> Iterator[None]:
         try:
             yield
         except (OSError, ValueError) as e:
-            self.trouble = f"{self.folder}: {what}: {_why(e)}"
+            self.read_error = f"{self.folder}: {source}: {_describe_error(e)}"
 
 
-def _rows_of(records: Iterable[jsonl_blocks.Record], pace: Pace, at: list[int], low: float, high: float) -> _Rows:
-    ds, tables = [np.empty(0)], [np.empty((0, len(at)))]
+def _rows_from_records(
+    records: Iterable[jsonl_blocks.Record], pace: Pace, indices: list[int], low: float, high: float
+) -> _Rows:
+    ds, tables = [np.empty(0)], [np.empty((0, len(indices)))]
     newest = -math.inf
     for record in records:
-        if not isinstance(record, jsonl_blocks.Block) or record.pace != pace:
+        if not isinstance(record, jsonl_blocks.SampleBlock) or record.pace != pace:
             continue
         d = np.array(record.d)
         keep = (d >= low) & (d < high) & (d > newest)
         if keep.any():
             ds.append(d[keep])
             newest = float(ds[-1][-1])
-            tables.append(jsonl_blocks.table(record, at)[keep])
+            tables.append(jsonl_blocks.decode_block(record, indices)[keep])
     return _Rows(np.concatenate(ds), np.concatenate(tables))
 
 
@@ -304,29 +308,34 @@ def open_node(folder: Path) -> list[Segment]:
     except FileNotFoundError:
         return []
     except OSError as e:
-        return [_unreadable(folder, folder.name, e)]
-    return [_open(folder / str(k), folder.name) for k in sorted(int(name) for name in names if reading.is_count(name))]
+        return [_unreadable_segment(folder, folder.name, e)]
+    return [
+        _open_segment(folder / str(k), folder.name)
+        for k in sorted(int(name) for name in names if reading.is_unsigned_int(name))
+    ]
 
 
-def _open(folder: Path, node: str) -> Segment:
+def _open_segment(folder: Path, node: str) -> Segment:
     try:
         header = writer.read_header(folder)
     except (OSError, ValueError) as e:
-        return _unreadable(folder, node, e)
+        return _unreadable_segment(folder, node, e)
     if header.format > writer.FORMAT:
-        return _unreadable(folder, node, ValueError(f"written by a later version (format {header.format})"))
+        return _unreadable_segment(folder, node, ValueError(f"written by a later version (format {header.format})"))
     segment = Segment(folder, header)
-    if unknown := writer.unknown_columns(header):
-        segment.unknown = frozenset(unknown)
-        segment.trouble = f"{folder}: left out columns that are not known here: {', '.join(unknown)}"
+    if unknown := writer.find_unknown_columns(header):
+        segment.unknown_columns = frozenset(unknown)
+        segment.read_error = f"{folder}: left out columns that are not known here: {', '.join(unknown)}"
     return segment
 
 
-def _unreadable(folder: Path, node: str, e: Exception) -> Segment:
-    return Segment(folder, Header(node=node, t=math.nan, mono=math.nan, interval_s=math.nan), f"{folder}: {_why(e)}")
+def _unreadable_segment(folder: Path, node: str, e: Exception) -> Segment:
+    return Segment(
+        folder, Header(node=node, t=math.nan, mono=math.nan, interval_s=math.nan), f"{folder}: {_describe_error(e)}"
+    )
 
 
-def _why(e: Exception) -> str:
+def _describe_error(e: Exception) -> str:
     match e:
         case PermissionError():
             return "this user may not read it"
@@ -339,7 +348,7 @@ def _why(e: Exception) -> str:
     return str(e)
 
 
-def overlapping(segments: Sequence[Segment]) -> list[tuple[Segment, Segment]]:
+def find_overlapping(segments: Sequence[Segment]) -> list[tuple[Segment, Segment]]:
     """Pairs of a node's segments that were written at the same time: two agents by mistake.
 
     By the monotonic clock: the wall clock may have been set back between one and the next.
@@ -349,16 +358,16 @@ def overlapping(segments: Sequence[Segment]) -> list[tuple[Segment, Segment]]:
     return [(a, b) for i, (_, end, a) in enumerate(spans) for start, _, b in spans[i + 1 :] if start < end]
 
 
-def one_at_a_time(segments: Sequence[Segment]) -> list[Segment]:
+def drop_overlapping(segments: Sequence[Segment]) -> list[Segment]:
     """Those that count where two agents recorded a node: of segments written at the same time the longest."""
     if len(segments) < 2:
         return list(segments)
-    clashes: dict[int, set[int]] = {}
-    for a, b in overlapping(segments):
-        clashes.setdefault(id(a), set()).add(id(b))
-        clashes.setdefault(id(b), set()).add(id(a))
-    kept: set[int] = set()
+    conflicts: dict[int, set[int]] = {}
+    for a, b in find_overlapping(segments):
+        conflicts.setdefault(id(a), set()).add(id(b))
+        conflicts.setdefault(id(b), set()).add(id(a))
+    selected: set[int] = set()
     for segment in sorted(segments, key=lambda s: -(s.newest_d or 0.0)):
-        if not clashes.get(id(segment), set()) & kept:
-            kept.add(id(segment))
-    return [s for s in segments if id(s) in kept]
+        if not conflicts.get(id(segment), set()) & selected:
+            selected.add(id(segment))
+    return [s for s in segments if id(s) in selected]

@@ -19,13 +19,13 @@ from clustertrain import reading, schema
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import Pace
 from clustertrain.telemetry.store import limits
-from clustertrain.telemetry.store.histogram import BINS, Column, Histogram, bins_of
-from clustertrain.telemetry.store.rollup import Differences, Figures, Table
+from clustertrain.telemetry.store.histogram import BINS, Column, Histogram, bin_indices
+from clustertrain.telemetry.store.rollup import CounterDifferencer, PreparedSamples, Table
 
 if TYPE_CHECKING:
     from clustertrain.telemetry.store.writer import Header
 
-_PHASES = 16  # codes that are told apart; run/heartbeat.py has fewer
+_MAX_PHASES = 16  # codes that are told apart; run/heartbeat.py has fewer
 NAME = "totals.json.gz"
 
 
@@ -74,7 +74,7 @@ class Total:
             self.by_phase[phase] = (before[0] + count, before[1] + total)
 
 
-class Sums(msgspec.Struct):
+class SegmentTotals(msgspec.Struct):
     """The file, columns side by side. ``d``: samples before it are counted, s. ``n``: rows of the fast pace;
     ``upto``: the ``d`` of the last row, None before the first. ``ended``: nothing follows, and if not None at which
     ``d``, for ``failure`` where not told to.
@@ -106,194 +106,203 @@ class Sums(msgspec.Struct):
     failure: str | None = None
 
 
-def load(folder: Path) -> Sums | None:
+def load_totals(folder: Path) -> SegmentTotals | None:
     """None where there is none, or where it was damaged.
 
     Raises:
         PermissionError: it may not be read.
     """
     try:
-        data = reading.read_bytes(folder / NAME, limits.MOST_BYTES)
+        data = reading.read_bytes(folder / NAME, limits.MAX_BYTES)
     except PermissionError:
         raise
     except OSError:
         return None
     try:
-        sums = schema.decode(reading.unpacked(data, limits.MOST_BYTES), Sums)
+        sums = schema.decode(reading.decompress(data, limits.MAX_BYTES), SegmentTotals)
     except ValueError:
         return None
-    return sums if _is_sound(sums) else None
+    return sums if _is_valid(sums) else None
 
 
-_BY_COLUMN = ("count", "sum", "low", "high", "increase", "first", "last", "last_d", "newest", "sizes")
+_COLUMN_LISTS = ("count", "sum", "low", "high", "increase", "first", "last", "last_d", "newest", "sizes")
 
 
-def _is_sound(sums: Sums) -> bool:
+def _is_valid(sums: SegmentTotals) -> bool:
     """Its lists fit each other, and its numbers are those of samples."""
-    lists: dict[str, list[Any]] = {name: getattr(sums, name) for name in _BY_COLUMN}
+    lists: dict[str, list[Any]] = {name: getattr(sums, name) for name in _COLUMN_LISTS}
     numbers = [v for values in lists.values() for v in values if v is not None]
-    whole = [*sums.count, *sums.sizes, *sums.counts, *(count for _, _, count, _ in sums.phases), sums.n]
+    integers = [*sums.count, *sums.sizes, *sums.counts, *(count for _, _, count, _ in sums.phases), sums.n]
     times = [t for t in (sums.d, sums.upto, sums.end, *sums.last_d) if t is not None]
     return (
         all(len(values) == len(sums.columns) for values in lists.values())
-        and all(abs(v) <= limits.MOST_NUMBER for v in (*numbers, *(total for _, _, _, total in sums.phases)))
-        and all(0 <= v < 2**53 for v in whole)
-        and all(0 <= t <= limits.MOST_S for t in times)
+        and all(abs(v) <= limits.MAX_MAGNITUDE for v in (*numbers, *(total for _, _, _, total in sums.phases)))
+        and all(0 <= v < 2**53 for v in integers)
+        and all(0 <= t <= limits.MAX_SECONDS for t in times)
         and sum(sums.sizes) == len(sums.bins) == len(sums.counts)
         and all(0 <= v < BINS for v in sums.bins)
-        and all(0 <= at < len(sums.columns) and 0 <= phase < _PHASES for at, phase, _, _ in sums.phases)
+        and all(0 <= at < len(sums.columns) and 0 <= phase < _MAX_PHASES for at, phase, _, _ in sums.phases)
     )
 
 
-def dump(sums: Sums) -> bytes:
+def dump(sums: SegmentTotals) -> bytes:
     return gzip.compress(msgspec.json.encode(sums), compresslevel=4, mtime=0)
 
 
-def totals_of(sums: Sums) -> dict[str, Total]:
+def totals_by_column(sums: SegmentTotals) -> dict[str, Total]:
     """The file's content by column."""
     bins, counts = np.array(sums.bins, dtype=np.int64), np.array(sums.counts, dtype=np.int64)
     nan = math.nan
-    found, begin = {}, 0
-    for column, size, count, total, increase, *four in zip(
+    totals, begin = {}, 0
+    for column, size, count, total, increase, *edge_values in zip(
         sums.columns, sums.sizes, sums.count, sums.sum, sums.increase, sums.low, sums.high, sums.first, sums.last,
         strict=True,
     ):  # fmt: skip
-        low, high, first, last = (nan if v is None else v for v in four)
-        part = slice(begin, begin + size)
+        low, high, first, last = (nan if v is None else v for v in edge_values)
+        bin_range = slice(begin, begin + size)
         begin += size
-        found[column] = Total(count, total, low, high, increase, first, last, Histogram(bins[part], counts[part]))
+        totals[column] = Total(
+            count, total, low, high, increase, first, last, Histogram(bins[bin_range], counts[bin_range])
+        )
     for at, phase, count, total in sums.phases:
-        found[sums.columns[at]].by_phase[phase] = (count, total)
-    return found
+        totals[sums.columns[at]].by_phase[phase] = (count, total)
+    return totals
 
 
-class _Lane:
+class _PaceTotals:
     """What the columns of one pace have added up to so far."""
 
     def __init__(self, header: Header, columns: list[str]) -> None:
         n = len(columns)
         self.columns = columns
-        self.differences = Differences(columns)
+        self.differencer = CounterDifferencer(columns)
         self.count = np.zeros(n, dtype=np.int64)
         self.sum, self.increase = np.zeros(n), np.zeros(n)
         self.low, self.high = np.full(n, np.nan), np.full(n, np.nan)
         self.first, self.newest = np.full(n, np.nan), np.full(n, np.nan)
         self.histogram = np.zeros((n, BINS), dtype=np.uint32)  # pages that are never touched take no memory
-        self._phase_of, self._phased = _phases(header, columns)
-        self.phase_count = np.zeros((_PHASES, n), dtype=np.int64)
-        self.phase_sum = np.zeros((_PHASES, n))
+        self._phase_columns, self._gpu_columns = _find_phase_columns(header, columns)
+        self.phase_count = np.zeros((_MAX_PHASES, n), dtype=np.int64)
+        self.phase_sum = np.zeros((_MAX_PHASES, n))
 
-    def add(self, figures: Figures, rows: Table) -> None:
-        values = figures.values
-        there = np.isfinite(values)
-        self.count += there.sum(axis=0)
-        self.sum += np.where(there, values, 0.0).sum(axis=0)
-        self.increase += np.nansum(figures.increase, axis=0)
+    def add(self, samples: PreparedSamples, rows: Table) -> None:
+        values = samples.values
+        present = np.isfinite(values)
+        self.count += present.sum(axis=0)
+        self.sum += np.where(present, values, 0.0).sum(axis=0)
+        self.increase += np.nansum(samples.increase, axis=0)
         self.low = np.fmin(self.low, np.fmin.reduce(values, axis=0))
         self.high = np.fmax(self.high, np.fmax.reduce(values, axis=0))
         self.newest = rows[-1]
-        blank = np.isnan(self.first)
-        if blank.any():
-            answered = np.isfinite(rows)
-            self.first[blank] = rows[np.argmax(answered, axis=0), np.arange(rows.shape[1])][blank]
-        bins = np.nonzero(there)[1] * BINS + bins_of(values[there])
+        unset = np.isnan(self.first)
+        if unset.any():
+            has_value = np.isfinite(rows)
+            self.first[unset] = rows[np.argmax(has_value, axis=0), np.arange(rows.shape[1])][unset]
+        bins = np.nonzero(present)[1] * BINS + bin_indices(values[present])
         np.add.at(self.histogram.reshape(-1), bins, np.uint32(1))  # flat: numpy is ten times as fast at it
-        if len(self._phased):
-            self._add_phases(values[:, self._phased], rows[:, self._phase_of])
+        if len(self._gpu_columns):
+            self._add_phases(values[:, self._gpu_columns], rows[:, self._phase_columns])
 
     def _add_phases(self, values: Table, phase: Table) -> None:
-        there = np.isfinite(values) & (phase >= 0) & (phase < _PHASES)
+        present = np.isfinite(values) & (phase >= 0) & (phase < _MAX_PHASES)
         width = len(self.columns)
-        key = (np.where(there, phase, 0).astype(np.intp) * width + self._phased)[there]
-        size = _PHASES * width
-        self.phase_count += np.bincount(key, minlength=size).reshape(_PHASES, width)
-        self.phase_sum += np.bincount(key, weights=values[there], minlength=size).reshape(_PHASES, width)
+        key = (np.where(present, phase, 0).astype(np.intp) * width + self._gpu_columns)[present]
+        size = _MAX_PHASES * width
+        self.phase_count += np.bincount(key, minlength=size).reshape(_MAX_PHASES, width)
+        self.phase_sum += np.bincount(key, weights=values[present], minlength=size).reshape(_MAX_PHASES, width)
 
 
-def _phases(header: Header, columns: list[str]) -> tuple[list[int], list[int]]:
+def _find_phase_columns(header: Header, columns: list[str]) -> tuple[list[int], list[int]]:
     """Of each GPU's column that has a rank, where the rank's phase stands, and where the column itself does."""
-    where = {c: i for i, c in enumerate(columns)}
-    phase, phased = [], []
+    index_by_column = {c: i for i, c in enumerate(columns)}
+    phase_columns, gpu_columns = [], []
     for gpu, facts in enumerate(header.gpus):
-        of = where.get(fields.column(f"rank{facts.ranks[0]}", "phase")) if facts.ranks else None
+        phase_column = (
+            index_by_column.get(fields.column_name(f"rank{facts.ranks[0]}", "phase")) if facts.ranks else None
+        )
         for i, c in enumerate(columns):
-            if of is not None and fields.split(c)[0] == f"gpu{gpu}":
-                phase.append(of)
-                phased.append(i)
-    return phase, phased
+            if phase_column is not None and fields.split_column(c)[0] == f"gpu{gpu}":
+                phase_columns.append(phase_column)
+                gpu_columns.append(i)
+    return phase_columns, gpu_columns
 
 
-class Adder:
+class TotalsAccumulator:
     """Adds up a segment, row by row of its two paces."""
 
-    def __init__(self, header: Header, before: Sums | None = None) -> None:
-        """``before``: go on from there."""
-        self.lanes = {pace: _Lane(header, columns) for pace, columns in header.paces().items()}
+    def __init__(self, header: Header, previous: SegmentTotals | None = None) -> None:
+        """``previous``: go on from there."""
+        self.by_pace = {pace: _PaceTotals(header, columns) for pace, columns in header.paces().items()}
         self.n = 0
         self.d = 0.0
         self.upto: float | None = None
-        if before is not None:
-            self._resume(before)
+        if previous is not None:
+            self._resume(previous)
 
-    def add(self, pace: Pace, d: Column, rows: Table) -> Figures:
+    def add(self, pace: Pace, d: Column, rows: Table) -> PreparedSamples:
         """``d`` [n] ascending, ``rows`` [n, columns of the pace]; what they come to, for the roll-ups."""
-        lane = self.lanes[pace]
-        figures = lane.differences.figures(d, rows)
+        pace_totals = self.by_pace[pace]
+        samples = pace_totals.differencer.prepare(d, rows)
         if len(d):
-            lane.add(figures, rows)
+            pace_totals.add(samples, rows)
             self.upto = max(float(d[-1]), self.upto or 0.0)
             if pace == fields.FAST:
                 self.n += len(d)
-        return figures
+        return samples
 
-    def sums(self, d: float, reasons: Mapping[str, str]) -> Sums:
+    def build_totals(self, d: float, reasons: Mapping[str, str]) -> SegmentTotals:
         """What was added, which are the samples before ``d``."""
-        lanes = list(self.lanes.values())
-        columns = [c for lane in lanes for c in lane.columns]
-        dense = [lane.histogram.reshape(-1) for lane in lanes]
-        filled = [np.flatnonzero(counts > 0) for counts in dense]  # of booleans it is four times as quick
-        sizes = [np.bincount(at // BINS, minlength=len(x.columns)) for at, x in zip(filled, lanes, strict=True)]
+        by_pace = list(self.by_pace.values())
+        columns = [c for pace_totals in by_pace for c in pace_totals.columns]
+        dense = [pace_totals.histogram.reshape(-1) for pace_totals in by_pace]
+        nonzero = [np.flatnonzero(counts > 0) for counts in dense]  # of booleans it is four times as quick
+        sizes = [np.bincount(at // BINS, minlength=len(x.columns)) for at, x in zip(nonzero, by_pace, strict=True)]
         phases: list[tuple[int, int, int, float]] = []
-        for lane, offset in zip(lanes, (0, len(lanes[0].columns)), strict=True):
-            for phase, at in np.argwhere(lane.phase_count).tolist():
-                total = float(lane.phase_sum[phase, at])
-                phases.append((at + offset, phase, int(lane.phase_count[phase, at]), total))
-        whole = {
-            name: np.concatenate([getattr(lane, name) for lane in lanes]).tolist()
+        for pace_totals, offset in zip(by_pace, (0, len(by_pace[0].columns)), strict=True):
+            for phase, at in np.argwhere(pace_totals.phase_count).tolist():
+                total = float(pace_totals.phase_sum[phase, at])
+                phases.append((at + offset, phase, int(pace_totals.phase_count[phase, at]), total))
+        column_values = {
+            name: np.concatenate([getattr(pace_totals, name) for pace_totals in by_pace]).tolist()
             for name in ("count", "sum", "low", "high", "increase", "first", "newest")
         }
         last = {
-            name: np.concatenate([getattr(lane.differences, name) for lane in lanes]) for name in ("last", "last_d")
+            name: np.concatenate([getattr(pace_totals.differencer, name) for pace_totals in by_pace])
+            for name in ("last", "last_d")
         }
-        return Sums(
+        return SegmentTotals(
             columns=columns,
             d=d,
             n=self.n,
             upto=self.upto,
             sizes=np.concatenate(sizes).tolist(),
-            bins=np.concatenate([at % BINS for at in filled]).tolist(),
-            counts=np.concatenate([counts[at] for counts, at in zip(dense, filled, strict=True)]).tolist(),
+            bins=np.concatenate([at % BINS for at in nonzero]).tolist(),
+            counts=np.concatenate([counts[at] for counts, at in zip(dense, nonzero, strict=True)]).tolist(),
             phases=phases,
             reasons=dict(reasons),
-            **whole,
+            **column_values,
             **{n: values.tolist() for n, values in last.items()},
         )
 
-    def _resume(self, before: Sums) -> None:
-        self.n, self.upto = before.n, before.upto
-        where = {c: i for i, c in enumerate(before.columns)}
-        ends = np.cumsum(before.sizes)
-        for lane in self.lanes.values():
-            at = [where[c] for c in lane.columns]
+    def _resume(self, previous: SegmentTotals) -> None:
+        self.n, self.upto = previous.n, previous.upto
+        index_by_column = {c: i for i, c in enumerate(previous.columns)}
+        ends = np.cumsum(previous.sizes)
+        for pace_totals in self.by_pace.values():
+            indices = [index_by_column[c] for c in pace_totals.columns]
             for name in ("count", "sum", "low", "high", "increase", "first", "newest"):
-                own = getattr(lane, name)
-                own[:] = np.array(getattr(before, name), dtype=own.dtype)[at]
+                target = getattr(pace_totals, name)
+                target[:] = np.array(getattr(previous, name), dtype=target.dtype)[indices]
             for name in ("last", "last_d"):
-                setattr(lane.differences, name, np.array(getattr(before, name), dtype=np.float64)[at])
-            for own_at, i in enumerate(at):
-                part = slice(int(ends[i]) - before.sizes[i], int(ends[i]))
-                lane.histogram[own_at, before.bins[part]] = before.counts[part]
-        offset = {i: (lane, j) for lane in self.lanes.values() for j, i in enumerate(where[c] for c in lane.columns)}
-        for i, phase, count, total in before.phases:
-            lane, at_column = offset[i]
-            lane.phase_count[phase, at_column], lane.phase_sum[phase, at_column] = count, total
+                setattr(pace_totals.differencer, name, np.array(getattr(previous, name), dtype=np.float64)[indices])
+            for row, i in enumerate(indices):
+                bin_range = slice(int(ends[i]) - previous.sizes[i], int(ends[i]))
+                pace_totals.histogram[row, previous.bins[bin_range]] = previous.counts[bin_range]
+        location_by_column = {
+            i: (pace_totals, j)
+            for pace_totals in self.by_pace.values()
+            for j, i in enumerate(index_by_column[c] for c in pace_totals.columns)
+        }
+        for i, phase, count, total in previous.phases:
+            pace_totals, at_column = location_by_column[i]
+            pace_totals.phase_count[phase, at_column], pace_totals.phase_sum[phase, at_column] = count, total

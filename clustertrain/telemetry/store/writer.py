@@ -98,33 +98,33 @@ class Writer:
     def __init__(self, folder: Path) -> None:
         """``folder``: the node's, ``telemetry/<node>``; it need not exist."""
         self._folder = folder
-        self._open: _Open | None = None
+        self._open_segment: _OpenSegment | None = None
 
     @property
     def segment(self) -> Path | None:
         """The folder of the segment, once it was claimed by the first flush."""
-        return None if self._open is None else self._open.folder
+        return None if self._open_segment is None else self._open_segment.folder
 
     def begin(self, header: Header) -> None:
         """Begin a segment; one that is open is ended first."""
-        if self._open is not None:
+        if self._open_segment is not None:
             with contextlib.suppress(OSError):  # a disk that refuses it now costs what it has not taken so far
-                self._open.end(self._open.newest_d, None)
-                self._open.flush(sync=True)
-            self._open.close()
-        self._open = _Open(self._folder, header)
+                self._open_segment.end(self._open_segment.newest_d, None)
+                self._open_segment.flush(sync=True)
+            self._open_segment.close()
+        self._open_segment = _OpenSegment(self._folder, header)
 
     def fast(self, d: float, row: Row) -> None:
         """A sample at ``d`` s after the header, in the order of ``header.fast``; NaN where missing."""
-        self._there().add(FAST, d, row)
+        self._require_open().add(FAST, d, row)
 
     def slow(self, d: float, row: Row) -> None:
         """As :meth:`fast`, of ``header.slow``."""
-        self._there().add(SLOW, d, row)
+        self._require_open().add(SLOW, d, row)
 
     def null(self, d: float, column: str, reason: str | None) -> None:
         """From ``d`` on the column is missing for ``reason``; None: it is back."""
-        self._there().null(d, column, reason)
+        self._require_open().null(d, column, reason)
 
     def flush(self, *, sync: bool = False) -> None:
         """Append what waits; with ``sync`` durably.
@@ -132,13 +132,13 @@ class Writer:
         Raises:
             OSError: the disk refused it. It is kept, an hour of samples at most, and written with the next flush.
         """
-        if self._open is not None:
-            self._open.flush(sync=sync)
+        if self._open_segment is not None:
+            self._open_segment.flush(sync=sync)
 
     def end(self, d: float, reason: str | None = None) -> None:
         """The sampler stops at ``d``, for ``reason`` where it was not told to; the next flush writes the last sums."""
-        if self._open is not None:
-            self._open.end(d, reason)
+        if self._open_segment is not None:
+            self._open_segment.end(d, reason)
 
     def close(self) -> None:
         """Flush durably and close.
@@ -149,17 +149,17 @@ class Writer:
         try:
             self.flush(sync=True)
         finally:
-            if self._open is not None:
-                self._open.close()
-            self._open = None
+            if self._open_segment is not None:
+                self._open_segment.close()
+            self._open_segment = None
 
-    def _there(self) -> _Open:
-        if self._open is None:
+    def _require_open(self) -> _OpenSegment:
+        if self._open_segment is None:
             raise RuntimeError("begin() comes before the first sample")
-        return self._open
+        return self._open_segment
 
 
-class _Pending:
+class _PendingRows:
     """Rows of one pace: those that wait for the next flush, and those of the bucket that is open."""
 
     def __init__(self, pace: Pace, columns: list[str]) -> None:
@@ -171,16 +171,18 @@ class _Pending:
         self.bucket: list[bytes] = []
 
     def add(self, d: float, row: Row) -> None:
-        kept = row.tobytes()  # no more than that at each tick: a thread that wakes once a second finds all caches cold
+        row_bytes = (
+            row.tobytes()
+        )  # no more than that at each tick: a thread that wakes once a second finds all caches cold
         self.d.append(d)
-        self.rows.append(kept)
+        self.rows.append(row_bytes)
         self.bucket_d.append(d)
-        self.bucket.append(kept)
+        self.bucket.append(row_bytes)
         if len(self.d) > _MOST_ROWS:  # a disk that stays full must not eat the node's memory
             del self.d[0], self.rows[0]
 
-    def waiting(self) -> jsonl_blocks.Block:
-        return jsonl_blocks.block(self.pace, self.d, self._rounded(self.rows))
+    def to_block(self) -> jsonl_blocks.SampleBlock:
+        return jsonl_blocks.build_block(self.pace, self.d, self._rounded(self.rows))
 
     def take_bucket(self) -> tuple[Column, rollup.Table]:
         d, rows = np.array(self.bucket_d), self._rounded(self.bucket)
@@ -194,7 +196,7 @@ class _Pending:
         return table
 
 
-class _Open:
+class _OpenSegment:
     """A segment that is being written."""
 
     def __init__(self, node_folder: Path, header: Header) -> None:
@@ -202,102 +204,104 @@ class _Open:
         self.folder: Path | None = None
         self.newest_d = 0.0
         self._header_written = False
-        self._pending = {pace: _Pending(pace, columns) for pace, columns in header.paces().items()}
+        self._pending = {pace: _PendingRows(pace, columns) for pace, columns in header.paces().items()}
         self._width = len(header.fast) + len(header.slow)
-        self._notes: list[jsonl_blocks.Record] = []
+        self._pending_notes: list[jsonl_blocks.Record] = []
         self._reasons: dict[str, str] = {}
-        self._adder = totals.Adder(header)
-        self._sums_due = True
-        self._end: jsonl_blocks.End | None = None
-        self._bucket = 0  # of the finest level: the number of the one that is open
-        self._minutes: list[Buckets] = []  # of the coarsest bucket that is open
-        self._records: dict[int, list[bytes]] = {step: [] for step in LEVELS}
-        self._files: dict[str, _File] = {}
+        self._accumulator = totals.TotalsAccumulator(header)
+        self._totals_due = True
+        self._end: jsonl_blocks.SegmentEnd | None = None
+        self._bucket_index = 0  # of the finest level: the number of the one that is open
+        self._minute_buckets: list[Buckets] = []  # of the coarsest bucket that is open
+        self._pending_records: dict[int, list[bytes]] = {step: [] for step in LEVELS}
+        self._files: dict[str, _AppendOnlyFile] = {}
 
     def add(self, pace: Pace, d: float, row: Row) -> None:
         if len(row) != len(self._pending[pace].columns):
             raise ValueError(f"{len(row)} values for {len(self._pending[pace].columns)} columns ({pace})")
-        d = self._moment(d)
-        if int(d // LEVELS[0]) > self._bucket:
+        d = self._clamp_time(d)
+        if int(d // LEVELS[0]) > self._bucket_index:
             self._close_bucket()
-            self._bucket = int(d // LEVELS[0])
+            self._bucket_index = int(d // LEVELS[0])
         self._pending[pace].add(d, row)
 
     def null(self, d: float, column: str, reason: str | None) -> None:
         if reason is not None:
             self._reasons[column] = reason
-        if len(self._notes) < _MOST_REASONS:
-            self._notes.append(jsonl_blocks.Reason(self._moment(d), column, reason))
+        if len(self._pending_notes) < _MOST_REASONS:
+            self._pending_notes.append(jsonl_blocks.MissingReason(self._clamp_time(d), column, reason))
 
     def end(self, d: float, reason: str | None) -> None:
         if self._end is not None:
             return
         self._close_bucket()
-        self._close_coarse()
-        self._end = jsonl_blocks.End(self._moment(d), reason)
-        self._notes.append(self._end)
+        self._close_coarse_bucket()
+        self._end = jsonl_blocks.SegmentEnd(self._clamp_time(d), reason)
+        self._pending_notes.append(self._end)
 
     def flush(self, *, sync: bool) -> None:
         folder = self._claim()
-        records: list[jsonl_blocks.Record] = [p.waiting() for p in self._pending.values() if p.d]
-        records += self._notes
+        records: list[jsonl_blocks.Record] = [p.to_block() for p in self._pending.values() if p.d]
+        records += self._pending_notes
         if records:
-            self._append(folder / jsonl_blocks.NAME, jsonl_blocks.member(records), sync=sync)
+            self._append(folder / jsonl_blocks.NAME, jsonl_blocks.encode_member(records), sync=sync)
             for p in self._pending.values():
                 p.d, p.rows = [], []
-            self._notes = []
-        for step, waiting in self._records.items():
-            if waiting:
-                self._append(rollup.path_of(folder, step), b"".join(waiting), sync=sync)
-                waiting.clear()
-        if self._sums_due:
-            _replace(folder / totals.NAME, totals.dump(self._sums()))
-            self._sums_due = False
+            self._pending_notes = []
+        for step, pending in self._pending_records.items():
+            if pending:
+                self._append(rollup.rollup_path(folder, step), b"".join(pending), sync=sync)
+                pending.clear()
+        if self._totals_due:
+            _replace_file(folder / totals.NAME, totals.dump(self._build_totals()))
+            self._totals_due = False
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
 
-    def _moment(self, d: float) -> float:
+    def _clamp_time(self, d: float) -> float:
         # Never before the bucket that is open: what the roll-ups have must be what lies before it.
-        d = max(round(float(d), 3), float(self._bucket * LEVELS[0]))
+        d = max(round(float(d), 3), float(self._bucket_index * LEVELS[0]))
         self.newest_d = max(d, self.newest_d)
         return d
 
     def _close_bucket(self) -> None:
         """Sum up the open bucket of the finest level."""
-        parts = []
+        buckets = []
         for p in self._pending.values():
             d, rows = p.take_bucket()
-            parts.append(rollup.bucketed(self._adder.add(p.pace, d, rows), LEVELS[0]))
-        whole = rollup.beside(parts, [len(p.columns) for p in self._pending.values()])
-        if not len(whole):
+            buckets.append(rollup.build_buckets(self._accumulator.add(p.pace, d, rows), LEVELS[0]))
+        minute = rollup.join_columns(buckets, [len(p.columns) for p in self._pending.values()])
+        if not len(minute):
             return
-        self._sums_due = True
-        if self._minutes and whole.d[0] // LEVELS[1] > self._minutes[0].d[0] // LEVELS[1]:
-            self._close_coarse()
-        self._minutes.append(whole)
-        self._keep(LEVELS[0], whole)
+        self._totals_due = True
+        if self._minute_buckets and minute.d[0] // LEVELS[1] > self._minute_buckets[0].d[0] // LEVELS[1]:
+            self._close_coarse_bucket()
+        self._minute_buckets.append(minute)
+        self._queue_buckets(LEVELS[0], minute)
 
-    def _close_coarse(self) -> None:
-        if self._minutes:
-            self._keep(LEVELS[1], rollup.coarser(rollup.joined(self._minutes, self._width), LEVELS[1]))
-            self._minutes = []
+    def _close_coarse_bucket(self) -> None:
+        if self._minute_buckets:
+            self._queue_buckets(
+                LEVELS[1], rollup.coarsen(rollup.concat_buckets(self._minute_buckets, self._width), LEVELS[1])
+            )
+            self._minute_buckets = []
 
-    def _keep(self, step: int, buckets: Buckets) -> None:
-        self._records[step].append(rollup.to_records(buckets).tobytes())
-        del self._records[step][:-_MOST_BUCKETS]
+    def _queue_buckets(self, step: int, buckets: Buckets) -> None:
+        self._pending_records[step].append(rollup.to_records(buckets).tobytes())
+        del self._pending_records[step][:-_MOST_BUCKETS]
 
-    def _sums(self) -> totals.Sums:
-        d = float(self._bucket * LEVELS[0])
-        sums = self._adder.sums(d, self._reasons)
+    def _build_totals(self) -> totals.SegmentTotals:
+        d = float(self._bucket_index * LEVELS[0])
+        sums = self._accumulator.build_totals(d, self._reasons)
         if self._end is not None:
             sums.complete, sums.end, sums.failure = True, self._end.d, self._end.reason
         return sums
 
     def _claim(self) -> Path:
         if self.folder is None:
-            self.folder = claim(self._node_folder)
+            self.folder = claim_segment(self._node_folder)
         if not self._header_written:
             fsio.write_bytes(self.folder / HEADER, msgspec.json.encode(self._header) + b"\n")
             self._header_written = True
@@ -305,11 +309,11 @@ class _Open:
 
     def _append(self, path: Path, data: bytes, *, sync: bool) -> None:
         if path.name not in self._files:
-            self._files[path.name] = _File(path)
+            self._files[path.name] = _AppendOnlyFile(path)
         self._files[path.name].append(data, sync=sync)
 
 
-def claim(node_folder: Path) -> Path:
+def claim_segment(node_folder: Path) -> Path:
     """A new segment's folder, which nobody else has.
 
     Raises:
@@ -322,7 +326,7 @@ def claim(node_folder: Path) -> Path:
     raise OSError(f"{node_folder}: has {_MOST_SEGMENTS} segments")
 
 
-class _File:
+class _AppendOnlyFile:
     """Grows by whole pieces: of one that the disk took only half of, the next append writes over the half."""
 
     def __init__(self, path: Path) -> None:
@@ -330,32 +334,32 @@ class _File:
         self._size = 0
 
     def append(self, data: bytes, *, sync: bool) -> None:
-        at, left = self._size, memoryview(data)
+        offset, remaining = self._size, memoryview(data)
         try:
-            while left:
-                written = os.pwrite(self._fd, left, at)
-                at, left = at + written, left[written:]
+            while remaining:
+                written = os.pwrite(self._fd, remaining, offset)
+                offset, remaining = offset + written, remaining[written:]
             if sync:
                 os.fsync(self._fd)
         except OSError:
             with contextlib.suppress(OSError):  # readers skip a half, too
                 os.ftruncate(self._fd, self._size)
             raise
-        self._size = at
+        self._size = offset
 
     def close(self) -> None:
         os.close(self._fd)
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _replace_file(path: Path, data: bytes) -> None:
     """Replace without waiting for the disk: after a crash of the machine the reader does without a damaged one."""
-    temporary = path.with_name(f".{path.name}")  # a killed one's is written over by the next
+    temp_path = path.with_name(f".{path.name}")  # a killed one's is written over by the next
     try:
-        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o640)) as f:
+        with open(temp_path, "wb", opener=lambda name, flags: os.open(name, flags, 0o640)) as f:
             f.write(data)
-        temporary.replace(path)
+        temp_path.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        temp_path.unlink(missing_ok=True)
         raise
 
 
@@ -366,11 +370,11 @@ def read_header(folder: Path) -> Header:
         OSError: it cannot be read; FileNotFoundError where there is none.
         ValueError: it is damaged.
     """
-    header = schema.decode(reading.read_bytes(folder / HEADER, limits.MOST_BYTES), Header)
+    header = schema.decode(reading.read_bytes(folder / HEADER, limits.MAX_BYTES), Header)
     for name, low, high in _BOUNDS:
-        if not limits.within(getattr(header, name), low, high):
+        if not limits.is_within(getattr(header, name), low, high):
             raise ValueError(f"{HEADER} is damaged: {name} is {getattr(header, name):g}, not {low:g} to {high:g}")
-    if any(not 0 <= rank < limits.MOST_RANKS for rank in (*header.ranks, *(r for g in header.gpus for r in g.ranks))):
+    if any(not 0 <= rank < limits.MAX_RANKS for rank in (*header.ranks, *(r for g in header.gpus for r in g.ranks))):
         raise ValueError(f"{HEADER} is damaged: it names a rank that cannot be")
     columns = header.fast + header.slow
     if len(set(columns)) < len(columns):
@@ -378,7 +382,9 @@ def read_header(folder: Path) -> Header:
     return header
 
 
-def unknown_columns(header: Header) -> list[str]:
+def find_unknown_columns(header: Header) -> list[str]:
     """Those of a later version, or damaged: of no field that is known here, or of no device that the header names."""
     devices = {f"gpu{i}" for i in range(len(header.gpus))} | {f"rank{r}" for r in header.ranks} | {"host"}
-    return [c for c in header.fast + header.slow if fields.of(c) is None or fields.split(c)[0] not in devices]
+    return [
+        c for c in header.fast + header.slow if fields.find_field(c) is None or fields.split_column(c)[0] not in devices
+    ]

@@ -17,7 +17,7 @@ from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Precision
 from clustertrain.config.stability import StabilitySpec
-from clustertrain.errors import ConfigError, EnvironmentNotFit
+from clustertrain.errors import ConfigError, UnsuitableEnvironment
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.run_spec import load_spec
@@ -31,7 +31,7 @@ class RankContext:
     local_rank: int
     world_size: int
     local_world_size: int
-    launched: bool  # by torchrun: there is a rendezvous to join
+    launched_by_torchrun: bool  # by torchrun: there is a rendezvous to join
     device: torch.device
     layout: Layout
     precision: Precision  # never auto
@@ -59,7 +59,7 @@ class RankContext:
         return self.layout.data_rank(self.rank)
 
 
-def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+def _read_int(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, "")
     if not text:
         return default
@@ -69,28 +69,28 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
         raise ConfigError(f"{name} = {text!r}: must be a number", fix="start the ranks with torchrun") from e
 
 
-def _device(asked: str | None, environ: Mapping[str, str], local_rank: int) -> torch.device:
-    name = asked or environ.get(settings.DEVICE) or ("cuda" if torch.cuda.is_available() else "cpu")
+def _select_device(requested: str | None, environ: Mapping[str, str], local_rank: int) -> torch.device:
+    name = requested or environ.get(settings.DEVICE) or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cpu":
         return torch.device("cpu")
     if name != "cuda":
         raise ConfigError(f"device {name!r}: must be cpu or cuda")
     if not torch.cuda.is_available():
-        built = torch.version.cuda
-        why = "no usable GPU on this node" if built else "this torch was built without CUDA"
-        raise EnvironmentNotFit(
-            f"device cuda was asked for, but torch cannot use it: {why} (torch {torch.__version__})",
+        cuda_version = torch.version.cuda
+        cause = "no usable GPU on this node" if cuda_version else "this torch was built without CUDA"
+        raise UnsuitableEnvironment(
+            f"device cuda was asked for, but torch cannot use it: {cause} (torch {torch.__version__})",
             fix="check nvidia-smi on the node and the torch build, or submit with device cpu",
         )
     if local_rank >= torch.cuda.device_count():
-        raise EnvironmentNotFit(
+        raise UnsuitableEnvironment(
             f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()}",
             fix="ask for as many GPUs a node as there are ranks a node, and check CUDA_VISIBLE_DEVICES",
         )
     return torch.device("cuda", local_rank)
 
 
-def read_plan(run: RunDir) -> tuple[Layout, Batch, Precision]:
+def load_plan(run: RunDir) -> tuple[Layout, Batch, Precision]:
     """Layout, batch and precision from plan.json.
 
     Raises:
@@ -102,24 +102,24 @@ def read_plan(run: RunDir) -> tuple[Layout, Batch, Precision]:
     layout = build(value["layout"], Layout, f"{run.plan}: layout")
     batch = build(value.get("batch") or {}, Batch, f"{run.plan}: batch")
     precision: Precision = value.get("precision") or "fp32"
-    known = [p for p in get_args(Precision) if p != "auto"]
-    if precision not in known:
-        raise ConfigError(f"{run.plan}: precision {precision!r}: must be one of {', '.join(known)}")
+    supported = [p for p in get_args(Precision) if p != "auto"]
+    if precision not in supported:
+        raise ConfigError(f"{run.plan}: precision {precision!r}: must be one of {', '.join(supported)}")
     return layout, batch, precision
 
 
-def of_environment(*, device: str | None = None, environ: Mapping[str, str] = os.environ) -> RankContext:
+def context_from_environment(*, device: str | None = None, environ: Mapping[str, str] = os.environ) -> RankContext:
     """Raises ConfigError where environment, plan and machine do not fit each other."""
-    rank, world_size = _number(environ, "RANK", 0), _number(environ, "WORLD_SIZE", 1)
-    local_rank = _number(environ, "LOCAL_RANK", rank)
+    rank, world_size = _read_int(environ, "RANK", 0), _read_int(environ, "WORLD_SIZE", 1)
+    local_rank = _read_int(environ, "LOCAL_RANK", rank)
     folder = environ.get(settings.RUN_DIR)
     rank_dir = environ.get(settings.RANK_DIR)
     run = RunDir(Path(folder)) if folder else None
-    attempt = run.attempt(_number(environ, settings.ATTEMPT, 1)) if run else None
+    attempt = run.attempt(_read_int(environ, settings.ATTEMPT, 1)) if run else None
     batch: Batch | None = None
     precision: Precision = "fp32"
     if run is not None:
-        layout, batch, precision = read_plan(run)
+        layout, batch, precision = load_plan(run)
         if layout.world_size != world_size:
             raise ConfigError(
                 f"the plan is for {layout.world_size} ranks and {world_size} were started",
@@ -131,9 +131,9 @@ def of_environment(*, device: str | None = None, environ: Mapping[str, str] = os
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
-        local_world_size=_number(environ, "LOCAL_WORLD_SIZE", world_size),
-        launched="RANK" in environ and "MASTER_ADDR" in environ,
-        device=_device(device, environ, local_rank),
+        local_world_size=_read_int(environ, "LOCAL_WORLD_SIZE", world_size),
+        launched_by_torchrun="RANK" in environ and "MASTER_ADDR" in environ,
+        device=_select_device(device, environ, local_rank),
         layout=layout,
         precision=precision,
         run=run,

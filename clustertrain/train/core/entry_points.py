@@ -7,11 +7,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from clustertrain.config.parsing import text_of
+from clustertrain.config.parsing import format_value
 from clustertrain.errors import ConfigError
 
 
-def function(name: str, key: str) -> Callable[..., Any]:
+def load_function(name: str, key: str) -> Callable[..., Any]:
     """What ``package.module:function`` names; ``key`` is where the recipe has it.
 
     Raises:
@@ -19,7 +19,7 @@ def function(name: str, key: str) -> Callable[..., Any]:
     """
     module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
     except ModuleNotFoundError as e:
         if e.name is None or not f"{module}.".startswith(f"{e.name}."):
             raise  # something that the module itself imports
@@ -27,19 +27,21 @@ def function(name: str, key: str) -> Callable[..., Any]:
             f"{key} = {name!r}: no module {e.name!r}",
             fix="keep it beside the recipe or where submit is called, or install it for the job's Python",
         ) from e
-    for part in path.split("."):
+    for attribute in path.split("."):
         try:
-            found = getattr(found, part)
+            target = getattr(target, attribute)
         except AttributeError as e:
             raise ConfigError(f"{key} = {name!r}: {e}", fix="name a function of that module") from e
-    if not callable(found):
-        raise ConfigError(f"{key} = {name!r} is {type(found).__name__}", fix="name a function or a class")
-    return found  # type: ignore[no-any-return]
+    if not callable(target):
+        raise ConfigError(f"{key} = {name!r} is {type(target).__name__}", fix="name a function or a class")
+    return target  # type: ignore[no-any-return]
 
 
-def check_arguments(made_by: Callable[..., Any], name: str, args: Mapping[str, Any], key: str) -> None:
-    """Raises ConfigError where ``made_by`` does not take ``args``, the recipe's ``key``."""
+def check_arguments(factory: Callable[..., Any], name: str, args: Mapping[str, Any], key: str) -> None:
+    """Raises ConfigError where ``factory`` does not take ``args``, the recipe's ``key``."""
     try:
-        inspect.signature(made_by).bind(**args)
+        inspect.signature(factory).bind(**args)
     except TypeError as e:
-        raise ConfigError(f"{key} = {text_of(dict(args))}: {name}: {e}", fix="give the arguments that it takes") from e
+        raise ConfigError(
+            f"{key} = {format_value(dict(args))}: {name}: {e}", fix="give the arguments that it takes"
+        ) from e

@@ -10,10 +10,10 @@ from clustertrain.train.core import memory, result
 from clustertrain.train.core.context import RankContext
 
 
-def explain(error: BaseException, context: RankContext) -> None:
+def add_memory_note(error: BaseException, context: RankContext) -> None:
     """Add to an ``error`` of too little memory how much was in use, and what needs less, the least invasive first.
     Leaves other errors alone."""
-    if result.kind_of(error) != "out_of_memory":
+    if result.classify_failure(error) != "out_of_memory":
         return
     peak = memory.peak_allocated_gib(context.device)
     if peak is None:
@@ -21,6 +21,6 @@ def explain(error: BaseException, context: RankContext) -> None:
     else:
         total = torch.cuda.get_device_properties(context.device).total_memory / (1 << 30)
         measured = f"measured peak: {peak:.2f} GiB allocated of the {total:.2f} GiB of {context.device}"
-    fixes = advice.of_memory(context.layout, context.batch or Batch(), context.parallel)
-    lines = [f"{measured}, with {context.layout.words()}", "what needs less, the least invasive first:"]
+    fixes = advice.advise_memory(context.layout, context.batch or Batch(), context.parallel)
+    lines = [f"{measured}, with {context.layout.describe()}", "what needs less, the least invasive first:"]
     error.add_note("\n".join([*lines, *(f"  {n}. {fix}" for n, fix in enumerate(fixes, 1))]))

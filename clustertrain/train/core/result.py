@@ -13,53 +13,53 @@ import torch
 import torch.distributed as dist
 
 from clustertrain import fsio, settings
-from clustertrain.checkpoint.format.storage_errors import FULL, PASSING, StorageError
+from clustertrain.checkpoint.format.storage_errors import FULL_ERRNOS, TRANSIENT_ERRNOS, StorageError
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, CheckpointError, ClusterTrainError, ConfigError, UsageError
 from clustertrain.train.core import disk_full
 from clustertrain.train.core.memory import peak_allocated_gib
 
 Ending = Literal["completed", "stopped", "failed"]
-Kind = Literal["user_error", "communication", "hang", "out_of_memory", "environment", "device", "storage"]
+FailureKind = Literal["user_error", "communication", "hang", "out_of_memory", "environment", "device", "storage"]
 
 # gloo and the CPU allocator raise plain RuntimeErrors; these are their words.
-_COMMUNICATION = ("gloo", "connection closed by peer", "connection reset by peer", "nccl")
+_COMMUNICATION_MESSAGES = ("gloo", "connection closed by peer", "connection reset by peer", "nccl")
 # A peer that is gone closes its connection; one that does not come is seen by the clock alone.
-_HANG = ("timed out waiting", "collective operation timeout")
-_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
+_HANG_MESSAGES = ("timed out waiting", "collective operation timeout")
+_MEMORY_MESSAGES = ("can't allocate memory", "cannot allocate memory", "out of memory")
 
 
-def kind_of(error: BaseException) -> Kind:
+def classify_failure(error: BaseException) -> FailureKind:
     """What sort of failure it is, for the decision about a requeue: after ``environment`` (a recipe, machine or set
     of checkpoints that is not fit, a disk that is full) a requeue would fail the same way, so the exit code is 78.
     After ``storage`` (a file system that did not answer) it need not."""
-    words = str(error).lower()
+    message = str(error).lower()
     if isinstance(error, StorageError):
         return "environment" if error.full else "storage"
     if isinstance(error, (ConfigError, CheckpointError)):
         return "environment"
-    if isinstance(error, OSError) and error.errno in FULL | PASSING:
-        return "environment" if error.errno in FULL else "storage"
-    if disk_full.is_full(error):
+    if isinstance(error, OSError) and error.errno in FULL_ERRNOS | TRANSIENT_ERRNOS:
+        return "environment" if error.errno in FULL_ERRNOS else "storage"
+    if disk_full.is_disk_full(error):
         return "environment"
     if disk_full.is_failed_write(error):
         return "storage"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return "out_of_memory"
-    if isinstance(error, RuntimeError) and any(w in words for w in _HANG):
+    if isinstance(error, RuntimeError) and any(w in message for w in _HANG_MESSAGES):
         return "hang"
     if isinstance(error, dist.DistError):
         return "communication"
     if isinstance(error, torch.AcceleratorError):
         return "device"  # an ECC error, an illegal access, a GPU off the bus: not told apart, and not always the user's
     if isinstance(error, RuntimeError):
-        if any(w in words for w in _MEMORY):
+        if any(w in message for w in _MEMORY_MESSAGES):
             return "out_of_memory"
-        if any(w in words for w in _COMMUNICATION):
+        if any(w in message for w in _COMMUNICATION_MESSAGES):
             return "communication"
     return "user_error"
 
 
-def is_lost_worker(error: BaseException) -> bool:
+def is_killed_dataloader_worker(error: BaseException) -> bool:
     """Whether a worker process of a DataLoader was ended by somebody else."""
     return isinstance(error, RuntimeError) and "dataloader worker (pid" in str(error).lower()
 
@@ -72,78 +72,80 @@ class RankResult:
         self._rank = int(environ.get("RANK", "0"))
         self._local_rank = int(environ.get("LOCAL_RANK", "0"))
         self._path = Path(folder) / f"rank-{self._rank}.json" if folder else None
-        self._left_path = Path(folder) / f"left-{self._rank}.json" if folder else None
+        self._session_closed_path = Path(folder) / f"left-{self._rank}.json" if folder else None
         self._deferred = False
-        self._total = -1
+        self._last_total = -1
         self.ending: Ending | None = None
         self.finished = False  # the newest loop of steps has come to its end
         self.step = 0
         self.committed_step: int | None = None
-        self.why: str | None = None  # it ended as it did, where that is not plain
-        self.spent = False  # the run's budget is, so that a requeue is of no use
+        self.reason: str | None = None  # it ended as it did, where that is not plain
+        self.budget_spent = False  # the run's budget is, so that a requeue is of no use
         self.device = torch.device("cpu")
 
-    def defer(self) -> None:
-        """Promise to call :meth:`completed` when the script has returned, so that leaving a session does not."""
+    def defer_completion(self) -> None:
+        """Promise to call :meth:`record_completed` when the script has returned, so that leaving a session does not."""
         self._deferred = True
 
-    def counts_to(self, total: int) -> None:
+    def begin_loop(self, total: int) -> None:
         """A loop begins that ends at step ``total`` of the run.
 
         Raises:
             UsageError: one before it, of this session or an earlier one, ends there or later.
         """
-        if total <= self._total:
+        if total <= self._last_total:
             raise UsageError(
-                f"session.steps(total={total}): a loop before it ends at step {self._total}, and the steps of a run "
-                "are counted on",
-                fix=f"total={self._total + total} for {total} more, or submit them as a run of their own",
+                f"session.steps(total={total}): a loop before it ends at step {self._last_total}, and the steps of a"
+                " run are counted on",
+                fix=f"total={self._last_total + total} for {total} more, or submit them as a run of their own",
             )
-        self._total = total
+        self._last_total = total
         self.finished = False
-        if self._left_path is not None:
-            self._left_path.unlink(missing_ok=True)
+        if self._session_closed_path is not None:
+            self._session_closed_path.unlink(missing_ok=True)
 
-    def left(self) -> None:
+    def record_session_closed(self) -> None:
         """The session was left in order. What the script does after it belongs to the rank's work all the same, and the
-        agent ends what runs on after the record: so with :meth:`defer` there is none yet, but a file that says that all
-        steps are done, in case the process does not come to write the record."""
+        agent ends what runs on after the record: so with :meth:`defer_completion` there is none yet, but a file that
+        says that all steps are done, in case the process does not come to write the record."""
         if self._deferred:
             self.ending = "completed"
-            if self._left_path is not None and self.finished:
-                fsio.write_json(self._left_path, self._record("completed"))
+            if self._session_closed_path is not None and self.finished:
+                fsio.write_json(self._session_closed_path, self._build_record("completed"))
         else:
-            self.completed()
+            self.record_completed()
 
-    def completed(self) -> None:
+    def record_completed(self) -> None:
         self._write("completed")
 
-    def stopped(self) -> None:
+    def record_stopped(self) -> None:
         self._write("stopped")
 
-    def failed(self, error: BaseException) -> int:
+    def record_failure(self, error: BaseException) -> int:
         """Record ``error``; returns the exit code that goes with it."""
-        kind = kind_of(error)
+        kind = classify_failure(error)
         code = EXIT_CONFIG if kind == "environment" else EXIT_FAILED
-        said = [str(error), *getattr(error, "__notes__", ())]
-        if not isinstance(error, ClusterTrainError) and (advice := disk_full.advice(error)):
-            said.append(advice)
-        told = {
+        message_lines = [str(error), *getattr(error, "__notes__", ())]
+        if not isinstance(error, ClusterTrainError) and (advice := disk_full.format_advice(error)):
+            message_lines.append(advice)
+        error_record = {
             "type": type(error).__name__,
-            "message": "\n".join(said),
+            "message": "\n".join(message_lines),
             "traceback": "".join(traceback.format_exception(error))[-16_384:],
         }
-        self._write("failed", exit_code=code, kind=kind, error=told)
+        self._write("failed", exit_code=code, kind=kind, error=error_record)
         return code
 
     def _write(
-        self, ending: Ending, exit_code: int = 0, kind: Kind | None = None, error: dict[str, Any] | None = None
+        self, ending: Ending, exit_code: int = 0, kind: FailureKind | None = None, error: dict[str, Any] | None = None
     ) -> None:
         self.ending = ending
         if self._path is not None:
-            fsio.write_json(self._path, self._record(ending) | {"exit_code": exit_code, "kind": kind, "error": error})
+            fsio.write_json(
+                self._path, self._build_record(ending) | {"exit_code": exit_code, "kind": kind, "error": error}
+            )
 
-    def _record(self, ending: Ending) -> dict[str, Any]:
+    def _build_record(self, ending: Ending) -> dict[str, Any]:
         return {
             "rank": self._rank,
             "local_rank": self._local_rank,
@@ -153,8 +155,8 @@ class RankResult:
             "committed_step": self.committed_step,
             "exit_code": 0,
             "kind": None,
-            "why": self.why,
-            "spent": self.spent,
+            "why": self.reason,
+            "spent": self.budget_spent,
             "error": None,
             "peak_allocated_gib": peak_allocated_gib(self.device),
         }

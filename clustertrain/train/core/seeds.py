@@ -11,20 +11,20 @@ import numpy as np
 import torch
 
 
-def derive(seed: int, *words: object) -> int:
+def derive_seed(seed: int, *scope: object) -> int:
     """A 63-bit seed from ``seed`` and what it is for; the same on every machine."""
-    text = "/".join(map(str, (seed, *words)))
+    text = "/".join(map(str, (seed, *scope)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-def seed_all(seed: int) -> None:
+def seed_everything(seed: int) -> None:
     """Python, numpy and torch on the CPU and on every GPU."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
-def be_deterministic() -> None:
+def enable_determinism() -> None:
     """Let torch, cuDNN and cuBLAS take algorithms that give the same bits each time, in this process. What has none
     raises RuntimeError then, with its name. Memory that nobody has written is filled, too, which takes time.
 
@@ -37,11 +37,11 @@ def be_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def capture(device: torch.device) -> dict[str, Any]:
+def capture_rng_state(device: torch.device) -> dict[str, Any]:
     """The state of this rank's generators, as tensors, arrays and plain data."""
-    version, words, gauss = random.getstate()
+    version, mt_state, gauss = random.getstate()
     state = {
-        "python": [version, np.array(words, dtype=np.uint32), gauss],
+        "python": [version, np.array(mt_state, dtype=np.uint32), gauss],
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
@@ -50,10 +50,10 @@ def capture(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def restore(state: dict[str, Any], device: torch.device) -> None:
-    """The reverse of :func:`capture`."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(int(w) for w in words), gauss))
+def restore_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """The reverse of :func:`capture_rng_state`."""
+    version, mt_state, gauss = state["python"]
+    random.setstate((version, tuple(int(w) for w in mt_state), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:

@@ -10,8 +10,8 @@ import torch
 
 from clustertrain import clock
 
-Part = Literal["data", "host_to_device", "forward", "backward", "optimizer", "other"]
-PARTS: tuple[Part, ...] = ("data", "host_to_device", "forward", "backward", "optimizer")
+StepPart = Literal["data", "host_to_device", "forward", "backward", "optimizer", "other"]
+STEP_PARTS: tuple[StepPart, ...] = ("data", "host_to_device", "forward", "backward", "optimizer")
 
 
 class StepTimer:
@@ -19,59 +19,59 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.parts_s: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-        self._inside = False
-        self._started = self._now()
+        self.parts_s: dict[str, float] = dict.fromkeys(STEP_PARTS, 0.0)
+        self._is_timing = False
+        self._started = self._synchronized_time()
         self.step_s = 0.0
 
-    def _now(self) -> float:
+    def _synchronized_time(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return clock.monotonic()
 
     @contextmanager
-    def part(self, name: Part) -> Iterator[None]:
-        if self._inside:  # what is inside another part is that one's
+    def record(self, name: StepPart) -> Iterator[None]:
+        if self._is_timing:  # what is inside another part is that one's
             yield
             return
-        self._inside, started = True, self._now()
+        self._is_timing, started = True, self._synchronized_time()
         try:
             yield
         finally:
-            self.parts_s[name] += self._now() - started
-            self._inside = False
+            self.parts_s[name] += self._synchronized_time() - started
+            self._is_timing = False
 
-    def end(self) -> None:
-        self.step_s = self._now() - self._started
-
-
-_clock: StepTimer | None = None
-_named = False
+    def finish(self) -> None:
+        self.step_s = self._synchronized_time() - self._started
 
 
-def part(name: Part) -> AbstractContextManager[Any]:
+_timer: StepTimer | None = None
+_label_trace = False
+
+
+def record_part(name: StepPart) -> AbstractContextManager[Any]:
     """Around a part of the step. Free but for the call unless this step is profiled."""
-    if _clock is not None:
-        return _clock.part(name)
-    return torch.profiler.record_function(name) if _named else nullcontext()
+    if _timer is not None:
+        return _timer.record(name)
+    return torch.profiler.record_function(name) if _label_trace else nullcontext()
 
 
-def start(device: torch.device) -> None:
+def start_timer(device: torch.device) -> None:
     """Time the parts of the step that begins now, instead of naming them in a trace."""
-    global _clock, _named
-    _clock, _named = StepTimer(device), False
+    global _timer, _label_trace
+    _timer, _label_trace = StepTimer(device), False
 
 
-def stop() -> StepTimer | None:
-    """End the timing. Returns the timer, or None if :func:`start` was not called."""
-    global _clock
-    timed, _clock = _clock, None
-    if timed is not None:
-        timed.end()
-    return timed
+def stop_timer() -> StepTimer | None:
+    """End the timing. Returns the timer, or None if :func:`start_timer` was not called."""
+    global _timer
+    timer, _timer = _timer, None
+    if timer is not None:
+        timer.finish()
+    return timer
 
 
-def name_parts(on: bool) -> None:
+def set_trace_labels(enabled: bool) -> None:
     """Whether each part is named in the trace that torch's profiler records."""
-    global _named  # noqa: PLW0603
-    _named = on
+    global _label_trace  # noqa: PLW0603
+    _label_trace = enabled

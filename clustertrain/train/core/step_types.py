@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from clustertrain.checkpoint.core.state_dict import is_dtensor
-from clustertrain.train.core.async_copy import Arriving
+from clustertrain.train.core.async_copy import AsyncCopy
 
 # (output, target) -> mean over the samples, or (sum, how many it is the sum of).
 Loss = Callable[[Any, Any], "torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]"]
@@ -25,7 +25,8 @@ class StepResult:
     nothing (all targets masked) the loss is nan, a mean of nothing, and the gradient zero.
 
     ``clipped``: whether clipping has changed the gradient; ``clip_fraction``: of the last 100 steps the share of those;
-    ``finite``: of loss and gradient; ``spike``: the loss is far above the last ones; ``bad``: :func:`moments` of the
+    ``finite``: of loss and gradient; ``spike``: the loss is far above the last ones; ``bad``:
+    :func:`compute_nonfinite_moments` of the
     micro-batches of all data-parallel ranks; ``overflow``: the gradient of the scaled loss left the range of fp16,
     which the loss scale takes care of: such a step is skipped and not bad; ``layers``: figures by layer, of a step in
     which they were asked for."""
@@ -39,10 +40,10 @@ class StepResult:
     spike: torch.Tensor
     bad: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     overflow: bool = False
-    layers: Arriving | None = None
+    layers: AsyncCopy | None = None
 
 
-def as_sum_and_count(value: Any, target: Any, nobodys: bool) -> tuple[torch.Tensor, torch.Tensor | int]:
+def as_sum_and_count(value: Any, target: Any, is_padding: bool) -> tuple[torch.Tensor, torch.Tensor | int]:
     """What a loss function returned, as a sum and its count; nothing for a micro-batch that only fills a gap."""
     if isinstance(value, tuple):
         total, count = value
@@ -51,7 +52,7 @@ def as_sum_and_count(value: Any, target: Any, nobodys: bool) -> tuple[torch.Tens
         total = value * count
     if is_dtensor(total):
         total = total.full_tensor()  # a loss of split logits, the same on their ranks
-    return (total * 0, 0) if nobodys else (total, count)
+    return (total * 0, 0) if is_padding else (total, count)
 
 
 def pack_sum_count(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
@@ -63,11 +64,11 @@ def pack_sum_count(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tens
 
 def index_powers(first: int, count: int, device: torch.device) -> torch.Tensor:
     """Of ``count`` micro-batches' numbers from ``first`` on the powers 0, 1 and 2, (count, 3) in fp64."""
-    numbers = torch.arange(first, first + count, dtype=torch.float64, device=device)
-    return torch.stack([torch.ones_like(numbers), numbers, numbers.square()], 1)
+    indices = torch.arange(first, first + count, dtype=torch.float64, device=device)
+    return torch.stack([torch.ones_like(indices), indices, indices.square()], 1)
 
 
-def moments(totals: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
+def compute_nonfinite_moments(totals: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
     """Of the micro-batches whose loss is not finite the sum of the :func:`index_powers` of their numbers. The sum over
     the ranks tells which one it is, where it is a single one: :func:`sole_bad_micro_batch`.
 
@@ -77,19 +78,19 @@ def moments(totals: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
     return ((~totals[:, :1].isfinite()).double() * powers).sum(0)
 
 
-def sole_bad_micro_batch(bad: float, numbers: float, squares: float) -> int:
-    """The number that these are the :func:`moments` of; -1: there is none, or more than one. Ranks that have parts of
-    the same sequences count the same micro-batch several times."""
-    return int(numbers / bad) if bad and bad * squares == numbers**2 else -1
+def sole_bad_micro_batch(num_bad: float, index_sum: float, square_sum: float) -> int:
+    """The number that these are the :func:`compute_nonfinite_moments` of; -1: there is none, or more than one. Ranks
+    that have parts of the same sequences count the same micro-batch several times."""
+    return int(index_sum / num_bad) if num_bad and num_bad * square_sum == index_sum**2 else -1
 
 
-def takes_samples(model: nn.Module) -> bool:
+def accepts_samples(model: nn.Module) -> bool:
     """Whether ``forward`` has an argument ``samples``: the place of each sample in the run, (batch,) int64."""
     return "samples" in inspect.signature(model.forward).parameters
 
 
 def call_model(model: nn.Module, inputs: Any, samples: torch.Tensor | None) -> Any:
-    more = {} if samples is None else {"samples": samples}
+    extra_kwargs = {} if samples is None else {"samples": samples}
     if isinstance(inputs, dict):
-        return model(**inputs, **more)
-    return model(*inputs, **more) if isinstance(inputs, (tuple, list)) else model(inputs, **more)
+        return model(**inputs, **extra_kwargs)
+    return model(*inputs, **extra_kwargs) if isinstance(inputs, (tuple, list)) else model(inputs, **extra_kwargs)

@@ -27,38 +27,38 @@ class StopFlag:
     """Whether this rank was told to stop: by a signal, or by the file ``stop`` that the node's agent writes."""
 
     def __init__(self, rank_dir: Path | None) -> None:
-        self._file = rank_dir / "stop" if rank_dir else None
+        self._stop_file = rank_dir / "stop" if rank_dir else None
         self._set = False
-        self._before: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
 
     def install(self) -> None:
         """Handlers that set the flag and nothing else. Children get the default back at exec, since a handler, unlike
         SIG_IGN, is not inherited through it."""
         if threading.current_thread() is threading.main_thread():
-            self._before = {s: signal.signal(s, self._on_signal) for s in SIGNALS}
+            self._previous_handlers = {s: signal.signal(s, self._on_signal) for s in SIGNALS}
 
     def uninstall(self) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._previous_handlers = {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # Slurm may deliver the warning before the time limit to every process, up to a minute early. Under an agent
         # only that one knows whether there is time left to train.
-        if number != signal.SIGUSR2 or self._file is None:
+        if number != signal.SIGUSR2 or self._stop_file is None:
             self._set = True
 
     def deadline(self) -> float | None:
         """By when the process must have ended (UTC epoch s), as the agent wrote it; None where nobody said."""
         try:
-            value = fsio.read_json(self._file) if self._file is not None else None
+            value = fsio.read_json(self._stop_file) if self._stop_file is not None else None
         except ValueError:
             return None
         return value.get("deadline") if value else None
 
     def __bool__(self) -> bool:
-        if not self._set and self._file is not None:
-            self._set = self._file.exists()
+        if not self._set and self._stop_file is not None:
+            self._set = self._stop_file.exists()
         return self._set
 
 
@@ -66,21 +66,21 @@ class StopAgreement:
     """Boundaries that all ranks pass in the same order; :meth:`poll` is collective.
 
     Other questions that one rank answers and all must act upon at the same step travel with the flag: ``also``, by
-    name. What any rank said yes to, :meth:`taken` tells all of them at one boundary.
+    name. What any rank said yes to, :meth:`take_flag` tells all of them at one boundary.
     """
 
     def __init__(
         self,
-        told: Callable[[], bool],
+        should_stop: Callable[[], bool],
         group: dist.ProcessGroup | None,
-        also: Mapping[str, Callable[[], bool]] | None = None,
+        extra_flags: Mapping[str, Callable[[], bool]] | None = None,
     ) -> None:
-        self._told = told
-        self._also = dict(also or {})
+        self._should_stop = should_stop
+        self._extra_flags = dict(extra_flags or {})
         self._group = group
-        self._posted: tuple[dist.Work, torch.Tensor] | None = None
-        self._first = True
-        self._yes: set[str] = set()
+        self._pending: tuple[dist.Work, torch.Tensor] | None = None
+        self._is_first_poll = True
+        self._raised_flags: set[str] = set()
         self.agreed = False
 
     def poll(self) -> bool:
@@ -88,39 +88,41 @@ class StopAgreement:
         if self.agreed:
             return True
         if self._group is None:
-            self._yes.update(name for name, asked in self._also.items() if asked())
-            self.agreed = self._told()
+            self._raised_flags.update(name for name, is_set in self._extra_flags.items() if is_set())
+            self.agreed = self._should_stop()
             return self.agreed
-        if self._first:
-            self._first = False
-            self.agreed = self._outcome(self._post())
+        if self._is_first_poll:
+            self._is_first_poll = False
+            self.agreed = self._wait_for_flags(self._post_flags())
             return self.agreed
-        before, self._posted = self._posted, self._post()
-        if before is not None and self._outcome(before):
-            self.drain()
+        previous, self._pending = self._pending, self._post_flags()
+        if previous is not None and self._wait_for_flags(previous):
+            self.wait_for_pending()
             self.agreed = True
         return self.agreed
 
-    def taken(self, name: str) -> bool:
+    def take_flag(self, name: str) -> bool:
         """Whether a rank has said yes since this was asked last."""
-        yes = name in self._yes
-        self._yes.discard(name)
-        return yes
+        was_raised = name in self._raised_flags
+        self._raised_flags.discard(name)
+        return was_raised
 
-    def _post(self) -> tuple[dist.Work, torch.Tensor]:
-        flags = torch.tensor([self._told(), *(asked() for asked in self._also.values())], dtype=torch.int32)
+    def _post_flags(self) -> tuple[dist.Work, torch.Tensor]:
+        flags = torch.tensor(
+            [self._should_stop(), *(is_set() for is_set in self._extra_flags.values())], dtype=torch.int32
+        )
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         return work, flags
 
-    def _outcome(self, posted: tuple[dist.Work, torch.Tensor]) -> bool:
-        work, flags = posted
+    def _wait_for_flags(self, pending: tuple[dist.Work, torch.Tensor]) -> bool:
+        work, flags = pending
         work.wait()
-        stop, *others = flags.tolist()
-        self._yes.update(name for name, yes in zip(self._also, others, strict=True) if yes)
+        stop, *extra = flags.tolist()
+        self._raised_flags.update(name for name, raised in zip(self._extra_flags, extra, strict=True) if raised)
         return bool(stop)
 
-    def any(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. Collective, and only for after the agreement: it waits."""
         if self._group is None:
             return flag
@@ -128,16 +130,16 @@ class StopAgreement:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
         return bool(value.item())
 
-    def least(self, value: float) -> float:
-        """The smallest of all ranks' values. Collective as :meth:`any`."""
+    def min_over_ranks(self, value: float) -> float:
+        """The smallest of all ranks' values. Collective as :meth:`any_rank`."""
         if self._group is None:
             return value
-        found = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._group)
-        return float(found.item())
+        minimum = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(minimum, op=dist.ReduceOp.MIN, group=self._group)
+        return float(minimum.item())
 
-    def drain(self) -> None:
+    def wait_for_pending(self) -> None:
         """Wait for what is in flight, so that the group can be closed."""
-        if self._posted is not None:
-            self._outcome(self._posted)
-            self._posted = None
+        if self._pending is not None:
+            self._wait_for_flags(self._pending)
+            self._pending = None

@@ -9,48 +9,48 @@ from collections.abc import Callable
 from clustertrain import clock
 from clustertrain.train.core.stop import StopAgreement
 
-REMEMBERED = 5  # saves: one that a busy hour made slow must not forbid all later ones
+SAVE_WINDOW = 5  # saves: one that a busy hour made slow must not forbid all later ones
 SAVE_MARGIN = 1.5  # a save beside dying neighbours takes longer than one in peace
-ORDERLY_END_S = 2.0  # at the deadline, for what follows the last save
-LEAST_S = 2.0  # that a save under way is waited for, whatever the deadline
+SHUTDOWN_MARGIN_S = 2.0  # at the deadline, for what follows the last save
+MIN_SAVE_WAIT_S = 2.0  # that a save under way is waited for, whatever the deadline
 
 
-class TimeLeft:
-    def __init__(self, deadline: Callable[[], float | None]) -> None:
-        """``deadline`` says by when the process must have ended (UTC epoch s), once somebody has said so."""
-        self._deadline = deadline
-        self._ends: float | None = None  # by the monotonic clock
-        self.saves_s: deque[float] = deque(maxlen=REMEMBERED)
+class DeadlineTracker:
+    def __init__(self, get_deadline: Callable[[], float | None]) -> None:
+        """``get_deadline`` says by when the process must have ended (UTC epoch s), once somebody has said so."""
+        self._get_deadline = get_deadline
+        self._save_deadline: float | None = None  # by the monotonic clock
+        self.save_durations_s: deque[float] = deque(maxlen=SAVE_WINDOW)
 
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """As far as this rank was told; inf: nobody has said so."""
-        deadline = self._deadline()
+        deadline = self._get_deadline()
         return math.inf if deadline is None else deadline - clock.now()
 
-    def must_end_in(self, left_s: float) -> None:
+    def set_remaining(self, remaining_s: float) -> None:
         """What all ranks go by from now on: they give up together, or one would wait for another one's word. It does
         not depend on the wall clock any more."""
-        if math.isfinite(left_s):
+        if math.isfinite(remaining_s):
             # A deadline that is past is a late word or a clock that jumped: the kill may still be some way off.
-            until = clock.monotonic() + max(LEAST_S, left_s - ORDERLY_END_S)
-            self._ends = until if self._ends is None else min(self._ends, until)
+            deadline = clock.monotonic() + max(MIN_SAVE_WAIT_S, remaining_s - SHUTDOWN_MARGIN_S)
+            self._save_deadline = deadline if self._save_deadline is None else min(self._save_deadline, deadline)
 
-    def until(self) -> float | None:
+    def save_deadline(self) -> float | None:
         """When waiting for a save must end, so that there is time for an orderly end."""
-        if self._ends is None:
-            self.must_end_in(self.left_s())
-        return self._ends
+        if self._save_deadline is None:
+            self.set_remaining(self.remaining_s())
+        return self._save_deadline
 
-    def is_late(self, agreement: StopAgreement, saves: int) -> bool:
+    def is_too_late_to_save(self, agreement: StopAgreement, num_saves: int) -> bool:
         """Whether it is too late for so many saves, on all ranks alike; they go by the earliest deadline from now on.
         Collective.
 
         By the slowest of the last ones. The newest committed checkpoint then stands; a save that is killed half way
         would not change that, only cost the orderly end."""
-        left_s = agreement.least(self.left_s())
-        self.must_end_in(left_s)
-        return agreement.any(SAVE_MARGIN * saves * self.slow_s > left_s)
+        remaining_s = agreement.min_over_ranks(self.remaining_s())
+        self.set_remaining(remaining_s)
+        return agreement.any_rank(SAVE_MARGIN * num_saves * self.slowest_save_s > remaining_s)
 
     @property
-    def slow_s(self) -> float:
-        return max(self.saves_s, default=0.0)
+    def slowest_save_s(self) -> float:
+        return max(self.save_durations_s, default=0.0)

@@ -8,63 +8,65 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from clustertrain.config import image_checks as known
+from clustertrain.config import image_checks
 from clustertrain.config.data import DIGITS, DataSpec
-from clustertrain.config.image_checks import Known
+from clustertrain.config.image_checks import ImageDatasetInfo
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.train.core import entry_points
 from clustertrain.train.data import validation_split
-from clustertrain.train.data.augmentation import Augmented
-from clustertrain.train.data.images import images
+from clustertrain.train.data.augmentation import AugmentedImages
+from clustertrain.train.data.images import build_image_dataset
 from clustertrain.train.data.sample_checks import Limits
-from clustertrain.train.data.sample_reader import MapStyle
+from clustertrain.train.data.sample_reader import MapStyleDataset
 from clustertrain.train.data.text import BytePairs, ByteText
-from clustertrain.train.data.token_shards import tokens
+from clustertrain.train.data.token_shards import build_token_datasets
 
 
 @dataclass(frozen=True)
 class Datasets:
     """``validation`` is in an order of its own; None where the recipe keeps nothing apart."""
 
-    train: MapStyle
-    validation: MapStyle | None = None
+    train: MapStyleDataset
+    validation: MapStyleDataset | None = None
 
 
-def datasets(recipe: Recipe, limits: Limits) -> Datasets:
+def build_datasets(recipe: Recipe, limits: Limits) -> Datasets:
     """The data of ``recipe``, for a model that takes what is within ``limits``.
 
     Raises:
         ConfigError: it is not there, holds nothing, or is not what the model learns from.
-        EnvironmentNotFit: a package that it needs is not installed.
+        UnsuitableEnvironment: a package that it needs is not installed.
     """
     data = recipe.data
     if recipe.data_kind == "tokens":
-        train, validation = tokens(data, limits.vocab_size, recipe.objective.ignore_index)
+        train, validation = build_token_datasets(data, limits.vocab_size, recipe.objective.ignore_index)
         return Datasets(train, validation)
-    train, validation = _one(recipe, data), None
-    _check_filled(train, data.words)
+    train, validation = _build_dataset(recipe, data), None
+    _check_not_empty(train, data.description)
     if recipe.data_kind == "images":
         _check_images(train, recipe, "path")
     if data.validation_path:
-        validation = _one(recipe, msgspec.structs.replace(data, path=data.validation_path, validation_path=""))
-        _check_filled(validation, f"data.validation_path = {data.validation_path!r}")
+        validation = _build_dataset(
+            recipe, msgspec.structs.replace(data, path=data.validation_path, validation_path="")
+        )
+        _check_not_empty(validation, f"data.validation_path = {data.validation_path!r}")
         if recipe.data_kind == "images":
             _check_images(validation, recipe, "validation_path")
             _check_same_classes(train, validation)
     elif data.validation:
-        train, validation = validation_split.split(train, data.validation, data.words)
-    if data.augment.any:
-        classes = recipe.model.convnet.classes if not recipe.model.entry else limits.classes or _classes(train)
-        train = Augmented(train, data.augment, classes)
+        train, validation = validation_split.split(train, data.validation, data.description)
+    if data.augment.is_enabled:
+        classes = recipe.model.convnet.classes if not recipe.model.entry else limits.classes or _count_classes(train)
+        train = AugmentedImages(train, data.augment, classes)
     return Datasets(train, validation)
 
 
-def _one(recipe: Recipe, data: DataSpec) -> Any:
+def _build_dataset(recipe: Recipe, data: DataSpec) -> Any:
     if recipe.data_kind == "own":
-        return _own(data)
+        return _build_from_entry(data)
     if recipe.data_kind == "images":
-        return images(data)
+        return build_image_dataset(data)
     if recipe.data_kind == "pairs" and data.path == DIGITS:
         from clustertrain.train.data.digits import DigitHalves
 
@@ -72,94 +74,94 @@ def _one(recipe: Recipe, data: DataSpec) -> Any:
     return BytePairs(data) if recipe.data_kind == "pairs" else ByteText(data)
 
 
-def _own(data: DataSpec) -> Any:
+def _build_from_entry(data: DataSpec) -> Any:
     """What ``data.entry`` makes of ``data.args``, and of ``path`` where one is given.
 
     Raises:
         ConfigError: there is no such function, it does not take the arguments, or what it returns is no map-style data
             set.
     """
-    make = entry_points.function(data.entry, "data.entry")
+    factory = entry_points.load_function(data.entry, "data.entry")
     args = {**data.args, **({"path": data.path} if data.path else {})}
-    entry_points.check_arguments(make, data.entry, args, "data.args")
-    found = make(**args)
-    if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
+    entry_points.check_arguments(factory, data.entry, args, "data.args")
+    dataset = factory(**args)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
-            f"data.entry = {data.entry!r} returned {type(found).__name__}",
+            f"data.entry = {data.entry!r} returned {type(dataset).__name__}",
             fix="return a map-style data set, with __len__ and __getitem__; for a stream, list its parts by number",
         )
-    if not isinstance(getattr(found, "version", None), str):
-        return _Versioned(found, f"{data.entry} {args}")
-    return found
+    if not isinstance(getattr(dataset, "version", None), str):
+        return _VersionedDataset(dataset, f"{data.entry} {args}")
+    return dataset
 
 
-class _Versioned:
+class _VersionedDataset:
     """A data set that says nothing of itself, under its recipe's words: other arguments make other data."""
 
-    def __init__(self, whole: Any, version: str) -> None:
-        self._whole = whole
+    def __init__(self, dataset: Any, version: str) -> None:
+        self._dataset = dataset
         self.version = version
 
     def __len__(self) -> int:
-        return len(self._whole)
+        return len(self._dataset)
 
     def __getitem__(self, i: int) -> Any:
-        return self._whole[i]
+        return self._dataset[i]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # also while it is unpickled, when it has no _whole yet
             raise AttributeError(name)
-        return getattr(self._whole, name)
+        return getattr(self._dataset, name)
 
 
-def limits_of(recipe: Recipe, model: nn.Module, *, own_loss: bool) -> Limits:
+def build_limits(recipe: Recipe, model: nn.Module, *, has_model_loss: bool) -> Limits:
     """What ``model`` takes: of a built-in one from the recipe, of an entry from its attributes ``vocab_size``,
-    ``classes`` and ``max_seq_len``, where it has them. Of an ``own_loss`` nothing is known of its targets."""
+    ``classes`` and ``max_seq_len``, where it has them. Of an ``has_model_loss`` nothing is known of its targets."""
     spec = recipe.model
-    counts_classes = recipe.objective_kind == "cross-entropy" and not own_loss
-    vocabulary, classes = None, None
+    targets_are_classes = recipe.objective_kind == "cross-entropy" and not has_model_loss
+    vocab_size, classes = None, None
     names = ("model.vocab_size", "the model's number of classes")
     if spec.entry:
-        vocabulary, classes = _whole(model, "vocab_size"), _whole(model, "classes")
+        vocab_size, classes = _int_attribute(model, "vocab_size"), _int_attribute(model, "classes")
         names = (f"vocab_size of {spec.entry}", f"classes of {spec.entry}")
     elif spec.kind == "convnet":
         classes, names = spec.convnet.classes, ("", "model.convnet.classes")
     else:
-        vocabulary = spec.vocab_size
+        vocab_size = spec.vocab_size
         classes = spec.vocab_size if spec.kind == "decoder" else None
         names = ("model.vocab_size", "model.vocab_size")
-    longest = (_whole(model, "max_seq_len") if spec.entry else spec.max_seq_len) or 0
-    if recipe.is_text and 0 < longest < recipe.data.seq_len:
+    max_seq_len = (_int_attribute(model, "max_seq_len") if spec.entry else spec.max_seq_len) or 0
+    if recipe.is_text and 0 < max_seq_len < recipe.data.seq_len:
         raise ConfigError(
-            f"data.seq_len = {recipe.data.seq_len} is more than the model takes: max_seq_len = {longest}",
-            fix=f"set data.seq_len = {longest} or less",
+            f"data.seq_len = {recipe.data.seq_len} is more than the model takes: max_seq_len = {max_seq_len}",
+            fix=f"set data.seq_len = {max_seq_len} or less",
         )
     return Limits(
-        vocab_size=vocabulary,
-        classes=classes if counts_classes else None,
-        max_seq_len=longest,
+        vocab_size=vocab_size,
+        classes=classes if targets_are_classes else None,
+        max_seq_len=max_seq_len,
         ignore_index=recipe.objective.ignore_index,
         names=names,
     )
 
 
-def _whole(model: nn.Module, name: str) -> int | None:
+def _int_attribute(model: nn.Module, name: str) -> int | None:
     value = getattr(model, name, None)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _classes(train: Any) -> int:
-    found: int = getattr(train, "classes", 0) or len(train.slice_names)
-    return found
+def _count_classes(train: Any) -> int:
+    count: int = getattr(train, "classes", 0) or len(train.slice_names)
+    return count
 
 
-def _check_filled(dataset: Any, words: str) -> None:
+def _check_not_empty(dataset: Any, source: str) -> None:
     if len(dataset) < 1:
-        raise ConfigError(f"{words}: the data set is empty", fix="give one with samples")
+        raise ConfigError(f"{source}: the data set is empty", fix="give one with samples")
 
 
 def _check_images(dataset: Any, recipe: Recipe, key: str) -> None:
-    known.check(recipe, key, Known(dataset.channels, dataset.classes))
+    image_checks.check_images(recipe, key, ImageDatasetInfo(dataset.channels, dataset.classes))
 
 
 def _check_same_classes(train: Any, validation: Any) -> None:

@@ -8,40 +8,40 @@ from typing import Any
 import numpy as np
 import torch
 
-from clustertrain.config.data import DIGIT_HALF, DIGITS
-from clustertrain.config.slice_checks import BUILT_IN, numbered
-from clustertrain.errors import EnvironmentNotFit
-from clustertrain.train.data.images import Labelled
+from clustertrain.config.data import DIGIT_HALF_PIXELS, DIGITS
+from clustertrain.config.slice_checks import BUILT_IN_CLASSES, class_slices
+from clustertrain.errors import UnsuitableEnvironment
+from clustertrain.train.data.images import LabelSlices
 
-_BRIGHTEST = 16
+_MAX_PIXEL = 16
 
 
-def _load() -> tuple[Any, Any]:
+def _load_digits() -> tuple[Any, Any]:
     """(images (1797, 8, 8) of 0 to 16, classes)."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as e:
-        raise EnvironmentNotFit(
+        raise UnsuitableEnvironment(
             "data.path = 'digits': the images come with scikit-learn, which is not installed",
             fix="pip install 'clustertrain[examples]'",
         ) from e
-    found = load_digits()
-    return found.images.astype(np.uint8), found.target
+    digits = load_digits()
+    return digits.images.astype(np.uint8), digits.target
 
 
-class DigitImages(Labelled):
+class DigitImages(LabelSlices):
     """Sample i is (image, class): bytes (8, 8, 1)."""
 
     name = f"data.path = {DIGITS!r}"
     version = f"{DIGITS} 1"
-    classes = BUILT_IN
+    classes = BUILT_IN_CLASSES
     channels = 1
-    slice_names = numbered(BUILT_IN)
+    slice_names = class_slices(BUILT_IN_CLASSES)
 
     def __init__(self) -> None:
-        """Raises EnvironmentNotFit without scikit-learn."""
-        images, self.labels = _load()
-        self._images = (images.astype(np.float32) * (255 / _BRIGHTEST)).round().astype(np.uint8)[..., None]
+        """Raises UnsuitableEnvironment without scikit-learn."""
+        images, self.labels = _load_digits()
+        self._images = (images.astype(np.float32) * (255 / _MAX_PIXEL)).round().astype(np.uint8)[..., None]
 
     def __len__(self) -> int:
         return len(self._images)
@@ -50,22 +50,22 @@ class DigitImages(Labelled):
         return torch.from_numpy(self._images[i]), int(self.labels[i])
 
 
-class DigitHalves(Labelled):
+class DigitHalves(LabelSlices):
     """Sample i is ((upper, lower), i): the halves of an image as (32,) int64 tokens from 0 to 16, for a model that
     learns which belong together."""
 
     name = f"data.path = {DIGITS!r}"
     version = f"{DIGITS} 1, halves"
-    slice_names = numbered(BUILT_IN)
+    slice_names = class_slices(BUILT_IN_CLASSES)
 
     def __init__(self) -> None:
-        """Raises EnvironmentNotFit without scikit-learn."""
-        images, self.labels = _load()
-        self._pixels = torch.from_numpy(images.reshape(len(images), 2 * DIGIT_HALF).astype(np.int64))
+        """Raises UnsuitableEnvironment without scikit-learn."""
+        images, self.labels = _load_digits()
+        self._pixels = torch.from_numpy(images.reshape(len(images), 2 * DIGIT_HALF_PIXELS).astype(np.int64))
 
     def __len__(self) -> int:
         return len(self._pixels)
 
     def __getitem__(self, i: int) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
         pixels = self._pixels[i]
-        return (pixels[:DIGIT_HALF], pixels[DIGIT_HALF:]), i
+        return (pixels[:DIGIT_HALF_PIXELS], pixels[DIGIT_HALF_PIXELS:]), i

@@ -14,19 +14,19 @@ import xxhash
 
 from clustertrain.config.data import DIGITS, DataSpec
 from clustertrain.config.image_checks import SHAPES
-from clustertrain.config.slice_checks import numbered
-from clustertrain.errors import ConfigError, EnvironmentNotFit
-from clustertrain.train.core.seeds import derive
+from clustertrain.config.slice_checks import class_slices
+from clustertrain.errors import ConfigError, UnsuitableEnvironment
+from clustertrain.train.core.seeds import derive_seed
 
-_SIZES = 1000  # files of a folder whose sizes are in its version
+_MAX_STAT_FILES = 1000  # files of a folder whose sizes are in its version
 _SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Field = np.ndarray[Any, np.dtype[np.float64]]
-Mask = np.ndarray[Any, np.dtype[np.bool_]]
+ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
+FloatArray = np.ndarray[Any, np.dtype[np.float64]]
+BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-class Images(Protocol):
+class ImageDataset(Protocol):
     """Sample i is (image, class): bytes (height, width, channels), and a number below ``classes``. ``labels`` has all
     classes; they are the slices that an evaluation reports on."""
 
@@ -42,13 +42,13 @@ class Images(Protocol):
     def slice_of(self, i: int, /) -> int: ...
 
 
-def images(spec: DataSpec) -> Images:
+def build_image_dataset(spec: DataSpec) -> ImageDataset:
     """The data set that ``data.path`` names: ``shapes``, ``digits``, an ``.npz`` file, or a folder with a folder for
     each class.
 
     Raises:
         ConfigError: it is none of these, or does not hold what it should.
-        EnvironmentNotFit: a folder, and Pillow is not installed; ``digits``, and scikit-learn is not.
+        UnsuitableEnvironment: a folder, and Pillow is not installed; ``digits``, and scikit-learn is not.
     """
     if spec.path in ("", SHAPES):
         return Shapes(spec.image_size)
@@ -67,26 +67,26 @@ def images(spec: DataSpec) -> Images:
     )
 
 
-def _box(x: Field, y: Field) -> Field:
+def _chebyshev_norm(x: FloatArray, y: FloatArray) -> FloatArray:
     return np.maximum(abs(x), abs(y))
 
 
 # Whether a point belongs to the shape, from its place relative to the centre in units of the shape's size.
-_DRAWN: tuple[Callable[[Field, Field], Mask], ...] = (
+_SHAPE_MASKS: tuple[Callable[[FloatArray, FloatArray], BoolArray], ...] = (
     lambda x, y: x**2 + y**2 < 1,  # disc
-    lambda x, y: _box(x, y) < 0.85,  # square
+    lambda x, y: _chebyshev_norm(x, y) < 0.85,  # square
     lambda x, y: abs(x) + abs(y) < 1.1,  # diamond
     lambda x, y: abs(np.hypot(x, y) - 0.8) < 0.25,  # ring
-    lambda x, y: abs(_box(x, y) - 0.75) < 0.2,  # frame
-    lambda x, y: (np.minimum(abs(x), abs(y)) < 0.3) & (_box(x, y) < 1),  # upright cross
-    lambda x, y: (np.minimum(abs(x + y), abs(x - y)) < 0.4) & (_box(x, y) < 1),  # diagonal cross
+    lambda x, y: abs(_chebyshev_norm(x, y) - 0.75) < 0.2,  # frame
+    lambda x, y: (np.minimum(abs(x), abs(y)) < 0.3) & (_chebyshev_norm(x, y) < 1),  # upright cross
+    lambda x, y: (np.minimum(abs(x + y), abs(x - y)) < 0.4) & (_chebyshev_norm(x, y) < 1),  # diagonal cross
     lambda x, y: (abs(x) < (y + 1) / 2) & (y < 1),  # triangle
-    lambda x, y: (np.floor(2.5 * y) % 2 == 0) & (_box(x, y) < 1),  # rows
-    lambda x, y: (np.floor(2.5 * x) % 2 == 0) & (_box(x, y) < 1),  # columns
+    lambda x, y: (np.floor(2.5 * y) % 2 == 0) & (_chebyshev_norm(x, y) < 1),  # rows
+    lambda x, y: (np.floor(2.5 * x) % 2 == 0) & (_chebyshev_norm(x, y) < 1),  # columns
 )
 
 
-class Labelled:
+class LabelSlices:
     """What images with ``labels`` (count,) have in common."""
 
     labels: Any
@@ -95,13 +95,13 @@ class Labelled:
         return int(self.labels[i])
 
 
-class Shapes(Labelled):
+class Shapes(LabelSlices):
     """Ten shapes in random places, sizes and colours under noise. A pure function of the index, equal on all ranks."""
 
     name = f"data.path = {SHAPES!r}"
-    classes = len(_DRAWN)
+    classes = len(_SHAPE_MASKS)
     channels = 3
-    slice_names = numbered(len(_DRAWN))
+    slice_names = class_slices(len(_SHAPE_MASKS))
 
     def __init__(self, size: int, samples: int = 50_000) -> None:
         self._size = size
@@ -113,19 +113,20 @@ class Shapes(Labelled):
         return self._samples
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        kind = i % self.classes
-        random = np.random.default_rng(derive(0, SHAPES, i))
-        centre_y, centre_x = random.uniform(0.4, 0.6, 2) * self._size
-        radius = random.uniform(0.25, 0.4) * self._size
+        label = i % self.classes
+        rng = np.random.default_rng(derive_seed(0, SHAPES, i))
+        centre_y, centre_x = rng.uniform(0.4, 0.6, 2) * self._size
+        radius = rng.uniform(0.25, 0.4) * self._size
         rows, columns = np.mgrid[: self._size, : self._size] + 0.5
-        inside = _DRAWN[kind]((columns - centre_x) / radius, (rows - centre_y) / radius)
-        dark, light = random.uniform(0, 110, 3), random.uniform(145, 255, 3)
-        image = np.where(inside[:, :, None], light, dark) + random.normal(0, 15, (self._size, self._size, 3))
-        return torch.from_numpy(np.clip(image, 0, 255).astype(np.uint8)), kind
+        inside = _SHAPE_MASKS[label]((columns - centre_x) / radius, (rows - centre_y) / radius)
+        dark, light = rng.uniform(0, 110, 3), rng.uniform(145, 255, 3)
+        image = np.where(inside[:, :, None], light, dark) + rng.normal(0, 15, (self._size, self._size, 3))
+        return torch.from_numpy(np.clip(image, 0, 255).astype(np.uint8)), label
 
 
-class ImageArrays(Labelled):
-    """An ``.npz`` file with ``images`` (count, height, width, channels) of bytes and ``labels`` (count,), in memory."""
+class ImageArrays(LabelSlices):
+    """An ``.npz`` file with ``build_image_dataset`` (count, height, width, channels) of bytes and ``labels`` (count,),
+    in memory."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError for any other file. Nothing is unpickled."""
@@ -134,22 +135,22 @@ class ImageArrays(Labelled):
                 self._images, labels = file["images"], file["labels"]
         except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as e:
             raise ConfigError(f"data.path = {str(path)!r}: not an .npz file with images and labels: {e}") from e
-        found = self._images
-        if found.dtype != np.uint8 or found.ndim != 4 or not len(found):
+        images = self._images
+        if images.dtype != np.uint8 or images.ndim != 4 or not len(images):
             raise ConfigError(
-                f"{path}: images are {found.dtype} {found.shape}", fix="store bytes (count, height, width, channels)"
+                f"{path}: images are {images.dtype} {images.shape}", fix="store bytes (count, height, width, channels)"
             )
-        if labels.shape != (len(found),) or labels.dtype.kind not in "iu" or labels.min() < 0:
+        if labels.shape != (len(images),) or labels.dtype.kind not in "iu" or labels.min() < 0:
             raise ConfigError(
-                f"{path}: labels are {labels.dtype} {labels.shape} for {len(found)} images",
+                f"{path}: labels are {labels.dtype} {labels.shape} for {len(images)} images",
                 fix="store one whole number from 0 on for each image",
             )
         self.name = f"data.path = {str(path)!r}"
         self.labels = labels
         self.classes = int(labels.max()) + 1
-        self.channels = int(found.shape[3])
-        self.slice_names = numbered(self.classes)
-        digest = xxhash.xxh3_64(np.ascontiguousarray(found).data)
+        self.channels = int(images.shape[3])
+        self.slice_names = class_slices(self.classes)
+        digest = xxhash.xxh3_64(np.ascontiguousarray(images).data)
         digest.update(np.ascontiguousarray(labels).data)
         self.version = f"xxh3:{digest.hexdigest()}"
 
@@ -160,18 +161,18 @@ class ImageArrays(Labelled):
         return torch.from_numpy(self._images[i]), int(self.labels[i])
 
 
-class ImageFolder(Labelled):
+class ImageFolder(LabelSlices):
     """One folder for each class, in the order of their names; each image scaled so that its shorter side fits, and its
     middle cut out, as RGB."""
 
     channels = 3
 
     def __init__(self, path: Path, size: int) -> None:
-        """Raises ConfigError for a folder without such folders, EnvironmentNotFit without Pillow."""
+        """Raises ConfigError for a folder without such folders, UnsuitableEnvironment without Pillow."""
         try:
             from PIL import Image, ImageOps
         except ImportError as e:
-            raise EnvironmentNotFit(
+            raise UnsuitableEnvironment(
                 f"data.path = {str(path)!r}: reading image files needs Pillow, which is not installed",
                 fix="pip install 'clustertrain[images]', or store the images in an .npz file",
             ) from e
@@ -189,12 +190,12 @@ class ImageFolder(Labelled):
         if not self._files:
             raise ConfigError(f"{self.name}: no images in folders of classes below it")
         self.labels = np.array([label for _, label in self._files])
-        self.version = self._version(path)
+        self.version = self._compute_version(path)
 
-    def _version(self, root: Path) -> str:
+    def _compute_version(self, root: Path) -> str:
         """Of all names, and of the sizes of some files: to ask for all is minutes of a parallel file system."""
         digest = xxhash.xxh3_64("\n".join(str(f.relative_to(root)) for f, _ in self._files).encode())
-        step = -(-len(self._files) // _SIZES)
+        step = -(-len(self._files) // _MAX_STAT_FILES)
         digest.update(repr([f.stat().st_size for f, _ in self._files[::step]]).encode())
         return f"xxh3 of names and sizes: {digest.hexdigest()}, {self._size} x {self._size}"
 
@@ -208,8 +209,8 @@ class ImageFolder(Labelled):
         """Raises ConfigError for a file that is no image."""
         file, label = self._files[i]
         try:
-            with self._open(file) as opened:
-                image: Bytes = np.array(self._fit(opened.convert("RGB"), (self._size, self._size)))
+            with self._open(file) as raw_image:
+                image: ByteArray = np.array(self._fit(raw_image.convert("RGB"), (self._size, self._size)))
         except (OSError, SyntaxError, ValueError) as e:  # what Pillow's readers raise
             if isinstance(e, OSError) and e.errno is not None:
                 raise  # the file system's

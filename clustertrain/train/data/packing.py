@@ -9,23 +9,25 @@ from typing import Any
 
 import numpy as np
 
-WINDOW = 4096  # pieces that are packed together: enough to fill gaps, and what is read together lies near together
+PACKING_WINDOW = (
+    4096  # pieces that are packed together: enough to fill gaps, and what is read together lies near together
+)
 
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Sample i holds the pieces ``first[i]`` to ``first[i + 1]`` of ``begins`` (the token a piece begins with) and
-    ``lengths`` (its predictions: one less than its tokens)."""
+    """Sample i holds the pieces ``sample_offsets[i]`` to ``sample_offsets[i + 1]`` of ``starts`` (the token a piece
+    begins with) and ``lengths`` (its predictions: one less than its tokens)."""
 
     size: int
-    begins: Numbers
-    lengths: Numbers
-    first: Numbers
+    starts: IntArray
+    lengths: IntArray
+    sample_offsets: IntArray
 
     def __len__(self) -> int:
-        return len(self.first) - 1
+        return len(self.sample_offsets) - 1
 
     @property
     def padding(self) -> float:
@@ -33,53 +35,53 @@ class Packing:
         return 1 - float(self.lengths.sum()) / (len(self) * self.size) if len(self) else 0.0
 
 
-def pack(begins: Numbers, lengths: Numbers, size: int) -> Packing:
+def pack(starts: IntArray, lengths: IntArray, size: int) -> Packing:
     """Pack documents into samples of ``size`` predictions.
 
     A document of n tokens has n - 1 predictions; a longer one than fits is cut, each part beginning with the last token
-    of the one before. In windows of :data:`WINDOW` parts the longest is placed first, each where it leaves the least
-    room ("best fit decreasing"; Johnson, "Near-optimal bin packing algorithms", 1973).
+    of the one before. In windows of :data:`PACKING_WINDOW` parts the longest is placed first, each where it leaves the
+    least room ("best fit decreasing"; Johnson, "Near-optimal bin packing algorithms", 1973).
 
     Args:
         begins: the first token of each document, (documents,).
         lengths: how many tokens it has, (documents,).
     """
-    pieces, predictions = _cut(begins, lengths, size)
-    order: list[Numbers] = []
+    chunk_starts, predictions = _split_documents(starts, lengths, size)
+    window_orders: list[IntArray] = []
     counts: list[int] = []
-    for start in range(0, len(pieces), WINDOW):
-        for bin_ in _fill(predictions[start : start + WINDOW], size):
-            order.append(start + np.array(sorted(bin_), dtype=np.int64))
+    for start in range(0, len(chunk_starts), PACKING_WINDOW):
+        for bin_ in _best_fit_decreasing(predictions[start : start + PACKING_WINDOW], size):
+            window_orders.append(start + np.array(sorted(bin_), dtype=np.int64))
             counts.append(len(bin_))
-    at = np.concatenate(order) if order else np.zeros(0, dtype=np.int64)
-    first = np.concatenate(([0], np.cumsum(np.array(counts, dtype=np.int64)))).astype(np.int64)
-    return Packing(size, pieces[at], predictions[at], first)
+    indices = np.concatenate(window_orders) if window_orders else np.zeros(0, dtype=np.int64)
+    sample_offsets = np.concatenate(([0], np.cumsum(np.array(counts, dtype=np.int64)))).astype(np.int64)
+    return Packing(size, chunk_starts[indices], predictions[indices], sample_offsets)
 
 
-def _cut(begins: Numbers, lengths: Numbers, size: int) -> tuple[Numbers, Numbers]:
+def _split_documents(starts: IntArray, lengths: IntArray, size: int) -> tuple[IntArray, IntArray]:
     """(begin, predictions) of the parts of documents."""
     predictions = np.maximum(lengths - 1, 0)
-    parts = -(-predictions // size)
-    document = np.repeat(np.arange(len(lengths)), parts)
-    within = np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)
-    return begins[document] + within * size, np.minimum(predictions[document] - within * size, size)
+    chunk_counts = -(-predictions // size)
+    document = np.repeat(np.arange(len(lengths)), chunk_counts)
+    chunk_index = np.arange(len(document)) - np.repeat(np.cumsum(chunk_counts) - chunk_counts, chunk_counts)
+    return starts[document] + chunk_index * size, np.minimum(predictions[document] - chunk_index * size, size)
 
 
-def _fill(lengths: Numbers, size: int) -> list[list[int]]:
+def _best_fit_decreasing(lengths: IntArray, size: int) -> list[list[int]]:
     """The pieces of each sample; samples in the order of their first piece."""
     longest_first = np.argsort(-lengths, kind="stable").tolist()
-    of_piece = lengths.tolist()
-    room: list[tuple[int, int]] = []  # (what is left, sample), sorted
+    sizes = lengths.tolist()
+    free_space: list[tuple[int, int]] = []  # (what is left, sample), sorted
     samples: list[list[int]] = []
-    for piece in longest_first:
-        at = bisect_left(room, (of_piece[piece], -1))
-        if at == len(room):
-            left, sample = size, len(samples)
+    for chunk in longest_first:
+        slot = bisect_left(free_space, (sizes[chunk], -1))
+        if slot == len(free_space):
+            remaining, sample = size, len(samples)
             samples.append([])
         else:
-            left, sample = room.pop(at)
-        samples[sample].append(piece)
-        left -= of_piece[piece]
-        if left:
-            insort(room, (left, sample))
+            remaining, sample = free_space.pop(slot)
+        samples[sample].append(chunk)
+        remaining -= sizes[chunk]
+        if remaining:
+            insort(free_space, (remaining, sample))
     return sorted(samples, key=min)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from clustertrain.train.core.seeds import derive
+from clustertrain.train.core.seeds import derive_seed
 
 _ROUNDS = 6
 _U64 = np.uint64
@@ -34,9 +34,9 @@ class Permutation:
         self._size = _U64(size)
         half = max(1, ((size - 1).bit_length() + 1) // 2)
         self._half, self._mask = _U64(half), _U64((1 << half) - 1)
-        self._keys = [_U64(derive(seed, "order", epoch, r)) for r in range(_ROUNDS)]
+        self._keys = [_U64(derive_seed(seed, "order", epoch, r)) for r in range(_ROUNDS)]
 
-    def _once(self, x: Indices) -> Indices:
+    def _feistel(self, x: Indices) -> Indices:
         left, right = x >> self._half, x & self._mask
         for key in self._keys:
             left, right = right, left ^ (_mix(right + key) & self._mask)
@@ -45,13 +45,13 @@ class Permutation:
     def __call__(self, index: Indices) -> Indices:
         """Samples at positions ``index``, each below ``size``."""
         with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
-            x = self._once(index.astype(_U64))
+            x = self._feistel(index.astype(_U64))
             while (outside := x >= self._size).any():
-                x[outside] = self._once(x[outside])
+                x[outside] = self._feistel(x[outside])
         return x
 
 
-class LeftOut:
+class ExcludedRanges:
     """Ranges of positions in the stream that no batch takes anything from."""
 
     def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
@@ -62,34 +62,34 @@ class LeftOut:
 
     def add(self, first: int, end: int) -> None:
         """One that touches others becomes one with them; one that is there already changes nothing."""
-        apart = [(a, b) for a, b in self.ranges if b < first or a > end]
-        touching = [r for r in self.ranges if r not in apart]
+        disjoint = [(a, b) for a, b in self.ranges if b < first or a > end]
+        touching = [r for r in self.ranges if r not in disjoint]
         if end > first:
             merged = (min([first, *(a for a, _ in touching)]), max([end, *(b for _, b in touching)]))
-            self.ranges = sorted([*apart, merged])
+            self.ranges = sorted([*disjoint, merged])
 
-    def runs(self, position: int, count: int) -> list[tuple[int, int]]:
+    def included_runs(self, position: int, count: int) -> list[tuple[int, int]]:
         """The next ``count`` positions from ``position`` on, as (first, how many) pairs."""
-        found: list[tuple[int, int]] = []
+        runs: list[tuple[int, int]] = []
         for first, end in [*self.ranges, (None, None)]:
             if end is not None and end <= position:
                 continue
             n = count if first is None else min(count, max(0, first - position))
             if n:
-                found.append((position, n))
+                runs.append((position, n))
                 position, count = position + n, count - n
             if not count:
                 break
             position = end if end is not None else position
-        return found
+        return runs
 
 
-def samples(seed: int, size: int, start: int, count: int) -> list[int]:
+def samples_at(seed: int, size: int, start: int, count: int) -> list[int]:
     """The samples at positions ``start`` to ``start + count`` of the endless stream of epochs."""
-    found: list[int] = []
+    samples: list[int] = []
     while count > 0:
         epoch, offset = divmod(start, size)
         n = min(count, size - offset)
-        found += Permutation(size, seed, epoch)(np.arange(offset, offset + n, dtype=_U64)).tolist()
+        samples += Permutation(size, seed, epoch)(np.arange(offset, offset + n, dtype=_U64)).tolist()
         start, count = start + n, count - n
-    return found
+    return samples

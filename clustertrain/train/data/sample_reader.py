@@ -13,13 +13,13 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from clustertrain.errors import ConfigError
-from clustertrain.train.core.seeds import derive
-from clustertrain.train.data.sample_checks import Check, where
+from clustertrain.train.core.seeds import derive_seed
+from clustertrain.train.data.sample_checks import SampleChecker, describe_sample
 
-Key = tuple[int, int]  # (sample, its position in the run)
+SampleKey = tuple[int, int]  # (sample, its position in the run)
 
 
-class MapStyle(Protocol):
+class MapStyleDataset(Protocol):
     """Any map-style data set."""
 
     def __len__(self) -> int: ...
@@ -27,95 +27,96 @@ class MapStyle(Protocol):
 
 
 @dataclass(frozen=True)
-class Refused:
+class ReadFailure:
     """What a worker found wrong: an exception of its own would arrive with a traceback for a message."""
 
     message: str
     fix: str | None
 
 
-class Reader(Dataset[Any]):
+class BatchReader(Dataset[Any]):
     """Micro-batches by the keys of their samples.
 
     Python's, numpy's and torch's generators are seeded by the position before each sample is read, so that a random
     augmentation depends neither on the ranks, nor on the workers, nor on where the run was interrupted.
     """
 
-    def __init__(self, dataset: MapStyle, seed: int, check: Check | None = None) -> None:
+    def __init__(self, dataset: MapStyleDataset, seed: int, checker: SampleChecker | None = None) -> None:
         self._dataset = dataset
         self._seed = seed
-        self._check = check
+        self._checker = checker
 
-    def read(self, keys: Sequence[Key]) -> Any:
+    def read(self, keys: Sequence[SampleKey]) -> Any:
         """In the rank's own process, whose generators are those that the checkpoint holds: they stay as they are.
 
         Raises:
             ConfigError: a sample that cannot be trained on; names it.
         """
-        with _generators_kept():
-            return self._read(keys)
+        with _preserved_rng_states():
+            return self._read_batch(keys)
 
-    def __getitems__(self, keys: Sequence[Key]) -> Any:
+    def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
         """In a worker; what torch's fetcher calls for a whole batch."""
         try:
-            return self._read(keys)
+            return self._read_batch(keys)
         except ConfigError as e:
-            return Refused(e.message, e.fix)
+            return ReadFailure(e.message, e.fix)
 
-    def _read(self, keys: Sequence[Key]) -> Any:
-        samples = [self._sample(*key) for key in keys]
+    def _read_batch(self, keys: Sequence[SampleKey]) -> Any:
+        samples = [self._read_sample(*key) for key in keys]
         try:
             batch = default_collate(samples)
         except (RuntimeError, TypeError, KeyError) as e:
-            raise self._unlike(keys, samples, e) from e
-        if self._check is not None:
-            self._check(batch, keys, self._dataset)
+            raise self._collate_error(keys, samples, e) from e
+        if self._checker is not None:
+            self._checker(batch, keys, self._dataset)
         return batch
 
-    def _sample(self, sample: int, position: int) -> Any:
-        seed = derive(self._seed, "sample", position)
+    def _read_sample(self, sample: int, position: int) -> Any:
+        seed = derive_seed(self._seed, "sample", position)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.default_generator.manual_seed(seed)
         try:
             return self._dataset[sample]
         except Exception as e:
-            e.add_note(f"while {where(self._dataset, sample)} was read")
+            e.add_note(f"while {describe_sample(self._dataset, sample)} was read")
             raise
 
-    def _unlike(self, keys: Sequence[Key], samples: Sequence[Any], error: Exception) -> ConfigError:
+    def _collate_error(self, keys: Sequence[SampleKey], samples: Sequence[Any], error: Exception) -> ConfigError:
         """Why ``samples`` make no batch."""
-        first = form(samples[0])
+        expected = format_structure(samples[0])
         for (i, _), sample in zip(keys, samples, strict=True):
-            if form(sample) != first:
-                one, other = where(self._dataset, keys[0][0]), where(self._dataset, i)
+            if format_structure(sample) != expected:
+                baseline, other = describe_sample(self._dataset, keys[0][0]), describe_sample(self._dataset, i)
                 return ConfigError(
-                    f"{one} is {first} and {other} is {form(sample)}: samples of several forms make no batch",
+                    f"{baseline} is {expected} and {other} is {format_structure(sample)}: samples of several forms make"
+                    " no batch",
                     fix="let the data set pad, cut or scale all samples to one form",
                 )
         return ConfigError(
-            f"{where(self._dataset, keys[0][0])} cannot be put into a batch: {error}",
+            f"{describe_sample(self._dataset, keys[0][0])} cannot be put into a batch: {error}",
             fix="return tensors, arrays, numbers, strings, or tuples and dicts of them",
         )
 
 
-def form(sample: Any) -> str:
+def format_structure(sample: Any) -> str:
     """Types and shapes, in words."""
     if isinstance(sample, (torch.Tensor, np.ndarray)):
         return f"{str(sample.dtype).removeprefix('torch.')} {tuple(sample.shape)}"
     if isinstance(sample, dict):
-        return "{" + ", ".join(f"{k}: {form(v)}" for k, v in sample.items()) + "}"
+        return "{" + ", ".join(f"{k}: {format_structure(v)}" for k, v in sample.items()) + "}"
     if isinstance(sample, (tuple, list)):
-        return "(" + ", ".join(map(form, sample)) + ")"
+        return "(" + ", ".join(map(format_structure, sample)) + ")"
     return type(sample).__name__
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
-    before = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+def _preserved_rng_states() -> Iterator[None]:
+    saved_states = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+        random.setstate(saved_states[0])
+        np.random.set_state(saved_states[1])
+        torch.set_rng_state(saved_states[2])

@@ -12,31 +12,31 @@ from torch.utils.data import Dataset
 
 from clustertrain.config.data import DataSpec
 from clustertrain.errors import ConfigError
-from clustertrain.train.data.text_files import STDLIB, files
+from clustertrain.train.data.text_files import STDLIB, list_files
 
 
-def corpus(spec: DataSpec, needed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """All bytes of the corpus, up to ``spec.max_bytes``. Raises ConfigError for fewer than ``needed``."""
-    found = np.frombuffer(b"".join(_chunks(spec)), dtype=np.uint8)
-    if found.size < needed:
+def load_corpus(spec: DataSpec, min_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """All bytes of the corpus, up to ``spec.max_bytes``. Raises ConfigError for fewer than ``min_bytes``."""
+    corpus_bytes = np.frombuffer(b"".join(_read_chunks(spec)), dtype=np.uint8)
+    if corpus_bytes.size < min_bytes:
         raise ConfigError(
-            f"data.path = {spec.path!r}: {found.size} bytes are less than one sample of {needed}",
+            f"data.path = {spec.path!r}: {corpus_bytes.size} bytes are less than one sample of {min_bytes}",
             fix="lower data.seq_len or give more text",
         )
-    return found
+    return corpus_bytes
 
 
-def _chunks(spec: DataSpec) -> Iterator[bytes]:
-    left = spec.max_bytes
-    for path in files(spec):
-        data = path.read_bytes()[:left]
-        left -= len(data)
+def _read_chunks(spec: DataSpec) -> Iterator[bytes]:
+    remaining = spec.max_bytes
+    for path in list_files(spec):
+        data = path.read_bytes()[:remaining]
+        remaining -= len(data)
         yield data
-        if left <= 0:
+        if remaining <= 0:
             return
 
 
-def version_of(data: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
+def compute_version(data: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
     """Tells whether it is the same text: a checksum."""
     return f"xxh3:{xxhash.xxh3_64_hexdigest(data.data)}"
 
@@ -51,8 +51,8 @@ class ByteText(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         """Raises ConfigError when the corpus is shorter than one sample."""
         self.name = f"data.path = {spec.path or STDLIB!r}"
         self._seq_len = spec.seq_len
-        self._bytes = corpus(spec, spec.seq_len + 1)
-        self.version = version_of(self._bytes)
+        self._bytes = load_corpus(spec, spec.seq_len + 1)
+        self.version = compute_version(self._bytes)
 
     def __len__(self) -> int:
         return (self._bytes.size - 1) // self._seq_len
@@ -76,16 +76,16 @@ class BytePairs(Dataset[tuple[tuple[torch.Tensor, torch.Tensor], int]]):
         """Raises ConfigError when the corpus is shorter than one pair."""
         self.name = f"data.path = {spec.path or STDLIB!r}"
         self._seq_len = spec.seq_len
-        self._bytes = corpus(spec, 2 * spec.seq_len)
-        self.version = version_of(self._bytes)
+        self._bytes = load_corpus(spec, 2 * spec.seq_len)
+        self.version = compute_version(self._bytes)
 
     def __len__(self) -> int:
         return self._bytes.size // (2 * self._seq_len)
 
     def __getitem__(self, i: int) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
         start = i * 2 * self._seq_len
-        both = torch.from_numpy(self._bytes[start : start + 2 * self._seq_len].astype(np.int64))
-        return (both[: self._seq_len], both[self._seq_len :]), i
+        pair = torch.from_numpy(self._bytes[start : start + 2 * self._seq_len].astype(np.int64))
+        return (pair[: self._seq_len], pair[self._seq_len :]), i
 
     def where(self, i: int) -> str:
         return f"from byte {i * 2 * self._seq_len} on"

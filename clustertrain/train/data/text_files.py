@@ -10,10 +10,10 @@ from clustertrain.config.data import DataSpec
 from clustertrain.errors import ConfigError
 
 STDLIB = "stdlib"
-_NOT_CORPUS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+_EXCLUDED_DIRS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
-def files(spec: DataSpec) -> list[Path]:
+def list_files(spec: DataSpec) -> list[Path]:
     """The files of the corpus, sorted by their path relative to its folder: no filesystem's own order.
 
     Raises:
@@ -24,11 +24,11 @@ def files(spec: DataSpec) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise ConfigError(f"data.path = {spec.path!r}: no such file or folder", fix="every node must see it")
-    found: list[Path] = []
+    matches: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         # Pruned while walking: a site-packages below the standard library can be larger than all of it.
-        subfolders[:] = [n for n in subfolders if n not in _NOT_CORPUS]
-        found += [p for n in names if (p := Path(folder, n)).match(spec.pattern)]
-    if not found:
+        subfolders[:] = [n for n in subfolders if n not in _EXCLUDED_DIRS]
+        matches += [p for n in names if (p := Path(folder, n)).match(spec.pattern)]
+    if not matches:
         raise ConfigError(f"data.path = {spec.path!r}: no file fits data.pattern = {spec.pattern!r}")
-    return sorted(found, key=lambda p: p.relative_to(root).as_posix())
+    return sorted(matches, key=lambda p: p.relative_to(root).as_posix())

@@ -13,13 +13,13 @@ import numpy as np
 
 from clustertrain import fsio, reading
 from clustertrain.config.data import DataSpec
-from clustertrain.config.token_shards import BYTES, INDEX, Index, Shard, Width
+from clustertrain.config.token_shards import DTYPE_BYTES, INDEX_FILE, ShardIndex, TokenDtype, TokenShard
 from clustertrain.errors import ConfigError
-from clustertrain.train.data.text_files import files
+from clustertrain.train.data.text_files import list_files
 
-_OF_SHARD = re.compile(r"\d{5}\.(bin|ends\.npy)")
+_SHARD_FILE = re.compile(r"\d{5}\.(bin|ends\.npy)")
 SHARD_TOKENS = 32 * 1024 * 1024  # of a shard, all of which are in memory while it is written
-DocumentsAre = Literal["files", "lines", "jsonl"]
+DocumentUnit = Literal["files", "lines", "jsonl"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -28,10 +28,10 @@ def write(
     folder: Path,
     documents: Iterable[Sequence[int] | Array],
     *,
-    dtype: Width = "uint32",
+    dtype: TokenDtype = "uint32",
     shard_tokens: int = SHARD_TOKENS,
     tokenizer: str = "",
-) -> Index:
+) -> ShardIndex:
     """Write ``documents``, each a sequence of tokens, to shards of about ``shard_tokens`` in ``folder``; empty ones are
     left out. The index comes last: a folder without one is not complete. What fails leaves nothing.
 
@@ -39,25 +39,25 @@ def write(
         ConfigError: the folder cannot be made or holds something already, a token does not fit ``dtype``, or there is
             no document.
     """
-    _refuse_full(folder)
-    with _whole_or_gone(folder):
-        return _write(folder, documents, dtype, shard_tokens, tokenizer)
+    _check_empty(folder)
+    with _all_or_nothing(folder):
+        return _write_shards(folder, documents, dtype, shard_tokens, tokenizer)
 
 
-def _refuse_full(folder: Path) -> None:
-    found = [p.name for p in folder.iterdir()] if folder.exists() else []
-    visible = [name for name in found if not name.startswith(".")]
-    if visible and all(_OF_SHARD.fullmatch(name) for name in visible):
+def _check_empty(folder: Path) -> None:
+    entries = [p.name for p in folder.iterdir()] if folder.exists() else []
+    visible = [name for name in entries if not name.startswith(".")]
+    if visible and all(_SHARD_FILE.fullmatch(name) for name in visible):
         raise ConfigError(
             f"{folder}: shards without an index, of a call that was killed or is still at it",
             fix="remove the folder, or name a new one",
         )
-    if found:
+    if entries:
         raise ConfigError(f"{folder}: not empty", fix="name a new folder, so that shards of two runs do not mix")
 
 
 @contextlib.contextmanager
-def _whole_or_gone(folder: Path) -> Iterator[None]:
+def _all_or_nothing(folder: Path) -> Iterator[None]:
     """The empty ``folder``, made where it is missing; emptied, and away if it was, when the block fails."""
     missing = [p for p in (folder, *folder.parents) if not p.exists()]
     try:
@@ -77,108 +77,108 @@ def _whole_or_gone(folder: Path) -> Iterator[None]:
         raise
 
 
-def _write(
-    folder: Path, documents: Iterable[Sequence[int] | Array], dtype: Width, shard_tokens: int, tokenizer: str
-) -> Index:
-    shards: list[Shard] = []
-    largest, most = -1, 2 ** (8 * BYTES[dtype]) - 1
-    for part in _parts(documents, shard_tokens):
-        for number, tokens in part:
+def _write_shards(
+    folder: Path, documents: Iterable[Sequence[int] | Array], dtype: TokenDtype, shard_tokens: int, tokenizer: str
+) -> ShardIndex:
+    shards: list[TokenShard] = []
+    largest, max_token = -1, 2 ** (8 * DTYPE_BYTES[dtype]) - 1
+    for group in _group_by_shard(documents, shard_tokens):
+        for number, tokens in group:
             low, high = int(tokens.min()), int(tokens.max())
-            if low < 0 or high > most:
+            if low < 0 or high > max_token:
                 raise ConfigError(
-                    f"document {number} has the token {low if low < 0 else high}, and {dtype} holds 0 to {most}",
+                    f"document {number} has the token {low if low < 0 else high}, and {dtype} holds 0 to {max_token}",
                     fix="choose a wider --dtype" if low >= 0 else "tokens are whole numbers from 0 on",
                 )
             largest = max(largest, high)
-        shards.append(_write_shard(folder, len(shards), [tokens.astype(dtype) for _, tokens in part]))
+        shards.append(_write_shard(folder, len(shards), [tokens.astype(dtype) for _, tokens in group]))
     if not shards:
         raise ConfigError("no document with a token in it", fix="give other text, or another --documents")
-    index = Index(shards=tuple(shards), dtype=dtype, largest=largest, tokenizer=tokenizer)
-    fsio.write_bytes(folder / INDEX, msgspec.json.format(msgspec.json.encode(index), indent=1) + b"\n")
+    index = ShardIndex(shards=tuple(shards), dtype=dtype, largest=largest, tokenizer=tokenizer)
+    fsio.write_bytes(folder / INDEX_FILE, msgspec.json.format(msgspec.json.encode(index), indent=1) + b"\n")
     return index
 
 
-def _parts(documents: Iterable[Any], shard_tokens: int) -> Iterator[list[tuple[int, Array]]]:
+def _group_by_shard(documents: Iterable[Any], shard_tokens: int) -> Iterator[list[tuple[int, Array]]]:
     """What goes into each shard: (number of the document, its tokens)."""
-    part: list[tuple[int, Array]] = []
+    group: list[tuple[int, Array]] = []
     count = 0
     for number, document in enumerate(documents):
         tokens = np.asarray(document)
         if not tokens.size:
             continue
-        part.append((number, tokens))
+        group.append((number, tokens))
         count += tokens.size
         if count >= shard_tokens:
-            yield part
-            part, count = [], 0
-    if part:
-        yield part
+            yield group
+            group, count = [], 0
+    if group:
+        yield group
 
 
-def _write_shard(folder: Path, number: int, documents: Sequence[Array]) -> Shard:
+def _write_shard(folder: Path, number: int, documents: Sequence[Array]) -> TokenShard:
     name = f"{number:05d}"
     ends = np.cumsum([len(d) for d in documents]).astype(np.int64)
     np.save(folder / f"{name}.ends.npy", ends, allow_pickle=False)
-    with fsio.replacing(folder / f"{name}.bin") as out:
+    with fsio.atomic_write(folder / f"{name}.bin") as out:
         for tokens in documents:
             out.write(tokens.tobytes())
-    return Shard(file=f"{name}.bin", tokens=int(ends[-1]), ends=f"{name}.ends.npy")
+    return TokenShard(file=f"{name}.bin", tokens=int(ends[-1]), ends=f"{name}.ends.npy")
 
 
-def texts(path: Path, pattern: str, documents: DocumentsAre, key: str) -> Iterator[bytes]:
+def read_documents(path: Path, pattern: str, unit: DocumentUnit, key: str) -> Iterator[bytes]:
     """The documents of a file or folder of text: its files, their lines, or the strings under ``key`` of JSON lines.
 
     Raises:
         ConfigError: there is no such path, nothing fits ``pattern``, or a line is not such JSON.
     """
-    for file in files(DataSpec(path=str(path), pattern=pattern)):
-        if documents == "files":
+    for file in list_files(DataSpec(path=str(path), pattern=pattern)):
+        if unit == "files":
             yield file.read_bytes()
             continue
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                yield line.rstrip(b"\r\n") if documents == "lines" else _of_json(file, number, line, key)
+                yield line.rstrip(b"\r\n") if unit == "lines" else _text_from_json(file, number, line, key)
 
 
-def _of_json(file: Path, number: int, line: bytes, key: str) -> bytes:
+def _text_from_json(file: Path, number: int, line: bytes, key: str) -> bytes:
     try:
-        found = reading.parse(line)[key]
+        text = reading.parse_json(line)[key]
     except (ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{file}, line {number}: no JSON object with {key!r}: {e}", fix="name the key: --key") from e
-    if not isinstance(found, str):
+    if not isinstance(text, str):
         raise ConfigError(
-            f"{file}, line {number}: {key!r} is {type(found).__name__}, not text", fix="name the key: --key"
+            f"{file}, line {number}: {key!r} is {type(text).__name__}, not text", fix="name the key: --key"
         )
-    return found.encode()
+    return text.encode()
 
 
-def of_bytes(text: bytes) -> Array:
+def tokenize_bytes(text: bytes) -> Array:
     return np.frombuffer(text, dtype=np.uint8)
 
 
-def of_function(function: Callable[[str], Sequence[int]]) -> Callable[[bytes], Array]:
+def tokenizer_from_function(function: Callable[[str], Sequence[int]]) -> Callable[[bytes], Array]:
     """``function`` takes text; what is not UTF-8 becomes U+FFFD.
 
     Raises:
         ConfigError: when it gives something else than whole numbers.
     """
 
-    def tokens(text: bytes) -> Array:
-        found = function(text.decode(errors="replace"))
-        ids = np.asarray(found)
+    def tokenize(text: bytes) -> Array:
+        output = function(text.decode(errors="replace"))
+        ids = np.asarray(output)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise ConfigError(
-                f"the tokenizer gave {type(found).__name__} {found!r:.60} for a document, and not token ids",
+                f"the tokenizer gave {type(output).__name__} {output!r:.60} for a document, and not token ids",
                 fix="let it return whole numbers, as tokenizer.encode(text).ids",
             )
         return ids
 
-    return tokens
+    return tokenize
 
 
-def ended(documents: Iterable[Sequence[int] | Array], end: int | None) -> Iterator[Array]:
-    """Each document with the token ``end`` behind it; None: as it is."""
+def append_end_token(documents: Iterable[Sequence[int] | Array], end_token: int | None) -> Iterator[Array]:
+    """Each document with the token ``end_token`` behind it; None: as it is."""
     for document in documents:
         tokens = np.asarray(document, dtype=np.int64) if len(document) else np.zeros(0, np.int64)
-        yield np.append(tokens, end) if end is not None and len(tokens) else tokens
+        yield np.append(tokens, end_token) if end_token is not None and len(tokens) else tokens

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed.compile import inductor
-from clustertrain.train.distributed.data_parallel import units
+from clustertrain.train.distributed.data_parallel import repeated_layers
 
 aten = torch.ops.aten
 # Dear to redo: matmuls, convolutions and attention. All else is redone in the backward pass: norms, activation
 # functions, casts (the idea of Korthikanti et al., arXiv 2205.05198, section 5, with the choice by operator).
-_KEPT = frozenset(
+_SAVED_OPS = frozenset(
     {
         aten.mm.default,
         aten.addmm.default,
@@ -32,7 +32,7 @@ _KEPT = frozenset(
     }
 )
 
-SMALL = 1024  # elements: a transfer of fewer takes longer than it is worth
+MIN_OFFLOAD_NUMEL = 1024  # elements: a transfer of fewer takes longer than it is worth
 
 
 def apply(model: nn.Module, context: RankContext) -> None:
@@ -42,68 +42,68 @@ def apply(model: nn.Module, context: RankContext) -> None:
 
         fp8.apply(model, context.device)
     if context.parallel.channels_last:
-        model.register_forward_pre_hook(_channels_last)
-    kind = context.layout.activation_checkpointing
+        model.register_forward_pre_hook(_to_channels_last)
+    ac_mode = context.layout.activation_checkpointing
     if context.parallel.compile:
         # What a layer remembers in its forward pass (angles of positions) need not be remembered a second time.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    for _, unit in units(model):
+    for _, unit in repeated_layers(model):
         if context.parallel.activation_offload:
-            unit.forward = _offloaded(unit)
-        if kind != "none":
+            unit.forward = _offload_activations(unit)
+        if ac_mode != "none":
             options: dict[str, Any] = {"use_reentrant": False}
-            if kind == "selective":
-                options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+            if ac_mode == "selective":
+                options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _selective_policy)
             # On the instance: a wrapper module would rename every parameter in it.
-            unit.forward = _checkpointed(unit.forward, options)
+            unit.forward = _checkpoint_forward(unit.forward, options)
         if context.parallel.compile:
-            unit.compile(fullgraph=kind == "none", backend=inductor)
+            unit.compile(fullgraph=ac_mode == "none", backend=inductor)
 
 
-def _channels_last(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _to_channels_last(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The weights stay as they are, since ``fully_shard`` takes contiguous ones only: a convolution goes by either."""
-    found: tuple[Any, ...] = tree_map_only(
+    converted: tuple[Any, ...] = tree_map_only(
         torch.Tensor,
         lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 and t.is_floating_point() else t,
         inputs,
     )
-    return found
+    return converted
 
 
-def _offloaded(unit: nn.Module) -> Callable[..., Any]:
+def _offload_activations(unit: nn.Module) -> Callable[..., Any]:
     """The forward pass of ``unit``; what autograd keeps of it lies in host memory until the backward pass asks for it.
     Not the parameters, which are there anyway: torch's ``save_on_cpu`` copies them too."""
     forward = unit.forward
 
-    def kept_elsewhere(*args: Any, **kwargs: Any) -> Any:
+    def forward_with_offload(*args: Any, **kwargs: Any) -> Any:
         # Those of now: fully_shard has put the gathered ones in place just before.
-        held = {p.untyped_storage().data_ptr() for p in unit.parameters()}
+        param_ptrs = {p.untyped_storage().data_ptr() for p in unit.parameters()}
 
-        def pack(kept: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
-            if kept.untyped_storage().data_ptr() in held or kept.numel() < SMALL:
-                return kept.device, kept
-            pinned = kept.device.type == "cuda"
-            there = torch.empty(kept.size(), dtype=kept.dtype, layout=kept.layout, pin_memory=pinned)
-            return kept.device, there.copy_(kept, non_blocking=pinned)
+        def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+            if tensor.untyped_storage().data_ptr() in param_ptrs or tensor.numel() < MIN_OFFLOAD_NUMEL:
+                return tensor.device, tensor
+            pinned = tensor.device.type == "cuda"
+            host_tensor = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
+            return tensor.device, host_tensor.copy_(tensor, non_blocking=pinned)
 
         def unpack(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
-            device, there = packed
-            return there.to(device, non_blocking=there.is_pinned())
+            device, host_tensor = packed
+            return host_tensor.to(device, non_blocking=host_tensor.is_pinned())
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return forward(*args, **kwargs)
 
-    return kept_elsewhere
+    return forward_with_offload
 
 
-def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def _checkpoint_forward(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     """A function and no partial of ``checkpoint``: in that dynamo sees torch's own frames alone, and compiles none."""
 
-    def redone(*args: Any, **kwargs: Any) -> Any:
+    def forward_with_recompute(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, **options, **kwargs)
 
-    return redone
+    return forward_with_recompute
 
 
-def _policy(_: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+def _selective_policy(_: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE

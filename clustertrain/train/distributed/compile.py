@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 
-class Inductor:
+class TolerantInductor:
     """torch's compiler. While it is ``tolerant`` it does not fail: what it cannot compile runs as written, so that
-    the other ranks meet this one in all that they send. ``failed`` has the first reason."""
+    the other ranks meet this one in all that they send. ``first_error`` has the first reason."""
 
     def __init__(self) -> None:
-        self.failed: Exception | None = None
+        self.first_error: Exception | None = None
         self._tolerant = False
 
     @contextmanager
     def tolerant(self) -> Iterator[None]:
-        self.failed, self._tolerant = None, True
+        self.first_error, self._tolerant = None, True
         try:
             yield
         finally:
@@ -36,8 +36,8 @@ class Inductor:
             with config.patch(force_non_lazy_backward_lowering=True):
                 return compiler(graph, inputs)
         except Exception as e:  # of the compiler's many
-            self.failed = self.failed or e
+            self.first_error = self.first_error or e
             return graph.forward
 
 
-inductor = Inductor()  # one for all layers: dynamo compiles anew for another one
+inductor = TolerantInductor()  # one for all layers: dynamo compiles anew for another one

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
-from clustertrain.errors import ConfigError, EnvironmentNotFit, UsageError
+from clustertrain.errors import ConfigError, UnsuitableEnvironment, UsageError
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed import divisibility, dropout
 
@@ -37,34 +37,36 @@ class SelfAttention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """``q`` (batch, heads, length, head_dim), ``k`` and ``v`` the same with as many heads or a divisor of that
         number; returns what ``q`` looks like."""
-        grouped = q.shape[1] != k.shape[1]
+        is_gqa = q.shape[1] != k.shape[1]
         if self.mesh is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=is_gqa)
         if self.ring:
-            return _ring(q, k, v, self.mesh, causal=self.causal)
-        k, v = _gathered(torch.stack((k, v)), self.mesh).unbind()
+            return _ring_attention(q, k, v, self.mesh, causal=self.causal)
+        k, v = _all_gather_kv(torch.stack((k, v)), self.mesh).unbind()
         if not self.causal:
-            return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=is_gqa)
         length = q.shape[2]
-        seen = self.first_position(length) + length
-        k, v = k[:, :, :seen], v[:, :, :seen]
+        kv_length = self.first_position(length) + length
+        k, v = k[:, :, :kv_length], v[:, :, :kv_length]
         if self.rank == 0:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_gqa)
         # is_causal would put the diagonal of a mask that is not square at its upper left.
-        mask = torch.ones(length, seen, dtype=torch.bool, device=q.device).tril(seen - length)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+        mask = torch.ones(length, kv_length, dtype=torch.bool, device=q.device).tril(kv_length - length)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=is_gqa)
 
 
-def _gathered(pair: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def _all_gather_kv(pair: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """(2, batch, heads, length, head_dim) of every rank, one after the other along the length; its gradient is summed
     over the ranks and split again."""
     from torch.distributed._functional_collectives import all_gather_single_autograd
 
-    whole: torch.Tensor = all_gather_single_autograd(pair.contiguous(), gather_dim=3, group=mesh)
-    return whole
+    gathered: torch.Tensor = all_gather_single_autograd(pair.contiguous(), gather_dim=3, group=mesh)
+    return gathered
 
 
-def _ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: DeviceMesh, *, causal: bool) -> torch.Tensor:
+def _ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: DeviceMesh, *, causal: bool
+) -> torch.Tensor:
     """Keys and values go round while each rank attends to those it has; what torch makes of an attention of DTensors
     once its dispatcher for context parallel is on. It knows no grouped heads."""
     from torch.distributed.tensor import DTensor, Shard
@@ -85,11 +87,11 @@ def check(model: nn.Module, context: RankContext) -> None:
     """
     cp = context.layout.cp
     if context.parallel.context == "ring" and context.device.type == "cpu":
-        raise EnvironmentNotFit(
+        raise UnsuitableEnvironment(
             'parallel.context = "ring": torch has ring attention for GPUs only, and the device is cpu',
             fix='use parallel.context = "all-gather"',
         )
-    dropout.refuse_in_attention(model, f"cp {cp}")
+    dropout.check_no_attention_dropout(model, f"cp {cp}")
     if not any(isinstance(m, SelfAttention) for m in model.modules()):
         raise ConfigError(
             f"cp {cp}: {type(model).__name__} would attend inside each of the {cp} chunks of a sequence alone",
@@ -97,12 +99,12 @@ def check(model: nn.Module, context: RankContext) -> None:
         )
 
 
-def apply(part: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
-    """Let every :class:`SelfAttention` of ``part``, a model or a pipeline stage of it, attend across ``mesh``."""
+def apply(model_part: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
+    """Let every :class:`SelfAttention` of ``model_part``, a model or a pipeline stage of it, attend across ``mesh``."""
     ring = context.parallel.context == "ring"
     if ring:
         _enable_ring()
-    for module in part.modules():
+    for module in model_part.modules():
         if isinstance(module, SelfAttention):
             module.mesh, module.ring, module.rank = mesh, ring, mesh.get_local_rank()
 
@@ -116,7 +118,7 @@ def _enable_ring() -> None:
     _attention._enable_context_parallel_dispatcher()
 
 
-def slice_pair(pair: Any, mesh: DeviceMesh) -> Any:
+def shard_sequence(pair: Any, mesh: DeviceMesh) -> Any:
     """This rank's chunk of each tensor (batch, length, ...) in ``pair``, (inputs, target).
 
     Raises:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clustertrain.checkpoint.core.state_dict import clean
+from clustertrain.checkpoint.core.state_dict import clean_fqn
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.train.core import seeds
 from clustertrain.train.core.context import RankContext
@@ -20,7 +20,7 @@ class Dropout(nn.Module):
     recomputation.
 
     The mask is a hash of the run's seed, the layer's name, the sample's place in the run, the position in the sequence
-    and the feature; :func:`place` gives it the first two and this rank's part of the sequence.
+    and the feature; :func:`configure` gives it the first two and this rank's part of the sequence.
     """
 
     def __init__(self, p: float) -> None:
@@ -52,12 +52,14 @@ class Dropout(nn.Module):
         length = x.shape[1]
         first = self.chunk * length
         positions = torch.arange(first, first + length, device=x.device)
-        kept = keep(self.key, samples.to(x.device, non_blocking=True), positions, x.shape[2:].numel(), self.p)
-        return torch.where(kept.view(x.shape), x / (1 - self.p), 0.0)
+        mask = keep_mask(self.key, samples.to(x.device, non_blocking=True), positions, x.shape[2:].numel(), self.p)
+        return torch.where(mask.view(x.shape), x / (1 - self.p), 0.0)
 
 
 @torch.no_grad()
-def keep(key: torch.Tensor, samples: torch.Tensor, positions: torch.Tensor, features: int, p: float) -> torch.Tensor:
+def keep_mask(
+    key: torch.Tensor, samples: torch.Tensor, positions: torch.Tensor, features: int, p: float
+) -> torch.Tensor:
     """What is kept, as booleans (batch, length, features); ``key`` () , ``samples`` (batch,), ``positions`` (length,),
     all int64.
 
@@ -65,8 +67,8 @@ def keep(key: torch.Tensor, samples: torch.Tensor, positions: torch.Tensor, feat
     once more by few operations, as they are done on every element.
     """
     # Sums with what was mixed and no products: inductor folds those of an arange into one number, which overflows.
-    rows = _mixed(_mixed(key + samples)[:, None] + positions)
-    columns = _mixed(key + torch.arange(features, device=key.device))
+    rows = _splitmix64(_splitmix64(key + samples)[:, None] + positions)
+    columns = _splitmix64(key + torch.arange(features, device=key.device))
     hashed = rows.to(torch.int32)[:, :, None] + columns.to(torch.int32)
     for shift, factor in ((15, 0x7FEB352D), (13, 0x846CA68B - (1 << 32))):
         hashed ^= hashed >> shift
@@ -74,38 +76,38 @@ def keep(key: torch.Tensor, samples: torch.Tensor, positions: torch.Tensor, feat
     return hashed >= min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
-def _mixed(x: torch.Tensor) -> torch.Tensor:
+def _splitmix64(x: torch.Tensor) -> torch.Tensor:
     """The finaliser of splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), with
     signed numbers, which wrap as the unsigned ones do."""
-    x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
-    x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - (1 << 64))
-    return x ^ _shifted(x, 31)
+    x = (x ^ _logical_shift_right(x, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    x = (x ^ _logical_shift_right(x, 27)) * (0x94D049BB133111EB - (1 << 64))
+    return x ^ _logical_shift_right(x, 31)
 
 
-def _shifted(x: torch.Tensor, n: int) -> torch.Tensor:
+def _logical_shift_right(x: torch.Tensor, n: int) -> torch.Tensor:
     """To the right, filled with zeros; ``>>`` on signed numbers fills with the sign."""
     return (x >> n) & ((1 << (64 - n)) - 1)
 
 
-def place(model: nn.Module, context: RankContext, seed: int) -> None:
+def configure(model: nn.Module, context: RankContext, seed: int) -> None:
     """Tell each :class:`Dropout` of ``model`` its seed and which part of the sequences this rank holds."""
     layout = context.layout
-    at = layout.coordinates(context.rank)
-    chunk = at.cp * layout.tp + at.tp if layout.sequence_parallel else at.cp
+    coordinates = layout.coordinates(context.rank)
+    chunk = coordinates.cp * layout.tp + coordinates.tp if layout.sequence_parallel else coordinates.cp
     for name, module in model.named_modules():
         if isinstance(module, Dropout):
-            module.key = torch.tensor(seeds.derive(seed, "dropout", clean(name)), device=context.device)
+            module.key = torch.tensor(seeds.derive_seed(seed, "dropout", clean_fqn(name)), device=context.device)
             module.chunk = chunk
             module.needs_samples = layout.tp > 1
 
 
-def refuse_in_attention(model: nn.Module, layout: str) -> None:
+def check_no_attention_dropout(model: nn.Module, layout: str) -> None:
     """``layout`` in words. Raises ConfigError where ``model`` drops attention weights."""
     for name, module in model.named_modules():
-        found = [getattr(module, a, None) for a in _ATTENTION_DROPOUT]
+        probabilities = [getattr(module, a, None) for a in _ATTENTION_DROPOUT]
         if isinstance(module, nn.MultiheadAttention):
-            found.append(module.dropout)
-        if any(isinstance(p, float) and p > 0 for p in found):
+            probabilities.append(module.dropout)
+        if any(isinstance(p, float) and p > 0 for p in probabilities):
             raise ConfigError(
                 f"{name or type(model).__name__} drops attention weights, and {layout} splits the attention: its mask "
                 "would depend on the layout",

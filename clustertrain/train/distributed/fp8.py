@@ -10,11 +10,11 @@ import importlib.util
 import torch
 from torch import nn
 
-from clustertrain.errors import EnvironmentNotFit
-from clustertrain.train.distributed.data_parallel import units
+from clustertrain.errors import UnsuitableEnvironment
+from clustertrain.train.distributed.data_parallel import repeated_layers
 
-_FIRST_CAPABILITY = (8, 9)  # Ada
-_MULTIPLE = 16  # what the 8-bit matmul wants of both sizes of a weight
+_MIN_CAPABILITY = (8, 9)  # Ada
+_DIM_MULTIPLE = 16  # what the 8-bit matmul wants of both sizes of a weight
 
 
 def apply(model: nn.Module, device: torch.device) -> None:
@@ -23,14 +23,14 @@ def apply(model: nn.Module, device: torch.device) -> None:
     without its speed.
 
     Raises:
-        EnvironmentNotFit: torchao is missing, or the GPU has no 8-bit matmul.
+        UnsuitableEnvironment: torchao is missing, or the GPU has no 8-bit matmul.
     """
     if importlib.util.find_spec("torchao") is None:
-        raise EnvironmentNotFit("precision fp8 needs torchao", fix="pip install 'clustertrain[fp8]'")
+        raise UnsuitableEnvironment("precision fp8 needs torchao", fix="pip install 'clustertrain[fp8]'")
     if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
-        if capability < _FIRST_CAPABILITY:
-            raise EnvironmentNotFit(
+        if capability < _MIN_CAPABILITY:
+            raise UnsuitableEnvironment(
                 f"precision fp8: {torch.cuda.get_device_name(device)} has compute capability "
                 f"{capability[0]}.{capability[1]}, and 8-bit matmuls begin at 8.9",
                 fix="use train.precision = 'bf16'",
@@ -38,9 +38,11 @@ def apply(model: nn.Module, device: torch.device) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig(emulate=device.type == "cpu")
-    for _, unit in units(model):
-        convert_to_float8_training(unit, config=config, module_filter_fn=_fits)
+    for _, unit in repeated_layers(model):
+        convert_to_float8_training(unit, config=config, module_filter_fn=_is_convertible)
 
 
-def _fits(module: nn.Module, name: str) -> bool:
-    return isinstance(module, nn.Linear) and not (module.in_features % _MULTIPLE or module.out_features % _MULTIPLE)
+def _is_convertible(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear) and not (
+        module.in_features % _DIM_MULTIPLE or module.out_features % _DIM_MULTIPLE
+    )

@@ -18,7 +18,7 @@ def local_gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     return [g.to_local() if is_dtensor(g) else g for p in params if (g := p.grad) is not None]  # type: ignore[attr-defined]
 
 
-def complete(params: Iterable[nn.Parameter]) -> None:
+def reduce_partial_gradients(params: Iterable[nn.Parameter]) -> None:
     """Sum what tensor parallel left as one part a rank: the gradients of what works on a part of the sequence. Once a
     step and not with each micro-batch; ``fully_shard`` has done it for its own."""
     for p in params:
@@ -27,22 +27,22 @@ def complete(params: Iterable[nn.Parameter]) -> None:
             p.grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
 
 
-def holders(tensor: torch.Tensor, stages: int = 1) -> int:
+def replica_count(tensor: torch.Tensor, stages: int = 1) -> int:
     """How many ranks hold the same part of ``tensor`` as this one. ``stages``: the degree of pipeline parallel, whose
     ranks hold different parameters."""
     ranks = (dist.get_world_size() if dist.is_initialized() else 1) // stages
     if not is_dtensor(tensor):
         return ranks
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    parts: int = math.prod(mesh.size(i) for i, at in enumerate(placements) if not at.is_replicate())
-    return ranks // parts
+    shards: int = math.prod(mesh.size(i) for i, placement in enumerate(placements) if not placement.is_replicate())
+    return ranks // shards
 
 
-def squares(
+def local_squared_norm(
     params: Iterable[nn.Parameter],
     device: torch.device,
     stages: int = 1,
-    elsewhere: Collection[int] = (),
+    excluded_ids: Collection[int] = (),
 ) -> torch.Tensor:
     """This rank's share of the square of the whole gradient's L2 norm: the sum over all ranks is the square. fp64 on
     ``device``; no host sync, save for gradients in host memory (``parallel.offload``).
@@ -57,28 +57,28 @@ def squares(
     """
     grads: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
     for p in params:
-        if p.grad is None or id(p) in elsewhere:
+        if p.grad is None or id(p) in excluded_ids:
             continue
         grad: Any = p.grad
-        same = (holders(grad, stages), grad.dtype)
-        grads.setdefault(same, []).append(grad.to_local() if is_dtensor(grad) else grad)
+        key = (replica_count(grad, stages), grad.dtype)
+        grads.setdefault(key, []).append(grad.to_local() if is_dtensor(grad) else grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for (ranks, _), alike in grads.items():
+    for (ranks, _), group in grads.items():
         # In fp64: the sum of squares of scaled fp16 gradients leaves the range of fp32.
-        norms = torch.stack(torch._foreach_norm(alike, 2, dtype=torch.float32)).double()
+        norms = torch.stack(torch._foreach_norm(group, 2, dtype=torch.float32)).double()
         total = total + (norms.square().sum() / ranks).to(device)
     return total
 
 
 def total_norm(params: Iterable[nn.Parameter], device: torch.device) -> torch.Tensor:
     """The L2 norm of the whole gradient, as an fp32 tensor on ``device`` and the same on all ranks."""
-    total = squares(params, device)
+    total = local_squared_norm(params, device)
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.sqrt().float()
 
 
-def scale(params: Iterable[nn.Parameter], factor: torch.Tensor | float) -> None:
+def scale_gradients(params: Iterable[nn.Parameter], factor: torch.Tensor | float) -> None:
     """Multiply all gradients, in place. They are all on one device, which with ``parallel.offload`` is the CPU."""
     grads = local_gradients(params)
     if grads:

@@ -22,42 +22,43 @@ from clustertrain.errors import UsageError
 from clustertrain.plan.layout import Layout
 from clustertrain.train.core.context import RankContext
 
-_sessions = itertools.count(1)  # of this process
+_session_ids = itertools.count(1)  # of this process
 
 
 @dataclass(frozen=True)
-class Groups:
+class ProcessGroups:
     """``stop`` and ``checkpoint`` are gloo groups of their own: a collective of the training loop in flight on a shared
     group would be matched with theirs. All are None for a process that torchrun did not start.
 
-    ``mesh`` has the dimensions of :func:`dimensions`. ``context`` is the one-dimensional mesh of the ranks that share a
+    ``mesh`` has the dimensions of :func:`mesh_dimensions`. ``cp_mesh`` is the one-dimensional mesh of the ranks that
+    share a
     sequence; it is a mesh of its own because those ranks also take part in ``mesh``'s data-parallel dimensions, where
     gradients are averaged and parameters sharded over them.
     """
 
     mesh: DeviceMesh | None
-    context: DeviceMesh | None
+    cp_mesh: DeviceMesh | None
     stop: dist.ProcessGroup | None
     checkpoint: dist.ProcessGroup | None
 
-    def tensor(self) -> DeviceMesh | None:
-        return self._part("tp")
+    def tp_mesh(self) -> DeviceMesh | None:
+        return self._submesh("tp")
 
-    def pipeline(self) -> DeviceMesh | None:
-        return self._part("pp")
+    def pp_mesh(self) -> DeviceMesh | None:
+        return self._submesh("pp")
 
-    def data(self) -> DeviceMesh | None:
+    def dp_mesh(self) -> DeviceMesh | None:
         """One dimension to shard over, or two: replicate over the first, shard over the second."""
         if self.mesh is None:
             return None
         names = tuple(n for n in self.mesh.mesh_dim_names or () if n.startswith("dp_"))
         return self.mesh[names] if names else None
 
-    def _part(self, name: str) -> DeviceMesh | None:
+    def _submesh(self, name: str) -> DeviceMesh | None:
         return self.mesh[name] if self.mesh is not None and name in (self.mesh.mesh_dim_names or ()) else None
 
 
-def dimensions(layout: Layout) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def mesh_dimensions(layout: Layout) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Names and sizes of the mesh, outermost first: only degrees above one, and at least one dimension.
 
     Ranks that share a sequence stand in the data-parallel dimension that is the innermost one in use, since parameters
@@ -65,27 +66,27 @@ def dimensions(layout: Layout) -> tuple[tuple[str, ...], tuple[int, ...]]:
     of size 1, so that ``fully_shard`` replicates: DDP does not know DTensors and stages.
     """
     replicate, shard = layout.dp_replicate, layout.dp_shard
-    if layout.sharded:
+    if layout.is_sharded:
         shard *= layout.cp
     else:
         replicate *= layout.cp
     sizes = {"pp": layout.pp, "dp_replicate": replicate, "dp_shard": shard, "tp": layout.tp}
-    used = {k: n for k, n in sizes.items() if n > 1}
-    if layout.model_parallel and replicate > 1 and shard == 1:
-        used = {k: n for k, n in sizes.items() if n > 1 or k == "dp_shard"}
-    used = used or {"dp_replicate": 1}
-    return tuple(used), tuple(used.values())
+    active = {k: n for k, n in sizes.items() if n > 1}
+    if layout.is_model_parallel and replicate > 1 and shard == 1:
+        active = {k: n for k, n in sizes.items() if n > 1 or k == "dp_shard"}
+    active = active or {"dp_replicate": 1}
+    return tuple(active), tuple(active.values())
 
 
 @functools.cache
-def _meeting_place(timeout: timedelta) -> Store:
+def _rendezvous_store(timeout: timedelta) -> Store:
     """Kept for all sessions of this process: a store that rank 0 serves must not end with the first of them, while
     other ranks are at it for the next."""
     store: Store = next(rendezvous("env://", timeout=timeout))[0]
     return store
 
 
-def open_groups(context: RankContext, timeout_s: float) -> Groups:
+def open_groups(context: RankContext, timeout_s: float) -> ProcessGroups:
     """Join the other ranks. ``timeout_s`` bounds every collective, and so how long a dead peer can hold this rank.
 
     Raises:
@@ -93,8 +94,8 @@ def open_groups(context: RankContext, timeout_s: float) -> Groups:
     """
     if context.device.type == "cuda":
         torch.cuda.set_device(context.device)
-    if not context.launched:
-        return Groups(None, None, None, None)
+    if not context.launched_by_torchrun:
+        return ProcessGroups(None, None, None, None)
     timeout = timedelta(seconds=timeout_s)
     cuda = context.device.type == "cuda"
     if dist.is_initialized():
@@ -105,7 +106,7 @@ def open_groups(context: RankContext, timeout_s: float) -> Groups:
         )
     # torch numbers the groups of each session from 0. Under the same names in the store a rank would find the addresses
     # at which its peers were in the session before, and wait for them there.
-    store = PrefixStore(f"session-{next(_sessions)}", _meeting_place(timeout))
+    store = PrefixStore(f"session-{next(_session_ids)}", _rendezvous_store(timeout))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=store,
@@ -115,18 +116,18 @@ def open_groups(context: RankContext, timeout_s: float) -> Groups:
         device_id=context.device if cuda else None,
     )
     layout, device = context.layout, context.device.type
-    names, sizes = dimensions(layout)
+    names, sizes = mesh_dimensions(layout)
     mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
-    sequence = None
+    cp_mesh = None
     if layout.cp > 1:
         sizes = (layout.world_size // (layout.cp * layout.tp), layout.cp, layout.tp)
-        sequence = init_device_mesh(device, sizes, mesh_dim_names=("outer", "cp", "inner"))["cp"]
+        cp_mesh = init_device_mesh(device, sizes, mesh_dim_names=("outer", "cp", "inner"))["cp"]
     stop = dist.new_group(backend="gloo", timeout=timeout)
     checkpoint = dist.new_group(backend="gloo", timeout=timeout)
-    return Groups(mesh, sequence, stop, checkpoint)
+    return ProcessGroups(mesh, cp_mesh, stop, checkpoint)
 
 
-def sharing(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+def build_shard_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The ranks over which parameters are sharded, whether by data or by tensor parallel; None: this one alone.
     Collective over all ranks where it is by both."""
     names = mesh.mesh_dim_names or ()
@@ -134,11 +135,11 @@ def sharing(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     if len(dims) <= 1:
         return mesh.get_group(dims[0]) if dims else None
     last = tuple(range(mesh.ndim - len(dims), mesh.ndim))
-    found = None
+    own_group = None
     for ranks in mesh.mesh.movedim(dims, last).flatten(last[0]).reshape(-1, math.prod(map(mesh.size, dims))).tolist():
         group = dist.new_group(ranks)
-        found = group if dist.get_rank() in ranks else found
-    return found
+        own_group = group if dist.get_rank() in ranks else own_group
+    return own_group
 
 
 def close_groups() -> None:
@@ -154,12 +155,16 @@ def choose_threads(context: RankContext, environ: Mapping[str, str] = os.environ
     More threads than cores would not only be slow: OpenMP's threads spin while they wait for each other. The number
     takes part in the order of summation, so it is kept in the checkpoint.
     """
-    asked = environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if reading.is_count(asked) and int(asked) > 0 else cores(context, environ)
+    omp_threads = environ.get("OMP_NUM_THREADS", "")
+    return (
+        int(omp_threads)
+        if reading.is_unsigned_int(omp_threads) and int(omp_threads) > 0
+        else cores_per_rank(context, environ)
+    )
 
 
-def cores(context: RankContext, environ: Mapping[str, str] = os.environ) -> int:
+def cores_per_rank(context: RankContext, environ: Mapping[str, str] = os.environ) -> int:
     """This rank's share of this machine's cores."""
     # The local backend's nodes are all on this machine.
-    here = context.world_size if settings.LOCAL_JOB in environ else context.local_world_size
-    return max(1, len(os.sched_getaffinity(0)) // here)
+    local_ranks = context.world_size if settings.LOCAL_JOB in environ else context.local_world_size
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks)

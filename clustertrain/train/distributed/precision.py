@@ -8,15 +8,15 @@ import torch
 
 from clustertrain.train.core.context import RankContext
 
-HALVINGS = 16  # from the first loss scale, 2**16 for a mean, to the least
+MAX_HALVINGS = 16  # from the first loss scale, 2**16 for a mean, to the least
 
 # fp8 is for the matmuls alone; everything around them is bf16.
-_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+_COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def parameter_dtype(precision: str) -> torch.dtype | None:
     """To what a sharded layout casts the gathered parameters; None: it does not."""
-    return _COMPUTE.get(precision)
+    return _COMPUTE_DTYPES.get(precision)
 
 
 def apply_matmul_precision(context: RankContext) -> None:
@@ -29,8 +29,8 @@ def apply_matmul_precision(context: RankContext) -> None:
 
 def autocast(context: RankContext) -> AbstractContextManager[object]:
     """Around the forward pass, where the layout itself does not cast (``fully_shard`` does)."""
-    dtype = _COMPUTE.get(context.precision)
-    if dtype is None or context.layout.fully_sharded:
+    dtype = _COMPUTE_DTYPES.get(context.precision)
+    if dtype is None or context.layout.is_fully_sharded:
         return nullcontext()
     return torch.autocast(context.device.type, dtype=dtype)
 
@@ -44,15 +44,16 @@ class LossScale:
     GradScaler looks at each rank's gradients by themselves and must be told about stages and meshes.
     """
 
-    def __init__(self, summed: int = 1, interval: int = 2000) -> None:
-        """``summed`` is about how many terms the loss of a micro-batch is the sum of; the usual 2**16 is for a mean."""
-        self._first: float = 2.0 ** (16 - max(0, summed - 1).bit_length())
-        self.floor: float = self._first / 2**HALVINGS
-        self.interval = interval
-        self.begin_anew()
+    def __init__(self, loss_terms: int = 1, growth_interval: int = 2000) -> None:
+        """``loss_terms`` is about how many terms the loss of a micro-batch is the sum of; the usual 2**16 is for a
+        mean."""
+        self._initial_scale: float = 2.0 ** (16 - max(0, loss_terms - 1).bit_length())
+        self.floor: float = self._initial_scale / 2**MAX_HALVINGS
+        self.growth_interval = growth_interval
+        self.init_fresh_state()
 
-    def begin_anew(self) -> None:
-        self.scale = self._first
+    def init_fresh_state(self) -> None:
+        self.scale = self._initial_scale
         self.good_steps = 0
 
     def update(self, *, overflow: bool) -> bool:
@@ -63,7 +64,7 @@ class LossScale:
             self.good_steps = 0
             return at_floor
         self.good_steps += 1
-        if self.good_steps == self.interval:
+        if self.good_steps == self.growth_interval:
             self.scale *= 2
             self.good_steps = 0
         return at_floor

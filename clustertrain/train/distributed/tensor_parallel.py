@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from clustertrain.errors import ConfigError, EnvironmentNotFit
+from clustertrain.errors import ConfigError, UnsuitableEnvironment
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed import divisibility, dropout, tied_weights
 
@@ -41,23 +41,23 @@ WORDS: Mapping[str, str] = {
     "replicated": "works on whole tensors, the same on each rank",
     "head": "a Linear, or a module given the weight, split by outputs; returns logits, split for loss_parallel",
 }
-_COVERS_ALL_INSIDE = ("sequence", "replicated")
+_RECURSIVE_WORDS = ("sequence", "replicated")
 
 
-def matches(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str, nn.Module, str]]:
+def match_plan(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str, nn.Module, str]]:
     """(pattern, name, module, word) in the order of ``plan``; a ``*`` stands for one part of a dotted name."""
     for pattern, word in plan.items():
-        wanted = pattern.split(".")
+        pattern_parts = pattern.split(".")
         for name, module in model.named_modules():
-            parts = name.split(".")
-            if len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)):
+            name_parts = name.split(".")
+            if len(name_parts) == len(pattern_parts) and all(map(fnmatchcase, name_parts, pattern_parts)):
                 yield pattern, name, module, word
 
 
 def check(model: nn.Module, context: RankContext) -> None:
     """Raises ConfigError as :func:`check_plan`, and for async_tp without GPUs."""
     if context.parallel.async_tp and context.device.type == "cpu":
-        raise EnvironmentNotFit(
+        raise UnsuitableEnvironment(
             "parallel.async_tp overlaps collectives with matmuls through the GPUs' memory, and the device is cpu",
             fix="leave it out",
         )
@@ -81,20 +81,20 @@ def check_plan(model: nn.Module, tp: int) -> None:
     for pattern, word in plan.items():
         if word not in WORDS:
             raise ConfigError(f"tp_plan: {pattern!r}: {word!r} is none of {', '.join(WORDS)}")
-    found = list(matches(model, plan))
+    matched = list(match_plan(model, plan))
     for pattern in plan:
-        if not any(p == pattern for p, *_ in found):
+        if not any(p == pattern for p, *_ in matched):
             raise ConfigError(
                 f"tp_plan: {pattern!r} fits no module of {type(model).__name__}",
                 fix="a * stands for one part of a name; model.named_modules() lists them",
             )
-    _check_once(found)
-    for what, size in getattr(model, "tp_divides", {}).items():
-        divisibility.check(what, size, "tp", tp)
-    for _, name, module, word in found:
+    _check_no_overlap(matched)
+    for size_name, size in getattr(model, "tp_divides", {}).items():
+        divisibility.check(size_name, size, "tp", tp)
+    for _, name, module, word in matched:
         _check_layer(name, module, word, tp)
-    _check_covered(model, found)
-    dropout.refuse_in_attention(model, f"tp {tp}")
+    _check_covered(model, matched)
+    dropout.check_no_attention_dropout(model, f"tp {tp}")
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             raise ConfigError(
@@ -103,12 +103,12 @@ def check_plan(model: nn.Module, tp: int) -> None:
             )
 
 
-def _check_once(found: list[tuple[str, str, nn.Module, str]]) -> None:
+def _check_no_overlap(matched: list[tuple[str, str, nn.Module, str]]) -> None:
     """A module that is split is not split again. ``gather`` goes around those that are split inside, and so may stand
     beside another word."""
-    before: dict[tuple[str, bool], str] = {}
-    for pattern, name, _, word in found:
-        other = before.setdefault((name, word == "gather"), pattern)
+    first_patterns: dict[tuple[str, bool], str] = {}
+    for pattern, name, _, word in matched:
+        other = first_patterns.setdefault((name, word == "gather"), pattern)
         if other != pattern:
             raise ConfigError(
                 f"tp_plan: {other!r} and {pattern!r} both fit {name}, which can be split once",
@@ -117,9 +117,9 @@ def _check_once(found: list[tuple[str, str, nn.Module, str]]) -> None:
 
 
 def _check_layer(name: str, module: nn.Module, word: str, tp: int) -> None:
-    kind = nn.Embedding if word == "embedding" else nn.Linear
-    if word in ("colwise", "rowwise", "embedding") and not isinstance(module, kind):
-        raise ConfigError(f"tp_plan: {name} is a {type(module).__name__}; {word!r} is for {kind.__name__}")
+    expected_type = nn.Embedding if word == "embedding" else nn.Linear
+    if word in ("colwise", "rowwise", "embedding") and not isinstance(module, expected_type):
+        raise ConfigError(f"tp_plan: {name} is a {type(module).__name__}; {word!r} is for {expected_type.__name__}")
     if isinstance(module, nn.Linear) and word in ("colwise", "head"):
         divisibility.check(f"{name}.out_features", module.out_features, "tp", tp)
     elif isinstance(module, nn.Linear) and word == "rowwise":
@@ -128,22 +128,22 @@ def _check_layer(name: str, module: nn.Module, word: str, tp: int) -> None:
         divisibility.check(f"{name}.num_embeddings", module.num_embeddings, "tp", tp)
 
 
-def _check_covered(model: nn.Module, found: list[tuple[str, str, nn.Module, str]]) -> None:
+def _check_covered(model: nn.Module, matched: list[tuple[str, str, nn.Module, str]]) -> None:
     covered: set[int] = set()
-    for _, _, module, word in found:
+    for _, _, module, word in matched:
         if word != "gather":
-            covered |= {id(m) for m in (module.modules() if word in _COVERS_ALL_INSIDE else [module])}
-    for place in tied_weights.places(model):
-        if id(place.module) not in covered:
+            covered |= {id(m) for m in (module.modules() if word in _RECURSIVE_WORDS else [module])}
+    for location in tied_weights.iter_param_locations(model):
+        if id(location.module) not in covered:
             raise ConfigError(
-                f"tp_plan: no pattern covers parameter {place.name}, whose gradient could then be that of one rank's "
-                "part",
+                f"tp_plan: no pattern covers parameter {location.name}, whose gradient could then be that of one rank's"
+                " part",
                 fix='add its module: "sequence" where it works on the residual stream, "replicated" on whole tensors',
             )
 
 
-def apply(part: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
-    """Split ``part``, a model that passed :func:`check` or a pipeline stage of it, over ``mesh``, in place.
+def apply(model_part: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
+    """Split ``model_part``, a model that passed :func:`check` or a pipeline stage of it, over ``mesh``, in place.
 
     Raises:
         ConfigError: two modules share a parameter, which the plan splits in two ways.
@@ -153,8 +153,8 @@ def apply(part: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
 
         inductor._micro_pipeline_tp = True
     styles = _styles(context)
-    with tied_weights.kept(part):
-        for _, _, module, word in matches(part, part.tp_plan):  # type: ignore[arg-type]
+    with tied_weights.preserve_ties(model_part):
+        for _, _, module, word in match_plan(model_part, model_part.tp_plan):  # type: ignore[arg-type]
             for style in styles[word](module):
                 # All ranks have the same values, or none yet: each takes its part of its own.
                 parallelize_module(module, mesh, style, src_data_rank=None)
@@ -175,16 +175,18 @@ def _styles(context: RankContext) -> dict[str, Callable[[nn.Module], list[Parall
     def head(module: nn.Module) -> list[ParallelStyle]:
         if isinstance(module, nn.Linear):
             return [ColwiseParallel(input_layouts=stream, output_layouts=logits, use_local_output=not split)]
-        given = PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=logits, use_local_output=not split)
-        return [_Gather(stream), given]
+        output_style = PrepareModuleOutput(
+            output_layouts=Shard(-1), desired_output_layouts=logits, use_local_output=not split
+        )
+        return [_GatherInput(stream), output_style]
 
     return {
         "colwise": lambda _: [ColwiseParallel(input_layouts=stream)],
         "rowwise": lambda _: [_Rowwise(output_layouts=stream)],
         "embedding": lambda _: [_Rowwise(input_layouts=Replicate(), output_layouts=stream)],
-        "gather": lambda _: [_Gather(stream)],
-        "sequence": lambda _: [_Whole(stream)],
-        "replicated": lambda _: [_Whole(Replicate())],
+        "gather": lambda _: [_GatherInput(stream)],
+        "sequence": lambda _: [_ReplicateParameters(stream)],
+        "replicated": lambda _: [_ReplicateParameters(Replicate())],
         "head": head,
     }
 
@@ -201,22 +203,22 @@ class _Rowwise(RowwiseParallel):
         return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)  # type: ignore[no-untyped-call]
 
 
-class _Gather(ParallelStyle):
+class _GatherInput(ParallelStyle):
     """Makes the first argument whole. Torch's PrepareModuleInput wants a word on each of them."""
 
     def __init__(self, stream: Placement) -> None:
         self._stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def whole(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        def gather_input(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             split = DTensor.from_local(inputs[0], device_mesh, [self._stream], run_check=False)
             return (split.redistribute(placements=[Replicate()], async_op=True), *inputs[1:])
 
-        module.register_forward_pre_hook(whole)
+        module.register_forward_pre_hook(gather_input)
         return module
 
 
-class _Whole(ParallelStyle):
+class _ReplicateParameters(ParallelStyle):
     """Whole parameters; inputs and outputs as ``stream`` says. SequenceParallel is this for one leaf module and
     ``Shard(1)``."""
 

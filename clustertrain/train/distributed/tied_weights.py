@@ -13,7 +13,7 @@ from clustertrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamLocation:
     """Where a parameter lies: ``name`` is that in the whole model."""
 
     name: str
@@ -22,51 +22,51 @@ class Place:
 
     @property
     def parameter(self) -> nn.Parameter:
-        found = self.module._parameters[self.attribute]
-        assert found is not None
-        return found
+        param = self.module._parameters[self.attribute]
+        assert param is not None
+        return param
 
 
-def places(model: nn.Module) -> Iterator[Place]:
+def iter_param_locations(model: nn.Module) -> Iterator[ParamLocation]:
     """Of all parameters. A module that has several names is one place: it cannot come apart."""
     for path, module in model.named_modules():
         for attribute, p in module._parameters.items():
             if p is not None:
-                yield Place(f"{path}.{attribute}" if path else attribute, module, attribute)
+                yield ParamLocation(f"{path}.{attribute}" if path else attribute, module, attribute)
 
 
-def shared(model: nn.Module) -> list[list[Place]]:
+def find_tied(model: nn.Module) -> list[list[ParamLocation]]:
     """The places of each parameter that has several."""
-    found: dict[int, list[Place]] = {}
-    for place in places(model):
-        found.setdefault(id(place.parameter), []).append(place)
-    return [same for same in found.values() if len(same) > 1]
+    by_param: dict[int, list[ParamLocation]] = {}
+    for location in iter_param_locations(model):
+        by_param.setdefault(id(location.parameter), []).append(location)
+    return [tied for tied in by_param.values() if len(tied) > 1]
 
 
 @contextmanager
-def kept(model: nn.Module) -> Iterator[None]:
+def preserve_ties(model: nn.Module) -> Iterator[None]:
     """Around what gives each module parameters of its own: those that were one are one again after it.
 
     Raises:
         ConfigError: they have been split in different ways.
     """
-    before = shared(model)
+    tied_groups = find_tied(model)
     yield
-    for same in before:
-        _tie(same)
+    for tied in tied_groups:
+        _retie(tied)
 
 
-def _tie(same: Sequence[Place]) -> None:
-    first = same[0]
-    for other in same[1:]:
-        if _lies(other.parameter) != _lies(first.parameter):
+def _retie(tied: Sequence[ParamLocation]) -> None:
+    first = tied[0]
+    for other in tied[1:]:
+        if _format_placements(other.parameter) != _format_placements(first.parameter):
             raise ConfigError(
                 f"{first.name} and {other.name} are one parameter, and tp_plan splits them in different ways: "
-                f"{_lies(first.parameter)} and {_lies(other.parameter)}",
+                f"{_format_placements(first.parameter)} and {_format_placements(other.parameter)}",
                 fix="use words that split both by the same dimension, as embedding and head do, or both replicated",
             )
         other.module._parameters[other.attribute] = first.parameter
 
 
-def _lies(p: nn.Parameter) -> str:
+def _format_placements(p: nn.Parameter) -> str:
     return ", ".join(map(repr, p.placements)) if is_dtensor(p) else "whole"  # type: ignore[attr-defined]

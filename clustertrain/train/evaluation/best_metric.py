@@ -7,24 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from clustertrain.config.evaluation import PREFIX, SLICE
-from clustertrain.config.parsing import nearest
+from clustertrain.config.evaluation import SLICE_SEPARATOR, VALIDATION_PREFIX
+from clustertrain.config.parsing import did_you_mean
 from clustertrain.errors import ConfigError
 
-LOSS = f"{PREFIX}loss"
+LOSS_METRIC = f"{VALIDATION_PREFIX}loss"
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Of one evaluation. ``rising``: the loss has risen for as many evaluations in a row as are worth a warning."""
+class EvalOutcome:
+    """Of one evaluation. ``num_rising``: the loss has risen for as many evaluations in a row as are worth a warning."""
 
     value: float
-    better: bool
-    rising: int = 0
-    enough: str = ""  # why the run should end now
+    is_best: bool
+    num_rising: int = 0
+    stop_reason: str = ""  # why the run should end now
 
 
-class Judge:
+class EarlyStopping:
     """The same on all ranks, as what it is told is. Its state is in the checkpoint.
 
     ``best`` and ``best_step`` are of the deciding metric, None before there is one; ``slices`` has by name the newest
@@ -33,47 +33,47 @@ class Judge:
 
     def __init__(
         self,
-        metric: str = LOSS,
+        metric: str = LOSS_METRIC,
         *,
         higher_is_better: bool = False,
         patience: int = 0,
-        rising: int = 0,
+        rising_limit: int = 0,
         slices: Sequence[str] = (),
     ) -> None:
         self.metric = metric
         self.higher_is_better = higher_is_better
         self._patience = patience
-        self.rising_limit = rising
+        self.rising_limit = rising_limit
         self._slices = tuple(slices)
-        self.begin_anew()
+        self.init_fresh_state()
 
-    def begin_anew(self) -> None:
+    def init_fresh_state(self) -> None:
         self.best: float | None = None
         self.best_step: int | None = None
         self.slices: dict[str, dict[str, float]] = {}
-        self._waited = 0
-        self._rising = 0
+        self._evals_since_best = 0
+        self._num_rising = 0
         self._last_loss = math.inf
 
-    def observe(self, step: int, results: Mapping[str, float]) -> Verdict:
+    def observe(self, step: int, results: Mapping[str, float]) -> EvalOutcome:
         """
         Raises:
             ConfigError: the deciding metric is not among the results.
         """
-        value = self._value(results)
-        better = self._is_better(value, self.best)
-        if better:
-            self.best, self.best_step, self._waited = value, step, 0
+        value = self._get_value(results)
+        is_best = self._is_better(value, self.best)
+        if is_best:
+            self.best, self.best_step, self._evals_since_best = value, step, 0
         else:
-            self._waited += 1
-        self._look_at_slices(results)
-        return Verdict(value, better, self._count_rising(results), self._enough())
+            self._evals_since_best += 1
+        self._update_slices(results)
+        return EvalOutcome(value, is_best, self._count_rising(results), self._stop_reason())
 
-    def _value(self, results: Mapping[str, float]) -> float:
+    def _get_value(self, results: Mapping[str, float]) -> float:
         if self.metric not in results:
             raise ConfigError(
                 f"contract.metric = {self.metric!r} is none that the evaluation gives; there are {', '.join(results)}",
-                fix=nearest(self.metric, list(results)),
+                fix=did_you_mean(self.metric, list(results)),
             )
         return results[self.metric]
 
@@ -84,38 +84,38 @@ class Judge:
             return True
         return value > best if self.higher_is_better else value < best
 
-    def _look_at_slices(self, results: Mapping[str, float]) -> None:
-        base = self.metric.partition(SLICE)[0]
+    def _update_slices(self, results: Mapping[str, float]) -> None:
+        base = self.metric.partition(SLICE_SEPARATOR)[0]
         for name in self._slices:
-            value = results.get(f"{base}{SLICE}{name}")
+            value = results.get(f"{base}{SLICE_SEPARATOR}{name}")
             if value is None:
                 continue
-            known = self.slices.get(name, {}).get("best")
-            best = value if self._is_better(value, known) or known is None else known
+            previous_best = self.slices.get(name, {}).get("best")
+            best = value if self._is_better(value, previous_best) or previous_best is None else previous_best
             self.slices[name] = {"value": value, "best": best}
 
     def _count_rising(self, results: Mapping[str, float]) -> int:
         """How often in a row, when that is a multiple of the limit."""
-        loss = results.get(LOSS, math.nan)
-        self._rising = self._rising + 1 if not loss <= self._last_loss else 0  # nan rises
+        loss = results.get(LOSS_METRIC, math.nan)
+        self._num_rising = self._num_rising + 1 if not loss <= self._last_loss else 0  # nan rises
         self._last_loss = loss if math.isfinite(loss) else self._last_loss
-        worth = self.rising_limit > 0 and self._rising > 0 and self._rising % self.rising_limit == 0
-        return self._rising if worth else 0
+        should_warn = self.rising_limit > 0 and self._num_rising > 0 and self._num_rising % self.rising_limit == 0
+        return self._num_rising if should_warn else 0
 
-    def _enough(self) -> str:
-        if not self._patience or self._waited < self._patience:
+    def _stop_reason(self) -> str:
+        if not self._patience or self._evals_since_best < self._patience:
             return ""
         best = "no number yet" if self.best is None else f"{self.best:.6g} at step {self.best_step}"
         return (
-            f"early stop: {self.metric} has not been better for {self._waited} evaluations (evaluation.patience = "
-            f"{self._patience}); the best is {best}"
+            f"early stop: {self.metric} has not been better for {self._evals_since_best} evaluations"
+            f" (evaluation.patience = {self._patience}); the best is {best}"
         )
 
-    def lose_best(self, left: Mapping[int, float]) -> None:
-        """Its checkpoint is gone: the best of those that are ``left``, by their steps, counts from now on."""
+    def forget_best(self, remaining: Mapping[int, float]) -> None:
+        """Its checkpoint is gone: the best of those that are ``remaining``, by their steps, counts from now on."""
         sign = -1.0 if self.higher_is_better else 1.0
-        self.best_step = min(left, key=lambda step: (sign * left[step], -step), default=None)
-        self.best = None if self.best_step is None else left[self.best_step]
+        self.best_step = min(remaining, key=lambda step: (sign * remaining[step], -step), default=None)
+        self.best = None if self.best_step is None else remaining[self.best_step]
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -123,15 +123,15 @@ class Judge:
             "best": self.best,
             "best_step": self.best_step,
             "slices": self.slices,
-            "waited": self._waited,
-            "rising": self._rising,
+            "waited": self._evals_since_best,
+            "rising": self._num_rising,
             "last_loss": None if math.isinf(self._last_loss) else self._last_loss,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What was best by another metric says nothing of this one."""
         if state["metric"] == self.metric:
-            self.best, self.best_step, self._waited = state["best"], state["best_step"], int(state["waited"])
+            self.best, self.best_step, self._evals_since_best = state["best"], state["best_step"], int(state["waited"])
             self.slices = {name: dict(values) for name, values in state["slices"].items() if name in self._slices}
-        self._rising = int(state["rising"])
+        self._num_rising = int(state["rising"])
         self._last_loss = math.inf if state["last_loss"] is None else float(state["last_loss"])

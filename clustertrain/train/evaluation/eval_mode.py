@@ -11,11 +11,11 @@ from torch import nn
 
 from clustertrain.checkpoint.core.state_dict import is_dtensor
 from clustertrain.train.core import seeds
-from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.distributed.mesh import ProcessGroups
 
 
 @contextmanager
-def still(model: nn.Module, groups: Groups, device: torch.device) -> Iterator[None]:
+def evaluation_mode(model: nn.Module, groups: ProcessGroups, device: torch.device) -> Iterator[None]:
     """Evaluation mode without gradients. Afterwards each module has the mode that it had, buffers and random generators
     are what they were, and sharded parameters are sharded.
 
@@ -23,36 +23,38 @@ def still(model: nn.Module, groups: Groups, device: torch.device) -> Iterator[No
     statistics on each data-parallel rank. ``no_grad`` and not ``inference_mode``, whose tensors a model that keeps some
     (a table of positions) could not train with later.
     """
-    modules = list(_all_modules(model))
+    modules = list(_walk_modules(model))
     modes = [(m, m.training) for m in modules]
-    kept = [(m, name, b, b.detach().clone()) for m in modules for name, b in m._buffers.items() if b is not None]
-    random = seeds.capture(device)
+    saved_buffers = [
+        (m, name, b, b.detach().clone()) for m in modules for name, b in m._buffers.items() if b is not None
+    ]
+    rng_state = seeds.capture_rng_state(device)
     try:
         model.eval()
         with torch.no_grad():
-            _share_buffers(modules, groups)
+            _broadcast_buffers(modules, groups)
             yield
     finally:
         for m, training in modes:
             m.training = training
         with torch.no_grad():
-            for m, name, buffer, value in kept:
+            for m, name, buffer, value in saved_buffers:
                 m._buffers[name] = buffer.copy_(value)
-        seeds.restore(random, device)
+        seeds.restore_rng_state(rng_state, device)
         if groups.mesh is not None:
             _reshard(modules)
 
 
-def _all_modules(model: nn.Module) -> Iterator[nn.Module]:
+def _walk_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Each once. Not ``modules()``, which a pipeline has made its own."""
-    seen: set[int] = set()
-    left = [model]
-    while left:
-        module = left.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
+    visited: set[int] = set()
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if id(module) not in visited:
+            visited.add(id(module))
             yield module
-            left += module.children()
+            stack += module.children()
 
 
 def _reshard(modules: list[nn.Module]) -> None:
@@ -64,8 +66,8 @@ def _reshard(modules: list[nn.Module]) -> None:
             m.reshard()
 
 
-def _share_buffers(modules: list[nn.Module], groups: Groups) -> None:
-    mesh = groups.data()
+def _broadcast_buffers(modules: list[nn.Module], groups: ProcessGroups) -> None:
+    mesh = groups.dp_mesh()
     if mesh is None or mesh.size() == 1:
         return
     for m in modules:

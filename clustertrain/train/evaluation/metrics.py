@@ -13,25 +13,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from clustertrain.checkpoint.core.state_dict import is_dtensor
-from clustertrain.config.parsing import nearest
+from clustertrain.config.parsing import did_you_mean
 from clustertrain.errors import ConfigError
 
 # A sum on the device and how many terms it has.
-Sum = tuple[torch.Tensor, "torch.Tensor | int"]
-Own = Callable[[Any, Any], Sum]
+MetricTerms = tuple[torch.Tensor, "torch.Tensor | int"]
+MetricFn = Callable[[Any, Any], MetricTerms]
 
 
 @dataclass(frozen=True)
-class Metric:
+class EvalMetric:
     """``needs`` says in words what it is computed from."""
 
     name: str
-    terms: Callable[[Any, Any, int], Sum]
+    terms: Callable[[Any, Any, int], MetricTerms]
     needs: str
-    last: Callable[[float], float] = float
+    finalize: Callable[[float], float] = float
 
 
-def named(metrics: Sequence[str] | Mapping[str, Own]) -> list[Metric]:
+def build_metrics(metrics: Sequence[str] | Mapping[str, MetricFn]) -> list[EvalMetric]:
     """The metrics of these names, or those of functions (output, target) -> (sum, count) of one's own.
 
     Raises:
@@ -40,23 +40,26 @@ def named(metrics: Sequence[str] | Mapping[str, Own]) -> list[Metric]:
     if isinstance(metrics, Mapping):
         if "loss" in metrics:
             raise ConfigError("metrics: 'loss' is that of the loss function", fix="give the metric another name")
-        return [Metric(name, _without_index(own), "what its function takes") for name, own in metrics.items()]
+        return [
+            EvalMetric(name, _ignore_index_argument(metric_fn), "what its function takes")
+            for name, metric_fn in metrics.items()
+        ]
     for name in metrics:
-        if name not in KNOWN:
+        if name not in BUILT_IN_METRICS:
             raise ConfigError(
                 f"metrics: there is none called {name!r}",
-                fix=f"{nearest(name, list(KNOWN))}; or give a function: metrics={{{name!r}: function}}",
+                fix=f"{did_you_mean(name, list(BUILT_IN_METRICS))}; or give a function: metrics={{{name!r}: function}}",
             )
-    return [KNOWN[name] for name in metrics]
+    return [BUILT_IN_METRICS[name] for name in metrics]
 
 
-def _without_index(own: Own) -> Callable[[Any, Any, int], Sum]:
-    return lambda output, target, ignored: own(output, target)
+def _ignore_index_argument(metric_fn: MetricFn) -> Callable[[Any, Any, int], MetricTerms]:
+    return lambda output, target, ignore_index: metric_fn(output, target)
 
 
-def whole(t: Any) -> torch.Tensor:
-    found: torch.Tensor = t.full_tensor() if is_dtensor(t) else t
-    return found
+def to_full_tensor(t: Any) -> torch.Tensor:
+    full: torch.Tensor = t.full_tensor() if is_dtensor(t) else t
+    return full
 
 
 def _classes_last(output: Any, target: Any) -> Any:
@@ -70,137 +73,139 @@ def _classes_last(output: Any, target: Any) -> Any:
     return None
 
 
-class Unfit(Exception):
+class IncompatibleOutputs(Exception):
     """The outputs and targets are not of the kind that a metric needs."""
 
 
-def rank_of_target(logits: Any, target: torch.Tensor) -> torch.Tensor:
+def compute_target_rank(logits: Any, target: torch.Tensor) -> torch.Tensor:
     """How many classes come before the right one, (...) int64, -1 where its logit is nan. Of equal logits the lower
     index comes first, as in argmax: constant logits do not count as right, whatever the classes.
 
     Logits that tensor parallel has split by classes are not gathered: each rank counts in its own part.
     """
-    group, first = None, 0
+    group, first_class = None, 0
     if is_dtensor(logits):
         mesh, placements = logits.device_mesh, logits.placements
         if any(p.is_shard(logits.dim() - 1) for p in placements):
             group = mesh.get_group()
-            first = mesh.get_local_rank() * logits.to_local().shape[-1]
+            first_class = mesh.get_local_rank() * logits.to_local().shape[-1]
         logits = logits.to_local()
-    here = target - first
-    mine = (here >= 0) & (here < logits.shape[-1])
-    right = logits.float().gather(-1, here.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
-    right = torch.where(mine, right, torch.zeros_like(right))
+    local_target = target - first_class
+    is_local = (local_target >= 0) & (local_target < logits.shape[-1])
+    target_logit = logits.float().gather(-1, local_target.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+    target_logit = torch.where(is_local, target_logit, torch.zeros_like(target_logit))
     if group is not None:
-        dist.all_reduce(right, group=group)
-    index = torch.arange(first, first + logits.shape[-1], device=logits.device)
-    threshold = right.to(logits.dtype).unsqueeze(-1)
-    before = (logits > threshold).sum(-1)
-    before += ((logits == threshold) & (index < target.unsqueeze(-1))).sum(-1)
+        dist.all_reduce(target_logit, group=group)
+    index = torch.arange(first_class, first_class + logits.shape[-1], device=logits.device)
+    threshold = target_logit.to(logits.dtype).unsqueeze(-1)
+    rank = (logits > threshold).sum(-1)
+    rank += ((logits == threshold) & (index < target.unsqueeze(-1))).sum(-1)
     if group is not None:
-        dist.all_reduce(before, group=group)
-    return torch.where(right.isnan(), -1, before)
+        dist.all_reduce(rank, group=group)
+    return torch.where(target_logit.isnan(), -1, rank)
 
 
-def _hits(k: int) -> Callable[[Any, Any, int], Sum]:
-    def terms(output: Any, target: Any, ignored: int) -> Sum:
+def _build_top_k(k: int) -> Callable[[Any, Any, int], MetricTerms]:
+    def terms(output: Any, target: Any, ignore_index: int) -> MetricTerms:
         logits = _classes_last(output, target)
         if logits is None:
             if k == 1 and isinstance(target, torch.Tensor) and target.is_floating_point():
-                return _binary(output, target)
-            raise Unfit
-        counts = target != ignored
-        rank = rank_of_target(logits, torch.where(counts, target, 0))
+                return _binary_accuracy(output, target)
+            raise IncompatibleOutputs
+        counts = target != ignore_index
+        rank = compute_target_rank(logits, torch.where(counts, target, 0))
         return ((rank >= 0) & (rank < k) & counts).sum(), counts.sum()
 
     return terms
 
 
-def _binary(output: Any, target: torch.Tensor) -> Sum:
+def _binary_accuracy(output: Any, target: torch.Tensor) -> MetricTerms:
     """Logits and 0 or 1, one for each."""
-    logits = whole(output)
+    logits = to_full_tensor(output)
     if logits.numel() != target.numel():
-        raise Unfit
+        raise IncompatibleOutputs
     return ((logits.reshape(target.shape) > 0) == (target > 0.5)).sum(), target.numel()
 
 
-def _nats(output: Any, target: Any, ignored: int) -> Sum:
+def _cross_entropy(output: Any, target: Any, ignore_index: int) -> MetricTerms:
     """Cross-entropy without label smoothing, whatever is minimised."""
     logits = _classes_last(output, target)
     if logits is None:
-        raise Unfit
-    total = F.cross_entropy(logits.flatten(0, -2).float(), target.flatten(), reduction="sum", ignore_index=ignored)
-    return whole(total), (target != ignored).sum()
+        raise IncompatibleOutputs
+    total = F.cross_entropy(logits.flatten(0, -2).float(), target.flatten(), reduction="sum", ignore_index=ignore_index)
+    return to_full_tensor(total), (target != ignore_index).sum()
 
 
-def _recall(output: Any, target: Any, ignored: int) -> Sum:
+def _recall_at_1(output: Any, target: Any, ignore_index: int) -> MetricTerms:
     """Of similarities (groups, group, group), or of two embeddings (batch, features): how often the other view that
     comes first is the right one, in both directions."""
     if isinstance(output, (tuple, list)) and len(output) == 2 and all(t.dim() == 2 for t in output):
-        first, second = (F.normalize(whole(t).float(), dim=-1) for t in output)
+        first, second = (F.normalize(to_full_tensor(t).float(), dim=-1) for t in output)
         output = (first @ second.T).unsqueeze(0)
     if not isinstance(output, torch.Tensor) or output.dim() != 3 or output.shape[1] != output.shape[2]:
-        raise Unfit
-    similar = whole(output)
-    groups, size, _ = similar.shape
-    right = torch.arange(size, device=similar.device).expand(groups, size)
-    hits = [(rank_of_target(s, right) == 0).sum() for s in (similar, similar.transpose(1, 2))]
+        raise IncompatibleOutputs
+    similarities = to_full_tensor(output)
+    groups, size, _ = similarities.shape
+    targets = torch.arange(size, device=similarities.device).expand(groups, size)
+    hits = [(compute_target_rank(s, targets) == 0).sum() for s in (similarities, similarities.transpose(1, 2))]
     return hits[0] + hits[1], 2 * groups * size
 
 
-def _apart(output: Any, target: Any) -> torch.Tensor:
+def _prediction_errors(output: Any, target: Any) -> torch.Tensor:
     if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
-        raise Unfit
-    output = whole(output)
+        raise IncompatibleOutputs
+    output = to_full_tensor(output)
     if output.numel() != target.numel():
-        raise Unfit
-    apart: torch.Tensor = output.reshape(target.shape).double() - target.double()
-    return apart
+        raise IncompatibleOutputs
+    errors: torch.Tensor = output.reshape(target.shape).double() - target.double()
+    return errors
 
 
-def _absolute(output: Any, target: Any, ignored: int) -> Sum:
-    apart = _apart(output, target)
-    return apart.abs().sum(), apart.numel()
+def _absolute_error(output: Any, target: Any, ignore_index: int) -> MetricTerms:
+    errors = _prediction_errors(output, target)
+    return errors.abs().sum(), errors.numel()
 
 
-def _square(output: Any, target: Any, ignored: int) -> Sum:
-    apart = _apart(output, target)
-    return apart.square().sum(), apart.numel()
+def _squared_error(output: Any, target: Any, ignore_index: int) -> MetricTerms:
+    errors = _prediction_errors(output, target)
+    return errors.square().sum(), errors.numel()
 
 
-def _exp(nats: float) -> float:
+def _bounded_exp(nats: float) -> float:
     return math.exp(nats) if nats < 700 else math.inf
 
 
-_CLASSES = "logits (..., classes) and integer targets (...)"
-_NUMBERS = "as many outputs as targets"
-KNOWN: Mapping[str, Metric] = {
+_CLASSES_TEXT = "logits (..., classes) and integer targets (...)"
+_NUMBERS_TEXT = "as many outputs as targets"
+BUILT_IN_METRICS: Mapping[str, EvalMetric] = {
     m.name: m
     for m in (
-        Metric("accuracy", _hits(1), f"{_CLASSES}, or as many logits as targets of 0.0 and 1.0"),
-        Metric("top5", _hits(5), _CLASSES),
-        Metric("perplexity", _nats, _CLASSES, _exp),
-        Metric("bits_per_token", _nats, _CLASSES, lambda nats: nats / math.log(2)),
-        Metric("recall_at_1", _recall, "similarities (groups, group, group) or two embeddings (batch, features)"),
-        Metric("mae", _absolute, _NUMBERS),
-        Metric("rmse", _square, _NUMBERS, math.sqrt),
+        EvalMetric("accuracy", _build_top_k(1), f"{_CLASSES_TEXT}, or as many logits as targets of 0.0 and 1.0"),
+        EvalMetric("top5", _build_top_k(5), _CLASSES_TEXT),
+        EvalMetric("perplexity", _cross_entropy, _CLASSES_TEXT, _bounded_exp),
+        EvalMetric("bits_per_token", _cross_entropy, _CLASSES_TEXT, lambda nats: nats / math.log(2)),
+        EvalMetric(
+            "recall_at_1", _recall_at_1, "similarities (groups, group, group) or two embeddings (batch, features)"
+        ),
+        EvalMetric("mae", _absolute_error, _NUMBERS_TEXT),
+        EvalMetric("rmse", _squared_error, _NUMBERS_TEXT, math.sqrt),
     )
 }
 
 
-def terms_of(metric: Metric, output: Any, target: Any, ignored: int) -> Sum:
+def compute_terms(metric: EvalMetric, output: Any, target: Any, ignore_index: int) -> MetricTerms:
     """Raises ConfigError where ``metric`` cannot be told of them."""
     try:
-        return metric.terms(output, target, ignored)
-    except Unfit as e:
+        return metric.terms(output, target, ignore_index)
+    except IncompatibleOutputs as e:
         raise ConfigError(
-            f"metrics: {metric.name} needs {metric.needs}; the model's output is {_shape(output)} and the target "
-            f"{_shape(target)}",
+            f"metrics: {metric.name} needs {metric.needs}; the model's output is {_format_shape(output)} and the target"
+            f" {_format_shape(target)}",
             fix="leave it out, or give a function of your own: (output, target) -> (sum, count)",
         ) from e
 
 
-def _shape(t: Any) -> str:
+def _format_shape(t: Any) -> str:
     if isinstance(t, torch.Tensor):
         return f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}"
-    return f"({', '.join(map(_shape, t))})" if isinstance(t, (tuple, list)) else f"a {type(t).__name__}"
+    return f"({', '.join(map(_format_shape, t))})" if isinstance(t, (tuple, list)) else f"a {type(t).__name__}"

@@ -64,8 +64,8 @@ class ConvNet(nn.Module):
         super().__init__()
         self.stem = Convolution(spec.channels, spec.width)
         self.stem_norm = nn.GroupNorm(spec.groups, spec.width)
-        self.blocks = nn.ModuleList(Residual(*shape, spec.groups) for shape in spec.shapes())
-        self.head = nn.Linear(spec.shapes()[-1][1], spec.classes)
+        self.blocks = nn.ModuleList(Residual(*shape, spec.groups) for shape in spec.block_shapes())
+        self.head = nn.Linear(spec.block_shapes()[-1][1], spec.classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         # The weight's type, which a sharded layout has cast to that of the computation.

@@ -75,7 +75,7 @@ class FeedForward(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     def __init__(self, spec: ModelSpec, table: RotaryTable, *, causal: bool = True) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
@@ -91,8 +91,9 @@ class Block(nn.Module):
         return out
 
 
-def initialise(spec: ModelSpec, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Fill the whole parameter ``name`` of a transformer of :class:`Block`: ones for norms, else normal with deviation
+def init_transformer_parameter(spec: ModelSpec, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill the whole parameter ``name`` of a transformer of :class:`TransformerBlock`: ones for norms, else normal
+    with deviation
     0.02, smaller by the depth for what writes to the residual stream, so that its variance does not grow with the
     number of layers."""
     if name.endswith("norm.weight"):
@@ -139,7 +140,7 @@ class Decoder(nn.Module):
         self.embed: nn.Embedding | None = nn.Embedding(spec.vocab_size, spec.dim)
         self.dropout = Dropout(spec.dropout)
         # A dict, so that a stage that holds only some layers has them under the same names.
-        self.layers = nn.ModuleDict({str(i): Block(spec, table) for i in range(spec.layers)})
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(spec, table) for i in range(spec.layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
         head = TiedHead() if spec.tie_embeddings else nn.Linear(spec.dim, spec.vocab_size, bias=False)
         self.head: nn.Module | None = head
@@ -176,4 +177,4 @@ class Decoder(nn.Module):
         return logits
 
     def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        initialise(self.spec, name, tensor, generator)
+        init_transformer_parameter(self.spec, name, tensor, generator)

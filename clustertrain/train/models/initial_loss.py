@@ -12,14 +12,14 @@ from clustertrain.config.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedLoss:
     """``loss`` of outputs that carry no information, and the formula that it comes of."""
 
     loss: float
     formula: str
 
 
-def initial_loss(recipe: Recipe, classes: int | None, targets: torch.Tensor | None = None) -> Expected | None:
+def initial_loss(recipe: Recipe, classes: int | None, targets: torch.Tensor | None = None) -> ExpectedLoss | None:
     """What ``recipe``'s objective gives at random initialisation.
 
     Args:
@@ -32,21 +32,21 @@ def initial_loss(recipe: Recipe, classes: int | None, targets: torch.Tensor | No
     kind = recipe.objective_kind
     if kind == "cross-entropy":
         # Label smoothing changes nothing: of equal probabilities every class costs the same.
-        return None if classes is None else Expected(math.log(classes), f"ln {classes}")
+        return None if classes is None else ExpectedLoss(math.log(classes), f"ln {classes}")
     if kind == "binary-cross-entropy":
-        return Expected(math.log(2), "ln 2")
+        return ExpectedLoss(math.log(2), "ln 2")
     if kind == "nt-xent":
         if recipe.model.kind == "two-tower":
             group = recipe.model.two_tower.group
-            return Expected(math.log(group), f"ln {group}, the passages of a group")
+            return ExpectedLoss(math.log(group), f"ln {group}, the passages of a group")
         return None  # of the size of the micro-batch, which the plan chooses
     if targets is None or not targets.numel():
         return None
-    size = targets.double().abs()
+    magnitude = targets.double().abs()
     if kind == "mse":
-        return Expected(size.square().mean().item(), "the mean of the squared targets")
+        return ExpectedLoss(magnitude.square().mean().item(), "the mean of the squared targets")
     if kind == "l1":
-        return Expected(size.mean().item(), "the mean of the targets' size")
+        return ExpectedLoss(magnitude.mean().item(), "the mean of the targets' size")
     delta = recipe.objective.delta
-    huber = torch.where(size <= delta, size.square() / 2, delta * (size - delta / 2))
-    return Expected(huber.mean().item(), "the mean Huber loss of the targets against 0")
+    huber = torch.where(magnitude <= delta, magnitude.square() / 2, delta * (magnitude - delta / 2))
+    return ExpectedLoss(huber.mean().item(), "the mean Huber loss of the targets against 0")

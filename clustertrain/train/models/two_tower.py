@@ -10,9 +10,9 @@ from torch import nn
 
 from clustertrain.config.recipe import ModelSpec
 from clustertrain.errors import ConfigError
-from clustertrain.train.models.decoder import Block, RotaryTable, initialise
+from clustertrain.train.models.decoder import RotaryTable, TransformerBlock, init_transformer_parameter
 
-LARGEST_LOG_SCALE = math.log(100)  # Radford et al., arXiv 2103.00020, section 2.5: beyond it training is not stable
+MAX_LOG_SCALE = math.log(100)  # Radford et al., arXiv 2103.00020, section 2.5: beyond it training is not stable
 
 
 class Tower(nn.Module):
@@ -23,7 +23,7 @@ class Tower(nn.Module):
         super().__init__()
         table = RotaryTable(spec.dim // spec.heads, spec.rope_theta)
         self.embed = nn.Embedding(spec.vocab_size, spec.dim)
-        self.layers = nn.ModuleList(Block(spec, table, causal=False) for _ in range(spec.layers))
+        self.layers = nn.ModuleList(TransformerBlock(spec, table, causal=False) for _ in range(spec.layers))
         self.norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
         self.project = nn.Linear(spec.dim, spec.two_tower.embedding, bias=False)
 
@@ -66,7 +66,7 @@ class TwoTower(nn.Module):
         """One over the temperature."""
         if self.log_scale is None:
             return 1 / self.spec.two_tower.temperature
-        scale: torch.Tensor = self.log_scale.float().clamp(max=LARGEST_LOG_SCALE).exp()
+        scale: torch.Tensor = self.log_scale.float().clamp(max=MAX_LOG_SCALE).exp()
         return scale
 
     def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
@@ -74,4 +74,4 @@ class TwoTower(nn.Module):
         if name == "log_scale":
             tensor.fill_(self.spec.two_tower.log_scale)
         else:
-            initialise(self.spec, name, tensor, generator)
+            init_transformer_parameter(self.spec, name, tensor, generator)

@@ -26,17 +26,17 @@ class AdamW8bit(_AdamW8bit):
     def step(self, closure: Any = None) -> Any:
         # torch.compile takes 20 s for the update of each shape, and on the CPU gains nothing by it.
         on_cpu = all(p.device.type == "cpu" for g in self.param_groups for p in g["params"])
-        with self._as_torchao_keeps_it(), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+        with self._torchao_state(), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
             return super().step(closure)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def _as_torchao_keeps_it(self) -> Iterator[None]:
+    def _torchao_state(self) -> Iterator[None]:
         for group in self.param_groups:
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
         for p, state in self.state.items():
             for name, signed in _SIGNED.items():
                 if isinstance(state.get(name), dict):
-                    state[name] = _joined(state[name], signed, p)
+                    state[name] = _to_torchao_state(state[name], signed, p)
         try:
             yield
         finally:
@@ -55,6 +55,6 @@ class AdamW8bit(_AdamW8bit):
                     state[name][_CODES] = state[name][_CODES].to(torch.uint8)
 
 
-def _joined(parts: dict[str, torch.Tensor], signed: bool, p: torch.Tensor) -> OptimState8bit:
-    made = OptimState8bit.zeros((1,), signed, 1, p.device, p.dtype)  # for its table of values
-    return OptimState8bit(parts[_CODES], parts[_SCALE], made.qmap, signed, dtype=p.dtype)
+def _to_torchao_state(moment: dict[str, torch.Tensor], signed: bool, p: torch.Tensor) -> OptimState8bit:
+    template = OptimState8bit.zeros((1,), signed, 1, p.device, p.dtype)  # for its table of values
+    return OptimState8bit(moment[_CODES], moment[_SCALE], template.qmap, signed, dtype=p.dtype)

@@ -8,30 +8,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from clustertrain.checkpoint.core.state_dict import OPTIMIZER
+from clustertrain.checkpoint.core.state_dict import OPTIMIZER_KEY
 from clustertrain.errors import ConfigError
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed import data_parallel, mesh
-from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.optim import registry
 from clustertrain.train.optim.lr_schedule import LR_SCALE
 from clustertrain.train.optim.param_groups import MATRICES, parameter_groups
-from clustertrain.train.optim.param_info import Parameters
-from clustertrain.train.optim.unsharded_update import Gathered
-from clustertrain.train.optim.wrapper import Make, Pair
+from clustertrain.train.optim.param_info import ParamTable
+from clustertrain.train.optim.unsharded_update import UnshardedOptimizer
+from clustertrain.train.optim.wrapper import OptimizerFactory, OptimizerPair
 
-DEFAULT_DECAY = 0.1  # of optimizers that are asked for by name
+DEFAULT_WEIGHT_DECAY = 0.1  # of optimizers that are asked for by name
 
 
-def make(
-    what: type[torch.optim.Optimizer] | str,
+def build_optimizer(
+    cls_or_name: type[torch.optim.Optimizer] | str,
     params: Any,
     options: dict[str, Any],
     *,
     model: nn.Module,
-    known: Parameters,
+    param_table: ParamTable,
     context: RankContext,
-    groups: Groups,
+    groups: ProcessGroups,
 ) -> torch.optim.Optimizer:
     """Collective where the layout shards parameters.
 
@@ -41,70 +41,74 @@ def make(
 
     Raises:
         ConfigError: an unknown name; a pair's groups without ``matrices``, or a model that has none.
-        EnvironmentNotFit: a package is missing.
+        UnsuitableEnvironment: a package is missing.
     """
-    pair = isinstance(what, str) and registry.kind(what).of_matrices
-    cls = registry.kind(what).load() if isinstance(what, str) else what
-    if params is None and isinstance(what, str):
-        decay = options.pop("weight_decay", DEFAULT_DECAY)
-        params = parameter_groups(model, known, weight_decay=decay, hidden_apart=pair)
+    is_pair = isinstance(cls_or_name, str) and registry.get_entry(cls_or_name).matrices_only
+    cls = registry.get_entry(cls_or_name).load() if isinstance(cls_or_name, str) else cls_or_name
+    if params is None and isinstance(cls_or_name, str):
+        decay = options.pop("weight_decay", DEFAULT_WEIGHT_DECAY)
+        params = parameter_groups(model, param_table, weight_decay=decay, split_hidden=is_pair)
     if params is None:
         params = [p for p in model.parameters() if p.requires_grad]
-    given = _listed(params)
-    if isinstance(what, str):
-        given = [{**group, OPTIMIZER: what} for group in given]
-    rated = ["lr" in group for group in given]  # the optimizer writes into them
-    whole = registry.needs_whole(cls)
-    sharded = groups.mesh is not None and (context.layout.fully_sharded or context.layout.tp > 1)
-    sharing = mesh.sharing(groups.mesh) if whole and sharded and groups.mesh is not None else None
-    build: Make
-    plain: registry.Build = functools.partial(cls, **options)
-    if pair:
-        _check_pair(str(what), given, known)
-        first, rest = registry.parts_of_pair(cls, options)
-        shared: Make = functools.partial(_gathered, make=first, group=sharing) if sharded else first
-        build = functools.partial(Pair, marked=MATRICES, first=shared, rest=rest)
-    elif whole and sharded:
-        build = functools.partial(_gathered, make=plain, group=sharing)
+    param_groups = _as_param_groups(params)
+    if isinstance(cls_or_name, str):
+        param_groups = [{**group, OPTIMIZER_KEY: cls_or_name} for group in param_groups]
+    has_explicit_lr = ["lr" in group for group in param_groups]  # the optimizer writes into them
+    needs_unsharded = registry.needs_unsharded_params(cls)
+    sharded = groups.mesh is not None and (context.layout.is_fully_sharded or context.layout.tp > 1)
+    shard_group = (
+        mesh.build_shard_group(groups.mesh) if needs_unsharded and sharded and groups.mesh is not None else None
+    )
+    factory: OptimizerFactory
+    plain_factory: registry.OptimizerConstructor = functools.partial(cls, **options)
+    if is_pair:
+        _check_pair(str(cls_or_name), param_groups, param_table)
+        matrix_factory, adamw_factory = registry.split_pair_options(cls, options)
+        unsharded_factory: OptimizerFactory = (
+            functools.partial(_build_unsharded, make=matrix_factory, group=shard_group) if sharded else matrix_factory
+        )
+        factory = functools.partial(OptimizerPair, marked=MATRICES, first=unsharded_factory, rest=adamw_factory)
+    elif needs_unsharded and sharded:
+        factory = functools.partial(_build_unsharded, make=plain_factory, group=shard_group)
     else:
-        build = plain
+        factory = plain_factory
     if context.layout.strategy == "zero1" and groups.mesh is not None:
-        made = data_parallel.split_optimizer(build, given)
+        optimizer = data_parallel.build_zero1_optimizer(factory, param_groups)
     else:
-        made = build(given)
-    for group, own in zip(made.param_groups, rated, strict=True):
-        if LR_SCALE in group and not own:
+        optimizer = factory(param_groups)
+    for group, explicit_lr in zip(optimizer.param_groups, has_explicit_lr, strict=True):
+        if LR_SCALE in group and not explicit_lr:
             group["lr"] = group["lr"] * group[LR_SCALE]
-    return made
+    return optimizer
 
 
-def _listed(params: Any) -> list[dict[str, Any]]:
+def _as_param_groups(params: Any) -> list[dict[str, Any]]:
     """``params`` as groups. Raises ConfigError: there is none on this rank."""
-    listed: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
-    groups: list[dict[str, Any]] = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
-    made = [
+    entries: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+    groups: list[dict[str, Any]] = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
+    param_groups = [
         {**g, "params": [g["params"]] if isinstance(g["params"], torch.Tensor) else list(g["params"])} for g in groups
     ]
-    if not any(group["params"] for group in made):
+    if not any(group["params"] for group in param_groups):
         raise ConfigError(
             "the optimizer has nothing to train on this rank",
             fix="let each pipeline stage have something that is not frozen: parallel.split, or a smaller pp",
         )
-    return made
+    return param_groups
 
 
-def _gathered(groups: list[dict[str, Any]], make: Make, group: Any) -> Gathered:
-    return Gathered(groups, make, group)
+def _build_unsharded(groups: list[dict[str, Any]], make: OptimizerFactory, group: Any) -> UnshardedOptimizer:
+    return UnshardedOptimizer(groups, make, group)
 
 
-def _check_pair(name: str, groups: list[dict[str, Any]], known: Parameters) -> None:
+def _check_pair(name: str, groups: list[dict[str, Any]], param_table: ParamTable) -> None:
     if not all(MATRICES in group for group in groups):
         raise ConfigError(
             f"optimizer {name!r} is for hidden matrices, with AdamW for the rest, and the groups do not say which are "
             f"which ({MATRICES!r})",
             fix=f"leave params out, or take them from session.parameter_groups({name!r}, ...)",
         )
-    if not any(described.hidden for described in known.by_name.values()):
+    if not any(info.hidden for info in param_table.by_name.values()):
         raise ConfigError(
             f"optimizer {name!r} is for the matrices of hidden layers, and the model has none",
             fix="use another one: adamw, or sgd for a convolutional network",

@@ -27,11 +27,11 @@ class LearningRate:
         self._sign = -1.0 if higher_is_better else 1.0
         self._factor = 1.0
         self._best = math.inf  # the lower the better
-        self._waited = 0
+        self._bad_evals = 0
 
     def at(self, step: int) -> float:
         """The rate of optimizer step number ``step``, 1 to the total."""
-        return lr_schedule.rate(self._spec, step, self._total, peak=self._peak, plateau=self._factor)
+        return lr_schedule.lr_at_step(self._spec, step, self._total, peak=self._peak, plateau_factor=self._factor)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set the rate of step number ``step`` in all groups, times their ``lr_scale``; returns it without that."""
@@ -41,7 +41,7 @@ class LearningRate:
         return rate
 
     @property
-    def observes(self) -> bool:
+    def is_metric_driven(self) -> bool:
         return self._spec.kind == "plateau"
 
     def observe(self, value: float) -> None:
@@ -50,26 +50,26 @@ class LearningRate:
         Raises:
             UsageError: it is not finite.
         """
-        if not self.observes:
+        if not self.is_metric_driven:
             return
         if not math.isfinite(value):
             raise UsageError(
                 f"schedule.kind = 'plateau': the validation metric is {value}",
                 fix="see why the evaluation gives no number; a schedule cannot follow it",
             )
-        now = self._sign * value
+        signed_value = self._sign * value
         # As torch's ReduceLROnPlateau with threshold_mode "rel", but right for values below 0 too.
-        if now < self._best - self._spec.threshold * abs(self._best) or math.isinf(self._best):
-            self._best, self._waited = now, 0
+        if signed_value < self._best - self._spec.threshold * abs(self._best) or math.isinf(self._best):
+            self._best, self._bad_evals = signed_value, 0
             return
-        self._waited += 1
-        if self._waited > self._spec.patience:
-            self._factor, self._waited = self._factor * self._spec.factor, 0
+        self._bad_evals += 1
+        if self._bad_evals > self._spec.patience:
+            self._factor, self._bad_evals = self._factor * self._spec.factor, 0
 
     def state_dict(self) -> dict[str, Any]:
         best = None if math.isinf(self._best) else self._best
-        return {"factor": self._factor, "best": best, "waited": self._waited}
+        return {"factor": self._factor, "best": best, "waited": self._bad_evals}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._factor, self._waited = float(state["factor"]), int(state["waited"])
+        self._factor, self._bad_evals = float(state["factor"]), int(state["waited"])
         self._best = math.inf if state["best"] is None else float(state["best"])

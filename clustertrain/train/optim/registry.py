@@ -12,76 +12,76 @@ from typing import Any, get_args
 import torch
 
 from clustertrain.config.optim import OptimizerName, OptimSpec
-from clustertrain.config.parsing import nearest
-from clustertrain.errors import ConfigError, EnvironmentNotFit
+from clustertrain.config.parsing import did_you_mean
+from clustertrain.errors import ConfigError, UnsuitableEnvironment
 
-Class = type[torch.optim.Optimizer]
-Build = Callable[..., torch.optim.Optimizer]
+OptimizerClass = type[torch.optim.Optimizer]
+OptimizerConstructor = Callable[..., torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """``whole``: its update needs whole parameters, not shards. ``of_matrices``: it is for the hidden matrices alone,
-    the rest goes to AdamW. ``extra``: what to install where its package is not there."""
+class OptimizerEntry:
+    """``needs_unsharded``: its update needs whole parameters, not shards. ``matrices_only``: it is for the hidden
+    matrices alone, the rest goes to AdamW. ``extra``: what to install where its package is not there."""
 
     module: str
     name: str
-    whole: bool = False
-    of_matrices: bool = False
+    needs_unsharded: bool = False
+    matrices_only: bool = False
     extra: str = ""
 
-    def load(self) -> Class:
-        """Raises EnvironmentNotFit where its package is not installed."""
+    def load(self) -> OptimizerClass:
+        """Raises UnsuitableEnvironment where its package is not installed."""
         try:
-            found: Class = getattr(importlib.import_module(self.module), self.name)
+            cls: OptimizerClass = getattr(importlib.import_module(self.module), self.name)
         except ImportError as e:
             if not self.extra:
                 raise
-            raise EnvironmentNotFit(
+            raise UnsuitableEnvironment(
                 f"optimizer {self.name}: {e}", fix=f"pip install 'clustertrain[{self.extra}]' for the job's Python"
             ) from e
-        return found
+        return cls
 
 
-_KEPT = "optimizers"
-KINDS: Mapping[OptimizerName, Kind] = {
-    "adamw": Kind("torch.optim", "AdamW"),
-    "adam": Kind("torch.optim", "Adam"),
-    "sgd": Kind("torch.optim", "SGD"),
-    "adafactor": Kind("torch.optim", "Adafactor", whole=True),
-    "lion": Kind("pytorch_optimizer", "Lion", extra=_KEPT),
-    "lamb": Kind("pytorch_optimizer", "Lamb", whole=True, extra=_KEPT),
-    "lars": Kind("pytorch_optimizer", "LARS", whole=True, extra=_KEPT),
-    "muon": Kind("torch.optim", "Muon", whole=True, of_matrices=True),
-    "soap": Kind("pytorch_optimizer", "SOAP", whole=True, extra=_KEPT),
-    "shampoo": Kind("pytorch_optimizer", "Shampoo", whole=True, of_matrices=True, extra=_KEPT),
-    "adamw8bit": Kind("clustertrain.train.optim.adamw8bit", "AdamW8bit", whole=True, extra=_KEPT),
+_EXTRA = "optimizers"
+OPTIMIZERS: Mapping[OptimizerName, OptimizerEntry] = {
+    "adamw": OptimizerEntry("torch.optim", "AdamW"),
+    "adam": OptimizerEntry("torch.optim", "Adam"),
+    "sgd": OptimizerEntry("torch.optim", "SGD"),
+    "adafactor": OptimizerEntry("torch.optim", "Adafactor", needs_unsharded=True),
+    "lion": OptimizerEntry("pytorch_optimizer", "Lion", extra=_EXTRA),
+    "lamb": OptimizerEntry("pytorch_optimizer", "Lamb", needs_unsharded=True, extra=_EXTRA),
+    "lars": OptimizerEntry("pytorch_optimizer", "LARS", needs_unsharded=True, extra=_EXTRA),
+    "muon": OptimizerEntry("torch.optim", "Muon", needs_unsharded=True, matrices_only=True),
+    "soap": OptimizerEntry("pytorch_optimizer", "SOAP", needs_unsharded=True, extra=_EXTRA),
+    "shampoo": OptimizerEntry("pytorch_optimizer", "Shampoo", needs_unsharded=True, matrices_only=True, extra=_EXTRA),
+    "adamw8bit": OptimizerEntry("clustertrain.train.optim.adamw8bit", "AdamW8bit", needs_unsharded=True, extra=_EXTRA),
 }
 
 
-def kind(name: str) -> Kind:
+def get_entry(name: str) -> OptimizerEntry:
     """Raises ConfigError for a name that is in no recipe."""
-    if name not in KINDS:
-        raise ConfigError(f"optimizer {name!r} is not known", fix=nearest(name, list(get_args(OptimizerName))))
-    return KINDS[name]  # type: ignore[index]
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"optimizer {name!r} is not known", fix=did_you_mean(name, list(get_args(OptimizerName))))
+    return OPTIMIZERS[name]  # type: ignore[index]
 
 
-def needs_whole(cls: Class) -> bool:
+def needs_unsharded_params(cls: OptimizerClass) -> bool:
     """Whether ``cls`` is one of those above whose update needs whole parameters, or made of one."""
-    wanted = {k.name for k in KINDS.values() if k.whole}
+    names = {k.name for k in OPTIMIZERS.values() if k.needs_unsharded}
     return any(
-        base.__name__ in wanted and base.__module__.partition(".")[0] in ("torch", "torchao", "pytorch_optimizer")
+        base.__name__ in names and base.__module__.partition(".")[0] in ("torch", "torchao", "pytorch_optimizer")
         for base in cls.__mro__
     )
 
 
-def options(spec: OptimSpec, *, text: bool, device: torch.device) -> dict[str, Any]:
+def build_options(spec: OptimSpec, *, is_text: bool, device: torch.device) -> dict[str, Any]:
     """Of ``spec.name``, besides weight decay, which the groups have."""
     fused = device.type == "cuda"
     kernels: dict[str, Any] = {"fused": fused, "foreach": None if fused else True}
     common: dict[str, Any] = {"lr": spec.lr}
-    adam: dict[str, Any] = {**common, "betas": spec.betas_for(text=text), "eps": spec.eps}
-    momentum = {**common, "momentum": spec.momentum_in_use}
+    adam: dict[str, Any] = {**common, "betas": spec.resolve_betas(is_text=is_text), "eps": spec.eps}
+    momentum = {**common, "momentum": spec.effective_momentum}
     by_name: Mapping[OptimizerName, dict[str, Any]] = {
         "adamw": {**adam, **kernels},
         "adam": {**adam, **kernels},
@@ -100,24 +100,27 @@ def options(spec: OptimSpec, *, text: bool, device: torch.device) -> dict[str, A
     return by_name[spec.name]
 
 
-def taken(cls: Class, given: Mapping[str, Any]) -> dict[str, Any]:
+def accepted_options(cls: OptimizerClass, options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the options that ``cls`` takes by name."""
-    known = inspect.signature(cls).parameters
-    return {k: v for k, v in given.items() if k in known}
+    accepted = inspect.signature(cls).parameters
+    return {k: v for k, v in options.items() if k in accepted}
 
 
-def parts_of_pair(of_matrices: Class, given: Mapping[str, Any]) -> tuple[Build, Build]:
+def split_pair_options(
+    matrix_cls: OptimizerClass, options: Mapping[str, Any]
+) -> tuple[OptimizerConstructor, OptimizerConstructor]:
     """What makes the two optimizers of a pair, AdamW the second one, from options that are for both.
 
     Raises:
         ConfigError: one that neither takes.
     """
-    first, rest = taken(of_matrices, given), taken(torch.optim.AdamW, given)
-    unknown = sorted(given.keys() - first.keys() - rest.keys())
+    matrix_options, adamw_options = accepted_options(matrix_cls, options), accepted_options(torch.optim.AdamW, options)
+    unknown = sorted(options.keys() - matrix_options.keys() - adamw_options.keys())
     if unknown:
         raise ConfigError(
-            f"{of_matrices.__name__} with AdamW takes no {unknown[0]}", fix=nearest(unknown[0], [*first, *rest])
+            f"{matrix_cls.__name__} with AdamW takes no {unknown[0]}",
+            fix=did_you_mean(unknown[0], [*matrix_options, *adamw_options]),
         )
     # AdamW's small constant is for its own denominator; that of a matrix iteration is for a norm.
-    first.pop("eps", None)
-    return functools.partial(of_matrices, **first), functools.partial(torch.optim.AdamW, **rest)
+    matrix_options.pop("eps", None)
+    return functools.partial(matrix_cls, **matrix_options), functools.partial(torch.optim.AdamW, **adamw_options)

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from clustertrain.checkpoint.core.state_dict import Kept, block, is_dtensor
-from clustertrain.train.optim.wrapper import Groups, Make, Wrapped
+from clustertrain.checkpoint.core.state_dict import WrappedOptimizer, is_dtensor, to_local_shard
+from clustertrain.train.optim.wrapper import CompositeOptimizer, OptimizerFactory, ParamGroups
 
 
-class Piece(NamedTuple):
+class ShardSlice(NamedTuple):
     """Where a rank's part lies in a parameter."""
 
     start: tuple[int, ...]
@@ -29,34 +29,34 @@ class Piece(NamedTuple):
         return torch.Size(self.shape).numel()
 
     @property
-    def place(self) -> tuple[slice, ...]:
+    def slices(self) -> tuple[slice, ...]:
         return tuple(slice(s, s + n) for s, n in zip(self.start, self.shape, strict=True))
 
 
-def owners(sizes: Sequence[int], ranks: int) -> list[int]:
+def assign_owners(sizes: Sequence[int], ranks: int) -> list[int]:
     """The owner of each parameter: the largest first, each to the rank that has least so far."""
     load = [0] * ranks
-    found = [0] * len(sizes)
+    owners = [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        found[i] = min(range(ranks), key=lambda r: (load[r], r))
-        load[found[i]] += sizes[i]
-    return found
+        owners[i] = min(range(ranks), key=lambda r: (load[r], r))
+        load[owners[i]] += sizes[i]
+    return owners
 
 
-def _hollow(p: torch.Tensor) -> torch.Tensor:
+def _placeholder(p: torch.Tensor) -> torch.Tensor:
     """A tensor of that shape and type with one element's memory."""
-    return torch.zeros((), dtype=p.dtype, device=_local(p).device).expand(p.shape)
+    return torch.zeros((), dtype=p.dtype, device=_local_shard(p).device).expand(p.shape)
 
 
-def _local(value: Any) -> torch.Tensor:
-    return block("", "optimizer", value).local
+def _local_shard(value: Any) -> torch.Tensor:
+    return to_local_shard("", "optimizer", value).local_tensor
 
 
-class Gathered(Wrapped):
+class UnshardedOptimizer(CompositeOptimizer):
     """An optimizer over whole parameters, each on its owner. All ranks of ``group`` step together, and must agree on
     which parameters have a gradient, as ``fully_shard`` itself needs."""
 
-    def __init__(self, groups: Groups, make: Make, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, groups: ParamGroups, make: OptimizerFactory, group: dist.ProcessGroup | None) -> None:
         """Collective.
 
         Args:
@@ -68,113 +68,127 @@ class Gathered(Wrapped):
         self._ranks = dist.get_world_size(self._group) if self._group is not None else 1
         self._rank = dist.get_rank(self._group) if self._group is not None else 0
         self._params: list[torch.Tensor] = [p for g in self.param_groups for p in g["params"]]
-        self._owner = owners([p.numel() for p in self._params], self._ranks)
-        self._pieces = self._all_pieces()
-        self._senders = [_senders([pieces[i] for pieces in self._pieces]) for i in range(len(self._params))]
-        mine = [i for i, owner in enumerate(self._owner) if owner == self._rank]
-        self._whole = {i: torch.nn.Parameter(_hollow(self._params[i])) for i in mine}
-        number = {id(p): i for i, p in enumerate(self._params)}
-        inside = [
-            {**g, "params": [self._whole[number[id(p)]] for p in g["params"] if number[id(p)] in self._whole]}
+        self._owners = assign_owners([p.numel() for p in self._params], self._ranks)
+        self._rank_slices = self._gather_slices()
+        self._senders = [_find_senders([slices[i] for slices in self._rank_slices]) for i in range(len(self._params))]
+        owned = [i for i, owner in enumerate(self._owners) if owner == self._rank]
+        self._full_params = {i: torch.nn.Parameter(_placeholder(self._params[i])) for i in owned}
+        param_index = {id(p): i for i, p in enumerate(self._params)}
+        inner_groups = [
+            {
+                **g,
+                "params": [
+                    self._full_params[param_index[id(p)]]
+                    for p in g["params"]
+                    if param_index[id(p)] in self._full_params
+                ],
+            }
             for g in self.param_groups
         ]
-        self._take(make(inside), range(len(self.param_groups)))
+        self._add_inner(make(inner_groups), range(len(self.param_groups)))
 
-    def _all_pieces(self) -> list[list[Piece]]:
+    def _gather_slices(self) -> list[list[ShardSlice]]:
         """By rank and parameter."""
-        mine = []
+        local_slices = []
         for p in self._params:
-            found = block("", "optimizer", p)
-            mine.append(Piece(found.start, tuple(found.local.shape)))
+            local_block = to_local_shard("", "optimizer", p)
+            local_slices.append(ShardSlice(local_block.start, tuple(local_block.local_tensor.shape)))
         if self._group is None:
-            return [mine]
-        told: list[Any] = [None] * self._ranks
-        dist.all_gather_object(told, mine, group=self._group)
-        return told
+            return [local_slices]
+        gathered: list[Any] = [None] * self._ranks
+        dist.all_gather_object(gathered, local_slices, group=self._group)
+        return gathered
 
-    def keepers(self) -> list[Kept]:
-        outer = {id(whole): self._params[i] for i, whole in self._whole.items()}
-        return [Kept(kept.optimizer, {id(p): outer[id(kept.of(p))] for p in kept.params}) for kept in super().keepers()]
+    def inner_optimizers(self) -> list[WrappedOptimizer]:
+        outer = {id(whole): self._params[i] for i, whole in self._full_params.items()}
+        return [
+            WrappedOptimizer(inner.optimizer, {id(p): outer[id(inner.model_param(p))] for p in inner.params})
+            for inner in super().inner_optimizers()
+        ]
 
     def _update(self) -> None:
-        moving: dict[torch.dtype, list[int]] = {}
+        by_dtype: dict[torch.dtype, list[int]] = {}
         for i, p in enumerate(self._params):
             if p.grad is not None:
-                moving.setdefault(p.dtype, []).append(i)
-        for dtype, of in moving.items():
-            values = self._gather(of, [_local(self._params[i]) for i in of], dtype)
-            grads = self._gather(of, [_gradient(self._params[i]) for i in of], dtype)
+                by_dtype.setdefault(p.dtype, []).append(i)
+        for dtype, indices in by_dtype.items():
+            values = self._gather(indices, [_local_shard(self._params[i]) for i in indices], dtype)
+            grads = self._gather(indices, [_local_gradient(self._params[i]) for i in indices], dtype)
             for i in values:
-                self._whole[i].data, self._whole[i].grad = values[i], grads[i]
+                self._full_params[i].data, self._full_params[i].grad = values[i], grads[i]
         super()._update()
-        for dtype, of in moving.items():
-            self._scatter(of, dtype)
-            for i in of:
-                if i in self._whole:
-                    self._whole[i].data, self._whole[i].grad = _hollow(self._params[i]), None
+        for dtype, indices in by_dtype.items():
+            self._scatter(indices, dtype)
+            for i in indices:
+                if i in self._full_params:
+                    self._full_params[i].data, self._full_params[i].grad = _placeholder(self._params[i]), None
 
-    def _gather(self, of: list[int], mine: list[torch.Tensor], dtype: torch.dtype) -> dict[int, torch.Tensor]:
-        """The whole tensors that this rank owns of those number ``of``, of which it has the parts ``mine``."""
-        parts = dict(zip(of, mine, strict=True))
-        sent = [[i for i in of if self._owner[i] == r and self._rank in self._senders[i]] for r in range(self._ranks)]
-        received = [[i for i in of if i in self._whole and r in self._senders[i]] for r in range(self._ranks)]
-        arrived = self._exchange(
-            [[parts[i] for i in ids] for ids in sent],
-            [[self._pieces[r][i] for i in ids] for r, ids in enumerate(received)],
+    def _gather(self, indices: list[int], shards: list[torch.Tensor], dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """The whole tensors that this rank owns of those number ``indices``, of which it has the parts ``shards``."""
+        shard_by_index = dict(zip(indices, shards, strict=True))
+        send_indices = [
+            [i for i in indices if self._owners[i] == r and self._rank in self._senders[i]] for r in range(self._ranks)
+        ]
+        recv_indices = [
+            [i for i in indices if i in self._full_params and r in self._senders[i]] for r in range(self._ranks)
+        ]
+        chunks = self._all_to_all(
+            [[shard_by_index[i] for i in ids] for ids in send_indices],
+            [[self._rank_slices[r][i] for i in ids] for r, ids in enumerate(recv_indices)],
             dtype,
         )
-        found = {i: torch.empty(self._params[i].shape, dtype=dtype, device=parts[i].device)
-                 for i in of if i in self._whole}  # fmt: skip
-        for r, ids in enumerate(received):
-            for i, flat in zip(ids, arrived[r], strict=True):
-                piece = self._pieces[r][i]
-                found[i][piece.place] = flat.view(piece.shape)
-        return found
+        full = {i: torch.empty(self._params[i].shape, dtype=dtype, device=shard_by_index[i].device)
+                 for i in indices if i in self._full_params}  # fmt: skip
+        for r, ids in enumerate(recv_indices):
+            for i, flat in zip(ids, chunks[r], strict=True):
+                shard_slice = self._rank_slices[r][i]
+                full[i][shard_slice.slices] = flat.view(shard_slice.shape)
+        return full
 
-    def _scatter(self, of: list[int], dtype: torch.dtype) -> None:
-        """Everybody's part of the whole parameters number ``of``."""
-        mine = self._pieces[self._rank]
-        owned = [i for i in of if i in self._whole]
-        received = [[i for i in of if self._owner[i] == r] for r in range(self._ranks)]
-        arrived = self._exchange(
-            [[self._whole[i].detach()[pieces[i].place] for i in owned] for pieces in self._pieces],
-            [[mine[i] for i in ids] for ids in received],
+    def _scatter(self, indices: list[int], dtype: torch.dtype) -> None:
+        """Everybody's part of the whole parameters number ``indices``."""
+        local_slices = self._rank_slices[self._rank]
+        owned = [i for i in indices if i in self._full_params]
+        recv_indices = [[i for i in indices if self._owners[i] == r] for r in range(self._ranks)]
+        chunks = self._all_to_all(
+            [[self._full_params[i].detach()[slices[i].slices] for i in owned] for slices in self._rank_slices],
+            [[local_slices[i] for i in ids] for ids in recv_indices],
             dtype,
         )
-        for ids, flats in zip(received, arrived, strict=True):
+        for ids, flats in zip(recv_indices, chunks, strict=True):
             for i, flat in zip(ids, flats, strict=True):
-                _local(self._params[i]).copy_(flat.view(mine[i].shape))
+                _local_shard(self._params[i]).copy_(flat.view(local_slices[i].shape))
 
-    def _exchange(
-        self, sent: list[list[torch.Tensor]], expected: list[list[Piece]], dtype: torch.dtype
+    def _all_to_all(
+        self, outgoing: list[list[torch.Tensor]], expected: list[list[ShardSlice]], dtype: torch.dtype
     ) -> list[list[torch.Tensor]]:
-        """Send the tensors ``sent[r]`` to rank r; returns those that each rank sends, flat."""
+        """Send the tensors ``outgoing[r]`` to rank r; returns those that each rank sends, flat."""
         if self._group is None:
-            return [[t.reshape(-1) for t in sent[0]]]
-        device = _local(self._params[0]).device
-        flat = [t.reshape(-1) for to in sent for t in to]
+            return [[t.reshape(-1) for t in outgoing[0]]]
+        device = _local_shard(self._params[0]).device
+        flat = [t.reshape(-1) for tensors in outgoing for t in tensors]
         send = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
-        sizes = [sum(piece.numel for piece in pieces) for pieces in expected]
+        sizes = [sum(shard_slice.numel for shard_slice in slices) for slices in expected]
         receive = torch.empty(sum(sizes), dtype=dtype, device=device)
-        dist.all_to_all_single(receive, send, sizes, [sum(t.numel() for t in to) for to in sent], group=self._group)
+        dist.all_to_all_single(receive, send, sizes, [sum(t.numel() for t in to) for to in outgoing], group=self._group)
         return [
-            list(torch.split(whole, [piece.numel for piece in pieces]))
-            for pieces, whole in zip(expected, torch.split(receive, sizes), strict=True)
+            list(torch.split(chunk, [shard_slice.numel for shard_slice in slices]))
+            for slices, chunk in zip(expected, torch.split(receive, sizes), strict=True)
         ]
 
 
-def _gradient(p: torch.Tensor) -> torch.Tensor:
+def _local_gradient(p: torch.Tensor) -> torch.Tensor:
     """This rank's part of it, where its part of the parameter lies."""
     grad: Any = p.grad
     if is_dtensor(grad) and grad.placements != p.placements:  # type: ignore[attr-defined]
         grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
-    return _local(grad).to(p.dtype)
+    return _local_shard(grad).to(p.dtype)
 
 
-def _senders(pieces: Sequence[Piece]) -> list[int]:
+def _find_senders(slices: Sequence[ShardSlice]) -> list[int]:
     """The ranks whose pieces make the whole: of equal ones the first."""
-    first: dict[Piece, int] = {}
-    for rank, piece in enumerate(pieces):
-        if piece.numel:
-            first.setdefault(piece, rank)
-    return sorted(first.values())
+    first_rank: dict[ShardSlice, int] = {}
+    for rank, shard_slice in enumerate(slices):
+        if shard_slice.numel:
+            first_rank.setdefault(shard_slice, rank)
+    return sorted(first_rank.values())

@@ -14,53 +14,56 @@ from torch import nn
 
 from clustertrain import clock
 from clustertrain.checkpoint.core.control_group import Ranks
-from clustertrain.checkpoint.core.state_dict import parts
+from clustertrain.checkpoint.core.state_dict import model_parts
 from clustertrain.train.core import seeds
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed.compile import inductor
-from clustertrain.train.distributed.data_parallel import units
+from clustertrain.train.distributed.data_parallel import repeated_layers
 
 log = logging.getLogger(__name__)
 
-TIMED = 2  # passes, of which the quicker counts
+TIMED_PASSES = 2  # passes, of which the quicker counts
 
 
-def try_out(
+def run_compile_trial(
     model: nn.Module,
-    passes: Callable[[], object],
+    run_passes: Callable[[], object],
     context: RankContext,
     ranks: Ranks,
-    event: Callable[..., None],
+    emit_event: Callable[..., None],
 ) -> None:
-    """Make ``passes``, the forward and backward passes of one step, with the layers as they are written and then
+    """Make ``run_passes``, the forward and backward passes of one step, with the layers as they are written and then
     compiled, and leave them compiled; where any rank's compiler fails, as they are written. Collective.
 
     Nothing is learned: gradients are thrown away, buffers and generators get back what they had. So a run that resumes
     computes what one that was never interrupted does.
     """
-    compiled, device = [unit for part in parts(model) for _, unit in units(part)], context.device
-    with _as_before(model, device):
-        with _eager(compiled):
-            passes()
-            eager_s = min(_timed(passes, device) for _ in range(TIMED))
+    compiled_modules, device = (
+        [unit for part in model_parts(model) for _, unit in repeated_layers(part)],
+        context.device,
+    )
+    with _restore_afterwards(model, device):
+        with _eager_modules(compiled_modules):
+            run_passes()
+            eager_s = min(_time_passes(run_passes, device) for _ in range(TIMED_PASSES))
         started = clock.monotonic()
         failure = None
         if context.layout.tp > 1:
             # A rank that runs its layers as they are written would be alone in the collectives of the others' backward
             # pass, which torch 2.13 fails to compile under tp: first, whether each one's compiler works at all.
-            failure = _failure(ranks, _failed(lambda: _small(device)), context.node)
+            failure = _gather_failure(ranks, _find_compile_error(lambda: _compile_small_function(device)), context.node)
         if failure is None:
-            failure = _failure(ranks, _failed(passes), context.node)
+            failure = _gather_failure(ranks, _find_compile_error(run_passes), context.node)
         compile_s = clock.monotonic() - started
         if failure is not None:
-            for unit in compiled:
+            for unit in compiled_modules:
                 unit._compiled_call_impl = None
-            event("compile_failed", **failure)
+            emit_event("compile_failed", **failure)
             log.warning("torch.compile failed, the layers run as they are written: %s", failure["why"])
-            passes()  # what cannot be traced fails on all ranks alike, but half way; this must work
+            run_passes()  # what cannot be traced fails on all ranks alike, but half way; this must work
             return
-        compiled_s = min(_timed(passes, device) for _ in range(TIMED))
-    event("compiled", eager_s=eager_s, compiled_s=compiled_s, compile_s=compile_s)
+        compiled_s = min(_time_passes(run_passes, device) for _ in range(TIMED_PASSES))
+    emit_event("compiled", eager_s=eager_s, compiled_s=compiled_s, compile_s=compile_s)
     log.warning(
         "torch.compile: forward and backward take %.1f ms in place of %.1f ms (x%.2f), after %.1f s of compiling",
         compiled_s * 1e3,
@@ -70,84 +73,84 @@ def try_out(
     )
 
 
-def _small(device: torch.device) -> None:
+def _compile_small_function(device: torch.device) -> None:
     torch.compile(torch.sin, backend=inductor)(torch.ones(8, device=device))
 
 
-def _failed(passes: Callable[[], object]) -> Exception | None:
-    """What this rank's compiler fails of in ``passes``."""
+def _find_compile_error(run_passes: Callable[[], object]) -> Exception | None:
+    """What this rank's compiler fails of in ``run_passes``."""
     with inductor.tolerant():
         try:
-            passes()
+            run_passes()
         except Exception as e:  # of the tracer's many; what is wrong with the model itself has shown before
             return e
-    return inductor.failed
+    return inductor.first_error
 
 
-def _failure(ranks: Ranks, mine: Exception | None, node: str) -> dict[str, str] | None:
+def _gather_failure(ranks: Ranks, own_error: Exception | None, node: str) -> dict[str, str] | None:
     """Of the first rank whose compiler has failed why it did and what to do. Collective."""
-    told = None
-    if mine is not None:
-        words = str(mine).strip().splitlines() or ["no message"]
-        why = f"{type(mine).__name__}: {words[0]}"
-        told = {"why": why, "fix": _fix(why), "node": node}
-    everybody = ranks.told(told)
-    failed = [(rank, told) for rank, told in enumerate(everybody) if told is not None]
-    if not failed:
+    own_failure = None
+    if own_error is not None:
+        lines = str(own_error).strip().splitlines() or ["no message"]
+        why = f"{type(own_error).__name__}: {lines[0]}"
+        own_failure = {"why": why, "fix": _suggest_fix(why), "node": node}
+    failures = ranks.all_gather_optional(own_failure)
+    reported = [(rank, told) for rank, told in enumerate(failures) if told is not None]
+    if not reported:
         return None
-    rank, first = failed[0]
-    where = "" if len(failed) == len(everybody) else f"on rank {rank} (node {first['node']}): "
-    return {"why": where + first["why"], "fix": first["fix"]}
+    rank, first = reported[0]
+    location = "" if len(reported) == len(failures) else f"on rank {rank} (node {first['node']}): "
+    return {"why": location + first["why"], "fix": first["fix"]}
 
 
 @contextmanager
-def as_written(model: nn.Module) -> Iterator[None]:
+def eager_layers(model: nn.Module) -> Iterator[None]:
     """The layers of ``model`` uncompiled: nobody has tried yet whether the compiler works."""
-    with _eager([unit for part in parts(model) for _, unit in units(part)]):
+    with _eager_modules([unit for part in model_parts(model) for _, unit in repeated_layers(part)]):
         yield
 
 
 @contextmanager
-def _eager(compiled: list[nn.Module]) -> Iterator[None]:
-    kept = [unit._compiled_call_impl for unit in compiled]
-    for unit in compiled:
+def _eager_modules(compiled_modules: list[nn.Module]) -> Iterator[None]:
+    saved_calls = [unit._compiled_call_impl for unit in compiled_modules]
+    for unit in compiled_modules:
         unit._compiled_call_impl = None
     try:
         yield
     finally:
-        for unit, call in zip(compiled, kept, strict=True):
+        for unit, call in zip(compiled_modules, saved_calls, strict=True):
             unit._compiled_call_impl = call
 
 
 @contextmanager
-def _as_before(model: nn.Module, device: torch.device) -> Iterator[None]:
-    random = seeds.capture(device)
-    kept = [(b, b.detach().clone()) for b in model.buffers()]
+def _restore_afterwards(model: nn.Module, device: torch.device) -> Iterator[None]:
+    rng_state = seeds.capture_rng_state(device)
+    saved_buffers = [(b, b.detach().clone()) for b in model.buffers()]
     try:
         yield
     finally:
         model.zero_grad()
         with torch.no_grad():
-            for buffer, value in kept:
+            for buffer, value in saved_buffers:
                 buffer.copy_(value)
-        seeds.restore(random, device)
+        seeds.restore_rng_state(rng_state, device)
 
 
-def _timed(passes: Callable[[], object], device: torch.device) -> float:
-    _wait(device)
+def _time_passes(run_passes: Callable[[], object], device: torch.device) -> float:
+    _synchronize(device)
     started = clock.monotonic()
-    passes()
-    _wait(device)
+    run_passes()
+    _synchronize(device)
     return clock.monotonic() - started
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _fix(why: str) -> str:
-    needs: Any = shutil.which("g++") or shutil.which("clang++")
-    if not needs and "compiler" in why.lower():
+def _suggest_fix(why: str) -> str:
+    cxx_compiler: Any = shutil.which("g++") or shutil.which("clang++")
+    if not cxx_compiler and "compiler" in why.lower():
         return "install g++ on the nodes: the compiler's back end for CPUs needs it"
     return "leave parallel.compile out, or see the rank's log for torch's own words"

@@ -1,7 +1,7 @@
 """A window of profiled steps: a trace for a viewer, the dearest operations, and where the time of one step goes.
 
 On rank 0 alone; the steps of the window are slower, and slow the others down with them. Elsewhere
-:func:`clustertrain.train.core.step_timer.part` returns a context that does nothing.
+:func:`clustertrain.train.core.step_timer.record_part` returns a context that does nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from clustertrain import fsio
 from clustertrain.train.core import step_timer
 from clustertrain.train.core.step_timer import StepTimer
 
-TOP = 10
+MAX_TOP_OPS = 10
 # As torch.profiler names what gloo and NCCL do.
-_COMMUNICATION = ("gloo:", "nccl:", "nccldevkernel", "ncclkernel")
+_COMMUNICATION_PREFIXES = ("gloo:", "nccl:", "nccldevkernel", "ncclkernel")
 _US = 1e-6
 
 
@@ -30,101 +30,103 @@ class Profiler:
     """
 
     def __init__(
-        self, steps: range, folder: Path | None, attempt: int, device: torch.device, event: Callable[..., None]
+        self, steps: range, folder: Path | None, attempt: int, device: torch.device, emit_event: Callable[..., None]
     ) -> None:
         """``folder``: None where this rank does not profile."""
         self._steps = steps if folder is not None else range(0)
-        self._folder, self._attempt, self._device, self._event = folder, attempt, device, event
+        self._folder, self._attempt, self._device, self._emit_event = folder, attempt, device, emit_event
         self._trace: torch.profiler.profile | None = None
-        self._traced: list[int] = []
+        self._traced_steps: list[int] = []
 
     def begin(self, step: int) -> None:
         if step not in self._steps:
             return
         if step == self._steps[-1]:
-            self._end_of_trace()
-            step_timer.start(self._device)
+            self._stop_trace()
+            step_timer.start_timer(self._device)
             return
         if self._trace is None:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self._device.type == "cuda":
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
             self._trace = torch.profiler.profile(activities=activities)
-            step_timer.name_parts(True)
+            step_timer.set_trace_labels(True)
             self._trace.start()
-        self._traced.append(step)
+        self._traced_steps.append(step)
 
     def end(self, step: int) -> None:
-        timed = step_timer.stop() if step in self._steps else None
-        if timed is not None:
-            self._write(step, timed)
+        timer = step_timer.stop_timer() if step in self._steps else None
+        if timer is not None:
+            self._write_profile(step, timer)
 
     def close(self) -> None:
         """Of a run that ends, or goes back, inside the window: what was traced is written all the same. No other
         window follows."""
-        step_timer.stop()
+        step_timer.stop_timer()
         self._steps = range(0)
         if self._trace is not None:
-            self._end_of_trace()
-            self._write(None, None)
+            self._stop_trace()
+            self._write_profile(None, None)
 
-    def _end_of_trace(self) -> None:
-        step_timer.name_parts(False)
+    def _stop_trace(self) -> None:
+        step_timer.set_trace_labels(False)
         if self._trace is not None:
             self._trace.stop()
 
-    def _write(self, step: int | None, timed: StepTimer | None) -> None:
+    def _write_profile(self, step: int | None, timer: StepTimer | None) -> None:
         assert self._folder is not None
         self._folder.mkdir(exist_ok=True)
-        steps = [*self._traced, *([step] if step is not None else [])]
+        steps = [*self._traced_steps, *([step] if step is not None else [])]
         name = f"attempt-{self._attempt}-steps-{steps[0]}-{steps[-1]}"
-        found: dict[str, Any] = {"attempt": self._attempt, "device": self._device.type}
-        if timed is not None:
-            found |= {"step": step, "step_s": timed.step_s, "parts_s": self._parts(timed)}
+        profile: dict[str, Any] = {"attempt": self._attempt, "device": self._device.type}
+        if timer is not None:
+            profile |= {"step": step, "step_s": timer.step_s, "parts_s": self._part_durations(timer)}
         table = ""
         if self._trace is not None:
             averages = self._trace.key_averages()
-            by = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
-            found |= {"traced_steps": self._traced, "communication_s": _communication_s(averages, self._device)}
-            found["top"] = [_row(a, self._device) for a in sorted(averages, key=lambda a: -getattr(a, by))[:TOP]]
-            table = averages.table(sort_by=by, row_limit=TOP, max_name_column_width=48)
+            sort_key = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+            profile |= {"traced_steps": self._traced_steps, "communication_s": _communication_s(averages, self._device)}
+            profile["top"] = [
+                _op_row(a, self._device) for a in sorted(averages, key=lambda a: -getattr(a, sort_key))[:MAX_TOP_OPS]
+            ]
+            table = averages.table(sort_by=sort_key, row_limit=MAX_TOP_OPS, max_name_column_width=48)
             self._trace.export_chrome_trace(str(self._folder / f"{name}.trace.json.gz"))
             self._trace = None
-        fsio.write_json(self._folder / f"{name}.json", found)
-        words = words_of(found)
-        fsio.write_text(self._folder / f"{name}.txt", f"{words}\n{table}")
-        print(words, flush=True)
-        self._event("profiled", steps=[steps[0], steps[-1]], path=str(self._folder / name))
+        fsio.write_json(self._folder / f"{name}.json", profile)
+        text = format_profile(profile)
+        fsio.write_text(self._folder / f"{name}.txt", f"{text}\n{table}")
+        print(text, flush=True)
+        self._emit_event("profiled", steps=[steps[0], steps[-1]], path=str(self._folder / name))
 
-    def _parts(self, timed: StepTimer) -> dict[str, float]:
-        return {**timed.parts_s, "other": max(0.0, timed.step_s - sum(timed.parts_s.values()))}
+    def _part_durations(self, timer: StepTimer) -> dict[str, float]:
+        return {**timer.parts_s, "other": max(0.0, timer.step_s - sum(timer.parts_s.values()))}
 
 
 def _communication_s(averages: Any, device: torch.device) -> float:
     """A traced step's, most of it beside the parts and not in their sum: sending overlaps computing."""
-    ours = [a for a in averages if a.key.lower().startswith(_COMMUNICATION)]
+    collectives = [a for a in averages if a.key.lower().startswith(_COMMUNICATION_PREFIXES)]
     on_device = device.type == "cuda"
-    return float(sum(a.self_device_time_total if on_device else a.self_cpu_time_total for a in ours)) * _US
+    return float(sum(a.self_device_time_total if on_device else a.self_cpu_time_total for a in collectives)) * _US
 
 
-def _row(average: Any, device: torch.device) -> dict[str, Any]:
-    found = {"name": average.key, "calls": average.count, "self_cpu_s": average.self_cpu_time_total * _US}
-    return found | ({"self_device_s": average.self_device_time_total * _US} if device.type == "cuda" else {})
+def _op_row(average: Any, device: torch.device) -> dict[str, Any]:
+    row = {"name": average.key, "calls": average.count, "self_cpu_s": average.self_cpu_time_total * _US}
+    return row | ({"self_device_s": average.self_device_time_total * _US} if device.type == "cuda" else {})
 
 
-def words_of(found: dict[str, Any]) -> str:
+def format_profile(profile: dict[str, Any]) -> str:
     """A profile as lines of text: the parts of a step, and the dearest operations."""
     lines = []
-    if "parts_s" in found:
-        step_s = found["step_s"]
-        lines.append(f"step {found['step']}: {step_s * 1e3:.1f} ms, each part until the device has done it")
-        for name, seconds in found["parts_s"].items():
+    if "parts_s" in profile:
+        step_s = profile["step_s"]
+        lines.append(f"step {profile['step']}: {step_s * 1e3:.1f} ms, each part until the device has done it")
+        for name, seconds in profile["parts_s"].items():
             lines.append(f"  {name.replace('_', ' '):<16}{seconds * 1e3:>10.1f} ms {seconds / step_s:>7.1%}")
-    if found.get("traced_steps"):
-        each = found["communication_s"] / len(found["traced_steps"])
-        lines.append(f"  communication   {each * 1e3:>10.1f} ms a step, beside the others or inside them")
-        lines.append(f"the {len(found['top'])} dearest operations of {len(found['traced_steps'])} steps")
-        for row in found["top"]:
+    if profile.get("traced_steps"):
+        per_step_s = profile["communication_s"] / len(profile["traced_steps"])
+        lines.append(f"  communication   {per_step_s * 1e3:>10.1f} ms a step, beside the others or inside them")
+        lines.append(f"the {len(profile['top'])} dearest operations of {len(profile['traced_steps'])} steps")
+        for row in profile["top"]:
             seconds = row.get("self_device_s", row["self_cpu_s"])
             lines.append(f"  {row['name'][:48]:<50}{seconds * 1e3:>10.1f} ms {row['calls']:>7} calls")
     return "\n".join(lines)

@@ -8,52 +8,54 @@ from collections.abc import Callable
 from clustertrain import clock
 from clustertrain.config.contract import ContractSpec
 from clustertrain.run import attempts, budget
-from clustertrain.run.budget import Used
+from clustertrain.run.budget import BudgetUsage
 from clustertrain.train.core.context import RankContext
 
 log = logging.getLogger(__name__)
 
 
-class Spending:
+class BudgetTracker:
     """The files of earlier attempts are read once; what this one costs follows from the clock."""
 
-    def __init__(self, context: RankContext, event: Callable[..., None]) -> None:
+    def __init__(self, context: RankContext, emit_event: Callable[..., None]) -> None:
         contract = context.spec.recipe.contract if context.spec is not None else ContractSpec()
         self._contract = contract
-        self._watches = context.rank == 0 and contract.has_budget and context.attempt is not None
-        self._event = event
-        self._ranks = context.world_size
-        self._said = False
-        self._before = Used()
-        self._began = 0.0  # by the monotonic clock
-        if self._watches and context.run is not None and context.attempt is not None:
-            history = attempts.read_all(context.run)
+        self._is_enabled = context.rank == 0 and contract.has_budget and context.attempt is not None
+        self._emit_event = emit_event
+        self._world_size = context.world_size
+        self._is_reported = False
+        self._earlier_usage = BudgetUsage()
+        self._start_time = 0.0  # by the monotonic clock
+        if self._is_enabled and context.run is not None and context.attempt is not None:
+            history = attempts.load_attempts(context.run)
             n = context.attempt.n
             earlier = [a for a in history if a.n < n]
-            self._before = budget.used(context.run, earlier, None, contract.gpu_hour_cost)
+            self._earlier_usage = budget.compute_usage(context.run, earlier, None, contract.gpu_hour_cost)
             start = next((a.start for a in history if a.n == n), None)
-            so_far_s = max(0.0, clock.now() - start) if start is not None else 0.0
-            self._began = clock.monotonic() - so_far_s
+            elapsed_s = max(0.0, clock.now() - start) if start is not None else 0.0
+            self._start_time = clock.monotonic() - elapsed_s
 
-    def used(self) -> Used:
-        seconds = clock.monotonic() - self._began
-        return self._before.plus(seconds, self._ranks, self._contract.gpu_hour_cost)
+    def current_usage(self) -> BudgetUsage:
+        seconds = clock.monotonic() - self._start_time
+        return self._earlier_usage.add(seconds, self._world_size, self._contract.gpu_hour_cost)
 
-    def over(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether the run is to end because of it; said once, since it takes a step to be heard."""
-        if not self._watches or self._said:
+        if not self._is_enabled or self._is_reported:
             return False
-        why = self.why()
-        if not why:
+        reason = self.spent_reason()
+        if not reason:
             return False
-        self._said = True
+        self._is_reported = True
         if self._contract.when_spent == "stop":
             return True
         fix = "cancel the run, or go on: contract.when_spent is 'warn'"
-        self._event("training_warning", code="budget_spent", text=why, fix=fix, step=None, value=None, limit=None)
-        log.warning("%s; %s", why, fix)
+        self._emit_event(
+            "training_warning", code="budget_spent", text=reason, fix=fix, step=None, value=None, limit=None
+        )
+        log.warning("%s; %s", reason, fix)
         return False
 
-    def why(self) -> str:
+    def spent_reason(self) -> str:
         """Which limits are reached; empty where none is, and on ranks that do not look."""
-        return budget.spent(self._contract, self.used()) if self._watches else ""
+        return budget.format_spent(self._contract, self.current_usage()) if self._is_enabled else ""

@@ -7,60 +7,62 @@ import logging
 import os
 from typing import Literal
 
-from clustertrain.checkpoint.core.retention import Policy
-from clustertrain.checkpoint.manager import Local, Remote
-from clustertrain.config.recipe import CHOSEN, CheckpointSpec, Recipe
-from clustertrain.config.storage_paths import node_folder
-from clustertrain.errors import EnvironmentNotFit
+from clustertrain.checkpoint.core.retention import RetentionPolicy
+from clustertrain.checkpoint.manager import LocalTier, RemoteTier
+from clustertrain.config.recipe import KEEP_BEST_AUTO, CheckpointSpec, Recipe
+from clustertrain.config.storage_paths import resolve_node_folder
+from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.run import attempts
 from clustertrain.train.core.context import RankContext
-from clustertrain.train.evaluation.best_metric import Judge
+from clustertrain.train.evaluation.best_metric import EarlyStopping
 
 log = logging.getLogger(__name__)
 
 
-def table(context: RankContext) -> CheckpointSpec:
+def get_checkpoint_spec(context: RankContext) -> CheckpointSpec:
     return context.spec.recipe.checkpoint if context.spec else CheckpointSpec()
 
 
-def policy(context: RankContext, keep: int | None, judge: Judge | None) -> Policy:
+def build_policy(context: RankContext, keep: int | None, early_stopping: EarlyStopping | None) -> RetentionPolicy:
     """``keep``: so many of the newest, None: as many as the recipe says. Where that is silent, the best one by
-    ``judge`` is kept."""
-    asked = table(context)
-    keep_best, best, mode = _deciding(context, asked, judge)
-    return Policy(keep=keep or asked.keep, keep_every=asked.keep_every, keep_best=keep_best, best=best, best_mode=mode)
+    ``early_stopping`` is kept."""
+    spec = get_checkpoint_spec(context)
+    keep_best, best, mode = _resolve_best(context, spec, early_stopping)
+    return RetentionPolicy(
+        keep=keep or spec.keep, keep_every=spec.keep_every, keep_best=keep_best, best=best, best_mode=mode
+    )
 
 
-def _deciding(
-    context: RankContext, asked: CheckpointSpec, judge: Judge | None
+def _resolve_best(
+    context: RankContext, spec: CheckpointSpec, early_stopping: EarlyStopping | None
 ) -> tuple[int, str, Literal["min", "max"]]:
     """How many of the best ones stay, by which scalar, and whether the least is the best."""
     recipe = context.spec.recipe if context.spec else Recipe()
-    keep_best = asked.keep_best if asked.keep_best != CHOSEN else int(judge is not None)
+    keep_best = spec.keep_best if spec.keep_best != KEEP_BEST_AUTO else int(early_stopping is not None)
     if keep_best == 0:
         return 0, "", "min"
-    named = asked.best or recipe.contract.metric
-    if judge is not None and named in ("", judge.metric):
-        return keep_best, judge.metric, "max" if judge.higher_is_better else "min"
-    return keep_best, named or recipe.deciding_metric, recipe.best_mode
+    metric = spec.best or recipe.contract.metric
+    if early_stopping is not None and metric in ("", early_stopping.metric):
+        return keep_best, early_stopping.metric, "max" if early_stopping.higher_is_better else "min"
+    return keep_best, metric or recipe.deciding_metric, recipe.best_mode
 
 
-def local(context: RankContext) -> Local | None:
-    asked = table(context)
-    if not asked.local or context.run is None:
+def build_local_tier(context: RankContext) -> LocalTier | None:
+    spec = get_checkpoint_spec(context)
+    if not spec.local or context.run is None:
         return None
     try:
-        root = node_folder(asked.local, os.environ) / context.run.id
-    except EnvironmentNotFit as e:
+        root = resolve_node_folder(spec.local, os.environ) / context.run.id
+    except UnsuitableEnvironment as e:
         root = None
         log.warning("checkpoint.local = %s; checkpoints of this node go straight to the shared folder", e.message)
-    return Local(root, first=context.local_rank == 0)
+    return LocalTier(root, is_node_leader=context.local_rank == 0)
 
 
-def remote(context: RankContext, policy: Policy) -> Remote | None:
-    asked, run = table(context), context.run
-    if not asked.remote or run is None:
+def build_remote_tier(context: RankContext, policy: RetentionPolicy) -> RemoteTier | None:
+    spec, run = get_checkpoint_spec(context), context.run
+    if not spec.remote or run is None:
         return None
-    needed = context.rank == 0 and any(a.committed_step is not None for a in attempts.read_all(run)[:-1])
-    policy = dataclasses.replace(policy, keep=asked.remote_keep or policy.keep)
-    return Remote(f"{asked.remote.rstrip('/')}/{run.id}", policy, needed)
+    needed = context.rank == 0 and any(a.committed_step is not None for a in attempts.load_attempts(run)[:-1])
+    policy = dataclasses.replace(policy, keep=spec.remote_keep or policy.keep)
+    return RemoteTier(f"{spec.remote.rstrip('/')}/{run.id}", policy, needed)

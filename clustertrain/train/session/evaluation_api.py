@@ -12,20 +12,20 @@ from clustertrain import clock
 from clustertrain.errors import UsageError
 from clustertrain.run import heartbeat
 from clustertrain.train.core.step_types import Loss
-from clustertrain.train.data.loader import MapStyle
+from clustertrain.train.data.loader import MapStyleDataset
 from clustertrain.train.data.sample_checks import Limits
-from clustertrain.train.evaluation.best_metric import Judge
-from clustertrain.train.evaluation.dataset_pass import Cut, cut_up
-from clustertrain.train.evaluation.evaluator import Evaluator, slices_of
-from clustertrain.train.evaluation.metrics import Own, named
-from clustertrain.train.evaluation.schedule import Evaluations
+from clustertrain.train.evaluation.best_metric import EarlyStopping
+from clustertrain.train.evaluation.dataset_pass import DatasetPassConfig, build_pass
+from clustertrain.train.evaluation.evaluator import Evaluator, find_slices
+from clustertrain.train.evaluation.metrics import MetricFn, build_metrics
+from clustertrain.train.evaluation.schedule import EvaluationSchedule
 from clustertrain.train.profiling import compile_trial
-from clustertrain.train.session.runtime import Opened
+from clustertrain.train.session.runtime import SessionRuntime
 
 DEFAULT_MICRO_BATCH = 8  # where nothing else tells
 
 
-class Evaluating(Opened):
+class EvaluationMixin(SessionRuntime):
     """A session as far as it evaluates."""
 
     @contextmanager
@@ -33,19 +33,19 @@ class Evaluating(Opened):
         """Around an evaluation: its time is reported apart from the steps'."""
         t_begin, started = clock.now(), clock.monotonic()
         try:
-            with self._marks.during(heartbeat.EVALUATION):
+            with self._progress.in_phase(heartbeat.EVALUATION):
                 yield
         finally:
             eval_s = clock.monotonic() - started
-            self._recorder.apart(eval_s)
-            self._event("evaluation", step=self.step, t_begin=t_begin, eval_s=eval_s)
+            self._metrics_processor.exclude_time(eval_s)
+            self._emit_event("evaluation", step=self.step, t_begin=t_begin, eval_s=eval_s)
 
     def evaluate(
         self,
-        data: MapStyle | Iterable[Any],
+        data: MapStyleDataset | Iterable[Any],
         loss_fn: Loss,
         *,
-        metrics: Sequence[str] | Mapping[str, Own] = (),
+        metrics: Sequence[str] | Mapping[str, MetricFn] = (),
         micro_batch: int | None = None,
         samples: int = 0,
         workers: int = 0,
@@ -80,25 +80,25 @@ class Evaluating(Opened):
         model = self._model if model is None else model
         if model is None:
             raise UsageError("session.evaluate: call session.parallelize(model) first, or give model=...")
-        chosen = named(metrics)
-        known = slices_of(data, slices, group)
-        cut = Cut(micro_batch or self._usual_micro_batch(), samples, workers, group, limits)
-        portions = cut_up(data, cut, self._context, self.seed, self._agreement.any)
-        measure = Evaluator(model, self._context, self._groups, self._agreement.poll)
-        untried = self._train_step is not None and self._train_step.untried
-        with self.evaluation(), compile_trial.as_written(model) if untried else nullcontext():
-            found = measure(portions, loss_fn, chosen, known, ignore_index)
-        self._evaluated = found or {}
-        return dict(self._evaluated)
+        eval_metrics = build_metrics(metrics)
+        eval_slices = find_slices(data, slices, group)
+        pass_config = DatasetPassConfig(micro_batch or self._default_micro_batch(), samples, workers, group, limits)
+        batches = build_pass(data, pass_config, self._context, self.seed, self._agreement.any_rank)
+        evaluator = Evaluator(model, self._context, self._groups, self._agreement.poll)
+        is_compile_untried = self._train_step is not None and self._train_step.is_compile_untried
+        with self.evaluation(), compile_trial.eager_layers(model) if is_compile_untried else nullcontext():
+            results = evaluator(batches, loss_fn, eval_metrics, eval_slices, ignore_index)
+        self._eval_results = results or {}
+        return dict(self._eval_results)
 
-    def _usual_micro_batch(self) -> int:
+    def _default_micro_batch(self) -> int:
         if self._context.batch is not None and self._context.batch.micro_batch:
             return self._context.batch.micro_batch
         return self._loaders[0].micro_batch if self._loaders else DEFAULT_MICRO_BATCH
 
     def evaluations(
         self,
-        data: MapStyle | Iterable[Any],
+        data: MapStyleDataset | Iterable[Any],
         loss_fn: Loss,
         *,
         every: int,
@@ -109,7 +109,7 @@ class Evaluating(Opened):
         slices: Sequence[str] = (),
         then: Callable[[float], None] | None = None,
         **options: Any,
-    ) -> Evaluations:
+    ) -> EvaluationSchedule:
         """Evaluations every ``every`` steps and at the end, for :meth:`steps`, which logs them with their step, keeps
         the best checkpoint by ``metric``, and ends the run after ``patience`` of them without a better one.
 
@@ -122,7 +122,12 @@ class Evaluating(Opened):
         Raises:
             UsageError: ``every`` is below 1.
         """
-        judge = Judge(metric, higher_is_better=higher_is_better, patience=patience, rising=rising, slices=slices)
-        return Evaluations(
-            lambda: self.evaluate(data, loss_fn, slices=slices, **options), every=every, judge=judge, then=then
+        early_stopping = EarlyStopping(
+            metric, higher_is_better=higher_is_better, patience=patience, rising_limit=rising, slices=slices
+        )
+        return EvaluationSchedule(
+            lambda: self.evaluate(data, loss_fn, slices=slices, **options),
+            every=every,
+            early_stopping=early_stopping,
+            on_value=then,
         )

@@ -14,15 +14,15 @@ import torch
 
 from clustertrain import fsio
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.train.core.async_copy import Arriving
+from clustertrain.train.core.async_copy import AsyncCopy
 
-PART = "/"  # in the name of a figure of one part: a layer, a slice
-SUM = "sum_"  # begins the name of a running total
-Plain = float | int | bool | str | None
-Scalar = Plain | torch.Tensor | np.generic | np.ndarray[Any, Any]
+PART_SEPARATOR = "/"  # in the name of a figure of one part: a layer, a slice
+TOTAL_PREFIX = "sum_"  # begins the name of a running total
+PlainValue = float | int | bool | str | None
+Scalar = PlainValue | torch.Tensor | np.generic | np.ndarray[Any, Any]
 
 
-def checked(name: str, value: Scalar) -> Plain | torch.Tensor:
+def check_scalar(name: str, value: Scalar) -> PlainValue | torch.Tensor:
     """``value`` as it can be written; numpy's scalars become Python's.
 
     Raises:
@@ -30,11 +30,11 @@ def checked(name: str, value: Scalar) -> Plain | torch.Tensor:
     """
     if isinstance(value, torch.Tensor) and not value.is_complex():
         return value
-    plain: Any = value
+    scalar: Any = value
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.size == 1):
-        plain = value.item()
-    if plain is None or isinstance(plain, (float, int, str)):
-        return plain
+        scalar = value.item()
+    if scalar is None or isinstance(scalar, (float, int, str)):
+        return scalar
     shape = f" of shape {value.shape}" if isinstance(value, np.ndarray) else ""
     raise UsageError(
         f"session.log({name}=…): a value of type {type(value).__name__}{shape} cannot be logged",
@@ -42,28 +42,28 @@ def checked(name: str, value: Scalar) -> Plain | torch.Tensor:
     )
 
 
-def _echoed(value: Plain) -> str:
+def _format_value(value: PlainValue) -> str:
     return f"{value:.6g}" if isinstance(value, (float, int)) and not isinstance(value, bool) else str(value)
 
 
 @dataclass
 class _Row:
-    plain: dict[str, Any]
-    coming: list[Arriving]
-    again: bool
+    host_values: dict[str, Any]
+    pending_copies: list[AsyncCopy]
+    is_repeat: bool
 
-    def ready(self) -> bool:
-        return all(part.ready() for part in self.coming)
+    def is_ready(self) -> bool:
+        return all(copy.is_ready() for copy in self.pending_copies)
 
-    def values(self) -> dict[str, Any]:
+    def wait_for_values(self) -> dict[str, Any]:
         """Waits until all are there."""
-        values = dict(self.plain)
-        for part in self.coming:
-            values.update(part.plain(values))
+        values = dict(self.host_values)
+        for copy in self.pending_copies:
+            values.update(copy.to_dict(values))
         return values
 
 
-class Metrics:
+class MetricsWriter:
     """Rows in ``metrics/attempt-<n>.jsonl``. A row is written when its values have arrived on the host: as a rule one
     step late. One row in ``echo_every`` is also printed: to standard output, or without a ``path`` (outside a run) to
     standard error, where the first row is printed as well. Rows with neither are dropped, as on ranks other than 0."""
@@ -72,83 +72,87 @@ class Metrics:
         self,
         path: Path | None,
         echo_every: int = 0,
-        complete: Callable[[dict[str, Any]], None] = lambda row: None,
+        finalize_row: Callable[[dict[str, Any]], None] = lambda row: None,
         on_row: Callable[[dict[str, Any]], None] = lambda row: None,
     ) -> None:
-        """``complete`` may change each row before it is written, ``on_row`` is called with it afterwards."""
-        self._file = fsio.Appender(path) if path else None
-        self._complete = complete
+        """``finalize_row`` may change each row before it is written, ``on_row`` is called with it afterwards."""
+        self._file = fsio.JsonlAppender(path) if path else None
+        self._finalize_row = finalize_row
         self._on_row = on_row
         self._echo_every = echo_every
-        self._echoed_first = path is not None
-        self._waiting: deque[_Row] = deque()
-        self.newest: dict[str, Any] = {}  # by name the value that was written last
+        self._printed_first = path is not None
+        self._queue: deque[_Row] = deque()
+        self.latest: dict[str, Any] = {}  # by name the value that was written last
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """Whether rows are written or printed at all."""
         return self._file is not None or bool(self._echo_every)
 
-    def put(
+    def enqueue(
         self,
-        plain: dict[str, Any],
-        scalars: Mapping[str, Plain | torch.Tensor],
-        coming: Sequence[Arriving] = (),
+        host_values: dict[str, Any],
+        scalars: Mapping[str, PlainValue | torch.Tensor],
+        pending_copies: Sequence[AsyncCopy] = (),
         *,
-        again: bool = False,
+        is_repeat: bool = False,
     ) -> None:
-        """Queue one row and write those before it that have arrived. What is in ``plain`` wins over ``scalars``, and
-        both over what is ``coming`` already. ``again``: the row of this step was told before, so that ``on_row`` has
-        seen it.
+        """Queue one row and write those before it that have arrived. What is in ``host_values`` wins over ``scalars``,
+        and both over what is ``pending_copies`` already. ``is_repeat``: the row of this step was told before, so that
+        ``on_row`` has seen it.
 
         Raises:
             ConfigError: a tensor of more than one element.
         """
-        scalars = {k: v for k, v in scalars.items() if k not in plain}
+        scalars = {k: v for k, v in scalars.items() if k not in host_values}
         tensors = {k: v.detach() for k, v in scalars.items() if isinstance(v, torch.Tensor)}
         for name, t in tensors.items():
             if t.numel() != 1:
                 raise ConfigError(f"session.log({name}=…): a tensor of shape {tuple(t.shape)}, one element is needed")
-        if not self.active:
+        if not self.is_active:
             return
-        self.drain()
+        self.flush()
         numbers = {k: v for k, v in scalars.items() if not isinstance(v, torch.Tensor)}
-        parts = [Arriving([k], [t]) for k, t in tensors.items()]
-        self._waiting.append(_Row({**plain, **numbers}, [*parts, *coming], again))
+        copies = [AsyncCopy([k], [t]) for k, t in tensors.items()]
+        self._queue.append(_Row({**host_values, **numbers}, [*copies, *pending_copies], is_repeat))
 
-    def drain(self, *, wait: bool = False) -> None:
+    def flush(self, *, wait: bool = False) -> None:
         """Write the rows that have arrived; with ``wait`` all of them."""
-        while self._waiting and (wait or self._waiting[0].ready()):
-            row = self._waiting.popleft()
-            values = row.values()
-            self._complete(values)
+        while self._queue and (wait or self._queue[0].is_ready()):
+            row = self._queue.popleft()
+            values = row.wait_for_values()
+            self._finalize_row(values)
             if self._file is not None:
                 self._file.append(values)
-            self.newest.update(values)
-            self._echo(values)
-            if not row.again:
+            self.latest.update(values)
+            self._print_row(values)
+            if not row.is_repeat:
                 self._on_row(values)
 
-    def _echo(self, row: Mapping[str, Any]) -> None:
+    def _print_row(self, row: Mapping[str, Any]) -> None:
         due = bool(self._echo_every) and row["step"] % self._echo_every == 0
-        if due or (self._echo_every and not self._echoed_first):
-            shown = ((k, v) for k, v in row.items() if k != "t" and PART not in k and not k.startswith(SUM))
+        if due or (self._echo_every and not self._printed_first):
+            items = (
+                (k, v)
+                for k, v in row.items()
+                if k != "t" and PART_SEPARATOR not in k and not k.startswith(TOTAL_PREFIX)
+            )
             stream = sys.stdout if self._file is not None else sys.stderr
-            print("  ".join(f"{k} {_echoed(v)}" for k, v in shown), file=stream, flush=True)
-            self._echoed_first = True
+            print("  ".join(f"{k} {_format_value(v)}" for k, v in items), file=stream, flush=True)
+            self._printed_first = True
 
-    def go_on_in(self, path: Path | None) -> None:
+    def switch_file(self, path: Path | None) -> None:
         """The rows to come are of earlier steps than those so far: write them into ``path``."""
-        self.drain(wait=True)
-        self.newest = {}  # of steps that are thrown away
+        self.flush(wait=True)
+        self.latest = {}  # of steps that are thrown away
         if self._file is not None and path is not None:
             self._file.close()
-            self._file = fsio.Appender(path)
+            self._file = fsio.JsonlAppender(path)
 
     def close(self, *, wait: bool = True) -> None:
         """Write what is left; without ``wait`` only what has arrived."""
-        self.drain(wait=wait)
-        self._waiting.clear()
+        self.flush(wait=wait)
+        self._queue.clear()
         if self._file is not None:
             self._file.close()
             self._file = None

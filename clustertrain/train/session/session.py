@@ -12,23 +12,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clustertrain.checkpoint.core.state_dict import parts
+from clustertrain.checkpoint.core.state_dict import model_parts
 from clustertrain.errors import UsageError
 from clustertrain.train.core.step_types import Loss, StepResult
-from clustertrain.train.data.loader import Loader, MapStyle, workers_for
+from clustertrain.train.data.loader import Loader, MapStyleDataset, resolve_workers
 from clustertrain.train.data.sample_checks import Limits
 from clustertrain.train.distributed import data_parallel, grad_norm, mesh
 from clustertrain.train.distributed.parallelize import parallelize
 from clustertrain.train.distributed.precision import autocast
-from clustertrain.train.evaluation.schedule import Evaluations
+from clustertrain.train.evaluation.schedule import EvaluationSchedule
 from clustertrain.train.models import train_mode
 from clustertrain.train.optim import build, param_groups, param_info, registry
-from clustertrain.train.session.evaluation_api import Evaluating
+from clustertrain.train.session.evaluation_api import EvaluationMixin
 from clustertrain.train.session.metrics_writer import Scalar
-from clustertrain.train.session.step_loop import Steps
+from clustertrain.train.session.step_loop import StepLoop
 from clustertrain.train.stability import warnings
 from clustertrain.train.stability.clipping import Clipping
-from clustertrain.train.stability.monitor import Watch
+from clustertrain.train.stability.monitor import StabilityMonitor
 from clustertrain.train.step.train_step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -51,13 +51,13 @@ def session(
 
     Raises (on entering):
         ConfigError: plan, ranks and device do not fit each other.
-        EnvironmentNotFit: cuda was asked for and cannot be used.
+        UnsuitableEnvironment: cuda was asked for and cannot be used.
     """
     folder = Path(checkpoint_dir).expanduser().absolute() if checkpoint_dir is not None else None
     return Session(folder, seed, device, timeout_s)
 
 
-class Session(Evaluating):
+class Session(EvaluationMixin):
     """One rank of a training run. Attributes: ``rank``, ``local_rank``, ``world_size``, ``is_main``, ``device``,
     ``mesh`` (None for one process), ``seed``, ``step`` (optimizer steps done), ``tokens_per_step`` (set it to have
     ``tokens_per_s`` reported)."""
@@ -88,22 +88,22 @@ class Session(Evaluating):
         """
         if tp_plan is not None:
             model.tp_plan = dict(tp_plan)  # type: ignore[assignment]
-        self._parameters = param_info.describe(model)
-        self._thaws = param_info.thaws(self._parameters, unfreeze)
-        param_info.freeze(model, self._parameters, freeze, self._thaws)
+        self._param_table = param_info.build_param_table(model)
+        self._unfreeze_steps = param_info.find_unfreeze_steps(self._param_table, unfreeze)
+        param_info.freeze(model, self._param_table, freeze, self._unfreeze_steps)
         self._model = parallelize(model, self._context, self._groups, self.seed)
-        train_mode.on_first_eval_forward(parts(self._model), self._warn_eval_mode)
+        train_mode.on_first_eval_forward(model_parts(self._model), self._warn_eval_mode)
         return self._model
 
     def _warn_eval_mode(self, names: Sequence[str], *, switched: bool = False) -> None:
         if self.is_main:
-            self._warnings.tell(warnings.eval_mode_warning(names, switched=switched), self.step + 1)
+            self._warning_reporter.report(warnings.build_eval_mode_warning(names, switched=switched), self.step + 1)
 
     def parameter_groups(
         self,
         optimizer: str = "adamw",
         *,
-        weight_decay: float = build.DEFAULT_DECAY,
+        weight_decay: float = build.DEFAULT_WEIGHT_DECAY,
         layer_decay: float = 1.0,
         lr_scale: Mapping[str, float] | None = None,
     ) -> list[dict[str, Any]]:
@@ -119,15 +119,15 @@ class Session(Evaluating):
             UsageError: before :meth:`parallelize`.
             ConfigError: a pattern that fits nothing; ``layer_decay`` of a model whose layers cannot be told.
         """
-        if self._model is None or self._parameters is None:
+        if self._model is None or self._param_table is None:
             raise UsageError("session.parameter_groups: call session.parallelize(model) first")
         return param_groups.parameter_groups(
             self._model,
-            self._parameters,
+            self._param_table,
             weight_decay=weight_decay,
             layer_decay=layer_decay,
             lr_scale=lr_scale,
-            hidden_apart=registry.kind(optimizer).of_matrices,
+            split_hidden=registry.get_entry(optimizer).matrices_only,
         )
 
     def optimizer(
@@ -144,47 +144,51 @@ class Session(Evaluating):
         Raises:
             UsageError: before :meth:`parallelize`, or a second time.
             ConfigError: an unknown name, or an optimizer of matrices for a model without.
-            EnvironmentNotFit: a package is missing.
+            UnsuitableEnvironment: a package is missing.
         """
-        if self._model is None or self._parameters is None:
+        if self._model is None or self._param_table is None:
             raise UsageError("session.optimizer: call session.parallelize(model) first")
         if self._train_step is not None:
             raise UsageError(
                 "session.optimizer: there is an optimizer already, and train_step updates with one only",
                 fix="make one optimizer with several groups: session.optimizer(cls, [{'params': ...}, ...])",
             )
-        made = build.make(
+        new_optimizer = build.build_optimizer(
             cls,
             params,
             options,
             model=self._model,
-            known=self._parameters,
+            param_table=self._param_table,
             context=self._context,
             groups=self._groups,
         )
-        frozen = [(self._thaws[n], p) for n, p in param_groups.trained(self._model) if n in self._thaws]
+        frozen = [
+            (self._unfreeze_steps[n], p)
+            for n, p in param_groups.trainable_parameters(self._model)
+            if n in self._unfreeze_steps
+        ]
         self._train_step = TrainStep(
             self._model,
-            made,
+            new_optimizer,
             self._context,
             self._groups,
             self._loss_scale,
-            event=self._event,
-            frozen=lambda: [p for step, p in frozen if self.step + 1 < step],
+            emit_event=self._emit_event,
+            get_frozen=lambda: [p for step, p in frozen if self.step + 1 < step],
         )
-        self._recorder.watch = Watch(self._model, self._train_step.guard, self._context)
-        self._say_groups(cls if isinstance(cls, str) else cls.__name__, made)
-        return made
+        self._metrics_processor.monitor = StabilityMonitor(self._model, self._train_step.guard, self._context)
+        self._report_param_groups(cls if isinstance(cls, str) else cls.__name__, new_optimizer)
+        return new_optimizer
 
-    def _say_groups(self, name: str, made: torch.optim.Optimizer) -> None:
+    def _report_param_groups(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         """Which parameters of rank 0 are trained how."""
-        told = param_groups.told(made)
+        group_rows = param_groups.groups_for_event(optimizer)
         assert self._model is not None
         frozen = sum(p.numel() for p in self._model.parameters() if not p.requires_grad)
-        self._event("optimizer", optimizer=name, groups=told, frozen=frozen)
+        self._emit_event("optimizer", optimizer=name, groups=group_rows, frozen=frozen)
         if self.is_main:
-            words = "; ".join(f"{g['group']}: {g['parameters']:,} in {g['tensors']} tensors" for g in told)
-            log.info("optimizer %s: %s; frozen: %s", name, words, f"{frozen:,}")
+            summary = "; ".join(f"{g['group']}: {g['parameters']:,} in {g['tensors']} tensors" for g in group_rows)
+            log.info("optimizer %s: %s; frozen: %s", name, summary, f"{frozen:,}")
 
     def train_step(
         self, batch: Any, loss_fn: Loss, *, clip_norm: float = 0.0, clip: Clipping | None = None
@@ -209,15 +213,15 @@ class Session(Evaluating):
             raise UsageError("session.train_step: make the optimizer with session.optimizer(cls, ...) first")
         if clip is not None and clip_norm:
             raise UsageError("session.train_step: give clip_norm or clip, not both")
-        look = self._recorder.looks_at_layers(self.step + 1)
-        how = clip or Clipping(norm=clip_norm)
-        done = self._train_step(batch, self._places.of(batch), loss_fn, how, look)
-        self._recorder.stepped(done, self._train_step.optimizer)
-        return done
+        layer_stats = self._metrics_processor.layer_stats_for(self.step + 1)
+        clipping = clip or Clipping(norm=clip_norm)
+        result = self._train_step(batch, self._sample_positions.for_batch(batch), loss_fn, clipping, layer_stats)
+        self._metrics_processor.record_step(result, self._train_step.optimizer)
+        return result
 
     def loader(
         self,
-        dataset: MapStyle,
+        dataset: MapStyleDataset,
         *,
         global_batch: int,
         micro_batch: int | None = None,
@@ -242,11 +246,11 @@ class Session(Evaluating):
         Raises:
             ConfigError: ``global_batch`` does not divide over the ranks and micro-batches; the data set is empty.
         """
-        made = Loader(
+        loader = Loader(
             dataset,
             global_batch=global_batch,
             micro_batch=micro_batch,
-            workers=workers_for(workers, self.device, mesh.cores(self._context)),
+            workers=resolve_workers(workers, self.device, mesh.cores_per_rank(self._context)),
             prefetch=prefetch,
             limits=limits,
             seed=self.seed,
@@ -255,13 +259,13 @@ class Session(Evaluating):
             device=self.device,
             ragged=ragged,
         )
-        self._loaders.append(made)
-        return made
+        self._loaders.append(loader)
+        return loader
 
     def accumulate(self, model: nn.Module, micro_batches: list[Any]) -> Iterator[Any]:
         """The micro-batches of one step; gradients travel between ranks only with the last. Scale the losses."""
         for i, micro_batch in enumerate(micro_batches):
-            with data_parallel.synchronise(model, last=i == len(micro_batches) - 1):
+            with data_parallel.gradient_sync(model, last=i == len(micro_batches) - 1):
                 yield micro_batch
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -271,10 +275,10 @@ class Session(Evaluating):
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Clip the global L2 norm of the gradient to ``max_norm`` (0: do not) and return what it was: fp32, without
         dimensions, on the device and the same on all ranks. Collective, without a host sync."""
-        grad_norm.complete(model.parameters())
+        grad_norm.reduce_partial_gradients(model.parameters())
         norm = grad_norm.total_norm(model.parameters(), self.device)
         if max_norm > 0:
-            grad_norm.scale(model.parameters(), grad_norm.clip_factor(norm, max_norm))
+            grad_norm.scale_gradients(model.parameters(), grad_norm.clip_factor(norm, max_norm))
         return norm
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
@@ -293,7 +297,7 @@ class Session(Evaluating):
             UsageError: a value that is neither number, string, None, nor tensor; on all ranks alike.
             ConfigError: a tensor of more than one element; by :meth:`steps`, when the step ends.
         """
-        self._recorder.log(scalars)
+        self._metrics_processor.log(scalars)
 
     def poll(self) -> bool:
         """Whether all ranks have agreed to stop. Call it inside long work between two steps (evaluation), equally often
@@ -311,7 +315,7 @@ class Session(Evaluating):
         state: dict[str, Any] | None = None,
         checkpoint_every: int | str | None = None,
         keep: int | None = None,
-        evaluations: Evaluations | None = None,
+        evaluations: EvaluationSchedule | None = None,
     ) -> Iterator[int]:
         """Yield the numbers of the steps still to do, 0 to ``total - 1``.
 
@@ -340,5 +344,5 @@ class Session(Evaluating):
                 f"session.steps(total={total}, keep={keep}): there cannot be so many",
                 fix="total must be at least 0, keep at least 1",
             )
-        loop = Steps(self, total, state if state is not None else {}, evaluations)
+        loop = StepLoop(self, total, state if state is not None else {}, evaluations)
         yield from loop.run(checkpoint_every, keep)

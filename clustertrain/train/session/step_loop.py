@@ -8,66 +8,76 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from clustertrain import clock
-from clustertrain.checkpoint.core.failures import TooLate
-from clustertrain.checkpoint.format.manifest import Reason
-from clustertrain.checkpoint.load.rollback import Wanted
-from clustertrain.config.evaluation import PREFIX
+from clustertrain.checkpoint.core.failures import DeadlineExceeded
+from clustertrain.checkpoint.format.manifest import SaveReason
+from clustertrain.checkpoint.load.rollback import RollbackTarget
+from clustertrain.config.evaluation import VALIDATION_PREFIX
 from clustertrain.run import heartbeat, metrics
 from clustertrain.train.evaluation import logging
-from clustertrain.train.evaluation.schedule import Evaluations
-from clustertrain.train.session.runtime import Opened
-from clustertrain.train.stability.divergence import Back
-from clustertrain.train.stability.monitor import STATE
+from clustertrain.train.evaluation.schedule import EvaluationSchedule
+from clustertrain.train.session.runtime import SessionRuntime
+from clustertrain.train.stability.divergence import Rollback
+from clustertrain.train.stability.monitor import STATE_KEY
 
 
 @dataclass(frozen=True)
-class Boundary:
+class StepDecision:
     """What all ranks have to do between two steps.
 
-    ``last``: no step follows. ``stop``: the ranks leave here, and the run goes on later; ``late``: without time for a
-    save. ``due``: a checkpoint is. ``settle``: a save has failed on some rank.
+    ``is_last``: no step follows. ``should_stop``: the ranks leave here, and the run goes on later; ``is_late``:
+    without time for a save. ``save_due``: a checkpoint is. ``has_failed_save``: a save has failed on some rank.
     """
 
-    last: bool
-    stop: bool
-    late: bool
-    due: bool
-    settle: bool
+    is_last: bool
+    should_stop: bool
+    is_late: bool
+    save_due: bool
+    has_failed_save: bool
 
 
-class Steps:
+class StepLoop:
     """One loop of a session. :meth:`run` is the whole of it: what the ranks agree on between two steps, and what they
     do then."""
 
-    def __init__(self, session: Opened, total: int, state: dict[str, Any], evaluations: Evaluations | None) -> None:
+    def __init__(
+        self, session: SessionRuntime, total: int, state: dict[str, Any], evaluations: EvaluationSchedule | None
+    ) -> None:
         self._session = session
         self._total = total
         self._state = state
         self._evaluations = evaluations
-        self._context, self._result, self._event = session._context, session._result, session._event
-        self._agreement, self._keeping, self._marks = session._agreement, session._keeping, session._marks
-        self._recorder, self._metrics, self._profiler = session._recorder, session._metrics, session._profiler
-        self._watch = session._recorder.watch
-        self._first = 0  # the step that it began with, or has gone back to
-        self._again = False  # an evaluation of that step was made up for, which its checkpoint does not know
+        self._context, self._result, self._emit_event = session._context, session._result, session._emit_event
+        self._agreement, self._checkpointer, self._progress = (
+            session._agreement,
+            session._checkpointer,
+            session._progress,
+        )
+        self._metrics_processor, self._metrics_writer, self._profiler = (
+            session._metrics_processor,
+            session._metrics_writer,
+            session._profiler,
+        )
+        self._monitor = session._metrics_processor.monitor
+        self._start_step = 0  # the step that it began with, or has gone back to
+        self._eval_caught_up = False  # an evaluation of that step was made up for, which its checkpoint does not know
 
     def run(self, every: int | str | None, keep: int | None) -> Iterator[int]:
         """As :meth:`Session.steps`; checkpoints ``every`` so often, of which the ``keep`` newest stay."""
-        self._open(every, keep)
+        self._prepare(every, keep)
         self._restore()
         while True:
-            here = self._boundary()
-            back = self._way_back(here)
-            if here.stop:
-                self._stop(here, back)
-            if back is not None:
-                self._go_back(*back)
+            decision = self._decide()
+            rollback = self._check_rollback(decision)
+            if decision.should_stop:
+                self._stop_and_exit(decision, rollback)
+            if rollback is not None:
+                self._roll_back(*rollback)
                 continue
-            self._checkpoint(here)
-            if here.last:
+            self._save_if_due(decision)
+            if decision.is_last:
                 self._finish()
                 return
-            yield from self._one_step()
+            yield from self._run_step()
 
     @property
     def _step(self) -> int:
@@ -75,170 +85,178 @@ class Steps:
 
     # -- where it begins
 
-    def _open(self, every: int | str | None, keep: int | None) -> None:
+    def _prepare(self, every: int | str | None, keep: int | None) -> None:
         if self._session._loss_scale is not None:
             self._state["loss_scale"] = self._session._loss_scale
-        if self._watch is not None:
-            self._state[STATE] = self._watch
-            self._watch.begin(self._state)
+        if self._monitor is not None:
+            self._state[STATE_KEY] = self._monitor
+            self._monitor.track_loaders(self._state)
         if self._evaluations is not None:
             self._state["evaluations"] = self._evaluations
-        judge = self._evaluations.judge if self._evaluations is not None else None
-        self._keeping.open(self._total, every, keep, judge)
+        early_stopping = self._evaluations.early_stopping if self._evaluations is not None else None
+        self._checkpointer.open(self._total, every, keep, early_stopping)
 
     def _restore(self) -> None:
-        with self._marks.during(heartbeat.RESTORE):
-            self._first = self._session.step = self._keeping.restore(self._state, self._session.seed)
-        self._again = self._make_up()
+        with self._progress.in_phase(heartbeat.RESTORE):
+            self._start_step = self._session.step = self._checkpointer.restore(self._state, self._session.seed)
+        self._eval_caught_up = self._run_missed_evaluation()
 
-    def _go_back(self, back: Back, wanted: Wanted) -> None:
+    def _roll_back(self, rollback: Rollback, target: RollbackTarget) -> None:
         """To the newest checkpoint before what went wrong. Collective."""
-        with self._marks.during(heartbeat.RESTORE):
-            self._metrics.drain(wait=True)
-            self._first = self._keeping.go_back(self._state, self._session.seed, back, wanted)
-        self._result.step = self._session.step = self._first
-        self._recorder.went_back()
+        with self._progress.in_phase(heartbeat.RESTORE):
+            self._metrics_writer.flush(wait=True)
+            self._start_step = self._checkpointer.roll_back(self._state, self._session.seed, rollback, target)
+        self._result.step = self._session.step = self._start_step
+        self._metrics_processor.on_rollback()
         self._profiler.close()
-        self._session._evaluated = {}
-        self._again = self._make_up()
+        self._session._eval_results = {}
+        self._eval_caught_up = self._run_missed_evaluation()
 
     # -- between two steps
 
-    def _boundary(self) -> Boundary:
+    def _decide(self) -> StepDecision:
         """Collective: what the ranks agree on."""
-        last = self._step >= self._end()
-        stop = self._is_told_to_stop(last)
-        asked = self._step > self._first and self._agreement.taken("save")
-        best = self._evaluations is not None and self._keeping.keeps_best and self._evaluations.is_best(self._step)
-        return Boundary(
-            last=last,
-            stop=stop,
-            late=(stop or last) and self._keeping.is_late(self._agreement) and stop,
-            due=asked or best or self._keeping.due(self._step),
-            settle=not stop and self._agreement.taken("settle"),
+        is_last = self._step >= self._final_step()
+        should_stop = self._should_stop(is_last)
+        is_requested = self._step > self._start_step and self._agreement.take_flag("save")
+        is_best = (
+            self._evaluations is not None and self._checkpointer.keeps_best and self._evaluations.is_best(self._step)
+        )
+        return StepDecision(
+            is_last=is_last,
+            should_stop=should_stop,
+            is_late=(should_stop or is_last)
+            and self._checkpointer.is_too_late_to_save(self._agreement)
+            and should_stop,
+            save_due=is_requested or is_best or self._checkpointer.is_due(self._step),
+            has_failed_save=not should_stop and self._agreement.take_flag("settle"),
         )
 
-    def _end(self) -> int:
+    def _final_step(self) -> int:
         """``total``, or the step that is reached where the evaluations say that it is enough."""
-        enough = self._evaluations is not None and self._evaluations.over
-        return min(self._step, self._total) if enough else self._total
+        stops_early = self._evaluations is not None and self._evaluations.stop_reason
+        return min(self._step, self._total) if stops_early else self._total
 
-    def _is_told_to_stop(self, last: bool) -> bool:
+    def _should_stop(self, is_last: bool) -> bool:
         """Whether the ranks have agreed to, and there is something left to do: a step, or an evaluation that the word
         of the stop has cut short."""
-        unfinished = self._evaluations is not None and self._evaluations.is_due(self._step, self._total)
-        return ((not last or unfinished) and self._agreement.poll()) or (not last and self._is_spent())
+        evaluation_due = self._evaluations is not None and self._evaluations.is_due(self._step, self._total)
+        return ((not is_last or evaluation_due) and self._agreement.poll()) or (not is_last and self._is_budget_spent())
 
-    def _is_spent(self) -> bool:
+    def _is_budget_spent(self) -> bool:
         """Whether all ranks have heard that the run's budget is spent. They then stop as on a warning."""
-        if not self._agreement.taken("budget"):
+        if not self._agreement.take_flag("budget"):
             return False
-        self._agreement.drain()
-        self._result.why = self._session._spending.why() or None
-        self._result.spent = True
+        self._agreement.wait_for_pending()
+        self._result.reason = self._session._budget.spent_reason() or None
+        self._result.budget_spent = True
         return True
 
-    def _way_back(self, here: Boundary) -> tuple[Back, Wanted] | None:
+    def _check_rollback(self, decision: StepDecision) -> tuple[Rollback, RollbackTarget] | None:
         """Whether steps were so bad that the run must go back. Before a checkpoint all steps are looked at: it may hold
         none of which nothing is known."""
-        if self._watch is None:
+        if self._monitor is None:
             return None
-        return self._watch.look(self._step, everything=here.stop or here.due or here.last)
+        return self._monitor.check(self._step, check_all=decision.should_stop or decision.save_due or decision.is_last)
 
-    def _stop(self, here: Boundary, back: tuple[Back, Wanted] | None) -> NoReturn:
+    def _stop_and_exit(self, decision: StepDecision, rollback: tuple[Rollback, RollbackTarget] | None) -> NoReturn:
         """Save and leave. After bad steps nothing is saved; what the run goes back to the next attempt restores, since
         the time until the kill is short. Where it is too short for a save, the newest committed checkpoint stands."""
-        save = not here.late and back is None
-        self._event("stop_agreed", step=self._step, save=save)
-        with self._until_too_late():
-            if save and self._is_new():
+        save = not decision.is_late and rollback is None
+        self._emit_event("stop_agreed", step=self._step, save=save)
+        with self._exit_when_too_late():
+            if save and self._has_unsaved_progress():
                 self._save("stop")
-            self._keeping.settle()  # where it is too late for another save, for the one that is under way
-            if back is not None and not here.late:
-                self._keeping.go_back_later(*back)
-        self._leave()
+            self._checkpointer.wait_for_saves()  # where it is too late for another save, for the one that is under way
+            if rollback is not None and not decision.is_late:
+                self._checkpointer.record_rollback(*rollback)
+        self._exit()
 
-    def _checkpoint(self, here: Boundary) -> None:
+    def _save_if_due(self, decision: StepDecision) -> None:
         """Save where that is due, and hear of a save that has failed."""
-        if self._step == self._first + 1 and not here.last:
-            self._keeping.reserve(self._state)
-        save = (here.due or here.last) and self._is_new()
-        if not save and not here.settle:
+        if self._step == self._start_step + 1 and not decision.is_last:
+            self._checkpointer.reserve(self._state)
+        save = (decision.save_due or decision.is_last) and self._has_unsaved_progress()
+        if not save and not decision.has_failed_save:
             return
-        with self._until_too_late():
-            if here.settle:
-                self._keeping.settle()  # raises, on all ranks at this step
+        with self._exit_when_too_late():
+            if decision.has_failed_save:
+                self._checkpointer.wait_for_saves()  # raises, on all ranks at this step
             if save:
-                self._save("end" if here.last else "interval")
+                self._save("end" if decision.is_last else "interval")
 
-    def _is_new(self) -> bool:
+    def _has_unsaved_progress(self) -> bool:
         """Whether a checkpoint made now would say more than the one that is there."""
-        return self._keeping.kept and (self._step > self._first or self._again)
+        return self._checkpointer.is_enabled and (self._step > self._start_step or self._eval_caught_up)
 
     @contextmanager
-    def _until_too_late(self) -> Iterator[None]:
+    def _exit_when_too_late(self) -> Iterator[None]:
         """Around saves. A deadline that comes first meets all ranks, and they leave with what is committed."""
         try:
-            with self._marks.during(heartbeat.CHECKPOINT):
+            with self._progress.in_phase(heartbeat.CHECKPOINT):
                 yield
-        except TooLate as e:
-            self._keeping.given_up(self._step, e)
-            self._leave()
+        except DeadlineExceeded as e:
+            self._checkpointer.report_abandoned_save(self._step, e)
+            self._exit()
 
-    def _save(self, reason: Reason) -> None:
-        self._metrics.drain(wait=True)
-        self._keeping.save(self._step, self._state, reason, self._newest())
+    def _save(self, reason: SaveReason) -> None:
+        self._metrics_writer.flush(wait=True)
+        self._checkpointer.save(self._step, self._state, reason, self._latest_metrics())
 
-    def _newest(self) -> dict[str, Any]:
+    def _latest_metrics(self) -> dict[str, Any]:
         """The scalars that a checkpoint made now is judged by: what was validated before is of another model."""
-        newest = self._metrics.newest.items()
-        told = {k: v for k, v in newest if not k.startswith(PREFIX) or self._recorder.has_logged(k)}
-        return {**told, **self._session._evaluated}
+        latest = self._metrics_writer.latest.items()
+        logged = {
+            k: v for k, v in latest if not k.startswith(VALIDATION_PREFIX) or self._metrics_processor.has_logged(k)
+        }
+        return {**logged, **self._session._eval_results}
 
     def _finish(self) -> None:
-        if self._evaluations is not None and self._evaluations.over and self._step < self._total:
-            self._result.why = self._evaluations.over
-            self._event("early_stop", step=self._step, why=self._evaluations.over)
-        self._session._finished = self._result.finished = True
-        self._marks.enter(heartbeat.SHUTDOWN)
+        if self._evaluations is not None and self._evaluations.stop_reason and self._step < self._total:
+            self._result.reason = self._evaluations.stop_reason
+            self._emit_event("early_stop", step=self._step, why=self._evaluations.stop_reason)
+        self._session._is_finished = self._result.finished = True
+        self._progress.enter_phase(heartbeat.SHUTDOWN)
 
-    def _leave(self) -> NoReturn:
+    def _exit(self) -> NoReturn:
         """The run goes on later, from its newest checkpoint."""
-        self._metrics.close()
-        self._result.stopped()
+        self._metrics_writer.close()
+        self._result.record_stopped()
         self._session._barrier()
-        raise SystemExit(self._session._leaving.code(resumable=self._keeping.kept))
+        raise SystemExit(self._session._exit_policy.exit_code(resumable=self._checkpointer.is_enabled))
 
     # -- a step and its evaluation
 
-    def _one_step(self) -> Iterator[int]:
+    def _run_step(self) -> Iterator[int]:
         session = self._session
-        session._evaluated = {}
+        session._eval_results = {}
         t_begin = clock.now()
-        self._recorder.begin(self._step)
+        self._metrics_processor.begin_step(self._step)
         self._profiler.begin(self._step)
         yield self._step
         self._profiler.end(self._step)
         session.step += 1
         self._result.step = self._step
         if self._evaluations is not None and self._evaluations.is_due(self._step, self._total):
-            self._recorder.log(self._evaluate(self._evaluations) or metrics.CUT_SHORT)
-        self._recorder.end(self._step, session.tokens_per_step)
-        if self._step == self._first + 1:
-            self._event("first_step", step=self._step, total=self._total, t_begin=t_begin)
+            self._metrics_processor.log(self._evaluate(self._evaluations) or metrics.CUT_SHORT)
+        self._metrics_processor.end_step(self._step, session.tokens_per_step)
+        if self._step == self._start_step + 1:
+            self._emit_event("first_step", step=self._step, total=self._total, t_begin=t_begin)
 
-    def _evaluate(self, evaluations: Evaluations) -> dict[str, float]:
-        found = evaluations.make(self._step)
-        if found:
-            logging.of(evaluations, self._step, self._event, aloud=self._session.is_main)
-        return found
+    def _evaluate(self, evaluations: EvaluationSchedule) -> dict[str, float]:
+        results = evaluations.run(self._step)
+        if results:
+            logging.report_evaluation(evaluations, self._step, self._emit_event, to_log=self._session.is_main)
+        return results
 
-    def _make_up(self) -> bool:
+    def _run_missed_evaluation(self) -> bool:
         """Whether there was an evaluation that a stop has cut short. It is made, and the row of its step told once more
         with it."""
         if self._evaluations is None or not self._evaluations.is_due(self._step, self._total):
             return False
-        found = self._evaluate(self._evaluations)
-        if found:
-            self._metrics.put(logging.row_before(self._context, self._step), dict(found), again=True)
-        return bool(found)
+        results = self._evaluate(self._evaluations)
+        if results:
+            self._metrics_writer.enqueue(
+                logging.load_previous_row(self._context, self._step), dict(results), is_repeat=True
+            )
+        return bool(results)

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clustertrain.config.optim import Clip, OptimSpec
+from clustertrain.config.optim import ClipMethod, OptimSpec
 from clustertrain.errors import UsageError
 from clustertrain.train.distributed import grad_norm
-from clustertrain.train.stability.ring_buffer import Ring
+from clustertrain.train.stability.ring_buffer import RingBuffer
 
 ADAPTIVE_WINDOW = 128  # steps whose norms the adaptive limit is a quantile of
-LEAST_NORMS = 16  # until there are so many, adaptive clipping is clipping at ``norm``
+MIN_NORMS = 16  # until there are so many, adaptive clipping is clipping at ``norm``
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Clipping:
     between minus and plus that. ``adaptive``: as norm, with the ``quantile`` of the last norms for a limit (AutoClip,
     arXiv 2007.14469)."""
 
-    mode: Clip = "norm"
+    mode: ClipMethod = "norm"
     norm: float = 0.0
     value: float = 1.0
     quantile: float = 0.95
@@ -41,42 +41,42 @@ class Clipping:
         return cls(spec.clip, spec.clip_norm, spec.clip_value, spec.clip_quantile)
 
 
-def limit(clipping: Clipping, norms: Ring, device: torch.device) -> torch.Tensor:
+def compute_norm_limit(clipping: Clipping, norms: RingBuffer, device: torch.device) -> torch.Tensor:
     """The greatest global norm that is left as it is, on the device; inf where there is none."""
     # Filled there: a number that is copied to a GPU makes the host wait for it.
-    fixed = torch.full((), clipping.norm or float("inf"), device=device)
+    fixed_limit = torch.full((), clipping.norm or float("inf"), device=device)
     if clipping.mode == "value":
-        return torch.full_like(fixed, float("inf"))
+        return torch.full_like(fixed_limit, float("inf"))
     if clipping.mode == "norm":
-        return fixed
-    return torch.where(norms.count() >= LEAST_NORMS, norms.quantile(clipping.quantile), fixed)
+        return fixed_limit
+    return torch.where(norms.count() >= MIN_NORMS, norms.quantile(clipping.quantile), fixed_limit)
 
 
-def apply(
+def scale_and_clip(
     clipping: Clipping,
     params: Iterable[nn.Parameter],
     factor: torch.Tensor,
     norm: torch.Tensor,
-    limit: torch.Tensor,
+    norm_limit: torch.Tensor,
 ) -> torch.Tensor:
     """Multiply all gradients by ``factor`` and clip what results, whose global norm is ``norm``; in place, without a
     host sync. Returns whether anything was clipped: a bool on the device, the same on all ranks."""
     params = list(params)
     if clipping.mode == "value":
-        grad_norm.scale(params, factor)
-        return _clamp(params, clipping.value, norm)
-    grad_norm.scale(params, factor * torch.clamp(limit / (norm + 1e-6), max=1.0))
-    return norm > limit
+        grad_norm.scale_gradients(params, factor)
+        return _clamp_elements(params, clipping.value, norm)
+    grad_norm.scale_gradients(params, factor * torch.clamp(norm_limit / (norm + 1e-6), max=1.0))
+    return norm > norm_limit
 
 
-def _clamp(params: list[nn.Parameter], value: float, norm: torch.Tensor) -> torch.Tensor:
+def _clamp_elements(params: list[nn.Parameter], value: float, norm: torch.Tensor) -> torch.Tensor:
     # A shard may be empty.
     grads = [g for g in grad_norm.local_gradients(params) if g.numel()]
-    most = torch.zeros((), device=norm.device)
+    max_abs = torch.zeros((), device=norm.device)
     if grads:
-        most = torch.stack(torch._foreach_norm(grads, float("inf"))).max().to(norm)
+        max_abs = torch.stack(torch._foreach_norm(grads, float("inf"))).max().to(norm)
         torch._foreach_clamp_max_(grads, value)
         torch._foreach_clamp_min_(grads, -value)
     if dist.is_initialized():
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return most > value
+        dist.all_reduce(max_abs, op=dist.ReduceOp.MAX)
+    return max_abs > value

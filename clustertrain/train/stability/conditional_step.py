@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from clustertrain.checkpoint.core.state_dict import keepers
-from clustertrain.train.optim.wrapper import Wrapped
+from clustertrain.checkpoint.core.state_dict import inner_optimizers
+from clustertrain.train.optim.wrapper import CompositeOptimizer
 
 
-def asks_the_device(optimizer: torch.optim.Optimizer) -> bool:
+def supports_device_skip(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer`` looks at a flag on the device by itself: torch's fused Adam, AdamW, SGD and Adagrad do, on
     a GPU. For others, and what is made of several, the host must read the flag, and so wait for the device once a
     step."""
-    inner, *others = (kept.optimizer for kept in keepers(optimizer))
-    if others or inner is not optimizer or isinstance(optimizer, Wrapped):
+    inner, *others = (wrapped.optimizer for wrapped in inner_optimizers(optimizer))
+    if others or inner is not optimizer or isinstance(optimizer, CompositeOptimizer):
         return False  # of ZeRO-1 a rank may own nothing that has state yet, and all must take the same way
     params = [p for group in inner.param_groups for p in group["params"]]
     # Until it has its state, it would make some of it of a step that is skipped: SGD's momentum is left unset then.
@@ -26,14 +26,14 @@ def asks_the_device(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def move(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
+def step_unless(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
     """One step of ``optimizer`` unless ``skip``, a bool on the device that all ranks agree in (None: no). A skipped
     step leaves weights and state as they are, in all bits."""
-    if skip is None or not asks_the_device(optimizer):
+    if skip is None or not supports_device_skip(optimizer):
         if skip is None or not bool(skip):
             optimizer.step()
         return
-    inner: Any = keepers(optimizer)[0].optimizer
+    inner: Any = inner_optimizers(optimizer)[0].optimizer
     inner.found_inf = skip.float()
     try:
         optimizer.step()
@@ -45,20 +45,20 @@ class RunningStatistics:
     """The running means of batch norms: a forward pass moves them, before anybody knows whether the step counts."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = list(_running(model))
-        self._kept: list[torch.Tensor] = []
+        self._buffers = list(_running_buffers(model))
+        self._saved: list[torch.Tensor] = []
 
-    def keep(self) -> None:
-        self._kept = [b.clone() for b in self._buffers]
+    def save(self) -> None:
+        self._saved = [b.clone() for b in self._buffers]
 
-    def put_back_where(self, skip: torch.Tensor) -> None:
+    def restore_where(self, skip: torch.Tensor) -> None:
         """As they were when they were kept, where ``skip``; no host sync."""
-        for buffer, kept in zip(self._buffers, self._kept, strict=True):
-            buffer.copy_(torch.where(skip, kept, buffer))
-        self._kept = []
+        for buffer, saved in zip(self._buffers, self._saved, strict=True):
+            buffer.copy_(torch.where(skip, saved, buffer))
+        self._saved = []
 
 
-def _running(model: nn.Module) -> Iterator[torch.Tensor]:
+def _running_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
             yield from module.buffers(recurse=False)

@@ -19,168 +19,172 @@ import torch.distributed as dist
 from torch import nn
 
 from clustertrain import clock, reading
-from clustertrain.checkpoint.core.state_dict import clean, is_dtensor, names_of_whole, parts
-from clustertrain.train.core.async_copy import Arriving
+from clustertrain.checkpoint.core.state_dict import all_stage_fqns, clean_fqn, is_dtensor, model_parts
+from clustertrain.train.core.async_copy import AsyncCopy
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed import grad_norm
 
 log = logging.getLogger(__name__)
 
-SAMPLED = 1 << 16  # elements of a parameter that are kept over an update; a copy of all weights might not fit
-_RELU = (nn.ReLU, nn.ReLU6)
-_GRADIENT, _WEIGHT, _MOVED, _BEFORE, _ACTIVATION, _COUNT = range(6)
+MAX_SAMPLED_ELEMENTS = (
+    1 << 16
+)  # elements of a parameter that are kept over an update; a copy of all weights might not fit
+_RELU_TYPES = (nn.ReLU, nn.ReLU6)
+_GRADIENT, _WEIGHT, _UPDATE, _SAMPLED_WEIGHT, _ACTIVATION, _COUNT = range(6)
 
 
-def unit_of(name: str) -> str:
+def find_unit_name(name: str) -> str:
     """The unit that a parameter or module belongs to: its name up to the first number, or its first part."""
-    found = re.match(r"(?:.*?\.)?\d+(?=\.|$)", name)
-    return found[0] if found else name.partition(".")[0]
+    match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", name)
+    return match[0] if match else name.partition(".")[0]
 
 
-class Layers:
+class LayerStats:
     """Under ``parallel.compile`` there are no figures of activations: a hook would have the layers compiled again."""
 
     def __init__(self, model: nn.Module, context: RankContext) -> None:
         self._model = model
         self._context = context
-        named = [(clean(n), m) for part in parts(model) for n, m in part.named_modules()]
-        self._params = [(clean(n), p) for part in parts(model) for n, p in part.named_parameters()]
-        names = names_of_whole(model) or {n for n, _ in self._params}
-        self.units = sorted({unit_of(n) for n in names}, key=_in_order)
-        self._elsewhere = getattr(model, "counted_elsewhere", ())
-        self._hooked = [] if context.parallel.compile else [(n, m) for n, m in named if n in self.units]
-        self._relus = [] if context.parallel.compile else [(n, m) for n, m in named if isinstance(m, _RELU)]
+        modules = [(clean_fqn(n), m) for part in model_parts(model) for n, m in part.named_modules()]
+        self._params = [(clean_fqn(n), p) for part in model_parts(model) for n, p in part.named_parameters()]
+        names = all_stage_fqns(model) or {n for n, _ in self._params}
+        self.units = sorted({find_unit_name(n) for n in names}, key=_natural_sort_key)
+        self._counted_elsewhere = getattr(model, "counted_elsewhere", ())
+        self._hooked_modules = [] if context.parallel.compile else [(n, m) for n, m in modules if n in self.units]
+        self._relus = [] if context.parallel.compile else [(n, m) for n, m in modules if isinstance(m, _RELU_TYPES)]
         self._sums = torch.zeros(0)
-        self._alive: dict[str, torch.Tensor] = {}
-        self._samples: list[torch.Tensor] = []
-        self._spent_s = 0.0
+        self._active_units: dict[str, torch.Tensor] = {}
+        self._weight_samples: list[torch.Tensor] = []
+        self._elapsed_s = 0.0
         if context.parallel.compile and context.rank == 0:
             log.info("parallel.compile: the figures of layers are without activations")
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Around forward and backward of the step that is looked at."""
-        self._spent_s = 0.0
+        self._elapsed_s = 0.0
         self._sums = torch.zeros(len(self.units), 6, dtype=torch.float64, device=self._context.device)
-        self._alive = {}
-        placed = [m.register_forward_hook(self._saw(self.units.index(n))) for n, m in self._hooked]
-        placed += [m.register_forward_hook(self._saw_relu(n)) for n, m in self._relus]
+        self._active_units = {}
+        handles = [
+            m.register_forward_hook(self._build_activation_hook(self.units.index(n))) for n, m in self._hooked_modules
+        ]
+        handles += [m.register_forward_hook(self._build_dead_unit_hook(n)) for n, m in self._relus]
         try:
             yield
         finally:
-            for hook in placed:
-                hook.remove()
+            for handle in handles:
+                handle.remove()
 
-    def _saw(self, unit: int) -> Any:
+    def _build_activation_hook(self, unit: int) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            first = _first_tensor(output)
-            if first is not None:
-                size = torch.linalg.vector_norm(first, 1, dtype=torch.float32).double()
+            tensor = _first_tensor(output)
+            if tensor is not None:
+                size = torch.linalg.vector_norm(tensor, 1, dtype=torch.float32).double()
                 self._sums[unit, _ACTIVATION] += size.to(self._sums.device)
-                self._sums[unit, _COUNT] += first.numel()
+                self._sums[unit, _COUNT] += tensor.numel()
 
         return hook
 
-    def _saw_relu(self, name: str) -> Any:
+    def _build_dead_unit_hook(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            first = _first_tensor(output)
-            if first is not None and first.dim() > 1:
-                features = 1 if first.dim() > 3 else first.dim() - 1  # (batch, features, …) of images, else the last
-                alive = (first > 0).any(dim=[d for d in range(first.dim()) if d != features])
-                self._alive[name] = self._alive[name] | alive if name in self._alive else alive
+            tensor = _first_tensor(output)
+            if tensor is not None and tensor.dim() > 1:
+                features = 1 if tensor.dim() > 3 else tensor.dim() - 1  # (batch, features, …) of images, else the last
+                active = (tensor > 0).any(dim=[d for d in range(tensor.dim()) if d != features])
+                self._active_units[name] = self._active_units[name] | active if name in self._active_units else active
 
         return hook
 
     def before_update(self, factor: torch.Tensor) -> None:
         """After backward: the gradients are to be multiplied by ``factor``, clipping apart."""
         started = clock.monotonic()
-        self._samples = []
-        for unit, p, ranks in self._mine():
+        self._weight_samples = []
+        for unit, p, ranks in self._local_params():
             if p.grad is not None:
-                square = _square(_local(p.grad)).to(factor.device) * factor.double().square()
+                square = _squared_norm(_to_local(p.grad)).to(factor.device) * factor.double().square()
                 self._sums[unit, _GRADIENT] += square / ranks
-            self._sums[unit, _WEIGHT] += _square(_local(p)).to(factor.device) / ranks
-            self._samples.append(_sample(_local(p)).clone())
-        self._spent_s += clock.monotonic() - started
+            self._sums[unit, _WEIGHT] += _squared_norm(_to_local(p)).to(factor.device) / ranks
+            self._weight_samples.append(_sample_elements(_to_local(p)).clone())
+        self._elapsed_s += clock.monotonic() - started
 
-    def after_update(self) -> Arriving:
+    def after_update(self) -> AsyncCopy:
         """The columns of the row. Collective."""
         started = clock.monotonic()
         device = self._sums.device
-        for (unit, p, ranks), before in zip(self._mine(), self._samples, strict=True):
-            self._sums[unit, _MOVED] += _square(_sample(_local(p)) - before).to(device) / ranks
-            self._sums[unit, _BEFORE] += _square(before).to(device) / ranks
-        self._samples = []
+        for (unit, p, ranks), previous in zip(self._local_params(), self._weight_samples, strict=True):
+            self._sums[unit, _UPDATE] += _squared_norm(_sample_elements(_to_local(p)) - previous).to(device) / ranks
+            self._sums[unit, _SAMPLED_WEIGHT] += _squared_norm(previous).to(device) / ranks
+        self._weight_samples = []
         relus = self._relu_names
         dead = torch.zeros(len(relus), 2, dtype=torch.float64, device=device)
-        for name, alive in self._alive.items():
-            dead[relus.index(name), 0] += (~alive).sum().to(device)
-            dead[relus.index(name), 1] += alive.numel()
-        figures = torch.cat([self._sums.flatten(), dead.flatten()])
+        for name, active in self._active_units.items():
+            dead[relus.index(name), 0] += (~active).sum().to(device)
+            dead[relus.index(name), 1] += active.numel()
+        packed = torch.cat([self._sums.flatten(), dead.flatten()])
         if dist.is_initialized():
-            dist.all_reduce(figures)
-        arriving = self._columns(figures, relus)
-        self._spent_s += clock.monotonic() - started
-        return arriving
+            dist.all_reduce(packed)
+        columns = self._build_columns(packed, relus)
+        self._elapsed_s += clock.monotonic() - started
+        return columns
 
-    def _columns(self, figures: torch.Tensor, relus: list[str]) -> Arriving:
-        of_units = figures[: 6 * len(self.units)].view(-1, 6)
-        of_relus = figures[6 * len(self.units) :].view(-1, 2)
+    def _build_columns(self, packed: torch.Tensor, relus: list[str]) -> AsyncCopy:
+        unit_sums = packed[: 6 * len(self.units)].view(-1, 6)
+        relu_counts = packed[6 * len(self.units) :].view(-1, 2)
         table = {
-            "grad_norm": of_units[:, _GRADIENT].sqrt(),
-            "weight_norm": of_units[:, _WEIGHT].sqrt(),
-            "update_ratio": (of_units[:, _MOVED] / of_units[:, _BEFORE]).sqrt(),
+            "grad_norm": unit_sums[:, _GRADIENT].sqrt(),
+            "weight_norm": unit_sums[:, _WEIGHT].sqrt(),
+            "update_ratio": (unit_sums[:, _UPDATE] / unit_sums[:, _SAMPLED_WEIGHT]).sqrt(),
         }
-        names = [f"{kind}/{unit}" for kind in table for unit in self.units]
+        names = [f"{stat}/{unit}" for stat in table for unit in self.units]
         values = torch.cat([*table.values()])
-        at = {n: self.units.index(n) for n in self._activation_names}
-        names += [f"activation/{n}" for n in at] + [f"dead/{n}" for n in relus]
-        rows = of_units[list(at.values())]
-        values = torch.cat([values, rows[:, _ACTIVATION] / rows[:, _COUNT], of_relus[:, 0] / of_relus[:, 1]])
-        return Arriving(names, values)
+        unit_index = {n: self.units.index(n) for n in self._activation_names}
+        names += [f"activation/{n}" for n in unit_index] + [f"dead/{n}" for n in relus]
+        rows = unit_sums[list(unit_index.values())]
+        values = torch.cat([values, rows[:, _ACTIVATION] / rows[:, _COUNT], relu_counts[:, 0] / relu_counts[:, 1]])
+        return AsyncCopy(names, values)
 
-    def _mine(self) -> Iterator[tuple[int, nn.Parameter, int]]:
+    def _local_params(self) -> Iterator[tuple[int, nn.Parameter, int]]:
         """This rank's parameters: the unit, the parameter, and how many ranks hold the same."""
         for name, p in self._params:
-            if id(p) not in self._elsewhere:
-                yield self.units.index(unit_of(name)), p, grad_norm.holders(p, self._context.layout.pp)
+            if id(p) not in self._counted_elsewhere:
+                yield self.units.index(find_unit_name(name)), p, grad_norm.replica_count(p, self._context.layout.pp)
 
     @functools.cached_property
     def _activation_names(self) -> list[str]:
-        return self._of_all_stages([n for n, _ in self._hooked])
+        return self._gather_from_stages([n for n, _ in self._hooked_modules])
 
     @functools.cached_property
     def _relu_names(self) -> list[str]:
-        return self._of_all_stages([n for n, _ in self._relus])
+        return self._gather_from_stages([n for n, _ in self._relus])
 
-    def _of_all_stages(self, mine: Iterable[str]) -> list[str]:
+    def _gather_from_stages(self, local_names: Iterable[str]) -> list[str]:
         """Collective."""
         if self._context.layout.pp == 1:
-            return sorted(mine, key=_in_order)
-        found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, list(mine))
-        return sorted({n for names in found for n in names}, key=_in_order)
+            return sorted(local_names, key=_natural_sort_key)
+        gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, list(local_names))
+        return sorted({n for names in gathered for n in names}, key=_natural_sort_key)
 
 
-def _in_order(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if reading.is_count(part) else (-1, part) for part in name.split(".")]
+def _natural_sort_key(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if reading.is_unsigned_int(part) else (-1, part) for part in name.split(".")]
 
 
-def _local(t: Any) -> torch.Tensor:
+def _to_local(t: Any) -> torch.Tensor:
     t = t.detach()
     local: torch.Tensor = t.to_local() if is_dtensor(t) else t
     return local
 
 
-def _square(t: torch.Tensor) -> torch.Tensor:
+def _squared_norm(t: torch.Tensor) -> torch.Tensor:
     norm: torch.Tensor = torch.linalg.vector_norm(t, dtype=torch.float32)
     return norm.double().square()
 
 
-def _sample(t: torch.Tensor) -> torch.Tensor:
-    """Evenly spread elements of a tensor, at most :data:`SAMPLED`."""
+def _sample_elements(t: torch.Tensor) -> torch.Tensor:
+    """Evenly spread elements of a tensor, at most :data:`MAX_SAMPLED_ELEMENTS`."""
     flat = t.reshape(-1)
-    return flat[:: max(1, -(-flat.numel() // SAMPLED))]
+    return flat[:: max(1, -(-flat.numel() // MAX_SAMPLED_ELEMENTS))]
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:
@@ -188,4 +192,4 @@ def _first_tensor(output: Any) -> torch.Tensor | None:
         output = output[0] if output else None
     if not isinstance(output, torch.Tensor) or not output.is_floating_point():
         return None
-    return _local(output)
+    return _to_local(output)

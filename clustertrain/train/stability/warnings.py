@@ -15,25 +15,25 @@ from clustertrain.config.stability import StabilitySpec
 
 log = logging.getLogger(__name__)
 
-EVENT = "training_warning"
-BAD_SAMPLES = "bad_samples"  # in a row: those of a step that was not to be, in words
-REST_S = 600.0  # before the same is said again
-SHARE_STEPS = 100  # the share of clipped steps is one of so many
-VANISHED_STEPS = 20  # in a row
-UNCOUNTED_STEPS = 5  # in a row; one may happen to be all prompt or padding
-RECENT, KNOWN = 50, 1000  # steps whose speed is compared, and with which
-LEAST_KNOWN = 100
+WARNING_EVENT = "training_warning"
+BAD_SAMPLES_KEY = "bad_samples"  # in a row: those of a step that was not to be, in words
+REPEAT_INTERVAL_S = 600.0  # before the same is said again
+CLIP_FRACTION_STEPS = 100  # the share of clipped steps is one of so many
+VANISHING_STEPS = 20  # in a row
+MASKED_STEPS = 5  # in a row; one may happen to be all prompt or padding
+RECENT_STEPS, MAX_BASELINE_STEPS = 50, 1000  # steps whose speed is compared, and with which
+MIN_BASELINE_STEPS = 100
 # Below these a drop is noise, or over before anybody could look: seconds of steps that the run must have done, seconds
 # that it must have been slow, and of a step.
-LEAST_RUN_S, LEAST_SLOW_S, LEAST_STEP_S = 180.0, 10.0, 0.02
-WARM_UP = 5  # steps that compile, choose kernels and fill caches
-DEAD = 0.5  # share of a layer's units
+MIN_RUN_S, MIN_SLOW_S, MIN_STEP_S = 180.0, 10.0, 0.02
+WARMUP_STEPS = 5  # steps that compile, choose kernels and fill caches
+MAX_DEAD_FRACTION = 0.5  # share of a layer's units
 
-_RATES = ("tokens_per_s", "samples_per_s")
+_RATE_COLUMNS = ("tokens_per_s", "samples_per_s")
 
 
 @dataclass(frozen=True)
-class Warning:
+class TrainingWarning:
     code: str
     text: str
     fix: str
@@ -41,90 +41,93 @@ class Warning:
     limit: float | None = None
 
 
-class Warnings:
+class WarningReporter:
     """Each code is told once, and again no earlier than ten minutes after that, with how often it was held back."""
 
-    def __init__(self, spec: StabilitySpec, event: Callable[..., None]) -> None:
+    def __init__(self, spec: StabilitySpec, emit_event: Callable[..., None]) -> None:
         self._spec = spec
-        self._event = event
-        self._told: dict[str, float] = {}
-        self._held: dict[str, int] = {}
-        self._seen = 0
-        self._vanished = 0
-        self._uncounted = 0
-        self._norms: deque[float] = deque(maxlen=SHARE_STEPS)
-        self._recent: deque[float] = deque(maxlen=RECENT)
-        self._known: deque[float] = deque(maxlen=KNOWN)
-        self._steps_s = self._slow_s = 0.0
+        self._emit_event = emit_event
+        self._last_reported: dict[str, float] = {}
+        self._suppressed: dict[str, int] = {}
+        self._num_rows = 0
+        self._vanishing_steps = 0
+        self._masked_steps = 0
+        self._norms: deque[float] = deque(maxlen=CLIP_FRACTION_STEPS)
+        self._recent_rates: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._baseline_rates: deque[float] = deque(maxlen=MAX_BASELINE_STEPS)
+        self._total_step_s = self._slow_s = 0.0
 
-    def see(self, row: Mapping[str, Any]) -> None:
+    def observe(self, row: Mapping[str, Any]) -> None:
         """One row, as it was written."""
-        self._seen += 1
-        for warning in self._found(row):
-            self.tell(warning, int(row["step"]))
+        self._num_rows += 1
+        for warning in self._find_warnings(row):
+            self.report(warning, int(row["step"]))
 
-    def tell(self, warning: Warning, step: int) -> None:
+    def report(self, warning: TrainingWarning, step: int) -> None:
         now = clock.monotonic()
-        last = self._told.get(warning.code)
-        if last is not None and now - last < REST_S:
-            self._held[warning.code] = self._held.get(warning.code, 0) + 1
+        last = self._last_reported.get(warning.code)
+        if last is not None and now - last < REPEAT_INTERVAL_S:
+            self._suppressed[warning.code] = self._suppressed.get(warning.code, 0) + 1
             return
-        self._told[warning.code] = now
-        self._event(
-            EVENT,
+        self._last_reported[warning.code] = now
+        self._emit_event(
+            WARNING_EVENT,
             code=warning.code,
             step=step,
             text=warning.text,
             fix=warning.fix,
-            value=_plain(warning.value),
+            value=_to_json_value(warning.value),
             limit=warning.limit,
-            held_back=self._held.pop(warning.code, 0),
+            held_back=self._suppressed.pop(warning.code, 0),
         )
         log.warning("step %d: %s\n  fix: %s", step, warning.text, warning.fix)
 
-    def _found(self, row: Mapping[str, Any]) -> Iterator[Warning]:
-        loss, norm = _number(row.get("loss")), _number(row.get("grad_norm"))
+    def _find_warnings(self, row: Mapping[str, Any]) -> Iterator[TrainingWarning]:
+        loss, norm = _as_float(row.get("loss")), _as_float(row.get("grad_norm"))
         # Of a step that counts nothing the loss is a mean of nothing: there it says nothing that it is no number.
-        bad = row["skipped"] and not row.get("spike") if "skipped" in row else not _is_finite(loss, norm)
-        if bad and not row.get("overflow"):  # which fp16's loss scale takes care of
-            yield self._non_finite(row, loss, norm)
+        is_bad = row["skipped"] and not row.get("spike") if "skipped" in row else not _is_finite(loss, norm)
+        if is_bad and not row.get("overflow"):  # which fp16's loss scale takes care of
+            yield self._build_nonfinite_warning(row, loss, norm)
         if row.get("spike"):
-            yield Warning(
+            yield TrainingWarning(
                 "loss_spike",
-                f"the loss is {loss:.6g}, far above its last {self._spec.spike_window} values{_samples(row)}",
+                f"the loss is {loss:.6g}, far above its last {self._spec.spike_window} values{_format_samples(row)}",
                 'stability.spike = "skip" or "roll-back" keeps such data from moving the weights; a lower learning '
                 "rate or longer warmup makes spikes rarer",
                 loss,
             )
         # The norm tells it from a nan that a script has logged for the loss: no target, no gradient.
-        counts = not (row.get("skipped") == 0 and norm == 0 and loss is not None and math.isnan(loss))
-        self._uncounted = 0 if counts else self._uncounted + 1
-        if self._uncounted >= UNCOUNTED_STEPS:
-            yield Warning(
+        has_targets = not (row.get("skipped") == 0 and norm == 0 and loss is not None and math.isnan(loss))
+        self._masked_steps = 0 if has_targets else self._masked_steps + 1
+        if self._masked_steps >= MASKED_STEPS:
+            yield TrainingWarning(
                 "nothing_counted",
-                f"no target of the last {self._uncounted} steps counts, all are masked: nothing is learned",
+                f"no target of the last {self._masked_steps} steps counts, all are masked: nothing is learned",
                 "look at the targets that the data gives: are all of them objective.ignore_index, as where a long "
                 "prompt is cut off before its answer?",
             )
         elif norm is not None and math.isfinite(norm):
-            yield from self._of_norm(norm, _number(row.get("clip_fraction")))
-        yield from self._of_speed(row)
-        yield from _of_units(row)
+            yield from self._find_norm_warnings(norm, _as_float(row.get("clip_fraction")))
+        yield from self._find_throughput_warnings(row)
+        yield from _find_dead_unit_warnings(row)
 
-    def _non_finite(self, row: Mapping[str, Any], loss: float | None, norm: float | None) -> Warning:
+    def _build_nonfinite_warning(
+        self, row: Mapping[str, Any], loss: float | None, norm: float | None
+    ) -> TrainingWarning:
         skipped = "; the step was skipped" if row.get("skipped") else ""
-        return Warning(
+        return TrainingWarning(
             "non_finite",
-            f"the loss is {_words(loss)} and the gradient norm {_words(norm)}{skipped}{_samples(row)}",
+            f"the loss is {_format_value(loss)} and the gradient norm"
+            f" {_format_value(norm)}{skipped}{_format_samples(row)}",
             "look at the data of this step, a lower learning rate, bf16 in place of fp16; `clustertrain diagnose data` "
             "looks for samples that are not finite",
             norm if loss is None or math.isfinite(loss) else loss,
         )
 
-    def _of_norm(self, norm: float, share: float | None) -> Iterator[Warning]:
+    def _find_norm_warnings(self, norm: float, clip_fraction: float | None) -> Iterator[TrainingWarning]:
         spec = self._spec
         if spec.grad_norm_limit and norm > spec.grad_norm_limit:
-            yield Warning(
+            yield TrainingWarning(
                 "grad_norm_high",
                 f"the gradient norm is {norm:.4g}",
                 "a lower learning rate or a longer warmup; clipping (optim.clip_norm) bounds what one step can do",
@@ -132,75 +135,80 @@ class Warnings:
                 spec.grad_norm_limit,
             )
         self._norms.append(norm)
-        self._vanished = self._vanished + 1 if norm < spec.vanishing else 0
-        if self._vanished >= VANISHED_STEPS:
-            yield Warning(
+        self._vanishing_steps = self._vanishing_steps + 1 if norm < spec.vanishing else 0
+        if self._vanishing_steps >= VANISHING_STEPS:
+            yield TrainingWarning(
                 "grad_vanishing",
-                f"the gradient norm has been below {spec.vanishing:g} for {self._vanished} steps",
+                f"the gradient norm has been below {spec.vanishing:g} for {self._vanishing_steps} steps",
                 "look at the columns grad_norm/… for the layer where it is lost; is the learning rate or the loss "
                 "scale too low, is everything frozen, has the loss reached its floor?",
                 norm,
                 spec.vanishing,
             )
-        if share is not None and spec.clipped_share and self._seen >= SHARE_STEPS and share > spec.clipped_share:
-            yield Warning(
+        if (
+            clip_fraction is not None
+            and spec.clipped_share
+            and self._num_rows >= CLIP_FRACTION_STEPS
+            and clip_fraction > spec.clipped_share
+        ):
+            yield TrainingWarning(
                 "clipping_often",
-                f"the gradient was clipped in {share:.0%} of the last {SHARE_STEPS} steps",
+                f"the gradient was clipped in {clip_fraction:.0%} of the last {CLIP_FRACTION_STEPS} steps",
                 f"raise optim.clip_norm above {statistics.median(self._norms):.3g}, the median gradient norm of these "
                 'steps, or set optim.clip = "adaptive". Lower the learning rate only if the loss also spikes: where it '
                 "falls slowly, the rate may be too low (`clustertrain diagnose lr-range` measures it)",
-                share,
+                clip_fraction,
                 spec.clipped_share,
             )
 
-    def _of_speed(self, row: Mapping[str, Any]) -> Iterator[Warning]:
+    def _find_throughput_warnings(self, row: Mapping[str, Any]) -> Iterator[TrainingWarning]:
         """A step's time has neither evaluation nor checkpoint in it."""
-        rate = next((r for name in _RATES if (r := _number(row.get(name)))), None)
-        step_s = _number(row.get("step_s"))
+        rate = next((r for name in _RATE_COLUMNS if (r := _as_float(row.get(name)))), None)
+        step_s = _as_float(row.get("step_s"))
         if rate is None and step_s:
             rate = 1 / step_s
-        if rate is None or step_s is None or self._seen <= WARM_UP or not self._spec.slowdown:
+        if rate is None or step_s is None or self._num_rows <= WARMUP_STEPS or not self._spec.slowdown:
             return
-        self._steps_s += step_s
-        if len(self._recent) == RECENT:
-            self._known.append(self._recent[0])
-        self._recent.append(rate)
-        if len(self._known) < LEAST_KNOWN:
+        self._total_step_s += step_s
+        if len(self._recent_rates) == RECENT_STEPS:
+            self._baseline_rates.append(self._recent_rates[0])
+        self._recent_rates.append(rate)
+        if len(self._baseline_rates) < MIN_BASELINE_STEPS:
             return
-        now, usual = statistics.median(self._recent), statistics.median(self._known)
-        limit = usual * (1 - self._spec.slowdown)
-        self._slow_s = self._slow_s + step_s if now < limit else 0.0
-        if self._steps_s >= LEAST_RUN_S and self._slow_s >= LEAST_SLOW_S and step_s >= LEAST_STEP_S:
-            yield Warning(
+        recent_rate, baseline_rate = statistics.median(self._recent_rates), statistics.median(self._baseline_rates)
+        limit = baseline_rate * (1 - self._spec.slowdown)
+        self._slow_s = self._slow_s + step_s if recent_rate < limit else 0.0
+        if self._total_step_s >= MIN_RUN_S and self._slow_s >= MIN_SLOW_S and step_s >= MIN_STEP_S:
+            yield TrainingWarning(
                 "throughput_drop",
-                f"throughput fell by {1 - now / usual:.0%}: the median of the last {RECENT} steps against that of "
-                "those before",
+                f"throughput fell by {1 - recent_rate / baseline_rate:.0%}: the median of the last {RECENT_STEPS} steps"
+                " against that of those before",
                 "`clustertrain telemetry` tells whether it is data, communication or the host; data_wait_s in the rows "
                 "is the wait for data",
-                now / usual,
+                recent_rate / baseline_rate,
                 1 - self._spec.slowdown,
             )
 
 
-def _of_units(row: Mapping[str, Any]) -> Iterator[Warning]:
+def _find_dead_unit_warnings(row: Mapping[str, Any]) -> Iterator[TrainingWarning]:
     dead = {k.partition("/")[2]: v for k, v in row.items() if k.startswith("dead/") and isinstance(v, float)}
     name = max(dead, key=lambda n: dead[n], default=None)
-    if name is not None and dead[name] > DEAD:
-        yield Warning(
+    if name is not None and dead[name] > MAX_DEAD_FRACTION:
+        yield TrainingWarning(
             "dead_units",
             f"{dead[name]:.0%} of the units of {name} are zero for every sample that a rank has in the step",
             "a lower learning rate, another initialisation, or an activation that does not end at zero (GELU, leaky "
             "ReLU)",
             dead[name],
-            DEAD,
+            MAX_DEAD_FRACTION,
         )
 
 
-def _samples(row: Mapping[str, Any]) -> str:
-    return f"; {row[BAD_SAMPLES]}" if BAD_SAMPLES in row else ""
+def _format_samples(row: Mapping[str, Any]) -> str:
+    return f"; {row[BAD_SAMPLES_KEY]}" if BAD_SAMPLES_KEY in row else ""
 
 
-def _number(value: Any) -> float | None:
+def _as_float(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
@@ -208,31 +216,31 @@ def _is_finite(*values: float | None) -> bool:
     return all(math.isfinite(v) for v in values if v is not None)
 
 
-def _words(value: float | None) -> str:
+def _format_value(value: float | None) -> str:
     return "not logged" if value is None else f"{value:.6g}"
 
 
-def _plain(value: float | None) -> float | str | None:
+def _to_json_value(value: float | None) -> float | str | None:
     """JSON has no word for what is not finite."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
-LISTED = 5
+MAX_LISTED = 5
 
 
-def eval_mode_warning(names: Sequence[str], *, switched: bool) -> Warning:
+def build_eval_mode_warning(names: Sequence[str], *, switched: bool) -> TrainingWarning:
     """``switched``: the trainer has put them into training mode."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    which = "the model" if list(names) == [""] else ", ".join(names[:LISTED]) + more
-    was = f"{which} {'was' if len(names) == 1 else 'were'}"
+    suffix = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    subject = "the model" if list(names) == [""] else ", ".join(names[:MAX_LISTED]) + suffix
+    clause = f"{subject} {'was' if len(names) == 1 else 'were'}"
     if switched:
-        return Warning(
+        return TrainingWarning(
             "eval_mode",
-            f"{was} in evaluation mode with parameters to train, and is now in training mode",
+            f"{clause} in evaluation mode with parameters to train, and is now in training mode",
             "if a part has to stay in evaluation mode (a frozen batch norm), list it in optim.freeze",
         )
-    return Warning(
+    return TrainingWarning(
         "eval_mode",
-        f"{was} in evaluation mode in a training step: no dropout there, and batch norms do not update",
+        f"{clause} in evaluation mode in a training step: no dropout there, and batch norms do not update",
         "call model.train() before the loop, and again after your own evaluation; freeze what has to stay as it is",
     )

@@ -11,31 +11,31 @@ from clustertrain.errors import UsageError
 from clustertrain.train.data.loader import Loader
 
 
-class Places:
+class SamplePositions:
     """Looks at what the ``loaders``, a list that may grow, have handed out since it was last asked."""
 
     def __init__(self, loaders: list[Loader]) -> None:
         self._loaders = loaders
-        self._last: list[Loader] = []
+        self._last_loaders: list[Loader] = []
 
-    def of(self, batch: Any) -> list[torch.Tensor] | None:
+    def for_batch(self, batch: Any) -> list[torch.Tensor] | None:
         """By micro-batch the place of each sample; None where they cannot be told and nothing is miscounted for it.
 
         Raises:
             UsageError: they cannot be told, and some of the samples may be there to fill a gap in a ragged batch.
         """
-        fresh = [loader for loader in self._loaders if loader.fresh]
-        for loader in fresh:
-            loader.fresh = False
-        self._last = fresh or self._last
-        own = next((loader for loader in self._loaders if loader.latest is batch), None)
-        if own is not None:
-            return own.places
-        sizes = _sizes(batch)
-        alike = [loader for loader in fresh if [len(p) for p in loader.places] == sizes]
-        if len(alike) == 1:
-            return alike[0].places
-        if any(loader.ragged for loader in self._last):
+        unconsumed = [loader for loader in self._loaders if loader.is_unconsumed]
+        for loader in unconsumed:
+            loader.is_unconsumed = False
+        self._last_loaders = unconsumed or self._last_loaders
+        source = next((loader for loader in self._loaders if loader.last_item is batch), None)
+        if source is not None:
+            return source.sample_positions
+        sizes = _micro_batch_sizes(batch)
+        matching = [loader for loader in unconsumed if [len(p) for p in loader.sample_positions] == sizes]
+        if len(matching) == 1:
+            return matching[0].sample_positions
+        if any(loader.ragged for loader in self._last_loaders):
             raise UsageError(
                 f"train_step: a loader's global batch does not divide over ranks and micro-batches, and in this batch, "
                 f"with micro-batches of {sizes} samples, it cannot be told which of them count",
@@ -45,7 +45,7 @@ class Places:
         return None
 
 
-def _sizes(batch: Any) -> list[int | None]:
+def _micro_batch_sizes(batch: Any) -> list[int | None]:
     """How many samples each micro-batch has, None for one without a tensor."""
     micro_batches = batch if isinstance(batch, list) else [batch]
     return [

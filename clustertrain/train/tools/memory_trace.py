@@ -13,92 +13,94 @@ from torch.utils.data import default_collate
 
 from clustertrain.config.job import RunSpec
 from clustertrain.config.recipe import Recipe
-from clustertrain.errors import EnvironmentNotFit
-from clustertrain.plan.cost.user_model import Traced
+from clustertrain.errors import UnsuitableEnvironment
+from clustertrain.plan.cost.user_model import MemoryTrace
 from clustertrain.plan.layout import Layout
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed import block_transforms
-from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.distributed.precision import parameter_dtype
-from clustertrain.train.models.build import Task
+from clustertrain.train.models.build import TrainingTask
 from clustertrain.train.optim import registry
-from clustertrain.train.optim.param_groups import groups_of_whole
+from clustertrain.train.optim.param_groups import groups_for_unsharded
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.step.train_step import TrainStep
 
 if TYPE_CHECKING:
-    from clustertrain.train.tools.model_stats import Step
+    from clustertrain.train.tools.model_stats import TraceRequest
 
-_STATES = ("Parameter", "Buffer", "Gradient", "Optstate", "Other")  # words of MemTracker; Other: the batch
+_NON_ACTIVATIONS = ("Parameter", "Buffer", "Gradient", "Optstate", "Other")  # words of MemTracker; Other: the batch
 CPU = torch.device("cpu")
 
 
-def step(recipe: Recipe, what: Task, asked: Step) -> Traced:
+def trace_step(recipe: Recipe, task: TrainingTask, request: TraceRequest) -> MemoryTrace:
     """The trainer's own step on one process, with the CPU's kernels: a login node has no other device.
 
     Raises:
-        EnvironmentNotFit: this torch lacks what it needs.
+        UnsuitableEnvironment: this torch lacks what it needs.
         Exception: what the model's forward pass raises, on shapes alone.
     """
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.distributed._tools.mem_tracker import MemTracker
     except ImportError as e:
-        raise EnvironmentNotFit(f"torch {torch.__version__} has no MemTracker: {e}") from e
-    samples = [what.dataset[i % len(what.dataset)] for i in range(asked.micro_batch)]
+        raise UnsuitableEnvironment(f"torch {torch.__version__} has no MemTracker: {e}") from e
+    samples = [task.dataset[i % len(task.dataset)] for i in range(request.micro_batch)]
     # A constant that the model keeps outside of its buffers is a real tensor.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    batch = tree_map_only(torch.Tensor, mode.from_tensor, default_collate(samples))
-    with mode:
-        _without_memory(what.model, parameter_dtype(asked.precision) if asked.sharded else None)
-        context = _alone(recipe, asked)
-        block_transforms.apply(what.model, context)
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    batch = tree_map_only(torch.Tensor, fake_mode.from_tensor, default_collate(samples))
+    with fake_mode:
+        _replace_with_fakes(task.model, parameter_dtype(request.precision) if request.sharded else None)
+        context = _single_rank_context(recipe, request)
+        block_transforms.apply(task.model, context)
         # Whatever the recipe's optimizer is: what counts here is over before the update.
         adamw = msgspec.structs.replace(recipe.optim, name="adamw")
-        groups = groups_of_whole(what.model, recipe.optim.weight_decay)
-        optimizer = torch.optim.AdamW(groups, **registry.options(adamw, text=recipe.is_text, device=CPU))
+        groups = groups_for_unsharded(task.model, recipe.optim.weight_decay)
+        optimizer = torch.optim.AdamW(groups, **registry.build_options(adamw, is_text=recipe.is_text, device=CPU))
         tracker = MemTracker()
-        tracker.track_external(what.model, *_tensors(batch))
+        tracker.track_external(task.model, *_list_tensors(batch))
         before_update: list[dict[str, int]] = []
-        optimizer.register_step_pre_hook(lambda *_: before_update.append(_peak(tracker)))
-        do = TrainStep(what.model, optimizer, context, Groups(None, None, None, None), None, decides=False)
+        optimizer.register_step_pre_hook(lambda *_: before_update.append(_peak_by_category(tracker)))
+        train_step = TrainStep(
+            task.model, optimizer, context, ProcessGroups(None, None, None, None), None, allow_skip=False
+        )
         with tracker, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its hooks fail after the model has, and would hide why
-            do([tuple(batch)], None, what.loss, Clipping.of(recipe.optim))
-        peak = _peak(tracker)
-    passes = before_update[0]
-    return Traced(
-        micro_batch=asked.micro_batch,
-        activations_bytes=sum(n for word, n in passes.items() if word not in _STATES),
-        peak_bytes={word.lower(): n for word, n in peak.items()},
+            train_step([tuple(batch)], None, task.loss, Clipping.of(recipe.optim))
+        peak = _peak_by_category(tracker)
+    peak_before_update = before_update[0]
+    return MemoryTrace(
+        micro_batch=request.micro_batch,
+        activations_bytes=sum(n for category, n in peak_before_update.items() if category not in _NON_ACTIVATIONS),
+        peak_bytes={category.lower(): n for category, n in peak.items()},
     )
 
 
-def _without_memory(model: nn.Module, cast: torch.dtype | None) -> None:
+def _replace_with_fakes(model: nn.Module, cast: torch.dtype | None) -> None:
     """Replace, under FakeTensorMode, what ``model`` holds by tensors of the same shapes on the CPU; what is shared
     stays shared. ``cast`` is the type that floating-point parameters get. Parameters that are not trained become
     buffers: MemTracker (torch 2.13) puts a gradient hook on every parameter, which fails on those."""
-    made: dict[int, Any] = {}
+    fakes: dict[int, Any] = {}
 
-    def like(t: torch.Tensor) -> Any:
-        if id(t) not in made:
-            parameter = isinstance(t, nn.Parameter)
-            dtype = cast if cast is not None and parameter and t.is_floating_point() else t.dtype
+    def to_fake(t: torch.Tensor) -> Any:
+        if id(t) not in fakes:
+            is_parameter = isinstance(t, nn.Parameter)
+            dtype = cast if cast is not None and is_parameter and t.is_floating_point() else t.dtype
             fake = torch.empty_strided(t.size(), t.stride(), dtype=dtype, device=CPU)
-            made[id(t)] = nn.Parameter(fake, requires_grad=t.requires_grad) if parameter else fake
-        return made[id(t)]
+            fakes[id(t)] = nn.Parameter(fake, requires_grad=t.requires_grad) if is_parameter else fake
+        return fakes[id(t)]
 
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
                 if tensor is not None:
-                    held[name] = like(tensor)
+                    tensors[name] = to_fake(tensor)
         frozen = [name for name, p in module._parameters.items() if p is not None and not p.requires_grad]
         for name in frozen:
             module._buffers[name] = module._parameters.pop(name)
 
 
-def _alone(recipe: Recipe, asked: Step) -> RankContext:
+def _single_rank_context(recipe: Recipe, request: TraceRequest) -> RankContext:
     """One rank that computes as the plan's do, but for what a compiler would fuse."""
     parallel = msgspec.structs.replace(recipe.parallel, compile=False)
     return RankContext(
@@ -106,10 +108,10 @@ def _alone(recipe: Recipe, asked: Step) -> RankContext:
         local_rank=0,
         world_size=1,
         local_world_size=1,
-        launched=False,
+        launched_by_torchrun=False,
         device=CPU,
-        layout=Layout(activation_checkpointing=asked.activation_checkpointing),
-        precision=asked.precision,  # type: ignore[arg-type]
+        layout=Layout(activation_checkpointing=request.activation_checkpointing),
+        precision=request.precision,  # type: ignore[arg-type]
         run=None,
         attempt=None,
         rank_dir=None,
@@ -118,13 +120,13 @@ def _alone(recipe: Recipe, asked: Step) -> RankContext:
     )
 
 
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    tree_map_only(torch.Tensor, found.append, batch)
-    return found
+def _list_tensors(batch: Any) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+    tree_map_only(torch.Tensor, tensors.append, batch)
+    return tensors
 
 
-def _peak(tracker: Any) -> dict[str, int]:
+def _peak_by_category(tracker: Any) -> dict[str, int]:
     """Bytes by MemTracker's words at the peak so far, without their sum."""
-    of_cpu = tracker.get_tracker_snapshot("peak").get(CPU, {})
-    return {word: n for key, n in of_cpu.items() if (word := getattr(key, "value", key)) != "Total"}
+    cpu_snapshot = tracker.get_tracker_snapshot("peak").get(CPU, {})
+    return {category: n for key, n in cpu_snapshot.items() if (category := getattr(key, "value", key)) != "Total"}

@@ -19,55 +19,55 @@ import msgspec
 import torch
 
 from clustertrain import clock, fsio, settings
-from clustertrain.plan.search.micro_batch import Measured
+from clustertrain.plan.search.micro_batch import TrialMeasurement
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
-from clustertrain.train.core.context import read_plan
-from clustertrain.train.main import as_rank
+from clustertrain.train.core.context import load_plan
+from clustertrain.train.main import run_as_rank
 
-STEPS = 4  # the first one makes the optimizer's state and loads kernels, and is not timed
+PROBE_STEPS = 4  # the first one makes the optimizer's state and loads kernels, and is not timed
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def measure(run: RunDir, limit_bytes: int) -> Measured:
+def measure(run: RunDir, limit_bytes: int) -> TrialMeasurement:
     """Train a few steps as the plan in ``run`` says.
 
     Args:
         limit_bytes: how much memory this process may take on the CPU; more is refused as a GPU refuses it.
     """
-    from clustertrain.train import trainer as loop
+    from clustertrain.train import trainer as trainer_module
     from clustertrain.train.session.session import session
 
-    recipe, batch = load_spec(run).recipe, read_plan(run)[1]
+    recipe, batch = load_spec(run).recipe, load_plan(run)[1]
     with session() as s:
-        before = _begin_counting(limit_bytes) if s.device.type == "cpu" else 0
-        trainer = loop.trainer(s, recipe, batch)
+        baseline_bytes = _limit_memory(limit_bytes) if s.device.type == "cpu" else 0
+        trainer = trainer_module.build_trainer(s, recipe, batch)
         times = []
-        for _ in range(STEPS):
-            began = clock.monotonic()
+        for _ in range(PROBE_STEPS):
+            started = clock.monotonic()
             trainer.step()
             if s.device.type == "cuda":
                 torch.cuda.synchronize()
-            times.append(clock.monotonic() - began)
+            times.append(clock.monotonic() - started)
         step_s = statistics.median(times[1:])
         if s.device.type == "cpu":
-            return Measured(peak_bytes=max(0, _status_bytes("VmHWM") - before), step_s=step_s)
-        return _of_gpu(step_s)
+            return TrialMeasurement(peak_bytes=max(0, _status_bytes("VmHWM") - baseline_bytes), step_s=step_s)
+        return _measure_gpu(step_s)
 
 
-def _of_gpu(step_s: float) -> Measured:
+def _measure_gpu(step_s: float) -> TrialMeasurement:
     free, capacity = torch.cuda.mem_get_info()
     # The context and NCCL's buffers are in no figure of torch's; what other processes hold counts too, as it should.
-    besides = max(0, capacity - free - torch.cuda.memory_reserved())
-    return Measured(
-        peak_bytes=torch.cuda.max_memory_reserved() + besides,
+    non_torch_bytes = max(0, capacity - free - torch.cuda.memory_reserved())
+    return TrialMeasurement(
+        peak_bytes=torch.cuda.max_memory_reserved() + non_torch_bytes,
         allocated_bytes=torch.cuda.max_memory_allocated(),
         capacity_bytes=capacity,
         step_s=step_s,
     )
 
 
-def _begin_counting(limit_bytes: int) -> int:
+def _limit_memory(limit_bytes: int) -> int:
     """Bytes resident now, where the peak begins anew; from here on the process gets ``limit_bytes`` more at most."""
     # What building a model on the meta device and sharding it import, 0.1 GiB that is the same for every model.
     import torch._dynamo
@@ -81,9 +81,9 @@ def _begin_counting(limit_bytes: int) -> int:
 
 
 def _status_bytes(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
-    assert found is not None, field
-    return int(found.group(1)) * 1024
+    match = re.search(rf"^{field}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    assert match is not None, field
+    return int(match.group(1)) * 1024
 
 
 def main() -> int:
@@ -91,13 +91,13 @@ def main() -> int:
     parser.add_argument("--limit-bytes", type=int, required=True)
     limit_bytes = parser.parse_args().limit_bytes
 
-    def work(run: RunDir | None) -> None:
+    def run_probe(run: RunDir | None) -> None:
         assert run is not None
         measured = measure(run, limit_bytes)
         path = Path(os.environ[settings.RANK_DIR], f"probe-{os.environ['RANK']}.json")
         fsio.write_json(path, msgspec.to_builtins(measured))
 
-    return as_rank(work)
+    return run_as_rank(run_probe)
 
 
 if __name__ == "__main__":

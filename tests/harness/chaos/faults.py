@@ -146,7 +146,7 @@ def _die(session: Any, fault: Fault) -> None:
 
 
 def _kill_own_writer(session: Any, fault: Fault) -> None:
-    process = getattr(session._keeping._manager._flights.worker, "_process", None)
+    process = getattr(session._checkpointer._manager._pending.worker, "_process", None)
     if process is not None:
         process.kill()
 
@@ -191,10 +191,10 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
 
 def damage(fault: Fault, root: Path, rng: random.Random) -> list[int]:
     """Damage one file of each of the newest ``fault.nth`` committed checkpoints; returns the steps."""
-    committed = [p for p in index.folders(root) if index.is_committed(p)][-fault.nth :]
+    committed = [p for p in index.list_checkpoint_folders(root) if index.is_committed(p)][-fault.nth :]
     for folder in committed:
         DAMAGES[fault.what](rng.choice(_files(folder)), rng)
-    return [index.step_of(p) or 0 for p in committed]
+    return [index.parse_step(p) or 0 for p in committed]
 
 
 def local_damage(fault: Fault, root: Path, rng: random.Random) -> list[str]:

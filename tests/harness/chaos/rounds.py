@@ -134,7 +134,7 @@ class _Round:
         if not self.plan.overlap:
             self.settle()
             good = self.verified()
-        there = bool(index.folders(self.run.checkpoints))
+        there = bool(index.list_checkpoint_folders(self.run.checkpoints))
         self.attempts += 1
         setup = {"setup": inject, "args": (fault,)} if fault is not None else {}
         ranks = Ranks(self.run, RANKS, self.attempts, **setup)  # type: ignore[arg-type]
@@ -216,7 +216,7 @@ class _Round:
             raise Broken(f"at the end: {rows}")
         # What was set aside stays until a newer one is committed, and after the last step there may be none.
         names = {p.name for p in self.run.checkpoints.iterdir()} - {
-            p.name for p in index.set_aside(self.run.checkpoints)
+            p.name for p in index.list_damaged_folders(self.run.checkpoints)
         }
         if names != {Path(r["path"]).name for r in rows}:
             raise Broken(f"left over: {sorted(names)}")

@@ -157,7 +157,7 @@ class Lane(threading.Thread):
             life.allow(n, OF_MOMENT[fault.moment])
             subject.call("requeue", subject.id)
         if fault.moment == "stopping":
-            wait_until(subject.run.attempt(n).stop.exists, 60.0, 0.05)
+            wait_until(subject.run.attempt(n).stop_request.exists, 60.0, 0.05)
             pause(2.0 * fault.pick)
         elif fault.moment == "beginning":
             wait_until(lambda: subject.claimed() > n, 120.0, 0.1)

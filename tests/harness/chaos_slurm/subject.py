@@ -19,7 +19,7 @@ from clustertrain.cli.jobs import status_json
 from clustertrain.run import attempts, events
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.state import FINAL
-from clustertrain.scheduler.run_status import look
+from clustertrain.scheduler.run_status import run_status
 from tests.harness.chaos_slurm import testbed
 from tests.harness.chaos_slurm.patience import wait_until
 from tests.runs import CLI
@@ -85,8 +85,8 @@ class Subject:
 
     def commits(self) -> dict[int, list[dict[str, Any]]]:
         """The events of commits, by attempt."""
-        logs = {a.n: events.of_attempt(a) for a in self.run.attempts()}
-        return {n: list(events.named(log, "checkpoint")) for n, log in logs.items()}
+        logs = {a.n: events.for_attempt(a) for a in self.run.attempts()}
+        return {n: list(events.filter_by_name(log, "checkpoint")) for n, log in logs.items()}
 
     def progressed(self) -> bool:
         """The newest attempt has done steps and committed one of them."""
@@ -111,15 +111,15 @@ class Subject:
         return state
 
     def status(self) -> dict[str, Any]:
-        return status_json(look(self.run))
+        return status_json(run_status(self.run))
 
     def nodes(self) -> list[str]:
         """Of the newest attempt."""
-        return list(attempts.read_one(self.run, self.run.attempt(self.claimed())).nodes)
+        return list(attempts.load_attempt(self.run, self.run.attempt(self.claimed())).nodes)
 
     def excluded(self) -> bool:
         """A node was lost, which no later job of the run may have."""
-        return "exclude" in attempts.carried_options(self.run)
+        return "exclude" in attempts.load_submit_options(self.run)
 
     def job_id(self) -> str:
         return str(self.status()["job_id"])
@@ -130,7 +130,7 @@ class Subject:
         wait_until(lambda: self.claimed() > n or self.status()["state"] in FINAL, FINAL_S, 1.0)
 
     def job_ids(self) -> list[str]:
-        return attempts.job_ids(self.run)
+        return attempts.list_job_ids(self.run)
 
     # -- its processes
 
@@ -172,7 +172,7 @@ def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
 
 def read_lines(folder: Path, attempt: int | None = None) -> list[dict[str, Any]]:
     pattern = f"attempt-{'*' if attempt is None else attempt}-rank-*.jsonl"
-    return [line for path in sorted(folder.glob(pattern)) for line in fsio.read_lines(path)]
+    return [line for path in sorted(folder.glob(pattern)) for line in fsio.read_jsonl(path)]
 
 
 def _number(path: Path) -> int:

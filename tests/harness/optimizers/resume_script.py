@@ -16,7 +16,7 @@ from clustertrain.config.optim import OptimSpec
 from clustertrain.config.schedule import ScheduleSpec
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
-from clustertrain.train.core.context import read_plan
+from clustertrain.train.core.context import load_plan
 from clustertrain.train.data.text import ByteText
 from clustertrain.train.models.decoder import Decoder
 from clustertrain.train.models.losses import cross_entropy
@@ -25,7 +25,7 @@ from clustertrain.train.optim.lr_schedule import LearningRate
 from tests.harness.optimizers.cells import CELLS, THAW_STEP
 
 run = RunDir(Path(os.environ["CLUSTERTRAIN_RUN_DIR"]))
-recipe, batch = load_spec(run).recipe, read_plan(run)[1]
+recipe, batch = load_spec(run).recipe, load_plan(run)[1]
 folder, total, out, names = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
 
 
@@ -38,7 +38,9 @@ def made(session: ct.Session, name: str) -> tuple[Any, dict[str, Any]]:
     model = session.parallelize(model, freeze=["layers.0.ffn"], unfreeze=[(THAW_STEP, ["layers.1", "norm"])])
     groups = session.parameter_groups(spec.name, layer_decay=0.8, lr_scale={"head": 2.0})
     session._train_step = None  # several models in one session, which no script has a use for
-    optimizer = session.optimizer(spec.name, groups, **registry.options(spec, text=True, device=session.device))
+    optimizer = session.optimizer(
+        spec.name, groups, **registry.build_options(spec, is_text=True, device=session.device)
+    )
     rate = LearningRate(ScheduleSpec(kind="constant", warmup_steps=2), peak=spec.lr, total=20)
     data = session.loader(ByteText(recipe.data), global_batch=batch.global_batch, micro_batch=batch.micro_batch)
     return session._train_step, {"model": model, "optimizer": optimizer, "data": data, "schedule": rate}

@@ -17,7 +17,7 @@ import clustertrain as ct
 from clustertrain.errors import ClusterTrainError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
-from clustertrain.train.core.context import read_plan
+from clustertrain.train.core.context import load_plan
 from clustertrain.train.data.text import ByteText
 from clustertrain.train.models.decoder import Decoder
 from clustertrain.train.models.losses import cross_entropy
@@ -25,7 +25,7 @@ from clustertrain.train.optim import registry
 from tests.harness.optimizers.cells import CELLS, STEPS
 
 run = RunDir(Path(os.environ["CLUSTERTRAIN_RUN_DIR"]))
-recipe, batch = load_spec(run).recipe, read_plan(run)[1]
+recipe, batch = load_spec(run).recipe, load_plan(run)[1]
 
 
 def trained(session: ct.Session, name: str) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def trained(session: ct.Session, name: str) -> dict[str, Any]:
     session._train_step = None  # one optimizer after another, which no script has a use for
     model = session.parallelize(model)
     groups = session.parameter_groups(spec.name, weight_decay=spec.weight_decay)
-    session.optimizer(spec.name, groups, **registry.options(spec, text=True, device=session.device))
+    session.optimizer(spec.name, groups, **registry.build_options(spec, is_text=True, device=session.device))
     data = session.loader(ByteText(recipe.data), global_batch=batch.global_batch, micro_batch=batch.micro_batch)
     losses, norms = [], []
     for _ in range(STEPS):

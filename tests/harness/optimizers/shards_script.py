@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import clustertrain as ct
-from clustertrain.checkpoint.core.state_dict import block, is_dtensor
+from clustertrain.checkpoint.core.state_dict import is_dtensor, to_local_shard
 from clustertrain.config.optim import OptimSpec
-from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.optim import build, registry
-from clustertrain.train.optim.param_info import describe
+from clustertrain.train.optim.param_info import build_param_table
 from tests.harness.optimizers.cells import CELLS
 from tests.unit.train.alone import ALONE
 
@@ -64,19 +64,21 @@ def give(p: Any, whole: torch.Tensor) -> None:
     if not is_dtensor(p):
         p.grad = whole.clone()
         return
-    at = block("", "optimizer", p)
-    local = whole[tuple(slice(s, s + n) for s, n in zip(at.start, at.local.shape, strict=True))].contiguous()
+    at = to_local_shard("", "optimizer", p)
+    local = whole[tuple(slice(s, s + n) for s, n in zip(at.start, at.local_tensor.shape, strict=True))].contiguous()
     p.grad = DTensor.from_local(local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride(), run_check=False)
 
 
 def difference(session: ct.Session, name: str) -> tuple[float, str]:
     spec = OptimSpec(**CELLS[name])
-    options = registry.options(spec, text=True, device=session.device)
+    options = registry.build_options(spec, is_text=True, device=session.device)
     model, alone = session.parallelize(built(session)), built(session)
     session._train_step = None  # one optimizer after another, which no script has a use for
     optimizer = session.optimizer(spec.name, **options)
-    groups, known = Groups(None, None, None, None), describe(alone)
-    plain = build.make(spec.name, None, dict(options), model=alone, known=known, context=ALONE, groups=groups)
+    groups, known = ProcessGroups(None, None, None, None), build_param_table(alone)
+    plain = build.build_optimizer(
+        spec.name, None, dict(options), model=alone, param_table=known, context=ALONE, groups=groups
+    )
     pairs = list(zip(model.named_parameters(), alone.parameters(), strict=True))
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
@@ -94,9 +96,11 @@ def difference(session: ct.Session, name: str) -> tuple[float, str]:
     worst = (0.0, "")
     with torch.no_grad():
         for (n, p), q in pairs:
-            at = block("", "optimizer", p)
-            here = tuple(slice(s, s + k) for s, k in zip(at.start, at.local.shape, strict=True))
-            apart = (at.local - q[here]).abs().max() / q.abs().max() if at.local.numel() else torch.zeros(())
+            at = to_local_shard("", "optimizer", p)
+            here = tuple(slice(s, s + k) for s, k in zip(at.start, at.local_tensor.shape, strict=True))
+            apart = (
+                (at.local_tensor - q[here]).abs().max() / q.abs().max() if at.local_tensor.numel() else torch.zeros(())
+            )
             worst = max(worst, (float(apart), n))
     assert any(not torch.equal(q, r) for q, r in zip(alone.parameters(), built(session).parameters(), strict=True))
     return worst

@@ -91,7 +91,7 @@ class Cell:
         """Which numeric policy the reference follows: see :mod:`tests.harness.parity.reference`."""
         if self.precision == "fp32":
             return "fp32"
-        return f"{self.precision}-{'cast' if self.shape.fully_sharded else 'autocast'}"
+        return f"{self.precision}-{'cast' if self.shape.is_fully_sharded else 'autocast'}"
 
     @property
     def limit(self) -> Limit:

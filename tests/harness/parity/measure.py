@@ -61,7 +61,7 @@ def run(cell: Cell, folder: Path, steps: int = STEPS) -> Outcome:
         seconds = clock.monotonic() - started
         if failure:
             return Outcome(cell, seconds, failure=failure)
-        rows = list(fsio.read_lines(ranks.run.metrics_of(1)))
+        rows = list(fsio.read_jsonl(ranks.run.metrics_path(1)))
         if [r["step"] for r in rows] != list(range(1, steps + 1)):
             return Outcome(cell, seconds, failure=f"steps {[r['step'] for r in rows]} on record")
         return _judged(cell, seconds, rows)

@@ -84,7 +84,7 @@ def losses_and_norms(
     data = ByteText(DataSpec(**DATA))
     found: list[tuple[float, float]] = []
     for step in range(STEPS):
-        places = permutation.samples(SEED, len(data), step * GLOBAL_BATCH, GLOBAL_BATCH)
+        places = permutation.samples_at(SEED, len(data), step * GLOBAL_BATCH, GLOBAL_BATCH)
         if summation.shuffle:
             random.Random(f"{summation.shuffle} {step}").shuffle(places)
         inputs, targets = (torch.stack(side) for side in zip(*(data[i] for i in places), strict=True))
@@ -109,7 +109,7 @@ def _model() -> Decoder:
     model = Decoder(ModelSpec(**MODEL))
     with torch.no_grad():
         for name, p in model.named_parameters():
-            model.init_parameter(name, p, torch.Generator().manual_seed(seeds.derive(SEED, "init", name)))
+            model.init_parameter(name, p, torch.Generator().manual_seed(seeds.derive_seed(SEED, "init", name)))
     return model
 
 
@@ -119,7 +119,7 @@ def _optimizer(model: Decoder, name: str, spec: OptimSpec) -> torch.optim.Optimi
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and not n.startswith("embed")]
     others = [p for n, p in model.named_parameters() if p.ndim < 2 or n.startswith("embed")]
     groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas_for(text=True), eps=spec.eps)
+    return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.resolve_betas(is_text=True), eps=spec.eps)
 
 
 def _summed(model: Decoder, policy: str, inputs: torch.Tensor, targets: torch.Tensor, parts: int) -> float:

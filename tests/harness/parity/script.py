@@ -11,14 +11,14 @@ import torch
 import clustertrain as ct
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
-from clustertrain.train.core.context import read_plan
+from clustertrain.train.core.context import load_plan
 from clustertrain.train.data.text import ByteText
 from clustertrain.train.models.decoder import Decoder
 from clustertrain.train.models.losses import cross_entropy
 from clustertrain.train.optim import registry
 
 run = RunDir(Path(os.environ["CLUSTERTRAIN_RUN_DIR"]))
-recipe, batch = load_spec(run).recipe, read_plan(run)[1]
+recipe, batch = load_spec(run).recipe, load_plan(run)[1]
 
 with ct.session() as session:
     with torch.device("meta"):
@@ -27,7 +27,7 @@ with ct.session() as session:
     if sys.argv[1] == "sgd":
         optimizer = session.optimizer(torch.optim.SGD, lr=recipe.optim.lr)
     else:
-        options = registry.options(recipe.optim, text=True, device=session.device)
+        options = registry.build_options(recipe.optim, is_text=True, device=session.device)
         optimizer = session.optimizer("adamw", weight_decay=recipe.optim.weight_decay, **options)
     data = session.loader(ByteText(recipe.data), global_batch=batch.global_batch, micro_batch=batch.micro_batch)
     for _ in session.steps(recipe.train.steps):

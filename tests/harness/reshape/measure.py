@@ -136,14 +136,14 @@ class Job:
         return {r["step"]: (r["lr"], r["scale"]) for r in self._rows()}
 
     def _rows(self) -> list[dict[str, Any]]:
-        return list(fsio.read_lines(self.run.metrics_of(1)))
+        return list(fsio.read_jsonl(self.run.metrics_path(1)))
 
     def samples(self) -> dict[int, list[int]]:
         """By step what the ranks took together, sorted."""
         by_part: dict[int, set[tuple[int, tuple[int, ...]]]] = {}
         for path in self.rank_dir.glob("samples-*.jsonl"):
             part = int(path.name.split("-")[1])
-            for row in fsio.read_lines(path):
+            for row in fsio.read_jsonl(path):
                 # The ranks of one part of the batch (of a pipeline, of a tensor) take the same.
                 by_part.setdefault(row["step"], set()).add((part, tuple(row["samples"])))
         return {step: sorted(s for _, taken in found for s in taken) for step, found in by_part.items()}
@@ -219,7 +219,7 @@ def targets(cells: Sequence[Cell], saved: dict[Source, Job], folder: Path) -> li
 
 def judged(cell: Cell, whole: Job, part: Job) -> Outcome:
     """Compare what a target did after the restore with what its source did without an interruption."""
-    restored = [e for e in fsio.read_lines(part.run.attempt(1).events_of("rank-0")) if e["event"] == "restored"]
+    restored = [e for e in fsio.read_jsonl(part.run.attempt(1).events_path("rank-0")) if e["event"] == "restored"]
     after = range(SAVED_AT + 1, STEPS + 1)
     wanted, got = whole.losses(), part.losses()
     if [(e["step"], e["skipped"]) for e in restored] != [(SAVED_AT, [])] or list(got) != list(after):
@@ -237,7 +237,7 @@ def judged(cell: Cell, whole: Job, part: Job) -> Outcome:
 def state_lost(whole: Job, part: Job) -> str:
     """What differs between the checkpoint that was loaded and the one that the other layout made of it at once."""
     a, b = (index.step_folder(j.run.checkpoints, s) for j, s in ((whole, SAVED_AT), (part, SAVED_AGAIN_AT)))
-    found = diff.compare(a, b)
+    found = diff.compare_checkpoints(a, b)
     names = [*found.only_a, *found.only_b, *(f.name for f in found.forms), *(f.name for f in found.bytes)]
     names += [v.name for v in found.values if v.name != "step"]
     if not names and inspect.digest(a) != inspect.digest(b):

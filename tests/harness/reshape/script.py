@@ -14,17 +14,17 @@ from clustertrain import fsio
 from clustertrain.checkpoint.load import shared_read
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
-from clustertrain.train.core.context import read_plan
+from clustertrain.train.core.context import load_plan
 from clustertrain.train.data.text import ByteText
 from clustertrain.train.models.decoder import Decoder
 from clustertrain.train.models.losses import cross_entropy
 from tests.harness.reshape.cells import SAVED_AGAIN_AT, SAVED_AT, STEPS
 
 # The model is small: else all ranks would read all of it by themselves.
-shared_read.WORTH_IT, shared_read.CHUNK_BYTES, shared_read.LOAD_BYTES = 1 << 10, 1 << 12, 1 << 13
+shared_read.MIN_SHARED_BYTES, shared_read.CHUNK_BYTES, shared_read.LOAD_BYTES = 1 << 10, 1 << 12, 1 << 13
 
 run = RunDir(Path(os.environ["CLUSTERTRAIN_RUN_DIR"]))
-recipe, (layout, batch, _) = load_spec(run).recipe, read_plan(run)
+recipe, (layout, batch, _) = load_spec(run).recipe, load_plan(run)
 
 
 class Seen(ByteText):
@@ -51,13 +51,13 @@ with ct.session() as session:
     scale = session._loss_scale
     if scale is not None:
         # Doubled before the checkpoint, and again after a step that only what is in it can tell; too low to overflow.
-        scale.scale, scale.interval = 64.0, 2
+        scale.scale, scale.growth_interval = 64.0, 2
     place = f"samples-{layout.data_rank(session.rank)}-{session.rank}.jsonl"
-    samples = fsio.Appender(Path(os.environ["CLUSTERTRAIN_RANK_DIR"], place))
+    samples = fsio.JsonlAppender(Path(os.environ["CLUSTERTRAIN_RANK_DIR"], place))
     restored = True
     for step in session.steps(STEPS, state, checkpoint_every=SAVED_AT):
         if restored and step == SAVED_AT:
-            session._keeping.save(SAVED_AGAIN_AT, state, "end", {})
+            session._checkpointer.save(SAVED_AGAIN_AT, state, "end", {})
         restored = False
         dataset.samples.clear()
         done = session.train_step(next(data), cross_entropy, clip_norm=1.0)

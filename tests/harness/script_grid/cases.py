@@ -34,7 +34,7 @@ SPY = '#!/bin/sh\n[ "$*" = "${*#-P -m clustertrain batch -- srun }" ] && exit 9\
 
 @dataclass(frozen=True)
 class Case:
-    """``words`` are those after `submit`. ``reads`` and ``exports``: see :class:`options.Value`."""
+    """``words`` are those after `submit`. ``reads`` and ``exports``: see :class:`options.MetricValue`."""
 
     number: int
     words: tuple[str, ...]

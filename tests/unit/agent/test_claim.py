@@ -13,7 +13,7 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.agent import claim as module
-from clustertrain.agent.claim import Identity, claim
+from clustertrain.agent.claim import JobIdentity, claim_attempt
 from clustertrain.errors import NotOwner
 from clustertrain.run import attempts, run_dir
 from clustertrain.run.events import EventLog
@@ -29,10 +29,10 @@ class FakeScheduler:
     jobs: dict[str, JobView] = field(default_factory=dict)
     past: dict[str, list[JobStart]] = field(default_factory=dict)
 
-    def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
+    def query_jobs(self, job_ids: Iterable[str]) -> dict[str, JobView]:
         return {j: self.jobs[j] for j in job_ids if j in self.jobs}
 
-    def starts(self, job_id: str) -> list[JobStart]:
+    def list_starts(self, job_id: str) -> list[JobStart]:
         return self.past.get(job_id, [])
 
     def submit(self, submission: Submission) -> str:
@@ -49,27 +49,27 @@ class FakeScheduler:
     def advice(self, partition: str) -> list[str]:
         return []
 
-    def own_job_id(self, environ: Mapping[str, str]) -> str | None:
+    def current_job_id(self, environ: Mapping[str, str]) -> str | None:
         return None
 
-    def own_nodes(self, environ: Mapping[str, str]) -> tuple[str, ...]:
+    def current_nodes(self, environ: Mapping[str, str]) -> tuple[str, ...]:
         return ()
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    made = run_dir.create("claimed")
+    made = run_dir.create_run("claimed")
     made.spec.write_text("version = 1\n")
     return made
 
 
-def me(job_id: str = "7", restart: int = 0) -> Identity:
-    return Identity(job_id, restart, ("n1", "n2"), None)
+def me(job_id: str = "7", restart: int = 0) -> JobIdentity:
+    return JobIdentity(job_id, restart, ("n1", "n2"), None)
 
 
 def test_attempts_are_numbered_from_one(run: RunDir) -> None:
-    held = claim(run, me(), FakeScheduler())
+    held = claim_attempt(run, me(), FakeScheduler())
     assert held.attempt.n == 1
     assert fsio.read_json(held.attempt.record)["job_id"] == "7"
 
@@ -85,52 +85,52 @@ def test_attempts_are_numbered_from_one(run: RunDir) -> None:
     ],
 )
 def test_a_restart_closes_the_attempt_that_died_with_its_node(run: RunDir, word: str, ending: str) -> None:
-    claim(run, me(), FakeScheduler())
-    began = attempts.read_all(run)[0].start
+    claim_attempt(run, me(), FakeScheduler())
+    began = attempts.load_attempts(run)[0].start
     rows = [JobStart("7", word, start=began, end=began), JobStart("7", "RUNNING", start=began + 100 if began else None)]
-    held = claim(run, me(restart=1), FakeScheduler(past={"7": rows}))
+    held = claim_attempt(run, me(restart=1), FakeScheduler(past={"7": rows}))
     assert held.attempt.n == 2
-    closed = attempts.read_all(run)[0]
+    closed = attempts.load_attempts(run)[0]
     assert (closed.ending, closed.requeued) == (ending, "slurm")
 
 
 def test_the_same_start_never_claims_twice(run: RunDir) -> None:
-    claim(run, me(), FakeScheduler())
+    claim_attempt(run, me(), FakeScheduler())
     with pytest.raises(NotOwner):
-        claim(run, me(), FakeScheduler())
+        claim_attempt(run, me(), FakeScheduler())
 
 
 def test_a_second_job_leaves_while_the_first_one_runs(run: RunDir) -> None:
-    claim(run, me("7"), FakeScheduler())
+    claim_attempt(run, me("7"), FakeScheduler())
     with pytest.raises(NotOwner, match="held by job 7"):
-        claim(run, me("8"), FakeScheduler(jobs={"7": JobView("7", "RUNNING")}))
+        claim_attempt(run, me("8"), FakeScheduler(jobs={"7": JobView("7", "RUNNING")}))
 
 
 @pytest.mark.parametrize("state", [None, "PENDING", "NODE_FAIL", "CANCELLED"])
 def test_a_second_job_takes_over_once_the_first_is_over(run: RunDir, state: str | None) -> None:
-    claim(run, me("7"), FakeScheduler())
+    claim_attempt(run, me("7"), FakeScheduler())
     jobs = {"7": JobView("7", state)} if state else {}
-    assert claim(run, me("8"), FakeScheduler(jobs=jobs)).attempt.n == 2
+    assert claim_attempt(run, me("8"), FakeScheduler(jobs=jobs)).attempt.n == 2
 
 
 def test_a_job_that_never_leaves_completing_keeps_the_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COMPLETING_S", 0.0)
-    claim(run, me("7"), FakeScheduler())
+    claim_attempt(run, me("7"), FakeScheduler())
     with pytest.raises(NotOwner, match="does not end"):
-        claim(run, me("8"), FakeScheduler(jobs={"7": JobView("7", "COMPLETING")}))
+        claim_attempt(run, me("8"), FakeScheduler(jobs={"7": JobView("7", "COMPLETING")}))
 
 
 def test_a_cancelled_run_is_not_started_again(run: RunDir) -> None:
-    fsio.write_json(run.cancelled, {})
+    fsio.write_json(run.cancel_marker, {})
     with pytest.raises(NotOwner, match="cancelled"):
-        claim(run, me(), FakeScheduler())
+        claim_attempt(run, me(), FakeScheduler())
 
 
 def _race(home: str, run_path: Path, job_id: str, start: object, out: object) -> None:
     alive = FakeScheduler(jobs={str(j): JobView(str(j), "RUNNING") for j in range(20)})
     start.wait()  # type: ignore[attr-defined]
     try:
-        out.put(claim(RunDir(run_path), me(job_id), alive).attempt.n)  # type: ignore[attr-defined]
+        out.put(claim_attempt(RunDir(run_path), me(job_id), alive).attempt.n)  # type: ignore[attr-defined]
     except NotOwner:
         out.put(None)  # type: ignore[attr-defined]
 
@@ -153,7 +153,7 @@ RUNNING = {str(job): JobView(str(job), "RUNNING") for job in (8, 9)}
 
 def _claims(run: RunDir, job_id: str, scheduler: FakeScheduler, owners: list[str], refused: list[str]) -> None:
     try:
-        claim(run, me(job_id), scheduler)
+        claim_attempt(run, me(job_id), scheduler)
         owners.append(job_id)
     except NotOwner as e:
         refused.append(str(e))
@@ -173,26 +173,26 @@ class AsksWhileAnotherStarts(FakeScheduler):
             other.start()
             other.join()
 
-    def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
+    def query_jobs(self, job_ids: Iterable[str]) -> dict[str, JobView]:
         wanted = list(job_ids)
         if "7" in wanted:
             self._let_the_other_start()
-        return super().views(wanted)
+        return super().query_jobs(wanted)
 
-    def starts(self, job_id: str) -> list[JobStart]:
+    def list_starts(self, job_id: str) -> list[JobStart]:
         self._let_the_other_start()
-        return super().starts(job_id)
+        return super().list_starts(job_id)
 
 
 @pytest.mark.parametrize("asks", ["views", "starts"])
 def test_an_attempt_made_while_an_earlier_one_is_looked_at_is_looked_at_too(run: RunDir, asks: str) -> None:
-    claim(run, me("7"), FakeScheduler())
+    claim_attempt(run, me("7"), FakeScheduler())
     owners: list[str] = []
     refused: list[str] = []
     other = FakeScheduler(jobs=RUNNING)
     scheduler = AsksWhileAnotherStarts(lambda: _claims(run, "8", other, owners, refused))
     if asks == "starts":
-        scheduler.views = other.views  # type: ignore[method-assign]
+        scheduler.query_jobs = other.query_jobs  # type: ignore[method-assign]
     _claims(run, "9", scheduler, owners, refused)
     # Whichever came first, they are not both at it.
     assert len(owners) == 1 and len(refused) == 1 and "held by job" in refused[0]
@@ -203,27 +203,27 @@ def test_an_attempt_that_the_folder_does_not_list_yet_is_looked_at_all_the_same(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client of NFS may list a folder as it was a while ago. The rename is done by the server."""
-    claim(run, me("7"), FakeScheduler())
-    claim(run, me("8"), FakeScheduler())
+    claim_attempt(run, me("7"), FakeScheduler())
+    claim_attempt(run, me("8"), FakeScheduler())
     monkeypatch.setattr(RunDir, "attempts", lambda self: [self.attempt(1)])
     with pytest.raises(NotOwner, match=r"attempt 2 .* is held by job 8"):
-        claim(run, me("9"), FakeScheduler(jobs=RUNNING))
+        claim_attempt(run, me("9"), FakeScheduler(jobs=RUNNING))
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "completed"])
 def test_a_run_that_ends_while_earlier_attempts_are_looked_at_is_not_started_again(run: RunDir, ending: str) -> None:
-    claim(run, me("7"), FakeScheduler())
+    claim_attempt(run, me("7"), FakeScheduler())
 
     def meanwhile() -> None:
-        held = claim(run, me("8"), FakeScheduler())
+        held = claim_attempt(run, me("8"), FakeScheduler())
         if ending == "cancelled":
-            fsio.write_json(run.cancelled, {})
-        log = EventLog(held.attempt.events_of("batch"))
+            fsio.write_json(run.cancel_marker, {})
+        log = EventLog(held.attempt.events_path("batch"))
         log.write("ended", ending=ending)
         log.close()
 
     with pytest.raises(NotOwner, match=r"was cancelled|is complete"):
-        claim(run, me("9"), AsksWhileAnotherStarts(meanwhile))
+        claim_attempt(run, me("9"), AsksWhileAnotherStarts(meanwhile))
 
 
 def test_a_claim_that_an_nfs_client_asked_for_twice_is_one(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,17 +238,17 @@ def test_a_claim_that_an_nfs_client_asked_for_twice_is_one(run: RunDir, monkeypa
     made, name = run.attempts_folder / ".claim", run.attempts_folder / "1"
     made.mkdir(parents=True)
     (made / "attempt.json").write_text("{}")
-    assert fsio.name_folder(made, name)
+    assert fsio.rename_folder(made, name)
     with pytest.raises(FileNotFoundError):
-        fsio.name_folder(run.attempts_folder / ".never", run.attempts_folder / "2")
+        fsio.rename_folder(run.attempts_folder / ".never", run.attempts_folder / "2")
 
 
 def test_a_claim_that_fails_leaves_nothing(run: RunDir) -> None:
-    claim(run, me("7"), FakeScheduler())
+    claim_attempt(run, me("7"), FakeScheduler())
     with pytest.raises(NotOwner):
-        claim(run, me("8"), FakeScheduler(jobs={"7": JobView("7", "RUNNING")}))
+        claim_attempt(run, me("8"), FakeScheduler(jobs={"7": JobView("7", "RUNNING")}))
     assert [p.name for p in run.attempts_folder.iterdir()] == ["1"]
-    assert attempts.read_all(run)[0].ending is None  # who does not go on with the run closes nothing
+    assert attempts.load_attempts(run)[0].ending is None  # who does not go on with the run closes nothing
 
 
 class JobsInAFolder(FakeScheduler):
@@ -258,7 +258,7 @@ class JobsInAFolder(FakeScheduler):
         super().__init__()
         self.alive = alive
 
-    def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
+    def query_jobs(self, job_ids: Iterable[str]) -> dict[str, JobView]:
         return {j: JobView(j, "RUNNING") for j in job_ids if (self.alive / j).exists()}
 
 
@@ -273,7 +273,7 @@ def _start_again_and_again(run: RunDir, alive: Path, who: int, rounds: int, out:
             job = alive / f"{who}00{number}"
             job.touch()
             try:
-                claim(run, me(job.name), scheduler)
+                claim_attempt(run, me(job.name), scheduler)
                 os.close(os.open(training, os.O_CREAT | os.O_EXCL))  # fails where another one trains
                 owned += 1
                 training.unlink()

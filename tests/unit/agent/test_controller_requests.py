@@ -13,8 +13,8 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.agent import controller as module
-from clustertrain.agent.claim import Identity, claim
-from clustertrain.agent.controller import Batch
+from clustertrain.agent.claim import JobIdentity, claim_attempt
+from clustertrain.agent.controller import JobController
 from clustertrain.agent.signals import Signals
 from clustertrain.config.job import RunSpec
 from clustertrain.config.recipe import Recipe
@@ -33,10 +33,10 @@ class OneJob:
     def __init__(self) -> None:
         self.done: list[Any] = []
 
-    def views(self, job_ids: Any) -> dict[str, JobView]:
+    def query_jobs(self, job_ids: Any) -> dict[str, JobView]:
         return {j: JobView(j, "RUNNING") for j in job_ids if j == "7"}
 
-    def starts(self, job_id: str) -> list[Any]:
+    def list_starts(self, job_id: str) -> list[Any]:
         return []
 
     def requeue(self, job_id: str) -> None:
@@ -52,8 +52,8 @@ class OneJob:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
     monkeypatch.setattr(module, "LATE_RESULTS_S", 0.0)
-    monkeypatch.setattr(module, "LOOK_S", 0.0)
-    made = run_dir.create("asked")
+    monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.0)
+    made = run_dir.create_run("asked")
     made.spec.write_text("version = 1\n")
     return made
 
@@ -75,21 +75,24 @@ class Step:
         return [sys.executable, "-c", cls.CODE, str(run.attempt(1).path), how, ending]
 
 
-def batch_of(run: RunDir, backend: OneJob) -> Batch:
+def batch_of(run: RunDir, backend: OneJob) -> JobController:
     scheduler = cast(Backend, backend)
-    held = claim(run, Identity("7", 0, ("n1",), None), scheduler)
+    held = claim_attempt(run, JobIdentity("7", 0, ("n1",), None), scheduler)
     recipe = Recipe(telemetry=msgspec.structs.replace(Recipe().telemetry, comment=False))
-    return Batch(run, msgspec.structs.replace(RunSpec(), recipe=recipe), scheduler, held, Signals())
+    return JobController(run, msgspec.structs.replace(RunSpec(), recipe=recipe), scheduler, held, Signals())
 
 
 def answers(run: RunDir) -> list[tuple[bool, str | None]]:
-    return [(e["taken"], e.get("why")) for e in events.named(events.of_attempt(run.attempt(1)), "requeue_answered")]
+    return [
+        (e["taken"], e.get("why"))
+        for e in events.filter_by_name(events.for_attempt(run.attempt(1)), "requeue_answered")
+    ]
 
 
 def test_a_request_while_the_step_runs_is_taken_with_its_options(run: RunDir) -> None:
     backend = OneJob()
     batch = batch_of(run, backend)
-    assert fsio.create_json(run.attempt(1).requeue_asked, {"options": {"time": "5"}})
+    assert fsio.create_json(run.attempt(1).requeue_request, {"options": {"time": "5"}})
     batch.main(Step.argv(run, "waits"))
     assert answers(run) == [(True, None)] and backend.done == [{"time": "5"}]
 
@@ -104,9 +107,9 @@ def test_a_request_that_comes_when_the_step_is_over_is_answered_by_what_happens(
     """It is there when batch closes the requests, and was not yet when batch looked last."""
     backend = OneJob()
     batch = batch_of(run, backend)
-    monkeypatch.setattr(module, "LOOK_S", 1e9)
-    assert fsio.create_json(run.attempt(1).requeue_asked, {"options": {"time": "5"}})
-    monkeypatch.setattr(Batch, "_look", lambda self, step: None)
+    monkeypatch.setattr(module, "CHECK_INTERVAL_S", 1e9)
+    assert fsio.create_json(run.attempt(1).requeue_request, {"options": {"time": "5"}})
+    monkeypatch.setattr(JobController, "_poll_step", lambda self, step: None)
     batch.main(Step.argv(run, "goes", ending))
     assert answers(run) == [answer] and backend.done == done
 
@@ -114,7 +117,7 @@ def test_a_request_that_comes_when_the_step_is_over_is_answered_by_what_happens(
 def test_after_the_step_it_is_too_late_for_a_request(run: RunDir) -> None:
     batch_of(run, OneJob()).main(Step.argv(run, "goes", "completed"))
     with pytest.raises(ClusterTrainError, match="too late"):
-        continue_run.ask(run, run.attempt(1), {})
+        continue_run.request_requeue(run, run.attempt(1), {})
 
 
 def test_an_attempt_that_was_taken_over_ends_its_step_and_decides_nothing(run: RunDir) -> None:
@@ -122,10 +125,10 @@ def test_an_attempt_that_was_taken_over_ends_its_step_and_decides_nothing(run: R
     batch = batch_of(run, backend)
     run.attempt(2).path.mkdir()
     assert batch.main(Step.argv(run, "waits", "failed")) == EXIT_NO_REQUEUE
-    assert (fsio.read_json(run.attempt(1).stop) or {}).get("abort")
-    log = events.of_attempt(run.attempt(1))
-    assert backend.done == [] and events.last(log, "ended") is None and events.last(log, "stopped") is None
-    taken = events.last(log, "taken_over")
+    assert (fsio.read_json(run.attempt(1).stop_request) or {}).get("abort")
+    log = events.for_attempt(run.attempt(1))
+    assert backend.done == [] and events.find_last(log, "ended") is None and events.find_last(log, "stopped") is None
+    taken = events.find_last(log, "taken_over")
     assert taken is not None and taken["by"] == 2
 
 

@@ -11,7 +11,7 @@ import pytest
 from clustertrain import fsio
 from clustertrain.agent import controller as module
 from clustertrain.agent import startup as beginning
-from clustertrain.agent.controller import Batch, Step
+from clustertrain.agent.controller import JobController, StepState
 from clustertrain.run import run_dir
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.slurm import SlurmBackend
@@ -20,7 +20,7 @@ from tests.fakes.slurm.fixture import FakeSlurm, fake_slurm  # noqa: F401
 
 @pytest.fixture
 def run(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> RunDir:  # noqa: F811
-    made = run_dir.create("started")
+    made = run_dir.create_run("started")
     made.spec.write_text("version = 1\n")
     monkeypatch.setenv("CLUSTERTRAIN_RUN_DIR", str(made.path))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -44,7 +44,7 @@ def read_only(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
 def test_a_read_only_run_directory_is_waited_for(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     read_only(monkeypatch, 3)
-    _, _, held = beginning.begin(SlurmBackend())
+    _, _, held = beginning.claim_run(SlurmBackend())
     assert held.attempt.n == 1
 
 
@@ -62,24 +62,24 @@ def test_one_that_stays_read_only_gives_the_nodes_back_with_a_requeue(
     assert len(fake_slurm.calls("scontrol")) == 1
 
 
-class Running(Batch):
+class Running(JobController):
     def __init__(self, run: RunDir) -> None:
         self.run, self.aborted = run, False
         self.asked: list[str] = []
 
-    def _ask_to_stop(self, step: Step, source: str) -> None:
+    def _request_stop(self, step: StepState, source: str) -> None:
         self.asked.append(source)
-        step.stop_at = 1.0
+        step.stop_requested_at = 1.0
 
-    def _abort(self, step: Step) -> None:
+    def _abort(self, step: StepState) -> None:
         self.aborted = True
 
 
 def test_the_cancel_marker_stops_a_running_attempt_and_ends_it_by_force_in_the_end(run: RunDir) -> None:
-    one, step = Running(run), Step(cast(Any, None))
+    one, step = Running(run), StepState(cast(Any, None))
     one._watch_cancellation(step, 100.0)
     assert one.asked == []
-    fsio.write_json(run.cancelled, {"t": 1.0})
+    fsio.write_json(run.cancel_marker, {"t": 1.0})
     for now in (101.0, 102.0, 101.0 + module.CANCEL_S - 1):
         one._watch_cancellation(step, now)
     assert (one.asked, one.aborted) == (["cancel"], False)

@@ -11,11 +11,11 @@ from typing import Any, cast
 import pytest
 
 from clustertrain.agent import controller
-from clustertrain.agent.controller import Batch, Step
+from clustertrain.agent.controller import JobController, StepState
 from clustertrain.run.run_dir import RunDir
 
 
-class Watching(Batch):
+class Watching(JobController):
     """A batch that only looks at results."""
 
     def __init__(self, without_agent: Set[str] = frozenset(), **endings: str) -> None:
@@ -24,17 +24,17 @@ class Watching(Batch):
         self.endings = endings
         self.aborted = False
 
-    def _results(self) -> dict[str, dict[str, Any]]:
+    def _read_results(self) -> dict[str, dict[str, Any]]:
         return {node: {"ending": ending} for node, ending in self.endings.items()}
 
-    def _ended_agents(self, results: Container[str]) -> set[str]:
+    def _nodes_without_agent(self, results: Container[str]) -> set[str]:
         return {n for n in self.without_agent if n not in results}
 
-    def _abort(self, step: Step) -> None:
+    def _abort(self, step: StepState) -> None:
         self.aborted = True
 
     def aborts_after(self, seconds: float, *, asked_to_stop: bool = False) -> bool:
-        step = Step(cast(Any, None), stop_at=1.0 if asked_to_stop else None)
+        step = StepState(cast(Any, None), stop_requested_at=1.0 if asked_to_stop else None)
         for now in (100.0, 100.0 + seconds):
             self._watch_failures(step, now)
         return self.aborted
@@ -68,7 +68,7 @@ def test_a_node_whose_agent_has_ended_without_a_result_is_not_waited_for() -> No
     assert not Watching(frozenset({"n2"}), n1="completed", n2="completed").aborts_after(controller.AFTER_END_S + 1)
 
 
-class Owner(Batch):
+class Owner(JobController):
     """A batch that only looks after its run's folder."""
 
     def __init__(self, path: Path) -> None:
@@ -79,7 +79,7 @@ class Owner(Batch):
 
 @pytest.fixture
 def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Owner:
-    monkeypatch.setattr(controller, "LOOK_S", 0.02)
+    monkeypatch.setattr(controller, "CHECK_INTERVAL_S", 0.02)
     (tmp_path / "run" / "attempts" / "1").mkdir(parents=True)
     return Owner(tmp_path / "run")
 
@@ -90,19 +90,19 @@ def test_a_run_folder_that_is_away_for_a_while_is_waited_for(owner: Owner, newes
     (away / "attempts" / str(newest)).mkdir(exist_ok=True)
     back = threading.Timer(0.3, away.rename, [owner.run.path])
     back.start()
-    assert owner._lost(Step(cast(Any, None))) == lost
+    assert owner._lost_reason(StepState(cast(Any, None))) == lost
     back.join()
 
 
 def test_a_run_folder_that_stays_away_is_gone(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller, "FOLDER_S", 0.1)
     owner.run.path.rename(owner.run.path.with_name("elsewhere"))
-    assert "the folder of the run is gone" in owner._lost(Step(cast(Any, None)))
+    assert "the folder of the run is gone" in owner._lost_reason(StepState(cast(Any, None)))
 
 
 def test_a_signal_ends_the_wait_for_the_folder(owner: Owner) -> None:
     owner.run.path.rename(owner.run.path.with_name("elsewhere"))
     soon = threading.Timer(0.2, owner.signals.received.append, ["SIGTERM"])
     soon.start()
-    assert "the folder of the run is gone" in owner._lost(Step(cast(Any, None)))  # not after a minute
+    assert "the folder of the run is gone" in owner._lost_reason(StepState(cast(Any, None)))  # not after a minute
     soon.join()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from clustertrain import fsio
-from clustertrain.agent.controller_watch import BatchWatch
+from clustertrain.agent.controller_watch import ControllerWatch
 from clustertrain.run import attempts
 from clustertrain.run.events import EventLog
 from tests.fakes.slurm.fixture import FakeSlurm, fake_slurm  # noqa: F401
@@ -35,11 +35,11 @@ def batch() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def watch(tmp_path: Path, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm) -> BatchWatch:  # noqa: F811
+def watch(tmp_path: Path, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm) -> ControllerWatch:  # noqa: F811
     one = agent(tmp_path / "run", SLURM_JOB_ID="7")
     record = {"job_id": "7", "restart": 0, "host": socket.gethostname(), "pid": batch.pid, "nodes": ["n1"], "t": 1.0}
-    fsio.write_json(one.place.attempt.record, record)
-    return BatchWatch(one.place, EventLog(one.place.attempt.events_of("agent-n1")))
+    fsio.write_json(one.context.attempt.record, record)
+    return ControllerWatch(one.context, EventLog(one.context.attempt.events_path("agent-n1")))
 
 
 def kill(batch: subprocess.Popen[bytes]) -> None:
@@ -52,39 +52,39 @@ def requeues(slurm: FakeSlurm) -> list[list[str]]:
 
 
 def test_a_killed_batch_process_is_noticed_and_the_job_requeued_once(
-    watch: BatchWatch, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
+    watch: ControllerWatch, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
 ) -> None:  # fmt: skip
-    assert not watch.gone()
+    assert not watch.is_gone()
     kill(batch)
-    assert watch.gone()
+    assert watch.is_gone()
     # slurmctld is away, then has not noticed, then has.
     fake_slurm.answers("squeue", stderr=AWAY, rc=1)
-    watch.settle()
+    watch.ensure_requeued()
     fake_slurm.answers("squeue", stdout=RUNNING)
-    watch.settle()
+    watch.ensure_requeued()
     assert (watch.settled, requeues(fake_slurm)) == (False, [])
     fake_slurm.answers("squeue", stdout=KILLED)
-    watch.settle()
-    watch.settle()
+    watch.ensure_requeued()
+    watch.ensure_requeued()
     assert (watch.settled, requeues(fake_slurm)) == (True, [["requeue", "7"]])
-    (attempt,) = attempts.read_all(watch._run)
+    (attempt,) = attempts.load_attempts(watch._run)
     assert (attempt.ending, attempt.requeued) == ("unknown", "requeue")
     assert "batch process was killed" in str(attempt.reason)
 
 
 @pytest.mark.parametrize("how", ["scancel", "cancel", "decided", "taken over"])
 def test_what_somebody_else_decided_stays(
-    how: str, watch: BatchWatch, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
+    how: str, watch: ControllerWatch, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
 ) -> None:  # fmt: skip
     kill(batch)
     fake_slurm.answers("squeue", stdout=CANCELLED if how == "scancel" else KILLED)
     if how == "cancel":
-        fsio.write_json(watch._run.cancelled, {})
+        fsio.write_json(watch._run.cancel_marker, {})
     if how == "decided":
-        EventLog(watch._attempt.events_of("batch")).write("ended", ending="hang", reason="…", job_id="7")
+        EventLog(watch._attempt.events_path("batch")).write("ended", ending="hang", reason="…", job_id="7")
     if how == "taken over":
         watch._run.attempt(watch._attempt.n + 1).path.mkdir()
-    watch.settle()
+    watch.ensure_requeued()
     assert (watch.settled, requeues(fake_slurm)) == (True, [])
 
 
@@ -93,5 +93,5 @@ def test_a_batch_process_that_cannot_be_seen_is_not_taken_for_a_killed_one(
 ) -> None:  # fmt: skip
     one = agent(tmp_path / "run", SLURM_JOB_ID="7")
     for record in ({"host": "another", "pid": batch.pid}, {"host": socket.gethostname(), "pid": os.getpid()}, {}):
-        fsio.write_json(one.place.attempt.record, record)
-        assert not BatchWatch(one.place, one.log).gone()
+        fsio.write_json(one.context.attempt.record, record)
+        assert not ControllerWatch(one.context, one.log).is_gone()

@@ -21,18 +21,18 @@ LIMITED = Deadline(end_time=1000.0, lead_s=20.0, signal_lead_s=120.0)
     ],
 )
 def test_which_signals_the_time_limit_explains(signals: list[str], now: float, explained: bool) -> None:
-    assert LIMITED.explains(signals, now) is explained
+    assert LIMITED.is_limit_warning(signals, now) is explained
 
 
 def test_without_a_limit_every_signal_is_a_request_to_stop() -> None:
     unlimited = Deadline(end_time=None, lead_s=20.0, signal_lead_s=120.0)
-    assert not unlimited.explains(["SIGUSR2"], 890.0)
-    assert not unlimited.due(1e12)
+    assert not unlimited.is_limit_warning(["SIGUSR2"], 890.0)
+    assert not unlimited.is_due(1e12)
 
 
 def test_the_ranks_are_told_by_the_measured_lead() -> None:
-    assert not LIMITED.due(979.0)
-    assert LIMITED.due(980.0)
+    assert not LIMITED.is_due(979.0)
+    assert LIMITED.is_due(980.0)
 
 
 @pytest.mark.parametrize(
@@ -45,4 +45,4 @@ def test_the_ranks_are_told_by_the_measured_lead() -> None:
     ],
 )
 def test_how_early_a_stop_may_be_because_of_the_limit(sources: list[str], lead_s: float) -> None:
-    assert LIMITED.lead_of(sources) == lead_s
+    assert LIMITED.lead_for_sources(sources) == lead_s

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from clustertrain.agent.hang_at_exit import LOOK_S, PATIENCE_S, AtEnd
+from clustertrain.agent.hang_at_exit import CHECK_INTERVAL_S, PATIENCE_S, ExitHangDetector
 
 
 def ended_after(used_per_s: float, *, others_done_from_s: float = 0.0, until_s: float = 5000.0) -> float | None:
     """Seconds until what is left counts as hanging."""
-    end, now = AtEnd(), 0.0
+    end, now = ExitHangDetector(), 0.0
     while now <= until_s:
-        if end.hangs(now, now >= others_done_from_s, {17: used_per_s * now}):
+        if end.is_hanging(now, now >= others_done_from_s, {17: used_per_s * now}):
             return now
-        now += LOOK_S
+        now += CHECK_INTERVAL_S
     return None
 
 
@@ -26,12 +26,12 @@ def test_a_rank_that_works_is_waited_for() -> None:
 
 def test_the_patience_begins_when_the_others_are_done() -> None:
     late = ended_after(0.0, others_done_from_s=1000.0)
-    assert late is not None and 1000.0 + PATIENCE_S - LOOK_S <= late <= 1000.0 + PATIENCE_S + LOOK_S
+    assert late is not None and 1000.0 + PATIENCE_S - CHECK_INTERVAL_S <= late <= 1000.0 + PATIENCE_S + CHECK_INTERVAL_S
 
 
 def test_work_in_between_starts_the_patience_again() -> None:
-    end, used = AtEnd(), {17: 0.0}
-    assert not any(end.hangs(t, True, used) for t in range(0, 590, 10))
-    assert not end.hangs(590.0, True, {17: 1.0, 18: 2.0})
-    assert not any(end.hangs(t, True, {17: 1.0}) for t in range(600, 1190, 10))
-    assert end.hangs(1190.0, True, {17: 1.0})
+    end, used = ExitHangDetector(), {17: 0.0}
+    assert not any(end.is_hanging(t, True, used) for t in range(0, 590, 10))
+    assert not end.is_hanging(590.0, True, {17: 1.0, 18: 2.0})
+    assert not any(end.is_hanging(t, True, {17: 1.0}) for t in range(600, 1190, 10))
+    assert end.is_hanging(1190.0, True, {17: 1.0})

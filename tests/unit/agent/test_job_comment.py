@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from clustertrain import fsio
-from clustertrain.agent.job_comment import Commenter, figures_of
+from clustertrain.agent.job_comment import CommentUpdater, collect_metrics
 from clustertrain.run import run_dir
 from clustertrain.run.goodput import Goodput
-from clustertrain.scheduler.job_comment import Figures, JobComment, comment_of
-from clustertrain.telemetry.report_schema import GpuSummary, Note, Stats, Summary, Timeline, Window
+from clustertrain.scheduler.job_comment import CommentMetrics, JobComment, format_comment
+from clustertrain.telemetry.report_schema import GpuSummary, Insight, Stats, Summary, Timeline, TimeWindow
 
 WAIT_S = 30.0
 
@@ -36,7 +36,7 @@ class Comment(JobComment):
 def test_it_is_updated_again_and_again_and_at_the_end() -> None:
     comment = Comment()
     lines = iter(range(1000))
-    commenter = Commenter(comment, lambda: str(next(lines)), first_s=0.0, every_s=0.001)
+    commenter = CommentUpdater(comment, lambda: str(next(lines)), first_s=0.0, every_s=0.001)
     commenter.start()
     for _ in range(3):
         assert comment.came.acquire(timeout=WAIT_S)
@@ -48,11 +48,11 @@ def test_it_is_updated_again_and_again_and_at_the_end() -> None:
 
 def test_an_attempt_that_ends_before_the_first_has_one() -> None:
     comment = Comment()
-    commenter = Commenter(comment, lambda: "line", first_s=1e6)
+    commenter = CommentUpdater(comment, lambda: "line", first_s=1e6)
     commenter.start()
     commenter.finish(WAIT_S)
     assert comment.texts == ["line"]
-    Commenter(comment, lambda: "never started").finish(WAIT_S)
+    CommentUpdater(comment, lambda: "never started").finish(WAIT_S)
     assert comment.texts == ["line"]
 
 
@@ -68,7 +68,7 @@ def test_a_report_that_cannot_be_read_costs_one_update(capfd: pytest.CaptureFixt
             raise found
         return found
 
-    commenter = Commenter(comment, text, first_s=0.0, every_s=1e6)
+    commenter = CommentUpdater(comment, text, first_s=0.0, every_s=1e6)
     commenter.start()
     assert asked.acquire(timeout=WAIT_S)
     commenter.finish(WAIT_S)
@@ -84,7 +84,7 @@ def test_after_a_refusal_no_report_is_read() -> None:
         read.append(1)
         return "line"
 
-    commenter = Commenter(comment, text, first_s=0.0, every_s=0.001)
+    commenter = CommentUpdater(comment, text, first_s=0.0, every_s=0.001)
     commenter.start()
     assert comment.came.acquire(timeout=WAIT_S)
     commenter.finish(WAIT_S)
@@ -105,23 +105,23 @@ def _gpu(uuid: str, **figures: Any) -> GpuSummary:
 
 def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    run = run_dir.create("gpt")
+    run = run_dir.create_run("gpt")
     run.spec.write_text("version = 1\n")
     attempt = run.attempt(1)
     attempt.events.mkdir(parents=True)
-    appender = fsio.Appender(attempt.events_of("rank-0"))
+    appender = fsio.JsonlAppender(attempt.events_path("rank-0"))
     appender.append({"t": 1.0, "event": "first_step", "step": 1, "total": 500})
     appender.close()
-    run.metrics_of(1).write_text('{"step": 120, "t": 5.0}\n')
+    run.metrics_path(1).write_text('{"step": 120, "t": 5.0}\n')
     gpus = [
         _gpu("a", utilization=_stats(0.9, 1.0), memory_used_gib=_stats(30.0, 70.0), power_w=_stats(500.0, 700.0)),
         _gpu("b", utilization=_stats(0.1, 1.0), memory_used_gib=_stats(35.0, 40.0)),
         _gpu("c"),
     ]
-    notes = [Note(severity=s, code="x", text="") for s in ("critical", "warning", "info")]
-    summary = Summary(run=run.id, job_id="1", window=Window(None, None), coverage=None, attempts=[], gpus=gpus,
+    notes = [Insight(severity=s, code="x", text="") for s in ("critical", "warning", "info")]
+    summary = Summary(run=run.id, job_id="1", window=TimeWindow(None, None), coverage=None, attempts=[], gpus=gpus,
                       hosts=[], notes=notes, goodput=Goodput(ratio=0.75))  # fmt: skip
-    figures = figures_of(run, summary)
-    assert figures == Figures(run=run.id, step=120, total_steps=500, gpu_utilization=0.5, memory_used_gib=70.0,
+    figures = collect_metrics(run, summary)
+    assert figures == CommentMetrics(run=run.id, step=120, total_steps=500, gpu_utilization=0.5, memory_used_gib=70.0,
                               memory_total_gib=80.0, power_w=500.0, goodput=0.75, notes=2)  # fmt: skip
-    assert comment_of(figures).endswith("step=120/500 gpu_util=50% mem=70/80GiB power=500W goodput=75% notes=2")
+    assert format_comment(figures).endswith("step=120/500 gpu_util=50% mem=70/80GiB power=500W goodput=75% notes=2")

@@ -10,7 +10,7 @@ import pytest
 from clustertrain.run.run_dir import RunDir
 from clustertrain.submit import templates
 
-SCRIPT = templates.folder() / "agent_end.sh"
+SCRIPT = templates.find_template_folder() / "agent_end.sh"
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def end(run: RunDir, tmp: Path, **env: str) -> None:
 
 
 def test_an_agent_without_a_result_is_noted(run: RunDir, tmp_path: Path) -> None:
-    run.attempt(2).result_of("n1.example").write_text("{}")
+    run.attempt(2).result_path("n1.example").write_text("{}")
     end(run, tmp_path, SLURMD_NODENAME="n1.example")
     end(run, tmp_path, SLURMD_NODENAME="n2.example")
     assert run.attempt(2).nodes_without_agent() == {"n2.example"}

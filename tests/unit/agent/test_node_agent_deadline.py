@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from clustertrain import fsio
-from clustertrain.agent.node_agent import Agent
+from clustertrain.agent.node_agent import NodeAgent
 from clustertrain.agent.node_result import NodeResult
-from clustertrain.agent.telemetry import Recording
+from clustertrain.agent.telemetry import NodeTelemetry
 from tests.unit.agent.test_node_agent_settings import agent
 
 
@@ -18,21 +18,21 @@ from tests.unit.agent.test_node_agent_settings import agent
 def compacted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """One entry for each time that an agent compacts."""
     done: list[str] = []
-    monkeypatch.setattr(Recording, "compact", lambda self, interrupted: done.append("compacted"))
+    monkeypatch.setattr(NodeTelemetry, "compact", lambda self, interrupted: done.append("compacted"))
     return done
 
 
-def ends(one: Agent, monkeypatch: pytest.MonkeyPatch, ending: str, order: dict[str, Any] | None = None) -> None:
+def ends(one: NodeAgent, monkeypatch: pytest.MonkeyPatch, ending: str, order: dict[str, Any] | None = None) -> None:
     """Runs the agent, whose ranks end at once."""
-    one.place.attempt.results.mkdir()
-    one.place.run.spec.write_text("version = 1\n")
+    one.context.attempt.results.mkdir()
+    one.context.run.spec.write_text("version = 1\n")
 
-    def ranks(self: Agent) -> NodeResult:
+    def ranks(self: NodeAgent) -> NodeResult:
         if order is not None:
-            fsio.write_json(self.place.attempt.stop, order)
+            fsio.write_json(self.context.attempt.stop_request, order)
         return NodeResult("localhost", 0, ending, None, 0, 7, 7, None, [])
 
-    monkeypatch.setattr(Agent, "_ranks", ranks)
+    monkeypatch.setattr(NodeAgent, "_run_ranks", ranks)
     one.run()
 
 
@@ -61,9 +61,9 @@ def test_the_ranks_have_the_word_before_anything_else_is_ended(tmp_path: Path, m
     seen: list[bool] = []
 
     class Slow:
-        def quiet(self) -> None:
+        def suspend(self) -> None:
             seen.append((one.rank_dir / "stop").exists())
 
-    one.recording = Slow()  # type: ignore[assignment]
+    one.telemetry = Slow()  # type: ignore[assignment]
     one._stop_ranks("signal:SIGTERM", None)
     assert seen == [True]

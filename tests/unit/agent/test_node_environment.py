@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from clustertrain.agent.node_environment import Job, look
+from clustertrain.agent.node_environment import NodeJob, inspect_node
 from tests.fakes.nvml.build import Stub
 from tests.fakes.nvml.fixture import nvml_library, nvml_stub  # noqa: F401
 from tests.fixtures.nodes.expand import expand
@@ -18,9 +18,9 @@ PROGRAM = """
 import json, os, sys
 from pathlib import Path
 import msgspec
-from clustertrain.agent.node_environment import Job, look
-job = Job("cuda", int(sys.argv[2]), True, sys.argv[3], Path("/logs/flight-record-rank-"))
-print(json.dumps(msgspec.to_builtins(look(job, os.environ, Path(sys.argv[1])))))
+from clustertrain.agent.node_environment import NodeJob, inspect_node
+job = NodeJob("cuda", int(sys.argv[2]), True, sys.argv[3], Path("/logs/flight-record-rank-"))
+print(json.dumps(msgspec.to_builtins(inspect_node(job, os.environ, Path(sys.argv[1])))))
 """
 
 
@@ -83,6 +83,6 @@ def test_no_driver_and_no_files_are_notes(nvml_stub: Stub, tmp_path: Path) -> No
 
 def test_whatever_goes_wrong_is_a_note() -> None:
     broken: Any = 7  # no path
-    found = look(Job("cpu", 1, True, "", Path("/logs")), {}, broken)
+    found = inspect_node(NodeJob("cpu", 1, True, "", Path("/logs")), {}, broken)
     assert found.settings == {}
     assert "the node was not read: " in found.notes[0]

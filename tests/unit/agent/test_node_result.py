@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from clustertrain.agent.node_result import Seen, judge
-from clustertrain.run.heartbeat import TRAIN, Beat
+from clustertrain.agent.node_result import RankObservations, build_node_result
+from clustertrain.run.heartbeat import TRAIN, Heartbeat
 
 NO_TORCH = "/opt/python: Error while finding module specification\nModuleNotFoundError: No module named 'torch'\n\n"
 PORT_TAKEN = "Traceback\nRuntimeError: The server socket has failed to bind. code: EADDRINUSE, reason: port 12345\n"
@@ -30,7 +30,7 @@ RANKS_DIED = (
     ],
 )
 def test_a_torchrun_that_failed_by_itself_is_told_by_its_log(tail: str | None, kind: str, words: str) -> None:
-    result = judge("a", 0, [0, 1], {}, Seen(launcher=1, log_tail=tail))
+    result = build_node_result("a", 0, [0, 1], {}, RankObservations(launcher_exit_code=1, log_tail=tail))
     assert (result.ending, result.kind, result.exit_code) == ("failed", kind, 1)
     assert result.message is not None and words in result.message
     assert ("see logs/agent-a.log" in result.message) is (kind != "killed")
@@ -39,7 +39,7 @@ def test_a_torchrun_that_failed_by_itself_is_told_by_its_log(tail: str | None, k
 def test_a_rank_that_left_a_record_counts_more_than_the_log() -> None:
     error = {"type": "ValueError", "message": "no"}
     records: dict[int, dict[str, Any]] = {0: {"rank": 0, "ending": "failed", "kind": "user_error", "error": error}}
-    result = judge("a", 0, [0, 1], records, Seen(launcher=1, log_tail=PORT_TAKEN))
+    result = build_node_result("a", 0, [0, 1], records, RankObservations(launcher_exit_code=1, log_tail=PORT_TAKEN))
     assert result.kind == "user_error"
     assert result.message == "rank 0 on a: ValueError: no"
 
@@ -79,7 +79,7 @@ def test_a_rank_that_crashed_explains_broken_collectives_and_is_explained_by_an_
 ) -> None:
     error = {"type": "E", "message": "said"}
     records = {0: {"rank": 0, "ending": "failed", "kind": peer, "error": error}} if peer is not None else {}
-    found = judge("a", 0, [0, 1], records, Seen(launcher=1, log_tail=CRASHED))
+    found = build_node_result("a", 0, [0, 1], records, RankObservations(launcher_exit_code=1, log_tail=CRASHED))
     assert (found.ending, found.message) == ("failed", told)
     assert [r["kind"] for r in found.ranks] == [peer or "killed", "crashed"]
 
@@ -89,15 +89,15 @@ def test_storage_that_failed_explains_the_broken_collectives() -> None:
         r: {"rank": r, "ending": "failed", "kind": kind, "error": {"type": "E", "message": kind}}
         for r, kind in enumerate(("communication", "storage"))
     }
-    assert judge("a", 0, [0, 1], records).kind == "storage"
+    assert build_node_result("a", 0, [0, 1], records).kind == "storage"
 
 
 def test_what_a_rank_says_of_its_end_reaches_the_node() -> None:
     stopped = {"ending": "stopped", "spent": True}
     records = {0: {"rank": 0, "why": "too dear", **stopped}, 1: {"rank": 1, "why": None, **stopped}}
-    found = judge("a", 0, [0, 1], records)
+    found = build_node_result("a", 0, [0, 1], records)
     assert (found.ending, found.why, found.spent) == ("stopped", "too dear", True)
-    assert not judge("a", 0, [0], {0: {"rank": 0, "ending": "completed"}}).spent
+    assert not build_node_result("a", 0, [0], {0: {"rank": 0, "ending": "completed"}}).spent
 
 
 WARNING = "W1125 02:00:00 torch/distributed/run.py:851] Setting OMP_NUM_THREADS environment variable\n"
@@ -105,18 +105,21 @@ WARNING = "W1125 02:00:00 torch/distributed/run.py:851] Setting OMP_NUM_THREADS 
 
 @pytest.mark.parametrize("launcher", [-9, -11])
 def test_a_killed_torchrun_is_named_by_its_signal_and_not_by_its_last_words(launcher: int) -> None:
-    result = judge("a", 0, [0, 1], {}, Seen(launcher=launcher, log_tail=WARNING))
+    result = build_node_result("a", 0, [0, 1], {}, RankObservations(launcher_exit_code=launcher, log_tail=WARNING))
     assert result.kind == "launcher"
     assert result.message == f"torchrun on a was killed by {'SIGKILL' if launcher == -9 else 'SIGSEGV'}"
 
 
 def test_a_torchrun_that_the_agent_ended_is_no_cause() -> None:
-    assert judge("a", 0, [0], {}, Seen(log_tail=WARNING)).kind == "killed"
+    assert build_node_result("a", 0, [0], {}, RankObservations(log_tail=WARNING)).kind == "killed"
 
 
 def test_a_rank_that_failed_counts_more_than_a_killed_torchrun() -> None:
     failed = {"rank": 0, "ending": "failed", "kind": "user_error", "error": {"type": "E", "message": "said"}}
-    assert judge("a", 0, [0, 1], {0: failed}, Seen(launcher=-9)).message == "rank 0 on a: E: said"
+    assert (
+        build_node_result("a", 0, [0, 1], {0: failed}, RankObservations(launcher_exit_code=-9)).message
+        == "rank 0 on a: E: said"
+    )
 
 
 TABLE = """
@@ -132,14 +135,16 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError
 
 def test_exit_codes_of_ranks_without_a_record_are_told_apart() -> None:
     broken = {"rank": 0, "ending": "failed", "kind": "communication", "error": {"type": "E", "message": "closed"}}
-    one = judge("a", 0, [0, 1], {0: broken}, Seen(launcher=1, log_tail=TABLE.format(1)))
+    one = build_node_result(
+        "a", 0, [0, 1], {0: broken}, RankObservations(launcher_exit_code=1, log_tail=TABLE.format(1))
+    )
     assert one.kind == "exited"
     assert one.message is not None and "rank 1 on a: no result: ended with exit code 1 without an error" in one.message
     # Rank 0 is not in torchrun's table, so it had exited with 0.
-    zero = judge("a", 0, [0, 1], {}, Seen(launcher=1, log_tail=TABLE.format(-9)))
+    zero = build_node_result("a", 0, [0, 1], {}, RankObservations(launcher_exit_code=1, log_tail=TABLE.format(-9)))
     assert zero.kind == "user_error"
     assert zero.message is not None and "rank 0 on a: no result: ended with exit code 0 before" in zero.message
-    assert judge("a", 0, [0], {}, Seen(launcher=0)).kind == "user_error"
+    assert build_node_result("a", 0, [0], {}, RankObservations(launcher_exit_code=0)).kind == "user_error"
 
 
 def completed(rank: int, finished: bool) -> dict[str, Any]:
@@ -159,7 +164,9 @@ def test_after_a_request_to_stop_only_a_session_says_that_a_script_is_done(
     finished: bool, stop_asked: bool, ending: str
 ) -> None:
     records = {r: completed(r, finished) for r in (0, 1)}
-    found = judge("a", 0, [0, 1], records, Seen(launcher=0, stop_asked=stop_asked))
+    found = build_node_result(
+        "a", 0, [0, 1], records, RankObservations(launcher_exit_code=0, stop_requested=stop_asked)
+    )
     assert (found.ending, found.step, found.kind) == (ending, 7, None)
     assert (found.why is not None) is (ending == "stopped")
 
@@ -167,24 +174,37 @@ def test_after_a_request_to_stop_only_a_session_says_that_a_script_is_done(
 @pytest.mark.parametrize(
     ("seen", "ending"),
     [
-        (Seen(launcher=0, stop_asked=True), "stopped"),
-        (Seen(launcher=0, left={0: completed(0, True)}), "completed"),
-        (Seen(launcher=0, stop_asked=True, left={0: completed(0, True)}), "completed"),
+        (RankObservations(launcher_exit_code=0, stop_requested=True), "stopped"),
+        (RankObservations(launcher_exit_code=0, finished_records={0: completed(0, True)}), "completed"),
         (
-            Seen(launcher=1, left={0: completed(0, True)}, log_tail=TABLE.format(-11).replace(": 1 (", ": 0 (")),
+            RankObservations(launcher_exit_code=0, stop_requested=True, finished_records={0: completed(0, True)}),
+            "completed",
+        ),
+        (
+            RankObservations(
+                launcher_exit_code=1,
+                finished_records={0: completed(0, True)},
+                log_tail=TABLE.format(-11).replace(": 1 (", ": 0 ("),
+            ),
             "failed",
         ),
     ],
 )
-def test_an_exit_of_0_without_a_record_counts_as_what_the_session_said(seen: Seen, ending: str) -> None:
-    assert judge("a", 0, [0], {}, seen).ending == ending
+def test_an_exit_of_0_without_a_record_counts_as_what_the_session_said(seen: RankObservations, ending: str) -> None:
+    assert build_node_result("a", 0, [0], {}, seen).ending == ending
 
 
 def test_a_rank_that_hung_at_its_end_is_complete_where_all_its_steps_were_done() -> None:
-    found = judge("a", 0, [0, 1], {0: completed(0, True)}, Seen(left={1: completed(1, True)}, hung=frozenset({1})))
+    found = build_node_result(
+        "a",
+        0,
+        [0, 1],
+        {0: completed(0, True)},
+        RankObservations(finished_records={1: completed(1, True)}, hung_ranks=frozenset({1})),
+    )
     assert found.ending == "completed"
     assert found.why == "all steps were done; rank 1 did nothing any more after all others had completed, and was ended"
-    plain = judge("a", 0, [0, 1], {0: completed(0, False)}, Seen(hung=frozenset({1})))
+    plain = build_node_result("a", 0, [0, 1], {0: completed(0, False)}, RankObservations(hung_ranks=frozenset({1})))
     assert (plain.ending, plain.kind) == ("failed", "hang")
     assert plain.message == "rank 1 did nothing any more after all others had completed, and was ended (a)"
 
@@ -194,38 +214,40 @@ def timed_out(rank: int) -> dict[str, Any]:
     return {"rank": rank, "ending": "failed", "kind": "hang", "error": error, "step": 16}
 
 
-def at(step: int) -> Beat:
-    return Beat(step=step, phase=TRAIN)
+def at(step: int) -> Heartbeat:
+    return Heartbeat(step=step, phase=TRAIN)
 
 
 @pytest.mark.parametrize(
     ("seen", "words"),
     [
         (
-            Seen(),
+            RankObservations(),
             "ranks 0, 2 and 3 waited in a collective until it timed out; rank 1 did not come: last seen on a, see ",
         ),
         (
-            Seen(beats={0: at(16), 1: at(15), 2: at(16), 3: at(16)}),
+            RankObservations(heartbeats={0: at(16), 1: at(15), 2: at(16), 3: at(16)}),
             "timed out, at step 17; rank 1 did not come: last seen on a, in step 16, phase train, see logs/rank-1.log",
         ),
         (
-            Seen(beats={r: at(16) for r in range(4)}, stopped=frozenset({1})),
+            RankObservations(heartbeats={r: at(16) for r in range(4)}, stopped_ranks=frozenset({1})),
             "rank 1 did not come: last seen on a, in step 17, phase train, its process stopped (SIGSTOP",
         ),
     ],
 )
-def test_a_hang_is_named_after_the_rank_that_did_not_come(seen: Seen, words: str) -> None:
-    found = judge("a", 0, range(4), {r: timed_out(r) for r in (0, 2, 3)}, seen)
+def test_a_hang_is_named_after_the_rank_that_did_not_come(seen: RankObservations, words: str) -> None:
+    found = build_node_result("a", 0, range(4), {r: timed_out(r) for r in (0, 2, 3)}, seen)
     assert found.kind == "hang"
     assert found.message is not None and words in found.message
 
 
 def test_a_hang_of_which_nothing_is_known_blames_nobody() -> None:
-    found = judge("a", 0, range(4), {0: timed_out(0)}, Seen(beats={r: at(16) for r in range(4)}))
+    found = build_node_result(
+        "a", 0, range(4), {0: timed_out(0)}, RankObservations(heartbeats={r: at(16) for r in range(4)})
+    )
     assert found.message == (
         "rank 0 waited in a collective until it timed out, at step 17; ranks 1, 2 and 3 left no record; which rank did "
         "not come is not known"
     )
-    all_waited = judge("a", 0, [0, 1], {r: timed_out(r) for r in (0, 1)})
+    all_waited = build_node_result("a", 0, [0, 1], {r: timed_out(r) for r in (0, 1)})
     assert all_waited.message is not None and "which rank did not come is not known" in all_waited.message

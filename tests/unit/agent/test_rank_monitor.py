@@ -13,8 +13,8 @@ import pytest
 
 from clustertrain import clock, fsio, proc
 from clustertrain.agent.hang_at_exit import PATIENCE_S
-from clustertrain.agent.node_agent import Agent
-from clustertrain.agent.rank_monitor import Watched
+from clustertrain.agent.node_agent import NodeAgent
+from clustertrain.agent.rank_monitor import RankMonitor
 from tests.unit.agent.test_node_agent_settings import MEETING, agent
 
 # In the place of torchrun: two ranks, each with its number in its environment, that do nothing.
@@ -40,21 +40,21 @@ def ranks_below(pid: int) -> dict[str, psutil.Process]:
     return found
 
 
-def watched(folder: Path, torchrun: int, *, others_done: bool = True) -> Watched:
-    return Watched(folder, [4, 5], torchrun, lambda: others_done)
+def watched(folder: Path, torchrun: int, *, others_done: bool = True) -> RankMonitor:
+    return RankMonitor(folder, [4, 5], torchrun, lambda: others_done)
 
 
 def record(folder: Path, rank: int, ending: str, name: str = "rank") -> None:
     fsio.write_json(folder / f"{name}-{rank}.json", {"rank": rank, "ending": ending})
 
 
-def hung_after_patience(one: Watched) -> frozenset[int]:
+def hung_after_patience(one: RankMonitor) -> frozenset[int]:
     for now in (0.0, 10.0, PATIENCE_S - 10.0):
-        one.look(now)
-        assert not one.over(now)
-    one.look(PATIENCE_S + 10.0)
-    assert one.over(PATIENCE_S + 10.0) == bool(one.hung)
-    return one.hung
+        one.poll(now)
+        assert not one.should_terminate(now)
+    one.poll(PATIENCE_S + 10.0)
+    assert one.should_terminate(PATIENCE_S + 10.0) == bool(one.hung_ranks)
+    return one.hung_ranks
 
 
 def test_a_rank_that_sleeps_after_all_others_have_completed(tmp_path: Path, torchrun: int) -> None:
@@ -64,7 +64,7 @@ def test_a_rank_that_sleeps_after_all_others_have_completed(tmp_path: Path, torc
 
 def test_a_rank_whose_process_cannot_be_found_may_be_working(tmp_path: Path, torchrun: int) -> None:
     """setproctitle overwrites the environment that shows a process's rank."""
-    one = Watched(tmp_path, [4, 6], torchrun, lambda: True)
+    one = RankMonitor(tmp_path, [4, 6], torchrun, lambda: True)
     record(tmp_path, 4, "completed")
     assert not hung_after_patience(one)
 
@@ -91,21 +91,21 @@ def test_a_rank_that_hangs_at_its_end_when_the_time_limit_comes(
 ) -> None:
     record(tmp_path, 4, "completed")
     one = watched(tmp_path, torchrun)
-    one.look(0.0)
-    one.look(10.0)
-    one.give_up(waited_s)
-    assert one.hung == hung
+    one.poll(0.0)
+    one.poll(10.0)
+    one.record_final_state(waited_s)
+    assert one.hung_ranks == hung
 
 
 def test_a_stopped_process_is_seen_when_its_peer_has_failed(tmp_path: Path, torchrun: int) -> None:
     one = watched(tmp_path, torchrun)
-    one.look(0.0)
+    one.poll(0.0)
     stopped = ranks_below(torchrun)["5"]
     stopped.suspend()
     assert clock.wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED, 10.0)
     record(tmp_path, 4, "failed")
-    one.look(1.0)
-    assert one.stopped == {5}
+    one.poll(1.0)
+    assert one.stopped_ranks == {5}
 
 
 def test_a_run_whose_steps_are_done_is_complete_though_a_rank_hangs_at_its_end(
@@ -114,12 +114,12 @@ def test_a_run_whose_steps_are_done_is_complete_though_a_rank_hangs_at_its_end(
     one = agent(tmp_path)
     real = clock.monotonic
     monkeypatch.setattr(clock, "monotonic", lambda: 1000 * real())  # ten minutes in 0.6 s
-    monkeypatch.setattr(Agent, "_meet", lambda self: MEETING)
+    monkeypatch.setattr(NodeAgent, "_join_rendezvous", lambda self: MEETING)
     sleeping = ["/bin/sh", "-c", "RANK=0 sleep 600 & wait"]
-    monkeypatch.setattr(Agent, "_torchrun", lambda self, meeting: proc.start(sleeping, new_session=True))
+    monkeypatch.setattr(NodeAgent, "_start_torchrun", lambda self, meeting: proc.start(sleeping, new_session=True))
     done = {"rank": 0, "ending": "completed", "finished": True, "step": 7, "committed_step": 7}
     fsio.write_json(one.rank_dir / "left-0.json", done)
-    result = one._ranks()
+    result = one._run_ranks()
     assert (result.ending, result.step, result.committed_step) == ("completed", 7, 7)
     assert (
         result.why == "all steps were done; rank 0 did nothing any more after all others had completed, and was ended"

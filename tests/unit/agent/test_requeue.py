@@ -10,10 +10,10 @@ import pytest
 
 from clustertrain import clock, fsio
 from clustertrain.agent import requeue as module
-from clustertrain.agent.requeue import Sequel
+from clustertrain.agent.requeue import RequeueAction
 from clustertrain.agent.signals import Signals
 from clustertrain.config.job import JobSpec, RunSpec
-from clustertrain.errors import ClusterTrainError, CommandFailed, SchedulerRefused
+from clustertrain.errors import ClusterTrainError, CommandFailed, SchedulerError
 from clustertrain.run import attempts, endings, events, run_dir
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
@@ -34,7 +34,7 @@ class Scheduler:
     requeued: int = 0
     restarted: list[dict[str, str]] = field(default_factory=list)
 
-    def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
+    def query_jobs(self, job_ids: Iterable[str]) -> dict[str, JobView]:
         if self.views_fail:
             self.views_fail -= 1
             raise CommandFailed("squeue failed: Unable to contact slurm controller (connect failure)")
@@ -58,7 +58,7 @@ class Scheduler:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
     monkeypatch.setattr(module, "RETRY_S", 0.0)
-    made = run_dir.create("followed")
+    made = run_dir.create_run("followed")
     made.spec.write_text("version = 1\n")
     made.attempt(1).path.mkdir()
     return made
@@ -73,12 +73,12 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Signals]:
 def follow(
     run: RunDir, scheduler: Scheduler, signals: Signals, ending: str, decision: Decision, *, patient: bool = True
 ) -> int:
-    log = EventLog(run.attempt(1).events_of("batch"))
+    log = EventLog(run.attempt(1).events_path("batch"))
     spec = RunSpec(job=JobSpec(exclude="n0"))
     try:
         until = clock.monotonic() + (60.0 if patient else 0.0)
-        sequel = Sequel(run, scheduler, "7", spec, log, signals, restart=0, until=until)  # type: ignore[arg-type]
-        return sequel.act(decision, Verdict(ending, "…"))
+        sequel = RequeueAction(run, scheduler, "7", spec, log, signals, restart_count=0, deadline=until)  # type: ignore[arg-type]
+        return sequel.execute(decision, Verdict(ending, "…"))
     finally:
         log.close()
 
@@ -87,7 +87,7 @@ REQUEUE = Decision("requeue", "…", 75)
 
 
 def how(run: RunDir) -> list[str]:
-    return [str(e["how"]) for e in events.named(events.of_attempt(run.attempt(1)), "requeued")]
+    return [str(e["how"]) for e in events.filter_by_name(events.for_attempt(run.attempt(1)), "requeued")]
 
 
 def test_a_scheduler_that_is_restarting_is_asked_again(run: RunDir, signals: Signals) -> None:
@@ -109,7 +109,7 @@ def test_a_fresh_submission_without_an_answer_is_made_again(run: RunDir, signals
 def test_a_scheduler_that_never_answers_stops_the_run_in_the_end(run: RunDir, signals: Signals) -> None:
     scheduler = Scheduler(views_fail=9, answers=[NOTHING_HEARD], restart_answers=[NOTHING_HEARD])
     assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE, patient=False) == 93
-    assert "Unable to contact" in str(attempts.read_all(run)[0].stopped)
+    assert "Unable to contact" in str(attempts.load_attempts(run)[0].stopped)
 
 
 def test_a_requeue_that_was_heard_without_an_answer_makes_no_second_job(run: RunDir, signals: Signals) -> None:
@@ -119,7 +119,7 @@ def test_a_requeue_that_was_heard_without_an_answer_makes_no_second_job(run: Run
                 self.state = "PENDING"
             super().requeue(job_id)
 
-    scheduler = Deaf(answers=[NOTHING_HEARD, SchedulerRefused("Job is pending execution for job 7")])
+    scheduler = Deaf(answers=[NOTHING_HEARD, SchedulerError("Job is pending execution for job 7")])
     assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
     assert (scheduler.requeued, scheduler.restarted) == (2, [])
 
@@ -129,7 +129,7 @@ def test_a_cancellation_ends_the_wait_for_an_answer(
 ) -> None:
     class Away(Scheduler):
         def requeue(self, job_id: str) -> None:
-            fsio.write_json(run.cancelled, {})
+            fsio.write_json(run.cancel_marker, {})
             raise NOTHING_HEARD
 
     scheduler = Away()
@@ -144,16 +144,16 @@ def test_a_job_that_was_requeued_from_outside_is_not_requeued_again(run: RunDir,
 
 
 def test_a_refused_requeue_becomes_a_fresh_submission(run: RunDir, signals: Signals) -> None:
-    scheduler = Scheduler(answers=[SchedulerRefused("disabled")])
+    scheduler = Scheduler(answers=[SchedulerError("disabled")])
     assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
     assert scheduler.restarted == [{"exclude": "n0"}]
     assert how(run) == ["requeue", "resubmit"]
 
 
 def test_a_run_that_nobody_takes_says_why_it_stops(run: RunDir, signals: Signals) -> None:
-    scheduler = Scheduler(answers=[SchedulerRefused("disabled")], restart_answers=[SchedulerRefused("no")])
+    scheduler = Scheduler(answers=[SchedulerError("disabled")], restart_answers=[SchedulerError("no")])
     assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 93
-    assert "neither" in str(attempts.read_all(run)[0].stopped)
+    assert "neither" in str(attempts.load_attempts(run)[0].stopped)
 
 
 def test_a_job_at_its_limit_is_submitted_afresh(run: RunDir, signals: Signals) -> None:
@@ -166,11 +166,11 @@ def test_a_job_that_is_being_cancelled_is_left_alone(run: RunDir, signals: Signa
     scheduler = Scheduler(state="COMPLETING")
     assert follow(run, scheduler, signals, endings.UNKNOWN, REQUEUE) == 93
     assert (scheduler.requeued, scheduler.restarted) == (0, [])
-    assert attempts.read_all(run)[0].stopped
+    assert attempts.load_attempts(run)[0].stopped
 
 
 def test_a_cancellation_after_the_verdict_counts(run: RunDir, signals: Signals) -> None:
-    fsio.write_json(run.cancelled, {})
+    fsio.write_json(run.cancel_marker, {})
     scheduler = Scheduler()
     assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 93
     assert scheduler.requeued == 0
@@ -192,7 +192,7 @@ def test_a_full_disk_does_not_keep_the_run_from_its_requeue(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(fsio.Appender, "append", full)
+    monkeypatch.setattr(fsio.JsonlAppender, "append", full)
     scheduler = Scheduler()
     assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
     assert scheduler.requeued == 1

@@ -8,7 +8,7 @@ import pytest
 
 from clustertrain import clock
 from clustertrain.agent import telemetry
-from clustertrain.agent.telemetry import Recording
+from clustertrain.agent.telemetry import NodeTelemetry
 from clustertrain.run import events
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import AttemptDir, RunDir
@@ -33,15 +33,15 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
-def recorder(run: RunDir, attempt: AttemptDir) -> Recording:
+def recorder(run: RunDir, attempt: AttemptDir) -> NodeTelemetry:
     attempt.path.mkdir(parents=True, exist_ok=True)
-    log = EventLog(attempt.events_of("agent-n1"))
-    return Recording(run, attempt, "n1", [0], environ={}, beats=run.path, several_nodes=False, log=log)
+    log = EventLog(attempt.events_path("agent-n1"))
+    return NodeTelemetry(run, attempt, "n1", [0], environ={}, heartbeat_dir=run.path, several_nodes=False, log=log)
 
 
 def written(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A segment that counts as worth the work."""
-    monkeypatch.setattr(telemetry, "WORTH_BYTES", 1000)
+    monkeypatch.setattr(telemetry, "MIN_COMPACT_BYTES", 1000)
     writer, of = Writer(attempt.telemetry / "n1"), header()
     writer.begin(of)
     fill(writer, of, 0, 300)
@@ -56,12 +56,12 @@ def test_an_attempt_that_ended_by_itself_is_compacted(run: RunDir, monkeypatch: 
     assert (folder / "fast.parquet").exists()
     assert not (folder / "samples.jsonl.gz").exists()
     (segment,) = open_node(folder.parent)
-    assert segment.n == 300
+    assert segment.sample_count == 300
 
 
 def test_little_stays_as_it_was_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written(run.attempt(1), monkeypatch)
-    monkeypatch.setattr(telemetry, "WORTH_BYTES", 1 << 30)
+    monkeypatch.setattr(telemetry, "MIN_COMPACT_BYTES", 1 << 30)
     recorder(run, run.attempt(1)).compact(lambda: False)
     assert (folder / "samples.jsonl.gz").exists()
     assert not (folder / "fast.parquet").exists()
@@ -70,10 +70,10 @@ def test_little_stays_as_it_was_written(run: RunDir, monkeypatch: pytest.MonkeyP
 def test_an_order_to_stop_ends_the_compaction_at_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lets the child begin, and then does not wait for its end."""
     folder = written(run.attempt(1), monkeypatch)
-    monkeypatch.setattr(telemetry, "LOOK_S", 0.01)
+    monkeypatch.setattr(telemetry, "INTERRUPT_POLL_S", 0.01)
     recorder(run, run.attempt(1)).compact(lambda: True)
     (segment,) = open_node(folder.parent)
-    assert (segment.n, segment.trouble) == (300, None)
+    assert (segment.sample_count, segment.read_error) == (300, None)
 
 
 def test_a_file_in_the_way_does_not_end_the_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_no_process_to_be_had_is_an_event(run: RunDir, monkeypatch: pytest.Monke
     second = recorder(run, run.attempt(2))
     second.compact_earlier()
     second.stop()
-    (event,) = events.named(events.of_attempt(run.attempt(2)), "telemetry_left")
+    (event,) = events.filter_by_name(events.for_attempt(run.attempt(2)), "telemetry_left")
     assert "could not be started" in event["why"]
 
 
@@ -115,7 +115,7 @@ def test_a_recipe_without_telemetry_records_nothing(run: RunDir) -> None:
     attempt = run.attempt(1)
     silent = recorder(run, attempt)
     silent.start()
-    silent.quiet()
+    silent.suspend()
     silent.stop()
     assert silent.gpus == []
     assert not attempt.telemetry.exists()
@@ -132,5 +132,5 @@ def test_a_record_that_does_not_read_does_not_end_the_run(run: RunDir, damage: s
 def test_settings_that_do_not_read_leave_the_defaults(run: RunDir) -> None:
     run.spec.write_text("no = toml = at all")
     recorder(run, run.attempt(1)).stop()
-    (event,) = events.named(events.of_attempt(run.attempt(1)), "telemetry_failed")
+    (event,) = events.filter_by_name(events.for_attempt(run.attempt(1)), "telemetry_failed")
     assert "the defaults stand" in event["reason"]

@@ -11,7 +11,7 @@ import pytest
 
 from clustertrain import clock, fsio, proc
 from clustertrain.agent import tracking
-from clustertrain.agent.tracking import Tracking
+from clustertrain.agent.tracking import TrackingProcess
 from clustertrain.run import events
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
@@ -27,24 +27,24 @@ def run(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def kept(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracking]:
+def kept(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrackingProcess]:
     monkeypatch.setattr(tracking, "RESTART_S", 0.0)
-    log = EventLog(run.attempt(1).events_of("agent-here"))
-    one = Tracking(run, run.attempt(1), os.environ, log)
+    log = EventLog(run.attempt(1).events_path("agent-here"))
+    one = TrackingProcess(run, run.attempt(1), os.environ, log)
     yield one
     one.stop(0.0)
     log.close()
 
 
 def handed(run: RunDir) -> int:
-    return int((fsio.peek_json(run.tracking / "state" / "tensorboard.json") or {}).get("step", -1))
+    return int((fsio.poll_json(run.tracking / "state" / "tensorboard.json") or {}).get("step", -1))
 
 
 def complaints(run: RunDir) -> list[str]:
-    return [str(e["reason"]) for e in events.named(events.of_attempt(run.attempt(1)), "tracking_failed")]
+    return [str(e["reason"]) for e in events.filter_by_name(events.for_attempt(run.attempt(1)), "tracking_failed")]
 
 
-def test_killed_while_it_runs_it_is_started_again_and_ends_when_it_is_told(run: RunDir, kept: Tracking) -> None:
+def test_killed_while_it_runs_it_is_started_again_and_ends_when_it_is_told(run: RunDir, kept: TrackingProcess) -> None:
     kept.start()
     first = kept.pid
     assert first is not None and clock.wait_until(lambda: handed(run) == 2, 60)
@@ -54,20 +54,20 @@ def test_killed_while_it_runs_it_is_started_again_and_ends_when_it_is_told(run: 
     os.kill(first, signal.SIGKILL)
 
     def another() -> bool:
-        kept.look()
+        kept.poll()
         return kept.pid not in (None, first)
 
     assert clock.wait_until(another, 60)
     write(run, 1, 5, 6)
     fsio.make_folder(run.attempt(1).results)
-    fsio.write_json(run.attempt(1).result_of("here"), {"ending": "completed"})
+    fsio.write_json(run.attempt(1).result_path("here"), {"ending": "completed"})
     kept.stop(60)
     assert reading_back.tensorboard(run) == [(s, loss(s)) for s in range(1, 7)]
     assert complaints(run) == [f"the process ended with code -{int(signal.SIGKILL)}"]
 
 
 @pytest.mark.long
-def test_killed_while_wandb_writes_nothing_is_lost_and_nothing_there_twice(run: RunDir, kept: Tracking) -> None:
+def test_killed_while_wandb_writes_nothing_is_lost_and_nothing_there_twice(run: RunDir, kept: TrackingProcess) -> None:
     run.spec.write_text(
         run.spec.read_text().replace('"tensorboard"', '"wandb"').replace("offline = false", "offline = true")
     )
@@ -77,16 +77,16 @@ def test_killed_while_wandb_writes_nothing_is_lost_and_nothing_there_twice(run: 
         child = kept._child
         assert child is not None
         assert clock.wait_until(lambda n=least: sum(p.stat().st_size for p in reading_back.wandb_files(run)) > n, 60)
-        proc.kill_all(child)
-        kept.look()
+        proc.kill_process_tree(child)
+        kept.poll()
     kept.start()
     fsio.make_folder(run.attempt(1).results)
-    fsio.write_json(run.attempt(1).result_of("here"), {"ending": "completed"})
+    fsio.write_json(run.attempt(1).result_path("here"), {"ending": "completed"})
     kept.stop(60)
     assert reading_back.wandb(run) == [(s, loss(s)) for s in range(1, 601)]
 
 
-def test_one_that_is_not_done_in_time_is_killed(run: RunDir, kept: Tracking) -> None:
+def test_one_that_is_not_done_in_time_is_killed(run: RunDir, kept: TrackingProcess) -> None:
     kept.start()
     pid = kept.pid
     assert pid is not None
@@ -97,7 +97,7 @@ def test_one_that_is_not_done_in_time_is_killed(run: RunDir, kept: Tracking) -> 
     assert said.startswith("not done in 0.1 s; the rest waits")
 
 
-def test_it_ends_with_the_agent_and_leaves_the_run_to_a_later_one(run: RunDir, kept: Tracking) -> None:
+def test_it_ends_with_the_agent_and_leaves_the_run_to_a_later_one(run: RunDir, kept: TrackingProcess) -> None:
     kept.start()
     assert clock.wait_until(lambda: handed(run) == 2, 60)
     fsio.write_json(run.tracking / "owner.json", {"owner": "somebody"})
@@ -108,23 +108,23 @@ def test_it_ends_with_the_agent_and_leaves_the_run_to_a_later_one(run: RunDir, k
 def test_without_trackers_there_is_no_process(tmp_path: Path) -> None:
     run = make(tmp_path)
     write(run, 1, 1, 2)
-    log = EventLog(run.attempt(1).events_of("agent-here"))
-    one = Tracking(run, run.attempt(1), os.environ, log)
+    log = EventLog(run.attempt(1).events_path("agent-here"))
+    one = TrackingProcess(run, run.attempt(1), os.environ, log)
     one.start()
     assert one.pid is None and not run.tracking.exists()
     log.close()
 
 
-def test_a_process_that_fails_is_said_and_left(run: RunDir, kept: Tracking) -> None:
+def test_a_process_that_fails_is_said_and_left(run: RunDir, kept: TrackingProcess) -> None:
     run.tracking.write_text("in the way")
     kept.start()
 
     def over() -> bool:
-        kept.look()
+        kept.poll()
         return kept.pid is None
 
     assert clock.wait_until(over, 60)
-    kept.look()
+    kept.poll()
     assert kept.pid is None and complaints(run) == ["the process ended with code 1, and is not started again"]
     assert (
         "Not a directory" in (run.attempt(1).logs / "tracking.log").read_text()

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from clustertrain.checkpoint.core.control_group import Ranks
-from clustertrain.checkpoint.core.retention import Policy
+from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.storage import RemoteFolder
 from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.config.parsing import build
-from clustertrain.config.presets import filled
+from clustertrain.config.presets import apply_preset
 from clustertrain.config.recipe import Recipe
 from clustertrain.train.models.decoder import Decoder
 
@@ -33,7 +33,7 @@ def save(
         Ranks(),
         attempt="1",
         layout={"strategy": "single"},
-        policy=Policy(keep=100),
+        policy=RetentionPolicy(keep=100),
         background=False,
         about={"recipe": msgspec.to_builtins(recipe)} if recipe else {},
     )
@@ -48,7 +48,7 @@ def change_index(folder: Path, **fields: Any) -> None:
 
 
 def recipe_of(**model: Any) -> Recipe:
-    document = filled({"model": {"preset": "tiny", **model}})
+    document = apply_preset({"model": {"preset": "tiny", **model}})
     return build(document, Recipe, "a test")
 
 
@@ -85,4 +85,4 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def steps(root: Path | RemoteFolder) -> list[int | None]:
-    return [index.step_of(p) for p in index.folders(root)]
+    return [index.parse_step(p) for p in index.list_checkpoint_folders(root)]

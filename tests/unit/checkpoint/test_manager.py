@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from clustertrain.checkpoint.core.control_group import Ranks
-from clustertrain.checkpoint.core.retention import Policy
+from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format import direct_io, folders, storage_errors
 from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.manifest import Damaged
+from clustertrain.checkpoint.format.manifest import DamagedCheckpoint
 from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.checkpoint.offline import inspect
@@ -74,7 +74,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def manager(root: Path) -> CheckpointManager:
     return CheckpointManager(
-        root, Ranks(), attempt="1", layout={"strategy": "single"}, policy=Policy(keep=3), background=False
+        root, Ranks(), attempt="1", layout={"strategy": "single"}, policy=RetentionPolicy(keep=3), background=False
     )
 
 
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(manager: CheckpointMa
     kept = [t.clone() for t in tensors(make_state(1))]
     manager.save(6, old)
     damage(index.step_folder(root, 6))
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedCheckpoint):
         inspect.verify(index.step_folder(root, 6))
     new = make_state(2)
     restored = manager.restore(new)
@@ -139,12 +139,12 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(manager: CheckpointMa
     assert str(index.step_folder(root, 6)) in restored.skipped[0]["why"]
     assert len(tensors(new)) > len(kept)
     # Set aside, so that neither a later restart nor retention takes it for the newest.
-    assert [index.step_of(p) for p in index.folders(root)] == [3]
+    assert [index.parse_step(p) for p in index.list_checkpoint_folders(root)] == [3]
     again = manager.restore(make_state(2))
     assert again is not None
     assert again.skipped == []
     manager.save(6, new)
-    assert index.set_aside(root) == []
+    assert index.list_damaged_folders(root) == []
     inspect.verify(index.step_folder(root, 6))
 
 
@@ -153,7 +153,7 @@ def test_when_none_verifies_the_run_ends_and_nothing_is_moved(manager: Checkpoin
     flip(index.step_folder(root, 3) / "rank-0.bin")
     with pytest.raises(CheckpointError, match=r"no checkpoint verifies(.|\n)*rank-0\.bin"):
         manager.restore(make_state())
-    assert [index.step_of(p) for p in index.folders(root)] == [3]
+    assert [index.parse_step(p) for p in index.list_checkpoint_folders(root)] == [3]
 
 
 def test_an_uncommitted_folder_is_never_restored(manager: CheckpointManager, root: Path) -> None:
@@ -202,11 +202,11 @@ def test_a_newer_format_is_refused(manager: CheckpointManager, root: Path) -> No
 def test_retention_keeps_the_newest_and_the_newest_whole_one(manager: CheckpointManager, root: Path) -> None:
     for step in range(1, 6):
         manager.save(step, make_state())
-    assert [index.step_of(p) for p in index.folders(root)] == [3, 4, 5]
+    assert [index.parse_step(p) for p in index.list_checkpoint_folders(root)] == [3, 4, 5]
     for step in (4, 5):
         os.truncate(index.step_folder(root, step) / "rank-0.bin", 8)
     assert [p.name for p in inspect.prune(root, 1)] == ["step-00000004"]
-    assert [index.step_of(p) for p in index.folders(root)] == [3, 5]
+    assert [index.parse_step(p) for p in index.list_checkpoint_folders(root)] == [3, 5]
 
 
 def test_prune_counts_a_flipped_byte(manager: CheckpointManager, root: Path) -> None:
@@ -221,11 +221,11 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_no_rest(
 ) -> None:
     manager.save(3, make_state())
 
-    def full(file: direct_io.Writing, data: memoryview) -> None:
+    def full(file: direct_io.DirectWriter, data: memoryview) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(direct_io.Writing, "write", full)
+        patch.setattr(direct_io.DirectWriter, "write", full)
         with pytest.raises(CheckpointError, match=r"step 6 was not saved: rank 0: .*No space left"):
             manager.save(6, make_state())
     assert sorted(p.name for p in root.iterdir()) == ["step-00000003"]
@@ -255,15 +255,15 @@ def test_a_file_system_that_does_not_answer_is_no_damage(
 ) -> None:
     manager.save(3, make_state())
     manager.save(6, make_state())
-    monkeypatch.setattr(storage_errors, "PAUSE_S", 0.01)
-    monkeypatch.setattr(storage_errors, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(storage_errors, "RETRY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(storage_errors, "RETRY_TIMEOUT_S", 0.1)
     monkeypatch.setattr(folders, "sweep", lambda root, fence: None)
     with monkeypatch.context() as patch:
         patch.setattr(target, name, failing(getattr(target, name), number, 10**6))
         with pytest.raises(StorageError, match=os.strerror(number)) as e:
             manager.restore(make_state())
         assert not e.value.full
-    assert index.set_aside(root) == []
+    assert index.list_damaged_folders(root) == []
     with monkeypatch.context() as patch:
         patch.setattr(target, name, failing(getattr(target, name), number, 2))
         restored = manager.restore(make_state())
@@ -275,7 +275,7 @@ def test_a_file_system_that_does_not_answer_is_no_damage(
 def test_a_failed_save_tells_whether_it_would_fail_again(
     manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch, number: int, full: bool
 ) -> None:
-    monkeypatch.setattr(direct_io.Writing, "write", failing(direct_io.Writing.write, number, 1))
+    monkeypatch.setattr(direct_io.DirectWriter, "write", failing(direct_io.DirectWriter.write, number, 1))
     with pytest.raises(StorageError, match="step 6 was not saved") as e:
         manager.save(6, make_state())
     assert e.value.full is full
@@ -286,14 +286,14 @@ def test_an_unreadable_checkpoint_is_listed_as_such_and_no_ground_to_prune(
 ) -> None:
     for step in (3, 6):
         manager.save(step, make_state())
-    monkeypatch.setattr(storage_errors, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(storage_errors, "RETRY_TIMEOUT_S", 0.0)
     monkeypatch.setattr(os, "preadv", failing(os.preadv, errno.EIO, 10**6))
     row = inspect.list_checkpoints(root, verify=True)[1]
     assert (row["verified"], "damage" in row) == (None, False)
     assert "rank-0.bin" in row["unreadable"]
     with pytest.raises(StorageError):
         inspect.prune(root, 1)
-    assert len(index.folders(root)) == 2
+    assert len(index.list_checkpoint_folders(root)) == 2
 
 
 class Killed(BaseException):
@@ -333,9 +333,11 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
     step, n = (3 if same_step else 6), 0
     while True:
         shutil.rmtree(root, ignore_errors=True)
-        first = CheckpointManager(root, Ranks(), attempt="1", layout={}, policy=Policy(keep=1), background=False)
+        first = CheckpointManager(
+            root, Ranks(), attempt="1", layout={}, policy=RetentionPolicy(keep=1), background=False
+        )
         first.save(3, make_state(1))
-        old = inspect.digest(inspect.find(root))
+        old = inspect.digest(inspect.find_checkpoint(root))
         with monkeypatch.context() as patch:
             done = _die_at(patch, n)
             try:
@@ -344,7 +346,9 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
             except Killed:
                 finished = False
         new_state = make_state(5)
-        second = CheckpointManager(root, Ranks(), attempt="2", layout={}, policy=Policy(keep=1), background=False)
+        second = CheckpointManager(
+            root, Ranks(), attempt="2", layout={}, policy=RetentionPolicy(keep=1), background=False
+        )
         restored = second.restore(new_state)
         assert restored is not None, f"after {done}"
         assert restored.skipped == []
@@ -361,7 +365,7 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
 def test_list_verify_digest_and_find(manager: CheckpointManager, root: Path) -> None:
     assert inspect.list_checkpoints(root) == []
     with pytest.raises(NotFound, match="steps there: none"):
-        inspect.find(root)
+        inspect.find_checkpoint(root)
     state = make_state()
     manager.save(3, state)
     train(state)
@@ -374,23 +378,23 @@ def test_list_verify_digest_and_find(manager: CheckpointManager, root: Path) -> 
     assert rows[0]["layout"] == {"strategy": "single"}
     assert rows[0]["bytes"] == sum(p.stat().st_size for p in Path(rows[0]["path"]).iterdir())
     assert inspect.list_checkpoints(root)[0]["verified"] is None
-    assert inspect.find(root) == index.step_folder(root, 6)
-    assert inspect.digest(inspect.find(root, 3)) != inspect.digest(inspect.find(root, 6))
+    assert inspect.find_checkpoint(root) == index.step_folder(root, 6)
+    assert inspect.digest(inspect.find_checkpoint(root, 3)) != inspect.digest(inspect.find_checkpoint(root, 6))
     with pytest.raises(NotFound, match="step 5; steps there: 3, 6"):
-        inspect.find(root, 5)
+        inspect.find_checkpoint(root, 5)
     flip(index.step_folder(root, 3) / "rank-0.bin")
     assert inspect.list_checkpoints(root)[0]["verified"] is None
     row = inspect.list_checkpoints(root, verify=True)[0]
     assert row["verified"] is False
     assert "rank-0.bin" in row["damage"]
-    with pytest.raises(Damaged, match=r"rank-0\.bin"):
+    with pytest.raises(DamagedCheckpoint, match=r"rank-0\.bin"):
         inspect.digest(index.step_folder(root, 3))
 
 
 def test_the_digest_is_of_tensors_and_not_of_what_else_is_saved(manager: CheckpointManager, root: Path) -> None:
     manager.save(1, make_state(), {"random": 1})
     manager.save(2, {**make_state(), "note": "another"}, {"random": 2})
-    assert inspect.digest(inspect.find(root, 1)) == inspect.digest(inspect.find(root, 2))
+    assert inspect.digest(inspect.find_checkpoint(root, 1)) == inspect.digest(inspect.find_checkpoint(root, 2))
 
 
 def test_the_group_may_read_a_checkpoint_where_it_gets_to_the_run(manager: CheckpointManager, root: Path) -> None:

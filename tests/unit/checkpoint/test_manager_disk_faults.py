@@ -21,15 +21,15 @@ import torch
 from clustertrain import settings
 from clustertrain.checkpoint.core import fault_points
 from clustertrain.checkpoint.core.control_group import Ranks
-from clustertrain.checkpoint.core.retention import Policy
-from clustertrain.checkpoint.core.state_dict import block
+from clustertrain.checkpoint.core.retention import RetentionPolicy
+from clustertrain.checkpoint.core.state_dict import to_local_shard
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.storage_errors import StorageError
-from clustertrain.checkpoint.manager import CheckpointManager, Restored
+from clustertrain.checkpoint.manager import CheckpointManager, RestoreResult
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.checkpoint.save import node_local
-from clustertrain.checkpoint.save.commit import Write
-from clustertrain.checkpoint.save.staging import Staging
+from clustertrain.checkpoint.save.commit import WriteJob
+from clustertrain.checkpoint.save.staging import StagingBuffer
 from clustertrain.errors import CheckpointError
 
 pytestmark = pytest.mark.long
@@ -54,7 +54,9 @@ def root(tmp_path: Path) -> Path:
 
 
 def manager_of(root: Path, attempt: str, *, background: bool = False) -> CheckpointManager:
-    return CheckpointManager(root, Ranks(), attempt=attempt, layout={}, policy=Policy(keep=1), background=background)
+    return CheckpointManager(
+        root, Ranks(), attempt=attempt, layout={}, policy=RetentionPolicy(keep=1), background=background
+    )
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -148,16 +150,16 @@ def test_a_part_from_the_nodes_own_disk_is_not_touched_when_it_was_handed_in(roo
     """By another writer, after the first was killed: rank 0 may be reading it, and its folder may have its name."""
     folder = index.staging_folder(root, 3, "1")
     folder.mkdir(parents=True)
-    staging = Staging(tmp_path, torch.device("cpu"))
-    segments = staging.fill([block("a", "other", torch.ones(100))])
+    staging = StagingBuffer(tmp_path, torch.device("cpu"))
+    segments = staging.stage([to_local_shard("a", "other", torch.ones(100))])
     near = str(tmp_path / "near" / "step-00000003-1")
-    job = Write(step=3, folder=str(folder), rank=0, engine="raw", memory=0, segments=segments, own=None, local=near)
-    assert node_local.keep(job, staging.memory())
+    job = WriteJob(step=3, folder=str(folder), rank=0, engine="raw", memory=0, segments=segments, own=None, local=near)
+    assert node_local.write_local_part(job, staging.memory())
     staging.close()
     job = msgspec.structs.replace(job, memory=None)
-    assert node_local.hand_on(job) == 400
+    assert node_local.copy_to_shared(job) == 400
     before = (folder / "rank-0.bin").stat()
-    assert node_local.hand_on(job) == 400
+    assert node_local.copy_to_shared(job) == 400
     after = (folder / "rank-0.bin").stat()
     assert (after.st_ino, after.st_ctime_ns) == (before.st_ino, before.st_ctime_ns)
 
@@ -170,7 +172,7 @@ def test_half_a_file_of_a_killed_writer_is_no_part_of_the_checkpoint(
             (folder,) = root.iterdir()
             (folder / "..rank-0.done.4711-00c0ffee").write_text("{")
 
-    monkeypatch.setattr(fault_points, "reached", die_half_way)
+    monkeypatch.setattr(fault_points, "fault_point", die_half_way)
     saved = manager_of(root, "1").save(3, state_of(1.0))
     assert saved is not None
     assert sorted(p.name for p in saved.path.iterdir()) == ["COMMITTED", "manifest.json", "rank-0.bin"]
@@ -182,8 +184,8 @@ def test_a_newer_format_is_no_reason_to_go_back(root: Path) -> None:
     for step in (3, 6):
         manager.save(step, state_of(1.0))
     marker = index.step_folder(root, 6) / index.COMMITTED
-    marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": index.FORMAT + 1}))
-    with pytest.raises(CheckpointError, match=f"written in format {index.FORMAT + 1}.*\n.*or a newer one"):
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": index.FORMAT_VERSION + 1}))
+    with pytest.raises(CheckpointError, match=f"written in format {index.FORMAT_VERSION + 1}.*\n.*or a newer one"):
         manager.restore(state_of(0.0))
     assert names(root) == ["step-00000003", "step-00000006"]
 
@@ -226,7 +228,7 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(0)
 
 
-def restored_by(root: Path) -> Restored | None:
+def restored_by(root: Path) -> RestoreResult | None:
     return manager_of(root, "2").restore(state_of(0.0))
 
 

@@ -12,7 +12,7 @@ import pytest
 from clustertrain import fsio
 from clustertrain.cli.main import main
 from clustertrain.run.run_dir import RunDir
-from clustertrain.scheduler.local import JobFolder, LocalJob, folder_of
+from clustertrain.scheduler.local import JobFolder, LocalJob, job_folder
 from tests.unit.report.live_runs import begin, new_run
 
 
@@ -20,14 +20,14 @@ def running(home: Path, name: str, job_id: str, host: str) -> tuple[RunDir, JobF
     now = time.time()
     run = new_run(home, now, name=name)
     (run.events / "submit.jsonl").unlink()
-    log = fsio.Appender(run.events / "submit.jsonl")
+    log = fsio.JsonlAppender(run.events / "submit.jsonl")
     log.append({"t": now - 60, "event": "submitted", "job_id": job_id, "backend": "local"})
     log.close()
     begin(run, now, ["local0"], steps=3)
     fsio.write_json(
         run.attempt(1).record, {"job_id": job_id, "restart": 0, "nodes": ["local0"], "host": host, "t": now}
     )
-    folder = folder_of(job_id)
+    folder = job_folder(job_id)
     folder.path.mkdir(parents=True)
     # Without a process id it counts as about to start on any machine.
     folder.write(LocalJob(job_id=job_id, run_dir=str(run.path), state="RUNNING", pid=1 if host else 0, host=host))
@@ -44,4 +44,4 @@ def test_a_run_of_another_machine_keeps_no_other_from_being_cancelled(
     out, err = capsys.readouterr()
     assert {row["run"]: row["state"] for row in json.loads(out)} == {elsewhere.id: "cancelling", here.id: "cancelling"}
     assert "runs on elsewhere" in err and f"repeat: clustertrain cancel {elsewhere.id}\n" in err
-    assert job.cancel.exists()
+    assert job.cancel_file.exists()

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from clustertrain import clock, proc
 from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.manifest import Metric
+from clustertrain.checkpoint.format.manifest import CheckpointMetric
 from clustertrain.checkpoint.load import rollback
-from clustertrain.checkpoint.load.rollback import Wanted
+from clustertrain.checkpoint.load.rollback import RollbackTarget
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.cli import progress
 from clustertrain.cli.main import main
@@ -138,7 +138,7 @@ def test_a_checkpoint_that_goes_while_it_is_listed_is_left_out(
     original = index.is_committed
 
     def gone(folder: Path) -> bool:
-        if index.step_of(folder) == 3:
+        if index.parse_step(folder) == 3:
             shutil.rmtree(folder, ignore_errors=True)
         return original(folder)
 
@@ -164,7 +164,11 @@ def test_no_checkpoints_yet(run: Path, command: Command) -> None:
 
 
 def test_one_that_a_roll_back_has_condemned_is_neither_listed_nor_verified(run: Path, command: Command) -> None:
-    rollback.begin(run / "checkpoints", None, Wanted(last=6, most=5, why="a spike", left_out={}, most_often=1))
+    rollback.record_rollback(
+        run / "checkpoints",
+        None,
+        RollbackTarget(last_step=6, max_step=5, reason="a spike", excluded={}, max_rollbacks=1),
+    )
     assert [row["step"] for row in command("list", "net", "--json").json] == [3]
     flip(run, 6)
     said = command("verify", "net")
@@ -201,15 +205,15 @@ def test_each_of_several_damaged_files_is_told_once(run: Path) -> None:
     files = {**manifest.files, "rank-1.bin": manifest.files["rank-0.bin"]}
     index.write_manifest(folder, msgspec.structs.replace(manifest, tensors=tuple(tensors), files=files))
     done: list[int] = []
-    assert inspect.damages(folder, lambda so_far, _: done.append(so_far)) == []
+    assert inspect.find_damage(folder, lambda so_far, _: done.append(so_far)) == []
     assert done[-1] == sum(s.nbytes for t in tensors for s in t.shards) and done == sorted(done)
     for name in ("rank-0.bin", "rank-1.bin"):
         (folder / name).write_bytes(bytes((folder / name).stat().st_size))
-    assert sorted(d.split(":")[0] for d in inspect.damages(folder)) == [f"{folder}/rank-{r}.bin" for r in (0, 1)]
+    assert sorted(d.split(":")[0] for d in inspect.find_damage(folder)) == [f"{folder}/rank-{r}.bin" for r in (0, 1)]
     (folder / "rank-0.bin").unlink()
-    assert "No such file" in next(d for d in inspect.damages(folder) if "rank-0.bin" in d)
+    assert "No such file" in next(d for d in inspect.find_damage(folder) if "rank-0.bin" in d)
     flip(folder.parents[1], 3, "manifest.json")
-    assert [d.split(":")[0] for d in inspect.damages(folder)] == [f"{folder}/manifest.json"]
+    assert [d.split(":")[0] for d in inspect.find_damage(folder)] == [f"{folder}/manifest.json"]
 
 
 def test_what_cannot_be_read_is_not_called_damaged(run: Path, command: Command) -> None:
@@ -248,7 +252,7 @@ def test_diff_of_equals(run: Path, command: Command) -> None:
 def test_diff_of_two_that_were_judged_by_another_value(run: Path, command: Command) -> None:
     for step, value in ((3, 2.5), (6, 1.5)):
         folder = index.step_folder(run / "checkpoints", step)
-        change_index(folder, metric=Metric(name="validation_loss", value=value))
+        change_index(folder, metric=CheckpointMetric(name="validation_loss", value=value))
     said = command("diff", "net@3", "net@6", "--all")
     assert said.code == 1 and "Traceback" not in said.err
     (line,) = [line for line in said.out.splitlines() if line.strip().startswith("metric/value")]
@@ -458,7 +462,7 @@ def test_a_bar_for_what_lasts_where_somebody_looks(
     monkeypatch.setattr(clock, "monotonic", lambda: now[0])
     monkeypatch.setattr(sys, "stderr", out)
     monkeypatch.setattr(terminal, "make_console", lambda file: Console(file=file, force_terminal=True, width=80))
-    with progress.Bar("step 3") as bar:
+    with progress.ProgressBar("step 3") as bar:
         bar(0, 100)
         now[0] = seconds
         bar(50, 100)

@@ -87,7 +87,7 @@ def test_what_cannot_be_is_a_sentence(call: Call, root: Path, words: list[str], 
 
 
 def test_a_store_that_lets_nobody_in_is_a_sentence(call: Call, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_errors, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(storage_errors, "RETRY_TIMEOUT_S", 0.0)
 
     def fail(self: RemoteFolder) -> bool:
         raise PermissionError(13, "access denied: Forbidden")

@@ -82,7 +82,7 @@ def test_detect_writes_what_a_dry_run_shows(folder: Path) -> None:
     done = call("detect")
     path = folder / "testbed.toml"  # Slurm's ClusterName
     assert done.exit_code == 0 and path.read_text() == dry.stdout
-    profile = profiles.load("testbed")
+    profile = profiles.load_profile("testbed")
     assert (profile.partition, profile.gpu_type, profile.gpus_per_node) == ("low", "h100", 8)
     assert (profile.grace_s, profile.cpus_per_gpu, profile.measured) == (20.0, 2, None)
     assert f"{path}: written" in done.stdout
@@ -101,7 +101,7 @@ def test_detect_keeps_a_persons_keys_unless_forced(folder: Path, monkeypatch: py
     assert seen["kept"] == {"grace_s": {"profile": 60, "found": 20.0}}
     assert (seen["written"], seen["changed"], seen["failures"], seen["measured"]) == (False, [], [], None)
     assert said("detect", "--force")["changed"] == ["grace_s"]
-    assert profiles.load("mine").grace_s == 20.0 and profiles.load("mine").account == "p1"
+    assert profiles.load_profile("mine").grace_s == 20.0 and profiles.load_profile("mine").account == "p1"
 
 
 def test_the_partition_is_the_one_asked_for_then_the_profiles_then_the_jobs(
@@ -128,7 +128,7 @@ def test_without_slurm_this_machine_is_what_there_is(folder: Path, monkeypatch: 
     monkeypatch.setenv("PATH", str(folder))
     seen = said("detect", "here")
     assert "without Slurm" in seen["notes"][0] and "partition" not in seen["found"]
-    assert profiles.load("here").device == seen["found"]["device"]["value"]
+    assert profiles.load_profile("here").device == seen["found"]["device"]["value"]
     assert isinstance(call("detect", "--partition", "low").exception, UsageError)
 
 

@@ -67,7 +67,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     now = time.time()
     made = new_run(tmp_path, now)
     begin(made, now - 60, ["a"], steps=20)
-    log = fsio.Appender(made.attempt(1).events_of("batch"))
+    log = fsio.JsonlAppender(made.attempt(1).events_path("batch"))
     log.append({"t": now - 50, "event": "ended", "ending": "completed", "last_step": 20})
     log.close()
     made.attempt(1).logs.mkdir()
@@ -109,7 +109,7 @@ def test_json_of_another_shape(run: RunDir, name: str, content: bytes) -> None:
         "plan": run.plan,
         "record": run.record,
         "deadline": attempt.deadline,
-        "results": attempt.result_of("a"),
+        "results": attempt.result_path("a"),
     }[name]
     path.write_bytes(content)
     check(run, path)
@@ -147,14 +147,14 @@ def test_what_is_damaged_is_said(run: RunDir) -> None:
 
 def test_an_attempt_keeps_what_is_sound_of_its_record(run: RunDir) -> None:
     run.attempt(1).record.write_text('{"job_id": "4711", "restart": "x", "nodes": ["a", 7], "host": "a", "t": true}')
-    (found,) = attempts.read_all(run)
+    (found,) = attempts.load_attempts(run)
     assert (found.job_id, found.restart, found.nodes, found.host) == ("4711", 0, ("a",), "a")
-    assert found.trouble is not None and "restart" in found.trouble and "attempt.json" in found.trouble
+    assert found.record_error is not None and "restart" in found.record_error and "attempt.json" in found.record_error
 
 
 def test_a_record_that_is_missing_or_empty_is_no_damage(run: RunDir) -> None:
     """Its attempt has just been claimed."""
     run.attempt(1).record.write_text("")
-    assert attempts.read_all(run)[0].trouble is None
+    assert attempts.load_attempts(run)[0].record_error is None
     run.attempt(1).record.unlink()
-    assert attempts.read_all(run)[0].trouble is None
+    assert attempts.load_attempts(run)[0].record_error is None

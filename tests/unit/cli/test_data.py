@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from clustertrain.cli.data import data
-from clustertrain.config.token_shards import Index, read_index
+from clustertrain.config.token_shards import ShardIndex, load_index
 from clustertrain.errors import ClusterTrainError, ConfigError, UsageError
 
 WORDS = """
@@ -21,12 +21,12 @@ def words(text):
 """
 
 
-def tokenized(folder: Path, *options: str) -> tuple[Index, list[list[int]], str]:
+def tokenized(folder: Path, *options: str) -> tuple[ShardIndex, list[list[int]], str]:
     """The index, the documents, and what was said, of the text in ``folder / "text"``."""
     argv = ["tokenize", str(folder / "text"), "--out", str(folder / "out"), *options]
     done = CliRunner().invoke(data, argv, catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    index = read_index(folder / "out")
+    index = load_index(folder / "out")
     documents: list[list[int]] = []
     for shard in index.shards:
         tokens = np.fromfile(folder / "out" / shard.file, dtype=index.dtype)

@@ -91,7 +91,7 @@ def test_samples_at_times_that_cannot_be(d: list[float], run: RunDir, said: Said
     lines = gzip.decompress(path.read_bytes()).splitlines()
     at = next(i for i, line in enumerate(lines) if b'"fast"' in line)
     lines[at] = json.dumps({**json.loads(lines[at]), "d": d}).encode()
-    path.write_bytes(jsonl_blocks.packed(b"\n".join(lines)))
+    path.write_bytes(jsonl_blocks.compress_member(b"\n".join(lines)))
     path.with_name(totals.NAME).unlink()
     all_read(said, run)
 
@@ -111,7 +111,7 @@ def test_totals_that_cannot_be_are_not_taken(name: str, value: Any, run: RunDir,
 
 @pytest.mark.parametrize("steps", [None, [], [1], 7, "x", {"0": 1}])
 def test_a_profile_of_no_steps(steps: Any, run: RunDir, said: Said) -> None:
-    log = fsio.Appender(run.attempt(1).events_of("rank-0"))
+    log = fsio.JsonlAppender(run.attempt(1).events_path("rank-0"))
     log.append({"t": time.time(), "event": "profiled", "path": "x", **({} if steps is None else {"steps": steps})})
     log.close()
     all_read(said, run)
@@ -131,26 +131,26 @@ JOB_IDS = ("../../x", "--wrap=id", "local-1\nlocal-2", "local-../x", "1;id", "١
 
 @pytest.mark.parametrize("job_id", JOB_IDS)
 def test_a_job_id_that_is_none_is_used_nowhere(job_id: str, run: RunDir, said: Said) -> None:
-    for path in (run.events / "odd.jsonl", run.attempt(1).events_of("odd")):
-        log = fsio.Appender(path)
+    for path in (run.events / "odd.jsonl", run.attempt(1).events_path("odd")):
+        log = fsio.JsonlAppender(path)
         log.append(
             {"t": time.time(), "event": "continued", "job_id": job_id, "options": {"wrap": "id", "time": "1:00"}},
             {"t": time.time(), "event": "requeued", "how": "resubmit", "job_id": job_id, "options": {"wrap": "id"}},
         )
         log.close()
     fsio.write_json(run.attempt(1).record, {**json.loads(run.attempt(1).record.read_text()), "job_id": job_id})
-    assert attempts.job_ids(run) == ["local-1"]
-    assert attempts.carried_options(run) == {"time": "1:00"}
+    assert attempts.list_job_ids(run) == ["local-1"]
+    assert attempts.load_submit_options(run) == {"time": "1:00"}
     code, out, _ = said("status", run.id)
     assert code == 0 and "not what it should be: job_id" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("node", ["../../..", "a/b", "--x", "a\nb"])
 def test_a_node_that_is_none_names_no_folder(node: str, run: RunDir, said: Said) -> None:
-    log = fsio.Appender(run.attempt(1).events_of("odd"))
+    log = fsio.JsonlAppender(run.attempt(1).events_path("odd"))
     log.append({"t": time.time(), "event": "agent_started", "node": node, "gpus": []})
     log.append({"t": time.time(), "event": "requeued", "how": "resubmit", "exclude": [node, "n1"]})
     log.close()
     found = json.loads(said("telemetry", run.id, "--json")[1])
     assert node not in json.dumps(found, ensure_ascii=False)
-    assert attempts.carried_options(run) == {"exclude": "n1"}
+    assert attempts.load_submit_options(run) == {"exclude": "n1"}

@@ -61,7 +61,7 @@ def ended(home: Path, name: str, job_id: str) -> RunDir:
     begin(run, now - 60, ["a"], steps=20)
     attempt = run.attempt(1)
     fsio.write_json(attempt.record, {**(fsio.read_json(attempt.record) or {}), "job_id": job_id})
-    log = fsio.Appender(attempt.events_of("batch"))
+    log = fsio.JsonlAppender(attempt.events_path("batch"))
     log.append({"t": now - 50, "event": "ended", "ending": "completed", "last_step": 20})
     log.close()
     attempt.logs.mkdir()
@@ -81,23 +81,23 @@ def neighbor(run: RunDir, tmp_path: Path) -> RunDir:
 
 
 def deep_event(run: RunDir) -> None:
-    with run.attempt(1).events_of("agent-a").open("a") as f:
+    with run.attempt(1).events_path("agent-a").open("a") as f:
         f.write('{"t": 1, "event": ' + "[" * 100_000 + "\n")
 
 
 def deep_row(run: RunDir) -> None:
-    with run.metrics_of(1).open("a") as f:
+    with run.metrics_path(1).open("a") as f:
         f.write('{"step": 21, "loss": ' + "[" * 100_000 + "\n")
 
 
 def huge_step(run: RunDir) -> None:
-    with run.metrics_of(1).open("a") as f:
+    with run.metrics_path(1).open("a") as f:
         f.write(f'{{"step": 1{"0" * 400}, "loss": 1{"0" * 400}}}\n')
 
 
 def other_backend(run: RunDir) -> None:
     """A job id that only the other backend can have, which would be in one question with those of other runs."""
-    log = fsio.Appender(run.events / "submit-again.jsonl")
+    log = fsio.JsonlAppender(run.events / "submit-again.jsonl")
     log.append({"t": time.time() - 40, "event": "submitted", "job_id": "local-1", "backend": "slurm"})
     log.close()
 
@@ -123,14 +123,14 @@ DAMAGE = {
     "a deep row": deep_row,
     "a step of 400 digits": huge_step,
     "a job id of the other backend": other_backend,
-    "FIFO for events": fifo(lambda run: run.attempt(1).events_of("agent-a")),
+    "FIFO for events": fifo(lambda run: run.attempt(1).events_path("agent-a")),
     "FIFO for attempt.json": fifo(lambda run: run.attempt(1).record),
     "FIFO for spec.toml": fifo(lambda run: run.spec),
     "FIFO for plan.json": fifo(lambda run: run.plan),
-    "FIFO for rows": fifo(lambda run: run.metrics_of(1)),
-    "zeros for events": zeros(lambda run: run.attempt(1).events_of("agent-a")),
+    "FIFO for rows": fifo(lambda run: run.metrics_path(1)),
+    "zeros for events": zeros(lambda run: run.attempt(1).events_path("agent-a")),
     "zeros for plan.json": zeros(lambda run: run.plan),
-    "zeros for rows": zeros(lambda run: run.metrics_of(1)),
+    "zeros for rows": zeros(lambda run: run.metrics_path(1)),
 }
 
 
@@ -158,7 +158,7 @@ def test_damage_blocks_nothing_and_hides_no_other_run(
 
 @pytest.mark.parametrize("where", ["events", "records", "alert", "folder"])
 def test_control_characters_reach_no_terminal(run: RunDir, call: Call, where: str) -> None:
-    log = fsio.Appender(run.attempt(1).events_of("odd"))
+    log = fsio.JsonlAppender(run.attempt(1).events_path("odd"))
     t = time.time() - 55
     if where == "events":
         log.append({"t": t, "event": "ended", "ending": "user_error", "reason": HOSTILE, "last_step": 20})

@@ -43,8 +43,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def add(run: RunDir, *lines: dict[str, Any]) -> None:
-    for path in (run.attempt(1).events_of("odd"), run.events / "odd.jsonl"):
-        log = fsio.Appender(path)
+    for path in (run.attempt(1).events_path("odd"), run.events / "odd.jsonl"):
+        log = fsio.JsonlAppender(path)
         log.append(*lines)
         log.close()
 
@@ -61,17 +61,17 @@ def check(run: RunDir) -> None:
 
 @pytest.mark.parametrize("t", [None, "now", [], True, float("nan"), float("inf"), -1e300, 1e300])
 def test_an_event_without_a_time_is_none(run: RunDir, t: Any) -> None:
-    before = events.of_attempt(run.attempt(1))
+    before = events.for_attempt(run.attempt(1))
     add(run, *({"t": t, "event": name, "step": 9, "text": "odd"} for name in NAMES), {"t": t})
-    assert events.of_attempt(run.attempt(1)) == before
+    assert events.for_attempt(run.attempt(1)) == before
     check(run)
 
 
 @pytest.mark.parametrize("name", [None, 7, [], {}])
 def test_an_event_without_a_name_is_none(run: RunDir, name: Any) -> None:
-    before = events.of_attempt(run.attempt(1))
+    before = events.for_attempt(run.attempt(1))
     add(run, {"t": time.time(), "event": name})
-    assert events.of_attempt(run.attempt(1)) == before
+    assert events.for_attempt(run.attempt(1)) == before
     check(run)
 
 
@@ -91,7 +91,7 @@ def test_fields_that_are_not_what_they_should_be(run: RunDir, odd: Any) -> None:
 
 @pytest.mark.parametrize("t", [None, "now", [], True])
 def test_a_row_without_a_time(run: RunDir, t: Any) -> None:
-    log = fsio.Appender(run.metrics_of(1))
+    log = fsio.JsonlAppender(run.metrics_path(1))
     log.append({"t": t, "step": 21, "loss": t, "step_s": t, "tokens_per_s": t, "sum_step_s": t, "sum_data_wait_s": t})
     log.close()
     check(run)
@@ -100,4 +100,4 @@ def test_a_row_without_a_time(run: RunDir, t: Any) -> None:
 def test_a_checkpoint_without_a_step_is_left_out(run: RunDir) -> None:
     now = time.time()
     add(run, {"t": now, "event": "checkpoint"}, {"t": now, "event": "checkpoint", "step": 10, "save_s": "x"})
-    assert attempts.read_all(run)[0].committed_step == 10
+    assert attempts.load_attempts(run)[0].committed_step == 10

@@ -19,7 +19,7 @@ from clustertrain.cli.jobs import list_, status
 from clustertrain.cli.logs import logs
 from clustertrain.cli.telemetry import telemetry
 from clustertrain.cli.top import top
-from clustertrain.errors import NotReadable
+from clustertrain.errors import PermissionDenied
 from clustertrain.run import lookup
 from clustertrain.run.run_dir import RunDir
 from tests.unit.report.live_runs import begin, new_run
@@ -45,7 +45,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("open-abc234", "private-abc234"):
         run = new_run(folder, now, name=name, submitted=600.0)
         begin(run, now - 300, ["a"], steps=20)
-        log = fsio.Appender(run.attempt(1).events_of("batch"))
+        log = fsio.JsonlAppender(run.attempt(1).events_path("batch"))
         log.append({"t": now - 290, "event": "ended", "ending": "completed", "last_step": 20})
         log.close()
         run.attempt(1).logs.mkdir()
@@ -85,7 +85,7 @@ def test_a_private_run_beside_it_is_in_nobodys_way(home: Path, command: str, nam
 
 def test_a_job_id_is_looked_for_among_the_runs_that_open(home: Path) -> None:
     with as_nobody():
-        assert lookup.resolve("local-1").id == "open-abc234"
+        assert lookup.resolve_run("local-1").id == "open-abc234"
 
 
 def test_the_list_leaves_private_runs_out(home: Path) -> None:
@@ -98,7 +98,7 @@ def test_the_list_leaves_private_runs_out(home: Path) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_private_run_is_said_to_be_one(home: Path, command: str, name: str) -> None:
     error = call(command, name).exception
-    assert isinstance(error, NotReadable)
+    assert isinstance(error, PermissionDenied)
     assert "private-abc234 may not be read by you: it belongs to root" in error.message
     assert "--share" in str(error.fix)
 
@@ -109,7 +109,7 @@ def test_what_is_closed_within_an_open_run_is_named(home: Path, command: str, de
     path = opened(home).path / denied
     path.chmod(0)
     error = call(command, "open").exception
-    assert isinstance(error, NotReadable)
+    assert isinstance(error, PermissionDenied)
     assert f"runs/open-abc234/{denied}" in error.message and "belongs to root" in error.message
     with as_nobody():
         text = " ".join(CliRunner().invoke(list_, []).stdout.split())
@@ -119,4 +119,4 @@ def test_what_is_closed_within_an_open_run_is_named(home: Path, command: str, de
 def test_a_home_that_does_not_open_is_said_to_be_one(home: Path) -> None:
     (home / "runs").chmod(0o700)
     error = call("status", "latest").exception
-    assert isinstance(error, NotReadable) and f"{home / 'runs'} may not be read" in error.message
+    assert isinstance(error, PermissionDenied) and f"{home / 'runs'} may not be read" in error.message

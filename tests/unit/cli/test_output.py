@@ -12,7 +12,7 @@ import pytest
 
 from clustertrain.cli import output
 from clustertrain.cli.common import print_json, print_json_line
-from clustertrain.printable import printing_safely
+from clustertrain.printable import sanitized_output
 
 COMMANDS = [("list",), ("list", "--json"), ("cluster", "list"), ("--help",)]
 CLUSTERTRAIN = f'"{sys.executable}" -m clustertrain'
@@ -44,7 +44,7 @@ def test_lost_output_of_a_command_that_failed_is_told_too(
     with open("/dev/full", "w") as full:  # noqa: PTH123
         monkeypatch.setattr(sys, "stdout", full)
         full.write("they differ")
-        assert output.written_out(1) == 1
+        assert output.flush_output(1) == 1
     assert capsys.readouterr().err == "clustertrain: standard output: No space left on device\n"
 
 
@@ -94,7 +94,7 @@ def test_json_is_valid_in_any_encoding(monkeypatch: pytest.MonkeyPatch, tmp_path
         path = tmp_path / encoding
         with path.open("w", encoding=encoding) as out:
             monkeypatch.setattr(sys, "stdout", out)
-            with printing_safely():
+            with sanitized_output():
                 print_json(value)
                 print_json_line(value)
         shown = path.read_text(encoding)

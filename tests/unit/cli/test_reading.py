@@ -24,7 +24,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def new_run(name: str) -> RunDir:
-    made = run_dir.create(name)
+    made = run_dir.create_run(name)
     made.spec.write_text('version = 1\n[job]\nbackend = "local"\n')
     return made
 
@@ -71,4 +71,4 @@ def test_the_options_of_a_requeue_are_known_to_the_next_one(run: RunDir, monkeyp
     monkeypatch.setattr(LocalBackend, "submit", lambda _self, _submission: "local-2")
     done = CliRunner().invoke(requeue, [run.id, "--time", "1:00:00"])
     assert done.exit_code == 0 and "job local-2" in done.stdout
-    assert attempts.carried_options(run) == {"time": "1:00:00"}
+    assert attempts.load_submit_options(run) == {"time": "1:00:00"}

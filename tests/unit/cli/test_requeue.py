@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from clustertrain import clock, fsio
 from clustertrain.cli.jobs import requeue
-from clustertrain.errors import ClusterTrainError, SchedulerRefused
+from clustertrain.errors import ClusterTrainError, SchedulerError
 from clustertrain.run import run_dir
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
@@ -39,7 +39,7 @@ class Jobs:
         self.running.add(self.submitted[-1])
         return self.submitted[-1]
 
-    def views(self, job_ids: Any) -> dict[str, JobView]:
+    def query_jobs(self, job_ids: Any) -> dict[str, JobView]:
         return {j: JobView(j, "RUNNING" if j in self.running else "FAILED") for j in job_ids}
 
 
@@ -47,8 +47,8 @@ class Jobs:
 def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
     made = Jobs()
     monkeypatch.setattr(LocalBackend, "submit", made.submit)
-    monkeypatch.setattr(LocalBackend, "views", made.views)
-    monkeypatch.setattr(LocalBackend, "starts", lambda _b, _id: [])
+    monkeypatch.setattr(LocalBackend, "query_jobs", made.query_jobs)
+    monkeypatch.setattr(LocalBackend, "list_starts", lambda _b, _id: [])
     return made
 
 
@@ -56,7 +56,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: Jobs) -> RunDir:
     """Its only attempt, of job local-1, has ended without a word."""
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    made = run_dir.create("good")
+    made = run_dir.create_run("good")
     made.spec.write_text('version = 1\n[job]\nbackend = "local"\n')
     made.attempt(1).events.mkdir(parents=True)
     fsio.write_json(made.attempt(1).record, {"job_id": "local-1", "restart": 0, "nodes": ["a"], "t": clock.now()})
@@ -88,17 +88,17 @@ def test_while_one_command_submits_another_one_is_refused(run: RunDir, jobs: Job
 def test_a_command_that_is_overtaken_while_it_looks_names_the_others_job(
     run: RunDir, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked = run_status.look
+    looked = run_status.run_status
     first: list[Result] = []
 
-    def slowly(of: RunDir) -> run_status.Look:
+    def slowly(of: RunDir) -> run_status.RunStatus:
         seen = looked(of)
         if not first:
             first.append(Result)  # type: ignore[arg-type]  # the call below looks too
             first[:] = [call(run)]
         return seen
 
-    monkeypatch.setattr(run_status, "look", slowly)
+    monkeypatch.setattr(run_status, "run_status", slowly)
     said = refusal(call(run))
     assert first[0].exit_code == 0 and "as job local-2" in said
     assert jobs.submitted == ["local-2"]
@@ -114,7 +114,7 @@ def test_once_the_other_job_has_ended_the_run_can_be_continued_again(run: RunDir
 
 def claimed(run: RunDir, **fields: Any) -> None:
     (run.path / "continued").mkdir()
-    me = {**continue_run._me(), **fields}
+    me = {**continue_run._build_claim(), **fields}
     fsio.write_json(run.path / "continued" / "1.json", me)
 
 
@@ -145,15 +145,15 @@ def test_a_claim_that_does_not_read_holds_nothing(run: RunDir, jobs: Jobs, text:
 
 
 def test_a_submission_that_is_refused_leaves_the_run_as_it_was(run: RunDir, jobs: Jobs) -> None:
-    fsio.write_json(run.cancelled, {"by": "me"})
+    fsio.write_json(run.cancel_marker, {"by": "me"})
 
     def refuse() -> None:
-        raise SchedulerRefused("no such partition")
+        raise SchedulerError("no such partition")
 
     jobs.meanwhile = refuse
     assert "no such partition" in refusal(call(run))
-    assert run.cancelled.exists() and list((run.path / "continued").iterdir()) == []
-    assert call(run).exit_code == 0 and not run.cancelled.exists()
+    assert run.cancel_marker.exists() and list((run.path / "continued").iterdir()) == []
+    assert call(run).exit_code == 0 and not run.cancel_marker.exists()
 
 
 # -- of a run that runs
@@ -166,7 +166,7 @@ def running(run: RunDir, jobs: Jobs) -> RunDir:
 
 
 def answer(run: RunDir, **fields: Any) -> None:
-    log = EventLog(run.attempt(1).events_of("batch"))
+    log = EventLog(run.attempt(1).events_path("batch"))
     log.write("requeue_answered", **fields)
     log.close()
 
@@ -178,22 +178,22 @@ def test_of_two_requests_the_one_with_other_options_is_refused_and_says_what_to_
     assert "is being requeued already, without options" in said
     assert f"clustertrain requeue {running.id} --time 1:00:00" in said
     assert call(running).exit_code == 0  # the same request once more: there is nothing to add
-    assert json.loads(running.attempt(1).requeue_asked.read_text())["options"] == {}
+    assert json.loads(running.attempt(1).requeue_request.read_text())["options"] == {}
 
 
 def test_a_request_that_would_end_the_run_is_refused(running: RunDir) -> None:
     running.spec.write_text('version = 1\n[job]\nbackend = "local"\nmax_requeues = 0\n')
     assert "would not start again: --max-requeues 0 is used up" in refusal(call(running))
-    assert not running.attempt(1).requeue_asked.exists()
+    assert not running.attempt(1).requeue_request.exists()
 
 
 def test_a_request_that_comes_when_the_attempt_is_ending_is_refused(running: RunDir) -> None:
-    assert fsio.create_json(running.attempt(1).requeue_asked, {"too_late": clock.now()})
+    assert fsio.create_json(running.attempt(1).requeue_request, {"too_late": clock.now()})
     assert "too late" in refusal(call(running))
 
 
 def test_a_request_that_nobody_takes_is_no_success(running: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(continue_run, "ANSWER_S", 0.0)
+    monkeypatch.setattr(continue_run, "ANSWER_TIMEOUT_S", 0.0)
     assert "has not answered" in refusal(call(running))
 
 
@@ -203,8 +203,8 @@ def test_a_request_that_the_ending_of_the_run_overtakes_says_why(running: RunDir
 
 
 def test_a_run_that_is_being_cancelled_takes_no_request(running: RunDir, jobs: Jobs) -> None:
-    fsio.write_json(running.cancelled, {"by": "me"})
+    fsio.write_json(running.cancel_marker, {"by": "me"})
     said = refusal(call(running))
     assert "still being cancelled, job local-1" in said
     assert f"clustertrain wait {running.id}; clustertrain requeue {running.id}" in said
-    assert not running.attempt(1).requeue_asked.exists() and jobs.submitted == []
+    assert not running.attempt(1).requeue_request.exists() and jobs.submitted == []

@@ -39,7 +39,7 @@ def type_(home: Path, monkeypatch: pytest.MonkeyPatch) -> Type:
 
 
 def ended(run: RunDir, attempt: int, ending: str, start: float, end: float) -> None:
-    log = fsio.Appender(run.attempt(attempt).events_of("batch"))
+    log = fsio.JsonlAppender(run.attempt(attempt).events_path("batch"))
     log.append(
         {"t": T0 + start, "event": "started", "job_id": "1"}, {"t": T0 + end, "event": "ended", "ending": ending}
     )
@@ -95,8 +95,8 @@ def test_settings_are_shown_as_a_recipe_has_them(type_: Type, home: Path, capsys
 
 def test_a_step_that_was_run_twice_counts_once_as_the_rows_say(pair: Any) -> None:
     _, b = pair
-    found = metric_curves.read(b, ["loss"])
-    rows = metrics.read(b)
+    found = metric_curves.load_step_table(b, ["loss"])
+    rows = metrics.load_rows(b)
     assert found.step == [r["step"] for r in rows] == list(range(1, 13))
     assert found.columns["loss"] == [r["loss"] for r in rows]
     assert found.curve("loss", "hours").x == pytest.approx([s / 3600 for s in range(1, 7)] + [0.5] * 6, abs=0.01)
@@ -106,9 +106,9 @@ def test_tokens_go_on_where_the_attempt_before_was_left(home: Path) -> None:
     run = make(home, "t-tttttt")
     write(run, 1, 1, 4)
     write(run, 2, 3, 5)
-    lines = [json.loads(line) for line in run.metrics_of(2).read_text().splitlines()]
-    run.metrics_of(2).write_text("".join(json.dumps({**r, "sum_tokens": 64 * (r["step"] - 2)}) + "\n" for r in lines))
-    assert metric_curves.read(run, ["loss"]).curve("loss", "tokens").x == [64.0 * s for s in range(1, 6)]
+    lines = [json.loads(line) for line in run.metrics_path(2).read_text().splitlines()]
+    run.metrics_path(2).write_text("".join(json.dumps({**r, "sum_tokens": 64 * (r["step"] - 2)}) + "\n" for r in lines))
+    assert metric_curves.load_step_table(run, ["loss"]).curve("loss", "tokens").x == [64.0 * s for s in range(1, 6)]
 
 
 def test_without_tokens_there_is_no_curve_by_tokens(
@@ -116,7 +116,7 @@ def test_without_tokens_there_is_no_curve_by_tokens(
 ) -> None:
     run = make(home, "c-cccccc", **JUDGED)
     write(run, 1, 1, 10)
-    run.metrics_of(1).write_text(run.metrics_of(1).read_text().replace("sum_tokens", "sum_samples"))
+    run.metrics_path(1).write_text(run.metrics_path(1).read_text().replace("sum_tokens", "sum_samples"))
     found = compared(type_, capsys, "a-a", "c-c", "--by", "tokens")
     assert found["notes"] == ["B: no tokens in its rows, and no curve"]
     assert found["runs"][1]["tokens"] is None and found["runs"][1]["final"] == {"step": 10, "value": loss(10)}
@@ -128,7 +128,7 @@ def test_an_attempt_that_died_without_a_word_counts_until_its_last_row(
     run = make(home, "c-cccccc", **JUDGED)
     write(run, 1, 1, 1800)
     ended(run, 1, "completed", 0, 3600)
-    path = run.attempt(1).events_of("batch")
+    path = run.attempt(1).events_path("batch")
     path.write_text(path.read_text().splitlines(keepends=True)[0])
     assert compared(type_, capsys, "a-a", "c-c")["runs"][1]["gpu_hours"] == pytest.approx(4 * 0.5)
 
@@ -168,8 +168,8 @@ def test_runs_that_have_nothing_to_compare(
     write(silent, 1, 1, 0)
     other = make(home, "other-oooooo", **JUDGED)
     write(other, 1, 1, 2)
-    text = other.metrics_of(1).read_text().replace('"loss"', '"nll"')
-    other.metrics_of(1).write_text(text)
+    text = other.metrics_path(1).read_text().replace('"loss"', '"nll"')
+    other.metrics_path(1).write_text(text)
     found = compared(type_, capsys, "a-a", "new", "silent", "other")
     assert found["winner"] is None
     assert found["notes"] == [
@@ -211,7 +211,7 @@ def test_ids_and_hashes_are_never_cut(
 ) -> None:
     run = make(home, LONG, **JUDGED)
     write(run, 1, 1, 10)
-    hashes = [recipe_hash.recipe_hash(r) for r in (run, *pair)]
+    hashes = [recipe_hash.load_recipe_hash(r) for r in (run, *pair)]
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
@@ -256,7 +256,7 @@ def test_on_a_terminal_curves_are_braille_in_the_terminals_own_colours(pair: Any
 
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True, color_system="standard", highlight=False)
-    compare_text.show(compare.of_runs(pair), console)
+    compare_text.show(compare.compare_runs(pair), console)
     shown = out.getvalue()
     assert re.search("\x1b\\[34m[\u2801-\u28ff]", shown) and re.search("\x1b\\[31m[\u2801-\u28ff]", shown)
     assert re.search("\x1b\\[34mA", shown) and re.search("\x1b\\[31mB", shown)  # each line's end has its letter
@@ -289,7 +289,7 @@ def test_a_run_of_another_user(
     def refused(run: RunDir) -> list[Any]:
         raise PermissionError(13, "Permission denied", str(run.metrics))
 
-    monkeypatch.setattr(metric_curves, "names", refused)
+    monkeypatch.setattr(metric_curves, "list_scalars", refused)
     monkeypatch.setattr(RunDir, "attempts", refused)
     assert type_("runs", "compare", "a-aaaaaa", "b-bbbbbb") == 1
     assert "may not be read by you: it belongs to" in capsys.readouterr().err
@@ -320,7 +320,7 @@ def test_a_run_is_handed_on_after_the_fact(type_: Type, pair: Any, capsys: pytes
     _, b = pair
     assert type_("runs", "track", "b-b", "--to", "tensorboard") == 0
     assert capsys.readouterr().out == "tensorboard: up to step 12\n"
-    assert reading_back.tensorboard(b) == [(r["step"], r["loss"]) for r in metrics.read(b)]
+    assert reading_back.tensorboard(b) == [(r["step"], r["loss"]) for r in metrics.load_rows(b)]
     assert type_("runs", "track", "b-b", "--to", "tensorboard", "--json") == 0
     assert json.loads(capsys.readouterr().out)["trackers"] == {"tensorboard": {"step": 12, "error": None}}
     assert len(reading_back.tensorboard(b)) == 12

@@ -41,7 +41,7 @@ def new_script_run(home: Path, name: str, *, ended: bool = True) -> RunDir:
     attempt = run.attempt(1)
     attempt.path.mkdir(parents=True)
     fsio.write_json(attempt.record, {"job_id": "local-1", "restart": 0, "nodes": ["a"], "host": "a", "t": now - 90})
-    log = fsio.Appender(attempt.events_of("batch"))
+    log = fsio.JsonlAppender(attempt.events_path("batch"))
     log.append({"t": now - 90, "event": "started", "job_id": "local-1", "nodes": ["a"]})
     log.append({"t": now - 85, "event": "ranks_started", "world_size": 1})
     if ended:

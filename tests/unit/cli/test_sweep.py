@@ -14,9 +14,9 @@ import pytest
 from clustertrain import fsio
 from clustertrain.cli.common import find_run, find_runs
 from clustertrain.cli.main import main
-from clustertrain.errors import Ambiguous
-from clustertrain.report.runs.compare import Value
-from clustertrain.report.runs.sweep import Reader
+from clustertrain.errors import AmbiguousName
+from clustertrain.report.runs.compare import MetricValue
+from clustertrain.report.runs.sweep import SweepReader
 from clustertrain.run import metric_curves
 from clustertrain.run.run_dir import RunDir
 from tests.fakes.slurm.fixture import FakeSlurm
@@ -195,11 +195,11 @@ def completed(run: RunDir, job_id: str) -> None:
     attempt = run.attempt(1)
     attempt.events.mkdir(parents=True)
     fsio.write_json(attempt.record, {"job_id": job_id, "nodes": ["a"]})
-    attempt.events_of("batch").write_text('{"t": 20, "event": "ended", "ending": "completed"}\n')
+    attempt.events_path("batch").write_text('{"t": 20, "event": "ended", "ending": "completed"}\n')
 
 
 def test_the_number_of_an_array_fits_all_its_runs(three: dict[str, Any]) -> None:
-    with pytest.raises(Ambiguous, match="'4711' fits 3 runs"):
+    with pytest.raises(AmbiguousName, match="'4711' fits 3 runs"):
         find_run("4711")
 
 
@@ -210,7 +210,7 @@ def test_anothers_sweep_is_found_through_the_jobs_working_directory(
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / "my-own"))
     fake_slurm.answers("squeue", stdout=f"{three['sweep_dir']}|\n")
     assert find_run("4711_2").id == ids[2]
-    with pytest.raises(Ambiguous, match="'4711' fits 3 runs"):
+    with pytest.raises(AmbiguousName, match="'4711' fits 3 runs"):
         find_run("4711")
     assert [run.id for run in find_runs(["4711_2", "4711"])] == [ids[2], ids[0], ids[1]]
 
@@ -241,7 +241,7 @@ def test_a_bad_grid(words: list[str], said: str, type_: Type, capsys: pytest.Cap
 
 def rows_of(run: RunDir, attempt: int, losses: dict[int, float]) -> None:
     lines = [json.dumps({"step": step, "t": 10.0 + step, "loss": loss}) for step, loss in losses.items()]
-    run.metrics_of(attempt).write_text("\n".join(lines) + "\n")
+    run.metrics_path(attempt).write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def results(three: dict[str, Any], fake_slurm: FakeSlurm) -> dict[str, Any]:
     for n in (1, 2):
         second.attempt(n).events.mkdir(parents=True)
         fsio.write_json(second.attempt(n).record, {"job_id": "4711_1", "restart": n - 1, "t": 10.0 * n})
-    second.attempt(1).events_of("batch").write_text(
+    second.attempt(1).events_path("batch").write_text(
         '{"t": 12, "event": "ended", "ending": "preempted"}\n{"t": 12, "event": "requeued", "how": "requeue"}\n'
     )
     rows_of(second, 1, {1: 5.0, 2: 1.0})
@@ -316,17 +316,17 @@ def test_a_sweep_whose_runs_are_partly_gone(
 
 
 def test_rows_of_a_run_that_has_ended_are_read_once(results: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = Reader(Path(results["sweep_dir"]))
+    reader = SweepReader(Path(results["sweep_dir"]))
     first = reader.read()
-    read, asked = metric_curves.read, []
+    read, asked = metric_curves.load_step_table, []
 
-    def counting(run: RunDir, names: list[str]) -> metric_curves.Steps:
+    def counting(run: RunDir, names: list[str]) -> metric_curves.StepTable:
         asked.append(run.id)
         return read(run, names)
 
-    monkeypatch.setattr(metric_curves, "read", counting)
+    monkeypatch.setattr(metric_curves, "load_step_table", counting)
     assert reader.read() == first and asked == []
     running = RunDir(Path(results["runs"][1]["run_dir"]))
-    with running.metrics_of(2).open("a") as f:
+    with running.metrics_path(2).open("a") as f:
         f.write('{"step": 5, "t": 30, "loss": 2.5}\n')
-    assert asked == [] and reader.read().runs[0].best == Value(5, 2.5) and asked == [running.id]
+    assert asked == [] and reader.read().runs[0].best == MetricValue(5, 2.5) and asked == [running.id]

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from clustertrain import settings
-from clustertrain.cli.telemetry import seconds, telemetry
+from clustertrain.cli.telemetry import parse_since, telemetry
 from clustertrain.errors import ClusterTrainError, NotFound, UsageError
 from clustertrain.run.run_dir import open_run
 from tests.unit.telemetry.runs import busy, gpu, new_attempt, new_run, record
@@ -40,13 +40,13 @@ def test_the_report_and_its_choices() -> None:
     ("text", "value"), [("90", 90), ("90s", 90), ("10m", 600), ("1h", 3600), ("1h30m", 5400), ("10min", 600)]
 )
 def test_lengths_of_time(text: str, value: float) -> None:
-    assert seconds(text) == value
+    assert parse_since(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "ten", "10 minutes", "-5m", "5x", "0s", "0"])
 def test_what_is_no_length_of_time(text: str) -> None:
     with pytest.raises(UsageError, match="--since"):
-        seconds(text)
+        parse_since(text)
 
 
 def test_importing_the_command_costs_little() -> None:
@@ -89,7 +89,7 @@ def test_both_forms_are_in_the_help() -> None:
     ],
 )
 def test_an_unknown_run_lists_close_matches(wanted: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clustertrain.scheduler.slurm.work_dir", lambda name: None)
+    monkeypatch.setattr("clustertrain.scheduler.slurm.find_work_dir", lambda name: None)
     for args in ([wanted], ["compare", "gpt-abc", wanted]):
         done = CliRunner().invoke(telemetry, args)
         assert isinstance(done.exception, NotFound)

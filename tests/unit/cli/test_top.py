@@ -204,7 +204,7 @@ def test_a_frame_of_json_is_a_line_until_the_run_has_ended(env: dict[str, str]) 
 
 def test_it_ends_by_itself_on_a_pipe_when_the_run_has_ended(env: dict[str, str]) -> None:
     run = Path(env["CLUSTERTRAIN_HOME"]) / "runs" / "llama-abc234"
-    log = fsio.Appender(run / "attempts" / "1" / "events" / "batch.jsonl")
+    log = fsio.JsonlAppender(run / "attempts" / "1" / "events" / "batch.jsonl")
     log.append({"t": clock.now(), "event": "ended", "ending": "completed", "reason": "done", "last_step": 1200})
     log.close()
     done = called(env)

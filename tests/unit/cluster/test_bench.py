@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from clustertrain.cluster import bench
-from clustertrain.cluster.bench import Outcome, Where
+from clustertrain.cluster.bench import BenchResult, BenchTarget
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.node_facts import Cpus, Interface, NodeFacts
 
-Measure = Callable[..., Outcome]
+Measure = Callable[..., BenchResult]
 SEEN = '{"kind": "cuda", "device": "NVIDIA H100", "count": 8, "torch": "2.13.0", "port": 1}'
 GEMM = '{"gemm_tflops": 612.345, "gemm_dtype": "bf16"}'
 FACTS = '{"node": {"cpus": {"sockets": 2}, "interfaces": [{"name": "eth0"}]}}'
@@ -30,7 +30,7 @@ def measured(tmp_path: Path) -> Measure:
 
     def call(
         *, gemm: str, inside: str = "", across: str = "", facts: str = say(FACTS), nodes: tuple[str, ...] = ()
-    ) -> Outcome:
+    ) -> BenchResult:
         python = tmp_path / "python"
         python.write_text(
             "#!/bin/sh\nmark='clustertrain-measured '\n"
@@ -42,7 +42,7 @@ def measured(tmp_path: Path) -> Measure:
         srun.write_text('#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n')
         srun.chmod(0o755)
         path = f"{tmp_path}:/usr/bin:/bin"
-        return bench.measure(Where(python=str(python), nodes=nodes, env={"PATH": path}), lambda _: None)
+        return bench.measure(BenchTarget(python=str(python), nodes=nodes, env={"PATH": path}), lambda _: None)
 
     return call
 
@@ -84,7 +84,7 @@ def test_nothing_measured_is_no_measurement(measured: Measure) -> None:
     assert found.measured is None and found.failures == ("measuring matrix products: exit code 1: no torch",)
     found = measured(gemm=say(SEEN) + "; exit 1", inside="exit 1")
     assert found.measured is None and len(found.failures) == 2
-    found = bench.measure(Where(python="/no/such/python"), lambda _: None)
+    found = bench.measure(BenchTarget(python="/no/such/python"), lambda _: None)
     assert found.measured is None and "cannot be started" in found.failures[0]
 
 
@@ -102,8 +102,8 @@ def test_one_that_takes_too_long_is_ended(measured: Measure, monkeypatch: pytest
 
 def test_measured_as_the_runs_will_go() -> None:
     profile = ClusterProfile(python="/env/bin/python", fabric_interface="ib0", env={"NCCL_DEBUG": "WARN"})
-    where = Where.of(profile, "/usr/bin/python", ("a", "b"), "cuda")
+    where = BenchTarget.from_profile(profile, "/usr/bin/python", ("a", "b"), "cuda")
     assert where.python == "/env/bin/python" and where.nodes == ("a", "b")
     assert {"NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}.items() <= where.env.items()
-    assert {"--nodes=1", "--nodelist=a", "--ntasks=1", "--overlap"} <= set(where.srun(("a",)))
-    assert Where.of(ClusterProfile(), "/usr/bin/python", (), "cpu").srun(()) == []
+    assert {"--nodes=1", "--nodelist=a", "--ntasks=1", "--overlap"} <= set(where.srun_argv(("a",)))
+    assert BenchTarget.from_profile(ClusterProfile(), "/usr/bin/python", (), "cpu").srun_argv(()) == []

@@ -9,19 +9,19 @@ import msgspec
 import pytest
 
 from clustertrain.cluster import profile_file
-from clustertrain.cluster.profile_file import Kept
-from clustertrain.cluster.slurm_site_profile import Found
+from clustertrain.cluster.profile_file import KeyConflict
+from clustertrain.cluster.slurm_site_profile import DetectedValue
 from clustertrain.config import cluster
-from clustertrain.config.cluster import Measured
+from clustertrain.config.cluster import MeasuredRates
 from clustertrain.config.node_facts import Cpus, Interface, NodeFacts
 from clustertrain.errors import ConfigError
 
 FOUND = {
-    "partition": Found("gpu", "the default partition"),
-    "gpus_per_node": Found(8, "Gres of 4 of 4 nodes"),
-    "grace_s": Found(20.0, "GraceTime of partition gpu"),
+    "partition": DetectedValue("gpu", "the default partition"),
+    "gpus_per_node": DetectedValue(8, "Gres of 4 of 4 nodes"),
+    "grace_s": DetectedValue(20.0, "GraceTime of partition gpu"),
 }
-MEASURED = Measured(
+MEASURED = MeasuredRates(
     gemm_tflops=612.5, gemm_dtype="bf16", node_bus_gb_s=360.0, device="NVIDIA H100", ranks=8, nodes=1, measured_at=1e9
 )
 PERSONS = """\
@@ -42,8 +42,8 @@ def test_a_new_profile_reads_back(tmp_path: Path) -> None:
     node = NodeFacts(interfaces=(Interface(name="eth0", addresses=("10.0.0.7/16",)),), cpus=Cpus(sockets=2))
     merged = profile_file.merge(None, FOUND, {"measured": MEASURED, "node": node}, header=["one", "two"])
     profile_file.write(path, merged.text)
-    assert merged.written == ("partition", "gpus_per_node", "grace_s", "measured", "node") and merged.kept == ()
-    profile = cluster.load("big", {"CLUSTERTRAIN_CLUSTER_PATH": str(path.parent)})
+    assert merged.written == ("partition", "gpus_per_node", "grace_s", "measured", "node") and merged.conflicts == ()
+    profile = cluster.load_profile("big", {"CLUSTERTRAIN_CLUSTER_PATH": str(path.parent)})
     assert profile == cluster.ClusterProfile(
         partition="gpu", gpus_per_node=8, grace_s=20.0, measured=MEASURED, node=node
     )
@@ -54,7 +54,7 @@ def test_a_new_profile_reads_back(tmp_path: Path) -> None:
 
 def test_what_a_person_wrote_stays_and_is_told() -> None:
     merged = profile_file.merge(PERSONS, FOUND, {"measured": None})
-    assert merged.kept == (Kept("grace_s", 60, 20.0),)
+    assert merged.conflicts == (KeyConflict("grace_s", 60, 20.0),)
     assert merged.written == ("partition", "gpus_per_node")
     added = {'partition = "gpu" # the default partition', "gpus_per_node = 8 # Gres of 4 of 4 nodes"}
     lines = merged.text.splitlines()
@@ -64,37 +64,39 @@ def test_what_a_person_wrote_stays_and_is_told() -> None:
 
 def test_force_takes_what_was_found() -> None:
     merged = profile_file.merge(PERSONS, FOUND, {}, force=True)
-    assert merged.kept == () and "grace_s" in merged.written
+    assert merged.conflicts == () and "grace_s" in merged.written
     assert 'account = "p1"  # the group\'s\ngrace_s = 20.0 # GraceTime of partition gpu\n' in merged.text
     assert tomllib.loads(merged.text)["setup"] == ["module load cuda"]
 
 
 def test_the_same_again_changes_nothing() -> None:
     text = profile_file.merge(PERSONS, FOUND, {}, force=True).text
-    again = profile_file.merge(text, {**FOUND, "grace_s": Found(20, "an integer is the same")}, {"measured": None})
-    assert (again.text, again.written, again.kept) == (text, (), ())
+    again = profile_file.merge(
+        text, {**FOUND, "grace_s": DetectedValue(20, "an integer is the same")}, {"measured": None}
+    )
+    assert (again.text, again.written, again.conflicts) == (text, (), ())
 
 
 def test_measured_rates_are_replaced_whole() -> None:
     old = profile_file.merge(PERSONS, {}, {"measured": MEASURED}).text
     new = msgspec.structs.replace(MEASURED, gemm_tflops=None, node_bus_gb_s=100.0)
-    profile = profile_file.parsed(profile_file.merge(old, {}, {"measured": new}).text, "x")
+    profile = profile_file.parse_profile(profile_file.merge(old, {}, {"measured": new}).text, "x")
     assert profile.measured == new and profile.env == {"NCCL_DEBUG": "WARN"}
 
 
 def test_a_rate_across_nodes_outlives_a_measurement_on_one_node() -> None:
     two = msgspec.structs.replace(MEASURED, fabric_bus_gb_s=45.0, nodes=2)
-    kept = profile_file.carried(two, MEASURED)
+    kept = profile_file.carry_over_fabric_rate(two, MEASURED)
     assert kept == msgspec.structs.replace(MEASURED, fabric_bus_gb_s=45.0, nodes=2)
     newer = msgspec.structs.replace(MEASURED, fabric_bus_gb_s=40.0, nodes=4)
-    assert profile_file.carried(two, newer) == newer
+    assert profile_file.carry_over_fabric_rate(two, newer) == newer
     other = msgspec.structs.replace(MEASURED, device="NVIDIA A100")
-    assert profile_file.carried(two, other) == other
-    assert profile_file.carried(None, MEASURED) == MEASURED
+    assert profile_file.carry_over_fabric_rate(two, other) == other
+    assert profile_file.carry_over_fabric_rate(None, MEASURED) == MEASURED
 
 
 def test_hostile_words_of_a_site_stay_in_their_comment() -> None:
-    found = {"partition": Found('a"b\n[env]', 'x\ngrace_s = 1\r\n"""')}
+    found = {"partition": DetectedValue('a"b\n[env]', 'x\ngrace_s = 1\r\n"""')}
     merged = profile_file.merge(None, found, {}, header=["two\nlines = 1"])
     assert tomllib.loads(merged.text) == {"partition": 'a"b\n[env]'}
 
@@ -111,9 +113,9 @@ def test_a_link_and_permissions_are_kept(tmp_path: Path) -> None:
 
 def test_a_profile_that_does_not_read() -> None:
     with pytest.raises(ConfigError, match="partitoin"):
-        profile_file.parsed('partitoin = "x"', "x")
+        profile_file.parse_profile('partitoin = "x"', "x")
     with pytest.raises(ConfigError, match="x: not valid TOML"):
-        profile_file.parsed("partition = [", "x")
+        profile_file.parse_profile("partition = [", "x")
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_in_words(tmp_path: Path) -> None:

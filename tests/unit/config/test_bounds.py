@@ -11,14 +11,14 @@ import pytest
 
 from clustertrain.config import bounds
 from clustertrain.config.cluster import ClusterProfile
-from clustertrain.config.dotted_keys import elements_of, fields_of, struct_of
-from clustertrain.config.durations import duration_s
+from clustertrain.config.dotted_keys import element_types, field_types, find_struct
+from clustertrain.config.durations import parse_duration_s
 from clustertrain.config.job import JobSpec
-from clustertrain.config.node_facts import cpu_numbers
-from clustertrain.config.parsing import build, parse_toml, read_toml, value_of
+from clustertrain.config.node_facts import parse_cpu_list
+from clustertrain.config.parsing import build, load_toml, parse_toml, parse_value
 from clustertrain.config.recipe import Recipe
-from clustertrain.config.time_limits import seconds_of
-from clustertrain.config.toml_parser import MOST_DEPTH
+from clustertrain.config.time_limits import parse_time_limit_s
+from clustertrain.config.toml_parser import MAX_DEPTH
 from clustertrain.errors import ConfigError, UsageError
 
 # Checked against both ends in their own tables, by the 64 bits of TOML, or by what may be written there.
@@ -35,9 +35,9 @@ ANY_64_BITS = {"train.seed", "objective.ignore_index"}
 
 def numbers(kind: type[msgspec.Struct], above: str = "") -> Iterator[tuple[str, bool, list[bool]]]:
     """(key, whether it takes whole numbers only, of each table around it whether it is in a list)."""
-    for name, of in fields_of(kind).items():
-        items = elements_of(of)
-        struct = struct_of(items[0]) if items else struct_of(of)
+    for name, of in field_types(kind).items():
+        items = element_types(of)
+        struct = find_struct(items[0]) if items else find_struct(of)
         if struct is not None:
             for key, whole, lists in numbers(struct, f"{above}{name}."):
                 yield key, whole, [bool(items), *lists]
@@ -69,7 +69,7 @@ def test_every_number_has_a_largest_value(
     values: list[Any] = [2**62, 10**400, int("f" * 6000, 16), *([] if whole else [1e308])]
     for value in values[1:] if key in ANY_64_BITS else values:
         with pytest.raises(ConfigError) as caught:
-            build(document(key, value, lists), kind, "x.toml", at=at)
+            build(document(key, value, lists), kind, "x.toml", prefix=at)
         assert key.rpartition(".")[2] in caught.value.message and len(caught.value.message) < 1000
         if key not in OF_THEIR_TABLES | ANY_64_BITS:
             assert f"x.toml: {key} = " in caught.value.message and ": at most " in caught.value.message
@@ -101,17 +101,17 @@ def test_arguments_of_the_users_own_hold_what_toml_can_write() -> None:
 @pytest.mark.parametrize("text", ["9" * 5000, "1-" + "9" * 5000, "٣", "1:" + "9" * 400])
 def test_a_time_limit_has_few_digits(text: str) -> None:
     with pytest.raises(UsageError):
-        seconds_of(text)
+        parse_time_limit_s(text)
 
 
 def test_a_length_of_time_has_few_digits() -> None:
-    assert duration_s("9" * 400 + "h") is None and duration_s("999h") == 999 * 3600
+    assert parse_duration_s("9" * 400 + "h") is None and parse_duration_s("999h") == 999 * 3600
 
 
 @pytest.mark.parametrize("cpus", ["0-99999999999", "0-" + "9" * 5000, "a", "5-2-1"])
 def test_processors_are_as_many_as_linux_has(cpus: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        cpu_numbers(cpus)
+        parse_cpu_list(cpus)
     with pytest.raises(ConfigError, match=r"node.cpus"):
         build({"node": {"cpus": {"numa_nodes": [{"index": 0, "cpus": cpus}]}}}, ClusterProfile, "x.toml")
 
@@ -126,15 +126,15 @@ DEEP = ("[" * 3000 + "]" * 3000, "[" * 400 + "]" * 400, "{a=" * 200 + "1" + "}" 
 
 @pytest.mark.parametrize("value", DEEP, ids=len)
 def test_what_is_nested_without_end_is_no_recipe(value: str) -> None:
-    for read in (lambda: parse_toml(f"x = {value}", "x.toml"), lambda: value_of(value, "model.args.x")):
-        with pytest.raises(ConfigError, match=f"nested more than {MOST_DEPTH} levels deep"):
+    for read in (lambda: parse_toml(f"x = {value}", "x.toml"), lambda: parse_value(value, "model.args.x")):
+        with pytest.raises(ConfigError, match=f"nested more than {MAX_DEPTH} levels deep"):
             read()
     with pytest.raises(ConfigError, match="nested more than"):
         parse_toml("[" + "a." * 2000 + "b]", "x.toml")
 
 
 def test_a_number_with_more_digits_than_python_reads_is_named() -> None:
-    for read in (lambda: parse_toml("x = " + "9" * 5000, "x"), lambda: value_of("9" * 5000, "train.steps")):
+    for read in (lambda: parse_toml("x = " + "9" * 5000, "x"), lambda: parse_value("9" * 5000, "train.steps")):
         with pytest.raises(ConfigError, match="more than 4300 digits"):
             read()
     with pytest.raises(ConfigError, match=r"train.steps: expected `int`, got `str`"):
@@ -144,10 +144,10 @@ def test_a_number_with_more_digits_than_python_reads_is_named() -> None:
 def test_a_byte_order_mark_of_utf8_is_none_of_the_text(tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
     path.write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 3\r\n")
-    assert read_toml(path) == {"train": {"steps": 3}}
+    assert load_toml(path) == {"train": {"steps": 3}}
     path.write_bytes("[train]\nsteps = 3\n".encode("utf-16"))
     with pytest.raises(ConfigError, match="is UTF-16") as caught:
-        read_toml(path)
+        load_toml(path)
     assert "UTF-8" in str(caught.value.fix)
 
 

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import tomli_w
 
-from clustertrain.config.parsing import build, read_toml, value_of
-from clustertrain.config.recipe import CheckpointSpec, Recipe, check_every, seconds_of
+from clustertrain.config.parsing import build, load_toml, parse_value
+from clustertrain.config.recipe import CheckpointSpec, Recipe, check_interval, parse_interval_s
 from clustertrain.errors import ConfigError
 from tests.paths import ROOT
 
@@ -35,17 +35,17 @@ def table(**values: Any) -> CheckpointSpec:
     ],
 )
 def test_times(text: str, seconds: float) -> None:
-    assert seconds_of("every", text) == seconds
+    assert parse_interval_s("every", text) == seconds
     assert table(every=text).every == text
 
 
 @pytest.mark.parametrize("text", ["auto", "10min", "1h", "250"])
 def test_what_the_command_line_sets_survives_spec_toml(text: str, tmp_path: Path) -> None:
-    asked = table(every=value_of(text))
+    asked = table(every=parse_value(text))
     assert asked.every == (250 if text == "250" else text)
     frozen = tmp_path / "spec.toml"
     frozen.write_text(tomli_w.dumps(msgspec.to_builtins(asked)))
-    assert build(read_toml(frozen), CheckpointSpec, "spec.toml") == asked
+    assert build(load_toml(frozen), CheckpointSpec, "spec.toml") == asked
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_what_cannot_be_names_the_key_and_the_way_out(values: dict[str, Any], sa
 
 def test_steps_times_and_auto_are_what_can_be() -> None:
     for every in (1, 100, "30s", "auto"):
-        check_every("every", every)
+        check_interval("every", every)
 
 
 def test_every_key_is_documented_with_its_default() -> None:

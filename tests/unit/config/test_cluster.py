@@ -12,7 +12,7 @@ from clustertrain.errors import ConfigError
 
 def load(folder: Path, text: str) -> cluster.ClusterProfile:
     (folder / "p.toml").write_text(text)
-    return cluster.load("p", {"CLUSTERTRAIN_CLUSTER_PATH": str(folder)})
+    return cluster.load_profile("p", {"CLUSTERTRAIN_CLUSTER_PATH": str(folder)})
 
 
 def test_measured_rates_are_read(tmp_path: Path) -> None:
@@ -36,5 +36,5 @@ def test_what_cannot_be_is_refused(text: str, words: str, tmp_path: Path) -> Non
 
 
 def test_the_chosen_profile() -> None:
-    assert cluster.chosen({"CLUSTERTRAIN_CLUSTER": "big"}) == "big"
-    assert cluster.chosen({}) == ""
+    assert cluster.default_profile_name({"CLUSTERTRAIN_CLUSTER": "big"}) == "big"
+    assert cluster.default_profile_name({}) == ""

@@ -91,8 +91,8 @@ def test_tables_that_do_not_fit_are_refused_by_name(tables: dict[str, Any], word
 
 def test_what_is_left_open_follows_from_the_other_tables() -> None:
     text, images = recipe(), recipe(model={"kind": "convnet"})
-    assert text.optim.betas_for(text=text.is_text) == (0.9, 0.95)
-    assert images.optim.betas_for(text=images.is_text) == (0.9, 0.999)
+    assert text.optim.resolve_betas(is_text=text.is_text) == (0.9, 0.95)
+    assert images.optim.resolve_betas(is_text=images.is_text) == (0.9, 0.999)
     assert (text.deciding_metric, text.higher_is_better) == ("loss", False)
     images_kept = {"model": {"kind": "convnet"}, "data": {"validation": 0.1}}
     kept = recipe(**images_kept, contract={"metric": "validation_accuracy/class-1"})
@@ -100,7 +100,7 @@ def test_what_is_left_open_follows_from_the_other_tables() -> None:
     assert recipe(data={"validation": 0.1}).deciding_metric == "validation_loss"
     assert text.evaluated_metrics == ("accuracy", "perplexity", "bits_per_token")
     assert recipe(model={"kind": "two-tower"}).evaluated_metrics == ("recall_at_1",)
-    assert recipe(train={"steps": 500}).evaluate_every == 50
+    assert recipe(train={"steps": 500}).evaluation_interval == 50
     assert recipe(train={"profile": "10:20"}).profiled_steps == range(10, 20)
 
 

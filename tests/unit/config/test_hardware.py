@@ -32,20 +32,20 @@ from clustertrain.config import hardware
     ],
 )
 def test_known_names(name: str, found: str) -> None:
-    gpu = hardware.find(name)
+    gpu = hardware.find_gpu_type(name)
     assert gpu is not None and gpu.name == found
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "h100-20gb", "x9000", "a100_1g.10gb", "nvidia_a100_3g.20gb", "a100 h100"])
 def test_a_name_that_is_not_certain_is_unknown(name: str) -> None:
-    assert hardware.find(name) is None
+    assert hardware.find_gpu_type(name) is None
 
 
 def test_every_type_has_a_source_and_plausible_memory() -> None:
     for gpu in hardware.CATALOGUE:
         assert gpu.source
         assert 8 <= gpu.capacity_gib <= gpu.memory_gib <= 512
-        assert hardware.find(gpu.name) is gpu
+        assert hardware.find_gpu_type(gpu.name) is gpu
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_every_type_has_a_source_and_plausible_memory() -> None:
      ("mi250x", False), ("mi300x", True)],
 )  # fmt: skip
 def test_which_types_multiply_in_fp8(name: str, fp8: bool) -> None:
-    gpu = hardware.find(name)
+    gpu = hardware.find_gpu_type(name)
     assert gpu is not None and gpu.fp8 is fp8
 
 
@@ -84,7 +84,7 @@ def test_every_type_has_rates_that_a_prediction_can_divide_by() -> None:
 
 
 def test_each_generation_of_data_centre_gpus_is_faster_than_the_last() -> None:
-    found = [hardware.find(name) for name in ("v100", "a100-80gb", "h100", "b200")]
+    found = [hardware.find_gpu_type(name) for name in ("v100", "a100-80gb", "h100", "b200")]
     for older, newer in pairwise(found):
         assert older is not None and newer is not None
         assert newer.tflops > older.tflops and newer.memory_gb_s > older.memory_gb_s

@@ -28,7 +28,7 @@ def table(**values: Any) -> ParallelSpec:
     ],
 )
 def test_stages_a_rank(values: dict[str, Any], stages: int) -> None:
-    assert table(**values).stages_a_rank == stages
+    assert table(**values).stages_per_rank == stages
 
 
 def test_a_word_that_is_not_known_gets_those_that_are_the_nearest_first() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from clustertrain.config.parsing import build
-from clustertrain.config.presets import PRESETS, filled
+from clustertrain.config.presets import PRESETS, apply_preset
 from clustertrain.config.recipe import ModelSpec, Recipe
 from clustertrain.errors import ConfigError
 
 
 def of(**model: object) -> ModelSpec:
-    return build(filled({"model": model}), Recipe, "recipe").model
+    return build(apply_preset({"model": model}), Recipe, "recipe").model
 
 
 @pytest.mark.parametrize(
@@ -81,4 +81,4 @@ def test_what_makes_no_sense_is_refused(model: dict[str, object], said: str) -> 
     ],
 )
 def test_a_preset_brings_its_context(document: dict[str, Any], seq_len: int) -> None:
-    assert build(filled(document), Recipe, "x.toml").data.seq_len == seq_len
+    assert build(apply_preset(document), Recipe, "x.toml").data.seq_len == seq_len

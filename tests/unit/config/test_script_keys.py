@@ -12,8 +12,8 @@ import clustertrain.train
 from clustertrain.config.job import RunSpec, ScriptSpec
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
-from clustertrain.config.script_keys import OF_TRAINER, of_trainer
-from clustertrain.config.unused_keys import in_use
+from clustertrain.config.script_keys import TRAINER_KEYS, is_trainer_key
+from clustertrain.config.unused_keys import is_key_used
 
 SCRIPT = ScriptSpec(path="train.py", cwd="/")
 # What reads the recipe where a script runs; all else in train/ that does is for the built-in trainer.
@@ -36,7 +36,7 @@ def keys(table: dict[str, Any], above: str = "") -> list[str]:
 
 def used(script: ScriptSpec | None = None, **tables: Any) -> set[str]:
     spec = RunSpec(recipe=build(tables, Recipe, "recipe"), script=script)
-    return {key for key in keys(msgspec.to_builtins(spec.recipe)) if in_use(spec, key)}
+    return {key for key in keys(msgspec.to_builtins(spec.recipe)) if is_key_used(spec, key)}
 
 
 def test_what_a_session_reads_is_not_the_trainers() -> None:
@@ -46,16 +46,16 @@ def test_what_a_session_reads_is_not_the_trainers() -> None:
         text = (folder / name).read_text()
         found |= set(re.findall(r"\brecipe\.([a-z_]+(?:\.[a-z_]+)?)", text))
         if "checkpointing" in name:
-            found |= {f"checkpoint.{key}" for key in re.findall(r"\basked\.([a-z_]+)", text)}
+            found |= {f"checkpoint.{key}" for key in re.findall(r"\bspec\.([a-z_]+)", text)}
     # Of the table itself, handed on as a whole, every key is read but those of the trainer.
     assert {"parallel", "stability", "train.seed", "train.deterministic", "train.log_every"} <= found
     assert {"checkpoint.keep", "checkpoint.best", "contract.metric", "contract.resume"} <= found
-    assert [key for key in sorted(found) if of_trainer(key)] == []
+    assert [key for key in sorted(found) if is_trainer_key(key)] == []
 
 
 def test_what_is_the_trainers_is_in_a_recipe() -> None:
     known = keys(msgspec.to_builtins(Recipe()))
-    assert [name for name in OF_TRAINER if not any(f"{key}.".startswith(f"{name}.") for key in known)] == []
+    assert [name for name in TRAINER_KEYS if not any(f"{key}.".startswith(f"{name}.") for key in known)] == []
 
 
 def test_a_script_goes_by_what_its_session_reads() -> None:

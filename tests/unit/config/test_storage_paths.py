@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.config.storage_paths import check_node_folder, node_folder
-from clustertrain.errors import EnvironmentNotFit
+from clustertrain.config.storage_paths import check_node_folder, resolve_node_folder
+from clustertrain.errors import UnsuitableEnvironment
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from clustertrain.errors import EnvironmentNotFit
 )
 def test_variables_are_the_nodes(text: str, environ: dict[str, str], path: str) -> None:
     check_node_folder("local", text)
-    assert node_folder(text, environ) == Path(path)
+    assert resolve_node_folder(text, environ) == Path(path)
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,10 @@ def test_variables_are_the_nodes(text: str, environ: dict[str, str], path: str) 
     ],
 )
 def test_what_is_not_set_is_named(text: str, environ: dict[str, str], said: str) -> None:
-    with pytest.raises(EnvironmentNotFit, match=said):
-        node_folder(text, environ)
+    with pytest.raises(UnsuitableEnvironment, match=said):
+        resolve_node_folder(text, environ)
 
 
 def test_home_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    assert node_folder("~/x", {}) == Path("/home/me/x")
+    assert resolve_node_folder("~/x", {}) == Path("/home/me/x")

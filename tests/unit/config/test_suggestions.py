@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clustertrain.config.parsing import build, parse_toml, set_dotted, value_of
+from clustertrain.config.parsing import build, parse_toml, parse_value, set_value_at
 from clustertrain.errors import ConfigError
 from clustertrain.submit.request import _RecipeFile
 
@@ -76,13 +76,13 @@ def test_what_has_no_line_is_told_as_it_is() -> None:
 )
 def test_a_part_of_a_key_may_be_quoted(path: str, document: dict[str, Any]) -> None:
     made: dict[str, Any] = {}
-    set_dotted(made, path, value_of("0.1"))
+    set_value_at(made, path, parse_value("0.1"))
     assert made == document
 
 
 def test_a_quote_without_its_other_half_is_refused() -> None:
     with pytest.raises(ConfigError, match="not a key in TOML"):
-        set_dotted({}, 'optim.lr_scale."layers.0', 0.1)
+        set_value_at({}, 'optim.lr_scale."layers.0', 0.1)
 
 
 def test_a_name_with_dots_is_to_be_quoted() -> None:

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from clustertrain.config import synonyms
-from clustertrain.config.parsing import build, known_keys, set_dotted, text_of
+from clustertrain.config.parsing import build, format_value, list_keys, set_value_at
 from clustertrain.errors import ConfigError
 from clustertrain.submit.request import _RecipeFile
 
 
 def said(key: str, value: Any = 1) -> str:
     document: dict[str, Any] = {}
-    set_dotted(document, key, value)
+    set_value_at(document, key, value)
     with pytest.raises(ConfigError) as caught:
         build(document, _RecipeFile, "recipe.toml")
     return str(caught.value)
@@ -70,14 +70,14 @@ def test_the_word_that_was_meant_comes_first(key: str, word: str, meant: str) ->
 
 
 def test_what_others_say_leads_to_what_there_is() -> None:
-    keys = known_keys(_RecipeFile)
-    assert {meant for several in synonyms.KEYS.values() for meant in several} <= set(keys)
-    assert not synonyms.KEYS.keys() & {name for name in keys if "." not in name}
+    keys = list_keys(_RecipeFile)
+    assert {meant for several in synonyms.KEYS_BY_ALIAS.values() for meant in several} <= set(keys)
+    assert not synonyms.KEYS_BY_ALIAS.keys() & {name for name in keys if "." not in name}
 
 
 def test_values_are_shown_as_a_recipe_has_them() -> None:
     assert said("optim.lr", "x").endswith('optim.lr: expected `float`, got `str`\n  fix: change optim.lr = "x"')
-    assert text_of({"a": (1, 2.5, "x"), "b": True}) == '{ a = [1, 2.5, "x"], b = true }'
+    assert format_value({"a": (1, 2.5, "x"), "b": True}) == '{ a = [1, 2.5, "x"], b = true }'
 
 
 def test_what_several_tables_say_is_of_the_recipe_as_a_whole() -> None:

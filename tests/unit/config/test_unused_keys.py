@@ -8,7 +8,7 @@ import pytest
 
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
-from clustertrain.config.unused_keys import refuse, unread
+from clustertrain.config.unused_keys import check_unused_keys, find_unused_keys
 from clustertrain.errors import ConfigError
 
 IMAGES, PAIRS, KEPT = {"kind": "convnet"}, {"kind": "two-tower"}, {"validation": 0.1}
@@ -16,7 +16,7 @@ IMAGES, PAIRS, KEPT = {"kind": "convnet"}, {"kind": "two-tower"}, {"validation":
 
 def looked_at(**tables: Any) -> None:
     recipe = build(tables, Recipe, "recipe.toml")
-    refuse(unread(tables, recipe), recipe, "recipe.toml")
+    check_unused_keys(find_unused_keys(tables, recipe), recipe, "recipe.toml")
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,15 @@ PLOT = Plot(x_name="lr", y_name="loss", x=X, y=[3 - i / 40 for i in range(81)], 
 
 @pytest.mark.parametrize("width", [56, 76, 96])
 def test_a_curve_fills_its_width_and_falls_from_left_to_right(width: int) -> None:
-    lines = plots.in_characters(PLOT, width)
-    assert max(map(len, lines)) <= width and len(lines) == plots.HEIGHT + 3
-    rows = lines[: plots.HEIGHT]
+    lines = plots.render_text(PLOT, width)
+    assert max(map(len, lines)) <= width and len(lines) == plots.TEXT_ROWS + 3
+    rows = lines[: plots.TEXT_ROWS]
     firsts = [row.index("•") for row in rows]
     assert firsts == sorted(firsts) and rows[0].strip().startswith("3│") and rows[-1].strip().startswith("1│")
 
 
 def test_a_mark_stands_below_its_place() -> None:
-    lines = plots.in_characters(PLOT, 80)
+    lines = plots.render_text(PLOT, 80)
     assert lines[-1].index("^") - 3 == pytest.approx((80 - 5) / 2, abs=3)  # 1e-3 is in the middle of 1e-7 to 1e1
 
 
@@ -34,9 +34,9 @@ def test_what_runs_off_is_cut_at_the_top_and_a_flat_curve_has_an_axis() -> None:
     lost = Plot(
         x_name="step", y_name="loss", x=[float(i) for i in range(30)], y=[3 - i / 20 for i in range(29)] + [1e9]
     )
-    assert float(plots.in_characters(lost, 60)[0].partition("│")[0]) < 5
+    assert float(plots.render_text(lost, 60)[0].partition("│")[0]) < 5
     flat = Plot(x_name="step", y_name="loss", x=[0.0, 1.0], y=[2.0, 2.0])
-    assert any("•" in line for line in plots.in_characters(flat, 60))
+    assert any("•" in line for line in plots.render_text(flat, 60))
 
 
 def test_pictures_are_xml_and_hold_what_was_found(tmp_path: Path) -> None:

@@ -15,50 +15,52 @@ from clustertrain.config.presets import PRESETS
 from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost import memory, step_time
-from clustertrain.plan.cost.activations import Pass
+from clustertrain.plan.cost.activations import PassConfig
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN
-from clustertrain.plan.cost.hardware_rates import machine_of
-from clustertrain.plan.cost.model_shape import Decoder, Shape
+from clustertrain.plan.cost.hardware_rates import build_machine
+from clustertrain.plan.cost.model_shape import DecoderShape, DecoderSizes
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.search.layouts import VIRTUAL_STAGES, Candidate, Problem, Wanted
+from clustertrain.plan.search.layouts import VIRTUAL_STAGES, Candidate, SearchConstraints, SearchProblem
 
 LLAMA_8B = ModelSpec(**PRESETS["llama3.1-8b"])
 LLAMA_405B = ModelSpec(**PRESETS["llama3.1-405b"])
 GPT_125M = ModelSpec(**PRESETS["125m"])
-SHALLOW = Shape(vocab_size=32_000, dim=4096, layers=6, heads=32, kv_heads=8, hidden=14_336)
+SHALLOW = DecoderSizes(vocab_size=32_000, dim=4096, layers=6, heads=32, kv_heads=8, hidden=14_336)
 
 
-def problem(model: Decoder, gpu: str = "h100", *, world: int = 16, gpus_per_node: int = 8, **changes: Any) -> Problem:
+def problem(
+    model: DecoderShape, gpu: str = "h100", *, world: int = 16, gpus_per_node: int = 8, **changes: Any
+) -> SearchProblem:
     """``changes``: fields of the Problem, and of what is wanted; ``limit_gib`` is the usual 80 % of the memory."""
-    found = hardware.find(gpu)
+    found = hardware.find_gpu_type(gpu)
     assert found is not None
-    of_wanted = {f.name for f in dataclasses.fields(Wanted)}
+    of_wanted = {f.name for f in dataclasses.fields(SearchConstraints)}
     given: dict[str, Any] = {
         "seq_len": 2048,
         "global_batch": 64,
-        "compute": "bf16",
+        "precision": "bf16",
         "parallel": ParallelSpec(),
         "limit_gib": memory.SAFE_FRACTION * found.capacity_gib,
         **{name: value for name, value in changes.items() if name not in of_wanted},
     }
-    return Problem(
+    return SearchProblem(
         model=model,
-        world=world,
+        world_size=world,
         gpus_per_node=gpus_per_node,
-        machine=machine_of(found, gpus_per_node, given["compute"], ClusterProfile()),
-        stack=CLUSTERTRAIN,
-        wanted=Wanted(**{name: value for name, value in changes.items() if name in of_wanted}),
+        machine=build_machine(found, gpus_per_node, given["precision"], ClusterProfile()),
+        framework=CLUSTERTRAIN,
+        constraints=SearchConstraints(**{name: value for name, value in changes.items() if name in of_wanted}),
         **given,
     )
 
 
-def every(of: Problem) -> Iterator[Candidate]:
+def every(of: SearchProblem) -> Iterator[Candidate]:
     """Each answer to a problem that leaves all open, whether it fits or not: no pruning, nothing shared."""
     for tp in _dividing(of.gpus_per_node):
         for cp in (1, 2, 4, 8, 16):
-            if of.world % (tp * cp) or not _divides(of, tp, cp):
+            if of.world_size % (tp * cp) or not _divides(of, tp, cp):
                 continue
-            for pp in _dividing(of.world // (tp * cp)):
+            for pp in _dividing(of.world_size // (tp * cp)):
                 if pp <= of.model.layers + 2:
                     yield from _of_degrees(of, tp, cp, pp)
 
@@ -67,14 +69,14 @@ def _dividing(value: int) -> list[int]:
     return [n for n in range(1, value + 1) if value % n == 0]
 
 
-def _divides(of: Problem, tp: int, cp: int) -> bool:
+def _divides(of: SearchProblem, tp: int, cp: int) -> bool:
     model = of.model
     sizes = (model.heads, model.kv_heads, model.hidden, model.vocab_size)
     return not any(size % tp for size in sizes) and of.seq_len % (tp * cp) == 0
 
 
-def _of_degrees(of: Problem, tp: int, cp: int, pp: int) -> Iterator[Candidate]:
-    data = of.world // (tp * cp * pp)
+def _of_degrees(of: SearchProblem, tp: int, cp: int, pp: int) -> Iterator[Candidate]:
+    data = of.world_size // (tp * cp * pp)
     schedules: list[tuple[str | None, int]] = [(None, 1)]
     if pp > 1:
         possible = [v for v in VIRTUAL_STAGES if pp * v <= of.model.layers + 2]
@@ -91,7 +93,7 @@ def _of_degrees(of: Problem, tp: int, cp: int, pp: int) -> Iterator[Candidate]:
                 yield from _of_layout(of, layout)
 
 
-def _data_kinds(of: Problem, data: int, tp: int, cp: int, pp: int) -> Iterator[tuple[Any, int, int]]:
+def _data_kinds(of: SearchProblem, data: int, tp: int, cp: int, pp: int) -> Iterator[tuple[Any, int, int]]:
     if data == 1:
         yield "single", 1, 1
         if cp > 1:
@@ -105,23 +107,23 @@ def _data_kinds(of: Problem, data: int, tp: int, cp: int, pp: int) -> Iterator[t
         yield "zero1", data, 1
     node = max(1, of.gpus_per_node // (tp * cp))
     for shard in _dividing(data):
-        if 1 < shard < data and of.world > of.gpus_per_node and (shard % node == 0 or node % shard == 0):
+        if 1 < shard < data and of.world_size > of.gpus_per_node and (shard % node == 0 or node % shard == 0):
             yield "hybrid-shard", data // shard, shard
 
 
-def _of_layout(of: Problem, layout: Layout) -> Iterator[Candidate]:
+def _of_layout(of: SearchProblem, layout: Layout) -> Iterator[Candidate]:
     if of.global_batch % layout.data_parallel:
         return
     share = of.global_batch // layout.data_parallel
     for micro in _dividing(share):
-        if micro > 64 or pipeline_schedules.why_not(layout, share // micro):
+        if micro > 64 or pipeline_schedules.unsupported_reason(layout, share // micro):
             continue
-        run = Pass(
-            seq_len=of.seq_len, micro_batch=micro, grad_accum=share // micro, compute=of.compute,
-            autocast=not layout.fully_sharded, device="cuda", parallel=of.parallel,
+        run = PassConfig(
+            seq_len=of.seq_len, micro_batch=micro, grad_accum=share // micro, precision=of.precision,
+            autocast=not layout.is_fully_sharded, device="cuda", parallel=of.parallel,
         )  # fmt: skip
-        free = layout.fully_sharded and run.grad_accum > 1 and layout.pp == 1
+        free = layout.is_fully_sharded and run.grad_accum > 1 and layout.pp == 1
         for defer in (True, False) if free else (True,):
             tried = msgspec.structs.replace(layout, defer_reduction=defer)
-            step = step_time.of_step(of.model, tried, run, of.stack, of.machine)
-            yield Candidate(tried, run, step, memory.of_rank(of.model, tried, run, None, of.stack))
+            step = step_time.estimate_step(of.model, tried, run, of.framework, of.machine)
+            yield Candidate(tried, run, step, memory.estimate_memory(of.model, tried, run, None, of.framework))

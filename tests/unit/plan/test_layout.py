@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from clustertrain.errors import ConfigError
-from clustertrain.plan.layout import Layout, Strategy, data_degrees
+from clustertrain.plan.layout import Layout, Strategy, resolve_dp_degrees
 
 
 def degrees(strategy: Strategy, world: int, gpus: int = 8, **asked: int) -> tuple[int, int]:
-    return data_degrees(strategy, world, gpus, **{"tp": 1, "cp": 1, "pp": 1, "dp_replicate": 0, "dp_shard": 0, **asked})
+    return resolve_dp_degrees(
+        strategy, world, gpus, **{"tp": 1, "cp": 1, "pp": 1, "dp_replicate": 0, "dp_shard": 0, **asked}
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,4 +96,4 @@ def test_the_innermost_neighbours_are_those_that_talk_most() -> None:
     ],
 )
 def test_words_for_people(fields: dict[str, Any], words: str, product: str) -> None:
-    assert (Layout(**fields).words(), Layout(**fields).product()) == (words, product)
+    assert (Layout(**fields).describe(), Layout(**fields).format_degrees()) == (words, product)

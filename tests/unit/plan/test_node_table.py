@@ -11,17 +11,17 @@ import tomli_w
 
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import JobSpec, RunSpec
-from clustertrain.config.node_facts import NodeFacts, cpu_numbers
+from clustertrain.config.node_facts import NodeFacts, parse_cpu_list
 from clustertrain.config.parsing import build
 from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import plan
-from clustertrain.sysinfo.node import read
+from clustertrain.sysinfo.node import read_node
 from tests.fixtures.nodes.expand import KINDS, expand
 
 
 def facts(kind: str, root: Path) -> NodeFacts:
     node = expand(kind, root)
-    return read(node.root, node.ip, node.gpus, {})
+    return read_node(node.root, node.ip, node.gpus, {})
 
 
 def profile(found: NodeFacts) -> ClusterProfile:
@@ -52,6 +52,6 @@ def test_a_typing_error_in_the_table_is_told() -> None:
 
 
 def test_lists_of_processors() -> None:
-    assert cpu_numbers("0-2,8") == {0, 1, 2, 8} and cpu_numbers("") == set()
+    assert parse_cpu_list("0-2,8") == {0, 1, 2, 8} and parse_cpu_list("") == set()
     with pytest.raises(ValueError, match="x"):
-        cpu_numbers("0-x")
+        parse_cpu_list("0-x")

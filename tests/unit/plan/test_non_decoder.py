@@ -9,7 +9,7 @@ import pytest
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.parsing import build
-from clustertrain.config.presets import filled
+from clustertrain.config.presets import apply_preset
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import Plan, plan
@@ -20,7 +20,7 @@ GIB = 1024**3
 def chosen(
     model: dict[str, Any], *, train: dict[str, Any] | None = None, optim: dict[str, Any] | None = None, **job: Any
 ) -> Plan:
-    recipe = build(filled({"model": model, "train": train or {}, "optim": optim or {}}), Recipe, "recipe")
+    recipe = build(apply_preset({"model": model, "train": train or {}, "optim": optim or {}}), Recipe, "recipe")
     spec = RunSpec(job=JobSpec(**{"nodes": 1, "gpus": 4, **job}), recipe=recipe)
     return plan(spec, ClusterProfile(), "cuda")
 

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules
 
 from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan import pipeline_schedules
-from clustertrain.plan.cost.activations import dealt
+from clustertrain.plan.cost.activations import split_blocks
 from clustertrain.plan.layout import Layout
 from clustertrain.train.distributed import pipeline_stages
 from clustertrain.train.models.decoder import Decoder
@@ -32,7 +32,8 @@ def torch_takes(layout: Layout, micro_batches: int) -> bool:
     made = CLASSES[layout.schedule or ""]
     made_of = [
         SimpleNamespace(
-            stage_index=i * layout.pp, num_stages=pipeline_schedules.stages(layout), group_size=layout.pp, group_rank=0,
+            stage_index=i * layout.pp, num_stages=pipeline_schedules.num_stages(layout), group_size=layout.pp,
+            group_rank=0,
             submod=nn.Identity(), is_first=i == 0, is_last=False, has_backward=True,
         )
         for i in range(layout.virtual_stages)
@@ -51,15 +52,17 @@ def test_what_is_refused_is_what_torch_refuses(schedule: str) -> None:
     for pp in (2, 3, 4):
         layout = Layout(pp=pp, schedule=schedule, virtual_stages=1 if schedule in ("gpipe", "1f1b") else 2)
         for micro_batches in range(1, 14):
-            why = pipeline_schedules.why_not(layout, micro_batches)
+            why = pipeline_schedules.unsupported_reason(layout, micro_batches)
             assert (why == "") is torch_takes(layout, micro_batches), (pp, micro_batches, why)
             refused += bool(why)
     assert (refused > 0) is (schedule in ("1f1b", "interleaved", "zero-bubble"))
 
 
 def test_nothing_is_asked_of_the_batch_without_a_pipeline() -> None:
-    assert pipeline_schedules.why_not(Layout(), 1) == "" and pipeline_schedules.enough(Layout()) == 1
-    assert pipeline_schedules.in_flight(Layout(), 7) == (1, 1)
+    assert (
+        pipeline_schedules.unsupported_reason(Layout(), 1) == "" and pipeline_schedules.min_micro_batches(Layout()) == 1
+    )
+    assert pipeline_schedules.in_flight_micro_batches(Layout(), 7) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +77,8 @@ def test_nothing_is_asked_of_the_batch_without_a_pipeline() -> None:
 )
 def test_micro_batches_in_flight(schedule: str, virtual: int, first: float, last: float) -> None:
     layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual)
-    assert pipeline_schedules.in_flight(layout, 16) == (first, last)
-    assert max(pipeline_schedules.in_flight(layout, 2)) <= 2
+    assert pipeline_schedules.in_flight_micro_batches(layout, 16) == (first, last)
+    assert max(pipeline_schedules.in_flight_micro_batches(layout, 2)) <= 2
 
 
 @pytest.mark.parametrize(
@@ -107,8 +110,8 @@ def test_layers_are_dealt_as_the_trainer_cuts_them(vocab_size: int, tied: bool) 
         spec = ModelSpec(vocab_size=vocab_size, dim=64, layers=layers, heads=4, kv_heads=4, tie_embeddings=tied)
         with torch.device("meta"):
             model = Decoder(spec)
-        units = pipeline_stages.units(model)
+        units = pipeline_stages.list_units(model)
         for count in (2, 3, 4):
-            begins = pipeline_stages.balanced(pipeline_stages.costs(model, units), count)
+            begins = pipeline_stages.balance_stages(pipeline_stages.estimate_costs(model, units), count)
             held = [sum(u[0].startswith("layers.") for u in units[a:b]) for a, b in pairwise([*begins, len(units)])]
-            assert dealt(spec, count) == (max(held[:-1]), held[-1]), (layers, count)
+            assert split_blocks(spec, count) == (max(held[:-1]), held[-1]), (layers, count)

@@ -9,7 +9,7 @@ import pytest
 
 from clustertrain.cli.plan_table import write_predictions
 from clustertrain.config import hardware
-from clustertrain.config.cluster import ClusterProfile, Measured
+from clustertrain.config.cluster import ClusterProfile, MeasuredRates
 from clustertrain.config.data import DataSpec
 from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.parallel import ParallelSpec
@@ -17,10 +17,10 @@ from clustertrain.config.presets import PRESETS
 from clustertrain.config.recipe import ModelSpec, Recipe, TrainSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan import pipeline_schedules
-from clustertrain.plan.cost.hardware_rates import machine_of
+from clustertrain.plan.cost.hardware_rates import build_machine
 from clustertrain.plan.planner import Plan, plan
 from clustertrain.plan.search.layouts import search
-from clustertrain.plan.table.predict import of_row, predict
+from clustertrain.plan.table.predict import predict, predict_row
 from tests.unit.plan.problems import LLAMA_8B, problem
 
 
@@ -64,7 +64,7 @@ def test_a_schedule_that_was_given_gets_no_more_stages_than_there_are_parts() ->
     for nodes, gpus in ((256, 8), (2, 8)):
         made = chosen("llama3.1-8b", "l40s", batch=8, seq_len=1024, nodes=nodes, gpus=gpus,
                       parallel={"schedule": "zero-bubble"})  # fmt: skip
-        assert pipeline_schedules.stages(made.layout) <= 32 + 2
+        assert pipeline_schedules.num_stages(made.layout) <= 32 + 2
 
 
 def test_a_pipeline_never_counts_on_gradients_that_are_reduced_in_between() -> None:
@@ -87,11 +87,13 @@ def test_zero1_is_not_predicted_to_communicate_less_than_ddp() -> None:
 
 
 def test_a_measured_matmul_rate_speaks_for_16_bit_alone() -> None:
-    profile = ClusterProfile(measured=Measured(gemm_tflops=271.0, gemm_dtype="bf16", device="NVIDIA A100-SXM4-80GB"))
-    gpu = hardware.find("a100-80gb")
+    profile = ClusterProfile(
+        measured=MeasuredRates(gemm_tflops=271.0, gemm_dtype="bf16", device="NVIDIA A100-SXM4-80GB")
+    )
+    gpu = hardware.find_gpu_type("a100-80gb")
     assert gpu is not None
-    assert machine_of(gpu, 8, "fp32", profile).rates.matmul < 20e12
-    assert machine_of(gpu, 8, "bf16", profile).rates.matmul == pytest.approx(271e12 * 0.85)
+    assert build_machine(gpu, 8, "fp32", profile).rates.matmul < 20e12
+    assert build_machine(gpu, 8, "bf16", profile).rates.matmul == pytest.approx(271e12 * 0.85)
 
 
 def test_a_calibration_scales_all_of_a_step() -> None:
@@ -135,9 +137,9 @@ def test_a_named_fabric_slows_what_crosses_nodes() -> None:
 
 def test_a_pcie_card_has_no_nvlink() -> None:
     for name in ("NVIDIA A100 80GB PCIe", "NVIDIA H100 PCIe", "Tesla V100-PCIE-16GB"):
-        gpu = hardware.find(name)
+        gpu = hardware.find_gpu_type(name)
         assert gpu is not None and gpu.link_gb_s == 0, name
-    assert hardware.find("NVIDIA A30 PCIe") is hardware.find("a30")
+    assert hardware.find_gpu_type("NVIDIA A30 PCIe") is hardware.find_gpu_type("a30")
 
 
 def test_what_would_fit_asks_for_no_more_host_memory_than_a_node_has() -> None:
@@ -150,8 +152,8 @@ ROW = {"model": "Llama-3-8B", "n_params_b": "8.03", "gpu": "H100", "n_gpus": "16
 
 def test_one_stated_degree_is_a_stated_layout() -> None:
     for cells in ({"pp": "8"}, {"cp": "8"}, {"dp": "16"}, {"tp": "2"}):
-        assert "layout is not stated" not in of_row({**ROW, **cells}).note
-    assert "the layout is not stated" in of_row(ROW).note
+        assert "layout is not stated" not in predict_row({**ROW, **cells}).note
+    assert "the layout is not stated" in predict_row(ROW).note
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_a_row_that_contradicts_itself_gets_a_note(cells: dict[str, str], words:
 def test_flops_are_the_hardwares_only_where_the_note_says_so() -> None:
     row = {**ROW, "tp": "1", "act_ckpt": "full"}
     plain, modern, counted = (
-        of_row({**row, "note": note}).tflops_per_gpu or 0
+        predict_row({**row, "note": note}).tflops_per_gpu or 0
         for note in ("", "trained on modern hardware", "TFLOPs are hardware")
     )
     assert plain == modern < counted

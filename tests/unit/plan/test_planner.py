@@ -16,7 +16,7 @@ from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.recipe import ModelSpec, Recipe, TrainSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.planner import Plan, flops_per_step, plan, require_fit
+from clustertrain.plan.planner import Plan, check_fits, flops_per_step, plan
 
 SMALL = ModelSpec()
 LARGE = ModelSpec(vocab_size=32000, dim=4096, layers=32, heads=32, kv_heads=32, ffn_dim=11008)
@@ -102,11 +102,11 @@ def test_what_cannot_fit_is_said_in_the_plan_and_refused_at_submit() -> None:
     assert any("does not fit" in reason for reason in made.reasons)
     assert any("with which it needs least" in reason for reason in made.reasons)
     with pytest.raises(ConfigError, match="--layout auto") as e:
-        require_fit(made)
+        check_fits(made)
     assert e.value.exit_code == 78
     tiny = chosen(spec(LARGE, nodes=1, gpus=2, gpu_type="t4", seq_len=2048))
     with pytest.raises(ConfigError, match=r"\d+ nodes of 2 t4"):
-        require_fit(tiny)
+        check_fits(tiny)
 
 
 def test_what_fits_without_the_margin_is_taken_and_said_to_be_tight() -> None:
@@ -116,11 +116,11 @@ def test_what_fits_without_the_margin_is_taken_and_said_to_be_tight() -> None:
     assert tight.memory.fits is True and 0.8 * 24 < (tight.memory.peak_gib or 0) <= 24
     (warning,) = tight.warnings
     assert warning.startswith("tight: ") and "80% of the 24 GiB of rtx-4090" in warning
-    require_fit(tight)
+    check_fits(tight)
 
 
 def test_an_unknown_capacity_is_never_refused() -> None:
-    require_fit(chosen(spec(LARGE, layout="ddp", seq_len=2048)))
+    check_fits(chosen(spec(LARGE, layout="ddp", seq_len=2048)))
 
 
 def test_the_global_batch_must_divide() -> None:
@@ -174,7 +174,7 @@ def test_the_profiles_interface_is_used_on_slurm_only() -> None:
 
 def test_names_that_the_user_has_set_are_not_planned() -> None:
     request = msgspec.structs.replace(spec(), env={"TORCH_FR_BUFFER_SIZE": "1"})
-    made = plan(request, ClusterProfile(), "cuda", taken={"OMP_NUM_THREADS"})
+    made = plan(request, ClusterProfile(), "cuda", inherited_env={"OMP_NUM_THREADS"})
     assert "TORCH_FR_BUFFER_SIZE" not in made.nccl and "OMP_NUM_THREADS" not in made.env
 
 
@@ -266,7 +266,7 @@ def test_ranks_that_share_a_sequence_may_share_the_parameters() -> None:
     assert chosen(spec(nodes=1, cp=8, gpu_type="h100")).layout.strategy == "single"
     for layout in ("auto", "fsdp"):
         made = chosen(spec(LARGE, layout=layout, **job)).layout
-        assert (made.strategy, made.dp_shard, made.fully_sharded) == ("fsdp", 1, True)
+        assert (made.strategy, made.dp_shard, made.is_fully_sharded) == ("fsdp", 1, True)
 
 
 def test_a_pipeline_gets_many_equal_micro_batches() -> None:
@@ -293,7 +293,7 @@ def test_the_cost_of_crossing_nodes_is_a_reason_and_a_warning() -> None:
 def test_what_does_not_fit_is_told_what_would_help() -> None:
     made = chosen(spec(LARGE, nodes=1, gpus=1, gpu_type="t4", seq_len=2048))
     with pytest.raises(ConfigError, match=r"\d+ nodes of 1 t4") as e:
-        require_fit(made)
+        check_fits(made)
     assert e.value.fix == f"{made.way_out}"
 
 

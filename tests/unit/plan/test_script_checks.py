@@ -8,7 +8,7 @@ import pytest
 
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.script_checks import check, drives_train_step
+from clustertrain.plan.script_checks import check_script, uses_train_step
 from tests.paths import ROOT
 
 PLAIN = "import argparse\nimport torch\nfrom torch.nn import functional as F\nimport clustertrain as ct\n"
@@ -35,7 +35,7 @@ PLAIN = "import argparse\nimport torch\nfrom torch.nn import functional as F\nim
     ],
 )
 def test_what_a_text_tells(source: str, drives: bool | None) -> None:
-    assert drives_train_step(source) is drives
+    assert uses_train_step(source) is drives
 
 
 @pytest.mark.parametrize(
@@ -51,17 +51,17 @@ def test_what_a_text_tells(source: str, drives: bool | None) -> None:
 def test_a_backward_of_its_own_cannot_drive_every_layout(fields: dict[str, Any], precision: str, why: str) -> None:
     layout = Layout(**fields)
     with pytest.raises(ConfigError, match=r"train.py does not call session.train_step") as e:
-        check(layout, precision, PLAIN, "train.py")
+        check_script(layout, precision, PLAIN, "train.py")
     assert why in str(e.value) and "session.optimizer" in str(e.value)
-    assert check(layout, precision, PLAIN + "session.train_step(b, f)", "train.py") is None
-    assert "not known whether" in (check(layout, precision, PLAIN + "import mine", "train.py") or "")
+    assert check_script(layout, precision, PLAIN + "session.train_step(b, f)", "train.py") is None
+    assert "not known whether" in (check_script(layout, precision, PLAIN + "import mine", "train.py") or "")
 
 
 def test_what_a_backward_of_its_own_drives_is_not_looked_at() -> None:
     for layout in (Layout(strategy="ddp", dp_replicate=2), Layout(strategy="fsdp", dp_shard=2), Layout()):
-        assert check(layout, "bf16", "no Python", "train.py") is None
+        assert check_script(layout, "bf16", "no Python", "train.py") is None
 
 
 def test_the_example_script_is_judged_rightly() -> None:
     source = (ROOT / "examples" / "train_script.py").read_text()
-    assert drives_train_step(source) is (".train_step(" in source)
+    assert uses_train_step(source) is (".train_step(" in source)

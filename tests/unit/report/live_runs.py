@@ -14,7 +14,7 @@ import psutil
 from clustertrain import fsio, settings
 from clustertrain.run import heartbeat
 from clustertrain.run.run_dir import RunDir
-from clustertrain.scheduler.local import LocalJob, folder_of
+from clustertrain.scheduler.local import LocalJob, job_folder
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.store.writer import GpuFacts, Header, Writer
@@ -25,7 +25,7 @@ Change = Callable[[str, int, dict[str, float]], None]
 
 def alive(job_id: str, run: RunDir, state: str = "RUNNING", reason: str = "", start: float | None = None) -> None:
     """A job of the local backend, whose supervisor is this process."""
-    folder = folder_of(job_id)
+    folder = job_folder(job_id)
     folder.path.mkdir(parents=True, exist_ok=True)
     me = psutil.Process()
     folder.write(
@@ -49,7 +49,7 @@ def new_run(home: Path, now: float, *, name: str = "llama-abc234", spec: str = "
     for folder in (run.path / "attempts", run.metrics, run.events):
         folder.mkdir(parents=True)
     run.spec.write_text(spec or '[job]\nbackend = "local"\n')
-    log = fsio.Appender(run.events / "submit.jsonl")
+    log = fsio.JsonlAppender(run.events / "submit.jsonl")
     log.append({"t": now - submitted, "event": "submitted", "job_id": "local-1", "backend": "local"})
     log.close()
     return run
@@ -68,13 +68,13 @@ def begin(
         {"step": s, "t": start + s * step_s, "loss": 8 / (1 + s / 200), "step_s": step_s, "tokens_per_s": 1.05e6}
         for s in range(1, steps + 1)
     ]
-    log = fsio.Appender(run.metrics_of(1))
+    log = fsio.JsonlAppender(run.metrics_path(1))
     log.append(*rows)
     log.close()
-    log = fsio.Appender(attempt.events_of("batch"))
+    log = fsio.JsonlAppender(attempt.events_path("batch"))
     log.append({"t": start - 60, "event": "started", "job_id": "local-1", "nodes": nodes})
     log.close()
-    log = fsio.Appender(attempt.events_of("rank-0"))
+    log = fsio.JsonlAppender(attempt.events_path("rank-0"))
     log.append({"t": start, "event": "first_step", "step": 1, "total": total})
     for s in range(200, steps, 200):
         log.append({"t": start + s * step_s, "event": "checkpoint", "step": s, "stall_s": 2.0, "save_s": 3.1})
@@ -100,8 +100,8 @@ def record(
     ]
     header = Header(
         node=node, t=now - seconds, mono=100.0, interval_s=1.0, gpus=facts, ranks=numbers, nvml=nvml,
-        memory_total_bytes=1024 * GIB, fast=fields.columns(gpus, numbers, FAST),
-        slow=fields.columns(gpus, numbers, SLOW),
+        memory_total_bytes=1024 * GIB, fast=fields.column_names(gpus, numbers, FAST),
+        slow=fields.column_names(gpus, numbers, SLOW),
     )  # fmt: skip
     writer = Writer(run.attempt(1).telemetry / node)
     writer.begin(header)

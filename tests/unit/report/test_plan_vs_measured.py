@@ -19,9 +19,9 @@ from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.recipe import ModelSpec, Recipe, TrainSpec
 from clustertrain.plan.planner import plan
 from clustertrain.report import plan_vs_measured
-from clustertrain.report.plan_vs_measured import Pair, Prediction
-from clustertrain.report.status import predicted
-from clustertrain.report.terminal import ASCII, UNICODE, Glyphs, brief_time, emit, make_console
+from clustertrain.report.plan_vs_measured import Pair, PlanAccuracy
+from clustertrain.report.status import plan_accuracy_table
+from clustertrain.report.terminal import ASCII, UNICODE, Glyphs, emit, format_step_time, make_console
 from clustertrain.run import run_dir
 from clustertrain.run.measured_speed import WARM_UP_STEPS
 from clustertrain.run.run_dir import RunDir
@@ -34,7 +34,7 @@ TOKENS = 64 * 2048
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    made = run_dir.create("gpt")
+    made = run_dir.create_run("gpt")
     made.spec.write_text('version = 1\n[job]\nbackend = "local"\n')
     return made
 
@@ -55,11 +55,11 @@ def planned(run: RunDir, device: str = "cuda") -> dict[str, Any]:
 
 def trained(run: RunDir, n: int, step_s: float, *, steps: int = 20, world_size: int = RANKS) -> None:
     attempt = new_attempt(run, n)
-    log = fsio.Appender(attempt.events_of("rank-0"))
+    log = fsio.JsonlAppender(attempt.events_path("rank-0"))
     log.append({"t": 1.0, "event": "session_started", "world_size": world_size}, {"t": 2.0, "event": "first_step"})
     log.close()
     slow = [60.0] * WARM_UP_STEPS
-    rows = fsio.Appender(run.metrics_of(n))
+    rows = fsio.JsonlAppender(run.metrics_path(n))
     rows.append(
         *(
             {"step": i, "t": 2.0 + i, "step_s": s, "tokens_per_s": TOKENS / s, "peak_allocated_gib": 31.0}
@@ -69,9 +69,9 @@ def trained(run: RunDir, n: int, step_s: float, *, steps: int = 20, world_size: 
     rows.close()
 
 
-def shown(found: Prediction, width: int = 80, signs: Glyphs = UNICODE) -> str:
+def shown(found: PlanAccuracy, width: int = 80, signs: Glyphs = UNICODE) -> str:
     out = io.StringIO()
-    emit(make_console(out, width), *predicted(found, signs))
+    emit(make_console(out, width), *plan_accuracy_table(found, signs))
     return out.getvalue()
 
 
@@ -79,7 +79,7 @@ def test_a_gpu_run_has_both_sides_of_every_row(run: RunDir) -> None:
     asked = planned(run)
     trained(run, 1, 2.0)
     record(run.attempt(1), [(gpu(0), busy(used_gib=40.0))])
-    found = plan_vs_measured.of_run(run)
+    found = plan_vs_measured.compare_run(run)
     assert found.step_s == Pair(asked["time"]["step_s"], 2.0) and found.step_s.predicted
     assert found.tokens_per_s_per_gpu == Pair(asked["time"]["tokens_per_s_per_gpu"], TOKENS / 2.0 / RANKS)
     assert found.peak_gib == Pair(asked["memory"]["peak_gib"], 40.0)
@@ -92,7 +92,7 @@ def test_a_gpu_run_has_both_sides_of_every_row(run: RunDir) -> None:
 def test_on_cpus_nothing_was_predicted_and_memory_is_not_compared(run: RunDir) -> None:
     planned(run, "cpu")
     trained(run, 1, 2.0)
-    found = plan_vs_measured.of_run(run)
+    found = plan_vs_measured.compare_run(run)
     assert found.step_s == Pair(None, 2.0) and found.step_s.ratio is None
     assert found.peak_gib == found.allocated_gib == Pair(None, None)
 
@@ -101,7 +101,7 @@ def test_attempts_on_fewer_ranks_do_not_count(run: RunDir) -> None:
     planned(run)
     trained(run, 1, 2.0)
     trained(run, 2, 7.0, world_size=6, steps=100)
-    found = plan_vs_measured.of_run(run)
+    found = plan_vs_measured.compare_run(run)
     assert (found.step_s.measured, found.attempts, found.other_attempts) == (2.0, (1,), (2,))
     assert "not counted: attempt 2, on another number of ranks than the plan's" in shown(found)
 
@@ -111,13 +111,13 @@ def test_without_a_plan_that_reads_there_is_nothing_to_say(run: RunDir, plan_jso
     if plan_json is not None:
         run.plan.write_text(plan_json)
     trained(run, 1, 2.0)
-    assert plan_vs_measured.of_run(run) == Prediction()
-    assert predicted(Prediction(), UNICODE) == []
+    assert plan_vs_measured.compare_run(run) == PlanAccuracy()
+    assert plan_accuracy_table(PlanAccuracy(), UNICODE) == []
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])
 def test_the_table(width: int) -> None:
-    found = Prediction(
+    found = PlanAccuracy(
         step_s=Pair(0.412, 0.4532),
         tokens_per_s_per_gpu=Pair(39_768.9, 36_153.6),
         peak_gib=Pair(61.24, None),
@@ -148,7 +148,7 @@ def test_the_table(width: int) -> None:
     ],
 )
 def test_the_time_of_a_step(seconds: float, text: str) -> None:
-    assert brief_time(seconds) == text
+    assert format_step_time(seconds) == text
 
 
 def test_status_has_it_as_text_and_as_json(run: RunDir) -> None:

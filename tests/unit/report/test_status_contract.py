@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from clustertrain.report.status import contract_rows
-from clustertrain.run.budget import Used
-from clustertrain.run.contract_status import Slice, Standing
+from clustertrain.run.budget import BudgetUsage
+from clustertrain.run.contract_status import ContractStatus, SliceStatus
 
 
 def test_task_metric_slices_and_budget() -> None:
-    found = Standing(
+    found = ContractStatus(
         task="tell cats from dogs",
         target="research",
         metric="validation_accuracy",
@@ -18,10 +18,10 @@ def test_task_metric_slices_and_budget() -> None:
         best=0.7,
         best_step=20,
         slices={
-            "night": Slice(value=0.5, best=0.75, regression=0.25),
-            "day": Slice(value=0.9, best=0.9, regression=0.0),
+            "night": SliceStatus(value=0.5, best=0.75, regression=0.25),
+            "day": SliceStatus(value=0.9, best=0.9, regression=0.0),
         },
-        used=Used(gpu_hours=4.0, wall_hours=1.0),
+        used=BudgetUsage(gpu_hours=4.0, wall_hours=1.0),
         left={"gpu_hours": 6.0},
     )
     assert contract_rows(found) == [
@@ -33,5 +33,7 @@ def test_task_metric_slices_and_budget() -> None:
 
 
 def test_a_run_without_a_contract_and_one_before_its_first_evaluation() -> None:
-    assert contract_rows(None) == [] == contract_rows(Standing(metric="loss"))
-    assert contract_rows(Standing(metric="validation_loss")) == [("judged by", "validation_loss, not evaluated yet")]
+    assert contract_rows(None) == [] == contract_rows(ContractStatus(metric="loss"))
+    assert contract_rows(ContractStatus(metric="validation_loss")) == [
+        ("judged by", "validation_loss, not evaluated yet")
+    ]

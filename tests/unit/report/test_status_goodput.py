@@ -10,12 +10,12 @@ import pytest
 
 from clustertrain.report import status
 from clustertrain.report.terminal import ASCII, emit, make_console
-from clustertrain.run.goodput import PARTS, Goodput
+from clustertrain.run.goodput import TIME_CATEGORIES, Goodput
 
 
 def shown(parts: Goodput) -> str:
     out = io.StringIO()
-    emit(make_console(out, 100), status.goodput(parts, ASCII))
+    emit(make_console(out, 100), status.goodput_table(parts, ASCII))
     return out.getvalue()
 
 
@@ -27,7 +27,9 @@ def seconds_of(text: str) -> int:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_times_and_the_shares_shown_add_up_to_the_wall_time(seed: int) -> None:
     at = random.Random(seed)
-    values = {part: at.choice([0.0, at.uniform(0, 1), at.uniform(0, 100), 10 ** at.uniform(0, 7)]) for part in PARTS}
+    values = {
+        part: at.choice([0.0, at.uniform(0, 1), at.uniform(0, 100), 10 ** at.uniform(0, 7)]) for part in TIME_CATEGORIES
+    }
     wall_s = sum(values.values())
     text = shown(Goodput(**values, wall_s=wall_s, ratio=values["productive_s"] / wall_s))
     table = [line for line in text.splitlines() if re.search(r" \d+%", line) and "goodput" not in line]

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.text import Text
 
 from clustertrain.report import terminal
-from clustertrain.report.tables import Column, fitted
+from clustertrain.report.tables import Column, fit_table
 
 COLUMNS = [
     Column("run", ["a-run-of-some-length-abcdef", "b-bbbbbb"]),
-    Column("at step", ["12", "3"], right=True),
+    Column("at step", ["12", "3"], right_aligned=True),
     Column("state", [Text("completed"), Text("lost")]),
     Column("started", ["01-15 08:00:00"] * 2),
 ]
@@ -32,7 +32,7 @@ COLUMNS = [
     ],
 )
 def test_titles_are_wrapped_then_columns_go_and_nothing_is_cut(width: int, titles: list[str], wrapped: bool) -> None:
-    table = fitted(COLUMNS, width, dropped=("started", "state"))
+    table = fit_table(COLUMNS, width, drop_order=("started", "state"))
     assert [column.header for column in table.columns] == titles
     out = io.StringIO()
     terminal.emit(Console(file=out, width=width), table)
@@ -43,4 +43,4 @@ def test_titles_are_wrapped_then_columns_go_and_nothing_is_cut(width: int, title
 
 
 def test_of_no_rows() -> None:
-    assert fitted([Column("run", []), Column("at step", [])], 80).row_count == 0
+    assert fit_table([Column("run", []), Column("at step", [])], 80).row_count == 0

@@ -14,12 +14,12 @@ from clustertrain.telemetry.report_schema import (
     AttemptSummary,
     GpuSummary,
     HostSummary,
-    InPhase,
+    PhaseStats,
     RankSummary,
     Summary,
-    Throttled,
+    ThrottleShares,
+    TimeWindow,
     TrainingSummary,
-    Window,
 )
 from tests.unit.telemetry.summaries import broken, healthy, host, idle, noted, replace, slow, throttling, with_gpus
 
@@ -144,7 +144,17 @@ def optional(kind: type[msgspec.Struct]) -> set[str]:
     return {f.encode_name for f in msgspec.structs.fields(kind) if type(None) in typing.get_args(f.type)}
 
 
-KINDS = (Summary, GpuSummary, HostSummary, RankSummary, TrainingSummary, AttemptSummary, InPhase, Throttled, Window)
+KINDS = (
+    Summary,
+    GpuSummary,
+    HostSummary,
+    RankSummary,
+    TrainingSummary,
+    AttemptSummary,
+    PhaseStats,
+    ThrottleShares,
+    TimeWindow,
+)
 
 
 # A wide report has the columns of a narrow one and more.

@@ -77,16 +77,16 @@ def test_meters_do_not_overflow() -> None:
     ("seconds", "text"), [(0.4, "0s"), (59, "59s"), (725, "12m05s"), (11220, "3h07m"), (187200, "2d04h")]
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert terminal.duration(seconds) == text
+    assert terminal.format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(("joules", "text"), [(None, "–"), (900, "900 J"), (36000, "10.0 Wh"), (7.2e6, "2.00 kWh")])
 def test_energy(joules: float | None, text: str) -> None:
-    assert terminal.energy(joules, UNICODE) == text
+    assert terminal.format_energy(joules, UNICODE) == text
 
 
 def test_used_of() -> None:
-    assert terminal.used_of(61.4, 80.0, UNICODE) == "61/80"
-    assert terminal.used_of(0.5, 5.0, UNICODE) == "0.5/5.0"
-    assert terminal.used_of(None, 80.0, UNICODE) == "–/80"
-    assert terminal.used_of(None, None, UNICODE) == "–"
+    assert terminal.format_used(61.4, 80.0, UNICODE) == "61/80"
+    assert terminal.format_used(0.5, 5.0, UNICODE) == "0.5/5.0"
+    assert terminal.format_used(None, 80.0, UNICODE) == "–/80"
+    assert terminal.format_used(None, None, UNICODE) == "–"

@@ -5,19 +5,19 @@ import io
 import pytest
 
 from clustertrain.report import terminal, timeline
-from clustertrain.telemetry.report_schema import AttemptSummary, Mark, Summary, Timeline, Window
+from clustertrain.telemetry.report_schema import AttemptSummary, Summary, Timeline, TimelineEvent, TimeWindow
 from tests.unit.telemetry.summaries import T0, healthy, replace, with_gpus
 
 
-def attempt(n: int, start: float, end: float | None, ending: str | None, *marks: Mark) -> AttemptSummary:
-    window = Window(T0 + start, T0 + (end if end is not None else 7200.0))
+def attempt(n: int, start: float, end: float | None, ending: str | None, *marks: TimelineEvent) -> AttemptSummary:
+    window = TimeWindow(T0 + start, T0 + (end if end is not None else 7200.0))
     return AttemptSummary(
         n, str(4710 + n), window, ["n1"], T0 + start, None if end is None else T0 + end, ending, list(marks)
     )
 
 
-def at(t: float, kind: str, text: str = "", end: float | None = None) -> Mark:
-    return Mark(T0 + t, kind, text, None if end is None else T0 + end)
+def at(t: float, kind: str, text: str = "", end: float | None = None) -> TimelineEvent:
+    return TimelineEvent(T0 + t, kind, text, None if end is None else T0 + end)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def lines(summary: Summary, width: int = 84, every: bool = False, encoding: str 
 
 def row(found: list[str], name: str) -> str:
     (line,) = (x for x in found if x.startswith(name + " "))
-    return line[timeline.LABEL :].ljust(72)
+    return line[timeline.LABEL_WIDTH :].ljust(72)
 
 
 def test_all_rows_share_one_axis(preempted: Summary) -> None:
@@ -122,8 +122,8 @@ def test_a_script_without_a_session_has_no_phases() -> None:
 
 
 def test_without_any_time_there_is_no_timeline() -> None:
-    assert timeline.render(replace(healthy(), attempts=[], window=Window(None, None)), 80, terminal.UNICODE) == []
-    assert timeline.render(replace(healthy(), attempts=[], window=Window(T0, T0)), 80, terminal.UNICODE) == []
+    assert timeline.render(replace(healthy(), attempts=[], window=TimeWindow(None, None)), 80, terminal.UNICODE) == []
+    assert timeline.render(replace(healthy(), attempts=[], window=TimeWindow(T0, T0)), 80, terminal.UNICODE) == []
 
 
 @pytest.mark.parametrize(
@@ -131,4 +131,4 @@ def test_without_any_time_there_is_no_timeline() -> None:
     [(0, "0"), (45, "45s"), (1800, "30m"), (5400, "1h30m"), (172800, "2d"), (129600, "1d12h"), (3601, "1h1s")],
 )
 def test_elapsed_time(seconds: float, words: str) -> None:
-    assert timeline.elapsed(seconds) == words
+    assert timeline.format_elapsed(seconds) == words

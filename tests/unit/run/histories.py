@@ -68,16 +68,16 @@ class Told:
     def back(self, step: int, to_step: int, seconds: float) -> None:
         """Go back to a checkpoint because of ``step``: the rows to come are in another file."""
         self.lasting("rolled_back", "restore_s", seconds, step=step, to_step=to_step, why="a spike", samples=8)
-        _append(self.run.metrics_of(self.n, self._stretch), self._rows)
+        _append(self.run.metrics_path(self.n, self._stretch), self._rows)
         self._rows, self._stretch = [], self._stretch + 1
 
     def write(self) -> None:
         for writer, found in self._events.items():
-            _append(self.run.attempt(self.n).events_of(writer), found)
-        _append(self.run.metrics_of(self.n, self._stretch), self._rows)
+            _append(self.run.attempt(self.n).events_path(writer), found)
+        _append(self.run.metrics_path(self.n, self._stretch), self._rows)
 
 
 def _append(path: Path, records: list[dict[str, Any]]) -> None:
-    log = fsio.Appender(path)
+    log = fsio.JsonlAppender(path)
     log.append(*records)
     log.close()

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from clustertrain.run import attempts, goodput, metrics
-from clustertrain.run.goodput import ALL, PARTS, Goodput, Stretch
+from clustertrain.run.goodput import TIME_CATEGORIES, WHOLE_RUN, Goodput, TimeRange
 from tests.unit.run.histories import History, Told
 
 
-def book_of(history: History, now: float, *, finished: bool = True, of: Stretch = ALL) -> Goodput:
-    book = goodput.ledger(history.run, attempts.read_all(history.run), now, finished, of=of)
-    parts = [getattr(book, part) for part in PARTS]
+def book_of(history: History, now: float, *, finished: bool = True, of: TimeRange = WHOLE_RUN) -> Goodput:
+    book = goodput.compute_goodput(history.run, attempts.load_attempts(history.run), now, finished, time_range=of)
+    parts = [getattr(book, part) for part in TIME_CATEGORIES]
     assert all(math.isfinite(p) and p >= 0 for p in parts), book
     assert abs(math.fsum(parts) - book.wall_s) <= 1e-6
     assert 0 <= book.data_wait_s <= book.productive_s + book.repeated_s + 1e-6
@@ -26,7 +26,7 @@ def book_of(history: History, now: float, *, finished: bool = True, of: Stretch 
 
 def parts_of(book: Goodput) -> dict[str, float]:
     """Those that are not nothing."""
-    return {part: pytest.approx(v) for part in PARTS if (v := getattr(book, part)) > 1e-6}
+    return {part: pytest.approx(v) for part in TIME_CATEGORIES if (v := getattr(book, part)) > 1e-6}
 
 
 def preempted_and_resumed(folder: Path) -> History:
@@ -81,7 +81,7 @@ def test_rows_of_many_scalars_are_counted_as_short_ones_are(tmp_path: Path) -> N
     one.batch(106.0, "ended", ending="node_failure")
     one.write()
     assert parts_of(book_of(history, 500.0)) == {"productive_s": 100.0, "startup_s": 5.0, "lost_s": 1.0}
-    assert metrics.last_row(history.run.metrics_of(1))["step"] == 100  # type: ignore[index]
+    assert metrics.read_last_row(history.run.metrics_path(1))["step"] == 100  # type: ignore[index]
 
 
 def test_a_killed_attempt_loses_what_followed_its_last_step(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_after_a_node_died_and_slurm_put_the_job_back_it_waits_since_the_last_si
     one = history.attempt(1, 0.0)
     one.step(1, 5.0)
     one.write()
-    book = goodput.ledger(history.run, attempts.read_all(history.run), 105.0, False, waiting=True)
+    book = goodput.compute_goodput(history.run, attempts.load_attempts(history.run), 105.0, False, is_queued=True)
     assert parts_of(book) == {"productive_s": 5.0, "queue_s": 100.0}
 
 
@@ -279,7 +279,7 @@ def test_rows_of_an_older_version_have_no_sums(tmp_path: Path) -> None:
     history = preempted_and_resumed(tmp_path)
     new = book_of(history, 100.0)
     for n in (1, 2):
-        path = history.run.metrics_of(n)
+        path = history.run.metrics_path(n)
         path.write_text(path.read_text().replace("sum_step_s", "my_step_s"))
     assert book_of(history, 100.0).repeated_s == pytest.approx(new.repeated_s)
     assert book_of(history, 100.0).productive_s == pytest.approx(new.productive_s)
@@ -358,30 +358,30 @@ def _wild(told: Told, at: random.Random) -> None:
 def test_the_ledgers_of_the_attempts_add_up_to_that_of_the_run(tmp_path: Path) -> None:
     history = preempted_and_resumed(tmp_path)
     whole = book_of(history, 500.0)
-    one, two = (book_of(history, 500.0, of=Stretch(attempt=n)) for n in (1, 2))
+    one, two = (book_of(history, 500.0, of=TimeRange(attempt=n)) for n in (1, 2))
     assert (one.wall_s, two.wall_s) == (pytest.approx(50.0), pytest.approx(50.0))  # each with the wait before it
     assert one.repeated_s == 0 and two.repeated_s == pytest.approx(whole.repeated_s)
-    for part in PARTS:
+    for part in TIME_CATEGORIES:
         assert getattr(one, part) + getattr(two, part) == pytest.approx(getattr(whole, part)), part
 
 
 def test_the_ledger_of_the_last_seconds(tmp_path: Path) -> None:
     history = preempted_and_resumed(tmp_path)
     whole = book_of(history, 500.0)
-    assert book_of(history, 500.0, of=Stretch(since=-1.0)) == whole
+    assert book_of(history, 500.0, of=TimeRange(since=-1.0)) == whole
     before = whole
     for since in (5.0, 15.0, 25.5, 31.0, 49.0, 55.0, 64.0, 67.5, 72.3, 90.0, 99.9):
-        book = book_of(history, 500.0, of=Stretch(since=since))
+        book = book_of(history, 500.0, of=TimeRange(since=since))
         assert book.wall_s == pytest.approx(100.0 - since)
-        for part in PARTS:
+        for part in TIME_CATEGORIES:
             assert getattr(book, part) <= getattr(before, part) + 1e-6, (since, part)
         before = book
-    assert book_of(history, 500.0, of=Stretch(since=200.0)) == Goodput()
+    assert book_of(history, 500.0, of=TimeRange(since=200.0)) == Goodput()
 
 
 def test_what_the_last_seconds_hold(tmp_path: Path) -> None:
     """From the middle of step 18 on, which ends at 72.5; three are repeated, then come 20 of half a second."""
-    book = book_of(preempted_and_resumed(tmp_path), 500.0, of=Stretch(since=72.0))
+    book = book_of(preempted_and_resumed(tmp_path), 500.0, of=TimeRange(since=72.0))
     assert parts_of(book)["repeated_s"] == pytest.approx(2.5)
     assert parts_of(book)["productive_s"] == pytest.approx(10.0)
     assert parts_of(book)["checkpoint_stall_s"] == pytest.approx(4.0)

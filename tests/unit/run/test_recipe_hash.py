@@ -10,13 +10,13 @@ import pytest
 from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
-from clustertrain.run.recipe_hash import hash_of
+from clustertrain.run.recipe_hash import hash_run_spec
 
 HERE = JobSpec()
 
 
 def of(job: JobSpec = HERE, script: ScriptSpec | None = None, **tables: Any) -> str:
-    return hash_of(RunSpec(job=job, recipe=build(tables, Recipe, "test"), script=script))
+    return hash_run_spec(RunSpec(job=job, recipe=build(tables, Recipe, "test"), script=script))
 
 
 def test_where_and_how_it_is_watched_does_not_count() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from clustertrain.run import attempts, goodput, metrics
-from clustertrain.run.goodput import PARTS, Goodput
-from clustertrain.run.measured_speed import speed
-from clustertrain.telemetry.analysis.efficiency import _counted
+from clustertrain.run.goodput import TIME_CATEGORIES, Goodput
+from clustertrain.run.measured_speed import measure_speed
+from clustertrain.telemetry.analysis.efficiency import _steps_by_attempt
 from tests.unit.run.histories import History, Told
 
 
@@ -47,8 +47,8 @@ def again(told: Told) -> None:
 
 
 def book_of(history: History) -> Goodput:
-    book = goodput.ledger(history.run, attempts.read_all(history.run), 500.0, finished=True)
-    parts = [getattr(book, part) for part in PARTS]
+    book = goodput.compute_goodput(history.run, attempts.load_attempts(history.run), 500.0, is_finished=True)
+    parts = [getattr(book, part) for part in TIME_CATEGORIES]
     assert math.fsum(parts) == book.wall_s and min(parts) >= 0
     return book
 
@@ -56,13 +56,13 @@ def book_of(history: History) -> Goodput:
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_step_done_twice_counts_once(tmp_path: Path, killed: bool) -> None:
     history = gone_back(tmp_path / "run", killed=killed)
-    found = metrics.read(history.run)
+    found = metrics.load_rows(history.run)
     assert [r["step"] for r in found] == list(range(1, 25))
     assert [r["loss"] for r in found[10:14]] == [11.0, 12.0, 113.0, 114.0]
-    newest = metrics.latest(history.run)
+    newest = metrics.find_latest_row(history.run)
     assert newest is not None and newest["step"] == 24
-    counted = _counted(history.run, attempts.read_all(history.run), 1, None)
-    assert sum(len(p.of("step")) for p in counted) == 24
+    counted = _steps_by_attempt(history.run, attempts.load_attempts(history.run), 1, None)
+    assert sum(len(p.column("step")) for p in counted) == 24
 
 
 def test_the_ledger_knows_what_was_thrown_away_and_the_restore(tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_what_was_committed_and_taken_back_is_no_progress(tmp_path: Path) -> Non
             one.lasting("checkpoint", "stall_s", 1.0, step=12, save_s=1.0)
     one.back(19, 6, 1.0)
     one.write()
-    (attempt,) = attempts.read_all(history.run)
-    assert (attempt.committed_step, attempt.progressed, attempt.roll_backs) == (None, False, 1)
+    (attempt,) = attempts.load_attempts(history.run)
+    assert (attempt.committed_step, attempt.made_progress, attempt.roll_backs) == (None, False, 1)
     assert attempt.last_step == 19
 
 
@@ -114,8 +114,8 @@ def killed_after_a_commit(folder: Path) -> History:
 
 def test_a_commit_that_the_kill_left_no_time_to_tell_of_counts(tmp_path: Path) -> None:
     history = killed_after_a_commit(tmp_path / "run")
-    (attempt,) = attempts.read_all(history.run)
-    assert (attempt.committed_step, attempt.last_step, attempt.progressed) == (30, 30, True)
+    (attempt,) = attempts.load_attempts(history.run)
+    assert (attempt.committed_step, attempt.last_step, attempt.made_progress) == (30, 30, True)
 
 
 def test_it_is_the_earlier_attempts_even_when_retention_has_taken_the_checkpoint(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_it_is_the_earlier_attempts_even_when_retention_has_taken_the_checkpoint
     two.event("restored", step=30)
     two.write()
     history.attempt(3, 41.0).write()  # killed before its first step
-    found = attempts.read_all(history.run)
-    assert [(a.committed_step, a.progressed) for a in found] == [(30, True), (None, False), (None, False)]
+    found = attempts.load_attempts(history.run)
+    assert [(a.committed_step, a.made_progress) for a in found] == [(30, True), (None, False), (None, False)]
 
     four = history.attempt(4, 50.0)
     four.event("restored", step=30)
@@ -134,7 +134,7 @@ def test_it_is_the_earlier_attempts_even_when_retention_has_taken_the_checkpoint
     four.lasting("checkpoint", "stall_s", 1.0, step=40, save_s=1.0)
     four.write()
     shutil.rmtree(history.run.checkpoints)
-    assert [a.committed_step for a in attempts.read_all(history.run)] == [30, None, None, 40]
+    assert [a.committed_step for a in attempts.load_attempts(history.run)] == [30, None, None, 40]
 
 
 def test_what_lies_there_from_before_the_attempt_is_not_its_own(tmp_path: Path) -> None:
@@ -143,7 +143,10 @@ def test_what_lies_there_from_before_the_attempt_is_not_its_own(tmp_path: Path) 
     two.event("restored", step=30)
     two.step(31, 1.0)
     two.write()
-    assert [(a.committed_step, a.progressed) for a in attempts.read_all(history.run)] == [(30, True), (None, False)]
+    assert [(a.committed_step, a.made_progress) for a in attempts.load_attempts(history.run)] == [
+        (30, True),
+        (None, False),
+    ]
 
 
 def test_a_scripts_second_loop_takes_up_what_the_first_one_of_the_same_attempt_has_left(tmp_path: Path) -> None:
@@ -160,9 +163,9 @@ def test_a_scripts_second_loop_takes_up_what_the_first_one_of_the_same_attempt_h
     two.event("restored", step=20)
     two.step(21, 1.0)
     two.write()
-    first, second = attempts.read_all(history.run)
-    assert (first.committed_step, first.last_step, first.progressed) == (None, 5, False)
-    assert (second.committed_step, second.restored_step, second.progressed) == (20, None, True)
+    first, second = attempts.load_attempts(history.run)
+    assert (first.committed_step, first.last_step, first.made_progress) == (None, 5, False)
+    assert (second.committed_step, second.restored_step, second.made_progress) == (20, None, True)
 
 
 def test_what_an_earlier_attempt_has_told_of_is_no_later_ones_that_did_not_see_it(tmp_path: Path) -> None:
@@ -176,8 +179,8 @@ def test_what_an_earlier_attempt_has_told_of_is_no_later_ones_that_did_not_see_i
         for step in range(11, 14):
             later.step(step, 1.0)
         later.write()
-    found = attempts.read_all(history.run)
-    assert [(a.committed_step, a.progressed) for a in found] == [(20, True), (None, False), (None, False)]
+    found = attempts.load_attempts(history.run)
+    assert [(a.committed_step, a.made_progress) for a in found] == [(20, True), (None, False), (None, False)]
 
 
 @pytest.mark.parametrize("why", ["it went back", "damaged"])
@@ -210,13 +213,13 @@ def test_what_was_told_of_and_does_not_count_any_more_takes_no_later_commit_away
     saved.mkdir(parents=True)
     (saved / "COMMITTED").write_bytes(b"{}")
 
-    found = [(a.n, a.committed_step) for a in attempts.read_all(history.run)]
+    found = [(a.n, a.committed_step) for a in attempts.load_attempts(history.run)]
     assert found[0] == (1, 15) and found[2:] == [(3, 12), (4, 14)]
 
 
 def test_files_that_are_not_there_yet_and_the_speed_over_all_of_them(tmp_path: Path) -> None:
     history = History(tmp_path / "run")
-    assert history.run.metrics_files(1) == [history.run.metrics_of(1)]
+    assert history.run.metrics_files(1) == [history.run.metrics_path(1)]
     done = gone_back(tmp_path / "other").run
     assert [p.name for p in done.metrics_files(1)] == ["attempt-1.jsonl", "attempt-1-1.jsonl"]
-    assert speed(done, done.attempts()).steps == 32 - 2 * 5
+    assert measure_speed(done, done.attempts()).steps == 32 - 2 * 5

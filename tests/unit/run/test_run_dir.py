@@ -51,4 +51,4 @@ def test_a_file_system_that_does_not_tell_is_no_run_without_attempts(
     [("0", True), ("12", True), ("", False), ("-1", False), ("\u00b2", False), ("\u0663", False), ("9" * 5000, False)],
 )
 def test_what_is_a_count(text: str, expected: bool) -> None:
-    assert reading.is_count(text) == expected
+    assert reading.is_unsigned_int(text) == expected

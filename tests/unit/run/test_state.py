@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clustertrain import fsio
-from clustertrain.errors import Ambiguous, NotFound, UsageError
+from clustertrain.errors import AmbiguousName, NotFound, UsageError
 from clustertrain.run import attempts, lookup, metrics, run_dir, state
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.backend import JobView
@@ -19,7 +19,7 @@ from clustertrain.scheduler.backend import JobView
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    made = run_dir.create("My Run!")
+    made = run_dir.create_run("My Run!")
     made.spec.write_text("version = 1\n")
     return made
 
@@ -27,20 +27,20 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 def write(run: RunDir, n: int, *events: tuple[float, str, dict[str, Any]], writer: str = "batch") -> None:
     path = run.attempt(n).path
     path.mkdir(parents=True, exist_ok=True)
-    log = fsio.Appender(run.attempt(n).events_of(writer))
+    log = fsio.JsonlAppender(run.attempt(n).events_path(writer))
     for t, name, fields in events:
         log.append({"t": t, "event": name, **fields})
     log.close()
 
 
 def rows(run: RunDir, n: int, *steps: tuple[float, int]) -> None:
-    log = fsio.Appender(run.metrics_of(n))
+    log = fsio.JsonlAppender(run.metrics_path(n))
     log.append(*({"t": t, "step": s, "loss": 1.0} for t, s in steps))
     log.close()
 
 
 def submitted(run: RunDir, t: float = 0.0, job_id: str = "7") -> None:
-    log = fsio.Appender(run.events / "submit.jsonl")
+    log = fsio.JsonlAppender(run.events / "submit.jsonl")
     log.append({"t": t, "event": "submitted", "job_id": job_id, "backend": "slurm"})
     log.close()
 
@@ -72,7 +72,7 @@ def two_attempts(run: RunDir) -> None:
 
 def test_a_step_that_two_attempts_ran_counts_once(run: RunDir) -> None:
     two_attempts(run)
-    read = metrics.read(run)
+    read = metrics.load_rows(run)
     assert [r["step"] for r in read] == list(range(1, 41))
     assert [r["attempt"] for r in read] == [1] * 15 + [2] * 25
 
@@ -109,13 +109,13 @@ def test_states(
     run: RunDir, prepare: Callable[[RunDir], None], job: JobView | None, accounted: str, expected: str
 ) -> None:
     prepare(run)
-    assert state.of_run(run, attempts.read_all(run), job, accounted) == expected
+    assert state.determine_state(run, attempts.load_attempts(run), job, accounted) == expected
 
 
 def test_a_run_that_was_stopped_for_good_has_failed(run: RunDir) -> None:
     ended(run, "unknown")
     write(run, 1, (21, "stopped", {"why": "no progress"}))
-    assert state.of_run(run, attempts.read_all(run), None) == state.FAILED
+    assert state.determine_state(run, attempts.load_attempts(run), None) == state.FAILED
 
 
 def test_the_newest_job_is_the_one_mentioned_last(run: RunDir) -> None:
@@ -123,19 +123,19 @@ def test_the_newest_job_is_the_one_mentioned_last(run: RunDir) -> None:
     write(run, 1, (10, "started", {"job_id": "9"}), (50, "ended", {"ending": "node_failure"}))
     fsio.write_json(run.attempt(1).record, {"job_id": "9"})
     write(run, 1, (51, "requeued", {"how": "resubmit", "job_id": "10"}))
-    assert attempts.job_ids(run) == ["9", "10"]
+    assert attempts.list_job_ids(run) == ["9", "10"]
 
 
 def test_runs_are_found_by_id_prefix_job_and_latest(run: RunDir) -> None:
     submitted(run)
     names = [run.id, run.id[:-2], "7", "latest"]
-    assert [lookup.resolve(n).id for n in names] == [run.id] * 4
+    assert [lookup.resolve_run(n).id for n in names] == [run.id] * 4
     with pytest.raises(NotFound):
-        lookup.resolve("nosuch")
+        lookup.resolve_run("nosuch")
 
 
 @pytest.mark.parametrize("name", ["", " "])
-@pytest.mark.parametrize("find", [lookup.resolve, lookup.resolve_all])
+@pytest.mark.parametrize("find", [lookup.resolve_run, lookup.resolve_runs])
 def test_an_empty_name_is_an_empty_variable_and_not_the_newest_run(
     run: RunDir, find: Callable[[str], object], name: str
 ) -> None:
@@ -150,7 +150,7 @@ def test_an_unknown_job_is_like_those_with_a_like_number_and_else_the_newest_is_
 
     def fix(name: str) -> str:
         with pytest.raises(NotFound) as e:
-            lookup.resolve(name)
+            lookup.resolve_run(name)
         return e.value.fix or ""
 
     assert f"did you mean {run.id} (job local-41)?" in fix("41") and "did you mean" in fix("local-411")
@@ -160,27 +160,27 @@ def test_an_unknown_job_is_like_those_with_a_like_number_and_else_the_newest_is_
 
 
 def test_an_ambiguous_prefix_lists_the_candidates(run: RunDir) -> None:
-    other = run_dir.create("my run")
+    other = run_dir.create_run("my run")
     other.spec.write_text("version = 1\n")
-    with pytest.raises(Ambiguous) as e:
-        lookup.resolve("my-run")
+    with pytest.raises(AmbiguousName) as e:
+        lookup.resolve_run("my-run")
     assert run.id in str(e.value)
     assert other.id in str(e.value)
 
 
 @pytest.mark.parametrize("name", ["../../etc", "a b", "$(touch x)", "x\ny", "ÄÖ", "'", "", "-rf"])
 def test_a_name_becomes_a_harmless_folder_name(name: str) -> None:
-    assert set(run_dir.slug(name)) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
-    assert not run_dir.slug(name).startswith("-")
+    assert set(run_dir.slugify(name)) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+    assert not run_dir.slugify(name).startswith("-")
 
 
 def test_a_torn_line_is_skipped_and_the_next_writer_starts_on_a_fresh_one(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"a": 1}\n{"a": 2')
-    log = fsio.Appender(path)
+    log = fsio.JsonlAppender(path)
     log.append({"a": 3})
     log.close()
-    assert [r["a"] for r in fsio.read_lines(path)] == [1, 3]
+    assert [r["a"] for r in fsio.read_jsonl(path)] == [1, 3]
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(

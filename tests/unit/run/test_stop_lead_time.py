@@ -9,40 +9,40 @@ import pytest
 from clustertrain import fsio
 from clustertrain.run import run_dir
 from clustertrain.run.run_dir import RunDir
-from clustertrain.run.stop_lead_time import DEFAULT_LEAD_S, EXIT_S, first_lead_s, lead_s
+from clustertrain.run.stop_lead_time import DEFAULT_LEAD_S, EXIT_S, compute_lead_s, load_planned_lead_s
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    return run_dir.create("timed")
+    return run_dir.create_run("timed")
 
 
 def measured(run: RunDir, save_s: float, *steps_s: float, note: str = "") -> None:
-    log = fsio.Appender(run.attempt(1).events_of("rank-0"))
+    log = fsio.JsonlAppender(run.attempt(1).events_path("rank-0"))
     log.append({"t": 1.0, "event": "checkpoint", "step": 1, "save_s": save_s})
     log.close()
-    rows = fsio.Appender(run.metrics_of(1))
+    rows = fsio.JsonlAppender(run.metrics_path(1))
     rows.append(*({"t": 1.0, "step": i, "step_s": s, "note": note} for i, s in enumerate(steps_s)))
     rows.close()
 
 
 def test_before_anything_is_measured_the_plan_says(run: RunDir) -> None:
-    assert lead_s(run, None) == DEFAULT_LEAD_S
+    assert compute_lead_s(run, None) == DEFAULT_LEAD_S
     fsio.write_json(run.plan, {"signal_lead_s": 45})
-    assert lead_s(run, None) == first_lead_s(run) == 45
+    assert compute_lead_s(run, None) == load_planned_lead_s(run) == 45
 
 
 def test_then_steps_and_saves_do_without_the_one_that_compiles(run: RunDir) -> None:
     measured(run, 4.0, 90.0, 2.0, 1.0)
-    assert lead_s(run, None) == pytest.approx(3 * 2.0 + 3 * 4.0 + EXIT_S)
+    assert compute_lead_s(run, None) == pytest.approx(3 * 2.0 + 3 * 4.0 + EXIT_S)
 
 
 def test_rows_of_many_scalars_tell_it_too(run: RunDir) -> None:
     measured(run, 4.0, 90.0, 1.0, 2.0, *[1.0] * 5, note="x" * 5000)
-    assert lead_s(run, None) == pytest.approx(3 * 2.0 + 3 * 4.0 + EXIT_S)
+    assert compute_lead_s(run, None) == pytest.approx(3 * 2.0 + 3 * 4.0 + EXIT_S)
 
 
 def test_half_of_an_allocation_is_always_left_to_train(run: RunDir) -> None:
     measured(run, 200.0, 1.0, 1.0)
-    assert lead_s(run, 600.0) == 300.0
+    assert compute_lead_s(run, 600.0) == 300.0

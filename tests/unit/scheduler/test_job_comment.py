@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 
-from clustertrain.errors import CommandFailed, SchedulerRefused
+from clustertrain.errors import CommandFailed, SchedulerError
 from clustertrain.scheduler import slurm
-from clustertrain.scheduler.job_comment import LONGEST, Figures, JobComment, comment_of, joined
+from clustertrain.scheduler.job_comment import (
+    MAX_COMMENT_CHARS,
+    CommentMetrics,
+    JobComment,
+    append_to_comment,
+    format_comment,
+)
 from tests.fakes.slurm.fixture import FakeSlurm
 
-ALL = Figures(
+ALL = CommentMetrics(
     run="gpt-abc123",
     step=1200,
     total_steps=10000,
@@ -26,22 +32,22 @@ LINE = "clustertrain run=gpt-abc123 step=1200/10000 gpu_util=87% mem=61/80GiB po
 
 
 def test_the_line() -> None:
-    assert comment_of(ALL) == LINE
-    assert comment_of(Figures(run="r-abcdef")) == "clustertrain run=r-abcdef"
-    assert comment_of(Figures(run="r", step=3, memory_used_gib=1.0)) == "clustertrain run=r step=3 mem=1GiB"
+    assert format_comment(ALL) == LINE
+    assert format_comment(CommentMetrics(run="r-abcdef")) == "clustertrain run=r-abcdef"
+    assert format_comment(CommentMetrics(run="r", step=3, memory_used_gib=1.0)) == "clustertrain run=r step=3 mem=1GiB"
 
 
 def test_a_zero_is_said() -> None:
-    line = comment_of(Figures(run="r", step=0, gpu_utilization=0.0, power_w=0.0, goodput=0.0, notes=0))
+    line = format_comment(CommentMetrics(run="r", step=0, gpu_utilization=0.0, power_w=0.0, goodput=0.0, notes=0))
     assert line == "clustertrain run=r step=0 gpu_util=0% power=0W goodput=0% notes=0"
 
 
 def test_it_is_short_and_plain() -> None:
-    huge = Figures(run="r" * 47, step=10**12, total_steps=10**12, gpu_utilization=1.0, memory_used_gib=1e4,
+    huge = CommentMetrics(run="r" * 47, step=10**12, total_steps=10**12, gpu_utilization=1.0, memory_used_gib=1e4,
                    memory_total_gib=1e4, power_w=1e5, goodput=1.0, notes=1000)  # fmt: skip
-    assert comment_of(huge).endswith("notes=1000")  # nothing is cut
-    assert len(comment_of(Figures(run="r" * 300))) == LONGEST < 200
-    assert not set("\"'`$\\\n|") & set(comment_of(huge))
+    assert format_comment(huge).endswith("notes=1000")  # nothing is cut
+    assert len(format_comment(CommentMetrics(run="r" * 300))) == MAX_COMMENT_CHARS < 200
+    assert not set("\"'`$\\\n|") & set(format_comment(huge))
 
 
 @pytest.mark.parametrize(
@@ -56,8 +62,8 @@ def test_it_is_short_and_plain() -> None:
     ],
 )
 def test_what_the_user_wrote_stays(now: str, then: str) -> None:
-    assert joined(now, LINE) == then
-    assert joined(then, LINE) == then  # again, and again
+    assert append_to_comment(now, LINE) == then
+    assert append_to_comment(then, LINE) == then  # again, and again
 
 
 class Told:
@@ -119,11 +125,11 @@ def test_a_comment_that_was_not_read_is_not_replaced(stdout: str, rc: int, fake_
     JobComment("12").update(LINE)
     assert fake_slurm.calls("scontrol") == []
     with pytest.raises(CommandFailed, match="squeue says nothing of job 12"):
-        slurm.comment("12")
+        slurm.get_comment("12")
 
 
 def test_not_every_text_is_a_job_id(fake_slurm: FakeSlurm) -> None:
     for bad in ("", "12;rm", "all"):
-        with pytest.raises(SchedulerRefused, match="not a Slurm job id"):
+        with pytest.raises(SchedulerError, match="not a Slurm job id"):
             slurm.set_comment(bad, LINE)
     assert fake_slurm.calls("scontrol") == []

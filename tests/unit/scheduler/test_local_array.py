@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from clustertrain import clock
-from clustertrain.errors import SchedulerRefused
+from clustertrain.errors import SchedulerError
 from clustertrain.run import run_dir
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.backend import COMPLETING, PENDING, RUNNING, ArraySubmission
-from clustertrain.scheduler.local import LocalBackend, LocalJob, folder_of
-from clustertrain.scheduler.local_supervisor import _alive
+from clustertrain.scheduler.local import LocalBackend, LocalJob, job_folder
+from clustertrain.scheduler.local_supervisor import _is_alive
 
 TIMEOUT_S = 30.0
 # Each waits for a file `go` beside it, and tells of its start and end.
@@ -31,22 +31,22 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
     made: list[str] = []
 
     def submit(number: int, at_once: int | None = None) -> list[tuple[RunDir, str]]:
-        runs = [run_dir.create(f"r{n}") for n in range(number)]
+        runs = [run_dir.create_run(f"r{n}") for n in range(number)]
         for run in runs:
             run.spec.write_text('version = 1\n[job]\nbackend = "local"\n')
-            run.script.write_text(JOB)
+            run.job_script.write_text(JOB)
         job_ids = backend.submit_array(ArraySubmission(tmp_path, runs, at_once, os.environ))
         made.extend(job_ids)
         return list(zip(runs, job_ids, strict=True))
 
     yield submit
     backend.cancel(*made)
-    assert clock.wait_until(lambda: not any(v.alive for v in backend.views(made).values()), TIMEOUT_S, 0.05)
+    assert clock.wait_until(lambda: not any(v.is_alive for v in backend.query_jobs(made).values()), TIMEOUT_S, 0.05)
 
 
 def becomes(job_id: str, state: str) -> None:
-    assert clock.wait_until(lambda: backend.views([job_id])[job_id].state == state, TIMEOUT_S, 0.05), backend.views(
-        [job_id]
+    assert clock.wait_until(lambda: backend.query_jobs([job_id])[job_id].state == state, TIMEOUT_S, 0.05), (
+        backend.query_jobs([job_id])
     )
 
 
@@ -60,7 +60,7 @@ def have_started(tmp_path: Path, *runs: str) -> None:
 
 
 def record(job_id: str) -> LocalJob:
-    job = folder_of(job_id).read()
+    job = job_folder(job_id).read()
     assert job is not None
     return job
 
@@ -68,12 +68,15 @@ def record(job_id: str) -> LocalJob:
 def test_one_at_a_time_unless_told_otherwise(submit: Submit, tmp_path: Path) -> None:
     (a, first), (b, second), (c, third) = submit(3)
     becomes(first, RUNNING)
-    assert {job_id: view.reason for job_id, view in backend.views([second, third]).items()} == {
+    assert {job_id: view.reason for job_id, view in backend.query_jobs([second, third]).items()} == {
         second: f"waits for {first}", third: f"waits for {second}"
     }  # fmt: skip
     (a.path / "go").touch()
     becomes(second, RUNNING)
-    assert (backend.views([first])[first].state, backend.views([third])[third].state) == ("COMPLETED", PENDING)
+    assert (backend.query_jobs([first])[first].state, backend.query_jobs([third])[third].state) == (
+        "COMPLETED",
+        PENDING,
+    )
     for run in (b, c):
         (run.path / "go").touch()
     becomes(third, "COMPLETED")
@@ -120,12 +123,12 @@ def test_a_predecessor_whose_supervisor_was_killed_is_not_waited_for(submit: Sub
 def test_a_predecessor_on_another_machine_is_in_nobodys_way(submit: Submit) -> None:
     ((_, job_id),) = submit(1)
     becomes(job_id, RUNNING)
-    assert _alive(job_id) and not _alive("local-99")
+    assert _is_alive(job_id) and not _is_alive("local-99")
     other = record(job_id)
     other.job_id, other.host, other.state = "local-7", "elsewhere", COMPLETING
-    folder_of("local-7").path.mkdir()
-    folder_of("local-7").write(other)
-    assert not _alive("local-7")
+    job_folder("local-7").path.mkdir()
+    job_folder("local-7").write(other)
+    assert not _is_alive("local-7")
 
 
 def test_a_supervisor_that_does_not_start_takes_the_others_back(
@@ -136,11 +139,11 @@ def test_a_supervisor_that_does_not_start_takes_the_others_back(
     def broken(*words: object) -> str:
         calls.append(words)
         if len(calls) == 3:
-            raise SchedulerRefused("the local supervisor did not start")
+            raise SchedulerError("the local supervisor did not start")
         return start(*words)  # type: ignore[arg-type]
 
     monkeypatch.setattr(LocalBackend, "_submit", broken)
-    with pytest.raises(SchedulerRefused):
+    with pytest.raises(SchedulerError):
         submit(4)
     assert len(calls) == 3
     states = [record(f"local-{p.name}").state for p in (tmp_path / "local").iterdir()]

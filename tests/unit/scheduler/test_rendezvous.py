@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clustertrain import clock
-from clustertrain.errors import ClusterTrainError, EnvironmentNotFit
+from clustertrain.errors import ClusterTrainError, UnsuitableEnvironment
 from clustertrain.scheduler import rendezvous
 
 
@@ -26,7 +26,7 @@ def test_a_first_node_that_publishes_nothing_is_named_late_but_clearly(tmp_path:
 
 def test_a_name_that_does_not_resolve_fails_loudly() -> None:
     meeting = rendezvous.Rendezvous("no-such-host.invalid", 12345, "x")
-    with pytest.raises(EnvironmentNotFit, match=r"node n2 cannot resolve .*no-such-host"):
+    with pytest.raises(UnsuitableEnvironment, match=r"node n2 cannot resolve .*no-such-host"):
         rendezvous.resolve(meeting, "n2", timeout_s=0.0)
 
 

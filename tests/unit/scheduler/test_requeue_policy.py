@@ -27,13 +27,13 @@ def evidence(results: dict[str, dict[str, Any]], **changes: Any) -> Evidence:
         results=results,
         cancelled=False,
         view=RUNNING,
-        accounting="",
-        step_exit=0,
-        requeue_asked=False,
+        accounting_state="",
+        step_exit_code=0,
+        requeue_requested=False,
         end_time=None,
         lead_s=60.0,
-        stop_at=None,
-        sources=(),
+        stop_requested_at=None,
+        stop_sources=(),
         out_of_time=False,
         now=1000.0,
     )
@@ -52,31 +52,40 @@ COMPLETED = {n: result("completed") for n in NODES}
         (evidence(COMPLETED, cancelled=True), endings.COMPLETED),
         (evidence(STOPPED, cancelled=True), endings.CANCELLED),
         (evidence(STOPPED, view=JobView("7", "RUNNING", preempt_time=990.0)), endings.PREEMPTED),
-        (evidence(STOPPED, requeue_asked=True), endings.PREEMPTED),
-        (evidence(STOPPED, end_time=1050.0, stop_at=995.0), endings.TIME_LIMIT),
+        (evidence(STOPPED, requeue_requested=True), endings.PREEMPTED),
+        (evidence(STOPPED, end_time=1050.0, stop_requested_at=995.0), endings.TIME_LIMIT),
         # What breaks while the job is being taken down is the preemption's doing, whatever it looks like.
         (
-            evidence({"n1": result("failed", "user_error")}, view=PREEMPTED, stop_at=995.0),
+            evidence({"n1": result("failed", "user_error")}, view=PREEMPTED, stop_requested_at=995.0),
             endings.PREEMPTED,
         ),
         (evidence({"n1": result("failed", "killed")}, out_of_time=True), endings.TIME_LIMIT),
         (evidence({"n1": result("failed", "storage"), "n2": result("failed", "communication")}), endings.UNKNOWN),
         # scancel --signal, or kill: the job goes on, and nobody preempts it.
-        (evidence(STOPPED, end_time=5000.0, stop_at=995.0, sources=("signal:SIGTERM",)), endings.SIGNAL),
-        (evidence(STOPPED, view=None, stop_at=995.0, sources=("signal:SIGTERM",)), endings.UNKNOWN),
+        (evidence(STOPPED, end_time=5000.0, stop_requested_at=995.0, stop_sources=("signal:SIGTERM",)), endings.SIGNAL),
+        (evidence(STOPPED, view=None, stop_requested_at=995.0, stop_sources=("signal:SIGTERM",)), endings.UNKNOWN),
         # scontrol requeue, with the words of squeue and sacct of 22.05.
-        (evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), accounting="REQUEUED"), endings.PREEMPTED),
+        (
+            evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), accounting_state="REQUEUED"),
+            endings.PREEMPTED,
+        ),
         (evidence(STOPPED, view=JobView("7", "PENDING", restarts=1), end_time=1005.0), endings.PREEMPTED),
-        (evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), restart=1, end_time=1005.0), "time_limit"),
-        (evidence(STOPPED, view=JobView("7", "PENDING", restarts=1), accounting="NODE_FAIL"), endings.NODE_FAILURE),
+        (
+            evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), restart_count=1, end_time=1005.0),
+            "time_limit",
+        ),
+        (
+            evidence(STOPPED, view=JobView("7", "PENDING", restarts=1), accounting_state="NODE_FAIL"),
+            endings.NODE_FAILURE,
+        ),
         # scontrol update TimeLimit: the end that batch knew was far away.
         (evidence(STOPPED, view=JobView("7", "COMPLETING", reason="TimeLimit"), end_time=5000.0), endings.TIME_LIMIT),
-        (evidence(STOPPED, view=JobView("7", "COMPLETING"), accounting="CANCELLED by 0"), endings.CANCELLED),
+        (evidence(STOPPED, view=JobView("7", "COMPLETING"), accounting_state="CANCELLED by 0"), endings.CANCELLED),
         (evidence(STOPPED, view=JobView("7", "COMPLETING"), end_time=1005.0), endings.TIME_LIMIT),
         (evidence({"n1": result("failed", "communication")}), endings.NODE_FAILURE),
         # srun returns 0 after a node failure: a missing result is never a success.
-        (evidence({"n1": result("completed")}, step_exit=0), endings.NODE_FAILURE),
-        (evidence({}, step_exit=0), endings.UNKNOWN),
+        (evidence({"n1": result("completed")}, step_exit_code=0), endings.NODE_FAILURE),
+        (evidence({}, step_exit_code=0), endings.UNKNOWN),
         (evidence({n: result("failed", "communication") for n in NODES}), endings.COMMUNICATION),
         # The rank that hung is killed when its peers have given up; they are the ones who know.
         (evidence({"n1": result("failed", "killed"), "n2": result("failed", "hang")}), endings.HANG),
@@ -99,15 +108,17 @@ def test_a_job_that_slurm_ends_by_itself_gets_no_verdict_without_its_word() -> N
 
 
 def test_a_requeue_with_slurms_own_command_is_named() -> None:
-    verdict = classify(evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), accounting="REQUEUED"))
+    verdict = classify(evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), accounting_state="REQUEUED"))
     assert verdict is not None and "scontrol requeue" in verdict.reason
 
 
 def test_a_node_whose_agent_ended_without_a_result_is_not_lost() -> None:
-    ended = evidence({"n1": result("failed", kind="communication")}, step_exit=1, without_agent=frozenset({"n2"}))
+    ended = evidence(
+        {"n1": result("failed", kind="communication")}, step_exit_code=1, nodes_without_agent=frozenset({"n2"})
+    )
     verdict = classify(ended)
     assert verdict is not None
-    assert (verdict.ending, verdict.blamed) == (endings.UNKNOWN, ())
+    assert (verdict.ending, verdict.blamed_nodes) == (endings.UNKNOWN, ())
     assert verdict.reason == "the agent on n2 ended without a result: see job.log"
 
 
@@ -119,25 +130,25 @@ def test_the_lost_node_is_blamed_and_left_out() -> None:
 
 
 def test_a_killed_agent_is_not_its_nodes_fault() -> None:
-    verdict = classify(evidence({"n1": result("failed", "communication")}, step_exit=137))
+    verdict = classify(evidence({"n1": result("failed", "communication")}, step_exit_code=137))
     assert verdict is not None
-    assert (verdict.ending, verdict.blamed) == (endings.UNKNOWN, ())
+    assert (verdict.ending, verdict.blamed_nodes) == (endings.UNKNOWN, ())
     assert verdict.reason == "the agent on n2 was killed by SIGKILL, and its ranks with it"
 
 
 @pytest.mark.parametrize(("view", "ending"), [(RUNNING, endings.SIGNAL), (PREEMPTED, endings.PREEMPTED)])
 def test_an_agent_that_a_signal_meets_while_it_starts(view: JobView, ending: str) -> None:
     # scancel -s TERM, or the warning of a preemption, before Python has installed the handlers.
-    verdict = classify(evidence({}, view=view, step_exit=143, without_agent=frozenset(NODES)))
+    verdict = classify(evidence({}, view=view, step_exit_code=143, nodes_without_agent=frozenset(NODES)))
     assert verdict is not None and verdict.ending == ending and "SIGTERM" in verdict.reason
 
 
 def test_agents_that_are_ended_after_their_ranks_have_left() -> None:
-    verdict = classify(evidence(STOPPED, view=None, stop_at=985.0, end_time=1010.0, out_of_time=True))
+    verdict = classify(evidence(STOPPED, view=None, stop_requested_at=985.0, end_time=1010.0, out_of_time=True))
     assert verdict is not None and verdict.ending == endings.TIME_LIMIT
     assert verdict.reason.startswith("the agents were still writing")
-    unknown_to_slurm = classify(evidence({"n1": result("failed", "communication")}, step_exit=137, view=None))
-    assert unknown_to_slurm is not None and unknown_to_slurm.blamed == ("n2",)
+    unknown_to_slurm = classify(evidence({"n1": result("failed", "communication")}, step_exit_code=137, view=None))
+    assert unknown_to_slurm is not None and unknown_to_slurm.blamed_nodes == ("n2",)
 
 
 def test_a_hang_is_told_from_what_all_nodes_saw() -> None:
@@ -163,7 +174,7 @@ def test_a_script_that_asks_for_another_start_gets_it_within_the_budgets() -> No
 
 
 def test_a_script_that_heeds_the_early_warning_by_itself_has_stopped_for_the_time_limit() -> None:
-    verdict = classify(evidence(STOPPED, end_time=1300.0, stop_at=1000.0, sources=("deadline",)))
+    verdict = classify(evidence(STOPPED, end_time=1300.0, stop_requested_at=1000.0, stop_sources=("deadline",)))
     assert verdict is not None and verdict.ending == endings.TIME_LIMIT
 
 
@@ -175,17 +186,17 @@ def test_a_bad_environment_is_not_requeued_and_keeps_its_exit_code() -> None:
 
 
 def test_agents_that_cannot_see_the_run_directory_end_the_run_with_78() -> None:
-    verdict = classify(evidence({}, step_exit=78))
+    verdict = classify(evidence({}, step_exit_code=78))
     assert verdict is not None
     assert decide(verdict, [attempt(1, verdict.ending)], 50).exit_code == 78
 
 
 def test_one_node_that_does_not_see_the_run_directory_ends_the_run_with_78() -> None:
-    verdict = classify(evidence({"n1": result("failed", "communication")}, step_exit=78))
+    verdict = classify(evidence({"n1": result("failed", "communication")}, step_exit_code=78))
     assert verdict is not None
     decision = decide(verdict, [attempt(1, verdict.ending)], 50)
     assert (decision.action, decision.exit_code) == ("stop", 78)
-    assert "n2" in decision.why
+    assert "n2" in decision.reason
 
 
 def attempt(n: int, ending: str | None, **changes: Any) -> Attempt:
@@ -220,7 +231,7 @@ def test_a_user_error_is_never_requeued() -> None:
 
 @pytest.mark.parametrize("ending", [endings.UNKNOWN, endings.COMMUNICATION, endings.HANG, endings.OUT_OF_MEMORY])
 def test_each_ending_has_a_budget_of_its_own(ending: str) -> None:
-    allowed = endings.BUDGET[ending]
+    allowed = endings.RETRY_BUDGET[ending]
     within = [attempt(n, ending) for n in range(1, allowed + 1)]
     assert action(ending, within) == "requeue"
     assert action(ending, [*within, attempt(allowed + 1, ending)]) == "stop"
@@ -244,9 +255,11 @@ def test_a_preemption_before_the_first_step_is_not_charged() -> None:
 
 
 def test_a_script_that_saves_by_itself_gets_as_many_time_limits_as_it_needs() -> None:
-    history = [attempt(n, endings.TIME_LIMIT, first_step=None, last_step=None, by_script=True) for n in range(1, 9)]
+    history = [
+        attempt(n, endings.TIME_LIMIT, first_step=None, last_step=None, ended_by_script=True) for n in range(1, 9)
+    ]
     assert action(endings.TIME_LIMIT, history) == "requeue"
-    unknown = [attempt(n, endings.UNKNOWN, by_script=True) for n in range(1, 4)]
+    unknown = [attempt(n, endings.UNKNOWN, ended_by_script=True) for n in range(1, 4)]
     assert action(endings.UNKNOWN, unknown) == "stop"
 
 
@@ -255,7 +268,7 @@ def test_attempts_without_progress_stop_the_run_whatever_their_endings() -> None
     decision = decide(Verdict(names[-1], "…"), [attempt(n + 1, e) for n, e in enumerate(names)], 50)
     assert decision.action == "stop"
     assert decision.exit_code == 93
-    assert "no progress" in decision.why
+    assert "no progress" in decision.reason
 
 
 def test_max_requeues_counts_starts_after_the_first() -> None:
@@ -272,9 +285,9 @@ SPENT = {n: {**result("stopped"), "spent": True, "why": "the budget is spent: 10
 
 def test_a_run_whose_budget_is_spent_is_not_requeued() -> None:
     verdict = classify(evidence(SPENT))
-    assert verdict == Verdict(endings.SPENT, "the budget is spent: 10 of gpu_hours = 10")
+    assert verdict == Verdict(endings.BUDGET_SPENT, "the budget is spent: 10 of gpu_hours = 10")
     decision = decide(verdict, [], 50)
-    assert (decision.action, decision.exit_code, decision.why) == ("stop", 93, verdict.reason)
+    assert (decision.action, decision.exit_code, decision.reason) == ("stop", 93, verdict.reason)
 
 
 def test_a_run_that_ended_early_tells_why() -> None:

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.errors import CommandFailed, SchedulerRefused
+from clustertrain.errors import CommandFailed, SchedulerError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.backend import Submission
-from clustertrain.scheduler.slurm import SlurmBackend, work_dir
+from clustertrain.scheduler.slurm import SlurmBackend, find_work_dir
 from tests.fakes.slurm.fixture import FakeSlurm
 
 
 def make_run(folder: Path) -> RunDir:
     run = RunDir(folder / "demo-abcdef")
     run.path.mkdir(parents=True)
-    run.script.write_text("#!/bin/bash\necho 'my job'\n")
+    run.job_script.write_text("#!/bin/bash\necho 'my job'\n")
     return run
 
 
@@ -26,7 +26,7 @@ def test_submit_hands_over_job_sh_and_leaves_no_files_behind(fake_slurm: FakeSlu
     assert SlurmBackend().submit(Submission(run, options={"exclude": "node1,node2", "hold": ""})) == "4711"
     (call,) = fake_slurm.calls("sbatch")
     assert call.argv[:-1] == ["--parsable", f"--chdir={run.path}", "--exclude=node1,node2", "--hold"]
-    assert call.script == run.script.read_text()
+    assert call.script == run.job_script.read_text()
     assert Path(call.argv[-1]).is_relative_to(run.path)
     assert [p.name for p in run.path.iterdir()] == ["job.sh"]
 
@@ -37,7 +37,7 @@ def test_a_refusal_has_slurms_words_and_leaves_no_files_behind(
     run = make_run(tmp_path / "runs")
     words = "Batch job submission failed: Invalid qos specification"
     fake_slurm.answers("sbatch", stderr=f"sbatch: error: {words}\n", rc=1)
-    with pytest.raises(SchedulerRefused) as e:
+    with pytest.raises(SchedulerError) as e:
         SlurmBackend().submit(Submission(run))
     assert str(e.value) == f"Slurm refused the job: {words}"
     assert e.value.exit_code == 1
@@ -62,7 +62,7 @@ def test_hostile_run_folders(name: str, fake_slurm: FakeSlurm, tmp_path: Path) -
     run = make_run(tmp_path / name)
     assert SlurmBackend().submit(Submission(run)) == "4711"
     (call,) = fake_slurm.calls("sbatch")
-    assert f"--chdir={run.path}" in call.argv and call.script == run.script.read_text()
+    assert f"--chdir={run.path}" in call.argv and call.script == run.job_script.read_text()
     assert [p.name for p in tmp_path.iterdir() if p.name not in ("fake-slurm", "home", "config")] == [name]
 
 
@@ -85,35 +85,35 @@ def test_views_ask_once_and_only_for_what_is_wanted(fake_slurm: FakeSlurm, monke
     monkeypatch.setenv("SQUEUE_FORMAT", "%A")
     monkeypatch.setenv("SQUEUE_STATES", "PD")
     fake_slurm.answers("squeue", stdout="3|RUNNING|1|10|20|N/A|node[01-02]|None|\n8|PENDING|0|N/A|N/A|N/A||Priority|\n")
-    views = SlurmBackend().views(["3", "9_1", "3"])
+    views = SlurmBackend().query_jobs(["3", "9_1", "3"])
     assert set(views) == {"3"} and views["3"].restarts == 1 and views["3"].nodes == ("node01", "node02")
     (call,) = fake_slurm.calls("squeue")
     assert "--jobs=3,9_1" in call.argv and "--states=all" in call.argv
     assert "--array" in call.argv  # tasks that wait would else share the line 9_[1-4]
     assert not [name for name in call.env if name.startswith("SQUEUE_")]
     assert call.env["SLURM_TIME_FORMAT"] == "%s"
-    assert SlurmBackend().views([]) == {} and len(fake_slurm.calls("squeue")) == 1
+    assert SlurmBackend().query_jobs([]) == {} and len(fake_slurm.calls("squeue")) == 1
 
 
 def test_no_answer_is_not_no_such_job(fake_slurm: FakeSlurm) -> None:
     fake_slurm.answers("squeue", stderr="slurm_load_jobs error: Invalid job id specified\n", rc=1)
-    assert SlurmBackend().views(["3"]) == {}
+    assert SlurmBackend().query_jobs(["3"]) == {}
     fake_slurm.answers("squeue", stderr="slurm_load_jobs error: Unable to contact slurm controller\n", rc=1)
     with pytest.raises(CommandFailed, match="Unable to contact"):
-        SlurmBackend().views(["3"])
+        SlurmBackend().query_jobs(["3"])
 
 
 def test_starts(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SACCT_FORMAT", "JobID")
     fake_slurm.answers("sacct", stdout="3|REQUEUED|10|20|node01|0:0|None\n3|COMPLETED|30|40|node02|0:0|None\n")
-    assert [s.nodes for s in SlurmBackend().starts("3")] == [("node01",), ("node02",)]
+    assert [s.nodes for s in SlurmBackend().list_starts("3")] == [("node01",), ("node02",)]
     (call,) = fake_slurm.calls("sacct")
     assert {"-D", "-X", "-P", "-n"} <= set(call.argv) and "SACCT_FORMAT" not in call.env
     fake_slurm.answers("sacct", stderr="Slurm accounting storage is disabled\n", rc=1)
-    assert SlurmBackend().starts("3") == []
+    assert SlurmBackend().list_starts("3") == []
     fake_slurm.answers("sacct", stderr="sacct: error: no connection\n", rc=1)
     with pytest.raises(CommandFailed, match="no connection"):
-        SlurmBackend().starts("3")
+        SlurmBackend().list_starts("3")
 
 
 def test_cancel_of_an_ended_job_is_no_error(fake_slurm: FakeSlurm) -> None:
@@ -175,7 +175,7 @@ SILENCE = [
 ]
 
 
-CASES = [*((words, SchedulerRefused) for words in REFUSALS), *((words, CommandFailed) for words in SILENCE)]
+CASES = [*((words, SchedulerError) for words in REFUSALS), *((words, CommandFailed) for words in SILENCE)]
 
 
 @pytest.mark.parametrize("command", ["scontrol", "sbatch"])
@@ -210,27 +210,27 @@ def test_a_submission_that_was_heard_without_an_answer_makes_no_second_job(
 
 @pytest.mark.parametrize("job_id", ["", "-1", "1;2", "1,2", "$(x)", "1 2", "local-3", "1_[2-3]"])
 def test_only_job_ids_reach_the_commands(job_id: str, fake_slurm: FakeSlurm) -> None:
-    with pytest.raises(SchedulerRefused, match="not a Slurm job id"):
+    with pytest.raises(SchedulerError, match="not a Slurm job id"):
         SlurmBackend().cancel(job_id)
     assert fake_slurm.calls("scancel") == []
 
 
 def test_ones_own_job() -> None:
     backend = SlurmBackend()
-    assert backend.own_job_id({"SLURM_JOB_ID": "5"}) == "5"
+    assert backend.current_job_id({"SLURM_JOB_ID": "5"}) == "5"
     array = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
-    assert backend.own_job_id(array) == "5_2"
-    assert backend.own_job_id({}) is None and backend.own_nodes({}) == ()
-    assert backend.own_nodes({"SLURM_JOB_NODELIST": "n[1-2]"}) == ("n1", "n2")
+    assert backend.current_job_id(array) == "5_2"
+    assert backend.current_job_id({}) is None and backend.current_nodes({}) == ()
+    assert backend.current_nodes({"SLURM_JOB_NODELIST": "n[1-2]"}) == ("n1", "n2")
 
 
 def test_the_working_directory_of_a_job(fake_slurm: FakeSlurm) -> None:
     fake_slurm.answers("squeue", stdout="/shared/a b/runs/x|\n")
-    assert work_dir("5") == Path("/shared/a b/runs/x")
+    assert find_work_dir("5") == Path("/shared/a b/runs/x")
     fake_slurm.answers("squeue", stderr="slurm_load_jobs error: Invalid job id specified\n", rc=1)
-    assert work_dir("5") is None
+    assert find_work_dir("5") is None
     fake_slurm.answers("sacct", stdout="/shared/old\n")
-    assert work_dir("5") == Path("/shared/old")
+    assert find_work_dir("5") == Path("/shared/old")
 
 
 def test_slurm_is_available_where_sbatch_answers(
@@ -238,7 +238,7 @@ def test_slurm_is_available_where_sbatch_answers(
 ) -> None:
     fake_slurm.answers("sbatch", stdout="")
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert SlurmBackend().available() is None
+    assert SlurmBackend().sbatch_version() is None
 
 
 def test_what_the_user_typed_beats_sbatchs_environment(
@@ -249,7 +249,7 @@ def test_what_the_user_typed_beats_sbatchs_environment(
     monkeypatch.setenv("SBATCH_PARTITION", "default")
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
-    run.script.write_text("#!/bin/bash\n#SBATCH --account=typed\ntrue\n")
+    run.job_script.write_text("#!/bin/bash\n#SBATCH --account=typed\ntrue\n")
     SlurmBackend().submit(Submission(run))
     environ = fake_slurm.calls("sbatch")[-1].env
     assert "SBATCH_ACCOUNT" not in environ

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clustertrain.scheduler import slurm_parse
-from clustertrain.scheduler.slurm_parse import expand_nodes, read_sacct, read_squeue
+from clustertrain.scheduler.slurm_parse import expand_nodes, parse_sacct, parse_squeue
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_bad_node_lists_are_errors(text: str) -> None:
     ],
 )
 def test_a_flag_that_squeue_prints_in_place_of_the_state(printed: str, means: str, alive: bool) -> None:
-    view = read_squeue(f"3|{printed}|0|1795254459|1795254759|N/A|node01|None|\n")["3"]
-    assert (view.state, view.alive) == (means, alive)
+    view = parse_squeue(f"3|{printed}|0|1795254459|1795254759|N/A|node01|None|\n")["3"]
+    assert (view.state, view.is_alive) == (means, alive)
 
 
 def test_squeue() -> None:
@@ -61,7 +61,7 @@ def test_squeue() -> None:
         "7|PENDING|0|N/A|N/A|N/A||ReqNodeNotAvail, UnavailableNodes:node[03-04]|\n"
         "garbage\n\n"
     )
-    views = read_squeue(text)
+    views = parse_squeue(text)
     assert set(views) == {"5", "3", "2_[1-2%1]", "7"}
     pending, running = views["5"], views["3"]
     assert (pending.state, pending.reason, pending.start_time, pending.nodes) == (
@@ -70,10 +70,10 @@ def test_squeue() -> None:
         1795254759,
         (),
     )
-    assert pending.alive and pending.preempt_time is None
+    assert pending.is_alive and pending.preempt_time is None
     assert running.nodes == ("node01", "node02") and running.restarts == 2 and running.reason == ""
     assert running.end_time == 1795254759 and running.preempt_time == 1795254500
-    assert not views["2_[1-2%1]"].alive
+    assert not views["2_[1-2%1]"].is_alive
     assert views["7"].reason == "ReqNodeNotAvail, UnavailableNodes:node[03-04]"
 
 
@@ -86,28 +86,28 @@ def test_sacct_lists_every_start_oldest_first() -> None:
         "9.batch|COMPLETED|1795254459|1795254500|node01|0:0|\n"
         "not a line\n"
     )
-    starts = read_sacct(text, "9")
+    starts = parse_sacct(text, "9")
     assert [s.state for s in starts] == ["REQUEUED", "CANCELLED", "PENDING"]
     first, second, third = starts
     assert (first.exit_code, first.signal, first.nodes) == (75, None, ("node01", "node02"))
     assert (second.exit_code, second.signal, second.start, second.end) == (0, 15, 1795254600, 1795254700)
     assert third.start is None and third.nodes == ()
-    assert [s.state for s in read_sacct(text, "9_1")] == ["RUNNING"]
-    assert read_sacct("", "9") == []
+    assert [s.state for s in parse_sacct(text, "9_1")] == ["RUNNING"]
+    assert parse_sacct("", "9") == []
 
 
 def test_slurms_words_lose_their_prefixes() -> None:
     said = "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid name\n"
-    assert slurm_parse.plain(said) == "invalid partition specified: x; Batch job submission failed: Invalid name"
-    assert slurm_parse.plain("slurm_load_jobs error: Invalid job id specified") == "Invalid job id specified"
-    assert slurm_parse.plain("  \n") == "it gave no reason"
+    assert slurm_parse.format_error(said) == "invalid partition specified: x; Batch job submission failed: Invalid name"
+    assert slurm_parse.format_error("slurm_load_jobs error: Invalid job id specified") == "Invalid job id specified"
+    assert slurm_parse.format_error("  \n") == "it gave no reason"
 
 
 @pytest.mark.parametrize(
     ("text", "state"), [("CANCELLED by 0", "CANCELLED"), ("COMPLETED+", "COMPLETED"), ("", "UNKNOWN")]
 )
 def test_states(text: str, state: str) -> None:
-    assert slurm_parse.state(text) == state
+    assert slurm_parse.parse_state(text) == state
 
 
 @pytest.mark.parametrize(

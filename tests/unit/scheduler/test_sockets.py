@@ -15,14 +15,14 @@ from clustertrain.scheduler import sockets
 def test_the_port_is_free_and_outside_the_ephemeral_range() -> None:
     low, high = sockets.ephemeral_range()
     for _ in range(20):
-        port = sockets.free_port()
+        port = sockets.find_free_port()
         assert not low <= port <= high
         with socket.socket() as s:
             s.bind(("", port))
 
 
 def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = sockets.free_port()
+    free = sockets.find_free_port()
     with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as taken:
         taken.bind(("", 0))
         busy = taken.getsockname()[1]
@@ -32,13 +32,13 @@ def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
                 return [busy, free]
 
         monkeypatch.setattr(sockets.random, "SystemRandom", InOrder)
-        assert sockets.free_port() == free
+        assert sockets.find_free_port() == free
 
 
 def test_an_ephemeral_range_that_leaves_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "ephemeral_range", lambda: (1024, 65535))
     with pytest.raises(ClusterTrainError, match="leaves no port"):
-        sockets.free_port()
+        sockets.find_free_port()
 
 
 def test_a_kernel_without_ipv6_has_ports_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,9 +49,9 @@ def test_a_kernel_without_ipv6_has_ports_all_the_same(monkeypatch: pytest.Monkey
             super().__init__(family, *args)
 
     monkeypatch.setattr(sockets.socket, "socket", NoIpv6)
-    assert sockets.free_port() >= sockets.LOWEST_PORT
-    assert sockets.interface_towards("::1") is None
+    assert sockets.find_free_port() >= sockets.MIN_PORT
+    assert sockets.find_interface_to("::1") is None
 
 
 def test_the_loopback_interface_leads_to_loopback() -> None:
-    assert sockets.interface_towards("127.0.0.1") == "lo"
+    assert sockets.find_interface_to("127.0.0.1") == "lo"

@@ -12,7 +12,7 @@ import pytest
 
 from clustertrain.errors import ConfigError
 from clustertrain.submit import code_snapshot
-from clustertrain.submit.code_snapshot import Snapshot
+from clustertrain.submit.code_snapshot import CodeSnapshot
 
 
 def git(folder: Path, *argv: str) -> None:
@@ -40,10 +40,10 @@ def repository(tmp_path: Path) -> Path:
 
 def take(
     script: Path, tmp_path: Path, limit_mib: int = 100, without: Path | None = None, include: tuple[str, ...] = ()
-) -> tuple[Snapshot, list[str]]:
+) -> tuple[CodeSnapshot, list[str]]:
     target = tmp_path / "run" / "code"
     target.parent.mkdir(exist_ok=True)
-    made = code_snapshot.take(script, target, limit_mib=limit_mib, without=without, include=include)
+    made = code_snapshot.take_snapshot(script, target, limit_mib=limit_mib, exclude=without, include=include)
     assert [p.name for p in target.parent.iterdir()] == ["code"]  # no scratch folder is left
     names = [str(Path(folder, n).relative_to(target)) for folder, sub, files in os.walk(target) for n in files]
     links = [
@@ -116,7 +116,7 @@ def test_links_to_files_elsewhere_stay_links_and_are_reported(repository: Path, 
     made, _ = take(repository / "scripts" / "train.py", tmp_path)
     link = tmp_path / "run" / "code" / "settings.toml"
     assert str(link.readlink()) == str(outside) and link.read_text() == "a = 1"
-    assert made.outside == (
+    assert made.external_links == (
         f"config -> {repository / '.git' / 'config'}",
         f"settings.toml -> {outside}",
     )
@@ -128,7 +128,7 @@ def test_a_tracked_folder_that_a_link_has_replaced(repository: Path, tmp_path: P
     (repository / "src").symlink_to("../elsewhere")
     made, names = take(repository / "scripts" / "train.py", tmp_path)
     assert "src" in names and str((tmp_path / "run" / "code" / "src").readlink()) == str(tmp_path / "elsewhere")
-    assert made.outside == (f"src -> {tmp_path / 'elsewhere'}",)
+    assert made.external_links == (f"src -> {tmp_path / 'elsewhere'}",)
 
 
 SECRET_NAMES = (".env", ".env.local", "conf/.env", "deploy.pem", "id_rsa", ".netrc", ".aws/credentials",
@@ -143,7 +143,7 @@ def test_files_that_look_like_secrets_are_left_out_and_reported(repository: Path
     write(repository / "id_rsa_tools.py")
     git(repository, "add", "-A")  # tracked or not
     made, names = take(repository / "scripts" / "train.py", tmp_path)
-    assert set(made.secrets) == {*SECRET_NAMES, "settings"} and not set(made.secrets) & set(names)
+    assert set(made.skipped_secrets) == {*SECRET_NAMES, "settings"} and not set(made.skipped_secrets) & set(names)
     assert {".env.example", "id_rsa_tools.py"} <= set(names)
     assert made.files == len(names)
 
@@ -152,7 +152,7 @@ def test_a_link_to_an_ignored_secret_is_not_followed(repository: Path, tmp_path:
     write(repository / "data" / ".env", "s3cret")
     (repository / "settings").symlink_to("data/.env")
     made, names = take(repository / "scripts" / "train.py", tmp_path)
-    assert made.secrets == ("settings",) and "settings" not in names
+    assert made.skipped_secrets == ("settings",) and "settings" not in names
 
 
 def test_a_secret_that_is_asked_for_is_taken(repository: Path, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_secret_that_is_asked_for_is_taken(repository: Path, tmp_path: Path) -
     write(repository / "certificates" / "ca.pem")
     write(repository / "key.pem")
     made, names = take(repository / "scripts" / "train.py", tmp_path, include=(".env", "certificates/*"))
-    assert {".env", "certificates/ca.pem"} <= set(names) and made.secrets == ("key.pem",)
+    assert {".env", "certificates/ca.pem"} <= set(names) and made.skipped_secrets == ("key.pem",)
 
 
 @pytest.mark.parametrize("pattern", ["", "[", "certificate/*", ".env"])
@@ -177,7 +177,7 @@ def test_without_git_secrets_are_left_out_too(tmp_path: Path) -> None:
     script = write(tmp_path / "plain" / "train.py")
     write(tmp_path / "plain" / ".env")
     made, names = take(script, tmp_path)
-    assert made.secrets == (".env",) and names == ["train.py"]
+    assert made.skipped_secrets == (".env",) and names == ["train.py"]
 
 
 @pytest.mark.parametrize("group", [0o000, 0o050])
@@ -187,7 +187,7 @@ def test_no_mode_gives_rights_that_the_file_did_not_give(group: int, repository:
         write(repository / name).chmod(mode)
     take(repository / "scripts" / "train.py", tmp_path)
     code = tmp_path / "run" / "code"
-    code_snapshot.open_to(code, group)
+    code_snapshot.grant_group_access(code, group)
     shared = {"src/lib.py": 0o750, "private.py": 0o600, "tool": 0o700, "open.py": 0o640}
     alone = {"src/lib.py": 0o700, "private.py": 0o600, "tool": 0o700, "open.py": 0o600}
     assert {name: stat.S_IMODE((code / name).stat().st_mode) for name in modes} == (shared if group else alone)
@@ -213,7 +213,7 @@ def test_links_to_folders_elsewhere_stay_where_they_are_and_are_told(repository:
     made, _ = take(repository / "scripts" / "train.py", tmp_path)
     link = tmp_path / "run" / "code" / "datasets"
     assert str(link.readlink()) == str(tmp_path / "datasets") and (link / "big.txt").read_text() == "data"
-    assert made.outside == (f"datasets -> {tmp_path / 'datasets'}",)
+    assert made.external_links == (f"datasets -> {tmp_path / 'datasets'}",)
 
 
 def test_dangling_and_circular_links_do_no_harm(repository: Path, tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_script_that_is_a_link_keeps_its_place(repository: Path, tmp_path: Pat
     (repository / "linked.py").symlink_to(real)
     made, _ = take(repository / "linked.py", tmp_path)
     assert made.script == "linked.py" and (tmp_path / "run" / "code" / "linked.py").read_text() == "real"
-    assert made.followed == str(real) and not (tmp_path / "run" / "code" / "linked.py").is_symlink()
+    assert made.script_source == str(real) and not (tmp_path / "run" / "code" / "linked.py").is_symlink()
 
 
 def test_submodules_and_nested_repositories_are_entered(repository: Path, tmp_path: Path) -> None:

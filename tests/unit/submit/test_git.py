@@ -57,10 +57,10 @@ def test_no_program_of_the_repository_is_run(tmp_path: Path) -> None:
         (repository / "train.py").write_text("print('edited')\n")
         os.utime(repository / "src" / "lib.py", (1, 1))  # git has to look into it again
     (tmp_path / "run").mkdir()
-    taken = code_snapshot.take(root / "train.py", tmp_path / "run" / "code")
+    taken = code_snapshot.take_snapshot(root / "train.py", tmp_path / "run" / "code")
     assert taken.root == root and (tmp_path / "run" / "code" / "nested" / "src" / "lib.py").is_file()
-    assert not code_snapshot.ignored(root / "train.py")
-    found = provenance.git_state(root)
+    assert not code_snapshot.is_git_ignored(root / "train.py")
+    found = provenance.read_git_state(root)
     assert found is not None and found["dirty"] and "+print('edited')" in found["diff"]
     assert not canary.exists()
 
@@ -76,7 +76,7 @@ def test_nothing_is_fetched_for_a_partial_clone(tmp_path: Path) -> None:
             '\tpartialClone = origin\n[remote "origin"]\n\turl = ssh://host/x\n\tpromisor = true\n'
         )
     (root / "train.py").write_text("print('edited')\n")
-    provenance.git_state(root)
+    provenance.read_git_state(root)
     assert not (tmp_path / "struck").exists()
 
 
@@ -87,7 +87,7 @@ def test_filters_of_the_user_stay_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with (root / ".git" / "config").open("a") as f:
         f.write(f'[filter "evil"]\n\tclean = touch {tmp_path / "struck"}\n')
     (root / "train.py").write_text("print('edited')\n")
-    found = provenance.git_state(root)
+    found = provenance.read_git_state(root)
     assert found is not None and "+PRINT('EDITED')" in found["diff"] and not (tmp_path / "struck").exists()
 
 
@@ -98,9 +98,9 @@ def test_a_filter_that_cannot_be_switched_off_is_not_run(name: str, tmp_path: Pa
     with (root / ".git" / "config").open("a") as f:
         f.write(f'[filter "{name}"]\n\tclean = touch {tmp_path / "struck"}\n')
     (root / "train.py").write_text("print('edited')\n")
-    assert provenance.git_state(root) is None and not (tmp_path / "struck").exists()
+    assert provenance.read_git_state(root) is None and not (tmp_path / "struck").exists()
     with pytest.raises(CommandFailed, match="switched off"):
-        git.without_filters(root)
+        git.list_filter_overrides(root)
 
 
 def test_changes_to_secrets_are_not_recorded(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_changes_to_secrets_are_not_recorded(tmp_path: Path) -> None:
     for name in (".env", "conf/.env", "new.py"):
         (root / name).write_text("TOKEN=s3cret\n" if "env" in name else "x = 2\n")
     call(root, "add", "-A")
-    found = provenance.git_state(root)
+    found = provenance.read_git_state(root)
     assert found is not None and "x = 2" in found["diff"] and "s3cret" not in json.dumps(found)
-    assert "s3cret" not in json.dumps(provenance.git_state(root / "conf"))
+    assert "s3cret" not in json.dumps(provenance.read_git_state(root / "conf"))
 
 
 @pytest.mark.parametrize(
@@ -125,4 +125,4 @@ def test_changes_to_secrets_are_not_recorded(tmp_path: Path) -> None:
     ],
 )
 def test_the_record_of_the_command_line_has_no_secrets(typed: list[str], kept: list[str]) -> None:
-    assert provenance.without_values(typed) == kept
+    assert provenance.redact_argv(typed) == kept

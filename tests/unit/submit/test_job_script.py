@@ -20,7 +20,7 @@ from clustertrain.plan.planner import plan
 from clustertrain.run.run_dir import RunDir
 from clustertrain.submit import job_script as render
 from clustertrain.submit import templates
-from clustertrain.submit.job_script import ScriptInput, job_script
+from clustertrain.submit.job_script import ScriptInput, render_job_script
 
 GOLDEN = Path(__file__).parent / "golden"
 HOSTILE = (
@@ -101,7 +101,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_golden(name: str) -> None:
     """After a change on purpose: CLUSTERTRAIN_WRITE_GOLDEN=1 python -m pytest tests/unit/submit/test_job_script.py"""
-    text = job_script(CASES[name])
+    text = render_job_script(CASES[name])
     path = GOLDEN / f"{name}.sh"
     if os.environ.get("CLUSTERTRAIN_WRITE_GOLDEN"):
         path.write_text(text)
@@ -127,7 +127,7 @@ def test_shellcheck_and_bash_accept_every_variant(tmp_path: Path) -> None:
     scripts = []
     for n, one in enumerate(hostile_inputs()):
         path = tmp_path / f"{n}.sh"
-        path.write_text(job_script(one))
+        path.write_text(render_job_script(one))
         scripts.append(str(path))
         subprocess.run(["bash", "-n", path], check=True)
     shellcheck = Path(sys.executable).parent / "shellcheck"
@@ -152,7 +152,7 @@ def run_in_bash(text: str, tmp_path: Path, *show: str) -> list[str]:
 
 @pytest.mark.parametrize("value", [*HOSTILE, "two\nlines", "tab\there", ""])
 def test_values_arrive_as_they_were_typed(value: str, tmp_path: Path) -> None:
-    arrived = run_in_bash(job_script(given(env={"V": value}, home="/sh ared/$(touch pwned)")), tmp_path, "V",
+    arrived = run_in_bash(render_job_script(given(env={"V": value}, home="/sh ared/$(touch pwned)")), tmp_path, "V",
                           "CLUSTERTRAIN_HOME", "CLUSTERTRAIN_RUN_DIR")  # fmt: skip
     assert arrived[:3] == [value, "/sh ared/$(touch pwned)", "/sh ared/$(touch pwned)/runs/demo-abcdef"]
 
@@ -161,19 +161,19 @@ def test_values_arrive_as_they_were_typed(value: str, tmp_path: Path) -> None:
 def test_secrets_arrive_as_they_were_typed_and_are_not_in_the_script(value: str, tmp_path: Path) -> None:
     asked = given(env={"V": value, "NCCL_DEBUG": value}, secret_env=("V", "NCCL_DEBUG"), run=tmp_path / "ru n$(x)")
     asked.run.path.mkdir()
-    asked.run.secrets.write_text(render.secrets(asked.spec))
-    text = job_script(asked)
+    asked.run.secrets.write_text(render.format_secrets(asked.spec))
+    text = render_job_script(asked)
     assert run_in_bash(text, tmp_path, "V", "NCCL_DEBUG")[:2] == [value, value]
-    assert render.without_secrets(asked.spec).env == {}
+    assert render.redact_secrets(asked.spec).env == {}
 
 
 def test_a_script_without_its_secrets_does_not_start(tmp_path: Path) -> None:
-    text = job_script(given(env={"V": "x"}, secret_env=("V",), run=tmp_path))
+    text = render_job_script(given(env={"V": "x"}, secret_env=("V",), run=tmp_path))
     assert subprocess.run(["bash", "-c", text], check=False, capture_output=True).returncode == 78
 
 
 def test_the_batch_command_and_the_step(tmp_path: Path) -> None:
-    arrived = run_in_bash(job_script(given(nodes=2, gpus=4, cpus_per_gpu=3)), tmp_path)
+    arrived = run_in_bash(render_job_script(given(nodes=2, gpus=4, cpus_per_gpu=3)), tmp_path)
     spy = str(tmp_path / "spy")
     assert arrived[:5] == ["-P", "-m", "clustertrain", "batch", "--"]
     step = arrived[5:]
@@ -185,7 +185,7 @@ def test_the_batch_command_and_the_step(tmp_path: Path) -> None:
 
 
 def test_the_local_step(tmp_path: Path) -> None:
-    text = job_script(given(backend="local", nodes=3, gpus=2, device="cpu"))
+    text = render_job_script(given(backend="local", nodes=3, gpus=2, device="cpu"))
     assert "#SBATCH" not in text
     arrived = run_in_bash(text, tmp_path)
     assert arrived[5:] == [str(tmp_path / "spy"), "-P", "-m", "clustertrain.scheduler.local_srun", "--nodes", "3",
@@ -194,14 +194,16 @@ def test_the_local_step(tmp_path: Path) -> None:
 
 def test_the_plans_settings_yield_to_the_users(tmp_path: Path) -> None:
     profile = ClusterProfile(fabric_interface="it's $(touch pwned)", setup=("export OMP_NUM_THREADS=7",))
-    arrived = run_in_bash(job_script(given(gpus=4, profile=profile)), tmp_path, "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
+    arrived = run_in_bash(
+        render_job_script(given(gpus=4, profile=profile)), tmp_path, "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"
+    )
     assert arrived[:2] == ["it's $(touch pwned)", "7"]
 
 
 def test_the_snapshot_comes_first_on_pythonpath(tmp_path: Path) -> None:
     one = given(env={"PYTHONPATH": "/my/lib"}, code=(Path("/c o/code"), Path("/c o/code/src")))
-    assert run_in_bash(job_script(one), tmp_path, "PYTHONPATH")[0] == "/c o/code:/c o/code/src:/my/lib"
-    assert run_in_bash(job_script(given(code=(Path("/c"),))), tmp_path, "PYTHONPATH")[0] == "/c"
+    assert run_in_bash(render_job_script(one), tmp_path, "PYTHONPATH")[0] == "/c o/code:/c o/code/src:/my/lib"
+    assert run_in_bash(render_job_script(given(code=(Path("/c"),))), tmp_path, "PYTHONPATH")[0] == "/c"
 
 
 def parse_directive(line: str) -> str:
@@ -227,17 +229,17 @@ def parse_directive(line: str) -> str:
 
 @pytest.mark.parametrize("value", HOSTILE)
 def test_directives_survive_sbatchs_parser(value: str) -> None:
-    text = job_script(given(account=value))
+    text = render_job_script(given(account=value))
     (line,) = [line for line in text.splitlines() if line.startswith("#SBATCH --account")]
     assert parse_directive(line.removeprefix("#SBATCH ")) == f"--account={value}"
-    assert templates.directive("plain-1.2_x:3,4") == "plain-1.2_x:3,4"
+    assert templates.quote_directive("plain-1.2_x:3,4") == "plain-1.2_x:3,4"
 
 
 @pytest.mark.parametrize("field", ["account", "partition", "nodelist", "dependency"])
 @pytest.mark.parametrize("value", ["a\n#SBATCH --uid=0", "a\rb", "a\0b", "a\x1bb"])
 def test_control_characters_are_refused(field: str, value: str) -> None:
     with pytest.raises(ConfigError, match="control characters"):
-        job_script(given(**{field: value}))
+        render_job_script(given(**{field: value}))
 
 
 # sbatch takes the first letters of an option for the option (getopt_long).
@@ -245,32 +247,32 @@ def test_control_characters_are_refused(field: str, value: str) -> None:
                                  "arra", "open-m", "ntasks-per", "gpus-per"])  # fmt: skip
 def test_what_clustertrain_sets_cannot_be_passed_through(key: str) -> None:
     with pytest.raises(ConfigError, match="clustertrain sets"):
-        job_script(given(sbatch={key: "1"}))
+        render_job_script(given(sbatch={key: "1"}))
 
 
 @pytest.mark.parametrize("key", ["", "p", "a b", "x;y", "$(x)", "K=V", "comment\n"])
 def test_passed_keys_are_names_of_options(key: str) -> None:
     with pytest.raises(ConfigError, match="not the name"):
-        job_script(given(sbatch={key: "1"}))
+        render_job_script(given(sbatch={key: "1"}))
 
 
 def test_another_gres_is_asked_for_beside_the_gpus() -> None:
     """Of two --gres sbatch takes the last alone."""
     by_gres = ClusterProfile(gpus_flag="gres")
-    text = job_script(given(gpus=4, gpu_type="h100", profile=by_gres, sbatch={"gres": "lscratch:100"}))
+    text = render_job_script(given(gpus=4, gpu_type="h100", profile=by_gres, sbatch={"gres": "lscratch:100"}))
     last = [line for line in text.splitlines() if line.startswith("#SBATCH --gres=")][-1]
     assert last == "#SBATCH --gres=gpu:h100:4,lscratch:100"
-    assert "#SBATCH --gres=lscratch:100\n" in job_script(given(gpus=4, sbatch={"gres": "lscratch:100"}))
+    assert "#SBATCH --gres=lscratch:100\n" in render_job_script(given(gpus=4, sbatch={"gres": "lscratch:100"}))
 
 
 @pytest.mark.parametrize("value", ["gpu:2", "lscratch:1,gpu:a100:2", "gpu"])
 def test_gpus_cannot_be_passed_through_as_a_gres(value: str) -> None:
     with pytest.raises(ConfigError, match="asks for GPUs itself"):
-        job_script(given(sbatch={"gres": value}))
+        render_job_script(given(sbatch={"gres": value}))
 
 
 def test_passed_options_come_last_and_may_have_no_value() -> None:
-    text = job_script(given(sbatch={"mail_type": "END", "exclusive": ""}))
+    text = render_job_script(given(sbatch={"mail_type": "END", "exclusive": ""}))
     directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     assert directives[-2:] == ["#SBATCH --mail-type=END", "#SBATCH --exclusive"]
 
@@ -282,14 +284,14 @@ def test_bad_environment_names_are_refused(name: str) -> None:
 
 
 def test_a_time_limit_brings_the_signal_and_none_does_not() -> None:
-    assert "#SBATCH --signal=USR2@120" in job_script(given(time="1:00:00"))
-    assert "--signal" not in job_script(given())
-    assert "--signal" not in job_script(given(time="UNLIMITED"))
+    assert "#SBATCH --signal=USR2@120" in render_job_script(given(time="1:00:00"))
+    assert "--signal" not in render_job_script(given())
+    assert "--signal" not in render_job_script(given(time="UNLIMITED"))
 
 
 def test_devices_are_asked_for_on_the_cpu_only_where_a_type_is_named() -> None:
-    assert "--gpus-per-node" not in job_script(given(gpus=4, device="cpu"))
-    assert "#SBATCH --gpus-per-node=h100:4" in job_script(given(gpus=4, device="cpu", gpu_type="h100"))
-    assert "#SBATCH --gres=gpu:h100:4" in job_script(
+    assert "--gpus-per-node" not in render_job_script(given(gpus=4, device="cpu"))
+    assert "#SBATCH --gpus-per-node=h100:4" in render_job_script(given(gpus=4, device="cpu", gpu_type="h100"))
+    assert "#SBATCH --gres=gpu:h100:4" in render_job_script(
         given(gpus=4, gpu_type="h100", profile=ClusterProfile(gpus_flag="gres"))
     )

@@ -29,25 +29,25 @@ def repository(tmp_path: Path) -> Path:
 
 
 def test_commit_branch_and_changes(repository: Path) -> None:
-    clean = provenance.git_state(repository)
+    clean = provenance.read_git_state(repository)
     assert clean is not None and len(clean["commit"]) == 40 and clean["branch"] == "work"
     assert clean["dirty"] is False and clean["diff"] == ""
     (repository / "a.py").write_text("two\n")
-    dirty = provenance.git_state(repository)
+    dirty = provenance.read_git_state(repository)
     assert dirty is not None and dirty["dirty"] is True and "+two" in dirty["diff"] and dirty["diff_cut"] is False
 
 
 def test_a_long_diff_is_cut(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "DIFF_LIMIT_BYTES", 100)
     (repository / "a.py").write_text("ü" * 500 + "\n")
-    state = provenance.git_state(repository)
+    state = provenance.read_git_state(repository)
     assert state is not None and state["diff_cut"] is True and len(state["diff"].encode()) <= 100
 
 
 def test_no_repository_and_no_commit_are_none(tmp_path: Path) -> None:
-    assert provenance.git_state(tmp_path) is None
+    assert provenance.read_git_state(tmp_path) is None
     git(tmp_path, "init", "-q")
-    assert provenance.git_state(tmp_path) is None
+    assert provenance.read_git_state(tmp_path) is None
 
 
 def test_the_record_is_json_and_names_what_the_run_was_made_from(repository: Path) -> None:
@@ -71,4 +71,4 @@ def test_a_closed_folder_on_the_path_refuses_no_submission(tmp_path: Path, monke
 
     monkeypatch.setattr(os, "scandir", closed_scandir)
     monkeypatch.setattr(sys, "path", [str(closed), str(archive), str(tmp_path / "none"), str(site)])
-    assert provenance.packages() == {"numpy": "9.9"}
+    assert provenance.find_package_versions() == {"numpy": "9.9"}

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.submit.request import Prepared, SubmitRequest, prepare
+from clustertrain.submit.request import PreparedRun, SubmitRequest, prepare
 from tests.fakes.slurm.fixture import FakeSlurm
 from tests.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
 
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedRun]
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def recipe(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ask(tmp_path: Path, fake_slurm: FakeSlurm) -> Prepare:
-    def ask(target: str = "", **more: Any) -> Prepared:
+    def ask(target: str = "", **more: Any) -> PreparedRun:
         return prepare(SubmitRequest(target=target, cwd=tmp_path, **more))
 
     return ask
@@ -173,7 +173,7 @@ def test_a_key_that_a_script_does_not_read_is_refused(assignment: str, ask: Prep
         ask("train.py", assignments=(assignment,))
     assert "as an argument behind train.py" in e.value.fix and "--grid env.NAME" in e.value.fix
     with pytest.raises(ConfigError, match="has no effect on train"):
-        ask("train.py", swept={key: 1})
+        ask("train.py", sweep_values={key: 1})
 
 
 def test_what_goes_into_the_environment_is_text(ask: Prepare, tmp_path: Path) -> None:

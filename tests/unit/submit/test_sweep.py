@@ -13,23 +13,23 @@ from typing import Any
 
 import pytest
 
-from clustertrain.errors import ClusterTrainError, ConfigError, SchedulerRefused, UsageError
+from clustertrain.errors import ClusterTrainError, ConfigError, SchedulerError, UsageError
 from clustertrain.run import events
-from clustertrain.run.lookup import resolve_all
+from clustertrain.run.lookup import resolve_runs
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.submit import sweep as sweeps
 from clustertrain.submit.request import SubmitRequest
-from clustertrain.submit.sweep import Swept, dry_sweep, product, submit_sweep, words
+from clustertrain.submit.sweep import SubmittedSweep, dry_run_sweep, expand_grid, format_values, submit_sweep
 from tests.fakes.slurm.fixture import FakeSlurm
 
-Sweep = Callable[..., Swept]
+Sweep = Callable[..., SubmittedSweep]
 SIX = ("env.LR=1e-4,3e-4,1e-3", "train.seed=1,2")
 
 
 @pytest.fixture
 def sweep(fake_slurm: FakeSlurm, tmp_path: Path) -> Sweep:
-    def sweep(*given: str, at_once: int | None = None, target: str = "", **more: Any) -> Swept:
+    def sweep(*given: str, at_once: int | None = None, target: str = "", **more: Any) -> SubmittedSweep:
         return submit_sweep(SubmitRequest(target=target, cwd=tmp_path, **more), given, at_once)
 
     return sweep
@@ -58,7 +58,7 @@ def left_behind(tmp_path: Path) -> list[Path]:
     ],
 )
 def test_the_product_of_all_values(given: list[str], values: list[dict[str, Any]]) -> None:
-    assert product(given, ()) == values
+    assert expand_grid(given, ()) == values
 
 
 @pytest.mark.parametrize(
@@ -83,16 +83,16 @@ def test_the_product_of_all_values(given: list[str], values: list[dict[str, Any]
 )
 def test_bad_values_are_named(given: list[str], said: str) -> None:
     with pytest.raises((UsageError, ConfigError)) as e:
-        product(given, ["data.seed=3"])
+        expand_grid(given, ["data.seed=3"])
     assert said in str(e.value)
 
 
 def test_a_thousand_runs_are_not_too_many() -> None:
-    assert len(product(["a=" + ",".join(map(str, range(100))), "b=0,1,2,3,4,5,6,7,8,9"], ())) == 1000
+    assert len(expand_grid(["a=" + ",".join(map(str, range(100))), "b=0,1,2,3,4,5,6,7,8,9"], ())) == 1000
 
 
 def test_values_are_shown_as_they_could_be_typed() -> None:
-    assert words({"optim.lr": 1e-4, "name": "x", "on": True, "steps": [1, 2]}) == (
+    assert format_values({"optim.lr": 1e-4, "name": "x", "on": True, "steps": [1, 2]}) == (
         "optim.lr=0.0001 name=x on=true steps=[1, 2]"
     )
 
@@ -116,10 +116,10 @@ def test_the_runs_are_ordinary_ones_and_the_array_is_one_job(
         assert submitted.job_id == f"4711_{n}" and (done.folder / str(n)).resolve() == run.path
         spec = load_spec(run)
         assert (spec.recipe.optim.lr, spec.recipe.train.steps) == tuple(values.values())
-        own = run.script.read_text()
+        own = run.job_script.read_text()
         assert f"#SBATCH --job-name={run.id}\n" in own and "#SBATCH --output=job.log\n" in own and "--array" not in own
         assert json.loads(run.record.read_text())["sweep"] == {"id": done.folder.name, "set": values}
-        assert [e["job_id"] for e in events.of_run(run)] == [f"4711_{n}"] and run.checkpoints.is_dir()
+        assert [e["job_id"] for e in events.for_run(run)] == [f"4711_{n}"] and run.checkpoints.is_dir()
     assert [p.name for p in sorted(done.folder.iterdir())] == ["0", "1", "2", "3", "job.sh"]
     assert stat.S_IMODE(done.folder.stat().st_mode) == 0o700
 
@@ -136,7 +136,7 @@ def test_a_script_is_snapshotted_once_for_all(sweep: Sweep, tmp_path: Path) -> N
         run = submitted.run
         assert run.code.readlink() == Path("../../sweeps", done.folder.name, "code")
         assert (run.code / "train.py").read_text() == "print(1)\n"
-        assert f"export LR={values['env.LR']}\n" in run.script.read_text()
+        assert f"export LR={values['env.LR']}\n" in run.job_script.read_text()
     assert stat.S_IMODE(done.folder.stat().st_mode) == 0o750
 
 
@@ -199,7 +199,7 @@ def test_a_refusal_or_an_interrupt_leaves_nothing_behind(
 ) -> None:
     (tmp_path / "train.py").write_text("")
     fake_slurm.answers("sbatch", stderr="sbatch: error: Batch job submission failed: Invalid job array\n", rc=1)
-    with pytest.raises(SchedulerRefused, match="Invalid job array"):
+    with pytest.raises(SchedulerError, match="Invalid job array"):
         sweep(*SIX, target="train.py", job={"checkpoint_dir": str(tmp_path / "big")})
     assert left_behind(tmp_path) == [] and list((tmp_path / "big").iterdir()) == []
 
@@ -226,7 +226,9 @@ def test_the_scheduler_is_asked_once_for_what_is_true_of_all(
     sweep: Sweep, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("clustertrain.scheduler.slurm.SlurmBackend.available", lambda _: asked.append("x") or "22.05")
+    monkeypatch.setattr(
+        "clustertrain.scheduler.slurm.SlurmBackend.sbatch_version", lambda _: asked.append("x") or "22.05"
+    )
     sweep(*SIX)
     assert len(asked) == 1 and len(fake_slurm.calls("scontrol")) == 1
 
@@ -235,7 +237,7 @@ def test_the_arrays_script_becomes_the_runs_own(sweep: Sweep, tmp_path: Path) ->
     done = sweep("train.seed=1,2")
     script = done.folder / "job.sh"
     for submitted, _ in done.runs:
-        submitted.run.script.write_text('echo "$PWD $$"\n')
+        submitted.run.job_script.write_text('echo "$PWD $$"\n')
     task = {**os.environ, "SLURM_ARRAY_TASK_ID": "1"}
     with subprocess.Popen(["bash", script], cwd=done.folder, env=task, stdout=subprocess.PIPE, text=True) as told:
         # The process stays the same, so that a signal for the batch shell reaches what it has become.
@@ -252,7 +254,7 @@ def test_shellcheck_accepts_the_arrays_script(sweep: Sweep, tmp_path: Path) -> N
 def test_a_dry_run_makes_nothing_and_shows_what_is_submitted(
     sweep: Sweep, fake_slurm: FakeSlurm, tmp_path: Path
 ) -> None:
-    made = dry_sweep(SubmitRequest(cwd=tmp_path), SIX, 2)
+    made = dry_run_sweep(SubmitRequest(cwd=tmp_path), SIX, 2)
     assert not (tmp_path / "home").exists() and fake_slurm.calls("sbatch") == []
     done = sweep(*SIX, at_once=2)
     assert made.script is not None
@@ -264,11 +266,11 @@ def test_a_dry_run_makes_nothing_and_shows_what_is_submitted(
 def test_a_sweep_and_an_array_name_all_their_runs(sweep: Sweep, tmp_path: Path) -> None:
     done = sweep("train.seed=1,2,3")
     ids = [submitted.run.id for submitted, _ in done.runs]
-    assert [r.id for r in resolve_all(done.folder.name)] == ids
-    assert {r.id for r in resolve_all("4711")} == set(ids)
-    assert [r.id for r in resolve_all("4711_1")] == [ids[1]] == [r.id for r in resolve_all(ids[1])]
+    assert [r.id for r in resolve_runs(done.folder.name)] == ids
+    assert {r.id for r in resolve_runs("4711")} == set(ids)
+    assert [r.id for r in resolve_runs("4711_1")] == [ids[1]] == [r.id for r in resolve_runs(ids[1])]
     subprocess.run(["rm", "-r", tmp_path / "home" / "runs" / ids[0]], check=True)
-    assert [r.id for r in resolve_all(done.folder.name)] == ids[1:]
+    assert [r.id for r in resolve_runs(done.folder.name)] == ids[1:]
     with pytest.raises(ClusterTrainError, match="no run '471'"):
-        resolve_all("471")
-    assert isinstance(resolve_all("latest")[0], RunDir)
+        resolve_runs("471")
+    assert isinstance(resolve_runs("latest")[0], RunDir)

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import tomli_w
 
-from clustertrain.errors import ClusterTrainError, ConfigError, SchedulerRefused, UsageError
+from clustertrain.errors import ClusterTrainError, ConfigError, SchedulerError, UsageError
 from clustertrain.run import events
 from clustertrain.run.run_spec import load_spec
 from clustertrain.submit import transaction
 from clustertrain.submit.request import SubmitRequest
 from clustertrain.submit.sweep import submit_sweep
-from clustertrain.submit.transaction import Submitted, dry_run, submit
-from clustertrain.telemetry.analysis.settings_diff import settings_of
+from clustertrain.submit.transaction import SubmittedRun, dry_run, submit
+from clustertrain.telemetry.analysis.settings_diff import load_settings
 from tests.fakes.slurm.fixture import FakeSlurm
 
 HOSTILE = "a b'\"$(touch pwned)`x`\n%j\\"
 
 
-def ask(tmp_path: Path, target: str = "", **more: Any) -> Submitted:
+def ask(tmp_path: Path, target: str = "", **more: Any) -> SubmittedRun:
     return submit(SubmitRequest(target=target, cwd=tmp_path, argv=("clustertrain", "submit"), **more))
 
 
@@ -48,12 +48,12 @@ def test_the_run_directory(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     plan = json.loads(run.plan.read_text())
     assert plan["layout"]["strategy"] == "ddp" and plan["world_size"] == 4 and plan["signal_lead_s"] == 120
     (call,) = fake_slurm.calls("sbatch")
-    assert call.script == run.script.read_text() and f"--chdir={run.path}" in call.argv
-    assert stat.S_IMODE(run.script.stat().st_mode) == 0o700
+    assert call.script == run.job_script.read_text() and f"--chdir={run.path}" in call.argv
+    assert stat.S_IMODE(run.job_script.stat().st_mode) == 0o700
     record = json.loads(run.record.read_text())
     assert (record["contract"]["metric"], record["contract"]["resume"]) == ("loss", "elastic")
     assert record["argv"] == ["clustertrain", "submit"] and record["git"] is None and "torch" in record["packages"]
-    (event,) = events.of_run(run)
+    (event,) = events.for_run(run)
     assert (event["event"], event["job_id"], event["backend"]) == ("submitted", "4711", "slurm")
     assert run.checkpoints.is_dir() and not run.checkpoints.is_symlink() and not run.code.exists()
 
@@ -83,7 +83,7 @@ def test_secrets_are_in_one_file_of_their_owners(share: bool, fake_slurm: FakeSl
     assert SECRET not in " ".join(call.argv) and "TOKEN" in call.script
     spec = load_spec(run)
     assert spec.secret_env == ("LANG", "TOKEN") and spec.recipe.telemetry.alerts.webhook_env == "CLUSTERTRAIN_WEBHOOK"
-    assert SECRET not in " ".join(done.notes) and settings_of(run)["env"] == ["LANG", "TOKEN"]
+    assert SECRET not in " ".join(done.notes) and load_settings(run)["env"] == ["LANG", "TOKEN"]
     shown = dry_run(request)
     assert "TOKEN" in shown.script and SECRET not in shown.script
 
@@ -96,7 +96,7 @@ def test_each_run_of_a_sweep_has_its_secrets(fake_slurm: FakeSlurm, tmp_path: Pa
 
 def test_without_secrets_there_is_no_file(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     run = ask(tmp_path).run
-    assert not run.secrets.exists() and "secrets.sh" not in run.script.read_text()
+    assert not run.secrets.exists() and "secrets.sh" not in run.job_script.read_text()
 
 
 def test_what_was_not_copied_is_reported_in_one_line_each(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
@@ -143,10 +143,10 @@ def test_a_script_is_snapshotted_and_runs_from_there(fake_slurm: FakeSlurm, tmp_
     assert script.cwd == str(tmp_path)
     assert (done.run.code / "jobs" / "train.py").read_text() == "print(1)\n"
     # An empty folder is in no snapshot, so `src` is not on the path.
-    assert f'export PYTHONPATH={done.run.code}"$' in done.run.script.read_text()
+    assert f'export PYTHONPATH={done.run.code}"$' in done.run.job_script.read_text()
     (project / "src" / "lib.py").write_text("")
     again = ask(tmp_path, "project/jobs/train.py")
-    assert f'export PYTHONPATH={again.run.code}:{again.run.code}/src"$' in again.run.script.read_text()
+    assert f'export PYTHONPATH={again.run.code}:{again.run.code}/src"$' in again.run.job_script.read_text()
 
 
 @pytest.mark.parametrize(("share", "folder", "file"), [(True, 0o750, 0o040), (False, 0o700, 0)])
@@ -188,7 +188,7 @@ def test_the_code_of_an_entry_is_snapshotted_and_imported_from_there(fake_slurm:
     spec = load_spec(run)
     assert spec.script is None and spec.recipe.model.args == {"width": 3}
     assert (run.code / "experiments" / "nets" / "net.py").read_text() == "def make(): ...\n"
-    assert f'export PYTHONPATH={run.code}:{run.code}/experiments"$' in run.script.read_text()
+    assert f'export PYTHONPATH={run.code}:{run.code}/experiments"$' in run.job_script.read_text()
 
 
 def test_an_entry_is_found_where_submit_is_called_or_else_taken_for_installed(
@@ -196,7 +196,7 @@ def test_an_entry_is_found_where_submit_is_called_or_else_taken_for_installed(
 ) -> None:
     (tmp_path / "mine.py").write_text("def make(): ...\n")
     run = ask(tmp_path, assignments=("model.entry=mine:make",)).run
-    assert (run.code / "mine.py").is_file() and f'export PYTHONPATH={run.code}"$' in run.script.read_text()
+    assert (run.code / "mine.py").is_file() and f'export PYTHONPATH={run.code}"$' in run.job_script.read_text()
     run = ask(tmp_path, assignments=("model.entry=json.decoder:JSONDecoder",)).run
     assert not run.code.exists()
 
@@ -217,13 +217,13 @@ def test_hostile_values_reach_nothing(fake_slurm: FakeSlurm, tmp_path: Path, mon
     assert saved.script is not None and saved.script.args == (HOSTILE,) and saved.script.path == script.name
     assert saved.secret_env == ("V",) and saved.job.name == HOSTILE
     assert done.run.id.startswith("a-b-touch-pwned-x-j-")
-    subprocess.run(["bash", "-n", done.run.script], check=True)
+    subprocess.run(["bash", "-n", done.run.job_script], check=True)
     assert not (tmp_path / "pwned").exists()
 
 
 def test_a_refusal_leaves_nothing_behind(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     fake_slurm.answers("sbatch", stderr="sbatch: error: invalid partition specified: nope\n", rc=1)
-    with pytest.raises(SchedulerRefused, match="invalid partition specified: nope"):
+    with pytest.raises(SchedulerError, match="invalid partition specified: nope"):
         ask(tmp_path, job={"partition": "nope", "checkpoint_dir": str(tmp_path / "big")})
     assert left_behind(tmp_path) == [] and list((tmp_path / "big").iterdir()) == []
 
@@ -288,7 +288,7 @@ def test_a_dry_run_makes_nothing_and_prints_what_submit_writes(fake_slurm: FakeS
         text = dry_run(request).script
         assert not (tmp_path / "home").exists() and fake_slurm.calls("sbatch") == []
         done = submit(request)
-        assert text.replace("xxxxxx", done.run.id.rpartition("-")[2]) == done.run.script.read_text()
+        assert text.replace("xxxxxx", done.run.id.rpartition("-")[2]) == done.run.job_script.read_text()
         subprocess.run(["rm", "-r", tmp_path / "home"], check=True)
         (fake_slurm.folder / "sbatch.calls").unlink()
 

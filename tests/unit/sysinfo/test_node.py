@@ -8,13 +8,13 @@ import pytest
 
 from clustertrain.config.node_facts import NodeFacts
 from clustertrain.sysinfo.network import IpOutput
-from clustertrain.sysinfo.node import read
+from clustertrain.sysinfo.node import read_node
 from tests.fixtures.nodes.expand import KINDS, Tree, expand
 
 
 def facts(kind: str, root: Path) -> NodeFacts:
     node = expand(kind, root)
-    return read(node.root, node.ip, node.gpus, {})
+    return read_node(node.root, node.ip, node.gpus, {})
 
 
 # hcas, efa, GPUs; sockets, cores, threads; NUMA nodes with processors; NUMA nodes of the GPUs
@@ -72,7 +72,7 @@ def test_a_bridge_over_a_real_port_is_no_bridge_of_containers(tmp_path: Path) ->
     tree.net("br0", {"ports": "eno1"})
     tree.net("virbr0", {"ports": "vnet0"})
     tree.net("vnet0", {})
-    assert {i.name: i.kind for i in read(tmp_path, IpOutput()).interfaces} == {
+    assert {i.name: i.kind for i in read_node(tmp_path, IpOutput()).interfaces} == {
         "br0": "bridge", "eno1": "ethernet", "virbr0": "virtual", "vnet0": "virtual",
     }  # fmt: skip
 
@@ -96,7 +96,7 @@ def test_two_routable_gids_are_ambiguous(tmp_path: Path) -> None:
         },
         "mlx5_core",
     )
-    assert read(tmp_path, IpOutput()).hcas[0].roce_v2_ipv4_gid_index is None
+    assert read_node(tmp_path, IpOutput()).hcas[0].roce_v2_ipv4_gid_index is None
 
 
 def test_libraries_are_seen_where_installers_put_them(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_libraries_are_seen_where_installers_put_them(tmp_path: Path) -> None:
     own = tmp_path / "home/me/lib"
     own.mkdir(parents=True)
     (own / "libnccl-net.so").touch()
-    assert read(tmp_path, IpOutput(), environ={"LD_LIBRARY_PATH": ":/home/me/lib"}).aws_ofi_nccl == (
+    assert read_node(tmp_path, IpOutput(), environ={"LD_LIBRARY_PATH": ":/home/me/lib"}).aws_ofi_nccl == (
         "/home/me/lib/libnccl-net.so"
     )
 
@@ -116,11 +116,11 @@ def test_names_in_nccls_own_files(tmp_path: Path) -> None:
     tree.write("/etc/nccl.conf", "# by the site\nNCCL_IB_HCA=mlx5_0\nNCCL_DEBUG=WARN\nno setting")
     tree.write("/home/me/.nccl.conf", "NCCL_SOCKET_IFNAME==ib0")
     tree.write("/home/me/other.conf", "NCCL_ALGO=Ring")
-    assert read(tmp_path, IpOutput(), environ={"HOME": "/home/me"}).nccl_conf == (
+    assert read_node(tmp_path, IpOutput(), environ={"HOME": "/home/me"}).nccl_conf == (
         "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG",
     )  # fmt: skip
     chosen = {"HOME": "/home/me", "NCCL_CONF_FILE": "/home/me/other.conf"}
-    assert read(tmp_path, IpOutput(), environ=chosen).nccl_conf == ("NCCL_ALGO", "NCCL_IB_HCA", "NCCL_DEBUG")
+    assert read_node(tmp_path, IpOutput(), environ=chosen).nccl_conf == ("NCCL_ALGO", "NCCL_IB_HCA", "NCCL_DEBUG")
 
 
 def test_garbage_in_files_is_noted_and_hurts_nothing_else(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_garbage_in_files_is_noted_and_hurts_nothing_else(tmp_path: Path) -> Non
     tree.write("/sys/devices/system/node/node1/cpulist", "56-x")
     tree.write("/sys/devices/system/cpu/online", "all of them")
     (tmp_path / "sys/class/net/eno3/operstate").write_bytes(b"\xff\xfe")
-    seen = read(tmp_path, IpOutput('{"not": "a list"}', "[1,"), node.gpus, {})
+    seen = read_node(tmp_path, IpOutput('{"not": "a list"}', "[1,"), node.gpus, {})
     assert seen.hcas[0].rate_gbit is None and seen.hcas[0].state == "active"
     assert seen.hcas[3].state == "unknown" and seen.hcas[4].rate_gbit == 400
     assert [n.index for n in seen.cpus.numa_nodes] == [0] and seen.cpus.cores is None
@@ -145,25 +145,25 @@ def test_a_sysfs_that_cannot_be_read_leaves_nothing_but_notes(tmp_path: Path) ->
     for folder in ("sys/class/net", "sys/class/infiniband", "sys/devices/system/node"):
         (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / folder).symlink_to(tmp_path / folder)  # a link to itself: ELOOP, for root too
-    seen = read(tmp_path, IpOutput(), environ={})
+    seen = read_node(tmp_path, IpOutput(), environ={})
     assert (seen.interfaces, seen.hcas, seen.cpus.numa_nodes) == ((), (), ())
     assert len(seen.unread) == 3 and all("symbolic links" in note for note in seen.unread)
 
 
 def test_an_empty_root_is_a_node_of_which_nothing_is_known(tmp_path: Path) -> None:
-    assert read(tmp_path, IpOutput(), environ={}) == NodeFacts()
+    assert read_node(tmp_path, IpOutput(), environ={}) == NodeFacts()
 
 
 def test_without_the_ip_command_only_addresses_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expand("pcie-a100", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    seen = read(tmp_path, environ={})
+    seen = read_node(tmp_path, environ={})
     assert {i.name: i.speed_gbit for i in seen.interfaces}["ens5f0np0"] == 100
     assert [note for note in seen.unread if "ip: command not found" in note] == list(seen.unread)
 
 
 def test_this_machine_is_read() -> None:
     """The real files and, where there is one, the real ``ip``."""
-    seen = read()
+    seen = read_node()
     assert "lo" in {i.name for i in seen.interfaces}
     assert seen.cpus.threads and not any("is not a" in note for note in seen.unread)

@@ -18,7 +18,7 @@ import msgspec
 
 from clustertrain import clock
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.readers.allocation import find
+from clustertrain.telemetry.readers.allocation import find_allocation
 from clustertrain.telemetry.readers.gpu_reader import GpuReader
 from clustertrain.telemetry.readers.nvml import Nvml, NvmlError
 from clustertrain.telemetry.readers.nvml_events import GpuEvents
@@ -30,7 +30,7 @@ class Child:
         self.nvml = Nvml()
         self.driver = self.nvml.open()
         self.devices = self.nvml.devices()
-        self.allocated = find(os.environ, self.devices).devices
+        self.allocated = find_allocation(os.environ, self.devices).devices
         self.readers = [GpuReader(self.nvml, d, lambda: self.now) for d in self.allocated]
         self.events = GpuEvents(self.nvml, self.allocated)
 
@@ -41,7 +41,7 @@ class Child:
         for reader in self.readers:
             row = reader.read(pace)
             if row is None:
-                found[reader.device.uuid] = f"lost: {reader.lost}"
+                found[reader.device.uuid] = f"lost: {reader.lost_reason}"
                 continue
             pairs = zip(names, row, strict=True)
             found[reader.device.uuid] = {n: reader.reasons.get(n) if v is None else v for n, v in pairs}
@@ -68,12 +68,12 @@ class Child:
             case "poll":
                 return [*map(msgspec.to_builtins, self.events.poll()), self.events.reasons]
             case "session":
-                return [r.session_dead for r in self.readers]
+                return [r.needs_reopen for r in self.readers]
             case "reopen":
                 self.nvml.close()
                 self.nvml.open()
                 for reader in self.readers:
-                    reader.reopened()
+                    reader.on_reopen()
             case "close":
                 self.nvml.close()
                 return ctypes.CDLL("libnvidia-ml.so.1").nvml_stub_live_samples()

@@ -25,8 +25,8 @@ def header(gpus: int = 1, t: float = T0) -> Header:
         interval_s=1.0,
         gpus=[GpuFacts(f"GPU-{i}", i, i, "H100", 80 << 30, ranks=[i]) for i in ranks],
         ranks=ranks,
-        fast=fields.columns(gpus, ranks, FAST),
-        slow=fields.columns(gpus, ranks, SLOW),
+        fast=fields.column_names(gpus, ranks, FAST),
+        slow=fields.column_names(gpus, ranks, SLOW),
     )
 
 

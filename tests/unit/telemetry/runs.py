@@ -46,7 +46,7 @@ def new_attempt(run: RunDir, n: int = 1, job_id: str = "4711", nodes: Sequence[s
 
 
 def event(attempt: AttemptDir, name: str, node: str, t: float, **fields: Any) -> None:
-    log = fsio.Appender(attempt.events_of(f"agent-{node}"))
+    log = fsio.JsonlAppender(attempt.events_path(f"agent-{node}"))
     log.append({"t": t, "mono": t - T0, "host": node, "pid": 1, "event": name, "node": node} | fields)
     log.close()
 
@@ -84,7 +84,7 @@ def record(
     """
     told, fixed = ranks or {}, more or {}
     fast, slow = (
-        [c for c in fields.columns(len(gpus), list(told), pace) if c in fixed or _is_told(c)]
+        [c for c in fields.column_names(len(gpus), list(told), pace) if c in fixed or _is_told(c)]
         for pace in (fields.FAST, fields.SLOW)
     )
     writer = Writer(attempt.telemetry / node)
@@ -105,7 +105,7 @@ def record(
         )
     )
     for r in reasons:
-        writer.null(r.d, fields.column("host" if r.gpu is None else f"gpu{r.gpu}", r.field), r.reason)
+        writer.null(r.d, fields.column_name("host" if r.gpu is None else f"gpu{r.gpu}", r.field), r.reason)
     for s in range(seconds):
         if skip(s):
             continue
@@ -139,13 +139,13 @@ HOST_FIELDS = ("cpu", "memory_used_bytes", "load1", "job_memory_bytes", "job_cpu
 
 
 def _is_told(column: str) -> bool:
-    device, field = fields.split(column)
+    device, field = fields.split_column(column)
     return field in (FIELDS if device.startswith("gpu") else HOST_FIELDS) or device.startswith("rank")
 
 
 def _named(device: str, names: Sequence[str], values: Sequence[float | None]) -> dict[str, float]:
     pairs = zip(names, values, strict=False)
-    return {fields.column(device, name): math.nan if v is None else v for name, v in pairs}
+    return {fields.column_name(device, name): math.nan if v is None else v for name, v in pairs}
 
 
 def _row(columns: Sequence[str], values: Mapping[str, float]) -> Any:

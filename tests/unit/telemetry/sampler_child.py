@@ -20,9 +20,11 @@ def tell(name: str, **fields: Any) -> None:
 def main() -> None:
     quick = Intervals(slow_s=0.05, flush_s=0.02)
     beats = Path(sys.argv[2]) if len(sys.argv) > 2 else None
-    sampler = Sampler(Path(sys.argv[1]), "node-a", os.environ, 0.02, tell, first_rank=4, beats=beats, intervals=quick)
+    sampler = Sampler(
+        Path(sys.argv[1]), "node-a", os.environ, 0.02, tell, first_rank=4, heartbeat_dir=beats, intervals=quick
+    )
     sampler.start()
-    tell("ready", gpus=sampler.gpus, nvml=sampler.nvml_reason)
+    tell("ready", gpus=sampler.gpus, nvml=sampler.nvml_error)
     sys.stdin.readline()
     tell("stopped", clean=sampler.stop(30))
 

@@ -23,7 +23,7 @@ def gpu(number: int) -> GpuFacts:
 def full(gpus: int = 2) -> dict[str, float]:
     """A value for every column of a node."""
     ranks = [8 + i for i in range(gpus)]
-    columns = [*fields.columns(gpus, ranks, fields.FAST), *fields.columns(gpus, ranks, fields.SLOW)]
+    columns = [*fields.column_names(gpus, ranks, fields.FAST), *fields.column_names(gpus, ranks, fields.SLOW)]
     return dict.fromkeys(columns, 0.5)
 
 

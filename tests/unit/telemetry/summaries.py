@@ -12,18 +12,18 @@ from clustertrain.telemetry.report_schema import (
     AttemptSummary,
     GpuSummary,
     HostSummary,
-    InPhase,
-    Mark,
-    Note,
+    Insight,
+    PhaseStats,
     ProcessSummary,
     RankSummary,
     Stats,
     Summary,
-    Throttled,
+    ThrottleShares,
     Timeline,
+    TimelineEvent,
+    TimeWindow,
     TrainingSummary,
     Waste,
-    Window,
 )
 
 T0 = 1_790_000_000.0
@@ -40,10 +40,10 @@ def gpu(number: int, node: str = "n1", rank: int | None = None, **changes: Any) 
     """A GPU that trains: warm-up at the start, an evaluation and some checkpoints, at its power limit."""
     clock = 1905.0 + 3 * number  # chips differ
     phases = {
-        "startup": InPhase(0.03, 0.02, 120.0, 1200.0),
-        "train": InPhase(0.92, 0.97, 650.0, clock, 0.82, 0.41, Throttled(0.7, 0.0, 0.0)),
-        "checkpoint": InPhase(0.02, 0.4, 300.0, 1980.0),
-        "evaluation": InPhase(0.03, 0.8, 500.0, 1950.0),
+        "startup": PhaseStats(0.03, 0.02, 120.0, 1200.0),
+        "train": PhaseStats(0.92, 0.97, 650.0, clock, 0.82, 0.41, ThrottleShares(0.7, 0.0, 0.0)),
+        "checkpoint": PhaseStats(0.02, 0.4, 300.0, 1980.0),
+        "evaluation": PhaseStats(0.03, 0.8, 500.0, 1950.0),
     }
     values: dict[str, Any] = {
         "node": node,
@@ -71,7 +71,7 @@ def gpu(number: int, node: str = "n1", rank: int | None = None, **changes: Any) 
         "pcie_bytes_per_s": stats(1e9),
         "nvlinks_active_min": 18,
         "nvlinks_active_max": 18,
-        "throttled": Throttled(0.64, 0.0, 0.0),
+        "throttled": ThrottleShares(0.64, 0.0, 0.0),
         "phases": phases,
         "power_limit_w": 700.0,
     }
@@ -117,16 +117,16 @@ def healthy(nodes: int = 4, gpus: int = 2, **changes: Any) -> Summary:
     ]
     end = T0 + 2 * HOUR
     marks = [
-        Mark(T0 + 216, "first_step", "step 1"),
-        *(Mark(T0 + 1500.0 * i, "checkpoint", f"step {1800 * i}", T0 + 1500.0 * i + 20) for i in range(1, 5)),
-        Mark(T0 + 4000, "evaluation", "step 5000", T0 + 4200),
+        TimelineEvent(T0 + 216, "first_step", "step 1"),
+        *(TimelineEvent(T0 + 1500.0 * i, "checkpoint", f"step {1800 * i}", T0 + 1500.0 * i + 20) for i in range(1, 5)),
+        TimelineEvent(T0 + 4000, "evaluation", "step 5000", T0 + 4200),
     ]
     values: dict[str, Any] = {
         "run": "gpt-abc234",
         "job_id": "4711",
-        "window": Window(T0, end),
+        "window": TimeWindow(T0, end),
         "coverage": 0.999,
-        "attempts": [AttemptSummary(1, "4711", Window(T0, end), names, T0 - 5, end, "completed", marks)],
+        "attempts": [AttemptSummary(1, "4711", TimeWindow(T0, end), names, T0 - 5, end, "completed", marks)],
         "gpus": all_gpus,
         "hosts": [host(node) for node in names],
         "notes": [],
@@ -188,7 +188,7 @@ def with_rank(summary: Summary, rank: int, **changes: Any) -> Summary:
 
 def idle(summary: Summary, node: str, number: int) -> Summary:
     nothing = Stats(0.0, 0.0, 0.0, 0.0, 0.0)
-    train = InPhase(0.92, 0.0, 72.0, 345.0, 0.0, 0.0, Throttled(0.0, 0.0, 0.0))
+    train = PhaseStats(0.92, 0.0, 72.0, 345.0, 0.0, 0.0, ThrottleShares(0.0, 0.0, 0.0))
     return with_gpu(
         summary,
         node,
@@ -200,26 +200,28 @@ def idle(summary: Summary, node: str, number: int) -> Summary:
         power_w=stats(72.0),
         energy_j=72.0 * 2 * HOUR,
         sm_clock_mhz=stats(345.0),
-        throttled=Throttled(0.0, 0.0, 0.0),
+        throttled=ThrottleShares(0.0, 0.0, 0.0),
         phases={"train": train},
         timeline=Timeline(45.0, [0.0] * 160),
     )
 
 
 def throttling(summary: Summary, node: str, number: int) -> Summary:
-    held = Throttled(0.1, 0.37, 0.0)
+    held = ThrottleShares(0.1, 0.37, 0.0)
     summary = with_gpu(summary, node, number, throttled=held, temperature_c=Stats(84.0, 60.0, 86.0, 90.0, 92.0))
-    return in_training(summary, node, number, sm_clock_mhz=1410.0, power_w=430.0, throttled=Throttled(0.1, 0.4, 0.0))
+    return in_training(
+        summary, node, number, sm_clock_mhz=1410.0, power_w=430.0, throttled=ThrottleShares(0.1, 0.4, 0.0)
+    )
 
 
 def slow(summary: Summary, node: str, number: int, by: float = 0.12) -> Summary:
-    free = Throttled(0.0, 0.0, 0.0)
+    free = ThrottleShares(0.0, 0.0, 0.0)
     summary = with_gpu(summary, node, number, throttled=free)
     return in_training(summary, node, number, sm_clock_mhz=1910.0 * (1 - by), power_w=520.0, throttled=free)
 
 
-def noted(summary: Summary, log: list[dict[str, Any]] | None = None) -> list[Note]:
-    return insights.of(summary, log or [])
+def noted(summary: Summary, log: list[dict[str, Any]] | None = None) -> list[Insight]:
+    return insights.build_insights(summary, log or [])
 
 
 def codes(summary: Summary, *, info: bool = False) -> list[str]:

@@ -19,7 +19,7 @@ from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.sampler import Sampler
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store import jsonl_blocks
-from clustertrain.telemetry.store.reader import Segment, open_node, overlapping
+from clustertrain.telemetry.store.reader import Segment, find_overlapping, open_node
 from tests.fakes.nvml.build import Stub
 
 CHILD = Path(__file__).with_name("sampler_child.py")
@@ -72,7 +72,7 @@ def test_every_allocated_gpu_is_sampled_used_or_not(nvml_stub: Stub, tmp_path: P
     nvml_stub.drive(TWO_GPUS + "\n device 2 uuid GPU-of-another-job")
     with sampling(tmp_path / "t", nvml_stub.environ(SLURM_STEP_GPUS="0,1")) as child:
         assert [(g["uuid"], g["ranks"]) for g in child.ready["gpus"]] == [("GPU-a", [4]), ("GPU-b", [5])]
-        child.until(lambda s: s.n >= 5 and len(s.samples(SLOW).t) >= 2)
+        child.until(lambda s: s.sample_count >= 5 and len(s.samples(SLOW).t) >= 2)
         child.stop()
     (found,) = open_node(tmp_path / "t")
     assert found.header.nvml is None
@@ -92,10 +92,10 @@ def test_every_allocated_gpu_is_sampled_used_or_not(nvml_stub: Stub, tmp_path: P
 def test_what_the_ranks_tell_stands_beside_the_gpus(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     (tmp_path / "beats").mkdir()
-    writer = heartbeat.Writer(tmp_path / "beats", 5)
+    writer = heartbeat.HeartbeatWriter(tmp_path / "beats", 5)
     writer.beat.step, writer.beat.phase, writer.beat.tokens = 7, heartbeat.TRAIN, 4096.0
     with sampling(tmp_path / "t", nvml_stub.environ(), tmp_path / "beats") as child:
-        child.until(lambda s: s.n >= 2)
+        child.until(lambda s: s.sample_count >= 2)
         writer.write()
         child.until(lambda s: s.newest().get("rank5.step") == 7)
         child.stop()
@@ -111,13 +111,13 @@ def test_what_the_ranks_tell_stands_beside_the_gpus(nvml_stub: Stub, tmp_path: P
 def test_a_gpu_that_is_lost_while_running_is_an_event_and_not_the_end(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
-        child.until(lambda s: s.n >= 2)
+        child.until(lambda s: s.sample_count >= 2)
         nvml_stub.drive(TWO_GPUS + "\n fail 1 * 15")
         event = child.event()
         assert (event["event"], event["uuid"], event["index"]) == ("gpu_lost", "GPU-b", 1)
         assert event["reason"].startswith("GPU_IS_LOST")
-        after = child.segment().n + 5
-        child.until(lambda s: s.n >= after)
+        after = child.segment().sample_count + 5
+        child.until(lambda s: s.sample_count >= after)
         child.stop()
     (found,) = open_node(tmp_path / "t")
     values = found.samples(FAST).values
@@ -129,7 +129,7 @@ def test_a_gpu_that_is_lost_while_running_is_an_event_and_not_the_end(nvml_stub:
 def test_an_error_of_the_driver_is_an_event(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
-        child.until(lambda s: s.n >= 2)
+        child.until(lambda s: s.sample_count >= 2)
         nvml_stub.drive(TWO_GPUS + "\n event 1 0.2 xid 79")
         event = child.event()
         child.stop()
@@ -139,17 +139,17 @@ def test_an_error_of_the_driver_is_an_event(nvml_stub: Stub, tmp_path: Path) -> 
 def test_a_reason_is_written_when_it_changes_and_not_with_every_row(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS + "\n fail 0 nvmlDeviceGetPowerUsage 3")
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
-        child.until(lambda s: s.n >= 20)
+        child.until(lambda s: s.sample_count >= 20)
         child.stop()
     records = jsonl_blocks.read(tmp_path / "t" / "0")
-    reasons = [r for r in records if isinstance(r, jsonl_blocks.Reason) and r.column.endswith(".power_w")]
+    reasons = [r for r in records if isinstance(r, jsonl_blocks.MissingReason) and r.column.endswith(".power_w")]
     assert [(r.column, str(r.reason).partition(":")[0]) for r in reasons] == [("gpu0.power_w", "NOT_SUPPORTED")]
 
 
 def test_nvml_that_goes_away_is_opened_again(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
-        child.until(lambda s: s.n >= 2)
+        child.until(lambda s: s.sample_count >= 2)
         nvml_stub.drive(TWO_GPUS + "\n fail 0 nvmlDeviceGetClockInfo 1")
         child.until(lambda s: "gpu0.sm_clock_mhz" in s.reasons())
         nvml_stub.drive(TWO_GPUS)
@@ -164,7 +164,7 @@ def test_without_nvml_the_host_is_still_sampled(nvml_stub: Stub, tmp_path: Path)
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
         assert child.ready["gpus"] == []
         assert child.ready["nvml"] == "DRIVER_NOT_LOADED: the NVIDIA driver is not loaded"
-        child.until(lambda s: s.n >= 3)
+        child.until(lambda s: s.sample_count >= 3)
         child.stop()
     (found,) = open_node(tmp_path / "t")
     assert found.header.nvml == child.ready["nvml"]
@@ -187,7 +187,7 @@ def test_a_driver_that_answers_nothing_leaves_reasons(nvml_stub: Stub, tmp_path:
     nvml_stub.drive(f"{TWO_GPUS}\n{refused}")
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
         assert [g["uuid"] for g in child.ready["gpus"]] == ["GPU-a", "GPU-b"]
-        child.until(lambda s: s.n >= 3)
+        child.until(lambda s: s.sample_count >= 3)
         child.stop()
     (found,) = open_node(tmp_path / "t")
     values = found.samples(FAST).values
@@ -199,23 +199,25 @@ def test_a_driver_that_answers_nothing_leaves_reasons(nvml_stub: Stub, tmp_path:
 def test_a_kill_leaves_a_file_that_can_be_read(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
-        child.until(lambda s: s.n >= 3)
+        child.until(lambda s: s.sample_count >= 3)
         child.process.kill()
         child.process.wait(60)
     (found,) = open_node(tmp_path / "t")
-    assert found.n >= 3
+    assert found.sample_count >= 3
     assert found.end is None
 
 
 def test_two_agents_on_one_node_have_a_segment_each(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as one, sampling(tmp_path / "t", nvml_stub.environ()) as other:
-        assert clock.wait_until(lambda: [s.n >= 3 for s in open_node(tmp_path / "t")] == [True, True], 60, 0.02)
+        assert clock.wait_until(
+            lambda: [s.sample_count >= 3 for s in open_node(tmp_path / "t")] == [True, True], 60, 0.02
+        )
         one.stop()
         other.stop()
     segments = open_node(tmp_path / "t")
     assert [s.folder.name for s in segments] == ["0", "1"]
-    assert len(overlapping(segments)) == 1
+    assert len(find_overlapping(segments)) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_an_event(nvml_stub: Stub, tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_a_bug_in_the_thread_ends_in_an_event_and_a_reason(tmp_path: Path, monke
     assert sampler.stop(60)
     ((name, fields),) = told
     assert name == "telemetry_failed"
-    assert fields["reason"].startswith("ZeroDivisionError: a bug (test_telemetry_sampler.py:")
+    assert fields["reason"].startswith("ZeroDivisionError: a bug (test_sampler.py:")
     assert open_node(tmp_path)[-1].failure == fields["reason"]
 
 

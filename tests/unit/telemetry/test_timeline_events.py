@@ -7,24 +7,24 @@ from typing import Any
 from clustertrain.report import timeline
 from clustertrain.report.html import charts
 from clustertrain.telemetry import timeline_events
-from clustertrain.telemetry.report_schema import AttemptSummary, Mark, Window
+from clustertrain.telemetry.report_schema import AttemptSummary, TimelineEvent, TimeWindow
 
 
 def event(name: str, t: float = 100.0, **fields: Any) -> dict[str, Any]:
     return {"t": t, "mono": t, "host": "n1", "pid": 1, "event": name, **fields}
 
 
-def only(log: list[dict[str, Any]]) -> Mark:
-    (mark,) = timeline_events.of_events(log)
+def only(log: list[dict[str, Any]]) -> TimelineEvent:
+    (mark,) = timeline_events.timeline_from_events(log)
     return mark
 
 
 def test_an_error_of_the_driver_is_a_fault_on_both_timelines() -> None:
     mark = only([event("gpu_event", uuid="GPU-b", index=1, kind="xid", xid=79, count=3)])
     assert (mark.kind, mark.text) == ("xid", "XID 79 3 times on GPU 1 of n1: GPU fell off the bus")
-    assert timeline._kind(mark).word == "XID"
-    attempt = AttemptSummary(1, "1", Window(0.0, 200.0), ["n1"], events=[mark])
-    assert charts.lanes([charts._place(m, attempt.n) for m in attempt.events]) == ["Faults"]
+    assert timeline._event_style(mark).label == "XID"
+    attempt = AttemptSummary(1, "1", TimeWindow(0.0, 200.0), ["n1"], events=[mark])
+    assert charts.used_lanes([charts._assign_lane(m, attempt.n) for m in attempt.events]) == ["Faults"]
 
 
 def test_a_memory_error_is_no_xid() -> None:
@@ -41,19 +41,22 @@ def test_what_lasts_begins_when_it_began() -> None:
 
 def test_every_kind_of_mark_has_a_lane_and_a_sign_of_its_own() -> None:
     """But for a kind that a later version writes."""
-    kinds = {"xid", "ecc", *timeline_events._WORDS} - {"gpu_event"}
+    kinds = {"xid", "ecc", *timeline_events._BUILDERS} - {"gpu_event"}
     laned = {kind for _, of in charts._LANES.values() for kind in of}
     assert kinds <= laned
-    assert kinds <= timeline._KINDS.keys()
+    assert kinds <= timeline._EVENT_STYLES.keys()
     assert laned <= kinds
-    signs = [k.sign for k in timeline._KINDS.values()]
+    signs = [k.sign for k in timeline._EVENT_STYLES.values()]
     assert len(set(signs)) == len(signs)
 
 
 def test_what_nobody_looks_for_is_left_out_and_the_rest_is_in_order() -> None:
     log = [event("ended", t=9.0, ending="completed", reason="all ranks completed"), event("agent_started", t=2.0)]
     log.append(event("started", t=1.0, nodes=["n1", "n2"]))
-    assert [m.text for m in timeline_events.of_events(log)] == ["started on 2 nodes", "completed: all ranks completed"]
+    assert [m.text for m in timeline_events.timeline_from_events(log)] == [
+        "started on 2 nodes",
+        "completed: all ranks completed",
+    ]
 
 
 def test_what_is_told_twice_stands_once() -> None:
@@ -65,7 +68,7 @@ def test_what_is_told_twice_stands_once() -> None:
         event("signal", t=7.0, source="signal:SIGTERM"),
         event("signal", t=7.4, source="batch"),
     ]
-    found = timeline_events.of_events(log)
+    found = timeline_events.timeline_from_events(log)
     assert [m.kind for m in found] == ["xid", "alert", "signal"]
     assert found[0].text == "XID 79 on GPU 1 of node02: GPU fell off the bus"
     assert found[2].text == "asked to stop (signal:SIGTERM)"

@@ -40,7 +40,7 @@ def wandb_records(run: RunDir) -> list[Any]:
 
     found = []
     for path in wandb_files(run):
-        for data in to_wandb.records(path.read_bytes()):
+        for data in to_wandb.read_records(path.read_bytes()):
             found.append(wandb_internal_pb2.Record())
             found[-1].ParseFromString(data)
     return found

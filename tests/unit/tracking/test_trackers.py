@@ -20,8 +20,8 @@ from clustertrain.config.job import ScriptSpec
 from clustertrain.run import metrics
 from clustertrain.run.run_dir import RunDir
 from clustertrain.tracking import run_facts, tracker
-from clustertrain.tracking.row_follower import Follower
-from clustertrain.tracking.tracker import Handing, State, Tracker
+from clustertrain.tracking.row_follower import RowFollower
+from clustertrain.tracking.tracker import Tracker, TrackerState, TrackerUploader
 from tests.unit.tracking import reading_back
 from tests.unit.tracking.tracked_runs import T0, loss, make, write
 
@@ -70,16 +70,16 @@ def tracked(folder: Path, to: str, **more: Any) -> RunDir:
 
 
 def opened(run: RunDir, name: str, attempt: int = 1) -> Tracker:
-    return tracker.make(name, run, run_facts.of_run(run, attempt))
+    return tracker.build_tracker(name, run, run_facts.load_run_metadata(run, attempt))
 
 
 def hand_on(run: RunDir, name: str, attempt: int = 1, ending: str | None = "completed") -> list[str]:
     """All that is written, as the process does at an attempt's end; returns what it complained of."""
     said: list[str] = []
-    one = Handing(
-        run, opened(run, name, attempt), lambda _, why: said.append(why), ending=lambda: ending, again=False
+    one = TrackerUploader(
+        run, opened(run, name, attempt), lambda _, why: said.append(why), get_ending=lambda: ending, retry=False
     )  # fmt: skip
-    one.ask_to_stop()
+    one.request_stop()
     one.thread.run()
     return said
 
@@ -115,9 +115,9 @@ def test_killed_at_any_moment_nothing_is_lost_or_there_twice(
 ) -> None:
     run = tracked(tmp_path, name)
     write(run, 1, 1, 40)
-    put, left = State.write, 0
+    put, left = TrackerState.write, 0
 
-    def dying(self: State, **values: Any) -> None:
+    def dying(self: TrackerState, **values: Any) -> None:
         """Dies before or behind the word that counts the deed."""
         nonlocal left
         left -= 1
@@ -127,14 +127,14 @@ def test_killed_at_any_moment_nothing_is_lost_or_there_twice(
             raise Killed
         put(self, **values)
 
-    monkeypatch.setattr(State, "write", dying)
+    monkeypatch.setattr(TrackerState, "write", dying)
     for moment in range(-1, 8):
         left = moment
         one = opened(run, name)
         try:
-            follower = Follower(run, one.open())
+            follower = RowFollower(run, one.open())
             while rows := follower.read(6):
-                one.hand(rows)
+                one.log_rows(rows)
         except Killed:
             pass
         one.abandon()
@@ -162,13 +162,13 @@ def test_wandbs_service_ends_of_the_warning_of_a_preemption_and_the_rows_after_i
     run = tracked(tmp_path, "wandb", offline=True)
     write(run, 1, 1, 50)
     said: list[str] = []
-    one = Handing(run, opened(run, "wandb"), lambda _, why: said.append(why), ending=lambda: None)
+    one = TrackerUploader(run, opened(run, "wandb"), lambda _, why: said.append(why), get_ending=lambda: None)
 
     def warned(wait_s: float) -> bool:
         (service,) = [c for c in psutil.Process().children() if "wandb-core" in c.name()]
         service.terminate()
         write(run, 1, 51, 60)
-        one.ask_to_stop()
+        one.request_stop()
         return False
 
     monkeypatch.setattr(one._stop, "wait", warned)
@@ -269,7 +269,7 @@ def test_settings_contract_and_tags_go_along(tmp_path: Path, monkeypatch: pytest
 
 
 def test_of_a_script_no_default_of_the_trainer_is_a_setting(tmp_path: Path) -> None:
-    config = run_facts.of_run(make(tmp_path, script=ScriptSpec(path="train.py", cwd="/")), 0).config
+    config = run_facts.load_run_metadata(make(tmp_path, script=ScriptSpec(path="train.py", cwd="/")), 0).config
     assert {"script.path", "train.seed", "job.gpus"} <= config.keys()
     assert not {"optim.lr", "model.dim", "train.steps"} & config.keys()
 
@@ -279,7 +279,7 @@ def test_no_tracker_imports_torch(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom pathlib import Path\nfrom clustertrain.run.run_dir import RunDir\n"
         "from clustertrain.tracking import run_facts, tracker, __main__\nrun = RunDir(Path(sys.argv[1]))\n"
-        f"for name in {ALL}: tracker.make(name, run, run_facts.of_run(run, 0))\n"
+        f"for name in {ALL}: tracker.build_tracker(name, run, run_facts.load_run_metadata(run, 0))\n"
         "print({'torch', 'tensorflow'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program, str(run.path)], capture_output=True, text=True, check=True)
@@ -294,7 +294,7 @@ def test_a_server_of_mlflow_that_is_away_is_said_once_and_the_rows_wait(
     run = tracked(tmp_path, "mlflow", uri="http://127.0.0.1:9")
     write(run, 1, 1, 5)
     said: list[str] = []
-    one = Handing(run, opened(run, "mlflow"), lambda _, why: said.append(why), ending=lambda: None)
+    one = TrackerUploader(run, opened(run, "mlflow"), lambda _, why: said.append(why), get_ending=lambda: None)
     tries = 0
 
     def once_more(wait_s: float) -> bool:
@@ -323,7 +323,7 @@ class Breaking:
     def open(self) -> int:
         return self.taken[-1] if self.taken else -1
 
-    def hand(self, rows: Any) -> None:
+    def log_rows(self, rows: Any) -> None:
         if self.breaks and self.breaks.pop(0):
             raise ConnectionResetError("Connection lost")
         self.taken.append(rows[0]["step"])
@@ -343,22 +343,22 @@ class Breaking:
 def test_what_breaks_is_opened_anew_once_before_it_is_called_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: tuple[bool, ...], complaints: int
 ) -> None:
-    monkeypatch.setattr(tracker.Follower, "read", lambda self: one_row(run, self))
+    monkeypatch.setattr(tracker.RowFollower, "read", lambda self: one_row(run, self))
     run = tracked(tmp_path, "tensorboard")
     write(run, 1, 1, 6)
     place, said = Breaking(*breaks), []
-    one = Handing(run, place, lambda _, why: said.append(why), ending=lambda: None)
+    one = TrackerUploader(run, place, lambda _, why: said.append(why), get_ending=lambda: None)
     monkeypatch.setattr(one._stop, "wait", lambda wait_s: False)
-    one.ask_to_stop()
+    one.request_stop()
     one.thread.run()
     assert place.taken == [1, 2, 3, 4, 5, 6] and said == ["ConnectionResetError: Connection lost"] * complaints
     assert not one.failed
 
 
-def one_row(run: RunDir, follower: Follower) -> list[Any]:
-    """Of :meth:`Follower.read`, one at a time."""
-    found = [] if follower.last >= 6 else [{"step": max(follower.last, 0) + 1}]
-    follower.last += len(found) + (follower.last < 0)
+def one_row(run: RunDir, follower: RowFollower) -> list[Any]:
+    """Of :meth:`RowFollower.read`, one at a time."""
+    found = [] if follower.last_step >= 6 else [{"step": max(follower.last_step, 0) + 1}]
+    follower.last_step += len(found) + (follower.last_step < 0)
     return found
 
 

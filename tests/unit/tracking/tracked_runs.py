@@ -11,7 +11,7 @@ from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.run.run_dir import RunDir
-from clustertrain.submit.transaction import spec_text
+from clustertrain.submit.transaction import format_spec
 
 T0 = 1_800_000_000.0
 
@@ -25,7 +25,7 @@ def make(
         (run.path / inner).mkdir(parents=True)
     job = JobSpec(name="lm", backend="local")
     spec = RunSpec(job=job, recipe=build(recipe, Recipe, "test"), script=script)
-    run.spec.write_text(spec_text(spec))
+    run.spec.write_text(format_spec(spec))
     fsio.write_json(run.record, {"user": "someone", "git": {"commit": "c0ffee"}})
     return run
 
@@ -36,7 +36,7 @@ def write(run: RunDir, attempt: int, first: int, last: int, **more: Any) -> None
     for path in (folder.events, folder.logs):
         path.mkdir(parents=True, exist_ok=True)
     fsio.write_json(folder.record, {"job_id": f"77{attempt}"})
-    with run.metrics_of(attempt).open("a") as f:
+    with run.metrics_path(attempt).open("a") as f:
         for step in range(first, last + 1):
             f.write(json.dumps(row(step, attempt) | more) + "\n")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from clustertrain.plan.layout import Layout
 from clustertrain.train.core.context import RankContext
-from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.distributed.parallelize import parallelize
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ ALONE = RankContext(0, 0, 1, 1, False, CPU, Layout(), "fp32", None, None, None, 
 
 def built(model: nn.Module, seed: int = 3) -> nn.Module:
     """On the CPU with the values that ``seed`` gives."""
-    return parallelize(model, ALONE, Groups(None, None, None, None), seed)
+    return parallelize(model, ALONE, ProcessGroups(None, None, None, None), seed)
 
 
 @contextmanager

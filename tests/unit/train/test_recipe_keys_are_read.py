@@ -9,21 +9,21 @@ import pytest
 import torch
 
 from clustertrain.config.objective import ObjectiveKind, ObjectiveSpec
-from clustertrain.config.optim import Clip, OptimizerName, OptimSpec
+from clustertrain.config.optim import ClipMethod, OptimizerName, OptimSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.schedule import ScheduleKind, ScheduleSpec
-from clustertrain.config.unused_keys import why_not
+from clustertrain.config.unused_keys import unused_reason
 from clustertrain.train.models import losses
 from clustertrain.train.optim import registry
 from clustertrain.train.optim.lr_schedule import LearningRate
 from clustertrain.train.stability import clipping
-from clustertrain.train.stability.ring_buffer import Ring
+from clustertrain.train.stability.ring_buffer import RingBuffer
 
 CPU = torch.device("cpu")
 
 
 def read(table: str, recipe: Recipe, keys: Any) -> set[str]:
-    return {key for key in keys if why_not(recipe, f"{table}.{key}") is None}
+    return {key for key in keys if unused_reason(recipe, f"{table}.{key}") is None}
 
 
 @pytest.mark.parametrize("name", get_args(OptimizerName))
@@ -32,7 +32,7 @@ def test_options_of_an_optimizer(name: OptimizerName) -> None:
     spec = OptimSpec(name=name)
 
     def options(spec: OptimSpec) -> Any:
-        return registry.options(spec, text=True, device=CPU)
+        return registry.build_options(spec, is_text=True, device=CPU)
 
     used = {k for k, v in others.items() if options(msgspec.structs.replace(spec, **{k: v})) != options(spec)}
     assert read("optim", Recipe(optim=spec), others) == used
@@ -67,25 +67,25 @@ def test_keys_of_an_objective(kind: ObjectiveKind) -> None:
     names = {key: key for key in ("ignore_index", "delta", "temperature")} | {"label_smoothing": "smoothing"}
     assert names.keys() == set(ObjectiveSpec.__struct_fields__) - {"kind"}
     recipe = msgspec.convert({"model": {"entry": "a:b"}, "objective": {"kind": kind}}, Recipe)
-    taken = getattr(losses.objective(recipe), "keywords", {})
+    taken = getattr(losses.build_loss(recipe), "keywords", {})
     assert read("objective", recipe, names) == {key for key, argument in names.items() if argument in taken}
 
 
-@pytest.mark.parametrize("way", get_args(Clip))
-def test_keys_of_clipping(way: Clip) -> None:
+@pytest.mark.parametrize("way", get_args(ClipMethod))
+def test_keys_of_clipping(way: ClipMethod) -> None:
     others = {"clip_norm": 0.5, "clip_value": 0.01, "clip_quantile": 0.6}
 
     def clipped(**more: float) -> list[float]:
         found = []
         for count in (0, 100):
-            norms = Ring(100, CPU)
+            norms = RingBuffer(100, CPU)
             for i in range(count):
                 norms.push(torch.tensor(2.0 + 0.1 * i))
             weight = torch.nn.Parameter(torch.zeros(1))
             weight.grad = torch.tensor([20.0])
             norm, asked = weight.grad.norm(), clipping.Clipping.of(OptimSpec(clip=way, **more))
-            limit = clipping.limit(asked, norms, CPU)
-            clipping.apply(asked, [weight], torch.ones(()), norm, limit)
+            limit = clipping.compute_norm_limit(asked, norms, CPU)
+            clipping.scale_and_clip(asked, [weight], torch.ones(()), norm, limit)
             found.append(float(weight.grad))
         return found
 

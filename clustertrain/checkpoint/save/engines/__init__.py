@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from clustertrain.checkpoint.format.manifest import TensorRecord
-from clustertrain.checkpoint.format.staged_segments import Place, Segment
+from clustertrain.checkpoint.format.staged_segments import Segment, SegmentLocation
 
 # Modules are imported when an engine is asked for: two of them need torch, which takes seconds.
 ENGINES = ("raw", "dcp", "torchsnapshot")
@@ -29,7 +29,7 @@ class Engine(Protocol):
     name: str
     patterns: tuple[str, ...]
 
-    def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[Place]:
+    def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[SegmentLocation]:
         """Write the segments of ``rank`` into files of its own in ``folder``, never over what is there; durable
         when it returns.
 
@@ -53,8 +53,8 @@ class Engine(Protocol):
         ...
 
 
-def engine(name: str) -> Engine:
+def get_engine(name: str) -> Engine:
     """The engine of that name, one of :data:`ENGINES`."""
     module = importlib.import_module(f"clustertrain.checkpoint.save.engines.{name}")
-    made: Engine = module.make()
-    return made
+    instance: Engine = module.make()
+    return instance

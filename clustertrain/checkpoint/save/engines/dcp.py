@@ -33,12 +33,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from clustertrain import fsio
 from clustertrain.checkpoint.format.manifest import TensorRecord
-from clustertrain.checkpoint.format.staged_segments import Place, Segment
+from clustertrain.checkpoint.format.staged_segments import Segment, SegmentLocation
 from clustertrain.checkpoint.save.engines import library
 from clustertrain.errors import CheckpointError
 
 METADATA = ".metadata"
-_ARCHIVES = ".archives.json"  # added to the name of a data file
+_ARCHIVES_SUFFIX = ".archives.json"  # added to the name of a data file
 
 # What stands before a name in a zip archive; the last two numbers are the lengths of the name and of what follows it.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -48,29 +48,31 @@ class DcpEngine:
     name = "dcp"
     patterns = ("__{rank}_*", ".__{rank}_*")
 
-    def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[Place]:
-        writer = _writer(folder)
+    def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[SegmentLocation]:
+        writer = _make_storage_writer(folder)
         # Without collectives DCP names the file after the rank.
         writer.set_up_storage_writer(is_coordinator=False, rank=rank, use_collectives=False)
-        items = [_item(n, s) for n, s in enumerate(segments) if s.nbytes]
-        with _unwrapped():
-            results = writer.write_data(writer.prepare_local_plan(SavePlan(items)), _Staged(segments, memory)).wait()
+        items = [_make_write_item(n, s) for n, s in enumerate(segments) if s.nbytes]
+        with _raise_os_error_cause():
+            results = writer.write_data(
+                writer.prepare_local_plan(SavePlan(items)), _StagedPlanner(segments, memory)
+            ).wait()
 
         name = f"__{rank}_0.distcp"
-        places = [Place(file=name, offset=0)] * len(segments)
+        places = [SegmentLocation(file=name, offset=0)] * len(segments)
         archives = {}
         with (folder / name).open("rb") as file:
             for result in results:
                 n, archive = cast(int, result.index.index), result.storage_data
-                places[n] = Place(file=name, offset=_content_at(file, archive, segments[n]))
+                places[n] = SegmentLocation(file=name, offset=_find_data_offset(file, archive, segments[n]))
                 archives[places[n].offset] = (archive.offset, archive.length)
-        library.settle(folder, segments, places, memory)
-        fsio.write_json(folder / (name + _ARCHIVES), archives)
+        library.fsync_and_verify(folder, segments, places, memory)
+        fsio.write_json(folder / (name + _ARCHIVES_SUFFIX), archives)
         return places
 
     def finish(self, folder: Path, tensors: Sequence[TensorRecord]) -> None:
         files = sorted({shard.file for tensor in tensors for shard in tensor.shards})
-        archives = {name: _archives(folder, name) for name in files}
+        archives = {name: _read_archive_spans(folder, name) for name in files}
         results = [
             WriteResult(
                 index=MetadataIndex(tensor.name, shard.start, n),
@@ -81,16 +83,16 @@ class DcpEngine:
             for n, shard in enumerate(tensor.shards)
         ]
         metadata = Metadata(
-            state_dict_metadata={tensor.name: _described(tensor) for tensor in tensors},
+            state_dict_metadata={tensor.name: _make_tensor_metadata(tensor) for tensor in tensors},
             planner_data={tensor.name: (tensor.name,) for tensor in tensors},  # the path in a state_dict, which is flat
         )
-        _writer(folder).finish(metadata, [results])
+        _make_storage_writer(folder).finish(metadata, [results])
         with (folder / METADATA).open("rb") as file:
             os.fsync(file.fileno())
         fsio.fsync_folder(folder)
 
 
-class _Files(FileSystem):
+class _ExclusiveFileSystem(FileSystem):
     """Data never goes into a file that is there; an index may, of a process that was killed."""
 
     @contextmanager
@@ -100,27 +102,27 @@ class _Files(FileSystem):
             yield cast(io.IOBase, stream)
 
 
-class _Window(io.RawIOBase):
+class _FileWindow(io.RawIOBase):
     """``length`` bytes at ``begin`` of a file as if they were all of it."""
 
-    def __init__(self, fd: int, begin: int, length: int) -> None:
-        self._fd, self._begin, self._length, self._at = fd, begin, length, 0
+    def __init__(self, fd: int, start: int, length: int) -> None:
+        self._fd, self._start, self._length, self._pos = fd, start, length, 0
 
     def seekable(self) -> bool:
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._length)[whence]
-        return self._at
+        self._pos = offset + (0, self._pos, self._length)[whence]
+        return self._pos
 
     def readinto(self, buffer: Any) -> int:
-        some = memoryview(buffer)[: max(0, self._length - self._at)]
-        read = os.preadv(self._fd, [some], self._begin + self._at)
-        self._at += read
-        return read
+        view = memoryview(buffer)[: max(0, self._length - self._pos)]
+        nread = os.preadv(self._fd, [view], self._start + self._pos)
+        self._pos += nread
+        return nread
 
 
-class _Staged(DefaultSavePlanner):
+class _StagedPlanner(DefaultSavePlanner):
     """Gives the writer the tensors; all else of a planner it does not ask for."""
 
     def __init__(self, segments: Sequence[Segment], memory: memoryview) -> None:
@@ -129,77 +131,77 @@ class _Staged(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         segment = self._segments[cast(int, index.index)]
-        data = library.as_tensor(library.content(segment, self._memory))
-        return data.view(_dtype(segment.dtype)).reshape(segment.part)
+        data = library.bytes_to_tensor(library.segment_bytes(segment, self._memory))
+        return data.view(_dcp_dtype(segment.dtype)).reshape(segment.part)
 
 
-def _writer(folder: Path) -> FileSystemWriter:
+def _make_storage_writer(folder: Path) -> FileSystemWriter:
     # One thread: two are no faster, and what goes wrong in the second is lost. No copying ahead: that is for tensors on
     # a device, and would start CUDA where there is one. Its fsync comes before its flush (torch 2.13), so ours follows.
     writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
-    writer.fs = _Files()
+    writer.fs = _ExclusiveFileSystem()
     return writer
 
 
-def _dtype(name: str) -> torch.dtype:
+def _dcp_dtype(name: str) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)
     if re.fullmatch("u?int[1-7]|bits.*", name):  # torch.save knows the first not, DCP the others (torch 2.13)
         return {1: torch.uint8, 2: torch.int16}[dtype.itemsize]
     return dtype
 
 
-def _item(n: int, segment: Segment) -> WriteItem:
+def _make_write_item(n: int, segment: Segment) -> WriteItem:
     return WriteItem(
         # DCP hands the number back with the result.
         index=MetadataIndex(segment.name, segment.start, n),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
             chunk=ChunkStorageMetadata(torch.Size(segment.start), torch.Size(segment.part)),
-            properties=TensorProperties(_dtype(segment.dtype)),
+            properties=TensorProperties(_dcp_dtype(segment.dtype)),
             size=torch.Size(segment.shape),
         ),
     )
 
 
-def _described(tensor: TensorRecord) -> TensorStorageMetadata:
+def _make_tensor_metadata(tensor: TensorRecord) -> TensorStorageMetadata:
     return TensorStorageMetadata(
-        properties=TensorProperties(_dtype(tensor.dtype)),
+        properties=TensorProperties(_dcp_dtype(tensor.dtype)),
         size=torch.Size(tensor.shape),
         chunks=[ChunkStorageMetadata(torch.Size(s.start), torch.Size(s.shape)) for s in tensor.shards],
     )
 
 
-def _content_at(file: IO[bytes], archive: _StorageInfo, segment: Segment) -> int:
+def _find_data_offset(file: IO[bytes], archive: _StorageInfo, segment: Segment) -> int:
     """Where in the file the segment's own bytes begin.
 
     Raises:
         CheckpointError: the archive does not hold them as they are.
     """
     try:
-        with zipfile.ZipFile(cast(IO[bytes], _Window(file.fileno(), archive.offset, archive.length))) as unzipped:
-            found = [i for i in unzipped.infolist() if i.filename.endswith("/data/0")]
+        with zipfile.ZipFile(cast(IO[bytes], _FileWindow(file.fileno(), archive.offset, archive.length))) as unzipped:
+            members = [i for i in unzipped.infolist() if i.filename.endswith("/data/0")]
     except zipfile.BadZipFile:
-        found = []
-    if [(i.file_size, i.compress_type) for i in found] != [(segment.nbytes, zipfile.ZIP_STORED)]:
+        members = []
+    if [(i.file_size, i.compress_type) for i in members] != [(segment.nbytes, zipfile.ZIP_STORED)]:
         raise CheckpointError(
             f"{segment.name}: torch {torch.__version__} does not save a tensor's bytes in one piece as they are",
             fix='use engine = "raw"',
         )
-    header = archive.offset + found[0].header_offset
+    header = archive.offset + members[0].header_offset
     _, name, extra = _LOCAL_HEADER.unpack(os.pread(file.fileno(), _LOCAL_HEADER.size, header))
     return header + _LOCAL_HEADER.size + int(name) + int(extra)
 
 
-def _archives(folder: Path, name: str) -> dict[str, tuple[int, int]]:
+def _read_archive_spans(folder: Path, name: str) -> dict[str, tuple[int, int]]:
     """By where a segment begins in a data file: the beginning and the length of its archive."""
-    found: dict[str, tuple[int, int]] | None = fsio.read_json(folder / (name + _ARCHIVES))
-    if found is None:
-        raise CheckpointError(f"{folder / name}: {name}{_ARCHIVES}, which its rank wrote beside it, is missing")
-    return found
+    spans: dict[str, tuple[int, int]] | None = fsio.read_json(folder / (name + _ARCHIVES_SUFFIX))
+    if spans is None:
+        raise CheckpointError(f"{folder / name}: {name}{_ARCHIVES_SUFFIX}, which its rank wrote beside it, is missing")
+    return spans
 
 
 @contextmanager
-def _unwrapped() -> Generator[None, None, None]:
+def _raise_os_error_cause() -> Generator[None, None, None]:
     """torch.save makes a RuntimeError about positions of a full disk."""
     try:
         yield

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import torch
 
-from clustertrain.checkpoint.format.staged_segments import Place, Segment
+from clustertrain.checkpoint.format.staged_segments import Segment, SegmentLocation
 from clustertrain.errors import CheckpointError
 
 # So many bytes at either end of a segment are read back.
 EDGE_BYTES = 64
 
 
-def content(segment: Segment, memory: memoryview) -> memoryview:
+def segment_bytes(segment: Segment, memory: memoryview) -> memoryview:
     return memory[segment.at : segment.at + segment.nbytes]
 
 
-def as_tensor(data: memoryview) -> torch.Tensor:
+def bytes_to_tensor(data: memoryview) -> torch.Tensor:
     """``data`` itself as uint8, of one dimension and with a storage of just that size (of more, DCP makes a copy)."""
     with warnings.catch_warnings():
         # Of memory that is read-only, which suits a writer.
@@ -28,23 +28,25 @@ def as_tensor(data: memoryview) -> torch.Tensor:
         return torch.frombuffer(data, dtype=torch.uint8)
 
 
-def settle(folder: Path, segments: Sequence[Segment], places: Sequence[Place], memory: memoryview) -> None:
+def fsync_and_verify(
+    folder: Path, segments: Sequence[Segment], locations: Sequence[SegmentLocation], memory: memoryview
+) -> None:
     """Make the files durable, and see that each segment lies where it is said to.
 
     Raises:
         CheckpointError: one does not: the library wrote something else than it was taken to write.
         OSError: as the file system says.
     """
-    inside: dict[str, list[tuple[int, Segment]]] = {}
-    for place, segment in zip(places, segments, strict=True):
-        inside.setdefault(place.file, []).append((place.offset, segment))
-    for name, found in inside.items():
+    segments_by_file: dict[str, list[tuple[int, Segment]]] = {}
+    for place, segment in zip(locations, segments, strict=True):
+        segments_by_file.setdefault(place.file, []).append((place.offset, segment))
+    for name, located in segments_by_file.items():
         with (folder / name).open("rb") as file:
             os.fsync(file.fileno())
-            for offset, segment in found:
-                data = content(segment, memory)
+            for offset, segment in located:
+                data = segment_bytes(segment, memory)
                 edge = min(EDGE_BYTES, len(data))
-                ends = [os.pread(file.fileno(), edge, at) for at in (offset, offset + len(data) - edge)]
+                ends = [os.pread(file.fileno(), edge, pos) for pos in (offset, offset + len(data) - edge)]
                 if ends != [data[:edge].tobytes(), data[len(data) - edge :].tobytes()]:
                     raise CheckpointError(
                         f"{folder / name}: the bytes at {offset} are not those of {segment.name} "

@@ -8,7 +8,7 @@ from pathlib import Path
 from clustertrain.checkpoint.core import fault_points
 from clustertrain.checkpoint.format import direct_io
 from clustertrain.checkpoint.format.manifest import TensorRecord
-from clustertrain.checkpoint.format.staged_segments import Place, Segment
+from clustertrain.checkpoint.format.staged_segments import Segment, SegmentLocation
 
 CHUNK_BYTES = 32 << 20
 
@@ -17,19 +17,19 @@ class RawEngine:
     name = "raw"
     patterns = ("rank-{rank}.bin",)
 
-    def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[Place]:
+    def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[SegmentLocation]:
         """Each segment lies in the file where it lies in ``memory``, so that the disk can take it from there."""
         name = f"rank-{rank}.bin"
-        with direct_io.writing(folder / name) as file:
-            written = end = 0
+        with direct_io.open_for_write(folder / name) as file:
+            written = staged_end = 0
             for segment in segments:
-                fault_points.reached("while writing", rank)
-                end = max(end, segment.at + segment.nbytes)
-                while end - written >= CHUNK_BYTES:
+                fault_points.fault_point("while writing", rank)
+                staged_end = max(staged_end, segment.at + segment.nbytes)
+                while staged_end - written >= CHUNK_BYTES:
                     file.write(memory[written : written + CHUNK_BYTES])
                     written += CHUNK_BYTES
-            file.write(memory[written:end])
-        return [Place(file=name, offset=s.at) for s in segments]
+            file.write(memory[written:staged_end])
+        return [SegmentLocation(file=name, offset=s.at) for s in segments]
 
     def finish(self, folder: Path, tensors: Sequence[TensorRecord]) -> None:
         """Nothing: the manifest is the index."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from clustertrain import fsio
 from clustertrain.checkpoint.format.manifest import ShardRecord, TensorRecord
-from clustertrain.checkpoint.format.staged_segments import Place, Segment
+from clustertrain.checkpoint.format.staged_segments import Segment, SegmentLocation
 from clustertrain.checkpoint.save.engines import library
 from clustertrain.errors import ConfigError
 
@@ -39,74 +39,74 @@ except ImportError as e:
 
 # A slab is a copy of its segments. So much of copies, and of what is written without one, is under way at a time.
 SLAB_BYTES = 16 << 20
-UNDER_WAY_BYTES = 256 << 20
+MEMORY_BUDGET_BYTES = 256 << 20
 
 _DTYPES = frozenset(map(str, ALL_SUPPORTED_DTYPES)) - frozenset(map(str, SUPPORTED_QUANTIZED_DTYPES))
-_SAME_SIZE = {1: "torch.uint8", 2: "torch.int16", 4: "torch.int32", 8: "torch.int64"}
+_INTEGER_BY_ITEMSIZE = {1: "torch.uint8", 2: "torch.int16", 4: "torch.int32", 8: "torch.int64"}
 
 
 class TorchsnapshotEngine:
     name = "torchsnapshot"
     patterns = ("rank-{rank}",)
 
-    def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[Place]:
+    def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[SegmentLocation]:
         root = folder / f"rank-{rank}"
         root.mkdir(mode=0o750)
         entries, requests = {}, []
         for n, segment in enumerate(segments):
             if segment.nbytes:
                 # As bytes, which it writes as they are: other types than those it knows it pickles.
-                data = library.as_tensor(library.content(segment, memory))
-                entries[n], wanted = TensorIOPreparer.prepare_write(f"segment-{n}", data)
-                requests += wanted
+                data = library.bytes_to_tensor(library.segment_bytes(segment, memory))
+                entries[n], write_reqs = TensorIOPreparer.prepare_write(f"segment-{n}", data)
+                requests += write_reqs
         _, requests = batch_write_requests(list(entries.values()), requests, SLAB_BYTES)
-        asyncio.run(_write(root, requests))
+        asyncio.run(_execute_writes(root, requests))
 
-        places = [Place(file=f"{root.name}/empty", offset=0)] * len(segments)
+        places = [SegmentLocation(file=f"{root.name}/empty", offset=0)] * len(segments)
         for n, entry in entries.items():
-            first = entry.byte_range[0] if entry.byte_range else 0
-            places[n] = Place(file=f"{root.name}/{entry.location}", offset=first)
+            offset = entry.byte_range[0] if entry.byte_range else 0
+            places[n] = SegmentLocation(file=f"{root.name}/{entry.location}", offset=offset)
         if len(entries) < len(segments):
             (root / "empty").touch()
-        library.settle(folder, segments, places, memory)
+        library.fsync_and_verify(folder, segments, places, memory)
         for path in sorted({folder, root, *((folder / p.file).parent for p in places)}):
             fsio.fsync_folder(path)
         return places
 
     def finish(self, folder: Path, tensors: Sequence[TensorRecord]) -> None:
         # Without those of no elements, which it cannot read.
-        manifest = {f"0/{tensor.name}": _entry(tensor) for tensor in tensors if tensor.shards}
+        manifest = {f"0/{tensor.name}": _make_entry(tensor) for tensor in tensors if tensor.shards}
         metadata = SnapshotMetadata(version=__version__, world_size=1, manifest=manifest)
         fsio.write_text(folder / SNAPSHOT_METADATA_FNAME, metadata.to_yaml())
 
 
-async def _write(root: Path, requests: list[Any]) -> None:
+async def _execute_writes(root: Path, requests: list[Any]) -> None:
     loop = asyncio.get_running_loop()
     # On a full disk many writes fail. The first failure is raised; the others need not be printed.
     loop.set_exception_handler(lambda loop, context: None)
     storage = FSStoragePlugin(root=str(root))
     try:
-        under_way = await execute_write_reqs(requests, storage, memory_budget_bytes=UNDER_WAY_BYTES, rank=0)
-        await under_way.complete()
+        pending_io = await execute_write_reqs(requests, storage, memory_budget_bytes=MEMORY_BUDGET_BYTES, rank=0)
+        await pending_io.complete()
     finally:
         # Cancelled in the middle they would leave files open.
-        others = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}
-        await asyncio.gather(*others, return_exceptions=True)
+        tasks = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _entry(tensor: TensorRecord) -> Any:
+def _make_entry(tensor: TensorRecord) -> Any:
     """The tensor as torchsnapshot describes it: whole if one rank wrote it, sharded else. A dtype that it lacks becomes
     integers of that size, to be read with ``view(dtype)``."""
     dtype = f"torch.{tensor.dtype}"
     if dtype not in _DTYPES:
-        dtype = _SAME_SIZE[tensor.itemsize]
-    parts = [(s, _part(s, dtype)) for s in tensor.shards]
+        dtype = _INTEGER_BY_ITEMSIZE[tensor.itemsize]
+    shard_entries = [(s, _make_tensor_entry(s, dtype)) for s in tensor.shards]
     if [s.shape for s in tensor.shards] == [tensor.shape]:
-        return parts[0][1]
-    return ShardedTensorEntry([Shard(list(s.start), list(s.shape), part) for s, part in parts])
+        return shard_entries[0][1]
+    return ShardedTensorEntry([Shard(list(s.start), list(s.shape), part) for s, part in shard_entries])
 
 
-def _part(shard: ShardRecord, dtype: str) -> Any:
+def _make_tensor_entry(shard: ShardRecord, dtype: str) -> Any:
     return TensorEntry(
         location=shard.file,
         serializer=Serializer.BUFFER_PROTOCOL.value,

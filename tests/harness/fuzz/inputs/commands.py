@@ -111,14 +111,14 @@ def finished_run(box: Sandbox) -> RunDir:
     run = new_run(box.home, now, name=RUN)
     begin(run, now - 60, ["a"], steps=40)
     attempt = run.attempt(1)
-    log = fsio.Appender(attempt.events_of("batch"))
+    log = fsio.JsonlAppender(attempt.events_path("batch"))
     log.append({"t": now - 50, "event": "ended", "ending": "completed", "last_step": 40, "job_id": "local-1"})
     log.close()
     for folder in (attempt.logs, attempt.results):
         fsio.make_folder(folder)
     attempt.rank_log(0).write_text("hello\n")
     result: dict[str, Any] = {"node": "a", "ending": "completed", "step": 40, "ranks": []}
-    fsio.write_json(attempt.result_of("a"), result)
+    fsio.write_json(attempt.result_path("a"), result)
     return run
 
 

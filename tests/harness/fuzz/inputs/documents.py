@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from clustertrain.config.cluster import ClusterProfile
-from clustertrain.config.parsing import known_keys
+from clustertrain.config.parsing import list_keys
 from clustertrain.config.recipe import Recipe
 from tests.harness.fuzz.inputs.damage import bytes_changed, change
 from tests.harness.fuzz.inputs.text import arguments, deep, numbers, values
@@ -19,8 +19,8 @@ from tests.harness.fuzz.play import InputClass
 from tests.harness.fuzz.sandbox import Sandbox
 
 # Keys that only name a command of the user's, which the program is asked to run.
-RECIPE_KEYS = tuple(known_keys(Recipe))
-PROFILE_KEYS = tuple(known_keys(ClusterProfile))
+RECIPE_KEYS = tuple(list_keys(Recipe))
+PROFILE_KEYS = tuple(list_keys(ClusterProfile))
 SIZES = (
     (),
     ("--nodes", "2", "--gpus", "8", "--gpu-type", "h100"),

@@ -126,7 +126,7 @@ def speaking_run(box: Sandbox) -> RunDir:
     (checkpointed_run(box).path / "checkpoints").rename(kept / "checkpoints")
     shutil.rmtree(run.path)
     kept.rename(run.path)
-    log = fsio.Appender(run.attempt(1).events_of("agent-a"))
+    log = fsio.JsonlAppender(run.attempt(1).events_path("agent-a"))
     log.append({"t": time.time(), "event": "signal", "source": WORDS}, {"t": time.time(), "event": WORDS})
     log.close()
     run.attempt(1).rank_log(0).write_text(f"{WORDS}\n")

@@ -81,7 +81,10 @@ def play(box: Sandbox, drawn: Drawn) -> None:
             damage(box, path, how)
     readable = box.call(("status", RUN)).code == 0
     log.unlink(missing_ok=True)
-    with mock.patch.object(continue_run, "ANSWER_S", 0.0), mock.patch.object(continue_run, "WRITING_S", 0.0):
+    with (
+        mock.patch.object(continue_run, "ANSWER_TIMEOUT_S", 0.0),
+        mock.patch.object(continue_run, "WRITE_TIMEOUT_S", 0.0),
+    ):
         said = box.call(("requeue", RUN, *(f"--{name}={value}" for name, value in options.items())))
     words = log.read_bytes().decode("utf-8", "surrogateescape").split("\0")[:-1] if log.exists() else []
     _judge(run, said, words, {name: box.arm(value) for name, value in options.items()}, accepted="4720" in outcome)
@@ -132,19 +135,19 @@ def _run(box: Sandbox, name: str, job_id: str, state: str) -> RunDir:
     begin(run, now - 60, ["a"], steps=20)
     attempt = run.attempt(1)
     fsio.write_json(attempt.record, {"job_id": job_id, "restart": 0, "nodes": ["a"], "host": "a", "t": now - 120})
-    submitted = fsio.Appender(run.events / "submit.jsonl")
+    submitted = fsio.JsonlAppender(run.events / "submit.jsonl")
     submitted.append({"t": now - 4000, "event": "submitted", "job_id": job_id, "backend": "slurm"})
     submitted.close()
     (run.path / "job.sh").write_text("#!/bin/bash\n#SBATCH --time=1:00\n")
-    log = fsio.Appender(attempt.events_of("batch"))
+    log = fsio.JsonlAppender(attempt.events_path("batch"))
     if state in ("failed", "completed"):
         log.append({"t": now - 50, "event": "ended", "ending": "user_error" if state == "failed" else "completed"})
         log.append({"t": now - 50, "event": "stopped", "why": "it broke"})
     elif state == "cancelled":
-        fsio.write_json(run.cancelled, {"t": now - 50, "by": "x"})
+        fsio.write_json(run.cancel_marker, {"t": now - 50, "by": "x"})
     elif state == "asked":
         fsio.write_json(
-            attempt.requeue_asked, {"options": {"time": "1:00"}, "by": "x", "host": "far", "pid": 1, "t": now}
+            attempt.requeue_request, {"options": {"time": "1:00"}, "by": "x", "host": "far", "pid": 1, "t": now}
         )
         log.append({"t": now, "event": "requeue_answered", "taken": True})
     log.close()

@@ -102,7 +102,7 @@ def full_run(box: Sandbox) -> RunDir:
     run = finished_run(box)
     live_runs.record(run, "a", time.time() - 60, gpus=2, seconds=20, end=True)
     attempt = run.attempt(1)
-    log = fsio.Appender(attempt.events_of("agent-a"))
+    log = fsio.JsonlAppender(attempt.events_path("agent-a"))
     log.append(
         {"t": time.time(), "event": "gpu_event", "uuid": "GPU-a-0", "kind": "xid", "xid": 79, "count": 1},
         {"t": time.time(), "event": "profiled", "steps": [3, 5], "path": "profiles/x"},
@@ -201,7 +201,7 @@ def signed_index(box: Sandbox, drawn: tuple[list[Change], tuple[str, ...]]) -> N
         data = change(data, how)
     data = box.arm_bytes(data)
     (one / index.MANIFEST).write_bytes(data)
-    marker = {"format": index.FORMAT, "step": 1, "manifest_xxh3_128": index.checksum(data)}
+    marker = {"format": index.FORMAT_VERSION, "step": 1, "manifest_xxh3_128": index.checksum(data)}
     (one / index.COMMITTED).write_text(json.dumps(marker))
     box.call(words, terminal_safe=True)
     if words[1] == "digest":
@@ -223,7 +223,7 @@ def figures_changed(box: Sandbox, drawn: tuple[int, list[Change], tuple[str, ...
         data = change(data, how)
     if path.name == jsonl_blocks.NAME:
         (segment / totals.NAME).unlink()  # else only the samples after it count
-        data = jsonl_blocks.packed(data)
+        data = jsonl_blocks.compress_member(data)
     elif path.name == totals.NAME:
         data = gzip.compress(data)
     path.write_bytes(data)

@@ -10,13 +10,18 @@ import pytest
 
 from clustertrain import clock
 from clustertrain.checkpoint.core import interval
-from clustertrain.checkpoint.core.interval import Failures, Interval, failures_of, optimum_s
+from clustertrain.checkpoint.core.interval import (
+    CheckpointInterval,
+    FailureHistory,
+    count_failures,
+    young_daly_interval_s,
+)
 from clustertrain.errors import ConfigError
 from clustertrain.run.attempts import Attempt
 
 HOUR = 3600.0
 # No prior to speak of: the mean is what is given.
-SEEN = Failures(count=9, trained_s=79.0 * HOUR, prior_s=0.0)
+SEEN = FailureHistory(count=9, trained_s=79.0 * HOUR, prior_mtbf_s=0.0)
 
 
 class Clock:
@@ -33,44 +38,44 @@ def time() -> Clock:
 
 
 def test_steps_need_no_clock(time: Clock) -> None:
-    every = Interval(3, monotonic=time)
-    assert not every.timed
+    every = CheckpointInterval(3, monotonic=time)
+    assert not every.is_timed
     assert every.seconds is None
-    before = [every.at(s) for s in range(1, 8)]
+    before = [every.is_due_at(s) for s in range(1, 8)]
     assert before == [False, False, True, False, False, True, False]
     time.now += 1e9
-    every.begun()
-    every.measured(5.0, 50.0)
-    assert [every.at(s) for s in range(1, 8)] == before
-    assert not every.overdue()
-    assert every.explain() == "every 3 steps"
+    every.restart_timer()
+    every.record_save(5.0, 50.0)
+    assert [every.is_due_at(s) for s in range(1, 8)] == before
+    assert not every.is_overdue()
+    assert every.format_explanation() == "every 3 steps"
 
 
 @pytest.mark.parametrize("every", [100, "10min", "auto"])
 def test_milestones_are_due_besides(every: int | str, time: Clock) -> None:
-    due = Interval(every, milestone=250, monotonic=time)
+    due = CheckpointInterval(every, milestone=250, monotonic=time)
     wanted = {100, 200, 250, 300, 400, 500} if every == 100 else {250, 500}
-    assert {s for s in range(1, 501) if due.at(s)} == wanted
+    assert {s for s in range(1, 501) if due.is_due_at(s)} == wanted
 
 
 def test_a_time_runs_from_the_save_before(time: Clock) -> None:
-    every = Interval("1min", monotonic=time)
-    assert every.timed
+    every = CheckpointInterval("1min", monotonic=time)
+    assert every.is_timed
     assert every.seconds == 60
     time.now += 59
-    assert not every.overdue()
+    assert not every.is_overdue()
     time.now += 1
-    assert every.overdue()
+    assert every.is_overdue()
     time.now += 30
-    assert every.overdue()  # until it is made
-    every.begun()
-    assert not every.overdue()
+    assert every.is_overdue()  # until it is made
+    every.restart_timer()
+    assert not every.is_overdue()
     time.now += 60
-    assert every.overdue()
-    every.measured(100.0, 1000.0)  # what it costs is the user's choice here
+    assert every.is_overdue()
+    every.record_save(100.0, 1000.0)  # what it costs is the user's choice here
     assert every.seconds == 60
-    assert every.explain() == "every 60 s"
-    assert not any(every.at(s) for s in range(1, 1000))
+    assert every.format_explanation() == "every 60 s"
+    assert not any(every.is_due_at(s) for s in range(1, 1000))
 
 
 def test_the_wall_clock_is_not_asked(time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,19 +83,19 @@ def test_the_wall_clock_is_not_asked(time: Clock, monkeypatch: pytest.MonkeyPatc
         raise AssertionError("wall clock")
 
     monkeypatch.setattr(clock, "now", asked)
-    every = Interval("auto", monotonic=time)
+    every = CheckpointInterval("auto", monotonic=time)
     time.now += 10_000
-    assert every.overdue()
-    every.begun()
-    every.measured(1.0, 2.0)
-    assert not every.overdue()
-    assert every.explain()
+    assert every.is_overdue()
+    every.restart_timer()
+    every.record_save(1.0, 2.0)
+    assert not every.is_overdue()
+    assert every.format_explanation()
 
 
 @pytest.mark.parametrize("every", ["often", "30", "", "-5s", "10 hours", 0, -1, "0s"])
 def test_what_cannot_be_is_refused(every: int | str) -> None:
     with pytest.raises(ConfigError, match="checkpoint_every = "):
-        Interval(every)
+        CheckpointInterval(every)
 
 
 def loss(interval_s: float, cost_s: float, between_s: float) -> float:
@@ -102,7 +107,7 @@ def loss(interval_s: float, cost_s: float, between_s: float) -> float:
     ("cost_s", "between_s"), [(0.8, 7.9 * HOUR), (6.3, 7.9 * HOUR), (10.0, HOUR), (60.0, 2 * HOUR)]
 )
 def test_no_other_interval_loses_much_less(cost_s: float, between_s: float) -> None:
-    best = optimum_s(cost_s, between_s)
+    best = young_daly_interval_s(cost_s, between_s)
     least = min(loss(best * f / 100, cost_s, between_s) for f in range(10, 1000))
     assert loss(best, cost_s, between_s) - 1 < 1.05 * (least - 1)
     for factor in (0.5, 2.0):
@@ -110,37 +115,37 @@ def test_no_other_interval_loses_much_less(cost_s: float, between_s: float) -> N
 
 
 def test_auto_is_young_and_daly_of_what_was_measured(time: Clock) -> None:
-    every = Interval("auto", failures=SEEN, monotonic=time)
-    every.measured(0.8, 2.0)
+    every = CheckpointInterval("auto", history=SEEN, monotonic=time)
+    every.record_save(0.8, 2.0)
     assert every.seconds == pytest.approx(math.sqrt(2 * 0.8 * 7.9 * HOUR))
-    assert every.explain() == "every 213 s: stall 0.8 s, 7.9 h between failures"
+    assert every.format_explanation() == "every 213 s: stall 0.8 s, 7.9 h between failures"
     time.now += 212
-    assert not every.overdue()
+    assert not every.is_overdue()
     time.now += 2
-    assert every.overdue()
+    assert every.is_overdue()
 
 
 def test_slower_steps_while_writing_are_a_cost(time: Clock) -> None:
-    every = Interval("auto", failures=SEEN, monotonic=time)
-    every.measured(0.8, 20.8, slowdown=0.1)
+    every = CheckpointInterval("auto", history=SEEN, monotonic=time)
+    every.record_save(0.8, 20.8, slowdown_fraction=0.1)
     assert every.seconds == pytest.approx(math.sqrt(2 * (0.8 + 0.1 * 20.0) * 7.9 * HOUR))
-    assert every.explain() == "every 399 s: stall 0.8 s and 2 s by slower steps, 7.9 h between failures"
+    assert every.format_explanation() == "every 399 s: stall 0.8 s and 2 s by slower steps, 7.9 h between failures"
 
 
 def test_before_the_first_save_a_short_stall_is_assumed(time: Clock) -> None:
-    every = Interval("auto", monotonic=time)
-    assert every.seconds == pytest.approx(math.sqrt(2 * interval.DEFAULT_STALL_S * 24 * HOUR))
-    assert every.explain() == "every 416 s: stall 1 s (assumed), 24 h between failures (none seen)"
+    every = CheckpointInterval("auto", monotonic=time)
+    assert every.seconds == pytest.approx(math.sqrt(2 * interval.ASSUMED_STALL_S * 24 * HOUR))
+    assert every.format_explanation() == "every 416 s: stall 1 s (assumed), 24 h between failures (none seen)"
 
 
 def test_one_slow_save_among_others_does_not_count(time: Clock) -> None:
-    every = Interval("auto", failures=SEEN, monotonic=time)
+    every = CheckpointInterval("auto", history=SEEN, monotonic=time)
     for stall_s in (9.0, *[0.8] * 8, 30.0, 0.8):
-        every.measured(stall_s, stall_s)
-    assert every.seconds == pytest.approx(optimum_s(0.8, 7.9 * HOUR))
-    for _ in range(interval.SAVES_REMEMBERED):
-        every.measured(2.0, 2.0)
-    assert every.seconds == pytest.approx(optimum_s(2.0, 7.9 * HOUR))
+        every.record_save(stall_s, stall_s)
+    assert every.seconds == pytest.approx(young_daly_interval_s(0.8, 7.9 * HOUR))
+    for _ in range(interval.COST_WINDOW):
+        every.record_save(2.0, 2.0)
+    assert every.seconds == pytest.approx(young_daly_interval_s(2.0, 7.9 * HOUR))
 
 
 @pytest.mark.parametrize(
@@ -153,20 +158,22 @@ def test_one_slow_save_among_others_does_not_count(time: Clock) -> None:
     ],
 )
 def test_bounds(time: Clock, stall_s: float, save_s: float, seconds: float, words: str) -> None:
-    every = Interval("auto", failures=SEEN, monotonic=time)
-    every.measured(stall_s, save_s)
+    every = CheckpointInterval("auto", history=SEEN, monotonic=time)
+    every.record_save(stall_s, save_s)
     assert every.seconds == pytest.approx(seconds)
-    assert every.explain() == f"{words} between failures"
+    assert every.format_explanation() == f"{words} between failures"
 
 
 def test_time_without_a_failure_counts_at_the_next_save(time: Clock) -> None:
-    every = Interval("auto", failures=Failures(count=1, trained_s=2 * HOUR, prior_s=24 * HOUR), monotonic=time)
-    every.measured(0.8, 0.8)
-    assert every.seconds == pytest.approx(optimum_s(0.8, 13 * HOUR))
+    every = CheckpointInterval(
+        "auto", history=FailureHistory(count=1, trained_s=2 * HOUR, prior_mtbf_s=24 * HOUR), monotonic=time
+    )
+    every.record_save(0.8, 0.8)
+    assert every.seconds == pytest.approx(young_daly_interval_s(0.8, 13 * HOUR))
     time.now += 10 * HOUR
-    assert every.seconds == pytest.approx(optimum_s(0.8, 13 * HOUR))
-    every.measured(0.8, 0.8)
-    assert every.seconds == pytest.approx(optimum_s(0.8, 18 * HOUR))
+    assert every.seconds == pytest.approx(young_daly_interval_s(0.8, 13 * HOUR))
+    every.record_save(0.8, 0.8)
+    assert every.seconds == pytest.approx(young_daly_interval_s(0.8, 18 * HOUR))
 
 
 # -- the time between failures
@@ -202,33 +209,33 @@ def attempt(ending: str | None, *, trained_s: float = HOUR, **more: Any) -> Atte
     ],
 )
 def test_what_is_a_failure(ending: str, lost: bool, counts: bool) -> None:
-    found = failures_of([attempt(ending, committed_step=140 if lost else 150)], nodes=1)
+    found = count_failures([attempt(ending, committed_step=140 if lost else 150)], nodes=1)
     assert (found.count, found.trained_s) == (counts, HOUR)
 
 
 def test_before_the_first_step_there_is_nothing_to_lose() -> None:
-    found = failures_of([attempt("node_failure", first_step=None, last_step=None, committed_step=None)], nodes=1)
+    found = count_failures([attempt("node_failure", first_step=None, last_step=None, committed_step=None)], nodes=1)
     assert (found.count, found.trained_s) == (0, 0.0)
 
 
 def test_an_attempt_under_way_is_left_out() -> None:
-    found = failures_of([attempt(None, end=None), attempt(None)], nodes=1)
+    found = count_failures([attempt(None, end=None), attempt(None)], nodes=1)
     assert (found.count, found.trained_s) == (0, 0.0)
 
 
 def test_a_stop_right_after_the_restore_loses_nothing() -> None:
-    found = failures_of([attempt("preempted", last_step=None, committed_step=None)], nodes=1)
+    found = count_failures([attempt("preempted", last_step=None, committed_step=None)], nodes=1)
     assert found.count == 0
-    assert failures_of([attempt("preempted", last_step=101, committed_step=None)], nodes=1).count == 1
+    assert count_failures([attempt("preempted", last_step=101, committed_step=None)], nodes=1).count == 1
 
 
 def test_clocks_that_disagree_take_no_time_away() -> None:
-    found = failures_of([attempt("node_failure", trained_s=-500.0), attempt("hang", start=None)], nodes=1)
+    found = count_failures([attempt("node_failure", trained_s=-500.0), attempt("hang", start=None)], nodes=1)
     assert (found.count, found.trained_s) == (2, 0.0)
 
 
 def test_the_prior_is_a_day_and_less_on_many_nodes() -> None:
-    alone, many, huge = (failures_of([], nodes=n).mean_s() / HOUR for n in (1, 128, 2048))
+    alone, many, huge = (count_failures([], nodes=n).mtbf_s() / HOUR for n in (1, 128, 2048))
     assert alone == pytest.approx(24.0, rel=0.01)
     assert many == pytest.approx(1 / (1 / 24 + 128 / (1.8 * 2048)))
     assert huge == pytest.approx(1.67, rel=0.01)
@@ -237,7 +244,7 @@ def test_the_prior_is_a_day_and_less_on_many_nodes() -> None:
 def test_a_few_failures_outweigh_the_prior() -> None:
     rng = random.Random(1)
     lives = [attempt("node_failure", trained_s=rng.expovariate(1 / (3 * HOUR))) for _ in range(60)]
-    means = [failures_of(lives[:n], nodes=1).mean_s() / HOUR for n in (0, 1, 10, 60)]
+    means = [count_failures(lives[:n], nodes=1).mtbf_s() / HOUR for n in (0, 1, 10, 60)]
     assert means[0] > means[1] > means[2]
     assert means[2] == pytest.approx(3.0, rel=0.9)
     assert means[3] == pytest.approx(3.0, rel=0.4)

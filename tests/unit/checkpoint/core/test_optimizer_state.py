@@ -13,19 +13,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from clustertrain.checkpoint.core.control_group import Ranks
-from clustertrain.checkpoint.core.state_dict import keepers
+from clustertrain.checkpoint.core.state_dict import inner_optimizers
 from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.checkpoint.save.engines import ENGINES
 from clustertrain.config.optim import OptimSpec
 from clustertrain.errors import CheckpointError
 from clustertrain.plan.layout import Layout
-from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.optim import build, registry
-from clustertrain.train.optim.param_info import describe
+from clustertrain.train.optim.param_info import build_param_table
 from tests.unit.train.alone import ALONE, group_of_one
 
 NESTED = ("muon", "soap", "adamw8bit")  # a pair, lists of matrices, codes with their scales
-CASES = [(n, "raw") for n in registry.KINDS] + [(n, e) for n in NESTED for e in ENGINES if e != "raw"]
+CASES = [(n, "raw") for n in registry.OPTIMIZERS] + [(n, e) for n in NESTED for e in ENGINES if e != "raw"]
 
 
 class Net(nn.Module):
@@ -51,11 +51,13 @@ def one_rank() -> Iterator[None]:
 def made(name: str, *, zero1: bool = False) -> dict[str, Any]:
     torch.manual_seed(3)
     model, spec = Net(), OptimSpec(name=name, lr=0.01)  # type: ignore[arg-type]
-    options = registry.options(spec, text=True, device=torch.device("cpu"))
-    groups = Groups(init_device_mesh("cpu", (1,)) if zero1 else None, None, None, None)
+    options = registry.build_options(spec, is_text=True, device=torch.device("cpu"))
+    groups = ProcessGroups(init_device_mesh("cpu", (1,)) if zero1 else None, None, None, None)
     context = dataclasses.replace(ALONE, layout=Layout(strategy="zero1")) if zero1 else ALONE
-    known = describe(model)
-    optimizer = build.make(name, None, options, model=model, known=known, context=context, groups=groups)
+    known = build_param_table(model)
+    optimizer = build.build_optimizer(
+        name, None, options, model=model, param_table=known, context=context, groups=groups
+    )
     return {"model": model, "optimizer": optimizer}
 
 
@@ -100,8 +102,8 @@ def test_a_layer_that_has_no_state_yet_goes_on_too(name: str, zero1: bool, tmp_p
     assert manager(tmp_path, "raw").save(2, saved, {}) is not None
     assert manager(tmp_path, "raw").restore(back) is not None
     frozen = {id(p) for p in back["model"].layers[0].parameters()}
-    kept = keepers(back["optimizer"])
-    with_state = {id(one.of(p)) for one in kept for p in one.params if p in one.optimizer.state}
+    kept = inner_optimizers(back["optimizer"])
+    with_state = {id(one.model_param(p)) for one in kept for p in one.params if p in one.optimizer.state}
     assert with_state and not with_state & frozen
     train(back, 2, 5, thaw=3)
     for (n, a), b in zip(whole["model"].named_parameters(), back["model"].parameters(), strict=True):

@@ -15,8 +15,8 @@ from clustertrain import settings
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.manager import CheckpointManager
-from clustertrain.checkpoint.save.staging import Staging
-from clustertrain.checkpoint.save.writer_client import Background
+from clustertrain.checkpoint.save.staging import StagingBuffer
+from clustertrain.checkpoint.save.writer_client import WriterClient
 from clustertrain.errors import CheckpointError
 
 
@@ -82,7 +82,7 @@ def test_a_part_that_was_handed_in_is_not_touched_again(tmp_path: Path) -> None:
     finally:
         del os.environ[settings.FAULT_AT]
     manager.save(3, {"x": torch.ones(5)})
-    saved = manager.settle()
+    saved = manager.wait_for_saves()
     manager.close()
     assert saved is not None
     manifest = index.read_manifest(saved.path)
@@ -109,32 +109,32 @@ def test_an_index_without_the_data_it_speaks_of_is_not_whole(tmp_path: Path) -> 
     manifest = index.read_manifest(saved.path)
     (saved.path / "rank-0.bin").unlink()
     files = {name: size for name, size in manifest.files.items() if name != "rank-0.bin"}
-    with pytest.raises(index.Damaged, match=r"rank-0\.bin: has not the bytes of x"):
-        index.check(
+    with pytest.raises(index.DamagedCheckpoint, match=r"rank-0\.bin: has not the bytes of x"):
+        index.check_manifest(
             saved.path,
             index.Manifest(**{f: getattr(manifest, f) for f in manifest.__struct_fields__} | {"files": files}),
         )
 
 
 def test_what_cannot_be_sent_is_a_failure_and_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Background, *args: Any) -> None:
+    def refuse(self: WriterClient, *args: Any) -> None:
         raise TypeError("cannot be encoded")
 
-    monkeypatch.setattr(Background, "submit", refuse)
+    monkeypatch.setattr(WriterClient, "submit", refuse)
     manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={})
     with pytest.raises(CheckpointError, match="cannot be encoded"):
         manager.save(3, {"x": torch.ones(5)}, wait=True)
 
 
 def test_free_memory_is_shared_out_among_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from clustertrain.checkpoint.core.state_dict import block
+    from clustertrain.checkpoint.core.state_dict import to_local_shard
     from clustertrain.checkpoint.save import staging
 
     monkeypatch.setattr(staging, "available_memory", lambda: 10_000_000)
-    state = [block("a", "other", torch.zeros(750_000))]
-    alone, one_of_four = Staging(tmp_path, torch.device("cpu")), Staging(tmp_path, torch.device("cpu"), 4)
-    alone.fill(state)
-    one_of_four.fill(state)
+    state = [to_local_shard("a", "other", torch.zeros(750_000))]
+    alone, one_of_four = StagingBuffer(tmp_path, torch.device("cpu")), StagingBuffer(tmp_path, torch.device("cpu"), 4)
+    alone.stage(state)
+    one_of_four.stage(state)
     assert (alone.in_memory, one_of_four.in_memory) == (True, False)
     alone.close()
     one_of_four.close()

@@ -42,7 +42,7 @@ def refusing(call: Callable[..., Any]) -> Callable[..., Any]:
 )
 def test_what_is_written_is_there_wherever_it_lay(tmp_path: Path, at: int, pieces: list[int]) -> None:
     data, done = memory(at), 0
-    with direct_io.writing(tmp_path / "f") as file:
+    with direct_io.open_for_write(tmp_path / "f") as file:
         for size in pieces:
             file.write(data[done : done + size])
             done += size
@@ -51,7 +51,7 @@ def test_what_is_written_is_there_wherever_it_lay(tmp_path: Path, at: int, piece
 
 def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("old")
-    with pytest.raises(FileExistsError), direct_io.writing(tmp_path / "f"):
+    with pytest.raises(FileExistsError), direct_io.open_for_write(tmp_path / "f"):
         pass
     assert (tmp_path / "f").read_text() == "old"
 
@@ -59,7 +59,7 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("offset", "size"), [(0, SIZE), (1, 10), (511, 2), (direct_io.ALIGN - 1, 2), (SIZE - 1, 1)])
 def test_any_part_can_be_read(tmp_path: Path, offset: int, size: int) -> None:
     (tmp_path / "f").write_bytes(CONTENT)
-    with direct_io.reading(tmp_path / "f") as fd:
+    with direct_io.open_for_read(tmp_path / "f") as fd:
         if fd is None:
             pytest.skip(f"{tmp_path}: no direct reading there")
         found = direct_io.read(fd, offset, size)
@@ -72,10 +72,10 @@ def test_any_part_can_be_read(tmp_path: Path, offset: int, size: int) -> None:
 
 def test_a_file_system_that_refuses_gets_ordinary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", refusing(os.open))
-    with direct_io.writing(tmp_path / "f") as file:
+    with direct_io.open_for_write(tmp_path / "f") as file:
         file.write(memory(0))
     assert (tmp_path / "f").read_bytes() == CONTENT
-    with direct_io.reading(tmp_path / "f") as fd:
+    with direct_io.open_for_read(tmp_path / "f") as fd:
         assert fd is None
 
 
@@ -94,5 +94,5 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(OSError, match="No space left"), direct_io.writing(tmp_path / "f") as file:
+    with pytest.raises(OSError, match="No space left"), direct_io.open_for_write(tmp_path / "f") as file:
         file.write(memory(0))

@@ -42,21 +42,21 @@ def test_rounding_is_torchs(source: torch.dtype, target: torch.dtype) -> None:
 
 def test_what_is_too_large_is_refused_and_infinities_are_not() -> None:
     fits = torch.tensor([65504.0, float("inf"), float("nan")])
-    list(dtypes.converted(raw(fits), "float32", "float16", "w"))
+    list(dtypes.convert(raw(fits), "float32", "float16", "w"))
     with pytest.raises(CheckpointError, match=r"w: 7e\+04 is more than float16 can hold"):
-        list(dtypes.converted(raw(torch.tensor([1.0, -7e4, float("inf")])), "float32", "float16", "w"))
+        list(dtypes.convert(raw(torch.tensor([1.0, -7e4, float("inf")])), "float32", "float16", "w"))
 
 
 def test_blocks_together_are_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dtypes, "BLOCK", 7)
+    monkeypatch.setattr(dtypes, "BLOCK_ELEMENTS", 7)
     values = torch.randn(100)
-    pieces = list(dtypes.converted(raw(values), "float32", "bfloat16", "w"))
+    pieces = list(dtypes.convert(raw(values), "float32", "bfloat16", "w"))
     assert len(pieces) == 15
     assert b"".join(pieces) == values.bfloat16().view(torch.uint8).numpy().tobytes()
 
 
 def test_no_number_is_made_up_for_a_dtype_that_is_not_known() -> None:
     assert dtypes.decode(raw(torch.ones(4).to(torch.float8_e8m0fnu)), "float8_e8m0fnu") is None
-    assert list(dtypes.converted(raw(torch.arange(3)), "int64", "bfloat16", "n")) == [
+    assert list(dtypes.convert(raw(torch.arange(3)), "int64", "bfloat16", "n")) == [
         torch.arange(3).view(torch.uint8).numpy().data
     ]

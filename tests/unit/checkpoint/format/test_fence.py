@@ -14,15 +14,15 @@ from clustertrain import clock, settings
 from clustertrain.checkpoint.core import fault_points as points_of_a_save
 from clustertrain.checkpoint.core import retention
 from clustertrain.checkpoint.core.control_group import Ranks
-from clustertrain.checkpoint.core.retention import Policy
+from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format import folders
 from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.fence import Fence, TakenOver
+from clustertrain.checkpoint.format.fence import AttemptSuperseded, Fence
 from clustertrain.checkpoint.load import rollback
-from clustertrain.checkpoint.load.rollback import Wanted
+from clustertrain.checkpoint.load.rollback import RollbackTarget
 from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.checkpoint.save import remote
-from clustertrain.checkpoint.save.remote import Upload, Uploader
+from clustertrain.checkpoint.save.remote import Uploader, UploadJob
 from clustertrain.run.run_dir import RunDir
 from tests.unit.checkpoint.saved import state_of
 
@@ -40,7 +40,7 @@ def manager_of(run: RunDir, attempt: int, *, background: bool = False, keep: int
         Ranks(),
         attempt=str(attempt),
         layout={},
-        policy=Policy(keep=keep),
+        policy=RetentionPolicy(keep=keep),
         background=background,
         fence=Fence(run=str(run.path), attempt=attempt),
     )
@@ -58,7 +58,7 @@ def at(monkeypatch: pytest.MonkeyPatch, point: str, act: Callable[[], object]) -
     """Once, when a save comes to this point."""
     left = [act]
     monkeypatch.setattr(
-        points_of_a_save, "reached", lambda name, _rank: left.pop()() if name == point and left else None
+        points_of_a_save, "fault_point", lambda name, _rank: left.pop()() if name == point and left else None
     )
 
 
@@ -67,7 +67,7 @@ def names(run: RunDir) -> list[str]:
 
 
 def markers(run: RunDir) -> dict[int, str | None]:
-    return {index.step_of(p) or 0: retention.marker_of(p) for p in index.folders(run.checkpoints)}
+    return {index.parse_step(p) or 0: retention.read_marker(p) for p in index.list_checkpoint_folders(run.checkpoints)}
 
 
 def test_an_attempt_that_was_taken_over_commits_nothing(run: RunDir) -> None:
@@ -75,7 +75,7 @@ def test_an_attempt_that_was_taken_over_commits_nothing(run: RunDir) -> None:
     old.restore(state_of(0.0))
     assert old.save(5, state_of(1.0))
     newer = take_over(run)
-    with pytest.raises(TakenOver, match=r"step 10 was not saved: .*taken over by attempt 2"):
+    with pytest.raises(AttemptSuperseded, match=r"step 10 was not saved: .*taken over by attempt 2"):
         old.save(10, state_of(2.0))
     assert names(run) == ["step-00000005"]
     assert newer.save(10, state_of(3.0)) and names(run) == ["step-00000005", "step-00000010"]
@@ -92,7 +92,7 @@ def test_a_claim_at_any_point_of_an_older_save_keeps_it_out(
     old = manager_of(run, 1)
     old.restore(state_of(0.0))
     at(monkeypatch, point, lambda: take_over(run))
-    with pytest.raises(TakenOver, match="taken over by attempt 2"):
+    with pytest.raises(AttemptSuperseded, match="taken over by attempt 2"):
         old.save(5, state_of(1.0))
     assert names(run) == []
 
@@ -103,7 +103,7 @@ def test_an_older_save_of_a_step_that_the_newer_attempt_has_saved_changes_nothin
     old = manager_of(run, 1)
     old.restore(state_of(0.0))
     at(monkeypatch, "after the fence", lambda: take_over(run).save(5, state_of(2.0)))
-    with pytest.raises(TakenOver):
+    with pytest.raises(AttemptSuperseded):
         old.save(5, state_of(1.0))
     assert names(run) == ["step-00000005"]
     found = state_of(0.0)
@@ -116,7 +116,7 @@ def test_the_process_that_writes_is_kept_out_too(run: RunDir, monkeypatch: pytes
     old = manager_of(run, 1, background=True)
     old.restore(state_of(0.0))
     assert old.save(5, state_of(1.0)) is None
-    process = old._flights.worker._process  # type: ignore[attr-defined]
+    process = old._pending.worker._process  # type: ignore[attr-defined]
     assert process is not None
     stopped = Path(f"/proc/{process.pid}/stat")
     assert clock.wait_until(lambda: stopped.read_text().rsplit(")", 1)[1].split()[0] == "T", 60.0)
@@ -125,8 +125,8 @@ def test_the_process_that_writes_is_kept_out_too(run: RunDir, monkeypatch: pytes
     assert newer.save(5, state_of(2.0))
     of_newer = markers(run)
     os.kill(process.pid, signal.SIGCONT)
-    with pytest.raises(TakenOver, match="taken over by attempt 2"):
-        old.settle()
+    with pytest.raises(AttemptSuperseded, match="taken over by attempt 2"):
+        old.wait_for_saves()
     old.close()
     assert markers(run) == of_newer and names(run) == ["step-00000005"]
 
@@ -134,19 +134,19 @@ def test_the_process_that_writes_is_kept_out_too(run: RunDir, monkeypatch: pytes
 def test_an_attempt_that_begins_late_does_not_restore(run: RunDir) -> None:
     newer = take_over(run)
     assert newer.save(5, state_of(2.0))
-    under_way = folders.of_save(run.checkpoints, 10, "2", b"abcd")
-    folders.make(under_way)
-    with pytest.raises(TakenOver, match="taken over by attempt 2"):
+    under_way = folders.staging_folder_for(run.checkpoints, 10, "2", b"abcd")
+    folders.create_exclusive(under_way)
+    with pytest.raises(AttemptSuperseded, match="taken over by attempt 2"):
         manager_of(run, 1).restore(state_of(0.0))
     assert under_way.is_dir()
 
 
 def test_a_sweep_leaves_what_a_newer_attempt_has_under_way(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the claim came just after the sweep had looked for one."""
-    mine, newer = (folders.of_save(run.checkpoints, 10, n, b"abcd") for n in ("1", "2"))
+    mine, newer = (folders.staging_folder_for(run.checkpoints, 10, n, b"abcd") for n in ("1", "2"))
     for folder in (mine, newer):
         run.checkpoints.mkdir(exist_ok=True)
-        folders.make(folder)
+        folders.create_exclusive(folder)
     folders.sweep(run.checkpoints, Fence(run=str(run.path), attempt=1))
     assert newer.is_dir() and not mine.exists()
 
@@ -167,11 +167,11 @@ def test_a_checkpoint_is_not_deleted_in_the_place_of_another_one_of_its_step(run
     newer = take_over(run)
     newer.save(5, state_of(1.0))
     folder = index.step_folder(run.checkpoints, 5)
-    decided = retention.marker_of(folder)
+    decided = retention.read_marker(folder)
     newer.save(5, state_of(2.0))
-    retention.remove(folder, decided)
+    retention.delete_checkpoint(folder, decided)
     assert names(run) == ["step-00000005"]
-    retention.remove(folder, retention.marker_of(folder))
+    retention.delete_checkpoint(folder, retention.read_marker(folder))
     assert names(run) == []
 
 
@@ -183,9 +183,11 @@ def test_a_roll_back_of_an_attempt_that_was_taken_over_condemns_nothing(
     for step in (5, 10):
         old.save(step, state_of(1.0))
     at(monkeypatch, "before the roll-back's record", lambda: take_over(run))
-    with pytest.raises(TakenOver, match="taken over by attempt 2"):
-        old.go_back(state_of(0.0), Wanted(last=10, most=5, why="a spike", left_out={}, most_often=3))
-    assert names(run) == ["step-00000005", "step-00000010"] and rollback.read(run.checkpoints) == []
+    with pytest.raises(AttemptSuperseded, match="taken over by attempt 2"):
+        old.roll_back(
+            state_of(0.0), RollbackTarget(last_step=10, max_step=5, reason="a spike", excluded={}, max_rollbacks=3)
+        )
+    assert names(run) == ["step-00000005", "step-00000010"] and rollback.read_records(run.checkpoints) == []
 
 
 def test_copies_of_an_attempt_that_was_taken_over_are_not_marked(
@@ -198,18 +200,18 @@ def test_copies_of_an_attempt_that_was_taken_over_are_not_marked(
     there = tmp_path / "there"
     there.mkdir()
     told: list[Any] = []
-    job = Upload(
+    job = UploadJob(
         url=f"file://{there}",
         root=str(run.checkpoints),
         rank=0,
         world_size=1,
         attempt="1",
-        policy=Policy(),
+        policy=RetentionPolicy(),
         fence=Fence(run=str(run.path), attempt=1),
     )
     uploader = Uploader(job, told.append, lambda: None)
     uploader._run()  # it ends by itself
     assert not (there / "step-00000005" / "COMMITTED").exists() and told == []
-    (run.checkpoints / remote.SAID).unlink()
-    uploader.say_over()
-    assert not (run.checkpoints / remote.SAID).exists()
+    (run.checkpoints / remote.ANNOUNCEMENT_FILE).unlink()
+    uploader.announce_end()
+    assert not (run.checkpoints / remote.ANNOUNCEMENT_FILE).exists()

@@ -71,7 +71,11 @@ def run(*words: str) -> tuple[int, str]:
 
 def change_index(folder: Path, change: Change) -> None:
     data = msgspec.json.encode(change(index.read_manifest(folder)))
-    marker = {"format": index.FORMAT, "step": index.step_of(folder), "manifest_xxh3_128": index.checksum(data)}
+    marker = {
+        "format": index.FORMAT_VERSION,
+        "step": index.parse_step(folder),
+        "manifest_xxh3_128": index.checksum(data),
+    }
     (folder / index.MANIFEST).write_bytes(data)
     (folder / index.COMMITTED).write_bytes(msgspec.json.encode(marker))
 
@@ -112,7 +116,7 @@ def test_files_that_are_no_documents_are_damage(file: str, content: bytes, tmp_p
     bad = save(tmp_path, 2, state_of(2.0))
     (bad / file).write_bytes(content)
     if file == "manifest.json":
-        marker = {"format": index.FORMAT, "step": 2, "manifest_xxh3_128": index.checksum(content)}
+        marker = {"format": index.FORMAT_VERSION, "step": 2, "manifest_xxh3_128": index.checksum(content)}
         (bad / index.COMMITTED).write_bytes(msgspec.json.encode(marker))
     code, said = run("checkpoint", "list", str(tmp_path), "--json")
     rows = msgspec.json.decode(said)
@@ -158,4 +162,4 @@ PINWHEEL = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1
     ],
 )
 def test_shards_are_all_of_a_tensor_and_each_element_once(shape: Any, boxes: list[Any], fits: bool) -> None:
-    assert (manifest_checks.wrong_tiling(shape, boxes) is None) is fits
+    assert (manifest_checks.find_tiling_error(shape, boxes) is None) is fits

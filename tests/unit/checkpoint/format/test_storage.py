@@ -14,10 +14,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format import storage_errors
-from clustertrain.checkpoint.format.manifest import Damaged
+from clustertrain.checkpoint.format.manifest import DamagedCheckpoint
 from clustertrain.checkpoint.format.storage import RemoteFolder
 from clustertrain.checkpoint.format.storage_errors import StorageError
-from clustertrain.checkpoint.load.reader import Reader
+from clustertrain.checkpoint.load.reader import CheckpointReader
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.errors import ConfigError, NotFound
 from tests.unit.checkpoint.saved import save
@@ -49,23 +49,23 @@ def behind(root: Path, protocol: str) -> RemoteFolder:
 @pytest.mark.parametrize("protocol", ["file", "memory"])
 def test_offline_functions_say_the_same_of_a_url(root: Path, protocol: str) -> None:
     there = behind(root, protocol)
-    assert [p.name for p in index.folders(there)] == ["step-00000003", "step-00000006"]
-    assert str(inspect.find(there)) == f"{there}/step-00000006"
-    assert inspect.digest(inspect.find(there, 3)) == inspect.digest(inspect.find(root, 3))
+    assert [p.name for p in index.list_checkpoint_folders(there)] == ["step-00000003", "step-00000006"]
+    assert str(inspect.find_checkpoint(there)) == f"{there}/step-00000006"
+    assert inspect.digest(inspect.find_checkpoint(there, 3)) == inspect.digest(inspect.find_checkpoint(root, 3))
     rows, here = inspect.list_checkpoints(there, verify=True), inspect.list_checkpoints(root, verify=True)
     assert [r.pop("path") for r in rows] == [f"{there}/step-{s:08d}" for s in (3, 6)]
     assert rows == [{k: v for k, v in r.items() if k != "path"} for r in here]
     with pytest.raises(NotFound, match="no committed checkpoint of step 5; steps there: 3, 6"):
-        inspect.find(there, 5)
+        inspect.find_checkpoint(there, 5)
     with pytest.raises(NotFound, match="steps there: none"):
-        inspect.find(RemoteFolder(f"{there}/nothing"))
+        inspect.find_checkpoint(RemoteFolder(f"{there}/nothing"))
 
 
 @pytest.mark.parametrize("protocol", ["file", "memory"])
 def test_tensors_are_read_by_ranges(root: Path, protocol: str) -> None:
-    folder = inspect.find(behind(root, protocol))
+    folder = inspect.find_checkpoint(behind(root, protocol))
     new = state(0.0)
-    reader = Reader(folder, index.read_manifest(folder))
+    reader = CheckpointReader(folder, index.read_manifest(folder))
     finish = reader.load(new)
     reader.complete()
     finish()
@@ -87,11 +87,11 @@ def test_tensors_are_read_by_ranges(root: Path, protocol: str) -> None:
 def test_damage_there_is_seen(root: Path, damage: Any, said: str) -> None:
     there = behind(root, "file")
     damage(root / "step-00000006")
-    with pytest.raises(Damaged) as e:
+    with pytest.raises(DamagedCheckpoint) as e:
         inspect.verify(index.step_folder(there, 6))
     assert f"{there}/step-00000006" in e.value.message
     assert said in e.value.message
-    assert said in inspect.damages(index.step_folder(there, 6))[0]
+    assert said in inspect.find_damage(index.step_folder(there, 6))[0]
 
 
 def _flip(path: Path) -> None:
@@ -117,7 +117,7 @@ def test_what_a_library_raises_becomes_a_clear_sentence_and_no_damage(
     root: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, said: str
 ) -> None:
     folder = index.step_folder(behind(root, "file"), 6)
-    monkeypatch.setattr(storage_errors, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(storage_errors, "RETRY_TIMEOUT_S", 0.0)
 
     def fail(*args: Any, **kw: Any) -> bytes:
         raise raised
@@ -130,7 +130,7 @@ def test_what_a_library_raises_becomes_a_clear_sentence_and_no_damage(
 
 def test_a_moment_without_the_store_is_waited_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = index.step_folder(behind(root, "file"), 6)
-    monkeypatch.setattr(storage_errors, "PAUSE_S", 0.01)
+    monkeypatch.setattr(storage_errors, "RETRY_INTERVAL_S", 0.01)
     original, failures = LocalFileSystem.cat_file, [RuntimeError("slow down"), RuntimeError("slow down")]
 
     def sometimes(*args: Any, **kw: Any) -> Any:
@@ -178,4 +178,4 @@ def test_a_missing_package_is_named(
 
 def test_a_path_needs_no_package(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    assert inspect.verify(inspect.find(root)).step == 6
+    assert inspect.verify(inspect.find_checkpoint(root)).step == 6

@@ -46,7 +46,7 @@ def read_in_every_way(root: Path, folder: Path) -> None:
         lambda: inspect.list_checkpoints(root, verify=True),
         lambda: inspect.verify(folder),
         lambda: inspect.digest(folder),
-        lambda: diff.compare(folder, folder),
+        lambda: diff.compare_checkpoints(folder, folder),
         lambda: restore(root),
     ]
     for way in ways:
@@ -79,10 +79,10 @@ def test_an_index_with_the_right_checksums_and_wrong_names_gets_nowhere(tmp_path
     tensor = msgspec.structs.replace(manifest.tensors[0], shards=(shard,))
     evil = msgspec.structs.replace(manifest, tensors=(tensor, *manifest.tensors[1:]))
     index.write_manifest(folder, evil)
-    with pytest.raises(index.Damaged, match="outside"):
+    with pytest.raises(index.DamagedCheckpoint, match="outside"):
         inspect.verify(folder)
     index.write_manifest(folder, msgspec.structs.replace(manifest, files={"/etc/passwd": 10}))
-    with pytest.raises(index.Damaged, match="outside"):
+    with pytest.raises(index.DamagedCheckpoint, match="outside"):
         inspect.verify(folder)
     bad = msgspec.structs.replace(manifest.tensors[0], dtype="load")
     index.write_manifest(folder, msgspec.structs.replace(manifest, tensors=(bad, *manifest.tensors[1:])))

@@ -11,15 +11,15 @@ import torch
 
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.load import rollback
-from clustertrain.checkpoint.load.rollback import Wanted
-from clustertrain.checkpoint.manager import CheckpointManager, Saved
+from clustertrain.checkpoint.load.rollback import RollbackTarget
+from clustertrain.checkpoint.manager import CheckpointManager, SaveResult
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.errors import CheckpointError, Diverged
 from clustertrain.train.distributed.precision import LossScale
-from clustertrain.train.evaluation.best_metric import Judge
-from clustertrain.train.evaluation.schedule import Evaluations
-from clustertrain.train.stability.monitor import Watch
-from clustertrain.train.stability.step_guard import Guard
+from clustertrain.train.evaluation.best_metric import EarlyStopping
+from clustertrain.train.evaluation.schedule import EvaluationSchedule
+from clustertrain.train.stability.monitor import StabilityMonitor
+from clustertrain.train.stability.step_guard import StepGuard
 from tests.unit.train.alone import ALONE
 
 
@@ -27,9 +27,9 @@ class Later:
     """Has a state that older versions did not have."""
 
     def __init__(self) -> None:
-        self.begin_anew()
+        self.init_fresh_state()
 
-    def begin_anew(self) -> None:
+    def init_fresh_state(self) -> None:
         self.value = 1
 
     def state_dict(self) -> dict[str, int]:
@@ -39,7 +39,7 @@ class Later:
         self.value = state["value"]
 
 
-def manager(root: Path, told: list[Saved]) -> CheckpointManager:
+def manager(root: Path, told: list[SaveResult]) -> CheckpointManager:
     return CheckpointManager(root, Ranks(), attempt="1", layout={}, background=False, on_commit=told.append)
 
 
@@ -62,7 +62,7 @@ def test_what_can_begin_anew_need_not_be_there(tmp_path: Path, caplog: pytest.Lo
     later.value = 8
     it.restore(wanted)
     assert later.value == 7
-    it.go_back(wanted, Wanted(last=5, most=4, why="a spike", left_out={}, most_often=1))
+    it.roll_back(wanted, RollbackTarget(last_step=5, max_step=4, reason="a spike", excluded={}, max_rollbacks=1))
     assert later.value == 1  # and not what it was on the way that does not count
     it.close()
 
@@ -71,15 +71,15 @@ def test_a_run_may_come_to_have_evaluations_stability_and_a_loss_scale(tmp_path:
     it = manager(tmp_path, [])
     it.save(4, state(4.0), wait=True)
     loss = [{"validation_loss": 2.0}, {"validation_loss": 3.0}]
-    evaluations = Evaluations(lambda: loss.pop(0), every=4, judge=Judge())
-    watch = Watch(torch.nn.Linear(1, 1), Guard(StabilitySpec(), torch.device("cpu")), ALONE)
+    evaluations = EvaluationSchedule(lambda: loss.pop(0), every=4, early_stopping=EarlyStopping())
+    watch = StabilityMonitor(torch.nn.Linear(1, 1), StepGuard(StabilitySpec(), torch.device("cpu")), ALONE)
     scale = LossScale()
     later = {"evaluations": evaluations, "stability": watch, "loss_scale": scale}
     before = deepcopy({name: value.state_dict() for name, value in later.items()})  # type: ignore[attr-defined]
     wanted = {**state(0.0), **later}
     it.restore(wanted)
     assert evaluations.is_due(4, 8)  # with the model as it was saved
-    evaluations.make(4)
+    evaluations.run(4)
     scale.update(overflow=True)
     watch.load_state_dict({
         "guard": {"losses": [1.0], "norms": [1.0], "clipped": [1.0]},
@@ -87,27 +87,29 @@ def test_a_run_may_come_to_have_evaluations_stability_and_a_loss_scale(tmp_path:
         "trail": [[5, {"data": [8, 16]}]],
     })  # fmt: skip
     it.save(8, wanted, wait=True)
-    it.go_back(wanted, Wanted(last=8, most=4, why="a spike", left_out={}, most_often=1))
+    it.roll_back(wanted, RollbackTarget(last_step=8, max_step=4, reason="a spike", excluded={}, max_rollbacks=1))
     assert repr({name: value.state_dict() for name, value in later.items()}) == repr(before)  # type: ignore[attr-defined]
     assert evaluations.is_due(4, 8) and not evaluations.is_best(4)
     it.close()
 
 
 def test_the_way_back_and_the_same_steps_once_more(tmp_path: Path) -> None:
-    told: list[Saved] = []
+    told: list[SaveResult] = []
     it = manager(tmp_path, told)
     for step in (2, 4, 6):
         it.save(step, state(float(step)), wait=True)
     now = state(9.0)
-    back = it.go_back(now, Wanted(last=7, most=4, why="a spike", left_out={"data": [[8, 16]]}, most_often=1))
+    back = it.roll_back(
+        now, RollbackTarget(last_step=7, max_step=4, reason="a spike", excluded={"data": [[8, 16]]}, max_rollbacks=1)
+    )
     assert back is not None and back.step == 4 and now["weights"].tolist() == [4.0] * 3
-    assert it.left_out() == {"data": [[8, 16]]}
+    assert it.excluded_ranges() == {"data": [[8, 16]]}
     it.save(6, state(60.0), wait=True)
     assert [s.step for s in told] == [2, 4, 6, 6]  # told of the new one too
     again = state(0.0)
     restored = it.restore(again)
     assert restored is not None and restored.step == 6 and again["weights"].tolist() == [60.0] * 3
     with pytest.raises(Diverged, match="gone back 1 times"):
-        it.go_back(now, Wanted(last=7, most=4, why="a spike", left_out={}, most_often=1))
-    assert len(rollback.read(tmp_path)) == 1
+        it.roll_back(now, RollbackTarget(last_step=7, max_step=4, reason="a spike", excluded={}, max_rollbacks=1))
+    assert len(rollback.read_records(tmp_path)) == 1
     it.close()

@@ -27,8 +27,8 @@ def tensor(shape: tuple[int, ...], itemsize: int) -> TensorRecord:
 def test_chunks_are_whole_rows_one_after_another(shape: tuple[int, ...], itemsize: int) -> None:
     record = tensor(shape, itemsize)
     shard = record.shards[0]
-    assert shared_read.fits(record, shard)
-    chunks = shared_read._cut(record, shard, 0)
+    assert shared_read.is_shareable(record, shard)
+    chunks = shared_read._split_shard(record, shard, 0)
     row = shared_read.row_bytes(record, shard)
     at = 0
     for chunk in chunks:
@@ -40,13 +40,13 @@ def test_chunks_are_whole_rows_one_after_another(shape: tuple[int, ...], itemsiz
 
 def test_chunks_end_where_blocks_do_when_rows_allow_it() -> None:
     record = tensor((8192, 1024), 4)
-    assert all(c.low % BLOCK_BYTES == 0 for c in shared_read._cut(record, record.shards[0], 0))
+    assert all(c.low % BLOCK_BYTES == 0 for c in shared_read._split_shard(record, record.shards[0], 0))
 
 
 def test_what_is_too_small_or_has_rows_too_long_is_not_shared() -> None:
     for shape in ((), (16, 16), (2, 10_000_000)):
         record = tensor(shape, 4)
-        assert not shared_read.fits(record, record.shards[0])
+        assert not shared_read.is_shareable(record, record.shards[0])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -55,7 +55,7 @@ def test_each_chunk_that_two_want_is_read_by_one(seed: int) -> None:
     sizes = {c: rng.randint(1, shared_read.CHUNK_BYTES) for c in range(200)}
     members = sorted(rng.sample(range(64), rng.randint(1, 8)))
     wanted = {r: frozenset(c for c in sizes if rng.random() < 0.4) for r in members}
-    loads = shared_read.loads_of(wanted, sizes)
+    loads = shared_read.schedule_loads(wanted, sizes)
     assert loads.shared == {c for c in sizes if sum(c in w for w in wanted.values()) > 1}
     read = [c for step in loads.steps for load in step.values() for c in load]
     assert sorted(read) == sorted(loads.shared)
@@ -63,7 +63,7 @@ def test_each_chunk_that_two_want_is_read_by_one(seed: int) -> None:
         assert set(step) <= set(members)
         for load in step.values():
             ends = n % 2 * shared_read.LOAD_BYTES
-            for _, at, size in shared_read._places(load, sizes, n):
+            for _, at, size in shared_read._iter_load_layout(load, sizes, n):
                 assert at >= ends  # nothing lies on another
                 ends = at + size
             assert ends <= (n % 2 + 1) * shared_read.LOAD_BYTES

@@ -12,16 +12,16 @@ from torch import nn
 
 from clustertrain.checkpoint.format import dtypes
 from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.manifest import Damaged
-from clustertrain.checkpoint.offline.diff import Comparison, OtherBytes, OtherValue, compare
+from clustertrain.checkpoint.format.manifest import DamagedCheckpoint
+from clustertrain.checkpoint.offline.diff import CheckpointDiff, TensorDiff, ValueDiff, compare_checkpoints
 from tests.unit.checkpoint.saved import change_index, save
 
 
-def compared(tmp_path: Path, a: dict[str, Any], b: dict[str, Any]) -> Comparison:
-    return compare(save(tmp_path / "a", 1, a), save(tmp_path / "b", 1, b))
+def compared(tmp_path: Path, a: dict[str, Any], b: dict[str, Any]) -> CheckpointDiff:
+    return compare_checkpoints(save(tmp_path / "a", 1, a), save(tmp_path / "b", 1, b))
 
 
-def only_tensor(tmp_path: Path, a: torch.Tensor, b: torch.Tensor) -> OtherBytes:
+def only_tensor(tmp_path: Path, a: torch.Tensor, b: torch.Tensor) -> TensorDiff:
     found = compared(tmp_path, {"w": a}, {"w": b})
     assert not found.equal
     assert not (found.values or found.forms or found.only_a or found.only_b)
@@ -42,32 +42,32 @@ def trained(steps: int) -> dict[str, Any]:
 def test_how_it_was_saved_makes_no_difference(tmp_path: Path) -> None:
     a, b = (save(tmp_path / name, 3, trained(2), {"random": torch.get_rng_state()}) for name in "ab")
     change_index(b, engine="dcp", layout={"strategy": "fsdp", "dp_shard": 2})
-    found = compare(a, b)
+    found = compare_checkpoints(a, b)
     assert found.equal and found.ranks_compared
     assert found.tensors == len(index.read_manifest(a).tensors)
     assert found.saved == (
-        OtherValue(name="engine", a="raw", b="dcp"),
-        OtherValue(name="layout/dp_shard", only="b", b=2),
-        OtherValue(name="layout/strategy", a="single", b="fsdp"),
+        ValueDiff(name="engine", a="raw", b="dcp"),
+        ValueDiff(name="layout/dp_shard", only="b", b=2),
+        ValueDiff(name="layout/strategy", a="single", b="fsdp"),
     )
 
 
 def test_what_each_rank_kept_counts_where_as_many_ranks_saved_both(tmp_path: Path) -> None:
     folders = [save(tmp_path / n, 3, trained(1), {"random": torch.full((4,), i), "n": i}) for i, n in enumerate("ab")]
-    found = compare(*folders)
+    found = compare_checkpoints(*folders)
     assert [t.name for t in found.bytes] == ["rank-0/random"]
-    assert found.values == (OtherValue(name="ranks/0/n", a=0, b=1),)
+    assert found.values == (ValueDiff(name="ranks/0/n", a=0, b=1),)
     change_index(folders[1], world_size=2)
-    found = compare(*folders)
+    found = compare_checkpoints(*folders)
     assert found.equal and not found.ranks_compared
-    assert found.saved == (OtherValue(name="world_size", a=1, b=2),)
+    assert found.saved == (ValueDiff(name="world_size", a=1, b=2),)
 
 
 def test_a_step_later(tmp_path: Path) -> None:
-    found = compare(save(tmp_path, 1, trained(1)), save(tmp_path, 2, trained(2)))
+    found = compare_checkpoints(save(tmp_path, 1, trained(1)), save(tmp_path, 2, trained(2)))
     assert found.values == (
-        OtherValue(name="data/position", a=1, b=2),
-        OtherValue(name="step", a=1, b=2),
+        ValueDiff(name="data/position", a=1, b=2),
+        ValueDiff(name="step", a=1, b=2),
     )
     kinds = [t.kind for t in found.bytes]
     assert kinds == sorted(kinds) and set(kinds) == {"model", "optimizer"}  # the model's first
@@ -88,7 +88,7 @@ def test_a_step_later(tmp_path: Path) -> None:
 def test_the_largest_difference_is_that_of_the_numbers(
     tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dtypes, "BLOCK", 7)  # so that the largest of all blocks is taken
+    monkeypatch.setattr(dtypes, "BLOCK_ELEMENTS", 7)  # so that the largest of all blocks is taken
     generator = torch.Generator().manual_seed(0)
     a = torch.randint(1, 100, (5, 6), generator=generator).to(torch.float64).to(dtype)
     b = a.clone()
@@ -103,7 +103,7 @@ def test_the_largest_difference_is_that_of_the_numbers(
 
 def test_truth_values_differ_by_one(tmp_path: Path) -> None:
     a = torch.tensor([True, False, True])
-    assert only_tensor(tmp_path, a, ~a) == OtherBytes(
+    assert only_tensor(tmp_path, a, ~a) == TensorDiff(
         name="w", kind="other", elements=3, differing=3, max_abs=1.0, relative=1.0
     )
 
@@ -164,7 +164,7 @@ def test_a_group_of_the_optimizer(tmp_path: Path) -> None:
     states = [trained(0), trained(0)]
     states[1]["optimizer"].param_groups[0]["lr"] = 0.2
     found = compared(tmp_path, *states)
-    assert found.values == (OtherValue(name="optimizer/groups/0/lr", a=0.1, b=0.2),)
+    assert found.values == (ValueDiff(name="optimizer/groups/0/lr", a=0.1, b=0.2),)
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -174,5 +174,5 @@ def test_damage_in_either_is_named(tmp_path: Path, side: int) -> None:
     data = bytearray(path.read_bytes())
     data[0] ^= 1
     path.write_bytes(data)
-    with pytest.raises(Damaged, match=str(path)):
-        compare(*folders)
+    with pytest.raises(DamagedCheckpoint, match=str(path)):
+        compare_checkpoints(*folders)

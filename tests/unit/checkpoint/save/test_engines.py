@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor, Shard, zeros
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.manifest import ShardRecord, TensorRecord
-from clustertrain.checkpoint.format.staged_segments import Place, Segment
+from clustertrain.checkpoint.format.staged_segments import Segment, SegmentLocation
 from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.checkpoint.offline import inspect
-from clustertrain.checkpoint.save.engines import ENGINES, Engine, engine, library
+from clustertrain.checkpoint.save.engines import ENGINES, Engine, get_engine, library
 from clustertrain.errors import CheckpointError, ConfigError
 
 DTYPES = sorted(
@@ -85,7 +85,7 @@ class Staging:
         return [bytes(self._data[s.at : s.at + s.nbytes]) for s in self.segments]
 
 
-def written(folder: Path, staging: Staging, places: Sequence[Place]) -> list[bytes]:
+def written(folder: Path, staging: Staging, places: Sequence[SegmentLocation]) -> list[bytes]:
     """What lies at the places, read with nothing but the names, offsets and lengths."""
     assert len(places) == len(staging.segments)
     found = []
@@ -96,7 +96,7 @@ def written(folder: Path, staging: Staging, places: Sequence[Place]) -> list[byt
     return found
 
 
-def records(ranks: Sequence[tuple[Staging, Sequence[Place]]]) -> list[TensorRecord]:
+def records(ranks: Sequence[tuple[Staging, Sequence[SegmentLocation]]]) -> list[TensorRecord]:
     """The index of what the ranks wrote, as engines see it."""
     heads: dict[str, Segment] = {}
     shards: dict[str, list[ShardRecord]] = {}
@@ -131,7 +131,7 @@ def everything() -> Staging:
 
 @pytest.fixture(params=ENGINES)
 def each(request: pytest.FixtureRequest) -> Engine:
-    return engine(request.param)
+    return get_engine(request.param)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -255,7 +255,7 @@ def test_a_full_disk_is_an_os_error_and_nothing_writes_on(
 
 
 def test_torchsnapshot_ends_what_it_has_begun_before_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writes = engine("torchsnapshot")
+    writes = get_engine("torchsnapshot")
     begun, ended = set(), set()
 
     async def write(self: object, write_io: Any) -> None:
@@ -283,7 +283,7 @@ def test_a_disk_that_fills_before_the_end_is_an_os_error(name: str, full_disk: t
     staging = Staging()
     for n in range(20):
         staging.add(f"model/{n}", [4])
-    places = engine(name).write(disk, 0, staging.segments, staging.memory)
+    places = get_engine(name).write(disk, 0, staging.segments, staging.memory)
     if wanted == errno.ENOSPC:
         with pytest.raises(OSError), (disk / "filler").open("wb", buffering=0) as file:
             while True:
@@ -291,7 +291,7 @@ def test_a_disk_that_fills_before_the_end_is_an_os_error(name: str, full_disk: t
     else:
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     with pytest.raises(OSError) as caught:
-        engine(name).finish(disk, records([(staging, places)]))
+        get_engine(name).finish(disk, records([(staging, places)]))
     assert caught.value.errno == wanted
 
 
@@ -300,15 +300,15 @@ def test_a_wrong_place_is_found(tmp_path: Path) -> None:
     staging.add("model/a", [1000])
     staging.add("model/b", [1000])
     (tmp_path / "file").write_bytes(staging.memory)
-    right = [Place(file="file", offset=0), Place(file="file", offset=1000)]
-    library.settle(tmp_path, staging.segments, right, staging.memory)
+    right = [SegmentLocation(file="file", offset=0), SegmentLocation(file="file", offset=1000)]
+    library.fsync_and_verify(tmp_path, staging.segments, right, staging.memory)
     for offset in (999, 1001, 0, 5000):
-        wrong = [right[0], Place(file="file", offset=offset)]
+        wrong = [right[0], SegmentLocation(file="file", offset=offset)]
         with pytest.raises(CheckpointError, match="model/b"):
-            library.settle(tmp_path, staging.segments, wrong, staging.memory)
+            library.fsync_and_verify(tmp_path, staging.segments, wrong, staging.memory)
     os.truncate(tmp_path / "file", 1999)
     with pytest.raises(CheckpointError, match="model/b"):
-        library.settle(tmp_path, staging.segments, right, staging.memory)
+        library.fsync_and_verify(tmp_path, staging.segments, right, staging.memory)
 
 
 def test_a_library_that_is_not_there_is_an_error_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +317,7 @@ def test_a_library_that_is_not_there_is_an_error_of_the_configuration(monkeypatc
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchsnapshot", None)
     with pytest.raises(ConfigError, match=r"torchsnapshot.*\n.*pip install"):
-        engine("torchsnapshot")
+        get_engine("torchsnapshot")
 
 
 def two_ranks(name: str, folder: Path) -> dict[str, torch.Tensor]:
@@ -341,8 +341,8 @@ def two_ranks(name: str, folder: Path) -> dict[str, torch.Tensor]:
             for key, t in of_one.items():
                 staging.add(key, t.shape, t.dtype, data=t.reshape(-1).view(torch.uint8).numpy().tobytes())
             staging.add("other/none", [0, 3], torch.float16)
-        ranks.append((staging, engine(name).write(folder, rank, staging.segments, staging.memory)))
-    engine(name).finish(folder, records(ranks))
+        ranks.append((staging, get_engine(name).write(folder, rank, staging.segments, staging.memory)))
+    get_engine(name).finish(folder, records(ranks))
     return {**whole, **of_one}
 
 
@@ -425,7 +425,7 @@ def test_a_checkpoint_through_it_is_restored_and_verified(each: Engine, tmp_path
     assert restored.step == 7
     assert same(found["model"].weight.detach(), saved["model"].weight.detach())
     assert [same(found[k], saved[k]) for k in ("mask", "step")] == [True, True]
-    inspect.verify(index.folders(tmp_path)[0])
+    inspect.verify(index.list_checkpoint_folders(tmp_path)[0])
 
 
 @pytest.mark.usefixtures("rank_1_of_3")
@@ -453,4 +453,4 @@ def test_a_torch_that_saves_otherwise_is_refused(
     staging = Staging()
     staging.add("model/a", [1000])
     with pytest.raises(CheckpointError, match=r"model/a.*in one piece"):
-        engine("dcp").write(tmp_path, 0, staging.segments, staging.memory)
+        get_engine("dcp").write(tmp_path, 0, staging.segments, staging.memory)

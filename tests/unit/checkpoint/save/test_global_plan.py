@@ -45,13 +45,13 @@ def test_the_groups_do_not_tell_the_layout() -> None:
 def test_each_tensor_is_written_once_by_a_rank_that_holds_it() -> None:
     stage_0 = {"tied": ["shard", 0], "a": ["shard", 0], "step a": ["equal", 4], "step tied": ["equal", 4]}
     stage_1 = {"tied": ["shard", 2], "b": ["shard", 2], "step b": ["equal", 4], "buffer": ["first", 8]}
-    chosen = global_plan.writers([stage_0, {**stage_1, "step tied": ["equal", 4]}], [[0, 1], [2, 3]])
+    chosen = global_plan.assign_writers([stage_0, {**stage_1, "step tied": ["equal", 4]}], [[0, 1], [2, 3]])
     assert (chosen["tied"], chosen["a"], chosen["b"], chosen["buffer"]) == (0, 0, 2, 2)
     assert chosen["step a"] in (0, 1)
     assert chosen["step b"] in (2, 3)
     # By size, over all that hold them.
     equal = {name: ["equal", size] for name, size in (("x", 100), ("y", 60), ("z", 50))}
-    assert global_plan.writers([equal], [[0, 1]]) == {"x": 0, "y": 1, "z": 1}
+    assert global_plan.assign_writers([equal], [[0, 1]]) == {"x": 0, "y": 1, "z": 1}
 
 
 @pytest.fixture

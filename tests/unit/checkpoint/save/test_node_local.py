@@ -20,11 +20,11 @@ from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format import storage_errors
 from clustertrain.checkpoint.format.storage_errors import StorageError
-from clustertrain.checkpoint.manager import CheckpointManager, Local, Restored
+from clustertrain.checkpoint.manager import CheckpointManager, LocalTier, RestoreResult
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.checkpoint.save import node_local
-from clustertrain.checkpoint.save.commit import Write
-from clustertrain.checkpoint.save.writer_client import Background
+from clustertrain.checkpoint.save.commit import WriteJob
+from clustertrain.checkpoint.save.writer_client import WriterClient
 
 # Processes that write for the other two import torch.
 pytestmark = pytest.mark.long
@@ -53,7 +53,7 @@ def make(root: Path, near: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
     made = []
 
     def make(*, fault: str = "", **more: Any) -> CheckpointManager:
-        options: dict[str, Any] = {"attempt": "1", "layout": {}, "local": Local(near, True), **more}
+        options: dict[str, Any] = {"attempt": "1", "layout": {}, "local": LocalTier(near, True), **more}
         manager = CheckpointManager(root, Ranks(), **options)
         if fault:
             monkeypatch.setenv(settings.FAULT_AT, fault)
@@ -77,12 +77,12 @@ def saves(near: Path) -> list[str]:
     return sorted(p.name.rpartition("-")[0] for p in near.iterdir())
 
 
-def restored(root: Path, near: Path | None, step: int) -> Restored:
+def restored(root: Path, near: Path | None, step: int) -> RestoreResult:
     """What a later attempt reads; it must be what was saved, all of it."""
     state = state_of(-1.0)
-    found = CheckpointManager(root, Ranks(), attempt="9", layout={}, background=False, local=Local(near, True)).restore(
-        state
-    )
+    found = CheckpointManager(
+        root, Ranks(), attempt="9", layout={}, background=False, local=LocalTier(near, True)
+    ).restore(state)
     assert found is not None and found.step == step and found.skipped == []
     assert bool((state["weights"] == float(step)).all()) and state["note"] == float(step)
     return found
@@ -95,7 +95,7 @@ def test_a_restore_on_the_same_node_reads_nothing_of_the_shared_folder(
     manager = make(engine=engine)
     for step in (3, 6, 9):
         manager.save(step, state_of(float(step)))
-    manager.settle()
+    manager.wait_for_saves()
     inspect.verify(index.step_folder(root, 9))
     assert saves(near) == ["step-00000006-1", "step-00000009-1"]
     for name in index.read_manifest(index.step_folder(root, 9)).files:
@@ -120,26 +120,26 @@ def test_memory_is_free_before_the_shared_folder_has_the_part(
     folder.rmdir()
     folder.touch()  # the copy fails, when it comes to that
     writer.resume()
-    manager._flights.wait_for(manager._flights.waiting[0], lambda: manager._flights.waiting[0].kept)
+    manager._pending.wait_until(manager._pending.waiting[0], lambda: manager._pending.waiting[0].is_in_local_tier)
     manager.save(6, state_of(6.0))  # into the same memory
-    assert len(manager._flights.waiting) == 2
+    assert len(manager._pending.waiting) == 2
     with pytest.raises(StorageError, match="step 3 was not saved"):
-        manager.settle()
-    manager.settle()
+        manager.wait_for_saves()
+    manager.wait_for_saves()
     folder.unlink(missing_ok=True)
     restored(root, None, 6)
 
 
 def _writer(manager: CheckpointManager) -> psutil.Process:
-    assert isinstance(manager._flights.worker, Background) and manager._flights.worker._process is not None
-    return psutil.Process(manager._flights.worker._process.pid)
+    assert isinstance(manager._pending.worker, WriterClient) and manager._pending.worker._process is not None
+    return psutil.Process(manager._pending.worker._process.pid)
 
 
 def test_a_third_save_waits_for_the_first(make: Callable[..., CheckpointManager], root: Path) -> None:
     manager = make()
     writer = _writer(manager)
     manager.save(3, state_of(3.0))
-    manager._flights.wait_for(manager._flights.waiting[0], lambda: manager._flights.waiting[0].kept)
+    manager._pending.wait_until(manager._pending.waiting[0], lambda: manager._pending.waiting[0].is_in_local_tier)
     writer.suspend()
     manager.save(6, state_of(6.0))
     third = threading.Thread(target=manager.save, args=(9, state_of(9.0)))
@@ -148,7 +148,7 @@ def test_a_third_save_waits_for_the_first(make: Callable[..., CheckpointManager]
     assert third.is_alive()
     writer.resume()
     third.join()
-    manager.settle()
+    manager.wait_for_saves()
     assert [r["verified"] for r in inspect.list_checkpoints(root, verify=True)] == [True] * 3
 
 
@@ -169,9 +169,11 @@ def test_another_writer_goes_on_between_the_tiers(
     manager.save(3, state_of(3.0))
     if point == "while copying":  # the first one's memory is another's by then
         manager.save(6, state_of(6.0))
-    manager.settle()
+    manager.wait_for_saves()
     manager.save(9, state_of(9.0), wait=True)
-    assert [r["verified"] for r in inspect.list_checkpoints(root, verify=True)] == [True] * len(index.folders(root))
+    assert [r["verified"] for r in inspect.list_checkpoints(root, verify=True)] == [True] * len(
+        index.list_checkpoint_folders(root)
+    )
     assert not [p for p in root.iterdir() if p.name.startswith(".")]
     restored(root, near, 9)
     assert inspect.verify(index.step_folder(root, 3)).step == 3
@@ -196,16 +198,16 @@ def test_a_full_disk_of_the_node_costs_nothing_but_a_warning(
     # Room for one and a half.
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=15m", "tmpfs", str(disk)], check=True)
     try:
-        manager = make(local=Local(disk / "run-1", True))
+        manager = make(local=LocalTier(disk / "run-1", True))
         for step in (3, 6, 9):
             manager.save(step, state_of(float(step)))
-            manager.settle()
+            manager.wait_for_saves()
         assert saves(disk / "run-1") == ["step-00000009-1"]  # the older one made room
         shutil.rmtree(of_step(disk / "run-1", 9))
         (disk / "other").write_bytes(bytes(6 << 20))
         for step in (12, 15):
             manager.save(step, state_of(float(step)))
-            manager.settle()
+            manager.wait_for_saves()
         assert [str(f) for f in (disk / "run-1").rglob("rank-*")] == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
@@ -230,7 +232,7 @@ def test_what_is_no_folder_of_ones_own_is_not_used(
         os.chown(near, 12345, 12345)
     manager = make()
     manager.save(3, state_of(3.0))
-    manager.settle()
+    manager.wait_for_saves()
     assert "go straight to the shared folder" in capfd.readouterr().err
     assert not [p for p in near.parent.parent.rglob("*") if "node disk" in str(p) and p.name.startswith("rank-")]
     restored(root, None, 3)
@@ -259,9 +261,9 @@ def test_damage_there_is_healed_from_the_shared_folder(
 ) -> None:
     manager = make()
     manager.save(3, state_of(3.0))
-    manager.settle()
+    manager.wait_for_saves()
     manager.save(6, state_of(6.0))
-    manager.settle()
+    manager.wait_for_saves()
     damage(of_step(near, 6) / "rank-0.bin")
     found = restored(root, near, 6)
     assert found.from_local is not None and found.from_local < 4 * ELEMENTS
@@ -272,8 +274,8 @@ def test_a_disk_that_does_not_answer_is_not_waited_for_again_and_again(
 ) -> None:
     manager = make()
     manager.save(3, state_of(3.0))
-    manager.settle()
-    monkeypatch.setattr(storage_errors, "PATIENCE_S", 0.0)
+    manager.wait_for_saves()
+    monkeypatch.setattr(storage_errors, "RETRY_TIMEOUT_S", 0.0)
     original, asked = node_local.read_into, []
 
     def fail(into: memoryview, folder: Path, shard: Any, low: int, *, alone: bool) -> None:
@@ -295,19 +297,19 @@ def test_a_part_that_the_disk_garbles_is_not_handed_on(
     writer.wait(60.0)
     _flip(of_step(near, 3) / "rank-0.bin", 100)
     # What was killed has not said that the memory is free, so this part comes from there again.
-    manager.settle()
+    manager.wait_for_saves()
     restored(root, None, 3)
-    job = Write(
+    job = WriteJob(
         step=3, folder=str(root / "x"), rank=0, engine="raw", memory=None, segments=[], own=None,
         local=str(of_step(near, 3)),
     )  # fmt: skip
     (root / "x").mkdir()
-    assert node_local.hand_on(job) == 4 * ELEMENTS
+    assert node_local.copy_to_shared(job) == 4 * ELEMENTS
     shutil.rmtree(root / "x")
     (root / "x").mkdir()
     _flip(of_step(near, 3) / "rank-0.bin", 100)
     with pytest.raises(StorageError, match=r"rank-0\.bin: checksum of bytes 0 to 4194304 differs"):
-        node_local.hand_on(job)
+        node_local.copy_to_shared(job)
     assert list((root / "x").iterdir()) == []
 
 
@@ -317,7 +319,7 @@ def test_what_other_attempts_left_goes_and_the_run_takes_its_own_along(
     manager = make()
     for step in (3, 6):
         manager.save(step, state_of(float(step)))
-    manager.settle()
+    manager.wait_for_saves()
     manager.close()
     (near / "step-00000012-1-x").mkdir()  # of a save that was never committed
     (near / "else").mkdir()
@@ -327,9 +329,9 @@ def test_what_other_attempts_left_goes_and_the_run_takes_its_own_along(
     assert saves(near) == ["", "step-00000006-1"]
     for step in (9, 12):
         second.save(step, state_of(float(step)))
-    second.settle()
+    second.wait_for_saves()
     assert saves(near) == ["", "step-00000009-2", "step-00000012-2"]
-    second.close(over=True)
+    second.close(run_finished=True)
     assert not near.exists()
 
 
@@ -338,15 +340,17 @@ def test_ranks_of_a_node_share_it_and_touch_their_own_files_alone(tmp_path: Path
     folder.mkdir()
     memory = memoryview(bytearray(8))
 
-    def job(step: int, rank: int) -> Write:
-        return Write(
+    def job(step: int, rank: int) -> WriteJob:
+        return WriteJob(
             step=step, folder=str(folder), rank=rank, engine="raw", memory=0, segments=[], own=rank,
-            local=str(node_local.folder_of(near, f".step-{step:08d}-1")),
+            local=str(node_local.local_folder(near, f".step-{step:08d}-1")),
         )  # fmt: skip
 
     with caplog.at_level(logging.WARNING):
-        assert all(node_local.keep(job(step, rank), memory) for step in (3, 6, 9) for rank in (0, 1))
-        assert node_local.keep(job(12, 0), memory, busy={str(node_local.folder_of(near, ".step-00000003-1"))})
+        assert all(node_local.write_local_part(job(step, rank), memory) for step in (3, 6, 9) for rank in (0, 1))
+        assert node_local.write_local_part(
+            job(12, 0), memory, in_use={str(node_local.local_folder(near, ".step-00000003-1"))}
+        )
     assert caplog.records == []
     found = {str(p.relative_to(near)) for p in near.rglob("*.bin")}
     assert found == {f"step-0000000{s}-1/rank-{r}.bin" for s, r in ((6, 1), (9, 0), (9, 1))} | {

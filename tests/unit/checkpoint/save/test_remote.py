@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 from clustertrain import clock
-from clustertrain.checkpoint.core.retention import Policy
+from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.storage import RemoteFolder
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.checkpoint.save import remote
-from clustertrain.checkpoint.save.remote import SAID, Copied, Upload, Uploader, owner
+from clustertrain.checkpoint.save.remote import ANNOUNCEMENT_FILE, Uploader, UploadJob, UploadOutcome, owner_rank
 from tests.unit.checkpoint.saved import files, save, state_of, steps
 
 LONG_S = 60.0
@@ -36,27 +36,29 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.url = f"memory://{root}/run-1"
-        self.told: list[tuple[int, Copied]] = []
+        self.told: list[tuple[int, UploadOutcome]] = []
         self.uploaders: list[Uploader] = []
 
     def start(
-        self, ranks: int, *, attempt: str = "1", policy: Policy | None = None, missing: int | None = None
+        self, ranks: int, *, attempt: str = "1", policy: RetentionPolicy | None = None, missing: int | None = None
     ) -> list[Uploader]:
-        def tell(rank: int) -> Callable[[Copied], None]:
+        def tell(rank: int) -> Callable[[UploadOutcome], None]:
             return lambda c: self.told.append((rank, c))
 
         self.stop()
-        policy = policy or Policy(keep=9)
+        policy = policy or RetentionPolicy(keep=9)
         for rank in range(ranks):
-            job = Upload(url=self.url, root=str(self.root), rank=rank, world_size=ranks, attempt=attempt, policy=policy)
+            job = UploadJob(
+                url=self.url, root=str(self.root), rank=rank, world_size=ranks, attempt=attempt, policy=policy
+            )
             self.uploaders.append(Uploader(job, tell(rank), lambda: None))
             if rank != missing:
-                self.uploaders[-1].begin()
+                self.uploaders[-1].start()
         return self.uploaders
 
     def stop(self) -> None:
         for uploader in self.uploaders:
-            uploader.end()
+            uploader.stop()
         self.uploaders = []
 
     def wait_for(self, step: int, ranks: int) -> None:
@@ -70,8 +72,8 @@ class Store:
 
 @pytest.fixture
 def store(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setattr(remote, "PAUSES_S", (0.05, 0.2))
-    monkeypatch.setattr(remote, "POLLS_S", (0.01, 0.05))
+    monkeypatch.setattr(remote, "RETRY_BACKOFF_S", (0.05, 0.2))
+    monkeypatch.setattr(remote, "POLL_BACKOFF_S", (0.01, 0.05))
     made = Store(root)
     yield made
     made.stop()
@@ -99,10 +101,10 @@ def test_every_rank_copies_its_share_whoever_wrote_it(store: Store, root: Path, 
     many_files(root, 3, 4)
     store.start(ranks)
     store.wait_for(3, ranks)
-    assert of_store(store) == {k: v for k, v in files(root).items() if k != SAID}
+    assert of_store(store) == {k: v for k, v in files(root).items() if k != ANNOUNCEMENT_FILE}
     many_files(root, 6, 4)
     for uploader in store.uploaders:
-        uploader.saved(6)
+        uploader.notify_saved(6)
     store.wait_for(6, ranks)
     assert steps(RemoteFolder(store.url)) == [3, 6]
     assert [(r, c.step) for r, c in store.told if c.bytes] == [(0, 3), (0, 6)]
@@ -113,7 +115,7 @@ def test_every_rank_copies_its_share_whoever_wrote_it(store: Store, root: Path, 
     [("rank-12.bin", 12), ("__3_0.distcp", 3), ("rank-4/segment-7", 4), (".metadata", 0), ("manifest.json", 0)],
 )
 def test_files_belong_to_the_rank_in_their_name(name: str, rank: int) -> None:
-    assert owner(name) == rank
+    assert owner_rank(name) == rank
 
 
 def test_without_all_shares_nothing_is_committed_and_the_rest_comes_later(store: Store, root: Path) -> None:
@@ -125,7 +127,7 @@ def test_without_all_shares_nothing_is_committed_and_the_rest_comes_later(store:
     # The next attempt has another number of ranks, for which the share that is there is no share.
     store.start(1, attempt="2")
     store.wait_for(3, 1)
-    assert of_store(store) == {k: v for k, v in files(root).items() if k != SAID}
+    assert of_store(store) == {k: v for k, v in files(root).items() if k != ANNOUNCEMENT_FILE}
 
 
 def test_a_step_that_was_saved_anew_replaces_the_copy_as_a_whole(
@@ -139,13 +141,13 @@ def test_a_step_that_was_saved_anew_replaces_the_copy_as_a_whole(
     shutil.rmtree(root / "step-00000003")
     save(root, 3, state_of(30.0))
     seen: list[bool] = []
-    original = Uploader._put
+    original = Uploader._upload_file
 
     def put(self: Uploader, *args: Any) -> None:
         seen.append(index.is_committed(there))
         original(self, *args)
 
-    monkeypatch.setattr(Uploader, "_put", put)
+    monkeypatch.setattr(Uploader, "_upload_file", put)
     store.told.clear()
     store.start(2, attempt="2")
     store.wait_for(3, 2)
@@ -156,36 +158,36 @@ def test_a_step_that_was_saved_anew_replaces_the_copy_as_a_whole(
 
 def test_what_is_being_copied_is_not_deleted_here(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held, go = threading.Event(), threading.Event()
-    original = Uploader._put
+    original = Uploader._upload_file
 
     def put(self: Uploader, *args: Any) -> None:
         held.set()
         assert go.wait(LONG_S)
         original(self, *args)
 
-    monkeypatch.setattr(Uploader, "_put", put)
+    monkeypatch.setattr(Uploader, "_upload_file", put)
     save(root, 3, state_of(3.0))
     (uploader,) = store.start(1)
     assert held.wait(LONG_S)
-    assert uploader.spared() == (3,)
+    assert uploader.protected_steps() == (3,)
     go.set()
     store.wait_for(3, 1)
-    assert uploader.spared() == ()
+    assert uploader.protected_steps() == ()
 
 
 def test_what_was_deleted_here_is_not_waited_for(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Uploader._put
+    original = Uploader._upload_file
 
     def put(self: Uploader, path: Path, there: Any) -> None:
         shutil.rmtree(path.parent, ignore_errors=True)
         original(self, path, there)
 
-    monkeypatch.setattr(Uploader, "_put", put)
+    monkeypatch.setattr(Uploader, "_upload_file", put)
     save(root, 3, state_of(3.0))
     store.start(1)
     store.wait_for(0, 1)
     assert [c.trouble is not None for _, c in store.told] == [True, False]
-    assert [p for p in index.folders(RemoteFolder(store.url)) if index.is_committed(p)] == []
+    assert [p for p in index.list_checkpoint_folders(RemoteFolder(store.url)) if index.is_committed(p)] == []
 
 
 @pytest.mark.parametrize("name", ["rank-0.bin", "manifest.json"])
@@ -196,12 +198,12 @@ def test_what_is_damaged_here_is_not_copied(store: Store, root: Path, name: str)
     store.start(1)
     store.wait_for(3, 1)
     there = RemoteFolder(store.url)
-    assert [index.step_of(p) for p in index.folders(there) if index.is_committed(p)] == [3]
+    assert [index.parse_step(p) for p in index.list_checkpoint_folders(there) if index.is_committed(p)] == [3]
     assert [(c.step, name in c.trouble.why) for _, c in store.told if c.trouble] == [(6, True)]
 
 
 def test_the_policy_there_is_that_of_here(store: Store, root: Path) -> None:
-    policy = Policy(keep=1, keep_every=100)
+    policy = RetentionPolicy(keep=1, keep_every=100)
     for step in (50, 100, 150, 200, 250):
         save(root, step, state_of(float(step)))
     store.start(1, policy=policy)
@@ -213,7 +215,7 @@ def test_the_policy_there_is_that_of_here(store: Store, root: Path) -> None:
         shutil.rmtree(root / f"step-{step:08d}")
     save(root, 260, state_of(260.0))
     (there / "step-00000240" / "rank-0.bin").write_bytes(b"of an attempt that was killed")
-    store.uploaders[0].saved(260)
+    store.uploaders[0].notify_saved(260)
     store.wait_for(260, 1)
     assert steps(there) == [100, 200, 260]
 
@@ -222,7 +224,7 @@ def test_somebody_elses_change_there_is_noticed_and_mended(
     store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many_files(root, 3, 2)
-    original, once = Uploader._commit, [True]
+    original, once = Uploader._commit_remote, [True]
 
     def commit(self: Uploader, step: int, *args: Any) -> None:
         if once and clock.wait_until(lambda: ".uploaded-1" in there.sizes(), LONG_S, 0.02):
@@ -231,15 +233,15 @@ def test_somebody_elses_change_there_is_noticed_and_mended(
         original(self, step, *args)
 
     there = RemoteFolder(store.url) / "step-00000003"
-    monkeypatch.setattr(Uploader, "_commit", commit)
+    monkeypatch.setattr(Uploader, "_commit_remote", commit)
     store.start(2)
     store.wait_for(3, 2)
     assert any("is not what was written there" in c.trouble.why for _, c in store.told if c.trouble)
-    assert of_store(store) == {k: v for k, v in files(root).items() if k != SAID}
+    assert of_store(store) == {k: v for k, v in files(root).items() if k != ANNOUNCEMENT_FILE}
 
 
 def test_shares_that_do_not_come_are_told(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(remote, "SHARE_TIMEOUT_S", 0.1)
     many_files(root, 3, 2)
     store.start(2, missing=1)
     assert clock.wait_until(lambda: any(c.trouble for _, c in store.told), LONG_S, 0.02)
@@ -248,21 +250,21 @@ def test_shares_that_do_not_come_are_told(store: Store, root: Path, monkeypatch:
 
 def test_what_rank_0_says_in_another_attempt_is_not_heard(store: Store, root: Path) -> None:
     many_files(root, 3, 2)
-    (root / SAID).write_text(json.dumps({"attempt": "1", "nth": 1, "upto": 0, "step": 3, "marker": "x"}))
-    job = Upload(url=store.url, root=str(root), rank=1, world_size=2, attempt="2", policy=Policy())
+    (root / ANNOUNCEMENT_FILE).write_text(json.dumps({"attempt": "1", "nth": 1, "upto": 0, "step": 3, "marker": "x"}))
+    job = UploadJob(url=store.url, root=str(root), rank=1, world_size=2, attempt="2", policy=RetentionPolicy())
     uploader = Uploader(job, lambda c: None, lambda: None)
-    assert uploader._hear() is None
-    (root / SAID).write_text("{")
-    assert uploader._hear() is None
+    assert uploader._read_announcement() is None
+    (root / ANNOUNCEMENT_FILE).write_text("{")
+    assert uploader._read_announcement() is None
 
 
 def test_when_rank_0_is_gone_nobody_waits_for_it(store: Store, root: Path) -> None:
     root.mkdir()
     first, second = store.start(2)
     store.wait_for(0, 1)
-    first.end()
-    second.saved(3)
-    first.say_over()
+    first.stop()
+    second.notify_saved(3)
+    first.announce_end()
     assert clock.wait_until(lambda: any(r == 1 and c.step >= 3 for r, c in store.told), LONG_S, 0.02)
 
 
@@ -271,12 +273,12 @@ def test_a_copy_gives_way_to_a_save_and_ends_when_nobody_waits(
 ) -> None:
     monkeypatch.setattr(remote, "CHUNK_BYTES", 1000)
     asked: list[int] = []
-    job = Upload(url=store.url, root=str(root), rank=0, world_size=1, attempt="1", policy=Policy())
+    job = UploadJob(url=store.url, root=str(root), rank=0, world_size=1, attempt="1", policy=RetentionPolicy())
 
     def save_is_over() -> None:
         asked.append(1)
         if len(asked) == 3:
-            uploader.end()
+            uploader.stop()
 
     uploader = Uploader(job, lambda c: None, save_is_over)
     save(root, 3, state_of(3.0))

@@ -13,16 +13,16 @@ import pytest
 
 from clustertrain import clock, settings
 from clustertrain.checkpoint.core.control_group import Ranks
-from clustertrain.checkpoint.core.retention import Policy
+from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format import storage_errors
 from clustertrain.checkpoint.format.storage import RemoteFolder
 from clustertrain.checkpoint.format.storage_errors import StorageError
-from clustertrain.checkpoint.manager import CheckpointManager, Remote
+from clustertrain.checkpoint.manager import CheckpointManager, RemoteTier
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.checkpoint.save import pending_saves
-from clustertrain.checkpoint.save.remote import SAID
-from clustertrain.checkpoint.save.writer_client import Outcome
+from clustertrain.checkpoint.save.remote import ANNOUNCEMENT_FILE
+from clustertrain.checkpoint.save.writer_client import JobOutcome
 from tests.unit.checkpoint.saved import files, save, state_of, steps
 
 LONG_S = 60.0
@@ -40,20 +40,20 @@ def there(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def told() -> list[Outcome]:
+def told() -> list[JobOutcome]:
     return []
 
 
 @pytest.fixture
 def make(
-    root: Path, there: Path, told: list[Outcome], monkeypatch: pytest.MonkeyPatch
+    root: Path, there: Path, told: list[JobOutcome], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., CheckpointManager]]:
     """A manager whose process meets ``fault``, with what it restored into ``state``."""
     made = []
 
     def make(*, fault: str = "", keep: int = 2, needed: bool = False, state: Any = None, **more: Any) -> Any:
-        options: dict[str, Any] = {"attempt": "1", "layout": {}, "policy": Policy(keep=2), **more}
-        url = Remote(f"file://{there}", Policy(keep=keep), needed)
+        options: dict[str, Any] = {"attempt": "1", "layout": {}, "policy": RetentionPolicy(keep=2), **more}
+        url = RemoteTier(f"file://{there}", RetentionPolicy(keep=keep), needed)
         manager = CheckpointManager(root, Ranks(), remote=url, on_copy=told.append, **options)
         if fault:
             monkeypatch.setenv(settings.FAULT_AT, fault)
@@ -70,22 +70,22 @@ def make(
 
 def copied(manager: CheckpointManager) -> bool:
     until = clock.monotonic() + LONG_S
-    return manager.await_copies(lambda: clock.monotonic() < until)
+    return manager.wait_for_copies(lambda: clock.monotonic() < until)
 
 
 @pytest.mark.parametrize(
     "engine", ["raw", *(pytest.param(name, marks=pytest.mark.ranks) for name in ("dcp", "torchsnapshot"))]
 )  # processes that write for the other two import torch
 def test_copies_are_the_same_and_a_run_comes_back_from_them(
-    make: Callable[..., Any], root: Path, there: Path, told: list[Outcome], engine: str
+    make: Callable[..., Any], root: Path, there: Path, told: list[JobOutcome], engine: str
 ) -> None:
     manager = make(engine=engine)
     for step in (3, 6):
         manager.save(step, state_of(float(step)), wait=True)
         assert copied(manager)
     assert [(o.step, o.trouble) for o in told] == [(3, None), (6, None)]
-    assert [o.bytes for o in told] == [index.read_manifest(p).bytes for p in index.folders(root)]
-    assert files(there) == {k: v for k, v in files(root).items() if k != SAID}
+    assert [o.bytes for o in told] == [index.read_manifest(p).bytes for p in index.list_checkpoint_folders(root)]
+    assert files(there) == {k: v for k, v in files(root).items() if k != ANNOUNCEMENT_FILE}
     manager.close()
     shutil.rmtree(root)
     state = state_of(0.0)
@@ -103,11 +103,11 @@ def test_what_is_there_follows_its_own_number(make: Callable[..., Any], root: Pa
         manager.save(step, state_of(float(step)), wait=True)
         assert copied(manager)
     assert (steps(root), steps(there)) == ([6, 9], [9])
-    inspect.verify(inspect.find(there))
+    inspect.verify(inspect.find_checkpoint(there))
 
 
 def test_a_store_that_fails_is_tried_again_and_the_training_goes_on(
-    make: Callable[..., Any], root: Path, there: Path, told: list[Outcome]
+    make: Callable[..., Any], root: Path, there: Path, told: list[JobOutcome]
 ) -> None:
     there.parent.write_text("in the way")
     manager = make()
@@ -119,7 +119,7 @@ def test_a_store_that_fails_is_tried_again_and_the_training_goes_on(
     assert copied(manager)
     assert steps(there) == [3, 6]
     assert [o.step for o in told if o.trouble is None] == [6, 3]  # the newest first
-    for folder in index.folders(there):
+    for folder in index.list_checkpoint_folders(there):
         inspect.verify(folder)
 
 
@@ -129,8 +129,8 @@ def test_a_kill_leaves_nothing_that_counts_and_the_next_attempt_goes_on(
 ) -> None:
     manager = make(fault=f"{point}:0:1:KILL")
     manager.save(3, state_of(3.0), wait=True)
-    assert clock.wait_until(lambda: (manager.poll(), not manager._flights.worker.alive)[1], LONG_S)
-    assert [p for p in index.folders(there) if index.is_committed(p)] == []
+    assert clock.wait_until(lambda: (manager.poll(), not manager._pending.worker.is_alive)[1], LONG_S)
+    assert [p for p in index.list_checkpoint_folders(there) if index.is_committed(p)] == []
     manager.close()
     second = make(attempt="2")
     assert second.restored.path == root / "step-00000003"
@@ -151,10 +151,10 @@ def test_the_end_of_the_run_waits_no_longer_than_it_is_asked_to(
     there.parent.write_text("in the way")
     manager = make()
     manager.save(3, state_of(3.0), wait=True)
-    assert not manager.await_copies(lambda: False)  # told to stop
-    monkeypatch.setattr(pending_saves, "FAILING_S", 0.5)
-    assert not manager.await_copies(lambda: True)
-    process = manager._flights.worker._process
+    assert not manager.wait_for_copies(lambda: False)  # told to stop
+    monkeypatch.setattr(pending_saves, "COPY_FAILURE_TIMEOUT_S", 0.5)
+    assert not manager.wait_for_copies(lambda: True)
+    process = manager._pending.worker._process
     manager.close()
     assert process.returncode == 0
 
@@ -203,14 +203,14 @@ def test_the_newest_that_verifies_is_restored_wherever_it_is(
     manager.save(6, state_of(6.0), wait=True)
     markers = [folder / "step-00000006" / index.COMMITTED for folder in (root, there)]
     assert clock.wait_until(lambda: markers[1].exists() and markers[1].read_bytes() == markers[0].read_bytes(), LONG_S)
-    for folder in (*index.folders(root), *index.folders(there)):
+    for folder in (*index.list_checkpoint_folders(root), *index.list_checkpoint_folders(there)):
         inspect.verify(folder)
 
 
 def test_a_store_that_cannot_be_asked_matters_only_where_it_may_have_what_is_missing(
     make: Callable[..., Any], root: Path, there: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(storage_errors, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(storage_errors, "RETRY_TIMEOUT_S", 0.0)
 
     def fail(self: RemoteFolder) -> Any:
         raise PermissionError(13, "access denied")

@@ -15,30 +15,30 @@ import torch
 
 from clustertrain import clock, settings
 from clustertrain.checkpoint.core.control_group import Ranks
-from clustertrain.checkpoint.core.failures import TooLate
-from clustertrain.checkpoint.core.state_dict import block
+from clustertrain.checkpoint.core.failures import DeadlineExceeded
+from clustertrain.checkpoint.core.state_dict import to_local_shard
 from clustertrain.checkpoint.format import folders
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.checksums import BLOCK_BYTES
-from clustertrain.checkpoint.format.manifest import Damaged
+from clustertrain.checkpoint.format.manifest import DamagedCheckpoint
 from clustertrain.checkpoint.format.shard_io import read_into
 from clustertrain.checkpoint.format.storage_errors import StorageError
-from clustertrain.checkpoint.manager import CheckpointManager, Saved
+from clustertrain.checkpoint.manager import CheckpointManager, SaveResult
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.checkpoint.save import staging
-from clustertrain.checkpoint.save.staging import Staging, available_memory
-from clustertrain.checkpoint.save.writer_client import Background
+from clustertrain.checkpoint.save.staging import StagingBuffer, available_memory
+from clustertrain.checkpoint.save.writer_client import WriterClient
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def told() -> list[Saved]:
+def told() -> list[SaveResult]:
     return []
 
 
 @pytest.fixture
-def manager(tmp_path: Path, told: list[Saved]) -> Iterator[CheckpointManager]:
+def manager(tmp_path: Path, told: list[SaveResult]) -> Iterator[CheckpointManager]:
     made = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, on_commit=told.append)
     made.start()
     yield made
@@ -46,8 +46,8 @@ def manager(tmp_path: Path, told: list[Saved]) -> Iterator[CheckpointManager]:
 
 
 def writer_of(manager: CheckpointManager) -> psutil.Process:
-    worker = manager._flights.worker
-    assert isinstance(worker, Background) and worker._process is not None
+    worker = manager._pending.worker
+    assert isinstance(worker, WriterClient) and worker._process is not None
     return psutil.Process(worker._process.pid)
 
 
@@ -65,7 +65,7 @@ def saved_value(root: Path, step: int) -> float:
 
 
 def test_a_save_is_over_before_it_is_written_and_later_changes_do_not_reach_it(
-    manager: CheckpointManager, told: list[Saved], tmp_path: Path
+    manager: CheckpointManager, told: list[SaveResult], tmp_path: Path
 ) -> None:
     state = state_of(1.0)
     writer = writer_of(manager)
@@ -78,7 +78,7 @@ def test_a_save_is_over_before_it_is_written_and_later_changes_do_not_reach_it(
     assert clock.wait_until(lambda: (manager.poll(), told)[1] != [], 60.0)  # without anybody who waits for it
     assert [s.step for s in told] == [3]
     assert told[0].stall_s < told[0].save_s
-    manager.settle()
+    manager.wait_for_saves()
     assert [s.step for s in told] == [3]  # told once
     assert saved_value(tmp_path / "c", 3) == 1.0
 
@@ -94,13 +94,13 @@ def test_the_next_save_waits_for_the_memory_of_the_last(manager: CheckpointManag
     assert second.is_alive()
     writer.resume()
     second.join()
-    manager.settle()
+    manager.wait_for_saves()
     inspect.verify(index.step_folder(tmp_path / "c", 3))
     assert saved_value(tmp_path / "c", 6) == 2.0
 
 
 @pytest.fixture
-def limited(tmp_path: Path, told: list[Saved]) -> Iterator[tuple[CheckpointManager, list[float]]]:
+def limited(tmp_path: Path, told: list[SaveResult]) -> Iterator[tuple[CheckpointManager, list[float]]]:
     """A manager, and the moment at which waiting ends, once there is one."""
     until: list[float] = []
     made = CheckpointManager(
@@ -108,7 +108,7 @@ def limited(tmp_path: Path, told: list[Saved]) -> Iterator[tuple[CheckpointManag
         Ranks(),
         attempt="1",
         layout={},
-        until=lambda: until[0] if until else None,
+        get_deadline=lambda: until[0] if until else None,
         on_commit=told.append,
     )
     made.start()
@@ -117,14 +117,14 @@ def limited(tmp_path: Path, told: list[Saved]) -> Iterator[tuple[CheckpointManag
 
 
 def test_a_save_is_given_up_at_the_deadline(
-    limited: tuple[CheckpointManager, list[float]], told: list[Saved], tmp_path: Path
+    limited: tuple[CheckpointManager, list[float]], told: list[SaveResult], tmp_path: Path
 ) -> None:
     manager, until = limited
     manager.save(3, state_of(1.0), wait=True)
     writer = writer_of(manager)
     writer.suspend()
     until.append(clock.monotonic() + 0.2)
-    with pytest.raises(TooLate, match=r"step 6 was not saved: rank 0: .*before this process must end"):
+    with pytest.raises(DeadlineExceeded, match=r"step 6 was not saved: rank 0: .*before this process must end"):
         manager.save(6, state_of(2.0), wait=True)
     assert [s.step for s in told] == [3]
     assert saved_value(tmp_path / "c", 3) == 1.0  # which also clears away what the other one has left
@@ -139,10 +139,10 @@ def test_the_deadline_may_fall_into_the_commit(
 ) -> None:
     manager, until = limited
     manager.save(3, state_of(1.0), wait=True)
-    manager._flights.worker.close()
+    manager._pending.worker.close()
     monkeypatch.setenv(settings.FAULT_AT, f"{point}:0:1:STOP")  # of the next process
     until.append(clock.monotonic() + 0.5)
-    with pytest.raises(TooLate, match="step 6 was not saved"):
+    with pytest.raises(DeadlineExceeded, match="step 6 was not saved"):
         manager.save(6, state_of(2.0), wait=True)
     hung = writer_of(manager)
     assert clock.wait_until(lambda: hung.status() == psutil.STATUS_STOPPED, 10.0)
@@ -170,32 +170,32 @@ def test_what_a_late_writer_makes_again_is_no_hindrance(manager: CheckpointManag
 
 
 def test_a_writer_that_is_killed_is_replaced_and_nothing_is_lost(
-    manager: CheckpointManager, told: list[Saved], tmp_path: Path
+    manager: CheckpointManager, told: list[SaveResult], tmp_path: Path
 ) -> None:
     writer = writer_of(manager)
     writer.suspend()
     manager.save(3, state_of(1.0))
     writer.kill()
-    manager.settle()
+    manager.wait_for_saves()
     assert writer_of(manager).pid != writer.pid
     assert saved_value(tmp_path / "c", 3) == 1.0
     manager.save(6, state_of(2.0))
-    manager.settle()
+    manager.wait_for_saves()
     assert [s.step for s in told] == [3, 6]
 
 
 @pytest.mark.parametrize("point", ["while writing", "written", "before the marker", "after the marker"])
 def test_another_writer_goes_on_from_any_point(manager: CheckpointManager, tmp_path: Path, point: str) -> None:
-    manager._flights.worker.close()
+    manager._pending.worker.close()
     os.environ[settings.FAULT_AT] = f"{point}:0:1:KILL"
     try:
-        manager._flights.worker = Background("raw")
+        manager._pending.worker = WriterClient("raw")
         manager.start()
         writer_of(manager)  # it has its environment
     finally:
         del os.environ[settings.FAULT_AT]
     manager.save(3, state_of(1.0))
-    manager.settle()
+    manager.wait_for_saves()
     assert saved_value(tmp_path / "c", 3) == 1.0
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["step-00000003"]
 
@@ -204,9 +204,9 @@ def test_a_full_disk_is_told_when_somebody_looks_and_costs_nothing_older(
     manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager.save(3, state_of(1.0), wait=True)
-    manager._flights.worker.close()
+    manager._pending.worker.close()
     monkeypatch.setenv(settings.FAULT_AT, "while writing:0:1:ENOSPC")
-    manager._flights.worker = Background("raw")
+    manager._pending.worker = WriterClient("raw")
     manager.save(6, state_of(2.0))
     assert clock.wait_until(manager.poll, 60.0)
     with pytest.raises(StorageError, match=r"step 6 was not saved: rank 0: .*No space left") as e:
@@ -237,7 +237,9 @@ def test_the_writer_ends_with_its_rank_when_its_work_is_done(manager: Checkpoint
     assert saved_value(tmp_path / "c", 3) == 1.0
 
 
-def test_closing_waits_for_what_is_under_way(manager: CheckpointManager, told: list[Saved], tmp_path: Path) -> None:
+def test_closing_waits_for_what_is_under_way(
+    manager: CheckpointManager, told: list[SaveResult], tmp_path: Path
+) -> None:
     manager.save(3, state_of(1.0))
     manager.close(60.0)
     assert [s.step for s in told] == [3]
@@ -250,7 +252,7 @@ def test_without_enough_memory_the_copy_is_a_file_without_a_name(
     (tmp_path / "c").mkdir()
     manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={})
     manager.save(3, state_of(1.0), wait=True)
-    assert not manager._stagings[0].in_memory
+    assert not manager._staging_buffers[0].in_memory
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["step-00000003"]
     manager.close()
     assert saved_value(tmp_path / "c", 3) == 1.0
@@ -260,20 +262,20 @@ def test_room_that_was_reserved_is_what_the_save_takes(manager: CheckpointManage
     (tmp_path / "c").mkdir()
     state = state_of(1.0)
     manager.reserve(state)
-    reserved = manager._stagings[0].fd
+    reserved = manager._staging_buffers[0].fd
     assert reserved is not None
     manager.save(3, state, wait=True)
-    assert manager._stagings[0].fd == reserved
+    assert manager._staging_buffers[0].fd == reserved
     assert saved_value(tmp_path / "c", 3) == 1.0
 
 
 def test_memory_grows_with_the_state(tmp_path: Path) -> None:
-    made = Staging(tmp_path, CPU)
-    made.fill([block("a", "other", torch.zeros(10))])
+    made = StagingBuffer(tmp_path, CPU)
+    made.stage([to_local_shard("a", "other", torch.zeros(10))])
     small, fd = made.size, made.fd
-    made.fill([block("a", "other", torch.zeros(10))])
+    made.stage([to_local_shard("a", "other", torch.zeros(10))])
     assert (made.size, made.fd) == (small, fd)
-    made.fill([block("a", "other", torch.zeros(10)), block("b", "other", torch.ones(2_000_000))])
+    made.stage([to_local_shard("a", "other", torch.zeros(10)), to_local_shard("b", "other", torch.ones(2_000_000))])
     assert made.size >= 8_000_000 > small
     made.close()
 
@@ -282,7 +284,7 @@ def test_the_limit_of_the_jobs_cgroup_counts(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 300000\ninactive_file 400000\n")
-    monkeypatch.setattr(staging, "_own_cgroups", lambda: [tmp_path])
+    monkeypatch.setattr(staging, "_list_own_cgroups", lambda: [tmp_path])
     assert available_memory() == 700_000
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory() > 700_000
@@ -320,7 +322,7 @@ def test_damage_in_a_large_shard_is_told_with_its_place(tmp_path: Path, alone: b
     else:
         path.unlink()
         said = "No such file"
-    with pytest.raises(Damaged, match=said):
+    with pytest.raises(DamagedCheckpoint, match=said):
         read_into(memoryview(bytearray(shard.nbytes)), saved.path, shard, 0, alone=alone)
 
 

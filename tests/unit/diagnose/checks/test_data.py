@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clustertrain.config.recipe import Recipe
-from clustertrain.diagnose.checks.data import Seen, look_at, of_labels, of_values, words_of
+from clustertrain.diagnose.checks.data import SampleStats, add_sample, assess_labels, assess_values, format_sample
 from clustertrain.diagnose.subject import Subject
 from clustertrain.plan.layout import Batch
 from clustertrain.run.run_dir import RunDir
@@ -16,31 +16,33 @@ from clustertrain.run.run_dir import RunDir
 SUBJECT = Subject(Recipe(), Batch(), RunDir(Path("nowhere")), torch.device("cpu"))
 
 
-def seen(*samples: object) -> Seen:
-    found = Seen(list(range(len(samples))))
+def seen(*samples: object) -> SampleStats:
+    found = SampleStats(list(range(len(samples))))
     for i, sample in enumerate(samples):
-        look_at(found, i, sample)
+        add_sample(found, i, sample)
     return found
 
 
-def labelled(*labels: int) -> Seen:
+def labelled(*labels: int) -> SampleStats:
     return seen(*((torch.tensor([float(i)]), label) for i, label in enumerate(labels)))
 
 
 def test_what_is_not_finite_is_named_by_its_number() -> None:
     samples = [(torch.tensor([1.0, i]), i) for i in (0.0, 1.0, float("nan"), 3.0)]
-    [(verdict, text, _)] = of_values(seen(*samples), samples)
+    [(verdict, text, _)] = assess_values(seen(*samples), samples)
     assert verdict == "fail" and text.endswith(": sample 2")
 
 
 def test_duplicates_and_inputs_with_two_targets() -> None:
     x = torch.arange(3.0)
-    notes = of_values(seen((x, 0), (x, 1), (x + 1, 0), (x + 2, 0)), [])
+    notes = assess_values(seen((x, 0), (x, 1), (x + 1, 0), (x + 2, 0)), [])
     assert [n[0] for n in notes] == ["warn", "warn"] and "different targets" in notes[1][1]
-    assert [n[0] for n in of_values(seen((x, 0), (x, 1), (x + 1, 0), (x + 2, 0)), [], one_answer=False)] == ["warn"]
-    [(verdict, text, _)] = of_values(seen((x, 0), (x, 0)), [])
+    assert [n[0] for n in assess_values(seen((x, 0), (x, 1), (x + 1, 0), (x + 2, 0)), [], has_unique_target=False)] == [
+        "warn"
+    ]
+    [(verdict, text, _)] = assess_values(seen((x, 0), (x, 0)), [])
     assert verdict == "fail" and "same inputs" in text
-    assert of_values(seen((x, 0), (x + 1, 0)), []) == []
+    assert assess_values(seen((x, 0), (x + 1, 0)), []) == []
 
 
 @pytest.mark.parametrize(
@@ -49,19 +51,19 @@ def test_duplicates_and_inputs_with_two_targets() -> None:
      ((1, 1, 1), "fail", "nothing to learn"), ((0,) * 19 + (1,), "warn", "accuracy")],
 )  # fmt: skip
 def test_labels(labels: tuple[int, ...], verdict: str | None, words: str) -> None:
-    notes = of_labels(labelled(*labels), 3, SUBJECT)
+    notes = assess_labels(labelled(*labels), 3, SUBJECT)
     assert [n[0] for n in notes] == ([verdict] if verdict else [])
     assert all(words in n[2] for n in notes)
 
 
 def test_masked_targets_are_no_labels() -> None:
     found = seen((torch.arange(4), torch.tensor([-100, 1, 2, 0])))
-    assert of_labels(found, 3, SUBJECT) == []
+    assert assess_labels(found, 3, SUBJECT) == []
 
 
 def test_a_sample_in_a_line() -> None:
     text = torch.tensor(list(b"def main():\n"))
-    assert words_of((text[:-1], text[1:]), SUBJECT) == "'def main():' -> 'ef main():\\n'"
+    assert format_sample((text[:-1], text[1:]), SUBJECT) == "'def main():' -> 'ef main():\\n'"
     image = (torch.zeros(8, 8, 3, dtype=torch.uint8), 4)
-    assert words_of(image, SUBJECT) == "uint8 (8, 8, 3) from 0 to 0, mean 0 -> 4"
-    assert words_of(({"ids": torch.arange(9)}, torch.tensor(0.5)), SUBJECT).endswith("-> 0.5")
+    assert format_sample(image, SUBJECT) == "uint8 (8, 8, 3) from 0 to 0, mean 0 -> 4"
+    assert format_sample(({"ids": torch.arange(9)}, torch.tensor(0.5)), SUBJECT).endswith("-> 0.5")

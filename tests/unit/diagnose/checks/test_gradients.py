@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from clustertrain.diagnose.checks import gradients
-from clustertrain.diagnose.checks.float64_mode import doubled
+from clustertrain.diagnose.checks.float64_mode import force_float64
 
 
 class Square(torch.autograd.Function):
@@ -48,14 +48,14 @@ def inputs() -> torch.Tensor:
 @pytest.mark.parametrize("factor", [-1.0, 0.0, 1.001])
 def test_the_module_with_a_wrong_gradient_is_named(factor: float) -> None:
     wrong = model(factor)
-    found = gradients.first_wrong(wrong, (inputs(), None), lambda: wrong(inputs()).sum())
-    assert found is not None and found[0] == "2 (Squared)" and found[1] > gradients.BUG
+    found = gradients.find_faulty_module(wrong, (inputs(), None), lambda: wrong(inputs()).sum())
+    assert found is not None and found[0] == "2 (Squared)" and found[1] > gradients.FAIL_ABOVE
 
 
 def test_right_gradients_agree_to_many_digits() -> None:
     right = model()
-    assert gradients.error_alone(right, (inputs().requires_grad_(),), {}) < gradients.GOOD
-    assert gradients.first_wrong(right, (inputs(), None), lambda: right(inputs()).sum()) is None
+    assert gradients.module_gradient_error(right, (inputs().requires_grad_(),), {}) < gradients.PASS_BELOW
+    assert gradients.find_faulty_module(right, (inputs(), None), lambda: right(inputs()).sum()) is None
 
 
 def test_a_kink_is_no_mistake() -> None:
@@ -64,13 +64,13 @@ def test_a_kink_is_no_mistake() -> None:
     def loss() -> torch.Tensor:
         return torch.relu(weight).sum() + (weight - 1).square().sum()
 
-    slopes = gradients.slopes_of([("weight", weight)], loss, loss(), lambda done, total: None)
-    assert max(s.error(gradients.usual_of(slopes)) for s in slopes) < gradients.GOOD
-    assert [v for v, _, _ in (gradients.judged(e, "w", None) for e in (1e-9, 1e-6, 1e-3))] == ["pass", "warn", "fail"]
+    slopes = gradients.compute_slopes([("weight", weight)], loss, loss(), lambda done, total: None)
+    assert max(s.error(gradients.typical_slope(slopes)) for s in slopes) < gradients.PASS_BELOW
+    assert [v for v, _, _ in (gradients.assess(e, "w", None) for e in (1e-9, 1e-6, 1e-3))] == ["pass", "warn", "fail"]
 
 
 def test_what_asks_for_float32_gets_float64() -> None:
-    with doubled():
+    with force_float64():
         x = torch.ones(2)
         made = (x, x.float(), x.to(torch.float32), torch.zeros(1, dtype=torch.float32), x.half())
         assert {t.dtype for t in made} == {torch.float64}

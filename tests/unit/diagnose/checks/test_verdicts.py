@@ -8,24 +8,24 @@ import random
 import pytest
 
 from clustertrain.diagnose.checks import init_loss, layers, lr_range, overfit, resume, speed
-from clustertrain.diagnose.checks.overfit import Try
-from clustertrain.diagnose.registry import CHECKS, Verdict, asked, overall, worst
+from clustertrain.diagnose.checks.overfit import OverfitTrial
+from clustertrain.diagnose.registry import CHECKS, Verdict, overall_verdict, select_checks, worst_verdict
 from clustertrain.errors import UsageError
-from clustertrain.train.models.initial_loss import Expected
+from clustertrain.train.models.initial_loss import ExpectedLoss
 
-LN_10 = Expected(math.log(10), "ln 10")
+LN_10 = ExpectedLoss(math.log(10), "ln 10")
 
 
 def test_a_check_is_found_by_its_name_and_a_wrong_one_by_the_nearest() -> None:
-    assert asked("all") == list(CHECKS) and asked("resume") == ["resume"]
+    assert select_checks("all") == list(CHECKS) and select_checks("resume") == ["resume"]
     with pytest.raises(UsageError) as e:
-        asked("overfitt")
+        select_checks("overfitt")
     assert e.value.fix is not None and "overfit" in e.value.fix
 
 
 def test_the_worst_verdict_counts_and_skipped_only_when_alone() -> None:
-    assert worst([]) == "pass" and worst(["pass", "fail", "warn"]) == "fail"
-    assert overall(["skipped", "pass"]) == "pass" and overall(["skipped"]) == "skipped"
+    assert worst_verdict([]) == "pass" and worst_verdict(["pass", "fail", "warn"]) == "fail"
+    assert overall_verdict(["skipped", "pass"]) == "pass" and overall_verdict(["skipped"]) == "skipped"
 
 
 @pytest.mark.parametrize(
@@ -33,18 +33,18 @@ def test_the_worst_verdict_counts_and_skipped_only_when_alone() -> None:
     [(2.3026, "pass"), (2.5, "pass"), (2.06, "pass"), (2.7, "warn"), (9.0, "fail"), (0.4, "fail"), (math.nan, "fail")],
 )
 def test_the_first_loss(loss: float, verdict: Verdict) -> None:
-    assert init_loss.judged(loss, LN_10)[0] == verdict
+    assert init_loss.assess(loss, LN_10)[0] == verdict
 
 
 def test_a_loss_of_ones_own_is_never_more_than_doubted() -> None:
-    assert init_loss.judged(9.0, LN_10, own_loss=True)[0] == "warn"
-    assert init_loss.judged(9.0, None)[0] == "skipped"
-    assert init_loss.judged(math.inf, None)[0] == "fail"
+    assert init_loss.assess(9.0, LN_10, has_model_loss=True)[0] == "warn"
+    assert init_loss.assess(9.0, None)[0] == "skipped"
+    assert init_loss.assess(math.inf, None)[0] == "fail"
 
 
-def fall(first: float, last: float, noise: float = 0.0) -> Try:
+def fall(first: float, last: float, noise: float = 0.0) -> OverfitTrial:
     values = [first + (last - first) * i / 99 + noise * (-1) ** i for i in range(100)]
-    return Try(1e-3, values, 0.0)
+    return OverfitTrial(1e-3, values, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def fall(first: float, last: float, noise: float = 0.0) -> Try:
         ([fall(2.0, math.nan)], "fail", "not finite"),
     ],
 )
-def test_overfitting(tries: list[Try], verdict: Verdict, words: str) -> None:
-    found, text, _ = overfit.judged(tries, 8)
+def test_overfitting(tries: list[OverfitTrial], verdict: Verdict, words: str) -> None:
+    found, text, _ = overfit.assess(tries, 8)
     assert (found, words in text) == (verdict, True), text
 
 
@@ -72,31 +72,31 @@ def curve() -> tuple[list[float], list[float]]:
 
 def test_the_rate_at_which_the_loss_turns_up() -> None:
     rates, losses = curve()
-    turn = lr_range.turning_point(rates, losses)
+    turn = lr_range.find_turning_point(rates, losses)
     assert turn is not None and 0.08 < turn < 0.12
-    assert lr_range.turning_point(rates, [3.0] * 100) is None and lr_range.turning_point([], []) is None
+    assert lr_range.find_turning_point(rates, [3.0] * 100) is None and lr_range.find_turning_point([], []) is None
     draw = random.Random(1)
     noisy = [draw.gauss(3.0, 0.3) for _ in range(100)]
-    assert lr_range.turning_point(rates, noisy) is None
-    assert lr_range.judged(0.05, None, lr_range.smoothed(noisy), {})[0] == "warn"
+    assert lr_range.find_turning_point(rates, noisy) is None
+    assert lr_range.assess(0.05, None, lr_range.smooth_losses(noisy), {})[0] == "warn"
 
 
 @pytest.mark.parametrize(("lr", "verdict"), [(0.01, "pass"), (0.09, "pass"), (0.5, "fail"), (5e-5, "warn")])
 def test_the_rate_of_the_recipe_against_the_suggestion(lr: float, verdict: Verdict) -> None:
     _, losses = curve()
-    assert lr_range.judged(lr, 0.1, losses, {lr: (3.0, 1.0)})[0] == verdict
+    assert lr_range.assess(lr, 0.1, losses, {lr: (3.0, 1.0)})[0] == verdict
 
 
 def test_a_rate_that_no_sweep_shows_wrong_and_that_does_not_learn() -> None:
     _, losses = curve()
-    assert lr_range.judged(0.05, 0.1, losses, {0.05: (3.0, math.inf)})[0] == "warn"
-    assert lr_range.judged(0.05, None, [3.0] * 100, {})[0] == "fail"
-    assert "lowest rate" in lr_range.judged(0.05, None, [], {})[1]
+    assert lr_range.assess(0.05, 0.1, losses, {0.05: (3.0, math.inf)})[0] == "warn"
+    assert lr_range.assess(0.05, None, [3.0] * 100, {})[0] == "fail"
+    assert "lowest rate" in lr_range.assess(0.05, None, [], {})[1]
 
 
 def test_the_smoothed_loss_begins_where_the_loss_does_and_a_lost_one_is_seen() -> None:
-    assert lr_range.smoothed([4.0, 4.0, 4.0]) == pytest.approx([4.0, 4.0, 4.0])
-    assert not lr_range.lost([3.0] * 20) and lr_range.lost([3.0] * 20 + [9.0])
+    assert lr_range.smooth_losses([4.0, 4.0, 4.0]) == pytest.approx([4.0, 4.0, 4.0])
+    assert not lr_range.has_diverged([3.0] * 20) and lr_range.has_diverged([3.0] * 20 + [9.0])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_the_smoothed_loss_begins_where_the_loss_does_and_a_lost_one_is_seen() -
     ],
 )
 def test_gradient_norms_name_the_layer_that_is_out(norms: dict[str, float], verdict: Verdict) -> None:
-    found, text, _ = layers.judged_norms(norms)
+    found, text, _ = layers.assess_norms(norms)
     assert found == verdict
     if verdict != "pass" and len(norms) == 3:
         assert " c " in text
@@ -119,12 +119,12 @@ def test_gradient_norms_name_the_layer_that_is_out(norms: dict[str, float], verd
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.1, "pass"), (0.3, "warn"), (0.5, "fail")])
 def test_dead_units(share: float, verdict: Verdict) -> None:
-    found, text, _ = layers.judged_dead({"relu": 0.0, "up": share})
+    found, text, _ = layers.assess_dead_units({"relu": 0.0, "up": share})
     assert found == verdict and (verdict == "pass" or "up" in text)
 
 
 def test_sizes_of_activations() -> None:
-    assert [layers.judged_sizes({"a": v})[0] for v in (1.0, 1e5, 1e-9, 0.0, math.nan)] == [
+    assert [layers.assess_activation_rms({"a": v})[0] for v in (1.0, 1e5, 1e-9, 0.0, math.nan)] == [
         "pass", "warn", "warn", "pass", "fail",
     ]  # fmt: skip
 
@@ -135,14 +135,14 @@ AFTER = {n: ROWS[n] for n in range(4, 8)}
 
 def test_a_resume_is_judged_by_the_last_bit() -> None:
     off = {**AFTER, 6: {**ROWS[6], "loss": math.nextafter(ROWS[6]["loss"], 1)}}
-    assert resume.differing(ROWS, AFTER) == []
-    [one] = resume.differing(ROWS, off)
+    assert resume.find_differences(ROWS, AFTER) == []
+    [one] = resume.find_differences(ROWS, off)
     assert (one["step"], one["name"]) == (6, "loss")
-    assert resume.judged(AFTER, 3, [], same_state=True, repeats=None)[0] == "pass"
-    assert resume.judged(off, 3, [one], same_state=True, repeats=True)[0] == "fail"
-    assert resume.judged(off, 3, [one], same_state=True, repeats=False)[0] == "warn"
-    assert resume.judged(AFTER, 3, [], same_state=False, repeats=True)[0] == "fail"
-    assert resume.judged(ROWS, 3, [], same_state=True, repeats=None)[0] == "fail"  # it has begun anew
+    assert resume.assess(AFTER, 3, [], is_state_equal=True, is_reproducible=None)[0] == "pass"
+    assert resume.assess(off, 3, [one], is_state_equal=True, is_reproducible=True)[0] == "fail"
+    assert resume.assess(off, 3, [one], is_state_equal=True, is_reproducible=False)[0] == "warn"
+    assert resume.assess(AFTER, 3, [], is_state_equal=False, is_reproducible=True)[0] == "fail"
+    assert resume.assess(ROWS, 3, [], is_state_equal=True, is_reproducible=None)[0] == "fail"  # it has begun anew
 
 
 @pytest.mark.parametrize(
@@ -155,5 +155,5 @@ def test_a_resume_is_judged_by_the_last_bit() -> None:
     ],
 )
 def test_waiting_for_data(waiting: float, asked: int, reading: dict[int, float], verdict: Verdict, words: str) -> None:
-    found, _, fix = speed.judged(waiting, asked, reading, 1000.0)
+    found, _, fix = speed.assess(waiting, asked, reading, 1000.0)
     assert found == verdict and words in fix

@@ -9,17 +9,19 @@ import pytest
 
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.recipe import ModelSpec
-from clustertrain.plan.cost.activations import Pass, activation_bytes, logits_bytes
+from clustertrain.plan.cost.activations import PassConfig, activation_bytes, logits_bytes
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN
-from clustertrain.plan.cost.memory import GIB, Memory, of_rank
+from clustertrain.plan.cost.memory import GIB, MemoryEstimate, estimate_memory
 from clustertrain.plan.layout import Layout
 
 LLAMA_7B = ModelSpec(vocab_size=32000, dim=4096, layers=32, heads=32, kv_heads=32, ffn_dim=11008)
 
 
-def rank(layout: Layout, model: ModelSpec = LLAMA_7B, *, capacity_gib: float | None = 80.0, **changes: Any) -> Memory:
-    given: dict[str, Any] = {"seq_len": 2048, "micro_batch": 1, "compute": "bf16", "device": "cuda", **changes}
-    return of_rank(model, layout, Pass(**given), capacity_gib)
+def rank(
+    layout: Layout, model: ModelSpec = LLAMA_7B, *, capacity_gib: float | None = 80.0, **changes: Any
+) -> MemoryEstimate:
+    given: dict[str, Any] = {"seq_len": 2048, "micro_batch": 1, "precision": "bf16", "device": "cuda", **changes}
+    return estimate_memory(model, layout, PassConfig(**given), capacity_gib)
 
 
 def test_llama_7b_has_the_published_number_of_parameters() -> None:
@@ -27,7 +29,7 @@ def test_llama_7b_has_the_published_number_of_parameters() -> None:
 
 
 def test_model_states_are_16_bytes_a_parameter() -> None:
-    single = rank(Layout(), compute="fp32")
+    single = rank(Layout(), precision="fp32")
     states = (single.params_gib or 0) + (single.grads_gib or 0) + (single.optimizer_gib or 0)
     assert states * GIB == pytest.approx(16 * LLAMA_7B.parameters())
 
@@ -59,16 +61,17 @@ def test_a_7b_model_needs_sharding_on_80_gib() -> None:
 def test_activations_are_of_the_size_that_korthikanti_count() -> None:
     """34 sbh a layer for a GELU MLP of width 4 h with dropout, without stored attention scores."""
     model = ModelSpec(dim=1024, layers=10, heads=16, kv_heads=16, ffn_dim=4096)
-    counted = activation_bytes(model, Pass(512, 1, compute="bf16", device="cuda"))
+    counted = activation_bytes(model, PassConfig(512, 1, precision="bf16", device="cuda"))
     assert 0.9 < counted / (10 * 34 * 512 * 1024) < 1.5
 
 
 def test_autocast_keeps_more_than_cast_parameters() -> None:
     autocast, cast = (
-        activation_bytes(LLAMA_7B, Pass(512, 1, compute="bf16", autocast=a, device="cuda")) for a in (True, False)
+        activation_bytes(LLAMA_7B, PassConfig(512, 1, precision="bf16", autocast=a, device="cuda"))
+        for a in (True, False)
     )
     assert autocast > cast
-    assert cast < activation_bytes(LLAMA_7B, Pass(512, 1, device="cuda"))
+    assert cast < activation_bytes(LLAMA_7B, PassConfig(512, 1, device="cuda"))
 
 
 def test_activations_grow_with_micro_batch_and_sequence() -> None:
@@ -79,7 +82,7 @@ def test_activations_grow_with_micro_batch_and_sequence() -> None:
 
 def test_a_smoothed_loss_gathers_split_logits() -> None:
     """A rank has its part of them, and the loss those of the whole vocabulary."""
-    model, run, split = ModelSpec(vocab_size=1000), Pass(10, 1, compute="bf16"), Layout(tp=4)
+    model, run, split = ModelSpec(vocab_size=1000), PassConfig(10, 1, precision="bf16"), Layout(tp=4)
     smoothed = dataclasses.replace(CLUSTERTRAIN, whole_logits=True)
     assert logits_bytes(model, run, split) == 10 * 1000 * 14 / 4
     assert logits_bytes(model, run, split, smoothed) == 10 * 1000 * (2 / 4 + 12)
@@ -90,8 +93,8 @@ def test_a_smoothed_loss_gathers_split_logits() -> None:
 
 def test_dropout_costs_memory_and_logits_are_counted_in_fp32_too() -> None:
     dropped = ModelSpec(dropout=0.1)
-    assert activation_bytes(dropped, Pass(8, 1)) > activation_bytes(ModelSpec(), Pass(8, 1))
-    assert logits_bytes(ModelSpec(vocab_size=1000), Pass(10, 1, compute="bf16")) == 10 * 1000 * 14
+    assert activation_bytes(dropped, PassConfig(8, 1)) > activation_bytes(ModelSpec(), PassConfig(8, 1))
+    assert logits_bytes(ModelSpec(vocab_size=1000), PassConfig(10, 1, precision="bf16")) == 10 * 1000 * 14
 
 
 def test_the_peak_is_the_sum_of_its_parts_and_fits_means_that_it_is_there() -> None:
@@ -107,16 +110,16 @@ def test_nothing_is_claimed_of_an_unknown_gpu_and_the_cpu_has_no_context() -> No
     assert rank(Layout(), device="cpu").overhead_gib == 0
 
 
-def states(memory: Memory) -> float:
+def states(memory: MemoryEstimate) -> float:
     return ((memory.params_gib or 0) + (memory.grads_gib or 0) + (memory.optimizer_gib or 0)) * GIB
 
 
 def test_zero_1_divides_the_optimizer_alone() -> None:
     """4 Psi of weights and 4 of gradients in fp32, 8 Psi / N of AdamW (arXiv 1910.02054, section 5.1)."""
-    memory = rank(Layout(strategy="zero1", zero1=True, dp_replicate=8), compute="fp32")
+    memory = rank(Layout(strategy="zero1", zero1=True, dp_replicate=8), precision="fp32")
     assert states(memory) == pytest.approx((8 + 8 / 8) * LLAMA_7B.parameters(), rel=1e-6)
     # Whole parameters are dealt out: with very many ranks one still has the largest of them.
-    many = rank(Layout(strategy="zero1", zero1=True, dp_replicate=4096), compute="fp32")
+    many = rank(Layout(strategy="zero1", zero1=True, dp_replicate=4096), precision="fp32")
     assert (many.optimizer_gib or 0) * GIB == 8 * 32000 * 4096
 
 
@@ -151,17 +154,17 @@ def test_attentions_mask_makes_gathered_context_dear_for_long_sequences() -> Non
 
 
 def test_tensor_parallel_divides_matrices_and_sequence_parallel_the_rest() -> None:
-    one, two = rank(Layout(), compute="fp32"), rank(Layout(tp=2), compute="fp32")
+    one, two = rank(Layout(), precision="fp32"), rank(Layout(tp=2), precision="fp32")
     norms = 4096 * (2 * 32 + 1)
     assert states(two) == pytest.approx(16 * ((LLAMA_7B.parameters() - norms) / 2 + norms))
-    along = rank(Layout(tp=2, sequence_parallel=True), compute="fp32")
+    along = rank(Layout(tp=2, sequence_parallel=True), precision="fp32")
     assert (one.activations_gib or 0) > (two.activations_gib or 0) > (along.activations_gib or 0)
     assert (two.logits_gib or 0) == (one.logits_gib or 0) / 2
-    whole = rank(Layout(tp=2), compute="fp32", parallel=ParallelSpec(loss_parallel=False))
+    whole = rank(Layout(tp=2), precision="fp32", parallel=ParallelSpec(loss_parallel=False))
     assert whole.logits_gib == one.logits_gib
 
 
-def piped(schedule: str = "1f1b", virtual: int = 1, **changes: Any) -> Memory:
+def piped(schedule: str = "1f1b", virtual: int = 1, **changes: Any) -> MemoryEstimate:
     layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual, reshard_after_forward=False)
     return rank(layout, **{"grad_accum": 16, **changes})
 
@@ -169,16 +172,18 @@ def piped(schedule: str = "1f1b", virtual: int = 1, **changes: Any) -> Memory:
 def test_a_stage_has_its_layers_and_one_end() -> None:
     table = 32000 * 4096
     blocks = 8 * LLAMA_7B.block_parameters()
-    assert states(piped(compute="fp32")) == pytest.approx(16 * (blocks + table), rel=1e-4)
+    assert states(piped(precision="fp32")) == pytest.approx(16 * (blocks + table), rel=1e-4)
 
 
 def test_the_schedules_hold_what_their_papers_say() -> None:
-    few = piped(compute="fp32").activations_gib or 0
-    assert (piped("gpipe", compute="fp32").activations_gib or 0) == pytest.approx(4 * few, rel=0.01)
-    assert (piped("interleaved", 2, compute="fp32").activations_gib or 0) == pytest.approx(few * (1 + 3 / 8), rel=0.01)
+    few = piped(precision="fp32").activations_gib or 0
+    assert (piped("gpipe", precision="fp32").activations_gib or 0) == pytest.approx(4 * few, rel=0.01)
+    assert (piped("interleaved", 2, precision="fp32").activations_gib or 0) == pytest.approx(
+        few * (1 + 3 / 8), rel=0.01
+    )
     # The first rank of 1F1B holds about as many layers as the model has: 4 micro-batches of a quarter.
-    assert few == pytest.approx(rank(Layout(), compute="fp32").activations_gib, rel=0.01)
-    assert (piped(compute="fp32", grad_accum=2).activations_gib or 0) == pytest.approx(few / 2, rel=0.01)
+    assert few == pytest.approx(rank(Layout(), precision="fp32").activations_gib, rel=0.01)
+    assert (piped(precision="fp32", grad_accum=2).activations_gib or 0) == pytest.approx(few / 2, rel=0.01)
 
 
 def test_the_last_rank_counts_where_the_vocabulary_is_large() -> None:
@@ -190,7 +195,7 @@ def test_the_last_rank_counts_where_the_vocabulary_is_large() -> None:
 
 def test_checkpointing_leaves_the_inputs_and_one_layers_own() -> None:
     none, selective, full = (
-        rank(Layout(activation_checkpointing=kind), compute="bf16").activations_gib or 0
+        rank(Layout(activation_checkpointing=kind), precision="bf16").activations_gib or 0
         for kind in ("none", "selective", "full")
     )
     assert full < selective < none
@@ -214,5 +219,5 @@ def test_gradients_that_are_reduced_each_time_are_not_kept_whole() -> None:
 
 def test_half_precisions_compute_in_two_bytes() -> None:
     layout = Layout(strategy="fsdp", dp_shard=8)
-    bf16, fp16, fp8, tf32 = (rank(layout, compute=c).activations_gib for c in ("bf16", "fp16", "fp8", "tf32"))
-    assert bf16 == fp16 == fp8 and tf32 == rank(layout, compute="fp32").activations_gib
+    bf16, fp16, fp8, tf32 = (rank(layout, precision=c).activations_gib for c in ("bf16", "fp16", "fp8", "tf32"))
+    assert bf16 == fp16 == fp8 and tf32 == rank(layout, precision="fp32").activations_gib

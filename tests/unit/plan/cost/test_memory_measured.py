@@ -23,9 +23,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.recipe import ModelSpec
-from clustertrain.plan.cost.activations import Part, Pass, activation_bytes, logits_bytes
+from clustertrain.plan.cost.activations import PassConfig, RankStage, activation_bytes, logits_bytes
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN
-from clustertrain.plan.cost.memory import GIB, of_rank
+from clustertrain.plan.cost.memory import GIB, estimate_memory
 from clustertrain.plan.layout import Layout
 from clustertrain.train.distributed import block_transforms, context_parallel, tensor_parallel
 from clustertrain.train.models import losses
@@ -81,10 +81,10 @@ def held(layout: Layout, mode: str) -> dict[str, int]:
 def test_the_count_is_what_torch_holds(name: str, checkpointing: str, mode: str) -> None:
     plain = LAYOUTS[name]
     layout = msgspec.structs.replace(plain, activation_checkpointing=checkpointing)
-    run = Pass(LENGTH, BATCH, compute="fp32" if mode == "fp32" else "bf16")
+    run = PassConfig(LENGTH, BATCH, precision="fp32" if mode == "fp32" else "bf16")
     counted = activation_bytes(MODEL, run, layout)
     if checkpointing != "none":  # room for the block that is redone, which is not there yet
-        counted -= activation_bytes(MODEL, run, plain, Part(1)) - activation_bytes(MODEL, run, plain, Part(0))
+        counted -= activation_bytes(MODEL, run, plain, RankStage(1)) - activation_bytes(MODEL, run, plain, RankStage(0))
     found = held(layout, mode)
     tables = 3 * LENGTH * MODEL.dim // MODEL.heads * 4  # of the rotary embedding, once a model
     assert counted == pytest.approx(found["activations"], rel=0.005, abs=tables)
@@ -109,12 +109,12 @@ def peak_of_loss(dtype: torch.dtype) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_smoothed_loss_needs_the_logits_of_the_whole_vocabulary(dtype: torch.dtype) -> None:
     model, split = msgspec.structs.replace(MODEL, vocab_size=VOCABULARY), Layout(tp=2)
-    run = Pass(LENGTH, BATCH, compute="fp32" if dtype == torch.float32 else "bf16")
+    run = PassConfig(LENGTH, BATCH, precision="fp32" if dtype == torch.float32 else "bf16")
     counted = logits_bytes(model, run, split, replace(CLUSTERTRAIN, whole_logits=True))
     assert counted == pytest.approx(peak_of_loss(dtype), rel=0.05) and counted > 1.5 * logits_bytes(model, run, split)
 
 
 @pytest.mark.parametrize("name", ["single", "tp", "tp-sp"])
 def test_the_parameters_of_a_rank_are_those_that_torch_holds(name: str) -> None:
-    planned = of_rank(MODEL, LAYOUTS[name], Pass(LENGTH, BATCH), None)
+    planned = estimate_memory(MODEL, LAYOUTS[name], PassConfig(LENGTH, BATCH), None)
     assert planned.params_gib == pytest.approx(held(LAYOUTS[name], "fp32")["params"] / GIB)

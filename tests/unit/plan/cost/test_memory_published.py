@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 
 from clustertrain.plan.cost import frameworks
-from clustertrain.plan.cost.activations import Part, Pass, activation_bytes
-from clustertrain.plan.cost.frameworks import Stack
-from clustertrain.plan.cost.memory import GIB, of_rank
-from clustertrain.plan.cost.model_shape import Shape
+from clustertrain.plan.cost.activations import PassConfig, RankStage, activation_bytes
+from clustertrain.plan.cost.frameworks import Framework
+from clustertrain.plan.cost.memory import GIB, estimate_memory
+from clustertrain.plan.cost.model_shape import DecoderSizes
 from clustertrain.plan.layout import Layout
 
 # 7.5 billion parameters, about: what is compared is bytes a parameter.
-GPT_7B5 = Shape(vocab_size=50_304, dim=4096, layers=36, heads=32, kv_heads=32, hidden=4 * 4096, gated=False)
+GPT_7B5 = DecoderSizes(vocab_size=50_304, dim=4096, layers=36, heads=32, kv_heads=32, hidden=4 * 4096, gated=False)
 # Fp16 weights and gradients, fp32 weights and AdamW's moments (arXiv 1910.02054, section 3.1).
-ZERO = Stack(name="zero", weight_bytes=2, grad_bytes=2, optimizer_bytes=12)
+ZERO = Framework(name="zero", weight_bytes=2, grad_bytes=2, optimizer_bytes=12)
 
 
-def states(layout: Layout, of: Stack) -> float:
+def states(layout: Layout, of: Framework) -> float:
     """GB of 1e9 bytes, of 7.5e9 parameters."""
-    memory = of_rank(GPT_7B5, layout, Pass(1024, 1, compute="fp16", device="cuda"), None, of)
+    memory = estimate_memory(GPT_7B5, layout, PassConfig(1024, 1, precision="fp16", device="cuda"), None, of)
     held = (memory.params_gib or 0) + (memory.grads_gib or 0) + (memory.optimizer_gib or 0)
     return held * GIB / GPT_7B5.parameters() * 7.5
 
@@ -39,19 +39,19 @@ def test_zeros_table_of_a_7_5_billion_model_on_64_gpus() -> None:
 
 
 # Korthikanti et al.: a layer of Megatron's 175B model with dropout and plain attention, in units of s b h.
-GPT_175B = Shape(
+GPT_175B = DecoderSizes(
     vocab_size=51_200, dim=12_288, layers=96, heads=96, kv_heads=96, hidden=4 * 12_288, gated=False, dropout=0.1
 )
-MEGATRON = frameworks.find("Korthikanti")
+MEGATRON = frameworks.find_framework("Korthikanti")
 SEQ = 2048
 SCORES = 5 * GPT_175B.heads * SEQ / GPT_175B.dim  # 80: of plain attention
 
 
-def a_layer(kind: str, tp: int, *, along: bool = False, micro_batch: int = 1, of: Stack = MEGATRON) -> float:
+def a_layer(kind: str, tp: int, *, along: bool = False, micro_batch: int = 1, of: Framework = MEGATRON) -> float:
     """Bytes that one more layer keeps, per s b h."""
     layout = Layout(tp=tp, sequence_parallel=along, activation_checkpointing=kind)
-    run = Pass(SEQ, micro_batch, compute="fp16", device="cuda")
-    more, fewer = (activation_bytes(GPT_175B, run, layout, Part(n), of) for n in (9, 8))
+    run = PassConfig(SEQ, micro_batch, precision="fp16", device="cuda")
+    more, fewer = (activation_bytes(GPT_175B, run, layout, RankStage(n), of) for n in (9, 8))
     return (more - fewer) / (SEQ * micro_batch * GPT_175B.dim)
 
 

@@ -10,33 +10,35 @@ import pytest
 from clustertrain.config import hardware
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.plan.cost import collectives, compute, step_time
-from clustertrain.plan.cost.activations import Pass
-from clustertrain.plan.cost.compute import FITTED
-from clustertrain.plan.cost.frameworks import CLUSTERTRAIN, compiled
-from clustertrain.plan.cost.memory import of_rank
-from clustertrain.plan.cost.model_shape import Shape
-from clustertrain.plan.cost.step_time import Machine, Step
+from clustertrain.plan.cost.activations import PassConfig
+from clustertrain.plan.cost.compute import FITTED_CONSTANTS
+from clustertrain.plan.cost.frameworks import CLUSTERTRAIN, with_compiled_model
+from clustertrain.plan.cost.memory import estimate_memory
+from clustertrain.plan.cost.model_shape import DecoderSizes
+from clustertrain.plan.cost.step_time import Machine, StepEstimate
 from clustertrain.plan.layout import Layout
 
-LLAMA_8B = Shape(vocab_size=128_256, dim=4096, layers=32, heads=32, kv_heads=8, hidden=14_336)
+LLAMA_8B = DecoderSizes(vocab_size=128_256, dim=4096, layers=32, heads=32, kv_heads=8, hidden=14_336)
 FSDP = Layout(strategy="fsdp", dp_shard=64)
 
 
 def machine(name: str = "h100", precision: str = "bf16") -> Machine:
-    gpu = hardware.find(name)
+    gpu = hardware.find_gpu_type(name)
     assert gpu is not None
-    return Machine(collectives.of(gpu, 8), compute.rates(gpu, precision))
+    return Machine(collectives.build_network(gpu, 8), compute.build_rates(gpu, precision))
 
 
-def step(layout: Layout, gpu: str = "h100", model: Shape = LLAMA_8B, **changes: Any) -> Step:
-    given: dict[str, Any] = {"seq_len": 8192, "micro_batch": 1, "compute": "bf16", "device": "cuda", **changes}
-    return step_time.of_step(model, layout, Pass(**given), CLUSTERTRAIN, machine(gpu))
+def step(layout: Layout, gpu: str = "h100", model: DecoderSizes = LLAMA_8B, **changes: Any) -> StepEstimate:
+    given: dict[str, Any] = {"seq_len": 8192, "micro_batch": 1, "precision": "bf16", "device": "cuda", **changes}
+    return step_time.estimate_step(model, layout, PassConfig(**given), CLUSTERTRAIN, machine(gpu))
 
 
-def block(tokens: int, tp: int = 1, model: Shape = LLAMA_8B, gpu: str = "h100", precision: str = "bf16") -> float:
+def block(
+    tokens: int, tp: int = 1, model: DecoderSizes = LLAMA_8B, gpu: str = "h100", precision: str = "bf16"
+) -> float:
     rates = machine(gpu, precision).rates
     found = compute.block_s(model, tokens, 8192, tp, tp, CLUSTERTRAIN, rates)
-    return found.forward + found.backward
+    return found.forward_s + found.backward_s
 
 
 def test_twice_the_tokens_take_about_twice_as_long() -> None:
@@ -63,9 +65,12 @@ def test_faster_gpus_and_fewer_bits_are_faster_and_fp32_is_slower() -> None:
 def test_no_gpu_is_predicted_faster_than_its_data_sheet() -> None:
     for gpu in hardware.CATALOGUE:
         for precision, peak in (("bf16", gpu.tflops), ("fp8", gpu.fp8_tflops or gpu.tflops)):
-            rates = compute.rates(gpu, precision)
+            rates = compute.build_rates(gpu, precision)
             flops = 2.0 * 8192**3
-            assert flops / compute.matmul_s(8192, 8192, 8192, rates.matmul, rates.memory, 2, FITTED) < peak * 1e12
+            assert (
+                flops / compute.matmul_s(8192, 8192, 8192, rates.matmul, rates.memory, 2, FITTED_CONSTANTS)
+                < peak * 1e12
+            )
 
 
 def test_recomputing_all_costs_about_a_third_and_selective_recomputation_little() -> None:
@@ -82,7 +87,7 @@ def msgspec_replace(layout: Layout, **changes: Any) -> Layout:
     return Layout(**{**{f: getattr(layout, f) for f in layout.__struct_fields__}, **changes})
 
 
-def piped(virtual: int = 1, schedule: str = "1f1b", accumulate: int = 16, vocab: int = 64) -> Step:
+def piped(virtual: int = 1, schedule: str = "1f1b", accumulate: int = 16, vocab: int = 64) -> StepEstimate:
     layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual, reshard_after_forward=False)
     # Almost no head: the bubble is that of filling and draining alone.
     return step(layout, model=dataclasses.replace(LLAMA_8B, vocab_size=vocab), grad_accum=accumulate)
@@ -117,21 +122,21 @@ def test_a_large_head_makes_the_other_stages_wait() -> None:
     """Where the stages have equally many blocks besides it; ours has fewer blocks with the head."""
     wide = dataclasses.replace(LLAMA_8B, vocab_size=256_000)
     layout = Layout(pp=4, schedule="1f1b", reshard_after_forward=False)
-    run = Pass(8192, 1, grad_accum=16, compute="bf16", device="cuda")
+    run = PassConfig(8192, 1, grad_accum=16, precision="bf16", device="cuda")
     even, dealt = (
-        step_time.of_step(wide, layout, run, stack, machine()).bubble_s
+        step_time.estimate_step(wide, layout, run, stack, machine()).bubble_s
         for stack in (dataclasses.replace(CLUSTERTRAIN, even_stages=True), CLUSTERTRAIN)
     )
     assert even > 1.5 * dealt and dealt < 1.5 * piped().bubble_s
 
 
 def test_gathering_again_in_each_micro_batch_sends_more_than_keeping() -> None:
-    slow = Machine(dataclasses.replace(machine().network, fabric=1e9), machine().rates)  # nothing hides it
+    slow = Machine(dataclasses.replace(machine().network, fabric_bytes_s=1e9), machine().rates)  # nothing hides it
     again, kept = (
-        step_time.of_step(
+        step_time.estimate_step(
             LLAMA_8B,
             Layout(strategy=strategy, dp_shard=64, reshard_after_forward=strategy == "fsdp"),
-            Pass(8192, 1, grad_accum=8, compute="bf16", device="cuda"),
+            PassConfig(8192, 1, grad_accum=8, precision="bf16", device="cuda"),
             CLUSTERTRAIN,
             slow,
         )
@@ -170,7 +175,7 @@ def test_communication_hides_under_much_work_and_not_under_little() -> None:
         Layout(strategy="hybrid-shard", dp_replicate=8, dp_shard=8),
         Layout(strategy="fsdp", dp_shard=4, tp=2, sequence_parallel=True, cp=2, pp=2, schedule="1f1b"),
     ],
-    ids=lambda layout: layout.words(),
+    ids=lambda layout: layout.describe(),
 )
 def test_the_parts_of_a_step_are_its_time_and_none_is_negative(layout: Layout) -> None:
     made = step(layout, grad_accum=4)
@@ -182,10 +187,10 @@ def test_the_parts_of_a_step_are_its_time_and_none_is_negative(layout: Layout) -
 
 
 def test_tensor_parallel_across_nodes_is_as_slow_as_their_network() -> None:
-    one_port = Machine(dataclasses.replace(machine().network, fabric=50e9 / 8), machine().rates)
-    run = Pass(8192, 1, compute="bf16", device="cuda")
+    one_port = Machine(dataclasses.replace(machine().network, fabric_bytes_s=50e9 / 8), machine().rates)
+    run = PassConfig(8192, 1, precision="bf16", device="cuda")
     inside, across = (
-        step_time.of_step(LLAMA_8B, Layout(tp=tp, sequence_parallel=True), run, CLUSTERTRAIN, one_port)
+        step_time.estimate_step(LLAMA_8B, Layout(tp=tp, sequence_parallel=True), run, CLUSTERTRAIN, one_port)
         for tp in (8, 16)
     )
     assert across.tensor_s > 5 * inside.tensor_s and across.step_s > inside.step_s
@@ -200,10 +205,12 @@ def test_a_ring_hides_what_an_all_gather_shows() -> None:
 
 
 def test_offload_is_slower_and_needs_less_memory() -> None:
-    run = Pass(8192, 1, compute="bf16", device="cuda")
+    run = PassConfig(8192, 1, precision="bf16", device="cuda")
     on, off = (msgspec_replace(FSDP, offload=offload) for offload in (False, True))
     assert step(off).optimizer_s > 5 * step(on).optimizer_s
-    assert (of_rank(LLAMA_8B, off, run, None).peak_gib or 0) < (of_rank(LLAMA_8B, on, run, None).peak_gib or 0)
+    assert (estimate_memory(LLAMA_8B, off, run, None).peak_gib or 0) < (
+        estimate_memory(LLAMA_8B, on, run, None).peak_gib or 0
+    )
 
 
 def test_each_rank_updates_its_share_of_the_optimizer() -> None:
@@ -212,12 +219,13 @@ def test_each_rank_updates_its_share_of_the_optimizer() -> None:
 
 
 def test_a_tiny_model_waits_for_python_and_compiling_helps() -> None:
-    tiny = Shape(vocab_size=256, dim=64, layers=4, heads=4, kv_heads=4, hidden=256)
+    tiny = DecoderSizes(vocab_size=256, dim=64, layers=4, heads=4, kv_heads=4, hidden=256)
     fast, slow = (step(Layout(), gpu, model=tiny, seq_len=64) for gpu in ("b200", "a100"))
     assert fast.compute_s == pytest.approx(slow.compute_s, rel=0.1)  # no GPU gets it done sooner
-    run = Pass(64, 1, compute="bf16", device="cuda")
+    run = PassConfig(64, 1, precision="bf16", device="cuda")
     eager, fused = (
-        step_time.of_step(tiny, Layout(), run, s, machine()) for s in (CLUSTERTRAIN, compiled(CLUSTERTRAIN))
+        step_time.estimate_step(tiny, Layout(), run, s, machine())
+        for s in (CLUSTERTRAIN, with_compiled_model(CLUSTERTRAIN))
     )
     assert fused.step_s < 0.7 * eager.step_s
 

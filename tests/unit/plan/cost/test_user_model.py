@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from clustertrain.plan.cost import user_model
-from clustertrain.plan.cost.activations import Pass
+from clustertrain.plan.cost.activations import PassConfig
 from clustertrain.plan.cost.memory import GIB
-from clustertrain.plan.cost.user_model import Counted, Traced, Unit
+from clustertrain.plan.cost.user_model import MemoryTrace, ModelStats, ModuleStats
 from clustertrain.plan.layout import Layout
 
 M = 1024 * 1024
 # Ten units of 20 M parameters and 56 M besides; 0.5 GiB of them are not trained.
-MODEL = Counted(
+MODEL = ModelStats(
     parameters=256 * M,
     parameter_bytes=GIB,
     trainable=128 * M,
@@ -22,14 +22,14 @@ MODEL = Counted(
     buffers=1,
     buffer_bytes=GIB // 4,
     dtypes={"float32": 256 * M},
-    largest=Unit("embed", 56 * M),
-    units=tuple(Unit(f"layers.{i}", 20 * M) for i in range(10)),
+    largest=ModuleStats("embed", 56 * M),
+    units=tuple(ModuleStats(f"layers.{i}", 20 * M) for i in range(10)),
 )
-ONE = Pass(seq_len=8, micro_batch=2)
+ONE = PassConfig(seq_len=8, micro_batch=2)
 
 
-def states(layout: Layout, run: Pass = ONE) -> tuple[float | None, float | None, float | None]:
-    found = user_model.memory(MODEL, layout, run, None)
+def states(layout: Layout, run: PassConfig = ONE) -> tuple[float | None, float | None, float | None]:
+    found = user_model.estimate_user_model(MODEL, layout, run, None)
     return found.params_gib, found.grads_gib, found.optimizer_gib
 
 
@@ -55,42 +55,47 @@ def test_a_sharded_rank_holds_its_part_and_what_is_gathered() -> None:
     assert (params, grads, optimizer) == pytest.approx((0.25 + 0.25 + gathered, 0.125 + whole, 0.25))
     kept, _, _ = states(msgspec.structs.replace(layout, reshard_after_forward=False))
     assert kept == pytest.approx(0.25 + 0.25 + 1.0)
-    _, late, _ = states(layout, Pass(seq_len=8, micro_batch=2, grad_accum=2))
+    _, late, _ = states(layout, PassConfig(seq_len=8, micro_batch=2, grad_accum=2))
     assert late == pytest.approx(0.125 + 1.0 + 56 * M * 4 / GIB)  # nothing is reduced before the last micro-batch
 
 
 def test_a_model_without_units_is_gathered_as_one() -> None:
     model = msgspec.structs.replace(MODEL, units=())
-    found = user_model.memory(model, Layout(strategy="fsdp", dp_shard=4), ONE, None)
+    found = user_model.estimate_user_model(model, Layout(strategy="fsdp", dp_shard=4), ONE, None)
     assert found.params_gib == pytest.approx(0.25 + 0.25 + 1.0)
 
 
 def test_the_peak_is_known_where_a_step_was_traced() -> None:
-    found = user_model.memory(MODEL, Layout(), ONE, 8.0)
+    found = user_model.estimate_user_model(MODEL, Layout(), ONE, 8.0)
     assert (found.activations_gib, found.peak_gib, found.fits, found.capacity_gib) == (None, None, None, 8.0)
-    model = msgspec.structs.replace(MODEL, traced=Traced(micro_batch=2, activations_bytes=3 * GIB, peak_bytes={}))
-    found = user_model.memory(model, Layout(), ONE, 8.0)
+    model = msgspec.structs.replace(MODEL, traced=MemoryTrace(micro_batch=2, activations_bytes=3 * GIB, peak_bytes={}))
+    found = user_model.estimate_user_model(model, Layout(), ONE, 8.0)
     assert (found.activations_gib, found.overhead_gib, found.peak_gib, found.fits) == (3.0, 0.0, 5.75, True)
-    on_gpu = user_model.memory(model, Layout(), Pass(seq_len=8, micro_batch=2, device="cuda"), 8.0)
+    on_gpu = user_model.estimate_user_model(model, Layout(), PassConfig(seq_len=8, micro_batch=2, device="cuda"), 8.0)
     assert on_gpu.overhead_gib == pytest.approx(1.0 + 0.05 * 5.75)  # the context, and what the allocator reserves more
     assert (on_gpu.peak_gib, on_gpu.fits) == (pytest.approx(1.05 * 5.75 + 1.0), True)
-    larger = msgspec.structs.replace(model, traced=Traced(micro_batch=2, activations_bytes=4 * GIB, peak_bytes={}))
-    assert user_model.memory(larger, Layout(), Pass(seq_len=8, micro_batch=2, device="cuda"), 8.0).fits is False
+    larger = msgspec.structs.replace(model, traced=MemoryTrace(micro_batch=2, activations_bytes=4 * GIB, peak_bytes={}))
+    assert (
+        user_model.estimate_user_model(larger, Layout(), PassConfig(seq_len=8, micro_batch=2, device="cuda"), 8.0).fits
+        is False
+    )
 
 
 def test_it_says_what_was_counted() -> None:
-    words = user_model.words(MODEL, "nets:Net", Layout(tp=2), 2)
+    words = user_model.describe_stats(MODEL, "nets:Net", Layout(tp=2), 2)
     assert words == (
         "counted: nets:Net has 268,435,456 parameters (float32); 134,217,728 of them trained; 268,435,456 bytes of "
         "buffers; most of them, 58,720,256, in embed; 10 layers to shard one by one; tp and pp taken as an even split"
     )
-    assert "no list of layers" in user_model.words(msgspec.structs.replace(MODEL, units=()), "a:b", Layout(), 2)
+    assert "no list of layers" in user_model.describe_stats(
+        msgspec.structs.replace(MODEL, units=()), "a:b", Layout(), 2
+    )
 
 
 def test_states_that_are_too_much_alone_are_warned_of() -> None:
-    memory = user_model.memory(MODEL, Layout(), ONE, None)
-    assert user_model.warning(MODEL, memory, 3.0, Layout()) is None
-    warning = user_model.warning(MODEL, memory, 2.0, Layout())
+    memory = user_model.estimate_user_model(MODEL, Layout(), ONE, None)
+    assert user_model.memory_warning(MODEL, memory, 3.0, Layout()) is None
+    warning = user_model.memory_warning(MODEL, memory, 2.0, Layout())
     assert warning is not None and "2.8 GiB a rank, more than 2.0 GiB; --layout fsdp" in warning
     failed = msgspec.structs.replace(MODEL, untraced="it failed")
-    assert user_model.warning(failed, memory, 3.0, Layout()) == "activations are not known: it failed"
+    assert user_model.memory_warning(failed, memory, 3.0, Layout()) == "activations are not known: it failed"

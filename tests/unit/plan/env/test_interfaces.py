@@ -12,7 +12,7 @@ import pytest
 
 from clustertrain.config.node_facts import EfaDevice, Gpu, Hca, Interface, NodeFacts
 from clustertrain.plan.env import interfaces, nccl
-from clustertrain.sysinfo.node import read
+from clustertrain.sysinfo.node import read_node
 from tests.fixtures.nodes.expand import expand
 
 H100_PORTS = "=" + ",".join(f"mlx5_{n}:1" for n in (0, 3, 4, 5, 6, 9, 10, 11))
@@ -33,11 +33,11 @@ EXPECTED: dict[str, tuple[str, str | None, str | None]] = {
 def of(kind: str) -> NodeFacts:
     with TemporaryDirectory() as root:
         node = expand(kind, Path(root))
-        return read(node.root, node.ip, node.gpus, {})
+        return read_node(node.root, node.ip, node.gpus, {})
 
 
 def decided(facts: NodeFacts, user: tuple[str, ...] = (), towards: str = "", device: str = "cuda") -> dict[str, str]:
-    found = nccl.of_node(device, facts, user, towards=towards, several_nodes=True, dumps="/logs/rank-")
+    found = nccl.node_env(device, facts, user, route_interface=towards, several_nodes=True, dump_prefix="/logs/rank-")
     assert all(s.reason for s in found.values())
     return {name: s.value for name, s in found.items() if name != "TORCH_FR_DUMP_TEMP_FILE"}
 
@@ -54,13 +54,13 @@ def test_each_kind_of_node(kind: str) -> None:
     facts = of(kind)
     assert decided(facts) == {name: value for name, value in wanted.items() if value is not None}
     assert decided(facts, device="cpu") == {"GLOO_SOCKET_IFNAME": interface}
-    assert interfaces.notes(facts) == []
+    assert interfaces.find_network_problems(facts) == []
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_nothing_retired_and_nothing_that_was_for_old_plugins(kind: str) -> None:
     facts = of(kind)
-    names = {*decided(facts), *nccl.communication("cuda", "", (), facts), *nccl.process("cuda", 8, 8, ())}
+    names = {*decided(facts), *nccl.communication_env("cuda", "", (), facts), *nccl.process_env("cuda", 8, 8, ())}
     assert not {n for n in names if n.startswith(("FI_", "RDMAV_", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS"))}
     assert not names & {
         "NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "TORCH_NCCL_TRACE_BUFFER_SIZE", "PYTORCH_CUDA_ALLOC_CONF",
@@ -81,11 +81,11 @@ def test_the_way_to_the_others_stays_unless_it_is_management(kind: str) -> None:
 
 def test_what_was_left_out_is_said() -> None:
     facts = of("pcie-a100")
-    interface = interfaces.interface(facts)
+    interface = interfaces.select_interface(facts)
     assert interface is not None
     for words in ("eno1 (1 Gbit/s, management)", "ens5f1np1 (down)", "virbr0 (virtual)"):
         assert words in interface.reason
-    ports = interfaces.hcas(of("gb200"))
+    ports = interfaces.select_hcas(of("gb200"))
     assert ports is not None and "4 x InfiniBand at 400 Gbit/s" in ports.reason
     assert "mlx5_2:1 (Ethernet, 200 Gbit/s)" in ports.reason and "mlx5_3:1 (down)" in ports.reason
 
@@ -99,7 +99,7 @@ def test_the_only_fast_port_is_down() -> None:
     facts = of("pcie-a100")
     facts = with_(with_(facts, "interfaces", "ens5f0np0", state="down"), "hcas", "mlx5_0", state="down")
     assert decided(facts) == {"GLOO_SOCKET_IFNAME": "eno1", "NCCL_SOCKET_IFNAME": "=eno1"}
-    assert interfaces.notes(facts) == ["no RDMA port is active (mlx5_0:1, mlx5_1:1): NCCL uses TCP"]
+    assert interfaces.find_network_problems(facts) == ["no RDMA port is active (mlx5_0:1, mlx5_1:1): NCCL uses TCP"]
 
 
 def test_an_interface_without_an_address_is_not_chosen() -> None:
@@ -109,7 +109,7 @@ def test_an_interface_without_an_address_is_not_chosen() -> None:
 
 def test_without_any_address_nothing_is_chosen(tmp_path: Path) -> None:
     node = expand("pcie-a100", tmp_path)
-    facts = read(node.root, type(node.ip)(), node.gpus, {})
+    facts = read_node(node.root, type(node.ip)(), node.gpus, {})
     assert "GLOO_SOCKET_IFNAME" not in decided(facts, towards="eno1")
 
 
@@ -135,16 +135,16 @@ def test_what_the_user_has_decided_is_left_alone(user: str, gone: set[str]) -> N
 def test_gid_tables_that_differ_are_left_to_nccl() -> None:
     facts = with_(of("hgx-h200-roce"), "hcas", "mlx5_5", roce_v2_ipv4_gid_index=5)
     assert "NCCL_IB_GID_INDEX" not in decided(facts)
-    (note,) = interfaces.notes(facts)
+    (note,) = interfaces.find_network_problems(facts)
     assert "mlx5_0:1 3" in note and "mlx5_5:1 5" in note
     none = with_(of("hgx-h200-roce"), "hcas", "mlx5_5", roce_v2_ipv4_gid_index=None)
-    assert "NCCL_IB_GID_INDEX" not in decided(none) and "mlx5_5:1 none" in interfaces.notes(none)[0]
+    assert "NCCL_IB_GID_INDEX" not in decided(none) and "mlx5_5:1 none" in interfaces.find_network_problems(none)[0]
 
 
 def test_one_fast_storage_port_does_not_outweigh_the_compute_fabric() -> None:
     compute = tuple(Hca(name=f"mlx5_{i}", state="active", link_layer="InfiniBand", rate_gbit=200) for i in range(4))
     storage = Hca(name="mlx5_4", state="active", link_layer="InfiniBand", rate_gbit=400)
-    assert interfaces.training_ports(NodeFacts(hcas=(*compute, storage))) == compute
+    assert interfaces.find_training_ports(NodeFacts(hcas=(*compute, storage))) == compute
 
 
 def test_rails_carry_the_sockets_only_where_nothing_else_does() -> None:
@@ -155,17 +155,17 @@ def test_rails_carry_the_sockets_only_where_nothing_else_does() -> None:
         Hca(name=f"mlx5_{i}", state="active", link_layer="Ethernet", rate_gbit=400, netdev=f"rail{i}") for i in range(2)
     )
     board = Interface(name="eno1", state="up", addresses=("10.9.0.1/24",), speed_gbit=1)
-    chosen = interfaces.interface(NodeFacts(interfaces=(board, *rails), hcas=ports))
+    chosen = interfaces.select_interface(NodeFacts(interfaces=(board, *rails), hcas=ports))
     assert chosen is not None and chosen.value == "rail0"
     front = msgspec.structs.replace(board, speed_gbit=10)
-    chosen = interfaces.interface(NodeFacts(interfaces=(front, *rails), hcas=ports))
+    chosen = interfaces.select_interface(NodeFacts(interfaces=(front, *rails), hcas=ports))
     assert chosen is not None and chosen.value == "eno1"
 
 
 def test_a_network_with_room_comes_before_a_faster_point_to_point_link() -> None:
     link = Interface(name="p2p", state="up", addresses=("10.0.0.1/31",), speed_gbit=200)
     lan = Interface(name="lan", state="up", addresses=("10.1.0.1/16",), speed_gbit=100)
-    chosen = interfaces.interface(NodeFacts(interfaces=(link, lan)))
+    chosen = interfaces.select_interface(NodeFacts(interfaces=(link, lan)))
     assert chosen is not None and chosen.value == "lan"
 
 
@@ -173,14 +173,14 @@ def test_notes_on_what_no_setting_can_mend() -> None:
     efa = tuple(EfaDevice(name=f"efa_{i}", state="active") for i in range(4))
     gpu = Gpu(index=3, nvlinks_active=16, nvlinks_total=18)
     bare = Gpu(index=4, nvlinks_active=0, nvlinks_total=12)  # a PCIe card without bridges: nothing is wrong
-    missing, links = interfaces.notes(NodeFacts(efa=efa, gpus=(gpu, bare)))
+    missing, links = interfaces.find_network_problems(NodeFacts(efa=efa, gpus=(gpu, bare)))
     assert "4 EFA devices" in missing and "aws-ofi-nccl" in missing
     assert links == "GPU 3: 16 of 18 NVLinks are up"
 
 
 def test_the_plan_takes_it_from_the_profile_but_for_the_gid_index() -> None:
     facts = of("hgx-h200-roce")
-    planned = nccl.communication("cuda", "", (), facts)
+    planned = nccl.communication_env("cuda", "", (), facts)
     assert planned["NCCL_SOCKET_IFNAME"].value == "=ens3f0np0" and "NCCL_IB_HCA" in planned
     assert "NCCL_IB_GID_INDEX" not in planned
-    assert nccl.communication("cuda", "ib0", (), facts)["NCCL_SOCKET_IFNAME"].value == "ib0"  # named by a person
+    assert nccl.communication_env("cuda", "ib0", (), facts)["NCCL_SOCKET_IFNAME"].value == "ib0"  # named by a person

@@ -15,7 +15,7 @@ from clustertrain.config.parsing import build
 from clustertrain.config.recipe import ModelSpec, Precision, Recipe, TrainSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan.explain import advice
-from clustertrain.plan.explain.advice import LINEAR, SQUARE_ROOT, scaled_lr
+from clustertrain.plan.explain.advice import LINEAR_POWER, SQRT_POWER, scale_lr
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.plan.planner import Plan, plan
 
@@ -49,15 +49,15 @@ def said(made: Plan, start: str) -> str:
 @pytest.mark.parametrize(
     ("times", "power", "lr"),
     [
-        (4, LINEAR, 4e-3),
-        (4, SQUARE_ROOT, 2e-3),
-        (0.25, SQUARE_ROOT, 5e-4),
-        (1, LINEAR, 1e-3),
-        (2, SQUARE_ROOT, 1.41e-3),
+        (4, LINEAR_POWER, 4e-3),
+        (4, SQRT_POWER, 2e-3),
+        (0.25, SQRT_POWER, 5e-4),
+        (1, LINEAR_POWER, 1e-3),
+        (2, SQRT_POWER, 1.41e-3),
     ],
 )
 def test_a_rate_scales_linearly_or_with_the_square_root(times: float, power: float, lr: float) -> None:
-    assert scaled_lr(1e-3, times, power) == lr
+    assert scale_lr(1e-3, times, power) == lr
 
 
 def test_the_tokens_of_a_step_are_in_the_arithmetic() -> None:
@@ -126,7 +126,7 @@ def names_of(fixes: list[str]) -> list[str]:
 
 def test_what_needs_less_memory_comes_by_how_much_it_changes() -> None:
     ddp = Layout(strategy="ddp", dp_replicate=4)
-    found = advice.of_memory(ddp, Batch(micro_batch=6, grad_accum=2, global_batch=48), ParallelSpec())
+    found = advice.advise_memory(ddp, Batch(micro_batch=6, grad_accum=2, global_batch=48), ParallelSpec())
     assert names_of(found) == [
         "train.micro_batch",
         "parallel.activation_checkpointing",
@@ -141,7 +141,7 @@ def test_what_is_done_already_is_not_advised() -> None:
     layout = Layout(
         strategy="fsdp", dp_shard=4, activation_checkpointing="full", reshard_after_forward=True, offload=True
     )
-    assert names_of(advice.of_memory(layout, Batch(), ParallelSpec())) == ["more GPUs, with fsdp or tp"]
+    assert names_of(advice.advise_memory(layout, Batch(), ParallelSpec())) == ["more GPUs, with fsdp or tp"]
 
 
 GPT2 = ModelSpec(dim=768, layers=2, heads=12, kv_heads=12, vocab_size=50257)

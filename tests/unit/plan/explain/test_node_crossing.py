@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from clustertrain.config.recipe import ModelSpec
-from clustertrain.plan.cost.activations import Pass
-from clustertrain.plan.explain.node_crossing import Work, warnings
+from clustertrain.plan.cost.activations import PassConfig
+from clustertrain.plan.explain.node_crossing import RankWorkload, crossing_warnings
 from clustertrain.plan.layout import Layout
 
 MODEL = ModelSpec(dim=4096, layers=32, heads=32, kv_heads=8)
-WORK = Work(MODEL, Pass(seq_len=4096, micro_batch=1, grad_accum=4, compute="bf16", device="cuda"))
+WORK = RankWorkload(MODEL, PassConfig(seq_len=4096, micro_batch=1, grad_accum=4, precision="bf16", device="cuda"))
 
 
-def said(nodes: int = 4, gpus: int = 8, device: str = "cuda", work: Work | None = WORK, **layout: Any) -> list[str]:
-    return warnings(Layout(**layout), nodes, gpus, device, work)
+def said(
+    nodes: int = 4, gpus: int = 8, device: str = "cuda", work: RankWorkload | None = WORK, **layout: Any
+) -> list[str]:
+    return crossing_warnings(Layout(**layout), nodes, gpus, device, work)
 
 
 def test_groups_inside_a_node_are_not_mentioned() -> None:

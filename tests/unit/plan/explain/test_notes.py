@@ -61,7 +61,7 @@ def planned(
     ],
 )
 def test_options_of_other_layouts_have_no_effect(layout: Layout, options: dict[str, Any], unused: list[str]) -> None:
-    said = warnings.without_effect(layout, ParallelSpec(**options))
+    said = warnings.unused_option_warnings(layout, ParallelSpec(**options))
     assert [note.partition(" has no effect")[0] for note in said] == [f"parallel.{name}" for name in unused]
 
 
@@ -76,7 +76,7 @@ def test_the_notes_reach_the_plan() -> None:
 def test_the_order_of_convolutions_is_for_images_of_ones_own_model() -> None:
     def noted(**model: Any) -> list[str]:
         recipe = Recipe(model=ModelSpec(**model), parallel=ParallelSpec(channels_last=True))
-        return warnings.of_channels_last(recipe)
+        return warnings.channels_last_warnings(recipe)
 
     assert noted(entry="mine:make") == []
     assert noted(kind="convnet") == [
@@ -89,20 +89,20 @@ def test_the_order_of_convolutions_is_for_images_of_ones_own_model() -> None:
 def test_what_is_done_layer_by_layer_on_a_model_that_has_none() -> None:
     parallel = ParallelSpec(compile=True, prefetch=2)
     full = Layout(strategy="fsdp", dp_shard=4, activation_checkpointing="full")
-    said = warnings.without_layers(full, parallel, "mine:make")
+    said = warnings.layerless_warnings(full, parallel, "mine:make")
     assert [note.partition(" has no effect")[0] for note in said] == [
         "parallel.activation_checkpointing",
         "parallel.compile",
         "parallel.prefetch",
     ]
     assert said[0].endswith("mine:make has no list of layers (nn.ModuleList)")
-    assert warnings.without_layers(DDP, ParallelSpec(), "mine:make") == []
+    assert warnings.layerless_warnings(DDP, ParallelSpec(), "mine:make") == []
 
 
 def test_what_decides_may_be_nothing_that_a_loss_of_the_models_own_gives() -> None:
     def noted(metric: str, **tables: Any) -> list[str]:
         of = {"contract": {"metric": metric}, "model": {"entry": "mine:make"}, "data": {"validation": 0.1}, **tables}
-        return warnings.of_own_loss(build(of, Recipe, "recipe"))
+        return warnings.model_loss_warnings(build(of, Recipe, "recipe"))
 
     (note,) = noted("validation_accuracy")
     assert "only if mine:make has no loss of its own" in note and "name 'accuracy' in evaluation.metrics" in note
@@ -126,7 +126,7 @@ def test_a_pipeline_that_is_not_well_filled() -> None:
     assert "16 or more would leave 16%: a larger train.global_batch" in note and "smaller" not in note
     filled = planned({"pp": 4})
     assert filled.warnings == () and filled.time.bubble_fraction == pytest.approx(3 / 19)
-    (note,) = warnings.of_bubble(Layout(pp=2, schedule="zbv", virtual_stages=2), Batch(micro_batch=4))
+    (note,) = warnings.bubble_warnings(Layout(pp=2, schedule="zbv", virtual_stages=2), Batch(micro_batch=4))
     assert note.startswith("1 micro-batch on") and "leave a bubble; 8 or more would leave 0%" in note
     assert note.endswith("or a smaller train.micro_batch")
 
@@ -155,14 +155,14 @@ def test_sharding_a_stage_sends_no_more_than_replicating_it() -> None:
 
 def test_a_budget_that_the_prediction_exceeds_is_said() -> None:
     asked = ContractSpec(gpu_hours=2.0, wall_hours=10.0)
-    (note,) = warnings.of_budget(asked, 9.0, 400, 4)  # 1 h on 4 ranks
+    (note,) = warnings.budget_warnings(asked, 9.0, 400, 4)  # 1 h on 4 ranks
     assert note == (
         "400 steps of 9 s on 4 ranks need more than contract.gpu_hours = 2 (4 predicted): it stops at about step 200, "
         "sooner with start-up, evaluations and checkpoints"
     )
-    assert warnings.of_budget(asked, 9.0, 200, 4) == [] == warnings.of_budget(asked, None, 10**9, 4)
-    assert warnings.of_budget(ContractSpec(), 9.0, 10**9, 4) == []
-    (warned,) = warnings.of_budget(ContractSpec(cost=1.0, gpu_hour_cost=3.0, when_spent="warn"), 36.0, 100, 1)
+    assert warnings.budget_warnings(asked, 9.0, 200, 4) == [] == warnings.budget_warnings(asked, None, 10**9, 4)
+    assert warnings.budget_warnings(ContractSpec(), 9.0, 10**9, 4) == []
+    (warned,) = warnings.budget_warnings(ContractSpec(cost=1.0, gpu_hour_cost=3.0, when_spent="warn"), 36.0, 100, 1)
     assert "contract.cost = 1 (3 predicted): there is a warning at about step 33" in warned
 
 

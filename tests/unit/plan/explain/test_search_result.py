@@ -15,20 +15,20 @@ from clustertrain.config.data import DataSpec
 from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.recipe import Recipe, TrainSpec
-from clustertrain.plan.cost.model_shape import Shape
+from clustertrain.plan.cost.model_shape import DecoderSizes
 from clustertrain.plan.explain import search_result
 from clustertrain.plan.planner import Plan, plan
-from clustertrain.plan.search.layouts import FAMILIES, Problem, search
+from clustertrain.plan.search.layouts import FAMILIES, SearchProblem, search
 from tests.unit.plan.problems import LLAMA_8B, problem
 
 
-def said(of: Problem) -> dict[str, str]:
-    return dict(search_result.rejected(of, search(of)))
+def said(of: SearchProblem) -> dict[str, str]:
+    return dict(search_result.explain_rejected(of, search(of)))
 
 
-def anything(rng: random.Random) -> Problem:
+def anything(rng: random.Random) -> SearchProblem:
     dim, heads = rng.choice((256, 1024, 4096)), rng.choice((4, 8, 32))
-    model = Shape(
+    model = DecoderSizes(
         vocab_size=rng.choice((256, 32_000, 50_257)), dim=dim, layers=rng.choice((1, 3, 8, 32)), heads=heads,
         kv_heads=rng.choice((heads, 4)), hidden=dim * rng.choice((3, 4)),
     )  # fmt: skip
@@ -45,10 +45,10 @@ def test_every_kind_that_was_not_taken_has_a_number_against_it() -> None:
     for _ in range(60):
         any_problem = anything(rng)
         found = search(any_problem)
-        words = dict(search_result.rejected(any_problem, found))
+        words = dict(search_result.explain_rejected(any_problem, found))
         taken = {found.best.family} if found.best else set()
         for kind in set(FAMILIES) - taken:
-            if (kind == "single") == (any_problem.world == 1):
+            if (kind == "single") == (any_problem.world_size == 1):
                 assert re.search(r"\d", words[kind]), (kind, any_problem)
         assert not taken & set(words)
 
@@ -105,15 +105,15 @@ def test_what_the_user_has_excluded_is_not_explained() -> None:
     ],
     ids=["t4", "a100", "rtx-4090", "l4-fsdp"],
 )
-def test_the_number_of_gpus_that_is_named_does_and_a_node_less_does_not(of: Problem) -> None:
-    named = re.search(r"(\d+) nodes? of (\d+) x \((\d+) GPUs\)", search_result.way_out(of, "x"))
+def test_the_number_of_gpus_that_is_named_does_and_a_node_less_does_not(of: SearchProblem) -> None:
+    named = re.search(r"(\d+) nodes? of (\d+) x \((\d+) GPUs\)", search_result.suggest_changes(of, "x"))
     assert named is not None
     nodes, per_node, gpus = (int(n) for n in named.groups())
     assert nodes * per_node == gpus and per_node == of.gpus_per_node
 
     def fits_on(world: int) -> bool:
         whole = -(-of.global_batch // world) * world
-        return search(dataclasses.replace(of, world=world, global_batch=whole)).best is not None
+        return search(dataclasses.replace(of, world_size=world, global_batch=whole)).best is not None
 
     assert fits_on(gpus) and not fits_on(gpus - per_node)
 
@@ -164,21 +164,23 @@ def test_the_change_that_is_named_makes_it_fit(request_: dict[str, Any], change:
 
 
 def test_two_things_that_were_asked_for_and_are_too_much_together_are_named_together() -> None:
-    of = problem(LLAMA_8B, "a100", world=8, recompute="none", micro_batch=8, strategy="fsdp", tp=1, cp=1, pp=1)
+    of = problem(
+        LLAMA_8B, "a100", world=8, activation_checkpointing="none", micro_batch=8, strategy="fsdp", tp=1, cp=1, pp=1
+    )
     assert search(of).best is None
-    assert search_result.way_out(of, "a100").startswith(
+    assert search_result.suggest_changes(of, "a100").startswith(
         "use train.micro_batch = 0 and parallel.activation_checkpointing = 'full'"
     )
-    wanted = dataclasses.replace(of.wanted, micro_batch=0, recompute="full")
-    assert search(dataclasses.replace(of, wanted=wanted)).best is not None
+    wanted = dataclasses.replace(of.constraints, micro_batch=0, activation_checkpointing="full")
+    assert search(dataclasses.replace(of, constraints=wanted)).best is not None
 
 
 def test_an_odd_global_batch_that_rules_out_data_parallelism_is_a_warning() -> None:
     made = planned({"nodes": 1, "gpus": 6, "gpu_type": "h200"}, {}, {})
-    assert made.layout.model_parallel
+    assert made.layout.is_model_parallel
     assert any("64 / 6 = 10.6667" in note and "60 or 66" in note for note in made.warnings)
     even = planned({"nodes": 1, "gpus": 8, "gpu_type": "h200"}, {}, {})
-    assert not even.layout.model_parallel and not any("global_batch" in note for note in even.warnings)
+    assert not even.layout.is_model_parallel and not any("global_batch" in note for note in even.warnings)
 
 
 def test_the_reasons_say_where_the_time_goes_and_the_runners_up_differ() -> None:

@@ -10,8 +10,18 @@ import pytest
 
 from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan import pipeline_schedules
-from clustertrain.plan.cost.step_time import of_step
-from clustertrain.plan.search.layouts import HOPELESS, RECOMPUTES, SIMPLER, TIE, Candidate, Problem, cost, kinds, search
+from clustertrain.plan.cost.step_time import estimate_step
+from clustertrain.plan.search.layouts import (
+    CHECKPOINTING_MODES,
+    MAX_SLOWDOWN,
+    SIMPLICITY_MARGIN,
+    TIE_MARGIN,
+    Candidate,
+    SearchProblem,
+    count_parallelisms,
+    penalized_step_s,
+    search,
+)
 from tests.unit.plan.problems import GPT_125M, LLAMA_8B, LLAMA_405B, SHALLOW, every, problem
 
 TINY = ModelSpec()
@@ -26,7 +36,7 @@ def fastest(candidates: list[Candidate]) -> dict[str, float]:
 
 
 # Small enough to look at every answer: 1500 to 4000 of them.
-SMALL: dict[str, Problem] = {
+SMALL: dict[str, SearchProblem] = {
     "two-nodes": problem(SHALLOW, world=8, gpus_per_node=4, global_batch=16),
     "one-node": problem(GPT_125M, world=8, global_batch=32),
     "large-vocabulary": problem(
@@ -53,9 +63,11 @@ def test_pruning_loses_the_best_of_no_family(name: str) -> None:
         found = search(dataclasses.replace(small, limit_gib=limit))
         fits = [c for c in answers if c.peak_gib <= limit]
         best, seen = fastest(fits), fastest(list(found.fitting))
-        hopeless = {kind for kind in best.keys() - seen.keys() if best[kind] > HOPELESS * min(best.values())}
+        hopeless = {kind for kind in best.keys() - seen.keys() if best[kind] > MAX_SLOWDOWN * min(best.values())}
         assert seen == pytest.approx({kind: s for kind, s in best.items() if kind not in hopeless}), limit
-        assert found.best is not None and cost(found.best) <= (1 + TIE) * min(map(cost, fits)) * (1 + 1e-9)
+        assert found.best is not None and penalized_step_s(found.best) <= (1 + TIE_MARGIN) * min(
+            map(penalized_step_s, fits)
+        ) * (1 + 1e-9)
         for small_one in found.smallest:
             assert small_one.peak_gib > limit
             needed = min(c.peak_gib for c in answers if c.family == small_one.family)
@@ -68,41 +80,43 @@ def test_what_is_returned_can_be_run_and_is_what_the_models_say_of_it(name: str)
     small = SMALL[name]
     model = small.model
     for c in search(small).fitting:
-        layout, run = c.layout, c.run
-        assert layout.world_size == small.world
+        layout, run = c.layout, c.config
+        assert layout.world_size == small.world_size
         assert run.micro_batch * run.grad_accum * layout.data_parallel == small.global_batch
         assert not any(size % layout.tp for size in (model.heads, model.kv_heads, model.hidden, model.vocab_size))
         assert small.seq_len % (layout.cp * layout.tp) == 0 and small.gpus_per_node % layout.tp == 0
         assert (
-            pipeline_schedules.why_not(layout, run.grad_accum) == ""
-            and pipeline_schedules.stages(layout) <= model.layers + 2
+            pipeline_schedules.unsupported_reason(layout, run.grad_accum) == ""
+            and pipeline_schedules.num_stages(layout) <= model.layers + 2
         )
         assert c.peak_gib <= small.limit_gib
-        assert c.step == of_step(model, layout, run, small.stack, small.machine)
+        assert c.step == estimate_step(model, layout, run, small.framework, small.machine)
 
 
 def test_the_first_is_the_simplest_of_those_that_are_about_as_fast() -> None:
     for small in SMALL.values():
         found = search(small).fitting
-        near = [c for c in found if cost(c) <= (1 + TIE) * min(map(cost, found))]
-        assert found[0] in near and kinds(found[0].layout) == min(kinds(c.layout) for c in near)
+        near = [c for c in found if penalized_step_s(c) <= (1 + TIE_MARGIN) * min(map(penalized_step_s, found))]
+        assert found[0] in near and count_parallelisms(found[0].layout) == min(
+            count_parallelisms(c.layout) for c in near
+        )
         fastest = min(found, key=lambda c: c.step_s)
-        more = kinds(fastest.layout) - kinds(found[0].layout)
-        assert found[0].step_s <= fastest.step_s * (1 + SIMPLER) ** more * (1 + TIE) * (1 + 1e-9)
+        more = count_parallelisms(fastest.layout) - count_parallelisms(found[0].layout)
+        assert found[0].step_s <= fastest.step_s * (1 + SIMPLICITY_MARGIN) ** more * (1 + TIE_MARGIN) * (1 + 1e-9)
         assert [c.step_s for c in found[1:]] == sorted(c.step_s for c in found[1:])
 
 
 def test_a_small_model_is_replicated() -> None:
     for gpu, nodes in (("h100", 2), ("a100", 8), ("v100", 1)):
         best = search(problem(TINY, gpu, world=8 * nodes, global_batch=128 * nodes, seq_len=256)).best
-        assert best is not None and best.layout.strategy == "ddp" and not best.layout.model_parallel
+        assert best is not None and best.layout.strategy == "ddp" and not best.layout.is_model_parallel
 
 
 def test_a_model_that_needs_it_is_sharded_and_a_larger_one_split() -> None:
     best = search(problem(LLAMA_8B, world=16, seq_len=8192)).best
-    assert best is not None and best.layout.sharded and best.peak_gib < 64
+    assert best is not None and best.layout.is_sharded and best.peak_gib < 64
     best = search(problem(LLAMA_405B, world=512, seq_len=8192, global_batch=512)).best
-    assert best is not None and best.layout.model_parallel and best.layout.sharded
+    assert best is not None and best.layout.is_model_parallel and best.layout.is_sharded
 
 
 def test_a_larger_gpu_redoes_no_more_and_is_no_slower() -> None:
@@ -110,11 +124,11 @@ def test_a_larger_gpu_redoes_no_more_and_is_no_slower() -> None:
     for limit in (20.0, 40.0, 120.0):
         best = search(problem(LLAMA_8B, world=64, seq_len=8192, global_batch=256, limit_gib=limit)).best
         assert best is not None
-        redone.append(RECOMPUTES.index(best.layout.activation_checkpointing))
+        redone.append(CHECKPOINTING_MODES.index(best.layout.activation_checkpointing))
         seconds.append(best.step_s)
     assert redone[0] > redone[-1]
     # A simpler layout may be taken for up to SIMPLER of the time, and TIE.
-    assert all(later <= (1 + SIMPLER) * (1 + TIE) * earlier for earlier, later in pairwise(seconds))
+    assert all(later <= (1 + SIMPLICITY_MARGIN) * (1 + TIE_MARGIN) * earlier for earlier, later in pairwise(seconds))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +142,7 @@ def test_a_larger_gpu_redoes_no_more_and_is_no_slower() -> None:
         {"strategy": "hybrid-shard", "tp": 1, "cp": 1, "pp": 1, "dp_shard": 4, "dp_replicate": 4},
         {"strategy": "zero1", "tp": 1, "cp": 1, "pp": 1},
         {"micro_batch": 2},
-        {"recompute": "selective"},
+        {"activation_checkpointing": "selective"},
         {"tp": 1, "cp": 1, "pp": 2, "schedule": "gpipe", "virtual_stages": 1},
         {"tp": 1, "cp": 1, "pp": 2, "schedule": "zbv", "virtual_stages": 2},
     ],
@@ -137,10 +151,10 @@ def test_a_larger_gpu_redoes_no_more_and_is_no_slower() -> None:
 def test_what_is_fixed_stays_fixed(fixed: dict[str, Any]) -> None:
     found = search(problem(dataclasses.replace(SHALLOW, dim=2048), **fixed)).fitting
     assert found
-    in_layout = {{"recompute": "activation_checkpointing"}.get(n, n): v for n, v in fixed.items() if n != "micro_batch"}
+    in_layout = {n: v for n, v in fixed.items() if n != "micro_batch"}
     for c in found:
         assert {name: getattr(c.layout, name) for name in in_layout} == in_layout
-        assert fixed.get("micro_batch", c.run.micro_batch) == c.run.micro_batch
+        assert fixed.get("micro_batch", c.config.micro_batch) == c.config.micro_batch
 
 
 def test_no_group_shares_parameters_over_more_ranks_than_was_ever_seen_to_work() -> None:
@@ -154,7 +168,7 @@ def test_offload_is_for_what_is_sharded() -> None:
     parallel = problem(LLAMA_8B).parallel
     offloaded = dataclasses.replace(problem(LLAMA_8B, world=8), parallel=type(parallel)(offload=True))
     for c in search(offloaded).fitting:
-        assert c.layout.offload is c.layout.fully_sharded
+        assert c.layout.offload is c.layout.is_fully_sharded
 
 
 def test_thousands_of_layouts_for_the_largest_cluster() -> None:

@@ -8,16 +8,18 @@ from clustertrain.errors import ConfigError
 from clustertrain.plan.cost.memory import GIB
 from clustertrain.plan.layout import Layout
 from clustertrain.plan.search import micro_batch
-from clustertrain.plan.search.micro_batch import Measured, Search, Trial, on_ranks
+from clustertrain.plan.search.micro_batch import Trial, TrialMeasurement, TrialSearch, fit_to_ranks
 
 DDP = Layout(strategy="ddp", dp_replicate=2)
 
 
-def tried(search: Search, largest: int) -> list[int]:
+def tried(search: TrialSearch, largest: int) -> list[int]:
     """The order of the trials where all up to ``largest`` fit."""
     done: list[Trial] = []
-    while (m := search.following(done)) is not None:
-        done.append(Trial(micro_batch=m, outcome="fits" if m <= largest else "out of memory", usable=search.usable(m)))
+    while (m := search.next_micro_batch(done)) is not None:
+        done.append(
+            Trial(micro_batch=m, outcome="fits" if m <= largest else "out of memory", usable=search.is_usable(m))
+        )
     return [t.micro_batch for t in done]
 
 
@@ -39,33 +41,33 @@ def tried(search: Search, largest: int) -> list[int]:
     ],
 )
 def test_it_doubles_and_then_looks_into_the_gap(share: int, unit: int, largest: int, order: list[int]) -> None:
-    assert tried(Search(DDP, share, unit), largest) == order
+    assert tried(TrialSearch(DDP, share, unit), largest) == order
 
 
 def test_a_pipeline_tries_what_its_schedule_runs() -> None:
-    search = Search(Layout(pp=4, schedule="1f1b"), 24, 1)
-    assert [m for m in range(1, 25) if search.usable(m)] == [1, 2, 3, 4, 6]  # at least four micro-batches
+    search = TrialSearch(Layout(pp=4, schedule="1f1b"), 24, 1)
+    assert [m for m in range(1, 25) if search.is_usable(m)] == [1, 2, 3, 4, 6]  # at least four micro-batches
     assert tried(search, 99) == [1, 2, 4, 6]
-    assert search.batch(3, 1).grad_accum == 8  # all of them: what a stage holds follows from their number
+    assert search.build_batch(3, 1).grad_accum == 8  # all of them: what a stage holds follows from their number
 
 
 def test_the_split_of_a_trial_accumulates_and_is_short() -> None:
-    split = Search(DDP, 64, 1).batch(2, 10)
+    split = TrialSearch(DDP, 64, 1).build_batch(2, 10)
     assert (split.micro_batch, split.grad_accum, split.global_batch, split.tokens_per_step) == (2, 4, 16, 160)
-    assert Search(DDP, 64, 1).batch(32, 10).grad_accum == 2
-    assert Search(DDP, 64, 1).batch(64, 10).grad_accum == 1
-    assert Search(DDP, 0, 1).batch(8, 10).grad_accum == 2  # the plan's own global batch would be 32
-    assert Search(DDP, 0, 1).batch(64, 10).grad_accum == 1
+    assert TrialSearch(DDP, 64, 1).build_batch(32, 10).grad_accum == 2
+    assert TrialSearch(DDP, 64, 1).build_batch(64, 10).grad_accum == 1
+    assert TrialSearch(DDP, 0, 1).build_batch(8, 10).grad_accum == 2  # the plan's own global batch would be 32
+    assert TrialSearch(DDP, 0, 1).build_batch(64, 10).grad_accum == 1
 
 
 def test_fewer_replicas_stand_for_all() -> None:
-    assert on_ranks(DDP, 2) == (DDP, "the plan's 2 ranks")
-    smaller, words = on_ranks(Layout(strategy="ddp", dp_replicate=16), 4)
+    assert fit_to_ranks(DDP, 2) == (DDP, "the plan's 2 ranks")
+    smaller, words = fit_to_ranks(Layout(strategy="ddp", dp_replicate=16), 4)
     assert smaller == Layout(strategy="ddp", dp_replicate=4)
     assert "4 of the plan's 16 ranks" in words and "not in the time" in words
-    hybrid, _ = on_ranks(Layout(strategy="hybrid-shard", dp_replicate=4, dp_shard=8), 8)
+    hybrid, _ = fit_to_ranks(Layout(strategy="hybrid-shard", dp_replicate=4, dp_shard=8), 8)
     assert (hybrid.dp_replicate, hybrid.dp_shard) == (1, 8)
-    product, _ = on_ranks(Layout(strategy="ddp", dp_replicate=4, tp=2), 4)
+    product, _ = fit_to_ranks(Layout(strategy="ddp", dp_replicate=4, tp=2), 4)
     assert (product.dp_replicate, product.tp) == (2, 2)
 
 
@@ -79,28 +81,28 @@ def test_fewer_replicas_stand_for_all() -> None:
 )
 def test_fewer_shards_do_not(layout: Layout, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as e:
-        on_ranks(layout, 4)
+        fit_to_ranks(layout, 4)
     assert "--nodes 1" in str(e.value)
 
 
 def test_the_rank_that_needs_most_and_the_slowest_one_count() -> None:
-    search = Search(DDP, 16, 1)
-    seen = [Measured(peak_bytes=GIB, step_s=2.0), Measured(peak_bytes=3 * GIB, step_s=1.0)]
-    trial = micro_batch.judged(seen, search, search.batch(4, 100), 4.0)
+    search = TrialSearch(DDP, 16, 1)
+    seen = [TrialMeasurement(peak_bytes=GIB, step_s=2.0), TrialMeasurement(peak_bytes=3 * GIB, step_s=1.0)]
+    trial = micro_batch.evaluate_trial(seen, search, search.build_batch(4, 100), 4.0)
     assert trial.fits and trial.usable and (trial.peak_gib, trial.capacity_gib, trial.step_s) == (3.0, 4.0, 2.0)
     # 4 x 4 x 2 samples in two seconds on two ranks
     assert (trial.samples_per_s_per_gpu, trial.tokens_per_s_per_gpu) == (8.0, 800.0)
-    seen = [Measured(peak_bytes=65 * GIB, allocated_bytes=60 * GIB, capacity_bytes=80 * GIB, step_s=1.0)]
-    trial = micro_batch.judged(seen, search, search.batch(3, 0), 4.0)
+    seen = [TrialMeasurement(peak_bytes=65 * GIB, allocated_bytes=60 * GIB, capacity_bytes=80 * GIB, step_s=1.0)]
+    trial = micro_batch.evaluate_trial(seen, search, search.build_batch(3, 0), 4.0)
     assert (trial.outcome, trial.usable, trial.allocated_gib) == ("over the margin", False, 60.0)
     assert trial.tokens_per_s_per_gpu is None  # images
 
 
 def test_the_fastest_usable_one_that_fits_is_advised() -> None:
-    def row(m: int, speed: float | None, *, outcome: micro_batch.Outcome = "fits", usable: bool = True) -> Trial:
+    def row(m: int, speed: float | None, *, outcome: micro_batch.TrialOutcome = "fits", usable: bool = True) -> Trial:
         return Trial(micro_batch=m, outcome=outcome, usable=usable, samples_per_s_per_gpu=speed)
 
     rows = [row(1, 5.0), row(2, 9.0), row(4, 8.0), row(6, 20.0, usable=False), row(8, 30.0, outcome="over the margin")]
-    best = micro_batch.advised(rows)
+    best = micro_batch.best_trial(rows)
     assert best is not None and best.micro_batch == 2
-    assert micro_batch.advised([row(1, None, outcome="out of memory")]) is None
+    assert micro_batch.best_trial([row(1, None, outcome="out of memory")]) is None

@@ -11,8 +11,8 @@ from clustertrain.errors import ConfigError
 from clustertrain.plan.cost.memory import CONTEXT_BYTES, GIB
 from clustertrain.plan.cost.model_shape import attention_flops
 from clustertrain.plan.table import predict as table
-from clustertrain.plan.table.predict import COLUMNS, Prediction, memory_of, of_row, predict
-from clustertrain.plan.table.rows import read
+from clustertrain.plan.table.predict import COLUMNS, RowPrediction, estimate_row_memory, predict, predict_row
+from clustertrain.plan.table.rows import parse_row
 from tests.unit.plan.table.test_rows import LLAMA_8B
 
 TITAN = {**LLAMA_8B, "source": "pytorch/torchtitan benchmarks", "fsdp_or_zero": "fsdp_full", "gpu_mem_gib": "80"}
@@ -23,8 +23,8 @@ MEGATRON = {
 }  # fmt: skip
 
 
-def predicted(**cells: str) -> Prediction:
-    return of_row({**TITAN, **cells})
+def predicted(**cells: str) -> RowPrediction:
+    return predict_row({**TITAN, **cells})
 
 
 def number(value: float | None) -> float:
@@ -50,21 +50,21 @@ def test_what_was_taken_for_an_empty_cell_is_said() -> None:
     tokens = [number(predicted(micro_bs=m).tokens_per_s_per_gpu) for m in ("1", "2") if predicted(micro_bs=m).fits]
     assert number(micro.tokens_per_s_per_gpu) >= max(tokens)
     assert predicted(n_gpus="").note == "n_gpus is not stated: 8, the fewest on 1, 2, 4 ... nodes on which it fits"
-    assert of_row({**MEGATRON, "n_gpus": ""}).note == "n_gpus is not stated: 32, one replica"
+    assert predict_row({**MEGATRON, "n_gpus": ""}).note == "n_gpus is not stated: 32, one replica"
 
 
 def test_the_fewest_nodes_are_more_for_a_larger_model() -> None:
     large = {**TITAN, "n_params_b": "70.6", "layers": "80", "hidden": "8192", "heads": "64", "ffn": "28672"}
-    made = of_row({**large, "n_gpus": ""})
+    made = predict_row({**large, "n_gpus": ""})
     assert made.fits is True and "n_gpus is not stated: 8," not in made.note
 
 
 def flops_per_token(note: str, recompute: str = "full", source: str = "") -> float:
-    return table.flops_per_token(read({**TITAN, "act_ckpt": recompute, "source": source, "note": note}), note)
+    return table.flops_per_token(parse_row({**TITAN, "act_ckpt": recompute, "source": source, "note": note}), note)
 
 
 def test_tflops_are_counted_as_the_note_says() -> None:
-    shape = read(TITAN).shape
+    shape = parse_row(TITAN).shape
     model = flops_per_token("")
     scores = attention_flops(shape, 8192, causal=False)
     assert flops_per_token("model FLOPs, causal") == pytest.approx(model - scores / 2)
@@ -84,7 +84,7 @@ def test_memory_is_counted_as_the_note_says() -> None:
     )
     assert allocated < reserved < whole
     assert whole == pytest.approx(reserved + CONTEXT_BYTES / GIB)
-    need = memory_of(read(TITAN))
+    need = estimate_row_memory(parse_row(TITAN))
     assert allocated == pytest.approx(number(need.peak_gib) - number(need.overhead_gib))
     assert number(predicted().peak_mem_gib) == reserved  # where nothing is said
     # Whether it fits is a question of the whole device, however the row counts.
@@ -95,7 +95,7 @@ def test_memory_is_counted_as_the_note_says() -> None:
 
 def test_recomputation_is_slower_and_needs_less() -> None:
     for row in (TITAN, MEGATRON):
-        none, full = (of_row({**row, "act_ckpt": kind}) for kind in ("none", "full"))
+        none, full = (predict_row({**row, "act_ckpt": kind}) for kind in ("none", "full"))
         assert number(full.tokens_per_s_per_gpu) < number(none.tokens_per_s_per_gpu)
         assert number(full.peak_mem_gib) < number(none.peak_mem_gib)
 
@@ -113,8 +113,8 @@ def test_cells_are_those_of_the_columns() -> None:
     assert [float(c) for c in cells[:3]] == pytest.approx(
         [made.tokens_per_s_per_gpu, made.tflops_per_gpu, made.peak_mem_gib], rel=1e-3
     )
-    assert Prediction(note="why").cells() == ("", "", "", "", "why")
-    assert Prediction(tokens_per_s_per_gpu=12345.6, fits=False).cells() == ("12346", "", "", "no", "")
+    assert RowPrediction(note="why").cells() == ("", "", "", "", "why")
+    assert RowPrediction(tokens_per_s_per_gpu=12345.6, fits=False).cells() == ("12346", "", "", "no", "")
 
 
 def test_a_bad_row_has_a_note_and_the_next_one_its_prediction() -> None:
@@ -172,7 +172,7 @@ def test_one_measured_row_of_a_source_sets_the_factor_of_the_others() -> None:
     same = {**TITAN, "tokens_per_s_per_gpu": f"{0.8 * plain}"}
     others = [{**same, "seq": "4096", "tokens_per_s_per_gpu": ""}, {**TITAN, "source": "another"}]
     setting, scaled, elsewhere = predict([same, *others], calibrate=True)
-    assert setting.tokens_per_s_per_gpu == pytest.approx(0.8 * plain) and setting.note == table.CALIBRATES
+    assert setting.tokens_per_s_per_gpu == pytest.approx(0.8 * plain) and setting.note == table.CALIBRATION_NOTE
     uncalibrated = predict(others)
     assert scaled.tokens_per_s_per_gpu == pytest.approx(0.8 * number(uncalibrated[0].tokens_per_s_per_gpu))
     assert elsewhere == uncalibrated[1]
@@ -188,7 +188,7 @@ def test_a_measurement_that_is_no_number_calibrates_nothing(cell: str) -> None:
 
 def test_a_row_that_states_no_layout_gets_one_that_fits() -> None:
     bare = {name: cell for name, cell in TITAN.items() if name not in ("fsdp_or_zero", "micro_bs", "act_ckpt")}
-    made = of_row(bare)
+    made = predict_row(bare)
     assert made.fits is True and "the layout is not stated: fsdp" in made.note
     with pytest.raises(ConfigError, match="none of 1 GPUs has room"):
-        of_row({**bare, "n_gpus": "1", "global_bs_seqs": ""})
+        predict_row({**bare, "n_gpus": "1", "global_bs_seqs": ""})

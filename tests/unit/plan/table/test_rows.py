@@ -9,7 +9,7 @@ import pytest
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
 from clustertrain.plan.table import rows
-from clustertrain.plan.table.rows import Row, read
+from clustertrain.plan.table.rows import TableRow, parse_row
 
 LLAMA_8B = {
     "model": "Llama-3.1-8B", "n_params_b": "8.03", "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8",
@@ -18,8 +18,8 @@ LLAMA_8B = {
 }  # fmt: skip
 
 
-def row(**cells: str) -> Row:
-    return read({**LLAMA_8B, **cells})
+def row(**cells: str) -> TableRow:
+    return parse_row({**LLAMA_8B, **cells})
 
 
 def layout(**cells: str) -> Layout:
@@ -30,51 +30,56 @@ def test_a_full_row_is_taken_as_it_is() -> None:
     found = row(fsdp_or_zero="fsdp_full", dp="64", tp="1", pp="1", gpu_mem_gib="80", gpus_per_node="4", compile="yes")
     assert found.layout == Layout(strategy="fsdp", dp_shard=64)
     assert (found.seq_len, found.micro_batch, found.global_batch, found.grad_accum) == (8192, 1, 128, 2)
-    assert (found.gpu.name, found.capacity_gib, found.gpus_per_node, found.recompute) == ("h100", 80, 4, "full")
+    assert (found.gpu.name, found.capacity_gib, found.gpus_per_node, found.activation_checkpointing) == (
+        "h100",
+        80,
+        4,
+        "full",
+    )
     assert found.shape.parameters() == pytest.approx(8.03e9, rel=0.001) and found.shape.gated
-    assert found.compiled and found.stated
+    assert found.compiled and found.has_layout
 
 
 @pytest.mark.parametrize(
     ("column", "field", "default"),
     [
-        ("seq", "seq_len", rows.DEFAULT_SEQ),
+        ("seq", "seq_len", rows.DEFAULT_SEQ_LEN),
         ("gpu_mem_gib", "capacity_gib", 80),
         ("gpus_per_node", "gpus_per_node", 8),
         ("precision", "precision", "bf16"),
         ("compile", "compiled", False),
         ("micro_bs", "micro_batch", 0),
         ("global_bs_seqs", "global_batch", 0),
-        ("act_ckpt", "recompute", ""),
+        ("act_ckpt", "activation_checkpointing", ""),
         ("n_gpus", "gpus", 0),
     ],
 )
 def test_an_empty_cell_has_a_default(column: str, field: str, default: Any) -> None:
     assert getattr(row(**{column: ""}), field) == default
     without = {name: cell for name, cell in LLAMA_8B.items() if name != column}
-    assert getattr(read(without), field) == default
+    assert getattr(parse_row(without), field) == default
 
 
 def test_sizes_that_are_missing_follow_from_the_number_of_parameters() -> None:
-    bare = read({"model": "GPT", "n_params_b": "175", "gpu": "A100"}).shape
+    bare = parse_row({"model": "GPT", "n_params_b": "175", "gpu": "A100"}).shape
     assert bare.parameters() == pytest.approx(175e9, rel=0.05)
     assert bare.dim % 128 == 0 and 96 <= bare.dim / bare.heads <= 160 and bare.hidden == 4 * bare.dim
-    assert bare.vocab_size == rows.DEFAULT_VOCAB and bare.kv_heads == bare.heads
-    named = read({"model": "LLaMA-13B", "gpu": "A100"}).shape
+    assert bare.vocab_size == rows.DEFAULT_VOCAB_SIZE and bare.kv_heads == bare.heads
+    named = parse_row({"model": "LLaMA-13B", "gpu": "A100"}).shape
     assert named.parameters() == pytest.approx(13e9, rel=0.05)
     assert row(layers="").shape.layers == 32 and row(kv_heads="").shape.kv_heads == 32
 
 
 def test_a_model_of_no_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="size of the model is not known"):
-        read({"model": "large", "gpu": "A100"})
+        parse_row({"model": "large", "gpu": "A100"})
 
 
 def test_two_or_three_matrices_as_the_number_of_parameters_says() -> None:
     gpt = {"model": "GPT", "layers": "24", "hidden": "2048", "heads": "16", "gpu": "A100", "vocab": "51200"}
-    assert read({**gpt, "n_params_b": "1.3"}).shape.gated is False
+    assert parse_row({**gpt, "n_params_b": "1.3"}).shape.gated is False
     assert row().shape.gated is True
-    assert read({**gpt, "model": "Llama", "ffn": "5504", "n_params_b": "1.4"}).shape.gated is True
+    assert parse_row({**gpt, "model": "Llama", "ffn": "5504", "n_params_b": "1.4"}).shape.gated is True
 
 
 @pytest.mark.parametrize(
@@ -120,7 +125,7 @@ def test_precisions(cell: str, precision: str) -> None:
      ("selective core_attn+layernorm", "selective_attn")],
 )  # fmt: skip
 def test_activation_checkpointing(cell: str, mode: str) -> None:
-    assert row(act_ckpt=cell).recompute == mode
+    assert row(act_ckpt=cell).activation_checkpointing == mode
 
 
 def test_gpus_by_name_and_memory() -> None:
@@ -132,12 +137,12 @@ def test_gpus_by_name_and_memory() -> None:
 
 
 def test_the_words_of_source_and_note_say_which_framework() -> None:
-    assert row(source="pytorch/torchtitan benchmarks").stack.name == "torchtitan"
-    assert row(source="NVIDIA-NeMo/Megatron-Bridge docs").stack.distributed_optimizer
-    assert row(source="nobody knows").stack.name == "clustertrain"
+    assert row(source="pytorch/torchtitan benchmarks").framework.name == "torchtitan"
+    assert row(source="NVIDIA-NeMo/Megatron-Bridge docs").framework.distributed_optimizer
+    assert row(source="nobody knows").framework.name == "clustertrain"
     assert row(source="Megatron-LM SC21", tp="8", note="no sequence parallel").layout.sequence_parallel is False
     assert row(note="4x200Gb network").fabric_gb_s == 12.5 and row(note="1600 Gbps").fabric_gb_s == 25
-    assert row().fabric_gb_s == 0 and row().network.fabric > 0
+    assert row().fabric_gb_s == 0 and row().network.fabric_bytes_s > 0
 
 
 def test_numbers_of_gpus_in_words() -> None:

@@ -21,11 +21,11 @@ from clustertrain.errors import ConfigError
 from clustertrain.report import html as report
 from clustertrain.report.html import charts, page
 from clustertrain.report.html.pack import Packer
-from clustertrain.report.status import PART_WORDS
-from clustertrain.run.goodput import PARTS, Goodput
+from clustertrain.report.status import GOODPUT_LABELS
+from clustertrain.run.goodput import TIME_CATEGORIES, Goodput
 from clustertrain.telemetry.analysis.curves import Curves
-from clustertrain.telemetry.analysis.resample import Table
-from clustertrain.telemetry.report_schema import AttemptSummary, Mark, Note, Summary, Waste, Window
+from clustertrain.telemetry.analysis.resample import CurveTable
+from clustertrain.telemetry.report_schema import AttemptSummary, Insight, Summary, TimelineEvent, TimeWindow, Waste
 from tests import pages
 
 EVIL = '</script></title></style>--><img src=x onerror="alert(1)"><script>alert(2)</script>\u2028{{ 7*7 }}'
@@ -57,7 +57,7 @@ def made() -> tuple[Summary, Curves]:
 
 
 def nothing(summary: Summary) -> Curves:
-    table = Table(0.0, 1.0, 0)
+    table = CurveTable(0.0, 1.0, 0)
     return Curves(table, [], table, table, table, table, [], table, "", None)
 
 
@@ -85,10 +85,10 @@ def test_everything_from_the_run_is_inert(made: tuple[Summary, Curves]) -> None:
         layout=EVIL,
         state=EVIL,
         unreadable=[EVIL],
-        notes=[Note(severity=EVIL, code=EVIL, text=EVIL, fix=EVIL)],
+        notes=[Insight(severity=EVIL, code=EVIL, text=EVIL, fix=EVIL)],
         gpus=[msgspec.structs.replace(g, node=EVIL, uuid=EVIL, name=EVIL) for g in summary.gpus],
         hosts=[msgspec.structs.replace(h, node=EVIL, driver=EVIL, nvml=EVIL) for h in summary.hosts],
-        attempts=[AttemptSummary(1, EVIL, Window(0, 1), [EVIL], 0.0, 1.0, EVIL, [Mark(0.5, EVIL, EVIL)])],
+        attempts=[AttemptSummary(1, EVIL, TimeWindow(0, 1), [EVIL], 0.0, 1.0, EVIL, [TimelineEvent(0.5, EVIL, EVIL)])],
     )
     named = Curves(**{**vars(curves), "node_names": [EVIL] * 2, "choice": EVIL, "source": EVIL})
     expected = [tag for tag, _ in Elements(page.render(*made)).found]
@@ -119,11 +119,11 @@ def test_packed_numbers_come_out_as_they_went_in(rows: int) -> None:
     values = rng.uniform(-50, 700, (rows, 1500))
     values[rng.random(values.shape) < 0.1] = np.nan
     packer = Packer()
-    packer.add(Table(0.0, 1.0, 1500, {"other": values[:1]}), {"other": 1.0})
-    place = packer.add(Table(5.0, 2.0, 1500, {"power_w": values, "unknown": values}), {"power_w": 2.0})
+    packer.add(CurveTable(0.0, 1.0, 1500, {"other": values[:1]}), {"other": 1.0})
+    place = packer.add(CurveTable(5.0, 2.0, 1500, {"power_w": values, "unknown": values}), {"power_w": 2.0})
     assert place["curves"].keys() == {"power_w"} and (place["start"], place["step"]) == (5.0, 2.0)
     one = place["curves"]["power_w"]
-    data = np.frombuffer(zlib.decompress(base64.b64decode(packer.blob())), np.uint8)[one["at"] :]
+    data = np.frombuffer(zlib.decompress(base64.b64decode(packer.encode())), np.uint8)[one["at"] :]
     steps = data[: values.size].astype(int)
     if one["bits"] == 16:
         steps = steps + 256 * data[values.size : 2 * values.size].astype(int)
@@ -139,7 +139,7 @@ def test_packed_numbers_come_out_as_they_went_in(rows: int) -> None:
     "values", [[[5.0, 5.0]], [[np.nan, np.nan]], [[np.inf, 1.0]]], ids=["flat", "none", "infinite"]
 )
 def test_odd_curves_are_packed(values: list[list[float]]) -> None:
-    place = Packer().add(Table(0.0, 1.0, 2, {"loss": np.array(values)}), {"loss": 1.0})["curves"]["loss"]
+    place = Packer().add(CurveTable(0.0, 1.0, 2, {"loss": np.array(values)}), {"loss": 1.0})["curves"]["loss"]
     assert np.isfinite([place["low"], place["high"]]).all()
 
 
@@ -158,7 +158,7 @@ def test_a_thousand_gpus_for_a_week(tmp_path: Path) -> None:
     curves = Curves(
         gpus=curves.gpus.rows(chosen),
         chosen=chosen,
-        heat=Table(curves.heat.start, 3600, curves.heat.points, {"power_w": curves.heat.values["power_w"]}),
+        heat=CurveTable(curves.heat.start, 3600, curves.heat.points, {"power_w": curves.heat.values["power_w"]}),
         overall=curves.overall,
         nodes=curves.nodes.rows(range(64)),
         hosts=curves.hosts.rows(range(64)),
@@ -178,7 +178,7 @@ def test_a_thousand_gpus_for_a_week(tmp_path: Path) -> None:
 
 def test_without_samples_it_is_still_a_page(made: tuple[Summary, Curves]) -> None:
     summary = msgspec.structs.replace(
-        made[0], gpus=[], hosts=[], attempts=[], window=Window(None, None), goodput=None, training=None, waste=None
+        made[0], gpus=[], hosts=[], attempts=[], window=TimeWindow(None, None), goodput=None, training=None, waste=None
     )
     elements = Elements(page.render(summary, nothing(summary)))
     words = " ".join(elements.words)
@@ -197,10 +197,10 @@ def test_figures_that_are_missing_are_dashes(made: tuple[Summary, Curves]) -> No
 
 
 def test_of_very_many_events_the_rare_ones_stay(made: tuple[Summary, Curves]) -> None:
-    often = [Mark(float(i), "checkpoint", f"step {i}") for i in range(6000)]
-    rare = [Mark(i + 0.5, "xid", f"Xid {i}") for i in range(200)]
+    often = [TimelineEvent(float(i), "checkpoint", f"step {i}") for i in range(6000)]
+    rare = [TimelineEvent(i + 0.5, "xid", f"Xid {i}") for i in range(200)]
     attempt = msgspec.structs.replace(made[0].attempts[0], events=often + rare)
-    marks, left_out = charts.placed(msgspec.structs.replace(made[0], attempts=[attempt]))
+    marks, left_out = charts.lane_events(msgspec.structs.replace(made[0], attempts=[attempt]))
     assert sum(p.mark.kind == "xid" for p in marks) == 200 and len(marks) == 1500
     assert [p.mark.t for p in marks] == sorted(p.mark.t for p in marks)
     assert left_out is not None and "1500 of 6200 events" in left_out
@@ -264,8 +264,8 @@ def test_the_header_and_the_notes_tell_the_same_gpu_hours(made: tuple[Summary, C
 def test_a_note_names_its_rank_and_its_gpu_in_full(made: tuple[Summary, Curves]) -> None:
     uuid = "GPU-5b1c9f0e-77aa-4b1e-9c3d-0123456789ab"
     notes = [
-        Note(severity="warning", code="a", text="GPU 3 of n1 is slow, rank 31 waits", uuid=uuid, rank=3),
-        Note(severity="info", code="b", text=f"Rank 7 on {uuid} is late", uuid=uuid, rank=7),
+        Insight(severity="warning", code="a", text="GPU 3 of n1 is slow, rank 31 waits", uuid=uuid, rank=3),
+        Insight(severity="info", code="b", text=f"Rank 7 on {uuid} is late", uuid=uuid, rank=7),
     ]
     text = page.render(msgspec.structs.replace(made[0], notes=notes), made[1])
     assert f'rank 31 waits <span class="of">rank 3</span> <span class="of">{uuid}</span></p>' in text
@@ -273,12 +273,12 @@ def test_a_note_names_its_rank_and_its_gpu_in_full(made: tuple[Summary, Curves])
 
 
 def test_every_part_of_the_ledger_has_the_words_of_the_terminal_and_a_colour(made: tuple[Summary, Curves]) -> None:
-    ledger = Goodput(**dict.fromkeys(PARTS, 10.0), wall_s=10.0 * len(PARTS))
+    ledger = Goodput(**dict.fromkeys(TIME_CATEGORIES, 10.0), wall_s=10.0 * len(TIME_CATEGORIES))
     text = page.render(msgspec.structs.replace(made[0], goodput=ledger), made[1])
     words = " ".join(Elements(text).words)
-    for part in PARTS:
+    for part in TIME_CATEGORIES:
         assert f".part-{part.removesuffix('_s')} {{" in text
-        assert PART_WORDS[part] in words
+        assert GOODPUT_LABELS[part] in words
     assert "between steps" in words
 
 
@@ -293,9 +293,11 @@ def test_the_page_has_the_phases_of_the_terminal(made: tuple[Summary, Curves]) -
 
 
 def test_of_very_many_phases_the_shortest_are_left_out_and_that_is_told(made: tuple[Summary, Curves]) -> None:
-    marks = [Mark(10.0, "first_step", "")]
-    marks += [Mark(20.0 + 10 * i, "checkpoint", "", 20.0 + 10 * i + (2 if i % 100 else 6)) for i in range(20_000)]
-    attempt = AttemptSummary(1, "1", Window(0.0, 200_100.0), ["n"], 0.0, 200_100.0, "completed", marks)
+    marks = [TimelineEvent(10.0, "first_step", "")]
+    marks += [
+        TimelineEvent(20.0 + 10 * i, "checkpoint", "", 20.0 + 10 * i + (2 if i % 100 else 6)) for i in range(20_000)
+    ]
+    attempt = AttemptSummary(1, "1", TimeWindow(0.0, 200_100.0), ["n"], 0.0, 200_100.0, "completed", marks)
     summary = msgspec.structs.replace(made[0], attempts=[attempt], window=attempt.window)
     text = page.render(summary, made[1])
     found = carried(text)["phases"]

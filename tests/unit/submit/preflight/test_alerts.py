@@ -15,7 +15,7 @@ URL = "https://hooks.example.org/secret"
 def notes(
     spec: AlertsSpec, *, share: bool = False, environ: Mapping[str, str] = {}, given: Mapping[str, str] = {}
 ) -> list[str]:
-    return alerts.notes(spec, share=share, environ=environ, given=given)
+    return alerts.check_alerts(spec, share=share, environ=environ, public_env=given)
 
 
 def test_nothing_is_said_of_what_is_well(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ import pytest
 
 from clustertrain.errors import ConfigError
 from clustertrain.submit.preflight import data as data_here
-from clustertrain.submit.request import Prepared, SubmitRequest, prepare
+from clustertrain.submit.request import PreparedRun, SubmitRequest, prepare
 from clustertrain.train.data.tokenize import write
 from tests.fakes.slurm.fixture import FakeSlurm
 
 pytestmark = pytest.mark.usefixtures("fake_slurm")
 
 
-def prepared(cwd: Path, target: str = "", **tables: Any) -> Prepared:
+def prepared(cwd: Path, target: str = "", **tables: Any) -> PreparedRun:
     assignments = tuple(f"{table}.{key}={value}" for table, pairs in tables.items() for key, value in pairs.items())
     return prepare(SubmitRequest(target=target, cwd=cwd, assignments=assignments))
 
@@ -33,18 +33,18 @@ def test_paths_are_meant_from_where_submit_was_called(tmp_path: Path) -> None:
 def test_validation_data_that_is_not_here_is_a_note_and_alone_an_error(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     (tmp_path / "a.txt").write_text("a" * 1000)
     found = prepared(tmp_path, data={"path": "a.txt", "validation_path": "b.txt"})
-    note = data_here.check(found)
+    note = data_here.check_data(found)
     assert note is not None and note.startswith(f"data.validation_path = '{tmp_path}/b.txt' is not there")
     local = prepare(SubmitRequest(cwd=tmp_path, assignments=("data.validation_path=b.txt",), job={"backend": "local"}))
     with pytest.raises(ConfigError, match=r"data.validation_path = .*no such file or folder"):
-        data_here.check(local)
+        data_here.check_data(local)
 
 
 def test_what_is_learned_from_is_no_validation_data_under_another_name(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 1000)
     (tmp_path / "b.txt").symlink_to("a.txt")
     with pytest.raises(ConfigError, match=r"data.validation_path = '.*b.txt' is what is learned from"):
-        data_here.check(prepared(tmp_path, data={"path": "a.txt", "validation_path": "b.txt"}))
+        data_here.check_data(prepared(tmp_path, data={"path": "a.txt", "validation_path": "b.txt"}))
 
 
 def shards(tmp_path: Path, count: int = 300) -> dict[str, str]:
@@ -54,24 +54,24 @@ def shards(tmp_path: Path, count: int = 300) -> dict[str, str]:
 
 def test_tokens_that_the_model_does_not_know(tmp_path: Path) -> None:
     data = shards(tmp_path)
-    assert data_here.check(prepared(tmp_path, data=data, model={"vocab_size": 300})) is None
+    assert data_here.check_data(prepared(tmp_path, data=data, model={"vocab_size": 300})) is None
     with pytest.raises(ConfigError, match=r"tokens up to 299, and model.vocab_size = 256"):
-        data_here.check(prepared(tmp_path, data=data))
+        data_here.check_data(prepared(tmp_path, data=data))
     # Of a model of the user's own the size is not known yet.
-    assert data_here.check(prepared(tmp_path, data=data, model={"entry": "mine:make"})) is None
+    assert data_here.check_data(prepared(tmp_path, data=data, model={"entry": "mine:make"})) is None
 
 
 def test_fewer_tokens_than_a_sample(tmp_path: Path) -> None:
     data = shards(tmp_path, 200)
     with pytest.raises(ConfigError, match=r"200 tokens are less than one sample of data.seq_len = 256"):
-        data_here.check(prepared(tmp_path, data=data))
-    assert data_here.check(prepared(tmp_path, data={**data, "pack": "true"})) is None
+        data_here.check_data(prepared(tmp_path, data=data))
+    assert data_here.check_data(prepared(tmp_path, data={**data, "pack": "true"})) is None
 
 
 def test_a_folder_that_holds_no_tokens(tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
     with pytest.raises(ConfigError, match=r"neither index.json nor .npy files"):
-        data_here.check(prepared(tmp_path, data={"kind": "tokens", "path": "shards"}))
+        data_here.check_data(prepared(tmp_path, data={"kind": "tokens", "path": "shards"}))
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_data_that_is_empty_is_refused_before_the_queue(tables: dict[str, Any], 
     (tmp_path / "short.txt").write_text("a" * 99)
     (tmp_path / "long.txt").write_text("a" * 999)
     with pytest.raises(ConfigError, match=said):
-        data_here.check(prepared(tmp_path, **tables))
-    assert data_here.check(prepared(tmp_path, data={"path": "texts", "pattern": "*.txt"})) is None
+        data_here.check_data(prepared(tmp_path, **tables))
+    assert data_here.check_data(prepared(tmp_path, data={"path": "texts", "pattern": "*.txt"})) is None
 
 
 def test_slices_of_images_in_folders_are_their_names(tmp_path: Path) -> None:
@@ -100,9 +100,9 @@ def test_slices_of_images_in_folders_are_their_names(tmp_path: Path) -> None:
         (tmp_path / "pets" / name).mkdir(parents=True)
     data = {"path": "pets", "validation": "0.1"}
     asked = {"model": {"kind": "convnet"}, "data": data}
-    assert data_here.check(prepared(tmp_path, **asked, contract={"slices": '["dogs"]'})) is None
+    assert data_here.check_data(prepared(tmp_path, **asked, contract={"slices": '["dogs"]'})) is None
     with pytest.raises(ConfigError, match="no slice 'cows'; it has cats, dogs"):
-        data_here.check(prepared(tmp_path, **asked, contract={"slices": '["cows"]'}))
+        data_here.check_data(prepared(tmp_path, **asked, contract={"slices": '["cows"]'}))
 
 
 def test_images_of_ones_own_that_the_convnet_is_not_made_for(tmp_path: Path) -> None:
@@ -117,14 +117,17 @@ def test_images_of_ones_own_that_the_convnet_is_not_made_for(tmp_path: Path) -> 
     damaged.write_bytes(whole[:at] + b"\xff" * 40 + whole[at + 40 :])
     net = {"kind": "convnet", "convnet.classes": 2}
     with pytest.raises(ConfigError, match=r"pets' and model.convnet: the images have classes 3, not 2"):
-        data_here.check(prepared(tmp_path, data={"path": "pets"}, model=net))
+        data_here.check_data(prepared(tmp_path, data={"path": "pets"}, model=net))
     with pytest.raises(ConfigError, match=r"data.validation_path = .*grey.npz' .* channels 1, not 3"):
-        data_here.check(prepared(tmp_path, data={"validation_path": "grey.npz"}, model={"kind": "convnet"}))
+        data_here.check_data(prepared(tmp_path, data={"validation_path": "grey.npz"}, model={"kind": "convnet"}))
     with pytest.raises(ConfigError, match=r"text.npz': not an .npz file with images"):
-        data_here.check(prepared(tmp_path, data={"path": "text.npz"}, model=net))
+        data_here.check_data(prepared(tmp_path, data={"path": "text.npz"}, model=net))
     with pytest.raises(ConfigError, match=r"data.validation_path = .*damaged.npz': not an .npz file with images"):
-        data_here.check(prepared(tmp_path, data={"validation_path": "damaged.npz"}, model={"kind": "convnet"}))
-    assert data_here.check(prepared(tmp_path, data={"path": "grey.npz"}, model={**net, "convnet.channels": 1})) is None
+        data_here.check_data(prepared(tmp_path, data={"validation_path": "damaged.npz"}, model={"kind": "convnet"}))
+    assert (
+        data_here.check_data(prepared(tmp_path, data={"path": "grey.npz"}, model={**net, "convnet.channels": 1}))
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,17 +152,17 @@ def test_a_global_batch_of_more_than_all_samples_is_told(tables: dict[str, Any],
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.py").write_text("a" * 4096)
     shards(tmp_path)
-    note = data_here.epoch(prepared(tmp_path, **tables, train={"global_batch": 2048}))
+    note = data_here.check_epoch_size(prepared(tmp_path, **tables, train={"global_batch": 2048}))
     assert note is not None and note.startswith("train.global_batch = 2048 is more than all samples of data.path")
     assert f", {samples}: each step" in note
     if samples not in ("2", "5"):
-        assert data_here.epoch(prepared(tmp_path, **tables, train={"global_batch": 32})) is None
+        assert data_here.check_epoch_size(prepared(tmp_path, **tables, train={"global_batch": 32})) is None
 
 
 def test_where_the_number_of_samples_is_not_known_nothing_is_said(tmp_path: Path) -> None:
     (tmp_path / "classes" / "one").mkdir(parents=True)
     tables = {"model": {"kind": "convnet"}, "data": {"path": "classes"}, "train": {"global_batch": 2**20}}
-    assert data_here.epoch(prepared(tmp_path, **tables)) is None
+    assert data_here.check_epoch_size(prepared(tmp_path, **tables)) is None
 
 
 def package(folder: Path, name: str) -> None:

@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def notes(folder: Path, entry: str, **more: str) -> list[str]:
-    return entry_points.check(
+    return entry_points.check_entries(
         prepare(
             SubmitRequest(cwd=folder, assignments=(f"model.entry={entry}",), env=more, job={"cluster": site(folder)})
         )
@@ -95,7 +95,7 @@ def test_what_git_ignores_is_not_in_the_snapshot(folder: Path) -> None:
 def test_the_data_sets_entry_is_looked_for_too(folder: Path) -> None:
     asked = ("model.entry=nets:Net", "data.kind=own", "data.entry=sets:make")
     with pytest.raises(ConfigError, match=r"data.entry = 'sets:make': no module 'sets'"):
-        entry_points.check(prepare(SubmitRequest(cwd=folder, assignments=asked)))
+        entry_points.check_entries(prepare(SubmitRequest(cwd=folder, assignments=asked)))
 
 
 def test_folders_of_the_jobs_own_python_path_count(folder: Path, tmp_path: Path) -> None:

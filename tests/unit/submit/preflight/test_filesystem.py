@@ -34,7 +34,7 @@ torn line
     ],
 )
 def test_the_longest_mount_point_decides(path: str, kind: str) -> None:
-    assert filesystem.kind_of(Path(path), MOUNTS) == kind
+    assert filesystem.find_filesystem_type(Path(path), MOUNTS) == kind
 
 
 def of_kind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
@@ -49,32 +49,32 @@ def test_memory_and_containers_are_refused_for_slurm(
 ) -> None:
     of_kind(monkeypatch, tmp_path, kind)
     with pytest.raises(ConfigError) as e:
-        filesystem.check(tmp_path / "new" / "home", "CLUSTERTRAIN_HOME", shared=True)
+        filesystem.check_folder(tmp_path / "new" / "home", "CLUSTERTRAIN_HOME", shared=True)
     assert e.value.exit_code == 78
     assert kind in str(e.value) and str(tmp_path / "new" / "home") in str(e.value)
-    assert filesystem.check(tmp_path, "CLUSTERTRAIN_HOME", shared=False) is None
+    assert filesystem.check_folder(tmp_path, "CLUSTERTRAIN_HOME", shared=False) is None
 
 
 def test_a_local_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of_kind(monkeypatch, tmp_path, "ext4")
-    assert "local disk (ext4)" in (filesystem.check(tmp_path, "CLUSTERTRAIN_HOME", shared=True) or "")
+    assert "local disk (ext4)" in (filesystem.check_folder(tmp_path, "CLUSTERTRAIN_HOME", shared=True) or "")
 
 
 @pytest.mark.parametrize("kind", ["nfs", "nfs4", "lustre", "gpfs", "beegfs", "wekafs", "ceph", "fuse.something", "new"])
 def test_network_filesystems_and_unknown_ones_pass(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of_kind(monkeypatch, tmp_path, kind)
-    assert filesystem.check(tmp_path, "CLUSTERTRAIN_HOME", shared=True) is None
+    assert filesystem.check_folder(tmp_path, "CLUSTERTRAIN_HOME", shared=True) is None
 
 
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file is a file, not a folder"):
-        filesystem.check(tmp_path / "file" / "home", "CLUSTERTRAIN_HOME", shared=False)
+        filesystem.check_folder(tmp_path / "file" / "home", "CLUSTERTRAIN_HOME", shared=False)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="not writable") as e:
-        filesystem.check(tmp_path / "home", "CLUSTERTRAIN_HOME", shared=False)
+        filesystem.check_folder(tmp_path / "home", "CLUSTERTRAIN_HOME", shared=False)
     assert e.value.exit_code == 78

@@ -9,7 +9,7 @@ import pytest
 
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.submit.preflight import model_stats
-from clustertrain.submit.request import Count, Prepared, SubmitRequest, prepare
+from clustertrain.submit.request import CountMode, PreparedRun, SubmitRequest, prepare
 from tests.fakes.slurm.fixture import FakeSlurm
 
 OWN = '[model]\nentry = "nets:Net"\n[job]\ncluster = "site"\n[train]\nglobal_batch = 8\n'
@@ -30,8 +30,8 @@ def interpreter(folder: Path, does: str) -> None:
     path.chmod(0o755)
 
 
-def asked(folder: Path, count: Count = "yes", **job: int) -> Prepared:
-    return prepare(SubmitRequest(target="own.toml", cwd=folder, count=count, job=job))
+def asked(folder: Path, count: CountMode = "yes", **job: int) -> PreparedRun:
+    return prepare(SubmitRequest(target="own.toml", cwd=folder, count_mode=count, job=job))
 
 
 COUNT = (
@@ -86,7 +86,7 @@ def test_a_trace_is_asked_for_with_the_plans_step_and_not_of_a_split_model(folde
 
 def test_the_decoder_and_a_script_are_not_traced(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     with pytest.raises(UsageError, match="the decoder's is estimated"):
-        prepare(SubmitRequest(cwd=tmp_path, count="trace"))
+        prepare(SubmitRequest(cwd=tmp_path, count_mode="trace"))
     (tmp_path / "train.py").write_text("")
     with pytest.raises(UsageError, match="not known before it runs"):
-        prepare(SubmitRequest(target="train.py", cwd=tmp_path, count="trace"))
+        prepare(SubmitRequest(target="train.py", cwd=tmp_path, count_mode="trace"))

@@ -24,13 +24,13 @@ def test_a_package_that_is_missing_is_told_before_the_queue(
     tables: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = build(tables, Recipe, "recipe.toml")
-    monkeypatch.setattr(packages, "installed", lambda package: False)
+    monkeypatch.setattr(packages, "is_installed", lambda package: False)
     with pytest.raises(ConfigError, match=words) as caught:
-        packages.check(recipe, sys.executable)
+        packages.check_packages(recipe, sys.executable)
     assert "pip install 'clustertrain[" in str(caught.value.fix)
-    packages.check(recipe, "/elsewhere/python")
-    packages.check(Recipe(), sys.executable)
+    packages.check_packages(recipe, "/elsewhere/python")
+    packages.check_packages(Recipe(), sys.executable)
 
 
 def test_what_is_there_is_found() -> None:
-    assert packages.installed("click") and not packages.installed("no_such_package_anywhere")
+    assert packages.is_installed("click") and not packages.is_installed("no_such_package_anywhere")

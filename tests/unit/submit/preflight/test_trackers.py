@@ -18,8 +18,8 @@ def test_a_package_that_is_missing_is_refused_where_it_can_be_told(monkeypatch: 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     spec = TrackingSpec(to=("mlflow",))
     with pytest.raises(ConfigError, match=r"mlflow is not installed\n  fix: pip install 'clustertrain\[mlflow\]'"):
-        trackers.check(spec, sys.executable, {})
-    assert trackers.check(spec, "/opt/cluster/python", {}) == []
+        trackers.check_trackers(spec, sys.executable, {})
+    assert trackers.check_trackers(spec, "/opt/cluster/python", {}) == []
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_package_that_is_missing_is_refused_where_it_can_be_told(monkeypatch: 
     ],
 )
 def test_what_may_surprise_is_noted(spec: TrackingSpec, environ: dict[str, str], said: list[str]) -> None:
-    notes = trackers.check(spec, sys.executable, environ)
+    notes = trackers.check_trackers(spec, sys.executable, environ)
     assert len(notes) == len(said) and all(a in b for a, b in zip(said, notes, strict=True))
 
 

@@ -16,9 +16,9 @@ from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.run import heartbeat
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.alerts import monitor
-from clustertrain.telemetry.alerts.cross_node import Across
+from clustertrain.telemetry.alerts.cross_node import CrossNodeRules
 from clustertrain.telemetry.alerts.gate import Alert
-from clustertrain.telemetry.alerts.monitor import Watch
+from clustertrain.telemetry.alerts.monitor import AlertMonitor
 from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store.writer import GpuFacts, Header, Writer
@@ -45,7 +45,7 @@ def snapshots(minute: int, nodes: int, gpus: int, change: Change = lambda node, 
 
 
 def looks(nodes: int, gpus: int, change: Change = lambda node, v: None, minutes: int = 12) -> list[Alert]:
-    across, found = Across(AlertsSpec(), "n0"), []
+    across, found = CrossNodeRules(AlertsSpec(), "n0"), []
     for minute in range(1, minutes + 1):
         found += across.observe(snapshots(minute, nodes, gpus, change), T0 + 60 * minute, 60.0 * minute)
     return found
@@ -85,7 +85,7 @@ def test_a_node_whose_ranks_wait_for_their_data() -> None:
 
 
 def test_it_is_cleared_when_the_node_is_well_again() -> None:
-    across, found = Across(AlertsSpec(), "n0"), []
+    across, found = CrossNodeRules(AlertsSpec(), "n0"), []
     for minute in range(1, 31):
         values = {"gpu0.sm_clock_mhz": 1400.0 if minute < 12 else 1900.0}
         now = snapshots(minute, 4, 1, lambda node, v, values=values: v.update(values) if node == "n2" else None)
@@ -103,7 +103,7 @@ def test_nodes_that_are_silent_damaged_or_not_training_are_no_stragglers() -> No
             v |= {k: float(heartbeat.EVALUATION) for k in v if k.endswith("phase")} | {"gpu0.sm_clock_mhz": 300.0}
 
     assert looks(6, 1, odd) == []
-    across = Across(AlertsSpec(), "n0")
+    across = CrossNodeRules(AlertsSpec(), "n0")
     old = snapshots(1, 4, 1, lambda node, v: v.update({"gpu0.sm_clock_mhz": 300.0}) if node == "n2" else None)
     assert [a for i in range(30) for a in across.observe(old, T0 + i, 60.0 * i)] == []
 
@@ -119,7 +119,7 @@ def events() -> Events:
 
 
 def test_a_watch_tells_what_its_sampler_sees(events: Events) -> None:
-    it = Watch(AlertsSpec(), "n0", events, run="r")
+    it = AlertMonitor(AlertsSpec(), "n0", events, run="r")
     it.start()
     for s in range(30):
         values = {"gpu0.memory_used_bytes": float(80 << 30)}
@@ -132,7 +132,7 @@ def test_a_watch_tells_what_its_sampler_sees(events: Events) -> None:
 
 
 def test_a_rule_that_fails_is_told_once_and_harms_nobody(events: Events) -> None:
-    it = Watch(AlertsSpec(), "n0", events, run="r")
+    it = AlertMonitor(AlertsSpec(), "n0", events, run="r")
     for _ in range(5):
         it.observe(None)  # type: ignore[arg-type]
     assert [e["event"] for e in events] == ["telemetry_failed"]
@@ -142,21 +142,21 @@ def test_a_rule_that_fails_is_told_once_and_harms_nobody(events: Events) -> None
 def test_the_first_node_reads_the_others_from_the_run_directory(
     events: Events, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor, "LOOK_S", 0.01)
+    monkeypatch.setattr(monitor, "COMPARE_INTERVAL_S", 0.01)
     for n in range(3):
         writer = Writer(tmp_path / f"n{n}")
         one = snapshots(1, 3, 1)[n]
-        fast, slow = fields.columns(1, one.ranks, FAST), fields.columns(1, one.ranks, SLOW)
+        fast, slow = fields.column_names(1, one.ranks, FAST), fields.column_names(1, one.ranks, SLOW)
         head = Header(
             node=one.node, t=T0, mono=0.0, interval_s=1.0, gpus=one.gpus, ranks=one.ranks, fast=fast, slow=slow
         )
         writer.begin(head)
         writer.fast(1.0, np.array([one.values.get(c, math.nan) for c in fast]))
         writer.close()
-    it = Watch(AlertsSpec(), "n0", events, run="r", telemetry=tmp_path)
+    it = AlertMonitor(AlertsSpec(), "n0", events, run="r", telemetry=tmp_path)
     it.start()
-    assert clock.wait_until(lambda: len(it._alerts.elsewhere) == 3, 20, 0.01)
-    assert it._alerts.elsewhere == {0: 120, 1: 120, 2: 120}
+    assert clock.wait_until(lambda: len(it._rules.remote_steps) == 3, 20, 0.01)
+    assert it._rules.remote_steps == {0: 120, 1: 120, 2: 120}
     it.quiet()
     assert it.stop()
     assert events == []

@@ -92,7 +92,7 @@ def events() -> Events:
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notify, "PAUSE_S", 0.01)
+    monkeypatch.setattr(notify, "RETRY_DELAY_S", 0.01)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
@@ -215,7 +215,7 @@ def test_nobody_listens(events: Events) -> None:
 
 def test_a_name_that_does_not_exist_or_is_broken(events: Events) -> None:
     for url in ("http://no-such-host.invalid/secret", "http://127.0.0.1:99999/secret", "http://[::1/secret"):
-        with pytest.raises((notify._NotDelivered, ValueError)) as e:
+        with pytest.raises((notify._DeliveryError, ValueError)) as e:
             notify.post(url, b"{}", 5.0)
         assert "secret" not in str(e.value)
 
@@ -238,13 +238,13 @@ def test_a_server_that_never_answers(events: Events, server: Server, monkeypatch
 def test_more_than_the_queue_holds_is_dropped_and_stopping_does_not_wait(
     events: Events, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notify, "STOP_S", 0.05)
+    monkeypatch.setattr(notify, "STOP_TIMEOUT_S", 0.05)
     it = notifier(events, webhook=server.url)
     it.send([LOST])
     assert clock.wait_until(lambda: len(server.got) > 0, 20, 0.01)
-    it.send([LOST] * (notify.WAITING + 10))
+    it.send([LOST] * (notify.QUEUE_SIZE + 10))
     assert [e["way"] for e in events.named("alert_not_delivered")] == ["queue"]
-    assert len(events.named("alert")) == notify.WAITING + 11
+    assert len(events.named("alert")) == notify.QUEUE_SIZE + 11
     assert not it.stop()  # the thread hangs in the server, and nobody waits for it
 
 
@@ -282,7 +282,7 @@ def test_a_command_that_fails_is_one_event(events: Events, command: list[str], r
 def test_a_command_that_does_not_end_is_killed_with_what_it_started(
     events: Events, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notify, "COMMAND_S", 0.5)
+    monkeypatch.setattr(notify, "COMMAND_TIMEOUT_S", 0.5)
     it = notifier(events, command=["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; wait"])
     it.send([LOST])
     assert "did not end in 0.5 s" in events.wait_for("alert_not_delivered")[0]["reason"]

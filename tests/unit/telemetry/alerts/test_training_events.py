@@ -10,8 +10,8 @@ import pytest
 
 from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.run.events import EventLog
-from clustertrain.telemetry.alerts.monitor import Watch
-from clustertrain.telemetry.alerts.training_events import LOOK_S, Training
+from clustertrain.telemetry.alerts.monitor import AlertMonitor
+from clustertrain.telemetry.alerts.training_events import READ_INTERVAL_S, TrainingEventReader
 from clustertrain.telemetry.snapshot import Snapshot
 
 T0 = 1_790_000_000.0
@@ -23,23 +23,23 @@ def warn(path: Path, code: str = "loss_spike", **fields: Any) -> None:
     log.close()
 
 
-def codes(training: Training, mono: float) -> list[str]:
+def codes(training: TrainingEventReader, mono: float) -> list[str]:
     return [f.code for f in training.read(mono)]
 
 
 def test_it_reads_on_where_it_was_and_only_now_and_then(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.jsonl"
-    training = Training(path)
+    training = TrainingEventReader(path)
     assert codes(training, 0.0) == []  # there is no file yet
     warn(path)
-    assert codes(training, LOOK_S / 2) == []
-    assert codes(training, LOOK_S) == ["loss_spike"]
+    assert codes(training, READ_INTERVAL_S / 2) == []
+    assert codes(training, READ_INTERVAL_S) == ["loss_spike"]
     with path.open("a") as f:
         f.write('{"t": 1, "event": "training_warning", "code": "non_fin')
-    assert codes(training, 2 * LOOK_S) == []
+    assert codes(training, 2 * READ_INTERVAL_S) == []
     with path.open("a") as f:
         f.write('ite", "value": "nan"}\n[1]\nnothing\n{"t": 1, "event": "checkpoint", "step": 4}\n')
-    (found,) = training.read(3 * LOOK_S)
+    (found,) = training.read(3 * READ_INTERVAL_S)
     assert (found.code, found.severity, found.value, found.fix) == ("non_finite", "critical", None, None)
 
 
@@ -47,7 +47,7 @@ def test_it_reads_on_where_it_was_and_only_now_and_then(tmp_path: Path) -> None:
 def test_a_node_tells_it_where_its_alerts_go(tmp_path: Path, asked: bool) -> None:
     path = tmp_path / "rank-0.jsonl"
     told: list[dict[str, Any]] = []
-    it = Watch(
+    it = AlertMonitor(
         AlertsSpec(training=asked), "n0", lambda name, **fields: told.append({"event": name, **fields}), run="r",
         events=path,
     )  # fmt: skip

@@ -6,15 +6,15 @@ import pytest
 
 from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.run import heartbeat
-from clustertrain.telemetry.alerts.rules import Alerts
+from clustertrain.telemetry.alerts.rules import AlertRules
 from tests.unit.telemetry.alerts.test_rules import Change, Job, codes
 
 FIVE_GB = 5e9
 
 
 @pytest.fixture
-def alerts() -> Alerts:
-    return Alerts(AlertsSpec(), "n1")
+def alerts() -> AlertRules:
+    return AlertRules(AlertsSpec(), "n1")
 
 
 def busy(
@@ -45,7 +45,7 @@ def _values(change: Change) -> dict[str, float]:
     return values
 
 
-def test_it_is_told_after_minutes_of_training_and_cleared(alerts: Alerts) -> None:
+def test_it_is_told_after_minutes_of_training_and_cleared(alerts: AlertRules) -> None:
     job = Job(2)
     assert job.run(alerts, 300, busy(0.43)) == []  # three minutes of them are the warm-up
     (alert,) = job.run(alerts, 120, busy(0.43))
@@ -79,22 +79,22 @@ def test_it_is_told_after_minutes_of_training_and_cleared(alerts: Alerts) -> Non
         (busy(0.5, cpu=0.97, job_cores=2), "not for data or the processors", "a larger micro batch"),
     ],
 )  # fmt: skip
-def test_the_likely_cause_is_named(alerts: Alerts, change: Change, why: str, fix: str) -> None:
+def test_the_likely_cause_is_named(alerts: AlertRules, change: Change, why: str, fix: str) -> None:
     job = Job(2)
     job.cores = 8 if "host.job_cpu_s" in _values(change) else None
     (alert,) = job.run(alerts, 480, change)
     assert why in alert.text and alert.fix is not None and fix in alert.fix
 
 
-def test_one_gpu_a_node_waits_for_the_other_nodes(alerts: Alerts) -> None:
+def test_one_gpu_a_node_waits_for_the_other_nodes(alerts: AlertRules) -> None:
     """Its PCIe carries what it copies from the host as well, so that alone says nothing."""
     (alert,) = Job(1).run(alerts, 480, busy(0.5, infiniband=4 * FIVE_GB, pcie=FIVE_GB))
     assert "waiting on communication, with InfiniBand at 20.0 GB/s a GPU" in alert.text
-    (alert,) = Job(1).run(Alerts(AlertsSpec(), "n1"), 480, busy(0.5, pcie=FIVE_GB))
+    (alert,) = Job(1).run(AlertRules(AlertsSpec(), "n1"), 480, busy(0.5, pcie=FIVE_GB))
     assert "GB/s" not in alert.text
 
 
-def test_a_counter_that_is_missing_for_a_moment_is_no_traffic(alerts: Alerts) -> None:
+def test_a_counter_that_is_missing_for_a_moment_is_no_traffic(alerts: AlertRules) -> None:
     since_boot, change = 5e15, busy(0.5, nvlink=1e9)
 
     def half(now: float, values: dict[str, float]) -> None:
@@ -107,14 +107,14 @@ def test_a_counter_that_is_missing_for_a_moment_is_no_traffic(alerts: Alerts) ->
     assert "GB/s" not in alert.text
 
 
-def test_a_counter_that_begins_anew_is_no_traffic(alerts: Alerts) -> None:
+def test_a_counter_that_begins_anew_is_no_traffic(alerts: AlertRules) -> None:
     job = Job(2)
     job.run(alerts, 230, busy(0.5, nvlink=60e9))
     (alert,) = job.run(alerts, 300, lambda now, values: busy(0.5, nvlink=1e6)(now - 230, values))
     assert alert.code == "low_utilization" and "GB/s" not in alert.text
 
 
-def test_time_out_of_training_does_not_count(alerts: Alerts) -> None:
+def test_time_out_of_training_does_not_count(alerts: AlertRules) -> None:
     """Evaluations and checkpoints take three of five minutes; in training the GPUs are busy."""
     job, found = Job(2), []
     for _ in range(10):
@@ -133,12 +133,12 @@ def test_time_out_of_training_does_not_count(alerts: Alerts) -> None:
     assert codes(found) == [("low_utilization", "raised")]
 
 
-def test_the_node_of_rank_0_tells_it_of_gpus_that_are_used_and_0_turns_it_off(alerts: Alerts) -> None:
+def test_the_node_of_rank_0_tells_it_of_gpus_that_are_used_and_0_turns_it_off(alerts: AlertRules) -> None:
     assert Job(2, first=8).run(alerts, 1000, busy(0.5)) == []
-    assert Job(2).run(Alerts(AlertsSpec(utilization=0.0), "n1"), 1000, busy(0.5)) == []
+    assert Job(2).run(AlertRules(AlertsSpec(utilization=0.0), "n1"), 1000, busy(0.5)) == []
     one_of_two = Job(2, ranks=1)
-    found = one_of_two.run(Alerts(AlertsSpec(idle_min=0), "n1"), 480, busy(0.5))
+    found = one_of_two.run(AlertRules(AlertsSpec(idle_min=0), "n1"), 480, busy(0.5))
     assert found[0].text.startswith("GPU 0 of n1 was busy 50% of the time in training")
     # A GPU that does nothing at all is told as such, and does not make the others look lazy.
-    idle, alerts = Job(2), Alerts(AlertsSpec(), "n1")
+    idle, alerts = Job(2), AlertRules(AlertsSpec(), "n1")
     assert codes(idle.run(alerts, 700, lambda _, v: v.update({"gpu1.utilization": 0.0}))) == [("gpu_idle", "raised")]

@@ -12,7 +12,7 @@ from clustertrain.report import telemetry_compare as report
 from clustertrain.report import terminal
 from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry.analysis import compare
-from clustertrain.telemetry.analysis.settings_diff import Setting, settings_of
+from clustertrain.telemetry.analysis.settings_diff import ConfigDiff, load_settings
 from clustertrain.telemetry.report_schema import ProcessSummary, Summary
 from tests.unit.telemetry.runs import busy, gpu, new_attempt, new_run, record
 from tests.unit.telemetry.summaries import broken, healthy, noted, replace, stats, with_gpus
@@ -45,7 +45,7 @@ def test_differences_and_ratios() -> None:
     b = healthy()
     assert b.training is not None
     b = replace(b, training=replace(b.training, step_s=stats(0.365), joules_per_token=0.004))
-    found = compare.of(healthy(), b)
+    found = compare.compare_summaries(healthy(), b)
     step = found.figures["step_p50_s"]
     assert (step.a, step.b, step.difference, step.ratio, step.better) == (0.73, 0.365, -0.365, 0.5, "lower")
     assert found.figures["mfu"].ratio == 1.0
@@ -54,7 +54,7 @@ def test_differences_and_ratios() -> None:
 
 
 def test_runs_of_different_sizes_are_compared_by_gpu() -> None:
-    found = compare.of(healthy(4), healthy(8))
+    found = compare.compare_summaries(healthy(4), healthy(8))
     assert (found.a.gpus, found.b.gpus) == (8, 16)
     assert found.figures["tokens_per_s_per_gpu"].ratio == 0.5
     assert found.figures["energy_per_gpu_j"].ratio == 1.0
@@ -78,7 +78,7 @@ def longer(factor: float, gpus: int = 8) -> Summary:
 
 
 def test_what_runs_of_unlike_length_cost_a_step_and_a_token() -> None:
-    figures = compare.of(longer(1), longer(4)).figures
+    figures = compare.compare_summaries(longer(1), longer(4)).figures
     assert figures["gpu_hours"].ratio == pytest.approx(4.0) and figures["energy_j"].ratio == pytest.approx(4.0)
     for name in ("gpu_s_per_step", "gpu_s_per_million_tokens", "energy_per_step_j", "joules_per_token"):
         assert figures[name].ratio == pytest.approx(1.0), name
@@ -93,7 +93,7 @@ def test_steps_of_unlike_sizes_are_none_better_than_the_other() -> None:
     large = longer(1)
     assert large.training is not None
     large = replace(large, training=replace(large.training, steps=large.training.steps // 2))
-    figures = compare.of(longer(1), large).figures
+    figures = compare.compare_summaries(longer(1), large).figures
     assert figures["gpu_s_per_step"].better is None and figures["energy_per_step_j"].better is None
     assert figures["gpu_s_per_million_tokens"].better == "lower"
 
@@ -101,24 +101,24 @@ def test_steps_of_unlike_sizes_are_none_better_than_the_other() -> None:
 def test_energy_that_some_gpus_did_not_tell_is_not_that_of_a_step() -> None:
     some = longer(1)
     some = replace(some, gpus=[replace(some.gpus[0], energy_j=None), *some.gpus[1:]])
-    figures = compare.of(longer(1), some).figures
+    figures = compare.compare_summaries(longer(1), some).figures
     assert figures["energy_per_step_j"].b is None and figures["energy_per_step_j"].missing
     assert figures["energy_j"].b is None
 
 
 def test_a_missing_figure_has_its_reason() -> None:
     bare = replace(with_gpus(healthy(), power_w=None, nulls={"power_w": "NOT_SUPPORTED: no"}), training=None)
-    found = compare.of(healthy(), bare)
+    found = compare.compare_summaries(healthy(), bare)
     power = found.figures["power_w"]
     assert (power.b, power.difference, power.ratio, power.missing) == (None, None, None, {"b": "NOT_SUPPORTED: no"})
     assert found.figures["mfu"].missing == {"b": "no step was recorded"}
     no_gpus = replace(healthy(), gpus=[], hosts=[replace(h, nvml="no driver") for h in healthy().hosts])
-    assert compare.of(no_gpus, healthy()).figures["utilization"].missing == {"a": "no driver"}
+    assert compare.compare_summaries(no_gpus, healthy()).figures["utilization"].missing == {"a": "no driver"}
 
 
 def test_notes_that_only_one_has() -> None:
     good = replace(healthy(), notes=noted(healthy()))
-    found = compare.of(broken(), good)
+    found = compare.compare_summaries(broken(), good)
     assert {n.code for n in found.only_a} == {"gpu_unused", "slow_gpu", "throttled", "gpu_hours_wasted"}
     assert found.only_b == []
 
@@ -128,13 +128,13 @@ def test_settings_that_matter(tmp_path: Path) -> None:
     b = a_run(tmp_path, "two-bbbbbb", 1e-4, "100G", 8, interval=5.0)
     for run in (a, b):
         record(new_attempt(run), [(gpu(i), busy()) for i in range(2)])
-    found = compare.of_runs(a, b)
+    found = compare.compare_runs(a, b)
     assert [(s.key, s.a, s.b) for s in found.settings] == [
         ("batch.micro_batch", 4, 8),
         ("recipe.optim.lr", 3e-4, 1e-4),
         ("env", ["SECRET_ONE"], ["SECRET_TWO"]),
     ]
-    assert settings_of(a)["layout"] == "fsdp"
+    assert load_settings(a)["layout"] == "fsdp"
     assert '"ONE"' not in json.dumps(msgspec.to_builtins(found)), "a variable's value may be a secret"
 
 
@@ -159,20 +159,20 @@ def test_only_what_a_run_goes_by_is_a_setting_of_it(
     run = a_run(tmp_path, "one-aaaaaa", 3e-4, "", 4)
     with run.spec.open("a") as file:
         file.write(more)
-    found = settings_of(run).keys()
+    found = load_settings(run).keys()
     assert there <= found and not not_there & found
 
 
 def test_a_spec_that_does_not_read_is_told(tmp_path: Path) -> None:
     a, b = (a_run(tmp_path, name, 3e-4, "", 4) for name in ("one-aaaaaa", "two-bbbbbb"))
     b.spec.write_text("job = 3")
-    found = compare.of_runs(a, b)
+    found = compare.compare_runs(a, b)
     assert found.settings == []
     assert found.unknown[0].startswith("two-bbbbbb:")
     assert "The settings cannot be compared" in printed(found, 80)
 
 
-def printed(found: compare.Comparison, width: int) -> str:
+def printed(found: compare.TelemetryComparison, width: int) -> str:
     out = io.StringIO()
     report.show(found, terminal.make_console(out, width))
     return out.getvalue()
@@ -183,7 +183,9 @@ def test_as_text(width: int) -> None:
     good = healthy(8)
     assert good.training is not None
     good = replace(good, training=replace(good.training, mfu=None), run="a-longer-name-of-a-run-xyz234")
-    found = replace(compare.of(broken(), good), settings=[Setting("layout", "fsdp", "hybrid-shard 4 x 2")])
+    found = replace(
+        compare.compare_summaries(broken(), good), settings=[ConfigDiff("layout", "fsdp", "hybrid-shard 4 x 2")]
+    )
     text = printed(found, width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
@@ -193,7 +195,7 @@ def test_as_text(width: int) -> None:
     assert ("B - A" in text) == (width >= 76)
 
 
-def row_of(found: compare.Comparison, title: str) -> list[str]:
+def row_of(found: compare.TelemetryComparison, title: str) -> list[str]:
     """The cells of a row of the printed table."""
     (line,) = (x for x in printed(found, 160).splitlines() if x.startswith(f"{title}  "))
     return [cell for cell in line.removeprefix(title).split("  ") if cell]
@@ -202,21 +204,21 @@ def row_of(found: compare.Comparison, title: str) -> list[str]:
 def test_a_row_has_one_unit_and_as_many_digits_as_say_something() -> None:
     a, b = with_gpus(healthy(), energy_j=7560.0), with_gpus(healthy(), energy_j=9461.0)
     hosts = [replace(h, processes=ProcessSummary(stats(0.5, most=0.8902), None, 1)) for h in a.hosts]
-    found = compare.of(replace(a, hosts=hosts), replace(b, hosts=hosts))
+    found = compare.compare_summaries(replace(a, hosts=hosts), replace(b, hosts=hosts))
     assert [c.strip() for c in row_of(found, "energy a GPU")][:3] == ["2.10 Wh", "2.63 Wh", "+0.53 Wh"]
     assert [c.strip() for c in row_of(found, "host memory, peak")][:2] == ["0.89 GiB", "0.89 GiB"]
     assert b.training is not None
     slower = replace(b, training=replace(b.training, step_s=stats(1.25), joules_per_token=2e-6))
-    found = compare.of(a, slower)
+    found = compare.compare_summaries(a, slower)
     assert [c.strip() for c in row_of(found, "step time")][:3] == ["0.73 s", "1.25 s", "+0.52 s"]
     assert [c.strip() for c in row_of(found, "energy a token")][:2] == ["7.90 mJ", "0.002 mJ"], "nothing becomes 0"
 
 
 def test_of_runs_of_unequal_length_it_says_what_is_not_scaled() -> None:
-    same = printed(compare.of(healthy(), healthy()), 160)
+    same = printed(compare.compare_summaries(healthy(), healthy()), 160)
     assert "not scaled" not in same
     b = healthy(2)
     assert b.training is not None
     b = replace(b, training=replace(b.training, steps=450))
-    text = " ".join(printed(compare.of(healthy(), b), 80).split())
+    text = " ".join(printed(compare.compare_summaries(healthy(), b), 80).split())
     assert "8 and 4 GPUs, 9,000 and 450 steps: steps, GPU-hours and the energy of a GPU are of the whole run" in text

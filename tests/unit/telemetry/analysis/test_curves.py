@@ -10,16 +10,16 @@ import pytest
 
 from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.analysis.curves import Curves, curves
+from clustertrain.telemetry.analysis.curves import Curves, build_curves
 from clustertrain.telemetry.report_schema import (
     AttemptSummary,
     GpuSummary,
     HostSummary,
-    Note,
+    Insight,
     Stats,
     Summary,
     Timeline,
-    Window,
+    TimeWindow,
 )
 from clustertrain.telemetry.store.writer import GpuFacts, Header, Writer
 
@@ -28,7 +28,7 @@ T0 = 1_790_000_000.0
 
 def record(run: RunDir, node: str, uuids: list[str], seconds: int, *, start: float = T0, attempt: int = 1) -> None:
     """Samples of a node: GPU i at a utilization of (i + 1) / 10 and 100 (i + 1) W, sending 5 MB/s over PCIe."""
-    fast, slow = fields.columns(len(uuids), [], fields.FAST), fields.columns(len(uuids), [], fields.SLOW)
+    fast, slow = fields.column_names(len(uuids), [], fields.FAST), fields.column_names(len(uuids), [], fields.SLOW)
     folder = run.attempt(attempt).telemetry / node
     gpus = [GpuFacts(uuid) for uuid in uuids]
     writer = Writer(folder)
@@ -90,7 +90,7 @@ def host(node: str) -> HostSummary:
 
 def summary(gpus: list[GpuSummary], seconds: float, attempts: int = 1, start: float = T0) -> Summary:
     nodes = list(dict.fromkeys(g.node for g in gpus))
-    window = Window(start, start + seconds)
+    window = TimeWindow(start, start + seconds)
     return Summary(
         run="r",
         job_id=None,
@@ -116,7 +116,7 @@ def known(matrix: np.ndarray) -> np.ndarray:
 def test_samples_of_two_nodes_on_one_grid(run: RunDir) -> None:
     record(run, "a", ["U0", "U1"], 200)
     record(run, "b", ["U2"], 100, start=T0 + 50)
-    found = curves(run, summary([gpu("a", "U0"), gpu("a", "U1"), gpu("b", "U2")], 200))
+    found = build_curves(run, summary([gpu("a", "U0"), gpu("a", "U1"), gpu("b", "U2")], 200))
     use = found.gpus.values["utilization"]
     assert use.shape == (3, found.gpus.points) and found.gpus.start == T0
     assert known(use[0]) == pytest.approx(0.1) and known(use[1]) == pytest.approx(0.2)
@@ -135,7 +135,7 @@ def test_whole_job_and_nodes_are_over_the_gpus_that_have_a_value(run: RunDir) ->
     record(run, "a", ["U0", "U1"], 200)
     record(run, "b", ["U2", "U3", "U4"], 100)
     gpus = [gpu("a", "U0"), gpu("a", "U1"), *(gpu("b", f"U{i}") for i in (2, 3, 4))]
-    found = curves(run, summary(gpus, 200))
+    found = build_curves(run, summary(gpus, 200))
     mean, low, high = found.overall.values["power_w"]
     early, late = 10, int(150 / found.overall.step_s)
     assert (mean[early], low[early], high[early]) == pytest.approx((180, 100, 300))
@@ -147,7 +147,7 @@ def test_whole_job_and_nodes_are_over_the_gpus_that_have_a_value(run: RunDir) ->
 
 def test_a_long_run_is_read_from_its_rollup_in_few_points(run: RunDir) -> None:
     record(run, "a", ["U0"], 4 * 3600 + 600)
-    found = curves(run, summary([gpu("a", "U0")], 4 * 3600 + 600))
+    found = build_curves(run, summary([gpu("a", "U0")], 4 * 3600 + 600))
     assert found.gpus.step_s == 60 and found.source == "Each point is the mean of 1 min."
     use = found.gpus.values["utilization"][0]
     assert np.isfinite(use[:250]).all(), "a hole between two buckets"
@@ -157,7 +157,7 @@ def test_a_long_run_is_read_from_its_rollup_in_few_points(run: RunDir) -> None:
 def test_two_attempts_and_the_pause_between_them(run: RunDir) -> None:
     record(run, "a", ["U0"], 100)
     record(run, "a", ["U0"], 100, start=T0 + 300, attempt=2)
-    found = curves(run, summary([gpu("a", "U0")], 400, attempts=2))
+    found = build_curves(run, summary([gpu("a", "U0")], 400, attempts=2))
     there = np.isfinite(found.gpus.values["utilization"][0])
     pause = slice(int(110 / found.gpus.step_s), int(290 / found.gpus.step_s))
     assert there[5] and there[-5] and not there[pause].any()
@@ -166,7 +166,7 @@ def test_two_attempts_and_the_pause_between_them(run: RunDir) -> None:
 def test_only_what_the_summary_covers(run: RunDir) -> None:
     record(run, "a", ["U0", "U1"], 200)
     record(run, "b", ["U2"], 200)
-    found = curves(run, summary([gpu("a", "U1")], 50, start=T0 + 100))
+    found = build_curves(run, summary([gpu("a", "U1")], 50, start=T0 + 100))
     assert found.gpus.values["power_w"].shape == (1, found.gpus.points)
     assert known(found.gpus.values["power_w"]) == pytest.approx(200)
     assert found.gpus.points * found.gpus.step_s <= 60 and found.node_names == ["a"]
@@ -177,8 +177,8 @@ def test_steps_of_training(run: RunDir) -> None:
     rows = [{"step": i, "t": T0 + 10 * i, "step_s": 10.0, "loss": 3.0 - i / 10, "lr": 1e-4} for i in range(10)]
     rows += [{"step": 10, "t": T0 + 99, "step_s": "broken", "loss": None}, {"step": 11, "t": None, "loss": 1.0}]
     run.metrics.mkdir()
-    run.metrics_of(1).write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 12, "t": 17900')
-    found = curves(run, summary([gpu("a", "U0")], 100)).training
+    run.metrics_path(1).write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 12, "t": 17900')
+    found = build_curves(run, summary([gpu("a", "U0")], 100)).training
     assert known(found.values["step_s"]) == pytest.approx(10.0)
     loss = found.values["loss"][0]
     assert np.isfinite(loss[:-1]).all(), "steps longer than a point would be lone points"
@@ -193,8 +193,8 @@ def test_of_many_gpus_the_worst_have_curves_and_the_page_is_told(run: RunDir) ->
     gpus = many(20, 8)
     gpus[100] = msgspec.structs.replace(gpus[100], utilization=None)
     whole = summary(gpus, 7 * 86400)
-    named = Note(severity="warning", code="hot", text="hot", uuid="U9-3")
-    found: Curves = curves(run, msgspec.structs.replace(whole, notes=[named]))
+    named = Insight(severity="warning", code="hot", text="hot", uuid="U9-3")
+    found: Curves = build_curves(run, msgspec.structs.replace(whole, notes=[named]))
     assert len(found.chosen) == 64 and found.chosen == sorted(found.chosen)
     assert 9 * 8 + 3 in found.chosen, "a note names it"
     assert set(range(8)) <= set(found.chosen), "the least used"
@@ -205,7 +205,7 @@ def test_of_many_gpus_the_worst_have_curves_and_the_page_is_told(run: RunDir) ->
 def test_the_heat_map_has_every_gpu_also_of_many(run: RunDir) -> None:
     for n in range(70):
         record(run, f"n{n:03d}", [f"U{n}-0"], 70)
-    found = curves(run, summary(many(70, 1), 600))
+    found = build_curves(run, summary(many(70, 1), 600))
     assert len(found.gpus.values["power_w"]) == 64 == len(found.node_names)
     assert found.heat.values["utilization"].shape == (70, found.heat.points)
     assert np.isfinite(found.heat.values["utilization"]).any(axis=1).all()
@@ -213,12 +213,12 @@ def test_the_heat_map_has_every_gpu_also_of_many(run: RunDir) -> None:
 
 
 def test_without_samples_and_with_damaged_ones(run: RunDir) -> None:
-    nothing = msgspec.structs.replace(summary([], 0), window=Window(None, None))
-    assert curves(run, nothing).overall.values == {}
+    nothing = msgspec.structs.replace(summary([], 0), window=TimeWindow(None, None))
+    assert build_curves(run, nothing).overall.values == {}
     record(run, "a", ["U0"], 60)
     record(run, "b", ["U1"], 60)
     (run.attempt(1).telemetry / "b" / "0" / "header.json").write_text("{")
-    found = curves(run, summary([gpu("a", "U0"), gpu("b", "U1")], 60))
+    found = build_curves(run, summary([gpu("a", "U0"), gpu("b", "U1")], 60))
     assert np.isfinite(found.gpus.values["power_w"][0]).any()
     assert not np.isfinite(found.gpus.values["power_w"][1]).any()
 
@@ -227,12 +227,12 @@ def test_a_million_steps_take_the_memory_of_their_curves(run: RunDir) -> None:
     """Not of their rows, each with all that was logged."""
     row = '{"step":%d,"t":%f,"step_s":1.0,"loss":2.5,' + ",".join(f'"layer{i}":0.125' for i in range(10)) + "}\n"
     steps = 50_000
-    path = run.metrics_of(1)
+    path = run.metrics_path(1)
     path.parent.mkdir(parents=True)
     path.write_text("".join(row % (i, T0 + i) for i in range(steps)))
     tracemalloc.start()
     try:
-        found = curves(run, summary([], steps))
+        found = build_curves(run, summary([], steps))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

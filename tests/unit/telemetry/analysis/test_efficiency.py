@@ -9,7 +9,7 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.run import attempts
-from clustertrain.telemetry.analysis.efficiency import Energy, training_of
+from clustertrain.telemetry.analysis.efficiency import Energy, summarize_training
 from clustertrain.telemetry.report_schema import GpuSummary, Timeline, TrainingSummary
 from tests.unit.run.histories import History
 
@@ -46,7 +46,7 @@ def train(history: History, n: int, first: int, last: int, seconds: float, *, ra
 
 
 def of(history: History, energy_j: float | None = None, *gpus: GpuSummary) -> TrainingSummary:
-    found = training_of(history.run, attempts.read_all(history.run), Energy(energy_j), gpus)
+    found = summarize_training(history.run, attempts.load_attempts(history.run), Energy(energy_j), gpus)
     assert found is not None
     return found
 
@@ -130,4 +130,4 @@ def test_a_loss_that_is_no_number_is_not_one(tmp_path: Path) -> None:
 def test_a_run_without_a_step_has_no_summary(tmp_path: Path) -> None:
     history = History(tmp_path)
     history.attempt(1, 1.0).write()
-    assert training_of(history.run, attempts.read_all(history.run), 5.0, []) is None
+    assert summarize_training(history.run, attempts.load_attempts(history.run), 5.0, []) is None

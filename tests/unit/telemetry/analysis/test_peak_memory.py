@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.telemetry.analysis.peak_memory import memory_used_gib
+from clustertrain.telemetry.analysis.peak_memory import read_peak_memory_gib
 from tests.unit.telemetry.runs import busy, gpu, new_attempt, new_run, record
 
 
@@ -14,7 +14,7 @@ def test_the_fullest_gpu_of_all_nodes(tmp_path: Path) -> None:
     attempt = new_attempt(new_run(tmp_path), nodes=("n1", "n2"))
     record(attempt, [(gpu(0), busy(used_gib=60.0)), (gpu(1), busy(used_gib=61.5))])
     record(attempt, [(gpu(0, node="n2"), busy(used_gib=58.0)), (gpu(1, node="n2"), lambda s: None)], node="n2")
-    assert memory_used_gib([attempt]) == 61.5
+    assert read_peak_memory_gib([attempt]) == 61.5
 
 
 def test_the_newest_attempt_that_has_figures_counts(tmp_path: Path) -> None:
@@ -23,9 +23,9 @@ def test_the_newest_attempt_that_has_figures_counts(tmp_path: Path) -> None:
     record(first, [(gpu(0), busy(used_gib=70.0))])
     record(second, [(gpu(0), busy(used_gib=50.0))])
     record(third, [], nvml="no driver")
-    assert memory_used_gib([first, second, third]) == 50.0
-    assert memory_used_gib([third]) is None
-    assert memory_used_gib([]) is None
+    assert read_peak_memory_gib([first, second, third]) == 50.0
+    assert read_peak_memory_gib([third]) is None
+    assert read_peak_memory_gib([]) is None
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x1f\x8b\x08", b"not gzip at all"])
@@ -34,4 +34,4 @@ def test_totals_that_cannot_be_read_are_left_out(tmp_path: Path, damage: bytes) 
     record(attempt, [(gpu(0), busy(used_gib=60.0))])
     record(attempt, [(gpu(0, node="n2"), busy(used_gib=70.0))], node="n2")
     (attempt.telemetry / "n2" / "0" / "totals.json.gz").write_bytes(damage)
-    assert memory_used_gib([attempt]) == 60.0
+    assert read_peak_memory_gib([attempt]) == 60.0

@@ -10,8 +10,8 @@ from clustertrain import fsio
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.run.goodput import Goodput
 from clustertrain.run.run_dir import RunDir
-from clustertrain.telemetry.analysis.curves import curves
-from clustertrain.telemetry.analysis.summarize import ALL, Request, summarize
+from clustertrain.telemetry.analysis.curves import build_curves
+from clustertrain.telemetry.analysis.summarize import WHOLE_RUN, SummaryRequest, summarize
 from clustertrain.telemetry.report_schema import Summary
 from tests.unit.telemetry.runs import GIB, T0, Reason, Row, busy, event, gpu, new_attempt, new_run, record
 
@@ -44,7 +44,7 @@ def test_one_entry_for_every_allocated_gpu_on_all_nodes_over_all_attempts(run: R
     assert [(a.n, a.job_id, a.nodes) for a in found.attempts] == [(1, "10", ["n1", "n2"]), (2, "11", ["n1", "n3"])]
     assert (found.window.start, found.window.end) == (T0, T0 + 599)
     assert found.coverage == 1.0
-    only = summarize(run, Request(attempt=2))
+    only = summarize(run, SummaryRequest(attempt=2))
     assert {g.node for g in only.gpus} == {"n1", "n3"}
     assert only.window.start == T0 + 500
 
@@ -215,7 +215,7 @@ def test_choosing_gpus(run: RunDir, wanted: str, uuids: list[str]) -> None:
     attempt = new_attempt(run)
     for node in ("n1", "n2"):
         record(attempt, [(gpu(i, node=node), busy()) for i in range(2)], node=node)
-    found = summarize(run, Request(gpu=wanted))
+    found = summarize(run, SummaryRequest(gpu=wanted))
     assert [g.uuid for g in found.gpus] == uuids
     assert {h.node for h in found.hosts} == {g.node for g in found.gpus}
 
@@ -223,17 +223,17 @@ def test_choosing_gpus(run: RunDir, wanted: str, uuids: list[str]) -> None:
 def test_what_cannot_be_chosen(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), busy())])
     with pytest.raises(UsageError, match="no allocated GPU") as e:
-        summarize(run, Request(gpu="n1:7"))
+        summarize(run, SummaryRequest(gpu="n1:7"))
     assert e.value.fix == "give one of n1:0 (GPU-n1-0)"
     with pytest.raises(NotFound, match="no attempt 3") as missing:
-        summarize(run, Request(attempt=3))
+        summarize(run, SummaryRequest(attempt=3))
     assert missing.value.fix == "attempts so far: 1"
 
 
 def test_since_counts_from_the_newest_sample(run: RunDir) -> None:
     record(new_attempt(run, 1), [(gpu(0), busy(0.1))])
     record(new_attempt(run, 2), [(gpu(0), lambda s: busy(0.2 if s < 89.5 else 0.9)(s))], start=T0 + 1000)
-    (entry,) = summarize(run, Request(since_s=9.5)).gpus
+    (entry,) = summarize(run, SummaryRequest(since_s=9.5)).gpus
     assert entry.utilization is not None
     assert (entry.samples, entry.expected, entry.utilization.mean, entry.attempts) == (10, 10, 0.9, [2])
 
@@ -282,7 +282,7 @@ def test_of_two_agents_the_longer_recording_counts(run: RunDir) -> None:
     assert found.gpus[0].samples == found.gpus[0].expected == 600
     assert found.gpus[0].utilization is not None and found.gpus[0].utilization.mean == pytest.approx(0.7)
     assert "two_agents" in codes(found)
-    shown = curves(run, found).gpus.values["utilization"]
+    shown = build_curves(run, found).gpus.values["utilization"]
     assert shown[np.isfinite(shown)] == pytest.approx(0.7)
 
 
@@ -299,7 +299,7 @@ def test_nvml_that_came_late_is_missed(run: RunDir) -> None:
     assert (note.severity, note.node) == ("warning", "n1")
     assert note.text == "n1 had no GPU figures for 499 s: DRIVER_NOT_LOADED: not yet"
     assert [v is not None for v in found.gpus[0].timeline.utilization].count(True) < 40
-    assert curves(run, found).gpus.values["utilization"].shape[0] == 2
+    assert build_curves(run, found).gpus.values["utilization"].shape[0] == 2
 
 
 def test_xids_are_counted_and_those_before_the_window_are_not(run: RunDir) -> None:
@@ -313,7 +313,7 @@ def test_xids_are_counted_and_those_before_the_window_are_not(run: RunDir) -> No
     assert [(x.xid, x.count) for x in found.gpus[0].errors.xids] == [(94, 1), (13, 7)]
     assert "XID 13 7 times" in next(n.text for n in found.notes if "XID 13" in n.text)
     assert "gpu_lost" in codes(found)
-    late = summarize(run, Request(since_s=60))
+    late = summarize(run, SummaryRequest(since_s=60))
     assert [(x.xid, x.count) for x in late.gpus[0].errors.xids] == [(13, 7)]
     assert "gpu_lost" not in codes(late)
 
@@ -327,7 +327,7 @@ def test_a_gpu_that_two_nodes_of_one_machine_list_counts_once(run: RunDir) -> No
     assert found.gpus[1].nulls["energy_j"] == "counted with another node, which has the same GPU"
     assert found.waste is not None and found.waste.gpu_hours == pytest.approx(100 / 3600, abs=0.0001)
     assert not any("of 2 GPUs told" in n.text for n in found.notes)
-    assert summarize(run, Request(gpu="n2:0")).gpus[0].energy_j == 400.0 * 100
+    assert summarize(run, SummaryRequest(gpu="n2:0")).gpus[0].energy_j == 400.0 * 100
 
 
 def test_energy_from_power_where_ticks_were_missed(run: RunDir) -> None:
@@ -342,13 +342,13 @@ def test_energy_from_power_where_ticks_were_missed(run: RunDir) -> None:
 
 def with_steps(run: RunDir, attempt: int, start: float, steps: int, tokens: int = 1000) -> None:
     """A step a second."""
-    log = fsio.Appender(run.metrics_of(attempt))
+    log = fsio.JsonlAppender(run.metrics_path(attempt))
     log.append(*({"step": s, "t": start + s, "step_s": 1.0, "tokens_per_s": tokens} for s in range(1, steps + 1)))
     log.close()
 
 
 def test_energy_a_token_is_of_the_same_gpus_and_the_same_time(run: RunDir) -> None:
-    def joules(request: Request = ALL) -> float | None:
+    def joules(request: SummaryRequest = WHOLE_RUN) -> float | None:
         found = summarize(run, request).training
         return None if found is None else found.joules_per_token
 
@@ -359,10 +359,10 @@ def test_energy_a_token_is_of_the_same_gpus_and_the_same_time(run: RunDir) -> No
         event(attempt, "started", "n1", start)
         with_steps(run, n, start, 100)
     fair = 2 * 400 / 1000
-    assert joules(Request(attempt=1)) == joules(Request(attempt=2)) == pytest.approx(fair)
-    assert joules(Request(since_s=20)) == pytest.approx(fair, rel=0.06)
-    assert joules(Request(gpu="0")) is None
-    found = summarize(run, Request(gpu="0")).training
+    assert joules(SummaryRequest(attempt=1)) == joules(SummaryRequest(attempt=2)) == pytest.approx(fair)
+    assert joules(SummaryRequest(since_s=20)) == pytest.approx(fair, rel=0.06)
+    assert joules(SummaryRequest(gpu="0")) is None
+    found = summarize(run, SummaryRequest(gpu="0")).training
     assert found is not None and found.energy_j == 2 * 100 * 400.0
 
 
@@ -387,12 +387,12 @@ def test_the_waste_of_a_part_of_the_run_is_its_own(run: RunDir) -> None:
         event(attempt, "started", "n1", start)
         with_steps(run, n, start + (20 if n == 1 else 0), 80 if n == 1 else 100)
         event(attempt, "ended", "n1", start + 100, ending="preempted")
-    one, two = (summarize(run, Request(attempt=n)) for n in (1, 2))
+    one, two = (summarize(run, SummaryRequest(attempt=n)) for n in (1, 2))
     assert one.waste is not None and one.waste.gpu_hours == pytest.approx(100 / 3600, abs=0.0001)
     assert one.waste.by_cause == {"startup": pytest.approx(20 / 3600, abs=0.0003)}
     assert two.waste is not None and two.waste.by_cause == {"repeated": pytest.approx(80 / 3600, abs=0.0003)}
     assert one.goodput is not None and one.goodput.startup_s == pytest.approx(20.0)
-    early, late = (summarize(run, Request(attempt=1, since_s=s)).waste for s in (90, 50))
+    early, late = (summarize(run, SummaryRequest(attempt=1, since_s=s)).waste for s in (90, 50))
     assert early is not None and early.by_cause == {"startup": pytest.approx(10 / 3600, abs=0.0003)}
     assert late is not None and late.gpu_hours == pytest.approx(50 / 3600, abs=0.0001)
     assert late.wasted_gpu_hours == 0.0
@@ -404,7 +404,7 @@ def test_the_waste_of_the_run_is_not_shown_as_that_of_a_part_of_it(run: RunDir) 
     whole = summarize(run)
     assert whole.waste is not None and whole.waste.gpu_hours == pytest.approx(200 / 3600, abs=0.0001)
     known = Goodput(wall_s=500.0, lost_s=500.0)
-    for request, hours in ((Request(attempt=2), 100 / 3600), (Request(since_s=50), 50 / 3600)):
+    for request, hours in ((SummaryRequest(attempt=2), 100 / 3600), (SummaryRequest(since_s=50), 50 / 3600)):
         found = summarize(run, request._replace(goodput=known))
         assert found.waste is not None and found.waste.gpu_hours == pytest.approx(hours, abs=0.0001)
         assert found.goodput is not None and found.goodput != known
@@ -413,7 +413,7 @@ def test_the_waste_of_the_run_is_not_shown_as_that_of_a_part_of_it(run: RunDir) 
 def test_time_whose_use_nobody_told_is_no_waste(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), busy())], seconds=101)
     goodput = Goodput(wall_s=100.0, queue_s=20.0, startup_s=8.0, other_s=72.0)
-    waste = summarize(run, Request(goodput=goodput)).waste
+    waste = summarize(run, SummaryRequest(goodput=goodput)).waste
     assert waste is not None and waste.by_cause == {"startup": pytest.approx(0.1 * 100 / 3600, abs=0.0001)}
 
 

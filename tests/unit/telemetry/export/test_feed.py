@@ -17,7 +17,7 @@ from clustertrain.run.heartbeat import PHASES
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.export.feed import STALE_S, Feed
 from clustertrain.telemetry.export.metric_names import METRICS
-from clustertrain.telemetry.export.prometheus import OWN, registry_of, render
+from clustertrain.telemetry.export.prometheus import EXTRA_METRICS, build_registry, render
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store.writer import GpuFacts
 from tests.paths import ROOT
@@ -130,7 +130,7 @@ def test_xids_count_by_number_and_repeats_can_be_told() -> None:
     feed.watch_xids(["GPU-1"])
     assert said(feed)[series("clustertrain_gpu_xids_total", **GPU1)] == 0
     for xid, count in ((79, 1), (31, 1), (79, 3)):
-        feed.xid("GPU-1", xid, count)
+        feed.record_xid("GPU-1", xid, count)
     feed.watch_xids(["GPU-1"])  # NVML was opened again
     found = said(feed)
     assert [v for (name, _), v in found.items() if name == "clustertrain_gpu_xids_total"] == [5]
@@ -167,7 +167,7 @@ def test_every_field_has_a_metric_of_its_own() -> None:
 
 def test_the_manual_has_what_is_no_recorded_field() -> None:
     text = (ROOT / "docs" / "export.md").read_text()
-    for own in OWN:
+    for own in EXTRA_METRICS:
         short = own.metric.name.removeprefix("clustertrain_sampler")
         assert f"`{own.metric.name}`" in text or f"`…{short}`" in text, own.metric.name
     assert ", ".join(f"{code} {word}" for code, word in enumerate(PHASES)) in text
@@ -186,13 +186,13 @@ def test_labels_are_bounded() -> None:
 def _everything() -> Feed:
     feed = Feed(LABELS, 1.0)
     feed.observe(snapshot(full()))
-    feed.xid("GPU-0", 79, 1)
+    feed.record_xid("GPU-0", 79, 1)
     return feed
 
 
 def test_it_is_valid_openmetrics_too() -> None:
     """What Prometheus asks for first."""
-    text = openmetrics(registry_of(_everything())).decode()
+    text = openmetrics(build_registry(_everything())).decode()
     families = {f.name for f in parse_openmetrics(text)}
     assert "clustertrain_gpu_energy_joules" in families and "clustertrain_gpu_utilization_ratio" in families
 

@@ -21,7 +21,7 @@ from clustertrain.config.telemetry import ExporterSpec
 from clustertrain.telemetry.export import textfile
 from clustertrain.telemetry.export.exporter import Exporter
 from clustertrain.telemetry.export.feed import Feed, Labels
-from clustertrain.telemetry.export.http_server import CLIENTS, PORTS
+from clustertrain.telemetry.export.http_server import MAX_CLIENTS, PORT_ATTEMPTS
 from tests.unit.telemetry.snapshots import LABELS, full, snapshot
 
 WAIT_S = 30.0
@@ -80,7 +80,7 @@ def get(port: int, host: str = "127.0.0.1") -> str:
 
 
 def test_a_scrape_has_the_newest_snapshot(export: Callable[..., Watched]) -> None:
-    watched = export(port=free_port(PORTS))
+    watched = export(port=free_port(PORT_ATTEMPTS))
     port = watched.started()
     assert get(port) == ""  # before the first tick
     for value in (0.25, 0.75):
@@ -89,7 +89,7 @@ def test_a_scrape_has_the_newest_snapshot(export: Callable[..., Watched]) -> Non
 
 
 def test_nothing_of_the_agents_own_process(export: Callable[..., Watched]) -> None:
-    watched = export(port=free_port(PORTS))
+    watched = export(port=free_port(PORT_ATTEMPTS))
     port = watched.started()
     watched.exporter.observe(snapshot(full()))
     lines = [line for line in get(port).splitlines() if not line.startswith("#")]
@@ -97,7 +97,7 @@ def test_nothing_of_the_agents_own_process(export: Callable[..., Watched]) -> No
 
 
 def test_a_port_that_is_taken_moves_it_to_the_next(export: Callable[..., Watched]) -> None:
-    first = free_port(PORTS)
+    first = free_port(PORT_ATTEMPTS)
     with socket.create_server(("127.0.0.1", first)):
         assert export(port=first).started() == first + 1
         assert export(port=first).started() == first + 2
@@ -106,7 +106,7 @@ def test_a_port_that_is_taken_moves_it_to_the_next(export: Callable[..., Watched
 def test_where_all_ports_are_taken_the_run_goes_on(
     export: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clustertrain.telemetry.export.http_server.PORTS", 1)
+    monkeypatch.setattr("clustertrain.telemetry.export.http_server.PORT_ATTEMPTS", 1)
     first = free_port()
     with socket.create_server(("127.0.0.1", first)):
         watched = export(port=first)
@@ -130,20 +130,20 @@ def test_ipv6(export: Callable[..., Watched]) -> None:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 here")
-    watched = export(port=free_port(PORTS), address="::1")
+    watched = export(port=free_port(PORT_ATTEMPTS), address="::1")
     port = watched.started()
     watched.exporter.observe(snapshot(full()))
     assert "clustertrain_gpu_info" in get(port, "[::1]")
 
 
 def test_it_listens_on_the_loopback_alone(export: Callable[..., Watched]) -> None:
-    port = export(port=free_port(PORTS)).started()
+    port = export(port=free_port(PORT_ATTEMPTS)).started()
     with socket.create_server(("127.0.0.2", port)):  # else this would be "address already in use"
         pass
 
 
 def test_the_port_is_given_back(export: Callable[..., Watched]) -> None:
-    first = free_port(PORTS)
+    first = free_port(PORT_ATTEMPTS)
     for _ in range(2):
         watched = export(port=first)
         assert watched.started() == first
@@ -153,15 +153,15 @@ def test_the_port_is_given_back(export: Callable[..., Watched]) -> None:
 
 
 def test_it_ends_before_it_has_begun(export: Callable[..., Watched]) -> None:
-    watched = export(port=free_port(PORTS))
+    watched = export(port=free_port(PORT_ATTEMPTS))
     watched.exporter.start()
     assert watched.exporter.stop(WAIT_S)
-    never = export(port=free_port(PORTS))
+    never = export(port=free_port(PORT_ATTEMPTS))
     assert never.exporter.stop(0.0)
 
 
 def test_clients_that_ask_nothing_hold_up_neither_the_sampler_nor_a_scrape(export: Callable[..., Watched]) -> None:
-    watched = export(port=free_port(PORTS))
+    watched = export(port=free_port(PORT_ATTEMPTS))
     port = watched.started()
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
     try:
@@ -176,7 +176,7 @@ def test_clients_that_ask_nothing_hold_up_neither_the_sampler_nor_a_scrape(expor
 
 @pytest.mark.parametrize("says", [b"", b"GET /metrics HTT", b"GET /metrics HTTP/1.0\r\nX: "])
 def test_a_scrape_is_served_beside_twenty_slow_clients(says: bytes, export: Callable[..., Watched]) -> None:
-    watched = export(port=free_port(PORTS))
+    watched = export(port=free_port(PORT_ATTEMPTS))
     port = watched.started()
     watched.exporter.observe(snapshot({"host.cpu": 0.125}))
     slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
@@ -192,9 +192,9 @@ def test_a_scrape_is_served_beside_twenty_slow_clients(says: bytes, export: Call
 
 
 def test_there_is_an_end_to_the_clients_that_it_takes(export: Callable[..., Watched]) -> None:
-    watched = export(port=free_port(PORTS))
+    watched = export(port=free_port(PORT_ATTEMPTS))
     port = watched.started()
-    clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(CLIENTS + 4)]
+    clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_CLIENTS + 4)]
     try:
         for client in clients[:4]:
             client.settimeout(WAIT_S)
@@ -220,14 +220,14 @@ def test_a_run_that_exports_nothing_imports_nothing_for_it() -> None:
 
 
 class Files:
-    """A TextFile whose thread is the test's own, but for the wait between two writes."""
+    """A TextfileWriter whose thread is the test's own, but for the wait between two writes."""
 
     def __init__(self, path: Path) -> None:
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.written = threading.Semaphore(0)
         self.feed = Feed(LABELS, 1.0)
         self.feed.observe(snapshot(full()))
-        self.file = textfile.TextFile(self.feed, path, self._tell, every_s=0.01)
+        self.file = textfile.TextfileWriter(self.feed, path, self._tell, interval_s=0.01)
         self.thread = threading.Thread(target=self.file.run, daemon=True)
 
     def _tell(self, name: str, **fields: Any) -> None:
@@ -240,7 +240,7 @@ class Files:
 
 
 def test_the_file_is_whole_for_everybody_and_gone_at_the_end(tmp_path: Path) -> None:
-    path = tmp_path / textfile.name_of(LABELS)
+    path = tmp_path / textfile.file_name(LABELS)
     files = Files(path)
     before = os.umask(0o077)
     try:
@@ -291,7 +291,7 @@ def test_what_killed_agents_left_is_swept_away(tmp_path: Path) -> None:
 
 
 def test_both_at_once(tmp_path: Path, export: Callable[..., Watched]) -> None:
-    watched = export(port=free_port(PORTS), textfile=str(tmp_path))
+    watched = export(port=free_port(PORT_ATTEMPTS), textfile=str(tmp_path))
     watched.exporter.start()
     watched.exporter.observe(snapshot(full()))
     told = [watched.next_event() for _ in range(2)]
@@ -306,4 +306,4 @@ def test_both_at_once(tmp_path: Path, export: Callable[..., Watched]) -> None:
     ],
 )
 def test_file_names(labels: Labels, name: str) -> None:
-    assert textfile.name_of(labels) == name
+    assert textfile.file_name(labels) == name

@@ -22,7 +22,7 @@ from clustertrain.run.heartbeat import PHASES
 from clustertrain.telemetry.export.exporter import Exporter
 from slurm.grafana import dashboard
 from tests.paths import ROOT
-from tests.unit.telemetry.export.test_http_server import PORTS, WAIT_S, Watched, free_port
+from tests.unit.telemetry.export.test_http_server import PORT_ATTEMPTS, WAIT_S, Watched, free_port
 from tests.unit.telemetry.snapshots import LABELS, full, snapshot
 
 DASHBOARD = ROOT / "slurm" / "grafana" / "clustertrain.json"
@@ -85,12 +85,12 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed: slurm/install-packages")
     folder = tmp_path_factory.mktemp("prometheus")
-    watched = Watched(ExporterSpec(port=free_port(PORTS)))
+    watched = Watched(ExporterSpec(port=free_port(PORT_ATTEMPTS)))
     (folder / "config.yml").write_text(CONFIG.format(port=watched.started()))
     over = threading.Event()
     feeder = threading.Thread(target=_feed, args=(watched.exporter, over), daemon=True)
     watched.exporter.watch_xids(["GPU-0"])
-    watched.exporter.xid("GPU-1", 79)
+    watched.exporter.record_xid("GPU-1", 79)
     feeder.start()
     port = free_port()
     argv = ["prometheus", f"--config.file={folder / 'config.yml'}", f"--storage.tsdb.path={folder / 'data'}"]

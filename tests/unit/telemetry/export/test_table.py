@@ -20,7 +20,7 @@ from clustertrain.errors import ConfigError, UsageError
 from clustertrain.run.heartbeat import PHASES
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.export import table
-from clustertrain.telemetry.export.table import FIELDS, Choice, Part, write_csv, write_parquet
+from clustertrain.telemetry.export.table import FIELDS, AttemptSegment, RowFilter, write_csv, write_parquet
 from clustertrain.telemetry.store.reader import open_node
 from clustertrain.telemetry.store.writer import GpuFacts, Header, Writer
 
@@ -45,22 +45,22 @@ def record(folder: Path, node: str = "node1", *, t: float = T0, seconds: int = 2
     return here
 
 
-def parts(*folders: Path, attempt: int = 1) -> list[Part]:
-    return [Part(attempt, segment) for folder in folders for segment in open_node(folder)]
+def parts(*folders: Path, attempt: int = 1) -> list[AttemptSegment]:
+    return [AttemptSegment(attempt, segment) for folder in folders for segment in open_node(folder)]
 
 
 Row = dict[str, Any]
 Write = Callable[..., list[Row]]
 
 
-def _by_csv(found: list[Part], path: Path, choice: Choice = table.ALL) -> list[Row]:
+def _by_csv(found: list[AttemptSegment], path: Path, choice: RowFilter = table.ALL_ROWS) -> list[Row]:
     write_csv(found, path, choice)
     rows = list(csv.DictReader(io.StringIO(path.read_text())))
     words = {"node", "device", "uuid", "phase"}
     return [{k: (v if k in words else float(v)) if v else None for k, v in row.items()} for row in rows]
 
 
-def _by_parquet(found: list[Part], path: Path, choice: Choice = table.ALL) -> list[Row]:
+def _by_parquet(found: list[AttemptSegment], path: Path, choice: RowFilter = table.ALL_ROWS) -> list[Row]:
     write_parquet(found, path, choice)
     rows: list[Row] = pa.parquet.read_table(path).to_pylist()
     return rows
@@ -114,12 +114,12 @@ def test_several_nodes_and_attempts(write: Write, tmp_path: Path) -> None:
 
 def test_the_choice(write: Write, tmp_path: Path) -> None:
     found = parts(record(tmp_path))
-    only = Choice(gpu=lambda node, gpu: node == "node1" and gpu.uuid == "GPU-a", since=T0 + 5, until=T0 + 11)
+    only = RowFilter(gpu_filter=lambda node, gpu: node == "node1" and gpu.uuid == "GPU-a", since=T0 + 5, until=T0 + 11)
     rows = write(found, tmp_path / "out", only)
     assert {r["device"] for r in rows} == {"gpu0", "rank4"}
     assert sorted({r["time_s"] - T0 for r in rows}) == [5, 6, 7, 8, 9, 10]
-    assert write(found, tmp_path / "out", Choice(gpu=lambda node, gpu: False)) == []
-    assert write(found, tmp_path / "out", Choice(since=T0 + 1000)) == []
+    assert write(found, tmp_path / "out", RowFilter(gpu_filter=lambda node, gpu: False)) == []
+    assert write(found, tmp_path / "out", RowFilter(since=T0 + 1000)) == []
     assert write([], tmp_path / "out") == []
 
 
@@ -145,7 +145,7 @@ def test_damage_costs_the_damaged_segment(tmp_path: Path) -> None:
     good, bad = record(tmp_path, "good", seconds=4), record(tmp_path, "bad", seconds=4)
     (bad / "0" / "header.json").write_text("{")
     written = write_csv(parts(bad, good), tmp_path / "out.csv")
-    assert written.rows == 4 * 3 + 1 and len(written.trouble) == 1 and "damaged" in written.trouble[0]
+    assert written.rows == 4 * 3 + 1 and len(written.errors) == 1 and "damaged" in written.errors[0]
 
 
 def test_every_field_has_a_column() -> None:
@@ -204,9 +204,9 @@ def test_progress_goes_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 _TO_STDOUT = """
 import sys
 from pathlib import Path
-from clustertrain.telemetry.export.table import Part, write_csv
+from clustertrain.telemetry.export.table import AttemptSegment, write_csv
 from clustertrain.telemetry.store.reader import open_node
-write_csv([Part(1, s) for s in open_node(Path(sys.argv[1]))] * int(sys.argv[2]), "-")
+write_csv([AttemptSegment(1, s) for s in open_node(Path(sys.argv[1]))] * int(sys.argv[2]), "-")
 """
 
 

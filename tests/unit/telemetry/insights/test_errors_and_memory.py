@@ -6,13 +6,13 @@ import pytest
 
 from clustertrain.telemetry.report_schema import (
     AttemptSummary,
-    Errors,
+    ErrorCounts,
     ProcessSummary,
     Stats,
     Summary,
+    TimeWindow,
     Waste,
-    Window,
-    Xid,
+    XidRecord,
 )
 from tests.unit.telemetry.summaries import (
     T0,
@@ -34,27 +34,29 @@ def only(summary: Summary, code: str) -> Any:
 @pytest.mark.parametrize(
     ("errors", "severity", "code"),
     [
-        (Errors(ecc_uncorrected=2), "critical", "ecc_uncorrected"),
-        (Errors(ecc_corrected=5000), "info", "ecc_corrected"),
-        (Errors(remap_failed=True), "critical", "row_remap_failed"),
-        (Errors(remap_pending=True, remapped_rows=1), "warning", "row_remap_pending"),
-        (Errors(remapped_rows=1), "info", "rows_remapped"),
-        (Errors(nvlink_errors=1000), "warning", "nvlink_errors"),
-        (Errors(pcie_replays=1000), "warning", "pcie_replays"),
+        (ErrorCounts(ecc_uncorrected=2), "critical", "ecc_uncorrected"),
+        (ErrorCounts(ecc_corrected=5000), "info", "ecc_corrected"),
+        (ErrorCounts(remap_failed=True), "critical", "row_remap_failed"),
+        (ErrorCounts(remap_pending=True, remapped_rows=1), "warning", "row_remap_pending"),
+        (ErrorCounts(remapped_rows=1), "info", "rows_remapped"),
+        (ErrorCounts(nvlink_errors=1000), "warning", "nvlink_errors"),
+        (ErrorCounts(pcie_replays=1000), "warning", "pcie_replays"),
     ],
 )
-def test_errors_of_a_gpu(errors: Errors, severity: str, code: str) -> None:
+def test_errors_of_a_gpu(errors: ErrorCounts, severity: str, code: str) -> None:
     note = only(with_gpu(healthy(), "n2", 0, errors=errors), code)
     assert (note.severity, note.node, note.uuid, note.rank) == (severity, "n2", "GPU-n2-0-5b1c9f0e", 2)
 
 
 def test_errors_that_are_usual() -> None:
-    usual = Errors(ecc_corrected=3, ecc_uncorrected=0, remapped_rows=0, nvlink_errors=5, pcie_replays=12)
+    usual = ErrorCounts(ecc_corrected=3, ecc_uncorrected=0, remapped_rows=0, nvlink_errors=5, pcie_replays=12)
     assert codes(with_gpus(healthy(), errors=usual), info=True) == ["energy", "power_limited"]
 
 
 def test_xids_are_one_note_a_number_and_gpu() -> None:
-    found = with_gpu(healthy(), "n2", 0, errors=Errors(xids=[Xid(T0, 79), Xid(T0 + 1, 79), Xid(T0 + 2, 63)]))
+    found = with_gpu(
+        healthy(), "n2", 0, errors=ErrorCounts(xids=[XidRecord(T0, 79), XidRecord(T0 + 1, 79), XidRecord(T0 + 2, 63)])
+    )
     notes = [n for n in noted(found) if n.code == "xid"]
     assert sorted(n.text.partition(":")[0] for n in notes) == [
         "GPU 0 of n2 reported XID 63",
@@ -66,11 +68,11 @@ def test_xids_are_one_note_a_number_and_gpu() -> None:
 @pytest.mark.parametrize(
     ("errors", "code"),
     [
-        (Errors(ecc_uncorrected=1, xids=[Xid(T0, 48)]), "ecc_uncorrected"),
-        (Errors(remap_pending=True, xids=[Xid(T0, 63)]), "row_remap_pending"),
+        (ErrorCounts(ecc_uncorrected=1, xids=[XidRecord(T0, 48)]), "ecc_uncorrected"),
+        (ErrorCounts(remap_pending=True, xids=[XidRecord(T0, 63)]), "row_remap_pending"),
     ],
 )
-def test_an_xid_and_its_counter_are_said_once(errors: Errors, code: str) -> None:
+def test_an_xid_and_its_counter_are_said_once(errors: ErrorCounts, code: str) -> None:
     assert codes(with_gpu(healthy(), "n2", 0, errors=errors)) == [code]
 
 
@@ -167,7 +169,7 @@ def test_fields_that_the_driver_does_not_have_are_one_note() -> None:
     ("changes", "words"),
     [
         ({}, "no attempt has started"),
-        ({"attempts": [AttemptSummary(1, "7", Window(None, None), [])]}, "though 1 attempt began"),
+        ({"attempts": [AttemptSummary(1, "7", TimeWindow(None, None), [])]}, "though 1 attempt began"),
         ({"enabled": False}, "the recipe turns telemetry off"),
         ({"unreadable": ["attempts/1/telemetry: permission denied"]}, "nothing that this user may read"),
     ],
@@ -175,12 +177,12 @@ def test_fields_that_the_driver_does_not_have_are_one_note() -> None:
 def test_a_run_without_samples_says_why(changes: dict[str, Any], words: str) -> None:
     empty: dict[str, Any] = dict.fromkeys(("coverage", "training", "goodput", "waste"))
     lists: dict[str, Any] = {name: [] for name in ("attempts", "gpus", "hosts", "ranks")}
-    found = replace(healthy(), window=Window(None, None), **{**empty, **lists, **changes})
+    found = replace(healthy(), window=TimeWindow(None, None), **{**empty, **lists, **changes})
     assert words in only(found, "no_telemetry").text
 
 
 def test_out_of_memory() -> None:
-    ended = AttemptSummary(1, "7", Window(T0, T0 + 9), ["n1"], ending="out_of_memory")
+    ended = AttemptSummary(1, "7", TimeWindow(T0, T0 + 9), ["n1"], ending="out_of_memory")
     assert "attempt 1 ran out of memory" in only(replace(healthy(), attempts=[ended]), "out_of_memory").text
     assert "memory_nearly_full" in codes(with_gpu(healthy(), "n1", 0, memory_used_gib=Stats(60, 60, 60, 60, 79)))
 

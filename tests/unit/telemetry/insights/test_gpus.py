@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from clustertrain.telemetry.insights.context import outliers
-from clustertrain.telemetry.report_schema import Stats, Summary, Throttled
+from clustertrain.telemetry.report_schema import Stats, Summary, ThrottleShares
 from tests.unit.telemetry.summaries import (
     broken,
     codes,
@@ -114,8 +114,8 @@ def test_gpus_of_another_kind_are_not_compared() -> None:
 def test_a_lower_power_limit_than_the_others() -> None:
     found = healthy()
     for g in found.gpus:
-        found = in_training(found, g.node, g.index or 0, throttled=Throttled(0.05, 0.0, 0.0))
-    found = in_training(found, "n1", 1, sm_clock_mhz=1500.0, throttled=Throttled(0.98, 0.0, 0.0))
+        found = in_training(found, g.node, g.index or 0, throttled=ThrottleShares(0.05, 0.0, 0.0))
+    found = in_training(found, "n1", 1, sm_clock_mhz=1500.0, throttled=ThrottleShares(0.98, 0.0, 0.0))
     assert named(found) == [("power_capped", "n1", "GPU-n1-1-5b1c9f0e", 1)]
 
 
@@ -123,14 +123,14 @@ def test_a_lower_power_limit_than_the_others() -> None:
 def test_all_throttle(cause: str, word: str) -> None:
     found = healthy(1, 4)
     for number in range(4):
-        found = in_training(found, "n1", number, throttled=Throttled(**{cause: 0.5}))
+        found = in_training(found, "n1", number, throttled=ThrottleShares(**{cause: 0.5}))
     assert codes(found) == ["throttled"] * 4
     assert word in noted(found)[0].text
 
 
 def test_throttling_of_the_whole_job_counts_as_of_the_training() -> None:
-    found = with_gpu(healthy(1, 2), "n1", 0, throttled=Throttled(0.0, 0.3, 0.0))
-    found = in_training(found, "n1", 0, share=0.5, throttled=Throttled())
+    found = with_gpu(healthy(1, 2), "n1", 0, throttled=ThrottleShares(0.0, 0.3, 0.0))
+    found = in_training(found, "n1", 0, share=0.5, throttled=ThrottleShares())
     assert "for 60% of the training" in noted(found)[0].text
 
 

@@ -5,11 +5,11 @@ import pytest
 from clustertrain.telemetry.report_schema import (
     AttemptSummary,
     GpuSummary,
-    InPhase,
+    PhaseStats,
     Stats,
     Summary,
+    TimeWindow,
     TrainingSummary,
-    Window,
 )
 from tests.unit.telemetry.summaries import (
     T0,
@@ -160,7 +160,7 @@ def hung(gpu: GpuSummary) -> GpuSummary:
         power_w=stats(130.0),
         sm_activity=None,
         tensor_activity=stats(0.0),
-        phases={"train": InPhase(0.97, 1.0, 130.0, 1980.0)},
+        phases={"train": PhaseStats(0.97, 1.0, 130.0, 1980.0)},
     )
 
 
@@ -184,7 +184,7 @@ def test_hung() -> None:
 
 
 def test_an_attempt_that_ended_for_a_hang() -> None:
-    found = replace(healthy(), attempts=[AttemptSummary(2, "4711", Window(T0, T0 + 9), ["n1"], ending="hang")])
+    found = replace(healthy(), attempts=[AttemptSummary(2, "4711", TimeWindow(T0, T0 + 9), ["n1"], ending="hang")])
     assert [(n.severity, n.text) for n in noted(found) if n.code == "hung"] == [
         ("critical", "attempt 2 ended because no step was done any more")
     ]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.telemetry.readers.allocation import allocated, find
+from clustertrain.telemetry.readers.allocation import find_allocation, read_host_allocation
 from clustertrain.telemetry.readers.nvml import Device
 
 
@@ -14,7 +14,7 @@ def node(count: int, *, minors: list[int | None] | None = None) -> list[Device]:
 
 
 def chosen(environ: dict[str, str], devices: list[Device]) -> list[int | None]:
-    found = find(environ, devices).devices
+    found = find_allocation(environ, devices).devices
     assert all(d.reason is None for d in found)
     return [d.index for d in found]
 
@@ -44,10 +44,10 @@ def test_mig_slices_by_uuid() -> None:
         Device("MIG-1111", index=1, parent="GPU-1aaa-bbb"),
         Device("MIG-2222", index=1, parent="GPU-1aaa-bbb"),
     ]
-    found = find({"CUDA_VISIBLE_DEVICES": "MIG-2222"}, devices)
+    found = find_allocation({"CUDA_VISIBLE_DEVICES": "MIG-2222"}, devices)
     assert [d.uuid for d in found.devices] == ["MIG-2222"]
     # A GPU in MIG mode cannot be allocated whole: with nothing said, its slices stand for it.
-    assert [d.uuid for d in find({}, devices).devices] == ["GPU-0aaa-bbb", "MIG-1111", "MIG-2222"]
+    assert [d.uuid for d in find_allocation({}, devices).devices] == ["GPU-0aaa-bbb", "MIG-1111", "MIG-2222"]
 
 
 def test_the_step_comes_before_the_job() -> None:
@@ -60,9 +60,9 @@ def test_the_batch_hosts_numbers_on_another_node_that_constrains_devices() -> No
 
 
 def test_without_minor_numbers_the_index_has_to_do() -> None:
-    found = find({"SLURM_STEP_GPUS": "1,3"}, node(4, minors=[None] * 4))
+    found = find_allocation({"SLURM_STEP_GPUS": "1,3"}, node(4, minors=[None] * 4))
     assert [d.index for d in found.devices] == [1, 3]
-    assert found.how == "SLURM_STEP_GPUS, by index"
+    assert found.source == "SLURM_STEP_GPUS, by index"
 
 
 def test_ranges() -> None:
@@ -77,7 +77,7 @@ def test_indices_outside_slurm() -> None:
 
 @pytest.mark.parametrize("value", ["", "-1", "NoDevFiles"])
 def test_no_device_is_visible(value: str) -> None:
-    assert find({"CUDA_VISIBLE_DEVICES": value}, node(4)).devices == []
+    assert find_allocation({"CUDA_VISIBLE_DEVICES": value}, node(4)).devices == []
 
 
 def test_nothing_set_takes_all() -> None:
@@ -85,16 +85,16 @@ def test_nothing_set_takes_all() -> None:
 
 
 def test_an_allocated_gpu_that_has_left_the_bus_is_still_listed() -> None:
-    found = find({"SLURM_STEP_GPUS": "0,1,2,3"}, node(3, minors=[0, 1, 3])).devices
+    found = find_allocation({"SLURM_STEP_GPUS": "0,1,2,3"}, node(3, minors=[0, 1, 3])).devices
     assert [d.index for d in found] == [0, 1, None, 2]
     assert found[2].uuid == "missing-minor-2"
     assert "no device with minor 2" in str(found[2].reason)
-    (gone,) = find({"CUDA_VISIBLE_DEVICES": "GPU-9999"}, node(2)).devices
+    (gone,) = find_allocation({"CUDA_VISIBLE_DEVICES": "GPU-9999"}, node(2)).devices
     assert (gone.uuid, gone.reason) == ("GPU-9999", "NOT_FOUND: NVML does not list it")
 
 
 def test_a_shortened_uuid_that_fits_several() -> None:
-    (unclear,) = find({"CUDA_VISIBLE_DEVICES": "GPU-"}, node(2)).devices
+    (unclear,) = find_allocation({"CUDA_VISIBLE_DEVICES": "GPU-"}, node(2)).devices
     assert "2 devices begin so" in str(unclear.reason)
 
 
@@ -112,7 +112,7 @@ GIB = 1 << 30
     ],
 )
 def test_what_slurm_says_of_the_host(tmp_path: Path, environ: dict[str, str], cpus: int, memory: int | None) -> None:
-    assert allocated(environ, tmp_path) == (cpus, memory)
+    assert read_host_allocation(environ, tmp_path) == (cpus, memory)
 
 
 def test_outside_slurm_the_limits_of_the_process_itself(tmp_path: Path) -> None:
@@ -122,11 +122,11 @@ def test_outside_slurm_the_limits_of_the_process_itself(tmp_path: Path) -> None:
     (tmp_path / "proc/self/cgroup").write_text("0::/user.slice/job\n")
     (group / "memory.max").write_text("max\n")
     cpus = len(os.sched_getaffinity(0))
-    assert allocated({}, tmp_path) == (cpus, None)
+    assert read_host_allocation({}, tmp_path) == (cpus, None)
     (group.parent / "memory.max").write_text(f"{8 * GIB}\n")
-    assert allocated({}, tmp_path) == (cpus, 8 * GIB)
+    assert read_host_allocation({}, tmp_path) == (cpus, 8 * GIB)
     (group / "memory.max").write_text(f"{4 * GIB}\n")
-    assert allocated({}, tmp_path) == (cpus, 4 * GIB)
+    assert read_host_allocation({}, tmp_path) == (cpus, 4 * GIB)
 
 
 def test_the_limits_of_the_first_cgroups(tmp_path: Path) -> None:
@@ -136,4 +136,4 @@ def test_the_limits_of_the_first_cgroups(tmp_path: Path) -> None:
     (tmp_path / "proc/self/cgroup").write_text("4:cpu,cpuacct:/\n3:memory:/slurm/job_7\n")
     (group / "memory.limit_in_bytes").write_text(f"{2 * GIB}\n")
     (group.parent / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert allocated({}, tmp_path).memory_bytes == 2 * GIB
+    assert read_host_allocation({}, tmp_path).memory_bytes == 2 * GIB

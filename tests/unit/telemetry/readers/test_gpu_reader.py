@@ -4,7 +4,7 @@ from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.readers.gpu_reader import GpuReader
 from clustertrain.telemetry.readers.nvml import FIELDS, Device, Nvml, NvmlError
-from clustertrain.telemetry.readers.nvml_queries import Call
+from clustertrain.telemetry.readers.nvml_queries import Query
 
 POWER = FIELDS.index("power_w")
 
@@ -16,20 +16,20 @@ class FakeCalls:
         self.errors: dict[str, str] = {}
         self.gone = False
         self.asked: list[str] = []
-        self.absent: dict[str, str] = {}
-        self.calls = {pace: tuple(self._call(f.name) for f in fields.GPU if f.pace == pace) for pace in (FAST, SLOW)}
+        self.unsupported: dict[str, str] = {}
+        self.queries = {pace: tuple(self._call(f.name) for f in fields.GPU if f.pace == pace) for pace in (FAST, SLOW)}
 
-    def _call(self, field: str) -> Call:
-        return Call((field,), lambda handle, wanted: (self._read(field),))
+    def _call(self, field: str) -> Query:
+        return Query((field,), lambda handle, wanted: (self._read(field),))
 
-    def find(self) -> None:
+    def refresh(self) -> None:
         if self.gone:
             raise NvmlError("NOT_FOUND")
 
     def handle(self) -> str:
         return "handle"
 
-    def holds(self) -> bool:
+    def has_handle(self) -> bool:
         return not self.gone
 
     def _read(self, field: str) -> float:
@@ -100,7 +100,7 @@ def test_a_lost_gpu_and_its_return() -> None:
     values(gpu)
     door.gone = True
     assert gpu.read() is None
-    assert str(gpu.lost).startswith("GPU_IS_LOST")
+    assert str(gpu.lost_reason).startswith("GPU_IS_LOST")
     assert set(gpu.reasons) == {f.name for f in fields.GPU}
     assert gpu.read(SLOW) is None
     calls = len(door.asked)
@@ -110,24 +110,24 @@ def test_a_lost_gpu_and_its_return() -> None:
     door.gone = False
     time.now += 5
     assert values(gpu) == [0.5] * len(FIELDS)
-    assert (gpu.lost, gpu.reasons) == (None, {})
+    assert (gpu.lost_reason, gpu.reasons) == (None, {})
 
 
 def test_a_gpu_that_was_missing_from_the_start_is_lost() -> None:
     device = Device("missing-minor-2", reason="NOT_FOUND: no such device")
     gpu = GpuReader(Nvml(), device, Time(), FakeCalls())
     assert gpu.read() is None
-    assert gpu.lost == "NOT_FOUND: no such device"
+    assert gpu.lost_reason == "NOT_FOUND: no such device"
 
 
 def test_nvml_that_was_shut_down_asks_to_be_opened_again() -> None:
     gpu, door, _ = reader()
     door.errors["utilization"] = "UNINITIALIZED"
     values(gpu)
-    assert gpu.session_dead
+    assert gpu.needs_reopen
     door.errors.clear()
-    gpu.reopened()
-    assert not gpu.session_dead
+    gpu.on_reopen()
+    assert not gpu.needs_reopen
     assert values(gpu) == [0.5] * len(FIELDS)
 
 

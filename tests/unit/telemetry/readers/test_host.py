@@ -12,7 +12,7 @@ from clustertrain.telemetry.readers.host import HOST_FIELDS, HostReader
 def test_the_figures_of_this_machine() -> None:
     host = HostReader()
     assert clock.wait_until(lambda: host.read()[0] is not None, 30, 0.1)
-    facts = host.facts()
+    facts = host.read_facts()
     assert facts.memory_total_bytes
     values = dict(zip(HOST_FIELDS, host.read(), strict=True))
     memory, load = values["memory_used_bytes"], values["load1"]
@@ -40,4 +40,4 @@ def test_a_figure_that_cannot_be_read_has_a_reason(monkeypatch: pytest.MonkeyPat
     assert values["memory_used_bytes"] is None
     assert values["load1"] is not None
     assert host.reasons["memory_used_bytes"] == "PermissionError: no /proc here"
-    assert host.facts().memory_total_bytes is None
+    assert host.read_facts().memory_total_bytes is None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clustertrain.telemetry import xids
-from clustertrain.telemetry.readers.nvml_events import GpuEvent, Kind, Storm
+from clustertrain.telemetry.readers.nvml_events import EventRateLimiter, GpuEvent, GpuEventType
 from tests.fakes.nvml.build import Stub
 from tests.unit.telemetry.nvml_asking import steps
 
@@ -91,34 +91,34 @@ def test_events_of_a_split_board_reach_the_slices_that_they_concern(nvml_stub: S
 
 @pytest.mark.parametrize("number", [13, 31, 43, 45, 48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 154])
 def test_what_the_number_means(number: int) -> None:
-    known = xids.of(number)
+    known = xids.lookup_xid(number)
     assert known.number == number
     assert known.meaning and known.name
-    assert "{" not in xids.advice(number, "node07")
+    assert "{" not in xids.format_fix(number, "node07")
 
 
 def test_what_a_program_did_is_told_from_what_the_hardware_did() -> None:
-    assert xids.of(31).cause == "program"
-    assert (xids.of(79).cause, xids.of(79).severity) == ("hardware", "critical")
-    assert "--exclude node07" in xids.advice(79, "node07")
-    assert "--exclude" not in xids.advice(31, "node07")
+    assert xids.lookup_xid(31).cause == "program"
+    assert (xids.lookup_xid(79).cause, xids.lookup_xid(79).severity) == ("hardware", "critical")
+    assert "--exclude node07" in xids.format_fix(79, "node07")
+    assert "--exclude" not in xids.format_fix(31, "node07")
 
 
 def test_a_number_that_the_table_lacks() -> None:
-    unknown = xids.of(4711)
+    unknown = xids.lookup_xid(4711)
     assert (unknown.name, unknown.severity) == ("XID 4711", "warning")
 
 
 def test_a_storm_is_told_once_a_minute_with_its_number() -> None:
-    def came(t: float, kind: Kind = "xid", count: int = 1) -> GpuEvent:
+    def came(t: float, kind: GpuEventType = "xid", count: int = 1) -> GpuEvent:
         return GpuEvent(t, "GPU-a", kind, 74 if kind == "xid" else None, count)
 
-    storm = Storm()
-    assert storm.due([came(0.0)], 0.0) == [came(0.0)]
-    assert [storm.due([came(float(s))], float(s)) for s in range(1, 60)] == [[]] * 59
-    assert storm.due([], 60.0) == [came(59.0, count=59)]
-    assert storm.due([came(61.0, "ecc_corrected")], 61.0) == []
-    assert storm.due([came(61.0, "ecc_uncorrected")], 61.0) == [came(61.0, "ecc_uncorrected")]
-    assert storm.due([came(62.0)], 62.0) == []
-    assert storm.rest() == [came(62.0)]
-    assert storm.rest() == []
+    storm = EventRateLimiter()
+    assert storm.take_due([came(0.0)], 0.0) == [came(0.0)]
+    assert [storm.take_due([came(float(s))], float(s)) for s in range(1, 60)] == [[]] * 59
+    assert storm.take_due([], 60.0) == [came(59.0, count=59)]
+    assert storm.take_due([came(61.0, "ecc_corrected")], 61.0) == []
+    assert storm.take_due([came(61.0, "ecc_uncorrected")], 61.0) == [came(61.0, "ecc_uncorrected")]
+    assert storm.take_due([came(62.0)], 62.0) == []
+    assert storm.drain() == [came(62.0)]
+    assert storm.drain() == []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clustertrain.telemetry.readers.nvml_gpm import METRICS
-from clustertrain.telemetry.readers.nvml_queries import throttling
+from clustertrain.telemetry.readers.nvml_queries import decode_throttle_reasons
 from tests.fakes.nvml.build import Stub
 from tests.unit.telemetry.nvml_asking import steps
 
@@ -253,7 +253,7 @@ def test_a_gpu_without_nvlink_and_without_gpm(nvml_stub: Stub) -> None:
     ],
 )
 def test_why_the_clock_is_held_down(mask: int, power: int, thermal: int, hardware: int) -> None:
-    assert throttling(mask) == (power, thermal, hardware)
+    assert decode_throttle_reasons(mask) == (power, thermal, hardware)
 
 
 def test_mig_slices(nvml_stub: Stub) -> None:

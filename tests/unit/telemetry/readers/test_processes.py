@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from clustertrain.telemetry.readers.processes import JobProcesses
+from clustertrain.telemetry.readers.processes import JobProcessReader
 
 AGENT, TORCHRUN, RANK0, RANK1, WORKER, STRANGER = 10, 15, 20, 21, 30, 99
 TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
@@ -20,7 +20,7 @@ class Proc:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.now = 0.0
-        self.reader = JobProcesses(AGENT, root, lambda: self.now)
+        self.reader = JobProcessReader(AGENT, root, lambda: self.now)
 
     def put(self, pid: int, parent: int, cpu_s: float, waited_s: float = 0, mib: int = 1, state: str = "S") -> None:
         pages = mib * 2**20 // PAGE
@@ -104,7 +104,7 @@ def test_an_agent_that_is_gone(tmp_path: Path) -> None:
 
 
 def test_on_this_machine() -> None:
-    reader = JobProcesses(os.getpid())
+    reader = JobProcessReader(os.getpid())
     program = "import sys; print(sum(range(10**6)), flush=True); sys.stdin.read()"
     argv = [sys.executable, "-c", program]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:

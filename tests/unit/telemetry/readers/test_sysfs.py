@@ -19,8 +19,8 @@ def tree(root: Path, files: Mapping[str, object]) -> Path:
     return root
 
 
-def sums(kind: sysfs.Kind, root: Path) -> tuple[float, float]:
-    return sysfs.Counters(kind, root).read()
+def sums(kind: sysfs.DeviceClass, root: Path) -> tuple[float, float]:
+    return sysfs.DeviceCounters(kind, root).read()
 
 
 def interface(name: str, received: int, sent: int, **more: object) -> dict[str, object]:
@@ -67,7 +67,7 @@ def test_inside_a_container_the_virtual_interface_is_all_there_is(tmp_path: Path
 
 
 def test_only_the_loopback(tmp_path: Path) -> None:
-    with pytest.raises(sysfs.Missing, match="loopback"):
+    with pytest.raises(sysfs.NotAvailable, match="loopback"):
         sums(sysfs.NETWORK, tree(tmp_path, interface("lo", 7, 7)))
 
 
@@ -89,7 +89,7 @@ def test_old_hardware_counts_on_in_the_extended_counters(tmp_path: Path) -> None
 
 
 def test_a_counter_that_is_full_is_no_figure(tmp_path: Path) -> None:
-    with pytest.raises(sysfs.Missing, match="64 bits"):
+    with pytest.raises(sysfs.NotAvailable, match="64 bits"):
         sums(sysfs.INFINIBAND, tree(tmp_path, rdma("mthca0", 1, 2**32 - 1, 17)))
     tree(tmp_path, rdma("mlx5_0", 1, 10, 20))
     assert sums(sysfs.INFINIBAND, tmp_path) == (40, 80)
@@ -123,13 +123,13 @@ def test_whole_disks_only(tmp_path: Path) -> None:
 
 
 def test_a_node_without_disks(tmp_path: Path) -> None:
-    with pytest.raises(sysfs.Missing, match="no disk"):
+    with pytest.raises(sysfs.NotAvailable, match="no disk"):
         sums(sysfs.DISKS, tree(tmp_path, disk("loop0", 1, 1)))
 
 
 def test_which_disks_count_is_looked_up_again_after_a_minute_and_when_one_is_gone(tmp_path: Path) -> None:
     now = 0.0
-    counters = sysfs.Counters(sysfs.DISKS, tree(tmp_path, disk("sda", 8, 2, device__model="x")), lambda: now)
+    counters = sysfs.DeviceCounters(sysfs.DISKS, tree(tmp_path, disk("sda", 8, 2, device__model="x")), lambda: now)
     assert counters.read() == (512 * 8, 512 * 2)
     tree(tmp_path, {**disk("sda", 9, 2, device__model="x"), **disk("sdb", 100, 0, device__model="y")})
     now = 50.0

@@ -25,7 +25,7 @@ def only(node: Path) -> Segment:
 def everything(node: Path) -> list[object]:
     """All that a reader can get of a segment, NaN as None."""
     segment = only(node)
-    found: list[object] = [segment.n, segment.end, segment.failure, segment.reasons(), segment.trouble]
+    found: list[object] = [segment.sample_count, segment.end, segment.failure, segment.reasons(), segment.read_error]
     for frame in (segment.samples(FAST), segment.samples(SLOW, since=T0 + 100, until=T0 + 555)):
         found.append((frame.t.tolist(), {c: plain(v) for c, v in frame.values.items()}))
     for step_s in (*rollup.LEVELS, 120):
@@ -183,9 +183,9 @@ def test_a_reader_that_was_there_before_reads_on(tmp_path: Path) -> None:
     folder = record(tmp_path, 700, end=False)
     before = everything(tmp_path)
     (early,) = open_node(tmp_path)
-    assert early.n == 700
+    assert early.sample_count == 700
     compact.compact(folder, ended=True)
-    assert (len(early.samples(FAST)), len(early.rollup(60)), early.trouble) == (700, 12, None)
+    assert (len(early.samples(FAST)), len(early.rollup(60)), early.read_error) == (700, 12, None)
     assert early.totals()["gpu0.power_w"].count == 700
     assert everything(tmp_path) == before
 
@@ -211,7 +211,7 @@ def test_damage_after_compaction_is_told_and_costs_only_what_is_damaged(tmp_path
     got = (len(segment.samples(FAST)), len(segment.rollup(60)), segment.totals()["gpu0.power_w"].count)
     right = {"fast.parquet": (0, 5, 300), "rollup-60.packed": (300, 0, 300), totals.NAME: (300, 5, 300)}
     assert got == right[name]
-    assert (segment.trouble is None) == (name == totals.NAME)  # that one is made from the samples
+    assert (segment.read_error is None) == (name == totals.NAME)  # that one is made from the samples
 
 
 def test_as_a_command(tmp_path: Path) -> None:
@@ -225,4 +225,4 @@ def test_as_a_command(tmp_path: Path) -> None:
     assert done.stdout.count(": compacted") == 2
     assert str(bad) in done.stderr
     assert "Traceback" not in done.stderr
-    assert [only(tmp_path / n).n for n in ("n1", "n2")] == [20, 20]
+    assert [only(tmp_path / n).sample_count for n in ("n1", "n2")] == [20, 20]

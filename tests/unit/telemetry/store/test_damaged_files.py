@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from clustertrain.run.run_dir import AttemptDir, RunDir
-from clustertrain.telemetry.analysis.summarize import Request, summarize
-from clustertrain.telemetry.report_schema import Note, Summary
+from clustertrain.telemetry.analysis.summarize import SummaryRequest, summarize
+from clustertrain.telemetry.report_schema import Insight, Summary
 from clustertrain.telemetry.store import jsonl_blocks, totals
 from clustertrain.telemetry.store.writer import Writer
 from tests.unit.telemetry.runs import T0, busy, event, gpu, new_attempt, new_run, record
@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> RunDir:
     return new_run(tmp_path)
 
 
-def note(summary: Summary, code: str) -> Note:
+def note(summary: Summary, code: str) -> Insight:
     (found,) = (n for n in summary.notes if n.code == code)
     return found
 
@@ -115,7 +115,7 @@ def test_errors_that_stay_at_nought_are_no_missing_figure(run: RunDir) -> None:
 @pytest.mark.parametrize("since_s", [5.0, 50.0, 99.0])
 def test_the_last_part_of_a_whole_record_is_whole(run: RunDir, since_s: float) -> None:
     record(new_attempt(run), [(gpu(0), busy())], ended=99.0)
-    assert summarize(run, Request(since_s=since_s)).coverage == 1.0
+    assert summarize(run, SummaryRequest(since_s=since_s)).coverage == 1.0
 
 
 def test_a_file_with_one_member_is_read_by_any_gzip(run: RunDir) -> None:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from clustertrain.telemetry.store.histogram import BINS, Histogram, bins_of
+from clustertrain.telemetry.store.histogram import BINS, Histogram, bin_indices
 from clustertrain.telemetry.store.totals import Total
 
 
@@ -36,7 +36,7 @@ def test_merged_is_as_if_it_had_been_one() -> None:
 
 
 def test_the_ends_have_bins() -> None:
-    assert bins_of(np.array([-1.0, 0.0, 1e-7, 1.1e19, 1e30])).tolist() == [0, 0, 0, BINS - 1, BINS - 1]
+    assert bin_indices(np.array([-1.0, 0.0, 1e-7, 1.1e19, 1e30])).tolist() == [0, 0, 0, BINS - 1, BINS - 1]
     assert of([0.0] * 9 + [1.0]).quantile(0.5) == 0.0
 
 

@@ -14,7 +14,7 @@ import pytest
 from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.store import jsonl_blocks, rollup, totals
 from clustertrain.telemetry.store import writer as store
-from clustertrain.telemetry.store.reader import Segment, open_node, overlapping
+from clustertrain.telemetry.store.reader import Segment, find_overlapping, open_node
 from clustertrain.telemetry.store.writer import Header, Writer
 from tests.unit.telemetry.recordings import CHECKPOINT, T0, TRAIN, fill, header, record, row, working
 
@@ -33,7 +33,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert fast.values["gpu0.power_w"].tolist() == [working(s)["gpu0.power_w"] for s in range(130)]
     assert slow.values["host.network_rx_bytes"].tolist() == [1e4 * i for i in range(13)]
     assert np.isnan(fast.values["gpu0.temperature_c"]).all()
-    assert (segment.n, segment.end, segment.failure, segment.trouble) == (130, T0 + 130, None, None)
+    assert (segment.sample_count, segment.end, segment.failure, segment.read_error) == (130, T0 + 130, None, None)
 
 
 def test_a_window_and_some_columns(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_it_is_readable_while_it_grows_and_newest_reads_the_end(
     fill(writer, of, 0, 1000)
     writer.fast(1000, row(of.fast, working(1000)))  # lost in a kill: never flushed
     segment = only(tmp_path)
-    assert (segment.n, segment.end) == (1000, None)
+    assert (segment.sample_count, segment.end) == (1000, None)
     monkeypatch.setattr(jsonl_blocks, "read", None)  # the whole file
     assert only(tmp_path).newest()["gpu0.energy_j"] == 1e6 + 400.0 * 999
     assert len(only(tmp_path).samples(FAST, since=T0 + 990)) == 10
@@ -78,7 +78,7 @@ def test_sums_of_a_killed_segment_are_those_of_one_that_ended(tmp_path: Path, se
     record(tmp_path / "killed", seconds, end=False)
     record(tmp_path / "ended", seconds)
     killed, ended = only(tmp_path / "killed"), only(tmp_path / "ended")
-    assert (killed.n, killed.end, ended.end) == (seconds, None, T0 + seconds)
+    assert (killed.sample_count, killed.end, ended.end) == (seconds, None, T0 + seconds)
     for step_s in rollup.LEVELS:
         a, b = killed.rollup(step_s), ended.rollup(step_s)
         assert a.t.tolist() == b.t.tolist() == [T0 + s for s in range(0, seconds, step_s)]
@@ -164,7 +164,7 @@ def test_each_sampler_has_a_segment_of_its_own(tmp_path: Path) -> None:
     first.flush()
     a, b, c = open_node(tmp_path)
     assert [s.folder.name for s in (a, b, c)] == ["0", "1", "2"]
-    assert [(x.folder.name, y.folder.name) for x, y in overlapping([a, b, c])] == [("0", "1")]
+    assert [(x.folder.name, y.folder.name) for x, y in find_overlapping([a, b, c])] == [("0", "1")]
     assert (a.end, b.end, len(c.header.gpus)) == (T0 + 99, None, 2)
 
 
@@ -218,10 +218,10 @@ def test_no_disk_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(OSError, match="quota"):
         writer.flush()
     (empty,) = open_node(tmp_path)
-    assert (empty.n, len(empty.samples(FAST)), "no header" in (empty.trouble or "")) == (0, 0, True)
+    assert (empty.sample_count, len(empty.samples(FAST)), "no header" in (empty.read_error or "")) == (0, 0, True)
     monkeypatch.setattr(store.fsio, "write_bytes", real)
     writer.close()
-    assert [s.n for s in open_node(tmp_path)] == [5]
+    assert [s.sample_count for s in open_node(tmp_path)] == [5]
 
 
 _CHILD = """
@@ -249,11 +249,11 @@ def test_kill_9_loses_at_most_the_last_flush(tmp_path: Path) -> None:
     child.stdout.close()
     segment = only(tmp_path)
     frame = segment.samples(FAST)
-    assert told[-1] <= segment.n <= told[-1] + 10
-    assert frame.t.tolist() == [T0 + s for s in range(segment.n)]
-    assert segment.totals()["gpu0.energy_j"].increase == 400.0 * (segment.n - 1)
-    assert segment.rollup(60).count[:, 0].sum() == segment.n
-    assert (segment.end, segment.trouble) == (None, None)
+    assert told[-1] <= segment.sample_count <= told[-1] + 10
+    assert frame.t.tolist() == [T0 + s for s in range(segment.sample_count)]
+    assert segment.totals()["gpu0.energy_j"].increase == 400.0 * (segment.sample_count - 1)
+    assert segment.rollup(60).count[:, 0].sum() == segment.sample_count
+    assert (segment.end, segment.read_error) == (None, None)
 
 
 def test_a_segment_cut_at_any_byte_is_read_up_to_the_last_whole_flush(tmp_path: Path) -> None:
@@ -266,10 +266,10 @@ def test_a_segment_cut_at_any_byte_is_read_up_to_the_last_whole_flush(tmp_path: 
         (folder / jsonl_blocks.NAME).write_bytes(data[:size])
         whole = 10 * max(0, sum(start <= size for start in starts) - 1)
         segment = only(tmp_path / "n1")
-        assert (segment.n, segment.trouble) == (whole, None), size
+        assert (segment.sample_count, segment.read_error) == (whole, None), size
     for size in starts:
         (folder / jsonl_blocks.NAME).write_bytes(data[:size] + b"\x1f\x8b\x08" + data[5:50] + data[size:])
-        assert only(tmp_path / "n1").n == 30  # damage in between costs nothing else
+        assert only(tmp_path / "n1").sample_count == 30  # damage in between costs nothing else
 
 
 @pytest.mark.parametrize("name", [totals.NAME, "rollup-60.bin", "rollup-900.bin"])
@@ -284,7 +284,7 @@ def test_sums_that_are_cut_or_gone_are_made_from_the_samples(tmp_path: Path, nam
         else:
             (folder / name).write_bytes(damage)
         segment = only(tmp_path)
-        assert (segment.n, segment.totals()["gpu0.power_w"].sum) == (1000, pytest.approx(power.sum))
+        assert (segment.sample_count, segment.totals()["gpu0.power_w"].sum) == (1000, pytest.approx(power.sum))
         assert np.array_equal(segment.rollup(60).count, minutes.count)
         assert np.array_equal(segment.rollup(900).count, quarters.count)
 
@@ -297,19 +297,19 @@ def test_one_bad_segment_does_not_hide_the_others(tmp_path: Path) -> None:
     (tmp_path / "2" / jsonl_blocks.NAME).write_bytes(b"")
     (tmp_path / "stray").write_text("of somebody else")
     damaged, headless, empty, good = open_node(tmp_path)
-    assert "damaged" in (damaged.trouble or "")
-    assert "no header" in (headless.trouble or "")
-    assert [s.n for s in (damaged, headless, empty, good)] == [0, 0, 20, 20]
+    assert "damaged" in (damaged.read_error or "")
+    assert "no header" in (headless.read_error or "")
+    assert [s.sample_count for s in (damaged, headless, empty, good)] == [0, 0, 20, 20]
     assert [len(s.samples(FAST)) for s in (damaged, headless, empty, good)] == [0, 0, 0, 20]
     assert (damaged.totals(), len(headless.rollup(60)), damaged.newest(), damaged.newest_t) == ({}, 0, {}, None)
-    assert overlapping([damaged, headless, good]) == []
+    assert find_overlapping([damaged, headless, good]) == []
 
 
 def test_a_format_of_a_later_version_is_not_guessed_at(tmp_path: Path) -> None:
     folder = record(tmp_path, 5)
     found = json.loads((folder / store.HEADER).read_text()) | {"format": 99}
     (folder / store.HEADER).write_text(json.dumps(found))
-    assert "later version" in (only(tmp_path).trouble or "")
+    assert "later version" in (only(tmp_path).read_error or "")
 
 
 def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,10 +323,10 @@ def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Path, "open", refuse)
     monkeypatch.setattr(os, "open", refuse)
     assert len(segment.samples(FAST)) == 0
-    assert "may not read" in (segment.trouble or "")
-    assert "may not read" in (only(tmp_path / "n2").trouble or "")
+    assert "may not read" in (segment.read_error or "")
+    assert "may not read" in (only(tmp_path / "n2").read_error or "")
     monkeypatch.setattr(Path, "iterdir", refuse)
-    assert "may not read" in (only(tmp_path / "n2").trouble or "")
+    assert "may not read" in (only(tmp_path / "n2").read_error or "")
 
 
 def test_no_folder_is_no_segment(tmp_path: Path) -> None:

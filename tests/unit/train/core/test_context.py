@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from clustertrain import fsio
 from clustertrain.checkpoint.format.storage_errors import StorageError
-from clustertrain.errors import CheckpointError, ConfigError, EnvironmentNotFit, UsageError
+from clustertrain.errors import CheckpointError, ConfigError, UnsuitableEnvironment, UsageError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train.core import context, seeds
-from clustertrain.train.core.result import RankResult, kind_of
+from clustertrain.train.core.result import RankResult, classify_failure
 from clustertrain.train.core.stop import SIGNALS, StopAgreement, StopFlag
-from clustertrain.train.distributed.mesh import dimensions
-from clustertrain.train.session.metrics_writer import Metrics, checked
+from clustertrain.train.distributed.mesh import mesh_dimensions
+from clustertrain.train.session.metrics_writer import MetricsWriter, check_scalar
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -72,7 +72,7 @@ def test_alone_the_flag_is_the_agreement() -> None:
         (OSError(errno.ESTALE, "x"), "storage"),
         (StorageError("x"), "storage"),
         (StorageError("x", full=True), "environment"),
-        (EnvironmentNotFit("x"), "environment"),
+        (UnsuitableEnvironment("x"), "environment"),
         (ConfigError("x"), "environment"),
         (CheckpointError("x"), "environment"),
         (MemoryError(), "out_of_memory"),
@@ -86,7 +86,7 @@ def test_alone_the_flag_is_the_agreement() -> None:
     ],
 )
 def test_kinds_of_failure(error: BaseException, kind: str) -> None:
-    assert kind_of(error) == kind
+    assert classify_failure(error) == kind
 
 
 def test_the_result_record(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_the_result_record(tmp_path: Path) -> None:
     try:
         raise ValueError("no good")
     except ValueError as e:
-        assert result.failed(e) == 1
+        assert result.record_failure(e) == 1
     record = json.loads((tmp_path / "rank-3.json").read_text())
     assert "raise ValueError" in record["error"].pop("traceback")
     assert record == {
@@ -112,24 +112,24 @@ def test_the_result_record(tmp_path: Path) -> None:
         "error": {"type": "ValueError", "message": "no good"},
         "peak_allocated_gib": None,  # there is no such allocator on a CPU
     }
-    result.stopped()
+    result.record_stopped()
     assert json.loads((tmp_path / "rank-3.json").read_text())["ending"] == "stopped"
-    RankResult({}).completed()  # outside a run: no record, no error
+    RankResult({}).record_completed()  # outside a run: no record, no error
 
 
 def test_a_session_that_was_left_with_all_steps_done_says_so_before_the_script_returns(tmp_path: Path) -> None:
     result = RankResult({"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "RANK": "3"})
     left = tmp_path / "left-3.json"
-    result.defer()
-    result.counts_to(4)
-    result.left()
+    result.defer_completion()
+    result.begin_loop(4)
+    result.record_session_closed()
     assert not left.exists()  # early
     result.finished, result.step, result.committed_step = True, 4, 4
-    result.left()
+    result.record_session_closed()
     record = json.loads(left.read_text())
     assert (record["ending"], record["finished"], record["step"], record["committed_step"]) == ("completed", True, 4, 4)
     assert not (tmp_path / "rank-3.json").exists()
-    result.counts_to(8)  # another loop begins
+    result.begin_loop(8)  # another loop begins
     assert not left.exists() and not result.finished
 
 
@@ -137,57 +137,57 @@ def test_metrics_are_written_one_row_late_and_with_the_value_of_their_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "metrics" / "attempt-1.jsonl"
-    metrics = Metrics(path, echo_every=2)
+    metrics = MetricsWriter(path, echo_every=2)
     loss = torch.tensor(1.0)
-    metrics.put({"step": 1}, {"loss": loss, "lr": 0.5})
+    metrics.enqueue({"step": 1}, {"loss": loss, "lr": 0.5})
     loss.fill_(2.0)
-    assert list(fsio.read_lines(path)) == []
-    metrics.put({"step": 2}, {"loss": loss})
-    assert list(fsio.read_lines(path)) == [{"step": 1, "lr": 0.5, "loss": 1.0}]
+    assert list(fsio.read_jsonl(path)) == []
+    metrics.enqueue({"step": 2}, {"loss": loss})
+    assert list(fsio.read_jsonl(path)) == [{"step": 1, "lr": 0.5, "loss": 1.0}]
     metrics.close()
-    assert [r["loss"] for r in fsio.read_lines(path)] == [1.0, 2.0]
+    assert [r["loss"] for r in fsio.read_jsonl(path)] == [1.0, 2.0]
     assert capsys.readouterr().out == "step 2  loss 2\n"
     with pytest.raises(ConfigError, match="one element"):
-        Metrics(None).put({"step": 1}, {"loss": torch.zeros(2)})
+        MetricsWriter(None).enqueue({"step": 1}, {"loss": torch.zeros(2)})
 
 
 def test_what_can_be_logged_besides_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = {"loss": np.float32(0.5), "n": np.array(3), "best": np.bool_(True), "phase": "warm-up", "lr": None}
-    metrics = Metrics(tmp_path / "m.jsonl", echo_every=1)
-    metrics.put({"step": 1}, {**{k: checked(k, v) for k, v in given.items()}, "step": "mine"})
+    metrics = MetricsWriter(tmp_path / "m.jsonl", echo_every=1)
+    metrics.enqueue({"step": 1}, {**{k: check_scalar(k, v) for k, v in given.items()}, "step": "mine"})
     metrics.close()
     row = {"step": 1, "loss": 0.5, "n": 3, "best": True, "phase": "warm-up", "lr": None}
-    assert list(fsio.read_lines(tmp_path / "m.jsonl")) == [row]
+    assert list(fsio.read_jsonl(tmp_path / "m.jsonl")) == [row]
     assert capsys.readouterr().out == "step 1  loss 0.5  n 3  best True  phase warm-up  lr None\n"
 
 
 @pytest.mark.parametrize("value", [[1.0], {"a": 1}, np.zeros(2), 1j, np.complex64(1), torch.tensor(1j), object()])
 def test_what_cannot_be_logged_is_refused_by_name(value: Any) -> None:
     with pytest.raises(UsageError, match=r"session\.log\(odd="):
-        checked("odd", value)
+        check_scalar("odd", value)
 
 
 def test_environment_of_a_rank(tmp_path: Path) -> None:
-    alone = context.of_environment(environ={"CLUSTERTRAIN_DEVICE": "cpu"})
-    assert (alone.rank, alone.world_size, alone.launched, alone.layout.strategy) == (0, 1, False, "single")
+    alone = context.context_from_environment(environ={"CLUSTERTRAIN_DEVICE": "cpu"})
+    assert (alone.rank, alone.world_size, alone.launched_by_torchrun, alone.layout.strategy) == (0, 1, False, "single")
     torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "CLUSTERTRAIN_DEVICE": "cpu"}
-    ours = context.of_environment(environ=torchrun)
-    assert (ours.launched, ours.layout.strategy, ours.layout.world_size, ours.run) == (True, "ddp", 2, None)
+    ours = context.context_from_environment(environ=torchrun)
+    assert (ours.launched_by_torchrun, ours.layout.strategy, ours.layout.world_size, ours.run) == (True, "ddp", 2, None)
     with pytest.raises(ConfigError, match="WORLD_SIZE = 'two'"):
-        context.of_environment(environ={**torchrun, "WORLD_SIZE": "two"})
+        context.context_from_environment(environ={**torchrun, "WORLD_SIZE": "two"})
     with pytest.raises(ConfigError, match=r"plan\.json: missing"):
-        context.read_plan(RunDir(tmp_path))
+        context.load_plan(RunDir(tmp_path))
     fsio.write_json(tmp_path / "plan.json", {"layout": {"strategy": "fsdp", "dp_shart": 2}})
     with pytest.raises(ConfigError, match="dp_shart"):
-        context.read_plan(RunDir(tmp_path))
+        context.load_plan(RunDir(tmp_path))
 
 
 def test_the_mesh_has_only_degrees_above_one() -> None:
     layout = context.Layout(strategy="fsdp", dp_shard=4)
-    assert dimensions(layout) == (("dp_shard",), (4,))
-    assert dimensions(context.Layout()) == (("dp_replicate",), (1,))
+    assert mesh_dimensions(layout) == (("dp_shard",), (4,))
+    assert mesh_dimensions(context.Layout()) == (("dp_replicate",), (1,))
     both = context.Layout(strategy="fsdp", dp_replicate=2, dp_shard=4)
-    assert dimensions(both) == (("dp_replicate", "dp_shard"), (2, 4))
+    assert mesh_dimensions(both) == (("dp_replicate", "dp_shard"), (2, 4))
 
 
 def test_generators_are_captured_and_restored() -> None:
@@ -196,19 +196,19 @@ def test_generators_are_captured_and_restored() -> None:
     def draw() -> list[float]:
         return [random.random(), random.gauss(0, 1), float(np.random.rand()), np.random.randn(), torch.rand(1).item()]
 
-    seeds.seed_all(11)
+    seeds.seed_everything(11)
     draw()
-    state = seeds.capture(cpu)
+    state = seeds.capture_rng_state(cpu)
     first = draw()
-    seeds.restore(state, cpu)
+    seeds.restore_rng_state(state, cpu)
     assert draw() == first
-    seeds.seed_all(11)
+    seeds.seed_everything(11)
     draw()
     assert draw() == first
 
 
 def test_derived_seeds_are_frozen() -> None:
     # The order of the data and the initial values hang on it.
-    assert seeds.derive(1, "order", 0) == 7977229684334264838
-    assert seeds.derive(1, "order", 0) != seeds.derive(1, "order", 1)
-    assert 0 <= seeds.derive(2**63 - 1, "x") < 2**63
+    assert seeds.derive_seed(1, "order", 0) == 7977229684334264838
+    assert seeds.derive_seed(1, "order", 0) != seeds.derive_seed(1, "order", 1)
+    assert 0 <= seeds.derive_seed(2**63 - 1, "x") < 2**63

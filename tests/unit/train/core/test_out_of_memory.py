@@ -20,18 +20,18 @@ CONTEXT = dataclasses.replace(
 
 def test_an_error_of_too_little_memory_says_the_peak_and_what_needs_less(tmp_path: Path) -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    out_of_memory.explain(error, CONTEXT)
+    out_of_memory.add_memory_note(error, CONTEXT)
     text = "".join(traceback.format_exception(error))
     assert "measured peak: " in text and " GiB of host memory in this process, with ddp" in text
     assert "  1. train.micro_batch = 2: " in text and "  2. parallel.activation_checkpointing" in text
     result = RankResult({"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "RANK": "0", "LOCAL_RANK": "0"})
-    result.failed(error)
+    result.record_failure(error)
     assert "train.micro_batch = 2" in (tmp_path / "rank-0.json").read_text()
 
 
 def test_other_errors_are_left_alone() -> None:
     error = ValueError("no")
-    out_of_memory.explain(error, CONTEXT)
+    out_of_memory.add_memory_note(error, CONTEXT)
     assert not hasattr(error, "__notes__")
 
 

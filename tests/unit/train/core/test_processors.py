@@ -10,8 +10,8 @@ import pytest
 
 PROGRAM = """
 import os, sys
-from clustertrain.train.main import bind_processors
-bind_processors(sys.argv[1], int(sys.argv[2]))
+from clustertrain.train.main import set_cpu_affinity
+set_cpu_affinity(sys.argv[1], int(sys.argv[2]))
 print(",".join(map(str, sorted(os.sched_getaffinity(0)))))
 """
 

@@ -24,7 +24,7 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_deterministic_mode_refuses_what_has_no_such_algorithm(as_before: None) -> None:
     values = torch.ones(4, requires_grad=True)
     torch.put(torch.zeros(4), torch.tensor([0, 0]), torch.ones(2), accumulate=False)
-    seeds.be_deterministic()
+    seeds.enable_determinism()
     assert torch.backends.cudnn.deterministic
     with pytest.raises(RuntimeError, match="deterministic"):
         torch.put(values.detach(), torch.tensor([0, 0]), torch.ones(2), accumulate=False)

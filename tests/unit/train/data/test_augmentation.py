@@ -10,13 +10,13 @@ import torch
 
 from clustertrain.config.data import AugmentSpec
 from clustertrain.errors import ConfigError
-from clustertrain.train.data.augmentation import Augmented
-from clustertrain.train.data.images import Labelled
+from clustertrain.train.data.augmentation import AugmentedImages
+from clustertrain.train.data.images import LabelSlices
 
 SIZE, COUNT = 12, 40
 
 
-class Pictures(Labelled):
+class Pictures(LabelSlices):
     """Image i: random bytes, the same each time; class i % 4."""
 
     name, version = "pictures", "1"
@@ -35,7 +35,7 @@ class Pictures(Labelled):
 
 def drawn(seed: int, i: int = 3, channels: int = 3, **augment: Any) -> tuple[torch.Tensor, Any]:
     torch.manual_seed(seed)
-    found: tuple[torch.Tensor, Any] = Augmented(Pictures(channels), AugmentSpec(**augment), classes=4)[i]
+    found: tuple[torch.Tensor, Any] = AugmentedImages(Pictures(channels), AugmentSpec(**augment), classes=4)[i]
     return found
 
 

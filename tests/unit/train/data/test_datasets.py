@@ -12,9 +12,9 @@ import torch
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import CheckpointError, ConfigError
-from clustertrain.train.data.augmentation import Augmented
+from clustertrain.train.data.augmentation import AugmentedImages
 from clustertrain.train.data.loader import Loader
-from clustertrain.train.models.build import Task, task
+from clustertrain.train.models.build import TrainingTask, build_task
 
 SOURCE = """
 import torch
@@ -55,11 +55,11 @@ def _mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(**tables: Any) -> Any:
-    """The :class:`Task`; its data sets have what their own classes have."""
-    return task(build(tables, Recipe, "recipe"))
+    """The :class:`TrainingTask`; its data sets have what their own classes have."""
+    return build_task(build(tables, Recipe, "recipe"))
 
 
-def loader(found: Task, size: int = 4) -> Loader:
+def loader(found: TrainingTask, size: int = 4) -> Loader:
     return Loader(
         found.dataset,
         global_batch=size,
@@ -150,7 +150,7 @@ def test_the_validation_split_is_the_same_whatever_the_seed() -> None:
 
 def test_only_what_is_learned_is_augmented() -> None:
     found = made(model=DIGITS, data={"path": "digits", "validation": 0.2, "augment": {"flip": True, "mixup": 0.2}})
-    assert isinstance(found.dataset, Augmented)
+    assert isinstance(found.dataset, AugmentedImages)
     image, target = found.dataset[0]
     assert image.shape == (8, 8, 1) and image.dtype == torch.uint8 and target.shape == (10,)
     assert isinstance(found.validation[0][1], int)

@@ -8,29 +8,29 @@ from typing import Any
 import pytest
 
 from clustertrain.config.data import DataSpec
-from clustertrain.train.data.describe import lengths_of, padding_of, tell
-from clustertrain.train.data.token_shards import tokens
-from clustertrain.train.data.tokenize import of_bytes, write
+from clustertrain.train.data.describe import find_document_lengths, find_padding_fraction, report_datasets
+from clustertrain.train.data.token_shards import build_token_datasets
+from clustertrain.train.data.tokenize import tokenize_bytes, write
 
 
 def described(folder: Path, lengths: list[int], **data: Any) -> Any:
-    write(folder, [of_bytes(b"abcdefgh"[:n]) for n in lengths], dtype="uint8")
-    return tokens(DataSpec(kind="tokens", path=str(folder), **data), 256, -100)
+    write(folder, [tokenize_bytes(b"abcdefgh"[:n]) for n in lengths], dtype="uint8")
+    return build_token_datasets(DataSpec(kind="tokens", path=str(folder), **data), 256, -100)
 
 
 def test_documents_have_lengths_and_packed_ones_padding(tmp_path: Path) -> None:
     train, _ = described(tmp_path / "s", [5] * 9 + [8], seq_len=8, pack=True)
-    found = lengths_of(train)
+    found = find_document_lengths(train)
     assert found is not None and (found.documents, found.smallest, found.p50, found.largest) == (10, 5, 5, 8)
     # Four and four fill a sample; seven, and the last four, do not.
-    assert padding_of(train) == pytest.approx(1 - 43 / 48)
+    assert find_padding_fraction(train) == pytest.approx(1 - 43 / 48)
 
 
 @pytest.mark.parametrize(("seq_len", "warned"), [(4, False), (7, True)])
 def test_much_padding_is_a_warning(tmp_path: Path, capsys: Any, seq_len: int, warned: bool) -> None:
     train, _ = described(tmp_path / "s", [5] * 10, seq_len=seq_len, pack=True)
     events: list[dict[str, Any]] = []
-    tell(train, [1, 2], lambda name, **fields: events.append({"event": name, **fields}))
+    report_datasets(train, [1, 2], lambda name, **fields: events.append({"event": name, **fields}))
     assert events[0]["event"] == "data_described"
     assert (events[0]["samples"], events[0]["validation_samples"], events[0]["lengths"]["p50"]) == (10, 2, 5)
     codes = [e["code"] for e in events[1:]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from clustertrain.train.data.loader import Loader
-from clustertrain.train.data.permutation import LeftOut
+from clustertrain.train.data.permutation import ExcludedRanges
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -33,13 +33,13 @@ def positions(*loaders: Loader) -> list[int]:
     """Of the next global batch."""
     for each in loaders:
         next(each)
-    return [p for each in loaders for part in each.places for p in part.tolist() if p >= 0]
+    return [p for each in loaders for part in each.sample_positions for p in part.tolist() if p >= 0]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_runs_are_what_is_left(seed: int) -> None:
     draw = random.Random(seed)
-    out = LeftOut()
+    out = ExcludedRanges()
     gone: set[int] = set()
     for _ in range(6):
         first = draw.randrange(80)
@@ -49,7 +49,7 @@ def test_runs_are_what_is_left(seed: int) -> None:
     left = [p for p in range(300) if p not in gone]
     for position in range(0, 90, 7):
         for count in (1, 5, 40):
-            found = [p for first, n in out.runs(position, count) for p in range(first, first + n)]
+            found = [p for first, n in out.included_runs(position, count) for p in range(first, first + n)]
             assert found == [p for p in left if p >= position][:count]
     assert all(b < c for (_, b), (c, _) in zip(out.ranges, out.ranges[1:], strict=False))
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from clustertrain.errors import CheckpointError, ConfigError, EnvironmentNotFit
+from clustertrain.errors import CheckpointError, ConfigError, UnsuitableEnvironment
 from clustertrain.train.data import loader as data
-from clustertrain.train.data.loader import Loader, workers_for
+from clustertrain.train.data.loader import Loader, resolve_workers
 from clustertrain.train.data.sample_checks import Limits
 
 # torch warns on machines with fewer cores than workers.
@@ -227,13 +227,15 @@ def test_the_samples_of_a_step_are_named_on_any_rank() -> None:
     for position in (0, 12, 36):  # of which the last one reaches into the next epoch
         begins = [one.micro_batches_at(position) for one in ranks]
         everything = [sample for parts in begins for part in parts for sample, _ in part]
-        first, *rest = re.findall(r"sample (\d+) \(file \1\)", ranks[1].named(position))
+        first, *rest = re.findall(r"sample (\d+) \(file \1\)", ranks[1].describe_batch(position))
         assert [first, *rest] == [str(i) for i in everything[:4]]
-        assert ranks[0].named(position).endswith(", ".join(map(str, everything[4:])))
+        assert ranks[0].describe_batch(position).endswith(", ".join(map(str, everything[4:])))
         samples = ", ".join(f"sample {i} (file {i})" for i, _ in begins[2][1])
         epoch = 0 if position < 36 else 1
-        assert ranks[0].named(position, 5) == f"micro-batch 1 of data-parallel rank 2, epoch {epoch}: {samples}"
-    assert ranks[0].named(36).startswith("the global batch, epochs 0 and 1: ")
+        assert (
+            ranks[0].describe_batch(position, 5) == f"micro-batch 1 of data-parallel rank 2, epoch {epoch}: {samples}"
+        )
+    assert ranks[0].describe_batch(36).startswith("the global batch, epochs 0 and 1: ")
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,7 @@ def test_the_samples_of_a_step_are_named_on_any_rank() -> None:
     ],
 )
 def test_as_many_workers_as_the_cores_allow(asked: int, device: str, cores: int, workers: int) -> None:
-    assert workers_for(asked, torch.device(device), cores) == workers
+    assert resolve_workers(asked, torch.device(device), cores) == workers
 
 
 def test_a_warning_to_the_job_does_not_kill_the_workers() -> None:
@@ -285,7 +287,7 @@ def test_an_epoch_may_end_inside_a_batch() -> None:
 def test_a_tmpdir_that_is_too_long_for_the_workers_sockets_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would hand over nothing, and the rank would wait for ever."""
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 80)
-    with pytest.raises(EnvironmentNotFit, match="is too long for the sockets of data workers, 85 characters"):
-        data._check_sockets()
+    with pytest.raises(UnsuitableEnvironment, match="is too long for the sockets of data workers, 85 characters"):
+        data._check_tmpdir()
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 70)
-    data._check_sockets()
+    data._check_tmpdir()

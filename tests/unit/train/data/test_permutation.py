@@ -3,20 +3,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clustertrain.train.data.permutation import Permutation, samples
+from clustertrain.train.data.permutation import Permutation, samples_at
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 17, 64, 1000, 4097])
 def test_each_sample_once_an_epoch(size: int) -> None:
-    assert sorted(samples(7, size, 0, size)) == list(range(size))
-    assert sorted(samples(7, size, size, size)) == list(range(size))
+    assert sorted(samples_at(7, size, 0, size)) == list(range(size))
+    assert sorted(samples_at(7, size, size, size)) == list(range(size))
 
 
 def test_the_order_is_a_pure_function_of_seed_epoch_and_index() -> None:
-    whole = samples(3, 1000, 0, 2500)
-    assert samples(3, 1000, 0, 2500) == whole
-    assert samples(3, 1000, 990, 20) == whole[990:1010]  # across the end of an epoch
-    assert samples(4, 1000, 0, 1000) != whole[:1000]
+    whole = samples_at(3, 1000, 0, 2500)
+    assert samples_at(3, 1000, 0, 2500) == whole
+    assert samples_at(3, 1000, 990, 20) == whole[990:1010]  # across the end of an epoch
+    assert samples_at(4, 1000, 0, 1000) != whole[:1000]
     assert whole[:1000] != whole[1000:2000]
 
 
@@ -29,7 +29,7 @@ def test_large_sets_need_no_list() -> None:
 
 
 def test_the_order_looks_shuffled() -> None:
-    found = np.array(samples(5, 20_000, 0, 20_000), dtype=float)
+    found = np.array(samples_at(5, 20_000, 0, 20_000), dtype=float)
     neighbours = np.corrcoef(found[:-1], found[1:])[0, 1]
     position = np.corrcoef(np.arange(20_000), found)[0, 1]
     assert abs(neighbours) < 0.03
@@ -38,4 +38,4 @@ def test_the_order_looks_shuffled() -> None:
 
 def test_the_order_is_frozen() -> None:
     # Runs under way would silently repeat and skip samples if it changed.
-    assert samples(1, 100, 0, 8) == [75, 9, 73, 85, 69, 31, 59, 14]
+    assert samples_at(1, 100, 0, 8) == [75, 9, 73, 85, 69, 31, 59, 14]

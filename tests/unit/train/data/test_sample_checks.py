@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from clustertrain.errors import ConfigError
-from clustertrain.train.data.sample_checks import FINITE_BATCHES, Check, Limits, listed
+from clustertrain.train.data.sample_checks import FINITE_CHECK_BATCHES, Limits, SampleChecker, format_samples
 
 TOKENS = torch.arange(12).view(3, 4)
 KEYS = [(70, 0), (71, 1), (72, 2)]
 
 
 def check(inputs: Any, target: Any, dataset: Any = None, **limits: Any) -> None:
-    Check(Limits(**limits))((inputs, target), KEYS, dataset if dataset is not None else [])
+    SampleChecker(Limits(**limits))((inputs, target), KEYS, dataset if dataset is not None else [])
 
 
 def test_what_is_within_the_limits_passes() -> None:
@@ -69,13 +69,13 @@ def test_a_data_set_may_name_its_samples() -> None:
 
 
 def test_numbers_that_are_not_finite_are_looked_for_in_the_first_batches() -> None:
-    seen, bad = Check(Limits()), (torch.full((3, 1), math.nan), TOKENS)
-    for _ in range(FINITE_BATCHES):
+    seen, bad = SampleChecker(Limits()), (torch.full((3, 1), math.nan), TOKENS)
+    for _ in range(FINITE_CHECK_BATCHES):
         seen((torch.ones(3, 1), TOKENS), KEYS, [])
     seen(bad, KEYS, [])  # by now the loss tells
     with pytest.raises(ConfigError, match="holds nan"):
-        Check(Limits())(bad, KEYS, [])
-    Check(Limits(), finite=False)(bad, KEYS, [])
+        SampleChecker(Limits())(bad, KEYS, [])
+    SampleChecker(Limits(), check_finite=False)(bad, KEYS, [])
 
 
 def test_a_large_sum_is_no_infinity() -> None:
@@ -83,6 +83,6 @@ def test_a_large_sum_is_no_infinity() -> None:
 
 
 def test_of_many_samples_some_are_listed() -> None:
-    words = listed(Files(), range(10, 110))
+    words = format_samples(Files(), range(10, 110))
     assert words.startswith("sample 10 (cats/10.png), sample 11 (cats/11.png), ")
-    assert words.endswith(", 72, 73 and 36 more") and listed([], [5, 6]) == "sample 5, sample 6"
+    assert words.endswith(", 72, 73 and 36 more") and format_samples([], [5, 6]) == "sample 5, sample 6"

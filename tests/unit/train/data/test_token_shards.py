@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from clustertrain.config.data import DataSpec
-from clustertrain.config.token_shards import INDEX, read_index
+from clustertrain.config.token_shards import INDEX_FILE, load_index
 from clustertrain.errors import ConfigError
-from clustertrain.train.data.token_shards import Corpus, Packed, Windows, tokens
+from clustertrain.train.data.token_shards import PackedTokens, TokenCorpus, TokenWindows, build_token_datasets
 from clustertrain.train.data.tokenize import write
 
 DOCUMENTS = [list(range(100, 130)), [7], list(range(5)), [], list(range(40, 60)), [1, 2]]
@@ -35,10 +35,10 @@ def spec(folder: Path, **more: Any) -> DataSpec:
 
 
 def test_what_is_written_is_read(folder: Path) -> None:
-    index = read_index(folder)
+    index = load_index(folder)
     assert [(s.file, s.tokens) for s in index.shards] == [("00000.bin", 36), ("00001.bin", 22)]
     assert index.largest == 129 and index.dtype == "uint16"
-    corpus = Corpus(folder)
+    corpus = TokenCorpus(folder)
     assert len(corpus) == len(STREAM)
     assert corpus.read(0, len(STREAM)).tolist() == STREAM  # over several shards
     assert corpus.read(30, 4).tolist() == STREAM[30:34]
@@ -65,13 +65,13 @@ def test_an_interrupted_call_leaves_nothing_and_the_next_one_goes_well(
     assert out.exists() == there and list(tmp_path.rglob("*.*")) == []
     if isinstance(raised.value, OSError):
         assert raised.value.filename == str(out)
-    assert write(out, DOCUMENTS, dtype="uint16", shard_tokens=40) == read_index(out)
+    assert write(out, DOCUMENTS, dtype="uint16", shard_tokens=40) == load_index(out)
 
 
 def test_what_a_killed_call_has_left_is_told(folder: Path) -> None:
     with pytest.raises(ConfigError, match="not empty"):
         write(folder, DOCUMENTS)
-    (folder / INDEX).rename(folder / ".index.json.77-ab")
+    (folder / INDEX_FILE).rename(folder / ".index.json.77-ab")
     with pytest.raises(ConfigError, match=r"shards without an index(.|\n)*remove the folder"):
         write(folder, DOCUMENTS)
     (folder / "mine.txt").touch()
@@ -80,14 +80,14 @@ def test_what_a_killed_call_has_left_is_told(folder: Path) -> None:
 
 
 def test_shards_are_mapped_and_not_read(folder: Path) -> None:
-    corpus = Corpus(folder)
+    corpus = TokenCorpus(folder)
     assert all(isinstance(m, np.memmap) for m in corpus._maps)
     there = pickle.dumps(corpus)
     assert len(there) < 4000 and isinstance(pickle.loads(there)._maps[0], np.memmap)  # noqa: S301
 
 
 def test_a_sample_is_a_window_of_the_stream(folder: Path) -> None:
-    found = Windows(Corpus(folder), 8)
+    found = TokenWindows(TokenCorpus(folder), 8)
     assert len(found) == (len(STREAM) - 1) // 8
     for i in range(len(found)):
         inputs, targets = found[i]
@@ -97,8 +97,8 @@ def test_a_sample_is_a_window_of_the_stream(folder: Path) -> None:
 
 
 def test_packed_documents_predict_nothing_across_their_ends(folder: Path) -> None:
-    found, validation = tokens(spec(folder, pack=True), None, -1)
-    assert isinstance(found, Packed) and validation is None
+    found, validation = build_token_datasets(spec(folder, pack=True), None, -1)
+    assert isinstance(found, PackedTokens) and validation is None
     pairs = []
     for i in range(len(found)):
         inputs, targets = found[i]
@@ -110,17 +110,23 @@ def test_packed_documents_predict_nothing_across_their_ends(folder: Path) -> Non
 def test_documents_that_are_kept_apart_are_whole(tmp_path: Path) -> None:
     documents = [[i] * (3 + i % 5) for i in range(60)]
     write(tmp_path / "s", documents, shard_tokens=50)
-    parts = tokens(spec(tmp_path / "s", pack=True, validation=0.2), None, -100)
+    parts = build_token_datasets(spec(tmp_path / "s", pack=True, validation=0.2), None, -100)
     of_both = [{int(t) for i in range(len(p)) for t in p[i][1] if t != -100} for p in parts]
     assert not of_both[0] & of_both[1]
     assert of_both[0] | of_both[1] == set(range(60)) and len(of_both[1]) == 12
-    assert parts[0].version == parts[1].version != tokens(spec(tmp_path / "s", pack=True), None, -100)[0].version
+    assert (
+        parts[0].version
+        == parts[1].version
+        != build_token_datasets(spec(tmp_path / "s", pack=True), None, -100)[0].version
+    )
 
 
 def test_other_shards_to_validate_on(folder: Path, tmp_path: Path) -> None:
     write(tmp_path / "other", [list(range(20))])
     for pack in (False, True):
-        _, validation = tokens(spec(folder, validation_path=str(tmp_path / "other"), pack=pack), None, -100)
+        _, validation = build_token_datasets(
+            spec(folder, validation_path=str(tmp_path / "other"), pack=pack), None, -100
+        )
         seen = {int(t) for i in range(len(validation)) for t in validation[i][0]}
         assert seen == set(range(19 if pack else 16)) and validation.name.endswith("other'")
 
@@ -128,7 +134,7 @@ def test_other_shards_to_validate_on(folder: Path, tmp_path: Path) -> None:
 def test_a_folder_of_npy_files_needs_no_index(tmp_path: Path) -> None:
     for name, dtype in (("b.npy", np.uint32), ("a.npy", np.uint16)):
         np.save(tmp_path / name, np.arange(6, dtype=dtype))
-    corpus = Corpus(tmp_path)
+    corpus = TokenCorpus(tmp_path)
     assert corpus.read(4, 4).tolist() == [4, 5, 0, 1]
     assert corpus.documents()[1].tolist() == [6, 6]
 
@@ -136,30 +142,30 @@ def test_a_folder_of_npy_files_needs_no_index(tmp_path: Path) -> None:
 def test_ends_may_stand_in_the_index_itself(tmp_path: Path) -> None:
     np.arange(6, dtype=np.uint32).tofile(tmp_path / "x.bin")
     index = {"format": "clustertrain-tokens-1", "dtype": "uint32", "shards": [{"file": "x.bin", "ends": [2, 6]}]}
-    (tmp_path / INDEX).write_text(json.dumps(index))
-    assert Corpus(tmp_path).documents()[0].tolist() == [0, 2]
+    (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    assert TokenCorpus(tmp_path).documents()[0].tolist() == [0, 2]
 
 
 def test_the_version_tells_other_tokens(folder: Path) -> None:
-    before = Corpus(folder).version
-    assert Corpus(folder).version == before
+    before = TokenCorpus(folder).version
+    assert TokenCorpus(folder).version == before
     path = folder / "00000.bin"
     content = bytearray(path.read_bytes())
     content[-2] ^= 1
     path.write_bytes(content)
-    assert Corpus(folder).version != before
+    assert TokenCorpus(folder).version != before
 
 
 def test_tokens_that_the_model_does_not_know_are_refused_by_the_index(folder: Path) -> None:
-    tokens(spec(folder), 130, -100)
+    build_token_datasets(spec(folder), 130, -100)
     with pytest.raises(ConfigError, match=r"tokens up to 129, and model.vocab_size = 129 takes those up to 128"):
-        tokens(spec(folder), 129, -100)
+        build_token_datasets(spec(folder), 129, -100)
 
 
 def damaged(folder: Path, **changed: Any) -> None:
-    index = json.loads((folder / INDEX).read_text())
+    index = json.loads((folder / INDEX_FILE).read_text())
     index["shards"][0].update(changed)
-    (folder / INDEX).write_text(json.dumps(index))
+    (folder / INDEX_FILE).write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize(
@@ -178,7 +184,7 @@ def damaged(folder: Path, **changed: Any) -> None:
 def test_a_damaged_folder_is_named(folder: Path, changed: dict[str, Any], said: str) -> None:
     damaged(folder, **changed)
     with pytest.raises(ConfigError, match=said):
-        Corpus(folder).documents()
+        TokenCorpus(folder).documents()
 
 
 @pytest.mark.parametrize(
@@ -192,21 +198,21 @@ def test_a_damaged_folder_is_named(folder: Path, changed: dict[str, Any], said: 
 def test_other_arrays_are_no_tokens(tmp_path: Path, array: Any, said: str) -> None:
     np.save(tmp_path / "a.npy", array)
     with pytest.raises(ConfigError, match=said):
-        Corpus(tmp_path)
+        TokenCorpus(tmp_path)
 
 
 def test_too_little_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"58 tokens are less than one sample of data.seq_len = 58"):
-        tokens(spec(folder, seq_len=58), None, -100)
+        build_token_datasets(spec(folder, seq_len=58), None, -100)
     with pytest.raises(ConfigError, match="leaves 0 to validate on"):
-        tokens(spec(folder, pack=True, validation=0.01), None, -100)
+        build_token_datasets(spec(folder, pack=True, validation=0.01), None, -100)
     with pytest.raises(ConfigError, match=r"neither index.json nor .npy files"):
-        Corpus(tmp_path)
+        TokenCorpus(tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
-        Corpus(tmp_path / "nowhere")
+        TokenCorpus(tmp_path / "nowhere")
     write(tmp_path / "single", [[1], [2]])
     with pytest.raises(ConfigError, match="no document of two tokens"):
-        tokens(spec(tmp_path / "single", pack=True), None, -100)
+        build_token_datasets(spec(tmp_path / "single", pack=True), None, -100)
 
 
 def test_what_cannot_be_written(folder: Path, tmp_path: Path) -> None:
@@ -218,4 +224,4 @@ def test_what_cannot_be_written(folder: Path, tmp_path: Path) -> None:
         write(tmp_path / "b", [[-1]])
     with pytest.raises(ConfigError, match="no document with a token"):
         write(tmp_path / "c", [[], []])
-    assert not (tmp_path / "a" / INDEX).exists()
+    assert not (tmp_path / "a" / INDEX_FILE).exists()

@@ -10,7 +10,7 @@ import pytest
 
 from clustertrain.errors import ConfigError
 from clustertrain.train.data import validation_split
-from clustertrain.train.data.validation_split import STRETCHES, Part, split, stretches
+from clustertrain.train.data.validation_split import MAX_SPANS, DatasetSplit, split, validation_spans
 
 
 class Numbers(list[int]):
@@ -35,7 +35,7 @@ class Labelled(Numbers):
         return int(self.labels[i])
 
 
-def rows(part: Part) -> list[int]:
+def rows(part: DatasetSplit) -> list[int]:
     return [part[i] for i in range(len(part))]
 
 
@@ -58,8 +58,8 @@ def test_a_text_is_parted_in_stretches_and_keeps_its_order() -> None:
     train, validation = split(Stream(range(1000)), 0.1, "text")
     kept = rows(validation)
     assert kept == sorted(kept) and rows(train) == sorted(rows(train))
-    assert sum(b != a + 1 for a, b in itertools.pairwise(kept)) == STRETCHES - 1
-    begins, ends = stretches(1000, 100)
+    assert sum(b != a + 1 for a, b in itertools.pairwise(kept)) == MAX_SPANS - 1
+    begins, ends = validation_spans(1000, 100)
     # Evenly spread: the first and the last sixteenth of the text are as far from a stretch as any other.
     assert begins[0] == 28 and 1000 - ends[-1] == 28
 

@@ -11,7 +11,7 @@ from clustertrain.config.recipe import ModelSpec, Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan import checks
 from clustertrain.plan.layout import Layout
-from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.distributed.parallelize import parallelize
 from clustertrain.train.models.decoder import Decoder
 from tests.unit.train.alone import ALONE
@@ -22,7 +22,7 @@ def gradients(offload: bool) -> tuple[list[torch.Tensor], int]:
     spec = RunSpec(recipe=Recipe(parallel=ParallelSpec(activation_offload=offload)))
     with torch.device("meta"):
         model = Decoder(ModelSpec(dim=32, layers=2, heads=4, kv_heads=2))
-    model = parallelize(model, dataclasses.replace(ALONE, spec=spec), Groups(None, None, None, None), 3)
+    model = parallelize(model, dataclasses.replace(ALONE, spec=spec), ProcessGroups(None, None, None, None), 3)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -49,11 +49,11 @@ def test_what_layers_keep_leaves_the_device_and_the_gradients_are_the_same_bits(
 
 def test_it_is_refused_where_it_would_do_nothing() -> None:
     on = ParallelSpec(activation_offload=True)
-    checks.of_device("bf16", on, Layout(), "cuda", None)
+    checks.check_device("bf16", on, Layout(), "cuda", None)
     for layout, device, words in (
         (Layout(), "cpu", "no GPU memory to relieve"),
         (Layout(activation_checkpointing="full"), "cuda", "keeps nothing for it to move"),
         (Layout(strategy="ddp", tp=2), "cuda", "split layers"),
     ):
         with pytest.raises(ConfigError, match=words):
-            checks.of_device("bf16", on, layout, device, None)
+            checks.check_device("bf16", on, layout, device, None)

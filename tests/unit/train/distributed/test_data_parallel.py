@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clustertrain.train.distributed.data_parallel import synchronise
+from clustertrain.train.distributed.data_parallel import gradient_sync
 from tests.unit.train.alone import group_of_one
 
 
@@ -27,7 +27,7 @@ def test_replicas_sum_their_gradients_once() -> None:
         model = DistributedDataParallel(nn.Linear(2, 2))
         model.register_comm_hook(None, hook)
         for i in range(3):
-            with synchronise(model, last=i == 2):
+            with gradient_sync(model, last=i == 2):
                 model(torch.ones(1, 2)).sum().backward()
             counts.append(len(sent))
     assert counts == [0, 0, 1]
@@ -53,6 +53,6 @@ class Sharded(nn.Module):
 def test_shards_do_so_too_unless_memory_is_short(defer: bool, reduces: list[bool]) -> None:
     model = Sharded()
     for i in range(3):
-        with synchronise(model, last=i == 2, defer=defer):
+        with gradient_sync(model, last=i == 2, defer=defer):
             pass
     assert model.reduces == reduces and model.ends == [False, False, True]

@@ -24,7 +24,7 @@ SIGMAS = 5.0  # a fair coin of this many elements is within them all but once in
 def placed(layout: Layout | None = None, rank: int = 0, p: float = 0.3, seed: int = 7) -> nn.ModuleDict:
     """Layers ``a`` and ``b`` as rank ``rank`` of ``layout`` has them."""
     layers = nn.ModuleDict({"a": Dropout(p), "b": Dropout(p)})
-    dropout.place(layers, replace(ALONE, layout=layout or Layout(), rank=rank), seed)
+    dropout.configure(layers, replace(ALONE, layout=layout or Layout(), rank=rank), seed)
     return layers
 
 
@@ -82,7 +82,7 @@ def test_a_sample_has_the_same_mask_wherever_it_is_and_whenever_it_is_computed()
         Layout(cp=2, tp=2, sequence_parallel=True),
         Layout(strategy="fsdp", dp_shard=2, cp=2, tp=2, sequence_parallel=True),
     ],
-    ids=Layout.words,
+    ids=Layout.describe,
 )
 def test_the_parts_of_a_sequence_have_the_parts_of_its_mask(layout: Layout) -> None:
     parts = layout.cp * layout.tp
@@ -123,7 +123,7 @@ def test_gradients_pass_where_values_did() -> None:
 @pytest.mark.long
 def test_compiles_once_for_all_layers() -> None:
     layers = nn.ModuleDict({str(i): Dropout(0.3) for i in range(12)})
-    dropout.place(layers, ALONE, 7)
+    dropout.configure(layers, ALONE, 7)
     x = torch.ones(SHAPE)
     eager = [layer(x, SAMPLES) for layer in layers.values()]
     torch._dynamo.reset()
@@ -136,7 +136,7 @@ def test_compiles_once_for_all_layers() -> None:
 
 def test_the_decoder_drops_by_the_places_of_its_samples() -> None:
     model = Decoder(ModelSpec(dim=32, layers=2, dropout=0.2))
-    dropout.place(model, ALONE, 7)
+    dropout.configure(model, ALONE, 7)
     tokens = torch.randint(256, (4, 16), generator=torch.Generator().manual_seed(0))
     places = torch.tensor([5, 6, 7, 8])
     whole = model(tokens, samples=places)
@@ -157,6 +157,6 @@ class _Attention(nn.Module):
 )
 def test_dropout_of_attention_weights_is_refused_where_attention_is_split(module: nn.Module) -> None:
     with pytest.raises(ConfigError, match=r"0 drops attention weights, and tp 2") as caught:
-        dropout.refuse_in_attention(nn.Sequential(module), "tp 2")
+        dropout.check_no_attention_dropout(nn.Sequential(module), "tp 2")
     assert "residual" in str(caught.value)
-    dropout.refuse_in_attention(nn.Sequential(nn.MultiheadAttention(8, 2), _Attention(dropout_p=0.0)), "tp 2")
+    dropout.check_no_attention_dropout(nn.Sequential(nn.MultiheadAttention(8, 2), _Attention(dropout_p=0.0)), "tp 2")

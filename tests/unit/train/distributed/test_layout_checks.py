@@ -87,9 +87,9 @@ def test_a_plan_that_does_not_fit_the_model(plan: dict[str, str] | None, message
 
 
 def test_a_star_stands_for_one_part_of_a_name() -> None:
-    found = tensor_parallel.matches(decoder(), {"layers.*.attention": "gather", "*": "sequence"})
+    found = tensor_parallel.match_plan(decoder(), {"layers.*.attention": "gather", "*": "sequence"})
     assert [name for _, name, _, word in found if word == "gather"] == ["layers.0.attention", "layers.1.attention"]
-    assert all("." not in name for _, name, _, _ in tensor_parallel.matches(decoder(), {"*": "sequence"}))
+    assert all("." not in name for _, name, _, _ in tensor_parallel.match_plan(decoder(), {"*": "sequence"}))
 
 
 def test_what_needs_gpus_is_refused_without() -> None:
@@ -109,14 +109,14 @@ def test_each_rank_gets_its_chunk_of_every_tensor_of_a_batch() -> None:
     x = torch.arange(24).view(2, 12)
     pair = ({"ids": x, "words": x[..., None]}, x + 1)
     meshes: list[Any] = [SimpleNamespace(size=lambda: 3, get_local_rank=lambda r=r: r) for r in range(3)]
-    chunks = [context_parallel.slice_pair(pair, mesh) for mesh in meshes]
+    chunks = [context_parallel.shard_sequence(pair, mesh) for mesh in meshes]
     assert torch.equal(torch.cat([inputs["ids"] for inputs, _ in chunks], 1), x)
     assert torch.equal(torch.cat([inputs["words"] for inputs, _ in chunks], 1), x[..., None])
     assert torch.equal(torch.cat([target for _, target in chunks], 1), x + 1)
     with pytest.raises(UsageError, match=r"shape \(2,\)"):
-        context_parallel.slice_pair((x, torch.zeros(2)), meshes[0])
+        context_parallel.shard_sequence((x, torch.zeros(2)), meshes[0])
     with pytest.raises(ConfigError, match=r"10 does not divide over cp = 3: 10 / 3 = 3\.33333"):
-        context_parallel.slice_pair((x[:, :10], x), meshes[0])
+        context_parallel.shard_sequence((x[:, :10], x), meshes[0])
 
 
 def test_a_session_outside_a_run_can_split_a_model() -> None:

@@ -39,25 +39,29 @@ def test_the_dearest_stage_is_as_cheap_as_can_be_and_the_rest_even() -> None:
 
         cuts = [(0, *c) for c in itertools.combinations(range(1, len(cost)), count - 1)]
         dearest, squares = min((round(max(sums(c)), 6), sum(x * x for x in sums(c))) for c in cuts)
-        found = sums(tuple(pipeline_stages.balanced(cost, count)))
+        found = sums(tuple(pipeline_stages.balance_stages(cost, count)))
         assert max(found) == pytest.approx(dearest)
         assert sum(x * x for x in found) == pytest.approx(squares)
 
 
 def test_looking_up_is_nearly_free_and_the_head_is_not() -> None:
     model = decoder(vocab_size=4096, dim=64)
-    cost = pipeline_stages.costs(model, pipeline_stages.units(model))
+    cost = pipeline_stages.estimate_costs(model, pipeline_stages.list_units(model))
     layer = cost[1]
     assert cost[0] < 0.1 * layer * 4096 / 256
     assert cost[-1] == pytest.approx(4096 * 64, rel=0.01)
     tied = decoder(vocab_size=4096, dim=64, tie_embeddings=True)
-    assert pipeline_stages.costs(tied, pipeline_stages.units(tied))[-1] == pytest.approx(4096 * 64, rel=0.01)
+    assert pipeline_stages.estimate_costs(tied, pipeline_stages.list_units(tied))[-1] == pytest.approx(
+        4096 * 64, rel=0.01
+    )
 
 
 def test_layers_make_room_for_a_large_head() -> None:
-    small = pipeline_stages.balanced(pipeline_stages.costs(m := decoder(layers=8), pipeline_stages.units(m)), 2)
-    large = pipeline_stages.balanced(
-        pipeline_stages.costs(m := decoder(layers=8, vocab_size=2048), pipeline_stages.units(m)), 2
+    small = pipeline_stages.balance_stages(
+        pipeline_stages.estimate_costs(m := decoder(layers=8), pipeline_stages.list_units(m)), 2
+    )
+    large = pipeline_stages.balance_stages(
+        pipeline_stages.estimate_costs(m := decoder(layers=8, vocab_size=2048), pipeline_stages.list_units(m)), 2
     )
     assert small == [0, 5]
     assert large[1] > small[1]
@@ -66,30 +70,39 @@ def test_layers_make_room_for_a_large_head() -> None:
 def test_stages_have_the_names_of_the_whole_and_each_parameter_once() -> None:
     whole = names([decoder()])[0]
     for layout in (ONE_BY_ONE, *(Layout(pp=2, schedule=s, virtual_stages=2) for s in ("interleaved", "zbv"))):
-        parts = [part for rank in range(2) for part in pipeline_stages.cut(decoder(), layout, (), rank)]
+        parts = [part for rank in range(2) for part in pipeline_stages.split_into_stages(decoder(), layout, (), rank)]
         found = names(parts)
         assert set().union(*found) == whole
         assert sum(map(len, found)) == len(whole)
-        assert {pipeline_stages.stage_of(p).index for p in parts} == set(range(len(parts)))
-        assert all(pipeline_stages.stage_of(p).whole_names == whole for p in parts)
+        assert {pipeline_stages.get_stage_info(p).index for p in parts} == set(range(len(parts)))
+        assert all(pipeline_stages.get_stage_info(p).global_fqns == whole for p in parts)
 
 
 def test_zbv_goes_there_and_back() -> None:
-    assert pipeline_stages.placement(Layout(pp=3, schedule="zbv", virtual_stages=2)) == (0, 1, 2, 2, 1, 0)
-    assert pipeline_stages.placement(Layout(pp=3, schedule="interleaved", virtual_stages=2)) == (0, 1, 2, 0, 1, 2)
-    parts = pipeline_stages.cut(decoder(), Layout(pp=2, schedule="zbv", virtual_stages=2), (), 0)
+    assert pipeline_stages.assign_stage_ranks(Layout(pp=3, schedule="zbv", virtual_stages=2)) == (0, 1, 2, 2, 1, 0)
+    assert pipeline_stages.assign_stage_ranks(Layout(pp=3, schedule="interleaved", virtual_stages=2)) == (
+        0,
+        1,
+        2,
+        0,
+        1,
+        2,
+    )
+    parts = pipeline_stages.split_into_stages(decoder(), Layout(pp=2, schedule="zbv", virtual_stages=2), (), 0)
     assert "embed.weight" in names(parts)[0]
     assert "head.weight" in names(parts)[1]
 
 
 def test_a_tied_embedding_is_held_by_the_first_and_the_last_stage() -> None:
-    parts = [pipeline_stages.cut(decoder(tie_embeddings=True), ONE_BY_ONE, (), rank)[0] for rank in range(2)]
+    parts = [
+        pipeline_stages.split_into_stages(decoder(tie_embeddings=True), ONE_BY_ONE, (), rank)[0] for rank in range(2)
+    ]
     assert all("embed.weight" in found for found in names(parts))
-    assert all(pipeline_stages.stage_of(p).shared == {"embed.weight": (0, 1)} for p in parts)
+    assert all(pipeline_stages.get_stage_info(p).shared == {"embed.weight": (0, 1)} for p in parts)
 
 
 def test_the_recipe_may_say_where_stages_begin() -> None:
-    parts = [pipeline_stages.cut(decoder(), ONE_BY_ONE, ("layers.1",), rank)[0] for rank in range(2)]
+    parts = [pipeline_stages.split_into_stages(decoder(), ONE_BY_ONE, ("layers.1",), rank)[0] for rank in range(2)]
     assert list(parts[0].layers) == ["0"]
     assert list(parts[1].layers) == ["1", "2", "3"]
 
@@ -105,13 +118,13 @@ def test_the_recipe_may_say_where_stages_begin() -> None:
 def test_a_split_that_cannot_be(split: tuple[str, ...], error: str) -> None:
     layout = Layout(pp=5, schedule="gpipe")
     with pytest.raises(ConfigError, match=error):
-        pipeline_stages.cut(decoder(layers=2 if not split else 8), layout, split, 0)
+        pipeline_stages.split_into_stages(decoder(layers=2 if not split else 8), layout, split, 0)
 
 
 @pytest.mark.parametrize("split", [("layers.2", "layers.1"), ("layers.1", "layers.1"), ("embed", "layers.1")])
 def test_a_split_in_another_order_is_refused(split: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=f"{split[-1] if split[0] != 'embed' else 'embed'}' does not come after"):
-        pipeline_stages.cut(decoder(), Layout(pp=3, schedule="gpipe"), split, 0)
+        pipeline_stages.split_into_stages(decoder(), Layout(pp=3, schedule="gpipe"), split, 0)
 
 
 def test_a_sequential_keeps_its_names_and_its_values() -> None:
@@ -121,8 +134,8 @@ def test_a_sequential_keeps_its_names_and_its_values() -> None:
     wanted = model(x)
     torch.manual_seed(0)
     again = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-    first = pipeline_stages.cut(model, ONE_BY_ONE, ("2",), 0)[0]
-    last = pipeline_stages.cut(again, ONE_BY_ONE, ("2",), 1)[0]
+    first = pipeline_stages.split_into_stages(model, ONE_BY_ONE, ("2",), 0)[0]
+    last = pipeline_stages.split_into_stages(again, ONE_BY_ONE, ("2",), 1)[0]
     assert names([first, last]) == [{"0.weight", "0.bias"}, {"2.weight", "2.bias", "4.weight", "4.bias"}]
     assert torch.equal(last(first(x)), wanted)
 
@@ -137,17 +150,17 @@ class Own(nn.Module):
 
 def test_models_that_cannot_be_cut_are_told_why() -> None:
     with pytest.raises(ConfigError, match=r"Bilinear cannot be cut(.|\n)*pipeline_units"):
-        pipeline_stages.cut(nn.Bilinear(2, 2, 2), ONE_BY_ONE, (), 0)
+        pipeline_stages.split_into_stages(nn.Bilinear(2, 2, 2), ONE_BY_ONE, (), 0)
     model = Own()
     model.pipeline_units = ("a", "c")  # type: ignore[misc]
     with pytest.raises(ConfigError, match="no module 'c'"):
-        pipeline_stages.cut(model, ONE_BY_ONE, (), 0)
+        pipeline_stages.split_into_stages(model, ONE_BY_ONE, (), 0)
     model.pipeline_units = ("a",)  # type: ignore[misc]
     with pytest.raises(ConfigError, match=r"parameter b\.weight is in no unit"):
-        pipeline_stages.cut(model, ONE_BY_ONE, (), 0)
+        pipeline_stages.split_into_stages(model, ONE_BY_ONE, (), 0)
     tied = Own()
     tied.b.weight = tied.a.weight
     with pytest.raises(ConfigError, match=r"a\.weight and b\.weight are one parameter"):
-        pipeline_stages.cut(tied, ONE_BY_ONE, (), 0)
+        pipeline_stages.split_into_stages(tied, ONE_BY_ONE, (), 0)
     with pytest.raises(ConfigError, match=r"stage 1 \(1\) would have no parameters"):
-        pipeline_stages.cut(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ONE_BY_ONE, (), 0)
+        pipeline_stages.split_into_stages(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ONE_BY_ONE, (), 0)

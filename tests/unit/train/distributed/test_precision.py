@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from clustertrain.train.core.step_types import StepResult
-from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.distributed.precision import LossScale
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.step.train_step import TrainStep
@@ -28,7 +28,9 @@ def step_of(scale: LossScale | None, optimizer: Any = torch.optim.AdamW, **conte
     torch.manual_seed(1)
     model = nn.Linear(3, 2)
     optimizer = optimizer(model.parameters(), lr=0.1)
-    return TrainStep(model, optimizer, dataclasses.replace(ALONE, **context), Groups(None, None, None, None), scale)
+    return TrainStep(
+        model, optimizer, dataclasses.replace(ALONE, **context), ProcessGroups(None, None, None, None), scale
+    )
 
 
 def weights(step: TrainStep) -> list[torch.Tensor]:
@@ -40,7 +42,7 @@ def done(step: TrainStep, clip: Clipping | None = None) -> StepResult:
 
 
 def test_the_scale_is_halved_by_an_overflow_and_doubled_after_so_many_steps_without() -> None:
-    scale = LossScale(interval=3)
+    scale = LossScale(growth_interval=3)
     seen = []
     for overflow in (True, False, False, False, False, True):
         assert not scale.update(overflow=overflow)
@@ -59,7 +61,7 @@ def test_of_a_sum_of_any_number_of_terms_the_scale_can_be_halved_as_often(summed
 
 
 def test_the_scale_and_its_count_are_in_the_checkpoint() -> None:
-    scale, back = LossScale(interval=5), LossScale(interval=5)
+    scale, back = LossScale(growth_interval=5), LossScale(growth_interval=5)
     for overflow in (True, False, False, False):
         scale.update(overflow=overflow)
     back.load_state_dict(scale.state_dict())

@@ -17,8 +17,8 @@ import clustertrain as ct
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.train.core import seeds
 from clustertrain.train.data.sample_checks import Limits
-from clustertrain.train.evaluation.dataset_pass import OnePass
-from clustertrain.train.evaluation.evaluator import MOST_SLICES, NO_SLICES, slices_of
+from clustertrain.train.evaluation.dataset_pass import DatasetPass
+from clustertrain.train.evaluation.evaluator import MAX_SLICES, NO_SLICES, find_slices
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 4, 3
@@ -112,7 +112,7 @@ def test_nothing_is_changed_also_after_an_exception(session: ct.Session, net: Ne
             raise RuntimeError("no")
         return summed(output, target)
 
-    before, generators = state(net), seeds.capture(CPU)
+    before, generators = state(net), seeds.capture_rng_state(CPU)
     if fails:
         with pytest.raises(RuntimeError, match="no"):
             session.evaluate(Random(), loss)
@@ -193,17 +193,17 @@ def test_before_it_is_known_that_layers_can_be_compiled_they_run_as_they_are_wri
     session.optimizer(torch.optim.SGD, lr=0.1)
     step: Any = session._train_step
     layers[0]._compiled_call_impl = fails  # what nn.Module.compile sets
-    step._event = lambda name, **fields: None  # as with parallel.compile, before the first step
+    step._emit_event = lambda name, **fields: None  # as with parallel.compile, before the first step
     assert session.evaluate(Points(), F.cross_entropy)["validation_loss"] > 0
     assert layers[0]._compiled_call_impl is fails
-    step._event = None  # by now they have been tried out
+    step._emit_event = None  # by now they have been tried out
     with pytest.raises(RuntimeError, match="no g"):
         session.evaluate(Points(), F.cross_entropy)
 
 
-def one_pass(rank: int, ranks: int, count: int = 11, **options: Any) -> OnePass:
+def one_pass(rank: int, ranks: int, count: int = 11, **options: Any) -> DatasetPass:
     options = {"micro_batch": 2, "workers": 0, "seed": 1, **options}
-    return OnePass(Points(count), rank=rank, ranks=ranks, device=CPU, **options)
+    return DatasetPass(Points(count), rank=rank, ranks=ranks, device=CPU, **options)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,9 @@ def test_every_sample_once_and_as_many_rounds_on_all_ranks(count: int, ranks: in
 
 def test_what_only_fills_a_gap_counts_nothing() -> None:
     (portion,) = list(one_pass(3, 4, 5))
-    assert portion.samples == () and len(portion.batch[0]) == 1
-    (full,) = list(one_pass(2, 4, 5, full=True))
-    assert full.samples == (4,) and len(full.batch[0]) == 2
+    assert portion.sample_indices == () and len(portion.batch[0]) == 1
+    (full,) = list(one_pass(2, 4, 5, pad=True))
+    assert full.sample_indices == (4,) and len(full.batch[0]) == 2
 
 
 def test_workers_read_the_same(session: ct.Session, net: Net) -> None:
@@ -236,18 +236,18 @@ def test_too_few_samples_for_a_group() -> None:
 
 def test_slices_that_are_not_there_and_very_many_of_them() -> None:
     with pytest.raises(ConfigError, match=r"no slice 'evn'\n.*did you mean even"):
-        slices_of(Points(), ("evn",))
+        find_slices(Points(), ("evn",))
     with pytest.raises(ConfigError, match=r"no slice 'even'\n.*slice_names and slice_of"):
-        slices_of([1, 2], ("even",))
-    chosen = slices_of(Points(), ("odd",))
-    assert chosen.names == ("odd",) and [chosen.of(i) for i in range(3)] == [-1, 0, -1]
+        find_slices([1, 2], ("even",))
+    chosen = find_slices(Points(), ("odd",))
+    assert chosen.names == ("odd",) and [chosen.index_of(i) for i in range(3)] == [-1, 0, -1]
     outside = Points()
     outside.slice_of = lambda i: 5  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="sample 1: slice_of says 5, and slice_names has 2"):
-        slices_of(outside, ("odd",)).of(1)
+        find_slices(outside, ("odd",)).index_of(1)
     many = Points()
-    many.slice_names = tuple(map(str, range(MOST_SLICES + 1)))  # type: ignore[assignment]
-    assert slices_of(many).names == () and slices_of(many, ("7",)).names == ("7",)
+    many.slice_names = tuple(map(str, range(MAX_SLICES + 1)))  # type: ignore[assignment]
+    assert find_slices(many).names == () and find_slices(many, ("7",)).names == ("7",)
 
 
 def test_samples_that_only_count_in_groups_have_no_slices() -> None:
@@ -257,7 +257,7 @@ def test_samples_that_only_count_in_groups_have_no_slices() -> None:
         def slice_of(self, i: int) -> int:
             return i % 2
 
-    assert slices_of(Halves()).names == ("a", "b")
-    assert slices_of(Halves(), group=8) is NO_SLICES
+    assert find_slices(Halves()).names == ("a", "b")
+    assert find_slices(Halves(), group=8) is NO_SLICES
     with pytest.raises(ConfigError, match="compares 8 samples with each other"):
-        slices_of(Halves(), ["a"], 8)
+        find_slices(Halves(), ["a"], 8)

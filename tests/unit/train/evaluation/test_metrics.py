@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from clustertrain.errors import ConfigError
-from clustertrain.train.evaluation.metrics import named, rank_of_target, terms_of
+from clustertrain.train.evaluation.metrics import build_metrics, compute_target_rank, compute_terms
 
 LOGITS = torch.randn(6, 4, 9, generator=torch.Generator().manual_seed(1))
 CLASSES = torch.randint(0, 9, (6, 4), generator=torch.Generator().manual_seed(2))
 
 
 def value(name: str, output: Any, target: Any, ignored: int = -100) -> float:
-    metric = named([name])[0]
-    total, count = terms_of(metric, output, target, ignored)
-    return metric.last(float(total) / float(count))
+    metric = build_metrics([name])[0]
+    total, count = compute_terms(metric, output, target, ignored)
+    return metric.finalize(float(total) / float(count))
 
 
 def test_accuracy_is_that_of_argmax() -> None:
@@ -44,7 +44,7 @@ def test_perplexity_and_bits_are_of_the_plain_cross_entropy() -> None:
     nats = F.cross_entropy(LOGITS.flatten(0, 1), CLASSES.flatten()).item()
     assert value("perplexity", LOGITS, CLASSES) == pytest.approx(math.exp(nats))
     assert value("bits_per_token", LOGITS, CLASSES) == pytest.approx(nats / math.log(2))
-    assert named(["perplexity"])[0].last(1e4) == math.inf
+    assert build_metrics(["perplexity"])[0].finalize(1e4) == math.inf
 
 
 def test_constant_logits_are_no_knowledge_and_nan_is_no_hit() -> None:
@@ -52,7 +52,7 @@ def test_constant_logits_are_no_knowledge_and_nan_is_no_hit() -> None:
     assert value("accuracy", torch.zeros(10, 10), classes) == pytest.approx(0.1)
     assert value("top5", torch.zeros(10, 10), classes) == pytest.approx(0.5)
     assert value("accuracy", torch.full((10, 10), math.nan), classes) == 0.0
-    assert rank_of_target(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([2])).tolist() == [1]
+    assert compute_target_rank(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([2])).tolist() == [1]
 
 
 def test_binary_accuracy() -> None:
@@ -91,8 +91,8 @@ def test_outputs_that_a_metric_cannot_be_told_of(name: str, output: Any, target:
 
 def test_a_metric_that_nobody_knows() -> None:
     with pytest.raises(ConfigError, match=r"none called 'acuracy'\n.*did you mean accuracy"):
-        named(["acuracy"])
+        build_metrics(["acuracy"])
     with pytest.raises(ConfigError, match="another name"):
-        named({"loss": lambda output, target: (output.sum(), 1)})
-    own = named({"zeros": lambda output, target: ((output == 0).sum(), output.numel())})[0]
+        build_metrics({"loss": lambda output, target: (output.sum(), 1)})
+    own = build_metrics({"zeros": lambda output, target: ((output == 0).sum(), output.numel())})[0]
     assert float(own.terms(torch.tensor([0.0, 1.0]), None, -100)[0]) == 1.0

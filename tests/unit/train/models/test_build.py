@@ -17,15 +17,15 @@ from torch.utils.data import default_collate
 
 from clustertrain.config.data import DataSpec
 from clustertrain.config.parsing import build
-from clustertrain.config.presets import filled
+from clustertrain.config.presets import apply_preset
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.train.data.images import Shapes, images
-from clustertrain.train.distributed.data_parallel import units
+from clustertrain.train.data.images import Shapes, build_image_dataset
+from clustertrain.train.distributed.data_parallel import repeated_layers
 from clustertrain.train.models import losses
-from clustertrain.train.models.build import Task, task
-from clustertrain.train.optim.param_groups import groups_of_whole
-from clustertrain.train.recipe_evaluation import of_recipe
+from clustertrain.train.models.build import TrainingTask, build_task
+from clustertrain.train.optim.param_groups import groups_for_unsharded
+from clustertrain.train.recipe_evaluation import build_evaluations
 from tests.unit.train.alone import built
 
 CONVNET = {"kind": "convnet", "convnet": {"width": 8, "blocks": [1, 1], "groups": 4}}
@@ -43,8 +43,8 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def made(model: dict[str, Any], **data: Any) -> Task:
-    return task(build(filled({"model": model, "data": {**SMALL, **data}}), Recipe, "recipe"))
+def made(model: dict[str, Any], **data: Any) -> TrainingTask:
+    return build_task(build(apply_preset({"model": model, "data": {**SMALL, **data}}), Recipe, "recipe"))
 
 
 def batch_of(dataset: Any, first: int, count: int = 16) -> Any:
@@ -52,7 +52,7 @@ def batch_of(dataset: Any, first: int, count: int = 16) -> Any:
     return default_collate([dataset[(first + i) * 7919 % len(dataset)] for i in range(count)])
 
 
-def loss_of(found: Task, model: nn.Module, batch: Any) -> torch.Tensor:
+def loss_of(found: TrainingTask, model: nn.Module, batch: Any) -> torch.Tensor:
     inputs, target = batch
     value = found.loss(model(*inputs) if isinstance(inputs, list) else model(inputs), target)
     assert isinstance(value, tuple)
@@ -99,7 +99,7 @@ def test_two_towers_learn_which_passages_belong_together() -> None:
 )
 def test_parameters_are_those_the_plan_counts(spec: dict[str, Any]) -> None:
     recipe = build({"model": spec, "data": SMALL}, Recipe, "recipe")
-    model = task(recipe).model
+    model = build_task(recipe).model
     assert sum(p.numel() for p in model.parameters()) == recipe.model.parameters()
 
 
@@ -116,15 +116,15 @@ def test_values_depend_on_the_name_of_a_parameter_and_the_seed_alone() -> None:
 
 
 def test_blocks_are_units_of_sharding_and_checkpointing() -> None:
-    assert [name for name, _ in units(made(CONVNET).model)] == ["blocks.0", "blocks.1"]
-    assert [name for name, _ in units(made(TWO_TOWER).model)] == ["first.layers.0", "second.layers.0"]
+    assert [name for name, _ in repeated_layers(made(CONVNET).model)] == ["blocks.0", "blocks.1"]
+    assert [name for name, _ in repeated_layers(made(TWO_TOWER).model)] == ["first.layers.0", "second.layers.0"]
 
 
 def test_a_list_of_blocks_beside_embeddings_in_one_dictionary_is_a_list_of_units() -> None:
     parts = {"wte": nn.Embedding(8, 4), "h": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), "ln_f": nn.LayerNorm(4)}
     model = nn.Module()
     model.transformer = nn.ModuleDict(parts)
-    assert [name for name, _ in units(model)] == ["transformer.h.0", "transformer.h.1"]
+    assert [name for name, _ in repeated_layers(model)] == ["transformer.h.0", "transformer.h.1"]
 
 
 def test_images_stay_channels_last_through_the_convolutions() -> None:
@@ -178,7 +178,7 @@ def test_the_two_passages_of_a_pair_are_neighbours_in_the_text() -> None:
 
 def test_the_temperature_does_not_decay() -> None:
     model = built(made(TWO_TOWER).model)
-    decayed, kept = groups_of_whole(model, 0.1)
+    decayed, kept = groups_for_unsharded(model, 0.1)
     assert any(p is model.log_scale for p in kept["params"])  # type: ignore[attr-defined]
     assert not any(p is model.log_scale for p in decayed["params"])  # type: ignore[attr-defined]
 
@@ -197,7 +197,7 @@ def test_shapes_are_a_function_of_the_index() -> None:
 def test_images_from_an_array_file(tmp_path: Path) -> None:
     pictures = np.arange(2 * 4 * 5 * 1, dtype=np.uint8).reshape(2, 4, 5, 1)
     np.savez(tmp_path / "a.npz", images=pictures, labels=np.array([1, 0]))
-    found = images(DataSpec(path=str(tmp_path / "a.npz")))
+    found = build_image_dataset(DataSpec(path=str(tmp_path / "a.npz")))
     assert (len(found), found.classes, found.channels) == (2, 2, 1)
     image, label = found[1]
     assert label == 0 and torch.equal(image, torch.from_numpy(pictures[1]))
@@ -217,7 +217,7 @@ def test_images_from_an_array_file(tmp_path: Path) -> None:
 def test_other_arrays_are_refused(tmp_path: Path, arrays: dict[str, Any], said: str) -> None:
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(ConfigError, match=said):
-        images(DataSpec(path=str(tmp_path / "a.npz")))
+        build_image_dataset(DataSpec(path=str(tmp_path / "a.npz")))
 
 
 def test_what_is_no_array_file_is_refused(tmp_path: Path) -> None:
@@ -225,9 +225,9 @@ def test_what_is_no_array_file_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "b.npy", np.zeros(3))
     for name in ("a.npz", "b.npy"):
         with pytest.raises(ConfigError, match=r"not an \.npz file"):
-            images(DataSpec(path=str(tmp_path / name)))
+            build_image_dataset(DataSpec(path=str(tmp_path / name)))
     with pytest.raises(ConfigError, match="no such file"):
-        images(DataSpec(path=str(tmp_path / "c.npz")))
+        build_image_dataset(DataSpec(path=str(tmp_path / "c.npz")))
 
 
 def test_images_from_a_folder_of_classes(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_images_from_a_folder_of_classes(tmp_path: Path) -> None:
         (tmp_path / kind).mkdir()
         pillow.new("RGB", (20, 10), colour).save(tmp_path / kind / "1.png")
     (tmp_path / "dogs" / "notes.txt").write_text("none")
-    found = images(DataSpec(path=str(tmp_path), image_size=8))
+    found = build_image_dataset(DataSpec(path=str(tmp_path), image_size=8))
     assert (len(found), found.classes) == (2, 2)
     image, label = found[1]
     assert label == 1 and image.shape == (8, 8, 3) and image[4, 4].tolist() == [0, 0, 255]
@@ -308,9 +308,9 @@ def test_an_entry_may_fill_its_parameters_and_have_its_own_loss() -> None:
 def test_a_loss_of_the_models_own_smooths_no_labels() -> None:
     tables: dict[str, Any] = {"model": {"entry": "mine.net:Filled"}, "data": {**SMALL}}
     with pytest.raises(ConfigError, match=r"label_smoothing = 0.1 has no effect with the loss of mine\.net:Filled"):
-        task(build({**tables, "objective": {"label_smoothing": 0.1}}, Recipe, "recipe"))
+        build_task(build({**tables, "objective": {"label_smoothing": 0.1}}, Recipe, "recipe"))
     named = {"label_smoothing": 0.1, "kind": "cross-entropy"}
-    assert task(build({**tables, "objective": named}, Recipe, "recipe")).loss.keywords["smoothing"] == 0.1  # type: ignore[attr-defined]
+    assert build_task(build({**tables, "objective": named}, Recipe, "recipe")).loss.keywords["smoothing"] == 0.1  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("mine")
@@ -320,7 +320,7 @@ def test_a_kind_that_is_named_is_evaluated_by_it_whatever_the_model_brings_along
 
     def metrics(of: Recipe) -> Any:
         session = mock.Mock()
-        of_recipe(session, task(of), of)
+        build_evaluations(session, build_task(of), of)
         return session.evaluations.call_args.kwargs["metrics"]
 
     assert "accuracy" in metrics(build({**tables, **named}, Recipe, "recipe"))

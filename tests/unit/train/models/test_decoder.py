@@ -12,10 +12,10 @@ from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan.layout import Layout
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.data.text import ByteText
-from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.distributed.parallelize import parallelize
 from clustertrain.train.models.decoder import Decoder, RotaryTable, rotate
-from clustertrain.train.optim.param_groups import groups_of_whole
+from clustertrain.train.optim.param_groups import groups_for_unsharded
 
 CPU = torch.device("cpu")
 ALONE = RankContext(0, 0, 1, 1, False, CPU, Layout(), "fp32", None, None, None, None, None)
@@ -24,7 +24,7 @@ ALONE = RankContext(0, 0, 1, 1, False, CPU, Layout(), "fp32", None, None, None, 
 def build(**kw: object) -> Decoder:
     with torch.device("meta"):
         model = Decoder(ModelSpec(**kw))  # type: ignore[arg-type]
-    built = parallelize(model, ALONE, Groups(None, None, None, None), seed=3)
+    built = parallelize(model, ALONE, ProcessGroups(None, None, None, None), seed=3)
     assert isinstance(built, Decoder)
     return built
 
@@ -85,11 +85,11 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
 
 def test_decay_spares_norms_biases_and_embeddings() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-    with_decay, without = groups_of_whole(model, 0.1)
+    with_decay, without = groups_for_unsharded(model, 0.1)
     assert [tuple(p.shape) for p in with_decay["params"]] == [(4, 4)]  # type: ignore[attr-defined]
     assert len(without["params"]) == 4  # type: ignore[arg-type]
     assert (with_decay["weight_decay"], without["weight_decay"]) == (0.1, 0.0)
-    groups = groups_of_whole(build(), 0.1)
+    groups = groups_for_unsharded(build(), 0.1)
     assert sum(len(g["params"]) for g in groups) == len(list(build().parameters()))  # type: ignore[arg-type]
 
 

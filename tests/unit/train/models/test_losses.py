@@ -32,20 +32,20 @@ def test_float_targets_need_an_objective_that_the_recipe_names() -> None:
     """Cross-entropy of one class is 0 whatever the model does: a regression would end with a perfect loss."""
     outputs, values = random(4, 1), random(4, 1, seed=2)
     with pytest.raises(ConfigError, match=r"targets are float32.*objective\.kind is auto"):
-        losses.objective(recipe())(outputs, values)
+        losses.build_loss(recipe())(outputs, values)
     with pytest.raises(ConfigError, match="a single class is always 0"):
-        losses.objective(recipe(objective={"kind": "cross-entropy"}))(outputs, values)
+        losses.build_loss(recipe(objective={"kind": "cross-entropy"}))(outputs, values)
     with pytest.raises(ConfigError, match="a single class is always 0"):
-        losses.objective(recipe())(outputs, torch.zeros(4, dtype=torch.long))
+        losses.build_loss(recipe())(outputs, torch.zeros(4, dtype=torch.long))
     probabilities = random(4, 3).softmax(-1)
-    total, _ = losses.objective(recipe(objective={"kind": "cross-entropy"}))(random(4, 3, seed=5), probabilities)  # type: ignore[misc]
+    total, _ = losses.build_loss(recipe(objective={"kind": "cross-entropy"}))(random(4, 3, seed=5), probabilities)  # type: ignore[misc]
     assert float(total) > 0
 
 
 def test_cross_entropy_smooths_and_leaves_out_what_is_ignored() -> None:
     logits, targets = random(3, 5, 7), torch.arange(15).reshape(3, 5) % 7
     targets[0, 0] = targets[2, 4] = -1
-    loss = losses.objective(recipe(objective={"label_smoothing": 0.1, "ignore_index": -1}))
+    loss = losses.build_loss(recipe(objective={"label_smoothing": 0.1, "ignore_index": -1}))
     kept = targets != -1
     p = logits.double().log_softmax(-1)[kept]
     wanted = -(0.9 * p.gather(1, targets[kept][:, None]).squeeze(1) + 0.1 * p.mean(1))
@@ -74,19 +74,19 @@ def test_cross_entropy_of_probabilities_is_that_of_their_mixture() -> None:
 def test_regression_losses_are_their_definitions(kind: str, wanted: Any) -> None:
     outputs, targets = random(6, 3), random(6, 3, seed=2)
     spec = recipe(objective={"kind": kind, "delta": 0.5}, model={"entry": "nets:Net"})
-    found = losses.objective(spec)(outputs, targets)
+    found = losses.build_loss(spec)(outputs, targets)
     assert mean(found) == pytest.approx(float(wanted((outputs - targets).double()).mean()), rel=1e-6)  # type: ignore[arg-type]
 
 
 def test_binary_cross_entropy_stays_finite_for_logits_that_are_sure_and_wrong() -> None:
-    loss = losses.objective(recipe(objective={"kind": "binary-cross-entropy"}, model={"entry": "nets:Net"}))
+    loss = losses.build_loss(recipe(objective={"kind": "binary-cross-entropy"}, model={"entry": "nets:Net"}))
     assert mean(loss(torch.tensor([1e4, -1e4]), torch.tensor([0, 1]))) == pytest.approx(1e4)  # type: ignore[arg-type]
     assert mean(loss(torch.zeros(5, 2), torch.ones(5, 2))) == pytest.approx(math.log(2))  # type: ignore[arg-type]
 
 
 def test_nt_xent_is_equation_1_of_its_paper() -> None:
     first, second, temperature = random(4, 8), random(4, 8, seed=2), 0.2
-    loss = losses.objective(recipe(objective={"kind": "nt-xent", "temperature": 0.2}, model={"entry": "nets:Net"}))
+    loss = losses.build_loss(recipe(objective={"kind": "nt-xent", "temperature": 0.2}, model={"entry": "nets:Net"}))
     z = torch.nn.functional.normalize(torch.cat([first, second]).double(), dim=-1)
     s = (z @ z.T / temperature).exp()
     pair = [(i + 4) % 8 for i in range(8)]
@@ -98,7 +98,7 @@ def test_nt_xent_is_equation_1_of_its_paper() -> None:
 
 @pytest.mark.parametrize("kind", ["mse", "l1", "huber", "binary-cross-entropy"])
 def test_shapes_that_torch_would_stretch_are_refused(kind: str) -> None:
-    loss = losses.objective(recipe(objective={"kind": kind}, model={"entry": "nets:Net"}))
+    loss = losses.build_loss(recipe(objective={"kind": kind}, model={"entry": "nets:Net"}))
     with pytest.raises(ConfigError, match=r"\(6, 1\) with targets of shape \(6,\)"):
         loss(random(6, 1), random(6))
 
@@ -123,7 +123,7 @@ def test_expected_loss_is_that_of_outputs_without_information(
     expected = initial_loss(given, classes)
     targets = torch.arange(logits[..., 0].numel()).reshape(logits.shape[:-1]) % (classes or 10**6)
     assert expected is not None
-    assert mean(losses.objective(given)(logits, targets)) == pytest.approx(expected.loss, rel=1e-6)  # type: ignore[arg-type]
+    assert mean(losses.build_loss(given)(logits, targets)) == pytest.approx(expected.loss, rel=1e-6)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["mse", "l1", "huber"])
@@ -132,7 +132,7 @@ def test_expected_loss_of_a_regression_is_that_of_outputs_of_zero(kind: str) -> 
     targets = random(50, 2) + 1
     expected = initial_loss(given, None, targets)
     assert expected is not None
-    found = losses.objective(given)(torch.zeros_like(targets), targets)
+    found = losses.build_loss(given)(torch.zeros_like(targets), targets)
     assert mean(found) == pytest.approx(expected.loss, rel=1e-5)  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ import clustertrain as ct
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.train.models import train_mode
-from clustertrain.train.models.build import task
+from clustertrain.train.models.build import build_task
 from clustertrain.train.stability import warnings
 
 
@@ -33,9 +33,9 @@ class Finetuned(nn.Module):
 
 
 def test_only_modules_with_parameters_to_train_are_found() -> None:
-    assert train_mode.in_eval_mode(Finetuned()) == ["backbone"]
-    assert train_mode.in_eval_mode(Finetuned(frozen=True)) == []
-    assert train_mode.in_eval_mode(Finetuned().eval()) == [""]
+    assert train_mode.find_eval_mode_modules(Finetuned()) == ["backbone"]
+    assert train_mode.find_eval_mode_modules(Finetuned(frozen=True)) == []
+    assert train_mode.find_eval_mode_modules(Finetuned().eval()) == [""]
     model = Finetuned()
     assert train_mode.set_train_mode(model) == ["backbone"]
     assert all(m.training for m in model.modules())
@@ -75,7 +75,7 @@ def test_the_trainer_switches_a_module_that_an_entry_returns(tmp_path: Path, mon
         Recipe,
         "recipe.toml",
     )
-    found = task(recipe)
+    found = build_task(recipe)
     assert found.left_eval_mode == [""] and found.model.training
-    text = warnings.eval_mode_warning(found.left_eval_mode, switched=True).text
+    text = warnings.build_eval_mode_warning(found.left_eval_mode, switched=True).text
     assert text == "the model was in evaluation mode with parameters to train, and is now in training mode"

@@ -38,9 +38,9 @@ def test_floor_is_a_fraction_of_the_peak_and_holds_after_the_end() -> None:
 
 
 def test_warmup_is_two_percent_by_default_and_can_be_none() -> None:
-    assert ScheduleSpec().warmup(1_000) == 20
-    assert ScheduleSpec().warmup(10) == 1
-    assert ScheduleSpec(warmup_steps=0).warmup(1_000) == 0
+    assert ScheduleSpec().resolve_warmup_steps(1_000) == 20
+    assert ScheduleSpec().resolve_warmup_steps(10) == 1
+    assert ScheduleSpec(warmup_steps=0).resolve_warmup_steps(1_000) == 0
     assert rate(100, warmup_steps=0, floor=0.0).at(1) < 1.0
 
 
@@ -126,7 +126,7 @@ def test_the_trainer_waits_in_the_direction_of_what_is_observed(
         raise Made(higher_is_better)
 
     monkeypatch.setattr(trainer, "session", lambda: contextlib.nullcontext(SimpleNamespace()))
-    monkeypatch.setattr(trainer, "trainer", lambda *args: None)
+    monkeypatch.setattr(trainer, "build_trainer", lambda *args: None)
     monkeypatch.setattr(trainer, "LearningRate", made)
     tables = {"schedule": {"kind": "plateau"}, "data": {"validation": 0.1}, "contract": contract}
     with pytest.raises(Made) as caught:

@@ -14,21 +14,28 @@ import clustertrain as ct
 from clustertrain.config.model import ConvnetSpec, TwoTowerSpec
 from clustertrain.config.optim import OptimSpec, UnfreezeSpec
 from clustertrain.config.recipe import ModelSpec
-from clustertrain.errors import ConfigError, EnvironmentNotFit, UsageError
-from clustertrain.plan.cost.optimizer_state import BY_SHAPE, OF_MATRICES, WHOLE, modules, of_decoder, state_bytes
-from clustertrain.train.distributed.mesh import Groups
+from clustertrain.errors import ConfigError, UnsuitableEnvironment, UsageError
+from clustertrain.plan.cost.optimizer_state import (
+    MATRIX_OPTIMIZERS,
+    SHAPE_DEPENDENT_STATE,
+    WHOLE_PARAM_OPTIMIZERS,
+    estimate_state,
+    list_modules,
+    state_bytes,
+)
+from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.models import build
 from clustertrain.train.models.decoder import Decoder
 from clustertrain.train.optim import build as making
 from clustertrain.train.optim import registry
 from clustertrain.train.optim.param_groups import parameter_groups
-from clustertrain.train.optim.param_info import describe
-from clustertrain.train.optim.unsharded_update import Gathered, owners
-from clustertrain.train.optim.wrapper import Pair
+from clustertrain.train.optim.param_info import build_param_table
+from clustertrain.train.optim.unsharded_update import UnshardedOptimizer, assign_owners
+from clustertrain.train.optim.wrapper import OptimizerPair
 from tests.unit.train.alone import ALONE, built
 
 CPU = torch.device("cpu")
-NAMES = tuple(registry.KINDS)
+NAMES = tuple(registry.OPTIMIZERS)
 SMALL = ModelSpec(dim=16, layers=3, heads=2, kv_heads=2, vocab_size=32)
 
 
@@ -77,12 +84,12 @@ def session() -> Iterator[ct.Session]:
 
 
 def depths(model: nn.Module, *names: str) -> list[int | None]:
-    known = describe(model).by_name
+    known = build_param_table(model).by_name
     return [known[name].depth for name in names]
 
 
 def test_decay_goes_by_the_type_of_the_module_whoever_has_written_the_norm() -> None:
-    known = describe(Net()).by_name
+    known = build_param_table(Net()).by_name
     assert [n for n, d in known.items() if d.decays] == [
         "stem.weight", "body.layers.0.up.weight", "body.layers.1.up.weight", "body.layers.2.up.weight",
         "body.project.weight",
@@ -91,7 +98,7 @@ def test_decay_goes_by_the_type_of_the_module_whoever_has_written_the_norm() -> 
 
 def test_the_many_biases_of_torchs_own_layers_have_no_decay() -> None:
     model = nn.ModuleDict({"lstm": nn.LSTM(3, 4), "attention": nn.MultiheadAttention(4, 2, add_bias_kv=True)})
-    assert [n for n, d in describe(model).by_name.items() if d.decays] == [
+    assert [n for n, d in build_param_table(model).by_name.items() if d.decays] == [
         "lstm.weight_ih_l0", "lstm.weight_hh_l0", "attention.in_proj_weight", "attention.out_proj.weight",
     ]  # fmt: skip
 
@@ -116,7 +123,7 @@ def test_a_shared_table_is_as_deep_as_the_embedding() -> None:
     model = Net()
     model.body.project.weight = nn.Parameter(model.body.embed.weight[:2].detach().clone())
     model.body.project.weight = model.body.embed.weight  # type: ignore[assignment]
-    known = describe(model).by_name
+    known = build_param_table(model).by_name
     assert known["body.embed.weight"] is known["body.project.weight"]
     assert (known["body.embed.weight"].depth, known["body.embed.weight"].decays) == (4, False)
 
@@ -124,7 +131,7 @@ def test_a_shared_table_is_as_deep_as_the_embedding() -> None:
 def test_rates_by_depth_and_by_module() -> None:
     model = built(Decoder(SMALL))
     factors = {"layers.*": 1.0, "layers.0": 3.0, "head": 10.0}
-    groups = parameter_groups(model, describe(model), weight_decay=0.1, layer_decay=0.5, lr_scale=factors)
+    groups = parameter_groups(model, build_param_table(model), weight_decay=0.1, layer_decay=0.5, lr_scale=factors)
     scale = {id(p): g["lr_scale"] for g in groups for p in g["params"]}
     named = dict(model.named_parameters())
     assert len(scale) == len(named)
@@ -211,44 +218,44 @@ def test_every_name_trains_with_the_recipes_options(name: str, session: ct.Sessi
     session.parallelize(three())
     spec = OptimSpec(name=name, lr=0.05)  # type: ignore[arg-type]
     groups = session.parameter_groups(name, weight_decay=spec.weight_decay)
-    optimizer = session.optimizer(name, groups, **registry.options(spec, text=False, device=CPU))
+    optimizer = session.optimizer(name, groups, **registry.build_options(spec, is_text=False, device=CPU))
     losses = []
     for step in range(6):
         for group in optimizer.param_groups:
             group["lr"] = 0.05 if step else 0.01  # what a schedule does
         losses.append(float(session.train_step(target(), squared).loss))
     assert losses[-1] < losses[0]
-    assert isinstance(optimizer, Pair) == (name in OF_MATRICES)
+    assert isinstance(optimizer, OptimizerPair) == (name in MATRIX_OPTIMIZERS)
 
 
 def test_the_planner_knows_the_same_of_each_as_the_trainer() -> None:
-    assert {n for n, k in registry.KINDS.items() if k.whole} == WHOLE
-    assert {n for n, k in registry.KINDS.items() if k.of_matrices} == OF_MATRICES
-    assert all(registry.needs_whole(k.load()) == k.whole for k in registry.KINDS.values())
+    assert {n for n, k in registry.OPTIMIZERS.items() if k.needs_unsharded} == WHOLE_PARAM_OPTIMIZERS
+    assert {n for n, k in registry.OPTIMIZERS.items() if k.matrices_only} == MATRIX_OPTIMIZERS
+    assert all(registry.needs_unsharded_params(k.load()) == k.needs_unsharded for k in registry.OPTIMIZERS.values())
 
 
 def test_defaults_of_the_recipe() -> None:
     spec = OptimSpec()
-    given = registry.options(spec, text=True, device=CPU)
+    given = registry.build_options(spec, is_text=True, device=CPU)
     assert (given["lr"], given["betas"], given["eps"], spec.weight_decay) == (3e-4, (0.9, 0.95), 1e-8, 0.1)
     assert (spec.name, spec.clip, spec.clip_norm) == ("adamw", "norm", 1.0)
-    assert registry.options(spec, text=False, device=CPU)["betas"] == (0.9, 0.999)
-    assert registry.options(OptimSpec(name="lion"), text=True, device=CPU)["betas"] == (0.9, 0.99)
-    assert registry.options(OptimSpec(name="sgd"), text=True, device=CPU)["momentum"] == 0.9
-    assert registry.options(OptimSpec(name="muon"), text=True, device=CPU)["momentum"] == 0.95
-    assert registry.options(OptimSpec(name="sgd"), text=True, device=torch.device("cuda"))["fused"] is True
+    assert registry.build_options(spec, is_text=False, device=CPU)["betas"] == (0.9, 0.999)
+    assert registry.build_options(OptimSpec(name="lion"), is_text=True, device=CPU)["betas"] == (0.9, 0.99)
+    assert registry.build_options(OptimSpec(name="sgd"), is_text=True, device=CPU)["momentum"] == 0.9
+    assert registry.build_options(OptimSpec(name="muon"), is_text=True, device=CPU)["momentum"] == 0.95
+    assert registry.build_options(OptimSpec(name="sgd"), is_text=True, device=torch.device("cuda"))["fused"] is True
 
 
 def test_sgd_of_layers_that_thaw_is_not_the_fused_one() -> None:
     """Which wants momentum of all parameters of a group or of none."""
     thawing = OptimSpec(name="sgd", freeze=("embed",), unfreeze=(UnfreezeSpec(step=3, modules=("embed",)),))
-    given = registry.options(thawing, text=True, device=torch.device("cuda"))
+    given = registry.build_options(thawing, is_text=True, device=torch.device("cuda"))
     assert given["foreach"] is True and not given.get("fused")
 
 
 def test_muon_takes_hidden_matrices_and_nothing_else() -> None:
     model = built(Decoder(SMALL))
-    groups = parameter_groups(model, describe(model), weight_decay=0.1, hidden_apart=True)
+    groups = parameter_groups(model, build_param_table(model), weight_decay=0.1, split_hidden=True)
     hidden = {id(p) for g in groups if g["matrices"] for p in g["params"]}
     assert {n for n, p in model.named_parameters() if id(p) in hidden} == {
         n for n, p in model.named_parameters() if n.startswith("layers.") and p.dim() == 2
@@ -278,7 +285,7 @@ def test_an_optimizer_without_parameters_says_so(session: ct.Session) -> None:
 def test_a_missing_package_says_what_to_install(session: ct.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     session.parallelize(three())
-    with pytest.raises(EnvironmentNotFit) as caught:
+    with pytest.raises(UnsuitableEnvironment) as caught:
         session.optimizer("lamb", lr=0.1)
     assert "pip install 'clustertrain[optimizers]'" in caught.value.fix
 
@@ -294,17 +301,19 @@ def test_a_rate_of_a_group_is_scaled_without_a_schedule_too(session: ct.Session)
 
 def test_owners_have_about_as_much_each() -> None:
     sizes = [100, 90, 50, 40, 30, 20, 10, 0]
-    found = owners(sizes, 3)
+    found = assign_owners(sizes, 3)
     load = [sum(s for s, o in zip(sizes, found, strict=True) if o == rank) for rank in range(3)]
     assert max(load) - min(load) <= 20 and sum(load) == sum(sizes)
-    assert owners([5, 5], 4) == [0, 1]
+    assert assign_owners([5, 5], 4) == [0, 1]
 
 
 def test_a_pair_has_no_state_dict_that_would_be_half_of_it() -> None:
     model = three()
-    known = describe(model)
-    groups = Groups(None, None, None, None)
-    made = making.make("muon", None, {"lr": 0.1}, model=model, known=known, context=ALONE, groups=groups)
+    known = build_param_table(model)
+    groups = ProcessGroups(None, None, None, None)
+    made = making.build_optimizer(
+        "muon", None, {"lr": 0.1}, model=model, param_table=known, context=ALONE, groups=groups
+    )
     with pytest.raises(UsageError, match="no state_dict"):
         made.state_dict()
     with pytest.raises(UsageError, match="no further groups"):
@@ -313,7 +322,7 @@ def test_a_pair_has_no_state_dict_that_would_be_half_of_it() -> None:
 
 def test_gathered_on_one_rank_is_the_optimizer_itself() -> None:
     a, b = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2))
-    gathered = Gathered([{"params": [a]}], lambda groups: torch.optim.Adafactor(groups, lr=0.1), None)
+    gathered = UnshardedOptimizer([{"params": [a]}], lambda groups: torch.optim.Adafactor(groups, lr=0.1), None)
     plain = torch.optim.Adafactor([b], lr=0.1)
     for _ in range(3):
         a.grad = b.grad = torch.tensor([[1.0, 2], [3, 4], [5, 6]])
@@ -341,26 +350,28 @@ def test_state_is_as_large_as_the_plan_says(name: str) -> None:
     hidden = [True, True, False, False, False]
     for shape, matrix in zip(SHAPES, hidden, strict=True):
         p = nn.Parameter(torch.ones(shape))
-        kind = registry.KINDS[spec.name]
-        options = registry.options(spec, text=True, device=CPU)
-        cls = kind.load() if matrix or not kind.of_matrices else torch.optim.AdamW
-        made = cls([p], **registry.taken(cls, {**options, "eps": 1e-8} if cls is torch.optim.AdamW else options))
+        kind = registry.OPTIMIZERS[spec.name]
+        options = registry.build_options(spec, is_text=True, device=CPU)
+        cls = kind.load() if matrix or not kind.matrices_only else torch.optim.AdamW
+        made = cls(
+            [p], **registry.accepted_options(cls, {**options, "eps": 1e-8} if cls is torch.optim.AdamW else options)
+        )
         p.grad = torch.ones(shape)
         made.step()
         kept = sum(t.nbytes for t in tensors(made.state[p]) if t.dim())  # counters and ratios are single numbers
-        assert kept == state_bytes(spec, shape, hidden=matrix), (name, shape)
+        assert kept == state_bytes(spec, shape, is_hidden_matrix=matrix), (name, shape)
 
 
 def test_adam_of_seven_thousand_million_parameters_takes_112_gb() -> None:
     model = ModelSpec(preset="", dim=4096, layers=32, heads=32, kv_heads=32, ffn_dim=11008, vocab_size=32000)
-    state = of_decoder(OptimSpec(), model)
-    assert (state.bytes, state.trained) == (8.0, 1.0)
-    whole = model.parameters() * (4 + 4 + state.bytes)
+    state = estimate_state(OptimSpec(), model)
+    assert (state.bytes_per_param, state.trained_fraction) == (8.0, 1.0)
+    whole = model.parameters() * (4 + 4 + state.bytes_per_param)
     assert whole / 16 == model.parameters() and 107e9 < whole < 112e9
-    assert 0 < of_decoder(OptimSpec(name="adafactor"), model).bytes < 0.01
-    assert of_decoder(OptimSpec(freeze=("layers.*",)), model).trained < 0.05
+    assert 0 < estimate_state(OptimSpec(name="adafactor"), model).bytes_per_param < 0.01
+    assert estimate_state(OptimSpec(freeze=("layers.*",)), model).trained_fraction < 0.05
     with pytest.raises(ConfigError, match=r"optim\.freeze: no module with parameters fits 'layer'"):
-        of_decoder(OptimSpec(freeze=("layer",)), model)
+        estimate_state(OptimSpec(freeze=("layer",)), model)
 
 
 def test_the_plans_shapes_are_the_decoders() -> None:
@@ -368,12 +379,16 @@ def test_the_plans_shapes_are_the_decoders() -> None:
         spec = ModelSpec(dim=24, layers=2, heads=6, kv_heads=2, ffn_dim=40, vocab_size=32, tie_embeddings=tied)
         with torch.device("meta"):
             model = Decoder(spec)
-        known = describe(model).by_name
-        for name in sorted(BY_SHAPE | {"adamw"}):
+        known = build_param_table(model).by_name
+        for name in sorted(SHAPE_DEPENDENT_STATE | {"adamw"}):
             optim = OptimSpec(name=name)  # type: ignore[arg-type]
-            counted = [state_bytes(optim, p.shape, hidden=known[n].hidden) for n, p in model.named_parameters()]
-            state = of_decoder(optim, spec)
-            assert state.bytes * spec.parameters() == pytest.approx(sum(counted)) and state.largest == max(counted)
+            counted = [
+                state_bytes(optim, p.shape, is_hidden_matrix=known[n].hidden) for n, p in model.named_parameters()
+            ]
+            state = estimate_state(optim, spec)
+            assert state.bytes_per_param * spec.parameters() == pytest.approx(
+                sum(counted)
+            ) and state.largest_bytes == max(counted)
 
 
 @pytest.mark.parametrize(
@@ -385,5 +400,5 @@ def test_the_plans_shapes_are_the_decoders() -> None:
     ],
 )
 def test_the_plans_module_names_are_those_of_the_built_in_models(spec: ModelSpec) -> None:
-    known = describe(build.model(spec)).by_name.values()
-    assert sorted(modules(spec)) == sorted({m for described in known for m in described.modules})
+    known = build_param_table(build.build_model(spec)).by_name.values()
+    assert sorted(list_modules(spec)) == sorted({m for described in known for m in described.modules})

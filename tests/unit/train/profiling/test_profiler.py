@@ -14,7 +14,7 @@ from torch import nn
 
 import clustertrain as ct
 from clustertrain.train.core import step_timer
-from clustertrain.train.core.step_timer import PARTS
+from clustertrain.train.core.step_timer import STEP_PARTS
 from clustertrain.train.profiling.profiler import Profiler
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def test_a_window_gives_a_trace_a_table_and_the_parts_of_a_step(
     found = json.loads((tmp_path / "profiles" / "attempt-1-steps-2-4.json").read_text())
     assert found["traced_steps"] == [2, 3] and found["step"] == 4
     parts = found["parts_s"]
-    assert list(parts) == [*PARTS, "other"]
+    assert list(parts) == [*STEP_PARTS, "other"]
     assert sum(parts.values()) == pytest.approx(found["step_s"])
     assert all(parts[name] > 0 for name in ("data", "forward", "backward", "optimizer"))
     assert 0 < len(found["top"]) <= 10
@@ -84,4 +84,4 @@ def test_a_window_of_one_step_has_no_trace(session: ct.Session, tmp_path: Path) 
 
 
 def test_elsewhere_a_part_is_no_more_than_a_call() -> None:
-    assert type(step_timer.part("forward")).__name__ == "nullcontext"
+    assert type(step_timer.record_part("forward")).__name__ == "nullcontext"

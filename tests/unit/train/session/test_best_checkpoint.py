@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.load.rollback import Wanted
+from clustertrain.checkpoint.load.rollback import RollbackTarget
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing import build
 from clustertrain.train.core.result import RankResult
-from clustertrain.train.distributed.mesh import Groups
-from clustertrain.train.evaluation.best_metric import Judge
-from clustertrain.train.evaluation.schedule import Evaluations
-from clustertrain.train.session.checkpointing import Keeping
-from clustertrain.train.stability.divergence import Back
+from clustertrain.train.distributed.mesh import ProcessGroups
+from clustertrain.train.evaluation.best_metric import EarlyStopping
+from clustertrain.train.evaluation.schedule import EvaluationSchedule
+from clustertrain.train.session.checkpointing import SessionCheckpointer
+from clustertrain.train.stability.divergence import Rollback
 from tests.unit.train.alone import ALONE
 
 LOSS = "validation_loss"
@@ -32,12 +32,12 @@ class Run:
         self.root = root
         recipe = {"recipe": {"checkpoint": {"background": False, **checkpoint}}}
         context = dataclasses.replace(ALONE, spec=build(recipe, RunSpec, "spec.toml"))
-        self._groups = Groups(None, None, None, None)
-        told: dict[str, Any] = {"event": lambda name, **fields: None, "deadline": lambda: None}
-        self._keeping = Keeping(context, self._groups, root, 1, RankResult({}), **told)
-        self.judge = Judge()
+        self._groups = ProcessGroups(None, None, None, None)
+        told: dict[str, Any] = {"emit_event": lambda name, **fields: None, "get_deadline": lambda: None}
+        self._keeping = SessionCheckpointer(context, self._groups, root, 1, RankResult({}), **told)
+        self.judge = EarlyStopping()
         self._at = 0
-        self._evaluations = Evaluations(lambda: {LOSS: losses[self._at]}, every=2, judge=self.judge)
+        self._evaluations = EvaluationSchedule(lambda: {LOSS: losses[self._at]}, every=2, early_stopping=self.judge)
         self._state: dict[str, Any] = {"evaluations": self._evaluations, "note": "of the run"}
         self._keeping.open(10**6, every, None, self.judge)
         self.step = self._keeping.restore(self._state, seed=1)
@@ -45,18 +45,18 @@ class Run:
     def to(self, last: int) -> None:
         while self.step < last:
             self.step = self._at = self.step + 1
-            found = self._evaluations.make(self.step) if self._evaluations.is_due(self.step, 0) else {}
+            found = self._evaluations.run(self.step) if self._evaluations.is_due(self.step, 0) else {}
             best = self._keeping.keeps_best and self._evaluations.is_best(self.step)
-            if best or self._keeping.due(self.step):
+            if best or self._keeping.is_due(self.step):
                 self._keeping.save(self.step, self._state, "interval", found)
 
     def back(self, bad: int, most: int) -> None:
-        wanted = Wanted(last=bad, most=most, why="a spike", left_out={}, most_often=3)
-        self.step = self._keeping.go_back(self._state, 1, Back(bad, bad, "a spike"), wanted)
+        wanted = RollbackTarget(last_step=bad, max_step=most, reason="a spike", excluded={}, max_rollbacks=3)
+        self.step = self._keeping.roll_back(self._state, 1, Rollback(bad, bad, "a spike"), wanted)
 
     @property
     def kept(self) -> list[int | None]:
-        return [index.step_of(p) for p in index.folders(self.root)]
+        return [index.parse_step(p) for p in index.list_checkpoint_folders(self.root)]
 
     @property
     def best(self) -> tuple[int | None, float | None]:
@@ -88,7 +88,7 @@ def test_what_is_saved_for_its_evaluation_pushes_out_none_of_the_newest(runs: An
     assert run.kept == [4, 6, 8]  # as long as there is nothing else to go back to
     run.to(36)
     assert run.kept == [10, 20, 30, 36]
-    reasons = [index.read_manifest(p).reason for p in index.folders(run.root)]
+    reasons = [index.read_manifest(p).reason for p in index.list_checkpoint_folders(run.root)]
     assert reasons == ["interval"] * 3 + ["best"]
     run.back(37, 25)
     assert (run.step, run.best, run.kept) == (20, (20, 80.0), [10, 20])
@@ -110,9 +110,9 @@ def test_on_the_way_back_only_what_is_there_counts_as_best(runs: Any) -> None:
     assert (run.kept, run.best) == ([4, 6], (6, 3.0))
     run.back(7, 5)
     assert (run.step, run.kept) == (4, [4])
-    assert run.best == (4, 6.0) and inspect.best(run.root).name == "step-00000004"
+    assert run.best == (4, 6.0) and inspect.find_best(run.root).name == "step-00000004"
     run.to(8)
-    assert run.best == (6, 3.0) and inspect.best(run.root).name == "step-00000006"
+    assert run.best == (6, 3.0) and inspect.find_best(run.root).name == "step-00000006"
 
 
 def test_after_a_resume_too(runs: Any) -> None:

@@ -14,7 +14,7 @@ from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.run.run_dir import RunDir
-from clustertrain.train.session.checkpointing import about
+from clustertrain.train.session.checkpointing import build_about
 from tests.unit.train.alone import ALONE
 
 SECRET = "T000-B000-s3cret"
@@ -24,7 +24,7 @@ SECRET = "T000-B000-s3cret"
 def test_the_secrets_of_the_alerts_stay_in_the_spec(url: str) -> None:
     alerts = {"webhook": url.replace("{}", SECRET), "command": ["notify", "--token", SECRET], "idle_min": 3.0}
     spec = build({"recipe": {"telemetry": {"alerts": alerts}}}, RunSpec, "spec.toml")
-    found = about(dataclasses.replace(ALONE, spec=spec))
+    found = build_about(dataclasses.replace(ALONE, spec=spec))
     assert SECRET not in json.dumps(found)
     assert found["recipe"]["telemetry"]["alerts"]["command"][0] == "notify"
     again = build(found["recipe"], Recipe, "manifest.json")  # `checkpoint export` does
@@ -36,12 +36,12 @@ def test_the_secrets_of_the_alerts_stay_in_the_spec(url: str) -> None:
 
 def test_without_alerts_it_is_the_whole_recipe() -> None:
     spec = build({}, RunSpec, "spec.toml")
-    assert build(about(dataclasses.replace(ALONE, spec=spec))["recipe"], Recipe, "manifest.json") == spec.recipe
+    assert build(build_about(dataclasses.replace(ALONE, spec=spec))["recipe"], Recipe, "manifest.json") == spec.recipe
 
 
 def test_it_says_of_which_code_it_is(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     git = {"commit": "0123abc", "dirty": False}
     fsio.write_json(run.record, {"git": git})
-    found = about(dataclasses.replace(ALONE, run=run))
+    found = build_about(dataclasses.replace(ALONE, run=run))
     assert found["git"] == git and found["clustertrain"] == clustertrain.__version__

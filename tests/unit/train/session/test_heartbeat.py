@@ -13,25 +13,25 @@ from clustertrain import fsio
 from clustertrain.plan.layout import Layout
 from clustertrain.run import heartbeat, metrics
 from clustertrain.train.profiling import forward_timer
-from clustertrain.train.profiling.forward_timer import ForwardTime, waits_for_nobody
-from clustertrain.train.session.heartbeat import Marks
+from clustertrain.train.profiling.forward_timer import ForwardTimer, is_collective_free
+from clustertrain.train.session.heartbeat import ProgressReporter
 
 
-def seen(folder: Path) -> heartbeat.Beat:
-    return heartbeat.Reader(folder, [3]).read()[3]
+def seen(folder: Path) -> heartbeat.Heartbeat:
+    return heartbeat.HeartbeatReader(folder, [3]).read()[3]
 
 
 def test_a_phase_within_another_gives_way_to_it_again_whatever_happens(tmp_path: Path) -> None:
-    marks = Marks(tmp_path, 3, 4, lambda: 1.5)
+    marks = ProgressReporter(tmp_path, 3, 4, lambda: 1.5)
     assert seen(tmp_path).phase == heartbeat.STARTUP
-    marks.step_begins(7)
-    with pytest.raises(KeyError), marks.during(heartbeat.EVALUATION):
+    marks.begin_step(7)
+    with pytest.raises(KeyError), marks.in_phase(heartbeat.EVALUATION):
         assert seen(tmp_path).phase == heartbeat.EVALUATION
         raise KeyError
     found = seen(tmp_path)
     assert (found.step, found.phase, found.forward_s) == (7, heartbeat.TRAIN, 1.5)
-    marks.step_ends(8, 0.0, 400, 0.25)
-    with marks.during(heartbeat.CHECKPOINT):
+    marks.end_step(8, 0.0, 400, 0.25)
+    with marks.in_phase(heartbeat.CHECKPOINT):
         found = seen(tmp_path)  # of the step that is done, though none has begun after it
         assert (found.step, found.tokens, found.data_wait_s) == (8, 100.0, 0.25)
     marks.close()
@@ -40,33 +40,35 @@ def test_a_phase_within_another_gives_way_to_it_again_whatever_happens(tmp_path:
 
 @pytest.mark.parametrize("folder", [None, Path("/nonexistent/folder")])
 def test_without_a_folder_the_rows_are_the_same(folder: Path | None) -> None:
-    marks = Marks(folder, 0, 2, lambda: math.nan)
-    marks.step_begins(0)
-    row = marks.step_ends(1, 0.0, 10, None)
+    marks = ProgressReporter(folder, 0, 2, lambda: math.nan)
+    marks.begin_step(0)
+    row = marks.end_step(1, 0.0, 10, None)
     assert row["step"] == 1 and row["sum_tokens"] == 10 and "data_wait_s" not in row
     marks.close()
 
 
 def test_a_second_session_of_an_attempt_goes_on_adding_up(tmp_path: Path) -> None:
     path = tmp_path / "attempt-1.jsonl"
-    log = fsio.Appender(path)
+    log = fsio.JsonlAppender(path)
     for session, steps in enumerate([(1, 2, 3), (4, 5)]):
-        marks = Marks(tmp_path, 0, 1, lambda: math.nan)
-        marks.continue_rows(path)
+        marks = ProgressReporter(tmp_path, 0, 1, lambda: math.nan)
+        marks.load_totals(path)
         for step in steps:
-            marks.step_begins(step - 1)
-            log.append(marks.step_ends(step, 0.0, 100, 0.5))
+            marks.begin_step(step - 1)
+            log.append(marks.end_step(step, 0.0, 100, 0.5))
         marks.close()
-        assert heartbeat.Reader(tmp_path, [0]).read()[0].tokens == (300, 200)[session]  # of this process's session
+        assert (
+            heartbeat.HeartbeatReader(tmp_path, [0]).read()[0].tokens == (300, 200)[session]
+        )  # of this process's session
     log.close()
-    last = metrics.last_row(path)
+    last = metrics.read_last_row(path)
     assert last is not None and last["sum_tokens"] == 500 and last["sum_data_wait_s"] == pytest.approx(2.5)
 
 
 def test_what_was_apart_from_the_step_is_not_in_its_time(tmp_path: Path) -> None:
-    marks = Marks(None, 0, 1, lambda: math.nan)
-    marks.step_begins(0)
-    assert marks.step_ends(1, 3600.0, 10, None)["step_s"] == 0.0  # never negative, and no division by it
+    marks = ProgressReporter(None, 0, 1, lambda: math.nan)
+    marks.begin_step(0)
+    assert marks.end_step(1, 3600.0, 10, None)["step_s"] == 0.0  # never negative, and no division by it
 
 
 @pytest.mark.parametrize(
@@ -82,8 +84,8 @@ def test_what_was_apart_from_the_step_is_not_in_its_time(tmp_path: Path) -> None
     ],
 )
 def test_forward_passes_with_a_collective_are_not_timed(layout: Layout, alone: bool) -> None:
-    assert waits_for_nobody(nn.Linear(2, 2), layout) == alone
-    timed = ForwardTime(torch.device("cpu"), alone)
+    assert is_collective_free(nn.Linear(2, 2), layout) == alone
+    timed = ForwardTimer(torch.device("cpu"), alone)
     timed.begin()
     timed.end()
     assert math.isnan(timed.sum_s()) != alone
@@ -96,9 +98,9 @@ class FakeGpu:
         self.made: list[FakeEvent] = []
         self.launched, self.done = 0, 0
         self.took_s = took_s
-        monkeypatch.setattr(forward_timer, "_event", lambda: FakeEvent(self))
+        monkeypatch.setattr(forward_timer, "_timing_event", lambda: FakeEvent(self))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-        self.timed = ForwardTime(torch.device("cuda", 0), True)
+        self.timed = ForwardTimer(torch.device("cuda", 0), True)
 
     def launch(self, passes: int, behind: int) -> None:
         """So many passes, with the GPU never farther behind than ``behind`` of them."""
@@ -128,27 +130,27 @@ class FakeEvent:
 
 def test_on_a_gpu_nothing_waits_and_few_events_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch, 0.020)
-    gpu.launch(3 * forward_timer.IN_FLIGHT, behind=10**9)
-    assert gpu.timed.sum_s() == 0.0 and len(gpu.made) == 2 * forward_timer.IN_FLIGHT
+    gpu.launch(3 * forward_timer.MAX_EVENT_PAIRS, behind=10**9)
+    assert gpu.timed.sum_s() == 0.0 and len(gpu.made) == 2 * forward_timer.MAX_EVENT_PAIRS
     gpu.done = gpu.launched
-    assert gpu.timed.sum_s() == pytest.approx(forward_timer.IN_FLIGHT * 0.020)
+    assert gpu.timed.sum_s() == pytest.approx(forward_timer.MAX_EVENT_PAIRS * 0.020)
     gpu.launch(1, behind=0)
     # Those for which there was no event are taken to be like the next one, and counted with it.
-    assert gpu.timed.sum_s() == pytest.approx((3 * forward_timer.IN_FLIGHT + 1) * 0.020)
+    assert gpu.timed.sum_s() == pytest.approx((3 * forward_timer.MAX_EVENT_PAIRS + 1) * 0.020)
 
 
-@pytest.mark.parametrize("behind", [5, 10 * forward_timer.IN_FLIGHT])
+@pytest.mark.parametrize("behind", [5, 10 * forward_timer.MAX_EVENT_PAIRS])
 def test_steps_of_many_micro_batches_are_counted_right_after_a_slow_first_pass(
     monkeypatch: pytest.MonkeyPatch, behind: int
 ) -> None:
     gpu = FakeGpu(monkeypatch, 30.0, 0.020)
     before = 0.0
     for step in range(4):
-        gpu.launch(4 * forward_timer.IN_FLIGHT, behind)
+        gpu.launch(4 * forward_timer.MAX_EVENT_PAIRS, behind)
         gpu.done = gpu.launched
         now = gpu.timed.sum_s()
         if step > 1:
-            assert now - before == pytest.approx(4 * forward_timer.IN_FLIGHT * 0.020)
+            assert now - before == pytest.approx(4 * forward_timer.MAX_EVENT_PAIRS * 0.020)
         before = now
     gpu.launch(1, behind=0)
-    assert gpu.timed.sum_s() == pytest.approx(30.0 + 16 * forward_timer.IN_FLIGHT * 0.020)
+    assert gpu.timed.sum_s() == pytest.approx(30.0 + 16 * forward_timer.MAX_EVENT_PAIRS * 0.020)

@@ -18,11 +18,11 @@ from clustertrain.config.stability import StabilitySpec
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train.core.step_types import StepResult
 from clustertrain.train.data.loader import Loader
-from clustertrain.train.session.heartbeat import Marks
-from clustertrain.train.session.recorder import Recorder
-from clustertrain.train.stability.monitor import Watch
-from clustertrain.train.stability.step_guard import Guard
-from clustertrain.train.stability.warnings import Warnings
+from clustertrain.train.session.heartbeat import ProgressReporter
+from clustertrain.train.session.recorder import MetricsProcessor
+from clustertrain.train.stability.monitor import StabilityMonitor
+from clustertrain.train.stability.step_guard import StepGuard
+from clustertrain.train.stability.warnings import WarningReporter
 from tests.unit.train.alone import ALONE
 
 MODEL = nn.Linear(2, 2)
@@ -60,23 +60,23 @@ class Recorded:
         spec = RunSpec(recipe=Recipe(train=TrainSpec(log_every=2)))
         context = dataclasses.replace(ALONE, run=run, attempt=run.attempt(1), spec=spec)
         self.events: list[dict[str, Any]] = []
-        warnings = Warnings(StabilitySpec(), lambda name, **fields: self.events.append(fields))
+        warnings = WarningReporter(StabilitySpec(), lambda name, **fields: self.events.append(fields))
         given: dict[str, Any] = {"global_batch": 8, "micro_batch": 2, "workers": 0, "seed": 1, "rank": 0, "ranks": 2}
         self.data = Loader(Files(), device=ALONE.device, **given)
-        self.recorder = Recorder(context, Marks(None, 0, 2, lambda: 0.0), [self.data], warnings)
-        self.recorder.watch = Watch(MODEL, Guard(StabilitySpec(), ALONE.device), context)
-        self.recorder.watch.begin({"data": self.data})
+        self.recorder = MetricsProcessor(context, ProgressReporter(None, 0, 2, lambda: 0.0), [self.data], warnings)
+        self.recorder.monitor = StabilityMonitor(MODEL, StepGuard(StabilitySpec(), ALONE.device), context)
+        self.recorder.monitor.track_loaders({"data": self.data})
         self.optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.25)
-        self._path = run.metrics_of(1)
+        self._path = run.metrics_path(1)
 
     def rows(self, *steps: StepResult, tokens: int = 64) -> list[dict[str, Any]]:
         for step, done in enumerate(steps):
-            self.recorder.begin(step)
+            self.recorder.begin_step(step)
             next(self.data)
-            self.recorder.stepped(done, self.optimizer)
-            self.recorder.end(step + 1, tokens)
-        self.recorder.metrics.close()
-        return list(fsio.read_lines(self._path))
+            self.recorder.record_step(done, self.optimizer)
+            self.recorder.end_step(step + 1, tokens)
+        self.recorder.writer.close()
+        return list(fsio.read_jsonl(self._path))
 
 
 def test_each_row_has_the_signals_of_its_step(tmp_path: Path) -> None:
@@ -105,46 +105,46 @@ def test_a_step_that_was_not_to_be_names_its_samples(tmp_path: Path) -> None:
     assert named[0] == named[4] == ""
     assert named[1].startswith("micro-batch 1 of data-parallel rank 1, epoch 0: sample ") and ".png" in named[1]
     for i in (2, 3):
-        assert named[i] == it.data.named(8 * i) and named[i].startswith("the global batch, epoch 0: sample ")
+        assert named[i] == it.data.describe_batch(8 * i) and named[i].startswith("the global batch, epoch 0: sample ")
     assert [e["code"] for e in it.events] == ["non_finite", "loss_spike"]
     assert named[1] in it.events[0]["text"] and named[3] in it.events[1]["text"]
 
 
 def test_without_a_loader_in_the_state_nobody_knows_them(tmp_path: Path) -> None:
     it = Recorded(tmp_path / "run")
-    assert it.recorder.watch is not None
-    it.recorder.watch.begin({})
+    assert it.recorder.monitor is not None
+    it.recorder.monitor.track_loaders({})
     (row,) = it.rows(stepped(math.nan, 0))
     assert "bad_samples" not in row and [e["code"] for e in it.events] == ["non_finite"]
 
 
 def test_what_a_step_that_was_thrown_away_has_told_is_forgotten(tmp_path: Path) -> None:
     recorder = (it := Recorded(tmp_path / "run")).recorder
-    recorder.begin(0)
-    recorder.stepped(stepped(), it.optimizer)
+    recorder.begin_step(0)
+    recorder.record_step(stepped(), it.optimizer)
     recorder.log({"validation_loss": 0.5})
-    recorder.end(1, 64)
-    recorder.metrics.drain(wait=True)
-    assert recorder.has_logged("validation_loss") and recorder.metrics.newest["validation_loss"] == 0.5
-    recorder.went_back()
-    assert not recorder.has_logged("validation_loss") and recorder.metrics.newest == {}
-    recorder.metrics.close()
+    recorder.end_step(1, 64)
+    recorder.writer.flush(wait=True)
+    assert recorder.has_logged("validation_loss") and recorder.writer.latest["validation_loss"] == 0.5
+    recorder.on_rollback()
+    assert not recorder.has_logged("validation_loss") and recorder.writer.latest == {}
+    recorder.writer.close()
 
 
 def test_outside_a_run_rank_0_prints_the_rows_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     """A script on a laptop must not seem to hang: the first row comes at once, then one in ten."""
     for rank in (0, 1):
-        recorder = Recorder(
+        recorder = MetricsProcessor(
             dataclasses.replace(ALONE, rank=rank),
-            Marks(None, rank, 2, lambda: 0.0),
+            ProgressReporter(None, rank, 2, lambda: 0.0),
             [],
-            Warnings(StabilitySpec(), lambda name, **fields: None),
+            WarningReporter(StabilitySpec(), lambda name, **fields: None),
         )
         for step in range(20):
-            recorder.begin(step)
+            recorder.begin_step(step)
             recorder.log({"loss": torch.tensor(0.5 + rank), "note": "warm"})
-            recorder.end(step + 1, 0)
-        recorder.metrics.close()
+            recorder.end_step(step + 1, 0)
+        recorder.writer.close()
         shown = capsys.readouterr()
         assert not shown.out
         steps = [line.split()[1] for line in shown.err.splitlines()]

@@ -15,9 +15,9 @@ from clustertrain.errors import ConfigError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.core.result import RankResult
-from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.session import resume_check
-from clustertrain.train.session.checkpointing import Keeping, about
+from clustertrain.train.session.checkpointing import SessionCheckpointer, build_about
 from tests.unit.train.alone import ALONE
 
 
@@ -38,8 +38,10 @@ def context_of(run: RunDir, resume: str = "exact") -> RankContext:
 
 def attempt(run: RunDir, step: int) -> int:
     """Restore, save after ``step`` steps; returns the step that was restored."""
-    told: dict[str, Any] = {"event": lambda name, **fields: None, "deadline": lambda: None}
-    keeping = Keeping(context_of(run), Groups(None, None, None, None), None, 1, RankResult({}), **told)
+    told: dict[str, Any] = {"emit_event": lambda name, **fields: None, "get_deadline": lambda: None}
+    keeping = SessionCheckpointer(
+        context_of(run), ProcessGroups(None, None, None, None), None, 1, RankResult({}), **told
+    )
     keeping.open(1, None, None)
     try:
         state = {"note": 1}
@@ -72,26 +74,26 @@ def test_a_changed_file_of_the_snapshot_is_noticed_though_git_is_the_same(run: R
     ],
 )
 def test_the_files_that_differ_are_named(run: RunDir, change: dict[str, str | None], told: str) -> None:
-    before = resume_check.files_of(run.code)
+    before = resume_check.checksum_files(run.code)
     for name, text in change.items():
         (run.code / name).write_text(text) if text is not None else (run.code / name).unlink()
-    found = resume_check.changed_files(before, resume_check.files_of(run.code))
+    found = resume_check.find_changed_files(before, resume_check.checksum_files(run.code))
     assert found == ([f"code/ of the run was changed: {told}"] if told else [])
 
 
 def test_only_an_exact_resume_reads_the_files_and_only_one_rank_does(run: RunDir) -> None:
-    assert about(context_of(run))["code"].keys() == {"train.py", "model/net.py", "model/sizes.toml"}
-    assert about(context_of(run, "elastic"))["code"] is None
-    assert about(dataclasses.replace(context_of(run), rank=1))["code"] is None
-    assert resume_check.changed_files({"train.py": "1"}, None) == resume_check.changed_files(None, {}) == []
+    assert build_about(context_of(run))["code"].keys() == {"train.py", "model/net.py", "model/sizes.toml"}
+    assert build_about(context_of(run, "elastic"))["code"] is None
+    assert build_about(dataclasses.replace(context_of(run), rank=1))["code"] is None
+    assert resume_check.find_changed_files({"train.py": "1"}, None) == resume_check.find_changed_files(None, {}) == []
 
 
 def test_what_ranks_have_found_is_told_once_with_the_nodes_where_not_all_have() -> None:
     python = "python 3.12.1 then, 3.11.9 now"
     both = "4 ranks then, 3 now"
-    assert resume_check.of_all([("a", [both]), ("b", [both, python]), ("b", [both, python])]) == [
+    assert resume_check.merge_differences([("a", [both]), ("b", [both, python]), ("b", [both, python])]) == [
         both,
         f"{python} (node b; rank 1, 2)",
     ]
-    assert resume_check.of_all([None, ("b", [python]), None]) == [f"{python} (node b; rank 1)"]
-    assert resume_check.of_all([]) == []
+    assert resume_check.merge_differences([None, ("b", [python]), None]) == [f"{python} (node b; rank 1)"]
+    assert resume_check.merge_differences([]) == []

@@ -24,12 +24,12 @@ from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, metrics
 from clustertrain.run.run_dir import RunDir
-from clustertrain.submit.transaction import spec_text
+from clustertrain.submit.transaction import format_spec
 from clustertrain.train.core import result
-from clustertrain.train.core.time_left import TimeLeft
-from clustertrain.train.evaluation.best_metric import Judge
-from clustertrain.train.evaluation.schedule import Evaluations
-from clustertrain.train.session.budget import Spending
+from clustertrain.train.core.time_left import DeadlineTracker
+from clustertrain.train.evaluation.best_metric import EarlyStopping
+from clustertrain.train.evaluation.schedule import EvaluationSchedule
+from clustertrain.train.session.budget import BudgetTracker
 
 BATCH, TOTAL = 4, 8
 BAD = (4 * BATCH,)  # where the samples of step 5 begin
@@ -80,10 +80,12 @@ class Attempt:
                     (self.rank_dir / "stop").touch()
                 return {} if session.poll() else {"validation_loss": left.pop(0)}
 
-            judge = Judge(patience=self.patience)
-            evaluations = Evaluations(measure, every=2, judge=judge) if left or self.stop_in_evaluation else None
+            judge = EarlyStopping(patience=self.patience)
+            evaluations = (
+                EvaluationSchedule(measure, every=2, early_stopping=judge) if left or self.stop_in_evaluation else None
+            )
             for step in session.steps(TOTAL, state, self.every, 10, evaluations):
-                begins = data.after(data.position) - BATCH
+                begins = data.next_position(data.position) - BATCH
                 session.train_step(next(data), of_nothing if begins in self.bad else F.mse_loss)
                 self.done.append(step + 1)
                 if step + 1 == self.stop_in:
@@ -96,7 +98,7 @@ class Attempt:
         return found
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        return [e for e in fsio.read_lines(self.run.attempt(self.n).events_of("rank-0")) if e["event"] == name]
+        return [e for e in fsio.read_jsonl(self.run.attempt(self.n).events_path("rank-0")) if e["event"] == name]
 
 
 Begin = Callable[..., Attempt]
@@ -133,7 +135,7 @@ def run_of(folder: Path, **stability: Any) -> RunDir:
         "stability": {"max_skipped": 1, "then": "roll-back", **stability},
     }
     recipe = build(tables, Recipe, "test")
-    run.spec.write_text(spec_text(RunSpec(job=JobSpec(name="points", backend="local"), recipe=recipe)))
+    run.spec.write_text(format_spec(RunSpec(job=JobSpec(name="points", backend="local"), recipe=recipe)))
     fsio.write_json(run.plan, {"layout": msgspec.to_builtins(Layout())})
     return run
 
@@ -150,7 +152,7 @@ def test_a_stop_at_the_step_of_a_way_back_saves_and_restores_nothing(tmp_path: P
     second = attempt(run, 2, bad=BAD)
     assert [e["step"] for e in second.events("restored")] == [2] and not second.events("rolled_back")
     assert second.done == [3, 4, 5, 6, 7, 8] and torch.equal(second.weights, undisturbed.weights)
-    assert [(a.committed_step, a.roll_backs) for a in attempts.read_all(run)] == [(2, 1), (8, 0)]
+    assert [(a.committed_step, a.roll_backs) for a in attempts.load_attempts(run)] == [(2, 1), (8, 0)]
 
 
 def test_where_there_is_no_time_for_that_the_next_attempt_finds_out_by_itself(
@@ -159,10 +161,10 @@ def test_where_there_is_no_time_for_that_the_next_attempt_finds_out_by_itself(
     undisturbed = attempt(run_of(tmp_path / "whole"), bad=BAD)
     run = run_of(tmp_path / "run")
     with monkeypatch.context() as late:
-        late.setattr(TimeLeft, "is_late", lambda self, agreement, saves: True)
+        late.setattr(DeadlineTracker, "is_too_late_to_save", lambda self, agreement, saves: True)
         first = attempt(run, bad=BAD, stop_in=5)
     assert first.result["ending"] == "stopped" and not first.events("rolled_back")
-    assert not rollback.read(run.checkpoints)
+    assert not rollback.read_records(run.checkpoints)
     second = attempt(run, 2, bad=BAD)
     assert second.done == [5, 5, 6, 7, 8] and torch.equal(second.weights, undisturbed.weights)
 
@@ -176,13 +178,13 @@ def test_a_budget_that_is_spent_at_the_step_of_a_way_back(
     tmp_path: Path, attempt: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[int] = []
-    monkeypatch.setattr(Spending, "over", lambda self: looked.append(1) or len(looked) > 5)
-    monkeypatch.setattr(Spending, "why", lambda self: "the budget is spent")
+    monkeypatch.setattr(BudgetTracker, "should_stop", lambda self: looked.append(1) or len(looked) > 5)
+    monkeypatch.setattr(BudgetTracker, "spent_reason", lambda self: "the budget is spent")
     run = run_of(tmp_path / "run")
     ended = attempt(run, bad=BAD)
     found = {key: ended.result[key] for key in ("ending", "step", "spent", "why")}
     assert found == {"ending": "stopped", "step": 5, "spent": True, "why": "the budget is spent"}
-    assert run.committed_steps() == [2, 4] and len(rollback.read(run.checkpoints)) == 1
+    assert run.committed_steps() == [2, 4] and len(rollback.read_records(run.checkpoints)) == 1
 
 
 def test_an_early_stop_at_the_step_of_a_way_back_is_none(tmp_path: Path, attempt: Begin) -> None:
@@ -199,12 +201,12 @@ def test_an_evaluation_that_a_stop_has_cut_short_is_made_up_for_after_a_way_back
     run = run_of(tmp_path / "run", grad_norm_limit=1e-9)
     first = attempt(run, every=None, values=(1.0,), stop_in_evaluation=4)
     assert first.evaluated == [2, 4] and first.result["committed_step"] == 4
-    assert metrics.is_cut_short(metrics.read(run)[-1])
+    assert metrics.is_cut_short(metrics.load_rows(run)[-1])
     # No better than the one before, so that there is no checkpoint that knows of it.
     second = attempt(run, 2, every=None, values=(2.0, 2.0, 3.0), patience=2, bad=BAD)
     assert second.done == [5, 5, 6] and second.evaluated == [4, 4, 6]
     assert second.result["why"].startswith("early stop: validation_loss has not been better for 2 evaluations")
-    rows = metrics.read(run)
+    rows = metrics.load_rows(run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6] and not any(map(metrics.is_cut_short, rows))
     assert {r["step"]: r["validation_loss"] for r in rows if "validation_loss" in r} == {2: 1.0, 4: 2.0, 6: 3.0}
     assert rows[3]["loss"] == first_loss(run, 4)
@@ -214,5 +216,5 @@ def test_an_evaluation_that_a_stop_has_cut_short_is_made_up_for_after_a_way_back
 
 
 def first_loss(run: RunDir, step: int) -> float:
-    (found,) = [r["loss"] for r in fsio.read_lines(run.metrics_of(1)) if r["step"] == step]
+    (found,) = [r["loss"] for r in fsio.read_jsonl(run.metrics_path(1)) if r["step"] == step]
     return float(found)

@@ -16,26 +16,28 @@ from clustertrain.config.stability import StabilitySpec
 from clustertrain.errors import UsageError
 from clustertrain.train.distributed import data_parallel
 from clustertrain.train.stability import clipping, conditional_step
-from clustertrain.train.stability.clipping import ADAPTIVE_WINDOW, LEAST_NORMS, Clipping
+from clustertrain.train.stability.clipping import ADAPTIVE_WINDOW, MIN_NORMS, Clipping
 from clustertrain.train.stability.conditional_step import RunningStatistics
-from clustertrain.train.stability.ring_buffer import Ring
-from clustertrain.train.stability.step_guard import LEAST_SPREAD, MAD_TO_DEVIATION, Guard, Judged
+from clustertrain.train.stability.ring_buffer import RingBuffer
+from clustertrain.train.stability.step_guard import MAD_TO_SIGMA, MIN_RELATIVE_SPREAD, StepGuard, StepVerdict
 from tests.unit.train.alone import group_of_one
 
 CPU = torch.device("cpu")
 LOSSES = [2.0, 2.1, 1.9, 2.05, 1.95, 2.2, 1.8, 2.02] * 3
 
 
-def guard(**spec: Any) -> Guard:
-    return Guard(StabilitySpec(spike_window=16, **spec), CPU)
+def guard(**spec: Any) -> StepGuard:
+    return StepGuard(StabilitySpec(spike_window=16, **spec), CPU)
 
 
-def judged(g: Guard, loss: float, norm: float = 1.0, clip: Clipping | None = None, count: float = 4.0) -> Judged:
+def judged(
+    g: StepGuard, loss: float, norm: float = 1.0, clip: Clipping | None = None, count: float = 4.0
+) -> StepVerdict:
     total = torch.tensor(loss * count, dtype=torch.float64)
-    return g.judge(total, torch.tensor(count, dtype=torch.float64), torch.tensor(norm), clip or Clipping())
+    return g.check(total, torch.tensor(count, dtype=torch.float64), torch.tensor(norm), clip or Clipping())
 
 
-def flags(j: Judged) -> tuple[bool, bool, bool]:
+def flags(j: StepVerdict) -> tuple[bool, bool, bool]:
     return bool(j.finite), bool(j.spike), bool(j.skip)
 
 
@@ -48,14 +50,14 @@ def test_what_is_not_finite_is_skipped_whatever_the_recipe_says_of_spikes(loss: 
 
 
 def test_a_step_that_counts_nothing_is_not_bad() -> None:
-    found = guard().judge(torch.zeros((), dtype=torch.float64), torch.zeros(()), torch.tensor(0.0), Clipping())
+    found = guard().check(torch.zeros((), dtype=torch.float64), torch.zeros(()), torch.tensor(0.0), Clipping())
     assert flags(found) == (True, False, False) and math.isnan(found.loss.item())
 
 
 def test_a_spike_is_so_many_robust_deviations_above_the_median_of_the_last_losses() -> None:
     last = LOSSES[-16:]
     median = statistics.median_low(last)
-    spread = MAD_TO_DEVIATION * statistics.median_low([abs(v - median) for v in last])
+    spread = MAD_TO_SIGMA * statistics.median_low([abs(v - median) for v in last])
     for deviations, spiking in ((7.9, False), (8.1, True)):
         g = guard(spike="skip")
         assert not any(flags(judged(g, loss))[1] for loss in LOSSES)
@@ -72,8 +74,8 @@ def test_of_a_loss_that_stands_still_a_tremor_is_no_spike() -> None:
     g = guard(spike="warn")
     for _ in range(16):
         judged(g, 2.0)
-    assert not flags(judged(g, 2.0 * (1 + 7 * LEAST_SPREAD)))[1]
-    assert flags(judged(g, 2.0 * (1 + 9 * LEAST_SPREAD))) == (True, True, False)
+    assert not flags(judged(g, 2.0 * (1 + 7 * MIN_RELATIVE_SPREAD)))[1]
+    assert flags(judged(g, 2.0 * (1 + 9 * MIN_RELATIVE_SPREAD))) == (True, True, False)
 
 
 def test_losses_that_are_not_finite_and_those_far_below_change_nothing() -> None:
@@ -91,21 +93,21 @@ def test_a_guard_goes_on_where_it_was() -> None:
     adaptive = Clipping("adaptive", norm=1.0)
     for i, loss in enumerate(LOSSES[:20]):
         judged(one, loss, 1.0 + i, adaptive)
-        one.note_clipped(torch.tensor(i % 2 == 0))
+        one.record_clipped(torch.tensor(i % 2 == 0))
     two.load_state_dict(one.state_dict())
     for loss, norm in ((2.0, 3.0), (9.0, 40.0), (math.nan, 1.0), (2.3, 5.0)):
         mine, theirs = judged(one, loss, norm, adaptive), judged(two, loss, norm, adaptive)
-        assert flags(mine) == flags(theirs) and mine.limit.item() == theirs.limit.item()
-    clipped = [each.note_clipped(torch.tensor(True)).item() for each in (one, two)]
+        assert flags(mine) == flags(theirs) and mine.norm_limit.item() == theirs.norm_limit.item()
+    clipped = [each.record_clipped(torch.tensor(True)).item() for each in (one, two)]
     assert clipped[0] == clipped[1] == pytest.approx(11 / 21)
 
 
 def test_a_ring_takes_what_a_longer_or_shorter_one_held() -> None:
-    full = Ring(4, CPU)
+    full = RingBuffer(4, CPU)
     for v in range(6):
         full.push(torch.tensor(float(v)))
     assert full.to_list() == [2.0, 3.0, 4.0, 5.0]
-    short, long = Ring(2, CPU), Ring(6, CPU)
+    short, long = RingBuffer(2, CPU), RingBuffer(6, CPU)
     short.fill(full.to_list())
     long.fill(full.to_list())
     long.push(torch.tensor(9.0))
@@ -120,11 +122,11 @@ def gradients(*values: list[float]) -> list[nn.Parameter]:
     return params
 
 
-def clipped(how: Clipping, params: list[nn.Parameter], norms: Ring | None = None, factor: float = 1.0) -> bool:
+def clipped(how: Clipping, params: list[nn.Parameter], norms: RingBuffer | None = None, factor: float = 1.0) -> bool:
     grads = [p.grad for p in params if p.grad is not None]
     norm = torch.linalg.vector_norm(torch.cat(grads)) * factor
-    limit = clipping.limit(how, norms or Ring(4, CPU), CPU)
-    return bool(clipping.apply(how, params, torch.tensor(factor), norm, limit))
+    limit = clipping.compute_norm_limit(how, norms or RingBuffer(4, CPU), CPU)
+    return bool(clipping.scale_and_clip(how, params, torch.tensor(factor), norm, limit))
 
 
 def test_a_gradient_is_scaled_down_to_the_norm_and_never_up() -> None:
@@ -145,14 +147,14 @@ def test_by_value_each_element_lies_between_the_limits_after_the_division() -> N
 
 def test_the_adaptive_limit_is_a_quantile_of_the_last_norms() -> None:
     how = Clipping("adaptive", norm=3.0, quantile=0.5)
-    norms = Ring(ADAPTIVE_WINDOW, CPU)
-    for n in range(1, LEAST_NORMS):
+    norms = RingBuffer(ADAPTIVE_WINDOW, CPU)
+    for n in range(1, MIN_NORMS):
         norms.push(torch.tensor(float(n)))
     norms.push(torch.tensor(math.nan))  # of a step that was not finite
-    assert clipping.limit(how, norms, CPU).item() == 3.0
+    assert clipping.compute_norm_limit(how, norms, CPU).item() == 3.0
     norms.push(torch.tensor(16.0))
-    assert clipping.limit(how, norms, CPU).item() == 8.0  # one that there was
-    assert clipping.limit(Clipping("adaptive"), Ring(4, CPU), CPU).item() == math.inf
+    assert clipping.compute_norm_limit(how, norms, CPU).item() == 8.0  # one that there was
+    assert clipping.compute_norm_limit(Clipping("adaptive"), RingBuffer(4, CPU), CPU).item() == math.inf
 
 
 def test_the_recipes_keys_and_limits_that_cannot_be() -> None:
@@ -170,14 +172,14 @@ def test_a_skipped_step_leaves_weights_and_state_in_all_bits(
     model = nn.Linear(3, 2)
     more = {"momentum": 0.9} if cls is torch.optim.SGD else {}
     optimizer = cls(model.parameters(), lr=0.1, fused=fused, **more)
-    assert not conditional_step.asks_the_device(optimizer)  # on a CPU to look costs nothing
+    assert not conditional_step.supports_device_skip(optimizer)  # on a CPU to look costs nothing
     if fused:  # its kernels there heed the flag as those of a GPU do
-        monkeypatch.setattr(conditional_step, "asks_the_device", lambda optimizer: bool(optimizer.state))
+        monkeypatch.setattr(conditional_step, "supports_device_skip", lambda optimizer: bool(optimizer.state))
 
     def step(skip: bool, value: float) -> None:
         for p in model.parameters():
             p.grad = torch.full_like(p, value)
-        conditional_step.move(optimizer, torch.tensor(skip))
+        conditional_step.step_unless(optimizer, torch.tensor(skip))
 
     def everything() -> list[torch.Tensor]:
         states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
@@ -198,9 +200,9 @@ def test_running_means_are_put_back() -> None:
     kept = RunningStatistics(model)
     for skip in (True, False):
         before = [b.clone() for b in model.buffers()]
-        kept.keep()
+        kept.save()
         model(torch.full((5, 3), math.nan if skip else 1.0))
-        kept.put_back_where(torch.tensor(skip))
+        kept.restore_where(torch.tensor(skip))
         same = [torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True)]
         assert all(same) if skip else not any(same)
 
@@ -215,11 +217,11 @@ def test_an_optimizer_is_asked_to_skip_by_itself_once_all_that_is_trained_has_st
     trained, frozen = OnGpu(torch.ones(2)), OnGpu(torch.ones(2))
     optimizer = torch.optim.SGD([trained, frozen], lr=0.1, momentum=0.9, fused=True)
     trained.grad = torch.ones(2)
-    assert not conditional_step.asks_the_device(optimizer)
+    assert not conditional_step.supports_device_skip(optimizer)
     optimizer.step()
-    assert conditional_step.asks_the_device(optimizer)
+    assert conditional_step.supports_device_skip(optimizer)
     frozen.grad = torch.ones(2)  # no longer
-    assert not conditional_step.asks_the_device(optimizer)
+    assert not conditional_step.supports_device_skip(optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own import
@@ -227,7 +229,7 @@ def test_of_zero1_the_host_decides_since_ranks_may_own_nothing_that_has_state() 
     p = OnGpu(torch.ones(2))
     with group_of_one():
         build = functools.partial(torch.optim.AdamW, lr=0.1, fused=True)
-        optimizer = data_parallel.split_optimizer(build, [{"params": [p]}])
+        optimizer = data_parallel.build_zero1_optimizer(build, [{"params": [p]}])
         p.grad = torch.ones(2)
         optimizer.step()
-        assert not conditional_step.asks_the_device(optimizer)
+        assert not conditional_step.supports_device_skip(optimizer)

@@ -13,9 +13,9 @@ from torch import nn
 import clustertrain as ct
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.train.core.context import RankContext
-from clustertrain.train.stability.layer_stats import SAMPLED, Layers, unit_of
-from clustertrain.train.stability.monitor import Watch
-from clustertrain.train.stability.step_guard import Guard
+from clustertrain.train.stability.layer_stats import MAX_SAMPLED_ELEMENTS, LayerStats, find_unit_name
+from clustertrain.train.stability.monitor import StabilityMonitor
+from clustertrain.train.stability.step_guard import StepGuard
 from tests.unit.train.alone import ALONE
 
 
@@ -59,7 +59,7 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_units_are_named_as_the_model_names_them(name: str, unit: str) -> None:
-    assert unit_of(name) == unit
+    assert find_unit_name(name) == unit
 
 
 def test_each_figure_is_what_it_says(session: ct.Session) -> None:
@@ -69,15 +69,15 @@ def test_each_figure_is_what_it_says(session: ct.Session) -> None:
     with torch.no_grad():
         net.layers[1].bias[:2] = -100.0  # two of the six units are dead
     session.optimizer(torch.optim.SGD, lr=0.1)
-    look = Layers(model, session._context)
+    look = LayerStats(model, session._context)
     batch = [(torch.randn(n, 4), torch.randn(n, 1)) for n in (3, 2)]
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     done = session._train_step(batch, None, loss, ct.Clipping(), look)  # type: ignore[misc]
     assert done.layers is not None
-    found = done.layers.plain()
+    found = done.layers.to_dict()
     assert look.units == ["head", "layers.0", "layers.1"]
     for unit in look.units:
-        names = [n for n in before if unit_of(n) == unit]
+        names = [n for n in before if find_unit_name(n) == unit]
         moved = torch.cat([(p.detach() - before[n]).flatten() for n, p in model.named_parameters() if n in names])
         gradient = moved / -0.1
         assert found[f"grad_norm/{unit}"] == pytest.approx(gradient.norm().item(), rel=1e-4)
@@ -99,7 +99,7 @@ def test_each_figure_is_what_it_says(session: ct.Session) -> None:
 def test_nothing_is_left_in_the_model(session: ct.Session) -> None:
     model = session.parallelize(Net())
     session.optimizer(torch.optim.SGD, lr=0.1)
-    look = Layers(model, session._context)
+    look = LayerStats(model, session._context)
     with pytest.raises(RuntimeError), look.hooks():
         model(torch.zeros(1, 9))
     assert not any(m._forward_hooks for m in model.modules())
@@ -109,19 +109,19 @@ def test_they_are_looked_at_every_so_many_steps_and_never_at_0(monkeypatch: pyte
     for every, wanted in ((3, [3, 6, 9]), (0, [])):
         spec = msgspec.structs.replace(StabilitySpec(), layers_every=every)
         monkeypatch.setattr(RankContext, "stability", property(lambda self, spec=spec: spec))
-        watch = Watch(Net(), Guard(spec, ALONE.device), ALONE)
-        assert [n for n in range(1, 11) if watch.looks_at_layers(n) is not None] == wanted
+        watch = StabilityMonitor(Net(), StepGuard(spec, ALONE.device), ALONE)
+        assert [n for n in range(1, 11) if watch.layer_stats_for(n) is not None] == wanted
 
 
 def test_of_a_large_parameter_a_sample_tells_how_far_it_moved(session: ct.Session) -> None:
     torch.manual_seed(4)
-    model = session.parallelize(nn.Linear(500, 2 * SAMPLED // 500 + 1, bias=False))
+    model = session.parallelize(nn.Linear(500, 2 * MAX_SAMPLED_ELEMENTS // 500 + 1, bias=False))
     session.optimizer(torch.optim.SGD, lr=0.1)
-    look = Layers(model, session._context)
+    look = LayerStats(model, session._context)
     (before,) = [p.detach().clone() for p in model.parameters()]
     batch = (torch.randn(8, 500), torch.randn(8, before.shape[0]))
     done = session._train_step(batch, None, loss, ct.Clipping(), look)  # type: ignore[misc]
     assert done.layers is not None
     (after,) = model.parameters()
     ratio = ((after.detach() - before).norm() / before.norm()).item()
-    assert done.layers.plain()["update_ratio/weight"] == pytest.approx(ratio, rel=0.02)
+    assert done.layers.to_dict()["update_ratio/weight"] == pytest.approx(ratio, rel=0.02)

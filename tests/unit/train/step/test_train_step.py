@@ -12,9 +12,9 @@ from torch import nn
 
 import clustertrain as ct
 from clustertrain.errors import UsageError
-from clustertrain.train.core.step_types import index_powers, moments, sole_bad_micro_batch
+from clustertrain.train.core.step_types import compute_nonfinite_moments, index_powers, sole_bad_micro_batch
 from clustertrain.train.data.loader import Loader
-from clustertrain.train.step.sample_positions import Places
+from clustertrain.train.step.sample_positions import SamplePositions
 
 FEATURES = 3
 
@@ -109,7 +109,10 @@ def test_of_all_ranks_it_is_known_too_and_also_where_several_have_parts_of_it() 
         return torch.tensor([[loss, 1.0] for loss in losses], dtype=torch.float64)
 
     def found(*of_ranks: torch.Tensor, same: bool = False) -> int:
-        sums = [moments(t, index_powers(0 if same else 2 * r, 2, t.device)) for r, t in enumerate(of_ranks)]
+        sums = [
+            compute_nonfinite_moments(t, index_powers(0 if same else 2 * r, 2, t.device))
+            for r, t in enumerate(of_ranks)
+        ]
         return sole_bad_micro_batch(*torch.stack(sums).sum(0).tolist())
 
     good, bad, other = totals(1.0, 2.0), totals(1.0, math.inf), totals(math.nan, 1.0)
@@ -156,16 +159,16 @@ def transformed(batch: list[Any]) -> list[Any]:
 
 def test_a_transformed_batch_keeps_its_places() -> None:
     data = loader()
-    places = Places([data])
+    places = SamplePositions([data])
     for _ in range(2):
         batch = transformed(next(data))
-        assert places.of(batch) is data.places
-    assert places.of(batch) is None  # of no loader as far as can be told, and all samples count
+        assert places.for_batch(batch) is data.sample_positions
+    assert places.for_batch(batch) is None  # of no loader as far as can be told, and all samples count
 
 
 def test_fillers_of_a_transformed_batch_are_known() -> None:
     data = loader(rank=1, ranks=2, global_batch=5)
-    found = Places([data]).of(transformed(next(data)))
+    found = SamplePositions([data]).for_batch(transformed(next(data)))
     assert found is not None and [len(p) for p in found] == [2, 1] and found[1].tolist() == [-1]
 
 
@@ -173,25 +176,25 @@ def test_of_two_loaders_the_one_with_such_micro_batches() -> None:
     training, other = loader(), loader(global_batch=6)
     batch = transformed(next(training))
     next(other)
-    places = Places([training, other])
-    assert places.of(batch) is training.places
+    places = SamplePositions([training, other])
+    assert places.for_batch(batch) is training.sample_positions
     next(training), next(other)
-    assert places.of(other.latest) is other.places
+    assert places.for_batch(other.last_item) is other.sample_positions
 
 
 def test_a_ragged_batch_cut_anew_is_refused() -> None:
     data = loader(rank=1, ranks=2, global_batch=5)
-    places = Places([data])
+    places = SamplePositions([data])
     whole = [tuple(torch.cat(side) for side in zip(*next(data), strict=True))]
     for _ in range(2):
         with pytest.raises(UsageError, match=r"micro-batches of \[3\] samples, it cannot be told"):
-            places.of(whole)
+            places.for_batch(whole)
 
 
 def test_a_batch_cut_anew_that_divides_has_no_places() -> None:
     data = loader()
     whole = [tuple(torch.cat(side) for side in zip(*next(data), strict=True))]
-    assert not data.ragged and Places([data]).of(whole) is None
+    assert not data.ragged and SamplePositions([data]).for_batch(whole) is None
 
 
 def test_a_loader_without_micro_batches_feeds_a_step(session: ct.Session) -> None:

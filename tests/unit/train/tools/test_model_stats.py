@@ -15,14 +15,14 @@ from torch.utils.data import default_collate
 
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
-from clustertrain.plan.cost.user_model import Counted, Unit
+from clustertrain.plan.cost.user_model import ModelStats, ModuleStats
 from clustertrain.plan.layout import Layout
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed import block_transforms
-from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.models import build as models
 from clustertrain.train.optim import registry
-from clustertrain.train.optim.param_groups import groups_of_whole
+from clustertrain.train.optim.param_groups import groups_for_unsharded
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.step.train_step import TrainStep
 from clustertrain.train.tools import model_stats
@@ -92,8 +92,8 @@ def request(entry: str, **step: Any) -> dict[str, Any]:
     return {"recipe": recipe, "step": whole if step else None, "split": {}}
 
 
-def counted(entry: str, **step: Any) -> Counted:
-    return msgspec.convert(model_stats.answer(request(entry, **step))["counted"], Counted)
+def counted(entry: str, **step: Any) -> ModelStats:
+    return msgspec.convert(model_stats.handle_request(request(entry, **step))["counted"], ModelStats)
 
 
 def test_it_is_counted_on_the_meta_device() -> None:
@@ -102,8 +102,8 @@ def test_it_is_counted_on_the_meta_device() -> None:
     whole = 256 * 32 + 3 * layer  # the head shares the embedding's weight
     assert (found.parameters, found.parameter_bytes, found.trainable) == (whole, 4 * whole, whole - 32)
     assert (found.buffers, found.buffer_bytes, found.built_on, found.dtypes) == (1, 10, "meta", {"float32": whole})
-    assert found.units == tuple(Unit(f"layers.{i}", layer) for i in range(3))
-    assert found.largest == Unit("embed", 256 * 32)
+    assert found.units == tuple(ModuleStats(f"layers.{i}", layer) for i in range(3))
+    assert found.largest == ModuleStats("embed", 256 * 32)
 
 
 def test_a_constructor_that_needs_values_is_called_on_the_cpu() -> None:
@@ -120,7 +120,7 @@ def test_a_constructor_that_needs_values_is_called_on_the_cpu() -> None:
     ],
 )
 def test_what_the_users_code_gets_wrong_is_an_answer(entry: str, said: str) -> None:
-    answer = model_stats.answer(request(entry))
+    answer = model_stats.handle_request(request(entry))
     assert said in answer["error"] and answer["fix"]
 
 
@@ -142,7 +142,7 @@ def test_what_would_end_the_job_at_its_start_is_an_answer(
     tables: dict[str, Any], split: dict[str, int], said: str
 ) -> None:
     asked = request("Valued")
-    answer = model_stats.answer({**asked, "recipe": {**asked["recipe"], **tables}, "split": split})
+    answer = model_stats.handle_request({**asked, "recipe": {**asked["recipe"], **tables}, "split": split})
     assert said in answer["error"] and answer["fix"]
 
 
@@ -157,14 +157,14 @@ def mark_the_update(*_: Any) -> None:
 def real_peak(recipe: Recipe, micro_batch: int, checkpointing: str) -> tuple[int, int]:
     """Bytes that a real step allocates, by the allocator's own account: at its peak, and at that of forward and
     backward pass."""
-    what = models.task(recipe)
+    what = models.build_task(recipe)
     spec = ALONE.__dict__ | {"layout": Layout(activation_checkpointing=checkpointing)}
     context = RankContext(**spec)
     block_transforms.apply(what.model, context)
-    groups = groups_of_whole(what.model, 0.1)
-    options = registry.options(recipe.optim, text=recipe.is_text, device=context.device)
+    groups = groups_for_unsharded(what.model, 0.1)
+    options = registry.build_options(recipe.optim, is_text=recipe.is_text, device=context.device)
     optimizer = torch.optim.AdamW(groups, **options)
-    step = TrainStep(what.model, optimizer, context, Groups(None, None, None, None), None)
+    step = TrainStep(what.model, optimizer, context, ProcessGroups(None, None, None, None), None)
     batch = default_collate([what.dataset[i] for i in range(micro_batch)])
     optimizer.register_step_pre_hook(mark_the_update)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as prof:
