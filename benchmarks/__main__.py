@@ -17,7 +17,7 @@ BENCHMARKS: dict[str, tuple[Callable[[], int], str]] = {
     "cli_speed": (cli_speed.main, "--help and submit against click, submitit and torchx"),
     "marks": (marks.main, "what the trainer's marks cost a step, and `status` on a run of a million steps"),
     "nvml_calls": (nvml_calls.main, "cost of each call to NVML; needs a GPU"),
-    "planner": (planner.main, "predictions against published configurations; writes docs/planner.md"),
+    "planner": (planner.main, "predictions against published configurations; writes docs/explanation/planner.md"),
     "step_overhead": (step_overhead.main, "tokens/s of the built-in trainer against a bare PyTorch loop"),
     "telemetry": (telemetry.main, "what the sampler costs, bytes a value, and the wait for a report of 1,024 GPUs"),
 }

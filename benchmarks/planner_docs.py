@@ -1,4 +1,4 @@
-"""What the planner's benchmark writes into docs/planner.md: tables between two marks, and a picture."""
+"""What the planner's benchmark writes into docs/explanation/planner.md: tables between two marks, and a picture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clustertrain import fsio
 if TYPE_CHECKING:
     from benchmarks.planner import Case
 
-PAGE = measure.ROOT / "docs" / "planner.md"
+PAGE = measure.ROOT / "docs" / "explanation" / "planner.md"
 PICTURE = measure.ROOT / "docs" / "pictures" / "planner.png"
 BEGIN, END = "<!-- begin: written by python -m benchmarks planner -->", "<!-- end -->"
 

@@ -1,6 +1,6 @@
 """A model of one's own under every layout: a small transformer continues sequences that grow by a fixed stride.
 
-The script stays as it is; only the command changes (docs/layouts.md):
+The script stays as it is; only the command changes (docs/guides/layouts.md):
 
 clustertrain submit --gpus 2 layouts_script.py                                    # ddp
 clustertrain submit --gpus 2 --layout fsdp layouts_script.py

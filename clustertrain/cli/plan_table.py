@@ -69,6 +69,6 @@ def _read_table(source: Path) -> tuple[list[str], list[dict[str, str]]]:
     if missing:
         raise ConfigError(
             f"{source} lacks the columns {', '.join(missing)}",
-            fix="the first line names the columns; docs/planner.md lists them",
+            fix="the first line names the columns; docs/explanation/planner.md lists them",
         )
     return columns, rows

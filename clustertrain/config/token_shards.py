@@ -56,13 +56,13 @@ def load_index(folder: Path) -> ShardIndex:
         if not names:
             raise ConfigError(
                 f"data.path = {str(folder)!r}: neither {INDEX_FILE} nor .npy files in it",
-                fix="make it with `clustertrain data tokenize`; docs/data.md has the format",
+                fix="make it with `clustertrain data tokenize`; docs/guides/data.md has the format",
             )
         return ShardIndex(shards=tuple(TokenShard(file=name) for name in names))
     try:
         index = reading.read_struct(path, ShardIndex)
     except reading.UnusableFile as e:
-        raise ConfigError(e.message, fix="docs/data.md has the format") from e
+        raise ConfigError(e.message, fix="docs/guides/data.md has the format") from e
     if not index.shards:
         raise ConfigError(f"{path}: no shards", fix="the folder is empty: give other data")
     _check_index(path, index)

@@ -50,7 +50,7 @@ GOODPUT_LABELS = {
     "shutdown_s": "shutdown",
     "lost_s": "lost",
 }
-NO_STEPS_REPORTED = "the script has reported no steps; see docs/training-scripts.md"
+NO_STEPS_REPORTED = "the script has reported no steps; see docs/guides/training-scripts.md"
 METER_WIDTH = 30
 RECIPE_HASH_DIGITS = 7  # of its hash; `list --recipe` takes as few
 

@@ -1,4 +1,4 @@
-"""Files that hold passwords, keys and tokens by custom. They stay out of snapshots; docs/submission.md has the list."""
+"""Files that hold passwords, keys and tokens by custom. They stay out of snapshots; docs/guides/submit.md has the list."""
 
 from __future__ import annotations
 

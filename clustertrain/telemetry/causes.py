@@ -16,7 +16,7 @@ FIX_DATA_LOADING = "more data-loader workers (data.workers), data on faster or l
 FIX_CPU_CORES = "more cores with --cpus-per-gpu"
 FIX_NETWORK = (
     "a larger micro batch or more gradient accumulation, a layout that keeps its traffic inside a node "
-    "(`clustertrain plan` says what each costs), and see docs/nccl.md for the network"
+    "(`clustertrain plan` says what each costs), and see docs/explanation/nccl.md for the network"
 )
 FIX_SMALL_KERNELS = "a larger micro batch, compile = true or CUDA graphs, or fewer GPUs"
 

@@ -22,7 +22,7 @@ from clustertrain.config.tracking import TrackingSpec
 from tests.paths import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SCRIPTS = ROOT / "docs" / "training-scripts.md"
+SCRIPTS = ROOT / "docs" / "guides" / "training-scripts.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
@@ -32,7 +32,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_key_of_parallel_is_documented_with_its_default() -> None:
-    text = (ROOT / "docs" / "layouts.md").read_text()
+    text = (ROOT / "docs" / "guides" / "layouts.md").read_text()
     for field in msgspec.structs.fields(ParallelSpec):
         value = [] if field.default == () else field.default
         shown = msgspec.json.encode(value).decode()
@@ -40,21 +40,21 @@ def test_every_key_of_parallel_is_documented_with_its_default() -> None:
 
 
 def test_every_key_of_tracking_is_documented_with_its_default() -> None:
-    text = (ROOT / "docs" / "tracking.md").read_text()
+    text = (ROOT / "docs" / "guides" / "trackers.md").read_text()
     for field in msgspec.structs.fields(TrackingSpec):
         shown = msgspec.json.encode([] if field.default == () else field.default).decode()
         assert f"| `{field.name}` | `{shown}` |" in text, field.name
 
 
 def test_every_key_of_alerts_is_documented_with_its_default() -> None:
-    text = (ROOT / "docs" / "alerts.md").read_text()
+    text = (ROOT / "docs" / "guides" / "monitor.md").read_text()
     for field in msgspec.structs.fields(AlertsSpec):
         shown = msgspec.json.encode([] if field.name == "command" else field.default).decode()
         assert f"| `{field.name}` | `{shown}` |" in text, field.name
 
 
 def test_the_tests_that_the_training_practice_names_are_there() -> None:
-    text = (ROOT / "docs" / "training.md").read_text()
+    text = (ROOT / "docs" / "reference" / "training-practice.md").read_text()
     named = re.findall(r"`((?:unit|ranks|slurm|gpu)/[\w/]+\.py)(?:::(\w+))?`", text)
     assert len(named) > 100
     for file, test in named:
@@ -64,21 +64,21 @@ def test_the_tests_that_the_training_practice_names_are_there() -> None:
 
 
 def test_every_key_of_data_is_documented() -> None:
-    text = (ROOT / "docs" / "data.md").read_text()
+    text = (ROOT / "docs" / "guides" / "data.md").read_text()
     keys = {f.name for kind in (DataSpec, AugmentSpec) for f in msgspec.structs.fields(kind)}
     assert [key for key in sorted(keys) if not re.search(rf"(`|^ *){key}\b", text, re.MULTILINE)] == ["augment"]
     assert "[data.augment]" in text
 
 
 def test_every_key_of_stability_is_documented_with_its_default() -> None:
-    text = (ROOT / "docs" / "stability.md").read_text()
+    text = (ROOT / "docs" / "guides" / "stability.md").read_text()
     for field in msgspec.structs.fields(StabilitySpec):
         shown = msgspec.json.encode(field.default).decode()
         assert f"| `{field.name}` | `{shown}` |" in text, field.name
 
 
 def test_every_key_of_a_cluster_profile_is_documented() -> None:
-    text = (ROOT / "docs" / "clusters.md").read_text()
+    text = (ROOT / "docs" / "guides" / "clusters.md").read_text()
     keys = {name for line in text.splitlines() if line.startswith("| `") for name in re.findall(r"`(\w+)`", line)}
     fields = {f.name for kind in (ClusterProfile, MeasuredRates) for f in msgspec.structs.fields(kind)}
     assert fields - keys == set()

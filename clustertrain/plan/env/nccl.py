@@ -1,7 +1,7 @@
 """Environment of the ranks: each setting with its value and the reason. Only what there is evidence for, and never a
 name that the user has set, nor one that means the same.
 
-Left alone on purpose; docs/nccl.md says more:
+Left alone on purpose; docs/explanation/nccl.md says more:
 
 - TORCH_NCCL_ASYNC_ERROR_HANDLING: 3 by default, tears the process down on an error, which is what the agent waits for;
   the header of ProcessGroupNCCL asks not to set it. TORCH_NCCL_BLOCKING_WAIT would undo it.

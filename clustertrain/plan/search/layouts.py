@@ -24,7 +24,7 @@ from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.cost.step_time import ComputeTime, Machine, StepEstimate, StepWithoutDP
 from clustertrain.plan.layout import Layout, Strategy
 
-# What two predictions differ by means little below the model's own error (docs/planner.md): another kind of parallelism
+# What two predictions differ by means little below the model's own error (docs/explanation/planner.md): another kind of parallelism
 # has to earn SIMPLER, another degree or way to shard TIE.
 SIMPLICITY_MARGIN, TIE_MARGIN = 0.05, 0.03
 MAX_MICRO_BATCH = 64

@@ -83,7 +83,7 @@ class TokenCorpus:
                     np.memmap(path, dtype=np.dtype(self._index.dtype), mode="r") if size else np.zeros(0, np.uint16)
                 )
         except (OSError, ValueError) as e:
-            raise ConfigError(f"{path}: not a shard of tokens: {e}", fix="docs/data.md has the format") from e
+            raise ConfigError(f"{path}: not a shard of tokens: {e}", fix="docs/guides/data.md has the format") from e
         if tokens.ndim != 1 or tokens.dtype.name not in shard_format.DTYPE_BYTES:
             raise ConfigError(
                 f"{path}: {tokens.dtype} of shape {tokens.shape}",
@@ -104,7 +104,7 @@ class TokenCorpus:
             try:
                 ends = np.load(path, mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError) as e:
-                raise ConfigError(f"{path}: not the ends of documents: {e}", fix="docs/data.md has the format") from e
+                raise ConfigError(f"{path}: not the ends of documents: {e}", fix="docs/guides/data.md has the format") from e
         else:
             ends = np.array([tokens], dtype=np.int64)
         is_valid_array = ends.ndim == 1 and ends.dtype.kind in "iu" and len(ends) > 0

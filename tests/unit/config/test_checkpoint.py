@@ -89,7 +89,7 @@ def test_steps_times_and_auto_are_what_can_be() -> None:
 
 
 def test_every_key_is_documented_with_its_default() -> None:
-    text = (DOCS / "checkpoints.md").read_text()
+    text = (DOCS / "guides" / "checkpoints.md").read_text()
     for field in msgspec.structs.fields(CheckpointSpec):
         shown = msgspec.json.encode(field.default).decode()
         assert f"| `{field.name}` | `{shown}` |" in text, field.name

@@ -153,7 +153,7 @@ def test_an_evaluation_of_an_attempts_first_step_is_told_before_the_step_and_cou
 
 
 def test_every_key_of_the_tables_is_documented_with_its_default() -> None:
-    text = (ROOT / "docs" / "evaluation.md").read_text()
+    text = (ROOT / "docs" / "guides" / "evaluation.md").read_text()
     for field in msgspec.structs.fields(EvaluationSpec):
         shown = msgspec.json.encode(field.default).decode()
         assert f"| `{field.name}` | `{shown}` |" in text, field.name

@@ -71,7 +71,7 @@ def test_it_is_told_after_minutes_of_training_and_cleared(alerts: AlertRules) ->
             "waiting on communication, with NVLink at 60.0 GB/s and InfiniBand at 5.0 GB/s a GPU",
             "a larger micro batch or more gradient accumulation",
         ),
-        (busy(0.5, pcie=FIVE_GB), "with PCIe at 5.0 GB/s a GPU", "docs/nccl.md"),
+        (busy(0.5, pcie=FIVE_GB), "with PCIe at 5.0 GB/s a GPU", "docs/explanation/nccl.md"),
         (busy(0.5, pcie=1e9), "not for data or the processors, so the kernels may be too small", "compile = true"),
         (busy(0.5, cpu=None), "nothing that is recorded says why", "a larger micro batch"),
         # Of a node with many more processors than the job's eight.

@@ -166,7 +166,7 @@ def test_every_field_has_a_metric_of_its_own() -> None:
 
 
 def test_the_manual_has_what_is_no_recorded_field() -> None:
-    text = (ROOT / "docs" / "export.md").read_text()
+    text = (ROOT / "docs" / "guides" / "metrics-export.md").read_text()
     for own in EXTRA_METRICS:
         short = own.metric.name.removeprefix("clustertrain_sampler")
         assert f"`{own.metric.name}`" in text or f"`…{short}`" in text, own.metric.name
