@@ -22,6 +22,34 @@ required_run_argument = click.argument("name", metavar="RUN")
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
 
+class CommandWithSubcommands(click.Command):
+    """A command whose first argument may be a subcommand: ``telemetry RUN`` and ``telemetry compare A B``.
+
+    A subcommand wins over a run of the same name. Run ids end in six random characters, so a longer prefix works.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.subcommands: dict[str, click.Command] = {}
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        subcommand = self.subcommands.get(args[0]) if args else None
+        if subcommand is None:
+            return super().make_context(info_name, args, parent, **extra)
+        return subcommand.make_context(f"{info_name} {subcommand.name}", args[1:], parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, subcommand.get_short_help_str(100)) for name, subcommand in self.subcommands.items()]
+            )
+
+
 def find_run(name: str) -> RunDir:
     """RUN as a folder: among my own runs, else, for a job id, through the job's working directory in Slurm.
 

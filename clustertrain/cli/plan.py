@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from clustertrain.cli.common import print_json
-from clustertrain.cli.submit import CONTEXT_SETTINGS, TargetCommand, build_request, job_options
-from clustertrain.errors import UsageError
+from clustertrain.cli.job_options import CONTEXT_SETTINGS, TargetCommand, build_request, job_options
+from clustertrain.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from clustertrain.plan.planner import Plan
     from clustertrain.scheduler.registry import Purpose
+    from clustertrain.submit.request import SubmitRequest
 
 MAX_LEFT_SHARE = 0.6  # of the width, that the left column may take
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -44,15 +49,11 @@ def plan(
         other = "--gpus-range" if gpus_range is not None else "--find-micro-batch"
         raise UsageError(f"--table predicts the rows of a file, {other} is for a recipe", fix="give one of them")
     if table is not None:
-        from clustertrain.cli.plan_table import write_predictions
-
         return write_predictions(table, out, calibrate=calibrate, as_json=as_json)
     if out is not None or calibrate:
         raise UsageError("--out and --calibrate belong to --table", fix="give --table IN.csv too")
     if gpus_range is not None:
-        from clustertrain.cli.plan_range import show_range
-
-        return show_range(build_request(options), gpus_range, as_json=as_json)
+        return _show_range(build_request(options), gpus_range, as_json=as_json)
     from clustertrain.submit.request import check_script_layout, prepare
 
     purpose: Purpose = "here" if find_micro_batch else "plan"
@@ -156,3 +157,152 @@ def _summary(chosen: Plan) -> list[tuple[str, str]]:
     if chosen.time.bubble_fraction is not None:
         rows.append(("bubble", f"{chosen.time.bubble_fraction:.0%} of a step, in which a rank of the pipeline waits"))
     return rows
+
+
+def _show_range(request: SubmitRequest, text: str, *, as_json: bool) -> int:
+    """A line for each number of GPUs: what would be chosen, how fast, and how much of the smallest one's speed a GPU
+    keeps. All have the global batch of the recipe, or else of the largest."""
+    from clustertrain.report.plan_range import print_table
+    from clustertrain.submit.request import prepare
+
+    first_prepared = prepare(request, purpose="plan")
+    gpus_per_node = first_prepared.spec.job.gpus
+    batch = first_prepared.spec.recipe.train.global_batch
+    sizes = parse_gpu_counts(text, gpus_per_node)
+    if not batch:
+        batch = prepare(_with_gpus(request, sizes[-1], gpus_per_node, 0), purpose="plan").plan.batch.global_batch
+    rows: list[tuple[int, Plan | None, str]] = []
+    backend = None  # of the largest, for all: a part of one node must not be planned for this machine and its CPU
+    for size in reversed(sizes):
+        try:
+            prepared = prepare(_with_gpus(request, size, gpus_per_node, batch), backend, "plan")
+            backend = prepared.backend
+            rows.insert(0, (size, prepared.plan, ""))
+        except ConfigError as e:
+            rows.insert(0, (size, None, str(e)))
+    predicted = [(n, plan) for n, plan, _ in rows if plan is not None and plan.time.tokens_per_s_per_gpu]
+    base_rate = predicted[0][1].time.tokens_per_s_per_gpu if predicted else None
+    entries = [_to_json(n, plan, reason, base_rate) for n, plan, reason in rows]
+    if as_json:
+        print_json({"global_batch": batch, "sizes": entries})
+    else:
+        print_table(entries, batch)
+    return 0
+
+
+def parse_gpu_counts(text: str, gpus_per_node: int) -> list[int]:
+    """``8-64``: 8, 16, 32, 64; ``8,24,64``: these. In whole nodes, or parts of one that divide it.
+
+    Raises:
+        UsageError: it is neither, or a number that nodes of ``gpus_per_node`` cannot make.
+    """
+    match = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", text)
+    if match:
+        low, high = int(match[1]), int(match[2])
+        sizes = [low << n for n in range(64) if low and low << n <= high]
+    else:
+        sizes = [int(part) for part in text.split(",") if re.fullmatch(r"\s*[0-9]{1,9}\s*", part)]
+        if len(sizes) != text.count(",") + 1:
+            sizes = []
+    if not sizes or min(sizes) < 1:
+        raise UsageError(
+            f"--gpus-range {text!r}: not of the form LOW-HIGH or N,N,N", fix="for example --gpus-range 8-64"
+        )
+    invalid = [n for n in sizes if n % gpus_per_node and (n > gpus_per_node or gpus_per_node % n)]
+    if invalid:
+        raise UsageError(
+            f"--gpus-range {text!r}: {invalid[0]} GPUs are no whole number of nodes of {gpus_per_node}",
+            fix="choose multiples, or another --gpus",
+        )
+    return sorted(set(sizes))
+
+
+def _with_gpus(request: SubmitRequest, size: int, gpus_per_node: int, batch: int) -> SubmitRequest:
+    nodes, gpus = (size // gpus_per_node, gpus_per_node) if size >= gpus_per_node else (1, size)
+    extra = (f"train.global_batch={batch}",) if batch else ()
+    return replace(
+        request, job={**request.job, "nodes": nodes, "gpus": gpus}, assignments=(*request.assignments, *extra)
+    )
+
+
+def _to_json(size: int, plan: Plan | None, reason: str, base_rate: float | None) -> dict[str, Any]:
+    if plan is None:
+        return {"gpus": size, "layout": None, "step_s": None, "tokens_per_s": None, "efficiency": None,
+                "peak_gib": None, "fits": None, "why": reason}  # fmt: skip
+    rate = plan.time.tokens_per_s_per_gpu
+    return {
+        "gpus": size,
+        "layout": plan.layout.describe(),
+        "step_s": plan.time.step_s,
+        "tokens_per_s": rate * size if rate else None,
+        "efficiency": rate / base_rate if rate and base_rate else None,
+        "peak_gib": plan.memory.peak_gib,
+        "fits": plan.memory.fits,
+        "why": plan.way_out,
+    }
+
+
+def write_predictions(source: Path, out: Path | None, *, calibrate: bool, as_json: bool) -> int:
+    """All columns of ``source`` as they are, with those of ``table.COLUMNS`` behind them.
+
+    Raises:
+        ConfigError: the file is no CSV table with the columns that a prediction needs; ``out`` cannot be written.
+    """
+    from clustertrain import fsio
+    from clustertrain.plan.table import predict
+
+    if out is not None and out.exists() and not out.is_file():
+        raise ConfigError(f"{out} is not a regular file, and would be replaced", fix="give --out the name of a file")
+    columns, rows = _read_table(source)
+    predictions = predict.predict(rows, calibrate=calibrate)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    input_columns = [name for name in columns if name not in predict.COLUMNS]
+    writer.writerow([*input_columns, *predict.COLUMNS])
+    for row, prediction in zip(rows, predictions, strict=True):
+        writer.writerow([*(row[name] for name in input_columns), *prediction.cells()])
+    if out is not None:
+        try:
+            fsio.write_text(out, text.getvalue())
+        except OSError as e:
+            raise ConfigError(
+                f"{out} cannot be written: {e.strerror}", fix="give --out a path in a folder of yours"
+            ) from e
+    elif not as_json:
+        click.echo(text.getvalue(), nl=False)
+    not_predicted = [number for number, p in enumerate(predictions, start=1) if p.tokens_per_s_per_gpu is None]
+    if as_json:
+        cells = [dict(zip(predict.COLUMNS, p.values(), strict=True)) for p in predictions]
+        print_json({"rows": cells, "predicted": len(predictions) - len(not_predicted), "not_predicted": not_predicted})
+    elif out is not None:
+        skipped = (
+            f"; not predicted: rows {', '.join(map(str, not_predicted[:10]))}{' …' if len(not_predicted) > 10 else ''}"
+            if not_predicted
+            else ""
+        )
+        click.echo(
+            f"{len(predictions) - len(not_predicted)} of {len(predictions)} rows predicted, written to {out}{skipped}"
+        )
+    return 0
+
+
+def _read_table(source: Path) -> tuple[list[str], list[dict[str, str]]]:
+    from clustertrain import reading
+    from clustertrain.plan.table import predict
+
+    try:
+        text = reading.read_bytes(source, allow_fifo=True).decode("utf-8-sig")
+        reader = csv.DictReader(io.StringIO(text, newline=None), restval="")
+        rows = [{name: value or "" for name, value in row.items() if name is not None} for row in reader]
+    except reading.UnusableFile as e:
+        raise ConfigError(e.message, fix="name a CSV file") from e
+    except (UnicodeDecodeError, csv.Error) as e:
+        raise ConfigError(f"{source} is not a CSV table: {e}") from None
+    columns = list(reader.fieldnames or [])
+    missing = [name for name in predict.REQUIRED_COLUMNS if name not in columns]
+    if missing:
+        raise ConfigError(
+            f"{source} lacks the columns {', '.join(missing)}",
+            fix="the first line names the columns; docs/explanation/planner.md lists them",
+        )
+    return columns, rows

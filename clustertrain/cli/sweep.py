@@ -1,18 +1,21 @@
-"""``clustertrain sweep``: a run for each point of a grid, and what came of them. ``submit --sweep`` is the same."""
+"""``clustertrain sweep``: submit one run per point of a grid, and show the results."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from clustertrain import clock
-from clustertrain.cli.common import json_option, print_json
-from clustertrain.cli.submit import CONTEXT_SETTINGS, TargetCommand, build_request, job_options, run_sweep
-from clustertrain.cli.telemetry import CommandWithSubcommands
+from clustertrain.cli.common import CommandWithSubcommands, json_option, print_json
+from clustertrain.cli.job_options import CONTEXT_SETTINGS, POSITIVE, TargetCommand, build_request, job_options
+from clustertrain.cli.submit import format_training
 from clustertrain.errors import AmbiguousName, NotFound, UsageError
+
+if TYPE_CHECKING:
+    from clustertrain.submit.request import SubmitRequest
 
 WATCH_S = 2.0
 
@@ -26,48 +29,90 @@ class SweepCommand(TargetCommand, CommandWithSubcommands):
     "--grid",
     multiple=True,
     metavar="KEY.PATH=V,V,…",
-    help="A run for each value; of several keys for each combination. KEY=log:1e-5:1e-2:7 is seven values, log-spaced.",
+    help="Values of a key. Several keys give every combination. KEY=log:1e-5:1e-2:7 is seven log-spaced values.",
 )
-@click.option("--at-once", type=click.IntRange(min=1), metavar="K", help="Runs at a time; default: all, locally one.")
-@click.option("--dry-run", is_flag=True, help="Print the array's script and the first run's; make nothing.")
-@click.option("--wait", "wait", is_flag=True, help="Wait for the end of all; exit 0 only if all completed.")
+@click.option(
+    "--at-once", type=POSITIVE, metavar="K", help="Maximum number of concurrent runs (default: all; locally one)."
+)
+@click.option("--dry-run", is_flag=True, help="Print the array's script and the first run's; create nothing.")
+@click.option("--wait", "wait", is_flag=True, help="Wait for all runs to end; exit 0 only if all completed.")
 @job_options
 def sweep(grid: tuple[str, ...], at_once: int | None, dry_run: bool, wait: bool, **options: Any) -> int:
-    """Submit a run for each point of a grid, as one job array; `sweep show` has the results.
+    """Submit one run per point of a grid, as one job array.
 
-    RECIPE.toml and SCRIPT.py are as `submit` takes them, and so are all its options; before SCRIPT.py, since all after
-    it belongs to the script.
+    RECIPE.toml, SCRIPT.py and the options are those of `submit`. Put options before SCRIPT.py; everything after it is
+    passed to the script. `sweep show` shows the results.
     """
     if not grid:
         raise _missing_grid_error(options["target"], options["args"])
     as_json = options["as_json"]
-    return run_sweep(build_request(options), grid, at_once, as_json, dry_run=dry_run, wait=wait, option="--grid")
+    request = build_request(options)
+    if dry_run:
+        return _dry_run(request, grid, at_once, as_json)
+    from clustertrain.submit.sweep import format_values, submit_sweep
+
+    result = submit_sweep(request, grid, at_once)
+    for note in result.notes:
+        click.echo(f"note: {note}", err=True)
+    if as_json:
+        rows = [
+            {"run": s.run.id, "job_id": s.job_id, "state": s.state, "run_dir": str(s.run.path), "set": values}
+            for s, values in result.runs
+        ]
+        document = {"sweep": result.folder.name, "job_id": result.job_id, "backend": result.backend}
+        print_json({**document, "sweep_dir": str(result.folder), "runs": rows})
+    else:
+        click.echo(f"sweep {result.folder.name}" + (f"  job {result.job_id}" if result.job_id else ""))
+        for submitted, values in result.runs:
+            click.echo(f"run {submitted.run.id}  job {submitted.job_id}  {format_values(values)}")
+    if not wait:
+        return 0
+    from clustertrain.cli.jobs import wait_for
+
+    return int(wait_for([submitted.run for submitted, _ in result.runs], result.folder.name))
 
 
 def _missing_grid_error(target: str | None, args: tuple[str, ...]) -> UsageError:
     if any(arg.partition("=")[0] == "--grid" for arg in args):
         return UsageError(
-            f"sweep: --grid stands behind {target}, and what stands there belongs to the script",
-            fix=f"clustertrain sweep --grid … {target}",
+            f"sweep: --grid after {target} would be passed to the script",
+            fix=f"put it before: clustertrain sweep --grid … {target}",
         )
-    return UsageError("sweep: no --grid", fix="name a key and its values, as --grid optim.lr=1e-4,3e-4,1e-3")
+    return UsageError("sweep: no --grid", fix="name a key and its values, for example --grid optim.lr=1e-4,3e-4,1e-3")
+
+
+def _dry_run(request: SubmitRequest, grid: tuple[str, ...], at_once: int | None, as_json: bool) -> int:
+    """Print the array's script and the first run's; with --json, the scripts of all runs."""
+    from clustertrain.submit.sweep import dry_run_sweep, format_values
+
+    preview = dry_run_sweep(request, grid, at_once)
+    if as_json:
+        runs = [{"set": values, "script": run.script, "plan": run.plan} for run, values in preview.runs]
+        print_json({"script": preview.script, "runs": runs})
+        return 0
+    first, _ = preview.runs[0]
+    lines = [f"run {n}: {format_values(values)}" for n, (_, values) in enumerate(preview.runs)]
+    for line in (*lines, *format_training(first.plan), *first.plan.reasons, *preview.notes):
+        click.echo(line, err=True)
+    click.echo(f"{preview.script}\n# Run 0:\n\n{first.script}" if preview.script else first.script, nl=False)
+    return 0
 
 
 @click.command()
 @click.argument("name", metavar="[SWEEP]", default="latest")
-@click.option("--watch", is_flag=True, help="Show it anew every two seconds, until all runs have ended.")
+@click.option("--watch", is_flag=True, help="Refresh every two seconds until all runs have ended.")
 @json_option
 def show(name: str, watch: bool, as_json: bool) -> int:
-    """The runs of SWEEP with their values and results, the best one first; while they run, too.
+    """Show the runs of SWEEP with their values and results, best first. Works while they run.
 
-    SWEEP is the name that `sweep` printed, a unique prefix of it, the array's job id, or `latest` (the default).
+    SWEEP is the name that `sweep` printed, a unique prefix of it, the job id of the array, or `latest` (the default).
     """
     from clustertrain.report.runs.sweep import SweepReader, render
     from clustertrain.report.terminal import emit, glyphs, make_console
     from clustertrain.run.run_dir import explain_permission_errors
 
     if watch and as_json:
-        raise UsageError("--watch and --json: choose one")
+        raise UsageError("--watch and --json exclude each other", fix="use one of them")
     with explain_permission_errors():
         reader = SweepReader(_find_sweep(name))
         if as_json:
@@ -83,10 +128,10 @@ def show(name: str, watch: bool, as_json: bool) -> int:
 
 
 def _find_sweep(name: str) -> Path:
-    """Among my own sweeps, else, for a job id, through the job's working directory in Slurm.
+    """Find a sweep among the user's own or, for a job id, through the job's working directory in Slurm.
 
     Raises:
-        NotFound, Ambiguous, UsageError: as :func:`clustertrain.run.lookup.resolve_sweep`.
+        NotFound, AmbiguousName, UsageError: see :func:`clustertrain.run.lookup.resolve_sweep`.
     """
     from clustertrain.run.lookup import list_sweep_runs, resolve_sweep
     from clustertrain.scheduler.slurm import find_work_dir
@@ -103,7 +148,7 @@ def _find_sweep(name: str) -> Path:
 
 
 def _watch(reader: Any, console: Any) -> int:
-    """Until all runs have ended. Ctrl-C ends the watching, not the runs."""
+    """Refresh the table until all runs have ended. Ctrl-C stops watching; the runs continue."""
     from rich.console import Group
     from rich.live import Live
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from clustertrain.cli.common import find_run, json_option, print_json, run_argument
+from clustertrain.cli.common import CommandWithSubcommands, find_run, json_option, print_json, run_argument
 from clustertrain.errors import ClusterTrainError, UsageError
 
 if TYPE_CHECKING:
     from clustertrain.run.contract_status import ContractStatus
     from clustertrain.run.goodput import Goodput
     from clustertrain.run.run_dir import RunDir
+    from clustertrain.telemetry.analysis.summarize import SummaryRequest
+    from clustertrain.telemetry.report_schema import Summary
 
 
 def parse_since(text: str) -> float:
@@ -30,34 +33,6 @@ def parse_since(text: str) -> float:
     if since_s <= 0:
         raise UsageError(f"--since {text}: must be longer than nothing", fix="write 90s, 10min, 1h or 1h30m")
     return since_s
-
-
-class CommandWithSubcommands(click.Command):
-    """A command that takes a RUN, or a verb of its own in its place: ``telemetry RUN`` and ``telemetry compare A B``.
-
-    A verb goes before a run of that name; run ids end in six random characters, so a prefix can always be longer.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.subcommands: dict[str, click.Command] = {}
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        subcommand = self.subcommands.get(args[0]) if args else None
-        if subcommand is None:
-            return super().make_context(info_name, args, parent, **extra)
-        return subcommand.make_context(f"{info_name} {subcommand.name}", args[1:], parent, **extra)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, subcommand.get_short_help_str(100)) for name, subcommand in self.subcommands.items()]
-            )
 
 
 @click.command(cls=CommandWithSubcommands)
@@ -94,21 +69,20 @@ def telemetry(
     if as_json and csv == "-":
         raise UsageError("--json and --csv - both go to standard output", fix="name a file for one of them")
     # Not at the top: numpy and rich cost more than the rest of the command line together.
-    from clustertrain.cli import telemetry_files as files
     from clustertrain.run.run_dir import explain_permission_errors
     from clustertrain.telemetry.analysis.summarize import SummaryRequest, summarize
 
     run = find_run(name)
     request = SummaryRequest(attempt, gpu, since_s, *_scheduler_state(run))
-    files.check_html_path(html)
+    _check_html_path(html)
     with explain_permission_errors():
         if csv is not None or parquet is not None:
-            files.write_tables(run, request, csv, parquet)
+            _write_tables(run, request, csv, parquet)
         if (csv is not None or parquet is not None) and html is None and not as_json:
             return
         summary = summarize(run, request)
         if html is not None:
-            files.write_page(run, summary, html)
+            _write_page(run, summary, html)
     if as_json:
         print_json(summary)
     if as_json or html is not None:
@@ -128,6 +102,44 @@ def _scheduler_state(run: RunDir) -> tuple[str | None, Goodput | None, ContractS
     except (ClusterTrainError, OSError):  # another user's, or damaged; the report says what it can
         return None, None, None
     return status.state, status.goodput, status.contract
+
+
+def _check_html_path(html: str | None) -> None:
+    """Raises ConfigError where the page could not be written: worth asking before minutes of reading."""
+    if html is not None:
+        from clustertrain.report.html import check_path as check_page
+
+        check_page(Path(html))
+
+
+def _write_page(run: RunDir, summary: Summary, html: str) -> None:
+    """Raises ConfigError where it cannot be written."""
+    from clustertrain.report.html import write
+    from clustertrain.telemetry.analysis.curves import build_curves
+
+    size = write(summary, build_curves(run, summary), Path(html))
+    click.echo(f"{html}: {size / 1e3:,.0f} kB", err=True)
+
+
+def _write_tables(run: RunDir, request: SummaryRequest, csv: str | None, parquet: str | None) -> None:
+    """Raises ConfigError where one cannot be written, UsageError where no GPU fits the request."""
+    from clustertrain.cli.progress import ProgressBar
+    from clustertrain.telemetry.analysis.summarize import select_records
+    from clustertrain.telemetry.export import table
+
+    parts, gpu_filter = select_records(run, request)
+    table_parts = [table.AttemptSegment(p.attempt, p.segment) for p in parts if p.segment is not None]
+    since = None if request.since_s is None else min((p.since for p in parts if p.since is not None), default=None)
+    selection = table.RowFilter(gpu_filter, since)
+    for path, write in ((csv, table.write_csv), (parquet, table.write_parquet)):
+        if path is None:
+            continue
+        with ProgressBar(f"writing {path}") as bar:
+            result = write(table_parts, path, selection, bar)
+        for problem in result.errors:
+            click.echo(f"clustertrain: left out: {problem}", err=True)
+        if path != table.STDOUT:
+            click.echo(f"{path}: {result.rows:,} rows", err=True)
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""``sweep --grid`` and ``submit --sweep``: the product of the values as ordinary runs, handed over as one job array.
+"""``sweep --grid``: the product of the values as ordinary runs, handed over as one job array.
 All, or none."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from clustertrain.submit import job_script, transaction
 from clustertrain.submit.request import PreparedRun, SubmitRequest, is_integer_key, prepare
 from clustertrain.submit.transaction import DryRun, SubmittedRun
 
-DEFAULT_OPTION, LOG_PREFIX = "--sweep", "log:"
+DEFAULT_OPTION, LOG_PREFIX = "--grid", "log:"
 MAX_RUNS = 1000  # Slurm's MaxArraySize is 1001 unless a site changes it, and the number of a task is below it
 
 

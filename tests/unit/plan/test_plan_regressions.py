@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clustertrain.cli.plan_table import write_predictions
+from clustertrain.cli.plan import write_predictions
 from clustertrain.config import hardware
 from clustertrain.config.cluster import ClusterProfile, MeasuredRates
 from clustertrain.config.data import DataSpec

@@ -1,0 +1,238 @@
+"""The options that ``submit``, ``plan`` and ``sweep`` share, and the request that they make."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from clustertrain import reading
+from clustertrain.cli.common import json_option
+from clustertrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from clustertrain.submit.request import CountMode, SubmitRequest
+
+F = TypeVar("F", bound=Callable[..., Any])
+CONTEXT_SETTINGS = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+POSITIVE = click.IntRange(min=1)
+_LAYOUTS = ["auto", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard"]
+
+
+class GroupedOption(click.Option):
+    """An option with the title of the section of ``--help`` that lists it."""
+
+    def __init__(self, *args: Any, group: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+
+class TargetCommand(click.Command):
+    """A command with a target. Options may precede or follow a recipe; arguments after a script are the script's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        target = self.make_parser(ctx).parse_args(list(args))[0].get("target")
+        ctx.allow_interspersed_args = isinstance(target, str) and target.endswith(".toml")
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for option in (p for p in self.get_params(ctx) if isinstance(p, click.Option)):
+            record = option.get_help_record(ctx)
+            if record is not None:
+                group = option.group if isinstance(option, GroupedOption) else "Options"
+                sections.setdefault(group, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def _option(group: str, *names: str, **settings: Any) -> Callable[[F], F]:
+    return click.option(*names, cls=GroupedOption, group=group, **settings)
+
+
+# Named as in JobSpec. An option that is absent stays out of the request, so that the profile and the recipe decide.
+_JOB_OPTIONS = (
+    _option("Resources", "--nodes", type=POSITIVE, metavar="N", help="Number of nodes."),
+    _option(
+        "Resources", "--gpus", type=POSITIVE, metavar="G", help="GPUs per node (ranks per node with --device cpu)."
+    ),
+    _option("Resources", "--gpu-type", metavar="TYPE", help="GPU type as Slurm names it, for example h100."),
+    _option("Resources", "--cpus-per-gpu", type=POSITIVE, metavar="N", help="CPU cores per GPU (per rank on a CPU)."),
+    _option("Resources", "--mem", metavar="SIZE", help="Memory per node, as sbatch takes it."),
+    _option("Resources", "--time", metavar="LIMIT", help="Time limit: minutes, H:M:S or D-H:M:S."),
+    _option(
+        "Resources",
+        "--device",
+        type=click.Choice(["auto", "cuda", "cpu"]),
+        help="auto: cuda if --gpu-type is set or a GPU is present, otherwise cpu.",
+    ),
+    _option("Parallelism", "--layout", type=click.Choice(_LAYOUTS), help="Data-parallel strategy."),
+    _option("Parallelism", "--tp", type=POSITIVE, metavar="N", help="Tensor-parallel degree."),
+    _option("Parallelism", "--pp", type=POSITIVE, metavar="N", help="Pipeline-parallel degree."),
+    _option("Parallelism", "--cp", type=POSITIVE, metavar="N", help="Context-parallel degree."),
+    _option(
+        "Parallelism", "--dp-replicate", type=POSITIVE, metavar="N", help="Number of replicas (default: inferred)."
+    ),
+    _option("Parallelism", "--dp-shard", type=POSITIVE, metavar="N", help="FSDP shard-group size (default: inferred)."),
+    _option(
+        "Scheduler",
+        "--backend",
+        type=click.Choice(["auto", "slurm", "local"]),
+        help="auto: Slurm if it is available, otherwise this machine.",
+    ),
+    _option("Scheduler", "--cluster", metavar="PROFILE", help="Cluster profile (default: $CLUSTERTRAIN_CLUSTER)."),
+    _option("Scheduler", "--partition", metavar="NAME", help="Slurm partition."),
+    _option("Scheduler", "--account", metavar="NAME", help="Slurm account to charge."),
+    _option("Scheduler", "--qos", metavar="NAME", help="Slurm quality of service."),
+    _option("Scheduler", "--constraint", metavar="LIST", help="Node features that the job needs."),
+    _option("Scheduler", "--exclude", metavar="NODES", help="Nodes to avoid."),
+    _option("Scheduler", "--nodelist", metavar="NODES", help="Nodes to use."),
+    _option("Scheduler", "--reservation", metavar="NAME", help="Slurm reservation."),
+    _option("Scheduler", "--dependency", metavar="LIST", help="Jobs to wait for, for example afterok:123."),
+    _option("Run", "--name", metavar="NAME", help="First part of the run id (default: the recipe's or script's name)."),
+    _option("Run", "--checkpoint-dir", metavar="DIR", help="Write checkpoints to DIR/<run-id>."),
+    _option(
+        "Run",
+        "--max-requeues",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="Maximum number of requeues; 0 disables them (default: 50).",
+    ),
+    _option("Run", "--share", is_flag=True, default=None, help="Let the group read the run (mode 0750, not 0700)."),
+)
+_OTHER_OPTIONS = (
+    _option("Scheduler", "--sbatch", multiple=True, metavar="KEY=VALUE", help="Pass another option to sbatch."),
+    _option("Run", "--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Set a recipe key."),
+    _option(
+        "Run",
+        "--profile",
+        metavar="steps=FIRST:END",
+        help="Profile steps FIRST to END - 1. The trace and the most expensive operations go to profiles/ in the run.",
+    ),
+    _option(
+        "Run",
+        "--env",
+        multiple=True,
+        metavar="K=V",
+        help="Set an environment variable in the job. The value stays out of the job script and the record.",
+    ),
+    _option(
+        "Code snapshot",
+        "--snapshot-limit-mib",
+        type=POSITIVE,
+        metavar="MIB",
+        help="Maximum size of the code snapshot (default: 100).",
+    ),
+    _option(
+        "Code snapshot",
+        "--snapshot-include",
+        multiple=True,
+        metavar="PATTERN",
+        help="Also copy matching files that look like secrets or are links out of the repository.",
+    ),
+    _option(
+        "Model counting",
+        "--count-model/--no-count-model",
+        default=None,
+        help="Instantiate model.entry to count its parameters (default: only for `plan`).",
+    ),
+    _option("Model counting", "--trace-memory", is_flag=True, help="Also trace one step of it to measure activations."),
+    json_option,
+    click.argument("target", required=False, metavar="[RECIPE.toml | SCRIPT.py ARGS…]"),
+    click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar=""),
+)
+
+
+def job_options(command: F) -> F:
+    """Add the shared options and the target to a command."""
+    for option in reversed((*_JOB_OPTIONS, *_OTHER_OPTIONS)):
+        command = option(command)
+    return command
+
+
+def build_request(options: dict[str, Any], *, count: bool = False) -> SubmitRequest:
+    """Build the request from the values of :func:`job_options`.
+
+    Args:
+        options: values by parameter name; the shared ones are removed.
+        count: whether to count a user's model if the options do not say.
+
+    Raises:
+        UsageError: the options contradict each other, or one is malformed.
+    """
+    from clustertrain.submit.code_snapshot import DEFAULT_LIMIT_MIB
+    from clustertrain.submit.request import SubmitRequest
+
+    count_model, trace = options.pop("count_model"), options.pop("trace_memory")
+    if trace and count_model is False:
+        raise UsageError("--trace-memory needs the model that --no-count-model skips", fix="use one of them")
+    count_mode: CountMode = "trace" if trace else "yes" if (count if count_model is None else count_model) else "no"
+    target, args = options.pop("target"), options.pop("args")
+    _warn_misplaced_options(target, args)
+    profile = options.pop("profile")
+    sbatch = _parse_pairs("--sbatch", options.pop("sbatch"), bare=True)
+    other_options = {
+        key: options.pop(key) for key in ("assignments", "env", "snapshot_limit_mib", "snapshot_include", "as_json")
+    }
+    job = {key: value for key, value in options.items() if value is not None}
+    return SubmitRequest(
+        target=target or "",
+        args=args,
+        job={**job, "sbatch": sbatch} if sbatch else job,
+        assignments=(*other_options["assignments"], *([_profile_assignment(profile)] if profile else [])),
+        env=_parse_pairs("--env", other_options["env"]),
+        snapshot_limit_mib=other_options["snapshot_limit_mib"] or DEFAULT_LIMIT_MIB,
+        snapshot_include=other_options["snapshot_include"],
+        count_mode=count_mode,
+        argv=tuple(sys.argv),
+    )
+
+
+def _parse_pairs(option: str, texts: tuple[str, ...], *, bare: bool = False) -> dict[str, str]:
+    pairs = {}
+    for text in texts:
+        key, separator, value = text.partition("=")
+        if not key or not (separator or bare):
+            raise UsageError(f"{option} {text!r} is not KEY=VALUE")
+        pairs[key] = value
+    return pairs
+
+
+def _profile_assignment(text: str) -> str:
+    """Turn ``steps=10:20`` into an assignment to the recipe key, which checks the numbers."""
+    key, _, steps = text.partition("=")
+    if key != "steps" or not steps:
+        raise UsageError(f"--profile {text!r} is not steps=FIRST:END", fix="for example --profile steps=10:20")
+    return f'train.profile="{steps}"'
+
+
+def _warn_misplaced_options(target: str | None, args: tuple[str, ...]) -> None:
+    """Warn about clustertrain's options after a script, which go to the script.
+
+    ``submit train.py --dry-run`` must not submit a job, so it is an error unless the script has such an option itself.
+    """
+    context = click.get_current_context()
+    own_options = {name for parameter in context.command.params for name in parameter.opts if name.startswith("--")}
+    arg_names = [arg.partition("=")[0] for arg in (args[: args.index("--")] if "--" in args else args)]
+    misplaced = [name for name in dict.fromkeys(arg_names) if name in own_options]
+    if "--dry-run" in misplaced and not _script_contains(str(target), "dry.run"):
+        raise UsageError(
+            f"{context.info_name}: --dry-run after {target} would be passed to the script",
+            fix=f"put it before: clustertrain {context.info_name} --dry-run … {target}",
+        )
+    if misplaced:
+        verb = "was" if len(misplaced) == 1 else "were"
+        message = f"{' and '.join(misplaced)} {verb} passed to {target}; put {context.info_name}'s options before it"
+        click.echo(f"note: {message}", err=True)
+
+
+def _script_contains(script: str, pattern: str) -> bool:
+    try:
+        return re.search(pattern, reading.read_bytes(Path(script)).decode(errors="replace")) is not None
+    except OSError:  # a later check reports it
+        return True
