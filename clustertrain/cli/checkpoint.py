@@ -1,5 +1,7 @@
-"""``clustertrain checkpoint``: look at a run's checkpoints, offline; needs no GPU and no process group, and torch only
-for a file in torch's own format."""
+"""``clustertrain checkpoint``: work on checkpoints offline, without a GPU or a process group.
+
+torch is imported only to export a file in torch's format.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ from clustertrain.cli.progress import ProgressBar
 from clustertrain.config.storage_paths import is_url
 from clustertrain.errors import EXIT_FAILED, EXIT_SUCCESS, CheckpointError, NotFound, UsageError
 
-step_option = click.option("--step", type=click.IntRange(min=0), help="Which one.  [default: see above]")
+step_option = click.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint.  [default: see above]")
 
 
 @dataclass(frozen=True)
 class CheckpointLocation:
-    """What RUN stands for: the folder ``root`` with checkpoints, or in it the one in ``folder`` or of ``step``."""
+    """The target of a command: a folder of checkpoints, or one checkpoint in it, given by ``folder`` or ``step``."""
 
     label: str
     root: Folder
@@ -39,39 +41,39 @@ class CheckpointLocation:
         return self.folder is not None or self.step is not None
 
     def select(self, step: int | None) -> Folder:
-        """The committed checkpoint of ``step``; None: the one that is named, else the newest.
+        """Return the committed checkpoint of ``step``; None selects the named one, or else the newest.
 
         Raises:
-            NotFound: there is none.
-            UsageError: another one is named.
+            NotFound: it does not exist.
+            UsageError: ``step`` contradicts the named checkpoint.
         """
         own_step = self.step if self.folder is None else index.parse_step(self.folder)
         if None not in (step, own_step) and step != own_step:
             raise UsageError(
-                f"--step {step}: RUN is the checkpoint of step {own_step} already", fix="leave one of them out"
+                f"--step {step}: RUN already names the checkpoint of step {own_step}", fix="leave one of them out"
             )
         if self.folder is None:
             return inspect.find_checkpoint(self.root, own_step if step is None else step)
         if not index.is_committed(self.folder):
             raise NotFound(
-                f"{self.folder}: was never committed", fix="`clustertrain checkpoint list` shows those that were"
+                f"{self.folder} was never committed", fix="`clustertrain checkpoint list` shows the committed ones"
             )
         return self.folder
 
 
 def locate(name: str) -> CheckpointLocation:
-    """RUN, RUN@STEP, a path or a URL.
+    """Resolve RUN, RUN@STEP, a path or a URL.
 
     Raises:
-        NotFound, Ambiguous: as :func:`find_run`; there is no such folder.
-        ConfigError: no package for such URLs is installed.
-        StorageError: nothing can be read there.
+        NotFound, AmbiguousName: see :func:`find_run`; or the folder does not exist.
+        ConfigError: the package for such URLs is not installed.
+        StorageError: the storage cannot be read.
     """
     run_name, separator, step = name.rpartition("@")
     if separator and reading.is_unsigned_int(step) and not Path(name).exists():
         location = locate(run_name)
         if location.is_single:
-            raise UsageError(f"{name}: {run_name} is one checkpoint already", fix=f"leave out @{step}")
+            raise UsageError(f"{name}: {run_name} is already one checkpoint", fix=f"leave out @{step}")
         return CheckpointLocation(location.label, location.root, step=int(step))
     if "/" not in name:
         run = find_run(name)
@@ -79,13 +81,13 @@ def locate(name: str) -> CheckpointLocation:
     if is_url(name):
         remote = RemoteFolder(name)
         if not with_retries(remote.is_dir, remote):
-            raise NotFound(f"{remote}: nothing is there")
+            raise NotFound(f"{remote} does not exist")
         return _location_in(remote)
     path = settings.expand_user_path(name, "the checkpoint").absolute()
     if (path / "spec.toml").is_file():
         return CheckpointLocation(path.name, path / "checkpoints")
     if not path.is_dir():
-        raise NotFound(f"{path}: no such folder")
+        raise NotFound(f"{path} does not exist")
     return _location_in(path)
 
 
@@ -97,20 +99,22 @@ def _location_in(folder: Folder) -> CheckpointLocation:
 
 @click.group()
 def checkpoint() -> None:
-    """Look at a run's checkpoints, compare, export and prune them.
+    """List, verify, compare, export and prune checkpoints.
 
-    RUN is a run id or a unique prefix of one, a job id, or `latest`; or a path (with a / in it) of a run, of a folder
-    with checkpoints, or of one checkpoint; or a URL of the last two, as s3://bucket/prefix/RUN. RUN@STEP is the
-    checkpoint of one step.
+    RUN is a run id or a unique prefix of one, a job id, or `latest`. It may also be a path (with a slash) of a run, of
+    a folder of checkpoints or of one checkpoint, or a URL of the latter two, for example s3://bucket/prefix/RUN.
+    RUN@STEP is the checkpoint of one step.
     """
 
 
 @checkpoint.command("list")
 @run_argument
-@click.option("--verify", is_flag=True, help="Read every byte and compare checksums; else only index and file sizes.")
+@click.option(
+    "--verify", is_flag=True, help="Read every byte and compare checksums (default: only the manifest and file sizes)."
+)
 @json_option
 def list_(name: str, verify: bool, as_json: bool) -> None:
-    """All checkpoints of RUN, oldest first."""
+    """List the checkpoints of RUN, oldest first."""
     location = locate(name)
     if location.folder is not None:
         rows = [inspect.describe(location.folder, verify=verify)]
@@ -135,7 +139,7 @@ def list_(name: str, verify: bool, as_json: bool) -> None:
 @step_option
 @json_option
 def verify(name: str, step: int | None, as_json: bool) -> int:
-    """Read every byte and compare the checksums; of all committed checkpoints, or of one STEP. Exit 1 on damage."""
+    """Read every byte of all committed checkpoints, or of one STEP, and compare the checksums. Exit 1 on damage."""
     location = locate(name)
     selected = location.select(step)
     is_single = step is not None or location.is_single
@@ -149,7 +153,7 @@ def verify(name: str, step: int | None, as_json: bool) -> int:
             with ProgressBar(f"step {row['step']}") as bar:
                 reasons = inspect.find_damage(folder, bar)
             row.update(verified=not reasons, damage="; ".join(reasons) or None)
-        except CheckpointError as e:  # not known to be damaged
+        except CheckpointError as e:  # unreadable, but not known to be damaged
             row["unreadable"] = e.message
             reasons = [str(e)]
         rows.append(row)
@@ -163,16 +167,23 @@ def verify(name: str, step: int | None, as_json: bool) -> int:
     return EXIT_SUCCESS if all(r["verified"] for r in rows) else EXIT_FAILED
 
 
-@checkpoint.command(short_help="One hash of the tensors, whatever layout saved them.")
+@checkpoint.command(short_help="Hash the tensors, independent of the layout that saved them.")
 @run_argument
 @step_option
 @click.option(
-    "--of", "kind", type=click.Choice(["model", "optimizer", "all"]), default="all", show_default=True, help="Of what."
+    "--of",
+    "kind",
+    type=click.Choice(["model", "optimizer", "all"]),
+    default="all",
+    show_default=True,
+    help="Which tensors to hash.",
 )
 @json_option
 def digest(name: str, step: int | None, kind: str, as_json: bool) -> None:
-    """One hash of the model's and the optimizer's tensors, whatever layout saved them; of the newest committed
-    checkpoint, or of one STEP. Random states and other values are left out."""
+    """Print one hash of the model's and optimizer's tensors, independent of the layout that saved them.
+
+    Without STEP, of the newest committed checkpoint. Random states and other values are excluded.
+    """
     location = locate(name)
     folder = location.select(step)
     kinds = [k for k in inspect.DIGEST_KINDS if kind in (k, "all")]
@@ -184,16 +195,16 @@ def digest(name: str, step: int | None, kind: str, as_json: bool) -> None:
         click.echo(value)
 
 
-@checkpoint.command(short_help="What differs between two checkpoints.")
+@checkpoint.command(short_help="Compare two checkpoints.")
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
-@click.option("--all", "whole", is_flag=True, help="Each difference, not only the largest.")
+@click.option("--all", "whole", is_flag=True, help="Show every difference, not only the largest.")
 @json_option
 def diff(a: str, b: str, whole: bool, as_json: bool) -> int:
-    """What differs between two checkpoints: tensors with the largest difference, and values. Exit 1 if anything does.
+    """Compare two checkpoints: tensors, with the largest difference, and values. Exit 1 if they differ.
 
-    A and B are RUN@STEP, RUN (its newest committed checkpoint), or paths. Layout, number of ranks and engine are told,
-    and make no difference; neither do random states where other numbers of ranks saved the two.
+    A and B are RUN@STEP, RUN (its newest committed checkpoint), or paths. Layout, number of ranks and engine are shown
+    but do not count as differences; neither do random states if different numbers of ranks saved the two.
     """
     from clustertrain.checkpoint.offline.diff import compare_checkpoints
 
@@ -219,29 +230,36 @@ def diff(a: str, b: str, whole: bool, as_json: bool) -> int:
 
 
 def _parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    """``5GB``, ``500MB``, ``2GiB`` or a plain number."""
+    """Parse ``5GB``, ``500MB``, ``2GiB`` or a plain number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(I?)B?", value.upper())
     if match is None or not float(match[1]):
-        raise click.BadParameter(f"{value!r} is no size: write 5GB, 500MB or 2GiB")
+        raise click.BadParameter(f"{value!r} is not a size: write 5GB, 500MB or 2GiB")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
 
 
-@checkpoint.command(short_help="The model as safetensors or as one file of torch's.")
+@checkpoint.command(short_help="Write the model as safetensors or as a torch file.")
 @run_argument
 @step_option
-@click.option("--best", is_flag=True, help="The best one by the run's deciding metric, in place of the newest.")
-@click.option("--format", "form", type=click.Choice(["safetensors", "torch"]), default="safetensors", show_default=True)
+@click.option("--best", is_flag=True, help="Export the best checkpoint by the run's deciding metric, not the newest.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["safetensors", "torch"]),
+    default="safetensors",
+    show_default=True,
+    help="Output format.",
+)
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path),
     required=True,
-    help="The folder for safetensors; torch: the file.",
+    help="Output folder (safetensors) or file (torch).",
 )
 @click.option(
     "--dtype",
     type=click.Choice(FLOATS),
-    help="Convert floating tensors.  [default: as they are]",
+    help="Convert floating-point tensors.  [default: as saved]",
 )
 @click.option(
     "--max-shard-size",
@@ -249,12 +267,12 @@ def _parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     callback=_parse_size,
     default="5GB",
     show_default=True,
-    help="Of a safetensors file: 5GB, 2GiB, …",
+    help="Maximum size of a safetensors file, for example 5GB.",
 )
 @click.option(
     "--names",
     type=click.Choice(["huggingface", "own"]),
-    help="What the tensors are called.  [default: huggingface in safetensors of a built-in decoder, else own]",
+    help="Tensor names.  [default: huggingface for safetensors of a built-in decoder, else own]",
 )
 @click.option("--force", is_flag=True, help="Replace an earlier export.")
 @json_option
@@ -270,17 +288,19 @@ def export(
     force: bool,
     as_json: bool,
 ) -> None:
-    """The model of RUN for other programs; of the newest committed checkpoint, of one STEP, or of the best.
+    """Export the model of the newest committed checkpoint, of one STEP, or of the best, without the optimizer.
 
     `safetensors` of a built-in decoder is a folder that transformers.AutoModelForCausalLM.from_pretrained() loads;
-    `torch` is a file with a state_dict that torch.load(weights_only=True) reads. The optimizer is left out.
+    `torch` is a file with a state_dict that torch.load(weights_only=True) reads.
     """
     from clustertrain.checkpoint.offline.export import ExportRequest
     from clustertrain.checkpoint.offline.export import export as write_export
 
     location = locate(name)
     if best and (step is not None or location.is_single):
-        raise UsageError("--best chooses among all checkpoints of a run, and one is named", fix="leave one of them out")
+        raise UsageError(
+            "--best selects among all checkpoints of a run, but one is already named", fix="leave one of them out"
+        )
     folder = inspect.find_best(location.root) if best else location.select(step)
     request = ExportRequest(folder, output, form, dtype, max_shard_size, names, force)
     with ProgressBar("exported") as bar:
@@ -300,18 +320,18 @@ def export(
 
 @checkpoint.command()
 @required_run_argument
-@click.option("--keep", type=click.IntRange(min=1), required=True, help="How many of the newest to keep.")
-@click.option("--dry-run", is_flag=True, help="Say what would be deleted; delete nothing.")
+@click.option("--keep", type=click.IntRange(min=1), required=True, help="Number of newest checkpoints to keep.")
+@click.option("--dry-run", is_flag=True, help="Print what would be deleted; delete nothing.")
 @json_option
 def prune(name: str, keep: int, dry_run: bool, as_json: bool) -> None:
-    """Delete all but the newest checkpoints. The newest one that verifies always stays."""
+    """Delete all but the newest checkpoints. The newest intact one always stays."""
     location = locate(name)
     if location.is_single:
-        raise UsageError(f"{name}: is one checkpoint", fix="name a run, or a folder with checkpoints")
+        raise UsageError(f"{name} is one checkpoint", fix="name a run or a folder of checkpoints")
     if isinstance(location.root, RemoteFolder):
         raise UsageError(
-            f"{name}: copies behind a URL are deleted by their run, as checkpoint.remote_keep says",
-            fix="delete one by hand with the store's own tools, its file COMMITTED first",
+            f"{name}: the run itself deletes remote copies, as checkpoint.remote_keep says",
+            fix="to delete one by hand with the store's tools, delete its file COMMITTED first",
         )
     deleted = [str(p) for p in (inspect.list_prunable if dry_run else inspect.prune)(location.root, keep)]
     if as_json:

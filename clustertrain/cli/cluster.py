@@ -1,4 +1,4 @@
-"""``cluster detect``, ``show`` and ``list``: what is known of a site, and filling it in."""
+"""``cluster detect``, ``show`` and ``list``: detect a site's profile and show profiles."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @click.group()
 def cluster() -> None:
-    """Cluster profiles: what a site needs before and around a job."""
+    """Detect, show and list cluster profiles: the settings of a site."""
 
 
 @cluster.command("list")
 @json_option
 def list_(as_json: bool) -> None:
-    """The profiles found, and which is the default."""
+    """List the profiles and mark the default."""
     from clustertrain import settings
     from clustertrain.config import cluster as profiles
 
@@ -33,25 +33,27 @@ def list_(as_json: bool) -> None:
         )
         return
     if not profile_paths:
-        click.echo(f"there is no cluster profile in {' or '.join(map(str, settings.profile_folders()))}")
-        click.echo("the built-in defaults hold; `clustertrain cluster detect` writes a profile")
+        click.echo(f"no cluster profile in {' or '.join(map(str, settings.profile_folders()))}")
+        click.echo("the built-in defaults apply; `clustertrain cluster detect` writes a profile")
     for name, path in sorted(profile_paths.items()):
         click.echo(f"{name}  {path}" + (f"  (default, ${settings.CLUSTER})" if name == default_name else ""))
     if default_name and default_name not in profile_paths:
-        click.echo(f"${settings.CLUSTER} is {default_name}, and there is no such profile", err=True)
+        click.echo(f"${settings.CLUSTER} is {default_name}, but that profile does not exist", err=True)
 
 
 @cluster.command()
 @click.argument("name")
 @json_option
 def show(name: str, as_json: bool) -> None:
-    """Every key of the profile NAME, with the defaults of those that it leaves out."""
+    """Show every key of the profile NAME, defaults included."""
     import msgspec
 
     from clustertrain.config import cluster as profiles
 
     if not name:
-        raise UsageError("cluster show: the name of the profile is empty", fix="`clustertrain cluster list` has them")
+        raise UsageError(
+            "cluster show: the name of the profile is empty", fix="`clustertrain cluster list` lists the names"
+        )
     values = msgspec.to_builtins(profiles.load_profile(name))
     path = profiles.list_profiles()[name]
     if as_json:
@@ -61,7 +63,7 @@ def show(name: str, as_json: bool) -> None:
 
     click.echo(f"# {path}")
     for key in [key for key, value in values.items() if value is None]:
-        click.echo(f"# {key}: not known")
+        click.echo(f"# {key}: unknown")
     click.echo(tomli_w.dumps(_without_none(values)), nl=False)
 
 
@@ -72,17 +74,24 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
 
 @cluster.command()
 @click.argument("name", default="")
-@click.option("--partition", default="", help="Which one.  [default: the default one, or the one with most GPUs]")
-@click.option("--measure/--no-measure", default=None, help="Measure rates.  [default: inside an allocation]")
-@click.option("--local", is_flag=True, help="This machine alone, without asking Slurm.")
-@click.option("--dry-run", is_flag=True, help="Print the profile, write nothing.")
-@click.option("--force", is_flag=True, help="Also change keys that the profile has with another value.")
+@click.option(
+    "--partition",
+    default="",
+    metavar="NAME",
+    help="Partition.  [default: Slurm's default, or the one with the most GPUs]",
+)
+@click.option(
+    "--measure/--no-measure", default=None, help="Measure transfer rates.  [default: only inside an allocation]"
+)
+@click.option("--local", is_flag=True, help="Describe this machine without asking Slurm.")
+@click.option("--dry-run", is_flag=True, help="Print the profile; write nothing.")
+@click.option("--force", is_flag=True, help="Overwrite keys whose value in the profile differs.")
 @json_option
 def detect(dry_run: bool, as_json: bool, **options: Any) -> int:
-    """Fill the profile NAME from what Slurm says, and inside an allocation from measured rates.
+    """Write the profile NAME from Slurm's configuration and, inside an allocation, from measured rates.
 
-    NAME is by default that of $CLUSTERTRAIN_CLUSTER, else Slurm's name of the cluster. A key that the profile has with
-    another value is kept and told, unless --force.
+    NAME defaults to $CLUSTERTRAIN_CLUSTER, or else to Slurm's name of the cluster. A key whose value in the profile
+    differs is kept and reported, unless --force is given.
     """
     from clustertrain.cluster import profile_file
     from clustertrain.cluster.detect import DetectRequest
@@ -115,17 +124,17 @@ def _to_json(result: DetectResult, written: bool) -> dict[str, Any]:
 
 
 def _print_result(result: DetectResult, dry_run: bool) -> None:
-    """With ``dry_run`` standard output is the profile and nothing else."""
+    """Print the result. With ``dry_run``, standard output is the profile and nothing else."""
     for note in (*result.detected.notes, *result.bench_result.notes):
         click.echo(f"note: {note}", err=dry_run)
     for entry in result.merged.conflicts:
         line = (
-            f"kept: {entry.key} = {entry.in_profile!r}; found: {entry.detected!r},"
+            f"kept: {entry.key} = {entry.in_profile!r}; detected: {entry.detected!r},"
             f" {result.detected.keys[entry.key].source}"
         )
         click.echo(line, err=dry_run)
     if result.merged.conflicts:
-        click.echo("--force takes what was found", err=dry_run)
+        click.echo("use --force to take the detected values", err=dry_run)
     for failure in result.bench_result.failures:
         click.echo(f"failed: {failure}", err=True)
     if dry_run:
@@ -133,7 +142,7 @@ def _print_result(result: DetectResult, dry_run: bool) -> None:
         return
     for key in result.merged.written:
         click.echo(_format_key(result, key))
-    click.echo(f"{result.path}: {'written' if result.merged.written else 'nothing new'}")
+    click.echo(f"{result.path}: {'written' if result.merged.written else 'unchanged'}")
 
 
 def _format_key(result: DetectResult, key: str) -> str:

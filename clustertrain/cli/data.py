@@ -1,4 +1,4 @@
-"""``data tokenize``: text -> shards of tokens."""
+"""``data tokenize``: convert text to token shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def data() -> None:
-    """Data that is made before a run: shards of tokens."""
+    """Prepare data before a run: token shards."""
 
 
 @data.command()
@@ -26,26 +26,35 @@ def data() -> None:
     "folder",
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="A new folder for the shards.",
+    help="New folder for the shards.",
 )
-@click.option("--pattern", default="*", show_default=True, help="Which files of a folder.")
+@click.option("--pattern", default="*", show_default=True, help="Glob pattern of the files in a folder.")
 @click.option(
     "--documents",
     type=click.Choice(["files", "lines", "jsonl"]),
     default="files",
     show_default=True,
-    help="What is a document: a file, a line, or the text under --key of each line of JSON.",
+    help="A document is a file, a line, or the text under --key of a JSON line.",
 )
-@click.option("--key", help="Of the lines of JSON.  [default: text]")
-@click.option("--tokenizer", default="bytes", show_default=True, help="bytes, or package.module:function (str -> ids).")
-@click.option("--end", type=click.IntRange(min=0), help="A token to put behind each document.")
+@click.option("--key", help="Key of the text in each JSON line.  [default: text]")
 @click.option(
-    "--dtype", type=click.Choice(["uint8", "uint16", "uint32"]), help="[default: as narrow as bytes, else uint32]"
+    "--tokenizer",
+    default="bytes",
+    show_default=True,
+    help="bytes, or package.module:function that maps str to token ids.",
 )
-@click.option("--shard-tokens", type=click.IntRange(min=1), help="Tokens of a shard, about.  [default: 33554432]")
+@click.option("--end", type=click.IntRange(min=0), help="Token id to append to each document.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["uint8", "uint16", "uint32"]),
+    help="Type of the tokens.  [default: the smallest for bytes, else uint32]",
+)
+@click.option(
+    "--shard-tokens", type=click.IntRange(min=1), help="Approximate number of tokens per shard.  [default: 33554432]"
+)
 @json_option
 def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **options: Any) -> None:
-    """Write the text in PATH as shards of tokens, for data.kind = "tokens"."""
+    """Convert the text in PATH to token shards for data.kind = "tokens"."""
     import re
 
     from clustertrain.errors import UsageError
@@ -55,17 +64,19 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **options:
 
     if options["key"] is not None and options["documents"] != "jsonl":
         raise UsageError(
-            f"--key {options['key']}: with --documents {options['documents']} there are no lines of JSON",
+            f"--key {options['key']} needs JSON lines, but --documents is {options['documents']}",
             fix="add --documents jsonl, or leave it out",
         )
     if tokenizer == "bytes":
         encode: Any = shards.tokenize_bytes
     elif re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", tokenizer):
-        if python_path.find_entry(tokenizer, [Path.cwd()]) is not None:  # else nothing of this folder is to be imported
+        if (
+            python_path.find_entry(tokenizer, [Path.cwd()]) is not None
+        ):  # otherwise nothing in this folder may be imported
             sys.path.insert(0, str(Path.cwd()))
         encode = shards.tokenizer_from_function(entry_points.load_function(tokenizer, "--tokenizer"))
     else:
-        raise UsageError(f"--tokenizer {tokenizer}: must be bytes or of the form package.module:function")
+        raise UsageError(f"--tokenizer {tokenizer} is neither bytes nor package.module:function")
     default_dtype: TokenDtype = (
         "uint32" if tokenizer != "bytes" else "uint8" if (options["end"] or 0) < 256 else "uint16"
     )
@@ -84,5 +95,5 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **options:
         return
     click.echo(
         f"{folder}: {tokens:,} tokens in {len(index.shards)} shard{'s' if len(index.shards) != 1 else ''} of "
-        f"{index.dtype}, the largest {index.largest}: model.vocab_size = {(index.largest or 0) + 1} or more"
+        f"{index.dtype}, largest token {index.largest}; set model.vocab_size to at least {(index.largest or 0) + 1}"
     )

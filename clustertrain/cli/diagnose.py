@@ -1,4 +1,4 @@
-"""``diagnose``: checks of a recipe before a long job."""
+"""``diagnose``: check a recipe before a long job."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Change a value of the recipe.")
+@click.option("--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Set a recipe key.")
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.html|.svg",
-    help="Write the curves of the checks that have one.",
+    help="Write the curves of the checks that have them.",
 )
 @json_option
 @click.argument("check", required=False, metavar="[CHECK]")
@@ -30,8 +30,8 @@ def diagnose(
 ) -> int:
     """Check a recipe on this machine before a long job: one process, no run, no Slurm.
 
-    CHECK is one of those that `diagnose` without arguments lists; without it, or as `all`, all are made. Each has a
-    verdict, what it comes of, and what to do. Exits 1 when a check fails, 78 for a recipe that cannot be trained.
+    `diagnose` without arguments lists the checks. Without CHECK, or with `all`, it runs all of them. Each check reports
+    a verdict, the evidence and a fix. Exits 1 if a check fails, 78 if the recipe cannot be trained.
     """
     from clustertrain.diagnose import registry
 
@@ -42,7 +42,7 @@ def diagnose(
         check, recipe = recipe or registry.ALL, check
     checks = registry.select_checks(check)
     if recipe is None:
-        raise UsageError("no recipe is named", fix=f"clustertrain diagnose {check} RECIPE.toml")
+        raise UsageError("diagnose: no recipe", fix=f"clustertrain diagnose {check} RECIPE.toml")
     from clustertrain.diagnose import plots, runner, terminal
     from clustertrain.report.terminal import make_console
 
@@ -74,5 +74,5 @@ def _list_checks(*, as_json: bool) -> None:
         print_json({"checks": CHECKS})
         return
     width = max(map(len, CHECKS))
-    for name, text in {**CHECKS, ALL: "All of these, in this order; so is `diagnose RECIPE.toml`."}.items():
+    for name, text in {**CHECKS, ALL: "All of these, in this order (the default)."}.items():
         click.echo(f"{name:<{width}}  {text}")

@@ -1,4 +1,4 @@
-"""``plan --find-micro-batch``: run the trials and show them."""
+"""``plan --find-micro-batch``: run the trials and show the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def find_micro_batch(prepared: PreparedRun, *, as_json: bool) -> int:
-    """Raises ClusterTrainError, after what was found has been shown, where something other than memory ended it."""
+    """Run the trials and show them. Raise ClusterTrainError afterwards if an error other than memory ended them."""
     from clustertrain.agent.micro_batch_search import find_micro_batch as search
 
     result = search(prepared, lambda line: click.echo(line, err=True))
@@ -30,7 +30,7 @@ def find_micro_batch(prepared: PreparedRun, *, as_json: bool) -> int:
         raise result.error
     if result.recommended is None:
         raise ClusterTrainError(
-            _no_fit_message(result), fix="a layout that shards more, activation checkpointing, or shorter sequences"
+            _no_fit_message(result), fix="shard more, use activation checkpointing, or shorten the sequences"
         )
     return 0
 
@@ -62,7 +62,7 @@ def _show(result: MicroBatchSearchResult) -> None:
     best = result.recommended
     advice = []
     if best is not None:
-        advice = [f"\nPut into the recipe:\n\n  [train]\n  micro_batch = {best.micro_batch}"]
+        advice = [f"\nSet in the recipe:\n\n  [train]\n  micro_batch = {best.micro_batch}"]
     emit(make_console(), _table(result), *advice)
 
 
@@ -77,8 +77,8 @@ def _table(result: MicroBatchSearchResult) -> Table:
     for t in sorted(result.trials, key=lambda t: t.micro_batch):
         speed = t.samples_per_s_per_gpu if images else t.tokens_per_s_per_gpu
         remark = "yes" if t.fits else f"no: {t.outcome}"
-        remark += "" if t.usable else ", does not divide a rank's share"
-        remark += "  <- advised" if t is result.recommended else ""
+        remark += "" if t.usable else ", does not divide a rank's batch"
+        remark += "  <- recommended" if t is result.recommended else ""
         table.add_row(
             str(t.micro_batch),
             "" if t.peak_gib is None else f"{t.peak_gib:.2f}",

@@ -1,4 +1,4 @@
-"""``submit --follow``: a progress bar and the run's events, until it ends. On a pipe: plain lines."""
+"""``submit --follow``: show progress and events until the run ends; plain lines on a pipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clustertrain.run.run_dir import RunDir
 
 POLL_S = 0.25
 STATUS_INTERVAL_S = 2.0
-# Of those that concern this node or that GPU, `top` and `telemetry` tell.
+# Events of one node or GPU: `top` and `telemetry` show them.
 _HIDDEN_EVENTS = ("gpu_lost", "gpu_back", "telemetry_failed", "alert", "alert_not_delivered")
 
 
@@ -25,7 +25,7 @@ def _format_event(n: int, event: dict[str, Any]) -> str | None:
 
 
 class _UnreportedEvents:
-    """The events that were not told yet."""
+    """Tracks which events were already shown."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -42,7 +42,7 @@ class _UnreportedEvents:
                     continue
                 attempt_keys.add(key)
                 if event["event"] == "signal":
-                    # Every agent tells of it; once is enough.
+                    # Every agent reports it; one line is enough.
                     signal_key = (attempt.n, "signal")
                     if signal_key in self.reported_signals:
                         continue
@@ -54,11 +54,11 @@ class _UnreportedEvents:
 
 
 def follow(run: RunDir) -> int:
-    """Show the run until it ends; the exit code is 0 only for completed. An interrupt ends the showing, not the run."""
+    """Show the run until it ends; return 0 only if it completed. Ctrl-C stops the display, not the run."""
     try:
         return _follow(run)
     except KeyboardInterrupt:
-        click.echo(f"{run.id} goes on; `clustertrain cancel {run.id}` would end it", err=True)
+        click.echo(f"{run.id} continues; `clustertrain cancel {run.id}` ends it", err=True)
         return 130
 
 
@@ -76,7 +76,7 @@ def _follow(run: RunDir) -> int:
         task = bar.add_task(status.state, total=status.total_steps)
         next_poll = clock.monotonic() + STATUS_INTERVAL_S
         while True:
-            # Asked before the news are read, so that the last news are told too.
+            # Before reading the events, so that the last ones are shown too.
             if clock.monotonic() >= next_poll:
                 next_poll = clock.monotonic() + STATUS_INTERVAL_S
                 status = run_status(run)

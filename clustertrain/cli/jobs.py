@@ -40,12 +40,14 @@ def _log_event(run: RunDir, event: str, **fields: Any) -> None:
 
 
 @click.command("list")
-@click.option("-n", "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many.")
-@click.option("--recipe", metavar="HASH", help="Only runs of the recipe with this hash, or the beginning of one.")
-@click.option("--same-as", metavar="RUN", help="Only runs of the same recipe as RUN's.")
+@click.option(
+    "-n", "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Maximum number of runs."
+)
+@click.option("--recipe", metavar="HASH", help="Only runs whose recipe hash starts with HASH.")
+@click.option("--same-as", metavar="RUN", help="Only runs of the same recipe as RUN.")
 @json_option
 def list_(limit: int, recipe: str | None, same_as: str | None, as_json: bool) -> None:
-    """My runs, newest first."""
+    """List your runs, newest first."""
     from clustertrain.scheduler.run_status import Unreadable, run_statuses
 
     statuses = run_statuses(_runs_of_recipe(recipe, same_as)[:limit])
@@ -59,7 +61,7 @@ def list_(limit: int, recipe: str | None, same_as: str | None, as_json: bool) ->
     from clustertrain.report.terminal import emit, make_console
 
     readable_statuses = [x for x in statuses if not isinstance(x, Unreadable)]
-    # Below the table: a reason is a sentence.
+    # Below the table, since a reason is a sentence.
     unreadable = [Text(f"{x.run.id}  unreadable: {x.error}") for x in statuses if isinstance(x, Unreadable)]
     console = make_console(rows=True)
     table = [runs_table(readable_statuses, console.width)] if readable_statuses or not unreadable else []
@@ -67,21 +69,23 @@ def list_(limit: int, recipe: str | None, same_as: str | None, as_json: bool) ->
 
 
 def _runs_of_recipe(recipe: str | None, same_as: str | None) -> list[RunDir]:
-    """All runs, or those of one recipe."""
+    """Return all runs, or those of one recipe."""
     from clustertrain.run.lookup import list_runs
     from clustertrain.run.recipe_hash import load_recipe_hash
 
     if recipe is not None and same_as is not None:
-        raise UsageError("--recipe and --same-as: choose one")
+        raise UsageError("--recipe and --same-as exclude each other", fix="use one of them")
     if recipe is None and same_as is None:
         return list_runs()
     with explain_permission_errors():
         hash_prefix = recipe if recipe is not None else load_recipe_hash(find_run(str(same_as)))
     if not hash_prefix or set(hash_prefix) - set("0123456789abcdef"):
-        raise UsageError(f"--recipe {hash_prefix!r}: no hash", fix="`list` and `status --json` show it, as recipe_hash")
+        raise UsageError(
+            f"--recipe {hash_prefix!r} is not a hash", fix="`list --json` and `status --json` show it as recipe_hash"
+        )
     matching = []
     for run in list_runs():
-        with contextlib.suppress(ClusterTrainError, OSError):  # one that does not read is of no recipe
+        with contextlib.suppress(ClusterTrainError, OSError):  # an unreadable run has no recipe
             if load_recipe_hash(run).startswith(hash_prefix):
                 matching.append(run)
     return matching
@@ -95,8 +99,7 @@ def _unreadable_json(row: Any) -> dict[str, Any]:
 @run_argument
 @json_option
 def status(name: str, as_json: bool) -> None:
-    """The attempts of RUN, how they ended, the step, what the plan predicted and the run measured, and where the time
-    went."""
+    """Show the attempts of RUN and their endings, the step, predicted and measured speed, and where the time went."""
     import msgspec
 
     from clustertrain.report import plan_vs_measured
@@ -116,7 +119,7 @@ def status(name: str, as_json: bool) -> None:
 
 
 def status_json(current: Any) -> dict[str, Any]:
-    """The keys that scripts lean on (docs: design of the public interface), and a few more."""
+    """Return the document of ``status --json``, whose keys are a public interface."""
     import msgspec
 
     from clustertrain.run.recipe_hash import load_recipe_hash
@@ -165,8 +168,15 @@ def status_json(current: Any) -> dict[str, Any]:
 
 
 def wait_for(runs: Sequence[RunDir], name: str) -> int:
-    """Block until all runs have ended; returns 0 only if all completed. An interrupt ends the waiting, not the runs.
-    ``name`` is what they are called together."""
+    """Block until all runs have ended. Ctrl-C stops the waiting, not the runs.
+
+    Args:
+        runs: the runs to wait for.
+        name: how the user named them together.
+
+    Returns:
+        The exit code: 0 only if all runs completed.
+    """
     from clustertrain.scheduler.run_status import Unreadable, run_statuses
 
     poll_s, remaining, all_completed = MIN_POLL_S, list(runs), True
@@ -184,15 +194,17 @@ def wait_for(runs: Sequence[RunDir], name: str) -> int:
             clock.sleep(poll_s)
             poll_s = min(poll_s * 1.5, MAX_POLL_S)
     except KeyboardInterrupt:
-        click.echo(f"{name} goes on; `clustertrain cancel {name}` would end it", err=True)
+        click.echo(f"{name} continues; `clustertrain cancel {name}` ends it", err=True)
         return 130
 
 
 @click.command()
 @click.argument("names", metavar="[RUN]…", nargs=-1)
 def wait(names: tuple[str, ...]) -> int:
-    """Wait until RUN has ended, or several have, or a sweep's. Exit code 0 only if all completed; Ctrl-C stops the
-    waiting, never a run."""
+    """Wait until all given runs have ended. Exit code 0 only if all completed; Ctrl-C stops the waiting, not the runs.
+
+    A sweep stands for all its runs.
+    """
     runs = find_runs(names or ("latest",))
     return wait_for(runs, runs[0].id if len(runs) == 1 else " ".join(names))
 
@@ -201,8 +213,10 @@ def wait(names: tuple[str, ...]) -> int:
 @click.argument("names", metavar="RUN…", nargs=-1, required=True)
 @json_option
 def cancel(names: tuple[str, ...], as_json: bool) -> None:
-    """End RUN for good, pending or running, or several, or a sweep's. Their checkpoints stay. A running one is
-    "cancelling" until its ranks have left: `wait` waits for that."""
+    """End pending or running runs for good. Their checkpoints stay.
+
+    A running run is "cancelling" until its ranks have exited; `wait` waits for that. A sweep stands for all its runs.
+    """
     from clustertrain.scheduler.run_status import Unreadable, run_statuses
 
     statuses = run_statuses(find_runs(names))
@@ -211,12 +225,12 @@ def cancel(names: tuple[str, ...], as_json: bool) -> None:
             raise ClusterTrainError(f"{current.run.id}: {current.error}", fix=current.fix)
     readable_statuses = [current for current in statuses if not isinstance(current, Unreadable)]
     already_ended = [
-        f"{current.run.id} has ended already: {current.state}" for current in readable_statuses if current.is_final
+        f"{current.run.id} has already ended: {current.state}" for current in readable_statuses if current.is_final
     ]
     if len(already_ended) == len(readable_statuses):
         raise ClusterTrainError("\n".join(already_ended))
     active = [current for current in readable_statuses if not current.is_final]
-    # The markers come first: whatever is deciding about a run at this moment must see it before the job is gone.
+    # The markers come first: a process that is deciding about a run now must see it before the job is gone.
     for current in active:
         fsio.write_json(current.run.cancel_marker, {"t": clock.now(), "by": getpass.getuser()})
         _log_event(current.run, "cancelled")
@@ -236,13 +250,15 @@ def cancel(names: tuple[str, ...], as_json: bool) -> None:
 
 
 def _cancel_jobs(statuses: Sequence[RunStatus]) -> set[RunDir]:
-    """Have the schedulers end the jobs of these runs; returns the runs whose jobs are not known to be over. Of one that
-    gave no answer a moment ago nothing more is asked."""
+    """Ask the schedulers to end the jobs of these runs; return the runs whose jobs may still be alive.
+
+    A scheduler that did not answer a moment ago is not asked again.
+    """
     from clustertrain.run.attempts import list_job_ids
     from clustertrain.scheduler.registry import get_backend
 
     still_running: set[RunDir] = set()
-    # Slurm answers for all jobs or for none; of a local job only its own machine knows.
+    # Slurm answers for all jobs or for none; only its own machine knows about a local job.
     slurm_runs = [current for current in statuses if current.backend == "slurm"]
     groups = [*([slurm_runs] if slurm_runs else []), *([current] for current in statuses if current.backend != "slurm")]
     for group in groups:
@@ -260,12 +276,12 @@ def _cancel_jobs(statuses: Sequence[RunStatus]) -> set[RunDir]:
         except CommandFailed as e:
             still_running.update(ids_by_run)
             note = (
-                "the run is marked as cancelled: a running attempt ends within a minute, a waiting job as soon as it "
+                "the run is marked as cancelled: a running attempt ends within a minute, a pending job as soon as it "
                 "starts"
             )
-            click.echo(f"note: the scheduler gave no answer ({e.message}); {note}", err=True)
+            click.echo(f"note: the scheduler did not answer ({e.message}); {note}", err=True)
             run_ids = " ".join(run.id for run in ids_by_run)
-            click.echo(f"      to take a waiting job out of the queue, repeat: clustertrain cancel {run_ids}", err=True)
+            click.echo(f"      to remove a pending job from the queue, repeat: clustertrain cancel {run_ids}", err=True)
     return still_running
 
 
@@ -274,7 +290,7 @@ def _alive_jobs(backend: Backend, job_ids: Sequence[str]) -> list[str]:
 
 
 def _check_budget(run: RunDir) -> None:
-    """Raises ClusterTrainError for a run that would stop again at once."""
+    """Raise ClusterTrainError if the run's budget is spent, so that it would stop at once."""
     from clustertrain.run import budget
     from clustertrain.run.run_spec import load_spec
 
@@ -287,7 +303,7 @@ def _check_budget(run: RunDir) -> None:
 
 
 def _check_requeue_limit(run: RunDir) -> None:
-    """Raises ClusterTrainError for a running run that would stop for good instead of starting again."""
+    """Raise ClusterTrainError if a running run would stop for good instead of being requeued."""
     from clustertrain.run import attempts, endings
     from clustertrain.run.run_spec import load_spec
     from clustertrain.scheduler.requeue_policy import find_exhausted_budget
@@ -305,15 +321,15 @@ def _check_requeue_limit(run: RunDir) -> None:
 
 @click.command()
 @required_run_argument
-@click.option("--time", help="Another time limit, as sbatch takes it.")
-@click.option("--partition", help="Another partition.")
-@click.option("--qos", help="Another quality of service.")
-@click.option("--account", help="Another account.")
-@click.option("--exclude", help="Nodes to leave out.")
-@click.option("--nodelist", help="Nodes to use.")
+@click.option("--time", metavar="LIMIT", help="New time limit, as sbatch takes it.")
+@click.option("--partition", metavar="NAME", help="New partition.")
+@click.option("--qos", metavar="NAME", help="New quality of service.")
+@click.option("--account", metavar="NAME", help="New account.")
+@click.option("--exclude", metavar="NODES", help="Nodes to avoid.")
+@click.option("--nodelist", metavar="NODES", help="Nodes to use.")
 @json_option
 def requeue(name: str, as_json: bool, **options: str | None) -> None:
-    """Stop RUN at a checkpoint and start it again now; or continue it, if it has ended."""
+    """Stop RUN at a checkpoint and start it again, or continue it if it has ended."""
     from clustertrain.run.attempts import load_submit_options
     from clustertrain.scheduler.run_status import backend_for_run, run_status
     from clustertrain.submit import continue_run
@@ -323,24 +339,26 @@ def requeue(name: str, as_json: bool, **options: str | None) -> None:
     current = run_status(run)
     overrides = {k: v for k, v in options.items() if v}
     if overrides.keys() - {"time"} and current.backend == "local":
-        raise UsageError(f"--{next(iter(overrides.keys() - {'time'}))} means nothing to the local backend")
+        raise UsageError(
+            f"--{next(iter(overrides.keys() - {'time'}))} has no effect on the local backend", fix="leave it out"
+        )
     if overrides.get("time"):
         from clustertrain.config.time_limits import parse_time_limit_s
 
         parse_time_limit_s(overrides["time"])
     if current.state == "completed":
-        raise ClusterTrainError(f"{run.id} is complete; there is nothing to continue")
+        raise ClusterTrainError(f"{run.id} has completed; there is nothing to continue")
     _check_budget(run)
     job_id = current.job_id
     if run.cancel_marker.exists() and not current.is_final:
         raise ClusterTrainError(
-            f"{run.id} is still being cancelled, job {job_id} has not ended", fix=continue_run.suggest_after_cancel(run)
+            f"{run.id} is still being cancelled: job {job_id} has not ended", fix=continue_run.suggest_after_cancel(run)
         )
     if current.state == "running" and current.history[-1].job_id == job_id:
         _check_requeue_limit(run)
         continue_run.request_requeue(run, run.attempt(current.history[-1].n), overrides)
     elif not current.is_final:
-        raise ClusterTrainError(f"{run.id} is waiting already, as job {current.job_id}")
+        raise ClusterTrainError(f"{run.id} is already pending, as job {current.job_id}")
     else:
         with fsio.group_umask(run.path):
             continuation.claim()

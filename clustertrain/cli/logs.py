@@ -1,4 +1,4 @@
-"""``clustertrain logs``: what the ranks printed, over all attempts, followed across requeues."""
+"""``clustertrain logs``: print logs over all attempts and follow them across requeues."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ CHUNK = 1 << 16
 
 @click.command()
 @run_argument
-@click.option("-f", "--follow", is_flag=True, help="Go on as the logs grow, across requeues, until the run ends.")
-@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Which rank's log.")
-@click.option("--attempt", type=click.IntRange(min=1), help="Only this attempt's.")
-@click.option("--job", is_flag=True, help="Instead of a rank's: what the batch script, srun and Slurm printed.")
-@click.option("--node", metavar="NAME", help="Instead of a rank's: what torchrun printed on this node.")
-@click.option("--raw", is_flag=True, help="For a pipe or a file: print the log unchanged, colors included.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the log across requeues until the run ends.")
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Rank whose log to print.")
+@click.option("--attempt", type=click.IntRange(min=1), help="Only this attempt.")
+@click.option("--job", is_flag=True, help="Print the job's log instead: batch script, srun and Slurm.")
+@click.option("--node", metavar="NAME", help="Print torchrun's log of this node instead.")
+@click.option("--raw", is_flag=True, help="Print the log unchanged, colors included; only to a pipe or file.")
 def logs(name: str, follow: bool, rank: int, attempt: int | None, job: bool, node: str | None, raw: bool) -> None:
     """Print the log of one rank of RUN.
 
-    Control characters, which a terminal acts on, are shown as \\x1b and the like.
+    Control characters are shown escaped, for example as \\x1b.
     """
     if job and node:
-        raise UsageError("--job and --node are two different logs")
+        raise UsageError("--job and --node exclude each other", fix="use one of them")
     if raw and sys.stdout.isatty():
         raise UsageError(
-            "--raw: a terminal would act on what the run has printed", fix="leave it out, or pipe it: --raw | less -R"
+            "--raw: the terminal would interpret control characters in the log",
+            fix="leave it out, or pipe it: --raw | less -R",
         )
     run = find_run(name)
     printed = False
@@ -59,20 +60,22 @@ def logs(name: str, follow: bool, rank: int, attempt: int | None, job: bool, nod
 
 
 class _LogEscaper:
-    """Chunks of logs for a terminal. A carriage return stays: it leads back to the begin of its own line at most, and
-    a progress bar without it fills the screen."""
+    """Makes chunks of logs safe for a terminal.
+
+    Carriage returns stay: they only return to the start of the line, and progress bars need them.
+    """
 
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding
         self._decoder = _build_decoder()
 
     def escape(self, path: Path | None, chunk: bytes) -> bytes:
-        """``path``: where another file begins."""
+        """Return the printable text of a chunk; ``path`` is set where a new file starts."""
         pending = b"" if path is None else self.flush()
         return pending + self._encode(self._decoder.decode(chunk))
 
     def flush(self) -> bytes:
-        """What is left of a file that ends within a character."""
+        """Return the rest of a file that ends within a character."""
         pending, self._decoder = self._decoder.decode(b"", final=True), _build_decoder()
         return self._encode(pending)
 
@@ -81,14 +84,14 @@ class _LogEscaper:
 
 
 def _build_decoder() -> codecs.IncrementalDecoder:
-    """Keeps half a character until its rest comes; what is no UTF-8 becomes \\xff and the like."""
+    """Return a decoder that keeps an incomplete character for the next chunk and shows invalid bytes as \\xff."""
     return codecs.getincrementaldecoder("utf-8")("backslashreplace")
 
 
 def _no_output_reason(run: RunDir, rank: int, attempt: int | None, job: bool, node: str | None) -> str:
     numbers = [a.n for a in run.attempts()]
     if job or not numbers:
-        return f"{run.id} has printed nothing yet"
+        return f"{run.id} has not printed anything yet"
     if attempt is not None and attempt not in numbers:
         return f"{run.id} has no attempt {attempt}: it has {', '.join(map(str, numbers))}"
     if node is not None:
@@ -118,7 +121,7 @@ def _log_files(run: RunDir, rank: int, attempt: int | None, job: bool, node: str
 def _read_chunks(
     run: RunDir, follow: bool, rank: int, attempt: int | None, job: bool, node: str | None
 ) -> Iterator[tuple[Path | None, bytes]]:
-    """(the file, at its first chunk and where the file changes, else None; what is new in it)."""
+    """Yield (path, chunk); the path is None unless the file differs from that of the previous chunk."""
     offsets: dict[Path, int] = {}
     current: Path | None = None
     has_ended, next_poll = not follow, 0.0

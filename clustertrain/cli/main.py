@@ -1,4 +1,4 @@
-"""The ``clustertrain`` command. Sub-commands are imported when they are called, so that ``--help`` stays quick."""
+"""The ``clustertrain`` command. Subcommands are imported on demand, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -14,33 +14,36 @@ from clustertrain.cli.output import flush_error, flush_output, print_error, repl
 from clustertrain.errors import EXIT_FAILED, ClusterTrainError
 from clustertrain.printable import sanitized_output
 
-# New objects between two searches for reference cycles. Python's own number, 700 or 2000, is reached in every import.
+# Allocations between two garbage collections. Python's default, 700 or 2000, is reached in every import.
 GC_THRESHOLD = 100_000
-# What a file system reports about a path or its disk: no mistake of this program.
+# Errors that the file system reports about a path or a disk, as opposed to bugs in this program.
 _FILE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE, errno.ELOOP, errno.ENAMETOOLONG}
     | {errno.ENOTDIR, errno.ETIMEDOUT, errno.EBADF, errno.EFBIG}
-    # Somebody removes or changes a run's files while a command reads them.
+    # A run's files were removed or changed while a command read them.
     | {errno.ENOENT, errno.EISDIR}
 )
 
-# verb: (where, one line of help). The help stands here so that the list needs no import.
+# Name: (module:attribute, one line of help). The help is here so that listing the commands imports none of them.
 COMMANDS = {
     "submit": ("clustertrain.cli.submit:submit", "Plan, render and submit a training run."),
     "plan": ("clustertrain.cli.plan:plan", "Show what submit would choose and why; submit nothing."),
-    "list": ("clustertrain.cli.jobs:list_", "My runs, newest first."),
-    "status": ("clustertrain.cli.jobs:status", "A run's attempts, their endings, the step and where the time went."),
-    "sweep": ("clustertrain.cli.sweep:sweep", "Submit a run for each point of a grid; show their results."),
-    "runs": ("clustertrain.cli.runs:runs", "Compare runs; hand their scalars on to trackers."),
-    "logs": ("clustertrain.cli.logs:logs", "Per-rank logs, followed across requeues."),
+    "list": ("clustertrain.cli.jobs:list_", "List your runs, newest first."),
+    "status": ("clustertrain.cli.jobs:status", "Show a run's attempts, its step and where the time went."),
+    "sweep": ("clustertrain.cli.sweep:sweep", "Submit one run per point of a grid; show the results."),
+    "runs": ("clustertrain.cli.runs:runs", "Compare runs; upload their metrics to trackers."),
+    "logs": ("clustertrain.cli.logs:logs", "Print a rank's log; follow it across requeues."),
     "wait": ("clustertrain.cli.jobs:wait", "Wait for runs to end; exit 0 only if all completed."),
     "cancel": ("clustertrain.cli.jobs:cancel", "End runs for good."),
-    "requeue": ("clustertrain.cli.jobs:requeue", "Stop at a checkpoint and start again, or continue an ended run."),
-    "top": ("clustertrain.cli.top:top", "A run's GPUs, ranks, rate and events, live."),
-    "telemetry": ("clustertrain.cli.telemetry:telemetry", "The per-job report on GPUs and hosts."),
-    "cluster": ("clustertrain.cli.cluster:cluster", "Cluster profiles: list, show, and detect what a site has."),
-    "data": ("clustertrain.cli.data:data", "Make data for a run: shards of tokens."),
-    "diagnose": ("clustertrain.cli.diagnose:diagnose", "Checks of a recipe before a long job."),
+    "requeue": (
+        "clustertrain.cli.jobs:requeue",
+        "Stop a run at a checkpoint and start it again, or continue an ended one.",
+    ),
+    "top": ("clustertrain.cli.top:top", "Watch a run's GPUs, ranks, speed and events live."),
+    "telemetry": ("clustertrain.cli.telemetry:telemetry", "Report a run's GPU and host utilization."),
+    "cluster": ("clustertrain.cli.cluster:cluster", "Detect, show and list cluster profiles."),
+    "data": ("clustertrain.cli.data:data", "Prepare data: token shards."),
+    "diagnose": ("clustertrain.cli.diagnose:diagnose", "Check a recipe before a long job."),
     "checkpoint": ("clustertrain.cli.checkpoint:checkpoint", "List, verify, compare, export and prune checkpoints."),
 }
 
@@ -59,7 +62,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        # click, where it suggests at all, suggests from `commands`, which holds nothing here.
+        # click suggests names from `commands`, which is empty here.
         if args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
             from clustertrain.config.parsing import did_you_mean
 
@@ -81,9 +84,9 @@ def cli() -> None:
 
 
 def main() -> int:
-    """Run the command line; returns the exit code. Errors are shown, never a traceback of the expected ones."""
-    # A command lives for a fraction of a second, a third of which would go into searching what it has imported for
-    # cycles (submit: 0.22 s of processor time, 0.15 s so). Most of that at its exit, which skips what is frozen.
+    """Run the command line and return the exit code. Expected errors are printed without a traceback."""
+    # A command runs for a fraction of a second, and a third of that would go into garbage collection (submit: 0.22 s of
+    # CPU time, 0.15 s with this). Most of it happens at exit, which skips frozen objects.
     gc.set_threshold(GC_THRESHOLD)
     try:
         with replace_closed_streams():
@@ -106,12 +109,12 @@ def _run() -> int:
         return e.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130
-    except SystemExit:  # click's end of a command whose reader has left, `| head`
+    except SystemExit:  # click exits so if the reader of a pipe has closed it, as `| head` does
         return EXIT_FAILED
     except OSError as e:
         if e.errno not in _FILE_ERRNOS:
             raise
-        if e.filename or flush_error(sys.stdout) is None:  # else :func:`written_out` names what was lost
+        if e.filename or flush_error(sys.stdout) is None:  # otherwise flush_output reports the lost output
             target = "standard output" if e.errno in (errno.EBADF, errno.EFBIG) else "a file"
             print_error(f"clustertrain: {e.filename or target}: {e.strerror}")
         return EXIT_FAILED

@@ -1,4 +1,4 @@
-"""Closed output streams, and output that could not be written."""
+"""Handle closed output streams and output that cannot be written."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from clustertrain.errors import EXIT_FAILED
 
 @contextlib.contextmanager
 def replace_closed_streams() -> Iterator[None]:
-    """Replace a closed stdout or stderr (`>&-`, None in Python) with one that discards what is written."""
+    """Replace a closed stdout or stderr (`>&-`, None in Python) with one that discards everything."""
     previous = sys.stdout, sys.stderr
     with contextlib.ExitStack() as opened:
         sys.stdout, sys.stderr = (
-            # typeshed calls them never None
+            # typeshed declares them as never None
             stream or opened.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123
             for stream in previous
         )
@@ -37,25 +37,25 @@ def print_error(message: str) -> None:
 
 
 def flush_output(code: int) -> int:
-    """Flush all output. Returns ``code``, or :data:`EXIT_FAILED` in place of 0 if output was lost.
+    """Flush all output. Return ``code``, or :data:`EXIT_FAILED` instead of 0 if output was lost.
 
-    Python writes out what is left at its end: where that fails it prints "Exception ignored in …" and exits with 120.
+    Otherwise Python would flush at exit, and on failure print "Exception ignored in …" and exit with 120.
     """
     error = flush_error(sys.stdout)
     if error is not None:
         code = code or EXIT_FAILED
-        if error.errno != errno.EPIPE:  # whoever reads has left, `| head`, and knows
+        if error.errno != errno.EPIPE:  # the reader closed the pipe, as `| head` does, and knows
             print_error(f"clustertrain: standard output: {error.strerror}")
     for stream in (sys.stdout, sys.stderr):
         if flush_error(stream) is not None:
-            # It would be tried again.
+            # Python would try again at exit.
             with contextlib.suppress(OSError), open(os.devnull, "wb") as devnull:  # noqa: PTH123
                 os.dup2(devnull.fileno(), stream.fileno())
     return code
 
 
 def flush_error(stream: IO[str]) -> OSError | None:
-    """Why what the stream still holds cannot be written; None where it holds nothing any more."""
+    """Flush the stream; return the error if its buffer cannot be written, or None."""
     try:
         stream.flush()
     except OSError as e:

@@ -1,4 +1,4 @@
-"""``plan``: what submit would choose, and why, as text."""
+"""``clustertrain plan``: show what submit would choose and why."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from clustertrain.scheduler.registry import Purpose
     from clustertrain.submit.request import SubmitRequest
 
-MAX_LEFT_SHARE = 0.6  # of the width, that the left column may take
+MAX_LEFT_SHARE = 0.6  # maximum share of the width for the left column
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command(cls=TargetCommand, context_settings=CONTEXT_SETTINGS)
-@click.option("--find-micro-batch", is_flag=True, help="Train a few steps here with growing micro-batches.")
-@click.option("--gpus-range", metavar="LOW-HIGH", help="Plan for several numbers of GPUs, with the same global batch.")
+@click.option("--find-micro-batch", is_flag=True, help="Find the largest micro-batch by training a few steps here.")
+@click.option("--gpus-range", metavar="LOW-HIGH", help="Plan for several numbers of GPUs with the same global batch.")
 @click.option("--table", type=_FILE, metavar="IN.csv", help="Predict each row of a table of configurations.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), metavar="OUT.csv", help="Where --table writes; default: stdout."
+    "--out", type=click.Path(path_type=Path), metavar="OUT.csv", help="Output file of --table (default: stdout)."
 )
-@click.option("--calibrate", is_flag=True, help="With --table: the middle measured row of each source sets a factor.")
+@click.option("--calibrate", is_flag=True, help="With --table, calibrate each source by its median measured row.")
 @job_options
 def plan(
     find_micro_batch: bool,
@@ -47,11 +47,11 @@ def plan(
     as_json = options["as_json"]
     if table is not None and (gpus_range is not None or find_micro_batch):
         other = "--gpus-range" if gpus_range is not None else "--find-micro-batch"
-        raise UsageError(f"--table predicts the rows of a file, {other} is for a recipe", fix="give one of them")
+        raise UsageError(f"--table is for a file and {other} for a recipe", fix="use one of them")
     if table is not None:
         return write_predictions(table, out, calibrate=calibrate, as_json=as_json)
     if out is not None or calibrate:
-        raise UsageError("--out and --calibrate belong to --table", fix="give --table IN.csv too")
+        raise UsageError("--out and --calibrate need --table", fix="add --table IN.csv")
     if gpus_range is not None:
         return _show_range(build_request(options), gpus_range, as_json=as_json)
     from clustertrain.submit.request import check_script_layout, prepare
@@ -98,7 +98,7 @@ def _format_rows(rows: list[tuple[str, str]], width: int) -> RenderableType:
     from rich.padding import Padding
     from rich.table import Table
 
-    # A word that is torn, NAME=value say, cannot be copied.
+    # NAME=value must not be wrapped, or it cannot be copied.
     no_wrap = 0 < max(len(left) for left, _ in rows) <= MAX_LEFT_SHARE * width
     table = Table.grid(padding=(0, 2))
     table.add_column(overflow="fold", no_wrap=no_wrap)
@@ -111,17 +111,17 @@ def _format_rows(rows: list[tuple[str, str]], width: int) -> RenderableType:
 def _format_rates(step_s: float, tokens_per_s: float, peak_gib: float) -> str:
     from clustertrain.plan.layout import format_gib, format_number
 
-    return f"{format_number(step_s)} s a step, {tokens_per_s:,.0f} tokens/s a GPU, {format_gib(peak_gib)} a rank"
+    return f"{format_number(step_s)} s per step, {tokens_per_s:,.0f} tokens/s per GPU, {format_gib(peak_gib)} per rank"
 
 
 def _layout_details(chosen: Plan) -> str:
-    """What of the layout its name does not say."""
+    """Return the details of the layout that its name does not say."""
     layout = chosen.layout
     details = {
         f"activation checkpointing {layout.activation_checkpointing}": layout.activation_checkpointing != "none",
         "gradients reduced in each micro-batch": not layout.defer_reduction and chosen.batch.grad_accum > 1,
         "offload": layout.offload,
-        f"{layout.virtual_stages} stages a rank": layout.virtual_stages > 1,
+        f"{layout.virtual_stages} stages per rank": layout.virtual_stages > 1,
     }
     return ", ".join(text for text, applies in details.items() if applies)
 
@@ -135,33 +135,35 @@ def _summary(chosen: Plan) -> list[tuple[str, str]]:
     if details := _layout_details(chosen):
         rows.append(("with", details))
     if layout.is_model_parallel or layout.strategy == "hybrid-shard":
-        rows.append(("mesh", f"{layout.format_degrees()}, neighbours last"))
+        rows.append(("mesh", f"{layout.format_degrees()}, adjacent ranks last"))
     if batch.global_batch:
         split = f"{batch.micro_batch} x {batch.grad_accum} x {layout.data_parallel}"
         rows.append(("batch", f"{batch.global_batch} = {split} (micro_batch x grad_accum x data parallel)"))
     if memory.peak_gib is not None:
         capacity = "unknown" if memory.capacity_gib is None else f"{memory.capacity_gib:g} GiB"
         fits = {True: ", fits", False: ", DOES NOT FIT", None: ""}[memory.fits]
-        rows.append(("memory", f"{format_gib(memory.peak_gib)} a rank, capacity {capacity}{fits}"))
+        rows.append(("memory", f"{format_gib(memory.peak_gib)} per rank, capacity {capacity}{fits}"))
     elif memory.params_gib is not None:
         sizes = {"parameters": memory.params_gib, "gradients": memory.grads_gib, "optimizer": memory.optimizer_gib}
         states = ", ".join(f"{name} {format_gib(size)}" for name, size in sizes.items() if size is not None)
         unknown = "activations" if memory.optimizer_gib is not None else "optimizer and activations"
-        rows.append(("memory", f"{states} a rank; {unknown} not known"))
+        rows.append(("memory", f"{states} per rank; {unknown} unknown"))
     time = chosen.time
     if time.step_s is not None and time.tokens_per_s_per_gpu is not None and time.tflops_per_gpu is not None:
         mfu = f", MFU {time.mfu:.1%}" if time.mfu is not None else ""
         rows.append(("speed",
-                     f"{format_number(time.step_s)} s a step, {time.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, "
-                              f"{format_number(time.tflops_per_gpu)} TFLOP/s a GPU{mfu}, predicted"))  # fmt: skip
+                     f"{format_number(time.step_s)} s per step, {time.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, "
+                              f"{format_number(time.tflops_per_gpu)} TFLOP/s per GPU{mfu}, predicted"))  # fmt: skip
     if chosen.time.bubble_fraction is not None:
-        rows.append(("bubble", f"{chosen.time.bubble_fraction:.0%} of a step, in which a rank of the pipeline waits"))
+        rows.append(("bubble", f"{chosen.time.bubble_fraction:.0%} of a step, during which a pipeline rank waits"))
     return rows
 
 
 def _show_range(request: SubmitRequest, text: str, *, as_json: bool) -> int:
-    """A line for each number of GPUs: what would be chosen, how fast, and how much of the smallest one's speed a GPU
-    keeps. All have the global batch of the recipe, or else of the largest."""
+    """Show a row per number of GPUs: the plan, its speed, and the scaling efficiency relative to the smallest.
+
+    All sizes use the recipe's global batch or, without one, that of the largest size.
+    """
     from clustertrain.report.plan_range import print_table
     from clustertrain.submit.request import prepare
 
@@ -172,7 +174,7 @@ def _show_range(request: SubmitRequest, text: str, *, as_json: bool) -> int:
     if not batch:
         batch = prepare(_with_gpus(request, sizes[-1], gpus_per_node, 0), purpose="plan").plan.batch.global_batch
     rows: list[tuple[int, Plan | None, str]] = []
-    backend = None  # of the largest, for all: a part of one node must not be planned for this machine and its CPU
+    backend = None  # the largest size decides: a part of one node must not be planned for this machine and its CPU
     for size in reversed(sizes):
         try:
             prepared = prepare(_with_gpus(request, size, gpus_per_node, batch), backend, "plan")
@@ -191,10 +193,10 @@ def _show_range(request: SubmitRequest, text: str, *, as_json: bool) -> int:
 
 
 def parse_gpu_counts(text: str, gpus_per_node: int) -> list[int]:
-    """``8-64``: 8, 16, 32, 64; ``8,24,64``: these. In whole nodes, or parts of one that divide it.
+    """Parse ``8-64`` as 8, 16, 32, 64 and ``8,24,64`` as itself.
 
     Raises:
-        UsageError: it is neither, or a number that nodes of ``gpus_per_node`` cannot make.
+        UsageError: the form is wrong, or a number is neither a multiple nor a divisor of ``gpus_per_node``.
     """
     match = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", text)
     if match:
@@ -205,14 +207,12 @@ def parse_gpu_counts(text: str, gpus_per_node: int) -> list[int]:
         if len(sizes) != text.count(",") + 1:
             sizes = []
     if not sizes or min(sizes) < 1:
-        raise UsageError(
-            f"--gpus-range {text!r}: not of the form LOW-HIGH or N,N,N", fix="for example --gpus-range 8-64"
-        )
+        raise UsageError(f"--gpus-range {text!r} is not LOW-HIGH or N,N,N", fix="for example --gpus-range 8-64")
     invalid = [n for n in sizes if n % gpus_per_node and (n > gpus_per_node or gpus_per_node % n)]
     if invalid:
         raise UsageError(
-            f"--gpus-range {text!r}: {invalid[0]} GPUs are no whole number of nodes of {gpus_per_node}",
-            fix="choose multiples, or another --gpus",
+            f"--gpus-range {text!r}: {invalid[0]} is not a multiple of {gpus_per_node} GPUs per node",
+            fix="use multiples, or change --gpus",
         )
     return sorted(set(sizes))
 
@@ -243,16 +243,16 @@ def _to_json(size: int, plan: Plan | None, reason: str, base_rate: float | None)
 
 
 def write_predictions(source: Path, out: Path | None, *, calibrate: bool, as_json: bool) -> int:
-    """All columns of ``source`` as they are, with those of ``table.COLUMNS`` behind them.
+    """Write the columns of ``source``, followed by those of ``predict.COLUMNS``.
 
     Raises:
-        ConfigError: the file is no CSV table with the columns that a prediction needs; ``out`` cannot be written.
+        ConfigError: the file is not a CSV table with the required columns, or ``out`` cannot be written.
     """
     from clustertrain import fsio
     from clustertrain.plan.table import predict
 
     if out is not None and out.exists() and not out.is_file():
-        raise ConfigError(f"{out} is not a regular file, and would be replaced", fix="give --out the name of a file")
+        raise ConfigError(f"{out} is not a regular file and would be replaced", fix="set --out to a file name")
     columns, rows = _read_table(source)
     predictions = predict.predict(rows, calibrate=calibrate)
     text = io.StringIO()
@@ -265,9 +265,7 @@ def write_predictions(source: Path, out: Path | None, *, calibrate: bool, as_jso
         try:
             fsio.write_text(out, text.getvalue())
         except OSError as e:
-            raise ConfigError(
-                f"{out} cannot be written: {e.strerror}", fix="give --out a path in a folder of yours"
-            ) from e
+            raise ConfigError(f"{out} cannot be written: {e.strerror}", fix="set --out to a writable path") from e
     elif not as_json:
         click.echo(text.getvalue(), nl=False)
     not_predicted = [number for number, p in enumerate(predictions, start=1) if p.tokens_per_s_per_gpu is None]
@@ -303,6 +301,6 @@ def _read_table(source: Path) -> tuple[list[str], list[dict[str, str]]]:
     if missing:
         raise ConfigError(
             f"{source} lacks the columns {', '.join(missing)}",
-            fix="the first line names the columns; docs/explanation/planner.md lists them",
+            fix="name the columns in the first line; docs/explanation/planner.md lists them",
         )
     return columns, rows

@@ -1,4 +1,4 @@
-"""A bar on stderr for work that lasts."""
+"""A progress bar on stderr for long work."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ SHOW_AFTER_S = 1.0
 
 
 class ProgressBar:
-    """Called with the bytes that are done and those there are. It shows when a second has gone by, and where stderr is
-    a terminal; at the end of the ``with`` it is wiped away."""
+    """A progress bar, called with the bytes done and the total.
+
+    It appears after one second, only if stderr is a terminal, and disappears at the end of the ``with`` block.
+    """
 
     def __init__(self, description: str) -> None:
         self.description = description
@@ -41,7 +43,7 @@ class ProgressBar:
         progress.update(task, description=self.description, completed=completed, total=total)
 
     def _start(self) -> tuple[Progress, TaskID]:
-        # Not at the top: most commands are done before there is anything to show.
+        # Not at the top: most commands finish before the bar appears.
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
         from clustertrain.report.terminal import make_console

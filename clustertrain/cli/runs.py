@@ -1,4 +1,4 @@
-"""``clustertrain runs``: runs beside each other, and their scalars to trackers after the fact."""
+"""``clustertrain runs``: compare runs, and upload their metrics to trackers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 @click.group()
 def runs() -> None:
-    """Compare runs, and hand a run's scalars on to its trackers. `clustertrain list` lists runs."""
+    """Compare runs, or upload a run's metrics to trackers. `clustertrain list` lists runs."""
 
 
 @runs.command()
 @click.argument("names", metavar="A B [C…]", nargs=-1, required=True)
-@click.option("--metric", "metrics", multiple=True, metavar="NAME", help="Scalar to show; the first one decides.")
 @click.option(
-    "--by", type=click.Choice(["step", "tokens", "hours"]), default="step", show_default=True, help="The x-axis."
+    "--metric", "metrics", multiple=True, metavar="NAME", help="Metric to show; the first one ranks the runs."
 )
-@click.option("--html", metavar="FILE", help="Write a page with the curves, which opens offline.")
+@click.option("--by", type=click.Choice(["step", "tokens", "hours"]), default="step", show_default=True, help="X-axis.")
+@click.option("--html", metavar="FILE", help="Write a self-contained page with the curves.")
 @json_option
 def compare(names: tuple[str, ...], metrics: tuple[str, ...], by: str, html: str | None, as_json: bool) -> None:
-    """Two runs or more: what differs in their recipes, their curves, and which is best.
+    """Compare two or more runs: recipe differences, curves, and which is best.
 
-    Best is decided by the metric of the recipes' contract. A sweep stands for all its runs.
+    The metric of the recipes' contract decides which is best. A sweep stands for all its runs.
     """
     from clustertrain.report.html import check_path
     from clustertrain.report.runs import compare as comparison
@@ -40,7 +40,7 @@ def compare(names: tuple[str, ...], metrics: tuple[str, ...], by: str, html: str
         check_path(Path(html))
     run_dirs = find_runs(names)
     if len(run_dirs) < len(names):
-        raise UsageError("runs compare: the same run is named twice")
+        raise UsageError("runs compare: the same run is given twice")
     with explain_permission_errors():
         result = comparison.compare_runs(run_dirs, metrics, by)  # type: ignore[arg-type]
     if html is not None:
@@ -58,11 +58,10 @@ def compare(names: tuple[str, ...], metrics: tuple[str, ...], by: str, html: str
 
 @runs.command()
 @required_run_argument
-@click.option("--to", multiple=True, metavar="TRACKER", help="tensorboard, wandb or mlflow; default: the recipe's.")
+@click.option("--to", multiple=True, metavar="TRACKER", help="tensorboard, wandb or mlflow (default: the recipe's).")
 @json_option
 def track(name: str, to: tuple[str, ...], as_json: bool) -> int:
-    """Hand on what trackers do not have yet of RUN, which has ended: from a login node, say, where nodes have no
-    network."""
+    """Upload the metrics of an ended RUN that its trackers lack, for example from a login node with network access."""
     from typing import get_args
 
     from clustertrain.config.tracking import Tracker
@@ -72,16 +71,16 @@ def track(name: str, to: tuple[str, ...], as_json: bool) -> int:
 
     for tracker in to:
         if tracker not in get_args(Tracker):
-            raise UsageError(f"--to {tracker}: no tracker", fix=f"use one of {', '.join(get_args(Tracker))}")
+            raise UsageError(f"--to {tracker} is not a tracker", fix=f"use one of {', '.join(get_args(Tracker))}")
     run = find_run(name)
     with explain_permission_errors():
         if run_status(run).state == "running":
             raise UsageError(
-                f"{run.id} is running, and hands its rows on by itself", fix="wait for its end, or set [tracking] to"
+                f"{run.id} is running and uploads its own metrics", fix="wait for it to end, or set [tracking] to"
             )
         trackers = to or run_facts.load_run_metadata(run, 0).spec.to
         if not trackers:
-            raise UsageError(f"{run.id}: its recipe names no tracker", fix="name one, as --to tensorboard")
+            raise UsageError(f"{run.id}: its recipe names no tracker", fix="name one, for example --to tensorboard")
         outcomes = {tracker: _upload(run, tracker) for tracker in trackers}
     if as_json:
         print_json(
@@ -89,12 +88,12 @@ def track(name: str, to: tuple[str, ...], as_json: bool) -> int:
         )
     else:
         for tracker, (step, error) in outcomes.items():
-            click.echo(f"{tracker}: {error or ('up to step ' + str(step) if step >= 0 else 'there are no rows')}")
+            click.echo(f"{tracker}: {error or ('up to step ' + str(step) if step >= 0 else 'no rows')}")
     return 1 if any(error for _, error in outcomes.values()) else 0
 
 
 def _upload(run: RunDir, name: str) -> tuple[int, str | None]:
-    """The last step that the tracker has, and what went wrong."""
+    """Return the last step that the tracker has, and the error if the upload failed."""
     from clustertrain.errors import ClusterTrainError
     from clustertrain.tracking import endings, tracker
     from clustertrain.tracking import run_facts as facts

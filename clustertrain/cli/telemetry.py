@@ -1,4 +1,4 @@
-"""``clustertrain telemetry``: the per-job report on GPUs and hosts, and the comparison of two runs."""
+"""``clustertrain telemetry``: report a run's GPUs and hosts, or compare two runs."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 
 
 def parse_since(text: str) -> float:
-    """A length of time as a recipe takes it, or a number of seconds.
+    """Parse a duration as in a recipe, or a number of seconds.
 
     Raises:
-        UsageError: it is neither, or nothing.
+        UsageError: it is neither, or not positive.
     """
     from clustertrain.config.durations import parse_duration_s
 
     since_s = float(text) if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?", text) else parse_duration_s(text)
     if since_s is None:
-        raise UsageError(f"--since {text}: not a length of time", fix="write 90s, 10min, 1h or 1h30m")
+        raise UsageError(f"--since {text} is not a duration", fix="write 90s, 10min, 1h or 1h30m")
     if since_s <= 0:
-        raise UsageError(f"--since {text}: must be longer than nothing", fix="write 90s, 10min, 1h or 1h30m")
+        raise UsageError(f"--since {text} must be positive", fix="write 90s, 10min, 1h or 1h30m")
     return since_s
 
 
 @click.command(cls=CommandWithSubcommands)
 @run_argument
 @json_option
-@click.option("--attempt", type=click.IntRange(min=1), help="Only this attempt.  [default: all]")
-@click.option("--gpu", help="Only GPUs that fit: the beginning of a UUID, an index, or NODE:INDEX.")
-@click.option("--since", help="Only the last part of what was recorded: 10m, 1h, …")
-@click.option("--all", "every", is_flag=True, help="All GPUs, hosts, events and notes, however many there are.")
-@click.option("--html", metavar="FILE", help="Write the report as one page with curves, which opens offline.")
-@click.option("--csv", metavar="FILE", help="Write all samples as a table; - is standard output.")
+@click.option("--attempt", type=click.IntRange(min=1), metavar="N", help="Only this attempt.  [default: all]")
+@click.option("--gpu", metavar="GPU", help="Only GPUs that match a UUID prefix, an index, or NODE:INDEX.")
+@click.option("--since", metavar="TIME", help="Only the last part of the recording, for example 10min or 1h.")
+@click.option("--all", "every", is_flag=True, help="Show all GPUs, hosts, events and insights.")
+@click.option("--html", metavar="FILE", help="Write the report as a self-contained page with curves.")
+@click.option("--csv", metavar="FILE", help="Write all samples as CSV; - is standard output.")
 @click.option("--parquet", metavar="FILE", help="Write all samples as a Parquet file.")
 def telemetry(
     name: str,
@@ -56,18 +56,16 @@ def telemetry(
     csv: str | None,
     parquet: str | None,
 ) -> None:
-    """The report on a run's GPUs and hosts, over all nodes and attempts, while it runs and afterwards.
+    """Report a run's GPUs and hosts over all nodes and attempts, during the run and afterwards.
 
-    RUN is a run id or a unique prefix of one, a job id, or `latest` (the default). With --html, --csv or --parquet the
-    file is written and nothing is shown, unless --json asks for it.
+    RUN is a run id or a unique prefix of one, a job id, or `latest` (the default). --html, --csv and --parquet write a
+    file instead of showing the report; --json prints it in addition.
     """
     since_s = None if since is None else parse_since(since)
     if html == "-":
-        raise UsageError(
-            "--html -: a page is a file, and does not go to standard output", fix="name one: --html report.html"
-        )
+        raise UsageError("--html -: the page cannot go to standard output", fix="name a file: --html report.html")
     if as_json and csv == "-":
-        raise UsageError("--json and --csv - both go to standard output", fix="name a file for one of them")
+        raise UsageError("--json and --csv - both write to standard output", fix="name a file for the CSV")
     # Not at the top: numpy and rich cost more than the rest of the command line together.
     from clustertrain.run.run_dir import explain_permission_errors
     from clustertrain.telemetry.analysis.summarize import SummaryRequest, summarize
@@ -94,18 +92,18 @@ def telemetry(
 
 
 def _scheduler_state(run: RunDir) -> tuple[str | None, Goodput | None, ContractStatus | None]:
-    """What the scheduler knows besides the run's own files."""
+    """Return the state, goodput and contract status that need the scheduler's answer."""
     from clustertrain.scheduler.run_status import run_status
 
     try:
         status = run_status(run)
-    except (ClusterTrainError, OSError):  # another user's, or damaged; the report says what it can
+    except (ClusterTrainError, OSError):  # another user's run, or a damaged one: report the rest
         return None, None, None
     return status.state, status.goodput, status.contract
 
 
 def _check_html_path(html: str | None) -> None:
-    """Raises ConfigError where the page could not be written: worth asking before minutes of reading."""
+    """Raise ConfigError if the page cannot be written; checked first, since reading may take minutes."""
     if html is not None:
         from clustertrain.report.html import check_path as check_page
 
@@ -113,7 +111,7 @@ def _check_html_path(html: str | None) -> None:
 
 
 def _write_page(run: RunDir, summary: Summary, html: str) -> None:
-    """Raises ConfigError where it cannot be written."""
+    """Write the HTML page. Raise ConfigError if it cannot be written."""
     from clustertrain.report.html import write
     from clustertrain.telemetry.analysis.curves import build_curves
 
@@ -122,7 +120,7 @@ def _write_page(run: RunDir, summary: Summary, html: str) -> None:
 
 
 def _write_tables(run: RunDir, request: SummaryRequest, csv: str | None, parquet: str | None) -> None:
-    """Raises ConfigError where one cannot be written, UsageError where no GPU fits the request."""
+    """Write the CSV and Parquet files. Raise ConfigError if one cannot be written, UsageError if no GPU matches."""
     from clustertrain.cli.progress import ProgressBar
     from clustertrain.telemetry.analysis.summarize import select_records
     from clustertrain.telemetry.export import table
@@ -147,9 +145,9 @@ def _write_tables(run: RunDir, request: SummaryRequest, csv: str | None, parquet
 @click.argument("second", metavar="B")
 @json_option
 def compare(first: str, second: str, as_json: bool) -> None:
-    """Two runs side by side: speed, utilization, power, goodput, notes and settings.
+    """Compare two runs: speed, utilization, power, goodput, insights and settings.
 
-    A and B are runs as `clustertrain telemetry` takes them. Figures are a GPU's where the numbers of GPUs differ.
+    A and B are runs as in `clustertrain telemetry`. Figures are per GPU if the numbers of GPUs differ.
     """
     from clustertrain.run.run_dir import explain_permission_errors
     from clustertrain.telemetry.analysis import compare as comparison

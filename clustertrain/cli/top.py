@@ -1,4 +1,4 @@
-"""``clustertrain top``: a run's GPUs and ranks, live in the terminal. It only reads: leaving it never ends the run."""
+"""``clustertrain top``: watch a run's GPUs and ranks in the terminal. It only reads; leaving it never ends the run."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _FINAL_STATES = ("completed", "failed", "cancelled")
 @click.command()
 @run_argument
 @json_option
-@click.option("--once", is_flag=True, help="One frame, and exit.")
+@click.option("--once", is_flag=True, help="Print one frame and exit.")
 @click.option(
     "--interval", type=click.FloatRange(min=0.2), default=1.0, show_default=True, help="Seconds between frames."
 )
 def top(name: str, as_json: bool, once: bool, interval: float) -> int:
-    """RUN's GPUs, ranks, rate and events, as they are now.
+    """Watch RUN's GPUs, ranks, speed and events live.
 
-    Keys: q leaves (so does Ctrl-C; the run goes on), s sorts by another column, up and down scroll. On a pipe: plain
-    text, a frame every --interval until the run has ended. With --json: a document a frame, on one line each unless
-    --once is given.
+    Keys: q or Ctrl-C quits (the run continues), s changes the sort column, up and down scroll. On a pipe it prints
+    plain text, one frame per --interval until the run ends. With --json it prints one line per frame, or with --once
+    one formatted document.
     """
     run = find_run(name)
     # Not at the top: numpy and rich cost more than the rest of the command line together.
@@ -55,10 +55,10 @@ def top(name: str, as_json: bool, once: bool, interval: float) -> int:
         pass
     except BrokenPipeError:  # `top | head`
         with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own last flush complains
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would complain
     if not live.close():
-        # The scheduler gives no answer. Its thread must not be in native code, which may be loading a library, while
-        # the interpreter is taken down: a segmentation fault was once the end of this command.
+        # The scheduler does not answer. Its thread must not be in native code, which may be loading a library, while
+        # the interpreter shuts down: that once ended this command with a segmentation fault.
         sys.stdout.flush()
         os._exit(code)
     return code
@@ -102,7 +102,7 @@ def _print_text_frames(live: RunMonitor, console: Console, once: bool, interval:
 
 
 def _run_interactive(live: RunMonitor, console: Console, interval: float) -> int:
-    """Until a key says so."""
+    """Refresh the screen until a key ends it."""
     from rich.console import Group
     from rich.live import Live as Screen
 
@@ -116,7 +116,9 @@ def _run_interactive(live: RunMonitor, console: Console, interval: float) -> int
             view = live.poll()
             deadline = clock.monotonic() + interval
             while True:
-                width, height = console.size = os.get_terminal_size(console.file.fileno())  # it may have been resized
+                width, height = console.size = os.get_terminal_size(
+                    console.file.fileno()
+                )  # the window may have been resized
                 screen.update(Group(*render_frame(view, width, height, glyph_set, options)), refresh=True)
                 key = read_key(max(0.0, deadline - clock.monotonic()))
                 if key == "q":
@@ -138,8 +140,10 @@ def _handle_key(key: str, options: ViewOptions, height: int) -> None:
 
 @contextlib.contextmanager
 def _key_reader() -> Iterator[Callable[[float], str]]:
-    """A function that waits so many seconds for a key; empty where none came. Without a terminal to read from it only
-    waits."""
+    """Yield a function that waits up to the given seconds for a key and returns it, or an empty string.
+
+    Without a terminal on stdin it only waits.
+    """
     import termios
     import tty
 
@@ -154,7 +158,7 @@ def _key_reader() -> Iterator[Callable[[float], str]]:
     def read_key(seconds: float) -> str:
         if not pending_keys and select.select([fd], [], [], seconds)[0]:
             data = os.read(fd, 64)
-            if not data:  # the terminal is gone
+            if not data:  # the terminal was closed
                 raise KeyboardInterrupt
             pending_keys.extend(_KEY.findall(data.decode(errors="replace")))
         return pending_keys.pop(0) if pending_keys else ""
@@ -173,7 +177,7 @@ def _wait(seconds: float) -> str:
 
 @contextlib.contextmanager
 def _interrupt_on_signals() -> Iterator[None]:
-    """The terminal is left as it was found, also when the shell's window is closed."""
+    """Restore the terminal on exit, even if its window is closed."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

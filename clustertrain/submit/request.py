@@ -41,7 +41,7 @@ _PROFILE_KEYS = ("partition", "account", "qos", "time", "mem", "gpu_type", "cpus
 class SubmitRequest:
     """``target`` is a recipe (``*.toml``), a script, or empty for the default preset. ``job`` holds the options that
     were given, by their names in JobSpec; ``assignments`` those of ``--set``; ``sweep_values`` this run's values of
-    ``--sweep``; ``count_mode`` whether a model of the user's own is counted first."""
+    ``--grid``; ``count_mode`` whether a model of the user's own is counted first."""
 
     target: str = ""
     args: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Files that hold passwords, keys and tokens by custom. They stay out of snapshots; docs/guides/submit.md has the list."""
+"""Files that usually hold passwords, keys or tokens. They stay out of snapshots; docs/guides/submit.md lists them."""
 
 from __future__ import annotations
 

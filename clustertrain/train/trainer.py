@@ -64,7 +64,7 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
         session._warn_eval_mode(training_task.left_eval_mode, switched=True)
     if session.is_main:
         describe.report_datasets(training_task.dataset, training_task.validation, session._emit_event)
-    return Trainer(session, training_task, model, optimizer, data, training_task.loss, Clipping.of(recipe.optim))
+    return Trainer(session, training_task, model, optimizer, data, training_task.loss, Clipping.from_spec(recipe.optim))
 
 
 def train(recipe: Recipe, batch: Batch) -> None:

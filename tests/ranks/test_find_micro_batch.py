@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks
 LIMITED = """
 import sys
 from clustertrain.agent import micro_batch_search
-micro_batch_search.ASSUMED_CPU_GIB = float(sys.argv.pop(1))
+micro_batch_search.DEFAULT_CPU_GIB = float(sys.argv.pop(1))
 from clustertrain.cli.main import main
 sys.argv[0] = "clustertrain"
 sys.exit(main())
@@ -91,7 +91,7 @@ def test_the_table_names_the_line_for_the_recipe(folder: Path) -> None:
     assert code == 0, err
     lines = out.splitlines()
     assert lines[0].split() == ["micro_batch", "peak_gib", "tokens_per_s_per_gpu", "fits"]
-    assert [line.split()[0] for line in lines[1:3]] == ["1", "2"] and out.count("<- advised") == 1
+    assert [line.split()[0] for line in lines[1:3]] == ["1", "2"] and out.count("<- recommended") == 1
     assert lines[-2] == "  [train]" and lines[-1].startswith("  micro_batch = ")
     assert "micro_batch 2 ..." in err  # says what it is at
 

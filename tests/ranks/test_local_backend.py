@@ -256,8 +256,8 @@ def test_a_sweep_runs_one_at_a_time_and_is_waited_for_as_one(env: dict[str, str]
         "while os.environ['WHO'] == 'a' and not pathlib.Path(os.environ['GO']).exists():\n"
         "    time.sleep(0.05)\n"
     )
-    words = ("--backend", "local", "--device", "cpu", "--env", f"GO={tmp_path / 'go'}", "--sweep", "env.WHO=a,b,c")
-    made = json.loads(runs.call(env, "submit", "--json", *words, str(script)).stdout)
+    words = ("--backend", "local", "--device", "cpu", "--env", f"GO={tmp_path / 'go'}", "--grid", "env.WHO=a,b,c")
+    made = json.loads(runs.call(env, "sweep", "--json", *words, str(script)).stdout)
     a, b, c = (Run(env, row) for row in made["runs"])
     try:
         a.wait_for(lambda s: s["state"] == "running", "its turn")

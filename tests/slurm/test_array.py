@@ -28,8 +28,8 @@ with ct.session() as session:
 def test_an_array_of_three_one_at_a_time(cluster: Any, tmp_path: Path) -> None:
     env = {**cluster.env, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
     (tmp_path / "who.py").write_text(SCRIPT)
-    words = ("--sweep", "env.WHO=a,b,c", "--at-once", "1", "--device", "cpu", str(tmp_path / "who.py"))
-    sweep = json.loads(runs.call(env, "submit", "--json", *words).stdout)
+    words = ("--grid", "env.WHO=a,b,c", "--at-once", "1", "--device", "cpu", str(tmp_path / "who.py"))
+    sweep = json.loads(runs.call(env, "sweep", "--json", *words).stdout)
     a, b, c = (Run(env, row) for row in sweep["runs"])
     array = sweep["job_id"]
     assert [run.job_id for run in (a, b, c)] == [f"{array}_{n}" for n in range(3)]

@@ -62,7 +62,15 @@ class Site:
         self.jobs: list[str] = []
 
     def call(self, *words: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-        argv = [*before, sys.executable, "-m", "clustertrain", "submit", "--json", *words]
+        argv = [
+            *before,
+            sys.executable,
+            "-m",
+            "clustertrain",
+            "sweep" if "--grid" in words else "submit",
+            "--json",
+            *words,
+        ]
         return subprocess.run(
             argv, env=self.env, cwd=self.folder / "work", capture_output=True, text=True, check=False, timeout=TIMEOUT_S
         )
@@ -123,7 +131,7 @@ def test_the_environment_reaches_every_task(site: Site) -> None:
 
 
 def test_a_secret_reaches_a_shared_job_and_no_file_that_the_group_can_read(site: Site) -> None:
-    done = site.call("--share", "--env", "SECRET=s3cret-canary", "--sweep", "train.seed=1,2")
+    done = site.call("--share", "--env", "SECRET=s3cret-canary", "--grid", "train.seed=1,2")
     shown = json.loads(done.stdout)
     job_id = shown["job_id"]
     site.jobs.append(job_id)

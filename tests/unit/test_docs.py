@@ -7,6 +7,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,6 +30,23 @@ SCRIPTS = ROOT / "docs" / "guides" / "training-scripts.md"
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         assert link.startswith("https://") or (page.parent / link).exists(), link
+
+
+def test_generated_reference_pages_are_up_to_date() -> None:
+    from docs import reference_commands
+
+    assert (ROOT / "docs" / "reference" / "cli.md").read_text() == reference_commands.cli_page()
+    assert (ROOT / "docs" / "reference" / "python-api.md").read_text() == reference_commands.api_page()
+
+
+def test_every_page_has_a_place_in_the_navigation() -> None:
+    def pages(entries: list[dict[str, Any]]) -> list[str]:
+        values = [value for entry in entries for value in entry.values()]
+        return [p for v in values for p in ([v] if isinstance(v, str) else pages(v))]
+
+    nav = pages(tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"])
+    assert len(nav) == len(set(nav))
+    assert set(nav) == {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.name != "README.md"}
 
 
 def test_every_key_of_parallel_is_documented_with_its_default() -> None:

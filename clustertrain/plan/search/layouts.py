@@ -24,8 +24,8 @@ from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.cost.step_time import ComputeTime, Machine, StepEstimate, StepWithoutDP
 from clustertrain.plan.layout import Layout, Strategy
 
-# What two predictions differ by means little below the model's own error (docs/explanation/planner.md): another kind of parallelism
-# has to earn SIMPLER, another degree or way to shard TIE.
+# A difference below the cost model's own error (docs/explanation/planner.md) means little: another kind of
+# parallelism has to gain SIMPLICITY_MARGIN, another degree or sharding TIE_MARGIN.
 SIMPLICITY_MARGIN, TIE_MARGIN = 0.05, 0.03
 MAX_MICRO_BATCH = 64
 CHECKPOINTING_MODES = ("none", "selective", "full")

@@ -125,7 +125,7 @@ def _alerts_not_delivered(job: JobContext) -> Iterable[Insight]:
             f"alerts were not delivered by {way}{f' {to}' if to else ''}{_on_hosts(failures)}:"
             f" {_format_reasons(failures)}"
         )
-        fix = "the alerts stand in the events all the same; docs/guides/monitor.md says what is sent, and how long it may take"
+        fix = "the events have the alerts all the same; docs/guides/monitor.md describes the delivery"
         yield Insight(severity=WARNING, code="alerts_not_delivered", text=text, fix=fix)
 
 

@@ -104,7 +104,9 @@ class TokenCorpus:
             try:
                 ends = np.load(path, mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError) as e:
-                raise ConfigError(f"{path}: not the ends of documents: {e}", fix="docs/guides/data.md has the format") from e
+                raise ConfigError(
+                    f"{path}: not the ends of documents: {e}", fix="docs/guides/data.md has the format"
+                ) from e
         else:
             ends = np.array([tokens], dtype=np.int64)
         is_valid_array = ends.ndim == 1 and ends.dtype.kind in "iu" and len(ends) > 0

@@ -37,7 +37,8 @@ class Clipping:
             )
 
     @classmethod
-    def of(cls, spec: OptimSpec) -> Clipping:
+    def from_spec(cls, spec: OptimSpec) -> Clipping:
+        """Return the clipping that a recipe's [optim] table sets."""
         return cls(spec.clip, spec.clip_norm, spec.clip_value, spec.clip_quantile)
 
 

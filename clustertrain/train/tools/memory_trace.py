@@ -66,7 +66,7 @@ def trace_step(recipe: Recipe, task: TrainingTask, request: TraceRequest) -> Mem
         )
         with tracker, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its hooks fail after the model has, and would hide why
-            train_step([tuple(batch)], None, task.loss, Clipping.of(recipe.optim))
+            train_step([tuple(batch)], None, task.loss, Clipping.from_spec(recipe.optim))
         peak = _peak_by_category(tracker)
     peak_before_update = before_update[0]
     return MemoryTrace(

@@ -18,8 +18,8 @@ MODEL = {"dim": 32, "layers": 4, "heads": 4, "kv_heads": 2}
 DATA = {"seq_len": SEQ_LEN, "max_bytes": 100_000}
 # Clipping hides a wrong scale from SGD as Adam's division does, so SGD goes without. Its rate is what one process alone
 # can bear: at 0.3 two references that differ in the order of a batch's samples drift apart by 2e-2 in the norm, at 0.03
-# by 9e-7 (docs/reference/parity.md), and only what a reference agrees upon with itself can be asked of a layout. fp16 has an
-# AdamW of its own for the same reason: the ordinary one is up to 4e-1 from itself after steps that overflowed. With a
+# by 9e-7 (docs/reference/parity.md), and only what a reference agrees upon with itself can be asked of a layout. fp16
+# has its own AdamW for the same reason: the ordinary one is up to 4e-1 from itself after steps that overflowed. With a
 # larger eps an update that is off by half is seen too.
 OPTIMIZERS = {
     "adamw": {"lr": 3e-3, "clip_norm": 1.0},

@@ -16,6 +16,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from clustertrain.cli.submit import submit
+from clustertrain.cli.sweep import sweep
 from tests.harness.script_grid import options
 from tests.harness.script_grid.covering import pairwise
 from tests.harness.script_grid.options import NOT_GIVEN, Value
@@ -34,12 +35,16 @@ SPY = '#!/bin/sh\n[ "$*" = "${*#-P -m clustertrain batch -- srun }" ] && exit 9\
 
 @dataclass(frozen=True)
 class Case:
-    """``words`` are those after `submit`. ``reads`` and ``exports``: see :class:`options.MetricValue`."""
+    """Arguments of a `submit` or, with --grid, a `sweep`. ``reads`` and ``exports``: see :class:`options.Value`."""
 
     number: int
     words: tuple[str, ...]
     reads: Mapping[str, str]
     exports: Mapping[str, str]
+
+    @property
+    def command(self) -> str:
+        return "sweep" if "--grid" in self.words else "submit"
 
 
 @dataclass(frozen=True)
@@ -136,9 +141,11 @@ def surroundings(site: Path, environ: Mapping[str, str] = os.environ) -> dict[st
 
 
 def dry_run(case: Case, env: Mapping[str, str]) -> list[str]:
-    """`submit --dry-run` in this process: the script that sbatch gets, then those of a sweep's runs."""
+    """Run `submit --dry-run` or `sweep --dry-run` here: the script that sbatch gets, then those of a sweep's runs."""
     gone = dict.fromkeys(os.environ.keys() - env.keys())
-    done = CliRunner().invoke(submit, ["--dry-run", "--json", *case.words], env={**gone, **env})
+    done = CliRunner().invoke(
+        {"submit": submit, "sweep": sweep}[case.command], ["--dry-run", "--json", *case.words], env={**gone, **env}
+    )
     assert done.exception is None and done.exit_code == 0, (case, done.exception, done.output)
     return texts_in(done.stdout)
 

@@ -167,10 +167,10 @@ PASSED = (
 # In the environment of the first run of a sweep.
 SWEEPS = (
     NOT_GIVEN,
-    Value(("--sweep", "train.seed=1,2"), reads={"array": "0-1"}),
-    Value(("--sweep", f"env.S={json.dumps([PLAIN, 'b'])}", "--at-once", "1"),
+    Value(("--grid", "train.seed=1,2"), reads={"array": "0-1"}),
+    Value(("--grid", f"env.S={json.dumps([PLAIN, 'b'])}", "--at-once", "1"),
           reads={"array": "0-1%1"}, exports={"S": PLAIN}),
-    Value(("--sweep", "train.log_every=1,5", "--sweep", "train.seed=1,2", "--at-once", "3"), reads={"array": "0-3%3"}),
+    Value(("--grid", "train.log_every=1,5", "--grid", "train.seed=1,2", "--at-once", "3"), reads={"array": "0-3%3"}),
 )  # fmt: skip
 
 

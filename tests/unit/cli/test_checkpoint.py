@@ -391,7 +391,7 @@ def test_prune_tells_what_it_would_delete(run: Path, command: Command) -> None:
     ("words", "code", "text"),
     [
         (["list", "nope"], 1, "no run 'nope'"),
-        (["list", "./nope"], 1, "no such folder"),
+        (["list", "./nope"], 1, "does not exist"),
         (["verify", "net", "--step", "7"], 1, "no committed checkpoint of step 7; steps there: 3, 6"),
         (["digest", "net@7"], 1, "no committed checkpoint of step 7"),
         (["digest", "net", "--of", "data"], 2, "'data' is not one of"),
@@ -399,7 +399,7 @@ def test_prune_tells_what_it_would_delete(run: Path, command: Command) -> None:
         (["diff", "net@7", "net"], 1, "no committed checkpoint of step 7"),
         (["diff", "net@3@6", "net"], 2, "leave out @6"),
         (["export", "net"], 2, "Missing option"),
-        (["export", "net@3", "--step", "6", "-o", "x"], 2, "RUN is the checkpoint of step 3 already"),
+        (["export", "net@3", "--step", "6", "-o", "x"], 2, "RUN already names the checkpoint of step 3"),
         (["export", "net", "-o", "x", "--dtype", "int9"], 2, "'int9' is not one of"),
         (["export", "net", "-o", "no/x"], 1, "there is no folder"),
         (["export", "net", "-o", "spec.toml"], 2, "is there already"),
@@ -440,7 +440,7 @@ def test_a_folder_that_was_never_committed_or_is_set_aside(run: Path, command: C
     assert command("verify", aside).out == "step 6: ok\n"  # the one that was named, though there is none of step 6
     (aside / "COMMITTED").unlink()
     said = command("digest", aside)
-    assert (said.code, f"{aside}: was never committed" in said.err) == (1, True)
+    assert (said.code, f"{aside} was never committed" in said.err) == (1, True)
 
 
 # -- progress

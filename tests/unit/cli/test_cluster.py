@@ -56,7 +56,7 @@ def test_the_list_marks_the_default(folder: Path, monkeypatch: pytest.MonkeyPatc
     ]
     assert f"b  {folder / 'b.toml'}  (default" in call("list").stdout
     monkeypatch.setenv("CLUSTERTRAIN_CLUSTER", "c")
-    assert "no such profile" in call("list").stderr
+    assert "that profile does not exist" in call("list").stderr
 
 
 def test_show_has_every_key(folder: Path) -> None:
@@ -66,7 +66,7 @@ def test_show_has_every_key(folder: Path) -> None:
     assert set(shown["profile"]) == set(profiles.ClusterProfile.__struct_fields__)
     text = call("show", "a").stdout
     assert all(f"{key} =" in text or f"# {key}:" in text or f"[{key}]" in text for key in shown["profile"])
-    assert "# grace_s: not known" in text and "gemm_tflops = 600.0" in text
+    assert "# grace_s: unknown" in text and "gemm_tflops = 600.0" in text
 
 
 def test_show_of_a_profile_that_is_not_there_or_bad(folder: Path) -> None:
@@ -87,7 +87,7 @@ def test_detect_writes_what_a_dry_run_shows(folder: Path) -> None:
     assert (profile.grace_s, profile.cpus_per_gpu, profile.measured) == (20.0, 2, None)
     assert f"{path}: written" in done.stdout
     again = call("detect")
-    assert "nothing new" in again.stdout and path.read_text() == dry.stdout
+    assert "unchanged" in again.stdout and path.read_text() == dry.stdout
 
 
 def test_detect_keeps_a_persons_keys_unless_forced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_detect_keeps_a_persons_keys_unless_forced(folder: Path, monkeypatch: py
     path.write_text('grace_s = 60  # agreed\naccount = "p1"\n')
     monkeypatch.setenv("CLUSTERTRAIN_CLUSTER", "mine")
     done = call("detect")
-    assert "kept: grace_s = 60; found: 20.0" in done.stdout and "--force" in done.stdout
+    assert "kept: grace_s = 60; detected: 20.0" in done.stdout and "--force" in done.stdout
     assert path.read_text().startswith('grace_s = 60  # agreed\naccount = "p1"\npartition = "low"')
     seen = said("detect")
     assert seen["kept"] == {"grace_s": {"profile": 60, "found": 20.0}}

@@ -47,7 +47,7 @@ def test_files_as_bytes(folder: Path) -> None:
     index, documents, said = tokenized(folder, "--end", "0")
     assert [bytes(d) for d in documents] == [b"one\ntwo three\n\0", b"four\0"]
     assert (index.dtype, index.largest, index.tokenizer) == ("uint8", ord("w"), "bytes")
-    assert "20 tokens in 1 shard of uint8, the largest 119: model.vocab_size = 120 or more" in said
+    assert "20 tokens in 1 shard of uint8, largest token 119; set model.vocab_size to at least 120" in said
 
 
 def test_lines_of_some_files_with_a_token_of_their_own(folder: Path) -> None:
@@ -89,10 +89,10 @@ def test_half_a_character_in_json_becomes_the_replacement_character(folder: Path
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        (["--tokenizer", "letters"], UsageError, "must be bytes or of the form"),
+        (["--tokenizer", "letters"], UsageError, "neither bytes nor package.module"),
         (["--tokenizer", "nowhere_at_all:f"], ConfigError, "no module 'nowhere_at_all'"),
         (["--documents", "jsonl"], ConfigError, "a.txt, line 1: no JSON object with 'text'"),
-        (["--key", "body"], UsageError, "with --documents files there are no lines of JSON"),
+        (["--key", "body"], UsageError, "needs JSON lines, but --documents is files"),
         (["--pattern", "*.rst"], ConfigError, "no file fits"),
         (["--dtype", "uint8", "--end", "300"], ConfigError, "uint8 holds 0 to 255"),
     ],

@@ -152,7 +152,7 @@ def test_damage_blocks_nothing_and_hides_no_other_run(
         assert json.loads(call("status", name, "--json").out)["state"] == "completed"
         assert call("wait", name).code == 0
         assert call("logs", name).out == "hello\n"
-        assert "has ended already: completed" in call("cancel", name).err
+        assert "has already ended: completed" in call("cancel", name).err
         assert "is complete" in call("requeue", name).err
 
 

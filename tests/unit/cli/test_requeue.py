@@ -106,7 +106,7 @@ def test_a_command_that_is_overtaken_while_it_looks_names_the_others_job(
 
 def test_once_the_other_job_has_ended_the_run_can_be_continued_again(run: RunDir, jobs: Jobs) -> None:
     assert call(run).exit_code == 0
-    assert "waiting already, as job local-2" in refusal(call(run))  # it has not claimed its attempt yet
+    assert "already pending, as job local-2" in refusal(call(run))  # it has not claimed its attempt yet
     jobs.running.clear()
     assert call(run).exit_code == 0
     assert jobs.submitted == ["local-2", "local-3"]
@@ -205,6 +205,6 @@ def test_a_request_that_the_ending_of_the_run_overtakes_says_why(running: RunDir
 def test_a_run_that_is_being_cancelled_takes_no_request(running: RunDir, jobs: Jobs) -> None:
     fsio.write_json(running.cancel_marker, {"by": "me"})
     said = refusal(call(running))
-    assert "still being cancelled, job local-1" in said
+    assert "still being cancelled: job local-1" in said
     assert f"clustertrain wait {running.id}; clustertrain requeue {running.id}" in said
     assert not running.attempt(1).requeue_request.exists() and jobs.submitted == []

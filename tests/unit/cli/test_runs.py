@@ -179,7 +179,7 @@ def test_runs_that_have_nothing_to_compare(
     ]
     assert type_("runs", "compare", "a-a", "new", "silent", "other") == 0
     assert "none is best, fewer than two runs have a value" in capsys.readouterr().out
-    assert type_("runs", "compare", "a-a", "a-aaaa") == 2 and "named twice" in capsys.readouterr().err
+    assert type_("runs", "compare", "a-a", "a-aaaa") == 2 and "given twice" in capsys.readouterr().err
     assert type_("runs", "compare", "a-a") == 2
 
 
@@ -312,7 +312,7 @@ def test_runs_of_one_recipe(type_: Type, home: Path, pair: Any, capsys: pytest.C
     assert type_("list", "--recipe", found[:7]) == 0
     shown = capsys.readouterr().out
     assert "a-aaaaaa" in shown and "b-bbbbbb" not in shown and found[:7] in shown
-    assert type_("list", "--recipe", "xyz") == 2 and "no hash" in capsys.readouterr().err
+    assert type_("list", "--recipe", "xyz") == 2 and "is not a hash" in capsys.readouterr().err
     assert type_("list", "--recipe", found, "--same-as", "again") == 2
 
 

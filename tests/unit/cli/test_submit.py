@@ -48,7 +48,7 @@ def test_submit_json_has_the_keys_of_the_contract(
     assert shown["run_dir"] == str(tmp_path / "home" / "runs" / shown["run"])
 
 
-def test_all_after_the_script_belongs_to_the_script(
+def test_arguments_after_the_script_go_to_the_script(
     type_: Type, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     Path("train.py").write_text("")
@@ -56,13 +56,13 @@ def test_all_after_the_script_belongs_to_the_script(
     out, err = capsys.readouterr()
     run = Path(json.loads(out)["run_dir"])
     spec = (run / "spec.toml").read_text()
-    assert "note: --gpus goes to train.py, being behind it; submit's stand before it" in err
+    assert "note: --gpus was passed to train.py; put submit's options before it" in err
     assert "gpus = 2" in spec
     assert [w for w in ("--gpus", "9", "-h", "--json") if f'"{w}"' in spec] == ["--gpus", "9", "-h", "--json"]
 
 
 @pytest.mark.parametrize("command", [["submit"], ["sweep", "--grid", "env.N=1,2"]])
-def test_a_dry_run_behind_a_script_submits_only_where_the_script_has_one(
+def test_dry_run_after_script_submits_only_if_the_script_has_one(
     type_: Type, capsys: pytest.CaptureFixture[str], fake_slurm: FakeSlurm, command: list[str]
 ) -> None:
     Path("train.py").write_text("")
@@ -70,7 +70,7 @@ def test_a_dry_run_behind_a_script_submits_only_where_the_script_has_one(
     assert f"clustertrain {command[0]} --dry-run … train.py" in capsys.readouterr().err
     Path("train.py").write_text("parser.add_argument('--dry-run')")
     assert type_(*command, "train.py", "--dry-run") == 0
-    assert "note: --dry-run goes to train.py" in capsys.readouterr().err
+    assert "note: --dry-run was passed to train.py" in capsys.readouterr().err
 
 
 def test_every_option_of_the_job_reaches_sbatch(type_: Type, fake_slurm: FakeSlurm) -> None:
@@ -121,7 +121,7 @@ def test_dry_run_prints_the_script_and_makes_nothing(
         (["--sbatch", "=x"], "KEY=VALUE"),
         (["--time", "soon"], "time limit 'soon'"),
         (["missing.py"], "missing.py: no such file"),
-        (["--wait", "--follow"], "choose one"),
+        (["--wait", "--follow"], "exclude each other"),
     ],
 )
 def test_bad_usage_exits_2_and_says_what_is_valid(
@@ -211,7 +211,7 @@ def test_plan_shows_warnings_apart_and_all_of_the_layout(type_: Type, capsys: py
     options = ["--set", "parallel.schedule=interleaved", "--set", "parallel.activation_checkpointing=full"]
     assert type_("plan", *THREE_D, *options, "--set", "parallel.static_graph=true") == 0
     out = capsys.readouterr().out
-    assert "activation checkpointing full, 2 stages a rank" in out and "bubble" in out
+    assert "activation checkpointing full, 2 stages per rank" in out and "bubble" in out
     warnings, _, why = out.partition("\nWarnings\n")[2].partition("\nWhy\n")
     assert "static_graph has no effect" in warnings and "static_graph" not in why
     assert type_("plan", "--device", "cpu") == 0
@@ -332,4 +332,4 @@ def test_data_that_is_not_there_is_refused_here_and_noted_on_a_cluster(
 
 def test_counting_and_not_counting_exclude_each_other(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
     assert type_("plan", "--trace-memory", "--no-count-model") == 2
-    assert "choose one" in capsys.readouterr().err
+    assert "use one of them" in capsys.readouterr().err

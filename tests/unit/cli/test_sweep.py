@@ -1,4 +1,4 @@
-"""``submit --sweep``, and ``cancel`` and ``wait`` of several runs, as a user types them."""
+"""``sweep``, and ``cancel`` and ``wait`` with several runs, as a user types them."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def type_(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def three(type_: Type, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """What ``submit --json`` said of a sweep of three pending runs."""
-    assert type_("submit", "--json", "--sweep", "train.seed=1,2,3") == 0
+    """The output of ``sweep --json`` for a sweep of three pending runs."""
+    assert type_("sweep", "--json", "--grid", "train.seed=1,2,3") == 0
     fake_slurm.answers("squeue", stdout="".join(PENDING.format(n) for n in range(3)))
     shown: dict[str, Any] = json.loads(capsys.readouterr().out)
     return shown
 
 
 def test_a_line_for_each_run(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    assert type_("submit", "--sweep", "optim.lr=1e-4,3e-4", "--sweep", "train.seed=1,2", "--at-once", "1") == 0
+    assert type_("sweep", "--grid", "optim.lr=1e-4,3e-4", "--grid", "train.seed=1,2", "--at-once", "1") == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("sweep default-") and first.endswith("  job 4711")
     assert [line.split()[2:] for line in lines][1] == ["job", "4711_1", "optim.lr=0.0001", "train.seed=2"]
@@ -68,16 +68,15 @@ def test_the_keys_of_the_contract(three: dict[str, Any], tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--at-once", "2"], "--at-once: only a sweep"),
-        (["--sweep", "train.seed=1,2", "--follow"], "--follow shows one run"),
-        (["--sweep", "train.seed=1,2", "--at-once", "0"], "0 is not in the range"),
-        (["--sweep", "train.seed="], "an empty value"),
+        (["--at-once", "2"], "no --grid"),
+        (["--grid", "train.seed=1,2", "--at-once", "0"], "0 is not in the range"),
+        (["--grid", "train.seed="], "an empty value"),
     ],
 )
 def test_bad_usage(
     words: list[str], said: str, type_: Type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert type_("submit", *words) == 2
+    assert type_("sweep", *words) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "home").exists()
 
@@ -85,13 +84,13 @@ def test_bad_usage(
 def test_a_dry_run_shows_the_arrays_script_and_the_first_runs(
     type_: Type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert type_("submit", "--dry-run", "--sweep", "train.seed=4,5") == 0
+    assert type_("sweep", "--dry-run", "--grid", "train.seed=4,5") == 0
     shown = capsys.readouterr()
     array, _, first = shown.out.partition("\n# Run 0:\n\n")
     assert array.startswith("#!/bin/bash\n#SBATCH --array=0-1\n") and array.endswith("exec bash job.sh\n")
     assert first.startswith("#!/bin/bash\n#SBATCH --job-name=default-") and " -P -m clustertrain batch " in first
     assert shown.err.startswith("run 0: train.seed=4\nrun 1: train.seed=5\nmodel: decoder, ")
-    assert type_("submit", "--dry-run", "--json", "--sweep", "train.seed=4,5") == 0
+    assert type_("sweep", "--dry-run", "--json", "--grid", "train.seed=4,5") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["script"] == array
     assert [set(run) for run in document["runs"]] == [{"set", "script", "plan"}] * 2
@@ -131,7 +130,7 @@ def test_what_has_ended_is_told_and_the_others_are_cancelled(
     assert type_("cancel", three["sweep"]) == 0
     shown = capsys.readouterr()
     assert shown.out == f"{three['runs'][2]['run']}: cancelled\n"
-    assert [line.partition(" ")[2] for line in shown.err.splitlines()] == ["has ended already: failed"] * 2
+    assert [line.partition(" ")[2] for line in shown.err.splitlines()] == ["has already ended: failed"] * 2
     fake_slurm.answers("squeue", stdout="")
     assert type_("cancel", three["sweep"]) == 1
     assert len(fake_slurm.calls("scancel")) == 1
@@ -228,8 +227,8 @@ def test_a_grid_is_the_same_sweep(type_: Type, fake_slurm: FakeSlurm, capsys: py
     ("words", "said"),
     [
         ([], "sweep: no --grid"),
-        (["train.py", "--grid", "train.seed=1,2"], "fix: clustertrain sweep --grid \u2026 train.py"),
-        (["train.py", "--lr", "1", "--grid=train.seed=1,2"], "--grid stands behind train.py"),
+        (["train.py", "--grid", "train.seed=1,2"], "put it before: clustertrain sweep --grid \u2026 train.py"),
+        (["train.py", "--lr", "1", "--grid=train.seed=1,2"], "--grid after train.py would be passed to the script"),
         (["--grid", "train.seed="], "--grid train.seed=: an empty value"),
         (["--grid", "train.seed=1", "--grid", "train.seed=2"], "give all its values in one --grid"),
     ],

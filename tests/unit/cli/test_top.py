@@ -141,11 +141,11 @@ import atexit, sys, threading, time
 from clustertrain.cli.main import main
 from clustertrain.report.top import state
 
-def slow(run, seconds=float(sys.argv.pop(1)), look=state.look):
+def slow(run, seconds=float(sys.argv.pop(1)), status=state.run_status):
     time.sleep(seconds)
-    return look(run)
+    return status(run)
 
-state.look = slow
+state.run_status = slow
 atexit.register(lambda: print("left:", [t.name for t in threading.enumerate()]))
 sys.exit(main())
 """

@@ -70,6 +70,6 @@ def test_values_reach_the_job_as_they_were_typed(grid: list[Scripts], site: Path
 
 def test_the_command_prints_the_scripts_of_the_grid(grid: list[Scripts], site: Path, env: dict[str, str]) -> None:
     for scripts in grid[::90]:
-        argv = [sys.executable, "-m", "clustertrain", "submit", "--dry-run", "--json", *scripts.case.words]
+        argv = [sys.executable, "-m", "clustertrain", scripts.case.command, "--dry-run", "--json", *scripts.case.words]
         done = subprocess.run(argv, cwd=site, env=env, capture_output=True, text=True, check=True, timeout=60)
         assert sorted(cases.texts_in(done.stdout)) == sorted(path.read_text() for path in scripts.all)

@@ -1,4 +1,4 @@
-"""submit --sweep: the values, what is refused before anything is made, and one array of ordinary runs."""
+"""sweep --grid: the values, what is refused before anything is made, and one array of ordinary runs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_product_of_all_values(given: list[str], values: list[dict[str, Any]
         (["seed=1,,2"], "an empty value"),
         (["seed=1,2,"], "an empty value"),
         (["seed=[]"], "no value"),
-        (["seed"], "--sweep 'seed': not of the form"),
+        (["seed"], "--grid 'seed': not of the form"),
         (["seed=[1"], "not a list in TOML"),
         (["lr=log:0:1:3"], "not of the form log:FIRST:LAST:COUNT"),
         (["lr=log:1e-4:1e-2"], "not of the form log:FIRST:LAST:COUNT"),

@@ -83,7 +83,7 @@ def test_keys_of_clipping(way: ClipMethod) -> None:
                 norms.push(torch.tensor(2.0 + 0.1 * i))
             weight = torch.nn.Parameter(torch.zeros(1))
             weight.grad = torch.tensor([20.0])
-            norm, asked = weight.grad.norm(), clipping.Clipping.of(OptimSpec(clip=way, **more))
+            norm, asked = weight.grad.norm(), clipping.Clipping.from_spec(OptimSpec(clip=way, **more))
             limit = clipping.compute_norm_limit(asked, norms, CPU)
             clipping.scale_and_clip(asked, [weight], torch.ones(()), norm, limit)
             found.append(float(weight.grad))

@@ -147,7 +147,9 @@ def test_it_answers_every_question_of_the_dashboard(prometheus: Prometheus) -> N
 
 @pytest.mark.long
 def test_it_answers_the_questions_of_the_manual(prometheus: Prometheus) -> None:
-    lines = re.findall(r"^(?:clustertrain_|sum by).*$", (ROOT / "docs" / "guides" / "metrics-export.md").read_text(), re.MULTILINE)
+    lines = re.findall(
+        r"^(?:clustertrain_|sum by).*$", (ROOT / "docs" / "guides" / "metrics-export.md").read_text(), re.MULTILINE
+    )
     assert len(lines) == 2
     assert [line for line in lines if not prometheus.query(line)] == []
     (joined,) = prometheus.query(lines[0])  # the other rank is in no phase of that number

@@ -158,7 +158,7 @@ def test_the_adaptive_limit_is_a_quantile_of_the_last_norms() -> None:
 
 
 def test_the_recipes_keys_and_limits_that_cannot_be() -> None:
-    assert Clipping.of(OptimSpec()) == Clipping("norm", 1.0, 1.0, 0.95)
+    assert Clipping.from_spec(OptimSpec()) == Clipping("norm", 1.0, 1.0, 0.95)
     for wrong in ({"norm": -1.0}, {"value": 0.0}, {"quantile": 1.5}):
         with pytest.raises(UsageError, match="cannot be"):
             Clipping(**wrong)  # type: ignore[arg-type]
