@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clustertrain.agent.hang_at_exit import CHECK_INTERVAL_S, ExitHangDetector
 from clustertrain.agent.node_result import read_finished_records, read_rank_records
+from clustertrain.run.results import RankResult
 from clustertrain.scheduler.torchrun import FAILURE_GRACE_S
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class RankMonitor:
         self._next_hang_check = 0.0
         self._failed_at: float | None = None
         self.ended_at: float | None = None
-        self.stopped_ranks: frozenset[int] = frozenset()  # see results.Seen
+        self.stopped_ranks: frozenset[int] = frozenset()  # see RankObservations
         self.hung_ranks: frozenset[int] = frozenset()
 
     def poll(self, now: float) -> None:
@@ -37,7 +38,7 @@ class RankMonitor:
         records = read_rank_records(self._folder, self._ranks)
         if len(records) == len(self._ranks):
             self.ended_at = self.ended_at or now
-        if self._failed_at is None and any(r["ending"] == "failed" for r in records.values()):
+        if self._failed_at is None and any(r.ending == "failed" for r in records.values()):
             self._failed_at = now
             self._note_stopped()
         if now >= self._next_hang_check and self.ended_at is None:
@@ -64,8 +65,8 @@ class RankMonitor:
         stopped_states = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         self.stopped_ranks |= {rank for rank, p in self._processes().items() if _status(p) in stopped_states}
 
-    def _check_exit_hang(self, now: float, records: dict[int, dict[str, Any]]) -> None:
-        completed = all(r["ending"] == "completed" for r in records.values())
+    def _check_exit_hang(self, now: float, records: dict[int, RankResult]) -> None:
+        completed = all(r.ending == "completed" for r in records.values())
         remaining = [r for r in self._ranks if r not in records]
         finished = read_finished_records(self._folder, remaining)
         is_exiting = completed and (bool(records) or len(finished) == len(remaining))

@@ -1,8 +1,24 @@
-"""How an attempt can end, and what each ending may cost."""
+"""How an attempt can end, and how often each ending may happen before the run stops."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
+
+Ending = Literal[
+    "completed",
+    "preempted",
+    "time_limit",
+    "node_failure",
+    "out_of_memory",
+    "hang",
+    "communication",
+    "user_error",
+    "no_progress",
+    "cancelled",
+    "signal",
+    "budget",
+    "unknown",
+]
 
 COMPLETED: Final = "completed"
 PREEMPTED: Final = "preempted"
@@ -36,7 +52,7 @@ RETRY_BUDGET: Final[dict[str, int]] = {
 NO_PROGRESS_LIMIT: Final = 6
 
 # Slurm's words for a finished start. Those that are missing (FAILED, COMPLETED, …) say nothing of the cause.
-_BY_SLURM_STATE: Final = {
+_BY_SLURM_STATE: Final[dict[str, Ending]] = {
     "PREEMPTED": PREEMPTED,
     "REQUEUED": PREEMPTED,  # by `scontrol requeue`; where Slurm requeues by itself, it says why
     "TIMEOUT": TIME_LIMIT,
@@ -48,6 +64,6 @@ _BY_SLURM_STATE: Final = {
 }
 
 
-def from_scheduler_state(state: str) -> str:
+def from_scheduler_state(state: str) -> Ending:
     """The ending that a scheduler's word stands for ("CANCELLED by 0" counts as CANCELLED); unknown stays unknown."""
     return _BY_SLURM_STATE.get(state.split(maxsplit=1)[0].rstrip("+") if state else "", UNKNOWN)

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
-from clustertrain import reading
+import msgspec
+
+from clustertrain import reading, schema
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_NUMBER = 2.0**63
 _TYPE_NAMES = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a bool", type(None): "null"}
@@ -67,3 +71,32 @@ def is_number(value: object) -> TypeGuard[float]:
 def has_type(value: object, field_type: type) -> bool:
     """Whether a field is of a kind; ``float`` stands for all numbers."""
     return is_number(value) if field_type is float else isinstance(value, field_type)
+
+
+def convert_leniently(value: object, struct_type: type[T]) -> T | None:
+    """Return ``value`` as a ``struct_type``, without unknown fields and those of a wrong type.
+
+    Return None if it is not an object, or a required field is missing or of a wrong type.
+    """
+    if not isinstance(value, dict):
+        return None
+    try:
+        return schema.convert(value, struct_type)
+    except msgspec.ValidationError:
+        pass
+    fields = msgspec.structs.fields(struct_type)
+    valid = {f.encode_name: value[f.encode_name] for f in fields if _is_valid_field(value, f)}
+    try:
+        return schema.convert(valid, struct_type)
+    except msgspec.ValidationError:
+        return None
+
+
+def _is_valid_field(value: Mapping[str, Any], field: msgspec.structs.FieldInfo) -> bool:
+    if field.encode_name not in value:
+        return False
+    try:
+        schema.convert(value[field.encode_name], field.type)
+    except msgspec.ValidationError:
+        return False
+    return True

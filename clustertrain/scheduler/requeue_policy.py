@@ -9,11 +9,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_STOPPED, EXIT_SUCCESS
 from clustertrain.run import endings, hang_analysis
 from clustertrain.run.attempts import Attempt
+from clustertrain.run.results import FailureKind, NodeResult
 from clustertrain.scheduler.backend import RUNNING, JobView
 
 Action = Literal["finish", "requeue", "resubmit", "stop"]
@@ -26,7 +27,7 @@ class Evidence:
     """What is known at the end of an attempt. Times are UTC epoch seconds."""
 
     nodes: tuple[str, ...]
-    results: Mapping[str, Mapping[str, Any]]  # results/<node>.json, by node
+    results: Mapping[str, NodeResult]  # by node
     cancelled: bool
     view: JobView | None  # None: the scheduler did not answer, or does not know the job
     accounting_state: str  # the accounting's word for this start, where it was asked for; else ""
@@ -44,7 +45,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Verdict:
-    ending: str
+    ending: endings.Ending
     reason: str
     blamed_nodes: tuple[str, ...] = ()  # nodes
     fatal_exit_code: int | None = None  # an exit code that no requeue can change
@@ -61,7 +62,7 @@ class Decision:
 
 def classify(e: Evidence) -> Verdict | None:
     """How the attempt ended, or None when only the scheduler will know (it is ending the job by itself)."""
-    node_endings = {str(r["ending"]) for r in e.results.values()}
+    node_endings = {r.ending for r in e.results.values()}
     missing = tuple(n for n in e.nodes if n not in e.results)
     if not missing and node_endings == {"completed"}:
         return Verdict(endings.COMPLETED, _rank_reason(e) or "all ranks completed")
@@ -70,7 +71,7 @@ def classify(e: Evidence) -> Verdict | None:
     if e.view is not None and e.view.state != RUNNING and e.view.preempt_time is None:
         return _classify_external_end(e)
     if not missing and "failed" not in node_endings:
-        is_budget_spent = any(r.get("spent") for r in e.results.values())
+        is_budget_spent = any(r.budget_spent for r in e.results.values())
         return (
             Verdict(endings.BUDGET_SPENT, _rank_reason(e) or "the budget is spent")
             if is_budget_spent
@@ -89,7 +90,7 @@ def classify(e: Evidence) -> Verdict | None:
 
 def _rank_reason(e: Evidence) -> str:
     """The ranks' own word on it, where they have one."""
-    return next((str(r["why"]) for r in e.results.values() if r.get("why")), "")
+    return next((r.reason for r in e.results.values() if r.reason), "")
 
 
 def _with_rank_reason(verdict: Verdict, e: Evidence) -> Verdict:
@@ -101,7 +102,7 @@ def _with_rank_reason(verdict: Verdict, e: Evidence) -> Verdict:
 
 
 def _is_environment_failure(e: Evidence) -> bool:
-    return any(r.get("kind") == "environment" for r in e.results.values())
+    return any(r.kind == "environment" for r in e.results.values())
 
 
 def _classify_external_end(e: Evidence) -> Verdict | None:
@@ -150,18 +151,22 @@ def _classify_stop(e: Evidence) -> Verdict:
 
 
 STOP_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"})
-UNEXPLAINED_KINDS = frozenset({"crashed", "exited", "killed", "device", "storage", "launcher"})
-_ENDING_BY_KIND = {"out_of_memory": endings.OUT_OF_MEMORY, "user_error": endings.USER_ERROR}
+UNEXPLAINED_KINDS: frozenset[FailureKind] = frozenset({"crashed", "exited", "killed", "device", "storage", "launcher"})
+_ENDING_BY_KIND: dict[FailureKind, endings.Ending] = {
+    "out_of_memory": endings.OUT_OF_MEMORY,
+    "user_error": endings.USER_ERROR,
+}
 
 
 def _classify_failure(e: Evidence, missing: tuple[str, ...]) -> Verdict:
-    failed = [r for r in e.results.values() if r["ending"] == "failed"]
-    for kind in ("environment", *_ENDING_BY_KIND):
-        culprit = next((r for r in failed if r.get("kind") == kind), None)
+    failed = [r for r in e.results.values() if r.ending == "failed"]
+    decisive: tuple[FailureKind, ...] = ("environment", *_ENDING_BY_KIND)
+    for kind in decisive:
+        culprit = next((r for r in failed if r.kind == kind), None)
         if culprit is not None:
             ending = _ENDING_BY_KIND.get(kind, endings.USER_ERROR)
             fatal = EXIT_CONFIG if kind == "environment" else None
-            return Verdict(ending, str(culprit.get("message")), fatal_exit_code=fatal)
+            return Verdict(ending, str(culprit.message), fatal_exit_code=fatal)
     if missing and e.step_exit_code == EXIT_CONFIG:
         # An agent that does not see the run directory can't write why; its words are in job.log.
         names = ", ".join(missing)
@@ -179,19 +184,17 @@ def _classify_failure(e: Evidence, missing: tuple[str, ...]) -> Verdict:
     if missing:
         return _classify_missing_results(e, missing)
     # Before what nothing explains: a rank that hung is killed in the end, and so has left no word.
-    hung = next((r for r in failed if r.get("kind") == "hang"), None)
+    hung = next((r for r in failed if r.kind == "hang"), None)
     if hung is not None:
-        return Verdict(
-            endings.HANG, hang_analysis.describe_hang({n: r.get("ranks") or () for n, r in e.results.items()})
-        )
+        return Verdict(endings.HANG, hang_analysis.describe_hang({n: r.ranks for n, r in e.results.items()}))
     # These explain the broken collectives of the other ranks, but not themselves.
-    unexplained = next((r for r in failed if r.get("kind") in UNEXPLAINED_KINDS), None)
+    unexplained = next((r for r in failed if r.kind in UNEXPLAINED_KINDS), None)
     if unexplained is not None:
-        return Verdict(endings.UNKNOWN, str(unexplained.get("message")))
-    communication = next((r for r in failed if r.get("kind") == "communication"), None)
+        return Verdict(endings.UNKNOWN, str(unexplained.message))
+    communication = next((r for r in failed if r.kind == "communication"), None)
     if communication is not None:
-        return Verdict(endings.COMMUNICATION, str(communication.get("message")))
-    return Verdict(endings.UNKNOWN, str(failed[0].get("message")) if failed else "some ranks stopped, some completed")
+        return Verdict(endings.COMMUNICATION, str(communication.message))
+    return Verdict(endings.UNKNOWN, str(failed[0].message) if failed else "some ranks stopped, some completed")
 
 
 def _classify_missing_results(e: Evidence, missing: tuple[str, ...]) -> Verdict:
