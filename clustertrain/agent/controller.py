@@ -24,7 +24,7 @@ from clustertrain.agent.signals import Signals
 from clustertrain.agent.startup import claim_run, requeue_or_fail
 from clustertrain.config.job import RunSpec
 from clustertrain.errors import EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, CommandFailed
-from clustertrain.run import attempts, budget, endings, events
+from clustertrain.run import attempts, budget, endings, event_types, events
 from clustertrain.run.events import EventLog
 from clustertrain.run.results import NodeResult, parse_node_result
 from clustertrain.run.run_dir import AttemptDir, RunDir
@@ -387,9 +387,8 @@ class JobController:
         self._note_preemption(step, view)
         if view is not None:
             view = replace(view, preempt_time=step.preempt_time)
-        log = events.for_attempt(self.attempt)
-        sources = dict.fromkeys(str(e.get("source")) for e in events.filter_by_name(log, "signal"))
-        stop_times = [float(e["t"]) for e in events.filter_by_name(log, "signal")]
+        stop_requests = list(events.select(events.for_attempt(self.attempt), event_types.Signal))
+        sources = dict.fromkeys(str(request.source) for request in stop_requests)
         # The limit that counts is that of now: an administrator may have changed it since the last look.
         has_end_time = view is not None and view.state == RUNNING and view.end_time is not None
         return Evidence(
@@ -402,7 +401,7 @@ class JobController:
             requeue_requested=step.requeue_requested,
             end_time=view.end_time if view is not None and has_end_time else self.deadline.end_time,
             lead_s=self.deadline.lead_for_sources(sources),
-            stop_requested_at=min(stop_times, default=None),
+            stop_requested_at=min((request.t for request in stop_requests), default=None),
             stop_sources=tuple(sources),
             out_of_time=step.out_of_time,
             now=clock.now(),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
-from clustertrain.run import events, json_files, metrics, safe_names
+from clustertrain.run import event_types, events, json_files, metrics, safe_names
 from clustertrain.run.run_dir import AttemptDir, RunDir
 
 
@@ -47,51 +46,46 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 _RECORD_TYPES = {"job_id": str, "restart": float, "nodes": list, "host": str, "t": float}
 
 
-def _get_field(event: events.Event | None, key: str) -> Any:
-    return event.get(key) if event else None
-
-
-def _first_not_none(*values: Any) -> Any:
-    return next((v for v in values if v is not None), None)
-
-
 def load_attempt(run: RunDir, attempt: AttemptDir) -> Attempt:
     log = events.for_attempt(attempt)
     record, record_error = json_files.load_document(attempt.record, _RECORD_TYPES)
     if (invalid_fields := safe_names.sanitize(record)) and record_error is None:
         record_error = f"{attempt.record}: not what it should be: {', '.join(invalid_fields)}"
-    started, ended = events.find_last(log, "started"), events.find_last(log, "ended")
-    first = next(events.filter_by_name(log, "first_step"), None)
-    # Not those of a script's later loops, which take up what an earlier one of the same attempt has left.
-    startup_log = log if first is None else [e for e in log if e["t"] <= first["t"]]
-    restored = events.find_last(startup_log, "restored")
+    started = events.select_last(log, event_types.Started)
+    ended = events.select_last(log, event_types.Ended)
+    first = next(events.select(log, event_types.FirstStep), None)
+    # Not the restores of a script's later loops, which continue from an earlier loop of the same attempt.
+    startup_log = log if first is None else [e for e in log if e["t"] <= first.t]
+    restored = events.select_last(startup_log, event_types.Restored)
+    requeued = events.select_last(log, event_types.Requeued)
+    stopped = events.select_last(log, event_types.Stopped)
     checkpoints = _list_committed_steps(log)
     newest_row = metrics.find_newest_row(run, attempt.n)
-    last_step = _get_field(ended, "last_step")
+    last_step = ended.last_step if ended else None
     if first is None and restored is None:
         last_step = last_step or None  # 0: of a rank that has reported no step
-    steps = [s for s in (last_step, _get_field(newest_row, "step"), *checkpoints) if s is not None]
+    newest_row_step = newest_row.get("step") if newest_row else None
+    steps = [s for s in (last_step, newest_row_step, *checkpoints) if s is not None]
+    record_t = record.get("t")
     return Attempt(
         n=attempt.n,
         job_id=record.get("job_id", ""),
         restart=int(record.get("restart", 0)),
         nodes=tuple(record.get("nodes", ())),
         host=record.get("host", ""),
-        start=_first_not_none(
-            _get_field(started, "t"), record_t if events.is_timestamp(record_t := record.get("t")) else None
-        ),
-        end=_first_not_none(_get_field(ended, "at"), _get_field(ended, "t")),
-        ending=_get_field(ended, "ending"),
-        reason=_get_field(ended, "reason"),
-        first_step=_get_field(first, "step"),
+        start=started.t if started else record_t if events.is_timestamp(record_t) else None,
+        end=None if ended is None else ended.t if ended.at is None else ended.at,
+        ending=ended.ending if ended else None,
+        reason=ended.reason if ended else None,
+        first_step=first.step if first else None,
         last_step=max(steps, default=None),
-        restored_step=_get_field(restored, "step"),
+        restored_step=restored.step if restored else None,
         committed_step=max(checkpoints, default=None),
-        requeued=_get_field(events.find_last(log, "requeued"), "how"),
-        stopped=_get_field(events.find_last(log, "stopped"), "why"),
+        requeued=requeued.how if requeued else None,
+        stopped=stopped.why if stopped else None,
         record_error=record_error,
         roll_backs=len(list(events.filter_by_name(log, "rolled_back"))),
-        ended_by_script=_get_field(ended, "by_script") is True,
+        ended_by_script=ended is not None and ended.by_script is True,
         rolled_back_to=_oldest_rolled_back_step(log),
     )
 
@@ -107,9 +101,9 @@ def list_read_errors(run: RunDir, history: Sequence[Attempt]) -> list[str]:
 
 
 def _oldest_rolled_back_step(log: Sequence[events.Event]) -> int | None:
-    targets = [e.get("to_step") for e in events.filter_by_name(log, "rolled_back")]
-    damaged = [e.get("step") for e in events.filter_by_name(log, "restored") if e.get("skipped")]
-    return min((int(step) for step in (*targets, *damaged) if step is not None), default=None)
+    targets = [e.to_step for e in events.select(log, event_types.RolledBack)]
+    damaged = [e.step for e in events.select(log, event_types.Restored) if e.skipped]
+    return min((step for step in (*targets, *damaged) if step is not None), default=None)
 
 
 def _list_committed_steps(log: Sequence[events.Event]) -> list[int]:
@@ -160,8 +154,8 @@ def _add_unreported_commits(history: list[Attempt], newest: int | None) -> list[
 
 def load_budgeted_attempts(run: RunDir) -> list[Attempt]:
     """The attempts that count against the budgets: those since the owner last continued the run by hand."""
-    continued = events.find_last(events.for_run(run), "continued")
-    start = float(continued["t"]) if continued else 0.0
+    continued = events.select_last(events.for_run(run), event_types.Continued)
+    start = continued.t if continued else 0.0
     return [a for a in load_attempts(run) if a.start is None or a.start >= start]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from clustertrain.config.contract import ContractSpec
-from clustertrain.run import attempts, events, json_files, metrics
+from clustertrain.run import attempts, event_types, events, json_files, metrics
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.run_dir import RunDir
 
@@ -79,8 +79,8 @@ def _find_attempt_end(run: RunDir, attempt: Attempt) -> float:
 
 
 def _find_world_size(run: RunDir, attempt: Attempt) -> int | None:
-    session = events.find_last(events.for_attempt(run.attempt(attempt.n)), "session_started")
-    return int(session["world_size"]) if session else None
+    session = events.select_last(events.for_attempt(run.attempt(attempt.n)), event_types.SessionStarted)
+    return session.world_size if session else None
 
 
 def compute_run_usage(run: RunDir, contract: ContractSpec, now: float | None) -> BudgetUsage:

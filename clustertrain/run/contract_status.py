@@ -13,7 +13,7 @@ from clustertrain import schema
 from clustertrain.config.contract import ContractSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError, PermissionDenied
-from clustertrain.run import budget, events, json_files
+from clustertrain.run import budget, event_types, events, json_files
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.budget import BudgetUsage
 from clustertrain.run.run_dir import RunDir
@@ -110,7 +110,7 @@ def _find_newest_evaluation(run: RunDir) -> dict[str, Any]:
                 resume_step = min(resume_step, event[key])
         # One that found no checkpoint has restored nothing. Not above: a step's evaluation is told before the step.
         resume_step = min(
-            [resume_step, *(e["step"] - 1 for e in events.filter_by_name(log, "first_step") if "step" in e)]
+            [resume_step, *(e.step - 1 for e in events.select(log, event_types.FirstStep) if e.step is not None)]
         )
     return {}
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from clustertrain.run import endings, events, metrics, metrics_file, state
+from clustertrain.run import endings, event_types, events, metrics, metrics_file, state
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import is_script_run
@@ -84,9 +84,9 @@ def compute_goodput(
     job is in the scheduler's queue, perhaps put back without a word of the last attempt."""
     total = Goodput()
     log = events.for_run(run)
-    submitted = events.find_last(log, "submitted")
+    submitted = events.select_last(log, event_types.Submitted)
     starts = [a.start for a in history if a.start is not None]
-    submit_times = [float(submitted["t"])] if submitted else []
+    submit_times = [submitted.t] if submitted else []
     previous_end = min(
         submit_times + starts, default=now
     )  # the submitting host's clock may be ahead of the first start
@@ -121,7 +121,7 @@ def _find_queue_start(log: Sequence[events.Event], previous_end: float, until: f
     """When the wait for the next start began: at ``previous_end``, or later where the run had ended there, with a word
     or without one, and was continued by hand."""
     return next(
-        (t for e in events.filter_by_name(log, "continued") if previous_end <= (t := float(e["t"])) <= until),
+        (e.t for e in events.select(log, event_types.Continued) if previous_end <= e.t <= until),
         previous_end,
     )
 
@@ -133,8 +133,8 @@ def _find_queue_end(log: Sequence[events.Event], history: Sequence[Attempt], now
         return now if last is None or last.ending is not None else -math.inf
     if last is not None and (last.requeued is None or state.is_settled(history)):
         return -math.inf
-    cancelled = events.find_last(log, "cancelled")  # in the queue
-    return float(cancelled["t"]) if cancelled else -math.inf
+    cancelled = events.select_last(log, event_types.Cancelled)  # in the queue
+    return cancelled.t if cancelled else -math.inf
 
 
 def _estimate_attempt_end(
@@ -182,7 +182,8 @@ class _AttemptTimeline:
         self._add_span(total, (start, train_start), "startup_s")
         self._add_span(total, (train_start, train_end), "other_s", self._sum_steps(max_step, train_start))
         is_clean_exit = (
-            events.find_last(self._log, "stop_agreed") is not None or self._attempt.ending == endings.COMPLETED
+            events.select_last(self._log, event_types.StopAgreed) is not None
+            or self._attempt.ending == endings.COMPLETED
         )
         self._add_span(
             total, (train_end, end), "other_s" if is_running else "shutdown_s" if is_clean_exit else "lost_s"
@@ -191,9 +192,9 @@ class _AttemptTimeline:
 
     def _first_step(self) -> float | None:
         """When it began."""
-        event = next(events.filter_by_name(self._log, "first_step"), None)
+        event = next(events.select(self._log, event_types.FirstStep), None)
         if event is not None:
-            return float(event["t_begin"] if "t_begin" in event else event["t"])
+            return event.t if event.t_begin is None else event.t_begin
         row = (
             next(iter(metrics_file.read_first(self._files[0][0])), {}) if self._files else {}
         )  # a full disk took the event
@@ -202,13 +203,13 @@ class _AttemptTimeline:
 
     def _add_without_steps(self, total: Goodput, span: tuple[float, float]) -> None:
         """Killed while it started; or a script of the user's own that trains without ``session.steps``."""
-        session = events.find_last(self._log, "session_started")
-        ranks_up = session or events.find_last(self._log, "ranks_started")
+        session = events.select_last(self._log, event_types.SessionStarted)
+        ranks_up = session or events.select_last(self._log, event_types.RanksStarted)
         start, end = span
         if ranks_up is None or (session is not None and self._attempt.ending != endings.COMPLETED):
             self._add_span(total, span, "startup_s")
             return
-        startup_end = min(max(float(ranks_up["t"]), start), end)
+        startup_end = min(max(ranks_up.t, start), end)
         self._add_span(total, (start, startup_end), "startup_s")
         self._add_span(total, (startup_end, end), "other_s")
 

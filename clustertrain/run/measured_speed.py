@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from clustertrain.run import events, json_files, metrics_file
+from clustertrain.run import event_types, events, json_files, metrics_file
 from clustertrain.run.run_dir import AttemptDir, RunDir
 
 # Compilation, the choice of kernels, the allocator and the data's first batches; and until its queue is full the host
@@ -31,9 +31,9 @@ def split_by_world_size(run: RunDir, world_size: int) -> tuple[list[AttemptDir],
     others: list[AttemptDir] = []
     for attempt in run.attempts():
         log = events.for_attempt(attempt)
-        started = events.find_last(log, "session_started")
-        if started is not None and events.find_last(log, "first_step") is not None:
-            (matching if started.get("world_size") == world_size else others).append(attempt)
+        started = events.select_last(log, event_types.SessionStarted)
+        if started is not None and events.select_last(log, event_types.FirstStep) is not None:
+            (matching if started.world_size == world_size else others).append(attempt)
     return matching, others
 
 
