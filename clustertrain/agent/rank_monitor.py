@@ -1,4 +1,4 @@
-"""The ranks of a node while they run: what they have said, and what can be seen of their processes."""
+"""Monitoring of a node's ranks while they run, by their records and processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ AFTER_END_S = 20.0
 
 
 class RankMonitor:
-    """``others_done``: whether the ranks of all other nodes have completed; asked while some of this node's have."""
+    """Monitor of the ranks of one node.
+
+    ``others_done`` returns whether the ranks of all other nodes have completed.
+    """
 
     def __init__(self, folder: Path, ranks: Sequence[int], torchrun_pid: int, others_done: Callable[[], bool]) -> None:
         self._folder = folder
@@ -34,7 +37,7 @@ class RankMonitor:
         self.hung_ranks: frozenset[int] = frozenset()
 
     def poll(self, now: float) -> None:
-        """Once a second."""
+        """Update the state; called once per second."""
         records = read_rank_records(self._folder, self._ranks)
         if len(records) == len(self._ranks):
             self.ended_at = self.ended_at or now
@@ -46,7 +49,7 @@ class RankMonitor:
             self._check_exit_hang(now, records)
 
     def should_terminate(self, now: float) -> bool:
-        """Whether torchrun has no reason left to live."""
+        """Return whether torchrun should be ended."""
         return (
             bool(self.hung_ranks)
             or _has_elapsed(self._failed_at, FAILURE_GRACE_S, now)
@@ -54,7 +57,7 @@ class RankMonitor:
         )
 
     def record_final_state(self, now: float) -> None:
-        """Before the ranks are ended from outside."""
+        """Record stopped and hung ranks before the agent ends the ranks."""
         self._note_stopped()
         if self._hang_detector.was_hanging(now):
             self.hung_ranks = frozenset(self._ranks) - read_rank_records(self._folder, self._ranks).keys()

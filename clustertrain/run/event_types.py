@@ -323,7 +323,7 @@ class Judged(Event, frozen=True, kw_only=True):
     value: float | None = None
     best: float | None = None
     best_step: int | None = None
-    slices: dict[str, dict[str, float]] | None = None
+    slices: dict[str, dict[str, float | None]] | None = None
     """`{NAME: {"value", "best"}}`, the slices in the contract."""
 
 
@@ -588,7 +588,8 @@ def collect_field_types() -> dict[str, type]:
     Reads the annotations as text: msgspec.inspect takes 20 ms for all events.
     """
     types: dict[str, set[type]] = {}
-    for event_type in (Event, *EVENTS.values()):
+    event_classes: tuple[type[Event], ...] = (Event, *EVENTS.values())
+    for event_type in event_classes:
         for name, annotation in event_type.__annotations__.items():
             if name in event_type.__struct_fields__:
                 members = (member.strip().partition("[")[0] for member in annotation.split("|"))

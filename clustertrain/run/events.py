@@ -117,3 +117,9 @@ def select_last(events: Iterable[Event], event_type: type[E]) -> E | None:
     """Return the last event of one type as a struct."""
     matches = list(filter_by_name(events, event_type.__struct_config__.tag))
     return next(select(reversed(matches), event_type), None)
+
+
+def to_struct(event: Event) -> event_types.Event | None:
+    """Return an event as a struct; None if this version does not know its name."""
+    event_type = event_types.EVENTS.get(event["event"])
+    return None if event_type is None else convert_leniently(event, event_type)

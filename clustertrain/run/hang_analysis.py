@@ -1,6 +1,6 @@
-"""Whom a collective that timed out waited for, from what all ranks left behind.
+"""Find the rank that a timed-out collective waited for, from the outcomes of all ranks.
 
-The ranks that report the timeout are those that waited. They are never the cause.
+The ranks that report the timeout are those that waited; they are never the cause.
 """
 
 from __future__ import annotations
