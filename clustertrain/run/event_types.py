@@ -592,6 +592,6 @@ def collect_field_types() -> dict[str, type]:
     for event_type in event_classes:
         for name, annotation in event_type.__annotations__.items():
             if name in event_type.__struct_fields__:
-                members = (member.strip().partition("[")[0] for member in annotation.split("|"))
+                members = re.sub(r"\[.*\]", "", annotation).split(" | ")  # list[str] | None: list, None
                 types.setdefault(name, set()).update(_JSON_TYPES[m] for m in members if m != "None")
     return {name: next(iter(found)) for name, found in types.items() if len(found) == 1}
