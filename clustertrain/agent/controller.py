@@ -24,8 +24,9 @@ from clustertrain.agent.signals import Signals
 from clustertrain.agent.startup import claim_run, requeue_or_fail
 from clustertrain.config.job import RunSpec
 from clustertrain.errors import EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, CommandFailed
-from clustertrain.run import attempts, budget, endings, events
+from clustertrain.run import attempts, budget, endings, event_types, events
 from clustertrain.run.events import EventLog
+from clustertrain.run.results import NodeResult, parse_node_result
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.stop_lead_time import compute_lead_s
 from clustertrain.scheduler.backend import RUNNING, Backend, JobView
@@ -142,7 +143,8 @@ class JobController:
     def stop_if_budget_spent(self) -> int | None:
         """Earlier attempts that were killed decided nothing: is there a budget left for this one?"""
         history = [a for a in attempts.load_budgeted_attempts(self.run) if a.n < self.attempt.n]
-        ending, reason = endings.BUDGET_SPENT, self._contract_stop_reason()
+        ending: endings.Ending = endings.BUDGET_SPENT
+        reason = self._contract_stop_reason()
         if not reason:
             if not history or history[-1].ending is None:
                 return None
@@ -326,12 +328,12 @@ class JobController:
     def _watch_failures(self, step: StepState, now: float) -> None:
         """A node that failed leaves the others in a collective, and srun waits for all of them."""
         results = self._read_results()
-        failed = any(r["ending"] == "failed" for r in results.values()) or bool(self._nodes_without_agent(results))
+        failed = any(r.ending == "failed" for r in results.values()) or bool(self._nodes_without_agent(results))
         if (failed or len(results) == len(self.nodes)) and step.ended_at is None:
             step.ended_at = now
         # Only agents whose ranks ended by themselves have more to do.
         completed = (
-            not failed and all(r["ending"] == "completed" for r in results.values()) and step.stop_requested_at is None
+            not failed and all(r.ending == "completed" for r in results.values()) and step.stop_requested_at is None
         )
         patience_s = AFTER_RESULTS_S if completed else AFTER_END_S
         if step.ended_at is not None and now - step.ended_at > patience_s:
@@ -353,8 +355,8 @@ class JobController:
         elif now - step.aborted_at > AFTER_ABORT_S:
             step.child.kill()
 
-    def _read_results(self) -> dict[str, dict[str, Any]]:
-        results = {n: fsio.poll_json(self.attempt.result_path(n)) for n in self.nodes}
+    def _read_results(self) -> dict[str, NodeResult]:
+        results = {n: parse_node_result(fsio.poll_json(self.attempt.result_path(n))) for n in self.nodes}
         return {n: r for n, r in results.items() if r is not None}
 
     def _query_job(self) -> JobView | None:
@@ -377,7 +379,7 @@ class JobController:
     def _evidence(self, step: StepState, requeue_action: RequeueAction) -> Evidence:
         clock.wait_until(lambda: len(self._read_results()) == len(self.nodes), LATE_RESULTS_S, POLL_S)
         results = self._read_results()
-        completed = len(results) == len(self.nodes) and all(r["ending"] == "completed" for r in results.values())
+        completed = len(results) == len(self.nodes) and all(r.ending == "completed" for r in results.values())
         cancelled = self.run.cancel_marker.exists()
         view = (
             None if completed or cancelled else requeue_action.query_job()
@@ -385,9 +387,8 @@ class JobController:
         self._note_preemption(step, view)
         if view is not None:
             view = replace(view, preempt_time=step.preempt_time)
-        log = events.for_attempt(self.attempt)
-        sources = dict.fromkeys(str(e.get("source")) for e in events.filter_by_name(log, "signal"))
-        stop_times = [float(e["t"]) for e in events.filter_by_name(log, "signal")]
+        stop_requests = list(events.select(events.for_attempt(self.attempt), event_types.Signal))
+        sources = dict.fromkeys(str(request.source) for request in stop_requests)
         # The limit that counts is that of now: an administrator may have changed it since the last look.
         has_end_time = view is not None and view.state == RUNNING and view.end_time is not None
         return Evidence(
@@ -400,7 +401,7 @@ class JobController:
             requeue_requested=step.requeue_requested,
             end_time=view.end_time if view is not None and has_end_time else self.deadline.end_time,
             lead_s=self.deadline.lead_for_sources(sources),
-            stop_requested_at=min(stop_times, default=None),
+            stop_requested_at=min((request.t for request in stop_requests), default=None),
             stop_sources=tuple(sources),
             out_of_time=step.out_of_time,
             now=clock.now(),
@@ -409,8 +410,8 @@ class JobController:
         )
 
     def _log_ending(self, verdict: Verdict, evidence: Evidence) -> None:
-        steps = [r["step"] for r in evidence.results.values() if r.get("step") is not None]
-        ranks = [rank for r in evidence.results.values() for rank in r.get("ranks") or ()]
+        results = evidence.results.values()
+        steps = [r.step for r in results if r.step is not None]
         self.log.write(
             "ended",
             ending=verdict.ending,
@@ -418,7 +419,7 @@ class JobController:
             last_step=max(steps, default=None),
             job_id=self.job_id,
             step_exit=evidence.step_exit_code,
-            by_script=any(rank.get("by_script") for rank in ranks),
+            by_script=any(rank.by_script for result in results for rank in result.ranks),
         )
 
 

@@ -15,13 +15,14 @@ from pathlib import Path
 
 from clustertrain import clock, proc, schema, settings
 from clustertrain.agent import scratch_run
-from clustertrain.agent.node_result import NodeResult, RankObservations, build_node_result, read_rank_records
+from clustertrain.agent.node_result import RankObservations, build_node_result, read_rank_records
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError, UnsuitableEnvironment, UsageError
 from clustertrain.plan.cost.memory import GIB
 from clustertrain.plan.layout import Batch
 from clustertrain.plan.request import DEFAULT_CPU_GIB
 from clustertrain.plan.search import micro_batch as trials
 from clustertrain.plan.search.micro_batch import Trial, TrialMeasurement, TrialSearch
+from clustertrain.run.results import NodeResult
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler import rendezvous, torchrun
 from clustertrain.submit.preflight import data
@@ -163,7 +164,7 @@ class _FailureTimeout:
 
     def __call__(self) -> bool:
         if self._failed_at is None:
-            if any(r["ending"] == "failed" for r in read_rank_records(self._rank_dir, self._ranks).values()):
+            if any(r.ending == "failed" for r in read_rank_records(self._rank_dir, self._ranks).values()):
                 self._failed_at = clock.monotonic()
             return False
         return clock.monotonic() - self._failed_at > torchrun.FAILURE_GRACE_S
@@ -171,7 +172,7 @@ class _FailureTimeout:
 
 def _is_out_of_memory(result: NodeResult, output: str) -> bool:
     """Whether a trial ended for want of memory; ``output`` is what torchrun printed."""
-    messages = [str((r.get("error") or {}).get("message", "")).lower() for r in result.ranks]
+    messages = [r.error.message.lower() for r in result.ranks if r.error is not None]
     if result.kind == "out_of_memory" or any(phrase in message for phrase in _OOM_MESSAGES for message in messages):
         return True
     # The kernel's way, on the host. Its peers see a closed connection, and what it leaves itself is torchrun's line.

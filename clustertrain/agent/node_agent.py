@@ -8,9 +8,10 @@ import shutil
 import signal
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent import deadline as deadlines
@@ -18,9 +19,9 @@ from clustertrain.agent.controller_watch import SCHEDULER_TIMEOUT_S, ControllerW
 from clustertrain.agent.node_context import NodeContext, load_node_context
 from clustertrain.agent.node_environment import NodeJob, inspect_node
 from clustertrain.agent.node_result import (
-    NodeResult,
     RankObservations,
     build_node_result,
+    failed_record,
     read_finished_records,
     read_rank_records,
 )
@@ -33,6 +34,7 @@ from clustertrain.agent.tracking import TrackingProcess
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, UnsuitableEnvironment
 from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog
+from clustertrain.run.results import ErrorInfo, FailureKind, NodeResult, parse_node_result
 from clustertrain.scheduler import rendezvous, torchrun
 from clustertrain.scheduler.sockets import find_interface_to
 
@@ -79,7 +81,7 @@ class NodeAgent:
                 telemetry.compact_earlier()
                 self.tracking.start()
             result = self._run_ranks()
-            fsio.write_json(p.attempt.result_path(p.node), result.to_json())
+            fsio.write_json(p.attempt.result_path(p.node), msgspec.to_builtins(result))
             self.log.write("ranks_ended", node=p.node, ending=result.ending, exit_code=result.exit_code)
             self._requeue_if_controller_gone()
             hurry = result.ending == "stopped" or self._should_hurry()
@@ -112,9 +114,10 @@ class NodeAgent:
             rdzv = self._join_rendezvous()
             child = self._start_torchrun(rdzv)
         except ClusterTrainError as e:
-            kind = "environment" if e.exit_code == EXIT_CONFIG else "communication"
-            error = {"type": type(e).__name__, "message": str(e)}
-            return build_node_result(p.node, p.node_rank, p.ranks, {r: _failed_record(r, kind, error) for r in p.ranks})
+            kind: FailureKind = "environment" if e.exit_code == EXIT_CONFIG else "communication"
+            error = ErrorInfo(type=type(e).__name__, message=str(e))
+            records = {r: failed_record(r, kind, error, exit_code=EXIT_CONFIG) for r in p.ranks}
+            return build_node_result(p.node, p.node_rank, p.ranks, records)
         self.log.write("ranks_started", world_size=len(p.nodes) * p.ranks_per_node, rendezvous=rdzv.id)
         monitor = RankMonitor(self.rank_dir, p.ranks, child.pid, self._have_others_completed)
         try:
@@ -146,13 +149,14 @@ class NodeAgent:
         """That the ranks were ended is no failure of theirs."""
         reason = f"taken over by attempt {newer}"
         print(f"clustertrain agent on {self.context.node}: {reason}", file=sys.stderr, flush=True)
-        return replace(result, ending="stopped", kind=None, message=None, why=reason, exit_code=EXIT_NO_REQUEUE)
+        return msgspec.structs.replace(
+            result, ending="stopped", kind=None, message=None, reason=reason, exit_code=EXIT_NO_REQUEUE
+        )
 
     def _have_others_completed(self) -> bool:
-        results = (
-            fsio.poll_json(self.context.attempt.result_path(n)) for n in self.context.nodes if n != self.context.node
-        )
-        return all(result is not None and result["ending"] == "completed" for result in results)
+        others = (n for n in self.context.nodes if n != self.context.node)
+        results = (parse_node_result(fsio.poll_json(self.context.attempt.result_path(n))) for n in others)
+        return all(result is not None and result.ending == "completed" for result in results)
 
     @property
     def _launcher_log(self) -> Path:
@@ -306,10 +310,6 @@ class NodeAgent:
         self.log.write("signal", node=self.context.node, source=source)
         if self.telemetry is not None:
             self.telemetry.suspend()
-
-
-def _failed_record(rank: int, kind: str, error: dict[str, str]) -> dict[str, Any]:
-    return {"rank": rank, "ending": "failed", "kind": kind, "exit_code": EXIT_CONFIG, "error": error}
 
 
 def _read_tail(log: Path, size: int = 65_536) -> str:

@@ -1,14 +1,15 @@
-"""The ranks of a node while they run: what they have said, and what can be seen of their processes."""
+"""Monitoring of a node's ranks while they run, by their records and processes."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clustertrain.agent.hang_at_exit import CHECK_INTERVAL_S, ExitHangDetector
 from clustertrain.agent.node_result import read_finished_records, read_rank_records
+from clustertrain.run.results import RankResult
 from clustertrain.scheduler.torchrun import FAILURE_GRACE_S
 
 if TYPE_CHECKING:
@@ -18,7 +19,10 @@ AFTER_END_S = 20.0
 
 
 class RankMonitor:
-    """``others_done``: whether the ranks of all other nodes have completed; asked while some of this node's have."""
+    """Monitor of the ranks of one node.
+
+    ``others_done`` returns whether the ranks of all other nodes have completed.
+    """
 
     def __init__(self, folder: Path, ranks: Sequence[int], torchrun_pid: int, others_done: Callable[[], bool]) -> None:
         self._folder = folder
@@ -29,15 +33,15 @@ class RankMonitor:
         self._next_hang_check = 0.0
         self._failed_at: float | None = None
         self.ended_at: float | None = None
-        self.stopped_ranks: frozenset[int] = frozenset()  # see results.Seen
+        self.stopped_ranks: frozenset[int] = frozenset()  # see RankObservations
         self.hung_ranks: frozenset[int] = frozenset()
 
     def poll(self, now: float) -> None:
-        """Once a second."""
+        """Update the state; called once per second."""
         records = read_rank_records(self._folder, self._ranks)
         if len(records) == len(self._ranks):
             self.ended_at = self.ended_at or now
-        if self._failed_at is None and any(r["ending"] == "failed" for r in records.values()):
+        if self._failed_at is None and any(r.ending == "failed" for r in records.values()):
             self._failed_at = now
             self._note_stopped()
         if now >= self._next_hang_check and self.ended_at is None:
@@ -45,7 +49,7 @@ class RankMonitor:
             self._check_exit_hang(now, records)
 
     def should_terminate(self, now: float) -> bool:
-        """Whether torchrun has no reason left to live."""
+        """Return whether torchrun should be ended."""
         return (
             bool(self.hung_ranks)
             or _has_elapsed(self._failed_at, FAILURE_GRACE_S, now)
@@ -53,7 +57,7 @@ class RankMonitor:
         )
 
     def record_final_state(self, now: float) -> None:
-        """Before the ranks are ended from outside."""
+        """Record stopped and hung ranks before the agent ends the ranks."""
         self._note_stopped()
         if self._hang_detector.was_hanging(now):
             self.hung_ranks = frozenset(self._ranks) - read_rank_records(self._folder, self._ranks).keys()
@@ -64,8 +68,8 @@ class RankMonitor:
         stopped_states = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         self.stopped_ranks |= {rank for rank, p in self._processes().items() if _status(p) in stopped_states}
 
-    def _check_exit_hang(self, now: float, records: dict[int, dict[str, Any]]) -> None:
-        completed = all(r["ending"] == "completed" for r in records.values())
+    def _check_exit_hang(self, now: float, records: dict[int, RankResult]) -> None:
+        completed = all(r.ending == "completed" for r in records.values())
         remaining = [r for r in self._ranks if r not in records]
         finished = read_finished_records(self._folder, remaining)
         is_exiting = completed and (bool(records) or len(finished) == len(remaining))

@@ -1,18 +1,17 @@
-"""What happened in each attempt, read from its events."""
+"""The attempts of a run, read from their events."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
-from clustertrain.run import events, json_files, metrics, safe_names
+from clustertrain.run import event_types, events, json_files, metrics, safe_names
 from clustertrain.run.run_dir import AttemptDir, RunDir
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of the run. ``ending`` is None while nobody has written one."""
+    """One start of the run."""
 
     n: int
     job_id: str
@@ -22,82 +21,84 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     start: float | None
     end: float | None
     ending: str | None
+    """One of :data:`clustertrain.run.endings.Ending`; None until it is recorded."""
     reason: str | None
-    first_step: int | None  # the step it started from
-    last_step: int | None  # the newest step that it is known to have done
+    first_step: int | None
+    """Steps completed after the attempt's first step."""
+    last_step: int | None
+    """The newest step that is known to be complete."""
     restored_step: int | None
-    committed_step: int | None  # the newest that this attempt committed
-    requeued: str | None  # how: requeue, resubmit, slurm
-    stopped: str | None  # why the run will not be continued
-    record_error: str | None = None  # what of its attempt.json does not read, and was left out
-    roll_backs: int = 0  # how often it went back to an earlier checkpoint because training went wrong
-    ended_by_script: bool = (
-        False  # it stopped because its script exited with 0 by itself: only that knows what it has saved
-    )
-    rolled_back_to: int | None = (
-        None  # the oldest step that it went back to, or restored because newer ones were damaged
-    )
+    committed_step: int | None
+    """Step of the newest checkpoint that this attempt committed."""
+    requeued: str | None
+    """How the run was continued: requeue, resubmit, slurm."""
+    stopped: str | None
+    """Why the run will not be continued."""
+    record_error: str | None = None
+    """What could not be read in attempt.json."""
+    roll_backs: int = 0
+    """Number of returns to an earlier checkpoint because training went wrong."""
+    ended_by_script: bool = False
+    """The script exited with 0 by itself, so only the script knows what it saved."""
+    rolled_back_to: int | None = None
+    """The oldest step that the attempt rolled back to, or restored because newer checkpoints were damaged."""
 
     @property
     def made_progress(self) -> bool:
-        """It committed a step that was not there before."""
+        """Whether it committed a newer step than it started from."""
         return self.committed_step is not None and self.committed_step > (self.restored_step or 0)
 
 
 _RECORD_TYPES = {"job_id": str, "restart": float, "nodes": list, "host": str, "t": float}
 
 
-def _get_field(event: events.Event | None, key: str) -> Any:
-    return event.get(key) if event else None
-
-
-def _first_not_none(*values: Any) -> Any:
-    return next((v for v in values if v is not None), None)
-
-
 def load_attempt(run: RunDir, attempt: AttemptDir) -> Attempt:
+    """Load one attempt, as far as its files are readable."""
     log = events.for_attempt(attempt)
     record, record_error = json_files.load_document(attempt.record, _RECORD_TYPES)
     if (invalid_fields := safe_names.sanitize(record)) and record_error is None:
         record_error = f"{attempt.record}: not what it should be: {', '.join(invalid_fields)}"
-    started, ended = events.find_last(log, "started"), events.find_last(log, "ended")
-    first = next(events.filter_by_name(log, "first_step"), None)
-    # Not those of a script's later loops, which take up what an earlier one of the same attempt has left.
-    startup_log = log if first is None else [e for e in log if e["t"] <= first["t"]]
-    restored = events.find_last(startup_log, "restored")
+    started = events.select_last(log, event_types.Started)
+    ended = events.select_last(log, event_types.Ended)
+    first = next(events.select(log, event_types.FirstStep), None)
+    # Not the restores of a script's later loops, which continue from an earlier loop of the same attempt.
+    startup_log = log if first is None else [e for e in log if e["t"] <= first.t]
+    restored = events.select_last(startup_log, event_types.Restored)
+    requeued = events.select_last(log, event_types.Requeued)
+    stopped = events.select_last(log, event_types.Stopped)
     checkpoints = _list_committed_steps(log)
     newest_row = metrics.find_newest_row(run, attempt.n)
-    last_step = _get_field(ended, "last_step")
+    last_step = ended.last_step if ended else None
     if first is None and restored is None:
-        last_step = last_step or None  # 0: of a rank that has reported no step
-    steps = [s for s in (last_step, _get_field(newest_row, "step"), *checkpoints) if s is not None]
+        last_step = last_step or None  # 0: a rank that reported no step
+    newest_row_step = newest_row.get("step") if newest_row else None
+    steps = [s for s in (last_step, newest_row_step, *checkpoints) if s is not None]
+    record_t = record.get("t")
     return Attempt(
         n=attempt.n,
         job_id=record.get("job_id", ""),
         restart=int(record.get("restart", 0)),
         nodes=tuple(record.get("nodes", ())),
         host=record.get("host", ""),
-        start=_first_not_none(
-            _get_field(started, "t"), record_t if events.is_timestamp(record_t := record.get("t")) else None
-        ),
-        end=_first_not_none(_get_field(ended, "at"), _get_field(ended, "t")),
-        ending=_get_field(ended, "ending"),
-        reason=_get_field(ended, "reason"),
-        first_step=_get_field(first, "step"),
+        start=started.t if started else record_t if events.is_timestamp(record_t) else None,
+        end=None if ended is None else ended.t if ended.at is None else ended.at,
+        ending=ended.ending if ended else None,
+        reason=ended.reason if ended else None,
+        first_step=first.step if first else None,
         last_step=max(steps, default=None),
-        restored_step=_get_field(restored, "step"),
+        restored_step=restored.step if restored else None,
         committed_step=max(checkpoints, default=None),
-        requeued=_get_field(events.find_last(log, "requeued"), "how"),
-        stopped=_get_field(events.find_last(log, "stopped"), "why"),
+        requeued=requeued.how if requeued else None,
+        stopped=stopped.why if stopped else None,
         record_error=record_error,
         roll_backs=len(list(events.filter_by_name(log, "rolled_back"))),
-        ended_by_script=_get_field(ended, "by_script") is True,
+        ended_by_script=ended is not None and ended.by_script is True,
         rolled_back_to=_oldest_rolled_back_step(log),
     )
 
 
 def list_read_errors(run: RunDir, history: Sequence[Attempt]) -> list[str]:
-    """What of the attempts' records and of the plan does not read, with paths within the run's folder."""
+    """Return the read errors of the attempts' records and of the plan, with paths relative to the run's folder."""
     try:
         plan_error = json_files.load_document(run.plan).error
     except PermissionError:
@@ -107,13 +108,13 @@ def list_read_errors(run: RunDir, history: Sequence[Attempt]) -> list[str]:
 
 
 def _oldest_rolled_back_step(log: Sequence[events.Event]) -> int | None:
-    targets = [e.get("to_step") for e in events.filter_by_name(log, "rolled_back")]
-    damaged = [e.get("step") for e in events.filter_by_name(log, "restored") if e.get("skipped")]
-    return min((int(step) for step in (*targets, *damaged) if step is not None), default=None)
+    targets = [e.to_step for e in events.select(log, event_types.RolledBack)]
+    damaged = [e.step for e in events.select(log, event_types.Restored) if e.skipped]
+    return min((step for step in (*targets, *damaged) if step is not None), default=None)
 
 
 def _list_committed_steps(log: Sequence[events.Event]) -> list[int]:
-    """The steps that were committed and still count: going back takes away those that are newer."""
+    """Return the committed steps that still count: a rollback removes newer ones."""
     steps: list[int] = []
     for event in log:
         if event["event"] == "checkpoint":
@@ -124,22 +125,24 @@ def _list_committed_steps(log: Sequence[events.Event]) -> list[int]:
 
 
 def load_attempts(run: RunDir) -> list[Attempt]:
-    """All attempts, oldest first."""
+    """Load all attempts, oldest first."""
     return _add_unreported_commits([load_attempt(run, a) for a in run.attempts()], _find_newest_committed(run))
 
 
 def _find_newest_committed(run: RunDir) -> int | None:
     try:
         return max(run.committed_steps(), default=None)
-    except OSError:  # it would only have added to what the events tell
+    except OSError:  # the events are the main source; the folder only adds to them
         return None
 
 
 def _add_unreported_commits(history: list[Attempt], newest: int | None) -> list[Attempt]:
-    """Whoever is killed just after a commit cannot tell of it, and the commit counts all the same. What a later attempt
-    has restored, or ``newest`` of what is there now, is of the last attempt that had begun before that step, unless an
-    earlier one has told of it, and it has counted since."""
-    reported = [0]  # by attempt, the newest step that those before it have told of
+    """Add commits without an event, which a process killed just after the commit cannot write.
+
+    The step that a later attempt restored, or the ``newest`` one in the folder, belongs to the last attempt that
+    started before that step, unless an earlier attempt reported it and it has not been rolled back since.
+    """
+    reported = [0]  # by attempt, the newest step that earlier attempts reported
     for attempt in history:
         if attempt.rolled_back_to is not None:
             reported[-1] = min(reported[-1], attempt.rolled_back_to)
@@ -159,15 +162,15 @@ def _add_unreported_commits(history: list[Attempt], newest: int | None) -> list[
 
 
 def load_budgeted_attempts(run: RunDir) -> list[Attempt]:
-    """The attempts that count against the budgets: those since the owner last continued the run by hand."""
-    continued = events.find_last(events.for_run(run), "continued")
-    start = float(continued["t"]) if continued else 0.0
+    """Load the attempts that count against the retry budgets: those since the owner last continued the run."""
+    continued = events.select_last(events.for_run(run), event_types.Continued)
+    start = continued.t if continued else 0.0
     return [a for a in load_attempts(run) if a.start is None or a.start >= start]
 
 
 def load_submit_options(run: RunDir) -> dict[str, str]:
-    """What earlier submissions of the run were given besides job.sh, which the next one must not forget: the options of
-    ``clustertrain requeue``, the latest of each, and all nodes that were left out."""
+    """Return the sbatch options of earlier submissions, which the next one must repeat: the latest value of each option
+    of ``clustertrain requeue``, and all excluded nodes."""
     log = events.for_run(run)
     for attempt in run.attempts():
         log += list(events.filter_by_name(events.for_attempt(attempt), "requeued"))
@@ -175,7 +178,7 @@ def load_submit_options(run: RunDir) -> dict[str, str]:
     excluded: dict[str, None] = {}
     for event in sorted(log, key=lambda e: float(e["t"])):
         options.update({k: v for k, v in (event.get("options") or {}).items() if k != "exclude"})
-        exclude = (event.get("options") or {}).get("exclude")  # a list of Slurm's, kept as it is
+        exclude = (event.get("options") or {}).get("exclude")  # a Slurm hostlist, kept as it is
         excluded.update(dict.fromkeys([*([exclude] if exclude else []), *(event.get("exclude") or ())]))
     if excluded:
         options["exclude"] = ",".join(excluded)
@@ -183,7 +186,7 @@ def load_submit_options(run: RunDir) -> dict[str, str]:
 
 
 def list_job_ids(run: RunDir, history: Sequence[Attempt] | None = None) -> list[str]:
-    """All job ids that the run has held, the one mentioned last at the end."""
+    """Return all job ids of the run, the one mentioned last at the end."""
     mentions = [(float(e["t"]), str(e["job_id"])) for e in events.for_run(run) if e.get("job_id")]
     for attempt in history if history is not None else load_attempts(run):
         mentions.append((attempt.start or 0.0, attempt.job_id))

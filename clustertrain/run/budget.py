@@ -1,7 +1,7 @@
-"""What a run may cost, and what it has cost so far, over all of its attempts.
+"""The budget of a run and its usage so far, over all attempts.
 
-Counted is the time in which the job had its nodes. A GPU counts from the start of an attempt to its end, whatever it
-did; on CPUs a rank counts as a GPU.
+The time in which the job held its nodes counts: each GPU from the start of an attempt to its end. On CPUs a rank counts
+as a GPU.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from collections.abc import Sequence
 import msgspec
 
 from clustertrain.config.contract import ContractSpec
-from clustertrain.run import attempts, events, json_files, metrics
+from clustertrain.run import attempts, event_types, events, json_files, metrics
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.run_dir import RunDir
 
 
 class BudgetUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """``cost`` is in the money of ``contract.gpu_hour_cost``."""
+    """Resources that a run has used."""
 
     gpu_hours: float = 0.0
     wall_hours: float = 0.0
     cost: float = 0.0
+    """In the currency of ``contract.gpu_hour_cost``."""
 
     def add(self, seconds: float, gpus: int, gpu_hour_cost: float) -> BudgetUsage:
         hours = max(0.0, seconds) / 3600
@@ -37,7 +38,7 @@ LIMIT_KEYS = ("gpu_hours", "wall_hours", "cost")
 
 
 def format_spent(contract: ContractSpec, usage: BudgetUsage) -> str:
-    """Which limits are reached, in words; empty where none is."""
+    """Return a sentence that names the limits reached; empty if none is."""
     reached = [
         f"{getattr(usage, name):.4g} of {name} = {getattr(contract, name):g}"
         for name in LIMIT_KEYS
@@ -47,13 +48,15 @@ def format_spent(contract: ContractSpec, usage: BudgetUsage) -> str:
 
 
 def remaining(contract: ContractSpec, usage: BudgetUsage) -> dict[str, float]:
-    """By limit that the contract sets, what is left of it."""
+    """Return what is left of each limit that the contract sets."""
     return {n: max(0.0, limit - getattr(usage, n)) for n in LIMIT_KEYS if (limit := getattr(contract, n))}
 
 
 def compute_usage(run: RunDir, history: Sequence[Attempt], now: float | None, gpu_hour_cost: float) -> BudgetUsage:
-    """``history``: all attempts to be counted. ``now`` (UTC epoch s) where the last one of them may be running, else
-    None."""
+    """Return the usage of the attempts in ``history``.
+
+    ``now`` (UTC epoch s) is given if the last one may be running.
+    """
     usage = BudgetUsage()
     plan = json_files.load_document(run.plan, {"world_size": float}).value
     ranks = int(plan.get("world_size") or 1)
@@ -70,7 +73,7 @@ def compute_usage(run: RunDir, history: Sequence[Attempt], now: float | None, gp
 
 
 def _find_attempt_end(run: RunDir, attempt: Attempt) -> float:
-    """Of one that was killed without a word, its last sign of life."""
+    """Return the end of an attempt (UTC epoch s); if nothing recorded it, the time of the last event or row."""
     if attempt.end is not None:
         return attempt.end
     log = events.for_attempt(run.attempt(attempt.n))
@@ -79,10 +82,10 @@ def _find_attempt_end(run: RunDir, attempt: Attempt) -> float:
 
 
 def _find_world_size(run: RunDir, attempt: Attempt) -> int | None:
-    session = events.find_last(events.for_attempt(run.attempt(attempt.n)), "session_started")
-    return int(session["world_size"]) if session else None
+    session = events.select_last(events.for_attempt(run.attempt(attempt.n)), event_types.SessionStarted)
+    return session.world_size if session else None
 
 
 def compute_run_usage(run: RunDir, contract: ContractSpec, now: float | None) -> BudgetUsage:
-    """As :func:`compute_usage`, of all attempts that there are."""
+    """Return the usage of all attempts. See :func:`compute_usage`."""
     return compute_usage(run, attempts.load_attempts(run), now, contract.gpu_hour_cost)

@@ -1,4 +1,4 @@
-"""The contract of a run as its record has it, and how the run stands to it."""
+"""The contract in a run's record, and the run's progress against it."""
 
 from __future__ import annotations
 
@@ -13,50 +13,54 @@ from clustertrain import schema
 from clustertrain.config.contract import ContractSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError, PermissionDenied
-from clustertrain.run import budget, events, json_files
+from clustertrain.run import budget, event_types, events, json_files
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.budget import BudgetUsage
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 
-_RESTART_EVENTS = {"restored": "step", "rolled_back": "to_step"}  # events, and the step from which the run goes on
-
 
 class SliceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the newest evaluation. ``regression``: by how much it is worse than the best so far, 0 where it is not."""
+    """One slice of the validation data in the newest evaluation."""
 
     value: float | None
     best: float | None
     regression: float | None
+    """How much worse ``value`` is than ``best``; 0 if it is not worse."""
 
 
 class ContractStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """``value`` is of the newest evaluation, ``step`` where it was made, None before there is one. ``left``: by limit
-    that the contract sets; of a limit that is reached 0."""
+    """The contract, the newest evaluation and the budget used."""
 
     task: str = ""
     target: str = ""
     metric: str = ""
     higher_is_better: bool = False
     value: float | None = None
+    """The deciding metric in the newest evaluation; None before the first one."""
     step: int | None = None
+    """Step of the newest evaluation."""
     best: float | None = None
     best_step: int | None = None
     slices: dict[str, SliceStatus] = {}
     used: BudgetUsage | None = None
     left: dict[str, float] = {}
+    """What is left of each limit that the contract sets."""
     when_spent: str = "stop"
     resume: str = "elastic"
 
 
 def build_record(recipe: Recipe) -> dict[str, Any]:
-    """What record.json keeps of it."""
+    """Return the contract as record.json stores it."""
     contract: dict[str, Any] = msgspec.to_builtins(recipe.contract)
     return {**contract, "metric": recipe.deciding_metric, "higher_is_better": recipe.higher_is_better}
 
 
 def load_contract_status(run: RunDir, history: Sequence[Attempt], now: float | None) -> ContractStatus | None:
-    """``now`` (UTC epoch s) where the last attempt is running. None of a run whose record has no contract."""
+    """Return the status; None if the run's record has no contract.
+
+    ``now`` (UTC epoch s) is given while the last attempt runs.
+    """
     record = json_files.poll_document(run.record).get("contract")
     if not isinstance(record, dict):
         return None
@@ -65,19 +69,20 @@ def load_contract_status(run: RunDir, history: Sequence[Attempt], now: float | N
         return None
     evaluation = _find_newest_evaluation(run)
     usage = budget.compute_usage(run, history, now, contract.gpu_hour_cost) if contract.has_budget else None
-    higher_is_better = bool(evaluation.get("higher_is_better", record.get("higher_is_better")))
+    higher_is_better = evaluation.higher_is_better
+    if higher_is_better is None:
+        higher_is_better = bool(record.get("higher_is_better"))
     return ContractStatus(
         task=contract.task,
         target=contract.target,
-        metric=str(evaluation.get("metric", contract.metric)),
+        metric=contract.metric if evaluation.metric is None else evaluation.metric,
         higher_is_better=higher_is_better,
-        value=evaluation.get("value"),
-        step=evaluation.get("step"),
-        best=evaluation.get("best"),
-        best_step=evaluation.get("best_step"),
+        value=evaluation.value,
+        step=evaluation.step,
+        best=evaluation.best,
+        best_step=evaluation.best_step,
         slices={
-            name: _build_slice_status(values, higher_is_better)
-            for name, values in (evaluation.get("slices") or {}).items()
+            name: _build_slice_status(values, higher_is_better) for name, values in (evaluation.slices or {}).items()
         },
         used=usage,
         left=budget.remaining(contract, usage) if usage is not None else {},
@@ -87,35 +92,37 @@ def load_contract_status(run: RunDir, history: Sequence[Attempt], now: float | N
 
 
 def _load_limits(run: RunDir, record: dict[str, Any]) -> ContractSpec | None:
-    """The owner may have raised them in spec.toml since. None where they cannot be read."""
+    """Return the limits, which the owner may have raised in spec.toml; None if they cannot be read."""
     with contextlib.suppress(ConfigError, PermissionDenied):
         return msgspec.structs.replace(load_spec(run).recipe.contract, metric=str(record.get("metric", "")))
     fields = {f: record[f] for f in ContractSpec.__struct_fields__ if f in record}
     try:
         return schema.convert(fields, ContractSpec)
-    except msgspec.ValidationError:  # of another version
+    except msgspec.ValidationError:  # another version wrote it
         return None
 
 
-def _find_newest_evaluation(run: RunDir) -> dict[str, Any]:
-    """The newest evaluation of a step that counts: the run has not begun again before it since."""
+def _find_newest_evaluation(run: RunDir) -> event_types.Judged:
+    """Return the newest evaluation of a step that counts: the run has not restarted from an earlier step since.
+
+    Its fields are None if there is none.
+    """
     resume_step = math.inf
     for attempt in reversed(run.attempts()):
-        log = events.for_attempt(attempt)
+        log = [events.to_struct(e) for e in events.for_attempt(attempt)]
         for event in reversed(log):
-            if event["event"] == "judged" and event.get("step", 0) <= resume_step:
-                return event
-            key = _RESTART_EVENTS.get(event["event"])
-            if key in event:
-                resume_step = min(resume_step, event[key])
-        # One that found no checkpoint has restored nothing. Not above: a step's evaluation is told before the step.
-        resume_step = min(
-            [resume_step, *(e["step"] - 1 for e in events.filter_by_name(log, "first_step") if "step" in e)]
-        )
-    return {}
+            match event:
+                case event_types.Judged() if (event.step or 0) <= resume_step:
+                    return event
+                case event_types.Restored(step=int(restart_step)) | event_types.RolledBack(to_step=int(restart_step)):
+                    resume_step = min(resume_step, restart_step)
+        # An attempt without a checkpoint restored nothing. After the loop: an evaluation is logged before its step.
+        first_steps = (e.step for e in log if isinstance(e, event_types.FirstStep))
+        resume_step = min([resume_step, *(step - 1 for step in first_steps if step is not None)])
+    return event_types.Judged(t=0.0)
 
 
-def _build_slice_status(values: dict[str, float], higher_is_better: bool) -> SliceStatus:
+def _build_slice_status(values: dict[str, float | None], higher_is_better: bool) -> SliceStatus:
     value, best = values.get("value"), values.get("best")
     if value is None or best is None:
         return SliceStatus(value=value, best=best, regression=None)

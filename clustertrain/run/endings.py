@@ -1,8 +1,24 @@
-"""How an attempt can end, and what each ending may cost."""
+"""How an attempt can end, and how often each ending may happen before the run stops."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
+
+Ending = Literal[
+    "completed",
+    "preempted",
+    "time_limit",
+    "node_failure",
+    "out_of_memory",
+    "hang",
+    "communication",
+    "user_error",
+    "no_progress",
+    "cancelled",
+    "signal",
+    "budget",
+    "unknown",
+]
 
 COMPLETED: Final = "completed"
 PREEMPTED: Final = "preempted"
@@ -14,13 +30,13 @@ COMMUNICATION: Final = "communication"
 USER_ERROR: Final = "user_error"
 NO_PROGRESS: Final = "no_progress"
 CANCELLED: Final = "cancelled"
-SIGNAL: Final = "signal"  # somebody sent one, by hand
-BUDGET_SPENT: Final = "budget"  # of the recipe's contract, not one of those below
+SIGNAL: Final = "signal"  # sent by hand
+BUDGET_SPENT: Final = "budget"  # the budget of the recipe's contract, not a retry budget
 UNKNOWN: Final = "unknown"
 
-# How often an ending may happen in a row before the run stops; a newer committed step refills all of them.
-# user_error has none: the same code would fail the same way. preempted is the cluster's doing, so it is generous, but
-# not endless: a job that is preempted each time before it commits anything only heats the room.
+# How often an ending may happen in a row before the run stops; a newer committed step refills all budgets.
+# user_error has none: the same code would fail the same way. preempted has a large one, because the cluster causes it,
+# but not an unlimited one: a job that is always preempted before it commits anything makes no progress.
 RETRY_BUDGET: Final[dict[str, int]] = {
     PREEMPTED: 20,
     TIME_LIMIT: 2,
@@ -32,13 +48,13 @@ RETRY_BUDGET: Final[dict[str, int]] = {
     SIGNAL: 5,
     UNKNOWN: 2,
 }
-# Attempts in a row, whatever their endings, that ran steps and committed none.
+# Maximum number of attempts in a row, with any endings, that ran steps and committed none.
 NO_PROGRESS_LIMIT: Final = 6
 
-# Slurm's words for a finished start. Those that are missing (FAILED, COMPLETED, …) say nothing of the cause.
-_BY_SLURM_STATE: Final = {
+# Slurm's states of a finished job. Missing ones (FAILED, COMPLETED, …) do not reveal the cause.
+_BY_SLURM_STATE: Final[dict[str, Ending]] = {
     "PREEMPTED": PREEMPTED,
-    "REQUEUED": PREEMPTED,  # by `scontrol requeue`; where Slurm requeues by itself, it says why
+    "REQUEUED": PREEMPTED,  # by `scontrol requeue`; when Slurm requeues by itself, it gives the cause
     "TIMEOUT": TIME_LIMIT,
     "DEADLINE": TIME_LIMIT,
     "NODE_FAIL": NODE_FAILURE,
@@ -48,6 +64,6 @@ _BY_SLURM_STATE: Final = {
 }
 
 
-def from_scheduler_state(state: str) -> str:
-    """The ending that a scheduler's word stands for ("CANCELLED by 0" counts as CANCELLED); unknown stays unknown."""
+def from_scheduler_state(state: str) -> Ending:
+    """Return the ending that a scheduler's state stands for ("CANCELLED by 0" counts as CANCELLED), else unknown."""
     return _BY_SLURM_STATE.get(state.split(maxsplit=1)[0].rstrip("+") if state else "", UNKNOWN)

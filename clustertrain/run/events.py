@@ -1,4 +1,4 @@
-"""Events: JSON lines, one file a writer, merged by time on reading. Their names and fields: docs/architecture.md."""
+"""Event logs: JSON lines, one file per writer, merged by time on reading. Their schema: :mod:`.event_types`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from clustertrain import clock, fsio
-from clustertrain.run import safe_names
-from clustertrain.run.json_files import has_type, is_number
+from clustertrain.run import event_types, safe_names
+from clustertrain.run.json_files import convert_leniently, has_type, is_number
 from clustertrain.run.run_dir import AttemptDir, RunDir
 
 Event = dict[str, Any]
+"""An event as it was read, for those who only show it; :func:`select` returns structs."""
+E = TypeVar("E", bound=event_types.Event)
 
 
 class EventLog:
@@ -25,9 +27,10 @@ class EventLog:
         self._host = socket.gethostname()
 
     def write(self, event: str, **fields: Any) -> Event:
-        """Append one event, durably: the next process to look may be the one that decides about the run.
+        """Append one event durably: the next process that reads may be the one that decides about the run.
 
-        A full or absent disk does not raise: the record of a deed must not keep it from being done.
+        ``fields`` are those of the event's struct in :mod:`.event_types`. A full or absent disk does not raise: the
+        record of an action must not prevent the action.
         """
         record = {
             "t": clock.now(),
@@ -47,27 +50,12 @@ class EventLog:
         self._appender.close()
 
 
-# What readers reckon with or look into. The other fields are only shown.
-_NUMBER_FIELDS = (
-    "t_begin", "mono", "pid", "index", "step", "to_step", "last_step", "samples", "at", "total", "restart",
-    "world_size", "rank", "xid", "count", "restore_s", "stall_s", "save_s", "eval_s",
-)  # fmt: skip
-_STRING_FIELDS = (
-    "job_id", "backend", "host", "node", "uuid", "device", "ending", "reason", "how", "why", "code",
-    "severity", "state", "text",
-)  # fmt: skip
-_FIELD_TYPES: dict[str, type] = {
-    **dict.fromkeys(_NUMBER_FIELDS, float),
-    **dict.fromkeys(_STRING_FIELDS, str),
-    **dict.fromkeys(("nodes", "gpus", "exclude"), list),
-    "options": dict,
-}
-_MAX_TIMESTAMP = 253402300800.0  # the year 10000, which no calendar of Python's has
+_FIELD_TYPES = event_types.collect_field_types()
+_MAX_TIMESTAMP = 253402300800.0  # the year 10000, beyond Python's calendar
 
 
 def filter_valid(records: Iterable[Event]) -> list[Event]:
-    """Those that are events, each without the fields that are not of their kind: what is in a file may be of another
-    version, or of another hand."""
+    """Return the records that are events, without fields of a wrong type: another version may have written them."""
     valid = []
     for record in records:
         t, name = record.get("t"), record.get("event")
@@ -75,13 +63,13 @@ def filter_valid(records: Iterable[Event]) -> list[Event]:
             continue
         event = {k: v for k, v in record.items() if k not in _FIELD_TYPES or has_type(v, _FIELD_TYPES[k])}
         safe_names.sanitize(event)
-        if name != "checkpoint" or "step" in event:  # without it nobody could tell which one it was
+        if name != "checkpoint" or "step" in event:  # the event is useless without it
             valid.append(event)
     return valid
 
 
 def is_timestamp(value: Any) -> bool:
-    """UTC epoch s that a calendar has."""
+    """Return whether ``value`` is a UTC epoch time (s) within the years of a calendar."""
     return is_number(value) and 0 <= value < _MAX_TIMESTAMP
 
 
@@ -91,7 +79,7 @@ def _load_merged(files: Iterable[Path]) -> list[Event]:
 
 
 def _list_files(folder: Path) -> list[Path]:
-    """Not with glob, which takes a folder that may not be read for an empty one."""
+    """Return the event logs in ``folder``. Not with glob, which takes an unreadable folder for an empty one."""
     try:
         return [p for p in folder.iterdir() if p.suffix == ".jsonl"]
     except (FileNotFoundError, NotADirectoryError):
@@ -99,19 +87,39 @@ def _list_files(folder: Path) -> list[Path]:
 
 
 def for_attempt(attempt: AttemptDir) -> list[Event]:
-    """All events of one attempt, by wall time."""
+    """Return all events of one attempt, by wall time."""
     return _load_merged(_list_files(attempt.events))
 
 
 def for_run(run: RunDir) -> list[Event]:
-    """Events that belong to no attempt."""
+    """Return the events that belong to no attempt."""
     return _load_merged(_list_files(run.events))
 
 
-def filter_by_name(events: Iterable[Event], name: str) -> Iterator[Event]:
+def filter_by_name(events: Iterable[Event], name: object) -> Iterator[Event]:
     return (e for e in events if e["event"] == name)
 
 
 def find_last(events: Iterable[Event], name: str) -> Event | None:
     matches = list(filter_by_name(events, name))
     return matches[-1] if matches else None
+
+
+def select(events: Iterable[Event], event_type: type[E]) -> Iterator[E]:
+    """Yield the events of one type as structs."""
+    for event in filter_by_name(events, event_type.__struct_config__.tag):
+        typed = convert_leniently(event, event_type)
+        if typed is not None:
+            yield typed
+
+
+def select_last(events: Iterable[Event], event_type: type[E]) -> E | None:
+    """Return the last event of one type as a struct."""
+    matches = list(filter_by_name(events, event_type.__struct_config__.tag))
+    return next(select(reversed(matches), event_type), None)
+
+
+def to_struct(event: Event) -> event_types.Event | None:
+    """Return an event as a struct; None if this version does not know its name."""
+    event_type = event_types.EVENTS.get(event["event"])
+    return None if event_type is None else convert_leniently(event, event_type)

@@ -1,8 +1,8 @@
-"""Where the time of a run went, over all attempts. The parts sum to the wall time.
+"""Goodput: where the time of a run went, over all attempts. The parts sum to the wall time.
 
-The frame is UTC, as the batch hosts and the submitting host wrote it; what fills it was measured by rank 0's monotonic
-clock. An attempt ends at the latest where the next one starts, and where a clock was set, so that more was measured
-than there is room for, the parts of that stretch shrink alike.
+The bounds are UTC times from the batch hosts and the submitting host; the parts between them were measured with rank
+0's monotonic clock. An attempt ends no later than the next one starts. If a clock was set, so that the measured parts
+exceed a span, they shrink in proportion.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from clustertrain.run import endings, events, metrics, metrics_file, state
+from clustertrain.run import endings, event_types, events, metrics, metrics_file, state
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import is_script_run
@@ -32,37 +32,47 @@ TIME_CATEGORIES = (
     "shutdown_s",
     "lost_s",
 )
-BASELINE_STEPS = (3, 30)  # so many after an attempt's first one tell how long that should have taken
+BASELINE_STEPS = (
+    3,
+    30,
+)  # minimum and maximum number of later steps that predict the normal time of an attempt's first step
 
 
 class Goodput(msgspec.Struct, kw_only=True):
-    """Seconds; :data:`TIME_CATEGORIES` are those that sum to ``wall_s``, the time from submission to now or to the
-    run's end without that in which it had ended and nobody had continued it.
+    """Time of a run by category, in seconds. The :data:`TIME_CATEGORIES` sum to ``wall_s``.
 
-    ``ratio`` is productive over wall time, ``effective_ratio`` (effective training time ratio) productive over the time
-    in which the job had its nodes: the wall time without the queue. Both are None of a script that has reported no
-    step: what it did is not known, and its time is in ``other_s``. ``data_wait_s`` is within the steps, productive or
-    repeated: rank 0's wait for its loaders.
+    The ratios are None for a script that reported no step: what it did is unknown, and its time is in ``other_s``.
     """
 
     wall_s: float = 0.0
-    queue_s: float = 0.0  # waiting for a start
-    startup_s: float = 0.0  # to the first step, without the restore, and what warming up added to that step
+    """From submission to now or to the end of the run, without the time between an end and a manual restart."""
+    queue_s: float = 0.0
+    """Waiting for a start."""
+    startup_s: float = 0.0
+    """Until the first step, without the restore, plus the warm-up in that step."""
     restore_s: float = 0.0
-    productive_s: float = 0.0  # steps that count
-    repeated_s: float = 0.0  # steps done before and lost
+    productive_s: float = 0.0
+    """Steps that count."""
+    repeated_s: float = 0.0
+    """Steps that an earlier attempt had done and lost."""
     checkpoint_stall_s: float = 0.0
     evaluation_s: float = 0.0
-    other_s: float = 0.0  # between two steps, in the step under way now, or in a script without session.steps
-    shutdown_s: float = 0.0  # from the last step to the end of the attempt, where it ended by agreement
-    lost_s: float = 0.0  # the same where it was killed: a part of a step, a hang, the wait for the node
+    other_s: float = 0.0
+    """Between two steps, in the current step, or in a script without session.steps."""
+    shutdown_s: float = 0.0
+    """From the last step to the end of an attempt that stopped by agreement or completed."""
+    lost_s: float = 0.0
+    """From the last step to the end of an attempt that was killed: part of a step, a hang, the wait for the node."""
     ratio: float | None = 0.0
+    """Productive time over wall time."""
     effective_ratio: float | None = 0.0
+    """Effective training time ratio: productive time over the time with nodes (wall time without the queue)."""
     data_wait_s: float = 0.0
+    """Rank 0's wait for its loaders, within productive and repeated steps."""
 
 
 class TimeRange(NamedTuple):
-    """A part of a run: one attempt with the wait before it, and only from ``since`` (UTC epoch s) on."""
+    """Part of a run: one attempt with the wait before it, and only the time from ``since`` (UTC epoch s) on."""
 
     attempt: int | None = None
     since: float = -math.inf
@@ -80,20 +90,22 @@ def compute_goodput(
     is_queued: bool = False,
     time_range: TimeRange = WHOLE_RUN,
 ) -> Goodput:
-    """The ledger up to ``now`` (UTC epoch s), or up to the end where the run has ``is_finished``. ``is_queued``: its
-    job is in the scheduler's queue, perhaps put back without a word of the last attempt."""
+    """Return the time by category up to ``now`` (UTC epoch s), or up to the end of the run if it ``is_finished``.
+
+    ``is_queued``: the job is in the scheduler's queue, possibly requeued without an event of the last attempt.
+    """
     total = Goodput()
     log = events.for_run(run)
-    submitted = events.find_last(log, "submitted")
+    submitted = events.select_last(log, event_types.Submitted)
     starts = [a.start for a in history if a.start is not None]
-    submit_times = [float(submitted["t"])] if submitted else []
+    submit_times = [submitted.t] if submitted else []
     previous_end = min(
         submit_times + starts, default=now
     )  # the submitting host's clock may be ahead of the first start
     max_step, reported = 0, False
     for i, attempt in enumerate(history):
         start = previous_end if attempt.start is None else max(attempt.start, previous_end)
-        # Of the others is asked alone how far they came.
+        # For other attempts only the steps reached are needed.
         bucket = total if time_range.attempt in (None, attempt.n) else Goodput()
         bucket.queue_s += max(0.0, start - max(_find_queue_start(log, previous_end, start), time_range.since))
         timeline = _AttemptTimeline(run, attempt, time_range.since)
@@ -118,45 +130,45 @@ def compute_goodput(
 
 
 def _find_queue_start(log: Sequence[events.Event], previous_end: float, until: float) -> float:
-    """When the wait for the next start began: at ``previous_end``, or later where the run had ended there, with a word
-    or without one, and was continued by hand."""
+    """Return when the wait for the next start began: at ``previous_end``, or when the owner continued a run that had
+    ended."""
     return next(
-        (t for e in events.filter_by_name(log, "continued") if previous_end <= (t := float(e["t"])) <= until),
+        (e.t for e in events.select(log, event_types.Continued) if previous_end <= e.t <= until),
         previous_end,
     )
 
 
 def _find_queue_end(log: Sequence[events.Event], history: Sequence[Attempt], now: float, is_finished: bool) -> float:
-    """Until when the run has waited after its last attempt; -inf where it has not."""
+    """Return until when the run waited after its last attempt; -inf if it did not wait."""
     last = history[-1] if history else None
     if not is_finished:
         return now if last is None or last.ending is not None else -math.inf
     if last is not None and (last.requeued is None or state.is_settled(history)):
         return -math.inf
-    cancelled = events.find_last(log, "cancelled")  # in the queue
-    return float(cancelled["t"]) if cancelled else -math.inf
+    cancelled = events.select_last(log, event_types.Cancelled)  # in the queue
+    return cancelled.t if cancelled else -math.inf
 
 
 def _estimate_attempt_end(
     attempt: Attempt, start: float, last_seen: float, next_start: float | None, now: float | None
 ) -> float:
-    """``now`` is given where the attempt goes on."""
+    """Return the end of an attempt (UTC epoch s). ``now`` is given if the attempt is running."""
     end = attempt.end if attempt.end is not None else last_seen
     if now is not None:
         end = max(now, last_seen)
     if next_start is not None and start <= next_start:
-        end = min(end, next_start)  # by another host's clock, but no attempt outlasts the next one's start
+        end = min(end, next_start)  # clocks of hosts differ, but no attempt outlasts the start of the next one
     return max(end, start)
 
 
 class _AttemptTimeline:
-    """What one attempt's events and rows say of the time from ``since`` on."""
+    """Events and rows of one attempt from the time ``since`` on."""
 
     def __init__(self, run: RunDir, attempt: Attempt, since: float) -> None:
         self._attempt = attempt
         self._since = since
         self._log = events.for_attempt(run.attempt(attempt.n))
-        # Files of rising steps; a further one for each time that the attempt went back.
+        # Within a file steps rise; each rollback starts another file.
         self._files = [
             (path, row) for path in run.metrics_files(attempt.n) if (row := _read_last_timed_row(path)) is not None
         ]
@@ -171,7 +183,7 @@ class _AttemptTimeline:
         return self._first_step() is not None
 
     def add_to(self, total: Goodput, span: tuple[float, float], max_step: int, is_running: bool) -> int:
-        """Add this attempt's seconds; returns the newest step that the run has reached."""
+        """Add this attempt's seconds to ``total``; return the newest step that the run has reached."""
         start, end = span
         first_step_start = self._first_step()
         if first_step_start is None:
@@ -182,7 +194,8 @@ class _AttemptTimeline:
         self._add_span(total, (start, train_start), "startup_s")
         self._add_span(total, (train_start, train_end), "other_s", self._sum_steps(max_step, train_start))
         is_clean_exit = (
-            events.find_last(self._log, "stop_agreed") is not None or self._attempt.ending == endings.COMPLETED
+            events.select_last(self._log, event_types.StopAgreed) is not None
+            or self._attempt.ending == endings.COMPLETED
         )
         self._add_span(
             total, (train_end, end), "other_s" if is_running else "shutdown_s" if is_clean_exit else "lost_s"
@@ -190,33 +203,32 @@ class _AttemptTimeline:
         return max([max_step, *(int(last["step"]) for _, last in self._files)])
 
     def _first_step(self) -> float | None:
-        """When it began."""
-        event = next(events.filter_by_name(self._log, "first_step"), None)
+        """Return the start of the first step (UTC epoch s); None if there was no step."""
+        event = next(events.select(self._log, event_types.FirstStep), None)
         if event is not None:
-            return float(event["t_begin"] if "t_begin" in event else event["t"])
+            return event.t if event.t_begin is None else event.t_begin
         row = (
             next(iter(metrics_file.read_first(self._files[0][0])), {}) if self._files else {}
-        )  # a full disk took the event
+        )  # the event is lost if the disk was full
         t, step_s = row.get("t"), row.get("step_s", 0.0)
         return t - step_s if isinstance(t, (int, float)) and isinstance(step_s, (int, float)) else None
 
     def _add_without_steps(self, total: Goodput, span: tuple[float, float]) -> None:
-        """Killed while it started; or a script of the user's own that trains without ``session.steps``."""
-        session = events.find_last(self._log, "session_started")
-        ranks_up = session or events.find_last(self._log, "ranks_started")
+        """Add an attempt that was killed during startup, or a script that trains without ``session.steps``."""
+        session = events.select_last(self._log, event_types.SessionStarted)
+        ranks_up = session or events.select_last(self._log, event_types.RanksStarted)
         start, end = span
         if ranks_up is None or (session is not None and self._attempt.ending != endings.COMPLETED):
             self._add_span(total, span, "startup_s")
             return
-        startup_end = min(max(float(ranks_up["t"]), start), end)
+        startup_end = min(max(ranks_up.t, start), end)
         self._add_span(total, (start, startup_end), "startup_s")
         self._add_span(total, (startup_end, end), "other_s")
 
     def _add_span(
         self, total: Goodput, span: tuple[float, float], remainder: str, steps: dict[str, float] | None = None
     ) -> None:
-        """Add what lies in ``span``: what was measured, shrunk where there is not room for all of it, and in
-        ``remainder`` what nothing else claims."""
+        """Add the measured parts within ``span``, scaled down if they exceed it; the rest goes to ``remainder``."""
         span = max(span[0], self._since), max(span[1], self._since)
         length_s = span[1] - span[0]
         measured = {
@@ -236,8 +248,10 @@ class _AttemptTimeline:
         total.data_wait_s += data_wait_s * scale
 
     def _sum_overlap(self, span: tuple[float, float], name: str, key: str, fallback_key: str) -> float:
-        """Seconds within ``span`` of what such events tell of. Older ones lack their begin: it was ``fallback_key``
-        before."""
+        """Return the seconds within ``span`` that events of one name cover.
+
+        Events of older versions lack ``t_begin``; they began ``fallback_key`` seconds before they were written.
+        """
         overlaps = []
         for event in events.filter_by_name(self._log, name):
             seconds = max(0.0, float(event.get(key) or 0.0))
@@ -248,14 +262,14 @@ class _AttemptTimeline:
         return math.fsum(overlaps)
 
     def _sum_steps(self, max_step: int, train_start: float) -> dict[str, float]:
-        """The steps' own seconds, from the rows."""
+        """Return the seconds of the steps by category, from the rows."""
         if self._last is None:
             return {}
         if train_start < self._since:
             return _sum_steps_since(self._files, self._since, max_step)
         steps_s, repeated_s, first_repeated_s = _sum_attempt_steps(self._files, max_step)
         warm_s = min(_measure_warmup_s(self._files[0][0]), steps_s)
-        # The attempt's first step is among the repeated ones where its first stretch has any.
+        # If the first file has repeated steps, the attempt's first step is one of them.
         warm_repeated_s = min(warm_s, first_repeated_s)
         productive_s = max(0.0, steps_s - repeated_s - (warm_s - warm_repeated_s))
         repeated_s -= warm_repeated_s
@@ -264,13 +278,13 @@ class _AttemptTimeline:
 
 
 def _read_last_timed_row(path: Path) -> metrics_file.Row | None:
-    """The newest row, where it says when it was."""
+    """Return the newest row if it has a time."""
     last = metrics.read_last_row(path)
     return last if last is not None and isinstance(last.get("t"), (int, float)) else None
 
 
 def _sum_attempt_steps(files: Sequence[tuple[Path, metrics_file.Row]], max_step: int) -> tuple[float, float, float]:
-    """The seconds of all steps of an attempt, of those that were done before, and of these in the first file."""
+    """Return the seconds of all steps of an attempt, of its repeated steps, and of those in the first file."""
     total = repeated = first_repeated = 0.0
     for i, (path, last) in enumerate(files):
         seconds, file_repeated = _sum_file_steps(path, last, max_step, total)
@@ -281,14 +295,16 @@ def _sum_attempt_steps(files: Sequence[tuple[Path, metrics_file.Row]], max_step:
 
 
 def _sum_file_steps(path: Path, last: metrics_file.Row, max_step: int, previous_total: float) -> tuple[float, float]:
-    """The seconds of the steps in one file, and of those that were done before. ``previous_total``: what the running
-    totals of the attempt stood at when the file was begun."""
+    """Return the seconds of all steps in one file and of its repeated steps.
+
+    ``previous_total`` is the attempt's running total at the start of the file.
+    """
     total = last.get("sum_step_s")
     if isinstance(total, (int, float)):
         newest = metrics_file.find_row_at(path, max_step) or {}
         repeated = float(newest.get("sum_step_s") or 0.0) - previous_total if newest else 0.0
         total -= previous_total
-    else:  # of an older version
+    else:  # rows of an older version
         columns = metrics_file.read_columns(path, ("step", "step_s"))
         pairs = [(n, s) for n, s in zip(columns["step"], columns["step_s"], strict=True) if math.isfinite(s)]
         total = math.fsum(s for _, s in pairs)
@@ -298,7 +314,7 @@ def _sum_file_steps(path: Path, last: metrics_file.Row, max_step: int, previous_
 
 
 def _sum_steps_since(files: Sequence[tuple[Path, metrics_file.Row]], since: float, max_step: int) -> dict[str, float]:
-    """The seconds of an attempt's last steps; of the one that was under way, its share."""
+    """Return the seconds of the steps since ``since``, by category; the step in progress then counts in part."""
     sums = dict.fromkeys(("productive_s", "repeated_s", "startup_s", "data_wait_s"), 0.0)
     for n, (path, last) in enumerate(files):
         columns = metrics_file.read_columns(path, ("step", "t", "step_s", "data_wait_s"))
@@ -314,8 +330,8 @@ def _sum_steps_since(files: Sequence[tuple[Path, metrics_file.Row]], since: floa
 
 
 def _measure_warmup_s(path: Path) -> float:
-    """By how much an attempt's first step took longer than the next ones: compilation, the choice of kernels, the
-    data's first batch."""
+    """Return how much longer an attempt's first step took than the next ones: compilation, kernel selection, the first
+    batch."""
     min_steps, max_steps = BASELINE_STEPS
     raw_times = [row.get("step_s") for row in metrics_file.read_first(path, min_rows=max_steps + 1)[: max_steps + 1]]
     step_times = [float(s) for s in raw_times if isinstance(s, (int, float))]

@@ -1,7 +1,7 @@
-"""What a rank says of itself while it runs: a few numbers in a file of its node's, which the agent reads once a second.
+"""Heartbeats: a few numbers that a rank writes to a file on its node, which the agent reads once per second.
 
-The file lies in the agent's temporary folder, never on the shared filesystem. Writing is one copy into mapped memory,
-some microseconds; a reader may see a beat half written, which the doubled count tells.
+The file is in the agent's temporary folder, never on the shared filesystem. A write is one copy into mapped memory, a
+few microseconds. A reader detects a half-written heartbeat by comparing the counts at its two ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-# In the order of their codes. "idle" is before the session starts and after it ends.
+# In the order of their codes. "idle": before the session starts and after it ends.
 PHASES = ("idle", "startup", "restore", "train", "checkpoint", "evaluation", "shutdown")
 IDLE, STARTUP, RESTORE, TRAIN, CHECKPOINT, EVALUATION, SHUTDOWN = range(len(PHASES))
 
@@ -22,24 +22,25 @@ def phase_name(code: int) -> str:
     return PHASES[code] if 0 <= code < len(PHASES) else "unknown"
 
 
-_RECORD = struct.Struct("<QqqddddqQ")  # the count, the figures, the count again
+_RECORD = struct.Struct("<QqqddddqQ")  # count, values, count
 
 
 class Heartbeat(msgspec.Struct):
-    """``step``: optimizer steps done; ``phase``: a code of PHASES; ``t``: when the last step began, CLOCK_MONOTONIC s;
-    ``pid``: the rank's process.
-
-    The others are summed over the steps that this process has done. ``tokens``: of each step's the world_size-th part,
-    whatever the layout, so that the sum over all ranks is the run's. ``data_wait_s``: for the session's loaders.
-    ``forward_s``: of the forward passes alone, without waiting for another rank; NaN where the layout has collectives
-    in them, or the script does its steps without ``session.train_step``."""
+    """The state of a rank. ``tokens``, ``data_wait_s`` and ``forward_s`` are sums over the steps of this process."""
 
     step: int = 0
+    """Completed optimizer steps."""
     phase: int = IDLE
+    """Index into :data:`PHASES`."""
     tokens: float = 0.0
+    """Tokens of each step divided by world_size, under every layout, so that the sum over all ranks is the run's."""
     data_wait_s: float = 0.0
+    """Time spent waiting for the session's loaders."""
     forward_s: float = float("nan")
+    """Time of the forward passes alone, without waiting for other ranks; NaN if the layout has collectives in them, or
+    the script does not use ``session.train_step``."""
     t: float = 0.0
+    """Start of the last step (CLOCK_MONOTONIC, s)."""
     pid: int = 0
 
 
@@ -48,7 +49,7 @@ def heartbeat_path(folder: Path, rank: int) -> Path:
 
 
 class HeartbeatWriter:
-    """The beat of one rank. Never raises: a temporary folder that is full or gone must not end a training run."""
+    """Writer of one rank's heartbeat. It never raises: a full or missing temporary folder must not end a run."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.beat = Heartbeat(pid=os.getpid())
@@ -80,13 +81,13 @@ class HeartbeatWriter:
 
 
 class HeartbeatReader:
-    """The beats of a node's ranks, read again and again."""
+    """Reader of the heartbeats of a node's ranks."""
 
     def __init__(self, folder: Path, ranks: list[int]) -> None:
         self._paths = {rank: str(heartbeat_path(folder, rank)) for rank in ranks}
 
     def read(self) -> dict[int, Heartbeat]:
-        """By global rank; without those that have not begun, or could not be read."""
+        """Return the heartbeats by global rank, without those that do not exist yet or cannot be read."""
         beats = {}
         for rank, path in self._paths.items():
             beat = _read_heartbeat(path)
@@ -96,9 +97,9 @@ class HeartbeatReader:
 
 
 def _read_heartbeat(path: str) -> Heartbeat | None:
-    for _ in range(3):  # one that was being written
+    for _ in range(3):  # a heartbeat may be half written
         try:
-            fd = os.open(path, os.O_RDONLY)  # not path.read_bytes(), which takes several times as long
+            fd = os.open(path, os.O_RDONLY)  # path.read_bytes() takes several times as long
         except OSError:
             return None
         try:

@@ -1,31 +1,39 @@
-"""The JSON files of a run for those who only read it: what was damaged, or is of another version or another hand, is
-left out and told, so that one such file does not hide the rest of the run."""
+"""Tolerant reading of a run's JSON files.
+
+Data that is damaged or written by another version is left out and reported, so that one file does not hide the rest of
+the run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
-from clustertrain import reading
+import msgspec
+
+from clustertrain import reading, schema
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_NUMBER = 2.0**63
 _TYPE_NAMES = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a bool", type(None): "null"}
 
 
 class JsonDocument(NamedTuple):
-    """``error``: in words that name the file, what is wrong with it; None also where it is missing or empty, as
-    readers beat a rename on NFS."""
+    """The content of a JSON file."""
 
     value: dict[str, Any]
     error: str | None = None
+    """What is wrong with the file, with its name. None also if it is missing or empty: on NFS a reader may be faster
+    than a rename."""
 
 
 def load_document(path: Path, field_types: Mapping[str, type] | None = None) -> JsonDocument:
-    """The JSON object in ``path``, without those of its fields that are not of the kind that ``field_types`` asks for.
+    """Load the JSON object in ``path``, without the fields whose type differs from that in ``field_types``.
 
     Raises:
-        PermissionError: it may not be read.
+        PermissionError: the user may not read it.
     """
     try:
         text = reading.read_text(path)
@@ -52,7 +60,7 @@ def load_document(path: Path, field_types: Mapping[str, type] | None = None) -> 
 
 
 def poll_document(path: Path) -> dict[str, Any]:
-    """:func:`load_document` for polling a file that others may write at any moment: empty whatever goes wrong."""
+    """Load a file that another process may be writing; return an empty dict if anything goes wrong."""
     try:
         return load_document(path).value
     except OSError:
@@ -60,10 +68,39 @@ def poll_document(path: Path) -> dict[str, Any]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Finite and within 64 bits, so that it can be reckoned with; True is none."""
+    """Return whether ``value`` is a number that is finite and within 64 bits; bools are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
 
 
 def has_type(value: object, field_type: type) -> bool:
-    """Whether a field is of a kind; ``float`` stands for all numbers."""
+    """Return whether ``value`` has the type of a field; ``float`` stands for all numbers."""
     return is_number(value) if field_type is float else isinstance(value, field_type)
+
+
+def convert_leniently(value: object, struct_type: type[T]) -> T | None:
+    """Return ``value`` as a ``struct_type``, without unknown fields and those of a wrong type.
+
+    Return None if it is not an object, or a required field is missing or of a wrong type.
+    """
+    if not isinstance(value, dict):
+        return None
+    try:
+        return schema.convert(value, struct_type)
+    except msgspec.ValidationError:
+        pass
+    fields = msgspec.structs.fields(struct_type)
+    valid = {f.encode_name: value[f.encode_name] for f in fields if _is_valid_field(value, f)}
+    try:
+        return schema.convert(valid, struct_type)
+    except msgspec.ValidationError:
+        return None
+
+
+def _is_valid_field(value: Mapping[str, Any], field: msgspec.structs.FieldInfo) -> bool:
+    if field.encode_name not in value:
+        return False
+    try:
+        schema.convert(value[field.encode_name], field.type)
+    except msgspec.ValidationError:
+        return False
+    return True

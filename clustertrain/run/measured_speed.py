@@ -1,4 +1,4 @@
-"""What a run has measured of its own speed and memory, over the attempts that ran as they were planned."""
+"""Speed and memory that a run measured, over the attempts that ran as planned."""
 
 from __future__ import annotations
 
@@ -8,39 +8,43 @@ from typing import Any
 
 import msgspec
 
-from clustertrain.run import events, json_files, metrics_file
+from clustertrain.run import event_types, events, json_files, metrics_file
 from clustertrain.run.run_dir import AttemptDir, RunDir
 
-# Compilation, the choice of kernels, the allocator and the data's first batches; and until its queue is full the host
-# runs ahead of a GPU, so that its clock says too little.
-WARM_UP_STEPS = 5  # of each attempt
+# Steps of each attempt that are not measured: compilation, kernel selection, the allocator and the first batches slow
+# them down, and until the queue of the GPU is full the host runs ahead, so that its clock shows too little.
+WARM_UP_STEPS = 5
 
 
 class MeasuredSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """``steps``: how many were measured. The others are None where there is nothing yet; ``tokens_per_s`` is of all
-    ranks together, and None for data that has no tokens."""
+    """Medians over the measured steps, None if there are none."""
 
     steps: int = 0
+    """Number of steps measured."""
     step_s: float | None = None
     tokens_per_s: float | None = None
+    """Throughput of all ranks together; also None for data without tokens."""
 
 
 def split_by_world_size(run: RunDir, world_size: int) -> tuple[list[AttemptDir], list[AttemptDir]]:
-    """The attempts that did a step on ``world_size`` ranks, and those that did one on another number, oldest first."""
+    """Return the attempts that ran a step on ``world_size`` ranks and those that ran one on another number of ranks,
+    oldest first."""
     matching: list[AttemptDir] = []
     others: list[AttemptDir] = []
     for attempt in run.attempts():
         log = events.for_attempt(attempt)
-        started = events.find_last(log, "session_started")
-        if started is not None and events.find_last(log, "first_step") is not None:
-            (matching if started.get("world_size") == world_size else others).append(attempt)
+        started = events.select_last(log, event_types.SessionStarted)
+        if started is not None and events.select_last(log, event_types.FirstStep) is not None:
+            (matching if started.world_size == world_size else others).append(attempt)
     return matching, others
 
 
 def measure_speed(run: RunDir, attempts: Sequence[AttemptDir]) -> MeasuredSpeed:
-    """The medians over the steps after the first ones of each attempt, and where those are very many over a sample:
-    the ones beside which a save is written, or a peer is late, do not move them. A step's time has neither evaluation
-    nor checkpoint stall in it."""
+    """Return the medians over the steps after the warm-up of each attempt, for long files over a sample.
+
+    Medians, because a save in the background or a late peer slows single steps down. The time of a step includes
+    neither evaluation nor checkpoint stall.
+    """
     rows = [
         row
         for a in attempts
@@ -62,10 +66,10 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def find_peak_allocated_gib(run: RunDir, attempts: Sequence[AttemptDir]) -> float | None:
-    """What torch's allocator had given out at most on the rank that needed most, in the newest attempt that says so.
+    """Return the peak memory of torch's allocator on the rank that needed most, in the newest attempt that reported it.
 
-    All ranks tell it when they end, and rank 0 while it trains; it never falls, so of a very long attempt a sample with
-    its end does.
+    All ranks report it when they end, and rank 0 while it trains. It never falls, so a sample that includes the end of
+    the rows is sufficient.
     """
     for attempt in reversed(attempts):
         results = [json_files.poll_document(path).get("ranks") for path in sorted(attempt.results.glob("*.json"))]

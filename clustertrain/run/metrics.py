@@ -1,5 +1,6 @@
-"""Training scalars: one JSON line a logged step in ``metrics/attempt-<n>.jsonl``, merged by step on reading. An attempt
-that goes back to an earlier step begins another file, ``attempt-<n>-<k>.jsonl``: within a file steps rise.
+"""Training scalars: one JSON line per logged step in ``metrics/attempt-<n>.jsonl``, merged by step on reading.
+
+An attempt that returns to an earlier step starts another file, ``attempt-<n>-<k>.jsonl``: within a file steps rise.
 
 Keys: ``step`` (optimizer steps done), ``t`` (UTC epoch s, when the step ended), and any of ``loss``, ``lr``,
 ``grad_norm`` (before clipping), ``clipped`` (0 or 1), ``clip_fraction`` (of the last 100 steps), ``skipped`` and
@@ -25,11 +26,11 @@ from clustertrain import fsio
 from clustertrain.run import metrics_file
 from clustertrain.run.run_dir import RunDir
 
-CUT_SHORT = {"evaluation": "cut short"}  # in the row of its step
+CUT_SHORT = {"evaluation": "cut short"}  # in the row of the evaluation's step
 
 
 def load_rows(run: RunDir) -> list[dict[str, Any]]:
-    """All rows by step. A step that was run several times counts once, as it was run last."""
+    """Return all rows by step. A step that ran several times counts once, with its last run."""
     by_step: dict[int, dict[str, Any]] = {}
     for attempt in run.attempts():
         for path in run.metrics_files(attempt.n):
@@ -42,24 +43,24 @@ def load_rows(run: RunDir) -> list[dict[str, Any]]:
 
 
 def is_cut_short(row: Mapping[str, Any]) -> bool:
-    """Whether the row is to be told once more, with what the evaluation finds."""
+    """Return whether a stop cut the evaluation of this row short, so that the next attempt writes the row again."""
     return CUT_SHORT.items() <= row.items()
 
 
 def read_last_row(path: Path) -> dict[str, Any] | None:
-    """The newest row of one attempt's file; reads only the file's end."""
+    """Return the newest row of a file, of which only the end is read."""
     rows = metrics_file.read_last(path)
     return rows[-1] if rows else None
 
 
 def find_newest_row(run: RunDir, attempt: int) -> dict[str, Any] | None:
-    """The newest row of one attempt."""
+    """Return the newest row of one attempt."""
     rows = (read_last_row(path) for path in reversed(run.metrics_files(attempt)))
     return next((row for row in rows if row), None)
 
 
 def find_latest_row(run: RunDir) -> dict[str, Any] | None:
-    """The newest row of the newest attempt that has one."""
+    """Return the newest row of the newest attempt that has one."""
     for attempt in reversed(run.attempts()):
         row = find_newest_row(run, attempt.n)
         if row:

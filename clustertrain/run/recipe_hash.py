@@ -1,4 +1,4 @@
-"""What tells runs of the same recipe from others: a hash of what was asked to be trained."""
+"""The recipe hash, which identifies runs of the same recipe."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 
 HASH_DIGITS = 16
-# How a run is watched and where its scalars go does not change what is trained, nor does a stop on purpose.
+# Monitoring, tracking and rehearsed stops do not change what is trained.
 _EXCLUDED_TABLES = ("telemetry", "tracking", "rehearsal")
 
 
 def hash_run_spec(spec: RunSpec) -> str:
-    """16 hexadecimal digits of the SHA-256 of the recipe as canonical JSON; of a script also its name and arguments.
+    """Return 16 hexadecimal digits of the SHA-256 of the recipe as canonical JSON, with the script and its arguments.
 
-    Only values that differ from the defaults enter: a key that a later version adds changes no hash.
+    Only values that differ from the defaults count, so a key that a later version adds changes no hash.
     """
     identity: dict[str, Any] = {
         "recipe": _extract_changed(msgspec.to_builtins(spec.recipe), msgspec.to_builtins(Recipe()))
@@ -36,10 +36,10 @@ def hash_run_spec(spec: RunSpec) -> str:
 
 
 def load_recipe_hash(run: RunDir) -> str:
-    """As submit has written it; of runs that older versions submitted, from their recipe.
+    """Return the hash that submit recorded; for runs of older versions, that of their recipe.
 
     Raises:
-        ConfigError, PermissionDenied: the run's spec does not read.
+        ConfigError, PermissionDenied: the run's spec cannot be read.
     """
     recorded = json_files.poll_document(run.record).get("recipe_hash")
     return recorded if isinstance(recorded, str) and recorded else hash_run_spec(load_spec(run))

@@ -1,4 +1,4 @@
-"""The frozen request of a run."""
+"""The frozen specification of a run, ``spec.toml``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ _FIX = "it is not what submit wrote: put it back from a backup, or submit the ru
 
 
 def load_spec(run: RunDir) -> RunSpec:
-    """Raises ConfigError when spec.toml is missing or not what submit wrote, PermissionDenied when it may not be
-    read."""
+    """Load the specification.
+
+    Raises:
+        ConfigError: spec.toml is missing or invalid.
+        PermissionDenied: the user may not read it.
+    """
     try:
         text = reading.read_text(run.spec)
     except FileNotFoundError as e:
@@ -29,7 +33,7 @@ def load_spec(run: RunDir) -> RunSpec:
 
 
 def is_script_run(run: RunDir) -> bool:
-    """Whether it trains by a script of its user's, and not by the built-in trainer; also where nothing can tell."""
+    """Return whether the run trains with a script of the user; True if the specification cannot be read."""
     try:
         return load_spec(run).script is not None
     except ClusterTrainError:
@@ -37,5 +41,5 @@ def is_script_run(run: RunDir) -> bool:
 
 
 def _with_run_fix(e: ConfigError) -> ConfigError:
-    """Nobody writes spec.toml but submit, so a word on how to mend the value would mislead."""
+    """Replace the fix of an error: only submit writes spec.toml, so advice about the value would mislead."""
     return ConfigError(e.message, fix=_FIX)

@@ -1,19 +1,21 @@
-"""Names that the files of a run say and that become a part of a path or of a command: job ids, nodes, sbatch's options.
-They are checked when they are read, so that ``../../x`` or ``--wrap`` gets no further."""
+"""Checks of names in a run's files that become part of a path or command: job ids, nodes, sbatch options.
+
+They are checked on reading, so that ``../../x`` or ``--wrap`` gets no further.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-JOB_ID = re.compile(r"[1-9][0-9]{0,9}(_[0-9]{1,9})?|local-[0-9]{1,18}")  # Slurm's have 32 bits
+JOB_ID = re.compile(r"[1-9][0-9]{0,9}(_[0-9]{1,9})?|local-[0-9]{1,18}")  # Slurm's ids have 32 bits
 _HOSTNAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
-_HOSTLIST = re.compile(r"[A-Za-z0-9][][A-Za-z0-9._,-]*")  # a list of Slurm's, as n[1-4],n7
+_HOSTLIST = re.compile(r"[A-Za-z0-9][][A-Za-z0-9._,-]*")  # a hostlist expression of Slurm, such as n[1-4],n7
 REQUEUE_OPTIONS = frozenset({"time", "partition", "qos", "account", "exclude", "nodelist"})  # of `clustertrain requeue`
 
 
 def sanitize(fields: dict[str, Any]) -> list[str]:
-    """Take out of an event, or of another document, the names that are none; which fields that concerned."""
+    """Remove invalid names from an event or another document; return the fields that had any."""
     invalid_fields = []
     for key, pattern in (("job_id", JOB_ID), ("node", _HOSTNAME)):
         if key in fields and not (isinstance(fields[key], str) and (not fields[key] or pattern.fullmatch(fields[key]))):

@@ -1,4 +1,4 @@
-"""The state of a run, as one table over what its own files say and what the scheduler says."""
+"""The state of a run, derived from its files and from the scheduler's answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FINAL = frozenset({COMPLETED, FAILED, CANCELLED})
 
 
 class SchedulerJob(Protocol):
-    """The parts of a scheduler's answer that matter here; None in its place means it does not know the job."""
+    """The part of a scheduler's answer that is needed here; None stands for a job that the scheduler does not know."""
 
     @property
     def job_id(self) -> str: ...
@@ -28,7 +28,7 @@ class SchedulerJob(Protocol):
 
 
 def is_settled(history: Sequence[Attempt]) -> bool:
-    """The last attempt's own word is final, as far as that attempt's job goes."""
+    """Return whether the last attempt recorded a final ending, which only another job can change."""
     last = history[-1] if history else None
     return last is not None and (last.ending in (endings.COMPLETED, endings.CANCELLED) or last.stopped is not None)
 
@@ -40,11 +40,13 @@ def determine_state(
     accounting_state: str = "",
     unanswered_job_id: str | None = None,
 ) -> str:
-    """One of pending, running, requeued, completed, failed, cancelled.
+    """Return one of pending, running, requeued, completed, failed, cancelled.
 
-    ``accounting_state`` is the accounting's last word for the newest job, used where the run's own files have none.
-    ``unanswered_job_id`` is the newest job's id where the scheduler gave no answer, which is not "no such job": then
-    only what the run's files or the accounting say is final.
+    Args:
+        job: the newest job; None if the scheduler does not know it.
+        accounting_state: the last state of the newest job in the accounting, used if the run's files record no ending.
+        unanswered_job_id: id of the newest job if the scheduler gave no answer, which is not "no such job": then only
+            the run's files and the accounting are final.
     """
     last = history[-1] if history else None
     if last is not None and last.ending == endings.COMPLETED:
@@ -57,12 +59,12 @@ def determine_state(
     if last is None:
         return PENDING if is_alive or is_silent else ended_state
     if last.ending is None:
-        # Slurm may have put the job back by itself: then it is pending, and this attempt is over.
+        # Slurm may have requeued the job by itself: then it is pending, and this attempt has ended.
         if is_alive and job is not None:
             return REQUEUED if job.state == "PENDING" else RUNNING
         return RUNNING if is_silent else ended_state
     if is_settled(history):
-        # Its owner may have continued it since, under another job.
+        # The owner may have continued the run since, as another job.
         current_job_id = (
             job.job_id if is_alive and job is not None else unanswered_job_id if is_silent else None
         ) or last.job_id

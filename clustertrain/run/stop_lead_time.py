@@ -1,25 +1,28 @@
-"""How long before the end of the allocation the ranks must be told to stop."""
+"""The lead time: how long before the end of the allocation the ranks must be asked to stop."""
 
 from __future__ import annotations
 
-from clustertrain.run import events, json_files, metrics_file
+from clustertrain.run import event_types, events, json_files, metrics_file
 from clustertrain.run.run_dir import RunDir
 
 DEFAULT_LEAD_S = 120.0
-NEWEST_ROWS = 8  # rows of an attempt, or more, that tell how long its steps take
+NEWEST_ROWS = 8  # minimum number of rows per attempt from which the step time is measured
 EXIT_S = 15.0  # for the ranks to leave, the agents to write their results and the batch host to decide
 
 
 def load_planned_lead_s(run: RunDir) -> float:
-    """What the plan took from the cluster profile, and job.sh asks Slurm for with `--signal`."""
+    """Return the lead time (s) in the plan, which comes from the cluster profile and which job.sh passes to
+    `--signal`."""
     lead = json_files.load_document(run.plan).value.get("signal_lead_s")
     return float(lead) if lead and json_files.is_number(lead) else DEFAULT_LEAD_S
 
 
 def compute_lead_s(run: RunDir, allocation_s: float | None) -> float:
-    """Seconds: two steps, a save and the exit, each with a factor of safety, from what earlier attempts measured; at
-    the first start what the plan took from the cluster profile. Never more than half of ``allocation_s``, or an
-    allocation would be over before its first step."""
+    """Return the lead time (s): two steps, a save and the exit, each with a safety factor, as earlier attempts measured
+    them; at the first start that of the plan.
+
+    Never more than half of ``allocation_s``, or an allocation would end before its first step.
+    """
     lead = _measure_lead_s(run) or load_planned_lead_s(run)
     return lead if allocation_s is None else min(lead, allocation_s / 2)
 
@@ -27,10 +30,10 @@ def compute_lead_s(run: RunDir, allocation_s: float | None) -> float:
 def _measure_lead_s(run: RunDir) -> float | None:
     attempts = run.attempts()
     saves = [
-        float(e["save_s"])
+        e.save_s
         for a in attempts
-        for e in events.filter_by_name(events.for_attempt(a), "checkpoint")
-        if "save_s" in e
+        for e in events.select(events.for_attempt(a), event_types.Checkpoint)
+        if e.save_s is not None
     ]
     newest = [
         r
@@ -38,7 +41,7 @@ def _measure_lead_s(run: RunDir) -> float | None:
         for r in metrics_file.read_last(run.metrics_files(a.n)[-1], min_rows=NEWEST_ROWS)[1:]
         if "step_s" in r
     ]
-    # Without an attempt's first rows: they include warming up and compiling.
+    # Without the first rows of an attempt, which include warm-up and compilation.
     steps = [float(r["step_s"]) for r in newest]
     if not saves or not steps:
         return None

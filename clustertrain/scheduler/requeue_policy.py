@@ -1,7 +1,7 @@
-"""After an attempt: how did it end, and does the run go on? Pure functions over evidence that somebody else gathered.
+"""Classify the end of an attempt and decide whether the run continues: pure functions over collected evidence.
 
-Several witnesses are asked, in this order of trust: the cancel marker, what the nodes wrote, the scheduler. srun's exit
-code is none of them: it is 0 after a node failure.
+Sources in order of trust: the cancel marker, the results of the nodes, the scheduler. srun's exit code is not trusted:
+it is 0 after a node failure.
 """
 
 from __future__ import annotations
@@ -9,45 +9,46 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_STOPPED, EXIT_SUCCESS
 from clustertrain.run import endings, hang_analysis
 from clustertrain.run.attempts import Attempt
+from clustertrain.run.results import FailureKind, NodeResult
 from clustertrain.scheduler.backend import RUNNING, JobView
 
 Action = Literal["finish", "requeue", "resubmit", "stop"]
-# How close to the time limit a stop counts as one because of it.
+# A stop this close to the time limit counts as caused by it.
 TIME_LIMIT_MARGIN_S = 15.0
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known at the end of an attempt. Times are UTC epoch seconds."""
+    """Evidence at the end of an attempt. Times are UTC epoch seconds."""
 
     nodes: tuple[str, ...]
-    results: Mapping[str, Mapping[str, Any]]  # results/<node>.json, by node
+    results: Mapping[str, NodeResult]  # by node
     cancelled: bool
-    view: JobView | None  # None: the scheduler did not answer, or does not know the job
-    accounting_state: str  # the accounting's word for this start, where it was asked for; else ""
-    step_exit_code: int  # the step launcher's own code
+    view: JobView | None  # None: the scheduler gave no answer, or does not know the job
+    accounting_state: str  # state of this start in the accounting; "" if not queried
+    step_exit_code: int  # of the step launcher
     requeue_requested: bool
     end_time: float | None
-    lead_s: float  # the agents' own countdown
-    stop_requested_at: float | None  # when the stop was asked for
-    stop_sources: tuple[str, ...]  # who asked for it
-    out_of_time: bool  # batch ended the step itself, because the allocation was about to end
+    lead_s: float  # how long before the end the agents stop by themselves
+    stop_requested_at: float | None  # time of the first stop request
+    stop_sources: tuple[str, ...]  # sources of the stop requests
+    out_of_time: bool  # batch ended the step because the allocation was about to end
     now: float
-    nodes_without_agent: frozenset[str] = frozenset()  # nodes that are there, and whose agent has ended
-    restart_count: int = 0  # how often the job had been requeued when the attempt began
+    nodes_without_agent: frozenset[str] = frozenset()  # reachable nodes whose agent ended without a result
+    restart_count: int = 0  # requeues of the job before the attempt
 
 
 @dataclass(frozen=True)
 class Verdict:
-    ending: str
+    ending: endings.Ending
     reason: str
-    blamed_nodes: tuple[str, ...] = ()  # nodes
-    fatal_exit_code: int | None = None  # an exit code that no requeue can change
+    blamed_nodes: tuple[str, ...] = ()
+    fatal_exit_code: int | None = None  # the exit code if no requeue can help
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,12 @@ class Decision:
     reason: str
     exit_code: int
     exclude: tuple[str, ...] = ()
-    options: Mapping[str, str] = field(default_factory=dict)  # sbatch options that the owner asked for
+    options: Mapping[str, str] = field(default_factory=dict)  # sbatch options of the owner's request
 
 
 def classify(e: Evidence) -> Verdict | None:
-    """How the attempt ended, or None when only the scheduler will know (it is ending the job by itself)."""
-    node_endings = {str(r["ending"]) for r in e.results.values()}
+    """Return how the attempt ended, or None if only the scheduler will know: it is ending the job by itself."""
+    node_endings = {r.ending for r in e.results.values()}
     missing = tuple(n for n in e.nodes if n not in e.results)
     if not missing and node_endings == {"completed"}:
         return Verdict(endings.COMPLETED, _rank_reason(e) or "all ranks completed")
@@ -70,7 +71,7 @@ def classify(e: Evidence) -> Verdict | None:
     if e.view is not None and e.view.state != RUNNING and e.view.preempt_time is None:
         return _classify_external_end(e)
     if not missing and "failed" not in node_endings:
-        is_budget_spent = any(r.get("spent") for r in e.results.values())
+        is_budget_spent = any(r.budget_spent for r in e.results.values())
         return (
             Verdict(endings.BUDGET_SPENT, _rank_reason(e) or "the budget is spent")
             if is_budget_spent
@@ -82,18 +83,18 @@ def classify(e: Evidence) -> Verdict | None:
         and stop_verdict.ending not in (endings.UNKNOWN, endings.SIGNAL)
         and not _is_environment_failure(e)
     ):
-        # What breaks while everything is being taken down is not the run's fault, and no node is to blame for it.
+        # Failures during a shutdown are not the run's fault, nor that of a node.
         return Verdict(stop_verdict.ending, f"{stop_verdict.reason}; not all ranks had left in order")
     return _classify_failure(e, missing)
 
 
 def _rank_reason(e: Evidence) -> str:
-    """The ranks' own word on it, where they have one."""
-    return next((str(r["why"]) for r in e.results.values() if r.get("why")), "")
+    """Return the reason that the ranks gave, if any."""
+    return next((r.reason for r in e.results.values() if r.reason), "")
 
 
 def _with_rank_reason(verdict: Verdict, e: Evidence) -> Verdict:
-    """Where the ranks left as a script of the user's own does, which a later start may find to be done."""
+    """Add the reason of the ranks, if any: without a stop request it is the whole reason."""
     reason = _rank_reason(e)
     if not reason:
         return verdict
@@ -101,12 +102,11 @@ def _with_rank_reason(verdict: Verdict, e: Evidence) -> Verdict:
 
 
 def _is_environment_failure(e: Evidence) -> bool:
-    return any(r.get("kind") == "environment" for r in e.results.values())
+    return any(r.kind == "environment" for r in e.results.values())
 
 
 def _classify_external_end(e: Evidence) -> Verdict | None:
-    """The job is being ended by the scheduler itself: by scancel, at its limit, or because a node is gone; or somebody
-    has put it back in the queue."""
+    """Classify a job that the scheduler ends (scancel, time limit, lost node) or that somebody requeued."""
     ending, view = endings.from_scheduler_state(e.accounting_state), e.view
     if ending == endings.CANCELLED:
         return Verdict(ending, "cancelled with the scheduler's own command")
@@ -150,25 +150,29 @@ def _classify_stop(e: Evidence) -> Verdict:
 
 
 STOP_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"})
-UNEXPLAINED_KINDS = frozenset({"crashed", "exited", "killed", "device", "storage", "launcher"})
-_ENDING_BY_KIND = {"out_of_memory": endings.OUT_OF_MEMORY, "user_error": endings.USER_ERROR}
+UNEXPLAINED_KINDS: frozenset[FailureKind] = frozenset({"crashed", "exited", "killed", "device", "storage", "launcher"})
+_ENDING_BY_KIND: dict[FailureKind, endings.Ending] = {
+    "out_of_memory": endings.OUT_OF_MEMORY,
+    "user_error": endings.USER_ERROR,
+}
 
 
 def _classify_failure(e: Evidence, missing: tuple[str, ...]) -> Verdict:
-    failed = [r for r in e.results.values() if r["ending"] == "failed"]
-    for kind in ("environment", *_ENDING_BY_KIND):
-        culprit = next((r for r in failed if r.get("kind") == kind), None)
+    failed = [r for r in e.results.values() if r.ending == "failed"]
+    decisive: tuple[FailureKind, ...] = ("environment", *_ENDING_BY_KIND)
+    for kind in decisive:
+        culprit = next((r for r in failed if r.kind == kind), None)
         if culprit is not None:
             ending = _ENDING_BY_KIND.get(kind, endings.USER_ERROR)
             fatal = EXIT_CONFIG if kind == "environment" else None
-            return Verdict(ending, str(culprit.get("message")), fatal_exit_code=fatal)
+            return Verdict(ending, str(culprit.message), fatal_exit_code=fatal)
     if missing and e.step_exit_code == EXIT_CONFIG:
-        # An agent that does not see the run directory can't write why; its words are in job.log.
+        # An agent that cannot see the run directory cannot write a result; its message is in job.log.
         names = ", ".join(missing)
         return Verdict(endings.USER_ERROR, f"{names} could not start: see job.log", fatal_exit_code=EXIT_CONFIG)
     killed_by = _signal_name(e.step_exit_code) if e.view is not None else ""
     if missing and killed_by:
-        # The scheduler still counts on all nodes, and the launcher could wait for the agent's process.
+        # The scheduler still has all nodes, and the launcher could wait for the agent's process.
         reason = f"the agent on {', '.join(missing)} was killed by {killed_by}, and its ranks with it"
         if e.view is not None and e.view.preempt_time is not None:
             return Verdict(endings.PREEMPTED, f"the scheduler preempted the job; {reason}")
@@ -178,32 +182,30 @@ def _classify_failure(e: Evidence, missing: tuple[str, ...]) -> Verdict:
         return Verdict(endings.UNKNOWN, f"no node wrote a result (the step ended with {e.step_exit_code}): see job.log")
     if missing:
         return _classify_missing_results(e, missing)
-    # Before what nothing explains: a rank that hung is killed in the end, and so has left no word.
-    hung = next((r for r in failed if r.get("kind") == "hang"), None)
+    # Before the unexplained kinds: a rank that hung is killed in the end, and leaves no record.
+    hung = next((r for r in failed if r.kind == "hang"), None)
     if hung is not None:
-        return Verdict(
-            endings.HANG, hang_analysis.describe_hang({n: r.get("ranks") or () for n, r in e.results.items()})
-        )
-    # These explain the broken collectives of the other ranks, but not themselves.
-    unexplained = next((r for r in failed if r.get("kind") in UNEXPLAINED_KINDS), None)
+        return Verdict(endings.HANG, hang_analysis.describe_hang({n: r.ranks for n, r in e.results.items()}))
+    # These kinds explain the broken collectives of other ranks, but have no known cause themselves.
+    unexplained = next((r for r in failed if r.kind in UNEXPLAINED_KINDS), None)
     if unexplained is not None:
-        return Verdict(endings.UNKNOWN, str(unexplained.get("message")))
-    communication = next((r for r in failed if r.get("kind") == "communication"), None)
+        return Verdict(endings.UNKNOWN, str(unexplained.message))
+    communication = next((r for r in failed if r.kind == "communication"), None)
     if communication is not None:
-        return Verdict(endings.COMMUNICATION, str(communication.get("message")))
-    return Verdict(endings.UNKNOWN, str(failed[0].get("message")) if failed else "some ranks stopped, some completed")
+        return Verdict(endings.COMMUNICATION, str(communication.message))
+    return Verdict(endings.UNKNOWN, str(failed[0].message) if failed else "some ranks stopped, some completed")
 
 
 def _classify_missing_results(e: Evidence, missing: tuple[str, ...]) -> Verdict:
     lost_nodes = tuple(n for n in missing if n not in e.nodes_without_agent)
     if lost_nodes:
         return Verdict(endings.NODE_FAILURE, f"no result from {', '.join(lost_nodes)}", blamed_nodes=lost_nodes)
-    # A disk that was full, say: the node is no worse than another one.
+    # For example a full disk: the node is not at fault.
     return Verdict(endings.UNKNOWN, f"the agent on {', '.join(missing)} ended without a result: see job.log")
 
 
 def _signal_name(exit_code: int) -> str:
-    """The name of the signal that a step launcher's exit code stands for; else empty."""
+    """Return the name of the signal that a step launcher's exit code stands for, else an empty string."""
     try:
         return signal.Signals(exit_code - 128).name
     except ValueError:
@@ -211,7 +213,7 @@ def _signal_name(exit_code: int) -> str:
 
 
 def decide(verdict: Verdict, history: Sequence[Attempt], max_requeues: int) -> Decision:
-    """What to do after ``verdict``. ``history`` holds all attempts, the one just ended last (its ending filled in)."""
+    """Return what to do after ``verdict``. ``history`` holds all attempts, with the one that just ended as the last."""
     if verdict.ending == endings.COMPLETED:
         return Decision("finish", verdict.reason, EXIT_SUCCESS)
     if verdict.fatal_exit_code is not None:
@@ -235,7 +237,7 @@ def _is_script_stop(attempt: Attempt) -> bool:
 
 
 def find_exhausted_budget(ending: str, history: Sequence[Attempt], max_requeues: int) -> str | None:
-    """Why the run must not go on, or None. Only a newer committed step refills a budget."""
+    """Return why the run must stop, or None. Only a newer committed step refills a budget."""
     if len(history) > max_requeues:
         return f"--max-requeues {max_requeues} is used up after {len(history)} attempts"
     without_progress: list[Attempt] = []
@@ -243,7 +245,7 @@ def find_exhausted_budget(ending: str, history: Sequence[Attempt], max_requeues:
         if attempt.made_progress:
             break
         without_progress.append(attempt)
-    # A preemption before the first step says nothing about the run; nor does a stop of a script that saves by itself.
+    # Not charged: preemptions before the first step, and stops of scripts, which save by themselves.
     charged = [
         a
         for a in without_progress

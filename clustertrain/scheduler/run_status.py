@@ -9,7 +9,7 @@ import msgspec
 
 from clustertrain import clock
 from clustertrain.errors import ClusterTrainError, CommandFailed
-from clustertrain.run import attempts, contract_status, endings, events, metrics, state
+from clustertrain.run import attempts, contract_status, endings, event_types, events, metrics, state
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.contract_status import ContractStatus
 from clustertrain.run.goodput import Goodput, compute_goodput
@@ -104,8 +104,8 @@ class RunStatus:
 
 def backend_for_run(run: RunDir) -> Backend:
     """The backend that the run was submitted to."""
-    submitted = events.find_last(events.for_run(run), "submitted")
-    backend_name = (submitted or {}).get("backend") or load_spec(run).job.backend
+    submitted = events.select_last(events.for_run(run), event_types.Submitted)
+    backend_name = (submitted.backend if submitted else None) or load_spec(run).job.backend
     return get_backend(backend_name if backend_name in ("local", "slurm") else load_spec(run).job.backend)
 
 
@@ -117,9 +117,9 @@ def latest_job_id(run: RunDir, history: Sequence[Attempt]) -> str | None:
 def total_steps(run: RunDir) -> int | None:
     """From the newest session's own word: a script decides about its steps by itself."""
     for attempt in reversed(run.attempts()):
-        event = events.find_last(events.for_attempt(attempt), "first_step") or {}
-        if event.get("total") is not None:
-            return int(event["total"])
+        event = events.select_last(events.for_attempt(attempt), event_types.FirstStep)
+        if event is not None and event.total is not None:
+            return event.total
     spec = load_spec(run)
     return None if spec.script is not None else spec.recipe.train.steps
 

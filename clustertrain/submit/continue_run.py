@@ -18,7 +18,7 @@ import psutil
 
 from clustertrain import clock, fsio, reading
 from clustertrain.errors import ClusterTrainError
-from clustertrain.run import events, json_files
+from clustertrain.run import event_types, events, json_files
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.scheduler.backend import Backend, Submission
 
@@ -47,10 +47,10 @@ def request_requeue(run: RunDir, attempt: AttemptDir, options: Mapping[str, str]
                 f"{pending.get('by', 'somebody')}: this request was ignored",
                 fix=f"when the next attempt runs: clustertrain requeue {run.id}{_format_options(options)}",
             )
-    answers: list[events.Event] = []
+    answers: list[event_types.RequeueAnswered] = []
 
     def has_answer() -> bool:
-        answers[:] = events.filter_by_name(events.for_attempt(attempt), "requeue_answered")
+        answers[:] = events.select(events.for_attempt(attempt), event_types.RequeueAnswered)
         return bool(answers)
 
     if not clock.wait_until(has_answer, ANSWER_TIMEOUT_S, 0.5):
@@ -59,8 +59,8 @@ def request_requeue(run: RunDir, attempt: AttemptDir, options: Mapping[str, str]
             " place, and takes effect if the attempt's batch process is still running",
             fix=f"see `clustertrain status {run.id}`",
         )
-    if not answers[-1].get("taken"):
-        raise ClusterTrainError(f"{run.id} is not started again: {answers[-1].get('why')}")
+    if not answers[-1].taken:
+        raise ClusterTrainError(f"{run.id} is not started again: {answers[-1].why}")
     if run.cancel_marker.exists():
         raise ClusterTrainError(f"{run.id} was cancelled meanwhile", fix=suggest_after_cancel(run))
 

@@ -1,91 +1,89 @@
-"""What happened to a run, as marks on the timeline of its report."""
+"""The events of a run as marks on the timeline of its report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from clustertrain.plan.layout import pluralize
-from clustertrain.run.events import Event
+from clustertrain.run import event_types
+from clustertrain.run.events import Event, to_struct
 from clustertrain.telemetry import xids
 from clustertrain.telemetry.report_schema import TimelineEvent
 
+_DUPLICATE_ALERTS = ("xid", "gpu_lost", "ecc_uncorrected")  # alerts about something that is an event itself
+
 
 def timeline_from_events(events: Iterable[Event]) -> list[TimelineEvent]:
-    """The marks of one attempt's events, oldest first; what nobody looks for on a timeline is left out, and what is
-    told twice: an alert of what is an event itself, and every agent's word of the signal that ends the attempt."""
-    timeline = [_BUILDERS[str(e["event"])](e) for e in events if e["event"] in _BUILDERS and not _is_duplicate_alert(e)]
+    """Return the marks of one attempt's events, oldest first, without duplicates and events that belong on no timeline.
+
+    Every agent logs the signal that ends the attempt; only the first one gets a mark.
+    """
+    structs = (to_struct(e) for e in events)
+    timeline = [mark for e in structs if e is not None and (mark := _build_mark(e)) is not None]
     timeline.sort(key=lambda m: m.t)
     first = next((m for m in timeline if m.kind == "signal"), None)
     return [m for m in timeline if m.kind != "signal" or m is first]
 
 
-def _is_duplicate_alert(e: Event) -> bool:
-    return e["event"] == "alert" and e.get("code") in ("xid", "gpu_lost", "ecc_uncorrected")
+def _build_mark(e: event_types.Event) -> TimelineEvent | None:
+    match e:
+        case event_types.GpuEvent():
+            return _build_gpu_mark(e)
+        case event_types.Restored():
+            return _build_interval(e.t_begin, e.restore_s, e.t, "restored", f"restored step {e.step}")
+        case event_types.Checkpoint():
+            text = f"checkpoint of step {e.step} ({'interval' if e.reason is None else e.reason})"
+            return _build_interval(e.t_begin, e.save_s, e.t, "checkpoint", text)
+        case event_types.Evaluation():
+            return _build_interval(e.t_begin, e.eval_s, e.t, "evaluation", f"evaluation at step {e.step}")
+    description = _describe_instant(e)
+    return None if description is None else TimelineEvent(e.t, str(e.__struct_config__.tag), description)
 
 
-def _instant(describe: Callable[[Event], str]) -> Callable[[Event], TimelineEvent]:
-    return lambda e: TimelineEvent(float(e["t"]), str(e["event"]), describe(e))
+def _build_interval(begin: float | None, duration_s: float | None, end: float, kind: str, text: str) -> TimelineEvent:
+    """Return the mark of an event that was written at its ``end``; older versions did not write its begin."""
+    return TimelineEvent(end - (duration_s or 0.0) if begin is None else begin, kind, text, end)
 
 
-def _interval(duration_key: str, describe: Callable[[Event], str]) -> Callable[[Event], TimelineEvent]:
-    """Events are written at the end of what they tell of; ``t_begin`` says when it began, else its length does."""
-
-    def build_event(e: Event) -> TimelineEvent:
-        end = float(e["t"])
-        begin = e.get("t_begin")
-        return TimelineEvent(
-            float(begin) if begin is not None else end - float(e.get(duration_key) or 0.0),
-            str(e["event"]),
-            describe(e),
-            end,
-        )
-
-    return build_event
-
-
-def _checkpoint_event(e: Event) -> TimelineEvent:
-    end = float(e["t"])
-    begin = float(e["t_begin"]) if e.get("t_begin") is not None else end - float(e.get("save_s") or 0.0)
-    return TimelineEvent(
-        begin, "checkpoint", f"checkpoint of step {e.get('step')} ({e.get('reason', 'interval')})", end
-    )
-
-
-def _format_gpu(e: Event) -> str:
-    if e.get("index") is None:
-        return str(e.get("uuid", "a GPU"))
-    return f"GPU {e['index']} of {e.get('node') or e.get('host', '?')}"
-
-
-def _gpu_event(e: Event) -> TimelineEvent:
-    """Under the kind ``xid``, or ``ecc`` of memory errors."""
-    repeats = f" {count} times" if (count := int(e.get("count") or 1)) > 1 else ""
-    if e.get("kind") == "xid" and e.get("xid") is not None:
-        return TimelineEvent(
-            float(e["t"]), "xid", f"XID {e['xid']}{repeats} on {_format_gpu(e)}: {xids.lookup_xid(int(e['xid'])).name}"
-        )
-    return TimelineEvent(float(e["t"]), "ecc", f"memory error not corrected{repeats} on {_format_gpu(e)}")
+def _describe_instant(e: event_types.Event) -> str | None:
+    match e:
+        case event_types.Started():
+            return f"started on {pluralize(len(e.nodes or ()), 'node')}"
+        case event_types.FirstStep():
+            return f"first step, number {e.step}"
+        case event_types.Signal():
+            return f"asked to stop ({e.source or e.signal})"
+        case event_types.StopAgreed():
+            return f"all ranks stop at step {e.step}"
+        case event_types.SaveGivenUp():
+            return f"no time for the checkpoint of step {e.step}"
+        case event_types.GpuLost():
+            return f"{_format_gpu(e)} was lost"
+        case event_types.GpuBack():
+            return f"{_format_gpu(e)} is back"
+        case event_types.Alert() if e.code not in _DUPLICATE_ALERTS:
+            return f"alert {e.state or 'raised'}: {e.text or ''}"
+        case event_types.TelemetryFailed():
+            return f"the sampler of {e.host}: {e.reason}"
+        case event_types.Ended():
+            return f"{e.ending}: {e.reason}"
+        case event_types.Stopped():
+            return f"not continued: {e.why}"
+        case event_types.Requeued():
+            return f"requeued ({e.how})"
+    return None
 
 
-def _format_alert(e: Event) -> str:
-    return f"alert {e.get('state', 'raised')}: {e.get('text', e.get('rule', ''))}"
+def _format_gpu(e: event_types.GpuLost | event_types.GpuBack | event_types.GpuEvent) -> str:
+    if e.index is None:
+        return e.uuid or "a GPU"
+    return f"GPU {e.index} of {e.node or e.host or '?'}"
 
 
-_BUILDERS: dict[str, Callable[[Event], TimelineEvent]] = {
-    "started": _instant(lambda e: f"started on {pluralize(len(e.get('nodes') or ()), 'node')}"),
-    "first_step": _instant(lambda e: f"first step, number {e.get('step')}"),
-    "restored": _interval("restore_s", lambda e: f"restored step {e.get('step')}"),
-    "checkpoint": _checkpoint_event,
-    "evaluation": _interval("eval_s", lambda e: f"evaluation at step {e.get('step')}"),
-    "signal": _instant(lambda e: f"asked to stop ({e.get('source') or e.get('signal')})"),
-    "stop_agreed": _instant(lambda e: f"all ranks stop at step {e.get('step')}"),
-    "save_given_up": _instant(lambda e: f"no time for the checkpoint of step {e.get('step')}"),
-    "gpu_lost": _instant(lambda e: f"{_format_gpu(e)} was lost"),
-    "gpu_back": _instant(lambda e: f"{_format_gpu(e)} is back"),
-    "gpu_event": _gpu_event,
-    "alert": _instant(_format_alert),
-    "telemetry_failed": _instant(lambda e: f"the sampler of {e.get('host')}: {e.get('reason')}"),
-    "ended": _instant(lambda e: f"{e.get('ending')}: {e.get('reason')}"),
-    "stopped": _instant(lambda e: f"not continued: {e.get('why')}"),
-    "requeued": _instant(lambda e: f"requeued ({e.get('how')})"),
-}
+def _build_gpu_mark(e: event_types.GpuEvent) -> TimelineEvent:
+    """Return a mark of kind ``xid``, or ``ecc`` for a memory error."""
+    repeats = f" {e.count} times" if (e.count or 1) > 1 else ""
+    if e.kind == "xid" and e.xid is not None:
+        text = f"XID {e.xid}{repeats} on {_format_gpu(e)}: {xids.lookup_xid(e.xid).name}"
+        return TimelineEvent(e.t, "xid", text)
+    return TimelineEvent(e.t, "ecc", f"memory error not corrected{repeats} on {_format_gpu(e)}")

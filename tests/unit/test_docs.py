@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import sys
 import tomllib
 from pathlib import Path
@@ -109,6 +110,12 @@ def test_every_word_of_a_tp_plan_is_documented() -> None:
 
     text = SCRIPTS.read_text()
     assert [w for w in WORDS if f"| `{w}` |" not in text] == []
+
+
+def test_event_table_is_up_to_date() -> None:
+    event_table = runpy.run_path(str(ROOT / "docs" / "event_table.py"))
+    page = (ROOT / "docs" / "reference" / "events.md").read_text()
+    assert event_table["render_page"]() == page, "run `python docs/event_table.py`"
 
 
 @pytest.mark.long

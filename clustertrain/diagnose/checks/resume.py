@@ -20,6 +20,7 @@ from clustertrain.diagnose.child_output import ProgressCallback
 from clustertrain.diagnose.registry import Finding, Verdict
 from clustertrain.diagnose.subject import Subject
 from clustertrain.errors import ClusterTrainError
+from clustertrain.run.results import parse_rank_result
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.submit.transaction import format_spec
@@ -185,8 +186,8 @@ class _TrialRun:
 
 
 def _failure_reason(rank_dir: Path, log: Path, child: subprocess.Popen[bytes]) -> str:
-    rank_result = fsio.read_json(rank_dir / "rank-0.json")
-    if isinstance(rank_result, dict) and rank_result.get("error"):
-        return str(rank_result["error"]["message"])
+    rank_result = parse_rank_result(fsio.read_json(rank_dir / "rank-0.json"))
+    if rank_result is not None and rank_result.error is not None:
+        return rank_result.error.message
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     return lines[-1] if lines else f"exit code {child.returncode}"

@@ -1,4 +1,4 @@
-"""How a rank ended: ``rank-<r>.json`` in the node-local rank folder, read by the node's agent."""
+"""The rank's result: ``rank-<r>.json`` in the node-local rank folder, which the agent of the node reads."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import os
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from clustertrain import fsio, settings
 from clustertrain.checkpoint.format.storage_errors import FULL_ERRNOS, TRANSIENT_ERRNOS, StorageError
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, CheckpointError, ClusterTrainError, ConfigError, UsageError
+from clustertrain.run.results import ErrorInfo, FailureKind, RankEnding, RankResult
 from clustertrain.train.core import disk_full
 from clustertrain.train.core.memory import peak_allocated_gib
-
-Ending = Literal["completed", "stopped", "failed"]
-FailureKind = Literal["user_error", "communication", "hang", "out_of_memory", "environment", "device", "storage"]
 
 # gloo and the CPU allocator raise plain RuntimeErrors; these are their words.
 _COMMUNICATION_MESSAGES = ("gloo", "connection closed by peer", "connection reset by peer", "nccl")
@@ -64,8 +62,8 @@ def is_killed_dataloader_worker(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "dataloader worker (pid" in str(error).lower()
 
 
-class RankResult:
-    """The record of this rank, rewritten as it becomes known. Without a rank folder nothing is written."""
+class RankResultWriter:
+    """Collects the result of this rank and writes it; without a rank folder nothing is written."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         folder = environ.get(settings.RANK_DIR)
@@ -75,7 +73,7 @@ class RankResult:
         self._session_closed_path = Path(folder) / f"left-{self._rank}.json" if folder else None
         self._deferred = False
         self._last_total = -1
-        self.ending: Ending | None = None
+        self.ending: RankEnding | None = None
         self.finished = False  # the newest loop of steps has come to its end
         self.step = 0
         self.committed_step: int | None = None
@@ -111,7 +109,7 @@ class RankResult:
         if self._deferred:
             self.ending = "completed"
             if self._session_closed_path is not None and self.finished:
-                fsio.write_json(self._session_closed_path, self._build_record("completed"))
+                fsio.write_json(self._session_closed_path, msgspec.to_builtins(self._build_record("completed")))
         else:
             self.record_completed()
 
@@ -128,41 +126,38 @@ class RankResult:
         message_lines = [str(error), *getattr(error, "__notes__", ())]
         if not isinstance(error, ClusterTrainError) and (advice := disk_full.format_advice(error)):
             message_lines.append(advice)
-        error_record = {
-            "type": type(error).__name__,
-            "message": "\n".join(message_lines),
-            "traceback": "".join(traceback.format_exception(error))[-16_384:],
-        }
-        self._write("failed", exit_code=code, kind=kind, error=error_record)
+        error_info = ErrorInfo(
+            type=type(error).__name__,
+            message="\n".join(message_lines),
+            traceback="".join(traceback.format_exception(error))[-16_384:],
+        )
+        self._write("failed", exit_code=code, kind=kind, error=error_info)
         return code
 
     def _write(
-        self, ending: Ending, exit_code: int = 0, kind: FailureKind | None = None, error: dict[str, Any] | None = None
+        self, ending: RankEnding, exit_code: int = 0, kind: FailureKind | None = None, error: ErrorInfo | None = None
     ) -> None:
         self.ending = ending
         if self._path is not None:
-            fsio.write_json(
-                self._path, self._build_record(ending) | {"exit_code": exit_code, "kind": kind, "error": error}
-            )
+            record = msgspec.structs.replace(self._build_record(ending), exit_code=exit_code, kind=kind, error=error)
+            fsio.write_json(self._path, msgspec.to_builtins(record))
 
-    def _build_record(self, ending: Ending) -> dict[str, Any]:
-        return {
-            "rank": self._rank,
-            "local_rank": self._local_rank,
-            "ending": ending,
-            "finished": self.finished,
-            "step": self.step,
-            "committed_step": self.committed_step,
-            "exit_code": 0,
-            "kind": None,
-            "why": self.reason,
-            "spent": self.budget_spent,
-            "error": None,
-            "peak_allocated_gib": peak_allocated_gib(self.device),
-        }
+    def _build_record(self, ending: RankEnding) -> RankResult:
+        return RankResult(
+            rank=self._rank,
+            local_rank=self._local_rank,
+            ending=ending,
+            finished=self.finished,
+            step=self.step,
+            committed_step=self.committed_step,
+            exit_code=0,
+            reason=self.reason,
+            budget_spent=self.budget_spent,
+            peak_allocated_gib=peak_allocated_gib(self.device),
+        )
 
 
 @functools.cache
-def current() -> RankResult:
-    """The record of this process: the session fills it in, and what runs the script has the last word."""
-    return RankResult()
+def current() -> RankResultWriter:
+    """Return the result of this process: the session fills it in, and the launcher of the script completes it."""
+    return RankResultWriter()

@@ -29,7 +29,7 @@ from clustertrain.errors import ConfigError, Diverged, UsageError
 from clustertrain.run import attempts
 from clustertrain.train.core import seeds
 from clustertrain.train.core.context import RankContext
-from clustertrain.train.core.result import RankResult
+from clustertrain.train.core.result import RankResultWriter
 from clustertrain.train.core.stop import StopAgreement
 from clustertrain.train.core.time_left import DeadlineTracker
 from clustertrain.train.data.loader import Loader
@@ -54,7 +54,7 @@ class SessionCheckpointer:
         groups: ProcessGroups,
         folder: Path | None,
         num_threads: int,
-        result: RankResult,
+        result: RankResultWriter,
         emit_event: Callable[..., None],
         get_deadline: Callable[[], float | None],
     ) -> None:

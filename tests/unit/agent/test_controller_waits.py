@@ -12,20 +12,21 @@ import pytest
 
 from clustertrain.agent import controller
 from clustertrain.agent.controller import JobController, StepState
+from clustertrain.run.results import NodeResult, RankEnding
 from clustertrain.run.run_dir import RunDir
 
 
 class Watching(JobController):
     """A batch that only looks at results."""
 
-    def __init__(self, without_agent: Set[str] = frozenset(), **endings: str) -> None:
+    def __init__(self, without_agent: Set[str] = frozenset(), **endings: RankEnding) -> None:
         self.nodes = ("n1", "n2")
         self.without_agent = without_agent
         self.endings = endings
         self.aborted = False
 
-    def _read_results(self) -> dict[str, dict[str, Any]]:
-        return {node: {"ending": ending} for node, ending in self.endings.items()}
+    def _read_results(self) -> dict[str, NodeResult]:
+        return {node: NodeResult(ending=ending) for node, ending in self.endings.items()}
 
     def _nodes_without_agent(self, results: Container[str]) -> set[str]:
         return {n for n in self.without_agent if n not in results}
@@ -47,7 +48,7 @@ def test_agents_whose_ranks_have_ended_by_themselves_may_make_their_files_small(
 
 
 @pytest.mark.parametrize("endings", [{"n1": "stopped", "n2": "stopped"}, {"n1": "failed"}])
-def test_after_a_stop_or_a_failure_there_is_no_time_for_it(endings: dict[str, str]) -> None:
+def test_after_a_stop_or_a_failure_there_is_no_time_for_it(endings: dict[str, RankEnding]) -> None:
     assert not Watching(**endings).aborts_after(controller.AFTER_END_S - 1)
     assert Watching(**endings).aborts_after(controller.AFTER_END_S + 1)
 

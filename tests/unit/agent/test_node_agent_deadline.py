@@ -9,8 +9,8 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.agent.node_agent import NodeAgent
-from clustertrain.agent.node_result import NodeResult
 from clustertrain.agent.telemetry import NodeTelemetry
+from clustertrain.run.results import NodeResult, RankEnding
 from tests.unit.agent.test_node_agent_settings import agent
 
 
@@ -22,7 +22,9 @@ def compacted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def ends(one: NodeAgent, monkeypatch: pytest.MonkeyPatch, ending: str, order: dict[str, Any] | None = None) -> None:
+def ends(
+    one: NodeAgent, monkeypatch: pytest.MonkeyPatch, ending: RankEnding, order: dict[str, Any] | None = None
+) -> None:
     """Runs the agent, whose ranks end at once."""
     one.context.attempt.results.mkdir()
     one.context.run.spec.write_text("version = 1\n")
@@ -30,7 +32,7 @@ def ends(one: NodeAgent, monkeypatch: pytest.MonkeyPatch, ending: str, order: di
     def ranks(self: NodeAgent) -> NodeResult:
         if order is not None:
             fsio.write_json(self.context.attempt.stop_request, order)
-        return NodeResult("localhost", 0, ending, None, 0, 7, 7, None, [])
+        return NodeResult(node="localhost", ending=ending, exit_code=0, step=7, committed_step=7)
 
     monkeypatch.setattr(NodeAgent, "_run_ranks", ranks)
     one.run()

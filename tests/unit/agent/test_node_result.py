@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from clustertrain.agent.node_result import RankObservations, build_node_result
+from clustertrain.agent.node_result import RankObservations, build_node_result, failed_record
 from clustertrain.run.heartbeat import TRAIN, Heartbeat
+from clustertrain.run.results import ErrorInfo, FailureKind, RankResult
 
 NO_TORCH = "/opt/python: Error while finding module specification\nModuleNotFoundError: No module named 'torch'\n\n"
 PORT_TAKEN = "Traceback\nRuntimeError: The server socket has failed to bind. code: EADDRINUSE, reason: port 12345\n"
@@ -37,8 +36,7 @@ def test_a_torchrun_that_failed_by_itself_is_told_by_its_log(tail: str | None, k
 
 
 def test_a_rank_that_left_a_record_counts_more_than_the_log() -> None:
-    error = {"type": "ValueError", "message": "no"}
-    records: dict[int, dict[str, Any]] = {0: {"rank": 0, "ending": "failed", "kind": "user_error", "error": error}}
+    records = {0: failed_record(0, "user_error", ErrorInfo(type="ValueError", message="no"))}
     result = build_node_result("a", 0, [0, 1], records, RankObservations(launcher_exit_code=1, log_tail=PORT_TAKEN))
     assert result.kind == "user_error"
     assert result.message == "rank 0 on a: ValueError: no"
@@ -75,29 +73,26 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError
     ],
 )
 def test_a_rank_that_crashed_explains_broken_collectives_and_is_explained_by_an_error(
-    peer: str | None, told: str
+    peer: FailureKind | None, told: str
 ) -> None:
-    error = {"type": "E", "message": "said"}
-    records = {0: {"rank": 0, "ending": "failed", "kind": peer, "error": error}} if peer is not None else {}
+    records = {0: failed_record(0, peer, ErrorInfo(type="E", message="said"))} if peer is not None else {}
     found = build_node_result("a", 0, [0, 1], records, RankObservations(launcher_exit_code=1, log_tail=CRASHED))
     assert (found.ending, found.message) == ("failed", told)
-    assert [r["kind"] for r in found.ranks] == [peer or "killed", "crashed"]
+    assert [r.kind for r in found.ranks] == [peer or "killed", "crashed"]
 
 
 def test_storage_that_failed_explains_the_broken_collectives() -> None:
-    records = {
-        r: {"rank": r, "ending": "failed", "kind": kind, "error": {"type": "E", "message": kind}}
-        for r, kind in enumerate(("communication", "storage"))
-    }
+    kinds: tuple[FailureKind, ...] = ("communication", "storage")
+    records = {r: failed_record(r, kind, ErrorInfo(type="E", message=kind)) for r, kind in enumerate(kinds)}
     assert build_node_result("a", 0, [0, 1], records).kind == "storage"
 
 
 def test_what_a_rank_says_of_its_end_reaches_the_node() -> None:
-    stopped = {"ending": "stopped", "spent": True}
-    records = {0: {"rank": 0, "why": "too dear", **stopped}, 1: {"rank": 1, "why": None, **stopped}}
-    found = build_node_result("a", 0, [0, 1], records)
-    assert (found.ending, found.why, found.spent) == ("stopped", "too dear", True)
-    assert not build_node_result("a", 0, [0], {0: {"rank": 0, "ending": "completed"}}).spent
+    first = RankResult(rank=0, ending="stopped", budget_spent=True, reason="too dear")
+    second = RankResult(rank=1, ending="stopped", budget_spent=True)
+    found = build_node_result("a", 0, [0, 1], {0: first, 1: second})
+    assert (found.ending, found.reason, found.budget_spent) == ("stopped", "too dear", True)
+    assert not build_node_result("a", 0, [0], {0: RankResult(ending="completed")}).budget_spent
 
 
 WARNING = "W1125 02:00:00 torch/distributed/run.py:851] Setting OMP_NUM_THREADS environment variable\n"
@@ -115,7 +110,7 @@ def test_a_torchrun_that_the_agent_ended_is_no_cause() -> None:
 
 
 def test_a_rank_that_failed_counts_more_than_a_killed_torchrun() -> None:
-    failed = {"rank": 0, "ending": "failed", "kind": "user_error", "error": {"type": "E", "message": "said"}}
+    failed = failed_record(0, "user_error", ErrorInfo(type="E", message="said"))
     assert (
         build_node_result("a", 0, [0, 1], {0: failed}, RankObservations(launcher_exit_code=-9)).message
         == "rank 0 on a: E: said"
@@ -134,7 +129,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError
 
 
 def test_exit_codes_of_ranks_without_a_record_are_told_apart() -> None:
-    broken = {"rank": 0, "ending": "failed", "kind": "communication", "error": {"type": "E", "message": "closed"}}
+    broken = failed_record(0, "communication", ErrorInfo(type="E", message="closed"))
     one = build_node_result(
         "a", 0, [0, 1], {0: broken}, RankObservations(launcher_exit_code=1, log_tail=TABLE.format(1))
     )
@@ -147,8 +142,8 @@ def test_exit_codes_of_ranks_without_a_record_are_told_apart() -> None:
     assert build_node_result("a", 0, [0], {}, RankObservations(launcher_exit_code=0)).kind == "user_error"
 
 
-def completed(rank: int, finished: bool) -> dict[str, Any]:
-    return {"rank": rank, "ending": "completed", "finished": finished, "step": 7, "committed_step": 7}
+def completed(rank: int, finished: bool) -> RankResult:
+    return RankResult(rank=rank, ending="completed", finished=finished, step=7, committed_step=7)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +163,7 @@ def test_after_a_request_to_stop_only_a_session_says_that_a_script_is_done(
         "a", 0, [0, 1], records, RankObservations(launcher_exit_code=0, stop_requested=stop_asked)
     )
     assert (found.ending, found.step, found.kind) == (ending, 7, None)
-    assert (found.why is not None) is (ending == "stopped")
+    assert (found.reason is not None) is (ending == "stopped")
 
 
 @pytest.mark.parametrize(
@@ -203,15 +198,17 @@ def test_a_rank_that_hung_at_its_end_is_complete_where_all_its_steps_were_done()
         RankObservations(finished_records={1: completed(1, True)}, hung_ranks=frozenset({1})),
     )
     assert found.ending == "completed"
-    assert found.why == "all steps were done; rank 1 did nothing any more after all others had completed, and was ended"
+    assert (
+        found.reason == "all steps were done; rank 1 did nothing any more after all others had completed, and was ended"
+    )
     plain = build_node_result("a", 0, [0, 1], {0: completed(0, False)}, RankObservations(hung_ranks=frozenset({1})))
     assert (plain.ending, plain.kind) == ("failed", "hang")
     assert plain.message == "rank 1 did nothing any more after all others had completed, and was ended (a)"
 
 
-def timed_out(rank: int) -> dict[str, Any]:
-    error = {"type": "RuntimeError", "message": "[gloo] Timed out waiting 3000ms for recv operation"}
-    return {"rank": rank, "ending": "failed", "kind": "hang", "error": error, "step": 16}
+def timed_out(rank: int) -> RankResult:
+    error = ErrorInfo(type="RuntimeError", message="[gloo] Timed out waiting 3000ms for recv operation")
+    return RankResult(rank=rank, ending="failed", kind="hang", error=error, step=16)
 
 
 def at(step: int) -> Heartbeat:

@@ -122,5 +122,6 @@ def test_a_run_whose_steps_are_done_is_complete_though_a_rank_hangs_at_its_end(
     result = one._run_ranks()
     assert (result.ending, result.step, result.committed_step) == ("completed", 7, 7)
     assert (
-        result.why == "all steps were done; rank 0 did nothing any more after all others had completed, and was ended"
+        result.reason
+        == "all steps were done; rank 0 did nothing any more after all others had completed, and was ended"
     )

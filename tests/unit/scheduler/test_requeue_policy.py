@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from clustertrain.run import endings
 from clustertrain.run.attempts import Attempt
+from clustertrain.run.results import FailureKind, LastSeen, NodeResult, RankEnding, RankOutcome
 from clustertrain.scheduler.backend import JobView
 from clustertrain.scheduler.requeue_policy import Evidence, Verdict, classify, decide
 
@@ -17,11 +19,11 @@ RUNNING = JobView("7", "RUNNING")
 PREEMPTED = JobView("7", "RUNNING", preempt_time=990.0)
 
 
-def result(ending: str, kind: str | None = None, message: str = "it broke") -> dict[str, Any]:
-    return {"ending": ending, "kind": kind, "message": message, "step": 10}
+def result(ending: RankEnding, kind: FailureKind | None = None, message: str = "it broke") -> NodeResult:
+    return NodeResult(ending=ending, kind=kind, message=message, step=10)
 
 
-def evidence(results: dict[str, dict[str, Any]], **changes: Any) -> Evidence:
+def evidence(results: dict[str, NodeResult], **changes: Any) -> Evidence:
     base = Evidence(
         nodes=NODES,
         results=results,
@@ -152,11 +154,11 @@ def test_agents_that_are_ended_after_their_ranks_have_left() -> None:
 
 
 def test_a_hang_is_told_from_what_all_nodes_saw() -> None:
-    waited = {"rank": 0, "kind": "hang", "last_seen": {"step": 16, "phase": "train"}}
-    silent = {"rank": 1, "kind": "killed", "last_seen": {"step": 15, "phase": "train"}}
+    waited = RankOutcome(rank=0, ending="failed", kind="hang", last_seen=LastSeen(step=16, phase="train"))
+    silent = RankOutcome(rank=1, ending="failed", kind="killed", last_seen=LastSeen(step=15, phase="train"))
     results = {
-        "n1": {**result("failed", "hang", "rank 0 on n1: timed out"), "ranks": [waited]},
-        "n2": {**result("failed", "killed"), "ranks": [silent]},
+        "n1": structs.replace(result("failed", "hang", "rank 0 on n1: timed out"), ranks=(waited,)),
+        "n2": structs.replace(result("failed", "killed"), ranks=(silent,)),
     }
     verdict = classify(evidence(results))
     assert verdict is not None and verdict.ending == endings.HANG
@@ -168,7 +170,7 @@ def test_a_hang_is_told_from_what_all_nodes_saw() -> None:
 
 def test_a_script_that_asks_for_another_start_gets_it_within_the_budgets() -> None:
     why = "the script ended with exit code 75, which asks for another start"
-    verdict = classify(evidence({n: {**result("stopped"), "why": why} for n in NODES}))
+    verdict = classify(evidence({n: structs.replace(result("stopped"), reason=why) for n in NODES}))
     assert verdict == Verdict(endings.UNKNOWN, why)
     assert action(verdict.ending, [attempt(1, verdict.ending)]) == "requeue"
 
@@ -221,7 +223,7 @@ def attempt(n: int, ending: str | None, **changes: Any) -> Attempt:
     return Attempt(**{**values, **changes})
 
 
-def action(ending: str, history: list[Attempt], max_requeues: int = 50) -> str:
+def action(ending: endings.Ending, history: list[Attempt], max_requeues: int = 50) -> str:
     return decide(Verdict(ending, "…"), history, max_requeues).action
 
 
@@ -230,7 +232,7 @@ def test_a_user_error_is_never_requeued() -> None:
 
 
 @pytest.mark.parametrize("ending", [endings.UNKNOWN, endings.COMMUNICATION, endings.HANG, endings.OUT_OF_MEMORY])
-def test_each_ending_has_a_budget_of_its_own(ending: str) -> None:
+def test_each_ending_has_a_budget_of_its_own(ending: endings.Ending) -> None:
     allowed = endings.RETRY_BUDGET[ending]
     within = [attempt(n, ending) for n in range(1, allowed + 1)]
     assert action(ending, within) == "requeue"
@@ -280,7 +282,10 @@ def test_max_requeues_counts_starts_after_the_first() -> None:
     assert action(endings.PREEMPTED, [done(1)], max_requeues=0) == "stop"
 
 
-SPENT = {n: {**result("stopped"), "spent": True, "why": "the budget is spent: 10 of gpu_hours = 10"} for n in NODES}
+SPENT = {
+    n: structs.replace(result("stopped"), budget_spent=True, reason="the budget is spent: 10 of gpu_hours = 10")
+    for n in NODES
+}
 
 
 def test_a_run_whose_budget_is_spent_is_not_requeued() -> None:
@@ -291,5 +296,5 @@ def test_a_run_whose_budget_is_spent_is_not_requeued() -> None:
 
 
 def test_a_run_that_ended_early_tells_why() -> None:
-    early = {n: {**result("completed"), "why": "early stop: no better"} for n in NODES}
+    early = {n: structs.replace(result("completed"), reason="early stop: no better") for n in NODES}
     assert classify(evidence(early)) == Verdict(endings.COMPLETED, "early stop: no better")

@@ -6,6 +6,7 @@ from typing import Any
 
 from clustertrain.report import timeline
 from clustertrain.report.html import charts
+from clustertrain.run import event_types
 from clustertrain.telemetry import timeline_events
 from clustertrain.telemetry.report_schema import AttemptSummary, TimelineEvent, TimeWindow
 
@@ -40,9 +41,9 @@ def test_what_lasts_begins_when_it_began() -> None:
 
 
 def test_every_kind_of_mark_has_a_lane_and_a_sign_of_its_own() -> None:
-    """But for a kind that a later version writes."""
-    kinds = {"xid", "ecc", *timeline_events._BUILDERS} - {"gpu_event"}
-    laned = {kind for _, of in charts._LANES.values() for kind in of}
+    marks = (timeline_events.timeline_from_events([event(name, step=1)]) for name in event_types.EVENTS)
+    kinds = {"xid", *(mark.kind for found in marks for mark in found)}
+    laned = {kind for _, lane_kinds in charts._LANES.values() for kind in lane_kinds}
     assert kinds <= laned
     assert kinds <= timeline._EVENT_STYLES.keys()
     assert laned <= kinds

@@ -20,7 +20,7 @@ from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.errors import CheckpointError, ConfigError, UnsuitableEnvironment, UsageError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train.core import context, seeds
-from clustertrain.train.core.result import RankResult, classify_failure
+from clustertrain.train.core.result import RankResultWriter, classify_failure
 from clustertrain.train.core.stop import SIGNALS, StopAgreement, StopFlag
 from clustertrain.train.distributed.mesh import mesh_dimensions
 from clustertrain.train.session.metrics_writer import MetricsWriter, check_scalar
@@ -90,7 +90,7 @@ def test_kinds_of_failure(error: BaseException, kind: str) -> None:
 
 
 def test_the_result_record(tmp_path: Path) -> None:
-    result = RankResult({"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "RANK": "3", "LOCAL_RANK": "1"})
+    result = RankResultWriter({"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "RANK": "3", "LOCAL_RANK": "1"})
     result.step, result.committed_step = 7, 4
     try:
         raise ValueError("no good")
@@ -114,11 +114,11 @@ def test_the_result_record(tmp_path: Path) -> None:
     }
     result.record_stopped()
     assert json.loads((tmp_path / "rank-3.json").read_text())["ending"] == "stopped"
-    RankResult({}).record_completed()  # outside a run: no record, no error
+    RankResultWriter({}).record_completed()  # outside a run: no record, no error
 
 
 def test_a_session_that_was_left_with_all_steps_done_says_so_before_the_script_returns(tmp_path: Path) -> None:
-    result = RankResult({"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "RANK": "3"})
+    result = RankResultWriter({"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "RANK": "3"})
     left = tmp_path / "left-3.json"
     result.defer_completion()
     result.begin_loop(4)

@@ -10,7 +10,7 @@ import torch
 import clustertrain as ct
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.train.core import out_of_memory
-from clustertrain.train.core.result import RankResult
+from clustertrain.train.core.result import RankResultWriter
 from tests.unit.train.alone import ALONE
 
 CONTEXT = dataclasses.replace(
@@ -24,7 +24,7 @@ def test_an_error_of_too_little_memory_says_the_peak_and_what_needs_less(tmp_pat
     text = "".join(traceback.format_exception(error))
     assert "measured peak: " in text and " GiB of host memory in this process, with ddp" in text
     assert "  1. train.micro_batch = 2: " in text and "  2. parallel.activation_checkpointing" in text
-    result = RankResult({"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "RANK": "0", "LOCAL_RANK": "0"})
+    result = RankResultWriter({"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "RANK": "0", "LOCAL_RANK": "0"})
     result.record_failure(error)
     assert "train.micro_batch = 2" in (tmp_path / "rank-0.json").read_text()
 

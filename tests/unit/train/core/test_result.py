@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clustertrain.train.core.result import RankResult, classify_failure
+from clustertrain.train.core.result import RankResultWriter, classify_failure
 
 
 def raised(act: Callable[[], object]) -> BaseException:
@@ -110,7 +110,7 @@ def test_the_record_names_the_disk_and_says_what_to_do(
     small_disk: Path, tmp_path: Path, write: Callable[[Path], None]
 ) -> None:
     error = raised(lambda: write(small_disk))
-    assert RankResult({"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "RANK": "0"}).record_failure(error) == 78
+    assert RankResultWriter({"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "RANK": "0"}).record_failure(error) == 78
     record = json.loads((tmp_path / "rank-0.json").read_text())
     assert record["kind"] == "environment"
     assert f"the disk of {small_disk}" in record["error"]["message"]

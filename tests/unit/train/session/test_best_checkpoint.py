@@ -14,7 +14,7 @@ from clustertrain.checkpoint.load.rollback import RollbackTarget
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing import build
-from clustertrain.train.core.result import RankResult
+from clustertrain.train.core.result import RankResultWriter
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.evaluation.best_metric import EarlyStopping
 from clustertrain.train.evaluation.schedule import EvaluationSchedule
@@ -34,7 +34,7 @@ class Run:
         context = dataclasses.replace(ALONE, spec=build(recipe, RunSpec, "spec.toml"))
         self._groups = ProcessGroups(None, None, None, None)
         told: dict[str, Any] = {"emit_event": lambda name, **fields: None, "get_deadline": lambda: None}
-        self._keeping = SessionCheckpointer(context, self._groups, root, 1, RankResult({}), **told)
+        self._keeping = SessionCheckpointer(context, self._groups, root, 1, RankResultWriter({}), **told)
         self.judge = EarlyStopping()
         self._at = 0
         self._evaluations = EvaluationSchedule(lambda: {LOSS: losses[self._at]}, every=2, early_stopping=self.judge)

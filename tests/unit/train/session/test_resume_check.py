@@ -14,7 +14,7 @@ from clustertrain.config.parsing import build
 from clustertrain.errors import ConfigError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train.core.context import RankContext
-from clustertrain.train.core.result import RankResult
+from clustertrain.train.core.result import RankResultWriter
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.session import resume_check
 from clustertrain.train.session.checkpointing import SessionCheckpointer, build_about
@@ -40,7 +40,7 @@ def attempt(run: RunDir, step: int) -> int:
     """Restore, save after ``step`` steps; returns the step that was restored."""
     told: dict[str, Any] = {"emit_event": lambda name, **fields: None, "get_deadline": lambda: None}
     keeping = SessionCheckpointer(
-        context_of(run), ProcessGroups(None, None, None, None), None, 1, RankResult({}), **told
+        context_of(run), ProcessGroups(None, None, None, None), None, 1, RankResultWriter({}), **told
     )
     keeping.open(1, None, None)
     try:

@@ -1,0 +1,121 @@
+"""Results: the record that a rank writes when it ends, and the result that the agent of a node derives from them.
+
+The training process writes :class:`RankResult`. The agent reads those of its node and writes one :class:`NodeResult`.
+The batch process reads the results of all nodes and decides whether the run continues.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from clustertrain.errors import EXIT_FAILED
+from clustertrain.run import json_files
+
+RankEnding = Literal["completed", "stopped", "failed"]
+"""How a rank, or all ranks of a node, ended. How an attempt ended: :data:`clustertrain.run.endings.Ending`."""
+
+FailureKind = Literal[
+    "environment",  # the recipe, the machine or the checkpoints are unfit, or a disk is full: a requeue would not help
+    "out_of_memory",
+    "user_error",
+    "device",  # a CUDA error; ECC errors, illegal accesses and lost GPUs look alike
+    "storage",  # a file system that did not answer
+    "hang",
+    "communication",
+    "crashed",  # a signal that the process raised itself, such as SIGSEGV
+    "exited",  # a nonzero exit code without a Python error
+    "killed",
+    "launcher",  # torchrun failed, not the ranks
+    "unknown",
+]
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The error that ended a rank."""
+
+    type: str
+    """Class name of the exception, or another short label."""
+    message: str
+    traceback: str | None = None
+    """The last 16 KiB of the Python traceback."""
+
+
+class LastSeen(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a rank was, from its last heartbeat."""
+
+    step: int | None = None
+    """Number of steps completed."""
+    phase: str | None = None
+    stopped: bool = False
+    """The process was stopped by SIGSTOP or a debugger when another rank failed."""
+
+
+class RankResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of ``rank-<r>.json`` in the rank folder of a node."""
+
+    rank: int = 0
+    local_rank: int | None = None
+    """None in records that the agent inferred."""
+    ending: RankEnding
+    finished: bool = True
+    """The last loop of steps ran to its end. Records of versions that did not write this field count as finished."""
+    step: int | None = None
+    """Last completed step."""
+    committed_step: int | None = None
+    """Step of the newest checkpoint that this attempt committed."""
+    exit_code: int | None = None
+    kind: FailureKind | None = None
+    reason: str | None = msgspec.field(default=None, name="why")
+    """Why the rank ended this way, if it is not obvious."""
+    budget_spent: bool = msgspec.field(default=False, name="spent")
+    """The budget of the run's contract is spent, so a requeue would be useless."""
+    error: ErrorInfo | None = None
+    peak_allocated_gib: float | None = None
+    """Peak memory of torch's CUDA allocator, in GiB; None on CPU."""
+
+
+class RankOutcome(RankResult, frozen=True, kw_only=True):
+    """How a rank ended according to its record and to what the agent observed."""
+
+    by_script: bool = False
+    """The script exited with 0 by itself after a stop request, without finishing its session."""
+    ended_by_agent: bool = False
+    """The agent ended the rank because it hung after all others had completed."""
+    last_seen: LastSeen | None = None
+
+
+class NodeResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of ``results/<node>.json``: one verdict for all ranks of a node."""
+
+    node: str = ""
+    node_rank: int = 0
+    ending: RankEnding
+    kind: FailureKind | None = None
+    """The failure that explains the others; None if no rank failed."""
+    exit_code: int = EXIT_FAILED
+    """Exit code of the agent."""
+    step: int | None = None
+    """Highest step that a rank of the node completed."""
+    committed_step: int | None = None
+    message: str | None = None
+    """The failure in one sentence."""
+    ranks: tuple[RankOutcome, ...] = ()
+    reason: str | None = msgspec.field(default=None, name="why")
+    """Why the ranks ended this way, if it is not obvious."""
+    budget_spent: bool = msgspec.field(default=False, name="spent")
+    """The budget of the run's contract is spent, so a requeue would be useless."""
+
+
+def parse_rank_result(document: Any) -> RankResult | None:
+    """Return the record in a JSON ``document``, without fields of a wrong type; None if it is not a record."""
+    return json_files.convert_leniently(document, RankResult)
+
+
+def parse_node_result(document: Any) -> NodeResult | None:
+    """Return the result in a JSON ``document``, without fields of a wrong type; None if it is not a result."""
+    if isinstance(document, dict) and isinstance(document.get("ranks"), list):
+        ranks = [json_files.convert_leniently(rank, RankOutcome) for rank in document["ranks"]]
+        document = {**document, "ranks": tuple(rank for rank in ranks if rank is not None)}
+    return json_files.convert_leniently(document, NodeResult)
