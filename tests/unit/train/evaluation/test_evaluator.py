@@ -160,7 +160,7 @@ def test_a_session_without_a_model_and_data_without_samples(session: ct.Session)
     assert "validation_loss" in session.evaluate(Points(), summed, model=Net())
 
 
-@pytest.mark.parametrize(("value", "said"), [(7, "sample 9: target is 7, and must lie between 0 and 2"), (-3, "is -3")])
+@pytest.mark.parametrize(("value", "said"), [(7, "sample 9: target is 7: must be between 0 and 2"), (-3, "is -3")])
 def test_a_sample_that_cannot_be_judged_is_named(session: ct.Session, net: Net, value: int, said: str) -> None:
     data = Points()
     data.y[9] = value
