@@ -135,7 +135,7 @@ def test_what_the_users_code_gets_wrong_is_an_answer(entry: str, said: str) -> N
             "contract.metric = 'validation_accuracy': counted_nets:Judged has a loss of its own",
         ),
         ({}, {"tp": 2}, "tp 2: Valued has no tp_plan"),
-        ({}, {"stages": 2}, "Valued cannot be cut into pipeline stages"),
+        ({}, {"stages": 2}, "Valued cannot be split into pipeline stages"),
     ],
 )
 def test_what_would_end_the_job_at_its_start_is_an_answer(
