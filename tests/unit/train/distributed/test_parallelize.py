@@ -43,7 +43,11 @@ def matmul_settings() -> Iterator[None]:
 
 @pytest.mark.usefixtures("matmul_settings")
 def test_matmul_precision_follows_each_session() -> None:
-    for requested, matmul, convolution in (("fp32", "highest", False), ("tf32", "high", True), ("fp32", "highest", False)):
+    for requested, matmul, convolution in (
+        ("fp32", "highest", False),
+        ("tf32", "high", True),
+        ("fp32", "highest", False),
+    ):
         precision.apply_matmul_precision(replace(ALONE, precision=requested))  # type: ignore[arg-type]
         assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (matmul, convolution)
 

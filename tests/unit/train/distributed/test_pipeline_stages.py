@@ -112,7 +112,7 @@ def test_split_names_the_first_unit_of_stages() -> None:
     [
         (("layer.1",), r"no unit 'layer\.1'(.|\n)*layers\.1"),
         ((), r"5 pipeline stages .* but only 4 units"),
-        (("layers.0",), r"param_names 1 units, but 5 stages need 4"),
+        (("layers.0",), r"names 1 units, but 5 stages need 4"),
     ],
     ids=["unknown unit", "too few units", "too few names"],
 )
