@@ -174,7 +174,10 @@ class Signal(Event, frozen=True, kw_only=True):
 
 
 class RolledBack(Event, frozen=True, kw_only=True):
-    """Training returned to an earlier step; after a stop the next attempt restores: [Handle loss spikes and NaN](../guides/stability.md)."""
+    """Training returned to an earlier step; after a stop the next attempt restores it.
+
+    See [Handle loss spikes and NaN](../guides/stability.md).
+    """
 
     writer = "rank 0"
 

@@ -83,7 +83,7 @@ def kept(run: RunDir) -> dict[int, float | None]:
 def test_a_run_that_gets_no_better_ends_early_and_keeps_its_best_checkpoint(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", **{**EACH, "evaluation": {"every": 1, "patience": 3, "rising": 2}})
     ranks = Ranks(run, 2, setup=losses, args=FOUND).expect(0)
-    why = "early stop: validation_loss has not been better for 3 evaluations"
+    why = "early stop: validation_loss has not improved for 3 evaluations"
     for result in ranks.results():
         assert (result["ending"], result["step"], result["committed_step"]) == ("completed", 5, 5)
         assert result["why"].startswith(why)

@@ -134,5 +134,5 @@ def test_a_token_that_the_model_does_not_know_ends_the_run_with_its_sample(tmp_p
     failed = Ranks(run, 2).expect(78)
     error = failed.results()[0]["error"]
     assert error["type"] == "ConfigError"
-    assert "must lie between 0 and 59 (model.vocab_size = 60)" in error["message"]
+    assert "must be between 0 and 59 (model.vocab_size = 60)" in error["message"]
     assert "sample " in error["message"] and ".bin, from token " in error["message"]

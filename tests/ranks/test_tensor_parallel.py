@@ -161,7 +161,7 @@ def test_a_model_of_the_users_own_by_its_plan_with_sgd(
     [
         ("norm-left-out", "no pattern covers parameter norm.weight"),
         ("odd-length", "17 does not divide over tp = 2: 17 / 2 = 8.5"),
-        ("torch-dropout", "layers.0.dropout: Dropout would drop other values"),
+        ("torch-dropout", "layers.0.dropout: Dropout would drop different values"),
     ],
 )
 def test_what_would_compute_something_else_is_refused(tmp_path: Path, fault: str, words: str) -> None:

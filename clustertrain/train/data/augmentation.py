@@ -1,7 +1,7 @@
-"""Random changes of training images, by kornia.
+"""Random augmentation of training images, with kornia.
 
-What is drawn comes from torch's generator, which the loader seeds by the sample's position in the run: so an image is
-changed in the same way on any number of ranks and workers, in other micro-batches, and after a resume.
+Random numbers come from torch's generator, which the loader seeds with the sample's position in the run. An image
+therefore changes in the same way for any number of ranks and workers, any micro-batch size, and after a resume.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 
 
 class AugmentedImages:
-    """Sample i is that of ``images``, changed: bytes (height, width, channels) again, and the class; with mixup the
-    class probabilities (classes,) fp32 of the two images that were mixed.
+    """Augmented samples of ``images``: bytes (height, width, channels) and the class, or with mixup the fp32 class
+    probabilities (classes,) of the two mixed images.
 
-    Each image is mixed with another one that is drawn for it, and not with its neighbour in the micro-batch: otherwise
-    what is learned would depend on how the global batch is cut up.
+    The second image of a mix is drawn at random rather than taken from the micro-batch; otherwise results would depend
+    on how the global batch is split.
     """
 
     def __init__(self, images: Any, spec: AugmentSpec, classes: int) -> None:
-        """``classes`` of the model. Raises UnsuitableEnvironment without kornia."""
+        """Wrap ``images``, whose labels are below ``classes``.
+
+        Raises:
+            UnsuitableEnvironment: kornia is not installed.
+        """
         self.images = images
         self._spec = spec
         self._classes = classes
@@ -42,7 +46,7 @@ class AugmentedImages:
         if self._spec.mixup == 0:
             return _to_uint8(image), label
         other, other_label = self._augment(int(torch.randint(len(self.images), ())))
-        # Without its own arguments' check, which synchronises and takes as long as the draw.
+        # Argument validation synchronizes and takes as long as the draw itself.
         lam = torch.distributions.Beta(self._spec.mixup, self._spec.mixup, validate_args=False).sample()
         probabilities = torch.zeros(self._classes)
         probabilities[label] += lam
@@ -50,11 +54,12 @@ class AugmentedImages:
         return _to_uint8(torch.lerp(other, image, lam)), probabilities
 
     def where(self, i: int) -> str:
+        """Return a description of sample ``i``: that of the underlying dataset if it has one."""
         describe = getattr(self.images, "where", None)
-        return str(describe(i)) if callable(describe) else f"of {self.name}, changed at random"
+        return str(describe(i)) if callable(describe) else f"of {self.name}, randomly augmented"
 
     def _augment(self, i: int) -> tuple[torch.Tensor, int]:
-        """(1, channels, height, width) fp32 from 0 to 1, and the class."""
+        """Return the augmented image as fp32 (1, channels, height, width) in [0, 1], and its class."""
         image, label = self.images[i]
         pixels = image.permute(2, 0, 1)[None].float() / 255
         if self._transforms is None:
@@ -65,7 +70,7 @@ class AugmentedImages:
 
 
 def _build_transforms(spec: AugmentSpec, shape: torch.Size) -> list[Transform]:
-    """Of images (1, channels, height, width)."""
+    """Return the transforms that ``spec`` enables, for images (1, channels, height, width)."""
     kornia = _import_kornia()
     _, channels, height, width = shape
     transforms: list[Transform] = []
@@ -75,8 +80,8 @@ def _build_transforms(spec: AugmentSpec, shape: torch.Size) -> list[Transform]:
         transforms.append(kornia.RandomHorizontalFlip(p=0.5))
     if spec.color and channels not in (1, 3):
         raise ConfigError(
-            f"data.augment.color = {spec.color:g}: images of {channels} channels have no brightness that is known",
-            fix="leave it out, or give images of 1 or 3 channels",
+            f"data.augment.color = {spec.color:g}: color jitter needs 1 or 3 channels, and the images have {channels}",
+            fix="leave it out, or use images with 1 or 3 channels",
         )
     if spec.color:
         transforms.append(kornia.ColorJitter(spec.color, spec.color, spec.color, 0.0))
@@ -84,7 +89,7 @@ def _build_transforms(spec: AugmentSpec, shape: torch.Size) -> list[Transform]:
 
 
 def _to_uint8(image: torch.Tensor) -> torch.Tensor:
-    """A quarter of what floats would take to the device."""
+    """Return the image as bytes, a quarter of the fp32 transfer to the device."""
     return (image[0].permute(1, 2, 0) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
@@ -93,7 +98,7 @@ def _import_kornia() -> Any:
         import kornia.augmentation
     except ImportError as e:
         raise UnsuitableEnvironment(
-            "data.augment: random changes of images are kornia's, which is not installed",
-            fix="pip install 'clustertrain[augment]', or leave the table out",
+            "data.augment: image augmentation needs kornia, which is not installed",
+            fix="pip install 'clustertrain[augment]', or remove the table",
         ) from e
     return kornia.augmentation

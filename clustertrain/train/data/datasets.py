@@ -1,4 +1,4 @@
-"""What a recipe learns from and validates on."""
+"""Training and validation datasets of a recipe."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from clustertrain.train.data.token_shards import build_token_datasets
 
 @dataclass(frozen=True)
 class Datasets:
-    """``validation`` is in an order of its own; None where the recipe keeps nothing apart."""
+    """The datasets of a run."""
 
     train: MapStyleDataset
     validation: MapStyleDataset | None = None
+    """Validation samples in a fixed order; None if the recipe has none."""
 
 
 def build_datasets(recipe: Recipe, limits: Limits) -> Datasets:
-    """The data of ``recipe``, for a model that takes what is within ``limits``.
+    """Build the datasets of ``recipe``, for a model that accepts inputs within ``limits``.
 
     Raises:
-        ConfigError: it is not there, holds nothing, or is not what the model learns from.
-        UnsuitableEnvironment: a package that it needs is not installed.
+        ConfigError: a dataset is missing, empty or unsuitable for the model.
+        UnsuitableEnvironment: a required package is not installed.
     """
     data = recipe.data
     if recipe.data_kind == "tokens":
@@ -75,11 +76,11 @@ def _build_dataset(recipe: Recipe, data: DataSpec) -> Any:
 
 
 def _build_from_entry(data: DataSpec) -> Any:
-    """What ``data.entry`` makes of ``data.args``, and of ``path`` where one is given.
+    """Call ``data.entry`` with ``data.args``, and with ``path`` if it is set.
 
     Raises:
-        ConfigError: there is no such function, it does not take the arguments, or what it returns is no map-style data
-            set.
+        ConfigError: there is no such function, it does not accept the arguments, or its result is not a map-style
+            dataset.
     """
     factory = entry_points.load_function(data.entry, "data.entry")
     args = {**data.args, **({"path": data.path} if data.path else {})}
@@ -88,7 +89,7 @@ def _build_from_entry(data: DataSpec) -> Any:
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
             f"data.entry = {data.entry!r} returned {type(dataset).__name__}",
-            fix="return a map-style data set, with __len__ and __getitem__; for a stream, list its parts by number",
+            fix="return a map-style dataset with __len__ and __getitem__; index the chunks of a stream by number",
         )
     if not isinstance(getattr(dataset, "version", None), str):
         return _VersionedDataset(dataset, f"{data.entry} {args}")
@@ -96,7 +97,7 @@ def _build_from_entry(data: DataSpec) -> Any:
 
 
 class _VersionedDataset:
-    """A data set that says nothing of itself, under its recipe's words: other arguments make other data."""
+    """A dataset without a version, given one made of its entry and arguments: other arguments mean other data."""
 
     def __init__(self, dataset: Any, version: str) -> None:
         self._dataset = dataset
@@ -109,14 +110,18 @@ class _VersionedDataset:
         return self._dataset[i]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # also while it is unpickled, when it has no _whole yet
+        if name.startswith("_"):  # unpickling looks up attributes before _dataset exists
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
 
 def build_limits(recipe: Recipe, model: nn.Module, *, has_model_loss: bool) -> Limits:
-    """What ``model`` takes: of a built-in one from the recipe, of an entry from its attributes ``vocab_size``,
-    ``classes`` and ``max_seq_len``, where it has them. Of an ``has_model_loss`` nothing is known of its targets."""
+    """Return the input limits of ``model``.
+
+    They come from the recipe for a built-in model, and from the attributes ``vocab_size``, ``classes`` and
+    ``max_seq_len`` (where present) for an entry. With ``has_model_loss`` the targets have an unknown meaning and no
+    limit.
+    """
     spec = recipe.model
     targets_are_classes = recipe.objective_kind == "cross-entropy" and not has_model_loss
     vocab_size, classes = None, None
@@ -133,7 +138,7 @@ def build_limits(recipe: Recipe, model: nn.Module, *, has_model_loss: bool) -> L
     max_seq_len = (_int_attribute(model, "max_seq_len") if spec.entry else spec.max_seq_len) or 0
     if recipe.is_text and 0 < max_seq_len < recipe.data.seq_len:
         raise ConfigError(
-            f"data.seq_len = {recipe.data.seq_len} is more than the model takes: max_seq_len = {max_seq_len}",
+            f"data.seq_len = {recipe.data.seq_len} exceeds the model's max_seq_len = {max_seq_len}",
             fix=f"set data.seq_len = {max_seq_len} or less",
         )
     return Limits(
@@ -157,7 +162,7 @@ def _count_classes(train: Any) -> int:
 
 def _check_not_empty(dataset: Any, source: str) -> None:
     if len(dataset) < 1:
-        raise ConfigError(f"{source}: the data set is empty", fix="give one with samples")
+        raise ConfigError(f"{source}: the dataset is empty", fix="choose a dataset with samples")
 
 
 def _check_images(dataset: Any, recipe: Recipe, key: str) -> None:
@@ -165,12 +170,12 @@ def _check_images(dataset: Any, recipe: Recipe, key: str) -> None:
 
 
 def _check_same_classes(train: Any, validation: Any) -> None:
-    """Classes are numbered in the order of their names, so another set of folders has other numbers."""
+    """Raise ConfigError if a class would get different numbers in the two datasets: numbers follow the sorted names."""
     if not set(validation.slice_names) <= set(train.slice_names) or (
         train.slice_names[: len(validation.slice_names)] != validation.slice_names
     ):
         raise ConfigError(
-            f"data.validation_path has the classes {list(validation.slice_names)}, and data.path "
-            f"{list(train.slice_names)}: their numbers would not be the same",
-            fix="give both the same folders, also where one is empty",
+            f"data.validation_path has the classes {list(validation.slice_names)} and data.path "
+            f"{list(train.slice_names)}: their class numbers would differ",
+            fix="create the same class folders in both, even if one is empty",
         )

@@ -1,4 +1,4 @@
-"""What rank 0 says of the data when a run begins."""
+"""Summary of the data that rank 0 reports at the start of a run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import numpy as np
 
 from clustertrain.train.data.token_shards import PackedTokens, TokenWindows
 
-PADDING_WARNING_FRACTION = 0.10  # more of the computation than this on nothing is worth a word
-_MAX_SAMPLED_DOCUMENTS = 1_000_000  # documents whose lengths are sorted, evenly spread
+PADDING_WARNING_FRACTION = 0.10  # warn when padding takes more of the computation than this
+_MAX_SAMPLED_DOCUMENTS = 1_000_000  # evenly spaced documents used for the percentiles
 EmitEvent = Callable[..., None]
 
 
 class DocumentLengths(msgspec.Struct, frozen=True, kw_only=True):
-    """Of documents, in tokens."""
+    """Distribution of document lengths, in tokens."""
 
     documents: int
+    """Number of documents."""
     smallest: int
     p5: float
     p50: float
@@ -27,7 +28,7 @@ class DocumentLengths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report_datasets(train: Any, validation: Any, emit: EmitEvent) -> None:
-    """The event ``data_described`` and a line in the log, and a warning where packing wastes much."""
+    """Emit the event ``data_described`` and log a line; warn if packing wastes much of each sample."""
     lengths, padding = find_document_lengths(train), find_padding_fraction(train)
     emit(
         "data_described",
@@ -40,11 +41,11 @@ def report_datasets(train: Any, validation: Any, emit: EmitEvent) -> None:
     )
     summary = [f"{len(train)} samples"]
     if validation is not None:
-        summary.append(f"{len(validation)} to validate on")
+        summary.append(f"{len(validation)} for validation")
     print("data: " + ", ".join([*summary, *format_documents(lengths, padding)]), flush=True)
     if padding is not None and padding > PADDING_WARNING_FRACTION:
-        message = f"{padding:.0%} of each sample is padding: its documents do not fill data.seq_len"
-        fix = "choose a data.seq_len that is a multiple of usual lengths, or leave data.pack out"
+        message = f"{padding:.0%} of each sample is padding: documents do not fill data.seq_len"
+        fix = "set data.seq_len to a multiple of typical document lengths, or remove data.pack"
         emit(
             "training_warning",
             code="padding_waste",
@@ -58,18 +59,18 @@ def report_datasets(train: Any, validation: Any, emit: EmitEvent) -> None:
 
 
 def format_documents(lengths: DocumentLengths | None, padding: float | None) -> list[str]:
-    """Nothing of data that has none."""
+    """Return summary items for the values that are not None."""
     items = []
     if lengths is not None:
         items.append(
             f"{lengths.documents} documents of {lengths.p5:g} / {lengths.p50:g} / {lengths.p95:g} tokens (5th, 50th, "
-            f"95th percentile), the longest {lengths.largest}"
+            f"95th percentile), longest {lengths.largest}"
         )
     return items + ([f"padding {padding:.1%}"] if padding is not None else [])
 
 
 def find_document_lengths(dataset: Any) -> DocumentLengths | None:
-    """Of the documents of token shards; None for other data."""
+    """Return the length distribution of the documents in token shards; None for other data."""
     corpus = getattr(_unwrap_split(dataset), "corpus", None)
     if corpus is None:
         return None
@@ -81,10 +82,11 @@ def find_document_lengths(dataset: Any) -> DocumentLengths | None:
 
 
 def find_padding_fraction(dataset: Any) -> float | None:
-    """The share of the places of packed samples that holds no token; None for other data."""
+    """Return the fraction of positions in packed samples without a token; None for data other than token shards."""
     base = _unwrap_split(dataset)
     return base.packing.padding if isinstance(base, PackedTokens) else 0.0 if isinstance(base, TokenWindows) else None
 
 
 def _unwrap_split(dataset: Any) -> Any:
-    return getattr(dataset, "whole", dataset)
+    """Return the dataset that a train/validation split was taken from."""
+    return getattr(dataset, "unsplit", dataset)

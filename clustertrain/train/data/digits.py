@@ -1,5 +1,7 @@
-"""Handwritten digits that come with scikit-learn: 1797 images of 8 x 8 pixels (E. Alpaydin and C. Kaynak, "Optical
-Recognition of Handwritten Digits", UCI, 1998), real data that needs no network."""
+"""Handwritten digits shipped with scikit-learn: 1797 images of 8 x 8 pixels, real data without a download.
+
+Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI, 1998.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _MAX_PIXEL = 16
 
 
 def _load_digits() -> tuple[Any, Any]:
-    """(images (1797, 8, 8) of 0 to 16, classes)."""
+    """Return (images (1797, 8, 8) with values 0 to 16, classes)."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as e:
@@ -30,7 +32,7 @@ def _load_digits() -> tuple[Any, Any]:
 
 
 class DigitImages(LabelSlices):
-    """Sample i is (image, class): bytes (8, 8, 1)."""
+    """Samples (image, class), the image as bytes (8, 8, 1)."""
 
     name = f"data.path = {DIGITS!r}"
     version = f"{DIGITS} 1"
@@ -39,7 +41,11 @@ class DigitImages(LabelSlices):
     slice_names = class_slices(BUILT_IN_CLASSES)
 
     def __init__(self) -> None:
-        """Raises UnsuitableEnvironment without scikit-learn."""
+        """Load the images.
+
+        Raises:
+            UnsuitableEnvironment: scikit-learn is not installed.
+        """
         images, self.labels = _load_digits()
         self._images = (images.astype(np.float32) * (255 / _MAX_PIXEL)).round().astype(np.uint8)[..., None]
 
@@ -51,15 +57,21 @@ class DigitImages(LabelSlices):
 
 
 class DigitHalves(LabelSlices):
-    """Sample i is ((upper, lower), i): the halves of an image as (32,) int64 tokens from 0 to 16, for a model that
-    learns which belong together."""
+    """Samples ((upper, lower), i): the two halves of an image as int64 tokens (32,) with values 0 to 16.
+
+    A two-tower model learns which halves belong together.
+    """
 
     name = f"data.path = {DIGITS!r}"
     version = f"{DIGITS} 1, halves"
     slice_names = class_slices(BUILT_IN_CLASSES)
 
     def __init__(self) -> None:
-        """Raises UnsuitableEnvironment without scikit-learn."""
+        """Load the images.
+
+        Raises:
+            UnsuitableEnvironment: scikit-learn is not installed.
+        """
         images, self.labels = _load_digits()
         self._pixels = torch.from_numpy(images.reshape(len(images), 2 * DIGIT_HALF_PIXELS).astype(np.int64))
 

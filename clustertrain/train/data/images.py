@@ -1,4 +1,4 @@
-"""Images with classes: drawn ones that need no file, an array file, or a folder of folders."""
+"""Classified images: generated shapes, scikit-learn's digits, an array file, or a folder per class."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clustertrain.config.slice_checks import class_slices
 from clustertrain.errors import ConfigError, UnsuitableEnvironment
 from clustertrain.train.core.seeds import derive_seed
 
-_MAX_STAT_FILES = 1000  # files of a folder whose sizes are in its version
+_MAX_STAT_FILES = 1000  # files of a folder whose sizes enter its version
 _SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
@@ -27,14 +27,18 @@ BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class ImageDataset(Protocol):
-    """Sample i is (image, class): bytes (height, width, channels), and a number below ``classes``. ``labels`` has all
-    classes; they are the slices that an evaluation reports on."""
+    """Interface of image datasets: sample i is (image, class), the image as bytes (height, width, channels).
+
+    Classes are the slices that an evaluation reports on.
+    """
 
     name: str
     version: str
     classes: int
+    """Number of classes; each label is below it."""
     channels: int
     labels: Any
+    """Class of each sample, shape (samples,)."""
     slice_names: tuple[str, ...]
 
     def __len__(self) -> int: ...
@@ -43,12 +47,12 @@ class ImageDataset(Protocol):
 
 
 def build_image_dataset(spec: DataSpec) -> ImageDataset:
-    """The data set that ``data.path`` names: ``shapes``, ``digits``, an ``.npz`` file, or a folder with a folder for
-    each class.
+    """Build the dataset that ``data.path`` names: ``shapes``, ``digits``, an ``.npz`` file, or a folder with a
+    subfolder per class.
 
     Raises:
-        ConfigError: it is none of these, or does not hold what it should.
-        UnsuitableEnvironment: a folder, and Pillow is not installed; ``digits``, and scikit-learn is not.
+        ConfigError: the path is none of these, or its content is invalid.
+        UnsuitableEnvironment: Pillow (for a folder) or scikit-learn (for ``digits``) is not installed.
     """
     if spec.path in ("", SHAPES):
         return Shapes(spec.image_size)
@@ -63,7 +67,7 @@ def build_image_dataset(spec: DataSpec) -> ImageDataset:
         return ImageArrays(path)
     raise ConfigError(
         f"data.path = {spec.path!r}: no such file or folder",
-        fix="every node must see it; 'shapes' needs no file",
+        fix="check the path, which every node must see; 'shapes' needs no file",
     )
 
 
@@ -71,7 +75,7 @@ def _chebyshev_norm(x: FloatArray, y: FloatArray) -> FloatArray:
     return np.maximum(abs(x), abs(y))
 
 
-# Whether a point belongs to the shape, from its place relative to the centre in units of the shape's size.
+# Predicates for points inside the shape; coordinates are relative to its center, in units of its radius.
 _SHAPE_MASKS: tuple[Callable[[FloatArray, FloatArray], BoolArray], ...] = (
     lambda x, y: x**2 + y**2 < 1,  # disc
     lambda x, y: _chebyshev_norm(x, y) < 0.85,  # square
@@ -87,16 +91,20 @@ _SHAPE_MASKS: tuple[Callable[[FloatArray, FloatArray], BoolArray], ...] = (
 
 
 class LabelSlices:
-    """What images with ``labels`` (count,) have in common."""
+    """Slices by class, for datasets with ``labels`` (samples,)."""
 
     labels: Any
 
     def slice_of(self, i: int) -> int:
+        """Return the slice number of sample ``i``."""
         return int(self.labels[i])
 
 
 class Shapes(LabelSlices):
-    """Ten shapes in random places, sizes and colours under noise. A pure function of the index, equal on all ranks."""
+    """Ten generated shapes with random positions, sizes and colors, plus noise.
+
+    Each image is a pure function of its index, so all ranks see the same dataset.
+    """
 
     name = f"data.path = {SHAPES!r}"
     classes = len(_SHAPE_MASKS)
@@ -115,21 +123,25 @@ class Shapes(LabelSlices):
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         label = i % self.classes
         rng = np.random.default_rng(derive_seed(0, SHAPES, i))
-        centre_y, centre_x = rng.uniform(0.4, 0.6, 2) * self._size
+        center_y, center_x = rng.uniform(0.4, 0.6, 2) * self._size
         radius = rng.uniform(0.25, 0.4) * self._size
         rows, columns = np.mgrid[: self._size, : self._size] + 0.5
-        inside = _SHAPE_MASKS[label]((columns - centre_x) / radius, (rows - centre_y) / radius)
+        inside = _SHAPE_MASKS[label]((columns - center_x) / radius, (rows - center_y) / radius)
         dark, light = rng.uniform(0, 110, 3), rng.uniform(145, 255, 3)
         image = np.where(inside[:, :, None], light, dark) + rng.normal(0, 15, (self._size, self._size, 3))
         return torch.from_numpy(np.clip(image, 0, 255).astype(np.uint8)), label
 
 
 class ImageArrays(LabelSlices):
-    """An ``.npz`` file with ``build_image_dataset`` (count, height, width, channels) of bytes and ``labels`` (count,),
-    in memory."""
+    """An ``.npz`` file with ``images`` (samples, height, width, channels) as bytes and ``labels`` (samples,), in
+    memory."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError for any other file. Nothing is unpickled."""
+        """Load the file without unpickling.
+
+        Raises:
+            ConfigError: the file is not such an archive.
+        """
         try:
             with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                 self._images, labels = file["images"], file["labels"]
@@ -138,12 +150,12 @@ class ImageArrays(LabelSlices):
         images = self._images
         if images.dtype != np.uint8 or images.ndim != 4 or not len(images):
             raise ConfigError(
-                f"{path}: images are {images.dtype} {images.shape}", fix="store bytes (count, height, width, channels)"
+                f"{path}: images are {images.dtype} {images.shape}", fix="store uint8 (count, height, width, channels)"
             )
         if labels.shape != (len(images),) or labels.dtype.kind not in "iu" or labels.min() < 0:
             raise ConfigError(
                 f"{path}: labels are {labels.dtype} {labels.shape} for {len(images)} images",
-                fix="store one whole number from 0 on for each image",
+                fix="store one integer >= 0 per image",
             )
         self.name = f"data.path = {str(path)!r}"
         self.labels = labels
@@ -162,13 +174,20 @@ class ImageArrays(LabelSlices):
 
 
 class ImageFolder(LabelSlices):
-    """One folder for each class, in the order of their names; each image scaled so that its shorter side fits, and its
-    middle cut out, as RGB."""
+    """A folder with one subfolder per class, numbered in order of their names.
+
+    Images are loaded as RGB, scaled so that the shorter side fits, and center-cropped.
+    """
 
     channels = 3
 
     def __init__(self, path: Path, size: int) -> None:
-        """Raises ConfigError for a folder without such folders, UnsuitableEnvironment without Pillow."""
+        """List the image files below ``path``.
+
+        Raises:
+            ConfigError: there are no class folders with images.
+            UnsuitableEnvironment: Pillow is not installed.
+        """
         try:
             from PIL import Image, ImageOps
         except ImportError as e:
@@ -188,31 +207,37 @@ class ImageFolder(LabelSlices):
         self.classes = len(folders)
         self.slice_names = tuple(p.name for p in folders)
         if not self._files:
-            raise ConfigError(f"{self.name}: no images in folders of classes below it")
+            raise ConfigError(f"{self.name}: no images found in class subfolders")
         self.labels = np.array([label for _, label in self._files])
         self.version = self._compute_version(path)
 
     def _compute_version(self, root: Path) -> str:
-        """Of all names, and of the sizes of some files: to ask for all is minutes of a parallel file system."""
+        """Return a hash of all file names and some sizes: reading every size takes minutes on a parallel file
+        system."""
         digest = xxhash.xxh3_64("\n".join(str(f.relative_to(root)) for f, _ in self._files).encode())
         step = -(-len(self._files) // _MAX_STAT_FILES)
         digest.update(repr([f.stat().st_size for f, _ in self._files[::step]]).encode())
         return f"xxh3 of names and sizes: {digest.hexdigest()}, {self._size} x {self._size}"
 
     def where(self, i: int) -> str:
+        """Return the path of sample ``i``."""
         return str(self._files[i][0])
 
     def __len__(self) -> int:
         return len(self._files)
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        """Raises ConfigError for a file that is no image."""
+        """Load image ``i``.
+
+        Raises:
+            ConfigError: the file is not an image.
+        """
         file, label = self._files[i]
         try:
             with self._open(file) as raw_image:
                 image: ByteArray = np.array(self._fit(raw_image.convert("RGB"), (self._size, self._size)))
-        except (OSError, SyntaxError, ValueError) as e:  # what Pillow's readers raise
+        except (OSError, SyntaxError, ValueError) as e:  # raised by Pillow's decoders
             if isinstance(e, OSError) and e.errno is not None:
-                raise  # the file system's
+                raise  # a file system error
             raise ConfigError(f"{file}: not an image: {e}", fix="remove it from the data") from e
         return torch.from_numpy(image), label

@@ -1,4 +1,4 @@
-"""Batches in a global order that does not depend on the number of ranks or workers, with one number as position."""
+"""Batches in a global order that is independent of the number of ranks and workers and resumes from one position."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = ["Loader", "MapStyleDataset", "resolve_workers"]
 
 # A socket's path has at most 107 bytes (Linux, unix(7)), and multiprocessing adds "/pymp-xxxxxxxx/listener-xxxxxxxx".
 MAX_TMPDIR_LENGTH = 107 - 32
-_PADDING_POSITION = -1  # the place of a sample that fills a micro-batch and counts for nothing
+_PADDING_POSITION = -1  # position of a sample that only fills a micro-batch and does not count
 
 
 class _MicroBatchSampler(Sampler[list[tuple[int, int]]]):
-    """Endless micro-batches of (sample, position) of one rank, from ``start`` on."""
+    """Endless micro-batches of (sample, position) pairs of one rank, starting at position ``start``."""
 
     def __init__(self, loader: Loader, start: int) -> None:
         self._loader = loader
@@ -46,19 +46,14 @@ class _MicroBatchSampler(Sampler[list[tuple[int, int]]]):
 
 
 class Loader:
-    """An endless iterator over this rank's part of each global batch, one item an optimizer step.
+    """Endless iterator over this rank's part of each global batch; one item per optimizer step.
 
     An item is a collated batch on the session's device, or with ``micro_batch`` a list of them, equally many on all
-    ranks. ``position`` is how far all ranks together have come in the stream of samples; that and what
-    :meth:`leave_out` was told is all the state there is. What the data set says of itself in an attribute ``version``
-    (a string) is kept beside it, to be compared when a run resumes.
+    ranks. The state consists of ``position``, the excluded ranges and the dataset's ``version`` string, which a resume
+    compares.
 
-    ``micro_batch`` is the size of the largest ones.
-    ``last_item`` is the item that was handed out last and ``sample_positions`` the position of each of its samples in
-    the run, one
-    int64 tensor a micro-batch; ``is_unconsumed``: no step has been done since. Where the global batch does not divide
-    (``ragged``), micro-batches differ in size, and a rank that has run out of samples gets its first one once more,
-    with place -1: it counts for nothing.
+    If the global batch does not divide evenly (``ragged``), micro-batches differ in size. A rank that runs out of
+    samples repeats its first one with position -1, which does not count.
     """
 
     def __init__(
@@ -76,17 +71,26 @@ class Loader:
         prefetch: int = 2,
         limits: Limits | None = None,
     ) -> None:
-        """``rank`` of ``ranks`` counts data-parallel ranks; ``workers`` processes hold ``prefetch`` micro-batches each
-        ready; ``limits`` is what the model takes. Raises ConfigError when the numbers do not divide and ``ragged`` is
-        false; in any case for fewer samples a step than ranks."""
+        """Create a loader for data-parallel ``rank`` of ``ranks``.
+
+        Args:
+            workers: processes that each keep ``prefetch`` micro-batches ready.
+            limits: input limits of the model.
+
+        Raises:
+            ConfigError: the sizes do not divide and ``ragged`` is false, or a step has fewer samples than ranks.
+        """
         if len(dataset) < 1:
             name = getattr(dataset, "name", "")
-            raise ConfigError(f"the data set is empty{f': {name}' if name else ''}", fix="give one with samples")
+            raise ConfigError(f"the dataset is empty{f': {name}' if name else ''}", fix="choose a dataset with samples")
         self.global_batch = global_batch
         self.position = 0
-        self.samples_consumed = 0  # samples that all ranks together have taken in this session
+        """Position of all ranks together in the stream of samples."""
+        self.samples_consumed = 0
+        """Samples consumed by all ranks together in this session."""
         self._excluded = permutation.ExcludedRanges()
-        self.wait_s = 0.0  # spent waiting for data since the session last asked
+        self.wait_s = 0.0
+        """Seconds spent waiting for data since the session last reset it."""
         self._dataset = dataset
         version = getattr(dataset, "version", None)
         self._version = version if isinstance(version, str) else None
@@ -95,12 +99,16 @@ class Loader:
         self._rank, self._ranks = rank, ranks
         largest = batches.rank_sample_range(global_batch, ranks, 0)[1]
         self._micro_batch_size = self.micro_batch = micro_batch or largest
+        """Size of the largest micro-batches."""
         self._micro_batches_per_step = -(-largest // self._micro_batch_size)
         self._yields_list = micro_batch is not None
         self.ragged = global_batch % (ranks * self._micro_batch_size) != 0
         self.last_item: Any = None
+        """The most recent item."""
         self.is_unconsumed = False
+        """Whether no step has used ``last_item`` yet."""
         self.sample_positions: list[torch.Tensor] = []
+        """Position in the run of each sample of ``last_item``, one int64 tensor per micro-batch."""
         self._workers = workers
         self._prefetch = prefetch
         self._seed = seed
@@ -111,19 +119,19 @@ class Loader:
         self._shutdown_flag: Any = None
 
     def micro_batches_at(self, position: int, rank: int | None = None) -> list[list[tuple[int, int]]]:
-        """The (sample, position) pairs of this rank, or another one, of the global batch that starts at ``position``,
-        by micro-batch."""
+        """Return the (sample, position) pairs of the global batch at ``position``, by micro-batch, for ``rank``
+        (default: this one)."""
         first, share = batches.rank_sample_range(self.global_batch, self._ranks, self._rank if rank is None else rank)
         pairs = self._sample_pairs(position, first, share)
         micro_batches = [
             pairs[i * self._micro_batch_size : (i + 1) * self._micro_batch_size]
             for i in range(self._micro_batches_per_step)
         ]
-        # The rank's own sample: one that is not finite makes no step bad in whose global batch it is not.
+        # Repeat one of the rank's samples: a NaN from outside the global batch would spoil the step.
         return [micro_batch or [(pairs[0][0], _PADDING_POSITION)] for micro_batch in micro_batches]
 
     def _sample_pairs(self, position: int, skip: int, share: int) -> list[tuple[int, int]]:
-        """``share`` (sample, position) pairs of the global batch at ``position``, after the first ``skip``."""
+        """Return ``share`` (sample, position) pairs of the global batch at ``position``, after the first ``skip``."""
         pairs: list[tuple[int, int]] = []
         for first, count in self._excluded.included_runs(position, skip + share):
             skipped = min(skip, count)
@@ -133,8 +141,10 @@ class Loader:
         return pairs
 
     def describe_batch(self, position: int, micro_batch: int = -1) -> str:
-        """The samples of the global batch that started at ``position``, in words; with the number of a ``micro_batch``,
-        counted over all data-parallel ranks, those of it alone."""
+        """Return a text naming the samples of the global batch at ``position``.
+
+        With ``micro_batch``, numbered over all data-parallel ranks, it names only the samples of that micro-batch.
+        """
         if micro_batch < 0:
             pairs, scope = self._sample_pairs(position, 0, self.global_batch), "the global batch"
         else:
@@ -146,13 +156,15 @@ class Loader:
         return f"{scope}, {epochs}: {format_samples(self._dataset, [sample for sample, _ in pairs])}"
 
     def next_position(self, position: int) -> int:
-        """Where the global batch ends that starts at ``position``."""
+        """Return the position after the global batch that starts at ``position``."""
         first, count = self._excluded.included_runs(position, self.global_batch)[-1]
         return first + count
 
     def leave_out(self, ranges: Sequence[Sequence[int]]) -> None:
-        """From now on take nothing from these (first, end) ranges of positions; those told before stay. They are the
-        same on any number of ranks, and in the state."""
+        """Skip these (first, end) ranges of positions from now on, in addition to earlier ones.
+
+        Ranges are independent of the number of ranks and part of the state.
+        """
         self.close()
         for first, end in ranges:
             self._excluded.add(first, end)
@@ -182,7 +194,7 @@ class Loader:
         is_run_start = self.position == 0 and not self._excluded.ranges
         reader = BatchReader(self._dataset, self._seed, SampleChecker(self._limits, check_finite=is_run_start))
         if self._workers == 0:
-            # Without DataLoader: its iterator draws from torch's global generator, so a resume would draw once more.
+            # DataLoader's iterator draws from torch's global generator, so a resume would draw once more.
             return (reader.read(keys) for keys in _MicroBatchSampler(self, self.position))
         seed, positions = derive_seed(self._seed, "workers"), _MicroBatchSampler(self, self.position)
         iterator, self._shutdown_flag = prefetch_batches(
@@ -191,12 +203,13 @@ class Loader:
         return iterator
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         if self._shutdown_flag is not None:
             self._shutdown_flag.value = 1
         self._iterator = None
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position, seed, dataset size, excluded ranges and version."""
         state: dict[str, Any] = {
             "position": self.position,
             "seed": self._seed,
@@ -207,18 +220,21 @@ class Loader:
         return state if self._version is None else {**state, "version": self._version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises CheckpointError for a data set of another length, whose order would be another one, or of another
-        version."""
+        """Continue from ``state``.
+
+        Raises:
+            CheckpointError: the dataset's length, which determines the order, or its version differs.
+        """
         if state["samples"] != len(self._dataset):
             raise CheckpointError(
-                f"the data set has {len(self._dataset)} samples, and had {state['samples']} when it was saved",
-                fix="train on the same data, or begin a new run",
+                f"the dataset has {len(self._dataset)} samples, but the checkpoint was saved with {state['samples']}",
+                fix="train on the same data, or start a new run",
             )
         saved = state.get("version")
         if None not in (saved, self._version) and saved != self._version:
             raise CheckpointError(
-                f"the data set is of version {self._version}, and was of {saved} when it was saved",
-                fix="train on the same data, or begin a new run",
+                f"the dataset has version {self._version}, but the checkpoint was saved with {saved}",
+                fix="train on the same data, or start a new run",
             )
         self.close()
         self.position, self._seed = state["position"], state["seed"]
@@ -233,8 +249,11 @@ def prefetch_batches(
     seed: int,
     prefetch: int,
 ) -> tuple[Iterator[Any], Any]:
-    """Micro-batches that processes of their own read, each ``prefetch`` of them ahead, to be :func:`unwrap_batch`; and
-    a shared value: set it to 1 before the iterator is dropped, and the workers may be ended."""
+    """Return an iterator over micro-batches read by worker processes, and their shutdown flag.
+
+    Each worker keeps ``prefetch`` micro-batches ready; pass each through :func:`unwrap_batch`. Set the flag's value to
+    1 before dropping the iterator, so that the workers may end.
+    """
     _check_tmpdir()
     shutdown_flag = multiprocessing.get_context().Value("b", 0, lock=False)
     loader = DataLoader(
@@ -242,12 +261,12 @@ def prefetch_batches(
         batch_sampler=batches,
         num_workers=workers,
         prefetch_factor=prefetch,
-        collate_fn=_identity_collate,  # the reader has put it together
+        collate_fn=_identity_collate,  # the reader collates
         pin_memory=device.type == "cuda",
         worker_init_fn=_WorkerSignals(shutdown_flag),
         generator=torch.Generator().manual_seed(seed),
     )
-    # Blocked until the worker has its own handlers: between fork and then, a warning to the job would kill it.
+    # Blocked until the worker installs its handlers: until then a warning signal to the job would kill it.
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         return iter(loader), shutdown_flag
@@ -256,21 +275,25 @@ def prefetch_batches(
 
 
 def _check_tmpdir() -> None:
-    """Raises UnsuitableEnvironment where the workers could not hand over a single batch, and the rank would wait for
-    ever: Python only writes into the log that their sockets' path is too long."""
+    """Raise UnsuitableEnvironment if TMPDIR is too long for the workers' sockets.
+
+    Python only logs the error, workers deliver no batch, and the rank would wait forever.
+    """
     tmpdir = tempfile.gettempdir()
     if len(os.fsencode(tmpdir)) > MAX_TMPDIR_LENGTH:
         raise UnsuitableEnvironment(
-            f"TMPDIR = {tmpdir!r} is too long for the sockets of data workers, {len(tmpdir)} characters",
-            fix=f"set TMPDIR to a path of at most {MAX_TMPDIR_LENGTH}, or data.workers = 0",
+            f"TMPDIR = {tmpdir!r} is too long for the sockets of data workers: {len(tmpdir)} characters",
+            fix=f"set TMPDIR to a path of at most {MAX_TMPDIR_LENGTH} characters, or set data.workers = 0",
         )
 
 
 def unwrap_batch(batch: Any) -> Any:
-    """What a reader gave, with a list as a tuple: torch makes lists of tuples, and a list is one of micro-batches here.
+    """Return a reader's batch, converting a list to a tuple.
+
+    Torch turns tuples into lists, and here a list means micro-batches.
 
     Raises:
-        ConfigError: what a worker found wrong.
+        ConfigError: a worker reported a failure.
     """
     if isinstance(batch, ReadFailure):
         raise ConfigError(batch.message, fix=batch.fix)
@@ -278,14 +301,14 @@ def unwrap_batch(batch: Any) -> Any:
 
 
 class _WorkerSignals:
-    """Keeps a warning meant for the job from killing a worker; only its own rank may end it."""
+    """Signal handlers of a worker: ignore warning signals meant for the job; only the worker's rank may end it."""
 
     def __init__(self, shutdown_flag: Any) -> None:
         self._shutdown_flag = shutdown_flag
 
     def __call__(self, worker: int) -> None:
         for number in SIGNALS:
-            # A handler and not SIG_IGN, which processes that the worker starts would inherit.
+            # Not SIG_IGN: child processes of the worker would inherit it.
             signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
@@ -299,8 +322,10 @@ def _identity_collate(batch: Any) -> Any:
 
 
 def resolve_workers(requested: int, device: torch.device, cores: int) -> int:
-    """How many workers a rank gets that has ``cores``; ``requested`` is ``data.workers``. -1 leaves one core to the
-    rank itself, and on the CPU, where they compute, all."""
+    """Return the number of workers for a rank with ``cores`` cores, for ``data.workers = requested``.
+
+    -1 leaves one core to the rank, and on CPU, where ranks compute, all cores.
+    """
     if requested >= 0:
         return requested
     return 0 if device.type == "cpu" else max(1, min(MAX_AUTO_WORKERS, cores - 1))

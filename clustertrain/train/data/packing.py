@@ -1,5 +1,7 @@
-"""Which documents share a sample: a plan that follows from their lengths alone, the same on every rank and in every
-attempt."""
+"""Assignment of documents to packed samples.
+
+It depends only on the document lengths, so it is the same on every rank and in every attempt.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,22 @@ from typing import Any
 
 import numpy as np
 
-PACKING_WINDOW = (
-    4096  # pieces that are packed together: enough to fill gaps, and what is read together lies near together
-)
+PACKING_WINDOW = 4096  # chunks packed together: enough to fill gaps, few enough to keep reads close together
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Sample i holds the pieces ``sample_offsets[i]`` to ``sample_offsets[i + 1]`` of ``starts`` (the token a piece
-    begins with) and ``lengths`` (its predictions: one less than its tokens)."""
+    """Chunks of documents assigned to samples: sample i holds chunks ``sample_offsets[i]`` to ``sample_offsets[i +
+    1]``."""
 
     size: int
+    """Predictions per sample."""
     starts: IntArray
+    """First token of each chunk."""
     lengths: IntArray
+    """Predictions of each chunk, one less than its tokens."""
     sample_offsets: IntArray
 
     def __len__(self) -> int:
@@ -31,20 +34,20 @@ class Packing:
 
     @property
     def padding(self) -> float:
-        """The share of all places that hold no prediction."""
+        """Fraction of positions without a prediction."""
         return 1 - float(self.lengths.sum()) / (len(self) * self.size) if len(self) else 0.0
 
 
 def pack(starts: IntArray, lengths: IntArray, size: int) -> Packing:
     """Pack documents into samples of ``size`` predictions.
 
-    A document of n tokens has n - 1 predictions; a longer one than fits is cut, each part beginning with the last token
-    of the one before. In windows of :data:`PACKING_WINDOW` parts the longest is placed first, each where it leaves the
-    least room ("best fit decreasing"; Johnson, "Near-optimal bin packing algorithms", 1973).
+    A document of n tokens has n - 1 predictions. A longer one is split into chunks, each starting with the last token
+    of the one before. Within windows of :data:`PACKING_WINDOW` chunks, the longest is placed first, each where it
+    leaves the least room ("best fit decreasing"; Johnson, "Near-optimal bin packing algorithms", 1973).
 
     Args:
-        begins: the first token of each document, (documents,).
-        lengths: how many tokens it has, (documents,).
+        starts: first token of each document, (documents,).
+        lengths: tokens of each document, (documents,).
     """
     chunk_starts, predictions = _split_documents(starts, lengths, size)
     window_orders: list[IntArray] = []
@@ -59,7 +62,7 @@ def pack(starts: IntArray, lengths: IntArray, size: int) -> Packing:
 
 
 def _split_documents(starts: IntArray, lengths: IntArray, size: int) -> tuple[IntArray, IntArray]:
-    """(begin, predictions) of the parts of documents."""
+    """Return (starts, predictions) of the chunks of all documents."""
     predictions = np.maximum(lengths - 1, 0)
     chunk_counts = -(-predictions // size)
     document = np.repeat(np.arange(len(lengths)), chunk_counts)
@@ -68,10 +71,10 @@ def _split_documents(starts: IntArray, lengths: IntArray, size: int) -> tuple[In
 
 
 def _best_fit_decreasing(lengths: IntArray, size: int) -> list[list[int]]:
-    """The pieces of each sample; samples in the order of their first piece."""
+    """Return the chunks of each sample, samples ordered by their first chunk."""
     longest_first = np.argsort(-lengths, kind="stable").tolist()
     sizes = lengths.tolist()
-    free_space: list[tuple[int, int]] = []  # (what is left, sample), sorted
+    free_space: list[tuple[int, int]] = []  # (remaining space, sample), sorted
     samples: list[list[int]] = []
     for chunk in longest_first:
         slot = bisect_left(free_space, (sizes[chunk], -1))

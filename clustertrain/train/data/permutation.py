@@ -1,8 +1,8 @@
 """The order of the samples: a pure function of (seed, epoch, sample index), in constant memory.
 
-A Feistel network permutes the integers below a power of four; what falls outside the data set is permuted again until
-it falls inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). So sample i of an
-epoch is found without a list of all samples, on every rank alike, at once after a resume.
+A Feistel network permutes the integers below a power of four; a result outside the dataset is permuted again until it
+falls inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Every rank can thus
+compute sample i of an epoch without a list of all samples, also right after a resume.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Indices = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def _mix(x: Indices) -> Indices:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Apply the finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
     x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
     return x ^ (x >> _U64(31))
 
 
 class Permutation:
-    """Order of ``size`` samples in one epoch."""
+    """Order of the ``size`` samples of one epoch."""
 
     def __init__(self, size: int, seed: int, epoch: int) -> None:
         self._size = _U64(size)
@@ -43,7 +43,7 @@ class Permutation:
         return (left << self._half) | right
 
     def __call__(self, index: Indices) -> Indices:
-        """Samples at positions ``index``, each below ``size``."""
+        """Return the samples at positions ``index``, each below ``size``."""
         with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
             x = self._feistel(index.astype(_U64))
             while (outside := x >= self._size).any():
@@ -52,16 +52,16 @@ class Permutation:
 
 
 class ExcludedRanges:
-    """Ranges of positions in the stream that no batch takes anything from."""
+    """Ranges of stream positions that no batch uses."""
 
     def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
-        """``ranges``: (first, end) pairs, ``end`` not in it."""
+        """Start with ``ranges``, (first, end) pairs with ``end`` exclusive."""
         self.ranges: list[tuple[int, int]] = []
         for first, end in ranges:
             self.add(first, end)
 
     def add(self, first: int, end: int) -> None:
-        """One that touches others becomes one with them; one that is there already changes nothing."""
+        """Add a range, merging it with ranges that it touches."""
         disjoint = [(a, b) for a, b in self.ranges if b < first or a > end]
         touching = [r for r in self.ranges if r not in disjoint]
         if end > first:
@@ -69,7 +69,7 @@ class ExcludedRanges:
             self.ranges = sorted([*disjoint, merged])
 
     def included_runs(self, position: int, count: int) -> list[tuple[int, int]]:
-        """The next ``count`` positions from ``position`` on, as (first, how many) pairs."""
+        """Return the next ``count`` included positions from ``position`` on, as (first, count) pairs."""
         runs: list[tuple[int, int]] = []
         for first, end in [*self.ranges, (None, None)]:
             if end is not None and end <= position:
@@ -85,7 +85,7 @@ class ExcludedRanges:
 
 
 def samples_at(seed: int, size: int, start: int, count: int) -> list[int]:
-    """The samples at positions ``start`` to ``start + count`` of the endless stream of epochs."""
+    """Return the samples at positions ``start`` to ``start + count`` of the endless stream of epochs."""
     samples: list[int] = []
     while count > 0:
         epoch, offset = divmod(start, size)

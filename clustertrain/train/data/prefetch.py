@@ -1,4 +1,4 @@
-"""Batches on their way from the host to the device."""
+"""Transfer of batches from the host to the device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 
 
 class DeviceTransfer:
-    """Copies to a GPU on a stream of its own, so that a batch travels while the step before it computes; the kernels
-    that use it wait for it, the host does not. On the CPU there is nothing to copy."""
+    """Copy of batches to a GPU on a separate stream, so that a transfer overlaps with the step before it.
+
+    Kernels that use the batch wait for it; the host does not. On the CPU the batch is returned unchanged.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -31,10 +33,10 @@ def _create_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _copy_to_device(batch: Any, device: torch.device, compute_stream: torch.cuda.Stream) -> Any:
     if isinstance(batch, torch.Tensor):
-        # From memory that is not pinned a copy makes the host wait.
+        # A copy from pageable memory blocks the host.
         pinned = batch if batch.is_pinned() else batch.pin_memory()
         on_device = pinned.to(device, non_blocking=True)
-        on_device.record_stream(compute_stream)  # its memory is not given out again before the step has used it
+        on_device.record_stream(compute_stream)  # keeps its memory until the step has used it
         return on_device
     if isinstance(batch, dict):
         return {k: _copy_to_device(v, device, compute_stream) for k, v in batch.items()}

@@ -1,5 +1,4 @@
-"""What can be wrong with samples, told on the host and by the sample's number, before a device has only an assertion
-to offer."""
+"""Checks of samples on the host, which name the bad sample; a device would only report an assertion."""
 
 from __future__ import annotations
 
@@ -11,40 +10,34 @@ import torch
 
 from clustertrain.errors import ConfigError
 
-FINITE_CHECK_BATCHES = (
-    4  # micro-batches of each reader where a run begins, whose numbers are looked at; then the loss tells
-)
-MAX_LISTED, MAX_DESCRIBED = 64, 4  # samples of a step
+FINITE_CHECK_BATCHES = 4  # micro-batches per reader checked at the start of a run; later the loss shows NaN and Inf
+MAX_LISTED, MAX_DESCRIBED = 64, 4  # samples listed by number, and described, per step
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model takes. ``None`` and 0: not known, and not checked.
-
-    Args:
-        vocab_size: whole numbers in the inputs (not bytes, which are images) are below it.
-        classes: and so are whole numbers in the target.
-        max_seq_len: inputs (batch, length, ...) of whole numbers are no longer.
-        ignore_index: the one value that a target may have besides.
-        names: the recipe's keys of the first two, for the messages.
-    """
+    """Input limits of a model. None and 0 mean unknown and unchecked."""
 
     vocab_size: int | None = None
+    """Upper bound (exclusive) of integer inputs; uint8 inputs are images and not checked."""
     classes: int | None = None
+    """Upper bound (exclusive) of integer targets."""
     max_seq_len: int = 0
+    """Maximum length of inputs (batch, length, ...) of integers."""
     ignore_index: int = -100
+    """The one target value allowed outside the bounds."""
     names: tuple[str, str] = ("model.vocab_size", "the model's number of classes")
+    """Recipe keys of ``vocab_size`` and ``classes``, for messages."""
 
 
 def describe_sample(dataset: Any, sample: int) -> str:
-    """A sample in words that a person can look up: what the data set's own ``describe_sample(i)`` says, else its
-    number."""
+    """Return a text naming the sample: its number, and the result of ``dataset.where(sample)`` if the method exists."""
     describe = getattr(dataset, "where", None)
     return f"sample {sample} ({describe(sample)})" if callable(describe) else f"sample {sample}"
 
 
 def format_samples(dataset: Any, samples: Sequence[int]) -> str:
-    """The numbers of :data:`MAX_LISTED` of ``samples``, of the first few with what the data set calls them."""
+    """Return the numbers of up to :data:`MAX_LISTED` samples, with descriptions for the first :data:`MAX_DESCRIBED`."""
     items = [describe_sample(dataset, sample) for sample in samples[:MAX_DESCRIBED]]
     items += [str(sample) for sample in samples[MAX_DESCRIBED:MAX_LISTED]]
     suffix = f" and {len(samples) - MAX_LISTED} more" if len(samples) > MAX_LISTED else ""
@@ -52,16 +45,18 @@ def format_samples(dataset: Any, samples: Sequence[int]) -> str:
 
 
 class SampleChecker:
-    """Looks at each micro-batch, and at the first ones for numbers that are not finite."""
+    """Check of each micro-batch against the limits, and of the first ones for NaN and Inf."""
 
     def __init__(self, limits: Limits, *, check_finite: bool = True) -> None:
-        """``check_finite``: whether to look for those at all. Only where the run begins: after a resume a sample whose
-        step would have been skipped, and counted, must not end the run."""
+        """Check for NaN and Inf only with ``check_finite``, which is meant for the start of a run.
+
+        After a resume, a sample whose step would have been skipped and counted must not end the run.
+        """
         self._limits = limits
         self._batches_checked = 0 if check_finite else FINITE_CHECK_BATCHES
 
     def __call__(self, batch: Any, keys: Sequence[tuple[int, int]], dataset: Any) -> None:
-        """Raises ConfigError; names the sample, the value, the limit and what to do."""
+        """Raise ConfigError for a bad sample, naming it, the value, the limit and a fix."""
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
             self._check_inputs(batch[0], keys, dataset)
             self._check_targets(batch[1], keys, dataset)
@@ -71,7 +66,7 @@ class SampleChecker:
                 for row, value in _find_nonfinite(tensor):
                     raise ConfigError(
                         f"{describe_sample(dataset, keys[row][0])}: {name} holds {value}",
-                        fix="mend it or leave it out: one such sample makes the loss of the whole step so",
+                        fix="correct or remove it: one such sample makes the loss of the whole step NaN or Inf",
                     )
 
     def _check_inputs(self, inputs: Any, keys: Sequence[tuple[int, int]], dataset: Any) -> None:
@@ -81,9 +76,9 @@ class SampleChecker:
                 continue
             if limits.max_seq_len and tensor.dim() > 1 and tensor.shape[1] > limits.max_seq_len:
                 raise ConfigError(
-                    f"{describe_sample(dataset, keys[0][0])}: {name} is {tensor.shape[1]} long, and the model takes "
-                    f"{limits.max_seq_len} (max_seq_len)",
-                    fix="cut the samples, or raise the model's max_seq_len if it can do more",
+                    f"{describe_sample(dataset, keys[0][0])}: {name} has length {tensor.shape[1]}, more than the "
+                    f"model's max_seq_len = {limits.max_seq_len}",
+                    fix="shorten the samples, or raise max_seq_len if the model supports it",
                 )
             if limits.vocab_size is not None:
                 _check_range(name, tensor, limits.vocab_size, limits.names[0], keys, dataset)
@@ -117,22 +112,22 @@ def _check_range(
         row, *index = violations[0].tolist()
         value = int(tensor[row][tuple(index)]) if index else int(tensor[row])
         raise ConfigError(
-            f"{describe_sample(dataset, keys[row][0])}: {name}{f' at {tuple(index)}' if index else ''} is {value}, and"
-            f" must lie between 0 and {end - 1} ({limit_key} = {end})",
+            f"{describe_sample(dataset, keys[row][0])}: {name}{f' at {tuple(index)}' if index else ''} is {value}:"
+            f" must be between 0 and {end - 1} ({limit_key} = {end})",
             fix=(
-                f"set {limit_key} to {value + 1} or more, or mend the data"
+                f"set {limit_key} to {value + 1} or more, or correct the data"
                 if value >= end
                 else (
-                    f"mend the data; targets of {ignore_index} count nothing"
+                    f"correct the data; only targets of {ignore_index} are ignored"
                     if ignore_index is not None
-                    else "mend the data"
+                    else "correct the data"
                 )
             ),
         )
 
 
 def named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of ``batch`` with its name."""
+    """Yield each tensor of ``batch`` with its name."""
     if isinstance(batch, torch.Tensor):
         yield name or "it", batch
     elif isinstance(batch, dict):
@@ -145,8 +140,8 @@ def named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
 
 
 def _find_nonfinite(tensor: torch.Tensor) -> Iterator[tuple[int, float]]:
-    """(row, value) of the first such number of each row."""
-    # A sum is finite unless a term is not (or it overflows), and 40 times as fast as looking at each.
+    """Yield (row, value) of the first NaN or Inf in each row."""
+    # The sum of finite terms is finite unless it overflows, and 40 times as fast as checking each term.
     if not tensor.is_floating_point() or not tensor.dim() or bool(torch.isfinite(tensor.sum())):
         return
     rows = tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None]

@@ -1,4 +1,4 @@
-"""Reads one micro-batch: samples in their order, each with generators of its own, put together and looked at."""
+"""Reading of one micro-batch: samples in order, each with freshly seeded generators, collated and checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SampleKey = tuple[int, int]  # (sample, its position in the run)
 
 
 class MapStyleDataset(Protocol):
-    """Any map-style data set."""
+    """Interface of a map-style dataset."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, i: int, /) -> Any: ...
@@ -28,7 +28,7 @@ class MapStyleDataset(Protocol):
 
 @dataclass(frozen=True)
 class ReadFailure:
-    """What a worker found wrong: an exception of its own would arrive with a traceback for a message."""
+    """A worker's ConfigError: DataLoader would replace the message of a raised one with a traceback."""
 
     message: str
     fix: str | None
@@ -37,8 +37,8 @@ class ReadFailure:
 class BatchReader(Dataset[Any]):
     """Micro-batches by the keys of their samples.
 
-    Python's, numpy's and torch's generators are seeded by the position before each sample is read, so that a random
-    augmentation depends neither on the ranks, nor on the workers, nor on where the run was interrupted.
+    Python's, numpy's and torch's generators are seeded with the position before each sample is read, so random
+    augmentation is independent of ranks, workers and interruptions.
     """
 
     def __init__(self, dataset: MapStyleDataset, seed: int, checker: SampleChecker | None = None) -> None:
@@ -47,16 +47,16 @@ class BatchReader(Dataset[Any]):
         self._checker = checker
 
     def read(self, keys: Sequence[SampleKey]) -> Any:
-        """In the rank's own process, whose generators are those that the checkpoint holds: they stay as they are.
+        """Return the micro-batch in the rank's process, preserving its generators, which checkpoints hold.
 
         Raises:
-            ConfigError: a sample that cannot be trained on; names it.
+            ConfigError: a sample is unusable; the message names it.
         """
         with _preserved_rng_states():
             return self._read_batch(keys)
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
-        """In a worker; what torch's fetcher calls for a whole batch."""
+        """Return the micro-batch in a worker; torch's fetcher calls this for a whole batch."""
         try:
             return self._read_batch(keys)
         except ConfigError as e:
@@ -84,15 +84,15 @@ class BatchReader(Dataset[Any]):
             raise
 
     def _collate_error(self, keys: Sequence[SampleKey], samples: Sequence[Any], error: Exception) -> ConfigError:
-        """Why ``samples`` make no batch."""
+        """Return the error that explains why ``samples`` cannot be collated."""
         expected = format_structure(samples[0])
         for (i, _), sample in zip(keys, samples, strict=True):
             if format_structure(sample) != expected:
                 baseline, other = describe_sample(self._dataset, keys[0][0]), describe_sample(self._dataset, i)
                 return ConfigError(
-                    f"{baseline} is {expected} and {other} is {format_structure(sample)}: samples of several forms make"
-                    " no batch",
-                    fix="let the data set pad, cut or scale all samples to one form",
+                    f"{baseline} is {expected} and {other} is {format_structure(sample)}: samples of different shapes"
+                    " or types cannot be batched",
+                    fix="pad, crop or resize all samples in the dataset to one shape",
                 )
         return ConfigError(
             f"{describe_sample(self._dataset, keys[0][0])} cannot be put into a batch: {error}",
@@ -101,7 +101,7 @@ class BatchReader(Dataset[Any]):
 
 
 def format_structure(sample: Any) -> str:
-    """Types and shapes, in words."""
+    """Return a text with the types and shapes of a sample."""
     if isinstance(sample, (torch.Tensor, np.ndarray)):
         return f"{str(sample.dtype).removeprefix('torch.')} {tuple(sample.shape)}"
     if isinstance(sample, dict):

@@ -1,4 +1,4 @@
-"""Byte-level text: the built-in trainer's data set."""
+"""Byte-level text, the default dataset of the built-in trainer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from clustertrain.train.data.text_files import STDLIB, list_files
 
 
 def load_corpus(spec: DataSpec, min_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """All bytes of the corpus, up to ``spec.max_bytes``. Raises ConfigError for fewer than ``min_bytes``."""
+    """Return all bytes of the corpus, up to ``spec.max_bytes``.
+
+    Raises:
+        ConfigError: there are fewer than ``min_bytes``.
+    """
     corpus_bytes = np.frombuffer(b"".join(_read_chunks(spec)), dtype=np.uint8)
     if corpus_bytes.size < min_bytes:
         raise ConfigError(
-            f"data.path = {spec.path!r}: {corpus_bytes.size} bytes are less than one sample of {min_bytes}",
-            fix="lower data.seq_len or give more text",
+            f"data.path = {spec.path!r}: {corpus_bytes.size} bytes, and one sample needs {min_bytes}",
+            fix="lower data.seq_len or add text",
         )
     return corpus_bytes
 
@@ -37,18 +41,24 @@ def _read_chunks(spec: DataSpec) -> Iterator[bytes]:
 
 
 def compute_version(data: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
-    """Tells whether it is the same text: a checksum."""
+    """Return a checksum that identifies the text."""
     return f"xxh3:{xxhash.xxh3_64_hexdigest(data.data)}"
 
 
 class ByteText(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Sample i is (inputs, targets), both (seq_len,) int64 ids: bytes from ``i * seq_len`` on, and the same one byte
-    later, since each byte's target is the next one."""
+    """Samples (inputs, targets), both int64 byte ids (seq_len,).
+
+    Inputs are the bytes from ``i * seq_len`` on; targets are the same bytes shifted by one.
+    """
 
     is_stream = True
 
     def __init__(self, spec: DataSpec) -> None:
-        """Raises ConfigError when the corpus is shorter than one sample."""
+        """Load the corpus.
+
+        Raises:
+            ConfigError: the corpus is shorter than one sample.
+        """
         self.name = f"data.path = {spec.path or STDLIB!r}"
         self._seq_len = spec.seq_len
         self._bytes = load_corpus(spec, spec.seq_len + 1)
@@ -63,17 +73,21 @@ class ByteText(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return tokens[:-1], tokens[1:]
 
     def where(self, i: int) -> str:
+        """Return the byte position of sample ``i`` as text."""
         return f"from byte {i * self._seq_len} on"
 
 
 class BytePairs(Dataset[tuple[tuple[torch.Tensor, torch.Tensor], int]]):
-    """Sample i is ((first, second), i): two passages of seq_len bytes as int64 ids, the second one right behind the
-    first."""
+    """Samples ((first, second), i): two consecutive passages of ``seq_len`` bytes as int64 ids."""
 
     is_stream = True
 
     def __init__(self, spec: DataSpec) -> None:
-        """Raises ConfigError when the corpus is shorter than one pair."""
+        """Load the corpus.
+
+        Raises:
+            ConfigError: the corpus is shorter than one pair.
+        """
         self.name = f"data.path = {spec.path or STDLIB!r}"
         self._seq_len = spec.seq_len
         self._bytes = load_corpus(spec, 2 * spec.seq_len)
@@ -88,4 +102,5 @@ class BytePairs(Dataset[tuple[tuple[torch.Tensor, torch.Tensor], int]]):
         return (pair[: self._seq_len], pair[self._seq_len :]), i
 
     def where(self, i: int) -> str:
+        """Return the byte position of pair ``i`` as text."""
         return f"from byte {i * 2 * self._seq_len} on"

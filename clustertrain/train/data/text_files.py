@@ -1,4 +1,4 @@
-"""The files of a corpus of text."""
+"""Files of a text corpus."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ _EXCLUDED_DIRS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 def list_files(spec: DataSpec) -> list[Path]:
-    """The files of the corpus, sorted by their path relative to its folder: no filesystem's own order.
+    """Return the files of the corpus, sorted by path relative to its folder, independent of the file system's order.
 
     Raises:
-        ConfigError: the path is missing or nothing in it fits the pattern.
+        ConfigError: the path is missing, or no file in it matches the pattern.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if spec.path in ("", STDLIB) else Path(spec.path).expanduser()
     if root.is_file():
         return [root]
     if not root.is_dir():
-        raise ConfigError(f"data.path = {spec.path!r}: no such file or folder", fix="every node must see it")
+        raise ConfigError(
+            f"data.path = {spec.path!r}: no such file or folder", fix="check the path, which every node must see"
+        )
     matches: list[Path] = []
     for folder, subfolders, names in os.walk(root):
-        # Pruned while walking: a site-packages below the standard library can be larger than all of it.
+        # Pruned while walking: site-packages inside the standard library's folder can be larger than all of it.
         subfolders[:] = [n for n in subfolders if n not in _EXCLUDED_DIRS]
         matches += [p for n in names if (p := Path(folder, n)).match(spec.pattern)]
     if not matches:
-        raise ConfigError(f"data.path = {spec.path!r}: no file fits data.pattern = {spec.pattern!r}")
+        raise ConfigError(f"data.path = {spec.path!r}: no file matches data.pattern = {spec.pattern!r}")
     return sorted(matches, key=lambda p: p.relative_to(root).as_posix())

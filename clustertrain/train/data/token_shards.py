@@ -1,5 +1,7 @@
-"""Tokens that were made before, in shards that are mapped into memory: nothing is copied, and all processes of a node
-share what the kernel has read. The format is in :mod:`clustertrain.config.token_shards`."""
+"""Pre-tokenized data in memory-mapped shards, which all processes of a node share without copies.
+
+:mod:`clustertrain.config.token_shards` defines the format.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,20 @@ from clustertrain.errors import ConfigError
 from clustertrain.train.data import validation_split
 from clustertrain.train.data.packing import IntArray, Packing, pack
 
-_HASHED_BYTES = 64 * 1024  # bytes at both ends of a shard that the version looks at
+_HASHED_BYTES = 64 * 1024  # bytes at each end of a shard that enter the version
 
 TokenArray = np.ndarray[Any, np.dtype[Any]]
 
 
 class TokenCorpus:
-    """The shards of a folder as one stream of tokens. ``len()`` is the number of tokens."""
+    """The shards of a folder as one stream of tokens; ``len()`` counts tokens."""
 
     def __init__(self, folder: Path, vocab_size: int | None = None) -> None:
-        """Raises ConfigError for what is no folder of shards, and for tokens that are known to be too large."""
+        """Map the shards of ``folder``.
+
+        Raises:
+            ConfigError: the folder does not hold shards, or its index lists tokens beyond ``vocab_size``.
+        """
         self.name = f"data.path = {str(folder)!r}"
         self._folder = folder
         self._index = shard_format.load_index(folder)
@@ -39,7 +45,7 @@ class TokenCorpus:
         return int(self._shard_offsets[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        # A map would be pickled as the array that it shows.
+        # Pickling a memory map would copy its content.
         return {**self.__dict__, "_maps": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -47,7 +53,7 @@ class TokenCorpus:
         self._maps = [self._mmap_shard(shard) for shard in self._index.shards]
 
     def read(self, start: int, count: int) -> torch.Tensor:
-        """``count`` tokens from ``start`` on, int64; they may lie in several shards."""
+        """Return ``count`` tokens from ``start`` on as int64, possibly from several shards."""
         out = np.empty(count, dtype=np.int64)
         filled, shard = 0, int(np.searchsorted(self._shard_offsets, start, side="right")) - 1
         while filled < count:
@@ -58,7 +64,7 @@ class TokenCorpus:
         return torch.from_numpy(out)
 
     def documents(self) -> tuple[IntArray, IntArray]:
-        """(first token, number of tokens) of each document."""
+        """Return (first token, number of tokens) of each document."""
         starts, lengths = [], []
         for shard, tokens, start in zip(self._index.shards, self._maps, self._shard_offsets, strict=False):
             ends = self._document_ends(shard, len(tokens))
@@ -68,6 +74,7 @@ class TokenCorpus:
         return np.concatenate(starts), np.concatenate(lengths)
 
     def where(self, token: int) -> str:
+        """Return the shard file and position of a token as text."""
         shard = int(np.searchsorted(self._shard_offsets, token, side="right")) - 1
         return f"{self._index.shards[shard].file}, from token {token - int(self._shard_offsets[shard])} on"
 
@@ -83,7 +90,9 @@ class TokenCorpus:
                     np.memmap(path, dtype=np.dtype(self._index.dtype), mode="r") if size else np.zeros(0, np.uint16)
                 )
         except (OSError, ValueError) as e:
-            raise ConfigError(f"{path}: not a shard of tokens: {e}", fix="docs/guides/data.md has the format") from e
+            raise ConfigError(
+                f"{path}: not a shard of tokens: {e}", fix="see docs/guides/data.md for the format"
+            ) from e
         if tokens.ndim != 1 or tokens.dtype.name not in shard_format.DTYPE_BYTES:
             raise ConfigError(
                 f"{path}: {tokens.dtype} of shape {tokens.shape}",
@@ -91,8 +100,8 @@ class TokenCorpus:
             )
         if shard.tokens is not None and shard.tokens != len(tokens):
             raise ConfigError(
-                f"{path}: {len(tokens)} tokens, and {shard_format.INDEX_FILE} says {shard.tokens}",
-                fix="the file was cut off or replaced: copy it again",
+                f"{path}: {len(tokens)} tokens, but {shard_format.INDEX_FILE} lists {shard.tokens}",
+                fix="copy the file again; it was truncated or replaced",
             )
         return tokens
 
@@ -105,20 +114,20 @@ class TokenCorpus:
                 ends = np.load(path, mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError) as e:
                 raise ConfigError(
-                    f"{path}: not the ends of documents: {e}", fix="docs/guides/data.md has the format"
+                    f"{path}: not an array of document ends: {e}", fix="see docs/guides/data.md for the format"
                 ) from e
         else:
             ends = np.array([tokens], dtype=np.int64)
         is_valid_array = ends.ndim == 1 and ends.dtype.kind in "iu" and len(ends) > 0
         if not is_valid_array or int(ends[-1]) != tokens or ends[0] < 0 or bool((np.diff(ends) < 0).any()):
             raise ConfigError(
-                f"{self._folder / shard.file}: its documents do not end one after the other up to its {tokens} tokens",
-                fix="list where each document ends, the last one with the shard",
+                f"{self._folder / shard.file}: document ends must ascend up to the shard's {tokens} tokens",
+                fix="list the end of each document in order; the last one is the shard's end",
             )
         return ends
 
     def _compute_version(self) -> str:
-        """Of the index, and of each shard its length, its first and its last bytes: a corpus may have a terabyte."""
+        """Return a hash of the index and each shard's length, first and last bytes; a corpus may have a terabyte."""
         digest = xxhash.xxh3_64()
         for shard, tokens in zip(self._index.shards, self._maps, strict=True):
             count = _HASHED_BYTES // tokens.itemsize
@@ -129,18 +138,24 @@ class TokenCorpus:
 
 
 class TokenWindows:
-    """Sample i is (inputs, targets), both (seq_len,) int64: tokens from ``i * seq_len`` on, and the same one token
-    later. Documents follow each other without a break."""
+    """Samples (inputs, targets), both int64 (seq_len,), from documents joined without a break.
+
+    Inputs are the tokens from ``i * seq_len`` on; targets are the same tokens shifted by one.
+    """
 
     is_stream = True
 
     def __init__(self, corpus: TokenCorpus, seq_len: int) -> None:
-        """Raises ConfigError for fewer tokens than one sample has."""
+        """Cut ``corpus`` into windows.
+
+        Raises:
+            ConfigError: the corpus is shorter than one sample.
+        """
         if len(corpus) <= seq_len:
             raise ConfigError(
-                f"{corpus.name}: {len(corpus)} tokens are less than one sample of data.seq_len = {seq_len} and the "
-                "token after it",
-                fix="lower data.seq_len or give more text",
+                f"{corpus.name}: {len(corpus)} tokens, and one sample needs data.seq_len = {seq_len} and the token "
+                "after it",
+                fix="lower data.seq_len or add text",
             )
         self.corpus = corpus
         self.name, self.version = corpus.name, corpus.version
@@ -154,14 +169,15 @@ class TokenWindows:
         return tokens[:-1], tokens[1:]
 
     def where(self, i: int) -> str:
+        """Return the shard file and first token of sample ``i`` as text."""
         return self.corpus.where(i * self._seq_len)
 
 
 class PackedTokens:
-    """Sample i is (inputs, targets), both (seq_len,) int64: whole documents one after the other, each token's target
-    the next one of its document. What is left is filled with token 0, whose target counts nothing.
+    """Samples (inputs, targets), both int64 (seq_len,), of documents packed without splitting where possible.
 
-    A document's tokens also see those of the documents before it in the sample: attention is not parted.
+    Each target is the next token of the same document. The rest is padded with token 0 and ignored targets. Attention
+    is not masked at document boundaries: tokens also see earlier documents of the sample.
     """
 
     def __init__(self, corpus: TokenCorpus, packing: Packing, ignore_index: int, version: str) -> None:
@@ -186,18 +202,19 @@ class PackedTokens:
         return inputs, targets
 
     def where(self, i: int) -> str:
+        """Return the shard file and first token of sample ``i`` as text."""
         return self.corpus.where(int(self.packing.starts[self.packing.sample_offsets[i]]))
 
 
 def build_token_datasets(spec: DataSpec, vocab_size: int | None, ignore_index: int) -> tuple[Any, Any]:
-    """The data set of ``spec``, and what is kept apart of it or lies elsewhere to validate on (or None).
+    """Build the training dataset of ``spec`` and the validation dataset (or None).
 
     Args:
-        vocab_size: of the model, where it is known.
-        ignore_index: the target that counts nothing.
+        vocab_size: vocabulary of the model, if known.
+        ignore_index: target value without loss.
 
     Raises:
-        ConfigError: no shards, too few tokens, or tokens that the model does not know.
+        ConfigError: there are no shards, too few tokens, or tokens outside the vocabulary.
     """
     corpus = TokenCorpus(Path(spec.path).expanduser(), vocab_size)
     validation_corpus = (
@@ -216,13 +233,13 @@ def build_token_datasets(spec: DataSpec, vocab_size: int | None, ignore_index: i
             if validation_corpus
             else None
         )
-    # Documents and not samples are kept apart, so that no document is in both.
+    # Split documents rather than samples, so that no document is in both.
     validation_count = round(len(starts) * spec.validation)
     if not 0 < validation_count < len(starts):
         raise ConfigError(
             f"data.validation = {spec.validation:g} of the {len(starts)} documents of {corpus.name} leaves"
-            f" {validation_count} to validate on and {len(starts) - validation_count} to learn from",
-            fix="give more documents, another share, or data.validation_path",
+            f" {validation_count} for validation and {len(starts) - validation_count} for training",
+            fix="add documents, change the fraction, or set data.validation_path",
         )
     is_validation = np.zeros(len(starts), dtype=bool)
     for first, end in zip(*validation_split.validation_spans(len(starts), validation_count), strict=True):
@@ -242,5 +259,5 @@ def _build_packed(
     )
     packed = PackedTokens(corpus, pack(starts, lengths, spec.seq_len), ignore_index, version)
     if not len(packed):
-        raise ConfigError(f"{corpus.name}: no document of two tokens or more", fix="give more text")
+        raise ConfigError(f"{corpus.name}: no document has two tokens or more", fix="add text")
     return packed

@@ -1,4 +1,4 @@
-"""Writes token shards. Nothing here imports torch: a login node may lack it."""
+"""Writer of token shards. Imports no torch, which login nodes may lack."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clustertrain.errors import ConfigError
 from clustertrain.train.data.text_files import list_files
 
 _SHARD_FILE = re.compile(r"\d{5}\.(bin|ends\.npy)")
-SHARD_TOKENS = 32 * 1024 * 1024  # of a shard, all of which are in memory while it is written
+SHARD_TOKENS = 32 * 1024 * 1024  # per shard, which is held in memory while it is written
 DocumentUnit = Literal["files", "lines", "jsonl"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -32,12 +32,14 @@ def write(
     shard_tokens: int = SHARD_TOKENS,
     tokenizer: str = "",
 ) -> ShardIndex:
-    """Write ``documents``, each a sequence of tokens, to shards of about ``shard_tokens`` in ``folder``; empty ones are
-    left out. The index comes last: a folder without one is not complete. What fails leaves nothing.
+    """Write ``documents``, sequences of tokens, to shards of about ``shard_tokens`` tokens in ``folder``.
+
+    Empty documents are skipped. The index is written last, so a folder without one is incomplete; a failure removes
+    everything.
 
     Raises:
-        ConfigError: the folder cannot be made or holds something already, a token does not fit ``dtype``, or there is
-            no document.
+        ConfigError: the folder cannot be created or is not empty, a token does not fit ``dtype``, or no document has
+            tokens.
     """
     _check_empty(folder)
     with _all_or_nothing(folder):
@@ -49,30 +51,30 @@ def _check_empty(folder: Path) -> None:
     visible = [name for name in entries if not name.startswith(".")]
     if visible and all(_SHARD_FILE.fullmatch(name) for name in visible):
         raise ConfigError(
-            f"{folder}: shards without an index, of a call that was killed or is still at it",
-            fix="remove the folder, or name a new one",
+            f"{folder}: shards without an index, left by a call that was killed or is still running",
+            fix="remove the folder, or choose a new one",
         )
     if entries:
-        raise ConfigError(f"{folder}: not empty", fix="name a new folder, so that shards of two runs do not mix")
+        raise ConfigError(f"{folder}: not empty", fix="choose a new folder, so that shards of two calls do not mix")
 
 
 @contextlib.contextmanager
 def _all_or_nothing(folder: Path) -> Iterator[None]:
-    """The empty ``folder``, made where it is missing; emptied, and away if it was, when the block fails."""
+    """Create ``folder`` if it is missing; when the block fails, empty it and remove what was created."""
     missing = [p for p in (folder, *folder.parents) if not p.exists()]
     try:
         fsio.make_folder(folder)
     except OSError as e:
-        raise ConfigError(f"{folder}: {e.strerror}", fix="name a folder that you may write to") from e
+        raise ConfigError(f"{folder}: {e.strerror}", fix="choose a writable folder") from e
     try:
         yield
     except BaseException as e:
-        with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
+        with contextlib.suppress(OSError):  # another process may have added files
             for path in folder.iterdir():
                 path.unlink()
             for path in missing:
                 path.rmdir()
-        if isinstance(e, OSError) and e.filename is None:  # no space left, says a write
+        if isinstance(e, OSError) and e.filename is None:  # a write out of disk space names no file
             e.filename = str(folder)
         raise
 
@@ -87,20 +89,20 @@ def _write_shards(
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high > max_token:
                 raise ConfigError(
-                    f"document {number} has the token {low if low < 0 else high}, and {dtype} holds 0 to {max_token}",
-                    fix="choose a wider --dtype" if low >= 0 else "tokens are whole numbers from 0 on",
+                    f"document {number} has the token {low if low < 0 else high}: {dtype} holds 0 to {max_token}",
+                    fix="choose a wider --dtype" if low >= 0 else "use token ids >= 0",
                 )
             largest = max(largest, high)
         shards.append(_write_shard(folder, len(shards), [tokens.astype(dtype) for _, tokens in group]))
     if not shards:
-        raise ConfigError("no document with a token in it", fix="give other text, or another --documents")
+        raise ConfigError("no document has tokens", fix="check the input text and --documents")
     index = ShardIndex(shards=tuple(shards), dtype=dtype, largest=largest, tokenizer=tokenizer)
     fsio.write_bytes(folder / INDEX_FILE, msgspec.json.format(msgspec.json.encode(index), indent=1) + b"\n")
     return index
 
 
 def _group_by_shard(documents: Iterable[Any], shard_tokens: int) -> Iterator[list[tuple[int, Array]]]:
-    """What goes into each shard: (number of the document, its tokens)."""
+    """Yield the (document number, tokens) pairs of each shard."""
     group: list[tuple[int, Array]] = []
     count = 0
     for number, document in enumerate(documents):
@@ -127,10 +129,11 @@ def _write_shard(folder: Path, number: int, documents: Sequence[Array]) -> Token
 
 
 def read_documents(path: Path, pattern: str, unit: DocumentUnit, key: str) -> Iterator[bytes]:
-    """The documents of a file or folder of text: its files, their lines, or the strings under ``key`` of JSON lines.
+    """Yield the documents of a text file or folder: whole files, their lines, or the strings under ``key`` of JSON
+    lines.
 
     Raises:
-        ConfigError: there is no such path, nothing fits ``pattern``, or a line is not such JSON.
+        ConfigError: the path is missing, no file matches ``pattern``, or a line is not such JSON.
     """
     for file in list_files(DataSpec(path=str(path), pattern=pattern)):
         if unit == "files":
@@ -145,23 +148,26 @@ def _text_from_json(file: Path, number: int, line: bytes, key: str) -> bytes:
     try:
         text = reading.parse_json(line)[key]
     except (ValueError, KeyError, TypeError) as e:
-        raise ConfigError(f"{file}, line {number}: no JSON object with {key!r}: {e}", fix="name the key: --key") from e
+        raise ConfigError(
+            f"{file}, line {number}: not a JSON object with {key!r}: {e}", fix="set --key to the text's key"
+        ) from e
     if not isinstance(text, str):
         raise ConfigError(
-            f"{file}, line {number}: {key!r} is {type(text).__name__}, not text", fix="name the key: --key"
+            f"{file}, line {number}: {key!r} is {type(text).__name__}, not text", fix="set --key to the text's key"
         )
     return text.encode()
 
 
 def tokenize_bytes(text: bytes) -> Array:
+    """Return the bytes of ``text`` as tokens."""
     return np.frombuffer(text, dtype=np.uint8)
 
 
 def tokenizer_from_function(function: Callable[[str], Sequence[int]]) -> Callable[[bytes], Array]:
-    """``function`` takes text; what is not UTF-8 becomes U+FFFD.
+    """Wrap ``function``, which takes text, to take bytes; invalid UTF-8 becomes U+FFFD.
 
     Raises:
-        ConfigError: when it gives something else than whole numbers.
+        ConfigError: the function returned something other than a sequence of integers.
     """
 
     def tokenize(text: bytes) -> Array:
@@ -169,8 +175,8 @@ def tokenizer_from_function(function: Callable[[str], Sequence[int]]) -> Callabl
         ids = np.asarray(output)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise ConfigError(
-                f"the tokenizer gave {type(output).__name__} {output!r:.60} for a document, and not token ids",
-                fix="let it return whole numbers, as tokenizer.encode(text).ids",
+                f"the tokenizer returned {type(output).__name__} {output!r:.60} for a document, not token ids",
+                fix="return integers, such as tokenizer.encode(text).ids",
             )
         return ids
 
@@ -178,7 +184,7 @@ def tokenizer_from_function(function: Callable[[str], Sequence[int]]) -> Callabl
 
 
 def append_end_token(documents: Iterable[Sequence[int] | Array], end_token: int | None) -> Iterator[Array]:
-    """Each document with the token ``end_token`` behind it; None: as it is."""
+    """Yield each nonempty document with ``end_token`` appended; unchanged if ``end_token`` is None."""
     for document in documents:
         tokens = np.asarray(document, dtype=np.int64) if len(document) else np.zeros(0, np.int64)
         yield np.append(tokens, end_token) if end_token is not None and len(tokens) else tokens

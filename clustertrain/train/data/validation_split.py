@@ -1,4 +1,5 @@
-"""What is kept apart to validate on: the same samples in every run with the same data and share, whatever its seed."""
+"""Split of a dataset into training and validation samples, which depends only on the data and the fraction, not the
+seed."""
 
 from __future__ import annotations
 
@@ -12,19 +13,19 @@ from clustertrain.errors import ConfigError
 from clustertrain.train.data.permutation import Permutation
 from clustertrain.train.data.sample_checks import describe_sample
 
-MAX_SPANS = 16  # of neighbouring samples that are kept apart of a text, evenly spread over it
-LISTED = 4_000_000  # rows of a permutation that are kept, in 32 MB
-_SEED = 0  # of the permutations, and never the run's
+MAX_SPANS = 16  # spans of consecutive validation samples in a text, evenly spaced
+LISTED = 4_000_000  # largest permutation held in memory, 32 MB
+_SEED = 0  # fixed, so that the split is the same for every seed of a run
 
 IndexArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class DatasetSplit:
-    """Some samples of the data set ``whole``, in an order of their own, with what it says of itself."""
+    """A subset of the dataset ``unsplit`` in a fixed order, with its name and slices."""
 
     def __init__(self, dataset: Any, count: int, row: Callable[[int], int], version: str) -> None:
-        """``row(i)`` is the number in ``dataset`` of sample ``i`` of ``count``."""
-        self.whole = dataset
+        """Select ``count`` samples; sample ``i`` is sample ``row(i)`` of ``dataset``."""
+        self.unsplit = dataset
         self._count = count
         self.row = row
         self.version = version
@@ -37,34 +38,35 @@ class DatasetSplit:
     def __getitem__(self, i: int) -> Any:
         if not 0 <= i < self._count:
             raise IndexError(i)
-        return self.whole[self.row(i)]
+        return self.unsplit[self.row(i)]
 
     def slice_of(self, i: int) -> int:
-        """Raises AttributeError for a data set without slices."""
-        index: int = self.whole.slice_of(self.row(i))
+        """Return the slice number of sample ``i``; raise AttributeError for a dataset without slices."""
+        index: int = self.unsplit.slice_of(self.row(i))
         return index
 
     def where(self, i: int) -> str:
-        return f"of the whole data {describe_sample(self.whole, self.row(i))}"
+        """Return the sample's number and description in the unsplit dataset."""
+        return f"of the unsplit data {describe_sample(self.unsplit, self.row(i))}"
 
 
 def split(dataset: Any, fraction: float, name: str) -> tuple[DatasetSplit, DatasetSplit]:
-    """``dataset`` without about ``fraction`` of its samples, and these.
+    """Split off about ``fraction`` of the samples; return (training, validation).
 
-    Text (an attribute ``is_stream``) is parted in stretches, so that what is kept apart does not lie between what is
-    learned; images with ``labels`` class by class, so that each has the same share in both; anything else by a
-    permutation of the numbers of its samples.
+    Text (an attribute ``is_stream``) is split in contiguous spans, so that validation text does not alternate with
+    training text. Data with ``labels`` is split per class, keeping the proportions; other data by a permutation.
 
     Raises:
-        ConfigError: there are too few samples, or not a label for each; ``name`` is the data's.
+        ConfigError: there are too few samples, or ``labels`` does not have one per sample. The message contains
+            ``name``.
     """
     size = len(dataset)
     validation_count = round(size * fraction)
     if not 0 < validation_count < size:
         raise ConfigError(
-            f"data.validation = {fraction:g} of the {size} samples of {name} leaves {validation_count} to validate on"
-            f" and {size - validation_count} to learn from",
-            fix="give more data, another share, or data.validation_path",
+            f"data.validation = {fraction:g} of the {size} samples of {name} leaves {validation_count} for validation"
+            f" and {size - validation_count} for training",
+            fix="add data, change the fraction, or set data.validation_path",
         )
     labels = getattr(dataset, "labels", None)
     if getattr(dataset, "is_stream", False):
@@ -73,8 +75,8 @@ def split(dataset: Any, fraction: float, name: str) -> tuple[DatasetSplit, Datas
         label_array = np.asarray(labels)
         if label_array.shape != (size,):
             raise ConfigError(
-                f"{name} has {size} samples, and its labels are {list(label_array.shape)}: must be one for each sample",
-                fix="give the data set's attribute labels the class of each sample, or none",
+                f"{name} has {size} samples and labels of shape {list(label_array.shape)}: must be one per sample",
+                fix="set the dataset's attribute labels to the class of each sample, or remove it",
             )
         counts, rows = _split_by_label(label_array, fraction)
     else:
@@ -85,8 +87,10 @@ def split(dataset: Any, fraction: float, name: str) -> tuple[DatasetSplit, Datas
 
 
 def validation_spans(size: int, validation_count: int) -> tuple[IndexArray, IndexArray]:
-    """(begins, ends) of the at most :data:`MAX_SPANS` runs of neighbours, ``validation_count`` in all, in the middle
-    of equal parts of ``size``."""
+    """Return (starts, ends) of at most :data:`MAX_SPANS` spans, ``validation_count`` samples in all.
+
+    Each lies in the middle of one of equal parts of ``size``.
+    """
     count = min(MAX_SPANS, validation_count)
     fractions = np.arange(count + 1, dtype=np.int64)
     size_bounds, count_bounds = fractions * size // count, fractions * validation_count // count
@@ -100,11 +104,12 @@ IndexMap = Callable[[int], int]
 
 @dataclass(frozen=True)
 class _OutsideSpans:
-    """Sample i of what lies outside of the stretches: ``outside_counts`` of them lie before each, ``inside_counts``
-    inside."""
+    """Index map of the samples outside the spans."""
 
     outside_counts: IndexArray
+    """Samples outside the spans before each span."""
     inside_counts: IndexArray
+    """Samples inside the spans before each span."""
 
     def __call__(self, i: int) -> int:
         return i + int(self.inside_counts[int(np.searchsorted(self.outside_counts, i, side="right"))])
@@ -130,7 +135,7 @@ class _ExplicitIndices:
 
 @dataclass(frozen=True)
 class _PermutedIndices:
-    """In constant memory, whatever the size, and half a millisecond a sample."""
+    """Index map that uses constant memory for any size, at half a millisecond per sample."""
 
     order: Permutation
     first: int
@@ -149,12 +154,12 @@ def _split_by_spans(size: int, validation_count: int) -> tuple[tuple[int, int], 
 
 
 def _split_by_label(labels: IndexArray, fraction: float) -> tuple[tuple[int, int], tuple[IndexMap, IndexMap]]:
-    """Of each class at least one; a class of one is learned from."""
+    """Move at least one sample of each class to validation; a class with one sample stays in training."""
     is_validation = np.zeros(len(labels), dtype=bool)
     for nth, label in enumerate(np.unique(labels)):
         rows = np.flatnonzero(labels == label)
         count = min(max(1, round(len(rows) * fraction)), len(rows) - 1)
-        # A class that is no number, as a word, has its place among them.
+        # A class that is not an integer (such as a string) is seeded by its rank among the classes.
         key = int(label) if np.issubdtype(labels.dtype, np.integer) else nth
         order = Permutation(len(rows), _SEED, key)(np.arange(len(rows), dtype=np.uint64))
         is_validation[rows[order[:count].astype(np.int64)]] = True

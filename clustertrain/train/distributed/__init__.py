@@ -1,1 +1,1 @@
-"""Turns a layout into process groups and applies it to a model."""
+"""Layouts: process groups, and the application of a layout to a model."""

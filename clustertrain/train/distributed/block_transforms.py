@@ -1,4 +1,4 @@
-"""How the repeated layers compute: in fp8, checkpointed, compiled, unit by unit."""
+"""Transforms of the repeated layers: fp8, activation offload and checkpointing, compilation."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from clustertrain.train.distributed.compile import inductor
 from clustertrain.train.distributed.data_parallel import repeated_layers
 
 aten = torch.ops.aten
-# Dear to redo: matmuls, convolutions and attention. All else is redone in the backward pass: norms, activation
-# functions, casts (the idea of Korthikanti et al., arXiv 2205.05198, section 5, with the choice by operator).
+# Expensive to recompute: matmuls, convolutions and attention. Everything else is recomputed in the backward pass (the
+# idea of Korthikanti et al., arXiv 2205.05198, section 5, with the choice per operator).
 _SAVED_OPS = frozenset(
     {
         aten.mm.default,
@@ -32,11 +32,11 @@ _SAVED_OPS = frozenset(
     }
 )
 
-MIN_OFFLOAD_NUMEL = 1024  # elements: a transfer of fewer takes longer than it is worth
+MIN_OFFLOAD_NUMEL = 1024  # elements; a smaller transfer costs more time than it saves memory
 
 
 def apply(model: nn.Module, context: RankContext) -> None:
-    """Convert, checkpoint and compile the repeated layers of ``model``, in place and without a change of any name."""
+    """Convert, checkpoint and compile the repeated layers of ``model`` in place, without renaming anything."""
     if context.precision == "fp8":
         from clustertrain.train.distributed import fp8
 
@@ -45,7 +45,7 @@ def apply(model: nn.Module, context: RankContext) -> None:
         model.register_forward_pre_hook(_to_channels_last)
     ac_mode = context.layout.activation_checkpointing
     if context.parallel.compile:
-        # What a layer remembers in its forward pass (angles of positions) need not be remembered a second time.
+        # Side effects of a layer's forward pass (cached rotary tables) need not be repeated in the recomputation.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for _, unit in repeated_layers(model):
         if context.parallel.activation_offload:
@@ -54,14 +54,17 @@ def apply(model: nn.Module, context: RankContext) -> None:
             options: dict[str, Any] = {"use_reentrant": False}
             if ac_mode == "selective":
                 options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _selective_policy)
-            # On the instance: a wrapper module would rename every parameter in it.
+            # Set on the instance, because a wrapper module would rename its parameters.
             unit.forward = _checkpoint_forward(unit.forward, options)
         if context.parallel.compile:
             unit.compile(fullgraph=ac_mode == "none", backend=inductor)
 
 
 def _to_channels_last(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The weights stay as they are, since ``fully_shard`` takes contiguous ones only: a convolution goes by either."""
+    """Convert 4-D floating-point inputs to channels-last.
+
+    Weights stay as they are, since ``fully_shard`` accepts only contiguous ones; convolutions accept either.
+    """
     converted: tuple[Any, ...] = tree_map_only(
         torch.Tensor,
         lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 and t.is_floating_point() else t,
@@ -71,12 +74,14 @@ def _to_channels_last(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _offload_activations(unit: nn.Module) -> Callable[..., Any]:
-    """The forward pass of ``unit``; what autograd keeps of it lies in host memory until the backward pass asks for it.
-    Not the parameters, which are there anyway: torch's ``save_on_cpu`` copies them too."""
+    """Return a forward pass of ``unit`` that keeps activations in host memory until the backward pass.
+
+    Parameters stay on the device; torch's ``save_on_cpu`` would copy them as well.
+    """
     forward = unit.forward
 
     def forward_with_offload(*args: Any, **kwargs: Any) -> Any:
-        # Those of now: fully_shard has put the gathered ones in place just before.
+        # Read on each call: fully_shard has just installed the gathered parameters.
         param_ptrs = {p.untyped_storage().data_ptr() for p in unit.parameters()}
 
         def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
@@ -97,7 +102,8 @@ def _offload_activations(unit: nn.Module) -> Callable[..., Any]:
 
 
 def _checkpoint_forward(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """A function and no partial of ``checkpoint``: in that dynamo sees torch's own frames alone, and compiles none."""
+    """Wrap ``forward`` in a function; with a ``partial`` of ``checkpoint`` dynamo sees only torch's frames and compiles
+    none."""
 
     def forward_with_recompute(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, **options, **kwargs)

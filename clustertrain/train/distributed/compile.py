@@ -1,4 +1,4 @@
-"""The compiler of the layers: torch's inductor, which can be made tolerant of failures."""
+"""The compiler of the layers: torch's inductor, optionally tolerant of failures."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ import torch
 
 
 class TolerantInductor:
-    """torch's compiler. While it is ``tolerant`` it does not fail: what it cannot compile runs as written, so that
-    the other ranks meet this one in all that they send. ``first_error`` has the first reason."""
+    """torch's inductor backend, which can tolerate failures.
+
+    While it is ``tolerant``, a graph that does not compile runs eagerly, so that this rank still takes part in all
+    collectives.
+    """
 
     def __init__(self) -> None:
         self.first_error: Exception | None = None
+        """First failure since :meth:`tolerant` was entered."""
         self._tolerant = False
 
     @contextmanager
     def tolerant(self) -> Iterator[None]:
+        """Run graphs eagerly that fail to compile inside the block."""
         self.first_error, self._tolerant = None, True
         try:
             yield
@@ -32,12 +37,12 @@ class TolerantInductor:
         from torch._functorch import config
 
         try:
-            # With its backward pass, which would be compiled when it is reached.
+            # Compile the backward pass too, which is otherwise compiled on first use.
             with config.patch(force_non_lazy_backward_lowering=True):
                 return compiler(graph, inputs)
-        except Exception as e:  # of the compiler's many
+        except Exception as e:  # the compiler raises many types
             self.first_error = self.first_error or e
             return graph.forward
 
 
-inductor = TolerantInductor()  # one for all layers: dynamo compiles anew for another one
+inductor = TolerantInductor()  # shared by all layers: dynamo recompiles for a different backend object

@@ -1,5 +1,5 @@
-"""Long sequences split over ranks: each rank has one contiguous chunk and attends to the keys and values of all before
-it."""
+"""Context parallelism: each rank holds one contiguous chunk of a sequence and attends to all earlier keys and
+values."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from clustertrain.train.distributed import divisibility, dropout
 
 
 class SelfAttention(nn.Module):
-    """Scaled-dot-product attention of sequences to themselves, to the whole of them also where this rank holds a part.
+    """Scaled-dot-product self-attention over full sequences, also where this rank holds only a chunk.
 
-    It has no parameters. A model of one's own that is to run under context parallel uses it in place of
-    ``F.scaled_dot_product_attention``, and :meth:`first_position` for what depends on the position.
+    It has no parameters. A custom model that supports context parallelism uses it in place of
+    ``F.scaled_dot_product_attention``, and :meth:`first_position` for position-dependent values.
     """
 
     def __init__(self, *, causal: bool = True) -> None:
@@ -31,12 +31,14 @@ class SelfAttention(nn.Module):
         self.ring = False
 
     def first_position(self, length: int) -> int:
-        """Where in the sequence this rank's ``length`` tokens begin."""
+        """Return the position in the sequence of the first of this rank's ``length`` tokens."""
         return self.rank * length
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """``q`` (batch, heads, length, head_dim), ``k`` and ``v`` the same with as many heads or a divisor of that
-        number; returns what ``q`` looks like."""
+        """Attend from ``q`` (batch, heads, length, head_dim) to ``k`` and ``v``; return a tensor shaped like ``q``.
+
+        ``k`` and ``v`` have the same shape, with equally many heads or a divisor.
+        """
         is_gqa = q.shape[1] != k.shape[1]
         if self.mesh is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=is_gqa)
@@ -50,14 +52,14 @@ class SelfAttention(nn.Module):
         k, v = k[:, :, :kv_length], v[:, :, :kv_length]
         if self.rank == 0:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_gqa)
-        # is_causal would put the diagonal of a mask that is not square at its upper left.
+        # is_causal aligns the diagonal of a non-square mask with the upper left corner.
         mask = torch.ones(length, kv_length, dtype=torch.bool, device=q.device).tril(kv_length - length)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=is_gqa)
 
 
 def _all_gather_kv(pair: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """(2, batch, heads, length, head_dim) of every rank, one after the other along the length; its gradient is summed
-    over the ranks and split again."""
+    """Gather (2, batch, heads, length, head_dim) along the length; the backward pass sums gradients and splits them
+    again."""
     from torch.distributed._functional_collectives import all_gather_single_autograd
 
     gathered: torch.Tensor = all_gather_single_autograd(pair.contiguous(), gather_dim=3, group=mesh)
@@ -67,8 +69,10 @@ def _all_gather_kv(pair: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def _ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: DeviceMesh, *, causal: bool
 ) -> torch.Tensor:
-    """Keys and values go round while each rank attends to those it has; what torch makes of an attention of DTensors
-    once its dispatcher for context parallel is on. It knows no grouped heads."""
+    """Attend while keys and values circulate among the ranks.
+
+    This is torch's attention of DTensors with its context-parallel dispatcher enabled, which lacks grouped heads.
+    """
     from torch.distributed.tensor import DTensor, Shard
 
     groups = q.shape[1] // k.shape[1]
@@ -80,27 +84,28 @@ def _ring_attention(
 
 
 def check(model: nn.Module, context: RankContext) -> None:
-    """Whether the whole ``model`` can run with its sequences split.
+    """Raise if the whole ``model`` cannot run with its sequences split.
 
     Raises:
-        ConfigError: it has no :class:`SelfAttention`, or drops attention weights; ring attention without a GPU.
+        ConfigError: it has no :class:`SelfAttention`, or applies dropout to attention weights.
+        UnsuitableEnvironment: ring attention without a GPU.
     """
     cp = context.layout.cp
     if context.parallel.context == "ring" and context.device.type == "cpu":
         raise UnsuitableEnvironment(
-            'parallel.context = "ring": torch has ring attention for GPUs only, and the device is cpu',
+            'parallel.context = "ring": torch supports ring attention for GPUs only, and the device is cpu',
             fix='use parallel.context = "all-gather"',
         )
     dropout.check_no_attention_dropout(model, f"cp {cp}")
     if not any(isinstance(m, SelfAttention) for m in model.modules()):
         raise ConfigError(
-            f"cp {cp}: {type(model).__name__} would attend inside each of the {cp} chunks of a sequence alone",
+            f"cp {cp}: {type(model).__name__} would only attend inside each of the {cp} chunks of a sequence",
             fix="use clustertrain.train.distributed.context_parallel.SelfAttention for its attention, or cp = 1",
         )
 
 
 def apply(model_part: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
-    """Let every :class:`SelfAttention` of ``model_part``, a model or a pipeline stage of it, attend across ``mesh``."""
+    """Make each :class:`SelfAttention` of ``model_part``, a model or pipeline stage, attend across ``mesh``."""
     ring = context.parallel.context == "ring"
     if ring:
         _enable_ring()
@@ -112,26 +117,26 @@ def apply(model_part: nn.Module, context: RankContext, mesh: DeviceMesh) -> None
 def _enable_ring() -> None:
     from torch.distributed.tensor.experimental import _attention
 
-    # Its own balancing hands each rank a chunk from the front and one from the back; ours are contiguous.
+    # Torch's load balancing gives each rank a chunk from both ends; our chunks are contiguous.
     _attention._cp_options.enable_load_balance = False
-    # The public context manager also cuts the tensors it is given, in place, and must stand around the backward pass.
+    # The public context manager also splits its tensors in place and must enclose the backward pass.
     _attention._enable_context_parallel_dispatcher()
 
 
 def shard_sequence(pair: Any, mesh: DeviceMesh) -> Any:
-    """This rank's chunk of each tensor (batch, length, ...) in ``pair``, (inputs, target).
+    """Return this rank's chunk of each tensor (batch, length, ...) in ``pair``, (inputs, target).
 
     Raises:
         ConfigError: a length does not divide over the ranks.
-        UsageError: a tensor without a length.
+        UsageError: a tensor has no length dimension.
     """
     ranks, rank = mesh.size(), mesh.get_local_rank()
 
     def chunk(t: torch.Tensor) -> torch.Tensor:
         if t.dim() < 2:
             raise UsageError(
-                f"context parallel splits tensors (batch, length, ...); the batch has one of shape {tuple(t.shape)}",
-                fix="give inputs and targets a value for each position, or use cp = 1",
+                f"context parallelism splits tensors (batch, length, ...), but the batch has shape {tuple(t.shape)}",
+                fix="provide inputs and targets with a value per position, or use cp = 1",
             )
         divisibility.check("the length of the sequences", t.shape[1], "cp", ranks)
         length = t.shape[1] // ranks

@@ -1,4 +1,4 @@
-"""Replicate or shard a model over the data-parallel ranks, and the ZeRO-1 optimizer that goes with replicas."""
+"""Replication and sharding over the data-parallel ranks, and the ZeRO-1 optimizer for replicas."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from clustertrain.errors import ConfigError, UnsuitableEnvironment
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed.precision import parameter_dtype
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass of their own
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # have no forward pass
 
 
 def repeated_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The repeated layers by name: the members of every outermost ModuleList or ModuleDict that has no other one among
-    them, as nanoGPT's ``transformer`` has beside its embeddings. They are gathered one at a time, checkpointed and
-    compiled one by one."""
+    """Yield the repeated layers by name: the units of gathering, checkpointing and compilation.
+
+    They are the members of each outermost ModuleList or ModuleDict without such a container among its members.
+    (nanoGPT's ``transformer`` is a ModuleDict that holds the list of layers.)
+    """
     for name, child in model.named_children():
         if isinstance(child, _CONTAINERS) and not any(isinstance(m, _CONTAINERS) for m in child.children()):
             yield from ((f"{name}.{n}", m) for n, m in child.named_children())
@@ -32,16 +34,19 @@ def repeated_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def shard(model: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
-    """``fully_shard``, unit by unit; units that share parameters with what is outside of them with the rest of the
-    model. On a mesh of two dimensions the first one replicates; where the second has size 1 that is all it does."""
+    """Apply ``fully_shard`` to each repeated layer and to the model.
+
+    Layers that share parameters with other modules join the model's group. On a two-dimensional mesh the first
+    dimension replicates; if the second has size 1, that is all it does.
+    """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     layout, spec = context.layout, context.parallel
     if layout.offload and context.device.type == "cpu":
         raise UnsuitableEnvironment(
-            "parallel.offload: there is no GPU memory to relieve on device cpu", fix="leave it out"
+            "parallel.offload: there is no GPU memory to relieve on device cpu", fix="remove it"
         )
-    # Gradients are summed in fp32: in bf16 the sum over many ranks loses what the small ones add.
+    # Sum gradients in fp32: a bf16 sum over many ranks loses small contributions.
     policy = MixedPrecisionPolicy(param_dtype=parameter_dtype(context.precision), reduce_dtype=torch.float32)
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -61,7 +66,8 @@ def shard(model: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
 
 
 def _independent_units(model: nn.Module) -> list[nn.Module]:
-    """The units whose parameters nothing else has: each of two groups of ``fully_shard`` would train a copy."""
+    """Return the layers that share no parameters: two ``fully_shard`` groups would each train a copy of a shared
+    one."""
     layers = [m for _, m in repeated_layers(model)]
     layer_index = {id(m): i for i, m in enumerate(layers)}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -74,7 +80,7 @@ def _independent_units(model: nn.Module) -> list[nn.Module]:
 
 
 class _SumOfParameters(nn.Module):
-    """Stands in for the model in one pass that reaches every parameter in the order of registration."""
+    """Replacement for the model in one pass that uses each parameter in order of registration."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -85,6 +91,7 @@ class _SumOfParameters(nn.Module):
 
 
 def replicate(model: nn.Module, context: RankContext) -> DistributedDataParallel:
+    """Wrap ``model`` in DDP with a bucket order that a resume reproduces."""
     spec = context.parallel
     ddp_model = DistributedDataParallel(
         model,
@@ -96,11 +103,11 @@ def replicate(model: nn.Module, context: RankContext) -> DistributedDataParallel
     )
     if spec.compress_gradients:
         ddp_model.register_comm_hook(None, _bf16_all_reduce_hook)
-    # DDP regroups its buckets once, by the order in which the first backward produced gradients, and so sums in another
-    # order from the second step on. A resumed run would have its "first step" elsewhere. This pass fixes the order for
-    # good before any real step: docs/decisions/0003-ddp-exact-resume.md.
+    # DDP regroups its buckets once, by the order of gradients in the first backward pass, and then sums in another
+    # order. A resumed run would have its "first" pass at another step. This pass fixes the order before any real step:
+    # docs/decisions/0003-ddp-exact-resume.md.
     ddp_model.module = _SumOfParameters(model)
-    # With an input, because DDP on a GPU takes the first one to its device without looking whether there is one.
+    # DDP on a GPU moves the first input to its device without checking that there is one.
     ddp_model(torch.zeros((), device=context.device)).backward()
     ddp_model.module = model
     for p in model.parameters():
@@ -108,8 +115,8 @@ def replicate(model: nn.Module, context: RankContext) -> DistributedDataParallel
     return ddp_model
 
 
-def _bf16_all_reduce_hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
-    """Half the bytes on the wire, at the price of bf16's 8 bits of precision. torch's own hook refuses gloo."""
+def _bf16_all_reduce_hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP rejects string annotations
+    """Halve the bytes sent, at bf16's 8 bits of precision. torch's hook does not support gloo."""
     buffer = bucket.buffer()
     compressed = buffer.to(torch.bfloat16).div_(dist.get_world_size())
     work = dist.all_reduce(compressed, async_op=True)
@@ -122,11 +129,12 @@ MAX_LISTED = 8  # names in an error
 
 
 def check_no_unused_parameters(model: nn.Module) -> None:
-    """To be called after the last backward pass of a step. DDP notices an unused parameter only at the next forward
-    pass, when it has already left other gradients of the same bucket unreduced.
+    """Raise if parameters have no gradient; call it after the last backward pass of a step.
+
+    DDP only notices at the next forward pass, after leaving other gradients of the same bucket unreduced.
 
     Raises:
-        ConfigError: parameters of a replicated model have no gradient, and nothing allows that.
+        ConfigError: parameters of a replicated model have no gradient, and no option allows that.
     """
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
         return
@@ -136,7 +144,7 @@ def check_no_unused_parameters(model: nn.Module) -> None:
 
 
 def explain_unused(error: BaseException, model: nn.Module | None) -> None:
-    """Add to DDP's own error about unused parameters, which gives indices, their names. Leaves other errors alone."""
+    """Add parameter names to DDP's error about unused parameters, which lists only indices; ignore other errors."""
     text = str(error)
     if not isinstance(model, DistributedDataParallel) or _UNUSED_MARKER not in text.lower():
         return
@@ -148,12 +156,13 @@ def explain_unused(error: BaseException, model: nn.Module | None) -> None:
 
 
 _UNUSED_FIX = (
-    "set parallel.find_unused_parameters = true if that is intended; otherwise use them in forward(), or freeze them "
+    "set parallel.find_unused_parameters = true if this is intended; otherwise use them in forward(), or freeze them "
     "(requires_grad = False)"
 )
 
 
 def format_unused(names: Sequence[str]) -> str:
+    """Return the message for parameters without gradients."""
     suffix = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return f"the loss does not depend on {', '.join(names[:MAX_LISTED])}{suffix}: no gradient for DDP to average"
 
@@ -161,15 +170,17 @@ def format_unused(names: Sequence[str]) -> str:
 def build_zero1_optimizer(
     factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """ZeRO-1: each rank keeps the state of, and updates, whole parameters of its own and sends them to the others."""
+    """Build a ZeRO-1 optimizer: each rank holds the state of some full parameters, updates them and broadcasts them."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(groups, optimizer_class=factory)  # type: ignore[arg-type]
 
 
 def gradient_sync(model: nn.Module, *, last: bool, defer: bool = True) -> AbstractContextManager[None]:
-    """Around forward and backward of one micro-batch: gradients travel only with the last one. With ``defer`` false
-    those of a sharded model do so with each, which saves the memory of a whole gradient."""
+    """Return a context for one micro-batch's forward and backward pass that reduces gradients only for the last one.
+
+    With ``defer`` false a sharded model reduces them for each, which saves the memory of a full gradient.
+    """
     if isinstance(model, DistributedDataParallel):
         return nullcontext() if last else model.no_sync()
     set_sync = getattr(model, "set_requires_gradient_sync", None)

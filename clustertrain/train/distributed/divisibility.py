@@ -1,4 +1,4 @@
-"""What is split over ranks must divide, and the error shows the arithmetic."""
+"""Check that a size divides over ranks, with the arithmetic in the error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from clustertrain.errors import ConfigError
 
 
 def check(name: str, size: int, degree: str, ranks: int) -> None:
-    """``name`` has ``size`` parts, to be split over ``ranks`` ranks, the degree ``degree``. Raises ConfigError."""
+    """Raise ConfigError if ``size``, the value of ``name``, does not divide over ``ranks``, the value of ``degree``."""
     if size % ranks:
         low = size // ranks * ranks
         raise ConfigError(

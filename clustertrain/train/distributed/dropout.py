@@ -1,4 +1,4 @@
-"""Dropout whose mask depends on what is dropped and not on which rank drops it."""
+"""Dropout whose mask depends on the element rather than on the rank that computes it."""
 
 from __future__ import annotations
 
@@ -11,42 +11,47 @@ from clustertrain.errors import ConfigError, UsageError
 from clustertrain.train.core import seeds
 from clustertrain.train.core.context import RankContext
 
-# What attention modules call the probability that they hand to scaled_dot_product_attention.
+# Names of the dropout probability in attention modules.
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_dropout", "attn_pdrop", "dropout_p")
 
 
 class Dropout(nn.Module):
-    """``nn.Dropout`` for tensors (batch, length, ...), with the same mask for a sample under every layout and in a
+    """``nn.Dropout`` for tensors (batch, length, ...) with masks that are independent of the layout and of
     recomputation.
 
-    The mask is a hash of the run's seed, the layer's name, the sample's place in the run, the position in the sequence
-    and the feature; :func:`configure` gives it the first two and this rank's part of the sequence.
+    The mask is a hash of the run's seed, the layer's name, the sample's position in the run, the position in the
+    sequence and the feature. :func:`configure` sets the first two and this rank's chunk of the sequence.
     """
 
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
-        # A tensor, since a number would be compiled in and every layer then compiled anew; no buffer, since it follows
-        # from the seed.
+        # A tensor, because compiled code would specialize on a number in each layer. Not a buffer, because the seed
+        # determines it.
         self.key: torch.Tensor | None = None
-        self.chunk = 0  # of the equal parts of a sequence the one that this rank holds
+        self.chunk = 0  # index of this rank's chunk of the sequence
         self.needs_samples = False
 
     def forward(self, x: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
-        """``samples`` (batch,) int64: the place of each sample in the run. Without it the mask is drawn from torch's
-        generator.
+        """Apply dropout.
+
+        Args:
+            samples: (batch,) int64, position of each sample in the run. Without it the mask is drawn from torch's
+                generator.
 
         Raises:
-            UsageError: without it under tensor parallel, where ranks that hold the same values would drop others.
+            UsageError: ``samples`` is missing under tensor parallelism, where ranks with equal values would drop
+                different ones.
         """
         if not self.training or self.p == 0:
             return x
         if samples is None or self.key is None:
             if self.needs_samples:
                 raise UsageError(
-                    "dropout under tensor parallel needs the samples' places, or its ranks would drop different values",
-                    fix="give forward an argument samples and hand it to each Dropout; train_step fills it for what "
-                    "session.loader yields",
+                    "dropout under tensor parallelism needs the samples' positions: without them ranks drop "
+                    "different values",
+                    fix="add an argument samples to forward and pass it to each Dropout; train_step fills it for "
+                    "batches of session.loader",
                 )
             return F.dropout(x, self.p)
         length = x.shape[1]
@@ -60,13 +65,17 @@ class Dropout(nn.Module):
 def keep_mask(
     key: torch.Tensor, samples: torch.Tensor, positions: torch.Tensor, features: int, p: float
 ) -> torch.Tensor:
-    """What is kept, as booleans (batch, length, features); ``key`` () , ``samples`` (batch,), ``positions`` (length,),
-    all int64.
+    """Return which elements to keep, as booleans (batch, length, features).
 
-    Each row (sample, position) has a 64-bit hash of its own; an element's is 32 bits of it and of the feature, mixed
-    once more by few operations, as they are done on every element.
+    Each row (sample, position) has a 64-bit hash. An element combines 32 bits of it with the feature, mixed by few
+    operations because they run per element.
+
+    Args:
+        key: () int64.
+        samples: (batch,) int64.
+        positions: (length,) int64.
     """
-    # Sums with what was mixed and no products: inductor folds those of an arange into one number, which overflows.
+    # Add hashed values instead of multiplying: inductor folds products with an arange into a constant that overflows.
     rows = _splitmix64(_splitmix64(key + samples)[:, None] + positions)
     columns = _splitmix64(key + torch.arange(features, device=key.device))
     hashed = rows.to(torch.int32)[:, :, None] + columns.to(torch.int32)
@@ -77,20 +86,22 @@ def keep_mask(
 
 
 def _splitmix64(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), with
-    signed numbers, which wrap as the unsigned ones do."""
+    """Apply the finalizer of splitmix64 to int64, which wraps as uint64 does.
+
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
+    """
     x = (x ^ _logical_shift_right(x, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
     x = (x ^ _logical_shift_right(x, 27)) * (0x94D049BB133111EB - (1 << 64))
     return x ^ _logical_shift_right(x, 31)
 
 
 def _logical_shift_right(x: torch.Tensor, n: int) -> torch.Tensor:
-    """To the right, filled with zeros; ``>>`` on signed numbers fills with the sign."""
+    """Shift right and fill with zeros; ``>>`` on signed integers fills with the sign."""
     return (x >> n) & ((1 << (64 - n)) - 1)
 
 
 def configure(model: nn.Module, context: RankContext, seed: int) -> None:
-    """Tell each :class:`Dropout` of ``model`` its seed and which part of the sequences this rank holds."""
+    """Set the key of each :class:`Dropout` of ``model`` and this rank's chunk of the sequences."""
     layout = context.layout
     coordinates = layout.coordinates(context.rank)
     chunk = coordinates.cp * layout.tp + coordinates.tp if layout.sequence_parallel else coordinates.cp
@@ -102,15 +113,16 @@ def configure(model: nn.Module, context: RankContext, seed: int) -> None:
 
 
 def check_no_attention_dropout(model: nn.Module, layout: str) -> None:
-    """``layout`` in words. Raises ConfigError where ``model`` drops attention weights."""
+    """Raise ConfigError if ``model`` applies dropout to attention weights; ``layout`` describes the layout in the
+    message."""
     for name, module in model.named_modules():
         probabilities = [getattr(module, a, None) for a in _ATTENTION_DROPOUT]
         if isinstance(module, nn.MultiheadAttention):
             probabilities.append(module.dropout)
         if any(isinstance(p, float) and p > 0 for p in probabilities):
             raise ConfigError(
-                f"{name or type(model).__name__} drops attention weights, and {layout} splits the attention: its mask "
-                "would depend on the layout",
-                fix="set that dropout to 0, and use clustertrain.train.distributed.dropout.Dropout on the residual "
+                f"{name or type(model).__name__} applies dropout to attention weights, and {layout} splits the "
+                "attention: the mask would depend on the layout",
+                fix="set this dropout to 0, and use clustertrain.train.distributed.dropout.Dropout on the residual "
                 "branches",
             )

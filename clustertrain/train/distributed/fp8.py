@@ -1,6 +1,6 @@
-"""8-bit matmuls through torchao: inputs and weights e4m3, gradients e5m2, scaled tensor by tensor as they come.
+"""8-bit matmuls with torchao: inputs and weights in e4m3, gradients in e5m2, dynamic scaling per tensor.
 
-What it does to speed and accuracy: "FP8 Formats for Deep Learning", arXiv 2209.05433.
+Source for speed and accuracy: "FP8 Formats for Deep Learning", arXiv 2209.05433.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.train.distributed.data_parallel import repeated_layers
 
 _MIN_CAPABILITY = (8, 9)  # Ada
-_DIM_MULTIPLE = 16  # what the 8-bit matmul wants of both sizes of a weight
+_DIM_MULTIPLE = 16  # required divisor of both sizes of a weight in 8-bit matmuls
 
 
 def apply(model: nn.Module, device: torch.device) -> None:
-    """Let the Linear layers of the repeated units of ``model`` compute in fp8, in place; parameters and their names
-    stay. Embeddings, norms and the head stay in bf16, where 8 bits cost the most. On the CPU fp8's numbers are made
-    without its speed.
+    """Convert the Linear layers of the repeated units of ``model`` to fp8 in place, keeping parameters and names.
+
+    Embeddings, norms and the head stay in bf16, where 8 bits cost the most accuracy. On CPU fp8 is emulated, without
+    the speed.
 
     Raises:
-        UnsuitableEnvironment: torchao is missing, or the GPU has no 8-bit matmul.
+        UnsuitableEnvironment: torchao is missing, or the GPU does not support 8-bit matmuls.
     """
     if importlib.util.find_spec("torchao") is None:
         raise UnsuitableEnvironment("precision fp8 needs torchao", fix="pip install 'clustertrain[fp8]'")
@@ -32,8 +33,8 @@ def apply(model: nn.Module, device: torch.device) -> None:
         if capability < _MIN_CAPABILITY:
             raise UnsuitableEnvironment(
                 f"precision fp8: {torch.cuda.get_device_name(device)} has compute capability "
-                f"{capability[0]}.{capability[1]}, and 8-bit matmuls begin at 8.9",
-                fix="use train.precision = 'bf16'",
+                f"{capability[0]}.{capability[1]}, and 8-bit matmuls need 8.9",
+                fix="set train.precision = 'bf16'",
             )
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

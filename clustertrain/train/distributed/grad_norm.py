@@ -1,4 +1,4 @@
-"""The global gradient norm, whatever the layout: plain tensors and DTensors of any meshes, on any pipeline stage."""
+"""The global gradient norm for any layout: plain tensors and DTensors of any mesh, on any pipeline stage."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from clustertrain.checkpoint.core.state_dict import is_dtensor
 
 
 def local_gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """This rank's parts; they share their memory with the gradients."""
+    """Return this rank's shards of the gradients, sharing their memory."""
     return [g.to_local() if is_dtensor(g) else g for p in params if (g := p.grad) is not None]  # type: ignore[attr-defined]
 
 
 def reduce_partial_gradients(params: Iterable[nn.Parameter]) -> None:
-    """Sum what tensor parallel left as one part a rank: the gradients of what works on a part of the sequence. Once a
-    step and not with each micro-batch; ``fully_shard`` has done it for its own."""
+    """Sum gradients that tensor parallelism left partial, those of modules that work on a part of the sequence.
+
+    This happens once per step rather than per micro-batch; ``fully_shard`` reduces its gradients itself.
+    """
     for p in params:
         grad: Any = p.grad
         if is_dtensor(grad) and any(placement.is_partial() for placement in grad.placements):
@@ -28,8 +30,11 @@ def reduce_partial_gradients(params: Iterable[nn.Parameter]) -> None:
 
 
 def replica_count(tensor: torch.Tensor, stages: int = 1) -> int:
-    """How many ranks hold the same part of ``tensor`` as this one. ``stages``: the degree of pipeline parallel, whose
-    ranks hold different parameters."""
+    """Return how many ranks hold the same shard of ``tensor`` as this one.
+
+    Args:
+        stages: degree of pipeline parallelism, whose ranks hold different parameters.
+    """
     ranks = (dist.get_world_size() if dist.is_initialized() else 1) // stages
     if not is_dtensor(tensor):
         return ranks
@@ -44,16 +49,17 @@ def local_squared_norm(
     stages: int = 1,
     excluded_ids: Collection[int] = (),
 ) -> torch.Tensor:
-    """This rank's share of the square of the whole gradient's L2 norm: the sum over all ranks is the square. fp64 on
-    ``device``; no host sync, save for gradients in host memory (``parallel.offload``).
+    """Return this rank's share of the squared global L2 norm; the sum over all ranks is the square.
 
-    torch's ``get_total_norm`` takes one mesh at a time, and asks each apart. Here what several ranks hold counts with
-    each of them for its part, so that one sum over all ranks does, which can travel with other figures, and has the
-    same bits everywhere.
+    The result is fp64 on ``device``, without host sync unless gradients are in host memory (``parallel.offload``).
+
+    torch's ``get_total_norm`` handles one mesh at a time with a collective each. Here each of several holders of a
+    shard counts a fraction of it, so that one sum over all ranks suffices, which can be fused with other values and has
+    the same bits everywhere.
 
     Args:
-        stages: the degree of pipeline parallel, whose ranks hold different parameters.
-        elsewhere: id() of parameters that another stage counts (tied embeddings).
+        stages: degree of pipeline parallelism, whose ranks hold different parameters.
+        excluded_ids: id() of parameters that another stage counts (tied embeddings).
     """
     grads: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
     for p in params:
@@ -64,14 +70,14 @@ def local_squared_norm(
         grads.setdefault(key, []).append(grad.to_local() if is_dtensor(grad) else grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (ranks, _), group in grads.items():
-        # In fp64: the sum of squares of scaled fp16 gradients leaves the range of fp32.
+        # fp64, because the sum of squares of scaled fp16 gradients exceeds the range of fp32.
         norms = torch.stack(torch._foreach_norm(group, 2, dtype=torch.float32)).double()
         total = total + (norms.square().sum() / ranks).to(device)
     return total
 
 
 def total_norm(params: Iterable[nn.Parameter], device: torch.device) -> torch.Tensor:
-    """The L2 norm of the whole gradient, as an fp32 tensor on ``device`` and the same on all ranks."""
+    """Return the global L2 norm of the gradient as an fp32 tensor on ``device``, equal on all ranks."""
     total = local_squared_norm(params, device)
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -79,14 +85,14 @@ def total_norm(params: Iterable[nn.Parameter], device: torch.device) -> torch.Te
 
 
 def scale_gradients(params: Iterable[nn.Parameter], factor: torch.Tensor | float) -> None:
-    """Multiply all gradients, in place. They are all on one device, which with ``parallel.offload`` is the CPU."""
+    """Multiply all gradients in place. They are on one device, which with ``parallel.offload`` is the CPU."""
     grads = local_gradients(params)
     if grads:
         torch._foreach_mul_(grads, factor.to(grads[0].device) if isinstance(factor, torch.Tensor) else factor)
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What brings a gradient of that norm down to ``max_norm`` (0: leaves it)."""
+    """Return the factor that reduces a gradient of norm ``norm`` to ``max_norm``; 0 disables clipping."""
     if max_norm <= 0:
         return torch.ones_like(norm)
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

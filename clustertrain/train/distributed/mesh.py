@@ -1,4 +1,4 @@
-"""Process groups and the device mesh: the one place that turns a Layout into them."""
+"""Process groups and the device mesh, built from a Layout."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from clustertrain.errors import UsageError
 from clustertrain.plan.layout import Layout
 from clustertrain.train.core.context import RankContext
 
-_session_ids = itertools.count(1)  # of this process
+_session_ids = itertools.count(1)  # numbers the sessions of this process
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """``stop`` and ``checkpoint`` are gloo groups of their own: a collective of the training loop in flight on a shared
-    group would be matched with theirs. All are None for a process that torchrun did not start.
+    """Process groups of a session; all None for a process that torchrun did not start.
 
-    ``mesh`` has the dimensions of :func:`mesh_dimensions`. ``cp_mesh`` is the one-dimensional mesh of the ranks that
-    share a
-    sequence; it is a mesh of its own because those ranks also take part in ``mesh``'s data-parallel dimensions, where
-    gradients are averaged and parameters sharded over them.
+    ``stop`` and ``checkpoint`` are separate gloo groups, because on a shared group their collectives would be matched
+    with one of the training loop in flight.
     """
 
     mesh: DeviceMesh | None
+    """Mesh with the dimensions of :func:`mesh_dimensions`."""
     cp_mesh: DeviceMesh | None
+    """One-dimensional mesh of the ranks that share a sequence. It is separate, because those ranks are also in
+    ``mesh``'s data-parallel dimensions, which average gradients and shard parameters."""
     stop: dist.ProcessGroup | None
     checkpoint: dist.ProcessGroup | None
 
@@ -48,7 +48,8 @@ class ProcessGroups:
         return self._submesh("pp")
 
     def dp_mesh(self) -> DeviceMesh | None:
-        """One dimension to shard over, or two: replicate over the first, shard over the second."""
+        """Return the data-parallel mesh: one dimension to shard over, or two, replicate over the first and shard over
+        the second."""
         if self.mesh is None:
             return None
         names = tuple(n for n in self.mesh.mesh_dim_names or () if n.startswith("dp_"))
@@ -59,11 +60,11 @@ class ProcessGroups:
 
 
 def mesh_dimensions(layout: Layout) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Names and sizes of the mesh, outermost first: only degrees above one, and at least one dimension.
+    """Return names and sizes of the mesh dimensions, outermost first: degrees above one, and at least one dimension.
 
-    Ranks that share a sequence stand in the data-parallel dimension that is the innermost one in use, since parameters
-    and gradients do not know which part of a sequence they come from. A product with plain replicas has a ``dp_shard``
-    of size 1, so that ``fully_shard`` replicates: DDP does not know DTensors and stages.
+    Ranks that share a sequence belong to the innermost data-parallel dimension in use, since parameters and gradients
+    do not depend on the part of a sequence. Plain replicas combined with model parallelism get a ``dp_shard`` of size
+    1, so that ``fully_shard`` replicates; DDP supports neither DTensors nor stages.
     """
     replicate, shard = layout.dp_replicate, layout.dp_shard
     if layout.is_sharded:
@@ -80,17 +81,22 @@ def mesh_dimensions(layout: Layout) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 @functools.cache
 def _rendezvous_store(timeout: timedelta) -> Store:
-    """Kept for all sessions of this process: a store that rank 0 serves must not end with the first of them, while
-    other ranks are at it for the next."""
+    """Return the store for all sessions of this process.
+
+    A store served by rank 0 must not end with its first session while other ranks use it for the next.
+    """
     store: Store = next(rendezvous("env://", timeout=timeout))[0]
     return store
 
 
 def open_groups(context: RankContext, timeout_s: float) -> ProcessGroups:
-    """Join the other ranks. ``timeout_s`` bounds every collective, and so how long a dead peer can hold this rank.
+    """Join the other ranks.
+
+    Args:
+        timeout_s: bounds every collective, and thus how long a dead peer can block this rank.
 
     Raises:
-        UsageError: there are groups already, the script's own or of another session.
+        UsageError: torch.distributed is already initialized, by the script or another session.
     """
     if context.device.type == "cuda":
         torch.cuda.set_device(context.device)
@@ -100,12 +106,11 @@ def open_groups(context: RankContext, timeout_s: float) -> ProcessGroups:
     cuda = context.device.type == "cuda"
     if dist.is_initialized():
         raise UsageError(
-            "session: torch.distributed is initialised already",
-            fix="leave it to the session, which does it by itself, and open none inside another or after one that "
-            "failed",
+            "session: torch.distributed is already initialized",
+            fix="let the session initialize it, and do not open a session inside another or after a failed one",
         )
-    # torch numbers the groups of each session from 0. Under the same names in the store a rank would find the addresses
-    # at which its peers were in the session before, and wait for them there.
+    # torch numbers the groups of each session from 0. Without the prefix a rank would find its peers' addresses of the
+    # previous session in the store and wait there.
     store = PrefixStore(f"session-{next(_session_ids)}", _rendezvous_store(timeout))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -128,8 +133,10 @@ def open_groups(context: RankContext, timeout_s: float) -> ProcessGroups:
 
 
 def build_shard_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The ranks over which parameters are sharded, whether by data or by tensor parallel; None: this one alone.
-    Collective over all ranks where it is by both."""
+    """Return the group of ranks that shard parameters, by data or tensor parallelism; None means only this rank.
+
+    Collective over all ranks if both are in use.
+    """
     names = mesh.mesh_dim_names or ()
     dims = [i for i, n in enumerate(names) if n in ("dp_shard", "tp") and mesh.size(i) > 1]
     if len(dims) <= 1:
@@ -145,15 +152,15 @@ def build_shard_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 def close_groups() -> None:
     if dist.is_initialized():
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a group whose peers are gone warns while it is taken down
+            warnings.simplefilter("ignore")  # destroying a group whose peers have exited warns
             dist.destroy_process_group()
 
 
 def choose_threads(context: RankContext, environ: Mapping[str, str] = os.environ) -> int:
-    """CPU threads of one rank: what OMP_NUM_THREADS says, else its share of this machine's cores.
+    """Return the CPU threads of one rank: OMP_NUM_THREADS, or its share of this machine's cores.
 
-    More threads than cores would not only be slow: OpenMP's threads spin while they wait for each other. The number
-    takes part in the order of summation, so it is kept in the checkpoint.
+    More threads than cores are slow beyond their number, because OpenMP threads spin while waiting. The number affects
+    the order of summation, so the checkpoint stores it.
     """
     omp_threads = environ.get("OMP_NUM_THREADS", "")
     return (
@@ -164,7 +171,7 @@ def choose_threads(context: RankContext, environ: Mapping[str, str] = os.environ
 
 
 def cores_per_rank(context: RankContext, environ: Mapping[str, str] = os.environ) -> int:
-    """This rank's share of this machine's cores."""
-    # The local backend's nodes are all on this machine.
+    """Return this rank's share of this machine's cores."""
+    # All nodes of the local backend are on this machine.
     local_ranks = context.world_size if settings.LOCAL_JOB in environ else context.local_world_size
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)

@@ -1,9 +1,10 @@
-"""Give a model the plan's layout: stages, tensor parallel, activation checkpointing, compile, data parallel, in that
-order, since each wraps what the ones before it made."""
+"""Application of the plan's layout to a model.
+
+The order is stages, tensor parallelism, activation checkpointing, compilation, data parallelism; each wraps the result
+of the previous ones.
+"""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,22 +18,15 @@ from clustertrain.train.distributed import block_transforms, data_parallel, drop
 from clustertrain.train.distributed.mesh import ProcessGroups
 
 
-class SupportsInitParameter(Protocol):
-    """A model that may be built on the meta device."""
-
-    def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """Fill ``tensor``, the whole parameter ``name``, using ``generator`` alone."""
-
-
 def parallelize(model: nn.Module, context: RankContext, groups: ProcessGroups, seed: int) -> nn.Module:
-    """``model`` on the device in the plan's layout.
+    """Return ``model`` on the device in the plan's layout.
 
-    On the meta device its parameters are filled by its ``init_parameter``, each whole from (seed, name), so that the
-    values do not depend on the layout. Otherwise rank 0's values are taken by all.
+    Parameters on the meta device are filled by the model's ``init_parameter(name, tensor, generator)``, each in full
+    from (seed, name), so that values do not depend on the layout. Otherwise all ranks take rank 0's values.
 
     Raises:
-        ConfigError: on the meta device without ``init_parameter``, or with buffers; or the model cannot be split as
-            the layout wants.
+        ConfigError: the model is on the meta device without ``init_parameter`` or with buffers there, or does not
+            support the layout.
     """
     layout = context.layout
     on_meta = any(p.is_meta for p in model.parameters())
@@ -42,7 +36,7 @@ def parallelize(model: nn.Module, context: RankContext, groups: ProcessGroups, s
         _broadcast_from_rank0(model.to(context.device))
     full_model = model
     pipeline_mesh, tensor_mesh, data_mesh = groups.pp_mesh(), groups.tp_mesh(), groups.dp_mesh()
-    # Of the whole model, before a stage has only some of its modules.
+    # Check the whole model, before a stage has only some of its modules.
     if tensor_mesh is not None:
         from clustertrain.train.distributed import tensor_parallel
 
@@ -81,11 +75,13 @@ def _check_meta(model: nn.Module) -> None:
     if not callable(getattr(model, "init_parameter", None)):
         raise ConfigError(
             f"{type(model).__name__} is on the meta device and has no init_parameter(name, tensor, generator)",
-            fix="add it, or build the model on the CPU",
+            fix="add the method, or build the model on the CPU",
         )
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
-            raise ConfigError(f"buffer {name} is on the meta device, nothing would fill it", fix="build it on the CPU")
+            raise ConfigError(
+                f"buffer {name} is on the meta device, and nothing would fill it", fix="build it on the CPU"
+            )
 
 
 def _broadcast_from_rank0(model: nn.Module) -> None:
@@ -94,23 +90,26 @@ def _broadcast_from_rank0(model: nn.Module) -> None:
 
 
 def _move_to_device(model_part: nn.Module, device: torch.device, offload: bool) -> None:
-    """All on ``device``, but with ``offload`` the parameters in host memory, where ``fully_shard`` looks for them. What
-    is on the meta device becomes empty; not so ``to_empty``, which would empty buffers that have values too."""
+    """Move all tensors to ``device``; with ``offload`` parameters stay in host memory, where ``fully_shard`` expects
+    them.
+
+    Tensors on the meta device become empty. ``to_empty`` would also empty buffers that have values.
+    """
     param_device = torch.device("cpu") if offload else device
 
     def move(t: torch.Tensor) -> torch.Tensor:
         target = param_device if isinstance(t, nn.Parameter) else device
         return torch.empty_like(t, device=target) if t.is_meta else t.to(target)
 
-    with tied_weights.preserve_ties(model_part):  # what leaves the meta device becomes another parameter in each module
+    with tied_weights.preserve_ties(model_part):  # a tied meta parameter is materialized once per module
         model_part._apply(move)  # type: ignore[no-untyped-call]
 
 
 def _init_parameters(model_part: nn.Module, full_model: nn.Module, seed: int, device: torch.device) -> None:
-    """The values are drawn on ``device`` wherever they are kept: another one draws others."""
+    """Initialize the parameters, drawing on ``device`` wherever they are stored: another device draws other values."""
     with torch.no_grad():
         for name, p in model_part.named_parameters():
-            name = clean_fqn(name)  # noqa: PLW2901 - wrappers must not change the values
+            name = clean_fqn(name)  # noqa: PLW2901 - values must not depend on wrappers
             full = torch.empty(p.shape, dtype=p.dtype, device=device)
             generator = torch.Generator(device).manual_seed(seeds.derive_seed(seed, "init", name))
             full_model.init_parameter(name, full, generator)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Run the stages of a pipeline through a schedule of torch.distributed.pipelining."""
+"""Pipeline stages run through a schedule of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -34,31 +34,28 @@ _SCHEDULES: dict[str, Any] = {
 
 
 def split(model: nn.Module, context: RankContext, mesh: DeviceMesh) -> list[nn.Module]:
-    """This rank's stages: ``model`` with the units of other stages taken out, so that what stays keeps its names.
+    """Return this rank's stages: ``model`` without the units of other stages, so that names stay the same.
 
     Raises:
-        ConfigError: it cannot be cut as the layout and ``parallel.split`` want.
+        ConfigError: the model cannot be split according to the layout and ``parallel.split``.
     """
     layout, parallel = context.layout, context.parallel
     if parallel.compile and layout.schedule in schedules.SPLIT_BACKWARD_SCHEDULES:
         raise ConfigError(
-            f"parallel.compile with schedule {layout.schedule}: a compiled backward cannot be done in two parts",
-            fix="use parallel.schedule = '1f1b' or 'interleaved', or compile = false",
+            f"parallel.compile with schedule {layout.schedule}: a compiled backward pass cannot be split in two",
+            fix="set parallel.schedule = '1f1b' or 'interleaved', or compile = false",
         )
     if layout.activation_checkpointing == "selective" and layout.schedule in schedules.SPLIT_BACKWARD_SCHEDULES:
         raise ConfigError(
-            f"selective activation checkpointing with schedule {layout.schedule}: it gives out what it kept once, and "
-            "the two parts of the backward pass both ask for it",
-            fix="use parallel.activation_checkpointing = 'full' or 'none', or parallel.schedule = 'interleaved'",
+            f"selective activation checkpointing with schedule {layout.schedule}: it returns saved activations once, "
+            "and both parts of the backward pass need them",
+            fix="set parallel.activation_checkpointing = 'full' or 'none', or parallel.schedule = 'interleaved'",
         )
     return pipeline_stages.split_into_stages(model, layout, parallel.split, mesh.get_local_rank())
 
 
 class Pipeline(nn.Module):
-    """This rank's stages as one module, with the names of the whole model. It is trained by :meth:`run` alone.
-
-    ``counted_elsewhere`` has the id() of each parameter that is a copy of what a lower stage holds too.
-    """
+    """This rank's stages as one module with the names of the whole model; only :meth:`run` trains it."""
 
     def __init__(
         self, model_parts: list[nn.Module], full_model: nn.Module, context: RankContext, mesh: DeviceMesh
@@ -77,11 +74,12 @@ class Pipeline(nn.Module):
             for i, p in copies.items()
             if i != self._stages[0].shared[name][0]
         )
+        """id() of each parameter that is a copy of one in a lower stage."""
         for model_part, stage in zip(model_parts, self._stages, strict=True):
             model_part.forward = functools.partial(self._forward, model_part, model_part.forward, stage)
             if context.layout.is_fully_sharded and context.layout.schedule in schedules.SPLIT_BACKWARD_SCHEDULES:
-                # They differentiate a stage's inputs and its weights apart, and look the weights up in the module: they
-                # must be the gathered ones of the forward pass. The schedule itself gathers and frees whole stages.
+                # These schedules differentiate inputs and weights separately and look up the weights in the module, so
+                # they must still be gathered. The schedule itself gathers and frees whole stages.
                 model_part.set_reshard_after_forward(False)  # type: ignore[operator]
         self._initialized_stages: set[int] = set()
         self._skips_shape_inference = False
@@ -92,7 +90,7 @@ class Pipeline(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        # What names of parameters and buffers are made of.
+        # Determines the names of parameters and buffers.
         memo = set() if memo is None else memo
         yield prefix, self
         for model_part in self.pipeline_stages:
@@ -111,12 +109,12 @@ class Pipeline(nn.Module):
 
     @functools.cached_property
     def forward_only(self) -> ForwardOnlyPipeline:
-        """Passes without a schedule of torch's, whose own first pass they leave as it is."""
+        """Forward passes that bypass torch's schedule, whose first pass infers shapes."""
         return ForwardOnlyPipeline(self.pipeline_stages, self._stages, self._group, self._context.device)
 
     @contextmanager
     def without_learning(self) -> Iterator[None]:
-        """Around passes that are not the schedule's."""
+        """Run passes outside the schedule without counting as its shape-inference pass."""
         self._skips_shape_inference = True
         try:
             yield
@@ -131,19 +129,19 @@ class Pipeline(nn.Module):
         loss_fn: Loss,
         scale: float,
     ) -> torch.Tensor:
-        """Forward and backward of all micro-batches; leaves the gradients of ``scale`` times the loss's sum.
+        """Run forward and backward passes of all micro-batches; leave the gradients of ``scale`` times the loss's sum.
 
         Args:
             micro_batches: (inputs, target) pairs of one shape.
-            samples: of each micro-batch the places of its samples, (batch,) int64.
-            nobodys: which of them count nothing.
+            samples: positions of the samples of each micro-batch, (batch,) int64.
+            is_padding: which micro-batches do not count.
 
         Returns:
-            Of each micro-batch the (sum of losses, count), (micro-batches, 2) in fp64, zero where the last stage is
-            another rank's.
+            (sum of losses, count) of each micro-batch, (micro-batches, 2) in fp64; zero on ranks without the last
+                stage.
 
         Raises:
-            ConfigError: micro-batches of several shapes, or a number of them that the schedule cannot take.
+            ConfigError: micro-batches have different shapes, or the schedule does not support their number.
         """
         self._check_shapes(micro_batches)
         if self._schedule is None:
@@ -154,19 +152,19 @@ class Pipeline(nn.Module):
             target = micro_batches[i][1]
             with precision.autocast(self._context):
                 value, count = as_sum_and_count(loss_fn(output, target), target, is_padding[i])
-            # By number and not added up: torch calls it once more to learn the shapes.
+            # Stored by number rather than summed, because torch calls this once more to infer shapes.
             loss_sums[i] = pack_sum_count(value.detach(), count)
             return value * scale
 
         self._loss = loss
         args, kwargs = self._join_inputs([inputs for inputs, _ in micro_batches], samples)
-        # A target is told by its number, on the CPU, so that it may be of any structure.
+        # Pass targets by index, on the CPU, so that they can have any structure.
         kwargs.update(target=torch.arange(len(micro_batches)), return_outputs=False)
         try:
             with self._loss_context():
                 self._schedule.step(*args, **kwargs)
         except RuntimeError as e:
-            # torch tells of a failed stage in words of its own; what becomes of the run hangs on the failure itself.
+            # torch wraps the failure of a stage; callers decide by the original exception.
             raise e.__cause__ or e  # noqa: B904
         self._reduce_shared_gradients()
         if not loss_sums:
@@ -176,7 +174,7 @@ class Pipeline(nn.Module):
     def _join_inputs(
         self, inputs: list[Any], samples: Sequence[torch.Tensor | None]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """What the schedule is to cut into micro-batches again: it takes the whole batch."""
+        """Return the whole batch as arguments, which the schedule splits into micro-batches again."""
         args: Sequence[Any] = ()
         kwargs: dict[str, Any] = {}
         if any(at.index == 0 for at in self._stages):
@@ -194,7 +192,7 @@ class Pipeline(nn.Module):
     ) -> Any:
         if stage.index > 0:
             kwargs = {k: v for k, v in kwargs.items() if k == "samples"}
-        # The first pass through a stage is torch's own, to learn the shapes of what it hands on.
+        # The first pass through a stage is torch's inference of output shapes.
         infers_shapes = stage.index not in self._initialized_stages and not self._skips_shape_inference
         if infers_shapes:
             self._initialized_stages.add(stage.index)
@@ -221,7 +219,7 @@ class Pipeline(nn.Module):
         )
 
     def _check_shapes(self, micro_batches: Sequence[Any]) -> None:
-        """The stages' buffers have the shape of the first micro-batch that there was."""
+        """Raise ConfigError if shapes differ from the first micro-batch ever run, which sized the stages' buffers."""
         shapes = [
             pytree.tree_map(lambda t: tuple(t.shape) if isinstance(t, torch.Tensor) else None, tuple(pair))
             for pair in micro_batches
@@ -232,8 +230,9 @@ class Pipeline(nn.Module):
         if other is not None or batch_shape != self._batch_shape:
             detail = f"{shapes[0]} and {other}" if other else f"{batch_shape} after {self._batch_shape}"
             raise ConfigError(
-                f"the micro-batches of a pipeline must all have one shape, and so in every step: {detail}",
-                fix="let the global batch divide by micro_batch x data-parallel ranks, and pad sequences to one length",
+                f"the micro-batches of a pipeline must all have one shape in all steps: {detail}",
+                fix="make the global batch a multiple of micro_batch x data-parallel ranks, and pad sequences to one "
+                "length",
             )
 
     def _loss_context(self) -> Any:
@@ -241,10 +240,10 @@ class Pipeline(nn.Module):
 
         return tensor_parallel.loss_context(self._context)
 
-    # -- what several stages hold
+    # -- parameters shared by several stages
 
     def _find_shared_params(self) -> dict[str, dict[int, nn.Parameter]]:
-        """By name and stage this rank's copies of what several stages hold."""
+        """Return this rank's copies of parameters that several stages hold, by name and stage."""
         copies: dict[str, dict[int, nn.Parameter]] = {name: {} for name in self._stages[0].shared}
         for model_part, stage in zip(self.pipeline_stages, self._stages, strict=True):
             for name, p in model_part.named_parameters():
@@ -253,7 +252,7 @@ class Pipeline(nn.Module):
         return copies
 
     def _reduce_shared_gradients(self) -> None:
-        """Each copy gets the sum of the gradients of all, added up in the same order: they stay equal in their bits."""
+        """Give each copy the sum of all copies' gradients, added in the same order so that they stay bitwise equal."""
         for name, copies in self._shared_params.items():
             if not copies:
                 continue
@@ -268,7 +267,7 @@ class Pipeline(nn.Module):
                 _local_gradient(p).copy_(total)
 
     def _exchange_tensors(self, local_tensors: dict[int, torch.Tensor], holders: Sequence[int]) -> list[torch.Tensor]:
-        """The tensors of all ``holders`` (stages), in their order."""
+        """Return the tensors of all ``holders`` (stages), in their order."""
         rank_of, own_rank = self._stages[0].stage_ranks, dist.get_rank(self._group)
         others = sorted({rank_of[i] for i in holders} - {own_rank})
         template = next(iter(local_tensors.values()))
@@ -287,7 +286,7 @@ class Pipeline(nn.Module):
 
 @contextmanager
 def _preserved_buffers(module: nn.Module) -> Iterator[None]:
-    """What changes buffers (the statistics of a batch norm) changes copies of them."""
+    """Restore the module's buffers afterwards; inside the block changes (batch-norm statistics) affect copies."""
     originals = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
     for m, name, b in originals:
         m._buffers[name] = b.clone()
@@ -299,7 +298,8 @@ def _preserved_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def _local_gradient(p: nn.Parameter) -> torch.Tensor:
-    """This rank's part of the gradient, split as the parameter is: tensor parallel may leave it in another way."""
+    """Return this rank's shard of the gradient, placed like the parameter; tensor parallelism may place it
+    otherwise."""
     grad: Any = p.grad
     if not is_dtensor(grad):
         return grad  # type: ignore[no-any-return]

@@ -1,10 +1,9 @@
-"""Micro-batches through the stages of a pipeline, forward and no more.
+"""Forward-only passes of micro-batches through pipeline stages.
 
-torch's ``schedule.eval()`` (2.13) takes as many micro-batches of the same shape as the training step, keeps all of
-their outputs, raises under zbv, where it asks a stage without a backward pass for its gradients, and reduces gradients
-that are not there. Here at each tick stage s works on micro-batch tick - s, whatever the schedule; what is handed on
-travels between two ticks, sends and receives together, so that stages that send to each other both ways cannot wait
-for each other. docs/decisions/0021-evaluation.md
+torch's ``schedule.eval()`` (2.13) requires the shapes and number of micro-batches of training and keeps all outputs. It
+raises under zbv, where it asks a stage without a backward pass for gradients, and it reduces missing gradients. Here
+stage s works on micro-batch tick - s at each tick, whatever the schedule. Transfers happen between ticks, sends and
+receives together, so stages that send to each other cannot deadlock. See docs/decisions/0021-evaluation.md.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 class ForwardOnlyPipeline:
+    """Forward passes through the stages of a pipeline, of which this rank holds some."""
+
     def __init__(
         self,
         model_parts: Iterable[nn.Module],
@@ -34,11 +35,14 @@ class ForwardOnlyPipeline:
         self._group = group
         self._rank = dist.get_rank(group)
         self._device = device
-        self._shapes: dict[Any, dict[int, Shapes]] = {}  # of what comes to a stage, by the shape of the inputs
+        self._shapes: dict[Any, dict[int, Shapes]] = {}  # inputs of each stage, by the shape of the pipeline's inputs
 
     def __call__(self, inputs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """The output of each micro-batch with its number, where the last stage is this rank's. Collective over the
-        pipeline's ranks, which all know ``inputs``: of one shape, whether this rank has the first stage or not."""
+        """Yield (number, output) of each micro-batch on the rank with the last stage.
+
+        Collective over the pipeline's ranks. All pass ``inputs`` of one shape, whether or not they hold the first
+        stage.
+        """
         shapes = self._infer_shapes(inputs[0])
         last = len(self._stage_ranks) - 1
         received: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -83,8 +87,11 @@ class ForwardOnlyPipeline:
         return dist.P2POp(op, tensor, dist.get_global_rank(self._group, rank), self._group)
 
     def _infer_shapes(self, inputs: Any) -> dict[int, Shapes]:
-        """What comes to each stage of this rank. The first time that inputs of a shape come, one pass of zeros tells:
-        each stage in its turn, so that nobody waits for two."""
+        """Return the input shapes of each of this rank's stages.
+
+        For a new shape of inputs, run zeros through the stages one after another, so that no stage waits for two
+        others.
+        """
         key = str(_shape_key(inputs))
         if key in self._shapes:
             return self._shapes[key]

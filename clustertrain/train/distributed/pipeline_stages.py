@@ -1,4 +1,4 @@
-"""Cut a model into pipeline stages: which units go where, and the model with the units of other stages taken out."""
+"""Split of a model into pipeline stages: assignment of units, and removal of other stages' units."""
 
 from __future__ import annotations
 
@@ -14,36 +14,38 @@ from clustertrain.config.parsing import did_you_mean
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
 
-# Modules that stay together, by name; a name in two units is a copy in each of their stages.
+# Names of modules that stay together; a name in two units is copied to both of their stages.
 Unit = tuple[str, ...]
 
-# What is no matrix product costs memory traffic: little, but not nothing beside a unit that costs nothing at all.
+# Relative cost of parameters outside matmuls: small, but above zero so that such a unit still has a cost.
 NON_MATMUL_COST = 0.01
 
 
 @dataclass(frozen=True)
 class StageInfo:
-    """``stage_ranks`` is the pipeline rank by stage, ``global_fqns`` what the state_dict of the uncut model has,
-    ``shared`` the stages that hold a copy of a parameter, where they are several."""
+    """Position of a pipeline stage."""
 
     index: int
     stage_ranks: tuple[int, ...]
+    """Pipeline rank of each stage."""
     global_fqns: frozenset[str]
+    """Keys of the state_dict of the unsplit model."""
     shared: dict[str, tuple[int, ...]]
+    """Stages that hold a copy of a parameter, for parameters in several stages."""
 
 
 def get_stage_info(model_part: nn.Module) -> StageInfo:
-    """What :func:`split_into_stages` noted of a part."""
+    """Return the info that :func:`split_into_stages` attached to a stage."""
     stage = model_part.pipeline_stage
     assert isinstance(stage, StageInfo)
     return stage
 
 
 def list_units(model: nn.Module) -> list[Unit]:
-    """The units of ``model`` in the order of execution.
+    """Return the units of ``model`` in execution order.
 
     Raises:
-        ConfigError: they cannot be told, or do not hold all of its parameters.
+        ConfigError: the units are undeclared, or do not contain all parameters.
     """
     if hasattr(model, "pipeline_units"):
         units: list[Unit] = [(u,) if isinstance(u, str) else tuple(u) for u in model.pipeline_units]  # type: ignore[union-attr]
@@ -51,9 +53,9 @@ def list_units(model: nn.Module) -> list[Unit]:
         units = [(name,) for name, _ in model.named_children()]
     else:
         raise ConfigError(
-            f"{type(model).__name__} cannot be cut into pipeline stages: nothing tells its units",
-            fix="declare pipeline_units, the names of its parts in the order of execution, with a forward that skips "
-            "those that are None; or build it as nn.Sequential",
+            f"{type(model).__name__} cannot be split into pipeline stages: its units are unknown",
+            fix="declare pipeline_units, the names of its parts in execution order, with a forward that skips parts "
+            "that are None; or build it as nn.Sequential",
         )
     modules = dict(model.named_modules())
     for name in (n for unit in units for n in unit):
@@ -64,7 +66,7 @@ def list_units(model: nn.Module) -> list[Unit]:
             )
     for name, _ in model.named_parameters():
         if not any(_is_inside(name, n) for unit in units for n in unit):
-            raise ConfigError(f"pipeline_units: parameter {name} is in no unit", fix="name the module that it is in")
+            raise ConfigError(f"pipeline_units: parameter {name} is in no unit", fix="add its module to a unit")
     return units
 
 
@@ -73,8 +75,10 @@ def _is_inside(name: str, module: str) -> bool:
 
 
 def estimate_costs(model: nn.Module, model_units: Sequence[Unit]) -> list[float]:
-    """Of each unit, in elements of the matrices that an input is multiplied with. Attention over a long context costs
-    more than its matrices tell, but so it does in every layer."""
+    """Return the cost of each unit as the number of matrix elements that an input is multiplied with.
+
+    Attention over a long context costs more than its matrices, but equally so in every layer.
+    """
     tables = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
     counted: set[str] = set()
     costs = []
@@ -82,7 +86,7 @@ def estimate_costs(model: nn.Module, model_units: Sequence[Unit]) -> list[float]
         cost = NON_MATMUL_COST
         for name, p in model.named_parameters():
             if any(_is_inside(name, n) for n in unit):
-                # A table is looked up in at first; a unit that has it once more multiplies with it.
+                # The first unit with an embedding looks rows up; a second one multiplies with it.
                 light = p.dim() < 2 or (name in tables and name not in counted)
                 cost += p.numel() * (NON_MATMUL_COST if light else 1.0)
                 counted.add(name)
@@ -91,14 +95,16 @@ def estimate_costs(model: nn.Module, model_units: Sequence[Unit]) -> list[float]
 
 
 def balance_stages(cost: Sequence[float], stages: int) -> list[int]:
-    """Where each stage begins, so that the dearest stage is as cheap as can be, and among such cuts the most even one
-    by the sum of squares. Each stage gets at least one unit."""
+    """Return the first unit of each stage, minimizing the cost of the most expensive stage, then the sum of squares.
+
+    Each stage gets at least one unit.
+    """
     cumulative = [0.0]
     for c in cost:
         cumulative.append(cumulative[-1] + c)
 
     def best(limit: float | None) -> tuple[float, list[int]]:
-        # ends[i]: the best cut of the first i units into the stages so far.
+        # ends[i]: the best split of the first i units into the stages so far.
         ends: list[tuple[float, list[int]] | None] = [(0.0, [])] + [None] * len(cost)
         for _ in range(stages):
             ends = [min(_candidate_cuts(ends, cumulative, i, limit), default=None) for i in range(len(cost) + 1)]
@@ -112,7 +118,7 @@ def balance_stages(cost: Sequence[float], stages: int) -> list[int]:
 def _candidate_cuts(
     ends: Sequence[tuple[float, list[int]] | None], cumulative: Sequence[float], end: int, limit: float | None
 ) -> Iterator[tuple[float, list[int]]]:
-    """The ways to let a stage end before unit ``end``: by the dearest stage, or by squares where none passes
+    """Yield the ways to end a stage before unit ``end``, by maximum cost, or by sum of squares if no stage exceeds
     ``limit``."""
     for first, prefix in enumerate(ends[:end]):
         cost = cumulative[end] - cumulative[first]
@@ -123,7 +129,7 @@ def _candidate_cuts(
 
 
 def parse_split(split: Sequence[str], model_units: Sequence[Unit], stages: int) -> list[int]:
-    """Where each stage begins, by ``parallel.split``. Raises ConfigError where that cannot be."""
+    """Return the first unit of each stage according to ``parallel.split``; raise ConfigError if it is invalid."""
     unit_index = {name: i for i, unit in reversed(list(enumerate(model_units))) for name in unit}
     for name in split:
         if name not in unit_index:
@@ -132,26 +138,26 @@ def parse_split(split: Sequence[str], model_units: Sequence[Unit], stages: int) 
             )
     if len(split) != stages - 1:
         raise ConfigError(
-            f"parallel.split names {len(split)} units, and {stages} stages begin at {stages - 1} after the first",
-            fix=f"name {stages - 1} units, or none to have the model split evenly",
+            f"parallel.split names {len(split)} units, but {stages} stages need {stages - 1}",
+            fix=f"name {stages - 1} units, or none to split the model evenly",
         )
     starts = [0, *(unit_index[name] for name in split)]
     for previous, current, name in zip(starts, starts[1:], split, strict=False):
         if current <= previous:
             raise ConfigError(
-                f"parallel.split = {list(split)}: {name!r} does not come after what begins the stage before it",
-                fix=f"in the order of execution: {', '.join(unit[0] for unit in model_units[1:])}",
+                f"parallel.split = {list(split)}: {name!r} does not come after the first unit of the previous stage",
+                fix=f"use the execution order: {', '.join(unit[0] for unit in model_units[1:])}",
             )
     return starts
 
 
 def find_stage_starts(model: nn.Module, stages: int, split: Sequence[str]) -> list[int]:
-    """The unit that each of ``stages`` begins with, by ``split`` or balanced. Raises ConfigError where that cannot
-    be."""
+    """Return the first unit of each stage, by ``split`` or balanced; raise ConfigError if the model has too few
+    units."""
     model_units = list_units(model)
     if len(model_units) < stages:
         raise ConfigError(
-            f"{stages} pipeline stages (pp x those of a rank) and only {len(model_units)} units to put into them: "
+            f"{stages} pipeline stages (pp x stages per rank), but only {len(model_units)} units: "
             f"{', '.join(unit[0] for unit in model_units)}",
             fix="use a smaller pp, fewer virtual_stages, or a deeper model",
         )
@@ -161,7 +167,7 @@ def find_stage_starts(model: nn.Module, stages: int, split: Sequence[str]) -> li
 
 
 def assign_stage_ranks(layout: Layout) -> tuple[int, ...]:
-    """The pipeline rank of each stage: round and round, or for zbv there and back."""
+    """Return the pipeline rank of each stage: cyclic, or for zbv forward and back."""
     ranks = tuple(range(layout.pp))
     if layout.schedule in SINGLE_STAGE_SCHEDULES:
         return ranks
@@ -169,11 +175,12 @@ def assign_stage_ranks(layout: Layout) -> tuple[int, ...]:
 
 
 def split_into_stages(model: nn.Module, layout: Layout, split: Sequence[str], rank: int) -> list[nn.Module]:
-    """The stages of pipeline rank ``rank``, each with a :class:`StageInfo` as its ``pipeline_stage``. One stage is
-    ``model`` itself, several are copies.
+    """Return the stages of pipeline rank ``rank``, each with a :class:`StageInfo` as ``pipeline_stage``.
+
+    A single stage is ``model`` itself; several are copies.
 
     Raises:
-        ConfigError: the model cannot be cut like that.
+        ConfigError: the model cannot be split this way.
     """
     model_units, stage_ranks = list_units(model), assign_stage_ranks(layout)
     starts = find_stage_starts(model, len(stage_ranks), split)
@@ -191,10 +198,10 @@ def split_into_stages(model: nn.Module, layout: Layout, split: Sequence[str], ra
 
 
 def _find_shared_params(model: nn.Module, stage_units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
-    """By parameter name the stages that hold it, for those that several hold.
+    """Return the stages of each parameter that several stages hold, by name.
 
     Raises:
-        ConfigError: a stage without parameters; or one parameter under two names in different stages.
+        ConfigError: a stage has no parameters, or one parameter has two names in different stages.
     """
     holders: dict[str, tuple[int, ...]] = {}
     first_names: dict[int, str] = {}
@@ -205,7 +212,7 @@ def _find_shared_params(model: nn.Module, stage_units: Sequence[Unit]) -> dict[s
             raise ConfigError(
                 f"{other} and {name} are one parameter, and would be in pipeline stages {holders[other]} and "
                 f"{holders[name]}",
-                fix="let both units use the one module, and name it in both entries of pipeline_units",
+                fix="use one module in both units, and name it in both entries of pipeline_units",
             )
     for i, unit in enumerate(stage_units):
         if not any(i in stages for stages in holders.values()):
@@ -219,6 +226,6 @@ def _remove_module(model: nn.Module, name: str) -> None:
     path, _, last = name.rpartition(".")
     parent = model.get_submodule(path)
     if isinstance(parent, (nn.ModuleDict, nn.ModuleList, nn.Sequential)):
-        del parent._modules[last]  # del parent[i] would number the rest anew
+        del parent._modules[last]  # del parent[i] would renumber the rest
     else:
         setattr(parent, last, None)

@@ -1,4 +1,4 @@
-"""In which number format the forward and backward pass compute. Weights and optimizer state are fp32 throughout."""
+"""Numeric precision of the forward and backward pass. Weights and optimizer state are always fp32."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ import torch
 
 from clustertrain.train.core.context import RankContext
 
-MAX_HALVINGS = 16  # from the first loss scale, 2**16 for a mean, to the least
+MAX_HALVINGS = 16  # from the initial loss scale, 2**16 for a mean, to the floor
 
-# fp8 is for the matmuls alone; everything around them is bf16.
+# fp8 applies only to matmuls; everything else is bf16.
 _COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def parameter_dtype(precision: str) -> torch.dtype | None:
-    """To what a sharded layout casts the gathered parameters; None: it does not."""
+    """Return the dtype to which a sharded layout casts gathered parameters; None for no cast."""
     return _COMPUTE_DTYPES.get(precision)
 
 
 def apply_matmul_precision(context: RankContext) -> None:
-    """tf32 where the recipe wants it and nowhere else: torch by itself has fp32 for matmuls and tf32 for convolutions.
-    Settings of the process, so made anew by each session."""
+    """Enable tf32 only if the recipe asks for it: torch's defaults are fp32 matmuls and tf32 convolutions.
+
+    These are settings of the process, so each session applies them again.
+    """
     tf32 = context.precision == "tf32"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
 
 
 def autocast(context: RankContext) -> AbstractContextManager[object]:
-    """Around the forward pass, where the layout itself does not cast (``fully_shard`` does)."""
+    """Return the autocast context of the forward pass; empty for ``fully_shard``, which casts itself."""
     dtype = _COMPUTE_DTYPES.get(context.precision)
     if dtype is None or context.layout.is_fully_sharded:
         return nullcontext()
@@ -36,17 +38,18 @@ def autocast(context: RankContext) -> AbstractContextManager[object]:
 
 
 class LossScale:
-    """Dynamic loss scaling for fp16 (Micikevicius et al., arXiv 1710.03740): the loss is multiplied so that small
-    gradients do not vanish; a step whose gradients overflow is skipped and the scale halved, and after ``interval``
-    steps without an overflow it is doubled.
+    """Dynamic loss scaling for fp16 (Micikevicius et al., arXiv 1710.03740).
 
-    That a step overflowed is read off the global gradient norm, which all ranks of every layout have in common; torch's
-    GradScaler looks at each rank's gradients by themselves and must be told about stages and meshes.
+    The loss is multiplied so that small gradients do not underflow. A step with an overflow is skipped and the scale
+    halved; after ``growth_interval`` steps without overflow it doubles.
+
+    An overflow is detected from the global gradient norm, which is common to all ranks in every layout. torch's
+    GradScaler checks each rank's gradients separately and does not know stages and meshes.
     """
 
     def __init__(self, loss_terms: int = 1, growth_interval: int = 2000) -> None:
-        """``loss_terms`` is about how many terms the loss of a micro-batch is the sum of; the usual 2**16 is for a
-        mean."""
+        """Choose the initial scale: 2**16 for a mean, less for a loss that sums about ``loss_terms`` terms per
+        micro-batch."""
         self._initial_scale: float = 2.0 ** (16 - max(0, loss_terms - 1).bit_length())
         self.floor: float = self._initial_scale / 2**MAX_HALVINGS
         self.growth_interval = growth_interval
@@ -57,7 +60,7 @@ class LossScale:
         self.good_steps = 0
 
     def update(self, *, overflow: bool) -> bool:
-        """Returns whether the scale was at its floor before: an overflow there is none of the scale's."""
+        """Record a step; return whether the scale was already at its floor, so that an overflow has another cause."""
         at_floor = self.scale <= self.floor
         if overflow:
             self.scale = max(self.scale / 2, self.floor)

@@ -1,9 +1,9 @@
-"""Split the layers of a model over ranks (Shoeybi et al., arXiv 1909.08053), and what lies between them along the
-sequence (Korthikanti et al., arXiv 2205.05198), as a plan says: module name pattern -> word.
+"""Tensor parallelism: layers split over ranks according to a plan that maps module name patterns to words.
 
-Between modules all tensors are plain and local. What the plan calls the residual stream is whole on each rank, or with
-sequence parallel this rank's part of (batch, length, ...). Every parameter becomes a DTensor, so that optimizer, norm
-and checkpoint treat all alike.
+Layers are split as in Shoeybi et al., arXiv 1909.08053, and the residual stream between them along the sequence as in
+Korthikanti et al., arXiv 2205.05198. Between modules all tensors are plain and local: each rank holds the full residual
+stream, or with sequence parallelism its part of (batch, length, ...). Every parameter becomes a DTensor, so optimizer,
+norm and checkpoint treat all alike.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from clustertrain.train.core.context import RankContext
 from clustertrain.train.distributed import divisibility, dropout, tied_weights
 
 WORDS: Mapping[str, str] = {
-    "colwise": "a Linear split by outputs; takes the residual stream, returns its part of the features",
-    "rowwise": "a Linear split by inputs; takes its part of the features, returns the residual stream",
-    "embedding": "an Embedding split by rows; takes whole indices, returns the residual stream",
-    "gather": "takes the residual stream, which is made whole once for all colwise layers inside",
-    "sequence": "works on the residual stream as it is (norms)",
-    "replicated": "works on whole tensors, the same on each rank",
-    "head": "a Linear, or a module given the weight, split by outputs; returns logits, split for loss_parallel",
+    "colwise": "a Linear split by outputs; takes the residual stream, returns this rank's features",
+    "rowwise": "a Linear split by inputs; takes this rank's features, returns the residual stream",
+    "embedding": "an Embedding split by rows; takes all indices, returns the residual stream",
+    "gather": "takes the residual stream, gathered once for all colwise layers inside",
+    "sequence": "works on the residual stream without gathering (norms)",
+    "replicated": "works on full tensors, the same on each rank",
+    "head": "a Linear, or a module that takes the weight, split by outputs; returns logits, split for loss_parallel",
 }
 _RECURSIVE_WORDS = ("sequence", "replicated")
 
 
 def match_plan(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str, nn.Module, str]]:
-    """(pattern, name, module, word) in the order of ``plan``; a ``*`` stands for one part of a dotted name."""
+    """Yield (pattern, name, module, word) in the order of ``plan``; ``*`` matches one part of a dotted name."""
     for pattern, word in plan.items():
         pattern_parts = pattern.split(".")
         for name, module in model.named_modules():
@@ -55,38 +55,39 @@ def match_plan(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str,
 
 
 def check(model: nn.Module, context: RankContext) -> None:
-    """Raises ConfigError as :func:`check_plan`, and for async_tp without GPUs."""
+    """Raise as :func:`check_plan` does, and UnsuitableEnvironment for async_tp without GPUs."""
     if context.parallel.async_tp and context.device.type == "cpu":
         raise UnsuitableEnvironment(
-            "parallel.async_tp overlaps collectives with matmuls through the GPUs' memory, and the device is cpu",
-            fix="leave it out",
+            "parallel.async_tp overlaps collectives with matmuls through GPU memory, and the device is cpu",
+            fix="remove it",
         )
     check_plan(model, context.layout.tp)
 
 
 def check_plan(model: nn.Module, tp: int) -> None:
-    """Whether the whole ``model`` can be split over ``tp`` ranks as its ``tp_plan`` says. Its ``tp_divides``, if it has
-    one, names sizes that must divide over the ranks, finer than what the layers show: the heads of an attention.
+    """Raise if the whole ``model`` cannot be split over ``tp`` ranks as its ``tp_plan`` says.
+
+    Its optional ``tp_divides`` lists sizes that must divide over the ranks and that layers do not show, such as heads.
 
     Raises:
-        ConfigError: no plan, an unknown word, a pattern that fits no module, two that fit the same one, a parameter
-            that no pattern covers, a size that does not divide, dropout that would differ.
+        ConfigError: no plan, an unknown word, a pattern without a module, two patterns for one module, a parameter
+            without a pattern, a size that does not divide, or dropout that would differ between ranks.
     """
     plan: Mapping[str, str] | None = getattr(model, "tp_plan", None)
     if not plan:
         raise ConfigError(
             f"tp {tp}: {type(model).__name__} has no tp_plan",
-            fix='hand one to session.parallelize(model, tp_plan={"layers.*.up": "colwise", ...}), or use tp = 1',
+            fix='pass one to session.parallelize(model, tp_plan={"layers.*.up": "colwise", ...}), or use tp = 1',
         )
     for pattern, word in plan.items():
         if word not in WORDS:
-            raise ConfigError(f"tp_plan: {pattern!r}: {word!r} is none of {', '.join(WORDS)}")
+            raise ConfigError(f"tp_plan: {pattern!r}: {word!r} is not one of {', '.join(WORDS)}")
     matched = list(match_plan(model, plan))
     for pattern in plan:
         if not any(p == pattern for p, *_ in matched):
             raise ConfigError(
-                f"tp_plan: {pattern!r} fits no module of {type(model).__name__}",
-                fix="a * stands for one part of a name; model.named_modules() lists them",
+                f"tp_plan: {pattern!r} matches no module of {type(model).__name__}",
+                fix="use names from model.named_modules(); * matches one part of a name",
             )
     _check_no_overlap(matched)
     for size_name, size in getattr(model, "tp_divides", {}).items():
@@ -98,21 +99,23 @@ def check_plan(model: nn.Module, tp: int) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             raise ConfigError(
-                f"{name}: {type(module).__name__} would drop other values on each of the {tp} ranks that share them",
+                f"{name}: {type(module).__name__} would drop different values on the {tp} ranks that share them",
                 fix="use clustertrain.train.distributed.dropout.Dropout",
             )
 
 
 def _check_no_overlap(matched: list[tuple[str, str, nn.Module, str]]) -> None:
-    """A module that is split is not split again. ``gather`` goes around those that are split inside, and so may stand
-    beside another word."""
+    """Raise ConfigError if two patterns split one module.
+
+    ``gather`` only gathers the input for layers split inside, so it can be combined with another word.
+    """
     first_patterns: dict[tuple[str, bool], str] = {}
     for pattern, name, _, word in matched:
         other = first_patterns.setdefault((name, word == "gather"), pattern)
         if other != pattern:
             raise ConfigError(
-                f"tp_plan: {other!r} and {pattern!r} both fit {name}, which can be split once",
-                fix="narrow one of them, or leave it out",
+                f"tp_plan: {other!r} and {pattern!r} both match {name}, which can be split only once",
+                fix="narrow or remove one of them",
             )
 
 
@@ -136,17 +139,17 @@ def _check_covered(model: nn.Module, matched: list[tuple[str, str, nn.Module, st
     for location in tied_weights.iter_param_locations(model):
         if id(location.module) not in covered:
             raise ConfigError(
-                f"tp_plan: no pattern covers parameter {location.name}, whose gradient could then be that of one rank's"
+                f"tp_plan: no pattern covers parameter {location.name}, whose gradient could then cover only one rank's"
                 " part",
-                fix='add its module: "sequence" where it works on the residual stream, "replicated" on whole tensors',
+                fix='add its module: "sequence" if it works on the residual stream, "replicated" for full tensors',
             )
 
 
 def apply(model_part: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
-    """Split ``model_part``, a model that passed :func:`check` or a pipeline stage of it, over ``mesh``, in place.
+    """Split ``model_part``, a model that passed :func:`check` or a stage of it, over ``mesh`` in place.
 
     Raises:
-        ConfigError: two modules share a parameter, which the plan splits in two ways.
+        ConfigError: two modules share a parameter that the plan splits differently.
     """
     if context.parallel.async_tp:
         import torch._inductor.config as inductor
@@ -156,12 +159,13 @@ def apply(model_part: nn.Module, context: RankContext, mesh: DeviceMesh) -> None
     with tied_weights.preserve_ties(model_part):
         for _, _, module, word in match_plan(model_part, model_part.tp_plan):  # type: ignore[arg-type]
             for style in styles[word](module):
-                # All ranks have the same values, or none yet: each takes its part of its own.
+                # All ranks have the same values or none yet, so each takes its shard without communication.
                 parallelize_module(module, mesh, style, src_data_rank=None)
 
 
 def loss_context(context: RankContext) -> AbstractContextManager[object]:
-    """Around forward, loss and backward: cross-entropy of logits that are split over the vocabulary."""
+    """Return a context for forward, loss and backward in which cross-entropy accepts logits split over the
+    vocabulary."""
     if context.layout.tp > 1 and context.parallel.loss_parallel:
         return loss_parallel()
     return nullcontext()
@@ -197,14 +201,12 @@ class _Rowwise(RowwiseParallel):
         output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
     ) -> Any:
         if output_layouts == (Shard(1),):
-            divisibility.check(
-                "the length of the sequences (a rank's part of it)", outputs.shape[1], "tp", device_mesh.size()
-            )
+            divisibility.check("the sequence length (of one rank's part)", outputs.shape[1], "tp", device_mesh.size())
         return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)  # type: ignore[no-untyped-call]
 
 
 class _GatherInput(ParallelStyle):
-    """Makes the first argument whole. Torch's PrepareModuleInput wants a word on each of them."""
+    """Gathers the first argument. Torch's PrepareModuleInput needs a layout for each argument."""
 
     def __init__(self, stream: Placement) -> None:
         self._stream = stream
@@ -219,8 +221,8 @@ class _GatherInput(ParallelStyle):
 
 
 class _ReplicateParameters(ParallelStyle):
-    """Whole parameters; inputs and outputs as ``stream`` says. SequenceParallel is this for one leaf module and
-    ``Shard(1)``."""
+    """Full parameters, with inputs and outputs placed as ``stream``; like SequenceParallel, but for modules with
+    children."""
 
     def __init__(self, stream: Placement) -> None:
         self._stream = (stream,)

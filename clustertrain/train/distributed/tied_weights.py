@@ -1,4 +1,4 @@
-"""Parameters that several modules of a model share: weight tying."""
+"""Parameters shared by several modules of a model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from clustertrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class ParamLocation:
-    """Where a parameter lies: ``name`` is that in the whole model."""
+    """Location of a parameter."""
 
     name: str
+    """Name in the whole model."""
     module: nn.Module
     attribute: str
 
@@ -28,7 +29,7 @@ class ParamLocation:
 
 
 def iter_param_locations(model: nn.Module) -> Iterator[ParamLocation]:
-    """Of all parameters. A module that has several names is one place: it cannot come apart."""
+    """Yield the locations of all parameters; a module with several names counts once, as it cannot come apart."""
     for path, module in model.named_modules():
         for attribute, p in module._parameters.items():
             if p is not None:
@@ -36,7 +37,7 @@ def iter_param_locations(model: nn.Module) -> Iterator[ParamLocation]:
 
 
 def find_tied(model: nn.Module) -> list[list[ParamLocation]]:
-    """The places of each parameter that has several."""
+    """Return the locations of each parameter that has several."""
     by_param: dict[int, list[ParamLocation]] = {}
     for location in iter_param_locations(model):
         by_param.setdefault(id(location.parameter), []).append(location)
@@ -45,10 +46,10 @@ def find_tied(model: nn.Module) -> list[list[ParamLocation]]:
 
 @contextmanager
 def preserve_ties(model: nn.Module) -> Iterator[None]:
-    """Around what gives each module parameters of its own: those that were one are one again after it.
+    """Tie parameters again after a block that gives each module a separate one.
 
     Raises:
-        ConfigError: they have been split in different ways.
+        ConfigError: the block split them differently.
     """
     tied_groups = find_tied(model)
     yield
@@ -61,9 +62,9 @@ def _retie(tied: Sequence[ParamLocation]) -> None:
     for other in tied[1:]:
         if _format_placements(other.parameter) != _format_placements(first.parameter):
             raise ConfigError(
-                f"{first.name} and {other.name} are one parameter, and tp_plan splits them in different ways: "
+                f"{first.name} and {other.name} are one parameter, but tp_plan splits them differently: "
                 f"{_format_placements(first.parameter)} and {_format_placements(other.parameter)}",
-                fix="use words that split both by the same dimension, as embedding and head do, or both replicated",
+                fix="use words that split both by the same dimension (such as embedding and head), or replicate both",
             )
         other.module._parameters[other.attribute] = first.parameter
 

@@ -1,1 +1,1 @@
-"""Measuring a model on data that it does not learn from, under every layout."""
+"""Evaluation of a model on held-out data under every layout."""

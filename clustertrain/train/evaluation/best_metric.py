@@ -1,4 +1,4 @@
-"""What evaluations say of the run: the best so far, whether it still gets better, where it gets worse."""
+"""Tracking of evaluation results: the best value, early stopping, and a rising loss."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ LOSS_METRIC = f"{VALIDATION_PREFIX}loss"
 
 @dataclass(frozen=True)
 class EvalOutcome:
-    """Of one evaluation. ``num_rising``: the loss has risen for as many evaluations in a row as are worth a warning."""
+    """Outcome of one evaluation."""
 
     value: float
     is_best: bool
     num_rising: int = 0
-    stop_reason: str = ""  # why the run should end now
+    """Consecutive evaluations with a rising loss, if that number calls for a warning; otherwise 0."""
+    stop_reason: str = ""
+    """Why the run should end now; empty if it should not."""
 
 
 class EarlyStopping:
-    """The same on all ranks, as what it is told is. Its state is in the checkpoint.
-
-    ``best`` and ``best_step`` are of the deciding metric, None before there is one; ``slices`` has by name the newest
-    and the best value of each slice that the contract names.
-    """
+    """Best value and patience of the deciding metric. Identical on all ranks, like its inputs; saved in checkpoints."""
 
     def __init__(
         self,
@@ -49,14 +47,18 @@ class EarlyStopping:
 
     def init_fresh_state(self) -> None:
         self.best: float | None = None
+        """Best value of the deciding metric; None before the first."""
         self.best_step: int | None = None
+        """Step of the best value."""
         self.slices: dict[str, dict[str, float]] = {}
+        """Latest ("value") and best ("best") value of each slice that the contract names."""
         self._evals_since_best = 0
         self._num_rising = 0
         self._last_loss = math.inf
 
     def observe(self, step: int, results: Mapping[str, float]) -> EvalOutcome:
-        """
+        """Record the results of the evaluation after ``step``.
+
         Raises:
             ConfigError: the deciding metric is not among the results.
         """
@@ -72,7 +74,7 @@ class EarlyStopping:
     def _get_value(self, results: Mapping[str, float]) -> float:
         if self.metric not in results:
             raise ConfigError(
-                f"contract.metric = {self.metric!r} is none that the evaluation gives; there are {', '.join(results)}",
+                f"contract.metric = {self.metric!r} is not produced by the evaluation; available: {', '.join(results)}",
                 fix=did_you_mean(self.metric, list(results)),
             )
         return results[self.metric]
@@ -95,9 +97,9 @@ class EarlyStopping:
             self.slices[name] = {"value": value, "best": best}
 
     def _count_rising(self, results: Mapping[str, float]) -> int:
-        """How often in a row, when that is a multiple of the limit."""
+        """Return the number of consecutive rises if it is a multiple of the limit, otherwise 0."""
         loss = results.get(LOSS_METRIC, math.nan)
-        self._num_rising = self._num_rising + 1 if not loss <= self._last_loss else 0  # nan rises
+        self._num_rising = self._num_rising + 1 if not loss <= self._last_loss else 0  # NaN counts as rising
         self._last_loss = loss if math.isfinite(loss) else self._last_loss
         should_warn = self.rising_limit > 0 and self._num_rising > 0 and self._num_rising % self.rising_limit == 0
         return self._num_rising if should_warn else 0
@@ -105,14 +107,14 @@ class EarlyStopping:
     def _stop_reason(self) -> str:
         if not self._patience or self._evals_since_best < self._patience:
             return ""
-        best = "no number yet" if self.best is None else f"{self.best:.6g} at step {self.best_step}"
+        best = "none yet" if self.best is None else f"{self.best:.6g} at step {self.best_step}"
         return (
-            f"early stop: {self.metric} has not been better for {self._evals_since_best} evaluations"
-            f" (evaluation.patience = {self._patience}); the best is {best}"
+            f"early stop: {self.metric} has not improved for {self._evals_since_best} evaluations"
+            f" (evaluation.patience = {self._patience}); best: {best}"
         )
 
     def forget_best(self, remaining: Mapping[int, float]) -> None:
-        """Its checkpoint is gone: the best of those that are ``remaining``, by their steps, counts from now on."""
+        """Replace the best value, whose checkpoint is gone, by the best of ``remaining`` (value by step)."""
         sign = -1.0 if self.higher_is_better else 1.0
         self.best_step = min(remaining, key=lambda step: (sign * remaining[step], -step), default=None)
         self.best = None if self.best_step is None else remaining[self.best_step]
@@ -129,7 +131,7 @@ class EarlyStopping:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What was best by another metric says nothing of this one."""
+        """Restore the state; the best value only if it belongs to the same metric."""
         if state["metric"] == self.metric:
             self.best, self.best_step, self._evals_since_best = state["best"], state["best_step"], int(state["waited"])
             self.slices = {name: dict(values) for name, values in state["slices"].items() if name in self._slices}

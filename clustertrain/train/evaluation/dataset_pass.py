@@ -1,4 +1,4 @@
-"""One pass over a data set in its own order, split over the data-parallel ranks."""
+"""One pass over a dataset in order, split over the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from clustertrain.train.data.prefetch import DeviceTransfer
 from clustertrain.train.data.sample_checks import Limits, SampleChecker
 from clustertrain.train.data.sample_reader import BatchReader, SampleKey
 
-PREFETCH_BATCHES = 2  # micro-batches that each worker holds ready
+PREFETCH_BATCHES = 2  # micro-batches that each worker keeps ready
 
 
 @dataclass(frozen=True)
 class EvalBatch:
-    """A collated micro-batch on the device; ``sample_indices`` are the first ones in it that count, by their index."""
+    """A collated micro-batch on the device."""
 
     batch: Any
     sample_indices: tuple[int, ...]
+    """Dataset indices of the samples that count, which come first in the batch."""
 
 
 class DatasetPass:
-    """The micro-batches of ``rank``, equally many on all ranks, since the forward pass may be collective: a rank that
-    has run out of samples repeats the first ones, and none of them counts."""
+    """Micro-batches of ``rank``, equally many on all ranks because the forward pass may be collective.
+
+    A rank that runs out of samples repeats the first ones, which then do not count.
+    """
 
     def __init__(
         self,
@@ -47,31 +50,32 @@ class DatasetPass:
         pad: bool = False,
         limits: Limits | None = None,
     ) -> None:
-        """
+        """Split ``dataset``.
+
         Args:
-            samples: at most so many, from the first on; 0: all.
-            group: neighbouring samples that only mean something together; what is left over at the end is left out.
-            full: fill up smaller micro-batches with samples that do not count.
-            limits: what the model takes.
+            max_samples: use only the first samples; 0 means all.
+            group: number of adjacent samples that form a unit; an incomplete unit at the end is dropped.
+            pad: fill smaller micro-batches with samples that do not count.
+            limits: input limits of the model.
 
         Raises:
-            ConfigError: there is nothing to evaluate on.
+            ConfigError: there is nothing to evaluate.
         """
         dataset_size = len(dataset)
         count = min(dataset_size, max_samples) if max_samples else dataset_size
         if dataset_size < 1:
-            raise ConfigError("the validation data set is empty", fix="give it samples, or leave the evaluation out")
+            raise ConfigError("the validation dataset is empty", fix="add samples, or disable the evaluation")
         if count < group:
             raise ConfigError(
-                f"the validation data has {count} samples, and {group} of them are compared with each other",
-                fix="give more of it (evaluation.samples, data.validation), or make the groups smaller",
+                f"the validation data has {count} samples, and the loss compares {group} with each other",
+                fix="use more of it (evaluation.samples, data.validation), or smaller groups",
             )
         self.num_samples = count - count % group
         self._micro_batch = -(-micro_batch // group) * group
         self._group = group
         self._rank, self._ranks = rank, ranks
         self._pad = pad
-        # By index, so that what is random in a data set is the same in each evaluation, on any rank and in any worker.
+        # Seeded by index, so that random transforms are the same in each evaluation, on any rank and in any worker.
         self._reader = BatchReader(dataset, derive_seed(seed, "evaluation"), SampleChecker(limits or Limits()))
         self._workers = workers
         self._seed = seed
@@ -79,7 +83,8 @@ class DatasetPass:
         self._to_device = DeviceTransfer(device)
 
     def indices(self) -> Iterator[tuple[int, ...]]:
-        """By micro-batch the samples that count; a round of all ranks is contiguous."""
+        """Yield the samples that count, by micro-batch; the micro-batches of one round over all ranks are
+        contiguous."""
         stride = self._micro_batch * self._ranks
         for first in range(self._rank * self._micro_batch, -(-self.num_samples // stride) * stride, stride):
             yield tuple(range(first, min(first + self._micro_batch, self.num_samples)))
@@ -89,7 +94,7 @@ class DatasetPass:
         return [(i, i) for i in (*counted, *(i % self.num_samples for i in range(num_padding)))]
 
     def __iter__(self) -> Iterator[EvalBatch]:
-        # Nothing is listed: there may be very many samples.
+        # A generator, because there may be very many samples.
         sample_keys = (self._pad_indices(samples) for samples in self.indices())
         if self._workers == 0:
             yield from self._to_eval_batches(self._reader.read(keys) for keys in sample_keys)
@@ -109,11 +114,17 @@ class DatasetPass:
 
 
 class LoaderPass:
-    """The batches of a loader of the script's own, one pass over this rank's part of them; ranks may have different
-    numbers of them. What it repeats counts as often as it yields it."""
+    """One pass over the batches of a script's loader, which holds this rank's part; ranks may have different numbers.
+
+    Samples that the loader repeats count each time.
+    """
 
     def __init__(self, batches: Iterable[Any], device: torch.device, any_rank: Callable[[bool], bool]) -> None:
-        """``any_rank``: whether a flag is set on any rank; it is asked once a round."""
+        """Wrap ``batches``.
+
+        Args:
+            any_rank: returns whether a flag is set on any rank; called once per round.
+        """
         self._batches = batches
         self._to_device = DeviceTransfer(device)
         self._any_rank = any_rank
@@ -131,11 +142,11 @@ class LoaderPass:
                 yield EvalBatch(last_batch, ())
             else:
                 raise UsageError(
-                    "evaluate: the loader yields nothing on this rank, and batches on others",
-                    fix="hand session.evaluate the data set, which it splits over the ranks by itself",
+                    "evaluate: the loader yields nothing on this rank, but batches on others",
+                    fix="pass the dataset to session.evaluate, which splits it over the ranks",
                 )
         if last_batch is None:
-            raise ConfigError("the validation data is empty", fix="a loader must yield batches (inputs, target)")
+            raise ConfigError("the validation data is empty", fix="pass a loader that yields batches (inputs, target)")
 
 
 def _batch_length(batch: Any) -> int:
@@ -145,7 +156,7 @@ def _batch_length(batch: Any) -> int:
 
 @dataclass(frozen=True)
 class DatasetPassConfig:
-    """How a data set is cut up; see :class:`DatasetPass`."""
+    """How a dataset is split; see :class:`DatasetPass`."""
 
     micro_batch: int
     max_samples: int = 0
@@ -161,7 +172,7 @@ def build_pass(
     seed: int,
     any_rank: Callable[[bool], bool],
 ) -> Iterable[EvalBatch]:
-    """This rank's part of a data set, or of batches of the script's own. Raises ConfigError for an empty data set."""
+    """Return this rank's pass over a dataset or a script's batches; raise ConfigError if the dataset is empty."""
     if isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         return LoaderPass(data, context.device, any_rank)
     return DatasetPass(

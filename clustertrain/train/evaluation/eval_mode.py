@@ -1,4 +1,4 @@
-"""A model that is only looked at: after it everything is as it was before, also after an exception."""
+"""Evaluation mode that restores the model's previous state, also after an exception."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from clustertrain.train.distributed.mesh import ProcessGroups
 
 @contextmanager
 def evaluation_mode(model: nn.Module, groups: ProcessGroups, device: torch.device) -> Iterator[None]:
-    """Evaluation mode without gradients. Afterwards each module has the mode that it had, buffers and random generators
-    are what they were, and sharded parameters are sharded.
+    """Run the block in evaluation mode without gradients.
 
-    Inside, all ranks have the first one's persistent buffers, those that a checkpoint keeps: a batch norm has other
-    statistics on each data-parallel rank. ``no_grad`` and not ``inference_mode``, whose tensors a model that keeps some
-    (a table of positions) could not train with later.
+    Afterwards module modes, buffers and random generators are restored and sharded parameters resharded. Inside, all
+    ranks use the first data-parallel rank's persistent buffers, those in checkpoints, because batch-norm statistics
+    differ between ranks. It uses ``no_grad``, because a model could not train with cached tensors (such as rotary
+    tables) from ``inference_mode``.
     """
     modules = list(_walk_modules(model))
     modes = [(m, m.training) for m in modules]
@@ -46,7 +46,7 @@ def evaluation_mode(model: nn.Module, groups: ProcessGroups, device: torch.devic
 
 
 def _walk_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Each once. Not ``modules()``, which a pipeline has made its own."""
+    """Yield each module once; a pipeline overrides ``modules()``."""
     visited: set[int] = set()
     stack = [model]
     while stack:
@@ -58,7 +58,7 @@ def _walk_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _reshard(modules: list[nn.Module]) -> None:
-    """A backward pass would have done it, or nobody where the layout keeps parameters gathered."""
+    """Reshard parameters, as a backward pass would unless the layout keeps them gathered."""
     from torch.distributed.fsdp import FSDPModule
 
     for m in modules:

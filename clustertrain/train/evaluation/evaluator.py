@@ -1,4 +1,4 @@
-"""One evaluation under any layout: forward passes, sums on the device, one reduction over all ranks at the end."""
+"""One evaluation under any layout: forward passes, sums on the device, and one final reduction over all ranks."""
 
 from __future__ import annotations
 
@@ -26,33 +26,35 @@ from clustertrain.train.evaluation.dataset_pass import EvalBatch
 from clustertrain.train.evaluation.eval_mode import evaluation_mode
 from clustertrain.train.evaluation.metrics import EvalMetric, compute_terms, to_full_tensor
 
-MAX_SLICES = 100  # a row of the run's metrics has a number for each of them and each metric
+MAX_SLICES = 100  # a metrics row has one value per slice and metric
 
 
 @dataclass(frozen=True)
 class DatasetSlices:
-    """Named parts of a data set. Samples of others, and of none, count in the whole alone."""
+    """Named slices of a dataset. Samples outside of them count only in the overall mean."""
 
     names: tuple[str, ...]
-    index_of: Callable[[int], int] = field(default=lambda i: -1)  # sample -> index into names; another number: of none
+    index_of: Callable[[int], int] = field(default=lambda i: -1)
+    """Map a sample to an index into ``names``, or -1."""
 
 
 NO_SLICES = DatasetSlices(())
 
 
 def find_slices(dataset: Any, requested: Sequence[str] = (), group: int = 1) -> DatasetSlices:
-    """Those of ``dataset``, which has them as ``slice_names`` and ``slice_of``: the ``requested`` ones, else all of
-    them unless they are very many. None where samples only count in groups of several.
+    """Return the ``requested`` slices of ``dataset`` (attributes ``slice_names`` and ``slice_of``).
+
+    Without a request return all, unless there are more than :data:`MAX_SLICES`. There are none if samples form groups.
 
     Raises:
-        ConfigError: one that is wanted is not there, or cannot be told apart.
+        ConfigError: a requested slice does not exist, or cannot be evaluated separately.
     """
     if group > 1:
         if requested:
             raise ConfigError(
-                f"contract.slices = {list(requested)}: the loss compares {group} samples with each other, so none of"
-                " them has a figure of its own slice",
-                fix="leave contract.slices out",
+                f"contract.slices = {list(requested)}: the loss compares {group} samples with each other and has no"
+                " value per slice",
+                fix="remove contract.slices",
             )
         return NO_SLICES
     available: tuple[str, ...] = tuple(getattr(dataset, "slice_names", ()))
@@ -63,7 +65,7 @@ def find_slices(dataset: Any, requested: Sequence[str] = (), group: int = 1) -> 
                 fix=(
                     did_you_mean(name, list(available))
                     if available
-                    else "its data set names none: give it slice_names and slice_of"
+                    else "define slice_names and slice_of in the dataset"
                 ),
             )
     names = tuple(requested) or (available if len(available) <= MAX_SLICES else ())
@@ -75,8 +77,8 @@ def find_slices(dataset: Any, requested: Sequence[str] = (), group: int = 1) -> 
         number = int(dataset.slice_of(i))
         if not 0 <= number < len(available):
             raise ConfigError(
-                f"{describe_sample(dataset, i)}: slice_of says {number}, and slice_names has {len(available)}",
-                fix="slice_of(i) is the place of the sample's slice in slice_names, from 0 on",
+                f"{describe_sample(dataset, i)}: slice_of returned {number}, but slice_names has {len(available)}",
+                fix="return the index of the sample's slice in slice_names, from 0 on",
             )
         return index_by_number.get(number, -1)
 
@@ -84,20 +86,23 @@ def find_slices(dataset: Any, requested: Sequence[str] = (), group: int = 1) -> 
 
 
 class Evaluator:
-    """``poll`` says whether all ranks have agreed to stop; it is asked equally often on all of them."""
+    """Runs evaluations of a model.
+
+    ``should_stop`` returns whether all ranks have agreed to stop; all ranks call it equally often.
+    """
 
     def __init__(
         self, model: nn.Module, context: RankContext, groups: ProcessGroups, should_stop: Callable[[], bool]
     ) -> None:
-        # Not DDP itself: its forward pass is collective where a model has buffers, and it adds nothing here.
+        # Bypass DDP, whose forward pass is collective if the model has buffers and is not needed here.
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._context = context
         self._groups = groups
         self._should_stop = should_stop
         coordinates = context.layout.coordinates(context.rank)
-        self._counts_results = coordinates.tp == 0  # ranks that compute the same thing twice must not count it twice
+        self._counts_results = coordinates.tp == 0  # tp ranks compute the same results, which must count once
         self._is_pipelined = groups.pp_mesh() is not None
-        # So many micro-batches between two looks at whether to stop: a pipeline must fill and drain in between.
+        # Micro-batches between two checks for a stop: a pipeline must fill and drain in between.
         self._chunk_size = 2 * context.layout.pp if self._is_pipelined else 1
 
     def __call__(
@@ -108,11 +113,12 @@ class Evaluator:
         slices: DatasetSlices = NO_SLICES,
         ignore_index: int = -100,
     ) -> dict[str, float] | None:
-        """The means over all that counts, by their names in the rows, equal on all ranks; None where the ranks have
-        agreed to stop before the end. Waits for the device once, at the end.
+        """Return the means by metric name, equal on all ranks; None if the ranks agreed to stop early.
+
+        Waits for the device once, at the end.
 
         Raises:
-            ConfigError: a metric cannot be told of the outputs, or nothing was counted.
+            ConfigError: a metric does not support the outputs, or all targets are masked.
         """
         sums = torch.zeros(1 + len(slices.names), 1 + len(metrics), 2, dtype=torch.float64, device=self._context.device)
         with evaluation_mode(self._model, self._groups, self._context.device), self._loss_context():
@@ -142,7 +148,7 @@ class Evaluator:
         _check_same_shapes(pairs)
         with self._model.without_learning():  # type: ignore[operator]
             for i, output in self._model.forward_only([inputs for inputs, _ in pairs]):  # type: ignore[operator]
-                counted = range(len(chunk[i].samples))
+                counted = range(len(chunk[i].sample_indices))
                 yield chunk[i], _select_rows(output, counted), _select_rows(pairs[i][1], counted)
 
     def _accumulate(
@@ -159,7 +165,7 @@ class Evaluator:
         rows_by_slice: dict[int, list[int]] = {}
         for i, sample in enumerate(batch.sample_indices):
             rows_by_slice.setdefault(slices.index_of(sample) if slices.names else -1, []).append(i)
-        for slice_index, rows in rows_by_slice.items():  # none: the micro-batch only fills a gap
+        for slice_index, rows in rows_by_slice.items():  # empty if the micro-batch is padding
             selected = (
                 (output, target)
                 if len(rows_by_slice) == 1
@@ -188,7 +194,7 @@ def _iter_chunks(batches: Iterable[EvalBatch], size: int) -> Iterator[list[EvalB
 
 def _check_pair(batch: Any) -> Any:
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
-        raise UsageError("evaluate: a batch is (inputs, target)")
+        raise UsageError("evaluate: a batch must be (inputs, target)")
     return batch
 
 
@@ -198,16 +204,16 @@ def _check_same_shapes(pairs: Sequence[Any]) -> None:
     }
     if len(shapes) > 1:
         raise ConfigError(
-            f"the micro-batches that a pipeline is evaluated on must have one shape: {' and '.join(sorted(shapes))}",
-            fix="pad sequences to one length, and hand session.evaluate a data set, which it cuts by itself",
+            f"micro-batches evaluated by a pipeline must have one shape: {' and '.join(sorted(shapes))}",
+            fix="pad sequences to one length, and pass session.evaluate a dataset, which it splits evenly",
         )
 
 
 def _select_rows(value: Any, rows: Sequence[int]) -> Any:
-    """Those samples of each tensor."""
+    """Select samples from each tensor."""
 
     def select(t: torch.Tensor) -> torch.Tensor:
-        if is_dtensor(t):  # split by features, never by samples
+        if is_dtensor(t):  # sharded by features, never by samples
             from torch.distributed.tensor import DTensor
 
             mesh, placements = t.device_mesh, t.placements  # type: ignore[attr-defined]
@@ -218,12 +224,12 @@ def _select_rows(value: Any, rows: Sequence[int]) -> Any:
 
 
 def _compute_means(sums: torch.Tensor, metrics: Sequence[EvalMetric], slices: DatasetSlices) -> dict[str, float]:
-    """The one wait for the device."""
+    """Return the means; the only wait for the device."""
     rows = [sums.sum(0).tolist(), *sums[1:].tolist()]
     if not rows[0][0][1]:
         raise ConfigError(
-            "the evaluation counts nothing: all targets of the validation data are masked",
-            fix="look at objective.ignore_index and the data",
+            "the evaluation has no targets: all targets of the validation data are masked",
+            fix="check objective.ignore_index and the data",
         )
     means: dict[str, float] = {}
     finalizers: Mapping[str, Callable[[float], float]] = {"loss": float, **{m.name: m.finalize for m in metrics}}

@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind for people: events, a warning, a row."""
+"""Reporting of evaluations: events, a warning, and the metrics row."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from clustertrain.train.evaluation.schedule import EvaluationSchedule
 
 log = logging.getLogger(__name__)
 
-# Of a row, what belongs to the attempt that has done the step.
+# Keys of a row that belong to the attempt that trained the step.
 _STEP_TIMING_KEYS = ("step_s", "tokens_per_s", "data_wait_s")
 
 
 def report_evaluation(
     evaluations: EvaluationSchedule, step: int, emit_event: Callable[..., None], *, to_log: bool
 ) -> None:
-    """Tell what the newest evaluation, made after ``step`` steps, says of the run."""
+    """Emit the outcome of the latest evaluation, made after ``step`` steps."""
     early_stopping, outcome = evaluations.early_stopping, evaluations.last_outcome
     assert outcome is not None
     emit_event(
@@ -36,8 +36,8 @@ def report_evaluation(
     if outcome.num_rising:
         text = f"validation_loss has risen for {outcome.num_rising} evaluations in a row"
         fix = (
-            "the model learns what does not carry over: stop early (evaluation.patience), or use more data, "
-            "augmentation, weight decay or dropout; the best checkpoint is kept"
+            "stop early (evaluation.patience), or use more data, augmentation, weight decay or dropout against "
+            "overfitting; the best checkpoint is kept"
         )
         emit_event(
             "training_warning",
@@ -55,7 +55,7 @@ def report_evaluation(
 
 
 def load_previous_row(context: RankContext, step: int) -> dict[str, Any]:
-    """The row of ``step`` as the attempt has told it that did the step, without what it measured of itself."""
+    """Return the row of ``step`` from the attempt that trained it, without its timings."""
     previous: dict[str, Any] = {}
     if context.rank == 0 and context.run is not None and context.attempt is not None:
         earlier_attempts = range(1, context.attempt.n)

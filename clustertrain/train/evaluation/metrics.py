@@ -1,5 +1,7 @@
-"""What an evaluation computes from outputs and targets: each metric is a sum and a count, so that the mean over all
-ranks and micro-batches is exact, and a last operation on that mean."""
+"""Evaluation metrics, each a sum, a count and a final function of their ratio.
+
+Sums and counts make the mean over all ranks and micro-batches exact.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +18,33 @@ from clustertrain.checkpoint.core.state_dict import is_dtensor
 from clustertrain.config.parsing import did_you_mean
 from clustertrain.errors import ConfigError
 
-# A sum on the device and how many terms it has.
+# A sum on the device and its number of terms.
 MetricTerms = tuple[torch.Tensor, "torch.Tensor | int"]
 MetricFn = Callable[[Any, Any], MetricTerms]
 
 
 @dataclass(frozen=True)
 class EvalMetric:
-    """``needs`` says in words what it is computed from."""
+    """A metric computed as ``finalize(sum / count)``."""
 
     name: str
     terms: Callable[[Any, Any, int], MetricTerms]
     needs: str
+    """Description of the required outputs and targets, for messages."""
     finalize: Callable[[float], float] = float
 
 
 def build_metrics(metrics: Sequence[str] | Mapping[str, MetricFn]) -> list[EvalMetric]:
-    """The metrics of these names, or those of functions (output, target) -> (sum, count) of one's own.
+    """Return the built-in metrics of these names, or metrics of functions (output, target) -> (sum, count).
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: a name is unknown.
     """
     if isinstance(metrics, Mapping):
         if "loss" in metrics:
-            raise ConfigError("metrics: 'loss' is that of the loss function", fix="give the metric another name")
+            raise ConfigError(
+                "metrics: the name 'loss' is reserved for the loss function", fix="give the metric another name"
+            )
         return [
             EvalMetric(name, _ignore_index_argument(metric_fn), "what its function takes")
             for name, metric_fn in metrics.items()
@@ -47,8 +52,8 @@ def build_metrics(metrics: Sequence[str] | Mapping[str, MetricFn]) -> list[EvalM
     for name in metrics:
         if name not in BUILT_IN_METRICS:
             raise ConfigError(
-                f"metrics: there is none called {name!r}",
-                fix=f"{did_you_mean(name, list(BUILT_IN_METRICS))}; or give a function: metrics={{{name!r}: function}}",
+                f"metrics: unknown metric {name!r}",
+                fix=f"{did_you_mean(name, list(BUILT_IN_METRICS))}; or pass a function: metrics={{{name!r}: function}}",
             )
     return [BUILT_IN_METRICS[name] for name in metrics]
 
@@ -58,12 +63,14 @@ def _ignore_index_argument(metric_fn: MetricFn) -> Callable[[Any, Any, int], Met
 
 
 def to_full_tensor(t: Any) -> torch.Tensor:
+    """Gather ``t`` if it is a DTensor."""
     full: torch.Tensor = t.full_tensor() if is_dtensor(t) else t
     return full
 
 
 def _classes_last(output: Any, target: Any) -> Any:
-    """Logits (..., classes) for targets (...); torch's own order (batch, classes, ...) is turned round."""
+    """Return logits (..., classes) for targets (...), converting torch's order (batch, classes, ...); None if they do
+    not match."""
     if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor) or target.is_floating_point():
         return None
     if output.shape[:-1] == target.shape:
@@ -74,14 +81,14 @@ def _classes_last(output: Any, target: Any) -> Any:
 
 
 class IncompatibleOutputs(Exception):
-    """The outputs and targets are not of the kind that a metric needs."""
+    """The outputs and targets do not suit a metric."""
 
 
 def compute_target_rank(logits: Any, target: torch.Tensor) -> torch.Tensor:
-    """How many classes come before the right one, (...) int64, -1 where its logit is nan. Of equal logits the lower
-    index comes first, as in argmax: constant logits do not count as right, whatever the classes.
+    """Return the number of classes ranked before the target, (...) int64; -1 if its logit is NaN.
 
-    Logits that tensor parallel has split by classes are not gathered: each rank counts in its own part.
+    Among equal logits the lower index ranks first, as in argmax, so constant logits do not count as correct. Logits
+    sharded by tensor parallelism are not gathered: each rank counts in its shard.
     """
     group, first_class = None, 0
     if is_dtensor(logits):
@@ -120,7 +127,7 @@ def _build_top_k(k: int) -> Callable[[Any, Any, int], MetricTerms]:
 
 
 def _binary_accuracy(output: Any, target: torch.Tensor) -> MetricTerms:
-    """Logits and 0 or 1, one for each."""
+    """Return hits of one logit per target of 0 or 1."""
     logits = to_full_tensor(output)
     if logits.numel() != target.numel():
         raise IncompatibleOutputs
@@ -128,7 +135,7 @@ def _binary_accuracy(output: Any, target: torch.Tensor) -> MetricTerms:
 
 
 def _cross_entropy(output: Any, target: Any, ignore_index: int) -> MetricTerms:
-    """Cross-entropy without label smoothing, whatever is minimised."""
+    """Return the cross-entropy without label smoothing, whatever the training loss."""
     logits = _classes_last(output, target)
     if logits is None:
         raise IncompatibleOutputs
@@ -137,8 +144,10 @@ def _cross_entropy(output: Any, target: Any, ignore_index: int) -> MetricTerms:
 
 
 def _recall_at_1(output: Any, target: Any, ignore_index: int) -> MetricTerms:
-    """Of similarities (groups, group, group), or of two embeddings (batch, features): how often the other view that
-    comes first is the right one, in both directions."""
+    """Return how often the most similar other view is the right one, in both directions.
+
+    The output is similarities (groups, group, group) or two embeddings (batch, features).
+    """
     if isinstance(output, (tuple, list)) and len(output) == 2 and all(t.dim() == 2 for t in output):
         first, second = (F.normalize(to_full_tensor(t).float(), dim=-1) for t in output)
         output = (first @ second.T).unsqueeze(0)
@@ -194,14 +203,14 @@ BUILT_IN_METRICS: Mapping[str, EvalMetric] = {
 
 
 def compute_terms(metric: EvalMetric, output: Any, target: Any, ignore_index: int) -> MetricTerms:
-    """Raises ConfigError where ``metric`` cannot be told of them."""
+    """Return the sum and count of ``metric``; raise ConfigError if it does not support the outputs."""
     try:
         return metric.terms(output, target, ignore_index)
     except IncompatibleOutputs as e:
         raise ConfigError(
             f"metrics: {metric.name} needs {metric.needs}; the model's output is {_format_shape(output)} and the target"
             f" {_format_shape(target)}",
-            fix="leave it out, or give a function of your own: (output, target) -> (sum, count)",
+            fix="remove it, or pass a custom function: (output, target) -> (sum, count)",
         ) from e
 
 

@@ -1,4 +1,4 @@
-"""Evaluations on the way: when they are due, which of them were made, and what follows from what they say."""
+"""Evaluations during training: when they are due, and their consequences."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Results = dict[str, float]
 
 
 class EvaluationSchedule:
-    """Hand it to ``session.steps(evaluations=...)``, which asks it after each step and keeps its state in the
-    checkpoint.
+    """Evaluations of a run; pass it to ``session.steps(evaluations=...)``, which runs it and saves its state in
+    checkpoints.
 
-    One is due every ``every`` steps and at the end. One that a stop has cut short is made up when the run goes on, with
-    the model as it was then: nothing has been trained in between.
+    One is due every ``every`` steps and at the end. An evaluation interrupted by a stop is repeated after the resume
+    with the same model, since nothing was trained in between.
     """
 
     def __init__(
@@ -27,8 +27,12 @@ class EvaluationSchedule:
         early_stopping: EarlyStopping,
         on_value: Callable[[float], None] | None = None,
     ) -> None:
-        """``evaluate`` returns nothing when the ranks have agreed to stop; ``on_value`` is told each deciding value, as
-        ``LearningRate.observe`` wants it."""
+        """Create the schedule.
+
+        Args:
+            evaluate: returns the results; empty if the ranks agreed to stop.
+            on_value: receives each value of the deciding metric, as ``LearningRate.observe`` does.
+        """
         if every < 1:
             raise UsageError(f"evaluations: every = {every}: must be 1 or more steps")
         self._evaluate = evaluate
@@ -38,17 +42,19 @@ class EvaluationSchedule:
         self.init_fresh_state()
 
     def init_fresh_state(self) -> None:
-        self._last_eval_step = 0  # step of the newest one
-        self.stop_reason = ""  # why the run is to end early
-        self.last_outcome: EvalOutcome | None = None  # of this step, if there was one
+        self._last_eval_step = 0
+        self.stop_reason = ""
+        """Why the run should end early; empty if it should not."""
+        self.last_outcome: EvalOutcome | None = None
+        """Outcome of the evaluation at this step, if there was one."""
         self.early_stopping.init_fresh_state()
 
     def is_due(self, step: int, total: int) -> bool:
-        """``step``: how many are done. Due until it was made."""
+        """Return whether an evaluation is due after ``step`` steps and has not been made yet."""
         return step > self._last_eval_step and (step % self._every == 0 or step == total)
 
     def run(self, step: int) -> Results:
-        """Empty where a stop came in between: it stays due."""
+        """Evaluate and return the results; empty if a stop interrupted it, in which case it stays due."""
         self.last_outcome = None
         results = self._evaluate()
         if results:
@@ -60,7 +66,7 @@ class EvaluationSchedule:
         return results
 
     def is_best(self, step: int) -> bool:
-        """Whether the model as it is after ``step`` steps is the best so far."""
+        """Return whether the model after ``step`` steps is the best so far."""
         return step == self._last_eval_step == self.early_stopping.best_step
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a recipe trains: a model, what it learns from, and what it minimises."""
+"""Construction of the training task of a recipe: model, datasets and loss."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from clustertrain.train.models.two_tower import TwoTower
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """``build_model`` is on the meta device where it can fill its own parameters, else on the CPU. ``validation`` is
-    what is
-    kept apart, in its own order; None where the recipe keeps nothing apart. ``limits`` is what the model takes of
-    either."""
+    """Model, data and loss of a run."""
 
     model: nn.Module
+    """On the meta device if it can fill its parameters (``init_parameter``), otherwise on the CPU."""
     dataset: MapStyleDataset
     loss: Loss
     validation: MapStyleDataset | None = None
+    """Validation samples in a fixed order; None if the recipe has none."""
     limits: Limits | None = None
-    left_eval_mode: Sequence[str] = ()  # modules that came in evaluation mode and are in training mode now
+    """Input limits of the model, for both datasets."""
+    left_eval_mode: Sequence[str] = ()
+    """Modules that were built in evaluation mode and have been switched to training mode."""
 
 
 def build_task(recipe: Recipe, *, inspect_only: bool = False) -> TrainingTask:
-    """The task of ``recipe``.
+    """Build the training task of ``recipe``.
 
     Args:
-        to_look_at: nothing will fill the model, so it is on the meta device wherever it can be built there.
+        inspect_only: build the model on the meta device wherever possible, since nothing will fill it.
 
     Raises:
-        ConfigError: model and data do not fit each other, or one of them is not there; a key that its loss does not
-            read.
+        ConfigError: the model or data is missing, they do not match, or the loss does not read a key.
     """
     spec = recipe.model
     module = build_model(spec, inspect_only=inspect_only)
@@ -58,11 +58,11 @@ def build_task(recipe: Recipe, *, inspect_only: bool = False) -> TrainingTask:
 
 
 def find_model_loss(recipe: Recipe, module: nn.Module) -> Loss | None:
-    """What the module ``module`` by an entry brings with it; None where it brings none, or ``recipe`` names a kind,
-    which wins over it.
+    """Return the ``loss`` method of an entry's module; None if it has none or ``recipe`` names an objective, which
+    wins.
 
     Raises:
-        ConfigError: a key that has no effect with it, or that names what is not measured then.
+        ConfigError: a key has no effect with this loss, or names a metric that it does not provide.
     """
     candidate: Any = getattr(module, "loss", None)
     if not (recipe.model.entry and callable(candidate) and recipe.objective.kind == "auto"):
@@ -79,7 +79,7 @@ def find_model_loss(recipe: Recipe, module: nn.Module) -> Loss | None:
 
 
 def build_model(spec: ModelSpec, *, inspect_only: bool = False) -> nn.Module:
-    """Raises as :func:`build_task`."""
+    """Build the model of ``spec``; raise as :func:`build_task` does."""
     return build_from_entry(spec, inspect_only=inspect_only) if spec.entry else _build_builtin(spec)
 
 
@@ -91,18 +91,20 @@ def _build_builtin(spec: ModelSpec) -> nn.Module:
 
 
 def build_from_entry(spec: ModelSpec, *, inspect_only: bool = False) -> nn.Module:
-    """The module that ``build_model.build_from_entry`` makes of ``build_model.args``: on the meta device if it has
-    ``init_parameter`` (or nobody wants its values), else on the CPU, with the values that it gives itself.
+    """Call ``model.entry`` with ``model.args`` and return the module.
+
+    It is built on the meta device if it has ``init_parameter`` or ``inspect_only`` is set; otherwise on the CPU, with
+    its initial values.
 
     Raises:
-        ConfigError: there is no such function, it does not take the arguments, or what it returns is no module.
+        ConfigError: there is no such function, it does not accept the arguments, or its result is not a module.
     """
     factory = entry_points.load_function(spec.entry, "model.entry")
     entry_points.check_arguments(factory, spec.entry, spec.args, "model.args")
     try:
         with torch.device("meta"):
             model: Any = factory(**spec.args)
-    except RuntimeError:  # it computes with values while it is built, which there are none of
+    except RuntimeError:  # its constructor needs values, which meta tensors lack
         model = factory(**spec.args)
     if not isinstance(model, nn.Module):
         raise ConfigError(

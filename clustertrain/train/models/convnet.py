@@ -1,7 +1,7 @@
 """A residual network for images: He et al., arXiv 1512.03385, section 4.2, with group norms.
 
-Group norm (Wu and He, arXiv 1803.08494) looks at one image at a time. Batch norm would mix those of a micro-batch, and
-what is learned would then depend on how the global batch is cut up and over how many ranks.
+Group norm (Wu and He, arXiv 1803.08494) normalizes each image separately. Batch norm would mix the images of a
+micro-batch, and results would depend on how the global batch is split into micro-batches and over ranks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from clustertrain.config.model import ConvnetSpec
 
 
 class Convolution(nn.Conv2d):
-    """3 x 3 or 1 x 1, padded, without a bias, computed in the channels-last format.
+    """Padded 3 x 3 or 1 x 1 convolution without bias, computed in the channels-last format.
 
-    The weight takes that format here and not for good, since ``fully_shard`` refuses parameters that are not
-    contiguous; beside the activations a copy of it is small.
+    The weight is converted in each forward pass rather than stored in that format, because ``fully_shard`` rejects
+    parameters that are not contiguous. The copy is small compared to the activations.
     """
 
     def __init__(self, inputs: int, outputs: int, size: int = 3, stride: int = 1) -> None:
@@ -31,7 +31,7 @@ class Convolution(nn.Conv2d):
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a shortcut, which is a projection where the shape changes."""
+    """Two convolutions and a shortcut, which is a projection where the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, groups: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Residual(nn.Module):
         self.norm1 = nn.GroupNorm(groups, outputs)
         self.conv2 = Convolution(outputs, outputs)
         self.last_norm = nn.GroupNorm(groups, outputs)
-        # Modules, so that their dead units can be counted.
+        # Modules rather than functions, so that hooks can count dead units.
         self.relu1, self.relu2 = nn.ReLU(), nn.ReLU()
         same = stride == 1 and inputs == outputs
         self.project = None if same else Convolution(inputs, outputs, size=1, stride=stride)
@@ -55,9 +55,10 @@ class Residual(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Images (batch, height, width, channels) of bytes to logits (batch, classes); any height and width.
+    """Classifier from images (batch, height, width, channels) in bytes to logits (batch, classes); any height and
+    width.
 
-    That order of the bytes is the channels-last format already, and a quarter of what floats would take to the device.
+    Bytes in that order are already channels-last, and a quarter of the fp32 transfer to the device.
     """
 
     def __init__(self, spec: ConvnetSpec) -> None:
@@ -68,7 +69,7 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(spec.block_shapes()[-1][1], spec.classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        # The weight's type, which a sharded layout has cast to that of the computation.
+        # A sharded layout has cast the weight to the compute dtype.
         x = images.permute(0, 3, 1, 2).to(self.stem.weight.dtype) / 127.5 - 1
         x = F.relu(self.stem_norm(self.stem(x)))
         for block in self.blocks:
@@ -77,9 +78,12 @@ class ConvNet(nn.Module):
         return logits
 
     def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """Fill the whole parameter ``name``: convolutions keep the variance of the gradient (He et al., arXiv
-        1502.01852, equation 14), a block begins as its shortcut (Goyal et al., arXiv 1706.02677, section 5.1), and the
-        head small, so that all classes are about equally likely at first."""
+        """Initialize the full parameter ``name``.
+
+        Convolutions preserve the variance of gradients (He et al., arXiv 1502.01852, equation 14), blocks start as
+        their shortcut (Goyal et al., arXiv 1706.02677, section 5.1), and a small head makes all classes about equally
+        likely.
+        """
         if name.endswith("bias"):
             tensor.zero_()
         elif name.endswith("norm.weight") or name.endswith("norm1.weight"):

@@ -15,8 +15,10 @@ from clustertrain.train.distributed.dropout import Dropout
 
 
 class RotaryTable:
-    """Cosines and sines of the rotary embedding, made when first needed: not a buffer, so that a model built on the
-    meta device needs no second initialisation and a checkpoint does not hold what a formula gives."""
+    """Cosines and sines of the rotary embedding, computed on first use.
+
+    They are not a buffer: a model built on the meta device would need to refill it, and checkpoints would store it.
+    """
 
     def __init__(self, head_dim: int, theta: float) -> None:
         self._head_dim = head_dim
@@ -24,7 +26,7 @@ class RotaryTable:
         self._cached: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def get(self, length: int, device: torch.device, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two fp32 tables of shape (length, head_dim / 2), for the positions from ``first`` on."""
+        """Return two fp32 tables (length, head_dim / 2), cosines and sines, for positions from ``first`` on."""
         end = first + length
         if self._cached is None or self._cached[0].shape[0] < end or self._cached[0].device != device:
             exponent = torch.arange(0, self._head_dim, 2, device=device, dtype=torch.float32) / self._head_dim
@@ -35,7 +37,8 @@ class RotaryTable:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn pairs (i, i + head_dim/2) of ``x`` (batch, heads, length, head_dim) by their position's angle, in fp32."""
+    """Rotate pairs (i, i + head_dim/2) of ``x`` (batch, heads, length, head_dim) by the angle of their position, in
+    fp32."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
@@ -54,7 +57,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         cos, sin = self.table.get(length, x.device, self.core.first_position(length))
-        # As many heads as the projections have on this rank: tensor parallel splits them.
+        # -1: tensor parallelism splits the heads, so this rank's projections may have fewer.
         q = rotate(self.q(x).view(batch, length, -1, self.head_dim).transpose(1, 2), cos, sin)
         k = rotate(self.k(x).view(batch, length, -1, self.head_dim).transpose(1, 2), cos, sin)
         v = self.v(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
@@ -82,7 +85,7 @@ class TransformerBlock(nn.Module):
         self.attention = Attention(spec, table, causal=causal)
         self.ffn_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
         self.ffn = FeedForward(spec)
-        # Two, since a mask follows from its layer's name.
+        # Two modules, because the mask is derived from the module's name.
         self.dropout1, self.dropout2 = Dropout(spec.dropout), Dropout(spec.dropout)
 
     def forward(self, x: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
@@ -92,10 +95,11 @@ class TransformerBlock(nn.Module):
 
 
 def init_transformer_parameter(spec: ModelSpec, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Fill the whole parameter ``name`` of a transformer of :class:`TransformerBlock`: ones for norms, else normal
-    with deviation
-    0.02, smaller by the depth for what writes to the residual stream, so that its variance does not grow with the
-    number of layers."""
+    """Initialize the full parameter ``name`` of a transformer of :class:`TransformerBlock`.
+
+    Norms start at 1, other weights normal with standard deviation 0.02. Projections into the residual stream are scaled
+    down with depth, so that its variance does not grow with the number of layers.
+    """
     if name.endswith("norm.weight"):
         tensor.fill_(1.0)
         return
@@ -105,17 +109,17 @@ def init_transformer_parameter(spec: ModelSpec, name: str, tensor: torch.Tensor,
 
 
 class TiedHead(nn.Module):
-    """Logits from the embedding's weight. A module, so that a layout can say how it is split."""
+    """Logits from the embedding's weight; a module, so that a tensor-parallel plan can name it."""
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.linear(x, weight)
 
 
 class Decoder(nn.Module):
-    """Token ids (batch, length) to logits (batch, length, vocab_size).
+    """Language model from token ids (batch, length) to logits (batch, length, vocab_size).
 
-    A pipeline stage is this module with the units of other stages taken out: without ``norm`` it returns hidden states
-    (batch, length, dim), and such are what it takes where the embedding is another stage's.
+    A pipeline stage is this module without the units of other stages: without ``norm`` it returns hidden states (batch,
+    length, dim), and without ``embed`` it takes them as input.
     """
 
     tp_plan: ClassVar[dict[str, str]] = {
@@ -139,7 +143,7 @@ class Decoder(nn.Module):
         table = RotaryTable(spec.dim // spec.heads, spec.rope_theta)
         self.embed: nn.Embedding | None = nn.Embedding(spec.vocab_size, spec.dim)
         self.dropout = Dropout(spec.dropout)
-        # A dict, so that a stage that holds only some layers has them under the same names.
+        # A dict, so that layers keep their names in a pipeline stage that holds only some.
         self.layers = nn.ModuleDict({str(i): TransformerBlock(spec, table) for i in range(spec.layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
         head = TiedHead() if spec.tie_embeddings else nn.Linear(spec.dim, spec.vocab_size, bias=False)
@@ -147,19 +151,23 @@ class Decoder(nn.Module):
 
     @property
     def pipeline_units(self) -> list[tuple[str, ...]]:
-        """The units that pipeline stages are made of, in the order of execution. A tied embedding belongs to two."""
+        """The units of pipeline stages, in execution order; a tied embedding belongs to two."""
         tied = ("embed",) if self.spec.tie_embeddings else ()
         return [("embed",), *((f"layers.{n}",) for n in self.layers), ("norm", "head", *tied)]
 
     @property
     def tp_divides(self) -> dict[str, int]:
-        """What must divide over the ranks of tensor parallel."""
+        """Sizes that tensor parallelism must divide, by recipe key."""
         spec = self.spec
         sizes = {"heads": spec.heads, "kv_heads": spec.kv_heads, "ffn_dim": spec.hidden, "vocab_size": spec.vocab_size}
         return {f"model.{name}": size for name, size in sizes.items()}
 
     def forward(self, tokens: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
-        """``samples`` (batch,) int64: the place of each sample in the run, which decides what dropout drops."""
+        """Compute logits, or hidden states in a stage without the head.
+
+        Args:
+            samples: (batch,) int64, position of each sample in the run, which seeds dropout.
+        """
         x = tokens
         if samples is not None:
             samples = samples.to(tokens.device, non_blocking=True)
@@ -171,10 +179,11 @@ class Decoder(nn.Module):
         if self.norm is None:
             return x
         assert self.head is not None
-        # Tied through the function and not by one parameter under two names, which building on meta would untie.
+        # Tied here rather than by sharing one parameter, which materializing from meta would untie.
         tied = (self.embed.weight,) if self.spec.tie_embeddings and self.embed is not None else ()
         logits: torch.Tensor = self.head(self.norm(x), *tied)
         return logits
 
     def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        """Initialize the full parameter ``name``."""
         init_transformer_parameter(self.spec, name, tensor, generator)

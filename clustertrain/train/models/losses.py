@@ -1,6 +1,6 @@
-"""What the built-in trainer minimises: each returns a sum in fp32 and how many terms it has.
+"""Losses of the built-in trainer. Each returns its sum in fp32 and the number of terms.
 
-All are the forms that do not overflow: of logits and not of probabilities. ``torch.nn.functional`` has them fused.
+All are computed from logits with torch's fused functions, which do not overflow as formulas on probabilities can.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ SumAndCount = tuple[torch.Tensor, "torch.Tensor | int"]
 
 
 def build_loss(recipe: Recipe) -> Loss:
-    """The loss that ``recipe`` names. Of a two-tower model the similarities come divided by its own temperature."""
+    """Return the loss that ``recipe`` names; a two-tower model has already divided its similarities by the
+    temperature."""
     spec, kind = recipe.objective, recipe.objective_kind
     if kind == "cross-entropy":
-        # Mixed images have probabilities for targets. Elsewhere, float targets may as well be values to predict.
+        # Mixup produces class probabilities. Without it, float targets could be values to predict.
         soft = spec.kind == "cross-entropy" or recipe.data.augment.is_enabled
         return functools.partial(
             cross_entropy, smoothing=spec.label_smoothing, ignore_index=spec.ignore_index, soft_targets=soft
@@ -44,17 +45,16 @@ def cross_entropy(
     ignore_index: int = -100,
     soft_targets: bool = True,
 ) -> SumAndCount:
-    """Of ``logits`` (..., classes) and the right classes ``targets`` (...): tokens of a text, or images. Or of
-    probabilities ``targets`` (..., classes), as of mixed images.
+    """Return the cross-entropy of ``logits`` (..., classes), such as tokens or images.
 
     Args:
-        smoothing: this share of each target is spread over all classes (arXiv 1512.00567, section 7).
-        ignore_index: targets of this value count nothing.
-        soft_targets: whether floating-point targets are probabilities; otherwise they are an error.
+        targets: classes (...), or probabilities (..., classes), as from mixup.
+        smoothing: fraction of each target spread over all classes (arXiv 1512.00567, section 7).
+        ignore_index: class targets of this value are ignored.
+        soft_targets: accept floating-point targets as probabilities; otherwise they raise.
 
     Raises:
-        ConfigError: the shapes differ, there is a single class, or targets are floating-point without
-            ``soft_targets``.
+        ConfigError: the shapes differ, there is a single class, or targets are floating-point without ``soft_targets``.
     """
     soft = targets.is_floating_point()
     if soft and not soft_targets:
@@ -72,7 +72,7 @@ def cross_entropy(
             "model an output per class",
         )
     if is_dtensor(logits) and (smoothing or soft):
-        logits = logits.full_tensor()  # torch's loss of split logits knows neither
+        logits = logits.full_tensor()  # torch's loss of sharded logits supports neither
     _check_same_shape("logits", logits.shape if soft else logits.shape[:-1], targets.shape)
     flat = logits.flatten(0, -2).float()
     if soft:
@@ -85,41 +85,45 @@ def cross_entropy(
 
 
 def binary_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> SumAndCount:
-    """Of ``logits`` and ``targets`` of one shape; targets are 0 or 1, or probabilities between."""
+    """Return the binary cross-entropy; ``logits`` and ``targets`` have one shape, and targets lie between 0 and 1."""
     logits, targets = _to_fp32_pair("logits", logits, targets)
     return F.binary_cross_entropy_with_logits(logits, targets, reduction="sum"), targets.numel()
 
 
 def mse(outputs: torch.Tensor, targets: torch.Tensor) -> SumAndCount:
-    """Squared differences of ``outputs`` and ``targets`` of one shape."""
+    """Return the squared differences of ``outputs`` and ``targets`` of one shape."""
     outputs, targets = _to_fp32_pair("outputs", outputs, targets)
     return F.mse_loss(outputs, targets, reduction="sum"), targets.numel()
 
 
 def l1(outputs: torch.Tensor, targets: torch.Tensor) -> SumAndCount:
-    """Absolute differences of ``outputs`` and ``targets`` of one shape."""
+    """Return the absolute differences of ``outputs`` and ``targets`` of one shape."""
     outputs, targets = _to_fp32_pair("outputs", outputs, targets)
     return F.l1_loss(outputs, targets, reduction="sum"), targets.numel()
 
 
 def huber(outputs: torch.Tensor, targets: torch.Tensor, *, delta: float) -> SumAndCount:
-    """Half the squared differences, from ``delta`` on linear (Huber, "Robust estimation of a location parameter",
-    1964), of ``outputs`` and ``targets`` of one shape."""
+    """Return the Huber loss of ``outputs`` and ``targets`` of one shape.
+
+    It is half the squared difference, and linear from ``delta`` on (Huber, "Robust estimation of a location parameter",
+    1964).
+    """
     outputs, targets = _to_fp32_pair("outputs", outputs, targets)
     return F.huber_loss(outputs, targets, reduction="sum", delta=delta), targets.numel()
 
 
 def nt_xent(views: Any, targets: Any, *, temperature: float) -> SumAndCount:
-    """Of two views of the same samples, a pair of embeddings (batch, dim): each view is told from all other views of
-    its micro-batch by their cosines (Chen et al., arXiv 2002.05709, equation 1). So the loss depends on the size of the
-    micro-batch; a two-tower model's does not.
+    """Return the NT-Xent loss of ``views``, two embeddings (batch, dim) of the same samples.
+
+    Each view must identify its partner among all other views of the micro-batch by cosine similarity (Chen et al.,
+    arXiv 2002.05709, equation 1). The loss therefore depends on the micro-batch size, unlike a two-tower model's.
 
     Raises:
-        ConfigError: ``views`` is no such pair.
+        ConfigError: ``views`` is not such a pair.
     """
     if not (isinstance(views, (tuple, list)) and len(views) == 2 and views[0].shape == views[1].shape):
         raise ConfigError(
-            "objective.kind = 'nt-xent': the model returned no pair of embeddings of one shape (batch, dim)",
+            "objective.kind = 'nt-xent': the model did not return a pair of embeddings of one shape (batch, dim)",
             fix="return (first, second), the embeddings of the two views of each sample",
         )
     embeddings = F.normalize(torch.cat(list(views)).float(), dim=-1)
@@ -131,15 +135,16 @@ def nt_xent(views: Any, targets: Any, *, temperature: float) -> SumAndCount:
 
 
 def contrastive(similarities: torch.Tensor, texts: torch.Tensor) -> SumAndCount:
-    """The symmetric NT-Xent: cross-entropy of telling which second view belongs to a first one, and the reverse,
-    averaged (Chen et al., arXiv 2002.05709, equation 1; between two encoders as Radford et al., arXiv 2103.00020,
-    figure 3).
+    """Return the symmetric NT-Xent loss: cross-entropy of matching first to second views and the reverse, averaged.
+
+    Sources: Chen et al., arXiv 2002.05709, equation 1; between two encoders as in Radford et al., arXiv 2103.00020,
+    figure 3.
 
     Args:
-        similarities: (groups, group, group), of each first view to each second view of its group, already divided by
-            the temperature. The log-sum-exp subtracts the largest, so that a low temperature does not overflow.
-        texts: (groups * group,): which text a pair was taken from. Where the order of the samples begins anew, a group
-            may hold one text twice; it is no negative of itself.
+        similarities: (groups, group, group), similarity of each first to each second view of its group, divided by the
+            temperature. Log-sum-exp subtracts the maximum, so a low temperature does not overflow.
+        texts: (groups * group,), the text of each pair. Across the end of an epoch a group may contain one text twice;
+            it is not used as its own negative.
     """
     groups, size, _ = similarities.shape
     text_ids = texts.view(groups, size)
@@ -153,16 +158,17 @@ def contrastive(similarities: torch.Tensor, texts: torch.Tensor) -> SumAndCount:
 
 
 def _to_fp32_pair(name: str, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in fp32, on one rank whole."""
+    """Return both in fp32, gathered if sharded."""
     outputs = outputs.full_tensor() if is_dtensor(outputs) else outputs
     _check_same_shape(name, outputs.shape, targets.shape)
     return outputs.float(), targets.float()
 
 
 def _check_same_shape(name: str, outputs: torch.Size, targets: torch.Size) -> None:
-    """torch would stretch (batch, 1) against (batch,) to (batch, batch), with a warning at most."""
+    """Raise ConfigError on different shapes, which torch would broadcast ((batch, 1) with (batch,) to (batch,
+    batch))."""
     if outputs != targets:
         raise ConfigError(
             f"the loss compares {name} of shape {tuple(outputs)} with targets of shape {tuple(targets)}",
-            fix="let the model and the data set give the same shape, or choose another objective.kind",
+            fix="make the model's outputs and the dataset's targets the same shape, or choose another objective.kind",
         )

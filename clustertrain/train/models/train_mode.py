@@ -1,4 +1,4 @@
-"""Modules that are trained while they are in evaluation mode, as a library may have handed them over."""
+"""Detection of modules that train in evaluation mode, which some libraries return."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from torch.utils.hooks import RemovableHandle
 
 
 def find_eval_mode_modules(model: nn.Module) -> list[str]:
-    """The names of the outermost modules in evaluation mode that hold parameters to train; the whole model is
-    ``""``. A frozen module is in that mode on purpose."""
+    """Return the names of the outermost modules in evaluation mode with trainable parameters; ``""`` is the model
+    itself.
+
+    Frozen modules are excluded: they are in that mode on purpose.
+    """
     return list(_outermost_eval_modules(model, ""))
 
 
@@ -26,7 +29,7 @@ def _outermost_eval_modules(module: nn.Module, name: str) -> Iterator[str]:
 
 
 def set_train_mode(model: nn.Module) -> list[str]:
-    """Put what :func:`find_eval_mode_modules` finds into training mode; returns the names."""
+    """Switch the modules of :func:`find_eval_mode_modules` to training mode; return their names."""
     names = find_eval_mode_modules(model)
     for name in names:
         model.get_submodule(name).train()
@@ -34,8 +37,11 @@ def set_train_mode(model: nn.Module) -> list[str]:
 
 
 def on_first_eval_forward(modules: Sequence[nn.Module], report: Callable[[list[str]], None]) -> None:
-    """Call ``report`` with the names that :func:`find_eval_mode_modules` finds at the first forward pass that records
-    gradients, if there are any. A script may set the mode at any time before it."""
+    """Report modules in evaluation mode at the first forward pass that records gradients.
+
+    ``report`` receives the names from :func:`find_eval_mode_modules` if there are any. The check waits for that pass
+    because a script may set the mode at any time before it.
+    """
     handles: list[RemovableHandle] = []
 
     def hook(module: nn.Module, _: Any) -> None:

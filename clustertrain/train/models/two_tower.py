@@ -1,4 +1,4 @@
-"""A contrastive model of text: two encoders learn which two passages belong together."""
+"""A contrastive text model: two encoders that learn which passages belong together."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from clustertrain.config.recipe import ModelSpec
 from clustertrain.errors import ConfigError
 from clustertrain.train.models.decoder import RotaryTable, TransformerBlock, init_transformer_parameter
 
-MAX_LOG_SCALE = math.log(100)  # Radford et al., arXiv 2103.00020, section 2.5: beyond it training is not stable
+MAX_LOG_SCALE = math.log(100)  # Radford et al., arXiv 2103.00020, section 2.5: training is unstable beyond it
 
 
 class Tower(nn.Module):
-    """Token ids (batch, length) to embeddings (batch, embedding) of length 1, in fp32: a transformer whose tokens see
-    each other in both directions, averaged over the text."""
+    """Encoder from token ids (batch, length) to fp32 unit embeddings (batch, embedding).
+
+    A bidirectional transformer, averaged over the text.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -35,19 +37,19 @@ class Tower(nn.Module):
 
 
 class TwoTower(nn.Module):
-    """Two token tensors (batch, length), first and second passages, to similarities (groups, group, group): the cosine
-    of each first to each second passage of its group, divided by the temperature.
+    """Model from two token tensors (batch, length) to similarities (groups, group, group).
 
-    The negatives of a passage are the others of its group: ``group`` neighbouring places in the global batch, inside
-    one micro-batch. With all of a micro-batch for negatives, as is usual, the loss would depend on the micro-batch and
-    on the number of ranks.
+    The similarities are the cosines of each first to each second passage of its group, divided by the temperature. The
+    negatives of a passage are the others in its group of ``group`` adjacent positions in the global batch, inside one
+    micro-batch. With the whole micro-batch as negatives, as is usual, the loss would depend on the micro-batch size and
+    the number of ranks.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
         self.first, self.second = Tower(spec), Tower(spec)
-        # One element and not a scalar, which fully_shard refuses.
+        # One element, because fully_shard rejects scalars.
         self.log_scale = nn.Parameter(torch.empty(1)) if spec.two_tower.learn_temperature else None
 
     def forward(self, first: torch.Tensor, second: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
@@ -55,22 +57,22 @@ class TwoTower(nn.Module):
         if len(first) % group:
             raise ConfigError(
                 f"a micro-batch of {len(first)} does not divide into groups of {group} (model.two_tower.group)",
-                fix="use a train.micro_batch that is a multiple of the group, and a global batch that divides",
+                fix="set train.micro_batch to a multiple of the group, and a global batch that divides evenly",
             )
         a: torch.Tensor = self.first(first, samples).unflatten(0, (-1, group))
         b: torch.Tensor = self.second(second, samples).unflatten(0, (-1, group))
-        with torch.autocast(a.device.type, enabled=False):  # it would round the embeddings to 8 bits
+        with torch.autocast(a.device.type, enabled=False):  # bf16 would round the embeddings to 8 bits of precision
             return a @ b.transpose(1, 2) * self.scale()
 
     def scale(self) -> torch.Tensor | float:
-        """One over the temperature."""
+        """Return the inverse of the temperature."""
         if self.log_scale is None:
             return 1 / self.spec.two_tower.temperature
         scale: torch.Tensor = self.log_scale.float().clamp(max=MAX_LOG_SCALE).exp()
         return scale
 
     def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """Fill the whole parameter ``name``: as the decoder's, and the scale from the temperature."""
+        """Initialize the full parameter ``name``: the scale from the temperature, others as in the decoder."""
         if name == "log_scale":
             tensor.fill_(self.spec.two_tower.log_scale)
         else:

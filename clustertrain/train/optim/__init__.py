@@ -1,1 +1,1 @@
-"""Optimizers under every layout: parameter groups, what is frozen, and whose update needs whole parameters."""
+"""Optimizers under every layout: parameter groups, freezing, and updates that need full parameters."""

@@ -1,5 +1,4 @@
-"""torchao's 8-bit AdamW with its state as plain tensors, which checkpoints can hold, and its rate as a number, which
-schedules can set."""
+"""torchao's 8-bit AdamW with plain tensors as state, for checkpoints, and a float learning rate, for schedules."""
 
 from __future__ import annotations
 
@@ -16,15 +15,18 @@ _CODES, _SCALE = "codes", "scale"
 
 
 class AdamW8bit(_AdamW8bit):
-    """A moment of a parameter of at least 4096 elements that divide into blocks of 256 is ``{"codes", "scale"}``: uint8
-    in the parameter's shape, and one fp32 number a block. Others are fp32."""
+    """AdamW with 8-bit moments.
+
+    A moment of a parameter with at least 4096 elements, divisible into blocks of 256, is ``{"codes", "scale"}``: uint8
+    in the parameter's shape and one fp32 scale per block. Other moments are fp32.
+    """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         self.param_groups[-1]["lr"] = float(self.param_groups[-1]["lr"])
 
     def step(self, closure: Any = None) -> Any:
-        # torch.compile takes 20 s for the update of each shape, and on the CPU gains nothing by it.
+        # torch.compile takes 20 s per parameter shape and gains nothing on the CPU.
         on_cpu = all(p.device.type == "cpu" for g in self.param_groups for p in g["params"])
         with self._torchao_state(), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
             return super().step(closure)  # type: ignore[no-untyped-call]
@@ -51,10 +53,10 @@ class AdamW8bit(_AdamW8bit):
         super().load_state_dict(state_dict)
         for state in self.state.values():
             for name in _SIGNED:
-                if isinstance(state.get(name), dict):  # torch has cast all to the parameter's type
+                if isinstance(state.get(name), dict):  # torch has cast the state to the parameter's dtype
                     state[name][_CODES] = state[name][_CODES].to(torch.uint8)
 
 
 def _to_torchao_state(moment: dict[str, torch.Tensor], signed: bool, p: torch.Tensor) -> OptimState8bit:
-    template = OptimState8bit.zeros((1,), signed, 1, p.device, p.dtype)  # for its table of values
+    template = OptimState8bit.zeros((1,), signed, 1, p.device, p.dtype)  # provides the quantization map
     return OptimState8bit(moment[_CODES], moment[_SCALE], template.qmap, signed, dtype=p.dtype)

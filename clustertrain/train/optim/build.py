@@ -1,4 +1,4 @@
-"""An optimizer that fits the layout, from a class or from the name that a recipe has for it."""
+"""Construction of an optimizer for the layout, from a class or a recipe's name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from clustertrain.train.optim.param_info import ParamTable
 from clustertrain.train.optim.unsharded_update import UnshardedOptimizer
 from clustertrain.train.optim.wrapper import OptimizerFactory, OptimizerPair
 
-DEFAULT_WEIGHT_DECAY = 0.1  # of optimizers that are asked for by name
+DEFAULT_WEIGHT_DECAY = 0.1  # for optimizers built by name
 
 
 def build_optimizer(
@@ -33,14 +33,15 @@ def build_optimizer(
     context: RankContext,
     groups: ProcessGroups,
 ) -> torch.optim.Optimizer:
-    """Collective where the layout shards parameters.
+    """Build an optimizer that fits the layout. Collective where the layout shards parameters.
 
     Args:
-        what: a class, or a name of ``OptimizerName``.
-        params: parameters or groups; None: all that are trained, for a name in groups by weight decay.
+        cls_or_name: a class, or a name of ``OptimizerName``.
+        params: parameters or groups; None means all trainable ones, grouped by weight decay for a name.
+        options: keyword arguments of the optimizer.
 
     Raises:
-        ConfigError: an unknown name; a pair's groups without ``matrices``, or a model that has none.
+        ConfigError: the name is unknown, or for a matrix optimizer the groups lack ``matrices`` or the model has none.
         UnsuitableEnvironment: a package is missing.
     """
     is_pair = isinstance(cls_or_name, str) and registry.get_entry(cls_or_name).matrices_only
@@ -53,7 +54,7 @@ def build_optimizer(
     param_groups = _as_param_groups(params)
     if isinstance(cls_or_name, str):
         param_groups = [{**group, OPTIMIZER_KEY: cls_or_name} for group in param_groups]
-    has_explicit_lr = ["lr" in group for group in param_groups]  # the optimizer writes into them
+    has_explicit_lr = ["lr" in group for group in param_groups]  # read before the optimizer adds its default
     needs_unsharded = registry.needs_unsharded_params(cls)
     sharded = groups.mesh is not None and (context.layout.is_fully_sharded or context.layout.tp > 1)
     shard_group = (
@@ -83,7 +84,7 @@ def build_optimizer(
 
 
 def _as_param_groups(params: Any) -> list[dict[str, Any]]:
-    """``params`` as groups. Raises ConfigError: there is none on this rank."""
+    """Return ``params`` as parameter groups; raise ConfigError if this rank has no parameters."""
     entries: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
     groups: list[dict[str, Any]] = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
     param_groups = [
@@ -92,7 +93,7 @@ def _as_param_groups(params: Any) -> list[dict[str, Any]]:
     if not any(group["params"] for group in param_groups):
         raise ConfigError(
             "the optimizer has nothing to train on this rank",
-            fix="let each pipeline stage have something that is not frozen: parallel.split, or a smaller pp",
+            fix="give each pipeline stage trainable parameters: set parallel.split, or lower pp",
         )
     return param_groups
 
@@ -104,12 +105,12 @@ def _build_unsharded(groups: list[dict[str, Any]], make: OptimizerFactory, group
 def _check_pair(name: str, groups: list[dict[str, Any]], param_table: ParamTable) -> None:
     if not all(MATRICES in group for group in groups):
         raise ConfigError(
-            f"optimizer {name!r} is for hidden matrices, with AdamW for the rest, and the groups do not say which are "
-            f"which ({MATRICES!r})",
-            fix=f"leave params out, or take them from session.parameter_groups({name!r}, ...)",
+            f"optimizer {name!r} trains hidden matrices and AdamW the rest, but the groups lack the key that tells "
+            f"them apart ({MATRICES!r})",
+            fix=f"leave params out, or get them from session.parameter_groups({name!r}, ...)",
         )
     if not any(info.hidden for info in param_table.by_name.values()):
         raise ConfigError(
-            f"optimizer {name!r} is for the matrices of hidden layers, and the model has none",
-            fix="use another one: adamw, or sgd for a convolutional network",
+            f"optimizer {name!r} trains the matrices of hidden layers, and the model has none",
+            fix="use another optimizer: adamw, or sgd for a convolutional network",
         )

@@ -1,5 +1,8 @@
-"""The learning rate of a run. All kinds are pure functions of the step (:mod:`clustertrain.plan.lr_schedule`), so that
-a resume at any step continues them, but for ``plateau``, whose state is in the checkpoint."""
+"""The learning rate of a run.
+
+All schedules are pure functions of the step (:mod:`clustertrain.plan.lr_schedule`), so a resume at any step continues
+them, except ``plateau``, whose state is in the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,33 @@ from clustertrain.config.schedule import ScheduleSpec
 from clustertrain.errors import UsageError
 from clustertrain.plan import lr_schedule
 
-LR_SCALE = "lr_scale"  # in a parameter group: what its rate is multiplied by
+LR_SCALE = "lr_scale"  # key in a parameter group: factor of its learning rate
 
 
 class LearningRate:
-    """Put it into the state of ``session.steps``, and :meth:`apply` it once an optimizer step."""
+    """Learning-rate schedule; put it into the state of ``session.steps`` and call :meth:`apply` once per optimizer
+    step."""
 
     def __init__(self, spec: ScheduleSpec, *, peak: float, total: int, higher_is_better: bool = False) -> None:
-        """``total``: optimizer steps of the whole run; ``higher_is_better``: of what :meth:`observe` is given."""
+        """Create the schedule for a run of ``total`` optimizer steps.
+
+        Args:
+            higher_is_better: direction of the metric passed to :meth:`observe`.
+        """
         self._spec = spec
         self._peak = peak
         self._total = total
         self._sign = -1.0 if higher_is_better else 1.0
         self._factor = 1.0
-        self._best = math.inf  # the lower the better
+        self._best = math.inf  # lower is better
         self._bad_evals = 0
 
     def at(self, step: int) -> float:
-        """The rate of optimizer step number ``step``, 1 to the total."""
+        """Return the learning rate of optimizer step ``step``, from 1 to the total."""
         return lr_schedule.lr_at_step(self._spec, step, self._total, peak=self._peak, plateau_factor=self._factor)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set the rate of step number ``step`` in all groups, times their ``lr_scale``; returns it without that."""
+        """Set the rate of ``step`` in all groups, times their ``lr_scale``; return it without that factor."""
         rate = self.at(step)
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get(LR_SCALE, 1.0)
@@ -42,23 +50,24 @@ class LearningRate:
 
     @property
     def is_metric_driven(self) -> bool:
+        """Whether the schedule depends on validation results."""
         return self._spec.kind == "plateau"
 
     def observe(self, value: float) -> None:
-        """Tell the result of an evaluation, the same on all ranks. Only ``plateau`` listens.
+        """Record an evaluation result, which must be the same on all ranks. Only ``plateau`` uses it.
 
         Raises:
-            UsageError: it is not finite.
+            UsageError: the value is NaN or Inf.
         """
         if not self.is_metric_driven:
             return
         if not math.isfinite(value):
             raise UsageError(
                 f"schedule.kind = 'plateau': the validation metric is {value}",
-                fix="see why the evaluation gives no number; a schedule cannot follow it",
+                fix="find out why the evaluation returns NaN or Inf; a schedule cannot follow it",
             )
         signed_value = self._sign * value
-        # As torch's ReduceLROnPlateau with threshold_mode "rel", but right for values below 0 too.
+        # Like torch's ReduceLROnPlateau with threshold_mode "rel", but also correct for negative values.
         if signed_value < self._best - self._spec.threshold * abs(self._best) or math.isinf(self._best):
             self._best, self._bad_evals = signed_value, 0
             return

@@ -1,4 +1,4 @@
-"""Parameter groups: weight decay where it belongs, rates by depth and by module."""
+"""Parameter groups by weight decay, depth and module."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from clustertrain.checkpoint.core.state_dict import clean_fqn, model_parts
 from clustertrain.train.optim.lr_schedule import LR_SCALE
 from clustertrain.train.optim.param_info import ParamTable, build_param_table
 
-MATRICES = "matrices"  # in a group of a pair of optimizers: whether it is the first one's
-LABEL = "group"  # in a group: what it is called in the log
+MATRICES = "matrices"  # key in a group of an optimizer pair: whether it belongs to the matrix optimizer
+LABEL = "group"  # key in a group: its name in the log
 
 
 def parameter_groups(
@@ -25,17 +25,17 @@ def parameter_groups(
     lr_scale: Mapping[str, float] | None = None,
     split_hidden: bool = False,
 ) -> list[dict[str, Any]]:
-    """The parameters of ``model`` that are trained on this rank, in groups of the same decay and rate.
+    """Return the trainable parameters of ``model`` on this rank, grouped by weight decay and learning-rate factor.
 
     Args:
-        known: what :func:`~clustertrain.train.optim.param_info.build_param_table` said of the whole model.
-        weight_decay: of matrices; norms, biases, embeddings and single numbers go without.
-        layer_decay: the rate of a layer is that of the one above it times this; the head has 1.
-        lr_scale: by pattern of module names what the rate is multiplied by; of several that fit the last one counts.
-        hidden_apart: mark groups with ``matrices``, true for those of hidden matrices.
+        param_table: result of :func:`~clustertrain.train.optim.param_info.build_param_table` for the whole model.
+        weight_decay: of matrices; norms, biases, embeddings and scalars have none.
+        layer_decay: factor of a layer's rate relative to the layer above; the head has 1.
+        lr_scale: factors of the rate by pattern of module names; the last matching one counts.
+        split_hidden: add the key ``matrices``, true for groups of hidden matrices.
 
     Raises:
-        ConfigError: a pattern that fits nothing; ``layer_decay`` of a model whose layers cannot be told.
+        ConfigError: a pattern matches nothing, or ``layer_decay`` is set for a model with unknown layers.
     """
     param_table.check_layer_decay(layer_decay)
     factors: dict[str, float] = {}
@@ -60,7 +60,7 @@ def parameter_groups(
 
 
 def groups_for_unsharded(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Of a model that no layout has taken apart."""
+    """Return the groups of a model that is not parallelized."""
     return parameter_groups(model, build_param_table(model), weight_decay=weight_decay)
 
 
@@ -70,13 +70,15 @@ def _label(hidden: bool, decays: bool, scale: float) -> str:
 
 
 def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """This rank's parameters that are not frozen, each with its name in the whole model. Two stages of one rank may
-    each have a copy of what is tied, under one name."""
+    """Return this rank's trainable parameters with their names in the whole model.
+
+    Two pipeline stages of one rank may each hold a copy of a tied parameter, under one name.
+    """
     return [(clean_fqn(n), p) for part in model_parts(model) for n, p in part.named_parameters() if p.requires_grad]
 
 
 def groups_for_event(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Its groups as the event ``optimizer`` has them."""
+    """Return a summary of the optimizer's groups for the event ``optimizer``."""
     return [
         {
             "group": group.get(LABEL, str(i)),

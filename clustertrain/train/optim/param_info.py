@@ -1,5 +1,4 @@
-"""What is to be known of each parameter before a layout takes the model apart: whether it decays, how deep it lies,
-which modules it is in."""
+"""Facts about each parameter, collected before the layout splits the model: weight decay, depth and modules."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from clustertrain.errors import ConfigError
 from clustertrain.train.distributed import data_parallel, pipeline_stages
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-# By module type and not by name: a norm is a norm whatever it is called.
+# By type rather than name, so that any name of a norm layer works.
 _NORMS = (
     nn.LayerNorm,
     nn.RMSNorm,
@@ -26,29 +25,32 @@ _NORMS = (
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """``modules``: the names of those that hold it themselves, several where it is shared. ``hidden``: a matrix of a
-    layer, neither table nor head. ``depth``: how many layers lie above, 0 for the head; None where that is not known.
-    """
+    """Facts about a parameter."""
 
     modules: tuple[str, ...]
+    """Names of the modules that hold it directly; several if it is shared."""
     decays: bool
+    """Whether weight decay applies."""
     hidden: bool
+    """Whether it is a matrix of a layer, neither embedding nor head."""
     depth: int | None
+    """Number of layers above it, 0 for the head; None if unknown."""
 
 
 @dataclass(frozen=True)
 class ParamTable:
-    """``by_name`` has every name of every parameter of the whole model; ``no_depth_reason`` says why no depth is
-    known."""
+    """Facts about all parameters of a model."""
 
     by_name: Mapping[str, ParamInfo]
+    """Facts by parameter name of the whole model; a shared parameter appears under each name."""
     no_depth_reason: str = ""
+    """Why no depth is known; empty if it is."""
 
     def match_names(self, pattern: str, key: str) -> list[str]:
-        """Names of the parameters in the modules whose names fit ``pattern``, and in all that these contain.
+        """Return the names of parameters in modules that match ``pattern``, including their submodules.
 
         Raises:
-            ConfigError: there is none; ``key`` is what the pattern stands in.
+            ConfigError: there are none. The message names ``key``, the recipe key of the pattern.
         """
         names = [n for n, d in self.by_name.items() if any(matches(pattern, m) for m in d.modules)]
         if not names:
@@ -59,16 +61,16 @@ class ParamTable:
         return names
 
     def check_layer_decay(self, layer_decay: float) -> None:
-        """Raises ConfigError where rates are to go by a depth that is not known."""
+        """Raise ConfigError if ``layer_decay`` is not 1 and depths are unknown."""
         if layer_decay != 1.0 and self.no_depth_reason:
             raise ConfigError(
                 f"optim.layer_decay = {layer_decay:g}: {self.no_depth_reason}",
-                fix="declare pipeline_units, the names of its parts in the order of execution, or use optim.lr_scale",
+                fix="declare pipeline_units, the names of its parts in execution order, or use optim.lr_scale",
             )
 
 
 def build_param_table(model: nn.Module) -> ParamTable:
-    """Of the whole ``model``, before it is parallelised."""
+    """Collect the facts of the whole ``model``, before it is parallelized."""
     model = unwrap(model)
     holders: dict[int, list[tuple[str, str, nn.Module]]] = {}
     names: dict[int, list[str]] = {}
@@ -90,7 +92,10 @@ def build_param_table(model: nn.Module) -> ParamTable:
 
 
 def _is_decay_exempt(name: str, module: nn.Module) -> bool:
-    """Norms, biases, embeddings. A norm that is no class of torch's is told by its class's name."""
+    """Return whether the parameter belongs to a norm or embedding or is a bias.
+
+    A norm that is not one of torch's classes is recognized by its class name.
+    """
     # torch's recurrent layers have bias_ih_l0, its attention bias_k and in_proj_bias.
     if isinstance(module, (*_EMBEDDINGS, *_NORMS)) or "bias" in name.split("_"):
         return True
@@ -99,7 +104,8 @@ def _is_decay_exempt(name: str, module: nn.Module) -> bool:
 
 
 def _hidden_matrix_ids(model: nn.Module) -> set[int]:
-    """id() of the matrices in the repeated layers; without such layers of all matrices but the last one, the head."""
+    """Return the id() of each matrix in the repeated layers; without such layers, of all matrices but the last, the
+    head."""
     layers = [m for _, m in data_parallel.repeated_layers(model)]
     embedding_ids = {id(p) for m in model.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters(recurse=False)}
     candidates = [p for layer in layers for p in layer.parameters()] if layers else list(model.parameters())
@@ -111,7 +117,7 @@ def _hidden_matrix_ids(model: nn.Module) -> set[int]:
 
 
 def _layer_depths(model: nn.Module) -> tuple[dict[str, int] | None, str]:
-    """By parameter name how many layers lie above it, or why that is not known."""
+    """Return the number of layers above each parameter by name, or None and the reason why it is unknown."""
     cleaned = [(clean_fqn(n), n) for n, _ in model.named_parameters(remove_duplicate=False)]
     order = [n for n, _ in cleaned]
     if isinstance(model, nn.Sequential) or hasattr(model, "pipeline_units"):
@@ -123,7 +129,7 @@ def _layer_depths(model: nn.Module) -> tuple[dict[str, int] | None, str]:
         names_by_unit = [names for names in names_by_unit if names]
         depths: dict[str, int] = {}
         for depth, names in enumerate(reversed(names_by_unit)):
-            depths.update(dict.fromkeys(names, depth))  # what is in several units counts for the deepest
+            depths.update(dict.fromkeys(names, depth))  # a parameter in several units gets the greatest depth
         return depths, ""
     towers = _find_towers(model)
     if not towers:
@@ -138,8 +144,11 @@ def _layer_depths(model: nn.Module) -> tuple[dict[str, int] | None, str]:
 
 
 def _find_towers(model: nn.Module) -> list[tuple[str, list[str]]]:
-    """Where layers lie one above the other: (what all names in it begin with, names of the layers). Lists of layers
-    follow each other in the order of registration, but stand side by side in modules of one class, as two towers."""
+    """Return stacks of layers as (common name prefix, names of the layers).
+
+    Lists of layers form one stack in order of registration, unless they are in separate modules of one class, such as
+    two towers.
+    """
     lists: dict[str, list[str]] = {}
     for name, layer in data_parallel.repeated_layers(model):
         if any(True for _ in layer.parameters()):
@@ -160,7 +169,8 @@ def _find_tower(name: str, towers: Sequence[tuple[str, list[str]]]) -> list[str]
 
 
 def _depth_in_tower(layers: list[str], name: str, order: list[str], is_embedding: bool) -> int:
-    """The top layer has 1; what comes after it, the head, 0; what comes before a layer one more than that layer."""
+    """Return 1 for the top layer, 0 after it (the head), and one more than the next layer for a parameter before a
+    layer."""
     for depth, layer in enumerate(reversed(layers), start=1):
         if name.startswith(f"{layer}."):
             return depth
@@ -179,14 +189,16 @@ def _depth_in_tower(layers: list[str], name: str, order: list[str], is_embedding
 def freeze(
     model: nn.Module, param_table: ParamTable, patterns: Sequence[str], unfreeze_steps: Mapping[str, int]
 ) -> None:
-    """Take what ``patterns`` name out of training, but for what is thawed later. Before the layout, which reduces no
-    gradients and keeps no optimizer state of what is frozen.
+    """Freeze the parameters that match ``patterns``, except those that unfreeze later.
+
+    Call it before parallelizing: the layout then reduces no gradients and keeps no optimizer state for frozen
+    parameters.
 
     Args:
-        later: names of parameters that :func:`find_unfreeze_steps` found.
+        unfreeze_steps: result of :func:`find_unfreeze_steps`.
 
     Raises:
-        ConfigError: a pattern that fits nothing, or nothing is left to train.
+        ConfigError: a pattern matches nothing, or nothing is left to train.
     """
     by_name = dict(unwrap(model).named_parameters(remove_duplicate=False))
     by_name = {clean_fqn(n): p for n, p in by_name.items()}
@@ -195,14 +207,14 @@ def freeze(
             if name not in unfreeze_steps:
                 by_name[name].requires_grad_(False)
     if patterns and not any(p.requires_grad for p in by_name.values()):
-        raise ConfigError("optim.freeze: nothing is left to train", fix="leave a module out of it")
+        raise ConfigError("optim.freeze: nothing is left to train", fix="remove a module from it")
 
 
 def find_unfreeze_steps(param_table: ParamTable, schedule: Iterable[tuple[int, Sequence[str]]]) -> dict[str, int]:
-    """By parameter name the first optimizer step, counted from 1, that trains it; of several the earliest.
+    """Return the first optimizer step, counted from 1, that trains each parameter, by name; the earliest entry counts.
 
     Raises:
-        ConfigError: a pattern that fits nothing.
+        ConfigError: a pattern matches nothing.
     """
     first_steps: dict[str, int] = {}
     for step, patterns in schedule:

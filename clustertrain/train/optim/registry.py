@@ -1,4 +1,4 @@
-"""The optimizers of the ``[optim]`` table: which class, with which options, and what it needs of a layout."""
+"""Optimizers of the ``[optim]`` table: class, options and layout requirements."""
 
 from __future__ import annotations
 
@@ -21,17 +21,23 @@ OptimizerConstructor = Callable[..., torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """``needs_unsharded``: its update needs whole parameters, not shards. ``matrices_only``: it is for the hidden
-    matrices alone, the rest goes to AdamW. ``extra``: what to install where its package is not there."""
+    """Import path and requirements of an optimizer."""
 
     module: str
     name: str
     needs_unsharded: bool = False
+    """Whether its update needs full parameters rather than shards."""
     matrices_only: bool = False
+    """Whether it applies only to hidden matrices; AdamW trains the rest."""
     extra: str = ""
+    """The extra of this package that installs it."""
 
     def load(self) -> OptimizerClass:
-        """Raises UnsuitableEnvironment where its package is not installed."""
+        """Import the class.
+
+        Raises:
+            UnsuitableEnvironment: its package is not installed.
+        """
         try:
             cls: OptimizerClass = getattr(importlib.import_module(self.module), self.name)
         except ImportError as e:
@@ -60,14 +66,14 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerEntry] = {
 
 
 def get_entry(name: str) -> OptimizerEntry:
-    """Raises ConfigError for a name that is in no recipe."""
+    """Return the entry of ``name``; raise ConfigError if it is unknown."""
     if name not in OPTIMIZERS:
-        raise ConfigError(f"optimizer {name!r} is not known", fix=did_you_mean(name, list(get_args(OptimizerName))))
+        raise ConfigError(f"optimizer {name!r} is unknown", fix=did_you_mean(name, list(get_args(OptimizerName))))
     return OPTIMIZERS[name]  # type: ignore[index]
 
 
 def needs_unsharded_params(cls: OptimizerClass) -> bool:
-    """Whether ``cls`` is one of those above whose update needs whole parameters, or made of one."""
+    """Return whether ``cls`` is, or derives from, an optimizer of the registry that needs full parameters."""
     names = {k.name for k in OPTIMIZERS.values() if k.needs_unsharded}
     return any(
         base.__name__ in names and base.__module__.partition(".")[0] in ("torch", "torchao", "pytorch_optimizer")
@@ -76,7 +82,7 @@ def needs_unsharded_params(cls: OptimizerClass) -> bool:
 
 
 def build_options(spec: OptimSpec, *, is_text: bool, device: torch.device) -> dict[str, Any]:
-    """Of ``spec.name``, besides weight decay, which the groups have."""
+    """Return the keyword arguments of the optimizer ``spec.name``, except weight decay, which is set per group."""
     fused = device.type == "cuda"
     kernels: dict[str, Any] = {"fused": fused, "foreach": None if fused else True}
     common: dict[str, Any] = {"lr": spec.lr}
@@ -85,13 +91,13 @@ def build_options(spec: OptimSpec, *, is_text: bool, device: torch.device) -> di
     by_name: Mapping[OptimizerName, dict[str, Any]] = {
         "adamw": {**adam, **kernels},
         "adam": {**adam, **kernels},
-        # The fused one wants momentum of all in a group or of none, and what is thawed has none yet.
+        # Fused SGD needs momentum for all or none of a group, and parameters just unfrozen have none.
         "sgd": {**momentum, "nesterov": spec.nesterov, **({"foreach": True} if spec.unfreeze else kernels)},
         "adafactor": common,
         "lion": {**common, "betas": adam["betas"]},
         "lamb": adam,
         "lars": momentum,
-        # Moonshot's factor gives its steps the size of AdamW's (arXiv 2502.16982, section 2.2): one rate for both.
+        # Moonshot's factor makes updates as large as AdamW's (arXiv 2502.16982, section 2.2), so one rate serves both.
         "muon": {**adam, **momentum, **kernels, "adjust_lr_fn": "match_rms_adamw"},
         "soap": adam,
         "shampoo": {**adam, **kernels},
@@ -101,7 +107,7 @@ def build_options(spec: OptimSpec, *, is_text: bool, device: torch.device) -> di
 
 
 def accepted_options(cls: OptimizerClass, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options that ``cls`` takes by name."""
+    """Return the options that ``cls`` accepts by name."""
     accepted = inspect.signature(cls).parameters
     return {k: v for k, v in options.items() if k in accepted}
 
@@ -109,18 +115,18 @@ def accepted_options(cls: OptimizerClass, options: Mapping[str, Any]) -> dict[st
 def split_pair_options(
     matrix_cls: OptimizerClass, options: Mapping[str, Any]
 ) -> tuple[OptimizerConstructor, OptimizerConstructor]:
-    """What makes the two optimizers of a pair, AdamW the second one, from options that are for both.
+    """Return the constructors of a pair, the matrix optimizer and AdamW, from options for both.
 
     Raises:
-        ConfigError: one that neither takes.
+        ConfigError: neither accepts an option.
     """
     matrix_options, adamw_options = accepted_options(matrix_cls, options), accepted_options(torch.optim.AdamW, options)
     unknown = sorted(options.keys() - matrix_options.keys() - adamw_options.keys())
     if unknown:
         raise ConfigError(
-            f"{matrix_cls.__name__} with AdamW takes no {unknown[0]}",
+            f"{matrix_cls.__name__} with AdamW has no option {unknown[0]!r}",
             fix=did_you_mean(unknown[0], [*matrix_options, *adamw_options]),
         )
-    # AdamW's small constant is for its own denominator; that of a matrix iteration is for a norm.
+    # AdamW's eps is for its denominator; a matrix iteration's eps is for a norm and has another scale.
     matrix_options.pop("eps", None)
     return functools.partial(matrix_cls, **matrix_options), functools.partial(torch.optim.AdamW, **adamw_options)

@@ -1,9 +1,9 @@
-"""Updates that need whole parameters, for parameters that lie in shards.
+"""Updates that need full parameters, for sharded parameters.
 
-Norms of a parameter, factored moments, matrices and 8-bit blocks are another thing on a shard than on the whole. So
-each parameter has an owner among the ranks that share it: the owner gets its gradient and its value from all of them,
-has its optimizer state alone, updates it, and sends everybody's part back. Two all-to-all exchanges a step, which
-together move twice what the gradients' reduction does; the state is as evenly spread as whole parameters allow.
+Norms, factored moments, matrices and 8-bit blocks of a shard differ from those of the full parameter. Each parameter
+therefore has an owner among the ranks that share it. The owner gathers its gradient and value, holds its optimizer
+state, updates it, and sends each rank its shard. The two all-to-all exchanges per step move twice the data of the
+gradient reduction; the state is spread as evenly as full parameters allow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from clustertrain.train.optim.wrapper import CompositeOptimizer, OptimizerFactor
 
 
 class ShardSlice(NamedTuple):
-    """Where a rank's part lies in a parameter."""
+    """Position of a rank's shard in a parameter."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class ShardSlice(NamedTuple):
 
 
 def assign_owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The owner of each parameter: the largest first, each to the rank that has least so far."""
+    """Return the owner of each parameter: largest first, each to the rank with the least so far."""
     load = [0] * ranks
     owners = [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -44,7 +44,7 @@ def assign_owners(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 def _placeholder(p: torch.Tensor) -> torch.Tensor:
-    """A tensor of that shape and type with one element's memory."""
+    """Return a tensor of the parameter's shape and dtype that uses the memory of one element."""
     return torch.zeros((), dtype=p.dtype, device=_local_shard(p).device).expand(p.shape)
 
 
@@ -53,15 +53,17 @@ def _local_shard(value: Any) -> torch.Tensor:
 
 
 class UnshardedOptimizer(CompositeOptimizer):
-    """An optimizer over whole parameters, each on its owner. All ranks of ``group`` step together, and must agree on
-    which parameters have a gradient, as ``fully_shard`` itself needs."""
+    """An optimizer over full parameters, each on its owner.
+
+    All ranks of ``group`` step together and must agree on which parameters have gradients, as ``fully_shard`` requires.
+    """
 
     def __init__(self, groups: ParamGroups, make: OptimizerFactory, group: dist.ProcessGroup | None) -> None:
-        """Collective.
+        """Assign owners. Collective.
 
         Args:
-            make: called with the groups of this rank's whole parameters, some of them empty.
-            group: the ranks that share the parameters; None: this one alone.
+            make: builds the optimizer from groups of this rank's full parameters; some may be empty.
+            group: ranks that share the parameters; None means only this one.
         """
         super().__init__(groups)
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
@@ -88,7 +90,7 @@ class UnshardedOptimizer(CompositeOptimizer):
         self._add_inner(make(inner_groups), range(len(self.param_groups)))
 
     def _gather_slices(self) -> list[list[ShardSlice]]:
-        """By rank and parameter."""
+        """Return the slice of each parameter on each rank, by rank."""
         local_slices = []
         for p in self._params:
             local_block = to_local_shard("", "optimizer", p)
@@ -124,7 +126,7 @@ class UnshardedOptimizer(CompositeOptimizer):
                     self._full_params[i].data, self._full_params[i].grad = _placeholder(self._params[i]), None
 
     def _gather(self, indices: list[int], shards: list[torch.Tensor], dtype: torch.dtype) -> dict[int, torch.Tensor]:
-        """The whole tensors that this rank owns of those number ``indices``, of which it has the parts ``shards``."""
+        """Return the full tensors that this rank owns among ``indices``, gathered from all ranks' ``shards``."""
         shard_by_index = dict(zip(indices, shards, strict=True))
         send_indices = [
             [i for i in indices if self._owners[i] == r and self._rank in self._senders[i]] for r in range(self._ranks)
@@ -146,7 +148,7 @@ class UnshardedOptimizer(CompositeOptimizer):
         return full
 
     def _scatter(self, indices: list[int], dtype: torch.dtype) -> None:
-        """Everybody's part of the whole parameters number ``indices``."""
+        """Send each rank its shard of the full parameters ``indices``."""
         local_slices = self._rank_slices[self._rank]
         owned = [i for i in indices if i in self._full_params]
         recv_indices = [[i for i in indices if self._owners[i] == r] for r in range(self._ranks)]
@@ -162,7 +164,7 @@ class UnshardedOptimizer(CompositeOptimizer):
     def _all_to_all(
         self, outgoing: list[list[torch.Tensor]], expected: list[list[ShardSlice]], dtype: torch.dtype
     ) -> list[list[torch.Tensor]]:
-        """Send the tensors ``outgoing[r]`` to rank r; returns those that each rank sends, flat."""
+        """Send the tensors ``outgoing[r]`` to rank r; return those received from each rank, flattened."""
         if self._group is None:
             return [[t.reshape(-1) for t in outgoing[0]]]
         device = _local_shard(self._params[0]).device
@@ -178,7 +180,7 @@ class UnshardedOptimizer(CompositeOptimizer):
 
 
 def _local_gradient(p: torch.Tensor) -> torch.Tensor:
-    """This rank's part of it, where its part of the parameter lies."""
+    """Return this rank's shard of the gradient, placed like the parameter."""
     grad: Any = p.grad
     if is_dtensor(grad) and grad.placements != p.placements:  # type: ignore[attr-defined]
         grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
@@ -186,7 +188,7 @@ def _local_gradient(p: torch.Tensor) -> torch.Tensor:
 
 
 def _find_senders(slices: Sequence[ShardSlice]) -> list[int]:
-    """The ranks whose pieces make the whole: of equal ones the first."""
+    """Return the ranks whose shards make up the parameter; of equal shards the first rank's."""
     first_rank: dict[ShardSlice, int] = {}
     for rank, shard_slice in enumerate(slices):
         if shard_slice.numel:

@@ -1,4 +1,4 @@
-"""Optimizers made of others: what they have in common, and the pair of one for matrices and one for the rest."""
+"""Optimizers composed of others: their common base, and a pair for matrices and the rest."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ OptimizerFactory = Callable[[ParamGroups], torch.optim.Optimizer]
 
 
 class CompositeOptimizer(torch.optim.Optimizer):
-    """Its groups are what callers see and change; each has a twin in one of the optimizers inside, which gets the
-    options before a step and gives back what it counts after it. The state is inside: it goes into checkpoints through
-    ``inner_optimizers``, since a ``state_dict`` of this rank alone would hold some of the parameters only."""
+    """Base of optimizers that delegate to inner ones.
+
+    Callers see and change its groups. Each has a counterpart in an inner optimizer, which receives the options before a
+    step and returns its counters after it. The inner optimizers hold the state, and ``inner_optimizers`` exposes it to
+    checkpoints; a ``state_dict`` of this rank would cover only some of the parameters.
+    """
 
     def __init__(self, groups: ParamGroups) -> None:
         self._inner: list[tuple[torch.optim.Optimizer, list[int]]] = []
         super().__init__(groups, {})
 
     def _add_inner(self, optimizer: torch.optim.Optimizer, group_indices: Sequence[int]) -> None:
-        """``optimizer`` has the twins of the groups number ``group_indices``."""
+        """Add ``optimizer``, whose groups correspond to the groups ``group_indices``."""
         self._inner.append((optimizer, list(group_indices)))
         self._pull_options()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._inner:
-            raise UsageError("this optimizer takes no further groups", fix="give it all of them when it is made")
+            raise UsageError("this optimizer accepts no further groups", fix="pass all groups when building it")
         super().add_param_group(param_group)
 
     def _push_options(self) -> None:
@@ -46,7 +49,7 @@ class CompositeOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
-            raise UsageError("this optimizer takes no closure", fix="call backward() before step()")
+            raise UsageError("this optimizer accepts no closure", fix="call backward() before step()")
         self._push_options()
         self._update()
         self._pull_options()
@@ -56,13 +59,13 @@ class CompositeOptimizer(torch.optim.Optimizer):
             optimizer.step()
 
     def inner_optimizers(self) -> list[WrappedOptimizer]:
-        """What has the state, for checkpoints."""
+        """Return the optimizers that hold the state, for checkpoints."""
         return [inner for optimizer, _ in self._inner for inner in inner_optimizers(optimizer)]
 
     def state_dict(self) -> NoReturn:
         raise UsageError(
             f"{type(self).__name__} has no state_dict: its state is spread over the ranks",
-            fix="put the optimizer itself into the state of session.steps",
+            fix="pass the optimizer itself in the state of session.steps",
         )
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
@@ -70,12 +73,12 @@ class CompositeOptimizer(torch.optim.Optimizer):
 
 
 class OptimizerPair(CompositeOptimizer):
-    """One optimizer for the groups that say ``marked``, another one for those that do not."""
+    """One optimizer for the groups whose key ``marked`` is true, another for the rest."""
 
     def __init__(
         self, groups: ParamGroups, *, marked: str, first: OptimizerFactory, rest: OptimizerFactory, **defaults: Any
     ) -> None:
-        """``defaults``: options that a group has where it says nothing."""
+        """Build both optimizers; ``defaults`` are options of groups that lack them."""
         super().__init__([{**defaults, **group} for group in groups])
         for factory, is_marked in ((first, True), (rest, False)):
             group_indices = [i for i, group in enumerate(self.param_groups) if bool(group.get(marked)) == is_marked]

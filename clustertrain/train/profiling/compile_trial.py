@@ -1,5 +1,4 @@
-"""Whether compiling the layers is worth it, found out before the first step: what a pass takes before and after, and
-the layers as they were where the compiler fails."""
+"""Trial of compilation before the first step: times passes before and after, and falls back to eager if it fails."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from clustertrain.train.distributed.data_parallel import repeated_layers
 
 log = logging.getLogger(__name__)
 
-TIMED_PASSES = 2  # passes, of which the quicker counts
+TIMED_PASSES = 2  # the fastest counts
 
 
 def run_compile_trial(
@@ -32,11 +31,11 @@ def run_compile_trial(
     ranks: Ranks,
     emit_event: Callable[..., None],
 ) -> None:
-    """Make ``run_passes``, the forward and backward passes of one step, with the layers as they are written and then
-    compiled, and leave them compiled; where any rank's compiler fails, as they are written. Collective.
+    """Run ``run_passes``, the forward and backward passes of one step, eagerly and then compiled; leave the layers
+    compiled.
 
-    Nothing is learned: gradients are thrown away, buffers and generators get back what they had. So a run that resumes
-    computes what one that was never interrupted does.
+    If any rank's compiler fails, leave them eager. Collective. Gradients are discarded and buffers and generators
+    restored, so a resumed run computes the same as an uninterrupted one.
     """
     compiled_modules, device = (
         [unit for part in model_parts(model) for _, unit in repeated_layers(part)],
@@ -49,8 +48,8 @@ def run_compile_trial(
         started = clock.monotonic()
         failure = None
         if context.layout.tp > 1:
-            # A rank that runs its layers as they are written would be alone in the collectives of the others' backward
-            # pass, which torch 2.13 fails to compile under tp: first, whether each one's compiler works at all.
+            # Under tp a rank with eager layers would not match the collectives of the other ranks' compiled backward
+            # pass (torch 2.13), so first check whether each rank's compiler works at all.
             failure = _gather_failure(ranks, _find_compile_error(lambda: _compile_small_function(device)), context.node)
         if failure is None:
             failure = _gather_failure(ranks, _find_compile_error(run_passes), context.node)
@@ -59,13 +58,13 @@ def run_compile_trial(
             for unit in compiled_modules:
                 unit._compiled_call_impl = None
             emit_event("compile_failed", **failure)
-            log.warning("torch.compile failed, the layers run as they are written: %s", failure["why"])
-            run_passes()  # what cannot be traced fails on all ranks alike, but half way; this must work
+            log.warning("torch.compile failed, the layers run uncompiled: %s", failure["why"])
+            run_passes()  # a tracing failure stops all ranks halfway through; the eager passes must work
             return
         compiled_s = min(_time_passes(run_passes, device) for _ in range(TIMED_PASSES))
     emit_event("compiled", eager_s=eager_s, compiled_s=compiled_s, compile_s=compile_s)
     log.warning(
-        "torch.compile: forward and backward take %.1f ms in place of %.1f ms (x%.2f), after %.1f s of compiling",
+        "torch.compile: forward and backward take %.1f ms instead of %.1f ms (x%.2f), after %.1f s of compilation",
         compiled_s * 1e3,
         eager_s * 1e3,
         eager_s / compiled_s,
@@ -78,24 +77,24 @@ def _compile_small_function(device: torch.device) -> None:
 
 
 def _find_compile_error(run_passes: Callable[[], object]) -> Exception | None:
-    """What this rank's compiler fails of in ``run_passes``."""
+    """Return the error of this rank's compiler in ``run_passes``, or None."""
     with inductor.tolerant():
         try:
             run_passes()
-        except Exception as e:  # of the tracer's many; what is wrong with the model itself has shown before
+        except Exception as e:  # the tracer raises many types; errors of the model itself have already surfaced
             return e
     return inductor.first_error
 
 
 def _gather_failure(ranks: Ranks, own_error: Exception | None, node: str) -> dict[str, str] | None:
-    """Of the first rank whose compiler has failed why it did and what to do. Collective."""
+    """Return reason and fix from the first rank whose compiler failed, or None. Collective."""
     own_failure = None
     if own_error is not None:
         lines = str(own_error).strip().splitlines() or ["no message"]
         why = f"{type(own_error).__name__}: {lines[0]}"
         own_failure = {"why": why, "fix": _suggest_fix(why), "node": node}
     failures = ranks.all_gather_optional(own_failure)
-    reported = [(rank, told) for rank, told in enumerate(failures) if told is not None]
+    reported = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
     if not reported:
         return None
     rank, first = reported[0]
@@ -105,7 +104,7 @@ def _gather_failure(ranks: Ranks, own_error: Exception | None, node: str) -> dic
 
 @contextmanager
 def eager_layers(model: nn.Module) -> Iterator[None]:
-    """The layers of ``model`` uncompiled: nobody has tried yet whether the compiler works."""
+    """Run the layers of ``model`` uncompiled inside the block, before it is known whether the compiler works."""
     with _eager_modules([unit for part in model_parts(model) for _, unit in repeated_layers(part)]):
         yield
 
@@ -152,5 +151,5 @@ def _synchronize(device: torch.device) -> None:
 def _suggest_fix(why: str) -> str:
     cxx_compiler: Any = shutil.which("g++") or shutil.which("clang++")
     if not cxx_compiler and "compiler" in why.lower():
-        return "install g++ on the nodes: the compiler's back end for CPUs needs it"
-    return "leave parallel.compile out, or see the rank's log for torch's own words"
+        return "install g++ on the nodes: the compiler's CPU backend needs it"
+    return "remove parallel.compile, or see torch's message in the rank's log"

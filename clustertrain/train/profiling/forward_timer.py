@@ -1,7 +1,7 @@
-"""How long the forward passes of this rank take, without making the host wait for the device.
+"""Duration of this rank's forward passes, measured without making the host wait for the device.
 
-A pass that waits for no other rank tells how fast this one is by itself: the sum of a step is the same on all ranks,
-since they wait for each other in the backward pass.
+A pass without collectives shows the speed of this rank alone. The time of a whole step is the same on all ranks, since
+they wait for each other in the backward pass.
 """
 
 from __future__ import annotations
@@ -17,35 +17,38 @@ from torch.nn.parallel import DistributedDataParallel
 from clustertrain import clock
 from clustertrain.plan.layout import Layout
 
-MAX_EVENT_PAIRS = 64  # pairs of events: the host runs ahead of a GPU by some steps of many micro-batches
+MAX_EVENT_PAIRS = 64  # the host runs ahead of a GPU by some steps with many micro-batches
 
 _EventPair = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class _TimedPass(NamedTuple):
     events: _EventPair
-    num_passes: int  # that it stands for
+    num_passes: int
+    """Passes that this measurement represents."""
 
 
 def is_collective_free(model: nn.Module, layout: Layout) -> bool:
-    """Whether the forward pass has no collective in it."""
+    """Return whether the forward pass has no collectives."""
     if layout.is_fully_sharded or max(layout.tp, layout.pp, layout.cp) > 1:
         return False
-    # DDP sends the buffers of its first rank to the others before each pass.
+    # DDP broadcasts the buffers of rank 0 before each pass.
     return not (isinstance(model, DistributedDataParallel) and any(True for _ in model.buffers()))
 
 
 class ForwardTimer:
-    """A clock for the forward passes of one rank, none of whose methods waits: on a GPU events are read when they have
-    passed, and a pass for which none is free is taken to be as long as the next one that is timed, and counted with
-    it."""
+    """Timer of one rank's forward passes that never waits.
+
+    On a GPU events are read after they have passed. A pass without a free pair of events is assumed to take as long as
+    the next timed one, and is counted with it.
+    """
 
     def __init__(self, device: torch.device, is_enabled: bool) -> None:
         self._device = device
         self._is_enabled = is_enabled
         self._sum_s = 0.0
         self._started = 0.0
-        self._untimed_passes = 0  # since the last pass that is timed
+        self._untimed_passes = 0  # since the last timed pass
         self._in_flight: deque[_TimedPass] = deque()
         self._free_pairs: list[_EventPair] = []
         if is_enabled and device.type == "cuda":
@@ -78,7 +81,7 @@ class ForwardTimer:
             self._current = None
 
     def sum_s(self) -> float:
-        """Of all passes that have ended, as far as is known now; nan where they are not measured."""
+        """Return the seconds of all finished passes known so far; NaN if disabled."""
         if not self._is_enabled:
             return math.nan
         self._collect_finished()

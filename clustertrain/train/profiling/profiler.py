@@ -1,6 +1,6 @@
-"""A window of profiled steps: a trace for a viewer, the dearest operations, and where the time of one step goes.
+"""Profiling of a window of steps: a trace, the most expensive operations, and the breakdown of one step.
 
-On rank 0 alone; the steps of the window are slower, and slow the others down with them. Elsewhere
+It runs on rank 0 only. Steps of the window are slower and delay the other ranks. Outside of it
 :func:`clustertrain.train.core.step_timer.record_part` returns a context that does nothing.
 """
 
@@ -17,22 +17,22 @@ from clustertrain.train.core import step_timer
 from clustertrain.train.core.step_timer import StepTimer
 
 MAX_TOP_OPS = 10
-# As torch.profiler names what gloo and NCCL do.
+# Prefixes of gloo and NCCL operations in torch.profiler.
 _COMMUNICATION_PREFIXES = ("gloo:", "nccl:", "nccldevkernel", "ncclkernel")
 _US = 1e-6
 
 
 class Profiler:
-    """:meth:`begin` and :meth:`end` are called around each step, with how many were done before it.
+    """Profiles steps; call :meth:`begin` and :meth:`end` around each step with the number of steps completed before it.
 
-    The last step of the window is not traced but timed part by part: waiting for the device after each would spoil the
-    trace.
+    The last step of the window is timed part by part instead of traced: waiting for the device after each part would
+    distort the trace.
     """
 
     def __init__(
         self, steps: range, folder: Path | None, attempt: int, device: torch.device, emit_event: Callable[..., None]
     ) -> None:
-        """``folder``: None where this rank does not profile."""
+        """Profile ``steps`` and write to ``folder``; None disables profiling on this rank."""
         self._steps = steps if folder is not None else range(0)
         self._folder, self._attempt, self._device, self._emit_event = folder, attempt, device, emit_event
         self._trace: torch.profiler.profile | None = None
@@ -60,8 +60,7 @@ class Profiler:
             self._write_profile(step, timer)
 
     def close(self) -> None:
-        """Of a run that ends, or goes back, inside the window: what was traced is written all the same. No other
-        window follows."""
+        """Write what was traced when a run ends or rolls back inside the window, and disable profiling."""
         step_timer.stop_timer()
         self._steps = range(0)
         if self._trace is not None:
@@ -103,7 +102,7 @@ class Profiler:
 
 
 def _communication_s(averages: Any, device: torch.device) -> float:
-    """A traced step's, most of it beside the parts and not in their sum: sending overlaps computing."""
+    """Return the communication time of the traced steps; most of it overlaps with the parts."""
     collectives = [a for a in averages if a.key.lower().startswith(_COMMUNICATION_PREFIXES)]
     on_device = device.type == "cuda"
     return float(sum(a.self_device_time_total if on_device else a.self_cpu_time_total for a in collectives)) * _US
@@ -115,17 +114,17 @@ def _op_row(average: Any, device: torch.device) -> dict[str, Any]:
 
 
 def format_profile(profile: dict[str, Any]) -> str:
-    """A profile as lines of text: the parts of a step, and the dearest operations."""
+    """Return the parts of a step and the most expensive operations as text."""
     lines = []
     if "parts_s" in profile:
         step_s = profile["step_s"]
-        lines.append(f"step {profile['step']}: {step_s * 1e3:.1f} ms, each part until the device has done it")
+        lines.append(f"step {profile['step']}: {step_s * 1e3:.1f} ms, each part including the device's work")
         for name, seconds in profile["parts_s"].items():
             lines.append(f"  {name.replace('_', ' '):<16}{seconds * 1e3:>10.1f} ms {seconds / step_s:>7.1%}")
     if profile.get("traced_steps"):
         per_step_s = profile["communication_s"] / len(profile["traced_steps"])
-        lines.append(f"  communication   {per_step_s * 1e3:>10.1f} ms a step, beside the others or inside them")
-        lines.append(f"the {len(profile['top'])} dearest operations of {len(profile['traced_steps'])} steps")
+        lines.append(f"  communication   {per_step_s * 1e3:>10.1f} ms per step, overlapping the other parts")
+        lines.append(f"the {len(profile['top'])} most expensive operations of {len(profile['traced_steps'])} steps")
         for row in profile["top"]:
             seconds = row.get("self_device_s", row["self_cpu_s"])
             lines.append(f"  {row['name'][:48]:<50}{seconds * 1e3:>10.1f} ms {row['calls']:>7} calls")

@@ -1,1 +1,1 @@
-"""What is watched in each step of training, and what follows when it goes wrong."""
+"""Monitoring of training steps: clipping, bad steps, roll-backs, layer statistics and warnings."""

@@ -1,5 +1,8 @@
-"""Three ways to keep a gradient from moving the weights too far. All work on whole gradients, whatever the layout: the
-global norm is known on every rank, and a limit for elements does not ask where they lie."""
+"""Gradient clipping by norm, by value, or by an adaptive norm.
+
+All modes act on the global gradient in every layout: each rank knows the global norm, and limits of elements do not
+depend on where an element is stored.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,27 @@ from clustertrain.errors import UsageError
 from clustertrain.train.distributed import grad_norm
 from clustertrain.train.stability.ring_buffer import RingBuffer
 
-ADAPTIVE_WINDOW = 128  # steps whose norms the adaptive limit is a quantile of
-MIN_NORMS = 16  # until there are so many, adaptive clipping is clipping at ``norm``
+ADAPTIVE_WINDOW = 128  # recent steps whose norms determine the adaptive limit
+MIN_NORMS = 16  # with fewer norms, adaptive clipping clips at ``norm``
 
 
 @dataclass(frozen=True)
 class Clipping:
-    """``norm``: the whole gradient is scaled down to that global norm (0: none). ``value``: each element is brought
-    between minus and plus that. ``adaptive``: as norm, with the ``quantile`` of the last norms for a limit (AutoClip,
-    arXiv 2007.14469)."""
+    """Clipping mode and limits."""
 
     mode: ClipMethod = "norm"
     norm: float = 0.0
+    """Global norm to which the gradient is scaled down; 0 disables it."""
     value: float = 1.0
+    """Bound of the absolute value of each element in mode ``value``."""
     quantile: float = 0.95
+    """Quantile of recent norms that limits the norm in mode ``adaptive`` (AutoClip, arXiv 2007.14469)."""
 
     def __post_init__(self) -> None:
         if self.norm < 0 or self.value <= 0 or not 0 < self.quantile <= 1:
             raise UsageError(
-                f"{self}: a limit that cannot be", fix="norm at least 0, value above 0, quantile above 0 and up to 1"
+                f"{self}: a limit is out of range",
+                fix="use norm >= 0, value > 0, and quantile above 0 and at most 1",
             )
 
     @classmethod
@@ -43,8 +48,8 @@ class Clipping:
 
 
 def compute_norm_limit(clipping: Clipping, norms: RingBuffer, device: torch.device) -> torch.Tensor:
-    """The greatest global norm that is left as it is, on the device; inf where there is none."""
-    # Filled there: a number that is copied to a GPU makes the host wait for it.
+    """Return the largest global norm left unclipped, on the device; inf without a limit."""
+    # Filled on the device, because copying a number to a GPU makes the host wait.
     fixed_limit = torch.full((), clipping.norm or float("inf"), device=device)
     if clipping.mode == "value":
         return torch.full_like(fixed_limit, float("inf"))
@@ -60,8 +65,11 @@ def scale_and_clip(
     norm: torch.Tensor,
     norm_limit: torch.Tensor,
 ) -> torch.Tensor:
-    """Multiply all gradients by ``factor`` and clip what results, whose global norm is ``norm``; in place, without a
-    host sync. Returns whether anything was clipped: a bool on the device, the same on all ranks."""
+    """Multiply all gradients by ``factor`` and clip the result, whose global norm is ``norm``, in place without a host
+    sync.
+
+    Returns whether anything was clipped: a bool on the device, equal on all ranks.
+    """
     params = list(params)
     if clipping.mode == "value":
         grad_norm.scale_gradients(params, factor)

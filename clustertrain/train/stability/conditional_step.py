@@ -1,4 +1,4 @@
-"""Let an optimizer move, or not, as a flag on the device says."""
+"""Optimizer steps that a flag on the device can skip."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from clustertrain.train.optim.wrapper import CompositeOptimizer
 
 
 def supports_device_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer`` looks at a flag on the device by itself: torch's fused Adam, AdamW, SGD and Adagrad do, on
-    a GPU. For others, and what is made of several, the host must read the flag, and so wait for the device once a
-    step."""
+    """Return whether ``optimizer`` reads a skip flag on the device, as torch's fused Adam, AdamW, SGD and Adagrad on
+    GPU do.
+
+    For other and composite optimizers the host must read the flag, and thus waits for the device once per step.
+    """
     inner, *others = (wrapped.optimizer for wrapped in inner_optimizers(optimizer))
     if others or inner is not optimizer or isinstance(optimizer, CompositeOptimizer):
-        return False  # of ZeRO-1 a rank may own nothing that has state yet, and all must take the same way
+        return False  # in ZeRO-1 a rank may own no parameter with state, and all must decide alike
     params = [p for group in inner.param_groups for p in group["params"]]
-    # Until it has its state, it would make some of it of a step that is skipped: SGD's momentum is left unset then.
+    # Without state, a skipped step would create some: SGD's momentum would stay uninitialized.
     return bool(getattr(inner, "_step_supports_amp_scaling", False)) and all(
         p.is_cuda and (p.grad is None or p in inner.state) for p in params
     )
 
 
 def step_unless(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
-    """One step of ``optimizer`` unless ``skip``, a bool on the device that all ranks agree in (None: no). A skipped
-    step leaves weights and state as they are, in all bits."""
+    """Run one step of ``optimizer`` unless ``skip``, a bool on the device equal on all ranks (None: never skip).
+
+    A skipped step leaves weights and state bitwise unchanged.
+    """
     if skip is None or not supports_device_skip(optimizer):
         if skip is None or not bool(skip):
             optimizer.step()
@@ -42,17 +46,18 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> 
 
 
 class RunningStatistics:
-    """The running means of batch norms: a forward pass moves them, before anybody knows whether the step counts."""
+    """Running statistics of batch norms, which a forward pass changes before it is known whether the step counts."""
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = list(_running_buffers(model))
         self._saved: list[torch.Tensor] = []
 
     def save(self) -> None:
+        """Copy the statistics."""
         self._saved = [b.clone() for b in self._buffers]
 
     def restore_where(self, skip: torch.Tensor) -> None:
-        """As they were when they were kept, where ``skip``; no host sync."""
+        """Restore the saved values where ``skip`` is set, without a host sync."""
         for buffer, saved in zip(self._buffers, self._saved, strict=True):
             buffer.copy_(torch.where(skip, saved, buffer))
         self._saved = []

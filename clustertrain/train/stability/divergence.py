@@ -1,7 +1,7 @@
-"""What the host makes of the steps: how many were skipped, and when the run must stop or go back.
+"""Policy on the host: counts skipped steps and decides when the run must stop or roll back.
 
-All ranks come to the same conclusion at the same step without telling each other: the figures have the same bits on all
-of them, and each looks at a step a fixed number of steps later, not when its figures happen to be there.
+All ranks decide alike at the same step without communication: values have the same bits on all ranks, and each step is
+checked a fixed number of steps later rather than when its values arrive.
 """
 
 from __future__ import annotations
@@ -16,24 +16,28 @@ from clustertrain.errors import Diverged
 from clustertrain.train.core.async_copy import AsyncCopy
 from clustertrain.train.core.step_types import StepResult
 
-CHECK_LAG_STEPS = 2  # steps: the host runs ahead of a GPU, and so far may it do so
+CHECK_LAG_STEPS = 2  # steps that the host may run ahead of a GPU
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """Go back: leave out the data of the steps ``first_step`` to ``last_step``, numbered from 1, as in the rows."""
+    """Request to roll back and exclude the data of a range of steps."""
 
     first_step: int
+    """First step, numbered from 1 as in the metrics rows."""
     last_step: int
     reason: str
 
 
 class DivergencePolicy:
-    """``skipped`` counts the steps of this run that were skipped because they were bad: not finite, or a spike where
-    the recipe skips them. Those that fp16's loss scale takes care of are ``overflows``."""
+    """Decision to stop or roll back after bad steps: NaN or Inf, or a spike if the recipe skips spikes."""
 
     def __init__(self, spec: StabilitySpec, lag: int) -> None:
-        """``lag``: how many steps after a step it is looked at; 0 where the host need not wait for its figures."""
+        """Create the policy.
+
+        Args:
+            lag: steps between a step and its check; 0 if the host need not wait for its values.
+        """
         self._spec = spec
         self._lag = lag
         self._pending: deque[tuple[int, AsyncCopy]] = deque()
@@ -41,12 +45,14 @@ class DivergencePolicy:
 
     def init_fresh_state(self) -> None:
         self._consecutive_skips = 0
-        self._first_skipped = 0  # of them; steps that fp16's scale took care of may lie between
+        self._first_skipped = 0  # first of the consecutive skips; fp16 overflows may lie in between
         self.skipped = 0
+        """Bad steps of this run that were skipped."""
         self.overflows = 0
+        """Steps skipped because of the fp16 loss scale."""
 
     def enqueue(self, step: int, result: StepResult) -> None:
-        """``step``: the number of the step that was done, from 1."""
+        """Queue the result of ``step``, numbered from 1, for a later check."""
         names = ("loss", "grad_norm", "skipped", "finite", "spike")
         values = AsyncCopy(names, [result.loss, result.grad_norm, result.skipped, result.finite, result.spike])
         if result.overflow:
@@ -55,11 +61,13 @@ class DivergencePolicy:
             self._pending.append((step, values))
 
     def check(self, step: int, *, check_all: bool = False) -> Rollback | None:
-        """What follows from the steps whose turn it is after step number ``step``, or from all: before a checkpoint
-        there must be no step in it of which nothing is known. What was not looked at is dropped when the run goes back.
+        """Check the steps that are due after ``step``, and return a roll-back if one is needed.
+
+        ``check_all`` checks every queued step: a checkpoint must not contain an unchecked one. A roll-back drops the
+        rest of the queue.
 
         Raises:
-            Diverged: the run must not go on, on all ranks.
+            Diverged: the run must stop, on all ranks.
         """
         while self._pending and (check_all or self._pending[0][0] <= step - self._lag):
             checked_step, values = self._pending.popleft()
@@ -87,9 +95,9 @@ class DivergencePolicy:
         if spec.then == "roll-back":
             return Rollback(first, step, reason)
         raise Diverged(
-            f"{reason}; a requeue would meet the same",
-            fix='see "Stability" of the docs: a lower learning rate or longer warmup, stability.then = "roll-back", or '
-            "look at the data of these steps, which their rows name (bad_samples)",
+            f"{reason}; a requeue would fail the same way",
+            fix='see "Stability" in the docs: lower the learning rate, lengthen warmup, set stability.then = '
+            '"roll-back", or inspect the data of these steps, listed in their rows (bad_samples)',
         )
 
     def state_dict(self) -> dict[str, int]:
@@ -106,25 +114,26 @@ class DivergencePolicy:
 
 
 def describe_problem(values: Mapping[str, Any]) -> str:
+    """Return why a step was skipped."""
     if values["finite"]:
-        return f"the loss is {values['loss']:.6g}, far above the last ones"
+        return f"the loss is {values['loss']:.6g}, far above recent ones"
     return f"the loss is {values['loss']:.6g} and the gradient norm {values['grad_norm']:.6g}"
 
 
 class PositionHistory:
-    """How far each loader had come by the last steps, so that their samples can be named afterwards."""
+    """Positions of each loader before and after recent steps, to name their samples later."""
 
     def __init__(self, steps: int) -> None:
-        """``steps``: how many to remember."""
+        """Remember the last ``steps`` steps."""
         self._steps = steps
         self._entries: deque[tuple[int, dict[str, tuple[int, int]]]] = deque(maxlen=steps)
 
     def record(self, step: int, positions: Mapping[str, tuple[int, int]]) -> None:
-        """``positions``: of each loader before and after step number ``step``."""
+        """Record ``positions``, each loader's (before, after) ``step``."""
         self._entries.append((step, dict(positions)))
 
     def ranges_between(self, first: int, last: int) -> dict[str, list[list[int]]]:
-        """By loader the (first, end) ranges of positions that the steps ``first_step`` to ``last_step`` took."""
+        """Return the (first, end) ranges of positions that steps ``first`` to ``last`` consumed, by loader."""
         ranges: dict[str, list[list[int]]] = {}
         for step, positions in self._entries:
             if first <= step <= last:

@@ -1,8 +1,7 @@
-"""Layer by layer, in a step now and then: norms of gradients and weights, how far an update moves the weights, how
-large activations are and how many units are dead. Nothing is left in the model for the steps between.
+"""Statistics per layer in selected steps: norms of gradients and weights, update ratios, activations, dead units.
 
-A unit is a module of the model, by its name: ``layers.0`` for what is in an outermost list, ``embed`` for what is not.
-All ranks add up what they hold in one collective, under every layout.
+They are collected per unit, a module named ``layers.0`` inside an outermost list and ``embed`` outside of one. One
+collective sums what all ranks hold, in every layout. Between those steps nothing stays attached to the model.
 """
 
 from __future__ import annotations
@@ -26,21 +25,22 @@ from clustertrain.train.distributed import grad_norm
 
 log = logging.getLogger(__name__)
 
-MAX_SAMPLED_ELEMENTS = (
-    1 << 16
-)  # elements of a parameter that are kept over an update; a copy of all weights might not fit
+MAX_SAMPLED_ELEMENTS = 1 << 16  # elements per parameter saved across an update; a copy of all weights might not fit
 _RELU_TYPES = (nn.ReLU, nn.ReLU6)
 _GRADIENT, _WEIGHT, _UPDATE, _SAMPLED_WEIGHT, _ACTIVATION, _COUNT = range(6)
 
 
 def find_unit_name(name: str) -> str:
-    """The unit that a parameter or module belongs to: its name up to the first number, or its first part."""
+    """Return the unit of a parameter or module: its name up to the first number, or its first part."""
     match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", name)
     return match[0] if match else name.partition(".")[0]
 
 
 class LayerStats:
-    """Under ``parallel.compile`` there are no figures of activations: a hook would have the layers compiled again."""
+    """Collector of layer statistics.
+
+    With ``parallel.compile`` it omits activations, because hooks would force recompilation.
+    """
 
     def __init__(self, model: nn.Module, context: RankContext) -> None:
         self._model = model
@@ -57,11 +57,11 @@ class LayerStats:
         self._weight_samples: list[torch.Tensor] = []
         self._elapsed_s = 0.0
         if context.parallel.compile and context.rank == 0:
-            log.info("parallel.compile: the figures of layers are without activations")
+            log.info("parallel.compile: layer statistics omit activations")
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Around forward and backward of the step that is looked at."""
+        """Collect activations during the forward and backward pass inside the block."""
         self._elapsed_s = 0.0
         self._sums = torch.zeros(len(self.units), 6, dtype=torch.float64, device=self._context.device)
         self._active_units = {}
@@ -89,14 +89,20 @@ class LayerStats:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             tensor = _first_tensor(output)
             if tensor is not None and tensor.dim() > 1:
-                features = 1 if tensor.dim() > 3 else tensor.dim() - 1  # (batch, features, …) of images, else the last
+                features = (
+                    1 if tensor.dim() > 3 else tensor.dim() - 1
+                )  # dim 1 for images (batch, features, …), otherwise the last
                 active = (tensor > 0).any(dim=[d for d in range(tensor.dim()) if d != features])
                 self._active_units[name] = self._active_units[name] | active if name in self._active_units else active
 
         return hook
 
     def before_update(self, factor: torch.Tensor) -> None:
-        """After backward: the gradients are to be multiplied by ``factor``, clipping apart."""
+        """Collect gradients and weights after the backward pass.
+
+        Args:
+            factor: factor that the update applies to the gradients, excluding clipping.
+        """
         started = clock.monotonic()
         self._weight_samples = []
         for unit, p, ranks in self._local_params():
@@ -108,7 +114,7 @@ class LayerStats:
         self._elapsed_s += clock.monotonic() - started
 
     def after_update(self) -> AsyncCopy:
-        """The columns of the row. Collective."""
+        """Return the columns of the metrics row. Collective."""
         started = clock.monotonic()
         device = self._sums.device
         for (unit, p, ranks), previous in zip(self._local_params(), self._weight_samples, strict=True):
@@ -144,7 +150,7 @@ class LayerStats:
         return AsyncCopy(names, values)
 
     def _local_params(self) -> Iterator[tuple[int, nn.Parameter, int]]:
-        """This rank's parameters: the unit, the parameter, and how many ranks hold the same."""
+        """Yield this rank's parameters as (unit, parameter, number of ranks with the same shard)."""
         for name, p in self._params:
             if id(p) not in self._counted_elsewhere:
                 yield self.units.index(find_unit_name(name)), p, grad_norm.replica_count(p, self._context.layout.pp)
@@ -158,7 +164,7 @@ class LayerStats:
         return self._gather_from_stages([n for n, _ in self._relus])
 
     def _gather_from_stages(self, local_names: Iterable[str]) -> list[str]:
-        """Collective."""
+        """Return the sorted names of all stages. Collective."""
         if self._context.layout.pp == 1:
             return sorted(local_names, key=_natural_sort_key)
         gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
@@ -182,7 +188,7 @@ def _squared_norm(t: torch.Tensor) -> torch.Tensor:
 
 
 def _sample_elements(t: torch.Tensor) -> torch.Tensor:
-    """Evenly spread elements of a tensor, at most :data:`MAX_SAMPLED_ELEMENTS`."""
+    """Return evenly spaced elements of a tensor, at most :data:`MAX_SAMPLED_ELEMENTS`."""
     flat = t.reshape(-1)
     return flat[:: max(1, -(-flat.numel() // MAX_SAMPLED_ELEMENTS))]
 

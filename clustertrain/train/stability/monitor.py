@@ -1,4 +1,4 @@
-"""All that watches over the steps of one session, and what of it is in the checkpoint."""
+"""Stability monitoring of a session's steps, and its state in the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from clustertrain.train.stability.divergence import CHECK_LAG_STEPS, DivergenceP
 from clustertrain.train.stability.layer_stats import LayerStats
 from clustertrain.train.stability.step_guard import StepGuard
 
-STATE_KEY = "stability"  # its name in the state of the run
+STATE_KEY = "stability"  # key in the run's state
 
 
 class StabilityMonitor:
-    """Of the steps that :meth:`Session.train_step` does; of a script that has steps of its own nothing is known."""
+    """Watches the steps of :meth:`Session.train_step`; custom training loops are not monitored."""
 
     def __init__(self, model: nn.Module, guard: StepGuard, context: RankContext) -> None:
         self._spec = spec = context.stability
@@ -34,11 +34,11 @@ class StabilityMonitor:
         self._last_result: StepResult | None = None
 
     def track_loaders(self, state: Mapping[str, Any]) -> None:
-        """``state``: of the run; its loaders are those whose samples can be left out."""
+        """Remember the loaders in the run's ``state``, whose samples can be excluded."""
         self._loaders = {name: value for name, value in state.items() if isinstance(value, Loader)}
 
     def layer_stats_for(self, step: int) -> LayerStats | None:
-        """What looks at them in step number ``step``, counted from 1, if it is that step's turn."""
+        """Return the collector of layer statistics if step ``step``, counted from 1, is due for them."""
         if not self._spec.layers_every or step % self._spec.layers_every:
             return None
         if self._layer_stats is None:
@@ -46,14 +46,16 @@ class StabilityMonitor:
         return self._layer_stats
 
     def begin_step(self) -> None:
+        """Record the loaders' positions before a step."""
         self._positions_before = {name: loader.position for name, loader in self._loaders.items()}
         self._last_result = None
 
     def record_step(self, result: StepResult) -> None:
+        """Record the result of the current step."""
         self._last_result = result
 
     def end_step(self, step: int) -> None:
-        """``step``: its number, counted from 1."""
+        """Record positions and result of ``step``, counted from 1."""
         self._history.record(
             step, {n: (before, self._loaders[n].position) for n, before in self._positions_before.items()}
         )
@@ -61,8 +63,11 @@ class StabilityMonitor:
             self.divergence_policy.enqueue(step, self._last_result)
 
     def check(self, step: int, *, check_all: bool) -> tuple[Rollback, RollbackTarget] | None:
-        """Whether the run must go back, and what a checkpoint must be like for that. As
-        :meth:`LocalSupervisor.check`."""
+        """Return whether the run must roll back, and the requirements for the checkpoint.
+
+        Raises:
+            Diverged: see :meth:`DivergencePolicy.check`.
+        """
         rollback = self.divergence_policy.check(step, check_all=check_all)
         if rollback is None:
             return None
@@ -77,10 +82,13 @@ class StabilityMonitor:
         return rollback, target
 
     def describe_samples(self, step: int, micro_batch: int) -> str:
-        """The samples that step number ``step`` took, in words; where the loss of one micro-batch alone was not finite
-        (its number, else -1) those of it. Empty where nobody knows."""
+        """Return a text naming the samples of ``step``; empty if they are unknown.
+
+        ``micro_batch`` is the number of the only micro-batch with a NaN or Inf loss, or -1; its samples are then named
+        alone.
+        """
         ranges_by_loader = self._history.ranges_between(step, step)
-        # A micro-batch is one of the loader's only where there is one loader.
+        # With several loaders the number does not identify a loader's micro-batch.
         micro_batch_index = micro_batch if len(ranges_by_loader) == 1 else -1
         return "; ".join(
             self._loaders[name].describe_batch(ranges[-1][0], micro_batch_index)

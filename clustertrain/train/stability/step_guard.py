@@ -1,4 +1,4 @@
-"""Whether a step may move the weights: decided on the device, from figures that all ranks have in common."""
+"""Decision on the device whether a step may change the weights, from values common to all ranks."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from clustertrain.train.stability import clipping
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.stability.ring_buffer import RingBuffer
 
-MAD_TO_SIGMA = 1.4826  # of a normal distribution: 1 / its third quartile
-MIN_LOSSES = 16  # before there are so many, no loss is far from them
-MIN_RELATIVE_SPREAD = 1e-3  # of the median: a loss that stands still must not make a spike of every tremor
-CLIP_FRACTION_WINDOW = 100  # steps whose share of clipped ones is told
+MAD_TO_SIGMA = 1.4826  # for a normal distribution: 1 / its third quartile
+MIN_LOSSES = 16  # with fewer losses there are no spikes
+MIN_RELATIVE_SPREAD = 1e-3  # of the median: tiny changes of a constant loss must not count as spikes
+CLIP_FRACTION_WINDOW = 100  # steps over which the clipped fraction is reported
 
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """Tensors of one element on the device. ``finite``: loss and gradient are; ``spike``: the loss is far above the
-    last ones; ``skip``: the optimizer must not move for one of these; ``norm_limit``: of the gradient's norm."""
+    """Result of a check, tensors of one element on the device."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
     finite: torch.Tensor
+    """Whether loss and gradient norm are finite."""
     spike: torch.Tensor
+    """Whether the loss is far above recent ones."""
     skip: torch.Tensor
+    """Whether the optimizer must skip the step."""
     norm_limit: torch.Tensor
+    """Limit of the gradient norm for clipping."""
 
 
 class StepGuard:
-    """All ranks hold the same: what comes in is the sum over all of them, with the same bits everywhere."""
+    """State of the checks, identical on all ranks because inputs are sums over all ranks with the same bits."""
 
     def __init__(self, spec: StabilitySpec, device: torch.device) -> None:
         self.spec = spec
@@ -44,10 +47,16 @@ class StepGuard:
         self._clipped = RingBuffer(CLIP_FRACTION_WINDOW, device)
 
     def check(self, total: torch.Tensor, count: torch.Tensor, norm: torch.Tensor, clip: Clipping) -> StepVerdict:
-        """``total`` is the sum of the losses, ``count`` how many they are, ``grad_norm`` that of the mean's
-        gradient."""
+        """Check a step.
+
+        Args:
+            total: sum of the losses.
+            count: number of losses.
+            norm: norm of the mean loss's gradient.
+            clip: clipping, which determines the norm limit.
+        """
         loss = (total / count).float()
-        # Not of the mean: of a step that counts nothing it is no number, and nothing is wrong.
+        # Check the sum rather than the mean, which is NaN, without being an error, if all targets are masked.
         finite = total.isfinite() & norm.isfinite()
         spike = torch.zeros_like(finite)
         norm_limit = clipping.compute_norm_limit(clip, self._norms, self._device)
@@ -60,14 +69,14 @@ class StepGuard:
         return StepVerdict(loss, norm, finite, spike, skip, norm_limit)
 
     def _is_spike(self, loss: torch.Tensor) -> torch.Tensor:
-        """By the median and the median deviation, which a spike among the last losses does not move."""
+        """Return whether the loss is a spike, by median and median deviation, which a recent spike does not shift."""
         median = self._losses.median()
         spread = torch.maximum(MAD_TO_SIGMA * self._losses.median_abs_deviation(), MIN_RELATIVE_SPREAD * median.abs())
         has_history = self._losses.count() >= MIN_LOSSES
         return has_history & (loss > median + self.spec.spike_deviations * spread)
 
     def record_clipped(self, clipped: torch.Tensor) -> torch.Tensor:
-        """Returns the share of clipped ones among the last steps, this one included."""
+        """Record whether the step was clipped; return the clipped fraction of recent steps."""
         self._clipped.push(clipped)
         return self._clipped.mean()
 

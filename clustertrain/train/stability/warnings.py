@@ -1,4 +1,4 @@
-"""Warnings about a training run, from the rows as they are written: on rank 0, with no other rank waiting for it."""
+"""Warnings about a training run, derived from its metrics rows on rank 0 without blocking other ranks."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from clustertrain.config.stability import StabilitySpec
 log = logging.getLogger(__name__)
 
 WARNING_EVENT = "training_warning"
-BAD_SAMPLES_KEY = "bad_samples"  # in a row: those of a step that was not to be, in words
-REPEAT_INTERVAL_S = 600.0  # before the same is said again
-CLIP_FRACTION_STEPS = 100  # the share of clipped steps is one of so many
-VANISHING_STEPS = 20  # in a row
-MASKED_STEPS = 5  # in a row; one may happen to be all prompt or padding
-RECENT_STEPS, MAX_BASELINE_STEPS = 50, 1000  # steps whose speed is compared, and with which
+BAD_SAMPLES_KEY = "bad_samples"  # key in a row: text naming the samples of a bad step
+REPEAT_INTERVAL_S = 600.0  # before a warning is repeated
+CLIP_FRACTION_STEPS = 100  # steps over which the clipped fraction is computed
+VANISHING_STEPS = 20  # consecutive steps
+MASKED_STEPS = 5  # consecutive steps; a single one may be all prompt or padding
+RECENT_STEPS, MAX_BASELINE_STEPS = 50, 1000  # steps whose speed is compared, and the steps before them
 MIN_BASELINE_STEPS = 100
-# Below these a drop is noise, or over before anybody could look: seconds of steps that the run must have done, seconds
-# that it must have been slow, and of a step.
+# Below these limits a drop is noise or too short to act on: seconds of steps in the run, seconds of slow steps, and
+# seconds per step.
 MIN_RUN_S, MIN_SLOW_S, MIN_STEP_S = 180.0, 10.0, 0.02
 WARMUP_STEPS = 5  # steps that compile, choose kernels and fill caches
-MAX_DEAD_FRACTION = 0.5  # share of a layer's units
+MAX_DEAD_FRACTION = 0.5  # of a layer's units
 
 _RATE_COLUMNS = ("tokens_per_s", "samples_per_s")
 
 
 @dataclass(frozen=True)
 class TrainingWarning:
+    """A warning with its fix, and the value that exceeded a limit if there is one."""
+
     code: str
     text: str
     fix: str
@@ -42,7 +44,7 @@ class TrainingWarning:
 
 
 class WarningReporter:
-    """Each code is told once, and again no earlier than ten minutes after that, with how often it was held back."""
+    """Reports each warning code at most once per ten minutes, with the number of suppressed repetitions."""
 
     def __init__(self, spec: StabilitySpec, emit_event: Callable[..., None]) -> None:
         self._spec = spec
@@ -58,12 +60,13 @@ class WarningReporter:
         self._total_step_s = self._slow_s = 0.0
 
     def observe(self, row: Mapping[str, Any]) -> None:
-        """One row, as it was written."""
+        """Check one metrics row as it is written."""
         self._num_rows += 1
         for warning in self._find_warnings(row):
             self.report(warning, int(row["step"]))
 
     def report(self, warning: TrainingWarning, step: int) -> None:
+        """Emit and log ``warning``, unless its code was reported recently."""
         now = clock.monotonic()
         last = self._last_reported.get(warning.code)
         if last is not None and now - last < REPEAT_INTERVAL_S:
@@ -84,27 +87,27 @@ class WarningReporter:
 
     def _find_warnings(self, row: Mapping[str, Any]) -> Iterator[TrainingWarning]:
         loss, norm = _as_float(row.get("loss")), _as_float(row.get("grad_norm"))
-        # Of a step that counts nothing the loss is a mean of nothing: there it says nothing that it is no number.
+        # If all targets are masked, the loss is a mean of nothing, and NaN is not an error.
         is_bad = row["skipped"] and not row.get("spike") if "skipped" in row else not _is_finite(loss, norm)
-        if is_bad and not row.get("overflow"):  # which fp16's loss scale takes care of
+        if is_bad and not row.get("overflow"):  # fp16's loss scale handles overflows
             yield self._build_nonfinite_warning(row, loss, norm)
         if row.get("spike"):
             yield TrainingWarning(
                 "loss_spike",
                 f"the loss is {loss:.6g}, far above its last {self._spec.spike_window} values{_format_samples(row)}",
-                'stability.spike = "skip" or "roll-back" keeps such data from moving the weights; a lower learning '
-                "rate or longer warmup makes spikes rarer",
+                'set stability.spike = "skip" or "roll-back" to keep such data from changing the weights; a lower '
+                "learning rate or longer warmup makes spikes rarer",
                 loss,
             )
-        # The norm tells it from a nan that a script has logged for the loss: no target, no gradient.
+        # Without targets there is no gradient; the norm tells this from a NaN loss logged by a script.
         has_targets = not (row.get("skipped") == 0 and norm == 0 and loss is not None and math.isnan(loss))
         self._masked_steps = 0 if has_targets else self._masked_steps + 1
         if self._masked_steps >= MASKED_STEPS:
             yield TrainingWarning(
                 "nothing_counted",
-                f"no target of the last {self._masked_steps} steps counts, all are masked: nothing is learned",
-                "look at the targets that the data gives: are all of them objective.ignore_index, as where a long "
-                "prompt is cut off before its answer?",
+                f"all targets of the last {self._masked_steps} steps are masked: nothing is learned",
+                "check the targets in the data: all are objective.ignore_index, as when a long prompt is truncated "
+                "before its answer",
             )
         elif norm is not None and math.isfinite(norm):
             yield from self._find_norm_warnings(norm, _as_float(row.get("clip_fraction")))
@@ -119,8 +122,8 @@ class WarningReporter:
             "non_finite",
             f"the loss is {_format_value(loss)} and the gradient norm"
             f" {_format_value(norm)}{skipped}{_format_samples(row)}",
-            "look at the data of this step, a lower learning rate, bf16 in place of fp16; `clustertrain diagnose data` "
-            "looks for samples that are not finite",
+            "check the data of this step (`clustertrain diagnose data` finds NaN and Inf), lower the learning rate, or "
+            "use bf16 instead of fp16",
             norm if loss is None or math.isfinite(loss) else loss,
         )
 
@@ -130,7 +133,7 @@ class WarningReporter:
             yield TrainingWarning(
                 "grad_norm_high",
                 f"the gradient norm is {norm:.4g}",
-                "a lower learning rate or a longer warmup; clipping (optim.clip_norm) bounds what one step can do",
+                "lower the learning rate or lengthen warmup; clipping (optim.clip_norm) bounds the effect of one step",
                 norm,
                 spec.grad_norm_limit,
             )
@@ -140,8 +143,8 @@ class WarningReporter:
             yield TrainingWarning(
                 "grad_vanishing",
                 f"the gradient norm has been below {spec.vanishing:g} for {self._vanishing_steps} steps",
-                "look at the columns grad_norm/… for the layer where it is lost; is the learning rate or the loss "
-                "scale too low, is everything frozen, has the loss reached its floor?",
+                "find the layer where the gradient vanishes in the columns grad_norm/…; check for a learning rate or "
+                "loss scale that is too low, frozen parameters, and a loss at its minimum",
                 norm,
                 spec.vanishing,
             )
@@ -155,14 +158,14 @@ class WarningReporter:
                 "clipping_often",
                 f"the gradient was clipped in {clip_fraction:.0%} of the last {CLIP_FRACTION_STEPS} steps",
                 f"raise optim.clip_norm above {statistics.median(self._norms):.3g}, the median gradient norm of these "
-                'steps, or set optim.clip = "adaptive". Lower the learning rate only if the loss also spikes: where it '
+                'steps, or set optim.clip = "adaptive". Lower the learning rate only if the loss also spikes: if it '
                 "falls slowly, the rate may be too low (`clustertrain diagnose lr-range` measures it)",
                 clip_fraction,
                 spec.clipped_share,
             )
 
     def _find_throughput_warnings(self, row: Mapping[str, Any]) -> Iterator[TrainingWarning]:
-        """A step's time has neither evaluation nor checkpoint in it."""
+        """Yield a warning if throughput dropped; the time of a step excludes evaluations and checkpoints."""
         rate = next((r for name in _RATE_COLUMNS if (r := _as_float(row.get(name)))), None)
         step_s = _as_float(row.get("step_s"))
         if rate is None and step_s:
@@ -182,9 +185,9 @@ class WarningReporter:
             yield TrainingWarning(
                 "throughput_drop",
                 f"throughput fell by {1 - recent_rate / baseline_rate:.0%}: the median of the last {RECENT_STEPS} steps"
-                " against that of those before",
-                "`clustertrain telemetry` tells whether it is data, communication or the host; data_wait_s in the rows "
-                "is the wait for data",
+                " compared to the steps before",
+                "run `clustertrain telemetry` to see whether data, communication or the host is the cause; data_wait_s "
+                "in the rows is the wait for data",
                 recent_rate / baseline_rate,
                 1 - self._spec.slowdown,
             )
@@ -196,9 +199,9 @@ def _find_dead_unit_warnings(row: Mapping[str, Any]) -> Iterator[TrainingWarning
     if name is not None and dead[name] > MAX_DEAD_FRACTION:
         yield TrainingWarning(
             "dead_units",
-            f"{dead[name]:.0%} of the units of {name} are zero for every sample that a rank has in the step",
-            "a lower learning rate, another initialisation, or an activation that does not end at zero (GELU, leaky "
-            "ReLU)",
+            f"{dead[name]:.0%} of the units of {name} are zero for every sample of a rank in the step",
+            "lower the learning rate, change the initialization, or use an activation without a zero region (GELU, "
+            "leaky ReLU)",
             dead[name],
             MAX_DEAD_FRACTION,
         )
@@ -221,7 +224,7 @@ def _format_value(value: float | None) -> str:
 
 
 def _to_json_value(value: float | None) -> float | str | None:
-    """JSON has no word for what is not finite."""
+    """Return NaN and Inf as text, which JSON numbers cannot represent."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
@@ -229,7 +232,8 @@ MAX_LISTED = 5
 
 
 def build_eval_mode_warning(names: Sequence[str], *, switched: bool) -> TrainingWarning:
-    """``switched``: the trainer has put them into training mode."""
+    """Return the warning about modules in evaluation mode; ``switched`` if the trainer has put them into training
+    mode."""
     suffix = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     subject = "the model" if list(names) == [""] else ", ".join(names[:MAX_LISTED]) + suffix
     clause = f"{subject} {'was' if len(names) == 1 else 'were'}"
@@ -237,10 +241,10 @@ def build_eval_mode_warning(names: Sequence[str], *, switched: bool) -> Training
         return TrainingWarning(
             "eval_mode",
             f"{clause} in evaluation mode with parameters to train, and is now in training mode",
-            "if a part has to stay in evaluation mode (a frozen batch norm), list it in optim.freeze",
+            "list modules that must stay in evaluation mode (a frozen batch norm) in optim.freeze",
         )
     return TrainingWarning(
         "eval_mode",
         f"{clause} in evaluation mode in a training step: no dropout there, and batch norms do not update",
-        "call model.train() before the loop, and again after your own evaluation; freeze what has to stay as it is",
+        "call model.train() before the loop and after each evaluation; freeze modules that must stay unchanged",
     )

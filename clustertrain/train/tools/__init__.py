@@ -1,1 +1,1 @@
-"""Processes of their own that count a model, trace its memory or try a micro-batch."""
+"""Separate processes that count a model, trace its memory or try a micro-batch."""

@@ -1,4 +1,4 @@
-"""One step of a model, traced without memory: torch's MemTracker under FakeTensorMode."""
+"""Memory trace of one training step without allocating: torch's MemTracker under FakeTensorMode."""
 
 from __future__ import annotations
 
@@ -29,16 +29,22 @@ from clustertrain.train.step.train_step import TrainStep
 if TYPE_CHECKING:
     from clustertrain.train.tools.model_stats import TraceRequest
 
-_NON_ACTIVATIONS = ("Parameter", "Buffer", "Gradient", "Optstate", "Other")  # words of MemTracker; Other: the batch
+_NON_ACTIVATIONS = (
+    "Parameter",
+    "Buffer",
+    "Gradient",
+    "Optstate",
+    "Other",
+)  # MemTracker's categories; Other is the batch
 CPU = torch.device("cpu")
 
 
 def trace_step(recipe: Recipe, task: TrainingTask, request: TraceRequest) -> MemoryTrace:
-    """The trainer's own step on one process, with the CPU's kernels: a login node has no other device.
+    """Trace the trainer's step on one process with CPU kernels, the only ones on a login node.
 
     Raises:
-        UnsuitableEnvironment: this torch lacks what it needs.
-        Exception: what the model's forward pass raises, on shapes alone.
+        UnsuitableEnvironment: this torch version lacks MemTracker.
+        Exception: the model's forward pass failed on fake tensors.
     """
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -46,14 +52,14 @@ def trace_step(recipe: Recipe, task: TrainingTask, request: TraceRequest) -> Mem
     except ImportError as e:
         raise UnsuitableEnvironment(f"torch {torch.__version__} has no MemTracker: {e}") from e
     samples = [task.dataset[i % len(task.dataset)] for i in range(request.micro_batch)]
-    # A constant that the model keeps outside of its buffers is a real tensor.
+    # Constants that the model stores outside of its buffers are real tensors.
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     batch = tree_map_only(torch.Tensor, fake_mode.from_tensor, default_collate(samples))
     with fake_mode:
         _replace_with_fakes(task.model, parameter_dtype(request.precision) if request.sharded else None)
         context = _single_rank_context(recipe, request)
         block_transforms.apply(task.model, context)
-        # Whatever the recipe's optimizer is: what counts here is over before the update.
+        # Any optimizer works, because the result covers only the time before the update.
         adamw = msgspec.structs.replace(recipe.optim, name="adamw")
         groups = groups_for_unsharded(task.model, recipe.optim.weight_decay)
         optimizer = torch.optim.AdamW(groups, **registry.build_options(adamw, is_text=recipe.is_text, device=CPU))
@@ -65,7 +71,9 @@ def trace_step(recipe: Recipe, task: TrainingTask, request: TraceRequest) -> Mem
             task.model, optimizer, context, ProcessGroups(None, None, None, None), None, allow_skip=False
         )
         with tracker, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its hooks fail after the model has, and would hide why
+            warnings.simplefilter(
+                "ignore"
+            )  # MemTracker's hooks warn after the model failed, which would hide the cause
             train_step([tuple(batch)], None, task.loss, Clipping.from_spec(recipe.optim))
         peak = _peak_by_category(tracker)
     peak_before_update = before_update[0]
@@ -77,9 +85,11 @@ def trace_step(recipe: Recipe, task: TrainingTask, request: TraceRequest) -> Mem
 
 
 def _replace_with_fakes(model: nn.Module, cast: torch.dtype | None) -> None:
-    """Replace, under FakeTensorMode, what ``model`` holds by tensors of the same shapes on the CPU; what is shared
-    stays shared. ``cast`` is the type that floating-point parameters get. Parameters that are not trained become
-    buffers: MemTracker (torch 2.13) puts a gradient hook on every parameter, which fails on those."""
+    """Replace the tensors of ``model`` by fake ones on the CPU, under FakeTensorMode; shared tensors stay shared.
+
+    ``cast`` is the dtype of floating-point parameters. Frozen parameters become buffers, because MemTracker (torch
+    2.13) puts a gradient hook on every parameter, which fails on those.
+    """
     fakes: dict[int, Any] = {}
 
     def to_fake(t: torch.Tensor) -> Any:
@@ -101,7 +111,7 @@ def _replace_with_fakes(model: nn.Module, cast: torch.dtype | None) -> None:
 
 
 def _single_rank_context(recipe: Recipe, request: TraceRequest) -> RankContext:
-    """One rank that computes as the plan's do, but for what a compiler would fuse."""
+    """Return the context of a single rank that computes like the plan's ranks, but uncompiled."""
     parallel = msgspec.structs.replace(recipe.parallel, compile=False)
     return RankContext(
         rank=0,
@@ -127,6 +137,6 @@ def _list_tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def _peak_by_category(tracker: Any) -> dict[str, int]:
-    """Bytes by MemTracker's words at the peak so far, without their sum."""
+    """Return the bytes of each MemTracker category at the peak so far, without the total."""
     cpu_snapshot = tracker.get_tracker_snapshot("peak").get(CPU, {})
     return {category: n for key, n in cpu_snapshot.items() if (category := getattr(key, "value", key)) != "Total"}

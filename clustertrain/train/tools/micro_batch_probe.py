@@ -1,8 +1,8 @@
-"""``python -m clustertrain.train.tools.micro_batch_probe``: a rank of one trial of
-``plan --find-micro-batch``, started by torchrun.
+"""``python -m clustertrain.train.tools.micro_batch_probe``: a rank of a ``plan --find-micro-batch`` trial, run by
+torchrun.
 
-It does a few of the trainer's own steps and leaves ``probe-<rank>.json`` beside its result record. The process is fresh
-in each trial: after an out-of-memory error the memory that torch holds says nothing about the next one.
+It runs a few of the trainer's steps and writes ``probe-<rank>.json`` beside its result record. Each trial uses a new
+process, because memory held by torch after an out-of-memory error would distort the next one.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from clustertrain.run.run_spec import load_spec
 from clustertrain.train.core.context import load_plan
 from clustertrain.train.main import run_as_rank
 
-PROBE_STEPS = 4  # the first one makes the optimizer's state and loads kernels, and is not timed
+PROBE_STEPS = 4  # the first one creates optimizer state and loads kernels, and is not timed
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def measure(run: RunDir, limit_bytes: int) -> TrialMeasurement:
-    """Train a few steps as the plan in ``run`` says.
+    """Train a few steps according to the plan in ``run``.
 
     Args:
-        limit_bytes: how much memory this process may take on the CPU; more is refused as a GPU refuses it.
+        limit_bytes: memory limit of this process on the CPU; allocations beyond it fail as on a GPU.
     """
     from clustertrain.train import trainer as trainer_module
     from clustertrain.train.session.session import session
@@ -57,7 +57,7 @@ def measure(run: RunDir, limit_bytes: int) -> TrialMeasurement:
 
 def _measure_gpu(step_s: float) -> TrialMeasurement:
     free, capacity = torch.cuda.mem_get_info()
-    # The context and NCCL's buffers are in no figure of torch's; what other processes hold counts too, as it should.
+    # torch does not count the CUDA context and NCCL's buffers; memory of other processes counts too, as it should.
     non_torch_bytes = max(0, capacity - free - torch.cuda.memory_reserved())
     return TrialMeasurement(
         peak_bytes=torch.cuda.max_memory_reserved() + non_torch_bytes,
@@ -68,12 +68,12 @@ def _measure_gpu(step_s: float) -> TrialMeasurement:
 
 
 def _limit_memory(limit_bytes: int) -> int:
-    """Bytes resident now, where the peak begins anew; from here on the process gets ``limit_bytes`` more at most."""
-    # What building a model on the meta device and sharding it import, 0.1 GiB that is the same for every model.
+    """Reset the peak, allow the process ``limit_bytes`` more, and return the bytes resident now."""
+    # Import what building on meta and sharding need: 0.1 GiB, the same for every model.
     import torch._dynamo
     import torch.distributed.fsdp  # noqa: F401
 
-    # proc(5): 5 resets the peak resident set size. Otherwise the imports' own peak would hide that of a small model.
+    # proc(5): 5 resets the peak resident set size. Otherwise the peak of the imports would hide a small model's.
     _CLEAR_REFS.write_text("5")
     limit = _status_bytes("VmData") + limit_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))

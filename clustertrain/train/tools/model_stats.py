@@ -1,9 +1,8 @@
-"""``python -m clustertrain.train.tools.model_stats REQUEST``: what a recipe's model is made of, as one JSON document.
+"""``python -m clustertrain.train.tools.model_stats REQUEST``: statistics of a recipe's model as one JSON document.
 
-A process of its own, because it imports torch and the user's code. The model is built on the meta device, where tensors
-have shapes and no memory. On request one step of it is traced by torch's MemTracker
-(``torch.distributed._tools.mem_tracker``) under FakeTensorMode, in which operators work on shapes alone; both are
-private to torch, here as of 2.13.
+It is a separate process because it imports torch and the user's code. The model is built on the meta device, where
+tensors have shapes but no memory. On request one step is traced by torch's MemTracker
+(``torch.distributed._tools.mem_tracker``) under FakeTensorMode; both are private APIs, used here as of torch 2.13.
 """
 
 from __future__ import annotations
@@ -34,24 +33,26 @@ from clustertrain.train.optim import param_info as parameters_of
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What of the plan a trace follows. ``sharded``: the layout casts the parameters themselves."""
+    """Parts of the plan that a trace follows."""
 
     micro_batch: int
     precision: str
     activation_checkpointing: str
     sharded: bool
+    """Whether the layout casts the parameters itself."""
 
 
 class SplitRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """How the plan splits the model: ranks that share each layer, and stages of a pipeline."""
+    """How the plan splits the model."""
 
     tp: int = 1
+    """Ranks that share each layer."""
     stages: int = 1
+    """Pipeline stages."""
 
 
 def check_split(model: nn.Module, request: SplitRequest, split: Sequence[str]) -> None:
-    """Raises ConfigError where ``model`` does not say how it is split like that, or says it wrongly. ``split``: of
-    ``parallel.split``."""
+    """Raise ConfigError if ``model`` does not support the requested split; ``split`` is ``parallel.split``."""
     if request.tp > 1:
         tensor_parallel.check_plan(model, request.tp)
     if request.stages > 1:
@@ -59,7 +60,11 @@ def check_split(model: nn.Module, request: SplitRequest, split: Sequence[str]) -
 
 
 def count_model(model: nn.Module, optim: OptimSpec) -> ModelStats:
-    """Raises ConfigError: a pattern of ``optim`` that fits nothing; rates by a depth that is not known."""
+    """Return the statistics of ``model``.
+
+    Raises:
+        ConfigError: a pattern of ``optim`` matches nothing, or ``layer_decay`` is set and depths are unknown.
+    """
     param_table = parameters_of.build_param_table(model)
     param_table.check_layer_decay(optim.layer_decay)
     unfreeze_steps = parameters_of.find_unfreeze_steps(param_table, ((u.step, u.modules) for u in optim.unfreeze))
@@ -99,15 +104,17 @@ def _count_parameters(module: nn.Module, *, recurse: bool = True) -> int:
 
 
 def inspect_model(recipe: Recipe, step: TraceRequest | None, split: SplitRequest) -> ModelStats:
-    """Count the model, check that it can be split, and trace it where ``step`` is given. A step that cannot be traced
-    is no error: ``untraced`` says why.
+    """Count the model, check that it can be split, and trace it if ``step`` is given.
+
+    A step that cannot be traced is not an error; ``untraced`` gives the reason.
 
     Raises:
-        ConfigError, or whatever the user's code raises: the model cannot be built, or not be split.
+        ConfigError: the model cannot be built or split.
+        Exception: the user's code failed.
     """
     task = models.build_task(recipe, inspect_only=True) if step is not None else None
     model = task.model if task is not None else models.build_model(recipe.model, inspect_only=True)
-    models.find_model_loss(recipe, model)  # refuses what does not go with it
+    models.find_model_loss(recipe, model)  # raises for recipe keys that it does not support
     counted = count_model(model, recipe.optim)
     check_split(model, split, recipe.parallel.split)
     if task is None or step is None:
@@ -116,19 +123,19 @@ def inspect_model(recipe: Recipe, step: TraceRequest | None, split: SplitRequest
         from clustertrain.train.tools import memory_trace
 
         return msgspec.structs.replace(counted, traced=memory_trace.trace_step(recipe, task, step))
-    except Exception as e:  # of the user's forward pass, or torch's own limits
+    except Exception as e:  # from the user's forward pass, or a limit of torch
         return msgspec.structs.replace(counted, untraced=f"the trace failed: {_format_error(e)}")
 
 
 def _format_error(error: BaseException) -> str:
-    """The last line of a traceback, and where it comes from."""
+    """Return the last line of a traceback and its location."""
     last_line = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     frames = traceback.extract_tb(error.__traceback__)
     return f"{last_line} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else last_line
 
 
 def handle_request(request: dict[str, Any]) -> dict[str, Any]:
-    """``{"counted": ...}``, or ``{"error", "fix"}`` for what the recipe or the user's code got wrong."""
+    """Return ``{"counted": ...}``, or ``{"error", "fix"}`` if the recipe or the user's code is wrong."""
     step = schema.convert(request["step"], TraceRequest) if request["step"] else None
     split = schema.convert(request["split"], SplitRequest)
     recipe = build(request["recipe"], Recipe, "recipe")
@@ -136,15 +143,15 @@ def handle_request(request: dict[str, Any]) -> dict[str, Any]:
         return {"counted": msgspec.to_builtins(inspect_model(recipe, step, split))}
     except ClusterTrainError as e:
         return {"error": e.message, "fix": e.fix}
-    except (Exception, SystemExit) as e:  # of the user's module or constructor: whatever it is
+    except (Exception, SystemExit) as e:  # the user's module or constructor may raise anything
         return {
             "error": f"model.entry = {recipe.model.entry!r}: {_format_error(e)}",
-            "fix": "it would fail so on every rank",
+            "fix": "correct the model's code, which would fail the same way on every rank",
         }
 
 
 def main() -> int:
-    # What the user's code prints must not get between the document and its reader.
+    # Keep the user's prints out of the document: send them to stderr.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     print(json.dumps(handle_request(json.loads(sys.argv[1]))), file=out, flush=True)

@@ -91,9 +91,9 @@ def test_half_a_character_in_json_becomes_the_replacement_character(folder: Path
     [
         (["--tokenizer", "letters"], UsageError, "neither bytes nor package.module"),
         (["--tokenizer", "nowhere_at_all:f"], ConfigError, "no module 'nowhere_at_all'"),
-        (["--documents", "jsonl"], ConfigError, "a.txt, line 1: no JSON object with 'text'"),
+        (["--documents", "jsonl"], ConfigError, "a.txt, line 1: not a JSON object with 'text'"),
         (["--key", "body"], UsageError, "needs JSON lines, but --documents is files"),
-        (["--pattern", "*.rst"], ConfigError, "no file fits"),
+        (["--pattern", "*.rst"], ConfigError, "no file matches"),
         (["--dtype", "uint8", "--end", "300"], ConfigError, "uint8 holds 0 to 255"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_tokenizer_that_gives_no_tokens(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(folder)
     monkeypatch.setattr("sys.path", [*sys.path])
     monkeypatch.delitem(sys.modules, "odd_one", raising=False)
-    with pytest.raises(ConfigError, match="and not token ids"):
+    with pytest.raises(ConfigError, match="not token ids"):
         tokenized(folder, "--tokenizer", "odd_one:tokens")
     assert not (folder / "out").exists()
 

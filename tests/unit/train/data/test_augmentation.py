@@ -1,4 +1,4 @@
-"""Images that are changed at random, the same way wherever they are read."""
+"""Image augmentation, which depends only on the generator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE, COUNT = 12, 40
 
 
 class Pictures(LabelSlices):
-    """Image i: random bytes, the same each time; class i % 4."""
+    """Random but fixed images; image i has class i % 4."""
 
     name, version = "pictures", "1"
 
@@ -33,64 +33,64 @@ class Pictures(LabelSlices):
         return self.pixels[i], int(self.labels[i])
 
 
-def drawn(seed: int, i: int = 3, channels: int = 3, **augment: Any) -> tuple[torch.Tensor, Any]:
+def augmented(seed: int, i: int = 3, channels: int = 3, **augment: Any) -> tuple[torch.Tensor, Any]:
     torch.manual_seed(seed)
-    found: tuple[torch.Tensor, Any] = AugmentedImages(Pictures(channels), AugmentSpec(**augment), classes=4)[i]
-    return found
+    sample: tuple[torch.Tensor, Any] = AugmentedImages(Pictures(channels), AugmentSpec(**augment), classes=4)[i]
+    return sample
 
 
-def test_a_crop_is_a_shifted_image_with_black_around_it() -> None:
+def test_crop_shifts_the_image_with_black_padding() -> None:
     original = Pictures().pixels[3]
     padded = torch.nn.functional.pad(original, (0, 0, 2, 2, 2, 2))
-    places = set()
+    offsets = set()
     for seed in range(20):
-        image, label = drawn(seed, crop=2)
-        at = [(y, x) for y in range(5) for x in range(5) if torch.equal(image, padded[y : y + SIZE, x : x + SIZE])]
-        assert len(at) == 1 and label == 3
-        places.add(at[0])
-    assert len(places) > 5
+        image, label = augmented(seed, crop=2)
+        matches = [(y, x) for y in range(5) for x in range(5) if torch.equal(image, padded[y : y + SIZE, x : x + SIZE])]
+        assert len(matches) == 1 and label == 3
+        offsets.add(matches[0])
+    assert len(offsets) > 5
 
 
-def test_a_flip_happens_every_other_time() -> None:
+def test_flip_has_probability_one_half() -> None:
     original = Pictures().pixels[3]
-    images = [drawn(seed, flip=True)[0] for seed in range(40)]
+    images = [augmented(seed, flip=True)[0] for seed in range(40)]
     flipped = sum(torch.equal(i, original.flip(1)) for i in images)
     assert flipped + sum(torch.equal(i, original) for i in images) == 40
     assert 10 < flipped < 30
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_colours_change_and_stay_bytes(channels: int) -> None:
+def test_color_jitter_keeps_bytes(channels: int) -> None:
     original = Pictures(channels).pixels[3]
-    image, _ = drawn(1, channels=channels, color=0.3)
+    image, _ = augmented(1, channels=channels, color=0.3)
     assert image.dtype == torch.uint8 and image.shape == original.shape
     difference = (image.float() - original.float()).abs()
     assert 1 < difference.mean() < 80
 
 
-def test_images_of_two_channels_have_no_colour() -> None:
-    with pytest.raises(ConfigError, match="images of 2 channels have no brightness"):
-        drawn(1, channels=2, color=0.3)
+def test_color_jitter_of_two_channels_raises() -> None:
+    with pytest.raises(ConfigError, match="needs 1 or 3 channels, and the images have 2"):
+        augmented(1, channels=2, color=0.3)
 
 
-def test_mixup_mixes_two_images_and_their_classes_in_one_proportion() -> None:
+def test_mixup_weighs_images_and_classes_alike() -> None:
     pictures = Pictures()
     for seed in range(10):
-        image, probabilities = drawn(seed, mixup=1.0)
+        image, probabilities = augmented(seed, mixup=1.0)
         assert probabilities.shape == (4,) and probabilities.sum().item() == pytest.approx(1)
-        share = float(probabilities[3])
+        weight = float(probabilities[3])
         fits = [
             j
             for j in range(COUNT)
-            if (image - (share * pictures.pixels[3] + (1 - share) * pictures.pixels[j])).abs().max() < 0.51
-            and (probabilities[j % 4] > 1 - share - 1e-6)
+            if (image - (weight * pictures.pixels[3] + (1 - weight) * pictures.pixels[j])).abs().max() < 0.51
+            and (probabilities[j % 4] > 1 - weight - 1e-6)
         ]
-        # A partner of the same class leaves the share open.
-        assert fits or share == pytest.approx(1)
+        # With a partner of the same class the weight cannot be recovered.
+        assert fits or weight == pytest.approx(1)
 
 
-def test_what_is_drawn_depends_on_the_generator_alone() -> None:
-    everything = {"crop": 2, "flip": True, "color": 0.4, "mixup": 0.4}
-    one, again, other = drawn(5, **everything), drawn(5, **everything), drawn(6, **everything)
+def test_augmentation_depends_only_on_the_generator() -> None:
+    options = {"crop": 2, "flip": True, "color": 0.4, "mixup": 0.4}
+    one, again, other = augmented(5, **options), augmented(5, **options), augmented(6, **options)
     assert torch.equal(one[0], again[0]) and torch.equal(one[1], again[1])
     assert not torch.equal(one[0], other[0])

@@ -1,4 +1,4 @@
-"""A run resumes on the data that it was trained on."""
+"""Resume only on the data that the run was trained on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clustertrain.train.data.loader import Loader
 from clustertrain.train.data.text import BytePairs, ByteText
 
 
-def loader(dataset: ByteText | BytePairs | list[int]) -> Loader:
+def make_loader(dataset: ByteText | BytePairs | list[int]) -> Loader:
     return Loader(
         dataset,  # type: ignore[arg-type]
         global_batch=2,
@@ -27,19 +27,19 @@ def loader(dataset: ByteText | BytePairs | list[int]) -> Loader:
 
 
 @pytest.mark.parametrize("kind", [ByteText, BytePairs])
-def test_other_text_of_the_same_length_is_refused(tmp_path: Path, kind: type[ByteText] | type[BytePairs]) -> None:
+def test_other_text_of_the_same_length_raises_on_resume(tmp_path: Path, kind: type[ByteText] | type[BytePairs]) -> None:
     file = tmp_path / "text.txt"
     file.write_text("a" * 4000)
     spec = DataSpec(path=str(file), seq_len=16)
-    saved = loader(kind(spec)).state_dict()
-    loader(kind(spec)).load_state_dict(saved)
+    saved = make_loader(kind(spec)).state_dict()
+    make_loader(kind(spec)).load_state_dict(saved)
     file.write_text("a" * 3999 + "b")
-    with pytest.raises(CheckpointError, match="the data set is of version xxh3"):
-        loader(kind(spec)).load_state_dict(saved)
+    with pytest.raises(CheckpointError, match="the dataset has version xxh3"):
+        make_loader(kind(spec)).load_state_dict(saved)
 
 
-def test_a_data_set_that_says_nothing_of_itself_is_taken_as_it_is() -> None:
-    one, other = loader([1, 2, 3]), loader([4, 5, 6])
+def test_dataset_without_version_is_not_compared() -> None:
+    one, other = make_loader([1, 2, 3]), make_loader([4, 5, 6])
     other.load_state_dict(one.state_dict())
     versioned = {**one.state_dict(), "version": "of 2026"}
     other.load_state_dict(versioned)

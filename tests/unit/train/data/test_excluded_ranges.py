@@ -1,4 +1,4 @@
-"""Positions that no batch takes from, on any number of ranks and with any number of workers."""
+"""Positions excluded from all batches, for any number of ranks and workers."""
 
 from __future__ import annotations
 
@@ -22,72 +22,72 @@ class Numbers:
         return i
 
 
-def loader(rank: int = 0, ranks: int = 1, global_batch: int = 12, **kw: Any) -> Loader:
+def make_loader(rank: int = 0, ranks: int = 1, global_batch: int = 12, **kw: Any) -> Loader:
     options: dict[str, Any] = {"micro_batch": None, "workers": 0, "ragged": True, **kw}
     return Loader(
         Numbers(), global_batch=global_batch, seed=1, rank=rank, ranks=ranks, device=torch.device("cpu"), **options
     )
 
 
-def positions(*loaders: Loader) -> list[int]:
-    """Of the next global batch."""
+def next_positions(*loaders: Loader) -> list[int]:
+    """Return the next_positions of the next global batch."""
     for each in loaders:
         next(each)
     return [p for each in loaders for part in each.sample_positions for p in part.tolist() if p >= 0]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_runs_are_what_is_left(seed: int) -> None:
+def test_included_runs_skip_excluded_ranges(seed: int) -> None:
     draw = random.Random(seed)
-    out = ExcludedRanges()
+    excluded = ExcludedRanges()
     gone: set[int] = set()
     for _ in range(6):
         first = draw.randrange(80)
         end = first + draw.randrange(12)
-        out.add(first, end)
+        excluded.add(first, end)
         gone |= set(range(first, end))
     left = [p for p in range(300) if p not in gone]
     for position in range(0, 90, 7):
         for count in (1, 5, 40):
-            found = [p for first, n in out.included_runs(position, count) for p in range(first, first + n)]
+            found = [p for first, n in excluded.included_runs(position, count) for p in range(first, first + n)]
             assert found == [p for p in left if p >= position][:count]
-    assert all(b < c for (_, b), (c, _) in zip(out.ranges, out.ranges[1:], strict=False))
+    assert all(b < c for (_, b), (c, _) in zip(excluded.ranges, excluded.ranges[1:], strict=False))
 
 
 @pytest.mark.parametrize("global_batch", [12, 10])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_batches_are_the_same_on_any_number_of_ranks(ranks: int, global_batch: int) -> None:
-    loaders = [loader(r, ranks, global_batch, micro_batch=2) for r in range(ranks)]
+def test_batches_do_not_depend_on_the_number_of_ranks(ranks: int, global_batch: int) -> None:
+    loaders = [make_loader(r, ranks, global_batch, micro_batch=2) for r in range(ranks)]
     for each in loaders:
         each.leave_out([(13, 20), (36, 60)])
     left = [p for p in range(200) if not (13 <= p < 20 or 36 <= p < 60)]
     for i in range(8):
-        assert positions(*loaders) == left[i * global_batch : (i + 1) * global_batch]
+        assert next_positions(*loaders) == left[i * global_batch : (i + 1) * global_batch]
 
 
-def test_told_on_the_way_also_with_workers_and_after_a_resume_elsewhere() -> None:
-    one = loader(workers=2)
+def test_leave_out_works_with_workers_and_after_resume() -> None:
+    one = make_loader(workers=2)
     next(one)
     one.leave_out([(24, 48)])
-    taken = [positions(one) for _ in range(2)]
+    taken = [next_positions(one) for _ in range(2)]
     assert taken == [list(range(12, 24)), list(range(48, 60))]
     state = one.state_dict()
     assert state["left_out"] == [[24, 48]] and state["position"] == 60
-    others = [loader(r, 3) for r in range(3)]
+    others = [make_loader(r, 3) for r in range(3)]
     for each in others:
         each.load_state_dict(state)
-        each.leave_out([(24, 48)])  # as the record of the run says once more
-    assert positions(*others) == list(range(60, 72))
+        each.leave_out([(24, 48)])  # repeated from the run's record
+    assert next_positions(*others) == list(range(60, 72))
     one.load_state_dict({**state, "position": 12})
-    assert positions(one) == list(range(12, 24)) and positions(one)[0] == 48
+    assert next_positions(one) == list(range(12, 24)) and next_positions(one)[0] == 48
     one.close()
 
 
-def test_a_state_from_before_forgets_what_came_later() -> None:
-    one = loader()
+def test_older_state_drops_later_exclusions() -> None:
+    one = make_loader()
     state = one.state_dict()
     assert "left_out" not in state
     one.leave_out([(0, 12)])
-    assert positions(one)[0] == 12
+    assert next_positions(one)[0] == 12
     one.load_state_dict(state)
-    assert positions(one)[0] == 0
+    assert next_positions(one)[0] == 0

@@ -1,3 +1,5 @@
+"""The order of the samples."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -7,12 +9,12 @@ from clustertrain.train.data.permutation import Permutation, samples_at
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 17, 64, 1000, 4097])
-def test_each_sample_once_an_epoch(size: int) -> None:
+def test_each_sample_occurs_once_per_epoch(size: int) -> None:
     assert sorted(samples_at(7, size, 0, size)) == list(range(size))
     assert sorted(samples_at(7, size, size, size)) == list(range(size))
 
 
-def test_the_order_is_a_pure_function_of_seed_epoch_and_index() -> None:
+def test_order_is_a_function_of_seed_epoch_and_index() -> None:
     whole = samples_at(3, 1000, 0, 2500)
     assert samples_at(3, 1000, 0, 2500) == whole
     assert samples_at(3, 1000, 990, 20) == whole[990:1010]  # across the end of an epoch
@@ -20,7 +22,7 @@ def test_the_order_is_a_pure_function_of_seed_epoch_and_index() -> None:
     assert whole[:1000] != whole[1000:2000]
 
 
-def test_large_sets_need_no_list() -> None:
+def test_large_permutation_needs_no_list() -> None:
     size = 10**15
     order = Permutation(size, 1, 0)
     found = order(np.arange(10_000, dtype=np.uint64))
@@ -28,14 +30,14 @@ def test_large_sets_need_no_list() -> None:
     assert int(found.max()) < size
 
 
-def test_the_order_looks_shuffled() -> None:
+def test_order_has_no_correlation() -> None:
     found = np.array(samples_at(5, 20_000, 0, 20_000), dtype=float)
-    neighbours = np.corrcoef(found[:-1], found[1:])[0, 1]
+    neighbors = np.corrcoef(found[:-1], found[1:])[0, 1]
     position = np.corrcoef(np.arange(20_000), found)[0, 1]
-    assert abs(neighbours) < 0.03
+    assert abs(neighbors) < 0.03
     assert abs(position) < 0.03
 
 
-def test_the_order_is_frozen() -> None:
-    # Runs under way would silently repeat and skip samples if it changed.
+def test_order_is_frozen() -> None:
+    # If it changed, resumed runs would silently repeat and skip samples.
     assert samples_at(1, 100, 0, 8) == [75, 9, 73, 85, 69, 31, 59, 14]

@@ -1,4 +1,4 @@
-"""Samples that cannot be trained on are named before they reach the device."""
+"""Checks that name bad samples before they reach the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check(inputs: Any, target: Any, dataset: Any = None, **limits: Any) -> None:
     SampleChecker(Limits(**limits))((inputs, target), KEYS, dataset if dataset is not None else [])
 
 
-def test_what_is_within_the_limits_passes() -> None:
+def test_samples_within_limits_pass() -> None:
     check(TOKENS, TOKENS, vocab_size=12, classes=12, max_seq_len=4)
     check(TOKENS, TOKENS)
     check(TOKENS.float(), torch.tensor([0, 1, 2]), vocab_size=1, classes=3)
@@ -27,62 +27,73 @@ def test_what_is_within_the_limits_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "target", "limits", "said"),
+    ("inputs", "target", "limits", "message"),
     [
-        (TOKENS, TOKENS, {"vocab_size": 11}, r"sample 72: inputs at \(3,\) is 11, .*between 0 and 10 \(model.vocab"),
+        (TOKENS, TOKENS, {"vocab_size": 11}, r"sample 72: inputs at \(3,\) is 11: .*between 0 and 10 \(model.vocab"),
         (TOKENS, TOKENS, {"classes": 7}, r"sample 71: target at \(3,\) is 7"),
-        (TOKENS, torch.tensor([0, 5, 1]), {"classes": 5}, "sample 71: target is 5, and must lie between 0 and 4"),
+        (TOKENS, torch.tensor([0, 5, 1]), {"classes": 5}, "sample 71: target is 5: must be between 0 and 4"),
         (TOKENS, torch.tensor([0, 1, -7]), {"classes": 5}, "sample 72: target is -7"),
-        (TOKENS, TOKENS, {"max_seq_len": 3}, "sample 70: inputs is 4 long, and the model takes 3"),
+        (TOKENS, TOKENS, {"max_seq_len": 3}, "sample 70: inputs has length 4, more than the model's max_seq_len = 3"),
         ([TOKENS, TOKENS + 9], TOKENS, {"vocab_size": 20}, r"sample 72: inputs\[1\] at \(3,\) is 20"),
         ({"ids": TOKENS}, TOKENS, {"vocab_size": 4}, r"sample 71: inputs\['ids'\] at \(0,\) is 4"),
         (torch.tensor([[1.0], [math.nan], [2.0]]), TOKENS, {}, r"sample 71: inputs holds nan"),
         (TOKENS, torch.tensor([0.0, 1.0, math.inf]), {}, "sample 72: target holds inf"),
     ],
+    ids=[
+        "token",
+        "target token",
+        "class",
+        "negative class",
+        "length",
+        "second input",
+        "named input",
+        "NaN input",
+        "Inf target",
+    ],
 )
-def test_the_sample_its_value_and_the_limit_are_named(inputs: Any, target: Any, limits: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_error_names_sample_value_and_limit(inputs: Any, target: Any, limits: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         check(inputs, target, **limits)
 
 
-def test_the_fix_is_what_would_do() -> None:
+def test_fix_names_a_sufficient_limit() -> None:
     with pytest.raises(ConfigError) as found:
         check(TOKENS, TOKENS, vocab_size=5)
-    assert found.value.fix == "set model.vocab_size to 6 or more, or mend the data"
+    assert found.value.fix == "set model.vocab_size to 6 or more, or correct the data"
 
 
-def test_targets_that_count_nothing_may_have_any_value_that_says_so() -> None:
+def test_ignore_index_is_exempt_from_the_class_limit() -> None:
     masked = torch.tensor([[-100, 3], [2, -100], [0, 1]])
     check(TOKENS, masked, classes=4)
     with pytest.raises(ConfigError, match=r"sample 70: target at \(0,\) is -100.*"):
         check(TOKENS, masked, classes=4, ignore_index=-1)
 
 
-class Files(list[int]):
+class NamedFiles(list[int]):
     def where(self, i: int) -> str:
         return f"cats/{i}.png"
 
 
-def test_a_data_set_may_name_its_samples() -> None:
+def test_dataset_can_describe_its_samples() -> None:
     with pytest.raises(ConfigError, match=r"sample 71 \(cats/71.png\): target is 5"):
-        check(TOKENS, torch.tensor([0, 5, 1]), Files(), classes=5)
+        check(TOKENS, torch.tensor([0, 5, 1]), NamedFiles(), classes=5)
 
 
-def test_numbers_that_are_not_finite_are_looked_for_in_the_first_batches() -> None:
-    seen, bad = SampleChecker(Limits()), (torch.full((3, 1), math.nan), TOKENS)
+def test_only_the_first_batches_are_checked_for_nan() -> None:
+    checker, bad = SampleChecker(Limits()), (torch.full((3, 1), math.nan), TOKENS)
     for _ in range(FINITE_CHECK_BATCHES):
-        seen((torch.ones(3, 1), TOKENS), KEYS, [])
-    seen(bad, KEYS, [])  # by now the loss tells
+        checker((torch.ones(3, 1), TOKENS), KEYS, [])
+    checker(bad, KEYS, [])  # later batches are left to the loss
     with pytest.raises(ConfigError, match="holds nan"):
         SampleChecker(Limits())(bad, KEYS, [])
     SampleChecker(Limits(), check_finite=False)(bad, KEYS, [])
 
 
-def test_a_large_sum_is_no_infinity() -> None:
+def test_overflowing_sum_is_not_reported() -> None:
     check(torch.full((3, 4), 3e38), torch.zeros(3))
 
 
-def test_of_many_samples_some_are_listed() -> None:
-    words = format_samples(Files(), range(10, 110))
-    assert words.startswith("sample 10 (cats/10.png), sample 11 (cats/11.png), ")
-    assert words.endswith(", 72, 73 and 36 more") and format_samples([], [5, 6]) == "sample 5, sample 6"
+def test_long_sample_lists_are_truncated() -> None:
+    text = format_samples(NamedFiles(), range(10, 110))
+    assert text.startswith("sample 10 (cats/10.png), sample 11 (cats/11.png), ")
+    assert text.endswith(", 72, 73 and 36 more") and format_samples([], [5, 6]) == "sample 5, sample 6"

@@ -1,4 +1,4 @@
-"""Tokens on disk: written, mapped, cut into samples."""
+"""Token shards: writing, memory mapping, windows and packing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def spec(folder: Path, **more: Any) -> DataSpec:
     return DataSpec(kind="tokens", path=str(folder), **{"seq_len": 8, **more})
 
 
-def test_what_is_written_is_read(folder: Path) -> None:
+def test_written_shards_are_read_back(folder: Path) -> None:
     index = load_index(folder)
     assert [(s.file, s.tokens) for s in index.shards] == [("00000.bin", 36), ("00001.bin", 22)]
     assert index.largest == 129 and index.dtype == "uint16"
@@ -42,33 +42,31 @@ def test_what_is_written_is_read(folder: Path) -> None:
     assert len(corpus) == len(STREAM)
     assert corpus.read(0, len(STREAM)).tolist() == STREAM  # over several shards
     assert corpus.read(30, 4).tolist() == STREAM[30:34]
-    begins, lengths = corpus.documents()
-    assert [STREAM[b : b + n] for b, n in zip(begins, lengths, strict=True)] == [d for d in DOCUMENTS if d]
+    starts, lengths = corpus.documents()
+    assert [STREAM[b : b + n] for b, n in zip(starts, lengths, strict=True)] == [d for d in DOCUMENTS if d]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=type)
-@pytest.mark.parametrize("there", [False, True])
-def test_an_interrupted_call_leaves_nothing_and_the_next_one_goes_well(
-    tmp_path: Path, error: BaseException, there: bool
-) -> None:
+@pytest.mark.parametrize("existed", [False, True])
+def test_interrupted_write_leaves_nothing(tmp_path: Path, error: BaseException, existed: bool) -> None:
     out = tmp_path / "new" / "shards"
-    if there:
+    if existed:
         out.mkdir(parents=True)
 
-    def interrupted() -> Iterator[list[int]]:
+    def failing_documents() -> Iterator[list[int]]:
         yield from DOCUMENTS
         assert [p.name for p in out.glob("*.bin")] == ["00000.bin"]
         raise type(error)(*error.args)
 
     with pytest.raises(type(error)) as raised:
-        write(out, interrupted(), dtype="uint16", shard_tokens=40)
-    assert out.exists() == there and list(tmp_path.rglob("*.*")) == []
+        write(out, failing_documents(), dtype="uint16", shard_tokens=40)
+    assert out.exists() == existed and list(tmp_path.rglob("*.*")) == []
     if isinstance(raised.value, OSError):
         assert raised.value.filename == str(out)
     assert write(out, DOCUMENTS, dtype="uint16", shard_tokens=40) == load_index(out)
 
 
-def test_what_a_killed_call_has_left_is_told(folder: Path) -> None:
+def test_leftovers_of_a_killed_write_raise(folder: Path) -> None:
     with pytest.raises(ConfigError, match="not empty"):
         write(folder, DOCUMENTS)
     (folder / INDEX_FILE).rename(folder / ".index.json.77-ab")
@@ -79,14 +77,14 @@ def test_what_a_killed_call_has_left_is_told(folder: Path) -> None:
         write(folder, DOCUMENTS)
 
 
-def test_shards_are_mapped_and_not_read(folder: Path) -> None:
+def test_shards_are_memory_mapped_also_after_pickling(folder: Path) -> None:
     corpus = TokenCorpus(folder)
     assert all(isinstance(m, np.memmap) for m in corpus._maps)
-    there = pickle.dumps(corpus)
-    assert len(there) < 4000 and isinstance(pickle.loads(there)._maps[0], np.memmap)  # noqa: S301
+    pickled = pickle.dumps(corpus)
+    assert len(pickled) < 4000 and isinstance(pickle.loads(pickled)._maps[0], np.memmap)  # noqa: S301
 
 
-def test_a_sample_is_a_window_of_the_stream(folder: Path) -> None:
+def test_samples_are_windows_of_the_stream(folder: Path) -> None:
     found = TokenWindows(TokenCorpus(folder), 8)
     assert len(found) == (len(STREAM) - 1) // 8
     for i in range(len(found)):
@@ -96,7 +94,7 @@ def test_a_sample_is_a_window_of_the_stream(folder: Path) -> None:
     assert found.where(0) == "00000.bin, from token 0 on"
 
 
-def test_packed_documents_predict_nothing_across_their_ends(folder: Path) -> None:
+def test_packed_targets_stay_within_documents(folder: Path) -> None:
     found, validation = build_token_datasets(spec(folder, pack=True), None, -1)
     assert isinstance(found, PackedTokens) and validation is None
     pairs = []
@@ -107,13 +105,13 @@ def test_packed_documents_predict_nothing_across_their_ends(folder: Path) -> Non
     assert sorted(pairs) == sorted(p for d in DOCUMENTS for p in itertools.pairwise(d))
 
 
-def test_documents_that_are_kept_apart_are_whole(tmp_path: Path) -> None:
+def test_packed_validation_split_keeps_documents_whole(tmp_path: Path) -> None:
     documents = [[i] * (3 + i % 5) for i in range(60)]
     write(tmp_path / "s", documents, shard_tokens=50)
     parts = build_token_datasets(spec(tmp_path / "s", pack=True, validation=0.2), None, -100)
-    of_both = [{int(t) for i in range(len(p)) for t in p[i][1] if t != -100} for p in parts]
-    assert not of_both[0] & of_both[1]
-    assert of_both[0] | of_both[1] == set(range(60)) and len(of_both[1]) == 12
+    targets_of_parts = [{int(t) for i in range(len(p)) for t in p[i][1] if t != -100} for p in parts]
+    assert not targets_of_parts[0] & targets_of_parts[1]
+    assert targets_of_parts[0] | targets_of_parts[1] == set(range(60)) and len(targets_of_parts[1]) == 12
     assert (
         parts[0].version
         == parts[1].version
@@ -121,7 +119,7 @@ def test_documents_that_are_kept_apart_are_whole(tmp_path: Path) -> None:
     )
 
 
-def test_other_shards_to_validate_on(folder: Path, tmp_path: Path) -> None:
+def test_validation_path_names_other_shards(folder: Path, tmp_path: Path) -> None:
     write(tmp_path / "other", [list(range(20))])
     for pack in (False, True):
         _, validation = build_token_datasets(
@@ -131,7 +129,7 @@ def test_other_shards_to_validate_on(folder: Path, tmp_path: Path) -> None:
         assert seen == set(range(19 if pack else 16)) and validation.name.endswith("other'")
 
 
-def test_a_folder_of_npy_files_needs_no_index(tmp_path: Path) -> None:
+def test_npy_folder_needs_no_index(tmp_path: Path) -> None:
     for name, dtype in (("b.npy", np.uint32), ("a.npy", np.uint16)):
         np.save(tmp_path / name, np.arange(6, dtype=dtype))
     corpus = TokenCorpus(tmp_path)
@@ -139,14 +137,14 @@ def test_a_folder_of_npy_files_needs_no_index(tmp_path: Path) -> None:
     assert corpus.documents()[1].tolist() == [6, 6]
 
 
-def test_ends_may_stand_in_the_index_itself(tmp_path: Path) -> None:
+def test_document_ends_can_be_in_the_index(tmp_path: Path) -> None:
     np.arange(6, dtype=np.uint32).tofile(tmp_path / "x.bin")
     index = {"format": "clustertrain-tokens-1", "dtype": "uint32", "shards": [{"file": "x.bin", "ends": [2, 6]}]}
     (tmp_path / INDEX_FILE).write_text(json.dumps(index))
     assert TokenCorpus(tmp_path).documents()[0].tolist() == [0, 2]
 
 
-def test_the_version_tells_other_tokens(folder: Path) -> None:
+def test_version_changes_with_the_tokens(folder: Path) -> None:
     before = TokenCorpus(folder).version
     assert TokenCorpus(folder).version == before
     path = folder / "00000.bin"
@@ -156,72 +154,74 @@ def test_the_version_tells_other_tokens(folder: Path) -> None:
     assert TokenCorpus(folder).version != before
 
 
-def test_tokens_that_the_model_does_not_know_are_refused_by_the_index(folder: Path) -> None:
+def test_tokens_beyond_the_vocabulary_raise(folder: Path) -> None:
     build_token_datasets(spec(folder), 130, -100)
     with pytest.raises(ConfigError, match=r"tokens up to 129, and model.vocab_size = 129 takes those up to 128"):
         build_token_datasets(spec(folder), 129, -100)
 
 
-def damaged(folder: Path, **changed: Any) -> None:
+def edit_first_shard(folder: Path, **changed: Any) -> None:
     index = json.loads((folder / INDEX_FILE).read_text())
     index["shards"][0].update(changed)
     (folder / INDEX_FILE).write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
-        ({"tokens": 35}, "36 tokens, and index.json says 35"),
-        ({"ends": [3, 2]}, "do not end one after the other up to its 36 tokens"),
-        ({"ends": [3, 35]}, "up to its 36 tokens"),
-        ({"ends": "nothing.npy"}, "not the ends of documents"),
+        ({"tokens": 35}, "36 tokens, but index.json lists 35"),
+        ({"ends": [3, 2]}, "document ends must ascend up to the shard's 36 tokens"),
+        ({"ends": [3, 35]}, "up to the shard's 36 tokens"),
+        ({"ends": "nothing.npy"}, "not an array of document ends"),
         ({"file": "../00000.bin"}, "is not in the folder itself"),
         ({"file": "00009.bin"}, "not a shard of tokens"),
         ({"file": "a.txt"}, r"no \.npy or \.bin file"),
         ({"width": 3}, "unknown field `width`"),
     ],
+    ids=["token count", "descending ends", "short ends", "no ends file", "outside", "no file", "suffix", "unknown key"],
 )
-def test_a_damaged_folder_is_named(folder: Path, changed: dict[str, Any], said: str) -> None:
-    damaged(folder, **changed)
-    with pytest.raises(ConfigError, match=said):
+def test_damaged_shard_folder_raises(folder: Path, changed: dict[str, Any], message: str) -> None:
+    edit_first_shard(folder, **changed)
+    with pytest.raises(ConfigError, match=message):
         TokenCorpus(folder).documents()
 
 
 @pytest.mark.parametrize(
-    ("array", "said"),
+    ("array", "message"),
     [
         (np.zeros((2, 3), np.uint16), "store tokens in one dimension"),
         (np.zeros(3, np.float32), "float32 of shape"),
         (np.array([{}, {}]), "not a shard of tokens"),
     ],
+    ids=["2-D", "float", "object"],
 )
-def test_other_arrays_are_no_tokens(tmp_path: Path, array: Any, said: str) -> None:
+def test_npy_of_other_shape_or_dtype_raises(tmp_path: Path, array: Any, message: str) -> None:
     np.save(tmp_path / "a.npy", array)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         TokenCorpus(tmp_path)
 
 
-def test_too_little_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"58 tokens are less than one sample of data.seq_len = 58"):
+def test_too_few_tokens_or_documents_raise(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"58 tokens, and one sample needs data.seq_len = 58"):
         build_token_datasets(spec(folder, seq_len=58), None, -100)
-    with pytest.raises(ConfigError, match="leaves 0 to validate on"):
+    with pytest.raises(ConfigError, match="leaves 0 for validation"):
         build_token_datasets(spec(folder, pack=True, validation=0.01), None, -100)
     with pytest.raises(ConfigError, match=r"neither index.json nor .npy files"):
         TokenCorpus(tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
         TokenCorpus(tmp_path / "nowhere")
     write(tmp_path / "single", [[1], [2]])
-    with pytest.raises(ConfigError, match="no document of two tokens"):
+    with pytest.raises(ConfigError, match="no document has two tokens"):
         build_token_datasets(spec(tmp_path / "single", pack=True), None, -100)
 
 
-def test_what_cannot_be_written(folder: Path, tmp_path: Path) -> None:
+def test_invalid_documents_raise_on_write(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not empty"):
         write(folder, DOCUMENTS)
-    with pytest.raises(ConfigError, match="document 1 has the token 300, and uint8 holds 0 to 255"):
+    with pytest.raises(ConfigError, match="document 1 has the token 300: uint8 holds 0 to 255"):
         write(tmp_path / "a", [[1], [300]], dtype="uint8")
     with pytest.raises(ConfigError, match="has the token -1"):
         write(tmp_path / "b", [[-1]])
-    with pytest.raises(ConfigError, match="no document with a token"):
+    with pytest.raises(ConfigError, match="no document has tokens"):
         write(tmp_path / "c", [[], []])
     assert not (tmp_path / "a" / INDEX_FILE).exists()

@@ -1,3 +1,5 @@
+"""Offload of activations to host memory."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -17,8 +19,8 @@ from clustertrain.train.models.decoder import Decoder
 from tests.unit.train.alone import ALONE
 
 
-def gradients(offload: bool) -> tuple[list[torch.Tensor], int]:
-    """Of one backward pass; and the bytes that autograd kept where they were."""
+def run_backward(offload: bool) -> tuple[list[torch.Tensor], int]:
+    """Return the gradients of one backward pass, and the bytes that autograd saved on the device."""
     spec = RunSpec(recipe=Recipe(parallel=ParallelSpec(activation_offload=offload)))
     with torch.device("meta"):
         model = Decoder(ModelSpec(dim=32, layers=2, heads=4, kv_heads=2))
@@ -32,28 +34,28 @@ def gradients(offload: bool) -> tuple[list[torch.Tensor], int]:
         return t
 
     tokens = torch.randint(256, (4, 64), generator=torch.Generator().manual_seed(1))
-    # Outer hooks see what the layers' own let through.
+    # Outer hooks see only tensors that the layers' hooks did not move.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         loss = model(tokens).square().mean()
     loss.backward()
     return [p.grad for p in model.parameters() if p.grad is not None], sum(kept.values())
 
 
-def test_what_layers_keep_leaves_the_device_and_the_gradients_are_the_same_bits() -> None:
-    there, kept = gradients(False)
-    moved, kept_with = gradients(True)
-    assert len(there) == len(moved) > 10
-    assert all(torch.equal(a, b) for a, b in zip(there, moved, strict=True))
-    assert kept_with < kept / 2  # the embedding, the head and the loss are no layers
+def test_offload_moves_activations_with_equal_gradients() -> None:
+    expected, kept = run_backward(False)
+    offloaded, bytes_with_offload = run_backward(True)
+    assert len(expected) == len(offloaded) > 10
+    assert all(torch.equal(a, b) for a, b in zip(expected, offloaded, strict=True))
+    assert bytes_with_offload < kept / 2  # the embedding, head and loss are not offloaded
 
 
-def test_it_is_refused_where_it_would_do_nothing() -> None:
+def test_useless_offload_raises() -> None:
     on = ParallelSpec(activation_offload=True)
     checks.check_device("bf16", on, Layout(), "cuda", None)
-    for layout, device, words in (
+    for layout, device, message in (
         (Layout(), "cpu", "no GPU memory to relieve"),
         (Layout(activation_checkpointing="full"), "cuda", "keeps nothing for it to move"),
         (Layout(strategy="ddp", tp=2), "cuda", "split layers"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             checks.check_device("bf16", on, layout, device, None)

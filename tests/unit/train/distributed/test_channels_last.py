@@ -1,3 +1,5 @@
+"""Conversion of inputs to the channels-last format."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -12,7 +14,7 @@ from clustertrain.train.distributed import block_transforms
 from tests.unit.train.alone import ALONE
 
 
-def test_images_reach_a_model_of_ones_own_in_the_order_of_convolutions() -> None:
+def test_inputs_are_converted_to_channels_last() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
     x = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(1))
     plain = model(x)
@@ -20,7 +22,7 @@ def test_images_reach_a_model_of_ones_own_in_the_order_of_convolutions() -> None
     block_transforms.apply(model, dataclasses.replace(ALONE, spec=spec))
     seen: list[torch.Tensor] = []
     model[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    found = model(x)
+    output = model(x)
     assert seen[0].is_contiguous(memory_format=torch.channels_last) and not seen[0].is_contiguous()
-    assert found.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(found, plain)
+    assert output.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(output, plain)

@@ -1,4 +1,4 @@
-"""Of several micro-batches the gradients travel between ranks with the last one alone."""
+"""Gradient synchronization of several micro-batches."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from clustertrain.train.distributed.data_parallel import gradient_sync
 from tests.unit.train.alone import group_of_one
 
 
-def test_replicas_sum_their_gradients_once() -> None:
+def test_ddp_reduces_gradients_once_per_step() -> None:
     sent: list[torch.Tensor] = []
 
-    def hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+    def hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP rejects string annotations
         sent.append(bucket.buffer().clone())
-        done: Any = torch.futures.Future()  # type: ignore[no-untyped-call]
-        done.set_result(bucket.buffer())
-        return done
+        future: Any = torch.futures.Future()  # type: ignore[no-untyped-call]
+        future.set_result(bucket.buffer())
+        return future
 
     counts = []
     with group_of_one():
@@ -31,11 +31,11 @@ def test_replicas_sum_their_gradients_once() -> None:
                 model(torch.ones(1, 2)).sum().backward()
             counts.append(len(sent))
     assert counts == [0, 0, 1]
-    assert sent[0].tolist() == [3.0] * 6  # of all three
+    assert sent[0].tolist() == [3.0] * 6  # the sum over all three
 
 
 class Sharded(nn.Module):
-    """Has what ``fully_shard`` gives a module."""
+    """Stand-in for a module with the methods of ``fully_shard``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Sharded(nn.Module):
 
 
 @pytest.mark.parametrize(("defer", "reduces"), [(True, [False, False, True]), (False, [True, True, True])])
-def test_shards_do_so_too_unless_memory_is_short(defer: bool, reduces: list[bool]) -> None:
+def test_fsdp_reduces_gradients_once_unless_defer_is_false(defer: bool, reduces: list[bool]) -> None:
     model = Sharded()
     for i in range(3):
         with gradient_sync(model, last=i == 2, defer=defer):

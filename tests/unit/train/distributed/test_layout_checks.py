@@ -1,4 +1,4 @@
-"""What tensor and context parallel refuse before any rank has begun, and what it says."""
+"""Errors of tensor and context parallelism before ranks start."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def decoder(**spec: Any) -> Decoder:
         return Decoder(ModelSpec(**{"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, **spec}))
 
 
-class Two(nn.Module):
+class TwoLinears(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down, self.norm = nn.Linear(8, 12), nn.Linear(12, 8), nn.LayerNorm(8)
@@ -43,7 +43,7 @@ PLAN = {"up": "colwise", "down": "rowwise", "norm": "sequence"}
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_the_decoders_own_plan_covers_all_of_it(tied: bool, tp: int) -> None:
+def test_decoder_plan_covers_all_parameters(tied: bool, tp: int) -> None:
     tensor_parallel.check(decoder(tie_embeddings=tied), context(Layout(tp=tp)))
 
 
@@ -55,8 +55,9 @@ def test_the_decoders_own_plan_covers_all_of_it(tied: bool, tp: int) -> None:
         ({"vocab_size": 257}, 2, "model.vocab_size = 257 does not divide over tp = 2: 257 / 2 = 128.5", "256 or 258"),
         ({"ffn_dim": 33}, 2, "model.ffn_dim = 33 does not divide over tp = 2: 33 / 2 = 16.5", "32 or 34"),
     ],
+    ids=["kv_heads", "heads", "vocab_size", "ffn_dim"],
 )
-def test_sizes_that_do_not_divide_show_the_arithmetic(spec: dict[str, int], tp: int, message: str, fix: str) -> None:
+def test_indivisible_size_shows_the_arithmetic(spec: dict[str, int], tp: int, message: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         tensor_parallel.check(decoder(**spec), context(Layout(tp=tp)))
     assert message in caught.value.message
@@ -66,19 +67,30 @@ def test_sizes_that_do_not_divide_show_the_arithmetic(spec: dict[str, int], tp: 
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (None, "Two has no tp_plan"),
-        ({**PLAN, "layers.*.up": "colwise"}, "'layers.*.up' fits no module of Two"),
-        ({**PLAN, "up": "columns"}, "'up': 'columns' is none of colwise, rowwise,"),
+        (None, "TwoLinears has no tp_plan"),
+        ({**PLAN, "layers.*.up": "colwise"}, "'layers.*.up' matches no module of TwoLinears"),
+        ({**PLAN, "up": "columns"}, "'up': 'columns' is not one of colwise, rowwise,"),
         ({**PLAN, "norm": "rowwise"}, "norm is a LayerNorm; 'rowwise' is for Linear"),
         ({"up": "colwise", "down": "rowwise"}, "no pattern covers parameter norm.weight"),
         ({**PLAN, "up": "gather"}, "no pattern covers parameter up.weight"),
-        ({**PLAN, "?p": "colwise"}, "'up' and '?p' both fit up, which can be split once"),
-        ({**PLAN, "up": "gather", "u*": "gather"}, "'up' and 'u*' both fit up, which"),
+        ({**PLAN, "?p": "colwise"}, "'up' and '?p' both match up, which can be split only once"),
+        ({**PLAN, "up": "gather", "u*": "gather"}, "'up' and 'u*' both match up, which"),
         ({**PLAN, "down": "colwise"}, "down.out_features = 8 does not divide over tp = 3"),
     ],
+    ids=[
+        "no plan",
+        "no module",
+        "unknown word",
+        "wrong module type",
+        "uncovered norm",
+        "gather covers nothing",
+        "two patterns",
+        "two gathers",
+        "indivisible",
+    ],
 )
-def test_a_plan_that_does_not_fit_the_model(plan: dict[str, str] | None, message: str) -> None:
-    model: Any = Two()
+def test_invalid_tp_plan_raises(plan: dict[str, str] | None, message: str) -> None:
+    model: Any = TwoLinears()
     if plan is not None:
         model.tp_plan = plan
     with pytest.raises(ConfigError) as caught:
@@ -86,26 +98,26 @@ def test_a_plan_that_does_not_fit_the_model(plan: dict[str, str] | None, message
     assert message in caught.value.message
 
 
-def test_a_star_stands_for_one_part_of_a_name() -> None:
+def test_star_matches_one_part_of_a_name() -> None:
     found = tensor_parallel.match_plan(decoder(), {"layers.*.attention": "gather", "*": "sequence"})
     assert [name for _, name, _, word in found if word == "gather"] == ["layers.0.attention", "layers.1.attention"]
     assert all("." not in name for _, name, _, _ in tensor_parallel.match_plan(decoder(), {"*": "sequence"}))
 
 
-def test_what_needs_gpus_is_refused_without() -> None:
+def test_gpu_only_features_raise_on_cpu() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.async_tp"):
         tensor_parallel.check(decoder(), context(Layout(tp=2), async_tp=True, compile=True))
     with pytest.raises(ConfigError, match=r"ring.*GPUs only"):
         context_parallel.check(decoder(), context(Layout(cp=2), context="ring"))
 
 
-def test_a_model_whose_attention_would_stay_inside_its_chunk_is_refused() -> None:
-    with pytest.raises(ConfigError, match="inside each of the 2 chunks"):
-        context_parallel.check(Two(), context(Layout(cp=2)))
+def test_model_without_self_attention_raises() -> None:
+    with pytest.raises(ConfigError, match="would only attend inside each of the 2 chunks"):
+        context_parallel.check(TwoLinears(), context(Layout(cp=2)))
     context_parallel.check(decoder(), context(Layout(cp=2)))
 
 
-def test_each_rank_gets_its_chunk_of_every_tensor_of_a_batch() -> None:
+def test_shard_sequence_splits_each_tensor() -> None:
     x = torch.arange(24).view(2, 12)
     pair = ({"ids": x, "words": x[..., None]}, x + 1)
     meshes: list[Any] = [SimpleNamespace(size=lambda: 3, get_local_rank=lambda r=r: r) for r in range(3)]
@@ -119,7 +131,7 @@ def test_each_rank_gets_its_chunk_of_every_tensor_of_a_batch() -> None:
         context_parallel.shard_sequence((x[:, :10], x), meshes[0])
 
 
-def test_a_session_outside_a_run_can_split_a_model() -> None:
-    # There is no recipe then.
-    alone = replace(context(Layout(tp=2)), spec=None)
-    tensor_parallel.check(decoder(dropout=0.1), alone)
+def test_check_works_without_a_recipe() -> None:
+    # A session outside a run has no recipe.
+    without_recipe = replace(context(Layout(tp=2)), spec=None)
+    tensor_parallel.check(decoder(dropout=0.1), without_recipe)

@@ -1,4 +1,4 @@
-"""What a model has once it is in its layout, and in which number format fp32 computes."""
+"""Parallelized models: buffers, matmul precision and rejected combinations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.train.alone import ALONE, built
 
 
 class Shifted(nn.Module):
-    """On the meta device, with a buffer that is not."""
+    """A module on the meta device with a buffer on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Shifted(nn.Module):
         tensor.fill_(0.5)
 
 
-def test_buffers_keep_their_values_when_a_model_leaves_the_meta_device() -> None:
+def test_buffers_keep_values_when_leaving_meta() -> None:
     model: Any = built(Shifted())
     assert (model.weight.tolist(), model.shift.tolist()) == ([0.5] * 4, [0.0, 1.0, 2.0, 3.0])
 
@@ -42,15 +42,19 @@ def matmul_settings() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("matmul_settings")
-def test_fp32_is_fp32_also_for_convolutions_and_after_a_session_in_tf32() -> None:
-    for asked, matmul, convolution in (("fp32", "highest", False), ("tf32", "high", True), ("fp32", "highest", False)):
-        precision.apply_matmul_precision(replace(ALONE, precision=asked))  # type: ignore[arg-type]
+def test_matmul_precision_follows_each_session() -> None:
+    for requested, matmul, convolution in (
+        ("fp32", "highest", False),
+        ("tf32", "high", True),
+        ("fp32", "highest", False),
+    ):
+        precision.apply_matmul_precision(replace(ALONE, precision=requested))  # type: ignore[arg-type]
         assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (matmul, convolution)
 
 
 @pytest.mark.parametrize("schedule", ["zero-bubble", "zbv"])
-def test_a_backward_in_two_parts_cannot_recompute_selectively(schedule: str) -> None:
+def test_selective_checkpointing_with_split_backward_raises(schedule: str) -> None:
     layout = Layout(pp=2, schedule=schedule, virtual_stages=2, activation_checkpointing="selective")
-    mesh: Any = None  # refused before it is looked at
+    mesh: Any = None  # never used, because the check fails first
     with pytest.raises(ConfigError, match=f"selective activation checkpointing with schedule {schedule}"):
         pipeline.split(nn.Linear(2, 2), replace(ALONE, layout=layout), mesh)

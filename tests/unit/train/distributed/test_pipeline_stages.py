@@ -1,4 +1,4 @@
-"""How a model is cut into pipeline stages."""
+"""Split of a model into pipeline stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clustertrain.plan.layout import Layout
 from clustertrain.train.distributed import pipeline_stages
 from clustertrain.train.models.decoder import Decoder
 
-ONE_BY_ONE = Layout(pp=2, schedule="1f1b")
+TWO_STAGES = Layout(pp=2, schedule="1f1b")
 
 
 def decoder(**kw: Any) -> Decoder:
@@ -24,27 +24,27 @@ def decoder(**kw: Any) -> Decoder:
         return Decoder(ModelSpec(**{"vocab_size": 256, "dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, **kw}))
 
 
-def names(parts: list[nn.Module]) -> list[set[str]]:
+def param_names(parts: list[nn.Module]) -> list[set[str]]:
     return [{n for n, _ in part.named_parameters()} for part in parts]
 
 
-def test_the_dearest_stage_is_as_cheap_as_can_be_and_the_rest_even() -> None:
+def test_balance_minimizes_peak_then_squares() -> None:
     draw = random.Random(1)
     for _ in range(200):
         cost = [draw.choice([0.1, 1, 1, 1, 5]) for _ in range(draw.randint(2, 8))]
         count = draw.randint(1, len(cost))
 
-        def sums(begins: tuple[int, ...], cost: list[float] = cost) -> list[float]:
-            return [sum(cost[a:b]) for a, b in zip(begins, (*begins[1:], len(cost)), strict=True)]
+        def sums(starts: tuple[int, ...], cost: list[float] = cost) -> list[float]:
+            return [sum(cost[a:b]) for a, b in zip(starts, (*starts[1:], len(cost)), strict=True)]
 
         cuts = [(0, *c) for c in itertools.combinations(range(1, len(cost)), count - 1)]
-        dearest, squares = min((round(max(sums(c)), 6), sum(x * x for x in sums(c))) for c in cuts)
+        peak, squares = min((round(max(sums(c)), 6), sum(x * x for x in sums(c))) for c in cuts)
         found = sums(tuple(pipeline_stages.balance_stages(cost, count)))
-        assert max(found) == pytest.approx(dearest)
+        assert max(found) == pytest.approx(peak)
         assert sum(x * x for x in found) == pytest.approx(squares)
 
 
-def test_looking_up_is_nearly_free_and_the_head_is_not() -> None:
+def test_embedding_lookup_costs_little_and_the_head_much() -> None:
     model = decoder(vocab_size=4096, dim=64)
     cost = pipeline_stages.estimate_costs(model, pipeline_stages.list_units(model))
     layer = cost[1]
@@ -56,7 +56,7 @@ def test_looking_up_is_nearly_free_and_the_head_is_not() -> None:
     )
 
 
-def test_layers_make_room_for_a_large_head() -> None:
+def test_large_head_shifts_layers_to_other_stages() -> None:
     small = pipeline_stages.balance_stages(
         pipeline_stages.estimate_costs(m := decoder(layers=8), pipeline_stages.list_units(m)), 2
     )
@@ -67,18 +67,18 @@ def test_layers_make_room_for_a_large_head() -> None:
     assert large[1] > small[1]
 
 
-def test_stages_have_the_names_of_the_whole_and_each_parameter_once() -> None:
-    whole = names([decoder()])[0]
-    for layout in (ONE_BY_ONE, *(Layout(pp=2, schedule=s, virtual_stages=2) for s in ("interleaved", "zbv"))):
+def test_stages_partition_the_parameters() -> None:
+    whole = param_names([decoder()])[0]
+    for layout in (TWO_STAGES, *(Layout(pp=2, schedule=s, virtual_stages=2) for s in ("interleaved", "zbv"))):
         parts = [part for rank in range(2) for part in pipeline_stages.split_into_stages(decoder(), layout, (), rank)]
-        found = names(parts)
+        found = param_names(parts)
         assert set().union(*found) == whole
         assert sum(map(len, found)) == len(whole)
         assert {pipeline_stages.get_stage_info(p).index for p in parts} == set(range(len(parts)))
         assert all(pipeline_stages.get_stage_info(p).global_fqns == whole for p in parts)
 
 
-def test_zbv_goes_there_and_back() -> None:
+def test_stage_ranks_of_zbv_and_interleaved() -> None:
     assert pipeline_stages.assign_stage_ranks(Layout(pp=3, schedule="zbv", virtual_stages=2)) == (0, 1, 2, 2, 1, 0)
     assert pipeline_stages.assign_stage_ranks(Layout(pp=3, schedule="interleaved", virtual_stages=2)) == (
         0,
@@ -89,20 +89,20 @@ def test_zbv_goes_there_and_back() -> None:
         2,
     )
     parts = pipeline_stages.split_into_stages(decoder(), Layout(pp=2, schedule="zbv", virtual_stages=2), (), 0)
-    assert "embed.weight" in names(parts)[0]
-    assert "head.weight" in names(parts)[1]
+    assert "embed.weight" in param_names(parts)[0]
+    assert "head.weight" in param_names(parts)[1]
 
 
-def test_a_tied_embedding_is_held_by_the_first_and_the_last_stage() -> None:
+def test_tied_embedding_is_in_first_and_last_stage() -> None:
     parts = [
-        pipeline_stages.split_into_stages(decoder(tie_embeddings=True), ONE_BY_ONE, (), rank)[0] for rank in range(2)
+        pipeline_stages.split_into_stages(decoder(tie_embeddings=True), TWO_STAGES, (), rank)[0] for rank in range(2)
     ]
-    assert all("embed.weight" in found for found in names(parts))
+    assert all("embed.weight" in found for found in param_names(parts))
     assert all(pipeline_stages.get_stage_info(p).shared == {"embed.weight": (0, 1)} for p in parts)
 
 
-def test_the_recipe_may_say_where_stages_begin() -> None:
-    parts = [pipeline_stages.split_into_stages(decoder(), ONE_BY_ONE, ("layers.1",), rank)[0] for rank in range(2)]
+def test_split_names_the_first_unit_of_stages() -> None:
+    parts = [pipeline_stages.split_into_stages(decoder(), TWO_STAGES, ("layers.1",), rank)[0] for rank in range(2)]
     assert list(parts[0].layers) == ["0"]
     assert list(parts[1].layers) == ["1", "2", "3"]
 
@@ -111,36 +111,37 @@ def test_the_recipe_may_say_where_stages_begin() -> None:
     ("split", "error"),
     [
         (("layer.1",), r"no unit 'layer\.1'(.|\n)*layers\.1"),
-        ((), r"5 pipeline stages .* and only 4 units"),
-        (("layers.0",), r"names 1 units, and 5 stages begin at 4"),
+        ((), r"5 pipeline stages .* but only 4 units"),
+        (("layers.0",), r"names 1 units, but 5 stages need 4"),
     ],
+    ids=["unknown unit", "too few units", "too few names"],
 )
-def test_a_split_that_cannot_be(split: tuple[str, ...], error: str) -> None:
+def test_invalid_split_raises(split: tuple[str, ...], error: str) -> None:
     layout = Layout(pp=5, schedule="gpipe")
     with pytest.raises(ConfigError, match=error):
         pipeline_stages.split_into_stages(decoder(layers=2 if not split else 8), layout, split, 0)
 
 
 @pytest.mark.parametrize("split", [("layers.2", "layers.1"), ("layers.1", "layers.1"), ("embed", "layers.1")])
-def test_a_split_in_another_order_is_refused(split: tuple[str, ...]) -> None:
+def test_split_out_of_order_raises(split: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=f"{split[-1] if split[0] != 'embed' else 'embed'}' does not come after"):
         pipeline_stages.split_into_stages(decoder(), Layout(pp=3, schedule="gpipe"), split, 0)
 
 
-def test_a_sequential_keeps_its_names_and_its_values() -> None:
+def test_sequential_keeps_names_and_outputs() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     x = torch.ones(3, 4)
-    wanted = model(x)
+    expected = model(x)
     torch.manual_seed(0)
     again = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-    first = pipeline_stages.split_into_stages(model, ONE_BY_ONE, ("2",), 0)[0]
-    last = pipeline_stages.split_into_stages(again, ONE_BY_ONE, ("2",), 1)[0]
-    assert names([first, last]) == [{"0.weight", "0.bias"}, {"2.weight", "2.bias", "4.weight", "4.bias"}]
-    assert torch.equal(last(first(x)), wanted)
+    first = pipeline_stages.split_into_stages(model, TWO_STAGES, ("2",), 0)[0]
+    last = pipeline_stages.split_into_stages(again, TWO_STAGES, ("2",), 1)[0]
+    assert param_names([first, last]) == [{"0.weight", "0.bias"}, {"2.weight", "2.bias", "4.weight", "4.bias"}]
+    assert torch.equal(last(first(x)), expected)
 
 
-class Own(nn.Module):
+class TwoUnits(nn.Module):
     pipeline_units: ClassVar[Any] = ("a", "b")
 
     def __init__(self) -> None:
@@ -148,19 +149,19 @@ class Own(nn.Module):
         self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
 
 
-def test_models_that_cannot_be_cut_are_told_why() -> None:
-    with pytest.raises(ConfigError, match=r"Bilinear cannot be cut(.|\n)*pipeline_units"):
-        pipeline_stages.split_into_stages(nn.Bilinear(2, 2, 2), ONE_BY_ONE, (), 0)
-    model = Own()
+def test_unsplittable_models_raise() -> None:
+    with pytest.raises(ConfigError, match=r"Bilinear cannot be split(.|\n)*pipeline_units"):
+        pipeline_stages.split_into_stages(nn.Bilinear(2, 2, 2), TWO_STAGES, (), 0)
+    model = TwoUnits()
     model.pipeline_units = ("a", "c")  # type: ignore[misc]
     with pytest.raises(ConfigError, match="no module 'c'"):
-        pipeline_stages.split_into_stages(model, ONE_BY_ONE, (), 0)
+        pipeline_stages.split_into_stages(model, TWO_STAGES, (), 0)
     model.pipeline_units = ("a",)  # type: ignore[misc]
     with pytest.raises(ConfigError, match=r"parameter b\.weight is in no unit"):
-        pipeline_stages.split_into_stages(model, ONE_BY_ONE, (), 0)
-    tied = Own()
+        pipeline_stages.split_into_stages(model, TWO_STAGES, (), 0)
+    tied = TwoUnits()
     tied.b.weight = tied.a.weight
     with pytest.raises(ConfigError, match=r"a\.weight and b\.weight are one parameter"):
-        pipeline_stages.split_into_stages(tied, ONE_BY_ONE, (), 0)
+        pipeline_stages.split_into_stages(tied, TWO_STAGES, (), 0)
     with pytest.raises(ConfigError, match=r"stage 1 \(1\) would have no parameters"):
-        pipeline_stages.split_into_stages(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ONE_BY_ONE, (), 0)
+        pipeline_stages.split_into_stages(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), TWO_STAGES, (), 0)

@@ -1,4 +1,4 @@
-"""What two modules of a model share stays one parameter in every layout."""
+"""Tied parameters stay tied in every layout."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ FSDP = replace(ALONE, world_size=2, layout=Layout(strategy="fsdp", dp_shard=2))
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Of a rank that is alone, as the first of two."""
+    """Yield a mesh of two ranks with a fake process group, in a single process."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     dist.destroy_process_group()
 
 
-class Text(nn.Module):
-    """Embedding and head share their table, the first and the last layer a matrix, and all layers a norm."""
+class TiedModel(nn.Module):
+    """Model whose embedding and head share a table, two layers a matrix, and the last two layers a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,9 +53,9 @@ class Text(nn.Module):
         return self.head.weight is self.embed.weight and layers[0][0].weight is layers[2][0].weight
 
 
-def test_on_the_meta_device() -> None:
+def test_ties_survive_leaving_the_meta_device() -> None:
     with torch.device("meta"):
-        model = Text()
+        model = TiedModel()
     built(model)
     assert model.tied
     assert len(list(model.parameters())) == 6
@@ -65,8 +65,8 @@ def test_on_the_meta_device() -> None:
 PLAN = {"embed": "embedding", "head": "head", "layers.*.0": "replicated", "layers.*.1": "sequence"}
 
 
-def test_in_tensor_parallel(mesh: DeviceMesh) -> None:
-    model: Any = Text()
+def test_ties_survive_tensor_parallelism(mesh: DeviceMesh) -> None:
+    model: Any = TiedModel()
     model.tp_plan = PLAN
     tensor_parallel.check(model, TP)
     tensor_parallel.apply(model, TP, mesh)
@@ -74,8 +74,8 @@ def test_in_tensor_parallel(mesh: DeviceMesh) -> None:
     assert isinstance(model.head.weight, DTensor) and model.head.weight.to_local().shape == (4, 4)
 
 
-def test_what_tensor_parallel_would_split_in_two_ways_is_refused(mesh: DeviceMesh) -> None:
-    model: Any = Text()
+def test_tied_weights_split_differently_raise(mesh: DeviceMesh) -> None:
+    model: Any = TiedModel()
     model.tp_plan = {**PLAN, "head": "replicated"}
     with pytest.raises(ConfigError) as caught:
         tensor_parallel.apply(model, TP, mesh)
@@ -83,17 +83,17 @@ def test_what_tensor_parallel_would_split_in_two_ways_is_refused(mesh: DeviceMes
     assert "Shard(dim=0) and Replicate()" in caught.value.message
 
 
-def test_each_module_that_has_a_shared_parameter_needs_a_word() -> None:
-    model: Any = Text()
+def test_each_holder_of_a_tied_parameter_needs_a_pattern() -> None:
+    model: Any = TiedModel()
     model.tp_plan = {k: v for k, v in PLAN.items() if k != "head"}
     with pytest.raises(ConfigError, match=r"no pattern covers parameter head\.weight"):
         tensor_parallel.check(model, TP)
 
 
-def test_in_shards(mesh: DeviceMesh) -> None:
-    model = Text()
+def test_ties_survive_fully_shard(mesh: DeviceMesh) -> None:
+    model = TiedModel()
     data_parallel.shard(model, FSDP, mesh)
     assert model.tied
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    # Only the one layer that shares nothing is gathered by itself.
+    # Only the layer that shares nothing is a separate unit.
     assert [n for n, m in model.named_modules() if hasattr(m, "unshard")] == ["", "layers.1"]

@@ -1,4 +1,4 @@
-"""session.evaluate on one process: exact means, and nothing is changed by it."""
+"""session.evaluate on one process: exact means without side effects."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Net(nn.Module):
         return head
 
 
-def summed(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+def sum_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
     return F.cross_entropy(output, target, reduction="sum"), len(target)
 
 
@@ -70,13 +70,13 @@ def session() -> Iterator[ct.Session]:
 def net(session: ct.Session) -> Net:
     model = session.parallelize(Net())
     assert isinstance(model, Net)
-    model(Points().x)  # statistics that are not those of the start
+    model(Points().x)  # changes the running statistics
     model.frozen.eval()
     return model
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4, 11, 32])
-def test_means_are_exact_whatever_the_micro_batch(session: ct.Session, net: Net, micro_batch: int) -> None:
+def test_means_are_exact_for_any_micro_batch(session: ct.Session, net: Net, micro_batch: int) -> None:
     data = Points()
     found = session.evaluate(data, F.cross_entropy, metrics=["accuracy", "perplexity"], micro_batch=micro_batch)
     net.eval()
@@ -100,7 +100,7 @@ def state(net: Net) -> Any:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_changed_also_after_an_exception(session: ct.Session, net: Net, fails: bool) -> None:
+def test_evaluation_has_no_side_effects(session: ct.Session, net: Net, fails: bool) -> None:
     class Random(Points):
         def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
             return self.x[i] + torch.rand(1) + np.random.rand() + random.random(), self.y[i]
@@ -110,7 +110,7 @@ def test_nothing_is_changed_also_after_an_exception(session: ct.Session, net: Ne
         net.norm.running_mean += 1.0  # type: ignore[operator]
         if fails:
             raise RuntimeError("no")
-        return summed(output, target)
+        return sum_loss(output, target)
 
     before, generators = state(net), seeds.capture_rng_state(CPU)
     if fails:
@@ -127,55 +127,55 @@ def test_nothing_is_changed_also_after_an_exception(session: ct.Session, net: Ne
     assert torch.is_grad_enabled()
 
 
-def test_batches_of_ones_own_loader(session: ct.Session, net: Net) -> None:
+def test_evaluate_accepts_a_custom_loader(session: ct.Session, net: Net) -> None:
     data = Points()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data.x, data.y), batch_size=4)
-    own = session.evaluate(loader, F.cross_entropy)
-    assert own["validation_loss"] == pytest.approx(session.evaluate(data, F.cross_entropy)["validation_loss"])
+    result = session.evaluate(loader, F.cross_entropy)
+    assert result["validation_loss"] == pytest.approx(session.evaluate(data, F.cross_entropy)["validation_loss"])
     with pytest.raises(ConfigError, match="the validation data is empty"):
         session.evaluate(iter([]), F.cross_entropy)
 
 
-def test_metrics_of_ones_own_and_fewer_samples(session: ct.Session, net: Net) -> None:
+def test_custom_metrics_and_fewer_samples(session: ct.Session, net: Net) -> None:
     def wrong(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
         return (output.argmax(-1) != target).sum(), len(target)
 
-    found = session.evaluate(Points(), summed, metrics={"error": wrong}, samples=5)
-    part = session.evaluate(Points(), summed, metrics=["accuracy"], samples=5)
+    found = session.evaluate(Points(), sum_loss, metrics={"error": wrong}, samples=5)
+    part = session.evaluate(Points(), sum_loss, metrics=["accuracy"], samples=5)
     assert found["validation_error"] == pytest.approx(1 - part["validation_accuracy"])
     assert found["validation_loss"] == part["validation_loss"]
-    assert found["validation_loss"] != session.evaluate(Points(), summed)["validation_loss"]
+    assert found["validation_loss"] != session.evaluate(Points(), sum_loss)["validation_loss"]
 
 
-def test_all_targets_masked_is_no_mean(session: ct.Session, net: Net) -> None:
-    with pytest.raises(ConfigError, match="counts nothing: all targets"):
+def test_all_targets_masked_raises(session: ct.Session, net: Net) -> None:
+    with pytest.raises(ConfigError, match="has no targets: all targets"):
         session.evaluate(Points(), lambda output, target: (output.sum() * 0, 0))
 
 
-def test_a_session_without_a_model_and_data_without_samples(session: ct.Session) -> None:
+def test_evaluate_without_model_or_samples_raises(session: ct.Session) -> None:
     with pytest.raises(UsageError, match=r"call session.parallelize\(model\) first, or give model="):
-        session.evaluate(Points(), summed)
-    with pytest.raises(ConfigError, match="the validation data set is empty"):
-        session.evaluate(Points(0), summed, model=Net())
-    assert "validation_loss" in session.evaluate(Points(), summed, model=Net())
+        session.evaluate(Points(), sum_loss)
+    with pytest.raises(ConfigError, match="the validation dataset is empty"):
+        session.evaluate(Points(0), sum_loss, model=Net())
+    assert "validation_loss" in session.evaluate(Points(), sum_loss, model=Net())
 
 
-@pytest.mark.parametrize(("value", "said"), [(7, "sample 9: target is 7, and must lie between 0 and 2"), (-3, "is -3")])
-def test_a_sample_that_cannot_be_judged_is_named(session: ct.Session, net: Net, value: int, said: str) -> None:
+@pytest.mark.parametrize(("value", "message"), [(7, "sample 9: target is 7: must be between 0 and 2"), (-3, "is -3")])
+def test_target_out_of_range_names_the_sample(session: ct.Session, net: Net, value: int, message: str) -> None:
     data = Points()
     data.y[9] = value
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         session.evaluate(data, F.cross_entropy, limits=Limits(classes=CLASSES))
 
 
-def test_a_validation_sample_that_is_not_finite_is_named(session: ct.Session, net: Net) -> None:
+def test_nonfinite_validation_sample_is_named(session: ct.Session, net: Net) -> None:
     data = Points()
     data.x[5, 2] = math.nan
     with pytest.raises(ConfigError, match="sample 5: inputs holds nan"):
         session.evaluate(data, F.cross_entropy)
 
 
-def test_before_it_is_known_that_layers_can_be_compiled_they_run_as_they_are_written(session: ct.Session) -> None:
+def test_layers_run_eagerly_before_the_compile_trial(session: ct.Session) -> None:
     layers = nn.ModuleList([nn.Linear(FEATURES, CLASSES)])
 
     class Stack(nn.Module):
@@ -192,16 +192,16 @@ def test_before_it_is_known_that_layers_can_be_compiled_they_run_as_they_are_wri
     session.parallelize(Stack())
     session.optimizer(torch.optim.SGD, lr=0.1)
     step: Any = session._train_step
-    layers[0]._compiled_call_impl = fails  # what nn.Module.compile sets
-    step._emit_event = lambda name, **fields: None  # as with parallel.compile, before the first step
+    layers[0]._compiled_call_impl = fails  # set by nn.Module.compile
+    step._emit_event = lambda name, **fields: None  # state with parallel.compile before the first step
     assert session.evaluate(Points(), F.cross_entropy)["validation_loss"] > 0
     assert layers[0]._compiled_call_impl is fails
-    step._emit_event = None  # by now they have been tried out
+    step._emit_event = None  # state after the trial
     with pytest.raises(RuntimeError, match="no g"):
         session.evaluate(Points(), F.cross_entropy)
 
 
-def one_pass(rank: int, ranks: int, count: int = 11, **options: Any) -> DatasetPass:
+def make_pass(rank: int, ranks: int, count: int = 11, **options: Any) -> DatasetPass:
     options = {"micro_batch": 2, "workers": 0, "seed": 1, **options}
     return DatasetPass(Points(count), rank=rank, ranks=ranks, device=CPU, **options)
 
@@ -209,32 +209,32 @@ def one_pass(rank: int, ranks: int, count: int = 11, **options: Any) -> DatasetP
 @pytest.mark.parametrize(
     ("count", "ranks", "group"), [(11, 1, 1), (11, 2, 1), (11, 3, 1), (2, 4, 1), (11, 2, 3), (8, 3, 2)]
 )
-def test_every_sample_once_and_as_many_rounds_on_all_ranks(count: int, ranks: int, group: int) -> None:
-    parts = [list(one_pass(rank, ranks, count, group=group).indices()) for rank in range(ranks)]
+def test_each_sample_once_with_equal_rounds_on_all_ranks(count: int, ranks: int, group: int) -> None:
+    parts = [list(make_pass(rank, ranks, count, group=group).indices()) for rank in range(ranks)]
     assert len({len(part) for part in parts}) == 1
     seen = [i for round_ in zip(*parts, strict=True) for samples in round_ for i in samples]
     assert seen == list(range(count - count % group))
     assert all(len(samples) % group == 0 for part in parts for samples in part)
 
 
-def test_what_only_fills_a_gap_counts_nothing() -> None:
-    (portion,) = list(one_pass(3, 4, 5))
+def test_padding_does_not_count() -> None:
+    (portion,) = list(make_pass(3, 4, 5))
     assert portion.sample_indices == () and len(portion.batch[0]) == 1
-    (full,) = list(one_pass(2, 4, 5, pad=True))
+    (full,) = list(make_pass(2, 4, 5, pad=True))
     assert full.sample_indices == (4,) and len(full.batch[0]) == 2
 
 
-def test_workers_read_the_same(session: ct.Session, net: Net) -> None:
-    found = [session.evaluate(Points(), summed, micro_batch=3, workers=n) for n in (0, 2)]
+def test_workers_give_the_same_result(session: ct.Session, net: Net) -> None:
+    found = [session.evaluate(Points(), sum_loss, micro_batch=3, workers=n) for n in (0, 2)]
     assert found[0] == found[1]
 
 
-def test_too_few_samples_for_a_group() -> None:
-    with pytest.raises(ConfigError, match="has 5 samples, and 8 of them are compared with each other"):
-        one_pass(0, 1, 5, group=8)
+def test_too_few_samples_for_a_group_raise() -> None:
+    with pytest.raises(ConfigError, match="has 5 samples, and the loss compares 8 with each other"):
+        make_pass(0, 1, 5, group=8)
 
 
-def test_slices_that_are_not_there_and_very_many_of_them() -> None:
+def test_find_slices_checks_names_and_limits_their_number() -> None:
     with pytest.raises(ConfigError, match=r"no slice 'evn'\n.*did you mean even"):
         find_slices(Points(), ("evn",))
     with pytest.raises(ConfigError, match=r"no slice 'even'\n.*slice_names and slice_of"):
@@ -243,14 +243,14 @@ def test_slices_that_are_not_there_and_very_many_of_them() -> None:
     assert chosen.names == ("odd",) and [chosen.index_of(i) for i in range(3)] == [-1, 0, -1]
     outside = Points()
     outside.slice_of = lambda i: 5  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match="sample 1: slice_of says 5, and slice_names has 2"):
+    with pytest.raises(ConfigError, match="sample 1: slice_of returned 5, but slice_names has 2"):
         find_slices(outside, ("odd",)).index_of(1)
     many = Points()
     many.slice_names = tuple(map(str, range(MAX_SLICES + 1)))  # type: ignore[assignment]
     assert find_slices(many).names == () and find_slices(many, ("7",)).names == ("7",)
 
 
-def test_samples_that_only_count_in_groups_have_no_slices() -> None:
+def test_grouped_samples_have_no_slices() -> None:
     class Halves:
         slice_names = ("a", "b")
 

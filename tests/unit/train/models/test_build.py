@@ -1,4 +1,4 @@
-"""The models besides the decoder, what they learn from and what they minimise."""
+"""Models other than the decoder, with their data and losses."""
 
 from __future__ import annotations
 
@@ -31,51 +31,51 @@ from tests.unit.train.alone import built
 CONVNET = {"kind": "convnet", "convnet": {"width": 8, "blocks": [1, 1], "groups": 4}}
 TWO_TOWER = {"kind": "two-tower", "dim": 32, "layers": 1, "heads": 2, "kv_heads": 1, "two_tower": {"embedding": 16}}
 SMALL = {"seq_len": 32, "max_bytes": 200_000, "image_size": 16}
-GUESSING = {"convnet": math.log(10), "two-tower": math.log(8)}
+UNINFORMED_LOSS = {"convnet": math.log(10), "two-tower": math.log(8)}
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """OpenMP's threads spin while they wait for each other, which on busy cores takes many times the work itself."""
+    """Use one thread: OpenMP threads spin while waiting, which on busy cores takes many times longer than the work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-def made(model: dict[str, Any], **data: Any) -> TrainingTask:
+def make_task(model: dict[str, Any], **data: Any) -> TrainingTask:
     return build_task(build(apply_preset({"model": model, "data": {**SMALL, **data}}), Recipe, "recipe"))
 
 
-def batch_of(dataset: Any, first: int, count: int = 16) -> Any:
-    """Samples scattered over the data set, as the loader's order does."""
+def sample_batch(dataset: Any, first: int, count: int = 16) -> Any:
+    """Return a batch of samples scattered over the dataset, as the loader's order does."""
     return default_collate([dataset[(first + i) * 7919 % len(dataset)] for i in range(count)])
 
 
-def loss_of(found: TrainingTask, model: nn.Module, batch: Any) -> torch.Tensor:
+def compute_loss(task: TrainingTask, model: nn.Module, batch: Any) -> torch.Tensor:
     inputs, target = batch
-    value = found.loss(model(*inputs) if isinstance(inputs, list) else model(inputs), target)
+    value = task.loss(model(*inputs) if isinstance(inputs, list) else model(inputs), target)
     assert isinstance(value, tuple)
     return value[0] / value[1]
 
 
 @pytest.mark.parametrize("spec", [CONVNET, TWO_TOWER], ids=lambda s: s["kind"])
-def test_it_begins_by_guessing(spec: dict[str, Any]) -> None:
-    found = made(spec)
-    assert all(p.is_meta for p in found.model.parameters())
+def test_initial_loss_is_that_of_guessing(spec: dict[str, Any]) -> None:
+    task = make_task(spec)
+    assert all(p.is_meta for p in task.model.parameters())
     with torch.no_grad():
-        loss = loss_of(found, built(found.model), batch_of(found.dataset, 0, 64))
-    assert loss.item() == pytest.approx(GUESSING[spec["kind"]], rel=0.05)
+        loss = compute_loss(task, built(task.model), sample_batch(task.dataset, 0, 64))
+    assert loss.item() == pytest.approx(UNINFORMED_LOSS[spec["kind"]], rel=0.05)
 
 
-def losses_of(spec: dict[str, Any], steps: int, lr: float, *, same: bool) -> list[float]:
-    """Of each step, on the ``same`` samples or on new ones."""
-    found = made(spec)
-    model = built(found.model)
+def training_losses(spec: dict[str, Any], steps: int, lr: float, *, same: bool) -> list[float]:
+    """Train and return the loss of each step, on the ``same`` samples or on new ones."""
+    task = make_task(spec)
+    model = built(task.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     seen = []
     for step in range(steps):
-        loss = loss_of(found, model, batch_of(found.dataset, 0 if same else 16 * step))
+        loss = compute_loss(task, model, sample_batch(task.dataset, 0 if same else 16 * step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -83,13 +83,13 @@ def losses_of(spec: dict[str, Any], steps: int, lr: float, *, same: bool) -> lis
     return seen
 
 
-def test_a_convnet_learns_to_tell_images_that_it_has_not_seen() -> None:
-    seen = losses_of(CONVNET, 50, 1e-2, same=False)
-    assert sum(seen[-10:]) / 10 < 0.8 * GUESSING["convnet"]
+def test_convnet_generalizes_to_new_images() -> None:
+    seen = training_losses(CONVNET, 50, 1e-2, same=False)
+    assert sum(seen[-10:]) / 10 < 0.8 * UNINFORMED_LOSS["convnet"]
 
 
-def test_two_towers_learn_which_passages_belong_together() -> None:
-    assert losses_of(TWO_TOWER, 40, 3e-3, same=True)[-1] < 0.3 * GUESSING["two-tower"]
+def test_two_tower_learns_matching_passages() -> None:
+    assert training_losses(TWO_TOWER, 40, 3e-3, same=True)[-1] < 0.3 * UNINFORMED_LOSS["two-tower"]
 
 
 @pytest.mark.parametrize(
@@ -97,52 +97,52 @@ def test_two_towers_learn_which_passages_belong_together() -> None:
     [CONVNET, {"kind": "convnet"}, TWO_TOWER, {**TWO_TOWER, "two_tower": {"learn_temperature": False}}],
     ids=str,
 )
-def test_parameters_are_those_the_plan_counts(spec: dict[str, Any]) -> None:
+def test_parameter_count_matches_the_plan(spec: dict[str, Any]) -> None:
     recipe = build({"model": spec, "data": SMALL}, Recipe, "recipe")
     model = build_task(recipe).model
     assert sum(p.numel() for p in model.parameters()) == recipe.model.parameters()
 
 
-def test_405_billion_parameters_are_built_without_memory() -> None:
-    model = made({"preset": "llama3.1-405b"}).model
+def test_405b_model_is_built_on_meta() -> None:
+    model = make_task({"preset": "llama3.1-405b"}).model
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(405.85e9, rel=1e-3)
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_values_depend_on_the_name_of_a_parameter_and_the_seed_alone() -> None:
-    a, b = (built(made({**CONVNET, "convnet": {**CONVNET["convnet"], "blocks": n}}).model) for n in ([1], [1, 1]))
+def test_initial_values_depend_only_on_name_and_seed() -> None:
+    a, b = (built(make_task({**CONVNET, "convnet": {**CONVNET["convnet"], "blocks": n}}).model) for n in ([1], [1, 1]))
     assert torch.equal(a.blocks[0].conv2.weight, b.blocks[0].conv2.weight)
-    assert not torch.equal(a.blocks[0].conv2.weight, built(made(CONVNET).model, seed=4).blocks[0].conv2.weight)
+    assert not torch.equal(a.blocks[0].conv2.weight, built(make_task(CONVNET).model, seed=4).blocks[0].conv2.weight)
 
 
-def test_blocks_are_units_of_sharding_and_checkpointing() -> None:
-    assert [name for name, _ in repeated_layers(made(CONVNET).model)] == ["blocks.0", "blocks.1"]
-    assert [name for name, _ in repeated_layers(made(TWO_TOWER).model)] == ["first.layers.0", "second.layers.0"]
+def test_repeated_layers_of_built_in_models() -> None:
+    assert [name for name, _ in repeated_layers(make_task(CONVNET).model)] == ["blocks.0", "blocks.1"]
+    assert [name for name, _ in repeated_layers(make_task(TWO_TOWER).model)] == ["first.layers.0", "second.layers.0"]
 
 
-def test_a_list_of_blocks_beside_embeddings_in_one_dictionary_is_a_list_of_units() -> None:
+def test_repeated_layers_inside_a_module_dict() -> None:
     parts = {"wte": nn.Embedding(8, 4), "h": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), "ln_f": nn.LayerNorm(4)}
     model = nn.Module()
     model.transformer = nn.ModuleDict(parts)
     assert [name for name, _ in repeated_layers(model)] == ["transformer.h.0", "transformer.h.1"]
 
 
-def test_images_stay_channels_last_through_the_convolutions() -> None:
-    found = made(CONVNET)
-    model = built(found.model)
+def test_activations_stay_channels_last() -> None:
+    task = make_task(CONVNET)
+    model = built(task.model)
     seen = []
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3):
             module.register_forward_hook(
-                lambda _, given, out: seen.extend(
-                    t.is_contiguous(memory_format=torch.channels_last) for t in (*given, out)
+                lambda _, args, out: seen.extend(
+                    t.is_contiguous(memory_format=torch.channels_last) for t in (*args, out)
                 )
             )
-    model(batch_of(found.dataset, 0)[0])
+    model(sample_batch(task.dataset, 0)[0])
     assert len(seen) == 10 and all(seen)
 
 
-def test_the_contrastive_loss_is_the_mean_of_both_directions() -> None:
+def test_contrastive_loss_averages_both_directions() -> None:
     similarities = torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(0))
     total, count = losses.contrastive(similarities, torch.arange(6))
     s = similarities.double().exp()
@@ -151,33 +151,32 @@ def test_the_contrastive_loss_is_the_mean_of_both_directions() -> None:
     assert count == 6 and total.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_the_contrastive_loss_is_finite_at_low_temperature_and_knows_a_text_again() -> None:
+def test_contrastive_loss_skips_duplicates_and_stays_finite() -> None:
     similarities = torch.eye(2)[None] * 1e4
     assert losses.contrastive(-similarities, torch.arange(2))[0].item() == pytest.approx(2e4)
     same = torch.tensor([5, 5])
     assert losses.contrastive(-similarities, same)[0].item() == 0
 
 
-def test_a_group_is_a_world_of_its_own() -> None:
-    found = made(TWO_TOWER)
-    model = built(found.model)
-    (first, second), texts = batch_of(found.dataset, 0)
-    whole = found.loss(model(first, second), texts)
-    parts = [found.loss(model(first[i : i + 8], second[i : i + 8]), texts[i : i + 8]) for i in (0, 8)]
+def test_contrastive_groups_are_independent() -> None:
+    task = make_task(TWO_TOWER)
+    model = built(task.model)
+    (first, second), texts = sample_batch(task.dataset, 0)
+    whole = task.loss(model(first, second), texts)
+    parts = [task.loss(model(first[i : i + 8], second[i : i + 8]), texts[i : i + 8]) for i in (0, 8)]
     assert whole[0].item() == pytest.approx(sum(p[0].item() for p in parts), rel=1e-6)
     with pytest.raises(ConfigError, match="12 does not divide into groups of 8"):
         model(first[:12], second[:12])
 
 
-def test_the_two_passages_of_a_pair_are_neighbours_in_the_text() -> None:
-    (tmp,) = [made(TWO_TOWER).dataset]
-    (first, second), i = tmp[3]
-    text = made({}, seq_len=64).dataset[3][0]
+def test_passages_of_a_pair_are_adjacent_in_the_text() -> None:
+    (first, second), i = make_task(TWO_TOWER).dataset[3]
+    text = make_task({}, seq_len=64).dataset[3][0]
     assert i == 3 and torch.equal(torch.cat((first, second)), text)
 
 
-def test_the_temperature_does_not_decay() -> None:
-    model = built(made(TWO_TOWER).model)
+def test_temperature_has_no_weight_decay() -> None:
+    model = built(make_task(TWO_TOWER).model)
     decayed, kept = groups_for_unsharded(model, 0.1)
     assert any(p is model.log_scale for p in kept["params"])  # type: ignore[attr-defined]
     assert not any(p is model.log_scale for p in decayed["params"])  # type: ignore[attr-defined]
@@ -186,7 +185,7 @@ def test_the_temperature_does_not_decay() -> None:
 # -- images
 
 
-def test_shapes_are_a_function_of_the_index() -> None:
+def test_shapes_are_a_function_of_the_index_only() -> None:
     a, b = Shapes(16), Shapes(16)
     image, kind = a[123]
     assert torch.equal(image, b[123][0]) and kind == 3
@@ -194,33 +193,34 @@ def test_shapes_are_a_function_of_the_index() -> None:
     assert not torch.equal(image, a[133][0])
 
 
-def test_images_from_an_array_file(tmp_path: Path) -> None:
+def test_images_from_an_npz_file(tmp_path: Path) -> None:
     pictures = np.arange(2 * 4 * 5 * 1, dtype=np.uint8).reshape(2, 4, 5, 1)
     np.savez(tmp_path / "a.npz", images=pictures, labels=np.array([1, 0]))
-    found = build_image_dataset(DataSpec(path=str(tmp_path / "a.npz")))
-    assert (len(found), found.classes, found.channels) == (2, 2, 1)
-    image, label = found[1]
+    dataset = build_image_dataset(DataSpec(path=str(tmp_path / "a.npz")))
+    assert (len(dataset), dataset.classes, dataset.channels) == (2, 2, 1)
+    image, label = dataset[1]
     assert label == 0 and torch.equal(image, torch.from_numpy(pictures[1]))
     with pytest.raises(ConfigError, match=r"channels = 1"):
-        made(CONVNET, path=str(tmp_path / "a.npz"))
+        make_task(CONVNET, path=str(tmp_path / "a.npz"))
 
 
 @pytest.mark.parametrize(
-    ("arrays", "said"),
+    ("arrays", "message"),
     [
-        ({"images": np.zeros((2, 4, 4, 3), np.float32), "labels": np.zeros(2, int)}, "store bytes"),
+        ({"images": np.zeros((2, 4, 4, 3), np.float32), "labels": np.zeros(2, int)}, "store uint8"),
         ({"images": np.zeros((2, 4, 4, 3), np.uint8), "labels": np.zeros(3, int)}, "for 2 images"),
         ({"images": np.zeros((2, 4, 4, 3), np.uint8)}, "labels"),
         ({"images": np.array([{}, {}]), "labels": np.zeros(2, int)}, "pickle"),
     ],
+    ids=["float images", "too many labels", "no labels", "objects"],
 )
-def test_other_arrays_are_refused(tmp_path: Path, arrays: dict[str, Any], said: str) -> None:
+def test_npz_with_other_arrays_raises(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
     np.savez(tmp_path / "a.npz", **arrays)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         build_image_dataset(DataSpec(path=str(tmp_path / "a.npz")))
 
 
-def test_what_is_no_array_file_is_refused(tmp_path: Path) -> None:
+def test_not_an_npz_file_raises(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(b"PK\x03\x04 something else")
     np.save(tmp_path / "b.npy", np.zeros(3))
     for name in ("a.npz", "b.npy"):
@@ -230,20 +230,20 @@ def test_what_is_no_array_file_is_refused(tmp_path: Path) -> None:
         build_image_dataset(DataSpec(path=str(tmp_path / "c.npz")))
 
 
-def test_images_from_a_folder_of_classes(tmp_path: Path) -> None:
+def test_images_from_class_folders(tmp_path: Path) -> None:
     import PIL.Image as pillow
 
-    for kind, colour in (("cats", (255, 0, 0)), ("dogs", (0, 0, 255))):
+    for kind, color in (("cats", (255, 0, 0)), ("dogs", (0, 0, 255))):
         (tmp_path / kind).mkdir()
-        pillow.new("RGB", (20, 10), colour).save(tmp_path / kind / "1.png")
+        pillow.new("RGB", (20, 10), color).save(tmp_path / kind / "1.png")
     (tmp_path / "dogs" / "notes.txt").write_text("none")
-    found = build_image_dataset(DataSpec(path=str(tmp_path), image_size=8))
-    assert (len(found), found.classes) == (2, 2)
-    image, label = found[1]
+    dataset = build_image_dataset(DataSpec(path=str(tmp_path), image_size=8))
+    assert (len(dataset), dataset.classes) == (2, 2)
+    image, label = dataset[1]
     assert label == 1 and image.shape == (8, 8, 3) and image[4, 4].tolist() == [0, 0, 255]
     (tmp_path / "cats" / "1.png").write_bytes(b"no image")
     with pytest.raises(ConfigError, match="not an image"):
-        found[0]
+        dataset[0]
 
 
 # -- entries
@@ -283,29 +283,29 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "mine" / "lame.py").write_text("import not_there_at_all")
     monkeypatch.syspath_prepend(tmp_path)
     yield
-    for name in [n for n in sys.modules if n.partition(".")[0] == "mine"]:  # else other tests would find it
+    for name in [n for n in sys.modules if n.partition(".")[0] == "mine"]:  # otherwise other tests would import it
         del sys.modules[name]
 
 
 @pytest.mark.usefixtures("mine")
-def test_an_entry_is_built_and_learns_from_text_by_cross_entropy() -> None:
-    found = made({"entry": "mine.net:Bigram", "args": {"vocab": 300}})
-    assert not found.model.table.weight.is_meta and found.model.table.weight.shape == (300, 300)
-    assert found.loss.func is losses.cross_entropy  # type: ignore[attr-defined]
-    loss = loss_of(found, found.model, batch_of(found.dataset, 0))
+def test_entry_is_built_and_trained_on_text() -> None:
+    task = make_task({"entry": "mine.net:Bigram", "args": {"vocab": 300}})
+    assert not task.model.table.weight.is_meta and task.model.table.weight.shape == (300, 300)
+    assert task.loss.func is losses.cross_entropy  # type: ignore[attr-defined]
+    loss = compute_loss(task, task.model, sample_batch(task.dataset, 0))
     assert loss.item() == pytest.approx(math.log(300) + 0.5, rel=0.1)  # a table of deviation 1 adds half of it
 
 
 @pytest.mark.usefixtures("mine")
-def test_an_entry_may_fill_its_parameters_and_have_its_own_loss() -> None:
-    found = made({"entry": "mine.net:Filled"}, kind="images")
-    assert found.model.table.weight.is_meta and found.loss == found.model.loss
-    assert isinstance(found.dataset, Shapes)
-    assert built(found.model).table.weight.unique().tolist() == [1.0]
+def test_entry_with_init_parameter_and_loss() -> None:
+    task = make_task({"entry": "mine.net:Filled"}, kind="images")
+    assert task.model.table.weight.is_meta and task.loss == task.model.loss
+    assert isinstance(task.dataset, Shapes)
+    assert built(task.model).table.weight.unique().tolist() == [1.0]
 
 
 @pytest.mark.usefixtures("mine")
-def test_a_loss_of_the_models_own_smooths_no_labels() -> None:
+def test_label_smoothing_with_model_loss_raises() -> None:
     tables: dict[str, Any] = {"model": {"entry": "mine.net:Filled"}, "data": {**SMALL}}
     with pytest.raises(ConfigError, match=r"label_smoothing = 0.1 has no effect with the loss of mine\.net:Filled"):
         build_task(build({**tables, "objective": {"label_smoothing": 0.1}}, Recipe, "recipe"))
@@ -314,13 +314,13 @@ def test_a_loss_of_the_models_own_smooths_no_labels() -> None:
 
 
 @pytest.mark.usefixtures("mine")
-def test_a_kind_that_is_named_is_evaluated_by_it_whatever_the_model_brings_along() -> None:
+def test_named_objective_overrides_the_model_loss() -> None:
     tables: dict[str, Any] = {"model": {"entry": "mine.net:Filled"}, "data": {**SMALL, "validation": 0.1}}
     named = {"objective": {"kind": "cross-entropy"}, "contract": {"metric": "validation_accuracy"}}
 
-    def metrics(of: Recipe) -> Any:
+    def metrics(recipe: Recipe) -> Any:
         session = mock.Mock()
-        build_evaluations(session, build_task(of), of)
+        build_evaluations(session, build_task(recipe), recipe)
         return session.evaluations.call_args.kwargs["metrics"]
 
     assert "accuracy" in metrics(build({**tables, **named}, Recipe, "recipe"))
@@ -328,13 +328,13 @@ def test_a_kind_that_is_named_is_evaluated_by_it_whatever_the_model_brings_along
 
 
 @pytest.mark.usefixtures("mine")
-def test_an_entry_that_computes_while_it_is_built() -> None:
-    assert made({"entry": "mine.net:computes", "args": {"n": 3}}).model.weight.shape == (1, 3)
+def test_entry_that_computes_in_its_constructor() -> None:
+    assert make_task({"entry": "mine.net:computes", "args": {"n": 3}}).model.weight.shape == (1, 3)
 
 
 @pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         ({"entry": "not_mine:Net"}, "no module 'not_mine'"),
         ({"entry": "mine.not_net:Net"}, "no module 'mine.not_net'"),
@@ -343,18 +343,19 @@ def test_an_entry_that_computes_while_it_is_built() -> None:
         ({"entry": "mine.net:nothing"}, "returned str"),
         ({"entry": "mine.net:Bigram", "args": {"words": 3}}, "unexpected keyword argument 'words'"),
     ],
+    ids=["no package", "no module", "no attribute", "not callable", "not a module", "wrong argument"],
 )
-def test_an_entry_that_cannot_be_is_named(model: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        made(model)
+def test_bad_model_entry_raises(model: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_task(model)
 
 
 @pytest.mark.usefixtures("mine")
-def test_a_module_of_the_users_that_fails_to_import_fails_as_it_does() -> None:
+def test_import_error_inside_an_entry_is_raised_unchanged() -> None:
     with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
-        made({"entry": "mine.lame:Net"})
+        make_task({"entry": "mine.lame:Net"})
 
 
-def test_data_of_another_kind_is_refused() -> None:
+def test_data_of_other_kind_than_the_model_raises() -> None:
     with pytest.raises(ConfigError, match="a convnet learns from images"):
-        made(CONVNET, kind="text")
+        make_task(CONVNET, kind="text")

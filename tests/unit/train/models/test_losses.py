@@ -1,4 +1,4 @@
-"""Objectives against their definitions in float64, what they count, and what they cost before training."""
+"""Losses compared with their definitions in float64, their counts, and their value before training."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def mean(summed: tuple[torch.Tensor, torch.Tensor | int]) -> float:
     return float(total) / float(count)
 
 
-def test_float_targets_need_an_objective_that_the_recipe_names() -> None:
-    """Cross-entropy of one class is 0 whatever the model does: a regression would end with a perfect loss."""
+def test_float_targets_need_a_named_objective() -> None:
+    """Cross-entropy of one class is always 0, so a regression would end with a perfect loss."""
     outputs, values = random(4, 1), random(4, 1, seed=2)
     with pytest.raises(ConfigError, match=r"targets are float32.*objective\.kind is auto"):
         losses.build_loss(recipe())(outputs, values)
@@ -42,49 +42,52 @@ def test_float_targets_need_an_objective_that_the_recipe_names() -> None:
     assert float(total) > 0
 
 
-def test_cross_entropy_smooths_and_leaves_out_what_is_ignored() -> None:
+def test_cross_entropy_smooths_and_skips_ignored_targets() -> None:
     logits, targets = random(3, 5, 7), torch.arange(15).reshape(3, 5) % 7
     targets[0, 0] = targets[2, 4] = -1
     loss = losses.build_loss(recipe(objective={"label_smoothing": 0.1, "ignore_index": -1}))
     kept = targets != -1
     p = logits.double().log_softmax(-1)[kept]
-    wanted = -(0.9 * p.gather(1, targets[kept][:, None]).squeeze(1) + 0.1 * p.mean(1))
+    expected_loss = -(0.9 * p.gather(1, targets[kept][:, None]).squeeze(1) + 0.1 * p.mean(1))
     total, count = loss(logits, targets)  # type: ignore[misc]
     assert int(count) == 13
-    assert float(total) == pytest.approx(float(wanted.sum()), rel=1e-6)
+    assert float(total) == pytest.approx(float(expected_loss.sum()), rel=1e-6)
 
 
-def test_cross_entropy_of_probabilities_is_that_of_their_mixture() -> None:
-    logits, share = random(4, 6), 0.3
+def test_cross_entropy_of_probabilities_is_a_weighted_sum() -> None:
+    logits, weight = random(4, 6), 0.3
     a, b = torch.tensor([0, 1, 2, 3]), torch.tensor([5, 4, 3, 2])
     one_hot = torch.nn.functional.one_hot
-    mixed = share * one_hot(a, 6) + (1 - share) * one_hot(b, 6)
-    wanted = share * mean(losses.cross_entropy(logits, a)) + (1 - share) * mean(losses.cross_entropy(logits, b))
-    assert mean(losses.cross_entropy(logits, mixed.float())) == pytest.approx(wanted, rel=1e-6)
+    mixed = weight * one_hot(a, 6) + (1 - weight) * one_hot(b, 6)
+    expected_loss = weight * mean(losses.cross_entropy(logits, a)) + (1 - weight) * mean(
+        losses.cross_entropy(logits, b)
+    )
+    assert mean(losses.cross_entropy(logits, mixed.float())) == pytest.approx(expected_loss, rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted"),
+    ("kind", "expected_loss"),
     [
         ("mse", lambda d: d.square()),
         ("l1", lambda d: d.abs()),
         ("huber", lambda d: torch.where(d.abs() <= 0.5, d.square() / 2, 0.5 * (d.abs() - 0.25))),
     ],
+    ids=["mse", "l1", "huber"],
 )
-def test_regression_losses_are_their_definitions(kind: str, wanted: Any) -> None:
+def test_regression_losses_match_their_definitions(kind: str, expected_loss: Any) -> None:
     outputs, targets = random(6, 3), random(6, 3, seed=2)
     spec = recipe(objective={"kind": kind, "delta": 0.5}, model={"entry": "nets:Net"})
     found = losses.build_loss(spec)(outputs, targets)
-    assert mean(found) == pytest.approx(float(wanted((outputs - targets).double()).mean()), rel=1e-6)  # type: ignore[arg-type]
+    assert mean(found) == pytest.approx(float(expected_loss((outputs - targets).double()).mean()), rel=1e-6)  # type: ignore[arg-type]
 
 
-def test_binary_cross_entropy_stays_finite_for_logits_that_are_sure_and_wrong() -> None:
+def test_binary_cross_entropy_is_finite_for_extreme_logits() -> None:
     loss = losses.build_loss(recipe(objective={"kind": "binary-cross-entropy"}, model={"entry": "nets:Net"}))
     assert mean(loss(torch.tensor([1e4, -1e4]), torch.tensor([0, 1]))) == pytest.approx(1e4)  # type: ignore[arg-type]
     assert mean(loss(torch.zeros(5, 2), torch.ones(5, 2))) == pytest.approx(math.log(2))  # type: ignore[arg-type]
 
 
-def test_nt_xent_is_equation_1_of_its_paper() -> None:
+def test_nt_xent_matches_equation_1_of_the_paper() -> None:
     first, second, temperature = random(4, 8), random(4, 8, seed=2), 0.2
     loss = losses.build_loss(recipe(objective={"kind": "nt-xent", "temperature": 0.2}, model={"entry": "nets:Net"}))
     z = torch.nn.functional.normalize(torch.cat([first, second]).double(), dim=-1)
@@ -92,18 +95,18 @@ def test_nt_xent_is_equation_1_of_its_paper() -> None:
     pair = [(i + 4) % 8 for i in range(8)]
     each = [-torch.log(s[i, pair[i]] / (s[i].sum() - s[i, i])) for i in range(8)]
     assert mean(loss((first, second), None)) == pytest.approx(float(torch.stack(each).mean()), rel=1e-5)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="no pair of embeddings"):
+    with pytest.raises(ConfigError, match="did not return a pair of embeddings"):
         loss(first, None)
 
 
 @pytest.mark.parametrize("kind", ["mse", "l1", "huber", "binary-cross-entropy"])
-def test_shapes_that_torch_would_stretch_are_refused(kind: str) -> None:
+def test_shapes_that_torch_would_broadcast_raise(kind: str) -> None:
     loss = losses.build_loss(recipe(objective={"kind": kind}, model={"entry": "nets:Net"}))
     with pytest.raises(ConfigError, match=r"\(6, 1\) with targets of shape \(6,\)"):
         loss(random(6, 1), random(6))
 
 
-def test_classes_of_another_shape_than_the_logits_are_refused() -> None:
+def test_targets_of_other_shape_than_logits_raise() -> None:
     with pytest.raises(ConfigError, match=r"\(4,\) with targets of shape \(5,\)"):
         losses.cross_entropy(random(4, 3), torch.zeros(5, dtype=torch.long))
 
@@ -115,8 +118,9 @@ def test_classes_of_another_shape_than_the_logits_are_refused() -> None:
         ({"objective": {"label_smoothing": 0.1}}, 10, torch.zeros(4, 10)),
         ({"model": {"kind": "two-tower"}}, None, torch.zeros(2, 8, 8)),
     ],
+    ids=["cross-entropy", "label smoothing", "two-tower"],
 )
-def test_expected_loss_is_that_of_outputs_without_information(
+def test_initial_loss_matches_uninformative_outputs(
     tables: dict[str, Any], classes: int | None, logits: torch.Tensor
 ) -> None:
     given = recipe(**tables)
@@ -127,7 +131,7 @@ def test_expected_loss_is_that_of_outputs_without_information(
 
 
 @pytest.mark.parametrize("kind", ["mse", "l1", "huber"])
-def test_expected_loss_of_a_regression_is_that_of_outputs_of_zero(kind: str) -> None:
+def test_initial_loss_of_regression_matches_zero_outputs(kind: str) -> None:
     given = recipe(objective={"kind": kind, "delta": 0.7}, model={"entry": "nets:Net"})
     targets = random(50, 2) + 1
     expected = initial_loss(given, None, targets)
@@ -136,6 +140,6 @@ def test_expected_loss_of_a_regression_is_that_of_outputs_of_zero(kind: str) -> 
     assert mean(found) == pytest.approx(expected.loss, rel=1e-5)  # type: ignore[arg-type]
 
 
-def test_expected_loss_is_not_guessed() -> None:
+def test_initial_loss_is_none_when_unknown() -> None:
     assert initial_loss(recipe(), None) is None
     assert initial_loss(recipe(objective={"kind": "mse"}, model={"entry": "nets:Net"}), None) is None

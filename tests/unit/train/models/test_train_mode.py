@@ -1,4 +1,4 @@
-"""Modules that are trained while they are in evaluation mode."""
+"""Modules that train in evaluation mode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clustertrain.train.stability import warnings
 
 
 class Finetuned(nn.Module):
-    """A head on a backbone that a library has returned in evaluation mode, as ``from_pretrained`` does."""
+    """A head on a backbone that a library returned in evaluation mode, as ``from_pretrained`` does."""
 
     def __init__(self, *, frozen: bool = False) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Finetuned(nn.Module):
         return out
 
 
-def test_only_modules_with_parameters_to_train_are_found() -> None:
+def test_find_eval_mode_modules_ignores_frozen_ones() -> None:
     assert train_mode.find_eval_mode_modules(Finetuned()) == ["backbone"]
     assert train_mode.find_eval_mode_modules(Finetuned(frozen=True)) == []
     assert train_mode.find_eval_mode_modules(Finetuned().eval()) == [""]
@@ -43,14 +43,12 @@ def test_only_modules_with_parameters_to_train_are_found() -> None:
     assert train_mode.set_train_mode(frozen) == [] and not frozen.backbone.training
 
 
-@pytest.mark.parametrize(("mode", "warned"), [("as it came", True), ("train()", False)])
-def test_a_script_is_warned_in_its_first_training_step(
-    mode: str, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("mode", "warned"), [("unchanged", True), ("train()", False)])
+def test_script_is_warned_in_the_first_training_step(mode: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), ct.session(device="cpu") as session:
         model = session.parallelize(Finetuned())
         with torch.no_grad():
-            model(torch.zeros(1, 4))  # an evaluation before the first step is no training
+            model(torch.zeros(1, 4))  # evaluation before the first step does not count as training
         assert not caplog.messages
         if mode == "train()":
             model.train()
@@ -58,14 +56,14 @@ def test_a_script_is_warned_in_its_first_training_step(
         for _ in session.steps(total=3, state={"model": model, "optimizer": optimizer}):
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
-    found = [m for m in caplog.messages if "evaluation mode" in m]
-    assert len(found) == warned
+    messages = [m for m in caplog.messages if "evaluation mode" in m]
+    assert len(messages) == warned
     if warned:
-        assert "step 1: backbone was in evaluation mode in a training step" in found[0]
-        assert "call model.train()" in found[0]
+        assert "step 1: backbone was in evaluation mode in a training step" in messages[0]
+        assert "call model.train()" in messages[0]
 
 
-def test_the_trainer_switches_a_module_that_an_entry_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_switches_an_entry_to_training_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "entry_in_eval_mode.py").write_text(
         "from torch import nn\ndef model(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval()\n"
     )
@@ -75,7 +73,7 @@ def test_the_trainer_switches_a_module_that_an_entry_returns(tmp_path: Path, mon
         Recipe,
         "recipe.toml",
     )
-    found = build_task(recipe)
-    assert found.left_eval_mode == [""] and found.model.training
-    text = warnings.build_eval_mode_warning(found.left_eval_mode, switched=True).text
+    task = build_task(recipe)
+    assert task.left_eval_mode == [""] and task.model.training
+    text = warnings.build_eval_mode_warning(task.left_eval_mode, switched=True).text
     assert text == "the model was in evaluation mode with parameters to train, and is now in training mode"

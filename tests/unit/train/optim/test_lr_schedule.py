@@ -1,3 +1,5 @@
+"""Learning-rate schedules: fixed points, resume and metric-driven decay."""
+
 from __future__ import annotations
 
 import contextlib
@@ -26,18 +28,18 @@ def optimizer(lr: float = 1.0, **group: Any) -> torch.optim.SGD:
 
 
 @pytest.mark.parametrize(("step", "lr"), [(1_000, 2e-4), (5_000, 1e-3), (52_500, 5e-4), (100_000, 0.0)])
-def test_fixed_points_of_the_cosine(step: int, lr: float) -> None:
+def test_cosine_fixed_points(step: int, lr: float) -> None:
     assert rate(100_000, peak=1e-3, warmup_steps=5_000, floor=0.0).at(step) == pytest.approx(lr, abs=1e-18)
 
 
-def test_floor_is_a_fraction_of_the_peak_and_holds_after_the_end() -> None:
+def test_floor_is_relative_to_peak_and_holds_after_the_end() -> None:
     for kind in ("cosine", "linear", "wsd"):
         found = rate(100, peak=2.0, warmup_steps=10, floor=0.1, kind=kind)
         assert found.at(100) == pytest.approx(0.2)
         assert found.at(150) == pytest.approx(0.2)
 
 
-def test_warmup_is_two_percent_by_default_and_can_be_none() -> None:
+def test_warmup_defaults_to_two_percent_and_can_be_zero() -> None:
     assert ScheduleSpec().resolve_warmup_steps(1_000) == 20
     assert ScheduleSpec().resolve_warmup_steps(10) == 1
     assert ScheduleSpec(warmup_steps=0).resolve_warmup_steps(1_000) == 0
@@ -45,12 +47,12 @@ def test_warmup_is_two_percent_by_default_and_can_be_none() -> None:
 
 
 @pytest.mark.parametrize("kind", [k for k in get_args(ScheduleKind) if k != "one-cycle"])
-def test_every_kind_but_one_cycle_warms_up_linearly_to_the_peak(kind: ScheduleKind) -> None:
+def test_warmup_is_linear_except_for_one_cycle(kind: ScheduleKind) -> None:
     found = rate(1_000, kind=kind, warmup_steps=50)
     assert [found.at(s) for s in (1, 25, 50)] == pytest.approx([0.02, 0.5, 1.0])
 
 
-def test_fixed_points_of_the_other_kinds() -> None:
+def test_fixed_points_of_the_other_schedules() -> None:
     assert rate(110, kind="linear", warmup_steps=10, floor=0.0).at(60) == pytest.approx(0.5)
     steps = rate(100, kind="step", warmup_steps=0, milestones=(30, 60), gamma=0.1)
     assert [steps.at(s) for s in (30, 31, 60, 61)] == pytest.approx([1.0, 0.1, 0.1, 0.01])
@@ -60,13 +62,13 @@ def test_fixed_points_of_the_other_kinds() -> None:
     assert rate(1_000, kind="constant", warmup_steps=0).at(999) == 1.0
 
 
-def test_one_cycle_is_torchs() -> None:
+def test_one_cycle_matches_torch() -> None:
     total, theirs = 200, optimizer()
     torch_schedule = torch.optim.lr_scheduler.OneCycleLR(
         theirs, max_lr=1.0, total_steps=total, pct_start=0.305, div_factor=25, final_div_factor=1e4,
         cycle_momentum=False,
     )  # fmt: skip
-    # torch counts its steps from 0, and the top of ours is the rounded share: 61 of 200.
+    # torch counts steps from 0, and our peak is at the rounded fraction: step 61 of 200.
     ours = rate(total, kind="one-cycle", rise=0.305, initial=0.04, final=1e-4)
     for step in range(1, total + 1):
         assert ours.at(step) == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-2, abs=1e-9), step
@@ -78,7 +80,7 @@ def test_one_cycle_is_torchs() -> None:
     assert ours.at(total) == pytest.approx(4e-6)
 
 
-def test_plateau_is_torchs() -> None:
+def test_plateau_matches_torch() -> None:
     theirs = optimizer()
     torch_schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(theirs, factor=0.5, patience=2, threshold=1e-2)
     ours = rate(1_000, kind="plateau", warmup_steps=0, factor=0.5, patience=2, threshold=1e-2, floor=0.0)
@@ -93,7 +95,7 @@ def test_plateau_is_torchs() -> None:
     assert len(seen) > 3
 
 
-def test_plateau_waits_for_a_higher_value_where_higher_is_better_and_stays_above_the_floor() -> None:
+def test_plateau_respects_direction_and_floor() -> None:
     spec = ScheduleSpec(kind="plateau", warmup_steps=0, factor=0.1, patience=1, floor=0.05)
     found = LearningRate(spec, peak=1.0, total=100, higher_is_better=True)
     for value in (0.1, 0.2, 0.3):
@@ -113,30 +115,31 @@ def test_plateau_waits_for_a_higher_value_where_higher_is_better_and_stays_above
         ({"metric": "validation_accuracy"}, True),
         ({"metric": "validation_loss"}, False),
         ({}, False),
-        ({"metric": "score", "mode": "max"}, False),  # what is observed is the validation's loss all the same
+        ({"metric": "score", "mode": "max"}, False),  # the schedule still observes the validation loss
     ],
+    ids=["accuracy", "loss", "default", "custom metric"],
 )
-def test_the_trainer_waits_in_the_direction_of_what_is_observed(
+def test_trainer_sets_the_plateau_direction(
     contract: dict[str, str], higher: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Made(Exception):
-        """With the direction."""
+    class ScheduleBuilt(Exception):
+        """Carries the direction."""
 
-    def made(*args: Any, higher_is_better: bool, **kw: Any) -> None:
-        raise Made(higher_is_better)
+    def build_schedule(*args: Any, higher_is_better: bool, **kw: Any) -> None:
+        raise ScheduleBuilt(higher_is_better)
 
     monkeypatch.setattr(trainer, "session", lambda: contextlib.nullcontext(SimpleNamespace()))
     monkeypatch.setattr(trainer, "build_trainer", lambda *args: None)
-    monkeypatch.setattr(trainer, "LearningRate", made)
+    monkeypatch.setattr(trainer, "LearningRate", build_schedule)
     tables = {"schedule": {"kind": "plateau"}, "data": {"validation": 0.1}, "contract": contract}
-    with pytest.raises(Made) as caught:
+    with pytest.raises(ScheduleBuilt) as caught:
         trainer.train(build(tables, Recipe, "recipe.toml"), Batch(global_batch=8))
     assert caught.value.args == (higher,)
 
 
 @pytest.mark.parametrize("kind", get_args(ScheduleKind))
-def test_a_resume_at_any_step_continues_the_rates(kind: ScheduleKind) -> None:
-    """Warmup included; the validation metric stops falling half way."""
+def test_resume_at_any_step_continues_the_rates(kind: ScheduleKind) -> None:
+    """The steps include warmup, and the validation metric stops falling halfway."""
     total, spec = 60, ScheduleSpec(kind=kind, warmup_steps=10, patience=3)
 
     def run(found: LearningRate, first: int) -> list[float]:
@@ -157,15 +160,15 @@ def test_a_resume_at_any_step_continues_the_rates(kind: ScheduleKind) -> None:
         assert run(after, stop + 1) == whole[stop:]
 
 
-def test_apply_scales_each_group_by_its_own_factor() -> None:
-    made = torch.optim.SGD(
+def test_apply_scales_each_group() -> None:
+    optimizer_with_scale = torch.optim.SGD(
         [{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)], "lr_scale": 0.1}], lr=1.0, momentum=0.9
     )
-    assert rate(10, peak=2.0, kind="constant", warmup_steps=0).apply(made, 3) == 2.0
-    assert [g["lr"] for g in made.param_groups] == pytest.approx([2.0, 0.2])
+    assert rate(10, peak=2.0, kind="constant", warmup_steps=0).apply(optimizer_with_scale, 3) == 2.0
+    assert [g["lr"] for g in optimizer_with_scale.param_groups] == pytest.approx([2.0, 0.2])
 
 
-def test_a_metric_that_is_no_number_is_refused_by_plateau_alone() -> None:
+def test_nan_metric_raises_only_for_plateau() -> None:
     with pytest.raises(UsageError, match="validation metric is nan"):
         rate(10, kind="plateau").observe(math.nan)
     rate(10).observe(math.nan)

@@ -1,4 +1,4 @@
-"""A window of profiled steps, on one process."""
+"""Profiling of a window of steps on one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def session() -> Iterator[ct.Session]:
     torch.set_rng_state(generator)
 
 
-def trained(session: ct.Session, profiler: Profiler, steps: range) -> None:
+def train_profiled(session: ct.Session, profiler: Profiler, steps: range) -> None:
     model = session.parallelize(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)))
     session.optimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)
     points = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
@@ -40,20 +40,22 @@ def trained(session: ct.Session, profiler: Profiler, steps: range) -> None:
         profiler.end(step)
 
 
-def test_a_window_gives_a_trace_a_table_and_the_parts_of_a_step(
+def test_profiled_window_writes_trace_table_and_parts(
     session: ct.Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told: list[dict[str, Any]] = []
-    profiler = Profiler(range(2, 5), tmp_path / "profiles", 1, CPU, lambda name, **f: told.append({"event": name, **f}))
-    trained(session, profiler, range(8))
-    found = json.loads((tmp_path / "profiles" / "attempt-1-steps-2-4.json").read_text())
-    assert found["traced_steps"] == [2, 3] and found["step"] == 4
-    parts = found["parts_s"]
+    emitted: list[dict[str, Any]] = []
+    profiler = Profiler(
+        range(2, 5), tmp_path / "profiles", 1, CPU, lambda name, **f: emitted.append({"event": name, **f})
+    )
+    train_profiled(session, profiler, range(8))
+    profile = json.loads((tmp_path / "profiles" / "attempt-1-steps-2-4.json").read_text())
+    assert profile["traced_steps"] == [2, 3] and profile["step"] == 4
+    parts = profile["parts_s"]
     assert list(parts) == [*STEP_PARTS, "other"]
-    assert sum(parts.values()) == pytest.approx(found["step_s"])
+    assert sum(parts.values()) == pytest.approx(profile["step_s"])
     assert all(parts[name] > 0 for name in ("data", "forward", "backward", "optimizer"))
-    assert 0 < len(found["top"]) <= 10
-    times = [row["self_cpu_s"] for row in found["top"]]
+    assert 0 < len(profile["top"]) <= 10
+    times = [row["self_cpu_s"] for row in profile["top"]]
     assert times == sorted(times, reverse=True)
     with gzip.open(tmp_path / "profiles" / "attempt-1-steps-2-4.trace.json.gz") as file:
         names = [e.get("name") for e in json.load(file)["traceEvents"]]
@@ -62,26 +64,26 @@ def test_a_window_gives_a_trace_a_table_and_the_parts_of_a_step(
     table = (tmp_path / "profiles" / "attempt-1-steps-2-4.txt").read_text()
     assert "step 4:" in table and "forward" in table and "Self CPU" in table
     assert "step 4:" in capsys.readouterr().out
-    assert [(e["event"], e["steps"]) for e in told] == [("profiled", [2, 4])]
+    assert [(e["event"], e["steps"]) for e in emitted] == [("profiled", [2, 4])]
 
 
-def test_a_run_that_ends_inside_the_window_keeps_what_was_traced(session: ct.Session, tmp_path: Path) -> None:
-    told: list[str] = []
-    profiler = Profiler(range(2, 50), tmp_path / "profiles", 3, CPU, lambda name, **_: told.append(name))
-    trained(session, profiler, range(4))
+def test_run_ending_inside_the_window_keeps_the_trace(session: ct.Session, tmp_path: Path) -> None:
+    emitted: list[str] = []
+    profiler = Profiler(range(2, 50), tmp_path / "profiles", 3, CPU, lambda name, **_: emitted.append(name))
+    train_profiled(session, profiler, range(4))
     profiler.close()
     profiler.close()
     assert json.loads((tmp_path / "profiles" / "attempt-3-steps-2-3.json").read_text())["traced_steps"] == [2, 3]
-    assert told == ["profiled"]
+    assert emitted == ["profiled"]
 
 
-def test_a_window_of_one_step_has_no_trace(session: ct.Session, tmp_path: Path) -> None:
-    trained(session, Profiler(range(1, 2), tmp_path / "profiles", 1, CPU, lambda *_, **__: None), range(3))
+def test_one_step_window_has_no_trace(session: ct.Session, tmp_path: Path) -> None:
+    train_profiled(session, Profiler(range(1, 2), tmp_path / "profiles", 1, CPU, lambda *_, **__: None), range(3))
     assert {p.name for p in (tmp_path / "profiles").iterdir()} == {
         "attempt-1-steps-1-1.json",
         "attempt-1-steps-1-1.txt",
     }
 
 
-def test_elsewhere_a_part_is_no_more_than_a_call() -> None:
+def test_record_part_is_a_null_context_outside_the_window() -> None:
     assert type(step_timer.record_part("forward")).__name__ == "nullcontext"

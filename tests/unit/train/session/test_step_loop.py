@@ -205,7 +205,7 @@ def test_an_evaluation_that_a_stop_has_cut_short_is_made_up_for_after_a_way_back
     # No better than the one before, so that there is no checkpoint that knows of it.
     second = attempt(run, 2, every=None, values=(2.0, 2.0, 3.0), patience=2, bad=BAD)
     assert second.done == [5, 5, 6] and second.evaluated == [4, 4, 6]
-    assert second.result["why"].startswith("early stop: validation_loss has not been better for 2 evaluations")
+    assert second.result["why"].startswith("early stop: validation_loss has not improved for 2 evaluations")
     rows = metrics.load_rows(run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6] and not any(map(metrics.is_cut_short, rows))
     assert {r["step"]: r["validation_loss"] for r in rows if "validation_loss" in r} == {2: 1.0, 4: 2.0, 6: 3.0}

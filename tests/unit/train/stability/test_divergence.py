@@ -1,4 +1,4 @@
-"""What the host makes of steps: counts, ends, ways back; the same whenever the figures arrive."""
+"""Divergence policy: counts, stops and roll-backs, independent of when values arrive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clustertrain.train.core.step_types import StepResult
 from clustertrain.train.stability.divergence import DivergencePolicy, PositionHistory, Rollback
 
 
-def stepped(loss: float = 1.0, *, skipped: bool = False, spike: bool = False, overflow: bool = False) -> StepResult:
+def make_result(loss: float = 1.0, *, skipped: bool = False, spike: bool = False, overflow: bool = False) -> StepResult:
     flag = torch.tensor(False)
     return StepResult(
         loss=torch.tensor(loss),
@@ -29,77 +29,77 @@ def stepped(loss: float = 1.0, *, skipped: bool = False, spike: bool = False, ov
     )
 
 
-BAD = stepped(math.nan, skipped=True)
+BAD = make_result(math.nan, skipped=True)
 
 
-def run(supervisor: DivergencePolicy, steps: list[StepResult], first: int = 1) -> list[tuple[int, Rollback]]:
-    """By the step after which it was known: what was to be done."""
-    found = []
-    for number, done in enumerate(steps, start=first):
-        supervisor.enqueue(number, done)
-        back = supervisor.check(number)
-        if back is not None:
-            found.append((number, back))
-    return found
+def run(policy: DivergencePolicy, steps: list[StepResult], first: int = 1) -> list[tuple[int, Rollback]]:
+    """Return (step, roll-back) pairs, the step being the one after which the roll-back was requested."""
+    rollbacks = []
+    for number, result in enumerate(steps, start=first):
+        policy.enqueue(number, result)
+        rollback = policy.check(number)
+        if rollback is not None:
+            rollbacks.append((number, rollback))
+    return rollbacks
 
 
-def of(lag: int = 0, **spec: Any) -> DivergencePolicy:
+def make_policy(lag: int = 0, **spec: Any) -> DivergencePolicy:
     return DivergencePolicy(StabilitySpec(**spec), lag)
 
 
-def test_too_many_in_a_row_end_the_run_and_others_do_not() -> None:
-    supervisor = of(max_skipped=3)
-    run(supervisor, [stepped(), BAD, BAD, stepped(), BAD, BAD, stepped()])
-    assert supervisor.skipped == 4
+def test_too_many_consecutive_skips_raise() -> None:
+    policy = make_policy(max_skipped=3)
+    run(policy, [make_result(), BAD, BAD, make_result(), BAD, BAD, make_result()])
+    assert policy.skipped == 4
     with pytest.raises(Diverged, match="3 steps in a row skipped, 8 to 10: the loss is nan") as caught:
-        run(supervisor, [BAD, BAD, BAD], first=8)
+        run(policy, [BAD, BAD, BAD], first=8)
     assert caught.value.exit_code == 78 and "requeue" in caught.value.message
 
 
-def test_or_the_run_goes_back_before_the_first_of_them() -> None:
-    supervisor = of(max_skipped=3, then="roll-back")
-    ((after, back),) = run(supervisor, [stepped(), BAD, BAD, BAD, stepped()])
-    assert (after, back.first_step, back.last_step) == (4, 2, 4)
-    assert not run(supervisor, [BAD, BAD, stepped()], first=2)  # counted anew
+def test_consecutive_skips_roll_back_to_the_first() -> None:
+    policy = make_policy(max_skipped=3, then="roll-back")
+    ((after, rollback),) = run(policy, [make_result(), BAD, BAD, BAD, make_result()])
+    assert (after, rollback.first_step, rollback.last_step) == (4, 2, 4)
+    assert not run(policy, [BAD, BAD, make_result()], first=2)  # the count starts over
 
 
-def test_a_spike_is_gone_back_for_at_once_and_only_where_it_is_asked() -> None:
-    spike = stepped(9.0, spike=True)
-    ((after, back),) = run(of(spike="roll-back"), [stepped(), spike])
-    assert (after, back.first_step, back.last_step) == (2, 2, 2) and "9 at step 2" in back.reason
-    assert not run(of(spike="warn"), [stepped(), spike, spike])
+def test_spike_rolls_back_only_if_requested() -> None:
+    spike = make_result(9.0, spike=True)
+    ((after, rollback),) = run(make_policy(spike="roll-back"), [make_result(), spike])
+    assert (after, rollback.first_step, rollback.last_step) == (2, 2, 2) and "9 at step 2" in rollback.reason
+    assert not run(make_policy(spike="warn"), [make_result(), spike, spike])
 
 
-def test_spikes_that_are_skipped_count_as_skipped() -> None:
-    supervisor = of(spike="skip", max_skipped=2)
-    with pytest.raises(Diverged, match="far above the last ones"):
-        run(supervisor, [stepped(5.0, skipped=True, spike=True)] * 2)
+def test_skipped_spikes_count_as_skipped() -> None:
+    policy = make_policy(spike="skip", max_skipped=2)
+    with pytest.raises(Diverged, match="far above recent ones"):
+        run(policy, [make_result(5.0, skipped=True, spike=True)] * 2)
 
 
-def test_what_fp16s_scale_takes_care_of_is_counted_apart() -> None:
-    supervisor = of(max_skipped=2)
-    run(supervisor, [stepped(skipped=True, overflow=True)] * 5)
-    assert (supervisor.skipped, supervisor.overflows) == (0, 5)
+def test_fp16_overflows_are_counted_separately() -> None:
+    policy = make_policy(max_skipped=2)
+    run(policy, [make_result(skipped=True, overflow=True)] * 5)
+    assert (policy.skipped, policy.overflows) == (0, 5)
 
 
-def test_a_step_is_looked_at_a_fixed_number_of_steps_later() -> None:
-    supervisor = of(lag=2, max_skipped=1, then="roll-back")
-    ((after, back),) = run(supervisor, [stepped(), BAD, stepped(), stepped(), stepped()])
-    assert (after, back.last_step) == (4, 2)
-    assert supervisor.skipped == 1  # the steps after it were dropped with it
+def test_steps_are_checked_after_a_fixed_lag() -> None:
+    policy = make_policy(lag=2, max_skipped=1, then="roll-back")
+    ((after, rollback),) = run(policy, [make_result(), BAD, make_result(), make_result(), make_result()])
+    assert (after, rollback.last_step) == (4, 2)
+    assert policy.skipped == 1  # later steps were dropped from the queue
 
 
-def test_before_a_checkpoint_nothing_is_unknown() -> None:
-    supervisor = of(lag=2, max_skipped=1, then="roll-back")
-    supervisor.enqueue(1, stepped())
-    supervisor.enqueue(2, BAD)
-    assert supervisor.check(2) is None
-    back = supervisor.check(2, check_all=True)
-    assert back is not None and back.last_step == 2
+def test_check_all_leaves_no_step_unchecked() -> None:
+    policy = make_policy(lag=2, max_skipped=1, then="roll-back")
+    policy.enqueue(1, make_result())
+    policy.enqueue(2, BAD)
+    assert policy.check(2) is None
+    rollback = policy.check(2, check_all=True)
+    assert rollback is not None and rollback.last_step == 2
 
 
-def test_a_row_goes_on_after_a_resume() -> None:
-    one, two = of(max_skipped=3), of(max_skipped=3)
+def test_consecutive_skips_continue_after_a_resume() -> None:
+    one, two = make_policy(max_skipped=3), make_policy(max_skipped=3)
     run(one, [BAD, BAD])
     two.load_state_dict(one.state_dict())
     with pytest.raises(Diverged, match="1 to 3"):
@@ -107,11 +107,11 @@ def test_a_row_goes_on_after_a_resume() -> None:
     assert two.skipped == 3
 
 
-def test_a_trail_names_the_samples_of_the_last_steps() -> None:
-    trail = PositionHistory(3)
+def test_position_history_keeps_recent_steps() -> None:
+    history = PositionHistory(3)
     for step in range(1, 6):
-        trail.record(step, {"data": (8 * (step - 1), 8 * step), "other": (5, 5)})
-    again = PositionHistory(3)
-    again.load_state_dict(trail.state_dict())
-    assert again.ranges_between(4, 5) == {"data": [[24, 32], [32, 40]]}
-    assert again.ranges_between(1, 3) == {"data": [[16, 24]]}  # more it does not know
+        history.record(step, {"data": (8 * (step - 1), 8 * step), "other": (5, 5)})
+    restored = PositionHistory(3)
+    restored.load_state_dict(history.state_dict())
+    assert restored.ranges_between(4, 5) == {"data": [[24, 32], [32, 40]]}
+    assert restored.ranges_between(1, 3) == {"data": [[16, 24]]}  # older steps are forgotten

@@ -1,4 +1,4 @@
-"""Figures of layers on one process, against what they are by definition."""
+"""Layer statistics on one process, compared with their definitions."""
 
 from __future__ import annotations
 
@@ -58,70 +58,70 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         ("layers.3", "layers.3"),
     ],
 )
-def test_units_are_named_as_the_model_names_them(name: str, unit: str) -> None:
+def test_unit_names(name: str, unit: str) -> None:
     assert find_unit_name(name) == unit
 
 
-def test_each_figure_is_what_it_says(session: ct.Session) -> None:
+def test_statistics_match_their_definitions(session: ct.Session) -> None:
     torch.manual_seed(3)
     model = session.parallelize(Net())
     net: Any = model
     with torch.no_grad():
         net.layers[1].bias[:2] = -100.0  # two of the six units are dead
     session.optimizer(torch.optim.SGD, lr=0.1)
-    look = LayerStats(model, session._context)
+    collector = LayerStats(model, session._context)
     batch = [(torch.randn(n, 4), torch.randn(n, 1)) for n in (3, 2)]
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    done = session._train_step(batch, None, loss, ct.Clipping(), look)  # type: ignore[misc]
-    assert done.layers is not None
-    found = done.layers.to_dict()
-    assert look.units == ["head", "layers.0", "layers.1"]
-    for unit in look.units:
+    result = session._train_step(batch, None, loss, ct.Clipping(), collector)  # type: ignore[misc]
+    assert result.layers is not None
+    columns = result.layers.to_dict()
+    assert collector.units == ["head", "layers.0", "layers.1"]
+    for unit in collector.units:
         names = [n for n in before if find_unit_name(n) == unit]
-        moved = torch.cat([(p.detach() - before[n]).flatten() for n, p in model.named_parameters() if n in names])
-        gradient = moved / -0.1
-        assert found[f"grad_norm/{unit}"] == pytest.approx(gradient.norm().item(), rel=1e-4)
+        update = torch.cat([(p.detach() - before[n]).flatten() for n, p in model.named_parameters() if n in names])
+        gradient = update / -0.1
+        assert columns[f"grad_norm/{unit}"] == pytest.approx(gradient.norm().item(), rel=1e-4)
         weights = torch.cat([before[n].flatten() for n in names])
-        assert found[f"weight_norm/{unit}"] == pytest.approx(weights.norm().item(), rel=1e-6)
-        ratio = (moved.norm() / weights.norm()).item()
-        assert found[f"update_ratio/{unit}"] == pytest.approx(ratio, rel=1e-3)
+        assert columns[f"weight_norm/{unit}"] == pytest.approx(weights.norm().item(), rel=1e-6)
+        ratio = (update.norm() / weights.norm()).item()
+        assert columns[f"update_ratio/{unit}"] == pytest.approx(ratio, rel=1e-3)
     with torch.no_grad():
         for n, p in model.named_parameters():
             p.copy_(before[n])
         hidden = torch.cat([net.layers[0](x).relu() for x, _ in batch])
         outputs = torch.cat([model(x) for x, _ in batch])
         last = net.layers[1](hidden).relu()
-    assert found["dead/relus.0"] == (hidden == 0).all(0).double().mean().item()
-    assert found["dead/relus.1"] == (last == 0).all(0).double().mean().item() >= 2 / 6
-    assert found["activation/head"] == pytest.approx(outputs.abs().mean().item(), rel=1e-5)
+    assert columns["dead/relus.0"] == (hidden == 0).all(0).double().mean().item()
+    assert columns["dead/relus.1"] == (last == 0).all(0).double().mean().item() >= 2 / 6
+    assert columns["activation/head"] == pytest.approx(outputs.abs().mean().item(), rel=1e-5)
 
 
-def test_nothing_is_left_in_the_model(session: ct.Session) -> None:
+def test_hooks_are_removed(session: ct.Session) -> None:
     model = session.parallelize(Net())
     session.optimizer(torch.optim.SGD, lr=0.1)
-    look = LayerStats(model, session._context)
-    with pytest.raises(RuntimeError), look.hooks():
+    collector = LayerStats(model, session._context)
+    with pytest.raises(RuntimeError), collector.hooks():
         model(torch.zeros(1, 9))
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_they_are_looked_at_every_so_many_steps_and_never_at_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    for every, wanted in ((3, [3, 6, 9]), (0, [])):
+def test_layer_stats_are_due_every_n_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for every, expected_steps in ((3, [3, 6, 9]), (0, [])):
         spec = msgspec.structs.replace(StabilitySpec(), layers_every=every)
         monkeypatch.setattr(RankContext, "stability", property(lambda self, spec=spec: spec))
-        watch = StabilityMonitor(Net(), StepGuard(spec, ALONE.device), ALONE)
-        assert [n for n in range(1, 11) if watch.layer_stats_for(n) is not None] == wanted
+        stability_monitor = StabilityMonitor(Net(), StepGuard(spec, ALONE.device), ALONE)
+        assert [n for n in range(1, 11) if stability_monitor.layer_stats_for(n) is not None] == expected_steps
 
 
-def test_of_a_large_parameter_a_sample_tells_how_far_it_moved(session: ct.Session) -> None:
+def test_update_ratio_of_a_large_parameter_is_sampled(session: ct.Session) -> None:
     torch.manual_seed(4)
     model = session.parallelize(nn.Linear(500, 2 * MAX_SAMPLED_ELEMENTS // 500 + 1, bias=False))
     session.optimizer(torch.optim.SGD, lr=0.1)
-    look = LayerStats(model, session._context)
+    collector = LayerStats(model, session._context)
     (before,) = [p.detach().clone() for p in model.parameters()]
     batch = (torch.randn(8, 500), torch.randn(8, before.shape[0]))
-    done = session._train_step(batch, None, loss, ct.Clipping(), look)  # type: ignore[misc]
-    assert done.layers is not None
+    result = session._train_step(batch, None, loss, ct.Clipping(), collector)  # type: ignore[misc]
+    assert result.layers is not None
     (after,) = model.parameters()
     ratio = ((after.detach() - before).norm() / before.norm()).item()
-    assert done.layers.to_dict()["update_ratio/weight"] == pytest.approx(ratio, rel=0.02)
+    assert result.layers.to_dict()["update_ratio/weight"] == pytest.approx(ratio, rel=0.02)

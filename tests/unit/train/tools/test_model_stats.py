@@ -1,4 +1,4 @@
-"""A model is counted from its shapes, and a traced step needs what a real one does."""
+"""Model statistics from shapes, and traced memory compared with a real step."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class Valued(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(int(torch.ones(3).sum().item())))
 
-class Asks(Net):
+class ReadsValues(Net):
     def forward(self, tokens):
         return super().forward(tokens) * (2.0 if tokens.sum().item() else 1.0)
 
-class Judged(Valued):
+class ValuedWithLoss(Valued):
     def loss(self, output, target):
         return output.mean()
 
@@ -83,7 +83,7 @@ def _nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("counted_nets", None)
 
 
-JUDGED = {"entry": "counted_nets:Judged"}
+VALUED_WITH_LOSS = {"entry": "counted_nets:ValuedWithLoss"}
 
 
 def request(entry: str, **step: Any) -> dict[str, Any]:
@@ -92,12 +92,12 @@ def request(entry: str, **step: Any) -> dict[str, Any]:
     return {"recipe": recipe, "step": whole if step else None, "split": {}}
 
 
-def counted(entry: str, **step: Any) -> ModelStats:
+def count(entry: str, **step: Any) -> ModelStats:
     return msgspec.convert(model_stats.handle_request(request(entry, **step))["counted"], ModelStats)
 
 
-def test_it_is_counted_on_the_meta_device() -> None:
-    found = counted("Net")
+def test_model_is_counted_on_the_meta_device() -> None:
+    found = count("Net")
     layer = 2 * 32 + (32 + 1) * 128 + (128 + 1) * 32
     whole = 256 * 32 + 3 * layer  # the head shares the embedding's weight
     assert (found.parameters, found.parameter_bytes, found.trainable) == (whole, 4 * whole, whole - 32)
@@ -106,69 +106,67 @@ def test_it_is_counted_on_the_meta_device() -> None:
     assert found.largest == ModuleStats("embed", 256 * 32)
 
 
-def test_a_constructor_that_needs_values_is_called_on_the_cpu() -> None:
-    found = counted("Valued")
+def test_constructor_that_needs_values_runs_on_cpu() -> None:
+    found = count("Valued")
     assert (found.parameters, found.built_on, found.largest.name) == (3, "cpu", "the model itself")
 
 
 @pytest.mark.parametrize(
-    ("entry", "said"),
+    ("entry", "message"),
     [
         ("fails", "counted_nets:fails': KeyError: 'no such width' ("),
         ("leaves", "counted_nets:leaves': SystemExit: not on this machine ("),
         ("Nothing", "has no attribute 'Nothing'"),
     ],
 )
-def test_what_the_users_code_gets_wrong_is_an_answer(entry: str, said: str) -> None:
+def test_errors_of_user_code_are_answers(entry: str, message: str) -> None:
     answer = model_stats.handle_request(request(entry))
-    assert said in answer["error"] and answer["fix"]
+    assert message in answer["error"] and answer["fix"]
 
 
 @pytest.mark.parametrize(
-    ("tables", "split", "said"),
+    ("tables", "split", "message"),
     [
         ({"optim": {"layer_decay": 0.8}}, {}, "layer_decay = 0.8: Valued has no list of layers"),
         ({"optim": {"freeze": ["layrs"]}}, {}, "optim.freeze: no module with parameters fits 'layrs'"),
         (
-            {"contract": {"metric": "validation_accuracy"}, "data": {"validation": 0.1}, "model": JUDGED},
+            {"contract": {"metric": "validation_accuracy"}, "data": {"validation": 0.1}, "model": VALUED_WITH_LOSS},
             {},
-            "contract.metric = 'validation_accuracy': counted_nets:Judged has a loss of its own",
+            "contract.metric = 'validation_accuracy': counted_nets:ValuedWithLoss has a loss of its own",
         ),
         ({}, {"tp": 2}, "tp 2: Valued has no tp_plan"),
-        ({}, {"stages": 2}, "Valued cannot be cut into pipeline stages"),
+        ({}, {"stages": 2}, "Valued cannot be split into pipeline stages"),
     ],
+    ids=["layer_decay", "freeze", "metric", "tp", "stages"],
 )
-def test_what_would_end_the_job_at_its_start_is_an_answer(
-    tables: dict[str, Any], split: dict[str, int], said: str
-) -> None:
-    asked = request("Valued")
-    answer = model_stats.handle_request({**asked, "recipe": {**asked["recipe"], **tables}, "split": split})
-    assert said in answer["error"] and answer["fix"]
+def test_recipe_errors_are_answers(tables: dict[str, Any], split: dict[str, int], message: str) -> None:
+    valued = request("Valued")
+    answer = model_stats.handle_request({**valued, "recipe": {**valued["recipe"], **tables}, "split": split})
+    assert message in answer["error"] and answer["fix"]
 
 
 MARK = 7_777_777
 
 
-def mark_the_update(*_: Any) -> None:
-    """Shows in the allocator's account where the optimizer begins."""
+def mark_update(*_: Any) -> None:
+    """Mark the start of the optimizer step in the allocator's events."""
     torch.empty(MARK, dtype=torch.uint8)
 
 
-def real_peak(recipe: Recipe, micro_batch: int, checkpointing: str) -> tuple[int, int]:
-    """Bytes that a real step allocates, by the allocator's own account: at its peak, and at that of forward and
-    backward pass."""
-    what = models.build_task(recipe)
+def measure_real_peak(recipe: Recipe, micro_batch: int, checkpointing: str) -> tuple[int, int]:
+    """Return the peak bytes that the allocator reports for a real step: overall, and before the update."""
+    task = models.build_task(recipe)
     spec = ALONE.__dict__ | {"layout": Layout(activation_checkpointing=checkpointing)}
     context = RankContext(**spec)
-    block_transforms.apply(what.model, context)
-    groups = groups_for_unsharded(what.model, 0.1)
+    block_transforms.apply(task.model, context)
+    groups = groups_for_unsharded(task.model, 0.1)
     options = registry.build_options(recipe.optim, is_text=recipe.is_text, device=context.device)
     optimizer = torch.optim.AdamW(groups, **options)
-    step = TrainStep(what.model, optimizer, context, ProcessGroups(None, None, None, None), None)
-    batch = default_collate([what.dataset[i] for i in range(micro_batch)])
-    optimizer.register_step_pre_hook(mark_the_update)
+    step = TrainStep(task.model, optimizer, context, ProcessGroups(None, None, None, None), None)
+    batch = default_collate([task.dataset[i] for i in range(micro_batch)])
+    optimizer.register_step_pre_hook(mark_update)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as prof:
-        step([tuple(batch)], None, what.loss, Clipping(norm=1.0))
+        step([tuple(batch)], None, task.loss, Clipping(norm=1.0))
     now = passes = peak = 0
     raw: Any = prof.profiler.kineto_results.events()
     for event in sorted((e for e in raw if e.name() == "[memory]"), key=lambda e: e.start_ns()):
@@ -182,36 +180,36 @@ def real_peak(recipe: Recipe, micro_batch: int, checkpointing: str) -> tuple[int
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_a_traced_step_needs_what_a_real_one_does(checkpointing: str) -> None:
-    found = counted("Net", micro_batch=8, activation_checkpointing=checkpointing)
+def test_traced_memory_matches_a_real_step(checkpointing: str) -> None:
+    found = count("Net", micro_batch=8, activation_checkpointing=checkpointing)
     assert found.untraced == "" and found.traced is not None
     recipe = build(request("Net")["recipe"], Recipe, "recipe")
-    peak, passes = real_peak(recipe, 8, checkpointing)
+    peak, passes = measure_real_peak(recipe, 8, checkpointing)
     traced = found.traced.peak_bytes
     # A real step starts with its parameters and its batch allocated.
-    there = traced["parameter"] + traced["buffer"] + traced["other"]
-    assert there == found.parameter_bytes + found.buffer_bytes + 2 * 8 * 32 * 8
-    assert sum(traced.values()) - there == pytest.approx(peak, rel=0.02)
+    initial = traced["parameter"] + traced["buffer"] + traced["other"]
+    assert initial == found.parameter_bytes + found.buffer_bytes + 2 * 8 * 32 * 8
+    assert sum(traced.values()) - initial == pytest.approx(peak, rel=0.02)
     assert found.traced.activations_bytes == pytest.approx(passes, rel=0.1)
 
 
-def test_checkpointing_and_half_precision_are_in_the_trace() -> None:
-    plain, redone, half = (
-        counted("Net", **step).traced
+def test_trace_reflects_checkpointing_and_precision() -> None:
+    plain, recomputed, half = (
+        count("Net", **step).traced
         for step in ({"micro_batch": 8}, {"activation_checkpointing": "full"}, {"precision": "bf16", "sharded": True})
     )
-    assert plain is not None and redone is not None and half is not None
-    assert redone.activations_bytes < plain.activations_bytes
+    assert plain is not None and recomputed is not None and half is not None
+    assert recomputed.activations_bytes < plain.activations_bytes
     assert half.peak_bytes["parameter"] < plain.peak_bytes["parameter"]
 
 
-def test_a_step_that_cannot_be_traced_says_why_and_is_counted_all_the_same() -> None:
-    found = counted("Asks", micro_batch=2)
+def test_untraceable_step_is_counted_with_a_reason() -> None:
+    found = count("ReadsValues", micro_batch=2)
     assert found.traced is None and found.parameters > 0
     assert found.untraced.startswith("the trace failed: ") and "DataDependent" in found.untraced
 
 
-def test_a_torch_without_the_tracker_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_mem_tracker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed._tools.mem_tracker", None)
-    found = counted("Net", micro_batch=2)
+    found = count("Net", micro_batch=2)
     assert "has no MemTracker" in found.untraced and math.isfinite(found.parameters)
