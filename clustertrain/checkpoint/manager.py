@@ -163,7 +163,7 @@ class CheckpointManager:
         """
         started = clock.monotonic()
         self._wait_for_slot(reason)
-        fault_points.fault_point("before staging", self._ranks.rank)
+        fault_points.fault_point("before_staging", self._ranks.rank)
         buffer_index = self._num_saves % len(self._staging_buffers)
         self._num_saves += 1
         staging = self._staging_buffers[buffer_index]

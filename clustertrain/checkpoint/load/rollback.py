@@ -112,10 +112,10 @@ def record_rollback(root: Path, remote: RemoteFolder | None, target: RollbackTar
     record = RollbackRecord(
         last=target.last_step, most=max_step, why=why, count=count, left_out=target.excluded, condemned=invalidated
     )
-    fault_points.fault_point("before the roll-back's record", 0)
+    fault_points.fault_point("before_rollback_record", 0)
     fences.check_fence(fence)
     fsio.write_bytes(root / RECORD_FILE, msgspec.json.encode([*previous, record]))
-    fault_points.fault_point("after the roll-back's record", 0)
+    fault_points.fault_point("after_rollback_record", 0)
     return max(remaining_steps)
 
 
@@ -125,7 +125,7 @@ def apply_records(root: Path, remote: RemoteFolder | None) -> None:
         folder = index.step_folder(root, step)
         if retention.read_marker(folder) == marker:
             retention.delete_checkpoint(folder, marker)
-            fault_points.fault_point("between two condemned checkpoints", 0)
+            fault_points.fault_point("between_invalidated_checkpoints", 0)
         if remote is not None:
             remote_folder = index.step_folder(remote, step)
             try:

@@ -92,9 +92,9 @@ def write_and_mark_done(job: WriteJob, memory: memoryview) -> int:
     folder = Path(job.folder)
     if not is_part_complete(job):
         part = write_part(folder, job, memory)
-        fault_points.fault_point("written", job.rank)
+        fault_points.fault_point("after_write", job.rank)
         mark_part_done(folder, job.rank, part)
-        fault_points.fault_point("handed in", job.rank)
+        fault_points.fault_point("after_part_done_marker", job.rank)
     return sum(s.nbytes for s in job.segments)
 
 
@@ -137,7 +137,7 @@ def write_part(folder: Path, job: WriteJob, memory: memoryview) -> PartRecord:
     try:
         writer_engine = get_engine(job.engine)
         remove_part_files(folder, writer_engine, job.rank)
-        fault_points.fault_point("before writing", job.rank)
+        fault_points.fault_point("before_write", job.rank)
         places = writer_engine.write(folder, job.rank, job.segments, memory)
     finally:
         hash_thread.join()
@@ -194,11 +194,11 @@ def commit(
         )
         for rank in range(job.world_size):
             done_file(folder, rank).unlink(missing_ok=True)
-        fault_points.fault_point("before the fence", 0)
+        fault_points.fault_point("before_fence_check", 0)
         # As late as can be, and after the folder was made: a newer attempt that claims the run after this finds the
         # folder and takes it away, or finds the checkpoint and goes on from it.
         fence.check_fence(job.fence)
-        fault_points.fault_point("after the fence", 0)
+        fault_points.fault_point("after_fence_check", 0)
         publish(folder, final)
     except BaseException as e:
         shutil.rmtree(folder, ignore_errors=True)
@@ -233,9 +233,9 @@ def _write_manifest(folder: Path, job: CommitJob, should_continue: Callable[[], 
         values={**job.values, "ranks": {str(r): part.own for r, part in enumerate(parts)}},
     )
     index.check_manifest(folder, manifest)  # what the parts say is there must be there
-    fault_points.fault_point("before the marker", 0)
+    fault_points.fault_point("before_commit_marker", 0)
     index.write_manifest(folder, manifest)
-    fault_points.fault_point("after the marker", 0)
+    fault_points.fault_point("after_commit_marker", 0)
     return manifest
 
 
@@ -274,7 +274,7 @@ def publish(staging: Path, final: Path) -> None:
     if final.exists():
         final.rename(replaced)
     try:
-        fault_points.fault_point("while publishing", 0)
+        fault_points.fault_point("during_publish", 0)
         staging.rename(final)
     except OSError:
         if replaced.exists():
@@ -288,7 +288,7 @@ def publish(staging: Path, final: Path) -> None:
 def _prune(job: CommitJob, protected: Collection[int]) -> None:
     root = Path(job.root)
     try:
-        fault_points.fault_point("while pruning", 0)
+        fault_points.fault_point("during_prune", 0)
         # Without reading all bytes again: that would take as long as a restore, at every save.
         retention.delete_expired(
             root, job.policy, is_valid=retention.has_expected_sizes, protected=protected, fence=job.fence

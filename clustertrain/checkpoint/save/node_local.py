@@ -81,7 +81,7 @@ def write_local_part(job: WriteJob, memory: memoryview, in_use: Collection[str] 
         _warn_once(f"{folder.parent}: cannot be used, checkpoints go straight to the shared folder: {e.strerror or e}")
         _remove_part(folder, writer_engine, job.rank)
         return False
-    fault_points.fault_point("kept", job.rank)
+    fault_points.fault_point("after_local_write", job.rank)
     return True
 
 
@@ -144,9 +144,9 @@ def copy_to_shared(job: WriteJob) -> int:
     commit.remove_part_files(folder, writer_engine, job.rank)
     for path in commit.list_part_files(source, writer_engine, job.rank):
         _copy_durably(path, folder / path.relative_to(source), job.rank)
-    fault_points.fault_point("written", job.rank)
+    fault_points.fault_point("after_write", job.rank)
     commit.mark_part_done(folder, job.rank, part)
-    fault_points.fault_point("handed in", job.rank)
+    fault_points.fault_point("after_part_done_marker", job.rank)
     return sum(s.nbytes for s in part.segments)
 
 
@@ -171,7 +171,7 @@ def _copy_durably(source: Path, target: Path, rank: int) -> None:
             _copy_durably(inner, target / inner.name, rank)
         fsio.fsync_folder(target)
         return
-    fault_points.fault_point("while copying", rank)
+    fault_points.fault_point("during_copy_to_shared", rank)
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
     try:
         with source.open("rb") as file:

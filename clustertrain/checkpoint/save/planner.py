@@ -131,10 +131,10 @@ class SavePlanner:
         )
 
     def _stage_shards(self, staging: StagingBuffer, shards: Sequence[LocalShard]) -> list[Segment] | Failure:
-        fault_points.fault_point("while staging", self._ranks.rank)
+        fault_points.fault_point("during_staging", self._ranks.rank)
         try:
             segments = staging.stage(shards)
         except OSError as e:
             return failure_from_exception(e)
-        fault_points.fault_point("staged", self._ranks.rank)
+        fault_points.fault_point("after_staging", self._ranks.rank)
         return segments

@@ -260,7 +260,7 @@ class Uploader:
             remote_folder.rmtree()
             raise StorageError(f"{remote_folder / mismatched[0]}: is not what was written there")
         self._upload_file(index.step_folder(self._root, step) / MANIFEST, remote_folder / MANIFEST)
-        fault_points.fault_point("before the remote marker", 0)
+        fault_points.fault_point("before_remote_commit_marker", 0)
         fences.check_fence(self._job.fence)
         (remote_folder / COMMITTED).write_bytes(marker)
         for rank in range(self._job.world_size):
@@ -335,7 +335,7 @@ class Uploader:
         return marker.strip() + f" {self._job.world_size}\n".encode()
 
     def _upload_file(self, path: Path, remote_file: RemoteFolder) -> None:
-        fault_points.fault_point("while uploading", self._job.rank)
+        fault_points.fault_point("during_upload", self._job.rank)
         with path.open("rb", buffering=0) as file, remote_file.open_writer(path.stat().st_size) as write:
             while chunk := file.read(CHUNK_BYTES):
                 self._wait_for_save()

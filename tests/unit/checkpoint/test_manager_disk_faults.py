@@ -35,17 +35,17 @@ from clustertrain.errors import CheckpointError
 pytestmark = pytest.mark.long
 # The second save replaces the first one at this point alone: it is the one at which there is something to replace.
 POINTS = {
-    "before writing": 6,
-    "while writing": 6,
-    "written": 6,
-    "handed in": 6,
-    "before the marker": 6,
-    "after the marker": 6,
-    "while publishing": 3,
-    "while pruning": 6,
+    "before_write": 6,
+    "during_write": 6,
+    "after_write": 6,
+    "after_part_done_marker": 6,
+    "before_commit_marker": 6,
+    "after_commit_marker": 6,
+    "during_publish": 3,
+    "during_prune": 6,
 }
 # Another process finds done what was to be done up to here, and does not come to the same point again.
-READY = ("handed in", "after the marker", "while pruning")
+READY = ("after_part_done_marker", "after_commit_marker", "during_prune")
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_writer_that_is_killed_once_costs_nothing(root: Path, point: str) -> N
     manager.close()
     assert saved is not None and saved.bytes == index.read_manifest(saved.path).bytes
     # What was to be deleted goes with the next one.
-    assert names(root) == ["step-00000003"] * (point == "while pruning") + [saved.path.name]
+    assert names(root) == ["step-00000003"] * (point == "during_prune") + [saved.path.name]
     assert restored_value(root) == (POINTS[point], 2.0)
 
 
@@ -117,7 +117,7 @@ def test_a_writer_that_is_killed_twice_leaves_the_older_checkpoint(root: Path, p
 
 
 @pytest.mark.parametrize("what", ["ENOSPC", "EIO"])
-@pytest.mark.parametrize("point", [p for p in POINTS if p not in ("handed in", "while pruning")])
+@pytest.mark.parametrize("point", [p for p in POINTS if p not in ("after_part_done_marker", "during_prune")])
 def test_a_failed_save_leaves_what_was_there_and_nothing_else(root: Path, point: str, what: str) -> None:
     manager_of(root, "1").save(3, state_of(1.0))
     manager = manager_of(root, "2", background=True)
@@ -138,7 +138,7 @@ def test_a_failed_save_leaves_what_was_there_and_nothing_else(root: Path, point:
 def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(root: Path) -> None:
     manager_of(root, "1").save(3, state_of(1.0))
     manager = manager_of(root, "2", background=True)
-    with fault_at("while pruning", "EIO"):
+    with fault_at("during_prune", "EIO"):
         manager.start()
     manager.save(6, state_of(2.0), wait=True)
     manager.close()
@@ -168,7 +168,7 @@ def test_half_a_file_of_a_killed_writer_is_no_part_of_the_checkpoint(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die_half_way(point: str, rank: int) -> None:
-        if point == "written":
+        if point == "after_write":
             (folder,) = root.iterdir()
             (folder / "..rank-0.done.4711-00c0ffee").write_text("{")
 

@@ -23,7 +23,7 @@ class RawEngine:
         with direct_io.open_for_write(folder / name) as file:
             written = staged_end = 0
             for segment in segments:
-                fault_points.fault_point("while writing", rank)
+                fault_points.fault_point("during_write", rank)
                 staged_end = max(staged_end, segment.at + segment.nbytes)
                 while staged_end - written >= CHUNK_BYTES:
                     file.write(memory[written : written + CHUNK_BYTES])

@@ -76,7 +76,7 @@ def test_text_that_is_none_is_refused_by_its_place(tmp_path: Path) -> None:
 def test_a_part_that_was_handed_in_is_not_touched_again(tmp_path: Path) -> None:
     """The writer dies between its done-file and its word of it: rank 0 may be reading by then."""
     manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={})
-    os.environ[settings.FAULT_AT] = "handed in:0:1:KILL"
+    os.environ[settings.FAULT_AT] = "after_part_done_marker:0:1:KILL"
     try:
         manager.start()
     finally:

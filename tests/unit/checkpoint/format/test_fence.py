@@ -82,10 +82,17 @@ def test_an_attempt_that_was_taken_over_commits_nothing(run: RunDir) -> None:
 
 
 # From the first word of a save to the moment before its checkpoint has its name.
-POINTS = ("staged", "before writing", "handed in", "before the marker", "after the marker", "before the fence")
+POINTS = (
+    "after_staging",
+    "before_write",
+    "after_part_done_marker",
+    "before_commit_marker",
+    "after_commit_marker",
+    "before_fence_check",
+)
 
 
-@pytest.mark.parametrize("point", [*POINTS, "after the fence"])
+@pytest.mark.parametrize("point", [*POINTS, "after_fence_check"])
 def test_a_claim_at_any_point_of_an_older_save_keeps_it_out(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
@@ -102,7 +109,7 @@ def test_an_older_save_of_a_step_that_the_newer_attempt_has_saved_changes_nothin
 ) -> None:
     old = manager_of(run, 1)
     old.restore(state_of(0.0))
-    at(monkeypatch, "after the fence", lambda: take_over(run).save(5, state_of(2.0)))
+    at(monkeypatch, "after_fence_check", lambda: take_over(run).save(5, state_of(2.0)))
     with pytest.raises(AttemptSuperseded):
         old.save(5, state_of(1.0))
     assert names(run) == ["step-00000005"]
@@ -112,7 +119,7 @@ def test_an_older_save_of_a_step_that_the_newer_attempt_has_saved_changes_nothin
 
 def test_the_process_that_writes_is_kept_out_too(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stopped in the middle of a commit, as on a node that hangs, and goes on when a newer attempt is at it."""
-    monkeypatch.setenv(settings.FAULT_AT, "before the fence:0:1:STOP")
+    monkeypatch.setenv(settings.FAULT_AT, "before_fence_check:0:1:STOP")
     old = manager_of(run, 1, background=True)
     old.restore(state_of(0.0))
     assert old.save(5, state_of(1.0)) is None
@@ -157,7 +164,7 @@ def test_retention_of_an_attempt_that_was_taken_over_deletes_nothing(
     old = manager_of(run, 1, keep=1)
     old.restore(state_of(0.0))
     old.save(5, state_of(1.0))
-    at(monkeypatch, "while pruning", run.attempt(2).path.mkdir)
+    at(monkeypatch, "during_prune", run.attempt(2).path.mkdir)
     assert old.save(10, state_of(2.0))
     assert names(run) == ["step-00000005", "step-00000010"]
 
@@ -182,7 +189,7 @@ def test_a_roll_back_of_an_attempt_that_was_taken_over_condemns_nothing(
     old.restore(state_of(0.0))
     for step in (5, 10):
         old.save(step, state_of(1.0))
-    at(monkeypatch, "before the roll-back's record", lambda: take_over(run))
+    at(monkeypatch, "before_rollback_record", lambda: take_over(run))
     with pytest.raises(AttemptSuperseded, match="taken over by attempt 2"):
         old.roll_back(
             state_of(0.0), RollbackTarget(last_step=10, max_step=5, reason="a spike", excluded={}, max_rollbacks=3)
@@ -196,7 +203,7 @@ def test_copies_of_an_attempt_that_was_taken_over_are_not_marked(
     old = manager_of(run, 1)
     old.restore(state_of(0.0))
     old.save(5, state_of(1.0))
-    at(monkeypatch, "before the remote marker", run.attempt(2).path.mkdir)
+    at(monkeypatch, "before_remote_commit_marker", run.attempt(2).path.mkdir)
     there = tmp_path / "there"
     there.mkdir()
     told: list[Any] = []

@@ -152,14 +152,14 @@ def test_a_third_save_waits_for_the_first(make: Callable[..., CheckpointManager]
     assert [r["verified"] for r in inspect.list_checkpoints(root, verify=True)] == [True] * 3
 
 
-POINTS = ["while writing", "kept", "while copying", "written", "before the marker"]
+POINTS = ["during_write", "after_local_write", "during_copy_to_shared", "after_write", "before_commit_marker"]
 
 
 @pytest.mark.parametrize(
     ("point", "engine"),
     [
         *((p, "raw") for p in POINTS),
-        *(pytest.param("while copying", e, marks=pytest.mark.ranks) for e in ("dcp", "torchsnapshot")),
+        *(pytest.param("during_copy_to_shared", e, marks=pytest.mark.ranks) for e in ("dcp", "torchsnapshot")),
     ],
 )
 def test_another_writer_goes_on_between_the_tiers(
@@ -167,7 +167,7 @@ def test_another_writer_goes_on_between_the_tiers(
 ) -> None:
     manager = make(fault=f"{point}:0:1:KILL", engine=engine)
     manager.save(3, state_of(3.0))
-    if point == "while copying":  # the first one's memory is another's by then
+    if point == "during_copy_to_shared":  # the first one's memory is another's by then
         manager.save(6, state_of(6.0))
     manager.wait_for_saves()
     manager.save(9, state_of(9.0), wait=True)
@@ -291,7 +291,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for_again_and_again(
 def test_a_part_that_the_disk_garbles_is_not_handed_on(
     make: Callable[..., CheckpointManager], root: Path, near: Path
 ) -> None:
-    manager = make(fault="kept:0:1:KILL")
+    manager = make(fault="after_local_write:0:1:KILL")
     writer = _writer(manager)
     manager.save(3, state_of(3.0))
     writer.wait(60.0)

@@ -123,7 +123,7 @@ def test_a_store_that_fails_is_tried_again_and_the_training_goes_on(
         inspect.verify(folder)
 
 
-@pytest.mark.parametrize("point", ["while uploading", "before the remote marker"])
+@pytest.mark.parametrize("point", ["during_upload", "before_remote_commit_marker"])
 def test_a_kill_leaves_nothing_that_counts_and_the_next_attempt_goes_on(
     make: Callable[..., Any], root: Path, there: Path, point: str
 ) -> None:
@@ -139,7 +139,7 @@ def test_a_kill_leaves_nothing_that_counts_and_the_next_attempt_goes_on(
 
 
 def test_another_writer_copies_what_a_killed_one_did_not(make: Callable[..., Any], root: Path, there: Path) -> None:
-    manager = make(fault="while uploading:0:1:KILL")
+    manager = make(fault="during_upload:0:1:KILL")
     manager.save(3, state_of(3.0), wait=True)
     assert copied(manager)
     assert files(there / "step-00000003") == files(root / "step-00000003")

@@ -133,7 +133,7 @@ def test_a_save_is_given_up_at_the_deadline(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("point", ["before the marker", "while publishing", "while pruning"])
+@pytest.mark.parametrize("point", ["before_commit_marker", "during_publish", "during_prune"])
 def test_the_deadline_may_fall_into_the_commit(
     limited: tuple[CheckpointManager, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
@@ -147,7 +147,7 @@ def test_the_deadline_may_fall_into_the_commit(
     hung = writer_of(manager)
     assert clock.wait_until(lambda: hung.status() == psutil.STATUS_STOPPED, 10.0)
     manager.close(20.0)  # not waited for again
-    step, value = (6, 2.0) if point == "while pruning" else (3, 1.0)
+    step, value = (6, 2.0) if point == "during_prune" else (3, 1.0)
     assert saved_value(tmp_path / "c", step) == value
     hung.kill()
 
@@ -184,7 +184,7 @@ def test_a_writer_that_is_killed_is_replaced_and_nothing_is_lost(
     assert [s.step for s in told] == [3, 6]
 
 
-@pytest.mark.parametrize("point", ["while writing", "written", "before the marker", "after the marker"])
+@pytest.mark.parametrize("point", ["during_write", "after_write", "before_commit_marker", "after_commit_marker"])
 def test_another_writer_goes_on_from_any_point(manager: CheckpointManager, tmp_path: Path, point: str) -> None:
     manager._pending.worker.close()
     os.environ[settings.FAULT_AT] = f"{point}:0:1:KILL"
@@ -205,7 +205,7 @@ def test_a_full_disk_is_told_when_somebody_looks_and_costs_nothing_older(
 ) -> None:
     manager.save(3, state_of(1.0), wait=True)
     manager._pending.worker.close()
-    monkeypatch.setenv(settings.FAULT_AT, "while writing:0:1:ENOSPC")
+    monkeypatch.setenv(settings.FAULT_AT, "during_write:0:1:ENOSPC")
     manager._pending.worker = WriterClient("raw")
     manager.save(6, state_of(2.0))
     assert clock.wait_until(manager.poll, 60.0)
