@@ -89,9 +89,13 @@ class Ranks:
         """What went wrong on any rank, in rank order, each with the rank's number before ``why``; empty when all is
         well. The same list on every rank."""
         gathered = self.all_gather_optional(
-            None if own_failure is None else {"why": own_failure.why, "of": own_failure.of}
+            None if own_failure is None else {"message": own_failure.message, "kind": own_failure.kind}
         )
-        return [Failure(why=f"rank {r}: {t['why']}", of=t["of"]) for r, t in enumerate(gathered) if t is not None]
+        return [
+            Failure(message=f"rank {rank}: {fields['message']}", kind=fields["kind"])
+            for rank, fields in enumerate(gathered)
+            if fields is not None
+        ]
 
     def all_gather_optional(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order, on every rank; an empty list where nobody has anything to tell."""
@@ -108,8 +112,8 @@ class Ranks:
                 outcome = {"value": func()}
             except (OSError, CheckpointError) as e:
                 caught = failure_from_exception(e)
-                outcome = {"trouble": {"why": caught.why, "of": caught.of}}
+                outcome = {"failure": {"message": caught.message, "kind": caught.kind}}
         outcome = self.broadcast(outcome)
-        if "trouble" in outcome:
-            raise error_from_failures(error_prefix, [Failure(**outcome["trouble"])])
+        if "failure" in outcome:
+            raise error_from_failures(error_prefix, [Failure(**outcome["failure"])])
         return outcome["value"]

@@ -31,17 +31,29 @@ RECORD_FILE = ROLLED_BACK_FILE
 PositionRanges = dict[str, list[list[int]]]
 
 
-class RollbackRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Because of the steps up to ``last_step`` the run went back to a checkpoint of ``max_step`` steps or fewer.
-    ``excluded_ranges``:
-    by name in the state the ranges of positions of a loader. ``count``: the how manieth without progress between."""
+# The keys in the file are older than the names here.
+_RECORD_KEYS = {
+    "last_step": "last",
+    "max_step": "most",
+    "reason": "why",
+    "excluded": "left_out",
+    "invalidated": "condemned",
+}
 
-    last: int
-    most: int
-    why: str
+
+class RollbackRecord(msgspec.Struct, frozen=True, kw_only=True, rename=_RECORD_KEYS):
+    """One roll-back of the run."""
+
+    last_step: int
+    """The last step that went wrong."""
+    max_step: int
+    """The run went back to a checkpoint of at most this step."""
+    reason: str
     count: int
-    left_out: PositionRanges = {}
-    condemned: tuple[tuple[int, str], ...] = ()  # (step, marker) of the checkpoints that do not count any more
+    """Roll-backs without progress between them, including this one."""
+    excluded: PositionRanges = {}
+    invalidated: tuple[tuple[int, str], ...] = ()
+    """(step, commit marker) of the checkpoints that no longer count."""
 
 
 def read_records(root: Path) -> list[RollbackRecord]:
@@ -62,7 +74,7 @@ def excluded_ranges(root: Path) -> PositionRanges:
     """All that is left out, by name in the state."""
     merged: PositionRanges = {}
     for record in read_records(root):
-        for name, ranges in record.left_out.items():
+        for name, ranges in record.excluded.items():
             merged.setdefault(name, []).extend(ranges)
     return merged
 
@@ -98,11 +110,12 @@ def record_rollback(root: Path, remote: RemoteFolder | None, target: RollbackTar
             f"{why}: there is no checkpoint of step {max_step} or before to go back to",
             fix="save more often with checkpoint.every, or keep more of them",
         )
-    has_progressed = not previous or any(step > previous[-1].last for step, _ in candidates)
+    has_progressed = not previous or any(step > previous[-1].last_step for step, _ in candidates)
     count = 1 if has_progressed else previous[-1].count + 1
     if count > target.max_rollbacks:
         raise Diverged(
-            f"{why}: the run has gone back {count - 1} times since it last got further than step {previous[-1].last}"
+            f"{why}: the run has gone back {count - 1} times since it last got further than step "
+            f"{previous[-1].last_step}"
             if previous
             else f"{why}: stability.max_roll_backs = 0",
             fix="a lower learning rate, a longer warmup, or clipping at a lower norm; `clustertrain requeue` then goes "
@@ -110,7 +123,12 @@ def record_rollback(root: Path, remote: RemoteFolder | None, target: RollbackTar
         )
     invalidated = tuple((step, marker) for step, marker in candidates if step > max_step)
     record = RollbackRecord(
-        last=target.last_step, most=max_step, why=why, count=count, left_out=target.excluded, condemned=invalidated
+        last_step=target.last_step,
+        max_step=max_step,
+        reason=why,
+        count=count,
+        excluded=target.excluded,
+        invalidated=invalidated,
     )
     fault_points.fault_point("before_rollback_record", 0)
     fences.check_fence(fence)
@@ -151,7 +169,7 @@ def is_valid(root: Path, folder: Folder, step: int) -> bool:
 
 
 def _invalidated_markers(root: Path) -> Sequence[tuple[int, str]]:
-    return [pair for record in read_records(root) for pair in record.condemned]
+    return [pair for record in read_records(root) for pair in record.invalidated]
 
 
 def _list_markers(root: Path | RemoteFolder) -> list[tuple[int, str]]:

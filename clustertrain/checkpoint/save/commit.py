@@ -18,61 +18,33 @@ import msgspec
 
 from clustertrain import clock, fsio, schema
 from clustertrain.checkpoint.core import fault_points, retention
-from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format import checksums, fence
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.fence import AttemptSuperseded
-from clustertrain.checkpoint.format.manifest import CheckpointMetric, Manifest, SaveReason, ShardRecord, TensorRecord
+from clustertrain.checkpoint.format.manifest import Manifest, ShardRecord, TensorRecord
 from clustertrain.checkpoint.format.staged_segments import Segment, SegmentLocation
 from clustertrain.checkpoint.format.storage_errors import StorageError, with_retries
 from clustertrain.checkpoint.save.engines import Engine, get_engine
+from clustertrain.checkpoint.save.writer_jobs import CommitJob, WriteJob
 from clustertrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
 
-class WriteJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A rank's part. ``memory`` says in which staging buffer it lies; None: no more, but in ``local``, a folder on the
-    node's own disk (where there is one). ``own`` are the JSON values of this rank."""
-
-    step: int
-    folder: str
-    rank: int
-    engine: str
-    memory: int | None
-    segments: list[Segment]
-    own: Any
-    local: str = ""
+# The keys in the done-file are older than the names here; another attempt may read one from a node's own disk.
+_PART_KEYS = {"locations": "places", "block_hashes": "blocks", "rank_values": "own"}
 
 
-class CommitJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """For rank 0: make what all ranks write into ``folder`` the checkpoint of ``step`` in ``root``, and delete what
-    ``policy`` does not keep, as far as ``fence`` allows.
-    ``patience_s`` is for the slowest rank, from when this one has written."""
-
-    step: int
-    folder: str
-    root: str
-    engine: str
-    world_size: int
-    torch: str
-    layout: dict[str, Any]
-    values: dict[str, Any]
-    reason: SaveReason
-    metric: CheckpointMetric | None
-    about: dict[str, Any]
-    policy: RetentionPolicy
-    patience_s: float
-    fence: fence.Fence | None = None
-
-
-class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank has written, as its done-file says."""
+class PartRecord(msgspec.Struct, frozen=True, kw_only=True, rename=_PART_KEYS):
+    """The content of a done-file: what one rank has written."""
 
     segments: list[Segment]
-    places: list[SegmentLocation]
-    blocks: list[str]
-    own: Any
+    locations: list[SegmentLocation]
+    """One per segment, in their order."""
+    block_hashes: list[str]
+    """One per segment: the hashes of its blocks as one string."""
+    rank_values: Any
+    """The JSON values of this rank."""
 
 
 class CommitAborted(CheckpointError):
@@ -121,14 +93,16 @@ def write_part(folder: Path, job: WriteJob, memory: memoryview) -> PartRecord:
     Raises:
         OSError: as :func:`write_and_mark_done`.
     """
-    if any(s.at + s.nbytes > len(memory) for s in job.segments):
+    if any(s.buffer_offset + s.nbytes > len(memory) for s in job.segments):
         raise CheckpointError(f"{folder}: the part is larger than the memory that it should be in")
     block_hashes: list[str] = []
     errors: list[BaseException] = []
 
     def hash_all() -> None:
         try:
-            block_hashes.extend(checksums.block_checksums(memory[s.at : s.at + s.nbytes]) for s in job.segments)
+            block_hashes.extend(
+                checksums.block_checksums(memory[s.buffer_offset : s.buffer_offset + s.nbytes]) for s in job.segments
+            )
         except BaseException as e:  # raised again below, by the thread that waits for this one
             errors.append(e)
 
@@ -138,12 +112,14 @@ def write_part(folder: Path, job: WriteJob, memory: memoryview) -> PartRecord:
         writer_engine = get_engine(job.engine)
         remove_part_files(folder, writer_engine, job.rank)
         fault_points.fault_point("before_write", job.rank)
-        places = writer_engine.write(folder, job.rank, job.segments, memory)
+        locations = writer_engine.write(folder, job.rank, job.segments, memory)
     finally:
         hash_thread.join()
     if errors:
         raise errors[0]
-    return PartRecord(segments=job.segments, places=places, blocks=block_hashes, own=job.own)
+    return PartRecord(
+        segments=job.segments, locations=locations, block_hashes=block_hashes, rank_values=job.rank_values
+    )
 
 
 def mark_part_done(folder: Path, rank: int, part: PartRecord) -> None:
@@ -230,7 +206,7 @@ def _write_manifest(folder: Path, job: CommitJob, should_continue: Callable[[], 
         layout=job.layout,
         files=_list_file_sizes(folder, job.world_size),
         tensors=tensors,
-        values={**job.values, "ranks": {str(r): part.own for r, part in enumerate(parts)}},
+        values={**job.values, "ranks": {str(r): part.rank_values for r, part in enumerate(parts)}},
     )
     index.check_manifest(folder, manifest)  # what the parts say is there must be there
     fault_points.fault_point("before_commit_marker", 0)
@@ -252,12 +228,12 @@ def _wait_for_parts(folder: Path, job: CommitJob, should_continue: Callable[[], 
                     parts[rank] = schema.decode(with_retries(path.read_bytes, path), PartRecord)
         return len(parts) == job.world_size or not should_continue()
 
-    clock.wait_until(collect_parts, job.patience_s, 0.05)
+    clock.wait_until(collect_parts, job.rank_timeout_s, 0.05)
     if not should_continue() and len(parts) < job.world_size:
         raise CommitAborted("given up")
     if len(parts) < job.world_size:
         missing = next(r for r in range(job.world_size) if r not in parts)
-        raise StorageError(f"rank {missing} had not written its part {job.patience_s:g} s after rank 0 had")
+        raise StorageError(f"rank {missing} had not written its part {job.rank_timeout_s:g} s after rank 0 had")
     return [parts[r] for r in range(job.world_size)]
 
 
@@ -309,23 +285,23 @@ def merge_parts(parts: Iterable[PartRecord]) -> tuple[TensorRecord, ...]:
     segments: dict[str, Segment] = {}
     shards: dict[str, list[ShardRecord]] = {}
     for part in parts:
-        for segment, place, blocks in zip(part.segments, part.places, part.blocks, strict=True):
+        for segment, location, block_hashes in zip(part.segments, part.locations, part.block_hashes, strict=True):
             segments[segment.name] = segment
             records = shards.setdefault(segment.name, [])
             if segment.nbytes:
-                records.append(make_shard_record(segment, place, blocks))
+                records.append(make_shard_record(segment, location, block_hashes))
     return tuple(_make_tensor_record(segments[name], shards[name]) for name in sorted(segments))
 
 
-def make_shard_record(segment: Segment, place: SegmentLocation, blocks: str) -> ShardRecord:
+def make_shard_record(segment: Segment, location: SegmentLocation, block_hashes: str) -> ShardRecord:
     return ShardRecord(
-        file=place.file,
-        offset=place.offset,
+        file=location.file,
+        offset=location.offset,
         nbytes=segment.nbytes,
         start=segment.start,
-        shape=segment.part,
-        blocks=blocks,
-        checksum=checksums.shard_checksum(blocks),
+        shape=segment.chunk_shape,
+        blocks=block_hashes,
+        checksum=checksums.shard_checksum(block_hashes),
     )
 
 

@@ -32,8 +32,9 @@ from clustertrain.checkpoint.format.manifest import ShardRecord
 from clustertrain.checkpoint.format.shard_io import read_into
 from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.checkpoint.save import commit
-from clustertrain.checkpoint.save.commit import PartRecord, WriteJob
+from clustertrain.checkpoint.save.commit import PartRecord
 from clustertrain.checkpoint.save.engines import Engine, get_engine
+from clustertrain.checkpoint.save.writer_jobs import WriteJob
 from clustertrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -61,12 +62,12 @@ def _list_folders(root: Path) -> list[Path]:
 
 
 def write_local_part(job: WriteJob, memory: memoryview, in_use: Collection[str] = ()) -> bool:
-    """Put a part into ``job.local``. False: there is no room, or no such disk; nothing of it is left there then.
+    """Put a part into ``job.local_folder``. False: there is no room, or no such disk; nothing of it is left there then.
 
     Args:
         busy: folders with parts that have not been handed on yet.
     """
-    folder, writer_engine = Path(job.local), get_engine(job.engine)
+    folder, writer_engine = Path(job.local_folder), get_engine(job.engine)
     try:
         _make_private_folder(folder.parent)
         try:
@@ -130,14 +131,13 @@ def _warn_once(message: str) -> None:
 
 
 def copy_to_shared(job: WriteJob) -> int:
-    """Copy what :func:`write_local_part` has put into ``job.local`` to the shared folder, with its done-file; returns
-    its bytes.
+    """Copy the part in ``job.local_folder`` to the shared folder, with its done-file, and return its bytes.
 
     Raises:
         OSError: as :func:`clustertrain.checkpoint.save.commit.write_and_mark_done`.
         StorageError: the local disk has lost it.
     """
-    source, folder, writer_engine = Path(job.local), Path(job.folder), get_engine(job.engine)
+    source, folder, writer_engine = Path(job.local_folder), Path(job.folder), get_engine(job.engine)
     if commit.is_part_complete(job):
         return sum(s.nbytes for s in job.segments)
     part = _read_verified_part(source, job.rank)
@@ -155,7 +155,7 @@ def _read_verified_part(folder: Path, rank: int) -> PartRecord:
     buffer = memoryview(bytearray(VERIFY_BYTES))
     try:
         part = schema.decode(commit.done_file(folder, rank).read_bytes(), PartRecord)
-        for shard in map(commit.make_shard_record, part.segments, part.places, part.blocks):
+        for shard in map(commit.make_shard_record, part.segments, part.locations, part.block_hashes):
             for pos in range(0, shard.nbytes, VERIFY_BYTES):
                 read_into(buffer[: min(VERIFY_BYTES, shard.nbytes - pos)], folder, shard, pos)
     except (OSError, msgspec.MsgspecError, CheckpointError) as e:

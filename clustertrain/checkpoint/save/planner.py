@@ -85,7 +85,7 @@ class SavePlanner:
         staged = self._stage_shards(staging, cached_shards) if cached_shards is not None else None
         local_plan, rank_plan, token, is_cache_valid = self._finish_plan(plan_exchange, state, error_prefix, step)
         if deadline_passed:
-            staged = Failure(why=DEADLINE_MESSAGE, of="deadline")
+            staged = Failure(message=DEADLINE_MESSAGE, kind="deadline")
         elif staged is None or not is_cache_valid:
             staged = self._stage_shards(staging, rank_plan.shards)
         return StagedSave(rank_plan, self._folder(step, token), local_plan.collected.rank_values, staged)

@@ -22,13 +22,14 @@ import msgspec
 from clustertrain import clock, fsio, schema
 from clustertrain.checkpoint.core import fault_points, retention
 from clustertrain.checkpoint.core.failures import Failure, failure_from_exception
-from clustertrain.checkpoint.core.retention import CheckpointInfo, RetentionPolicy
+from clustertrain.checkpoint.core.retention import CheckpointInfo
 from clustertrain.checkpoint.format import fence as fences
 from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.fence import AttemptSuperseded, Fence
+from clustertrain.checkpoint.format.fence import AttemptSuperseded
 from clustertrain.checkpoint.format.manifest import COMMITTED, MANIFEST, DamagedCheckpoint, Manifest
 from clustertrain.checkpoint.format.storage import Folder, RemoteFolder
 from clustertrain.checkpoint.format.storage_errors import StorageError, with_retries
+from clustertrain.checkpoint.save.writer_jobs import JobOutcome, UploadJob
 from clustertrain.errors import ClusterTrainError
 
 ANNOUNCEMENT_FILE = ".uploading.json"
@@ -39,37 +40,20 @@ POLL_BACKOFF_S = (0.1, 3.0)  # for what another rank says, likewise
 SHARE_TIMEOUT_S = 600.0  # for the other ranks' files, from when one came last
 
 
-class UploadJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What of ``root`` shall be in ``url``: what ``policy`` would keep there. ``rank`` of ``world_size`` does its share
-    of it."""
-
-    url: str
-    root: str
-    rank: int
-    world_size: int
-    attempt: str
-    policy: RetentionPolicy
-    fence: Fence | None = None
-
-
-class UploadAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0's ``nth`` word to the others: ``step``, as it is while its marker is ``marker``, is being copied. None:
-    nothing is, and all up to ``upto`` is there or never will be."""
+class UploadAnnouncement(
+    msgspec.Struct, frozen=True, kw_only=True, rename={"sequence": "nth", "uploaded_upto": "upto"}
+):
+    """The content of ``.uploading.json``: what rank 0 asks the other ranks to upload."""
 
     attempt: str
-    nth: int
-    upto: int
+    sequence: int
+    """Counts rank 0's announcements of this attempt, from 1."""
+    uploaded_upto: int
+    """Without a ``step``: the newest step up to which all checkpoints are uploaded or never will be."""
     step: int | None = None
+    """The checkpoint to upload."""
     marker: str = ""
-
-
-class UploadOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank is told. Without ``trouble`` and ``seconds``: there is nothing left to do for it up to ``step``."""
-
-    step: int
-    bytes: int = 0
-    seconds: float = 0.0
-    trouble: Failure | None = None
+    """The commit marker of that checkpoint, which another one of the same step does not have."""
 
 
 class _Stopped(Exception):
@@ -80,7 +64,7 @@ class Uploader:
     """A thread of the process that writes."""
 
     def __init__(
-        self, job: UploadJob, on_outcome: Callable[[UploadOutcome], None], wait_for_save: Callable[[], object]
+        self, job: UploadJob, on_outcome: Callable[[JobOutcome], None], wait_for_save: Callable[[], object]
     ) -> None:
         """``wait_for_save`` waits while a checkpoint is being written: a copy gives way to it."""
         self._job = job
@@ -146,8 +130,12 @@ class Uploader:
         if self._job.url not in message:
             message = f"{self._job.url}: {message}"
         step = self._newest_step if self._uploading_step is None else self._uploading_step
+        self._report(step, failure=Failure(message=f"{message}; again in {retry_s:g} s", kind="storage"))
+
+    def _report(self, step: int, *, nbytes: int = 0, seconds: float = 0.0, failure: Failure | None = None) -> None:
+        ended = clock.monotonic()
         self._on_outcome(
-            UploadOutcome(step=step, trouble=Failure(why=f"{message}; again in {retry_s:g} s", of="storage"))
+            JobOutcome(step=step, kind="upload", bytes=nbytes, seconds=seconds, ended=ended, failure=failure)
         )
 
     def _wait_for_wake(self, timeout_s: float | None = None) -> None:
@@ -162,7 +150,7 @@ class Uploader:
     def _report_idle(self, upto: int) -> None:
         if upto > self._idle_upto:
             self._idle_upto = upto
-            self._on_outcome(UploadOutcome(step=upto))
+            self._report(upto)
 
     # -- rank 0
 
@@ -191,17 +179,17 @@ class Uploader:
                 raise
             # It is damaged here, or somebody has deleted it.
             self._unusable[step] = marker
-            self._on_outcome(UploadOutcome(step=step, trouble=failure_from_exception(e)))
+            self._report(step, failure=failure_from_exception(e))
             return
         self._remote_markers[step] = marker
-        self._on_outcome(UploadOutcome(step=step, bytes=manifest.bytes, seconds=clock.monotonic() - started))
+        self._report(step, nbytes=manifest.bytes, seconds=clock.monotonic() - started)
         self._prune_remote()
 
     def _announce(self, *, upto: int = 0, step: int | None = None, marker: str = "") -> None:
         fences.check_fence(self._job.fence)
         self._num_announced += 1
         announcement = UploadAnnouncement(
-            attempt=self._job.attempt, nth=self._num_announced, upto=upto, step=step, marker=marker
+            attempt=self._job.attempt, sequence=self._num_announced, uploaded_upto=upto, step=step, marker=marker
         )
         fsio.write_bytes(self._root / ANNOUNCEMENT_FILE, msgspec.json.encode(announcement))
 
@@ -285,13 +273,17 @@ class Uploader:
         self._wake.clear()
         self._check_stopped()
         announcement = self._read_announcement()
-        if announcement is not None and announcement.step is not None and announcement.nth != self._last_announcement:
+        if (
+            announcement is not None
+            and announcement.step is not None
+            and announcement.sequence != self._last_announcement
+        ):
             with suppress(DamagedCheckpoint, FileNotFoundError):  # rank 0 finds the same
                 self._upload_share(announcement.step, announcement.marker.encode())
-            self._last_announcement = announcement.nth
+            self._last_announcement = announcement.sequence
             self._poll_s = POLL_BACKOFF_S[0]
-        elif announcement is not None and announcement.step is None and announcement.upto >= self._newest_step:
-            self._report_idle(announcement.upto)
+        elif announcement is not None and announcement.step is None and announcement.uploaded_upto >= self._newest_step:
+            self._report_idle(announcement.uploaded_upto)
             self._wait_for_wake()
             self._poll_s = POLL_BACKOFF_S[0]
         else:

@@ -84,7 +84,9 @@ class StagingBuffer:
         assert self._buffer is not None or not shards
         for shard, segment in zip(shards, segments, strict=True):
             if segment.nbytes and self._buffer is not None:
-                target = self._buffer[segment.at : segment.at + segment.nbytes].view(shard.local_tensor.dtype)
+                target = self._buffer[segment.buffer_offset : segment.buffer_offset + segment.nbytes].view(
+                    shard.local_tensor.dtype
+                )
                 local = shard.local_tensor.detach().resolve_conj().resolve_neg()
                 target.view(shard.local_tensor.shape).copy_(local, non_blocking=self._pinned)
 
@@ -182,8 +184,8 @@ def _layout_segments(shards: Sequence[LocalShard]) -> tuple[list[Segment], int]:
                 itemsize=shard.local_tensor.element_size(),
                 shape=shard.shape,
                 start=shard.start,
-                part=tuple(shard.local_tensor.shape),
-                at=offset,
+                chunk_shape=tuple(shard.local_tensor.shape),
+                buffer_offset=offset,
                 nbytes=nbytes,
             )
         )

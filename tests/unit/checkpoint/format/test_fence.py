@@ -20,9 +20,10 @@ from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.fence import AttemptSuperseded, Fence
 from clustertrain.checkpoint.load import rollback
 from clustertrain.checkpoint.load.rollback import RollbackTarget
-from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.save import remote
-from clustertrain.checkpoint.save.remote import Uploader, UploadJob
+from clustertrain.checkpoint.save.remote import Uploader
+from clustertrain.checkpoint.save.writer_jobs import UploadJob
 from clustertrain.run.run_dir import RunDir
 from tests.unit.checkpoint.saved import state_of
 
@@ -38,11 +39,13 @@ def manager_of(run: RunDir, attempt: int, *, background: bool = False, keep: int
     return CheckpointManager(
         run.checkpoints,
         Ranks(),
-        attempt=str(attempt),
-        layout={},
-        policy=RetentionPolicy(keep=keep),
-        background=background,
-        fence=Fence(run=str(run.path), attempt=attempt),
+        CheckpointConfig(
+            attempt=str(attempt),
+            layout={},
+            policy=RetentionPolicy(keep=keep),
+            background=background,
+            fence=Fence(run=str(run.path), attempt=attempt),
+        ),
     )
 
 
