@@ -1,9 +1,8 @@
-"""The record of a run's roll-backs, beside its checkpoints: which of these do not count any more, and which samples are
-left out from then on.
+"""The record of a run's roll-backs, next to its checkpoints: invalidated checkpoints and excluded samples.
 
-Written before anything is done, durably and as a whole: from then on every attempt that begins sees to the rest, so
-the run may be killed at any point of it. A checkpoint is told by its marker: the one of the same step that the run
-makes on its way back is another one.
+The record is written durably before anything else is done. Every later attempt carries out what it says, so the run may
+be killed at any point. A checkpoint is identified by its commit marker: after a roll-back, the run saves the same step
+again under another marker.
 """
 
 from __future__ import annotations
@@ -57,8 +56,12 @@ class RollbackRecord(msgspec.Struct, frozen=True, kw_only=True, rename=_RECORD_K
 
 
 def read_records(root: Path) -> list[RollbackRecord]:
-    """The oldest first. Raises CheckpointError where the record does not read: without it the run would train on what
-    it has left out, from a checkpoint that does not count."""
+    """Return the records, oldest first.
+
+    Raises:
+        CheckpointError: the record cannot be read. Without it the run would train on excluded samples, from an
+            invalidated checkpoint.
+    """
     path = root / RECORD_FILE
     try:
         data = with_retries(path.read_bytes, path)
@@ -71,7 +74,7 @@ def read_records(root: Path) -> list[RollbackRecord]:
 
 
 def excluded_ranges(root: Path) -> PositionRanges:
-    """All that is left out, by name in the state."""
+    """Return the excluded ranges of positions of all roll-backs, by the loader's name in the state."""
     merged: PositionRanges = {}
     for record in read_records(root):
         for name, ranges in record.excluded.items():
@@ -80,22 +83,25 @@ def excluded_ranges(root: Path) -> PositionRanges:
 
 
 class RollbackTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """Go back to a checkpoint of at most ``max_step`` steps, because of those up to ``last_step``, if the run has not
-    gone back ``max_rollbacks`` times since it last got further."""
+    """A roll-back to carry out."""
 
     last_step: int
+    """The last step that went wrong."""
     max_step: int
+    """Go back to a checkpoint of at most this step."""
     reason: str
     excluded: PositionRanges
+    """Ranges of positions to exclude, by the loader's name in the state."""
     max_rollbacks: int
+    """Roll-backs allowed without progress between them."""
 
 
 def record_rollback(root: Path, remote: RemoteFolder | None, target: RollbackTarget, fence: Fence | None = None) -> int:
-    """Write down that the run goes back, before anything is done for it; returns the newest step that is left.
+    """Record a roll-back before anything is done for it, and return the newest step that stays valid.
 
     Raises:
-        AttemptSuperseded: a newer attempt owns the run, and what it goes back behind.
-        Diverged: there is no such checkpoint, or the run has gone back too often.
+        AttemptSuperseded: a newer attempt owns the run and its record.
+        Diverged: no checkpoint is old enough, or the run has rolled back too often.
     """
     previous, why, max_step = read_records(root), target.reason, target.max_step
     candidates = _list_markers(root)
@@ -138,7 +144,7 @@ def record_rollback(root: Path, remote: RemoteFolder | None, target: RollbackTar
 
 
 def apply_records(root: Path, remote: RemoteFolder | None) -> None:
-    """Remove what the record condemns, as far as it is still there; what is behind the URL only loses its marker."""
+    """Delete the invalidated checkpoints that still exist; of a remote copy, only the commit marker."""
     for step, marker in _invalidated_markers(root):
         folder = index.step_folder(root, step)
         if retention.read_marker(folder) == marker:
@@ -154,8 +160,10 @@ def apply_records(root: Path, remote: RemoteFolder | None) -> None:
 
 
 def list_valid_folders(root: F) -> list[F]:
-    """Checkpoint folders in ``root``, committed or not, that the record beside them does not condemn; oldest first. A
-    ``root`` behind a URL has none beside it."""
+    """Return the checkpoint folders in ``root``, committed or not, that are not invalidated; oldest first.
+
+    A remote ``root`` has no record, so all its folders count.
+    """
     folders = index.list_checkpoint_folders(root)
     if not isinstance(root, Path):
         return folders
@@ -163,7 +171,7 @@ def list_valid_folders(root: F) -> list[F]:
 
 
 def is_valid(root: Path, folder: Folder, step: int) -> bool:
-    """Whether a checkpoint ``folder``, beside the record or behind a URL, is none that it condemns."""
+    """Return whether the record in ``root`` does not invalidate ``folder``, which may be remote."""
     markers = {marker for s, marker in _invalidated_markers(root) if s == step}
     return not markers or retention.read_marker(folder) not in markers
 

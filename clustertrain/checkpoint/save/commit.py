@@ -1,7 +1,7 @@
-"""Write one rank's part of a checkpoint, and commit what all ranks have written.
+"""Write one rank's part of a checkpoint, and commit the parts of all ranks.
 
-The ranks' writers know nothing of each other but the folder. Each leaves a file ``.rank-<r>.done`` when its part is
-durable; rank 0's waits for all of them, writes the index, the marker last, and gives the folder its name.
+The ranks' writers share only the folder. Each writes a file ``.rank-<r>.done`` when its part is durable. Rank 0's
+writer waits for all of these, writes the manifest, then the commit marker, and renames the folder to its final name.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True, rename=_PART_KEYS):
 
 
 class CommitAborted(CheckpointError):
-    """Somebody said to give up, since another rank could not write its part."""
+    """The commit was aborted because another rank could not write its part."""
 
 
 def done_file(folder: Path, rank: int) -> Path:
@@ -56,7 +56,7 @@ def done_file(folder: Path, rank: int) -> Path:
 
 
 def write_and_mark_done(job: WriteJob, memory: memoryview) -> int:
-    """Write a part and its done-file; returns its bytes.
+    """Write a part and its done-file, and return its bytes.
 
     Raises:
         OSError: the disk is full, the quota is spent, …
@@ -71,8 +71,10 @@ def write_and_mark_done(job: WriteJob, memory: memoryview) -> int:
 
 
 def is_part_complete(job: WriteJob) -> bool:
-    """Whether a writer that was killed since has left the done-file of this part. Rank 0 may be reading the part by
-    now, or have committed it, so it is not touched again."""
+    """Return whether a writer that was killed since has completed this part.
+
+    Rank 0 may be reading the part now, or have committed it, so it must not be written again.
+    """
     folder = Path(job.folder)
     if folder.exists():
         if not done_file(folder, job.rank).exists():
@@ -83,7 +85,7 @@ def is_part_complete(job: WriteJob) -> bool:
 
 
 def is_commit_of(final: Path, staging: Path) -> bool:
-    """Whether the committed checkpoint ``final`` is the one that was made in ``staging``."""
+    """Return whether ``final`` is committed and was written in ``staging``."""
     return index.is_committed(final) and index.read_manifest(final).made_in == staging.name
 
 
@@ -128,12 +130,12 @@ def mark_part_done(folder: Path, rank: int, part: PartRecord) -> None:
 
 
 def list_part_files(folder: Path, writer_engine: Engine, rank: int) -> list[Path]:
-    """The files and folders in ``folder`` that ``rank`` has written."""
+    """Return the files and folders in ``folder`` that ``rank`` has written."""
     return [path for pattern in writer_engine.patterns for path in sorted(folder.glob(pattern.format(rank=rank)))]
 
 
 def remove_part_files(folder: Path, writer_engine: Engine, rank: int) -> None:
-    """Remove what a writer that was killed has left of the same part."""
+    """Remove what a killed writer has left of this part."""
     for path in list_part_files(folder, writer_engine, rank):
         if path.is_dir():
             shutil.rmtree(path)
@@ -147,13 +149,14 @@ def commit(
     can_prune: Callable[[], bool],
     get_protected: Callable[[], Collection[int]] = tuple,
 ) -> int:
-    """Wait for all parts and commit; returns the bytes of the checkpoint's files. Done a second time, after the process
-    that did it first was killed, it goes on from where that one was.
+    """Wait for all parts and commit them; return the bytes of the checkpoint's files.
+
+    A second call, after the first one's process was killed, continues where that one stopped.
 
     Args:
-        go_on: whether there is still somebody who wants it.
-        may_prune: whether older checkpoints may be deleted; not when another attempt may be reading them.
-        spared: the steps that are needed all the same.
+        should_continue: returns False once the commit is aborted.
+        can_prune: returns whether older checkpoints may be deleted; not while another attempt may be reading them.
+        get_protected: returns the steps that must not be deleted now.
 
     Raises:
         OSError: as :func:`write_and_mark_done`.
@@ -171,15 +174,15 @@ def commit(
         for rank in range(job.world_size):
             done_file(folder, rank).unlink(missing_ok=True)
         fault_points.fault_point("before_fence_check", 0)
-        # As late as can be, and after the folder was made: a newer attempt that claims the run after this finds the
-        # folder and takes it away, or finds the checkpoint and goes on from it.
+        # As late as possible, and after the folder was created: a newer attempt that claims the run after this check
+        # finds the folder and removes it, or finds the checkpoint and resumes from it.
         fence.check_fence(job.fence)
         fault_points.fault_point("after_fence_check", 0)
         publish(folder, final)
     except BaseException as e:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(e, (OSError, CheckpointError)):
-            fence.check_fence(job.fence)  # a newer attempt may have taken the folder away
+            fence.check_fence(job.fence)  # a newer attempt may have removed the folder
         raise
     if can_prune():
         _prune(job, get_protected())
@@ -187,10 +190,10 @@ def commit(
 
 
 def _write_manifest(folder: Path, job: CommitJob, should_continue: Callable[[], bool]) -> Manifest:
-    """Write the index of all parts, and the marker."""
+    """Write the manifest of all parts, and the commit marker."""
     parts = _wait_for_parts(folder, job, should_continue)
     for leftover in set(folder.glob(".*")) - {done_file(folder, r) for r in range(job.world_size)}:
-        leftover.unlink()  # of a writer that was killed, and of no use now that all parts are there
+        leftover.unlink()  # of a killed writer
     tensors = merge_parts(parts)
     get_engine(job.engine).finish(folder, tensors)
     manifest = Manifest(
@@ -208,7 +211,7 @@ def _write_manifest(folder: Path, job: CommitJob, should_continue: Callable[[], 
         tensors=tensors,
         values={**job.values, "ranks": {str(r): part.rank_values for r, part in enumerate(parts)}},
     )
-    index.check_manifest(folder, manifest)  # what the parts say is there must be there
+    index.check_manifest(folder, manifest)  # the files must have what the parts record
     fault_points.fault_point("before_commit_marker", 0)
     index.write_manifest(folder, manifest)
     fault_points.fault_point("after_commit_marker", 0)
@@ -244,8 +247,10 @@ def _list_file_sizes(folder: Path, ranks: int) -> dict[str, int]:
 
 
 def publish(staging: Path, final: Path) -> None:
-    """Give a complete checkpoint its name. What it replaces goes last; the sweep before a restore brings it back after
-    a kill in between."""
+    """Rename a complete checkpoint to its final name.
+
+    The checkpoint that it replaces is deleted last; after a kill in between, the sweep before a restore brings it back.
+    """
     replaced = index.replaced_folder(final)
     if final.exists():
         final.rename(replaced)
@@ -277,7 +282,7 @@ def _prune(job: CommitJob, protected: Collection[int]) -> None:
 
 
 def merge_parts(parts: Iterable[PartRecord]) -> tuple[TensorRecord, ...]:
-    """What all ranks have written, as one record a logical tensor.
+    """Return one record per logical tensor, from the parts of all ranks.
 
     Raises:
         CheckpointError: the shards of a tensor do not add up to it (a rank holds other state than the rest).
