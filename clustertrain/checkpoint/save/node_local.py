@@ -1,13 +1,15 @@
-"""The tier on a node's own disk. A rank's part goes there first, so that the memory it was staged in is free before the
-shared file system has it; and a run that comes back to the node reads it from there.
+"""Node-local checkpoints: parts on the node's own disk.
 
-It helps and is never needed. A checkpoint counts when it is committed in the shared folder, and what is read here must
-fit the checksums in the manifest there.
+A part is written there first, which frees its staging buffer before the shared file system has the part. A run that
+returns to the node reads the part from there.
+
+This tier is optional. Only a commit in the shared folder counts, and what is read here must match the checksums in the
+manifest there.
 
     LOCAL/<run>/step-00000500-<attempt>-…/   the files of this node's ranks, with their names in the shared folder
-        .rank-<r>.done                       what rank r has written; last
+        .rank-<r>.done                       the record of rank r's part, written last
 
-Each rank removes its own files; what is left of other attempts goes at a restore.
+Each rank removes its own files. A restore removes those of other attempts.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ _FOLDER_NAME = re.compile(r"step-(\d{8,})-.+")
 
 
 def local_folder(root: Path, made_in: str) -> Path:
-    """Of the save that the shared folder ``made_in`` is for, before it is committed."""
+    """Return the local folder of the save whose shared staging folder is named ``made_in``."""
     return root / made_in.lstrip(".")
 
 
 def _list_folders(root: Path) -> list[Path]:
-    """The oldest step first."""
+    """Return the folders of saves in ``root``, oldest step first."""
     try:
         names = [p.name for p in root.iterdir()]
     except OSError:
@@ -62,10 +64,10 @@ def _list_folders(root: Path) -> list[Path]:
 
 
 def write_local_part(job: WriteJob, memory: memoryview, in_use: Collection[str] = ()) -> bool:
-    """Put a part into ``job.local_folder``. False: there is no room, or no such disk; nothing of it is left there then.
+    """Write a part to ``job.local_folder``. Return False, and leave nothing there, if there is no room or no disk.
 
     Args:
-        busy: folders with parts that have not been handed on yet.
+        in_use: folders whose parts are not in the shared folder yet.
     """
     folder, writer_engine = Path(job.local_folder), get_engine(job.engine)
     try:
@@ -87,7 +89,7 @@ def write_local_part(job: WriteJob, memory: memoryview, in_use: Collection[str] 
 
 
 def _make_private_folder(root: Path) -> None:
-    """Make it; in a folder like /tmp somebody else may have made it."""
+    """Create ``root``. In a folder like /tmp another user may have created it, which is refused."""
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder_stat = root.lstat()
     if not stat.S_ISDIR(folder_stat.st_mode) or folder_stat.st_uid != os.geteuid():
@@ -95,14 +97,14 @@ def _make_private_folder(root: Path) -> None:
 
 
 def _make_room(folder: Path, writer_engine: Engine, rank: int, in_use: Collection[str], *, keep_newest: int) -> None:
-    """Remove this rank's files of other saves, but for the ``keep_newest`` newest and the ``in_use`` of them."""
+    """Remove this rank's files of other saves, except the ``keep_newest`` newest saves and those ``in_use``."""
     others = [p for p in _list_folders(folder.parent) if p != folder]
     for other in others[: len(others) - keep_newest]:
         if str(other) in in_use:
             continue
         _remove_part(other, writer_engine, rank)
         with suppress(OSError):
-            other.rmdir()  # of the last rank
+            other.rmdir()  # succeeds for the last rank
 
 
 def _remove_part(folder: Path, writer_engine: Engine, rank: int) -> None:
@@ -116,7 +118,7 @@ def _write_part(folder: Path, job: WriteJob, memory: memoryview) -> None:
     folder.mkdir(exist_ok=True, mode=0o700)
     fs_stats = os.statvfs(folder)
     needed = sum(s.nbytes for s in job.segments)
-    if fs_stats.f_bavail * fs_stats.f_frsize < needed:  # told before so many bytes are written
+    if fs_stats.f_bavail * fs_stats.f_frsize < needed:  # fail before writing anything
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     commit.mark_part_done(folder, job.rank, commit.write_part(folder, job, memory))
 
@@ -151,7 +153,7 @@ def copy_to_shared(job: WriteJob) -> int:
 
 
 def _read_verified_part(folder: Path, rank: int) -> PartRecord:
-    """What is there, as it was written: a disk that garbles it must not do so to the checkpoint."""
+    """Return the record of a part after verifying its bytes, so that a bad disk cannot damage the checkpoint."""
     buffer = memoryview(bytearray(VERIFY_BYTES))
     try:
         part = schema.decode(commit.done_file(folder, rank).read_bytes(), PartRecord)
@@ -164,7 +166,7 @@ def _read_verified_part(folder: Path, rank: int) -> PartRecord:
 
 
 def _copy_durably(source: Path, target: Path, rank: int) -> None:
-    """A file or a folder, which is not there yet; durable when it returns."""
+    """Copy a file or a folder to ``target``, which must not exist; durable on return."""
     if source.is_dir():
         target.mkdir(mode=0o750)
         for inner in sorted(source.iterdir()):
@@ -187,8 +189,7 @@ def _copy_durably(source: Path, target: Path, rank: int) -> None:
 
 
 class LocalTierReader:
-    """What this node may have of the checkpoint that was made in ``made_in``. ``bytes_read``: so many were read
-    here."""
+    """Reads this node's parts of the checkpoint that was written in ``made_in``; ``bytes_read`` counts them."""
 
     def __init__(self, root: Path, made_in: str) -> None:
         self._folder = local_folder(root, made_in)
@@ -197,7 +198,7 @@ class LocalTierReader:
         self.bytes_read = 0
 
     def read_into(self, buffer: memoryview, shard: ShardRecord, low: int, *, alone: bool = False) -> bool:
-        """As :func:`clustertrain.checkpoint.format.shard_io.read_into`; False where it has to be read elsewhere."""
+        """Read as :func:`clustertrain.checkpoint.format.shard_io.read_into`. Return False if the shard is not here."""
         if shard.file in self._missing_files:
             return False
         try:
@@ -213,8 +214,10 @@ class LocalTierReader:
 
 
 def remove_stale(root: Path, made_in: str, attempt: str) -> None:
-    """Remove all but what belongs to the checkpoint that was made in ``made_in``, and what other ranks of ``attempt``
-    may have begun. For one rank of a node, after a restore."""
+    """Remove all folders except that of ``made_in`` and those that other ranks of ``attempt`` may have started.
+
+    Called by one rank per node, after a restore.
+    """
     for folder in _list_folders(root):
         attempt_match = re.fullmatch(rf"step-\d+-{re.escape(attempt)}-.*", folder.name)
         if folder != local_folder(root, made_in) and attempt_match is None:
@@ -222,5 +225,5 @@ def remove_stale(root: Path, made_in: str, attempt: str) -> None:
 
 
 def remove_all(root: Path) -> None:
-    """All of a run. For one rank of a node, when there is nothing left to come back for."""
+    """Remove all node-local checkpoints of a run. Called by one rank per node, after the run has completed."""
     shutil.rmtree(root, ignore_errors=True)
