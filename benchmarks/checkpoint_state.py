@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, zeros
 
 from clustertrain.checkpoint.core.control_group import Ranks
-from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 
 Shapes = dict[str, tuple[int, ...]]
 _BYTES = 12  # of a parameter and its moments
@@ -98,7 +98,7 @@ def places(parts: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]]:
 
 def manager_of(root: Path, group: dist.ProcessGroup, **options: Any) -> CheckpointManager:
     layout = {"strategy": "fsdp", "dp_shard": dist.get_world_size()}
-    return CheckpointManager(root, Ranks(group), attempt="1", layout=layout, **options)
+    return CheckpointManager(root, Ranks(group), CheckpointConfig(attempt="1", layout=layout, **options))
 
 
 def rank_state() -> dict[str, Any]:

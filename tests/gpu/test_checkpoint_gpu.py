@@ -12,7 +12,7 @@ from torch import nn
 
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.manager import CheckpointManager, SaveResult
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager, SaveResult
 from clustertrain.checkpoint.offline import inspect
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -29,7 +29,10 @@ def told() -> list[SaveResult]:
 @pytest.fixture
 def manager(tmp_path: Path, told: list[SaveResult]) -> Iterator[CheckpointManager]:
     made = CheckpointManager(
-        tmp_path / "c", Ranks(), attempt="1", layout={}, device=torch.device("cuda", 0), on_commit=told.append
+        tmp_path / "c",
+        Ranks(),
+        CheckpointConfig(attempt="1", layout={}, device=torch.device("cuda", 0)),
+        on_commit=told.append,
     )
     made.start()
     yield made
@@ -52,7 +55,9 @@ def values(state: dict[str, Any]) -> list[torch.Tensor]:
 
 def restored(root: Path, step: int) -> list[torch.Tensor]:
     state = state_of(99)
-    reader = CheckpointManager(root, Ranks(), attempt="9", layout={}, background=False, device=torch.device("cuda", 0))
+    reader = CheckpointManager(
+        root, Ranks(), CheckpointConfig(attempt="9", layout={}, background=False, device=torch.device("cuda", 0))
+    )
     found = reader.restore(state)
     assert found is not None and found.step == step
     return values(state)
@@ -110,6 +115,6 @@ def test_a_checkpoint_of_a_gpu_loads_on_a_cpu(manager: CheckpointManager, tmp_pa
     manager.save(1, state, wait=True)
     model = nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    reader = CheckpointManager(tmp_path / "c", Ranks(), attempt="9", layout={}, background=False)
+    reader = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="9", layout={}, background=False))
     assert reader.restore({"model": model, "optimizer": optimizer}) is not None
     assert torch.equal(model.weight, state["model"].weight.cpu())

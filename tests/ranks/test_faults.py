@@ -47,7 +47,7 @@ def test_ranks_killed_at_every_point_of_a_save_in_turn_leave_the_older_checkpoin
     tmp_path: Path, whole: str
 ) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
-    points = list(itertools.product(("before staging", "while staging", "staged"), (0, 1)))
+    points = list(itertools.product(("before_staging", "during_staging", "after_staging"), (0, 1)))
     for n, (point, rank) in enumerate(points, start=1):
         nth = 2 if n == 1 else 1  # always in the save of step 6
         ranks = Ranks(run, 2, n, setup=fault_at, args=(point, rank, nth, "KILL"))
@@ -59,7 +59,7 @@ def test_ranks_killed_at_every_point_of_a_save_in_turn_leave_the_older_checkpoin
 
 def test_a_writer_killed_once_costs_nothing(tmp_path: Path, whole: str) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
-    ranks = Ranks(run, 2, 1, setup=fault_at, args=("before writing", 1, 2, "KILL")).expect(0)
+    ranks = Ranks(run, 2, 1, setup=fault_at, args=("before_write", 1, 2, "KILL")).expect(0)
     assert "was killed by SIGKILL; another one goes on with step 6" in ranks.logs()
     assert digest(run) == whole
 
@@ -67,13 +67,13 @@ def test_a_writer_killed_once_costs_nothing(tmp_path: Path, whole: str) -> None:
 @pytest.mark.parametrize(
     ("point", "rank"),
     [
-        ("before writing", 1),
-        ("while writing", 0),
-        ("written", 1),
-        ("handed in", 0),
-        ("before the marker", 0),
-        ("while publishing", 0),
-        ("while pruning", 0),
+        ("before_write", 1),
+        ("during_write", 0),
+        ("after_write", 1),
+        ("after_part_done_marker", 0),
+        ("before_commit_marker", 0),
+        ("during_publish", 0),
+        ("during_prune", 0),
     ],
 )
 def test_a_rank_killed_while_its_save_is_written_loses_nothing(
@@ -92,9 +92,9 @@ def test_a_rank_killed_while_its_save_is_written_loses_nothing(
 @pytest.mark.parametrize(
     ("point", "rank", "nth"),
     [
-        ("while writing", 1, 5),
-        ("before writing", 0, 1),
-        ("before the marker", 0, 1),
+        ("during_write", 1, 5),
+        ("before_write", 0, 1),
+        ("before_commit_marker", 0, 1),
     ],
 )
 def test_a_writer_killed_twice_ends_all_ranks_and_leaves_the_older_checkpoint(
@@ -139,7 +139,7 @@ def _goes_on(run: RunDir, step: int, attempt: int = 2) -> None:
 
 def test_a_disk_that_fails_one_rank_fails_all_together(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 3, global_batch=12, steps=8, every=4)
-    ranks = Ranks(run, 3, 1, setup=fault_at, args=("before writing", 1, 2, "EIO")).expect(1)
+    ranks = Ranks(run, 3, 1, setup=fault_at, args=("before_write", 1, 2, "EIO")).expect(1)
     for result in ranks.results():
         assert (result["ending"], result["kind"], result["committed_step"]) == ("failed", "storage", 4)
         assert result["error"]["type"] == "StorageError"
@@ -303,7 +303,7 @@ with ct.session() as session:
 """
 
 
-@pytest.mark.parametrize("point", ["staged", "while writing", "before the marker"])
+@pytest.mark.parametrize("point", ["after_staging", "during_write", "before_commit_marker"])
 def test_a_killed_agent_takes_its_ranks_along_and_the_run_goes_on(tmp_path: Path, point: str) -> None:
     """The rank is in a save, or the process that writes for it."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
@@ -325,7 +325,7 @@ def test_a_killed_agent_takes_its_ranks_along_and_the_run_goes_on(tmp_path: Path
     assert not [p for p in processes(run.path) if p.pid == stopped.pid]
     assert [a["state"] for a in status["attempts"]][1:] == ["completed"]
     assert status["attempts"][0]["state"] in ("unknown", "node_failure")
-    first = 1 if point == "while writing" else 3  # a writer comes to that in the first save more than once
+    first = 1 if point == "during_write" else 3  # a writer comes to that in the first save more than once
     assert status["attempts"][1]["first_step"] == first
     assert [r["done"] for r in fsio.read_jsonl(run.path / "metrics" / "attempt-2.jsonl")] == list(range(first, 7))
 
@@ -354,7 +354,7 @@ def test_what_one_rank_cannot_load_all_ranks_are_told(tmp_path: Path) -> None:
     assert not list(run.checkpoints.glob("damaged-*"))
 
 
-@pytest.mark.parametrize(("point", "rank"), [("while writing", 1), ("before the marker", 0)])
+@pytest.mark.parametrize(("point", "rank"), [("during_write", 1), ("before_commit_marker", 0)])
 @pytest.mark.parametrize("steps", [100_000, 4])
 def test_a_save_is_given_up_before_the_kill(tmp_path: Path, point: str, rank: int, steps: int) -> None:
     """A process that writes hangs, as on a file system that does not answer; at a stop or at the end."""

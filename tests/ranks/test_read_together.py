@@ -19,7 +19,7 @@ from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.checkpoint.load import shared_read as shared
-from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.errors import CheckpointError
 
@@ -56,7 +56,9 @@ def state_of(how: str, filled: bool) -> dict[str, Any]:
 
 
 def manager_of(team: Team, folder: Path) -> CheckpointManager:
-    return CheckpointManager(folder, Ranks(team.own_group()), attempt="1", layout={}, background=False)
+    return CheckpointManager(
+        folder, Ranks(team.own_group()), CheckpointConfig(attempt="1", layout={}, background=False)
+    )
 
 
 def save(team: Team, folder: Path, how: str) -> None:

@@ -44,7 +44,7 @@ def fault_at(point: str, rank: int, nth: int, what: str) -> None:
 
 def test_a_killed_run_reads_its_nodes_own_disk_and_heals_what_is_damaged_there(tmp_path: Path, expected: str) -> None:
     run = with_tiers(tmp_path / "run", 2, local=f"{tmp_path}/disk")
-    first = Ranks(run, 2, 1, setup=fault_at, args=("before staging", 1, 3, "KILL"))
+    first = Ranks(run, 2, 1, setup=fault_at, args=("before_staging", 1, 3, "KILL"))
     assert first.wait()[1] == -signal.SIGKILL
     near = tmp_path / "disk" / "run"
     (damaged,) = near.glob("step-00000004-1-*")
@@ -71,7 +71,7 @@ def test_a_killed_writer_and_a_node_without_the_disk_cost_nothing(tmp_path: Path
 
 def own_disk_of_rank_0(folder: str) -> None:
     """Setup: another node has none; the process that writes on rank 0 is killed between the tiers."""
-    fault_at("while copying", 0, 2, "KILL")
+    fault_at("during_copy_to_shared", 0, 2, "KILL")
     if os.environ["RANK"] == "0":
         os.environ["OWN_DISK"] = folder
 

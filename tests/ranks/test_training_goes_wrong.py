@@ -126,7 +126,7 @@ def test_going_back_is_as_if_the_samples_had_never_been_there(
 
 
 @pytest.mark.parametrize(
-    "point", ["before the roll-back's record", "after the roll-back's record", "between two condemned checkpoints"]
+    "point", ["before_rollback_record", "after_rollback_record", "between_invalidated_checkpoints"]
 )
 def test_killed_while_it_goes_back_the_next_attempt_does_the_same(
     tmp_path: Path, point: str, without_them: Any
@@ -136,7 +136,7 @@ def test_killed_while_it_goes_back_the_next_attempt_does_the_same(
     first = Ranks(run, 2, setup=faulty_data.bad_samples_and_a_kill, args=(BAD, 50.0, point)).wait()
     assert first[0] == -9 and first[1] != 0
     second = Ranks(run, 2, 2, setup=faulty_data.bad_samples, args=(BAD, 50.0)).expect(0)
-    recorded = point != "before the roll-back's record"
+    recorded = point != "before_rollback_record"
     assert second.events("restored")[0]["step"] == (12 if recorded else 18)
     assert len(second.events("rolled_back")) == (not recorded)
     assert len(rollback.read_records(run.checkpoints)) == 1

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from clustertrain import fsio, settings
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.format.storage_errors import StorageError
-from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.cli.jobs import list_
 from clustertrain.cli.main import main
 from clustertrain.run import run_dir
@@ -48,7 +48,7 @@ def test_a_process_of_the_run_makes_no_other_folder_of_its_name(run: RunDir, wri
 
 
 def test_a_save_fails_and_says_why(run: RunDir) -> None:
-    manager = CheckpointManager(run.checkpoints, Ranks(), attempt="1", layout={}, background=False)
+    manager = CheckpointManager(run.checkpoints, Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
     manager.restore(state_of(0.0))
     assert manager.save(5, state_of(1.0))
     shutil.rmtree(run.path)

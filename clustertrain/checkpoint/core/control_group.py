@@ -1,6 +1,6 @@
-"""What the ranks tell each other while they save and restore: JSON over a private gloo group, no pickle.
+"""Collectives of saves and restores: JSON over a private gloo group, no pickle.
 
-A group of its own, because a collective of the training loop in flight on the same group would be matched with ours.
+The group is private because a collective of the training loop in flight on the same group would be matched with ours.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ class Ranks:
         self.world_size = dist.get_world_size(group) if group is not None else 1
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """``payload`` of every rank, in rank order, on every rank; as many bytes on each of them. One exchange."""
+        """Return the ``payload`` of every rank, in rank order. All payloads have the same length. One collective."""
         return self.all_gather_bytes_async(payload)()
 
     def all_gather_bytes_async(self, payload: bytes) -> Callable[[], list[bytes]]:
-        """:meth:`all_gather_bytes` that are on their way while something else is done; the returned call waits for
-        them."""
+        """Start :meth:`all_gather_bytes`; the returned function waits for it and returns the payloads."""
         if self._group is None:
             return lambda: [payload]
         send_buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
@@ -50,7 +49,7 @@ class Ranks:
         return wait
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank, in rank order, on rank 0; an empty list on the others."""
+        """Return the ``value`` of every rank, in rank order, on rank 0; an empty list on the others."""
         if self._group is None:
             return [value]
         encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -67,11 +66,11 @@ class Ranks:
         return [json.loads(p[: int(n)].numpy().tobytes()) for p, n in zip(gathered, sizes, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's ``value`` on every rank."""
+        """Return rank 0's ``value`` on every rank."""
         if self._group is None:
             return value
         data = json.dumps(value).encode() if self.rank == 0 else b""
-        # The length, and what has room beside it: most is said in one exchange.
+        # The head has the length and the first bytes, so that most values need one collective.
         head = bytearray(len(data).to_bytes(_LENGTH_BYTES, "big") + data[:_INLINE_BYTES]).ljust(_HEAD_BYTES, b"\0")
         buffer = torch.frombuffer(head, dtype=torch.uint8)
         dist.broadcast(buffer, group=self._group, group_src=0)
@@ -86,30 +85,38 @@ class Ranks:
         return json.loads(data)
 
     def all_gather_failures(self, own_failure: Failure | None) -> list[Failure]:
-        """What went wrong on any rank, in rank order, each with the rank's number before ``why``; empty when all is
-        well. The same list on every rank."""
+        """Return the failures of all ranks, in rank order, each message prefixed with its rank. The same on every
+        rank."""
         gathered = self.all_gather_optional(
-            None if own_failure is None else {"why": own_failure.why, "of": own_failure.of}
+            None if own_failure is None else {"message": own_failure.message, "kind": own_failure.kind}
         )
-        return [Failure(why=f"rank {r}: {t['why']}", of=t["of"]) for r, t in enumerate(gathered) if t is not None]
+        return [
+            Failure(message=f"rank {rank}: {fields['message']}", kind=fields["kind"])
+            for rank, fields in enumerate(gathered)
+            if fields is not None
+        ]
 
     def all_gather_optional(self, value: Any) -> list[Any]:
-        """``value`` of every rank, in rank order, on every rank; an empty list where nobody has anything to tell."""
+        """Return the ``value`` of every rank, in rank order, on every rank; an empty list if all are None."""
         if not any(map(any, self.all_gather_bytes(bytes([value is not None])))):
             return []
         values: list[Any] = self.broadcast(self.gather(value))
         return values
 
     def run_on_rank0(self, func: Callable[[], Any], error_prefix: str) -> Any:
-        """Run ``func`` on rank 0 and tell all ranks what it returned, or that it failed."""
+        """Run ``func`` on rank 0 and return its result on every rank.
+
+        Raises:
+            CheckpointError: on every rank, after ``error_prefix``, if ``func`` raised an OSError or CheckpointError.
+        """
         outcome: dict[str, Any] = {}
         if self.rank == 0:
             try:
                 outcome = {"value": func()}
             except (OSError, CheckpointError) as e:
                 caught = failure_from_exception(e)
-                outcome = {"trouble": {"why": caught.why, "of": caught.of}}
+                outcome = {"failure": {"message": caught.message, "kind": caught.kind}}
         outcome = self.broadcast(outcome)
-        if "trouble" in outcome:
-            raise error_from_failures(error_prefix, [Failure(**outcome["trouble"])])
+        if "failure" in outcome:
+            raise error_from_failures(error_prefix, [Failure(**outcome["failure"])])
         return outcome["value"]

@@ -1,4 +1,4 @@
-"""What went wrong with a save or a restore, as ranks and processes tell it to each other."""
+"""Failures of a save or a restore, as ranks and writer processes report them to each other."""
 
 from __future__ import annotations
 
@@ -11,40 +11,49 @@ from clustertrain.checkpoint.format.fence import AttemptSuperseded
 from clustertrain.checkpoint.format.storage_errors import FULL_ERRNOS, StorageError
 from clustertrain.errors import CheckpointError
 
+FailureKind = Literal["state", "full", "storage", "objects", "deadline", "superseded"]
+
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """``why``, and whether it is ``of`` the checkpoint's own content ("state"), a "full" disk, a file system (or
-    process) that may do better next time ("storage"), the objects that it should be loaded into ("objects"), or only
-    that nobody can wait any longer ("deadline"), or that a newer attempt owns the run ("taken over")."""
+    """A failure on one rank."""
 
-    why: str
-    of: Literal["state", "full", "storage", "objects", "deadline", "taken over"]
+    message: str
+    kind: FailureKind
+    """
+    * state: the checkpoint's content is damaged, or the state cannot be saved
+    * full: the disk is full, or the quota is exhausted
+    * storage: the file system or the writer process failed; a retry may succeed
+    * objects: the checkpoint does not fit the objects to load it into
+    * deadline: the process must end before the save can be committed
+    * superseded: a newer attempt owns the run
+    """
 
 
 class DeadlineExceeded(CheckpointError):
-    """A save was given up at the deadline. What was committed before stands."""
+    """The save was given up at the deadline. Earlier commits stand."""
 
 
 def failure_from_exception(e: OSError | CheckpointError) -> Failure:
+    """Return ``e`` as a failure to report to the other ranks."""
     if isinstance(e, OSError):
-        return Failure(why=str(e), of="full" if e.errno in FULL_ERRNOS else "storage")
+        return Failure(message=str(e), kind="full" if e.errno in FULL_ERRNOS else "storage")
     if isinstance(e, StorageError):
-        return Failure(why=e.message, of="full" if e.full else "storage")
+        return Failure(message=e.message, kind="full" if e.full else "storage")
     if isinstance(e, AttemptSuperseded):
-        return Failure(why=e.message, of="taken over")
+        return Failure(message=e.message, kind="superseded")
     if isinstance(e, DeadlineExceeded):
-        return Failure(why=e.message, of="deadline")
-    return Failure(why=e.message, of="state")
+        return Failure(message=e.message, kind="deadline")
+    return Failure(message=e.message, kind="state")
 
 
 def error_from_failures(prefix: str, failures: Sequence[Failure]) -> CheckpointError:
-    """One exception for the troubles of all ranks. What would not go away by itself decides."""
-    message = ": ".join(text for text in (prefix, "; ".join(f.why for f in failures)) if text)
-    causes = {t.of for t in failures}
-    if "taken over" in causes:
+    """Return one exception for the failures of all ranks. A failure that a retry cannot fix decides its type."""
+    message = ": ".join(text for text in (prefix, "; ".join(f.message for f in failures)) if text)
+    kinds = {f.kind for f in failures}
+    if "superseded" in kinds:
         return AttemptSuperseded(message)
-    if "full" in causes:
+    if "full" in kinds:
         return StorageError(message, full=True)
-    if "deadline" in causes:  # whatever else there is, the process must end now
+    if "deadline" in kinds:  # the process must end now, whatever else failed
         return DeadlineExceeded(message)
-    return StorageError(message) if "storage" in causes else CheckpointError(message)
+    return StorageError(message) if "storage" in kinds else CheckpointError(message)

@@ -1,9 +1,8 @@
-"""Named points of the way that a save takes, where a test can make something go wrong: what is there afterwards must do
-for a resume.
+"""Named points in a save or a roll-back where a test can inject a fault.
 
-``CLUSTERTRAIN_FAULT_AT=point:rank:n:what``: the process of ``rank`` that comes to the point for the ``n``-th time gets
-the signal that ``what`` names (KILL, STOP), or meets that failure of the file system (ENOSPC, EIO, …). ORPHAN: its
-parent is killed, the rank that a process writes for.
+``CLUSTERTRAIN_FAULT_AT=point:rank:n:action`` acts when the process of ``rank`` reaches ``point`` for the ``n``-th time.
+``action`` is a signal that the process sends to itself (KILL, STOP), ORPHAN (kill the parent, the rank that a writer
+process works for), or the name of an errno to raise (ENOSPC, EIO, …).
 """
 
 from __future__ import annotations
@@ -17,32 +16,33 @@ from typing import Final
 from clustertrain import settings
 
 SAVE_POINTS: Final = (
-    "before staging",
-    "while staging",
-    "staged",
-    "before writing",
-    "while writing",
-    "written",
-    "handed in",
-    "before the marker",
-    "after the marker",
-    "before the fence",
-    "after the fence",
-    "while publishing",
-    "while pruning",
+    "before_staging",
+    "during_staging",
+    "after_staging",
+    "before_write",
+    "during_write",
+    "after_write",
+    "after_part_done_marker",
+    "before_commit_marker",
+    "after_commit_marker",
+    "before_fence_check",
+    "after_fence_check",
+    "during_publish",
+    "during_prune",
 )
-# Where a run has the tier on its nodes' own disks, or copies behind a URL.
-TIER_POINTS: Final = ("kept", "while copying", "while uploading", "before the remote marker")
-# Where a run goes back because training went wrong.
+# Reached only with node-local checkpoints, or with copies at a URL.
+TIER_POINTS: Final = ("after_local_write", "during_copy_to_shared", "during_upload", "before_remote_commit_marker")
+# Reached only when the run rolls back after training diverged.
 ROLLBACK_POINTS: Final = (
-    "before the roll-back's record",
-    "after the roll-back's record",
-    "between two condemned checkpoints",
+    "before_rollback_record",
+    "after_rollback_record",
+    "between_invalidated_checkpoints",
 )
 _hit_counts: Counter[str] = Counter()
 
 
 def fault_point(point: str, rank: int) -> None:
+    """Inject the fault that the environment requests for this point; without a request, do nothing."""
     spec = os.environ.get(settings.FAULT_AT)
     if not spec:
         return

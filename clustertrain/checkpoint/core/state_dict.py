@@ -32,22 +32,28 @@ OPTIMIZER_KEY = "optimizer"  # in a parameter group: the name of what its state 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's part of a logical tensor. ``local_tensor`` shares its memory with the live object.
-
-    ``held`` says how it lies on the ranks that hold it: as ``shard``s of a mesh whose lowest rank is ``root``; as
-    ``equal`` copies, any of which may be written; or as copies of which the ``first`` rank's counts. ``replica`` is a
-    shard that another rank of the mesh has too and writes; of an ``only`` one no other rank has anything.
-    """
+    """This rank's part of a logical tensor."""
 
     name: str
     kind: TensorKind
     shape: tuple[int, ...]
+    """Of the whole tensor."""
     start: tuple[int, ...]
+    """Offsets of this part in the tensor, one per dimension."""
     local_tensor: torch.Tensor
-    held: Literal["shard", "equal", "first"]
-    root: int = 0
-    replica: bool = False
-    only: bool = False
+    """Shares its memory with the live object."""
+    placement: Literal["shard", "equal", "first"]
+    """
+    * shard: the ranks of a mesh hold shards
+    * equal: the ranks hold equal copies, any of which may be written
+    * first: the ranks hold copies, and the lowest rank's is written
+    """
+    mesh_root: int = 0
+    """The lowest rank of the mesh, for shards."""
+    is_replica: bool = False
+    """Another rank of the mesh has the same shard and writes it."""
+    is_only_copy: bool = False
+    """No other rank holds any element of this shard."""
 
 
 @dataclass(frozen=True)
@@ -75,20 +81,25 @@ def to_local_shard(name: str, kind: TensorKind, value: torch.Tensor) -> LocalSha
     layout = _shard_layout(mesh, tuple(mesh.get_coordinate()), tuple(placements), value.shape)
     with torch.no_grad():  # else the shard is made by a function of autograd's
         local_tensor = value.to_local().detach()  # type: ignore[attr-defined]
-    return LocalShard(name, kind, tuple(value.shape), local_tensor=local_tensor, held="shard", **layout)
+    return LocalShard(name, kind, tuple(value.shape), local_tensor=local_tensor, placement="shard", **layout)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _shard_layout(
     mesh: Any, coordinate: tuple[int, ...], placements: tuple[Any, ...], shape: torch.Size
 ) -> dict[str, Any]:
-    """What a block has of how its tensor is laid out. It takes longer to find out than a small shard takes to copy."""
+    """Return the fields of a shard that its layout decides. Cached: they take longer than copying a small shard."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, start = compute_local_shape_and_global_offset(shape, mesh, placements)
     is_replica = any(c > 0 for c, p in zip(coordinate, placements, strict=True) if p.is_replicate())
-    is_sole_copy = not any(p.is_replicate() or p.is_partial() for p in placements)  # is_shard() knows no strided ones
-    return {"start": tuple(start), "root": int(mesh.mesh.min()), "replica": is_replica, "only": is_sole_copy}
+    is_only_copy = not any(p.is_replicate() or p.is_partial() for p in placements)  # is_shard() knows no strided ones
+    return {
+        "start": tuple(start),
+        "mesh_root": int(mesh.mesh.min()),
+        "is_replica": is_replica,
+        "is_only_copy": is_only_copy,
+    }
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -229,8 +240,8 @@ def collect_state(state: Mapping[str, Any], rank_state: Mapping[str, Any], rank:
         values[key] = json_tree.encode(content, key, tensors)
         for name, t in tensors.items():
             shard = to_local_shard(name, tensor_kind(value), t)
-            if shard.held == "equal" and not _is_identical_on_ranks(value, t):
-                shard = replace(shard, held="first")
+            if shard.placement == "equal" and not _is_identical_on_ranks(value, t):
+                shard = replace(shard, placement="first")
             shards.append(shard)
     rank_tensors: dict[str, torch.Tensor] = {}
     # Rank-unique names: one name for all would keep one rank's random numbers for everybody.

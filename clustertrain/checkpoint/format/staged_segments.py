@@ -1,4 +1,4 @@
-"""What is handed from the training process to the one that writes: staged blocks of tensors, and where they end up."""
+"""Staged shards of tensors, which a rank passes to its writer process, and their places in the files."""
 
 from __future__ import annotations
 
@@ -6,25 +6,32 @@ import msgspec
 
 from clustertrain.checkpoint.format.manifest import TensorKind
 
+# The keys in done-files are older than the names here.
+_SEGMENT_KEYS = {"chunk_shape": "part", "buffer_offset": "at"}
 
-class Segment(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many, and no cycles
-    """A rank's block of a logical tensor in its staging memory: ``nbytes`` at ``at``, in C order, ``part`` elements
-    that begin at ``start`` of the tensor of shape ``shape``. ``dtype`` is torch's name of it, ``itemsize`` in bytes."""
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True, gc=False, rename=_SEGMENT_KEYS):  # gc: many, and no cycles
+    """A rank's shard of a logical tensor in its staging buffer, in C order."""
 
     name: str
     kind: TensorKind
     dtype: str
+    """The name in torch, without "torch."."""
     itemsize: int
+    """Bytes per element."""
     shape: tuple[int, ...]
+    """Of the whole tensor."""
     start: tuple[int, ...]
-    part: tuple[int, ...]
-    at: int
+    """Offsets of the shard in the tensor, one per dimension."""
+    chunk_shape: tuple[int, ...]
+    """Of the shard."""
+    buffer_offset: int
     nbytes: int
 
 
-class SegmentLocation(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many, and no cycles
-    """Where an engine put a segment: its bytes, as they were staged, begin at ``offset`` of ``file`` (a path relative
-    to the checkpoint's folder, with ``/``)."""
+class SegmentLocation(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # gc: many, and no cycles
+    """The place of a segment's bytes, unchanged, in a file of the checkpoint."""
 
     file: str
+    """Relative to the checkpoint's folder, with ``/``."""
     offset: int

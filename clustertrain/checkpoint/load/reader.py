@@ -178,7 +178,7 @@ class CheckpointReader:
             low, high, dense = linear_span(src, shard.shape)
             low, high = low * record.itemsize, high * record.itemsize
             is_sole_reader = self._chunks is None or (
-                shard_to_fill.only and dense and align_to_blocks(low, high, shard.nbytes) == (low, high)
+                shard_to_fill.is_only_copy and dense and align_to_blocks(low, high, shard.nbytes) == (low, high)
             )
             if is_sole_reader or immediate or not shared_read.is_shareable(record, shard):
                 self._read_slice(shard_to_fill.local_tensor.detach(), record, shard, src, dst, alone=is_sole_reader)

@@ -1,9 +1,8 @@
-"""The record of a run's roll-backs, beside its checkpoints: which of these do not count any more, and which samples are
-left out from then on.
+"""The record of a run's roll-backs, next to its checkpoints: invalidated checkpoints and excluded samples.
 
-Written before anything is done, durably and as a whole: from then on every attempt that begins sees to the rest, so
-the run may be killed at any point of it. A checkpoint is told by its marker: the one of the same step that the run
-makes on its way back is another one.
+The record is written durably before anything else is done. Every later attempt carries out what it says, so the run may
+be killed at any point. A checkpoint is identified by its commit marker: after a roll-back, the run saves the same step
+again under another marker.
 """
 
 from __future__ import annotations
@@ -31,22 +30,38 @@ RECORD_FILE = ROLLED_BACK_FILE
 PositionRanges = dict[str, list[list[int]]]
 
 
-class RollbackRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Because of the steps up to ``last_step`` the run went back to a checkpoint of ``max_step`` steps or fewer.
-    ``excluded_ranges``:
-    by name in the state the ranges of positions of a loader. ``count``: the how manieth without progress between."""
+# The keys in the file are older than the names here.
+_RECORD_KEYS = {
+    "last_step": "last",
+    "max_step": "most",
+    "reason": "why",
+    "excluded": "left_out",
+    "invalidated": "condemned",
+}
 
-    last: int
-    most: int
-    why: str
+
+class RollbackRecord(msgspec.Struct, frozen=True, kw_only=True, rename=_RECORD_KEYS):
+    """One roll-back of the run."""
+
+    last_step: int
+    """The last step that went wrong."""
+    max_step: int
+    """The run went back to a checkpoint of at most this step."""
+    reason: str
     count: int
-    left_out: PositionRanges = {}
-    condemned: tuple[tuple[int, str], ...] = ()  # (step, marker) of the checkpoints that do not count any more
+    """Roll-backs without progress between them, including this one."""
+    excluded: PositionRanges = {}
+    invalidated: tuple[tuple[int, str], ...] = ()
+    """(step, commit marker) of the checkpoints that no longer count."""
 
 
 def read_records(root: Path) -> list[RollbackRecord]:
-    """The oldest first. Raises CheckpointError where the record does not read: without it the run would train on what
-    it has left out, from a checkpoint that does not count."""
+    """Return the records, oldest first.
+
+    Raises:
+        CheckpointError: the record cannot be read. Without it the run would train on excluded samples, from an
+            invalidated checkpoint.
+    """
     path = root / RECORD_FILE
     try:
         data = with_retries(path.read_bytes, path)
@@ -59,31 +74,34 @@ def read_records(root: Path) -> list[RollbackRecord]:
 
 
 def excluded_ranges(root: Path) -> PositionRanges:
-    """All that is left out, by name in the state."""
+    """Return the excluded ranges of positions of all roll-backs, by the loader's name in the state."""
     merged: PositionRanges = {}
     for record in read_records(root):
-        for name, ranges in record.left_out.items():
+        for name, ranges in record.excluded.items():
             merged.setdefault(name, []).extend(ranges)
     return merged
 
 
 class RollbackTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """Go back to a checkpoint of at most ``max_step`` steps, because of those up to ``last_step``, if the run has not
-    gone back ``max_rollbacks`` times since it last got further."""
+    """A roll-back to carry out."""
 
     last_step: int
+    """The last step that went wrong."""
     max_step: int
+    """Go back to a checkpoint of at most this step."""
     reason: str
     excluded: PositionRanges
+    """Ranges of positions to exclude, by the loader's name in the state."""
     max_rollbacks: int
+    """Roll-backs allowed without progress between them."""
 
 
 def record_rollback(root: Path, remote: RemoteFolder | None, target: RollbackTarget, fence: Fence | None = None) -> int:
-    """Write down that the run goes back, before anything is done for it; returns the newest step that is left.
+    """Record a roll-back before anything is done for it, and return the newest step that stays valid.
 
     Raises:
-        AttemptSuperseded: a newer attempt owns the run, and what it goes back behind.
-        Diverged: there is no such checkpoint, or the run has gone back too often.
+        AttemptSuperseded: a newer attempt owns the run and its record.
+        Diverged: no checkpoint is old enough, or the run has rolled back too often.
     """
     previous, why, max_step = read_records(root), target.reason, target.max_step
     candidates = _list_markers(root)
@@ -98,11 +116,12 @@ def record_rollback(root: Path, remote: RemoteFolder | None, target: RollbackTar
             f"{why}: there is no checkpoint of step {max_step} or before to go back to",
             fix="save more often with checkpoint.every, or keep more of them",
         )
-    has_progressed = not previous or any(step > previous[-1].last for step, _ in candidates)
+    has_progressed = not previous or any(step > previous[-1].last_step for step, _ in candidates)
     count = 1 if has_progressed else previous[-1].count + 1
     if count > target.max_rollbacks:
         raise Diverged(
-            f"{why}: the run has gone back {count - 1} times since it last got further than step {previous[-1].last}"
+            f"{why}: the run has gone back {count - 1} times since it last got further than step "
+            f"{previous[-1].last_step}"
             if previous
             else f"{why}: stability.max_roll_backs = 0",
             fix="a lower learning rate, a longer warmup, or clipping at a lower norm; `clustertrain requeue` then goes "
@@ -110,22 +129,27 @@ def record_rollback(root: Path, remote: RemoteFolder | None, target: RollbackTar
         )
     invalidated = tuple((step, marker) for step, marker in candidates if step > max_step)
     record = RollbackRecord(
-        last=target.last_step, most=max_step, why=why, count=count, left_out=target.excluded, condemned=invalidated
+        last_step=target.last_step,
+        max_step=max_step,
+        reason=why,
+        count=count,
+        excluded=target.excluded,
+        invalidated=invalidated,
     )
-    fault_points.fault_point("before the roll-back's record", 0)
+    fault_points.fault_point("before_rollback_record", 0)
     fences.check_fence(fence)
     fsio.write_bytes(root / RECORD_FILE, msgspec.json.encode([*previous, record]))
-    fault_points.fault_point("after the roll-back's record", 0)
+    fault_points.fault_point("after_rollback_record", 0)
     return max(remaining_steps)
 
 
 def apply_records(root: Path, remote: RemoteFolder | None) -> None:
-    """Remove what the record condemns, as far as it is still there; what is behind the URL only loses its marker."""
+    """Delete the invalidated checkpoints that still exist; of a remote copy, only the commit marker."""
     for step, marker in _invalidated_markers(root):
         folder = index.step_folder(root, step)
         if retention.read_marker(folder) == marker:
             retention.delete_checkpoint(folder, marker)
-            fault_points.fault_point("between two condemned checkpoints", 0)
+            fault_points.fault_point("between_invalidated_checkpoints", 0)
         if remote is not None:
             remote_folder = index.step_folder(remote, step)
             try:
@@ -136,8 +160,10 @@ def apply_records(root: Path, remote: RemoteFolder | None) -> None:
 
 
 def list_valid_folders(root: F) -> list[F]:
-    """Checkpoint folders in ``root``, committed or not, that the record beside them does not condemn; oldest first. A
-    ``root`` behind a URL has none beside it."""
+    """Return the checkpoint folders in ``root``, committed or not, that are not invalidated; oldest first.
+
+    A remote ``root`` has no record, so all its folders count.
+    """
     folders = index.list_checkpoint_folders(root)
     if not isinstance(root, Path):
         return folders
@@ -145,13 +171,13 @@ def list_valid_folders(root: F) -> list[F]:
 
 
 def is_valid(root: Path, folder: Folder, step: int) -> bool:
-    """Whether a checkpoint ``folder``, beside the record or behind a URL, is none that it condemns."""
+    """Return whether the record in ``root`` does not invalidate ``folder``, which may be remote."""
     markers = {marker for s, marker in _invalidated_markers(root) if s == step}
     return not markers or retention.read_marker(folder) not in markers
 
 
 def _invalidated_markers(root: Path) -> Sequence[tuple[int, str]]:
-    return [pair for record in read_records(root) for pair in record.condemned]
+    return [pair for record in read_records(root) for pair in record.invalidated]
 
 
 def _list_markers(root: Path | RemoteFolder) -> list[tuple[int, str]]:

@@ -1,7 +1,7 @@
-"""Write one rank's part of a checkpoint, and commit what all ranks have written.
+"""Write one rank's part of a checkpoint, and commit the parts of all ranks.
 
-The ranks' writers know nothing of each other but the folder. Each leaves a file ``.rank-<r>.done`` when its part is
-durable; rank 0's waits for all of them, writes the index, the marker last, and gives the folder its name.
+The ranks' writers share only the folder. Each writes a file ``.rank-<r>.done`` when its part is durable. Rank 0's
+writer waits for all of these, writes the manifest, then the commit marker, and renames the folder to its final name.
 """
 
 from __future__ import annotations
@@ -18,65 +18,37 @@ import msgspec
 
 from clustertrain import clock, fsio, schema
 from clustertrain.checkpoint.core import fault_points, retention
-from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format import checksums, fence
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.fence import AttemptSuperseded
-from clustertrain.checkpoint.format.manifest import CheckpointMetric, Manifest, SaveReason, ShardRecord, TensorRecord
+from clustertrain.checkpoint.format.manifest import Manifest, ShardRecord, TensorRecord
 from clustertrain.checkpoint.format.staged_segments import Segment, SegmentLocation
 from clustertrain.checkpoint.format.storage_errors import StorageError, with_retries
 from clustertrain.checkpoint.save.engines import Engine, get_engine
+from clustertrain.checkpoint.save.writer_jobs import CommitJob, WriteJob
 from clustertrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
 
-class WriteJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A rank's part. ``memory`` says in which staging buffer it lies; None: no more, but in ``local``, a folder on the
-    node's own disk (where there is one). ``own`` are the JSON values of this rank."""
-
-    step: int
-    folder: str
-    rank: int
-    engine: str
-    memory: int | None
-    segments: list[Segment]
-    own: Any
-    local: str = ""
+# The keys in the done-file are older than the names here; another attempt may read one from a node's own disk.
+_PART_KEYS = {"locations": "places", "block_hashes": "blocks", "rank_values": "own"}
 
 
-class CommitJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """For rank 0: make what all ranks write into ``folder`` the checkpoint of ``step`` in ``root``, and delete what
-    ``policy`` does not keep, as far as ``fence`` allows.
-    ``patience_s`` is for the slowest rank, from when this one has written."""
-
-    step: int
-    folder: str
-    root: str
-    engine: str
-    world_size: int
-    torch: str
-    layout: dict[str, Any]
-    values: dict[str, Any]
-    reason: SaveReason
-    metric: CheckpointMetric | None
-    about: dict[str, Any]
-    policy: RetentionPolicy
-    patience_s: float
-    fence: fence.Fence | None = None
-
-
-class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank has written, as its done-file says."""
+class PartRecord(msgspec.Struct, frozen=True, kw_only=True, rename=_PART_KEYS):
+    """The content of a done-file: what one rank has written."""
 
     segments: list[Segment]
-    places: list[SegmentLocation]
-    blocks: list[str]
-    own: Any
+    locations: list[SegmentLocation]
+    """One per segment, in their order."""
+    block_hashes: list[str]
+    """One per segment: the hashes of its blocks as one string."""
+    rank_values: Any
+    """The JSON values of this rank."""
 
 
 class CommitAborted(CheckpointError):
-    """Somebody said to give up, since another rank could not write its part."""
+    """The commit was aborted because another rank could not write its part."""
 
 
 def done_file(folder: Path, rank: int) -> Path:
@@ -84,7 +56,7 @@ def done_file(folder: Path, rank: int) -> Path:
 
 
 def write_and_mark_done(job: WriteJob, memory: memoryview) -> int:
-    """Write a part and its done-file; returns its bytes.
+    """Write a part and its done-file, and return its bytes.
 
     Raises:
         OSError: the disk is full, the quota is spent, …
@@ -92,15 +64,17 @@ def write_and_mark_done(job: WriteJob, memory: memoryview) -> int:
     folder = Path(job.folder)
     if not is_part_complete(job):
         part = write_part(folder, job, memory)
-        fault_points.fault_point("written", job.rank)
+        fault_points.fault_point("after_write", job.rank)
         mark_part_done(folder, job.rank, part)
-        fault_points.fault_point("handed in", job.rank)
+        fault_points.fault_point("after_part_done_marker", job.rank)
     return sum(s.nbytes for s in job.segments)
 
 
 def is_part_complete(job: WriteJob) -> bool:
-    """Whether a writer that was killed since has left the done-file of this part. Rank 0 may be reading the part by
-    now, or have committed it, so it is not touched again."""
+    """Return whether a writer that was killed since has completed this part.
+
+    Rank 0 may be reading the part now, or have committed it, so it must not be written again.
+    """
     folder = Path(job.folder)
     if folder.exists():
         if not done_file(folder, job.rank).exists():
@@ -111,7 +85,7 @@ def is_part_complete(job: WriteJob) -> bool:
 
 
 def is_commit_of(final: Path, staging: Path) -> bool:
-    """Whether the committed checkpoint ``final`` is the one that was made in ``staging``."""
+    """Return whether ``final`` is committed and was written in ``staging``."""
     return index.is_committed(final) and index.read_manifest(final).made_in == staging.name
 
 
@@ -121,14 +95,16 @@ def write_part(folder: Path, job: WriteJob, memory: memoryview) -> PartRecord:
     Raises:
         OSError: as :func:`write_and_mark_done`.
     """
-    if any(s.at + s.nbytes > len(memory) for s in job.segments):
+    if any(s.buffer_offset + s.nbytes > len(memory) for s in job.segments):
         raise CheckpointError(f"{folder}: the part is larger than the memory that it should be in")
     block_hashes: list[str] = []
     errors: list[BaseException] = []
 
     def hash_all() -> None:
         try:
-            block_hashes.extend(checksums.block_checksums(memory[s.at : s.at + s.nbytes]) for s in job.segments)
+            block_hashes.extend(
+                checksums.block_checksums(memory[s.buffer_offset : s.buffer_offset + s.nbytes]) for s in job.segments
+            )
         except BaseException as e:  # raised again below, by the thread that waits for this one
             errors.append(e)
 
@@ -137,13 +113,15 @@ def write_part(folder: Path, job: WriteJob, memory: memoryview) -> PartRecord:
     try:
         writer_engine = get_engine(job.engine)
         remove_part_files(folder, writer_engine, job.rank)
-        fault_points.fault_point("before writing", job.rank)
-        places = writer_engine.write(folder, job.rank, job.segments, memory)
+        fault_points.fault_point("before_write", job.rank)
+        locations = writer_engine.write(folder, job.rank, job.segments, memory)
     finally:
         hash_thread.join()
     if errors:
         raise errors[0]
-    return PartRecord(segments=job.segments, places=places, blocks=block_hashes, own=job.own)
+    return PartRecord(
+        segments=job.segments, locations=locations, block_hashes=block_hashes, rank_values=job.rank_values
+    )
 
 
 def mark_part_done(folder: Path, rank: int, part: PartRecord) -> None:
@@ -152,12 +130,12 @@ def mark_part_done(folder: Path, rank: int, part: PartRecord) -> None:
 
 
 def list_part_files(folder: Path, writer_engine: Engine, rank: int) -> list[Path]:
-    """The files and folders in ``folder`` that ``rank`` has written."""
+    """Return the files and folders in ``folder`` that ``rank`` has written."""
     return [path for pattern in writer_engine.patterns for path in sorted(folder.glob(pattern.format(rank=rank)))]
 
 
 def remove_part_files(folder: Path, writer_engine: Engine, rank: int) -> None:
-    """Remove what a writer that was killed has left of the same part."""
+    """Remove what a killed writer has left of this part."""
     for path in list_part_files(folder, writer_engine, rank):
         if path.is_dir():
             shutil.rmtree(path)
@@ -171,13 +149,14 @@ def commit(
     can_prune: Callable[[], bool],
     get_protected: Callable[[], Collection[int]] = tuple,
 ) -> int:
-    """Wait for all parts and commit; returns the bytes of the checkpoint's files. Done a second time, after the process
-    that did it first was killed, it goes on from where that one was.
+    """Wait for all parts and commit them; return the bytes of the checkpoint's files.
+
+    A second call, after the first one's process was killed, continues where that one stopped.
 
     Args:
-        go_on: whether there is still somebody who wants it.
-        may_prune: whether older checkpoints may be deleted; not when another attempt may be reading them.
-        spared: the steps that are needed all the same.
+        should_continue: returns False once the commit is aborted.
+        can_prune: returns whether older checkpoints may be deleted; not while another attempt may be reading them.
+        get_protected: returns the steps that must not be deleted now.
 
     Raises:
         OSError: as :func:`write_and_mark_done`.
@@ -194,16 +173,16 @@ def commit(
         )
         for rank in range(job.world_size):
             done_file(folder, rank).unlink(missing_ok=True)
-        fault_points.fault_point("before the fence", 0)
-        # As late as can be, and after the folder was made: a newer attempt that claims the run after this finds the
-        # folder and takes it away, or finds the checkpoint and goes on from it.
+        fault_points.fault_point("before_fence_check", 0)
+        # As late as possible, and after the folder was created: a newer attempt that claims the run after this check
+        # finds the folder and removes it, or finds the checkpoint and resumes from it.
         fence.check_fence(job.fence)
-        fault_points.fault_point("after the fence", 0)
+        fault_points.fault_point("after_fence_check", 0)
         publish(folder, final)
     except BaseException as e:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(e, (OSError, CheckpointError)):
-            fence.check_fence(job.fence)  # a newer attempt may have taken the folder away
+            fence.check_fence(job.fence)  # a newer attempt may have removed the folder
         raise
     if can_prune():
         _prune(job, get_protected())
@@ -211,10 +190,10 @@ def commit(
 
 
 def _write_manifest(folder: Path, job: CommitJob, should_continue: Callable[[], bool]) -> Manifest:
-    """Write the index of all parts, and the marker."""
+    """Write the manifest of all parts, and the commit marker."""
     parts = _wait_for_parts(folder, job, should_continue)
     for leftover in set(folder.glob(".*")) - {done_file(folder, r) for r in range(job.world_size)}:
-        leftover.unlink()  # of a writer that was killed, and of no use now that all parts are there
+        leftover.unlink()  # of a killed writer
     tensors = merge_parts(parts)
     get_engine(job.engine).finish(folder, tensors)
     manifest = Manifest(
@@ -230,12 +209,12 @@ def _write_manifest(folder: Path, job: CommitJob, should_continue: Callable[[], 
         layout=job.layout,
         files=_list_file_sizes(folder, job.world_size),
         tensors=tensors,
-        values={**job.values, "ranks": {str(r): part.own for r, part in enumerate(parts)}},
+        values={**job.values, "ranks": {str(r): part.rank_values for r, part in enumerate(parts)}},
     )
-    index.check_manifest(folder, manifest)  # what the parts say is there must be there
-    fault_points.fault_point("before the marker", 0)
+    index.check_manifest(folder, manifest)  # the files must have what the parts record
+    fault_points.fault_point("before_commit_marker", 0)
     index.write_manifest(folder, manifest)
-    fault_points.fault_point("after the marker", 0)
+    fault_points.fault_point("after_commit_marker", 0)
     return manifest
 
 
@@ -252,12 +231,12 @@ def _wait_for_parts(folder: Path, job: CommitJob, should_continue: Callable[[], 
                     parts[rank] = schema.decode(with_retries(path.read_bytes, path), PartRecord)
         return len(parts) == job.world_size or not should_continue()
 
-    clock.wait_until(collect_parts, job.patience_s, 0.05)
+    clock.wait_until(collect_parts, job.rank_timeout_s, 0.05)
     if not should_continue() and len(parts) < job.world_size:
         raise CommitAborted("given up")
     if len(parts) < job.world_size:
         missing = next(r for r in range(job.world_size) if r not in parts)
-        raise StorageError(f"rank {missing} had not written its part {job.patience_s:g} s after rank 0 had")
+        raise StorageError(f"rank {missing} had not written its part {job.rank_timeout_s:g} s after rank 0 had")
     return [parts[r] for r in range(job.world_size)]
 
 
@@ -268,13 +247,15 @@ def _list_file_sizes(folder: Path, ranks: int) -> dict[str, int]:
 
 
 def publish(staging: Path, final: Path) -> None:
-    """Give a complete checkpoint its name. What it replaces goes last; the sweep before a restore brings it back after
-    a kill in between."""
+    """Rename a complete checkpoint to its final name.
+
+    The checkpoint that it replaces is deleted last; after a kill in between, the sweep before a restore brings it back.
+    """
     replaced = index.replaced_folder(final)
     if final.exists():
         final.rename(replaced)
     try:
-        fault_points.fault_point("while publishing", 0)
+        fault_points.fault_point("during_publish", 0)
         staging.rename(final)
     except OSError:
         if replaced.exists():
@@ -288,7 +269,7 @@ def publish(staging: Path, final: Path) -> None:
 def _prune(job: CommitJob, protected: Collection[int]) -> None:
     root = Path(job.root)
     try:
-        fault_points.fault_point("while pruning", 0)
+        fault_points.fault_point("during_prune", 0)
         # Without reading all bytes again: that would take as long as a restore, at every save.
         retention.delete_expired(
             root, job.policy, is_valid=retention.has_expected_sizes, protected=protected, fence=job.fence
@@ -301,7 +282,7 @@ def _prune(job: CommitJob, protected: Collection[int]) -> None:
 
 
 def merge_parts(parts: Iterable[PartRecord]) -> tuple[TensorRecord, ...]:
-    """What all ranks have written, as one record a logical tensor.
+    """Return one record per logical tensor, from the parts of all ranks.
 
     Raises:
         CheckpointError: the shards of a tensor do not add up to it (a rank holds other state than the rest).
@@ -309,23 +290,23 @@ def merge_parts(parts: Iterable[PartRecord]) -> tuple[TensorRecord, ...]:
     segments: dict[str, Segment] = {}
     shards: dict[str, list[ShardRecord]] = {}
     for part in parts:
-        for segment, place, blocks in zip(part.segments, part.places, part.blocks, strict=True):
+        for segment, location, block_hashes in zip(part.segments, part.locations, part.block_hashes, strict=True):
             segments[segment.name] = segment
             records = shards.setdefault(segment.name, [])
             if segment.nbytes:
-                records.append(make_shard_record(segment, place, blocks))
+                records.append(make_shard_record(segment, location, block_hashes))
     return tuple(_make_tensor_record(segments[name], shards[name]) for name in sorted(segments))
 
 
-def make_shard_record(segment: Segment, place: SegmentLocation, blocks: str) -> ShardRecord:
+def make_shard_record(segment: Segment, location: SegmentLocation, block_hashes: str) -> ShardRecord:
     return ShardRecord(
-        file=place.file,
-        offset=place.offset,
+        file=location.file,
+        offset=location.offset,
         nbytes=segment.nbytes,
         start=segment.start,
-        shape=segment.part,
-        blocks=blocks,
-        checksum=checksums.shard_checksum(blocks),
+        shape=segment.chunk_shape,
+        blocks=block_hashes,
+        checksum=checksums.shard_checksum(block_hashes),
     )
 
 

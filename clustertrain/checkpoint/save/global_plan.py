@@ -80,7 +80,7 @@ class GlobalPlanner:
 
     def _select_shards(self, local_plan: LocalPlan) -> list[LocalShard]:
         shards, rank = local_plan.collected.shards, self._ranks.rank
-        mine = [b for b in shards if not b.replica and self._writer_ranks[b.name] == _writer_key(b, rank)]
+        mine = [b for b in shards if not b.is_replica and self._writer_ranks[b.name] == _writer_key(b, rank)]
         return [*mine, *local_plan.collected.rank_shards]
 
     def _assign_writers(self, local_plan: LocalPlan, placement_digests: Sequence[bytes]) -> dict[str, int]:
@@ -118,12 +118,12 @@ def _digest(value: Any) -> bytes:
 
 
 def _writer_key(shard: LocalShard, rank: int) -> int:
-    return shard.root if shard.held == "shard" else rank
+    return shard.mesh_root if shard.placement == "shard" else rank
 
 
 def _placements(shards: Iterable[LocalShard]) -> dict[str, list[Any]]:
     """What tells how a tensor is held: the root of its mesh, or its size."""
-    return {b.name: [b.held, b.root if b.held == "shard" else b.local_tensor.nbytes] for b in shards}
+    return {b.name: [b.placement, b.mesh_root if b.placement == "shard" else b.local_tensor.nbytes] for b in shards}
 
 
 def assign_writers(

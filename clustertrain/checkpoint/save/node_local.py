@@ -1,13 +1,15 @@
-"""The tier on a node's own disk. A rank's part goes there first, so that the memory it was staged in is free before the
-shared file system has it; and a run that comes back to the node reads it from there.
+"""Node-local checkpoints: parts on the node's own disk.
 
-It helps and is never needed. A checkpoint counts when it is committed in the shared folder, and what is read here must
-fit the checksums in the manifest there.
+A part is written there first, which frees its staging buffer before the shared file system has the part. A run that
+returns to the node reads the part from there.
+
+This tier is optional. Only a commit in the shared folder counts, and what is read here must match the checksums in the
+manifest there.
 
     LOCAL/<run>/step-00000500-<attempt>-…/   the files of this node's ranks, with their names in the shared folder
-        .rank-<r>.done                       what rank r has written; last
+        .rank-<r>.done                       the record of rank r's part, written last
 
-Each rank removes its own files; what is left of other attempts goes at a restore.
+Each rank removes its own files. A restore removes those of other attempts.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from clustertrain.checkpoint.format.manifest import ShardRecord
 from clustertrain.checkpoint.format.shard_io import read_into
 from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.checkpoint.save import commit
-from clustertrain.checkpoint.save.commit import PartRecord, WriteJob
+from clustertrain.checkpoint.save.commit import PartRecord
 from clustertrain.checkpoint.save.engines import Engine, get_engine
+from clustertrain.checkpoint.save.writer_jobs import WriteJob
 from clustertrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -43,12 +46,12 @@ _FOLDER_NAME = re.compile(r"step-(\d{8,})-.+")
 
 
 def local_folder(root: Path, made_in: str) -> Path:
-    """Of the save that the shared folder ``made_in`` is for, before it is committed."""
+    """Return the local folder of the save whose shared staging folder is named ``made_in``."""
     return root / made_in.lstrip(".")
 
 
 def _list_folders(root: Path) -> list[Path]:
-    """The oldest step first."""
+    """Return the folders of saves in ``root``, oldest step first."""
     try:
         names = [p.name for p in root.iterdir()]
     except OSError:
@@ -61,12 +64,12 @@ def _list_folders(root: Path) -> list[Path]:
 
 
 def write_local_part(job: WriteJob, memory: memoryview, in_use: Collection[str] = ()) -> bool:
-    """Put a part into ``job.local``. False: there is no room, or no such disk; nothing of it is left there then.
+    """Write a part to ``job.local_folder``. Return False, and leave nothing there, if there is no room or no disk.
 
     Args:
-        busy: folders with parts that have not been handed on yet.
+        in_use: folders whose parts are not in the shared folder yet.
     """
-    folder, writer_engine = Path(job.local), get_engine(job.engine)
+    folder, writer_engine = Path(job.local_folder), get_engine(job.engine)
     try:
         _make_private_folder(folder.parent)
         try:
@@ -81,12 +84,12 @@ def write_local_part(job: WriteJob, memory: memoryview, in_use: Collection[str] 
         _warn_once(f"{folder.parent}: cannot be used, checkpoints go straight to the shared folder: {e.strerror or e}")
         _remove_part(folder, writer_engine, job.rank)
         return False
-    fault_points.fault_point("kept", job.rank)
+    fault_points.fault_point("after_local_write", job.rank)
     return True
 
 
 def _make_private_folder(root: Path) -> None:
-    """Make it; in a folder like /tmp somebody else may have made it."""
+    """Create ``root``. In a folder like /tmp another user may have created it, which is refused."""
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder_stat = root.lstat()
     if not stat.S_ISDIR(folder_stat.st_mode) or folder_stat.st_uid != os.geteuid():
@@ -94,14 +97,14 @@ def _make_private_folder(root: Path) -> None:
 
 
 def _make_room(folder: Path, writer_engine: Engine, rank: int, in_use: Collection[str], *, keep_newest: int) -> None:
-    """Remove this rank's files of other saves, but for the ``keep_newest`` newest and the ``in_use`` of them."""
+    """Remove this rank's files of other saves, except the ``keep_newest`` newest saves and those ``in_use``."""
     others = [p for p in _list_folders(folder.parent) if p != folder]
     for other in others[: len(others) - keep_newest]:
         if str(other) in in_use:
             continue
         _remove_part(other, writer_engine, rank)
         with suppress(OSError):
-            other.rmdir()  # of the last rank
+            other.rmdir()  # succeeds for the last rank
 
 
 def _remove_part(folder: Path, writer_engine: Engine, rank: int) -> None:
@@ -115,7 +118,7 @@ def _write_part(folder: Path, job: WriteJob, memory: memoryview) -> None:
     folder.mkdir(exist_ok=True, mode=0o700)
     fs_stats = os.statvfs(folder)
     needed = sum(s.nbytes for s in job.segments)
-    if fs_stats.f_bavail * fs_stats.f_frsize < needed:  # told before so many bytes are written
+    if fs_stats.f_bavail * fs_stats.f_frsize < needed:  # fail before writing anything
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     commit.mark_part_done(folder, job.rank, commit.write_part(folder, job, memory))
 
@@ -130,32 +133,31 @@ def _warn_once(message: str) -> None:
 
 
 def copy_to_shared(job: WriteJob) -> int:
-    """Copy what :func:`write_local_part` has put into ``job.local`` to the shared folder, with its done-file; returns
-    its bytes.
+    """Copy the part in ``job.local_folder`` to the shared folder, with its done-file, and return its bytes.
 
     Raises:
         OSError: as :func:`clustertrain.checkpoint.save.commit.write_and_mark_done`.
         StorageError: the local disk has lost it.
     """
-    source, folder, writer_engine = Path(job.local), Path(job.folder), get_engine(job.engine)
+    source, folder, writer_engine = Path(job.local_folder), Path(job.folder), get_engine(job.engine)
     if commit.is_part_complete(job):
         return sum(s.nbytes for s in job.segments)
     part = _read_verified_part(source, job.rank)
     commit.remove_part_files(folder, writer_engine, job.rank)
     for path in commit.list_part_files(source, writer_engine, job.rank):
         _copy_durably(path, folder / path.relative_to(source), job.rank)
-    fault_points.fault_point("written", job.rank)
+    fault_points.fault_point("after_write", job.rank)
     commit.mark_part_done(folder, job.rank, part)
-    fault_points.fault_point("handed in", job.rank)
+    fault_points.fault_point("after_part_done_marker", job.rank)
     return sum(s.nbytes for s in part.segments)
 
 
 def _read_verified_part(folder: Path, rank: int) -> PartRecord:
-    """What is there, as it was written: a disk that garbles it must not do so to the checkpoint."""
+    """Return the record of a part after verifying its bytes, so that a bad disk cannot damage the checkpoint."""
     buffer = memoryview(bytearray(VERIFY_BYTES))
     try:
         part = schema.decode(commit.done_file(folder, rank).read_bytes(), PartRecord)
-        for shard in map(commit.make_shard_record, part.segments, part.places, part.blocks):
+        for shard in map(commit.make_shard_record, part.segments, part.locations, part.block_hashes):
             for pos in range(0, shard.nbytes, VERIFY_BYTES):
                 read_into(buffer[: min(VERIFY_BYTES, shard.nbytes - pos)], folder, shard, pos)
     except (OSError, msgspec.MsgspecError, CheckpointError) as e:
@@ -164,14 +166,14 @@ def _read_verified_part(folder: Path, rank: int) -> PartRecord:
 
 
 def _copy_durably(source: Path, target: Path, rank: int) -> None:
-    """A file or a folder, which is not there yet; durable when it returns."""
+    """Copy a file or a folder to ``target``, which must not exist; durable on return."""
     if source.is_dir():
         target.mkdir(mode=0o750)
         for inner in sorted(source.iterdir()):
             _copy_durably(inner, target / inner.name, rank)
         fsio.fsync_folder(target)
         return
-    fault_points.fault_point("while copying", rank)
+    fault_points.fault_point("during_copy_to_shared", rank)
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
     try:
         with source.open("rb") as file:
@@ -187,8 +189,7 @@ def _copy_durably(source: Path, target: Path, rank: int) -> None:
 
 
 class LocalTierReader:
-    """What this node may have of the checkpoint that was made in ``made_in``. ``bytes_read``: so many were read
-    here."""
+    """Reads this node's parts of the checkpoint that was written in ``made_in``; ``bytes_read`` counts them."""
 
     def __init__(self, root: Path, made_in: str) -> None:
         self._folder = local_folder(root, made_in)
@@ -197,7 +198,7 @@ class LocalTierReader:
         self.bytes_read = 0
 
     def read_into(self, buffer: memoryview, shard: ShardRecord, low: int, *, alone: bool = False) -> bool:
-        """As :func:`clustertrain.checkpoint.format.shard_io.read_into`; False where it has to be read elsewhere."""
+        """Read as :func:`clustertrain.checkpoint.format.shard_io.read_into`. Return False if the shard is not here."""
         if shard.file in self._missing_files:
             return False
         try:
@@ -213,8 +214,10 @@ class LocalTierReader:
 
 
 def remove_stale(root: Path, made_in: str, attempt: str) -> None:
-    """Remove all but what belongs to the checkpoint that was made in ``made_in``, and what other ranks of ``attempt``
-    may have begun. For one rank of a node, after a restore."""
+    """Remove all folders except that of ``made_in`` and those that other ranks of ``attempt`` may have started.
+
+    Called by one rank per node, after a restore.
+    """
     for folder in _list_folders(root):
         attempt_match = re.fullmatch(rf"step-\d+-{re.escape(attempt)}-.*", folder.name)
         if folder != local_folder(root, made_in) and attempt_match is None:
@@ -222,5 +225,5 @@ def remove_stale(root: Path, made_in: str, attempt: str) -> None:
 
 
 def remove_all(root: Path) -> None:
-    """All of a run. For one rank of a node, when there is nothing left to come back for."""
+    """Remove all node-local checkpoints of a run. Called by one rank per node, after the run has completed."""
     shutil.rmtree(root, ignore_errors=True)

@@ -1,5 +1,4 @@
-"""The saves of this rank that are under way, and what the process that writes says of them. Nothing here is
-collective."""
+"""This rank's pending saves, and the outcomes that its writer reports. Nothing here is collective."""
 
 from __future__ import annotations
 
@@ -13,30 +12,30 @@ import msgspec
 
 from clustertrain import clock
 from clustertrain.checkpoint.core.failures import Failure
-from clustertrain.checkpoint.save.commit import CommitJob, WriteJob
 from clustertrain.checkpoint.save.staging import StagingBuffer
-from clustertrain.checkpoint.save.writer_client import JobOutcome, JobRunner, WriterClient, WriterDied
+from clustertrain.checkpoint.save.writer_client import JobRunner, WriterDied
+from clustertrain.checkpoint.save.writer_jobs import CommitJob, JobOutcome, WriteJob
 
 log = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 1.0  # while it waits, for how long it may
+POLL_INTERVAL_S = 1.0  # between looks at the deadline while waiting
 DEADLINE_MESSAGE = "it would not have been there before this process must end"
-COPY_FAILURE_TIMEOUT_S = 600.0  # copies have failed for so long when nobody waits for them any more
+COPY_FAILURE_TIMEOUT_S = 600.0  # of failing uploads, after which the end of the run no longer waits for them
 
 
 @dataclass
 class PendingSave:
-    """A save under way on this rank; ``commit`` on rank 0 alone. ``send_thread`` is a thread that waits for a GPU."""
+    """A save whose outcome is not known on all ranks yet."""
 
     write: WriteJob
-    commit: CommitJob | None
+    commit: CommitJob | None  # only on rank 0
     staging: StagingBuffer
-    started: float
-    stall_s: float = 0.0
-    send_thread: threading.Thread | None = None
+    started: float  # monotonic, when the save began
+    stall_s: float = 0.0  # for which training waited
+    send_thread: threading.Thread | None = None  # waits for the copy from the GPU, then submits the jobs
     written: JobOutcome | None = None
     committed: JobOutcome | None = None
-    is_in_local_tier: bool = False  # on the node's own disk, and no more needed in memory
+    is_in_local_tier: bool = False  # on the node's own disk; its staging buffer is free
     is_retried: bool = False
 
     @property
@@ -44,14 +43,14 @@ class PendingSave:
         return self.write.step
 
     def is_done(self) -> bool:
-        """Whether this rank's processes have said all that they will."""
+        """Return whether all jobs of this rank have an outcome."""
         return self.written is not None and (self.commit is None or self.committed is not None)
 
     @property
     def failure(self) -> Failure | None:
         for outcome in (self.written, self.committed):
-            if outcome is not None and outcome.trouble is not None:
-                return outcome.trouble
+            if outcome is not None and outcome.failure is not None:
+                return outcome.failure
         return None
 
     @property
@@ -59,23 +58,24 @@ class PendingSave:
         return self.send_thread is not None and self.send_thread.is_alive()
 
     def fail(self, failure: Failure) -> None:
-        outcome = JobOutcome(step=self.step, of="write", ended=clock.monotonic(), trouble=failure)
+        """Set ``failure`` as the outcome of the jobs that have none."""
+        outcome = JobOutcome(step=self.step, kind="write", ended=clock.monotonic(), failure=failure)
         self.written = self.written or outcome
         if self.commit is not None:
             self.committed = self.committed or outcome
 
     def on_outcome(self, outcome: JobOutcome) -> None:
-        if outcome.of == "keep":
+        if outcome.kind == "local_write":
             self.is_in_local_tier = True
-            self.write = msgspec.structs.replace(self.write, memory=None)
-        elif outcome.of == "write":
+            self.write = msgspec.structs.replace(self.write, buffer_index=None)
+        elif outcome.kind == "write":
             self.written = outcome
         else:
             self.committed = outcome
 
 
 class PendingSaves:
-    """``waiting`` has them, the oldest first."""
+    """The pending saves of this rank, whose jobs ``worker`` runs."""
 
     def __init__(
         self,
@@ -85,19 +85,19 @@ class PendingSaves:
         *,
         has_remote: bool,
     ) -> None:
-        """``get_deadline`` says when waiting ends, by the monotonic clock; ``has_remote``: of what is committed some
-        are made."""
+        """``get_deadline`` returns when waiting ends, by the monotonic clock; ``has_remote``: uploads run."""
         self.worker = worker
-        self.waiting: deque[PendingSave] = deque()
+        self.waiting: deque[PendingSave] = deque()  # oldest first
         self._get_deadline = get_deadline
         self._on_copy = on_copy
         self._has_remote = has_remote
-        self._copied_upto = -1  # step up to which there is nothing left to copy
-        self._copies_failing_since: float | None = None  # of copies
+        self._copied_upto = -1  # the newest step up to which nothing is left to upload
+        self._copies_failing_since: float | None = None
 
     def begin(self, pending: PendingSave) -> None:
+        """Queue ``pending`` and submit its jobs, from a thread while its copy from the GPU is in flight."""
         self.waiting.append(pending)
-        if pending.failure is not None:  # told to the others when they land
+        if pending.failure is not None:  # the ranks exchange it when they finish this save
             return
         if pending.staging.is_async:
             pending.send_thread = threading.Thread(target=self._send, args=(pending,), daemon=True)
@@ -112,24 +112,24 @@ class PendingSaves:
                 self.worker.submit(pending.write, pending.staging)
             if pending.commit is not None and pending.committed is None:
                 self.worker.submit(pending.commit, None)
-        except Exception as e:  # also of a thread: nobody would hear of it, and wait for an answer for ever
-            pending.fail(Failure(why=f"{type(e).__name__}: {e}", of="storage"))
+        except Exception as e:  # a thread's edge: unreported, the rank would wait for an outcome without end
+            pending.fail(Failure(message=f"{type(e).__name__}: {e}", kind="storage"))
 
     def wait_until(self, pending: PendingSave, condition: Callable[[], bool]) -> None:
-        """Until it is ``condition``, or has failed because it is too late."""
+        """Wait until ``condition()`` holds; at the deadline, fail ``pending`` first."""
         while not condition():
             deadline = self._get_deadline()
             remaining_s = POLL_INTERVAL_S if deadline is None else min(POLL_INTERVAL_S, deadline - clock.monotonic())
             if remaining_s <= 0:
                 self.worker.abort_commit(pending.step)
-                pending.fail(Failure(why=DEADLINE_MESSAGE, of="deadline"))
+                pending.fail(Failure(message=DEADLINE_MESSAGE, kind="deadline"))
             elif pending.is_sending and pending.send_thread is not None:
                 pending.send_thread.join(remaining_s)
             elif not self._take_outcome(remaining_s) and not self.worker.is_alive:
-                self._resubmit(WriterDied("the process that writes checkpoints is gone"))
+                self._resubmit(WriterDied("the checkpoint writer is gone"))
 
     def wait_until_free(self, staging: StagingBuffer) -> bool:
-        """Wait until nothing in the memory is needed any more; False: it was still in use at the deadline."""
+        """Wait until no save needs ``staging`` any more. Return False if one still did at the deadline."""
         is_free = True
         for pending in self.waiting:
             if pending.staging is staging:
@@ -138,12 +138,13 @@ class PendingSaves:
         return is_free
 
     def poll_outcomes(self) -> None:
-        """What has been said so far; does not wait."""
+        """Take the outcomes that are there, without waiting."""
         while (self.waiting or self._has_remote) and self._take_outcome(0.0):
             pass
 
     def drain(self, deadline: float, *, join: bool) -> None:
-        """Hear what is said ``deadline`` then; with ``join`` wait for the threads that send, however long they take."""
+        """Take outcomes until the monotonic time ``deadline``; with ``join``, wait for the send threads without a
+        limit."""
         while self.waiting and not self.waiting[-1].is_done() and (remaining_s := deadline - clock.monotonic()) > 0:
             self._take_outcome(remaining_s)
         for pending in self.waiting:
@@ -151,11 +152,11 @@ class PendingSaves:
                 pending.send_thread.join(None if join else 0.0)
 
     def is_in_use(self, staging: StagingBuffer) -> bool:
-        """Whether a thread may still be at work in the memory."""
+        """Return whether a thread may still be using ``staging``."""
         return any(p.staging is staging and p.is_sending for p in self.waiting)
 
     def _take_outcome(self, timeout_s: float | None) -> bool:
-        """Take one outcome; False: there was none in time."""
+        """Take one outcome. Return False if there was none within ``timeout_s``."""
         try:
             outcome = self.worker.next_outcome(timeout_s)
         except WriterDied as e:
@@ -163,7 +164,7 @@ class PendingSaves:
             return True
         if outcome is None:
             return False
-        if outcome.of == "copy":
+        if outcome.kind == "upload":
             self._on_copy_outcome(outcome)
             return True
         for pending in self.waiting:
@@ -172,21 +173,21 @@ class PendingSaves:
         return True
 
     def _resubmit(self, e: WriterDied) -> None:
-        """Another process goes on with what the dead one left, once: its memory is still there."""
+        """Give the unfinished jobs to a new writer, once per save: the staged state is still in memory."""
         for pending in self.waiting:
             if pending.is_done() or pending.is_sending:
                 continue
             if not pending.is_retried:
-                log.warning("%s; another one goes on with step %d", e, pending.step)
+                log.warning("%s; a new one continues with step %d", e, pending.step)
                 pending.is_retried = True
                 self._send(pending)
                 continue
-            pending.fail(Failure(why=f"{e}, twice", of="storage"))
+            pending.fail(Failure(message=f"{e}, twice", kind="storage"))
 
-    # -- copies
+    # -- uploads
 
     def _on_copy_outcome(self, outcome: JobOutcome) -> None:
-        if outcome.trouble is not None:
+        if outcome.failure is not None:
             self._copies_failing_since = self._copies_failing_since or outcome.ended
             self._on_copy(outcome)
             return
@@ -197,11 +198,13 @@ class PendingSaves:
             self._copied_upto = max(self._copied_upto, outcome.step)
 
     def wait_for_copies(self, newest: int, should_continue: Callable[[], bool]) -> bool:
-        """Wait until what is committed up to step ``newest`` is copied; as
-        :meth:`CheckpointManager.wait_for_copies`."""
+        """Wait until all checkpoints up to step ``newest`` are uploaded, and return whether they are.
+
+        Waiting ends early when ``should_continue()`` is False, or uploads have failed for `COPY_FAILURE_TIMEOUT_S`.
+        """
         restarts_left = 1
         while self._has_remote and self._copied_upto < newest:
-            if isinstance(self.worker, WriterClient) and not self.worker.is_alive:
+            if not self.worker.is_alive:
                 if not restarts_left:
                     return False
                 restarts_left -= 1
@@ -213,9 +216,9 @@ class PendingSaves:
         return True
 
     def limit_copied_upto(self, newest: int) -> None:
-        """Beyond step ``newest`` nothing is committed any more."""
+        """Forget uploads of checkpoints newer than step ``newest``: the run has rolled back."""
         self._copied_upto = min(self._copied_upto, newest)
 
 
 def _is_late(outcome: JobOutcome | None) -> bool:
-    return outcome is not None and outcome.trouble is not None and outcome.trouble.of == "deadline"
+    return outcome is not None and outcome.failure is not None and outcome.failure.kind == "deadline"

@@ -1,4 +1,4 @@
-"""How a save begins: each rank offers what it holds, all learn who writes what and where, and copy that into memory."""
+"""The start of a save: the ranks agree on who writes which shard, and copy their shards into memory."""
 
 from __future__ import annotations
 
@@ -27,26 +27,30 @@ _TOKEN_BYTES = 4
 
 @dataclass(frozen=True)
 class StagedSave:
-    """A save: this rank's ``rank_plan`` of it, the ``folder`` that it goes to, the values of this rank's
-    ``rank_values``, and what is in the memory now, or why not, which the others hear when the save lands."""
+    """A save whose state is in the staging buffer."""
 
     rank_plan: RankPlan
     folder: Path
+    """The checkpoint's staging folder in the shared file system."""
     rank_values: Any
+    """The JSON values of this rank."""
     staged: list[Segment] | Failure
+    """The segments in the buffer; or why there are none, which the ranks exchange when they finish the save."""
 
 
 @dataclass(frozen=True)
 class _PlanExchange:
-    """What this rank can give to a save, or why it cannot; ``wait_for_records`` waits for the word of all ranks."""
+    """An exchange of plans between the ranks, in flight."""
 
     local_plan: LocalPlan | None
+    """None if this rank's state cannot be saved."""
     failure: Failure | None
     wait_for_records: Callable[[], list[bytes]]
+    """Waits for the records of all ranks and returns them in rank order."""
 
 
 class SavePlanner:
-    """Those of one rank, for saves in ``root``. Its methods are collective."""
+    """Plans and stages this rank's part of the saves in ``root``. Its methods are collective."""
 
     def __init__(self, root: Path, ranks: Ranks, attempt: str) -> None:
         self._root = root
@@ -57,7 +61,7 @@ class SavePlanner:
     def plan_shards(
         self, state: Mapping[str, Any], rank_state: Mapping[str, Any], *, error_prefix: str
     ) -> Sequence[LocalShard]:
-        """What this rank would write now. Raises CheckpointError, after the word ``error_prefix``, as :meth:`stage`."""
+        """Return the shards that this rank would write now. Raises as :meth:`stage`."""
         return self._finish_plan(self._begin_plan(state, rank_state), state, error_prefix)[1].shards
 
     def stage(
@@ -70,13 +74,13 @@ class SavePlanner:
         error_prefix: str,
         deadline_passed: bool,
     ) -> StagedSave:
-        """Copy this rank's share into ``staging``, but where it is too ``deadline_passed`` for that.
+        """Copy this rank's shards into ``staging``, unless ``deadline_passed``.
 
         Raises:
-            CheckpointError: on all ranks, what any cannot save.
+            CheckpointError: on all ranks, if any of them has state that cannot be saved. Starts with ``error_prefix``.
         """
         plan_exchange = self._begin_plan(state, rank_state, step)
-        # The ranks tell each other while they copy: what each has to write is what it wrote the last time, as a rule.
+        # The copy overlaps with the exchange: usually this rank writes the same shards as the last time.
         cached_shards = (
             None
             if plan_exchange.local_plan is None or deadline_passed
@@ -85,7 +89,7 @@ class SavePlanner:
         staged = self._stage_shards(staging, cached_shards) if cached_shards is not None else None
         local_plan, rank_plan, token, is_cache_valid = self._finish_plan(plan_exchange, state, error_prefix, step)
         if deadline_passed:
-            staged = Failure(why=DEADLINE_MESSAGE, of="deadline")
+            staged = Failure(message=DEADLINE_MESSAGE, kind="deadline")
         elif staged is None or not is_cache_valid:
             staged = self._stage_shards(staging, rank_plan.shards)
         return StagedSave(rank_plan, self._folder(step, token), local_plan.collected.rank_values, staged)
@@ -96,7 +100,7 @@ class SavePlanner:
     def _begin_plan(
         self, state: Mapping[str, Any], rank_state: Mapping[str, Any], step: int | None = None
     ) -> _PlanExchange:
-        """Begin to tell the others what this rank holds; with a ``step`` there is a folder for it afterwards."""
+        """Start the exchange of fingerprints; with a ``step``, rank 0 creates the folder first."""
         failure, local_plan, token = None, None, secrets.token_bytes(_TOKEN_BYTES)
         try:
             local_plan = LocalPlan(collect_state(state, rank_state, self._ranks.rank))
@@ -111,8 +115,10 @@ class SavePlanner:
     def _finish_plan(
         self, plan_exchange: _PlanExchange, state: Mapping[str, Any], error_prefix: str, step: int | None = None
     ) -> tuple[LocalPlan, RankPlan, bytes, bool]:
-        """What this rank holds and what it writes, the token of the folder, and whether nobody holds anything new.
-        Where all ranks hold the same things, what was begun is all that they have to tell each other."""
+        """Finish the exchange; return this rank's plans, the folder's token, and whether no rank's shards have changed.
+
+        If all ranks hold the same shards, no further exchange is needed.
+        """
         records = plan_exchange.wait_for_records()
         token = records[0][1 : 1 + _TOKEN_BYTES]
         if plan_exchange.local_plan is None or any(r[0] for r in records):
@@ -131,10 +137,10 @@ class SavePlanner:
         )
 
     def _stage_shards(self, staging: StagingBuffer, shards: Sequence[LocalShard]) -> list[Segment] | Failure:
-        fault_points.fault_point("while staging", self._ranks.rank)
+        fault_points.fault_point("during_staging", self._ranks.rank)
         try:
             segments = staging.stage(shards)
         except OSError as e:
             return failure_from_exception(e)
-        fault_points.fault_point("staged", self._ranks.rank)
+        fault_points.fault_point("after_staging", self._ranks.rank)
         return segments

@@ -1,11 +1,11 @@
-"""Copies of committed checkpoints behind a URL, made by the processes that write, beside the training.
+"""Uploads of committed checkpoints to a URL, by the writer processes while training goes on.
 
-Rank 0's chooses a step and says so in ``.uploading.json`` of the shared folder. Every rank's copies its share of that
-step's files, whoever wrote them, and leaves a file ``.uploaded-<r>`` beside the copies. When rank 0's has seen all of
-these, it adds the manifest and, last, COMMITTED: the folder there is then the same as the one here.
+Rank 0's writer chooses a step and announces it in ``.uploading.json`` of the shared folder. Each rank's writer uploads
+its share of that step's files, whichever rank wrote them, then a file ``.uploaded-<r>``. When all of these exist, rank
+0's writer uploads the manifest and, last, COMMITTED: the remote folder then equals the shared one.
 
-A copy that fails is made again, with longer and longer pauses, and the training never hears of it but by an event. What
-is missing there when an attempt begins is copied then.
+A failed upload is retried with exponential backoff, and training is notified only by an event. A new attempt uploads
+what earlier ones did not.
 """
 
 from __future__ import annotations
@@ -22,67 +22,51 @@ import msgspec
 from clustertrain import clock, fsio, schema
 from clustertrain.checkpoint.core import fault_points, retention
 from clustertrain.checkpoint.core.failures import Failure, failure_from_exception
-from clustertrain.checkpoint.core.retention import CheckpointInfo, RetentionPolicy
+from clustertrain.checkpoint.core.retention import CheckpointInfo
 from clustertrain.checkpoint.format import fence as fences
 from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.fence import AttemptSuperseded, Fence
+from clustertrain.checkpoint.format.fence import AttemptSuperseded
 from clustertrain.checkpoint.format.manifest import COMMITTED, MANIFEST, DamagedCheckpoint, Manifest
 from clustertrain.checkpoint.format.storage import Folder, RemoteFolder
 from clustertrain.checkpoint.format.storage_errors import StorageError, with_retries
+from clustertrain.checkpoint.save.writer_jobs import JobOutcome, UploadJob
 from clustertrain.errors import ClusterTrainError
 
 ANNOUNCEMENT_FILE = ".uploading.json"
-ALL_STEPS = 2**62  # a step that no run comes to
+ALL_STEPS = 2**62  # no run has so many steps
 CHUNK_BYTES = 8 << 20
 RETRY_BACKOFF_S = (1.0, 300.0)  # after the first failure, and at most
-POLL_BACKOFF_S = (0.1, 3.0)  # for what another rank says, likewise
-SHARE_TIMEOUT_S = 600.0  # for the other ranks' files, from when one came last
+POLL_BACKOFF_S = (0.1, 3.0)  # between looks for another rank's files: at first, and at most
+SHARE_TIMEOUT_S = 600.0  # for the other ranks' files, since the last one arrived
 
 
-class UploadJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What of ``root`` shall be in ``url``: what ``policy`` would keep there. ``rank`` of ``world_size`` does its share
-    of it."""
-
-    url: str
-    root: str
-    rank: int
-    world_size: int
-    attempt: str
-    policy: RetentionPolicy
-    fence: Fence | None = None
-
-
-class UploadAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0's ``nth`` word to the others: ``step``, as it is while its marker is ``marker``, is being copied. None:
-    nothing is, and all up to ``upto`` is there or never will be."""
+class UploadAnnouncement(
+    msgspec.Struct, frozen=True, kw_only=True, rename={"sequence": "nth", "uploaded_upto": "upto"}
+):
+    """The content of ``.uploading.json``: what rank 0 asks the other ranks to upload."""
 
     attempt: str
-    nth: int
-    upto: int
+    sequence: int
+    """Counts rank 0's announcements of this attempt, from 1."""
+    uploaded_upto: int
+    """Without a ``step``: the newest step up to which all checkpoints are uploaded or never will be."""
     step: int | None = None
+    """The checkpoint to upload."""
     marker: str = ""
-
-
-class UploadOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank is told. Without ``trouble`` and ``seconds``: there is nothing left to do for it up to ``step``."""
-
-    step: int
-    bytes: int = 0
-    seconds: float = 0.0
-    trouble: Failure | None = None
+    """The commit marker of that checkpoint, which another one of the same step does not have."""
 
 
 class _Stopped(Exception):
-    """Nobody waits for copies any more."""
+    """The uploader was stopped."""
 
 
 class Uploader:
-    """A thread of the process that writes."""
+    """The upload thread of a writer process."""
 
     def __init__(
-        self, job: UploadJob, on_outcome: Callable[[UploadOutcome], None], wait_for_save: Callable[[], object]
+        self, job: UploadJob, on_outcome: Callable[[JobOutcome], None], wait_for_save: Callable[[], object]
     ) -> None:
-        """``wait_for_save`` waits while a checkpoint is being written: a copy gives way to it."""
+        """``wait_for_save`` waits while a checkpoint is being written, since a save has priority over an upload."""
         self._job = job
         self._on_outcome = on_outcome
         self._wait_for_save = wait_for_save
@@ -108,16 +92,16 @@ class Uploader:
         self._wake.set()
 
     def protected_steps(self) -> tuple[int, ...]:
-        """The step that must not be deleted now."""
+        """Return the steps that must not be deleted now."""
         return () if self._uploading_step is None else (self._uploading_step,)
 
     def stop(self) -> None:
-        """Copy no more. What is under way stops soon."""
+        """Stop uploading; the current upload stops after its next chunk."""
         self._stop_event.set()
         self._wake.set()
 
     def announce_end(self) -> None:
-        """So that nobody waits for what rank 0 was to begin."""
+        """Announce that rank 0 uploads nothing more, so that no other rank waits for it."""
         if self._job.rank == 0:
             with suppress(AttemptSuperseded, StorageError):
                 self._announce(upto=ALL_STEPS)
@@ -132,7 +116,7 @@ class Uploader:
                     backoff_s = RETRY_BACKOFF_S[0]
             except (_Stopped, AttemptSuperseded):
                 return
-            except Exception as e:  # whatever it is, it concerns nobody but this thread
+            except Exception as e:  # the thread's edge: a failed upload must not end the writer
                 self._report_failure(e, backoff_s)
             self._stop_event.wait(backoff_s)
             backoff_s = min(2 * backoff_s, RETRY_BACKOFF_S[1])
@@ -146,12 +130,16 @@ class Uploader:
         if self._job.url not in message:
             message = f"{self._job.url}: {message}"
         step = self._newest_step if self._uploading_step is None else self._uploading_step
+        self._report(step, failure=Failure(message=f"{message}; again in {retry_s:g} s", kind="storage"))
+
+    def _report(self, step: int, *, nbytes: int = 0, seconds: float = 0.0, failure: Failure | None = None) -> None:
+        ended = clock.monotonic()
         self._on_outcome(
-            UploadOutcome(step=step, trouble=Failure(why=f"{message}; again in {retry_s:g} s", of="storage"))
+            JobOutcome(step=step, kind="upload", bytes=nbytes, seconds=seconds, ended=ended, failure=failure)
         )
 
     def _wait_for_wake(self, timeout_s: float | None = None) -> None:
-        """For a save, or until the time is over."""
+        """Wait for a save, at most ``timeout_s``."""
         self._wake.wait(timeout_s)
         self._check_stopped()
 
@@ -162,7 +150,7 @@ class Uploader:
     def _report_idle(self, upto: int) -> None:
         if upto > self._idle_upto:
             self._idle_upto = upto
-            self._on_outcome(UploadOutcome(step=upto))
+            self._report(upto)
 
     # -- rank 0
 
@@ -189,24 +177,24 @@ class Uploader:
         except (DamagedCheckpoint, FileNotFoundError) as e:
             if _is_intact(folder, marker):
                 raise
-            # It is damaged here, or somebody has deleted it.
+            # The checkpoint is damaged or was deleted; do not try it again.
             self._unusable[step] = marker
-            self._on_outcome(UploadOutcome(step=step, trouble=failure_from_exception(e)))
+            self._report(step, failure=failure_from_exception(e))
             return
         self._remote_markers[step] = marker
-        self._on_outcome(UploadOutcome(step=step, bytes=manifest.bytes, seconds=clock.monotonic() - started))
+        self._report(step, nbytes=manifest.bytes, seconds=clock.monotonic() - started)
         self._prune_remote()
 
     def _announce(self, *, upto: int = 0, step: int | None = None, marker: str = "") -> None:
         fences.check_fence(self._job.fence)
         self._num_announced += 1
         announcement = UploadAnnouncement(
-            attempt=self._job.attempt, nth=self._num_announced, upto=upto, step=step, marker=marker
+            attempt=self._job.attempt, sequence=self._num_announced, uploaded_upto=upto, step=step, marker=marker
         )
         fsio.write_bytes(self._root / ANNOUNCEMENT_FILE, msgspec.json.encode(announcement))
 
     def _find_missing(self) -> tuple[dict[int, bytes], list[int]]:
-        """The markers of what is committed here, and the steps of it that should be there and are not."""
+        """Return the commit markers in the shared folder by step, and the steps that are still to be uploaded."""
         local_markers = _read_markers(self._root, {})
         self._remote_markers = _read_markers(self._remote, self._remote_markers)
         missing = [
@@ -219,7 +207,7 @@ class Uploader:
         return local_markers, [s for s in missing if s not in to_delete]
 
     def _read_info(self, step: int, marker: bytes) -> CheckpointInfo:
-        """What the policy looks at."""
+        """Return what the retention policy needs of a checkpoint."""
         key = (step, marker)
         if key not in self._info_cache:
             folder: Folder = index.step_folder(self._root, step)
@@ -229,7 +217,7 @@ class Uploader:
         return self._info_cache[key]
 
     def _commit_remote(self, step: int, marker: bytes, manifest: Manifest) -> None:
-        """When all ranks have copied their share."""
+        """Wait for all ranks' shares, then commit the remote checkpoint."""
         remote_folder = index.step_folder(self._remote, step)
         if self._is_uploaded(remote_folder, marker):
             return
@@ -256,18 +244,18 @@ class Uploader:
             self._check_stopped()
             poll_s = min(2 * poll_s, POLL_BACKOFF_S[1])
         mismatched = [n for n, size in manifest.files.items() if sizes.get(n) != size]
-        if mismatched:  # somebody else has been there
+        if mismatched:  # something else has written there
             remote_folder.rmtree()
             raise StorageError(f"{remote_folder / mismatched[0]}: is not what was written there")
         self._upload_file(index.step_folder(self._root, step) / MANIFEST, remote_folder / MANIFEST)
-        fault_points.fault_point("before the remote marker", 0)
+        fault_points.fault_point("before_remote_commit_marker", 0)
         fences.check_fence(self._job.fence)
         (remote_folder / COMMITTED).write_bytes(marker)
         for rank in range(self._job.world_size):
             (remote_folder / _share_name(rank)).unlink()
 
     def _prune_remote(self) -> None:
-        """Delete what the policy does not keep there, and what of older ones never became whole."""
+        """Delete what the policy does not keep, and older checkpoints that were never committed there."""
         newest = max(self._remote_markers)
         infos = [self._read_info(s, m) for s, m in self._remote_markers.items()]
         to_delete = set(retention.select_for_deletion(infos, self._job.policy, newest))
@@ -285,13 +273,17 @@ class Uploader:
         self._wake.clear()
         self._check_stopped()
         announcement = self._read_announcement()
-        if announcement is not None and announcement.step is not None and announcement.nth != self._last_announcement:
+        if (
+            announcement is not None
+            and announcement.step is not None
+            and announcement.sequence != self._last_announcement
+        ):
             with suppress(DamagedCheckpoint, FileNotFoundError):  # rank 0 finds the same
                 self._upload_share(announcement.step, announcement.marker.encode())
-            self._last_announcement = announcement.nth
+            self._last_announcement = announcement.sequence
             self._poll_s = POLL_BACKOFF_S[0]
-        elif announcement is not None and announcement.step is None and announcement.upto >= self._newest_step:
-            self._report_idle(announcement.upto)
+        elif announcement is not None and announcement.step is None and announcement.uploaded_upto >= self._newest_step:
+            self._report_idle(announcement.uploaded_upto)
             self._wait_for_wake()
             self._poll_s = POLL_BACKOFF_S[0]
         else:
@@ -308,7 +300,7 @@ class Uploader:
     # -- all
 
     def _upload_share(self, step: int, marker: bytes) -> None:
-        """Copy this rank's share of the files."""
+        """Upload this rank's share of the files."""
         folder, remote_folder = index.step_folder(self._root, step), index.step_folder(self._remote, step)
         if self._is_uploaded(remote_folder, marker):
             return
@@ -323,7 +315,8 @@ class Uploader:
         share_file.write_bytes(self._share_token(marker))
 
     def _is_uploaded(self, remote_folder: RemoteFolder, marker: bytes) -> bool:
-        """If not, nothing there counts from now on: before the first byte of it is replaced."""
+        """Return whether the remote folder has this checkpoint. If it has another one, remove its commit marker first,
+        before any byte is replaced."""
         remote_marker = _read_if_exists(remote_folder / COMMITTED)
         if remote_marker is not None and remote_marker != marker:
             fences.check_fence(self._job.fence)
@@ -331,11 +324,11 @@ class Uploader:
         return remote_marker == marker
 
     def _share_token(self, marker: bytes) -> bytes:
-        """Of other bytes, or of a share among others, it is another one."""
+        """Return the content of a share file: it differs for another checkpoint or another number of ranks."""
         return marker.strip() + f" {self._job.world_size}\n".encode()
 
     def _upload_file(self, path: Path, remote_file: RemoteFolder) -> None:
-        fault_points.fault_point("while uploading", self._job.rank)
+        fault_points.fault_point("during_upload", self._job.rank)
         with path.open("rb", buffering=0) as file, remote_file.open_writer(path.stat().st_size) as write:
             while chunk := file.read(CHUNK_BYTES):
                 self._wait_for_save()
@@ -344,7 +337,7 @@ class Uploader:
 
 
 def owner_rank(name: str) -> int:
-    """The rank that wrote a file, or another one for a file that no rank has its number in."""
+    """Return the rank in the name of a file, or 0 if there is none."""
     match = re.search(r"\d+", name)
     return int(match[0]) if match else 0
 
@@ -362,7 +355,7 @@ def _is_intact(folder: Path, marker: bytes) -> bool:
 
 
 def _read_if_exists(path: Folder) -> bytes | None:
-    """None: it is not there."""
+    """Return the bytes of a file, or None if it cannot be read."""
     try:
         return with_retries(path.read_bytes, path)
     except OSError:
@@ -370,7 +363,7 @@ def _read_if_exists(path: Folder) -> bytes | None:
 
 
 def _read_markers(root: Folder, cached: dict[int, bytes]) -> dict[int, bytes]:
-    """By step the marker of what is committed in ``root``; those in ``cached`` are not read again."""
+    """Return the commit markers in ``root`` by step; those in ``cached`` are not read again."""
     markers = {}
     for folder in index.list_checkpoint_folders(root):
         step = index.parse_step(folder)

@@ -1,4 +1,4 @@
-"""The copy of a rank's state that a save begins with: in memory that another process can read too."""
+"""Staging buffers: a rank's state, copied into memory that its writer process shares."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ _POPULATE_BYTES = 64 << 20  # in one call, which holds the lock of this process'
 
 
 class StagingBuffer:
-    """One buffer: nothing is in it while its bytes are being written. It grows to the largest save and stays: the
-    kernel has to find and clear each page of new memory, which takes up to ten times as long as the copy itself.
-    :meth:`reserve` has that done ahead of the first save, beside the training.
+    """A buffer for one save at a time.
 
-    It is an anonymous file in memory and not one in /dev/shm, which many containers have 64 MiB of and where a killed
-    process leaves its files behind. Where so much memory is not free, it is a file without a name in ``spill``.
+    It grows to the largest save and is kept, because the kernel must find and clear each page of new memory, which
+    takes up to ten times as long as the copy. :meth:`reserve` does that ahead of the first save, during training.
+
+    It is an anonymous memory file. /dev/shm has only 64 MiB in many containers, and a killed process leaves its files
+    there. If too little memory is free, the buffer is an unnamed file in ``spill_dir``.
     """
 
     def __init__(self, spill_dir: Path, device: torch.device, buffers_per_node: int = 1) -> None:
-        """``buffers_per_node``: how many buffers of all ranks of the machine want the memory that is free."""
+        """``buffers_per_node``: staging buffers of all ranks on the machine, which share its free memory."""
         self._spill_dir = spill_dir
         self._buffers_per_node = buffers_per_node
         self._device = device
@@ -50,10 +51,10 @@ class StagingBuffer:
         self.in_memory = True
 
     def stage(self, shards: Sequence[LocalShard]) -> list[Segment]:
-        """Copy ``shards``; on a GPU that is under way when it returns, see :meth:`synchronize`.
+        """Copy ``shards`` into the buffer. From a GPU the copy is in flight on return; see :meth:`synchronize`.
 
         Raises:
-            OSError: neither memory nor disk has the room.
+            OSError: neither memory nor disk has enough space.
         """
         segments, total = _layout_segments(shards)
         self._join_reserve()
@@ -64,7 +65,7 @@ class StagingBuffer:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 self._copy_shards(shards, segments)
-            # What comes next in the step may overwrite what is being copied. The device waits, the host does not.
+            # The next kernels of the step may overwrite the source: the device waits for the copy, the host does not.
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         else:
             self._copy_shards(shards, segments)
@@ -72,11 +73,11 @@ class StagingBuffer:
 
     @property
     def is_async(self) -> bool:
-        """Whether :meth:`synchronize` may have to wait."""
+        """Return whether :meth:`synchronize` may have to wait."""
         return self._stream is not None
 
     def synchronize(self) -> None:
-        """Wait until all bytes have arrived."""
+        """Wait for the copy from the GPU."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -84,12 +85,14 @@ class StagingBuffer:
         assert self._buffer is not None or not shards
         for shard, segment in zip(shards, segments, strict=True):
             if segment.nbytes and self._buffer is not None:
-                target = self._buffer[segment.at : segment.at + segment.nbytes].view(shard.local_tensor.dtype)
+                target = self._buffer[segment.buffer_offset : segment.buffer_offset + segment.nbytes].view(
+                    shard.local_tensor.dtype
+                )
                 local = shard.local_tensor.detach().resolve_conj().resolve_neg()
                 target.view(shard.local_tensor.shape).copy_(local, non_blocking=self._pinned)
 
     def reserve(self, shards: Sequence[LocalShard]) -> None:
-        """Begin to make room for ``shards``; does not wait.
+        """Start to allocate memory for ``shards``, without waiting.
 
         Raises:
             OSError: as :meth:`stage`.
@@ -106,23 +109,23 @@ class StagingBuffer:
 
     def _populate(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread, which would have a context on the first GPU else
+            torch.cuda.set_device(self._device)  # otherwise this thread creates a context on GPU 0
         if self.in_memory and self._buffer is not None:
             madvise = getattr(ctypes.CDLL(None), "madvise", None)
             for pos in range(0, self.size, _POPULATE_BYTES):
                 length = min(_POPULATE_BYTES, self.size - pos)
                 address = ctypes.c_void_p(self._buffer.data_ptr() + pos)
                 if madvise is None or madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
-                    break  # an older kernel: the first save does it
+                    break  # an older kernel: the first save populates the pages
         self._pin()
 
     def _pin(self) -> None:
-        """Without it copies from a GPU go through a small buffer of the driver's, and wait for each other."""
+        """Pin the memory. Without it, copies from a GPU go through a small buffer of the driver and are serialized."""
         if self._device.type == "cuda" and self.in_memory and self._buffer is not None:
             self._pinned = _cudart().cudaHostRegister(self._buffer.data_ptr(), self.size, 0) == 0
 
     def _grow_to(self, total: int) -> bool:
-        """Whether there is new memory."""
+        """Grow the buffer to ``total`` bytes; return whether its memory is new."""
         total = -(-max(total, 1) // _GRANULARITY) * _GRANULARITY
         if total <= self.size:
             return False
@@ -135,7 +138,7 @@ class StagingBuffer:
             else:
                 with tempfile.TemporaryFile(dir=self._spill_dir) as file:
                     self.fd = os.dup(file.fileno())
-                # Not sparse: where the disk is full, that is told now, and not by SIGBUS in the middle of the copy.
+                # Not sparse: a full disk then fails here, not with SIGBUS in the middle of the copy.
                 os.posix_fallocate(self.fd, 0, total)
             self._buffer = torch.frombuffer(mmap.mmap(self.fd, total), dtype=torch.uint8)
         except BaseException:
@@ -146,13 +149,13 @@ class StagingBuffer:
         return True
 
     def memory(self) -> memoryview:
-        """All of it, for the process that writes in its own."""
+        """Return the whole buffer, for a rank that writes without a writer process."""
         assert self._buffer is not None
         return self._buffer.numpy().data
 
     def close(self) -> None:
         self._join_reserve()
-        self.synchronize()  # a copy may be under way that nobody wants any more
+        self.synchronize()  # a copy of an abandoned save may be in flight
         if self._pinned and self._buffer is not None:
             _cudart().cudaHostUnregister(self._buffer.data_ptr())
         self._pinned = False
@@ -167,11 +170,11 @@ def _cudart() -> Any:
 
 
 def _layout_segments(shards: Sequence[LocalShard]) -> tuple[list[Segment], int]:
-    """Where each block goes, and how many bytes that takes."""
+    """Return the segment of each shard, and the bytes of them all."""
     segments, offset = [], 0
     for shard in shards:
         nbytes = shard.local_tensor.numel() * shard.local_tensor.element_size()
-        # A file has them at the same places, where reading a large one does not begin in the middle of a page.
+        # The raw engine's file has the same offsets: a large segment is page-aligned for direct reads.
         align = _ALIGN if nbytes < _LARGE_BYTES else direct_io.ALIGN
         offset = -(-offset // align) * align
         segments.append(
@@ -182,8 +185,8 @@ def _layout_segments(shards: Sequence[LocalShard]) -> tuple[list[Segment], int]:
                 itemsize=shard.local_tensor.element_size(),
                 shape=shard.shape,
                 start=shard.start,
-                part=tuple(shard.local_tensor.shape),
-                at=offset,
+                chunk_shape=tuple(shard.local_tensor.shape),
+                buffer_offset=offset,
                 nbytes=nbytes,
             )
         )
@@ -192,13 +195,13 @@ def _layout_segments(shards: Sequence[LocalShard]) -> tuple[list[Segment], int]:
 
 
 def available_memory() -> int:
-    """Bytes that may still be allocated: of the machine, and of the cgroup (version 2) that the job is confined to."""
+    """Return the bytes that may still be allocated, on the machine and in the job's cgroup (version 2)."""
     available = int(psutil.virtual_memory().available)
     for folder in _list_own_cgroups():
         try:
             limit = (folder / "memory.max").read_text().strip()
             if limit != "max":
-                # The page cache counts as used and goes when memory is wanted.
+                # The page cache counts as used, but is reclaimed when memory is needed.
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
                 available = min(available, int(limit) - used)
@@ -208,7 +211,7 @@ def available_memory() -> int:
 
 
 def _list_own_cgroups() -> list[Path]:
-    """This process's cgroup and those above it, whose limits hold too."""
+    """Return this process's cgroup and its ancestors, whose limits apply too."""
     root = Path("/sys/fs/cgroup")
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

@@ -1,8 +1,7 @@
-"""The process that writes, as the training process sees it. :mod:`~clustertrain.checkpoint.save.writer_process` is its
-own side.
+"""The writer process as its rank sees it; :mod:`~clustertrain.checkpoint.save.writer_process` is the other end.
 
-It shares memory and a pipe with its rank and is in no process group. It imports no torch unless its engine does, so it
-is there in a fraction of a second.
+The writer shares memory and a pipe with its rank and is in no process group. It imports torch only if its engine does,
+so it starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -13,95 +12,57 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
 from contextlib import suppress
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from clustertrain import clock, proc, schema
-from clustertrain.checkpoint.core.failures import Failure, failure_from_exception
-from clustertrain.checkpoint.save import commit, node_local
-from clustertrain.checkpoint.save.commit import CommitJob, WriteJob
-from clustertrain.checkpoint.save.remote import UploadJob
-from clustertrain.errors import CheckpointError
+from clustertrain import proc, schema
+from clustertrain.checkpoint.save.job_executor import perform
+from clustertrain.checkpoint.save.writer_jobs import (
+    AbortCommit,
+    AttachBuffer,
+    CommitJob,
+    JobOutcome,
+    UploadJob,
+    WriteJob,
+    WriterMessage,
+)
 
 if TYPE_CHECKING:  # it imports torch
     from clustertrain.checkpoint.save.staging import StagingBuffer
 
 CLOSE_TIMEOUT_S = 1.0
 LOCK_TIMEOUT_S = 1.0
-# What ends a job reaches every process of it. The writer ends with its rank, when its work is done.
+# Slurm and torchrun signal every process of a job. The writer ignores them and ends after its rank, with its work done.
 _BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
-class AttachBuffer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The staging buffer number ``index``; its file descriptor follows."""
-
-    index: int
-    size: int
-
-
-class AbortCommit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Give up the commit of ``step``."""
-
-    step: int
-
-
-JobKind = Literal["keep", "write", "commit", "copy"]
-Message = AttachBuffer | WriteJob | CommitJob | AbortCommit | UploadJob
-
-
-class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """``ended`` is by the monotonic clock, which is the machine's. "keep": a part is in the node's own folder, and the
-    memory that it was staged in is free. "copy": see :class:`~clustertrain.checkpoint.save.remote.UploadOutcome`."""
-
-    step: int
-    of: JobKind
-    bytes: int = 0
-    seconds: float = 0.0
-    ended: float
-    trouble: Failure | None = None
-
-
-def perform(
-    job: WriteJob | CommitJob,
-    memory: memoryview | None,
-    should_continue: Callable[[], bool],
-    can_prune: Callable[[], bool],
-    get_protected: Callable[[], Collection[int]] = tuple,
-) -> JobOutcome:
-    """Do a job and say how it went. A part that is not in ``memory`` is in the node's own folder."""
-    job_kind: Literal["write", "commit"] = "write" if isinstance(job, WriteJob) else "commit"
-    try:
-        if isinstance(job, WriteJob):
-            size = commit.write_and_mark_done(job, memory) if memory is not None else node_local.copy_to_shared(job)
-        else:
-            size = commit.commit(job, should_continue, can_prune, get_protected)
-    except (OSError, CheckpointError) as e:
-        return JobOutcome(step=job.step, of=job_kind, ended=clock.monotonic(), trouble=failure_from_exception(e))
-    return JobOutcome(step=job.step, of=job_kind, bytes=size, ended=clock.monotonic())
-
-
 class JobRunner(Protocol):
-    """Where jobs are done, in the order in which they come."""
+    """Runs jobs in the order of their submission."""
+
+    def start(self) -> None:
+        """Start ahead of the first job."""
+        ...
 
     def submit(self, job: WriteJob | CommitJob, staging: StagingBuffer | None) -> None: ...
 
     def abort_commit(self, step: int) -> None: ...
 
+    def start_upload(self, job: UploadJob) -> None: ...
+
     @property
     def is_alive(self) -> bool:
-        """Whether there is somebody to do a job, as far as is known."""
+        """Return whether the runner can run a job, as far as this process knows."""
         ...
 
     def next_outcome(self, timeout_s: float | None) -> JobOutcome | None:
-        """The next one. None: there is none within the timeout (None: for ever).
+        """Return the next outcome, or None after ``timeout_s`` (None: wait without a limit).
 
         Raises:
-            WriterDied: with jobs unanswered; they may be submitted again.
+            WriterDied: jobs are left without an outcome; they may be submitted again.
         """
         ...
 
@@ -109,21 +70,27 @@ class JobRunner(Protocol):
 
 
 class WriterDied(Exception):
-    """The process that writes is gone; the message says how."""
+    """The writer process died; the message says how."""
 
 
 class InlineRunner:
-    """In this process, while it waits."""
+    """Runs jobs in this process, when it waits for their outcome."""
 
     def __init__(self) -> None:
         self._jobs: deque[tuple[WriteJob | CommitJob, StagingBuffer | None]] = deque()
         self._aborted_steps: set[int] = set()
+
+    def start(self) -> None:
+        """Do nothing: there is no process to start."""
 
     def submit(self, job: WriteJob | CommitJob, staging: StagingBuffer | None) -> None:
         self._jobs.append((job, staging))
 
     def abort_commit(self, step: int) -> None:
         self._aborted_steps.add(step)
+
+    def start_upload(self, job: UploadJob) -> None:
+        """Do nothing: only a writer process uploads."""
 
     @property
     def is_alive(self) -> bool:
@@ -141,14 +108,14 @@ class InlineRunner:
 
 
 class WriterClient:
-    """A process of its own, started with :meth:`start` before it is needed, or with the first job."""
+    """Runs jobs in a writer process, which starts with :meth:`start` or with the first job."""
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection[Any, Any] | None = None
-        self._lock = threading.RLock()  # a thread that waits for a GPU sends too
-        self._sent_generations: dict[int, int] = {}  # by buffer, which memory the process has
+        self._lock = threading.RLock()  # threads that wait for a GPU copy send too
+        self._sent_generations: dict[int, int] = {}  # the generation that the process has, by buffer
         self._upload_job: UploadJob | None = None
 
     def start(self) -> None:
@@ -158,7 +125,7 @@ class WriterClient:
 
     def _start_process(self) -> None:
         parent_end, child_end = Pipe()
-        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)  # a child has the mask of its parent
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)  # a child inherits the mask
         try:
             self._process = subprocess.Popen(
                 proc.python_module_argv(
@@ -179,9 +146,9 @@ class WriterClient:
             self._send(self._upload_job)
 
     def submit(self, job: WriteJob | CommitJob, staging: StagingBuffer | None) -> None:
-        with self._lock, suppress(OSError):  # it has died; outcome() tells
+        with self._lock, suppress(OSError):  # it has died; next_outcome() raises
             self.start()
-            buffer_index = job.memory if isinstance(job, WriteJob) else None
+            buffer_index = job.buffer_index if isinstance(job, WriteJob) else None
             if (
                 staging is not None
                 and buffer_index is not None
@@ -195,16 +162,16 @@ class WriterClient:
 
     def abort_commit(self, step: int) -> None:
         if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
-            return  # a thread waits for a process that takes nothing any more
+            return  # a thread is blocked on a process that no longer reads
         try:
-            if self._pipe is not None:  # else it has died, and its commit with it
+            if self._pipe is not None:  # otherwise the commit has died with the process
                 with suppress(OSError):
                     self._send(AbortCommit(step=step))
         finally:
             self._lock.release()
 
     def start_upload(self, job: UploadJob) -> None:
-        """From now on, also by a process that takes over."""
+        """Start uploads in the process, and in each process that replaces it."""
         with self._lock, suppress(OSError):
             self._upload_job = job
             if self._pipe is None:
@@ -214,10 +181,10 @@ class WriterClient:
 
     @property
     def is_alive(self) -> bool:
-        """As far as it was noticed."""
+        """Return whether the process runs; False only after its death was noticed."""
         return self._pipe is not None
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: WriterMessage) -> None:
         assert self._pipe is not None
         self._pipe.send_bytes(msgspec.json.encode(message))
 
@@ -230,7 +197,7 @@ class WriterClient:
             return schema.decode(self._pipe.recv_bytes(), JobOutcome)
         except (EOFError, OSError) as e:
             exit_text = self._reap()
-            raise WriterDied(f"the process that writes checkpoints {exit_text}") from e
+            raise WriterDied(f"the checkpoint writer {exit_text}") from e
 
     def _reap(self) -> str:
         with self._lock:
@@ -246,12 +213,12 @@ class WriterClient:
         return f"ended with exit code {code}"
 
     def close(self) -> None:
-        """It ends by itself when what it was given is done: at once, or after this process."""
+        """Close the pipe; the process ends after its last job, which may be after this process."""
         if self._pipe is None or self._process is None:
             return
         self._pipe.close()
         try:
             self._process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._process.returncode = 0  # it is left on purpose: subprocess shall not warn of it
+            self._process.returncode = 0  # left running on purpose; keeps subprocess from warning
         self._process = self._pipe = None

@@ -1,9 +1,7 @@
-"""The process that writes one rank's checkpoints.
+"""The writer process of one rank: ``python -m clustertrain.checkpoint.save.writer_process FD PID ENGINE``.
 
-``python -m clustertrain.checkpoint.save.writer_process FD PID ENGINE``.
-
-It takes jobs from the pipe until that ends, which is when its rank does, however that comes about. What it was given
-until then it brings to an end: the state of a rank that was killed while its save was under way is not lost.
+It takes jobs from the pipe until the pipe closes, which happens when its rank ends in any way, and finishes the jobs it
+has. So a save that was staged when its rank was killed is not lost.
 """
 
 from __future__ import annotations
@@ -26,17 +24,26 @@ import msgspec
 from clustertrain import clock, schema
 from clustertrain.checkpoint.core.failures import Failure
 from clustertrain.checkpoint.save import node_local
-from clustertrain.checkpoint.save.commit import CommitJob, WriteJob
 from clustertrain.checkpoint.save.engines import get_engine
-from clustertrain.checkpoint.save.remote import Uploader, UploadJob, UploadOutcome
-from clustertrain.checkpoint.save.writer_client import AbortCommit, AttachBuffer, JobKind, JobOutcome, Message, perform
+from clustertrain.checkpoint.save.job_executor import perform
+from clustertrain.checkpoint.save.remote import Uploader
+from clustertrain.checkpoint.save.writer_jobs import (
+    AbortCommit,
+    AttachBuffer,
+    CommitJob,
+    JobOutcome,
+    UploadJob,
+    WriteJob,
+    WriterMessage,
+    job_kind,
+)
 
-# How long the other ranks' parts are waited for when one's own rank is gone: they may well be gone too.
+# Seconds to wait for the other ranks' parts after this process's rank is gone: the others may be gone too.
 ORPHAN_TIMEOUT_S = 20.0
 
 
 class Inbox:
-    """What the rank sends, read by a thread, so that it never waits for a write to end before it can send more."""
+    """The rank's messages, read by a thread so that the rank never waits for a write before it can send more."""
 
     def __init__(self, pipe: Connection[Any, Any], rank_pid: int) -> None:
         self._pipe = pipe
@@ -53,13 +60,13 @@ class Inbox:
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether the rank is gone. Its end of the pipe may be held open by a child that it forked."""
+        """Return whether the rank is gone. A child that it forked may still hold its end of the pipe open."""
         if self._orphaned_at is None and os.getppid() != self._rank_pid:
             self._orphaned_at = clock.monotonic()
         return self._orphaned_at is not None
 
     def next_job(self) -> WriteJob | CommitJob | None:
-        """Waits for it. None: there will be none."""
+        """Wait for the next job and return it, or None at the end."""
         self._idle.set()
         job = self._jobs.get()
         self._idle.clear()
@@ -68,7 +75,7 @@ class Inbox:
     def finish_job(self, job: WriteJob | CommitJob, outcome: JobOutcome) -> None:
         if self._local_writer is not None:
             self._local_writer.finish_job(job)
-        if self._uploader is not None and outcome.trouble is None and (isinstance(job, CommitJob) or job.rank != 0):
+        if self._uploader is not None and outcome.failure is None and (isinstance(job, CommitJob) or job.rank != 0):
             self._uploader.notify_saved(job.step)
         self.send(outcome)
 
@@ -96,7 +103,7 @@ class Inbox:
                 while not self._pipe.poll(1.0):
                     if self.is_orphaned:
                         return
-                message = schema.decode(self._pipe.recv_bytes(), Message)
+                message = schema.decode(self._pipe.recv_bytes(), WriterMessage)
                 if isinstance(message, AttachBuffer):
                     fd = reduction.recv_handle(self._pipe)
                     self._buffers[message.index] = mmap.mmap(fd, message.size, access=mmap.ACCESS_READ)
@@ -104,14 +111,14 @@ class Inbox:
                 elif isinstance(message, AbortCommit):
                     self._aborted_steps.add(message.step)
                 elif isinstance(message, UploadJob) and self._uploader is None:
-                    self._uploader = Uploader(message, self._on_upload_outcome, self._idle.wait)
+                    self._uploader = Uploader(message, self.send, self._idle.wait)
                     self._uploader.start()
                 elif isinstance(message, WriteJob | CommitJob):
                     self._aborted_steps.discard(message.step)
                     self._enqueue(message)
         except (EOFError, OSError):
             pass
-        except Exception:  # whatever it is, the process must end: its rank waits for an answer
+        except Exception:  # the thread's edge: the process must end, its rank waits for an outcome
             traceback.print_exc()
         finally:
             self._orphaned_at = self._orphaned_at or clock.monotonic()
@@ -119,19 +126,8 @@ class Inbox:
                 self._uploader.stop()
             self._enqueue(None)
 
-    def _on_upload_outcome(self, upload_outcome: UploadOutcome) -> None:
-        outcome = JobOutcome(
-            step=upload_outcome.step,
-            of="copy",
-            bytes=upload_outcome.bytes,
-            seconds=upload_outcome.seconds,
-            ended=clock.monotonic(),
-            trouble=upload_outcome.trouble,
-        )
-        self.send(outcome)
-
     def _enqueue(self, job: WriteJob | CommitJob | None) -> None:
-        if self._local_writer is None and isinstance(job, WriteJob) and job.local:
+        if self._local_writer is None and isinstance(job, WriteJob) and job.local_folder:
             self._local_writer = LocalTierWriter(self, self._jobs)
         if self._local_writer is not None:
             self._local_writer.jobs.put(job)
@@ -139,14 +135,16 @@ class Inbox:
             self._jobs.put(job)
 
     def send(self, outcome: JobOutcome) -> None:
-        """Nobody may be there any more: what follows is still worth doing."""
+        """Send ``outcome`` to the rank; without a rank, do nothing, since the other jobs still count."""
         with self._send_lock, suppress(OSError):
             self._pipe.send_bytes(msgspec.json.encode(outcome))
 
 
 class LocalTierWriter:
-    """Puts parts into the node's own folder, while earlier ones are still being copied to the shared one. It is there
-    as soon as there is one, and all jobs pass it, so that they stay in order."""
+    """A thread that writes parts to the node's own disk while earlier parts are copied to the shared folder.
+
+    It starts with the first part that has a local folder. From then on all jobs pass through it, to stay in order.
+    """
 
     def __init__(self, inbox: Inbox, next_queue: queue.SimpleQueue[WriteJob | CommitJob | None]) -> None:
         self._inbox = inbox
@@ -158,40 +156,45 @@ class LocalTierWriter:
     def _run(self) -> None:
         while True:
             job = self.jobs.get()
-            if isinstance(job, WriteJob) and job.local and job.memory is not None and self._write_local(job):
-                self._inbox.send(JobOutcome(step=job.step, of="keep", ended=clock.monotonic()))
-                job = msgspec.structs.replace(job, memory=None)
+            if (
+                isinstance(job, WriteJob)
+                and job.local_folder
+                and job.buffer_index is not None
+                and self._write_local(job)
+            ):
+                self._inbox.send(JobOutcome(step=job.step, kind="local_write", ended=clock.monotonic()))
+                job = msgspec.structs.replace(job, buffer_index=None)
             self._next_queue.put(job)
 
     def _write_local(self, job: WriteJob) -> bool:
-        assert job.memory is not None
-        self._in_use.add(job.local)
+        assert job.buffer_index is not None
+        self._in_use.add(job.local_folder)
         try:
-            return node_local.write_local_part(job, self._inbox.buffer(job.memory), self._in_use)
-        except Exception:  # the job itself tells what is wrong, when it is done without this
+            return node_local.write_local_part(job, self._inbox.buffer(job.buffer_index), self._in_use)
+        except Exception:  # the thread's edge: the job then writes to the shared folder and reports its own failures
             traceback.print_exc()
             return False
 
     def finish_job(self, job: WriteJob | CommitJob) -> None:
         if isinstance(job, WriteJob):
-            self._in_use.discard(job.local)
+            self._in_use.discard(job.local_folder)
 
 
 def main(fd: int, rank_pid: int, engine_name: str) -> None:
+    """Run the jobs that arrive on ``fd`` from the rank ``rank_pid``."""
     inbox = Inbox(Connection(fd), rank_pid)
-    get_engine(engine_name)  # its imports, before there is anything to write
+    get_engine(engine_name)  # import its libraries ahead of the first job
     while (job := inbox.next_job()) is not None:
         try:
-            memory = inbox.buffer(job.memory) if isinstance(job, WriteJob) and job.memory is not None else None
+            memory = (
+                inbox.buffer(job.buffer_index) if isinstance(job, WriteJob) and job.buffer_index is not None else None
+            )
             should_continue = functools.partial(inbox.should_continue, job.step)
             outcome = perform(job, memory, should_continue, lambda: not inbox.is_orphaned, inbox.protected_steps)
-        except Exception as e:  # an engine's own failure must reach the rank, and not end in a log that nobody reads
+        except Exception as e:  # the process's edge: an engine's bug must reach the rank
             traceback.print_exc()
-            message = f"writing failed: {type(e).__name__}: {e}"
-            job_kind: JobKind = "write" if isinstance(job, WriteJob) else "commit"
-            outcome = JobOutcome(
-                step=job.step, of=job_kind, ended=clock.monotonic(), trouble=Failure(why=message, of="storage")
-            )
+            failure = Failure(message=f"writing failed: {type(e).__name__}: {e}", kind="storage")
+            outcome = JobOutcome(step=job.step, kind=job_kind(job), ended=clock.monotonic(), failure=failure)
         inbox.finish_job(job, outcome)
     inbox.close()
 

@@ -1,32 +1,30 @@
-"""A session's checkpoints: restored before the first step, saved on the way, given up where the kill comes first."""
+"""When and why a session saves, restores and rolls back, and the events of it.
+
+:class:`~clustertrain.checkpoint.manager.CheckpointManager` does the work.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
-import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
-import clustertrain
-from clustertrain import clock, fsio, settings
+from clustertrain import clock
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.core.failures import DeadlineExceeded
-from clustertrain.checkpoint.core.interval import CheckpointInterval, FailureHistory, count_failures
+from clustertrain.checkpoint.core.interval import CheckpointInterval
 from clustertrain.checkpoint.core.retention import RetentionPolicy
-from clustertrain.checkpoint.format.fence import Fence
 from clustertrain.checkpoint.format.manifest import CheckpointMetric, SaveReason
+from clustertrain.checkpoint.load import restore
+from clustertrain.checkpoint.load.restore import CheckpointOrigin, RestoreResult
 from clustertrain.checkpoint.load.rollback import RollbackTarget
-from clustertrain.checkpoint.manager import CheckpointManager, CheckpointOrigin, RestoreResult, SaveResult
-from clustertrain.checkpoint.save.writer_client import JobOutcome
-from clustertrain.config.recipe import AUTO, Recipe
-from clustertrain.errors import ConfigError, Diverged, UsageError
-from clustertrain.run import attempts
+from clustertrain.checkpoint.manager import CheckpointManager, SaveResult
+from clustertrain.checkpoint.save.writer_jobs import JobOutcome
+from clustertrain.errors import Diverged, UsageError
 from clustertrain.train.core import seeds
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.core.result import RankResultWriter
@@ -40,13 +38,16 @@ from clustertrain.train.stability.divergence import Rollback
 
 log = logging.getLogger(__name__)
 
-MIN_REPORTED_CHANGE = 0.1  # a change of the interval by less is not worth an event
-MAX_CLOSE_WAIT_S = 20.0  # for a save under way when the rank fails; torchrun kills it 30 s after
+MIN_REPORTED_CHANGE = 0.1  # relative change of the interval that is worth an event
+MAX_CLOSE_WAIT_S = 20.0  # for a pending save when the rank fails; torchrun kills the rank 30 s later
 
 
 class SessionCheckpointer:
-    """``is_enabled`` says whether there is a folder for checkpoints at all: outside a run only where the script names
-    one."""
+    """The checkpoints of a session. ``is_enabled`` is False without a folder: outside a run, only the script names one.
+
+    Methods are collective, except the properties, :meth:`is_due`, :meth:`is_overdue`, :meth:`has_failed_save`,
+    :meth:`report_abandoned_save` and :meth:`close`.
+    """
 
     def __init__(
         self,
@@ -58,20 +59,20 @@ class SessionCheckpointer:
         emit_event: Callable[..., None],
         get_deadline: Callable[[], float | None],
     ) -> None:
-        """``get_deadline`` says by when the process must have ended (UTC epoch s), once somebody has said so."""
+        """``get_deadline`` returns when the process must have ended (UTC epoch s), or None while that is unknown."""
         self._context = context
-        self._groups = groups
+        self._ranks_group = groups.checkpoint
         self._folder = folder or (context.run.checkpoints if context.run else None)
         self._num_threads = num_threads
         self._result = result
         self._emit_event = emit_event
         self._deadline_tracker = DeadlineTracker(get_deadline)
-        self._save_started_at: dict[int, float] = {}  # by step when its save began, UTC epoch s
+        self._save_started_at: dict[int, float] = {}  # by step, UTC epoch s
         self._interval: CheckpointInterval | None = None
         self._save_requested = False
-        self._about: dict[str, Any] = {}
+        self._about: Mapping[str, Any] = {}
         self._policy = RetentionPolicy()
-        self._early_stopping: EarlyStopping | None = None  # where the best by it is kept
+        self._early_stopping: EarlyStopping | None = None  # set if its best checkpoint is kept
         self._manager: CheckpointManager | None = None
 
     @property
@@ -80,75 +81,51 @@ class SessionCheckpointer:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether a checkpoint is worth making for what it was measured at alone."""
+        """Whether to save a step because its evaluation was the best."""
         return self._early_stopping is not None
 
     def open(
         self, total: int, every: int | str | None, keep: int | None, early_stopping: EarlyStopping | None = None
     ) -> None:
-        """For a loop that ends at step ``total``. From now on save ``every`` so often (None: only at the end) and keep
-        the ``keep`` newest (None: as many as the recipe says). The recipe's table has the last word on everything else;
-        where it is silent, the best one by ``early_stopping`` is kept.
+        """Open the checkpoints for a loop that ends at step ``total``.
+
+        Args:
+            every: the interval, as in the recipe; None saves only at the end.
+            keep: how many of the newest to keep; None as the recipe says. Everything else is the recipe's.
+            early_stopping: decides which checkpoints are best if the recipe does not.
 
         Raises:
-            UsageError: in a run, a loop before this one counts as far.
+            UsageError: in a run, if an earlier loop has the same number of steps or more.
         """
         if self._context.run is not None:
             self._result.begin_loop(total)
         if self._folder is None:
             return
-        if self._manager is not None:  # of an earlier loop of the same session
+        if self._manager is not None:  # of an earlier loop of this session
             self._manager.wait_for_saves()
             self._manager.close()
-        context = self._context
-        checkpoint_spec = checkpointing_config.get_checkpoint_spec(context)
-        self._interval = self._build_interval(every, checkpoint_spec.keep_every) if every is not None else None
-        self._about = build_about(context)
-        self._policy = policy = checkpointing_config.build_policy(context, keep, early_stopping)
-        self._early_stopping = (
-            early_stopping if early_stopping is not None and policy.best == early_stopping.metric else None
-        )
+        self._interval = checkpointing_config.build_interval(self._context, every) if every is not None else None
+        config = checkpointing_config.build_config(self._context, keep, early_stopping)
+        self._about, self._policy = config.about, config.policy
+        is_best_kept = early_stopping is not None and config.policy.best == early_stopping.metric
+        self._early_stopping = early_stopping if is_best_kept else None
         self._manager = CheckpointManager(
             self._folder,
-            Ranks(self._groups.checkpoint),
-            attempt=str(context.attempt.n) if context.attempt else "local",
-            layout={f: getattr(context.layout, f) for f in context.layout.__struct_fields__},
-            policy=policy,
-            engine=checkpoint_spec.engine,
-            background=checkpoint_spec.background,
-            device=context.device,
-            # The local backend's nodes are all on this machine.
-            local_world_size=context.world_size if settings.LOCAL_JOB in os.environ else context.local_world_size,
-            about=self._about,
-            local=checkpointing_config.build_local_tier(context),
-            remote=checkpointing_config.build_remote_tier(context, policy),
-            fence=_build_fence(context),
+            Ranks(self._ranks_group),
+            config,
             get_deadline=self._deadline_tracker.save_deadline,
             on_commit=self._on_commit,
             on_copy=self._on_copy,
         )
         self._manager.start()
 
-    def _build_interval(self, every: int | str, milestone: int) -> CheckpointInterval:
-        failures = FailureHistory()
-        run = self._context.run
-        if every == AUTO and run is not None and self._context.rank == 0:
-            nodes = self._context.world_size // self._context.local_world_size
-            failures = count_failures(attempts.load_attempts(run)[:-1], max(1, nodes))  # the last one is this
-        return CheckpointInterval(every, milestone=milestone, history=failures)
-
-    def _on_copy(self, outcome: JobOutcome) -> None:
-        if outcome.trouble is None:
-            self._emit_event("copied", step=outcome.step, copy_s=outcome.seconds, bytes=outcome.bytes)
-            return
-        self._emit_event("copy_failed", step=outcome.step, why=outcome.trouble.why)
-        log.warning("the checkpoint of step %d is not copied: %s", outcome.step, outcome.trouble.why)
+    # -- restore and roll back
 
     def restore(self, state: dict[str, Any], seed: int) -> int:
-        """Fill ``state`` from the newest checkpoint that verifies; returns its step, 0 where there is none.
+        """Load the newest valid checkpoint into ``state`` and return its step, or 0 without one.
 
         Raises:
-            UsageError: loops before this one have done more steps of the run.
+            UsageError: earlier loops of this run have already passed that step.
         """
         t_begin = clock.now()
         restored = self._manager.restore(state, self._check_origin) if self._manager is not None else None
@@ -169,49 +146,40 @@ class SessionCheckpointer:
                 skipped=restored.skipped,
                 **({} if restored.from_local is None else {"from_local": restored.from_local}),
             )
-            self._check_best_exists()
-        self._restore_rng_state(restored, seed, step)
-        self._exclude_samples(state)
-        if self._interval is not None:
-            self._interval.restart_timer()
-            self._report_interval()
+        self._adopt(restored, state, seed, step)
+        self._report_interval()
         return step
 
     def roll_back(self, state: dict[str, Any], seed: int, rollback: Rollback, target: RollbackTarget) -> int:
-        """Collective: fill ``state`` from a checkpoint before what went wrong, without the samples of that; returns its
-        step.
+        """Load a checkpoint from before the divergence into ``state``, exclude its samples, and return the step.
 
         Raises:
-            Diverged: on all ranks, where that was done too often, or there is no such checkpoint.
+            Diverged: on all ranks, if the run has rolled back too often, or no checkpoint is old enough.
         """
         t_begin = clock.now()
-        manager = self._wait_for_manager(rollback)
-        restored = manager.roll_back(state, target)
+        restored = self._settled_manager(rollback).roll_back(state, target)
         if restored is None:
             raise Diverged(f"{rollback.reason}: no checkpoint of step {target.max_step} or before is left")
         step = self._result.committed_step = restored.step
-        self._check_best_exists()
-        self._restore_rng_state(restored, seed, step)
-        self._exclude_samples(state)
         self._save_requested = False
-        if self._interval is not None:
-            self._interval.restart_timer()
+        self._adopt(restored, state, seed, step)
         self._report_rollback(t_begin, rollback, target, step)
         return step
 
     def record_rollback(self, rollback: Rollback, target: RollbackTarget) -> None:
-        """Collective, for ranks that leave: write down that the run goes back, so that the next attempt begins there.
+        """Record a roll-back for the next attempt to carry out, since this one ends.
 
         Raises:
-            DeadlineExceeded: the process must end before that, on all ranks. The next attempt finds out by itself.
+            DeadlineExceeded: on all ranks, if the process must end before. The next attempt then finds out by itself.
             Diverged: as :meth:`roll_back`.
         """
         t_begin = clock.now()
-        step = self._result.committed_step = self._wait_for_manager(rollback).invalidate(target)
+        context = self._settled_manager(rollback).restore_context
+        step = self._result.committed_step = restore.invalidate(context, target)
         self._report_rollback(t_begin, rollback, target, step)
 
-    def _wait_for_manager(self, rollback: Rollback) -> CheckpointManager:
-        """A checkpoint that is committed later the record of the way back would not know."""
+    def _settled_manager(self, rollback: Rollback) -> CheckpointManager:
+        """Return the manager without pending saves: the record would miss a checkpoint that is committed later."""
         if self._manager is None:
             raise Diverged(
                 f"{rollback.reason}: there are no checkpoints to go back to", fix="give session() a checkpoint_dir"
@@ -219,28 +187,30 @@ class SessionCheckpointer:
         self._manager.wait_for_saves()
         return self._manager
 
-    def _report_rollback(self, t_begin: float, rollback: Rollback, target: RollbackTarget, step: int) -> None:
-        self._emit_event(
-            "rolled_back",
-            t_begin=t_begin,
-            step=rollback.last_step,
-            to_step=step,
-            why=rollback.reason,
-            samples=sum(end - first for ranges in target.excluded.values() for first, end in ranges),
-            restore_s=clock.now() - t_begin,
-        )
-        log.warning("%s: back to step %d, without that data", rollback.reason, step)
+    def _adopt(self, restored: RestoreResult | None, state: Mapping[str, Any], seed: int, step: int) -> None:
+        """Continue from ``restored``: what is best, random states, excluded samples and the time of the next save."""
+        if restored is not None:
+            self._check_best_exists()
+        if restored is not None and restored.rank_state is not None:
+            self._num_threads = restored.rank_state["threads"]
+            torch.set_num_threads(self._num_threads)
+            seeds.restore_rng_state(restored.rank_state["random"], self._context.device)
+        else:
+            seeds.seed_everything(seeds.derive_seed(seed, "rank", step, self._context.rank))
+        if self._manager is not None:  # a checkpoint from before a roll-back does not know what that excluded
+            for name, ranges in restore.excluded_ranges(self._manager.restore_context).items():
+                if isinstance(state.get(name), Loader):
+                    state[name].leave_out(ranges)
+        if self._interval is not None:
+            self._interval.restart_timer()
 
     def _check_best_exists(self) -> None:
-        """The checkpoint of what was best may be gone: it went when a better one came, to which the run did not come
-        back."""
+        """Forget the best step if its checkpoint is gone: deleted for a better one that was rolled back since."""
         early_stopping = self._early_stopping
         if self._manager is None or early_stopping is None or early_stopping.best_step is None:
             return
-        lost_step, remaining = (
-            early_stopping.best_step,
-            self._manager.metric_values_if_missing(early_stopping.best_step, early_stopping.metric),
-        )
+        lost_step = early_stopping.best_step
+        remaining = restore.metric_values_if_missing(self._manager.restore_context, lost_step, early_stopping.metric)
         if remaining is None:
             return
         early_stopping.forget_best(remaining)
@@ -254,96 +224,73 @@ class SessionCheckpointer:
                 "the best checkpoint, of step %d, is not there any more; the best is now %s", lost_step, new_best
             )
 
-    def _restore_rng_state(self, restored: RestoreResult | None, seed: int, step: int) -> None:
-        if restored is not None and restored.rank_state is not None:
-            self._num_threads = restored.rank_state["threads"]
-            torch.set_num_threads(self._num_threads)
-            seeds.restore_rng_state(restored.rank_state["random"], self._context.device)
-        else:
-            seeds.seed_everything(seeds.derive_seed(seed, "rank", step, self._context.rank))
-
-    def _exclude_samples(self, state: Mapping[str, Any]) -> None:
-        """A checkpoint from before a roll-back does not know of it."""
-        if self._manager is None:
-            return
-        for name, ranges in self._manager.excluded_ranges().items():
-            if isinstance(state.get(name), Loader):
-                state[name].leave_out(ranges)
-
     def _check_origin(self, origin: CheckpointOrigin) -> None:
-        """Whether to go on from a checkpoint that was made like that, as the contract says. Collective: nodes need not
-        be like each other.
+        resume_check.check_origin(origin, self._context, self._about, Ranks(self._ranks_group))
 
-        Raises:
-            ConfigError: on all ranks; only under the same circumstances, and they are others on one of them.
-        """
-        own_differences = resume_check.find_differences(origin, self._context, self._about)
-        gathered = Ranks(self._groups.checkpoint).all_gather_optional(
-            (self._context.node, own_differences) if own_differences else None
+    def _report_rollback(self, t_begin: float, rollback: Rollback, target: RollbackTarget, step: int) -> None:
+        self._emit_event(
+            "rolled_back",
+            t_begin=t_begin,
+            step=rollback.last_step,
+            to_step=step,
+            why=rollback.reason,
+            samples=sum(end - first for ranges in target.excluded.values() for first, end in ranges),
+            restore_s=clock.now() - t_begin,
         )
-        differences = resume_check.merge_differences(gathered)
-        if not differences:
-            return
-        if _is_exact_resume(self._context):
-            raise ConfigError(
-                f"contract.resume = 'exact', and this is not how the checkpoint was made: {'; '.join(differences)}",
-                fix="start it as it was, or begin a new run with contract.resume = 'elastic'",
-            )
-        if self._context.rank == 0:
-            log.warning("the run goes on under other circumstances: %s", "; ".join(differences))
+        log.warning("%s: back to step %d, without that data", rollback.reason, step)
+
+    # -- save
 
     def reserve(self, state: dict[str, Any]) -> None:
-        """Collective, after the first step, when the optimizer has its state: make room for the first save on the
-        way."""
+        """Allocate memory for the first save, in the background. Call it once the optimizer has its state."""
         if self._manager is not None and self._interval is not None:
             self._manager.reserve(state, self._rank_state())
 
     def is_due(self, step: int) -> bool:
-        """Whether a save is due because of the step's number, which all ranks know."""
+        """Return whether to save by the number of the step, which all ranks know."""
         return self._interval is not None and self._interval.is_due_at(step)
 
     def is_overdue(self) -> bool:
-        """Whether rank 0's clock says that a save is due; said once for each, since it takes a step to be heard."""
+        """Return whether to save by rank 0's clock; True once per save, since the ranks take a step to agree on it."""
         if self._interval is None or self._context.rank != 0 or self._save_requested or not self._interval.is_timed:
             return False
         self._save_requested = self._interval.is_overdue()
         return self._save_requested
 
-    def save(
-        self,
-        step: int,
-        state: dict[str, Any],
-        reason: SaveReason,
-        latest_metrics: Mapping[str, Any],
-    ) -> None:
-        """Collective. On the way in the background; at a stop and at the end until it is committed. ``latest_metrics``
-        are the scalars that were logged last.
+    def save(self, step: int, state: dict[str, Any], reason: SaveReason, latest_metrics: Mapping[str, Any]) -> None:
+        """Save ``state``: in the background on the way, until the commit at a stop and at the end.
+
+        ``latest_metrics`` are the scalars that were logged last.
 
         Raises:
-            DeadlineExceeded: the process must end before that, on all ranks.
-            StorageError, CheckpointError: on all ranks, for what any could not save.
+            DeadlineExceeded: on all ranks, if the process must end before the commit.
+            StorageError, CheckpointError: on all ranks, if any of them could not save.
         """
         if self._manager is None:
             return
-        metric = None
-        if self._policy.best:
-            value = latest_metrics.get(self._policy.best)
-            is_finite = isinstance(value, (int, float)) and math.isfinite(value)
-            metric_value = float(value) if is_finite else None  # type: ignore[arg-type]
-            metric = CheckpointMetric(name=self._policy.best, value=metric_value, mode=self._policy.best_mode)
         rank_state, wait = self._rank_state(), reason != "interval"
         if reason == "interval" and self._is_best_only(step):
             reason = "best"
         self._save_started_at[step] = clock.now()
+        metric = self._checkpoint_metric(latest_metrics)
         self._manager.save(step, state, rank_state, reason=reason, metric=metric, wait=wait)
-        if reason == "best":  # the regular ones come as they would without
+        if reason == "best":  # an extra save does not delay the regular ones
             return
         self._save_requested = False
         if self._interval is not None:
             self._interval.restart_timer()
 
+    def _checkpoint_metric(self, latest_metrics: Mapping[str, Any]) -> CheckpointMetric | None:
+        """Return the metric that decides which checkpoints are best, with no value for NaN or Inf."""
+        if not self._policy.best:
+            return None
+        value = latest_metrics.get(self._policy.best)
+        finite = float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+        return CheckpointMetric(name=self._policy.best, value=finite, mode=self._policy.best_mode)
+
     def _is_best_only(self, step: int) -> bool:
-        """Rank 0, which commits, knows; the others do not know whether a clock has asked."""
+        """Return whether only the best evaluation asks for a save of ``step``. Right only on rank 0, which commits and
+        has the clock."""
         return (
             self._early_stopping is not None
             and self._early_stopping.best_step == step
@@ -352,6 +299,27 @@ class SessionCheckpointer:
 
     def _rank_state(self) -> dict[str, Any]:
         return {"random": seeds.capture_rng_state(self._context.device), "threads": self._num_threads}
+
+    def has_failed_save(self) -> bool:
+        """Return whether a save of this rank has failed since, without waiting."""
+        return self._manager is not None and self._manager.poll()
+
+    def wait_for_saves(self) -> None:
+        """Wait for the pending saves. Raises as :meth:`save`."""
+        if self._manager is not None:
+            self._manager.wait_for_saves()
+
+    def is_too_late_to_save(self, agreement: StopAgreement) -> bool:
+        """Return whether the pending saves and one more would miss the deadline, on all ranks alike."""
+        num_pending = self._manager.num_pending if self._manager is not None else 0
+        return self._deadline_tracker.is_too_late_to_save(agreement, 1 + num_pending)
+
+    # -- events
+
+    def report_abandoned_save(self, step: int, e: DeadlineExceeded) -> None:
+        """Report that the save of ``step`` was given up at the deadline."""
+        self._emit_event("save_given_up", step=step, why=e.message)
+        log.warning("%s; the run goes on from step %d", e.message, self._result.committed_step or 0)
 
     def _report_interval(self) -> None:
         if self._interval is not None and self._interval.is_timed:
@@ -377,29 +345,18 @@ class SessionCheckpointer:
             if previous_s and abs((self._interval.seconds or previous_s) / previous_s - 1) > MIN_REPORTED_CHANGE:
                 self._report_interval()
 
-    def has_failed_save(self) -> bool:
-        """Whether a save of this rank's has failed since. Looks at what the writing process has said, and does not
-        wait."""
-        return self._manager is not None and self._manager.poll()
+    def _on_copy(self, outcome: JobOutcome) -> None:
+        if outcome.failure is None:
+            self._emit_event("copied", step=outcome.step, copy_s=outcome.seconds, bytes=outcome.bytes)
+            return
+        self._emit_event("copy_failed", step=outcome.step, why=outcome.failure.message)
+        log.warning("the checkpoint of step %d is not copied: %s", outcome.step, outcome.failure.message)
 
-    def wait_for_saves(self) -> None:
-        """Collective: wait for the saves under way. Raises as :meth:`save`."""
-        if self._manager is not None:
-            self._manager.wait_for_saves()
-
-    def is_too_late_to_save(self, agreement: StopAgreement) -> bool:
-        """Whether it is too late for a save after what is still under way, on all ranks alike. Collective."""
-        return self._deadline_tracker.is_too_late_to_save(
-            agreement, 1 + (self._manager.num_pending if self._manager is not None else 0)
-        )
-
-    def report_abandoned_save(self, step: int, e: DeadlineExceeded) -> None:
-        """Say that what should have been saved is not."""
-        self._emit_event("save_given_up", step=step, why=e.message)
-        log.warning("%s; the run goes on from step %d", e.message, self._result.committed_step or 0)
+    # -- end
 
     def close(self) -> None:
-        """Not collective: other ranks may be gone, so a save under way is waited for as long as one takes."""
+        """Let the writer end. Waits for a pending save as long as one takes, but not for other ranks, which may be
+        gone."""
         if self._manager is None:
             return
         completed = self._result.ending == "completed"
@@ -414,37 +371,3 @@ class SessionCheckpointer:
 
     def _is_stop_requested(self) -> bool:
         return self._context.rank_dir is not None and (self._context.rank_dir / "stop").exists()
-
-
-def _build_fence(context: RankContext) -> Fence | None:
-    if context.run is None or context.attempt is None:
-        return None
-    return Fence(run=str(context.run.path), attempt=context.attempt.n)
-
-
-def build_about(context: RankContext) -> dict[str, Any]:
-    """What made a checkpoint. Checkpoints are copied and handed on, so no secret of the recipe's is in it."""
-    spec, run = context.spec, context.run
-    record = (fsio.read_json(run.record) or {}) if run is not None else {}
-    return {
-        "clustertrain": clustertrain.__version__,
-        "python": platform.python_version(),
-        "recipe": msgspec.to_builtins(_without_secrets(spec.recipe))
-        if spec is not None and spec.script is None
-        else None,
-        "git": record.get("git"),
-        # Read by one rank, and where it matters: it may be 100 MiB.
-        "code": resume_check.checksum_files(run.code)
-        if run is not None and context.rank == 0 and _is_exact_resume(context)
-        else None,
-        "precision": context.precision,
-    }
-
-
-def _is_exact_resume(context: RankContext) -> bool:
-    return context.spec is not None and context.spec.recipe.contract.resume == "exact"
-
-
-def _without_secrets(recipe: Recipe) -> Recipe:
-    telemetry = msgspec.structs.replace(recipe.telemetry, alerts=recipe.telemetry.alerts.redacted())
-    return msgspec.structs.replace(recipe, telemetry=telemetry)

@@ -1,42 +1,102 @@
-"""What a recipe's ``[checkpoint]`` table asks of the checkpoints of this rank."""
+"""The configuration of a session's checkpoints, from the recipe's ``[checkpoint]`` table and the rank's context."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import os
-from typing import Literal
+import platform
+from typing import Any, Literal
 
+import msgspec
+
+import clustertrain
+from clustertrain import fsio, settings
+from clustertrain.checkpoint.core.interval import CheckpointInterval, FailureHistory, count_failures
 from clustertrain.checkpoint.core.retention import RetentionPolicy
-from clustertrain.checkpoint.manager import LocalTier, RemoteTier
-from clustertrain.config.recipe import KEEP_BEST_AUTO, CheckpointSpec, Recipe
+from clustertrain.checkpoint.format.fence import Fence
+from clustertrain.checkpoint.load.restore import LocalTier, RemoteTier
+from clustertrain.checkpoint.manager import CheckpointConfig
+from clustertrain.config.recipe import AUTO, KEEP_BEST_AUTO, CheckpointSpec, Recipe
 from clustertrain.config.storage_paths import resolve_node_folder
 from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.run import attempts
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.evaluation.best_metric import EarlyStopping
+from clustertrain.train.session import resume_check
 
 log = logging.getLogger(__name__)
 
 
-def get_checkpoint_spec(context: RankContext) -> CheckpointSpec:
-    return context.spec.recipe.checkpoint if context.spec else CheckpointSpec()
+def build_config(context: RankContext, keep: int | None, early_stopping: EarlyStopping | None) -> CheckpointConfig:
+    """Return the configuration of this rank's checkpoint manager; ``keep`` and ``early_stopping`` as for
+    :func:`build_policy`."""
+    spec = _checkpoint_spec(context)
+    policy = build_policy(context, keep, early_stopping)
+    return CheckpointConfig(
+        attempt=str(context.attempt.n) if context.attempt else "local",
+        layout={f: getattr(context.layout, f) for f in context.layout.__struct_fields__},
+        policy=policy,
+        engine=spec.engine,
+        background=spec.background,
+        device=context.device,
+        # All nodes of the local backend are this machine.
+        local_world_size=context.world_size if settings.LOCAL_JOB in os.environ else context.local_world_size,
+        about=build_about(context),
+        local=_build_local_tier(context),
+        remote=_build_remote_tier(context, policy),
+        fence=_build_fence(context),
+    )
+
+
+def build_interval(context: RankContext, every: int | str) -> CheckpointInterval:
+    """Return when to save: every ``every`` steps, a duration, or "auto" by the failures of the run so far."""
+    history = FailureHistory()
+    if every == AUTO and context.run is not None and context.rank == 0:
+        nodes = context.world_size // context.local_world_size
+        history = count_failures(attempts.load_attempts(context.run)[:-1], max(1, nodes))  # the last is this attempt
+    return CheckpointInterval(every, milestone=_checkpoint_spec(context).keep_every, history=history)
 
 
 def build_policy(context: RankContext, keep: int | None, early_stopping: EarlyStopping | None) -> RetentionPolicy:
-    """``keep``: so many of the newest, None: as many as the recipe says. Where that is silent, the best one by
-    ``early_stopping`` is kept."""
-    spec = get_checkpoint_spec(context)
+    """Return which checkpoints to keep: the ``keep`` newest (None: as the recipe says), and the best.
+
+    If the recipe does not say which are best, ``early_stopping`` does.
+    """
+    spec = _checkpoint_spec(context)
     keep_best, best, mode = _resolve_best(context, spec, early_stopping)
     return RetentionPolicy(
         keep=keep or spec.keep, keep_every=spec.keep_every, keep_best=keep_best, best=best, best_mode=mode
     )
 
 
+def build_about(context: RankContext) -> dict[str, Any]:
+    """Return what produces this run's checkpoints. Checkpoints are copied and shared, so it has no secrets."""
+    spec, run = context.spec, context.run
+    record = (fsio.read_json(run.record) or {}) if run is not None else {}
+    return {
+        "clustertrain": clustertrain.__version__,
+        "python": platform.python_version(),
+        "recipe": msgspec.to_builtins(_without_secrets(spec.recipe))
+        if spec is not None and spec.script is None
+        else None,
+        "git": record.get("git"),
+        # Only one rank reads the files, and only for an exact resume: they may be 100 MiB.
+        "code": resume_check.checksum_files(run.code)
+        if run is not None and context.rank == 0 and resume_check.is_exact_resume(context)
+        else None,
+        "precision": context.precision,
+    }
+
+
+def _checkpoint_spec(context: RankContext) -> CheckpointSpec:
+    return context.spec.recipe.checkpoint if context.spec else CheckpointSpec()
+
+
 def _resolve_best(
     context: RankContext, spec: CheckpointSpec, early_stopping: EarlyStopping | None
 ) -> tuple[int, str, Literal["min", "max"]]:
-    """How many of the best ones stay, by which scalar, and whether the least is the best."""
+    """Return how many of the best to keep, the metric that decides, and whether its minimum is best."""
     recipe = context.spec.recipe if context.spec else Recipe()
     keep_best = spec.keep_best if spec.keep_best != KEEP_BEST_AUTO else int(early_stopping is not None)
     if keep_best == 0:
@@ -47,8 +107,8 @@ def _resolve_best(
     return keep_best, metric or recipe.deciding_metric, recipe.best_mode
 
 
-def build_local_tier(context: RankContext) -> LocalTier | None:
-    spec = get_checkpoint_spec(context)
+def _build_local_tier(context: RankContext) -> LocalTier | None:
+    spec = _checkpoint_spec(context)
     if not spec.local or context.run is None:
         return None
     try:
@@ -59,10 +119,21 @@ def build_local_tier(context: RankContext) -> LocalTier | None:
     return LocalTier(root, is_node_leader=context.local_rank == 0)
 
 
-def build_remote_tier(context: RankContext, policy: RetentionPolicy) -> RemoteTier | None:
-    spec, run = get_checkpoint_spec(context), context.run
+def _build_remote_tier(context: RankContext, policy: RetentionPolicy) -> RemoteTier | None:
+    spec, run = _checkpoint_spec(context), context.run
     if not spec.remote or run is None:
         return None
-    needed = context.rank == 0 and any(a.committed_step is not None for a in attempts.load_attempts(run)[:-1])
+    is_required = context.rank == 0 and any(a.committed_step is not None for a in attempts.load_attempts(run)[:-1])
     policy = dataclasses.replace(policy, keep=spec.remote_keep or policy.keep)
-    return RemoteTier(f"{spec.remote.rstrip('/')}/{run.id}", policy, needed)
+    return RemoteTier(f"{spec.remote.rstrip('/')}/{run.id}", policy, is_required)
+
+
+def _build_fence(context: RankContext) -> Fence | None:
+    if context.run is None or context.attempt is None:
+        return None
+    return Fence(run=str(context.run.path), attempt=context.attempt.n)
+
+
+def _without_secrets(recipe: Recipe) -> Recipe:
+    telemetry = msgspec.structs.replace(recipe.telemetry, alerts=recipe.telemetry.alerts.redacted())
+    return msgspec.structs.replace(recipe, telemetry=telemetry)

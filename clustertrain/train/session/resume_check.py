@@ -1,7 +1,8 @@
-"""Whether a run goes on as it began: how a checkpoint was made, against how this process was started."""
+"""Compare the circumstances of a checkpoint with those of this process, as ``contract.resume`` asks."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from importlib import machinery
@@ -13,18 +14,49 @@ import torch
 import xxhash
 
 from clustertrain import schema
+from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.load.restore import CheckpointOrigin
+from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
 from clustertrain.train.core.context import RankContext
 
-_MAX_LISTED_FILES = 3  # names of files
+log = logging.getLogger(__name__)
+
+_MAX_LISTED_FILES = 3
+
+
+def is_exact_resume(context: RankContext) -> bool:
+    """Return whether a resume must be under the same circumstances."""
+    return context.spec is not None and context.spec.recipe.contract.resume == "exact"
+
+
+def check_origin(origin: CheckpointOrigin, context: RankContext, current: Mapping[str, Any], ranks: Ranks) -> None:
+    """Compare ``origin`` with this process on every rank, since nodes may differ. Collective.
+
+    ``current`` is what the checkpoints of this attempt record as ``about``.
+
+    Raises:
+        ConfigError: on all ranks, if any of them differs and the resume must be exact. Otherwise rank 0 warns.
+    """
+    own_differences = find_differences(origin, context, current)
+    gathered = ranks.all_gather_optional((context.node, own_differences) if own_differences else None)
+    differences = merge_differences(gathered)
+    if not differences:
+        return
+    if is_exact_resume(context):
+        raise ConfigError(
+            f"contract.resume = 'exact', and this is not how the checkpoint was made: {'; '.join(differences)}",
+            fix="start it as it was, or begin a new run with contract.resume = 'elastic'",
+        )
+    if context.rank == 0:
+        log.warning("the run goes on under other circumstances: %s", "; ".join(differences))
 
 
 def find_differences(origin: CheckpointOrigin, context: RankContext, current: Mapping[str, Any]) -> list[str]:
-    """In words what is not as it was, of layout, ranks, precision, code and versions. The data's version is the
-    loader's affair, which refuses another one always.
+    """Return one message per difference in layout, ranks, precision, code and versions.
 
-    ``current``: what this process says of itself, as a checkpoint's ``about``.
+    The version of the data is not compared here: the loader refuses another one in any case. ``current`` as for
+    :func:`check_origin`.
     """
     messages = []
     if origin.world_size != context.world_size:
@@ -47,10 +79,10 @@ def find_differences(origin: CheckpointOrigin, context: RankContext, current: Ma
 
 
 def merge_differences(by_rank: Sequence[tuple[str, Sequence[str]] | None]) -> list[str]:
-    """What the ranks have found, each thing once: with the nodes and ranks that have, where not all do.
+    """Return each difference once, with its nodes and ranks unless all ranks have it.
 
     Args:
-        everybody: of each rank its node and what it has found; None: nothing.
+        by_rank: (node, differences) of each rank; None for a rank without differences.
     """
     ranks: dict[str, list[int]] = {}
     for rank, entry in enumerate(by_rank):
@@ -65,7 +97,7 @@ def merge_differences(by_rank: Sequence[tuple[str, Sequence[str]] | None]) -> li
 
 
 def checksum_files(code: Path) -> dict[str, str]:
-    """By name a checksum of each file of a run's ``code/``, without what Python leaves there when it imports."""
+    """Return a checksum per file of a run's ``code/``, without ``__pycache__``."""
     checksums = {}
     for folder, folders, files in os.walk(code):
         links = [f for f in folders if Path(folder, f).is_symlink()]
@@ -84,10 +116,11 @@ def _checksum(path: Path) -> str:
 
 
 def find_changed_files(before: Any, current: Any) -> list[str]:
-    """A file that was not there before counts where Python could import it; others a script may have written."""
-    if not isinstance(before, Mapping) or not isinstance(
-        current, Mapping
-    ):  # no exact resume then, or not this rank's part
+    """Return one message with the files that changed, or nothing.
+
+    A new file counts only if Python could import it; a script may have written other files itself.
+    """
+    if not isinstance(before, Mapping) or not isinstance(current, Mapping):  # not recorded, or not read by this rank
         return []
     added = [name for name in current if name not in before and name.endswith(tuple(machinery.all_suffixes()))]
     names = sorted([*(name for name, checksum in before.items() if current.get(name) != checksum), *added])
@@ -105,7 +138,7 @@ def _format_layout(layout: Mapping[str, Any]) -> str:
 
 
 def _format_code_version(git: Any) -> str:
-    """The commit, and a checksum of what was changed since."""
+    """Return the commit, and a checksum of the changes since."""
     if not isinstance(git, Mapping):
         return ""
     diff = str(git.get("diff") or "")

@@ -15,10 +15,10 @@ from clustertrain.checkpoint.format import manifest as index
 
 RANKS = 2
 EVERYBODY = -1
-AT_RANKS = ("before staging", "while staging", "staged")
-AT_WRITERS = ("before writing", "while writing", "written", "handed in")
-AT_FIRST_WRITER = ("before the marker", "after the marker", "while publishing", "while pruning")
-AT_LOCAL = ("kept", "while copying")  # of writers that have a disk of the node's own
+AT_RANKS = ("before_staging", "during_staging", "after_staging")
+AT_WRITERS = ("before_write", "during_write", "after_write", "after_part_done_marker")
+AT_FIRST_WRITER = ("before_commit_marker", "after_commit_marker", "during_publish", "during_prune")
+AT_LOCAL = ("after_local_write", "during_copy_to_shared")  # of writers that have a disk of the node's own
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def _nth(rng: random.Random) -> int:
 
 def _point_of_writer(rng: random.Random, local: bool) -> dict[str, Any]:
     point = rng.choice([*AT_WRITERS, *AT_FIRST_WRITER, *AT_LOCAL * local])
-    nth = rng.randint(1, 60) if point == "while writing" else _nth(rng)  # a writer comes to this one with each tensor
+    nth = rng.randint(1, 60) if point == "during_write" else _nth(rng)  # a writer comes to this one with each tensor
     return {"rank": 0 if point in AT_FIRST_WRITER else rng.randrange(RANKS), "point": point, "nth": nth}
 
 

@@ -14,7 +14,7 @@ from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.storage import RemoteFolder
-from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.config.parsing import build
 from clustertrain.config.presets import apply_preset
 from clustertrain.config.recipe import Recipe
@@ -31,11 +31,13 @@ def save(
     manager = CheckpointManager(
         root,
         Ranks(),
-        attempt="1",
-        layout={"strategy": "single"},
-        policy=RetentionPolicy(keep=100),
-        background=False,
-        about={"recipe": msgspec.to_builtins(recipe)} if recipe else {},
+        CheckpointConfig(
+            attempt="1",
+            layout={"strategy": "single"},
+            policy=RetentionPolicy(keep=100),
+            background=False,
+            about={"recipe": msgspec.to_builtins(recipe)} if recipe else {},
+        ),
     )
     saved = manager.save(step, state, rank_state)
     assert saved is not None

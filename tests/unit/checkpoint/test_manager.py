@@ -20,7 +20,7 @@ from clustertrain.checkpoint.format import direct_io, folders, storage_errors
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.manifest import DamagedCheckpoint
 from clustertrain.checkpoint.format.storage_errors import StorageError
-from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.errors import CheckpointError, NotFound
 
@@ -74,7 +74,9 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def manager(root: Path) -> CheckpointManager:
     return CheckpointManager(
-        root, Ranks(), attempt="1", layout={"strategy": "single"}, policy=RetentionPolicy(keep=3), background=False
+        root,
+        Ranks(),
+        CheckpointConfig(attempt="1", layout={"strategy": "single"}, policy=RetentionPolicy(keep=3), background=False),
     )
 
 
@@ -334,7 +336,7 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
     while True:
         shutil.rmtree(root, ignore_errors=True)
         first = CheckpointManager(
-            root, Ranks(), attempt="1", layout={}, policy=RetentionPolicy(keep=1), background=False
+            root, Ranks(), CheckpointConfig(attempt="1", layout={}, policy=RetentionPolicy(keep=1), background=False)
         )
         first.save(3, make_state(1))
         old = inspect.digest(inspect.find_checkpoint(root))
@@ -347,7 +349,7 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
                 finished = False
         new_state = make_state(5)
         second = CheckpointManager(
-            root, Ranks(), attempt="2", layout={}, policy=RetentionPolicy(keep=1), background=False
+            root, Ranks(), CheckpointConfig(attempt="2", layout={}, policy=RetentionPolicy(keep=1), background=False)
         )
         restored = second.restore(new_state)
         assert restored is not None, f"after {done}"

@@ -25,27 +25,28 @@ from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.core.state_dict import to_local_shard
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.storage_errors import StorageError
-from clustertrain.checkpoint.manager import CheckpointManager, RestoreResult
+from clustertrain.checkpoint.load.restore import RestoreResult
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.checkpoint.save import node_local
-from clustertrain.checkpoint.save.commit import WriteJob
 from clustertrain.checkpoint.save.staging import StagingBuffer
+from clustertrain.checkpoint.save.writer_jobs import WriteJob
 from clustertrain.errors import CheckpointError
 
 pytestmark = pytest.mark.long
 # The second save replaces the first one at this point alone: it is the one at which there is something to replace.
 POINTS = {
-    "before writing": 6,
-    "while writing": 6,
-    "written": 6,
-    "handed in": 6,
-    "before the marker": 6,
-    "after the marker": 6,
-    "while publishing": 3,
-    "while pruning": 6,
+    "before_write": 6,
+    "during_write": 6,
+    "after_write": 6,
+    "after_part_done_marker": 6,
+    "before_commit_marker": 6,
+    "after_commit_marker": 6,
+    "during_publish": 3,
+    "during_prune": 6,
 }
 # Another process finds done what was to be done up to here, and does not come to the same point again.
-READY = ("handed in", "after the marker", "while pruning")
+READY = ("after_part_done_marker", "after_commit_marker", "during_prune")
 
 
 @pytest.fixture
@@ -55,7 +56,9 @@ def root(tmp_path: Path) -> Path:
 
 def manager_of(root: Path, attempt: str, *, background: bool = False) -> CheckpointManager:
     return CheckpointManager(
-        root, Ranks(), attempt=attempt, layout={}, policy=RetentionPolicy(keep=1), background=background
+        root,
+        Ranks(),
+        CheckpointConfig(attempt=attempt, layout={}, policy=RetentionPolicy(keep=1), background=background),
     )
 
 
@@ -96,7 +99,7 @@ def test_a_writer_that_is_killed_once_costs_nothing(root: Path, point: str) -> N
     manager.close()
     assert saved is not None and saved.bytes == index.read_manifest(saved.path).bytes
     # What was to be deleted goes with the next one.
-    assert names(root) == ["step-00000003"] * (point == "while pruning") + [saved.path.name]
+    assert names(root) == ["step-00000003"] * (point == "during_prune") + [saved.path.name]
     assert restored_value(root) == (POINTS[point], 2.0)
 
 
@@ -117,7 +120,7 @@ def test_a_writer_that_is_killed_twice_leaves_the_older_checkpoint(root: Path, p
 
 
 @pytest.mark.parametrize("what", ["ENOSPC", "EIO"])
-@pytest.mark.parametrize("point", [p for p in POINTS if p not in ("handed in", "while pruning")])
+@pytest.mark.parametrize("point", [p for p in POINTS if p not in ("after_part_done_marker", "during_prune")])
 def test_a_failed_save_leaves_what_was_there_and_nothing_else(root: Path, point: str, what: str) -> None:
     manager_of(root, "1").save(3, state_of(1.0))
     manager = manager_of(root, "2", background=True)
@@ -138,7 +141,7 @@ def test_a_failed_save_leaves_what_was_there_and_nothing_else(root: Path, point:
 def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(root: Path) -> None:
     manager_of(root, "1").save(3, state_of(1.0))
     manager = manager_of(root, "2", background=True)
-    with fault_at("while pruning", "EIO"):
+    with fault_at("during_prune", "EIO"):
         manager.start()
     manager.save(6, state_of(2.0), wait=True)
     manager.close()
@@ -153,10 +156,19 @@ def test_a_part_from_the_nodes_own_disk_is_not_touched_when_it_was_handed_in(roo
     staging = StagingBuffer(tmp_path, torch.device("cpu"))
     segments = staging.stage([to_local_shard("a", "other", torch.ones(100))])
     near = str(tmp_path / "near" / "step-00000003-1")
-    job = WriteJob(step=3, folder=str(folder), rank=0, engine="raw", memory=0, segments=segments, own=None, local=near)
+    job = WriteJob(
+        step=3,
+        folder=str(folder),
+        rank=0,
+        engine="raw",
+        buffer_index=0,
+        segments=segments,
+        rank_values=None,
+        local_folder=near,
+    )
     assert node_local.write_local_part(job, staging.memory())
     staging.close()
-    job = msgspec.structs.replace(job, memory=None)
+    job = msgspec.structs.replace(job, buffer_index=None)
     assert node_local.copy_to_shared(job) == 400
     before = (folder / "rank-0.bin").stat()
     assert node_local.copy_to_shared(job) == 400
@@ -168,7 +180,7 @@ def test_half_a_file_of_a_killed_writer_is_no_part_of_the_checkpoint(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die_half_way(point: str, rank: int) -> None:
-        if point == "written":
+        if point == "after_write":
             (folder,) = root.iterdir()
             (folder / "..rank-0.done.4711-00c0ffee").write_text("{")
 
@@ -180,7 +192,7 @@ def test_half_a_file_of_a_killed_writer_is_no_part_of_the_checkpoint(
 
 
 def test_a_newer_format_is_no_reason_to_go_back(root: Path) -> None:
-    manager = CheckpointManager(root, Ranks(), attempt="1", layout={}, background=False)
+    manager = CheckpointManager(root, Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
     for step in (3, 6):
         manager.save(step, state_of(1.0))
     marker = index.step_folder(root, 6) / index.COMMITTED
@@ -192,7 +204,7 @@ def test_a_newer_format_is_no_reason_to_go_back(root: Path) -> None:
 
 def test_a_checkpoint_under_another_steps_name_is_damaged(root: Path) -> None:
     """Restored as step 6, the run would do the data of steps 4 to 6 never."""
-    manager = CheckpointManager(root, Ranks(), attempt="1", layout={}, background=False)
+    manager = CheckpointManager(root, Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
     manager.save(3, state_of(1.0))
     shutil.copytree(index.step_folder(root, 3), index.step_folder(root, 6))
     restored = manager.restore(state_of(0.0))
@@ -208,7 +220,9 @@ def shared() -> Iterator[Path]:
     """A folder of checkpoints of steps 3 and 6 that everybody can get to, unlike pytest's own."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
-    manager = CheckpointManager(folder / "checkpoints", Ranks(), attempt="1", layout={}, background=False)
+    manager = CheckpointManager(
+        folder / "checkpoints", Ranks(), CheckpointConfig(attempt="1", layout={}, background=False)
+    )
     for step in (3, 6):
         manager.save(step, state_of(float(step)))
     for path in [folder / "checkpoints", *(folder / "checkpoints").rglob("*")]:

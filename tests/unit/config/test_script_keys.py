@@ -21,7 +21,15 @@ OF_SESSION = (
     "core/context.py",
     *(
         f"session/{name}.py"
-        for name in ("checkpointing", "checkpointing_config", "runtime", "recorder", "session", "budget")
+        for name in (
+            "checkpointing",
+            "checkpointing_config",
+            "resume_check",
+            "runtime",
+            "recorder",
+            "session",
+            "budget",
+        )
     ),
 )
 

@@ -34,7 +34,7 @@ class Engine(Protocol):
         when it returns.
 
         Args:
-            memory: the staging memory, that ``Segment.at`` counts in.
+            memory: the staging memory, that ``Segment.buffer_offset`` counts in.
 
         Returns: one place a segment, in their order. A segment of no bytes may be anywhere.
 

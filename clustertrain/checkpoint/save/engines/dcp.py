@@ -132,7 +132,7 @@ class _StagedPlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         segment = self._segments[cast(int, index.index)]
         data = library.bytes_to_tensor(library.segment_bytes(segment, self._memory))
-        return data.view(_dcp_dtype(segment.dtype)).reshape(segment.part)
+        return data.view(_dcp_dtype(segment.dtype)).reshape(segment.chunk_shape)
 
 
 def _make_storage_writer(folder: Path) -> FileSystemWriter:
@@ -156,7 +156,7 @@ def _make_write_item(n: int, segment: Segment) -> WriteItem:
         index=MetadataIndex(segment.name, segment.start, n),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(torch.Size(segment.start), torch.Size(segment.part)),
+            chunk=ChunkStorageMetadata(torch.Size(segment.start), torch.Size(segment.chunk_shape)),
             properties=TensorProperties(_dcp_dtype(segment.dtype)),
             size=torch.Size(segment.shape),
         ),

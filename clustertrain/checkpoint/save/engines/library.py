@@ -17,7 +17,7 @@ EDGE_BYTES = 64
 
 
 def segment_bytes(segment: Segment, memory: memoryview) -> memoryview:
-    return memory[segment.at : segment.at + segment.nbytes]
+    return memory[segment.buffer_offset : segment.buffer_offset + segment.nbytes]
 
 
 def bytes_to_tensor(data: memoryview) -> torch.Tensor:

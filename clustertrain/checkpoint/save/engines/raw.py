@@ -23,13 +23,13 @@ class RawEngine:
         with direct_io.open_for_write(folder / name) as file:
             written = staged_end = 0
             for segment in segments:
-                fault_points.fault_point("while writing", rank)
-                staged_end = max(staged_end, segment.at + segment.nbytes)
+                fault_points.fault_point("during_write", rank)
+                staged_end = max(staged_end, segment.buffer_offset + segment.nbytes)
                 while staged_end - written >= CHUNK_BYTES:
                     file.write(memory[written : written + CHUNK_BYTES])
                     written += CHUNK_BYTES
             file.write(memory[written:staged_end])
-        return [SegmentLocation(file=name, offset=s.at) for s in segments]
+        return [SegmentLocation(file=name, offset=s.buffer_offset) for s in segments]
 
     def finish(self, folder: Path, tensors: Sequence[TensorRecord]) -> None:
         """Nothing: the manifest is the index."""

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.core.state_dict import inner_optimizers
-from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.save.engines import ENGINES
 from clustertrain.config.optim import OptimSpec
 from clustertrain.errors import CheckpointError
@@ -73,7 +73,9 @@ def train(state: dict[str, Any], first: int, last: int, thaw: int = 0) -> None:
 
 
 def manager(root: Path, engine: str) -> CheckpointManager:
-    return CheckpointManager(root, Ranks(), attempt="1", layout={"strategy": "single"}, engine=engine, background=False)
+    return CheckpointManager(
+        root, Ranks(), CheckpointConfig(attempt="1", layout={"strategy": "single"}, engine=engine, background=False)
+    )
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of torchsnapshot's own imports

@@ -14,7 +14,7 @@ import torch
 from clustertrain import settings
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.save.staging import StagingBuffer
 from clustertrain.checkpoint.save.writer_client import WriterClient
 from clustertrain.errors import CheckpointError
@@ -41,11 +41,15 @@ def test_numbers_that_json_lacks(tmp_path: Path, background: bool) -> None:
         "flag": np.bool_(True),
         "tagged": {"__float__": 1},
     }
-    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, background=background)
+    manager = CheckpointManager(
+        tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, background=background)
+    )
     manager.save(1, {"state": saved}, wait=True)
     manager.close()
     found: dict[str, Any] = {"state": None}
-    assert CheckpointManager(tmp_path / "c", Ranks(), attempt="2", layout={}, background=False).restore(found)
+    assert CheckpointManager(
+        tmp_path / "c", Ranks(), CheckpointConfig(attempt="2", layout={}, background=False)
+    ).restore(found)
     got = found["state"]
     assert math.isnan(got.pop("none")) and math.isnan(saved.pop("none"))
     assert got == saved
@@ -59,7 +63,7 @@ def test_a_scheduler_saved_before_its_first_step_goes_on(tmp_path: Path) -> None
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
         return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
-    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, background=False)
+    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
     manager.save(1, made())
     restored = made()
     manager.restore(restored)
@@ -68,15 +72,15 @@ def test_a_scheduler_saved_before_its_first_step_goes_on(tmp_path: Path) -> None
 
 
 def test_text_that_is_none_is_refused_by_its_place(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, background=False)
+    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
     with pytest.raises(CheckpointError, match=r"state note: the text .* is no Unicode"):
         manager.save(1, {"note": "\ud800"})
 
 
 def test_a_part_that_was_handed_in_is_not_touched_again(tmp_path: Path) -> None:
     """The writer dies between its done-file and its word of it: rank 0 may be reading by then."""
-    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={})
-    os.environ[settings.FAULT_AT] = "handed in:0:1:KILL"
+    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}))
+    os.environ[settings.FAULT_AT] = "after_part_done_marker:0:1:KILL"
     try:
         manager.start()
     finally:
@@ -90,7 +94,7 @@ def test_a_part_that_was_handed_in_is_not_touched_again(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_its_marker_is_damage_and_not_nothing(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, background=False)
+    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
     for step in (3, 6):
         manager.save(step, {"x": torch.ones(5)})
     (index.step_folder(tmp_path / "c", 6) / "COMMITTED").unlink()
@@ -103,7 +107,7 @@ def test_a_checkpoint_without_its_marker_is_damage_and_not_nothing(tmp_path: Pat
 
 
 def test_an_index_without_the_data_it_speaks_of_is_not_whole(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, background=False)
+    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
     saved = manager.save(3, {"x": torch.ones(5)})
     assert saved is not None
     manifest = index.read_manifest(saved.path)
@@ -121,7 +125,7 @@ def test_what_cannot_be_sent_is_a_failure_and_no_wait(tmp_path: Path, monkeypatc
         raise TypeError("cannot be encoded")
 
     monkeypatch.setattr(WriterClient, "submit", refuse)
-    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={})
+    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}))
     with pytest.raises(CheckpointError, match="cannot be encoded"):
         manager.save(3, {"x": torch.ones(5)}, wait=True)
 

@@ -20,9 +20,10 @@ from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.fence import AttemptSuperseded, Fence
 from clustertrain.checkpoint.load import rollback
 from clustertrain.checkpoint.load.rollback import RollbackTarget
-from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.save import remote
-from clustertrain.checkpoint.save.remote import Uploader, UploadJob
+from clustertrain.checkpoint.save.remote import Uploader
+from clustertrain.checkpoint.save.writer_jobs import UploadJob
 from clustertrain.run.run_dir import RunDir
 from tests.unit.checkpoint.saved import state_of
 
@@ -38,11 +39,13 @@ def manager_of(run: RunDir, attempt: int, *, background: bool = False, keep: int
     return CheckpointManager(
         run.checkpoints,
         Ranks(),
-        attempt=str(attempt),
-        layout={},
-        policy=RetentionPolicy(keep=keep),
-        background=background,
-        fence=Fence(run=str(run.path), attempt=attempt),
+        CheckpointConfig(
+            attempt=str(attempt),
+            layout={},
+            policy=RetentionPolicy(keep=keep),
+            background=background,
+            fence=Fence(run=str(run.path), attempt=attempt),
+        ),
     )
 
 
@@ -82,10 +85,17 @@ def test_an_attempt_that_was_taken_over_commits_nothing(run: RunDir) -> None:
 
 
 # From the first word of a save to the moment before its checkpoint has its name.
-POINTS = ("staged", "before writing", "handed in", "before the marker", "after the marker", "before the fence")
+POINTS = (
+    "after_staging",
+    "before_write",
+    "after_part_done_marker",
+    "before_commit_marker",
+    "after_commit_marker",
+    "before_fence_check",
+)
 
 
-@pytest.mark.parametrize("point", [*POINTS, "after the fence"])
+@pytest.mark.parametrize("point", [*POINTS, "after_fence_check"])
 def test_a_claim_at_any_point_of_an_older_save_keeps_it_out(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
@@ -102,7 +112,7 @@ def test_an_older_save_of_a_step_that_the_newer_attempt_has_saved_changes_nothin
 ) -> None:
     old = manager_of(run, 1)
     old.restore(state_of(0.0))
-    at(monkeypatch, "after the fence", lambda: take_over(run).save(5, state_of(2.0)))
+    at(monkeypatch, "after_fence_check", lambda: take_over(run).save(5, state_of(2.0)))
     with pytest.raises(AttemptSuperseded):
         old.save(5, state_of(1.0))
     assert names(run) == ["step-00000005"]
@@ -112,7 +122,7 @@ def test_an_older_save_of_a_step_that_the_newer_attempt_has_saved_changes_nothin
 
 def test_the_process_that_writes_is_kept_out_too(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stopped in the middle of a commit, as on a node that hangs, and goes on when a newer attempt is at it."""
-    monkeypatch.setenv(settings.FAULT_AT, "before the fence:0:1:STOP")
+    monkeypatch.setenv(settings.FAULT_AT, "before_fence_check:0:1:STOP")
     old = manager_of(run, 1, background=True)
     old.restore(state_of(0.0))
     assert old.save(5, state_of(1.0)) is None
@@ -157,7 +167,7 @@ def test_retention_of_an_attempt_that_was_taken_over_deletes_nothing(
     old = manager_of(run, 1, keep=1)
     old.restore(state_of(0.0))
     old.save(5, state_of(1.0))
-    at(monkeypatch, "while pruning", run.attempt(2).path.mkdir)
+    at(monkeypatch, "during_prune", run.attempt(2).path.mkdir)
     assert old.save(10, state_of(2.0))
     assert names(run) == ["step-00000005", "step-00000010"]
 
@@ -182,7 +192,7 @@ def test_a_roll_back_of_an_attempt_that_was_taken_over_condemns_nothing(
     old.restore(state_of(0.0))
     for step in (5, 10):
         old.save(step, state_of(1.0))
-    at(monkeypatch, "before the roll-back's record", lambda: take_over(run))
+    at(monkeypatch, "before_rollback_record", lambda: take_over(run))
     with pytest.raises(AttemptSuperseded, match="taken over by attempt 2"):
         old.roll_back(
             state_of(0.0), RollbackTarget(last_step=10, max_step=5, reason="a spike", excluded={}, max_rollbacks=3)
@@ -196,7 +206,7 @@ def test_copies_of_an_attempt_that_was_taken_over_are_not_marked(
     old = manager_of(run, 1)
     old.restore(state_of(0.0))
     old.save(5, state_of(1.0))
-    at(monkeypatch, "before the remote marker", run.attempt(2).path.mkdir)
+    at(monkeypatch, "before_remote_commit_marker", run.attempt(2).path.mkdir)
     there = tmp_path / "there"
     there.mkdir()
     told: list[Any] = []

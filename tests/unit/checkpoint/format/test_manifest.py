@@ -16,7 +16,7 @@ from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format import manifest_checks
 from clustertrain.checkpoint.format.manifest import Manifest, TensorRecord
-from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.cli.main import cli
 from clustertrain.errors import ClusterTrainError
 from tests.unit.checkpoint.saved import save, state_of
@@ -97,7 +97,7 @@ def test_all_readers_call_a_wrong_index_damaged(what: str, tmp_path: Path) -> No
     rows = msgspec.json.decode(said)
     assert code == 0 and [row["verified"] for row in rows] == [None, False] and rows[1]["damage"]
     state = state_of(0.0)
-    CheckpointManager(tmp_path, Ranks(), attempt="2", layout={}, background=False).restore(state)
+    CheckpointManager(tmp_path, Ranks(), CheckpointConfig(attempt="2", layout={}, background=False)).restore(state)
     assert state["note"] == 1.0  # of the one before
 
 

@@ -15,7 +15,7 @@ import torch
 
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.offline import diff, inspect
 from clustertrain.checkpoint.save.engines import ENGINES
 from clustertrain.errors import CheckpointError, ClusterTrainError
@@ -30,14 +30,16 @@ class Bomb:
 
 
 def make(root: Path, engine: str) -> Path:
-    manager = CheckpointManager(root, Ranks(), attempt="1", layout={}, engine=engine, background=False)
+    manager = CheckpointManager(
+        root, Ranks(), CheckpointConfig(attempt="1", layout={}, engine=engine, background=False)
+    )
     saved = manager.save(3, {"model": torch.nn.Linear(3, 3), "note": "x"})
     assert saved is not None
     return saved.path
 
 
 def restore(root: Path) -> object:
-    reader = CheckpointManager(root, Ranks(), attempt="2", layout={}, background=False)
+    reader = CheckpointManager(root, Ranks(), CheckpointConfig(attempt="2", layout={}, background=False))
     return reader.restore({"model": torch.nn.Linear(3, 3), "note": ""})
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from clustertrain.checkpoint.core.control_group import Ranks
-from clustertrain.checkpoint.load import rollback
+from clustertrain.checkpoint.load import restore, rollback
 from clustertrain.checkpoint.load.rollback import RollbackTarget
-from clustertrain.checkpoint.manager import CheckpointManager, SaveResult
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager, SaveResult
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.errors import CheckpointError, Diverged
 from clustertrain.train.distributed.precision import LossScale
@@ -40,7 +40,9 @@ class Later:
 
 
 def manager(root: Path, told: list[SaveResult]) -> CheckpointManager:
-    return CheckpointManager(root, Ranks(), attempt="1", layout={}, background=False, on_commit=told.append)
+    return CheckpointManager(
+        root, Ranks(), CheckpointConfig(attempt="1", layout={}, background=False), on_commit=told.append
+    )
 
 
 def state(value: float) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def test_the_way_back_and_the_same_steps_once_more(tmp_path: Path) -> None:
         now, RollbackTarget(last_step=7, max_step=4, reason="a spike", excluded={"data": [[8, 16]]}, max_rollbacks=1)
     )
     assert back is not None and back.step == 4 and now["weights"].tolist() == [4.0] * 3
-    assert it.excluded_ranges() == {"data": [[8, 16]]}
+    assert restore.excluded_ranges(it.restore_context) == {"data": [[8, 16]]}
     it.save(6, state(60.0), wait=True)
     assert [s.step for s in told] == [2, 4, 6, 6]  # told of the new one too
     again = state(0.0)

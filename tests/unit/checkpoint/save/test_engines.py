@@ -29,7 +29,7 @@ from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.manifest import ShardRecord, TensorRecord
 from clustertrain.checkpoint.format.staged_segments import Segment, SegmentLocation
-from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.checkpoint.save.engines import ENGINES, Engine, get_engine, library
 from clustertrain.errors import CheckpointError, ConfigError
@@ -65,8 +65,8 @@ class Staging:
             itemsize=dtype.itemsize,
             shape=tuple(part if shape is None else shape),
             start=(0,) * len(part) if start is None else tuple(start),
-            part=tuple(part),
-            at=len(self._data),
+            chunk_shape=tuple(part),
+            buffer_offset=len(self._data),
             nbytes=nbytes,
         )
         self.segments.append(segment)
@@ -82,7 +82,7 @@ class Staging:
         return memoryview(self._data)
 
     def expected(self) -> list[bytes]:
-        return [bytes(self._data[s.at : s.at + s.nbytes]) for s in self.segments]
+        return [bytes(self._data[s.buffer_offset : s.buffer_offset + s.nbytes]) for s in self.segments]
 
 
 def written(folder: Path, staging: Staging, places: Sequence[SegmentLocation]) -> list[bytes]:
@@ -103,7 +103,13 @@ def records(ranks: Sequence[tuple[Staging, Sequence[SegmentLocation]]]) -> list[
     for staging, places in ranks:
         for s, place in zip(staging.segments, places, strict=True):
             heads[s.name] = s
-            known = {"file": place.file, "offset": place.offset, "nbytes": s.nbytes, "start": s.start, "shape": s.part}
+            known = {
+                "file": place.file,
+                "offset": place.offset,
+                "nbytes": s.nbytes,
+                "start": s.start,
+                "shape": s.chunk_shape,
+            }
             found = shards.setdefault(s.name, [])
             if s.nbytes:
                 # Of checksums engines know nothing.
@@ -417,7 +423,9 @@ def test_a_checkpoint_through_it_is_restored_and_verified(each: Engine, tmp_path
         torch.manual_seed(seed)
         return {"model": torch.nn.Linear(70, 50).bfloat16(), "mask": torch.rand(9) > 0.5, "step": torch.tensor(seed)}
 
-    manager = CheckpointManager(tmp_path, Ranks(), attempt="1", layout={}, engine=each.name, background=False)
+    manager = CheckpointManager(
+        tmp_path, Ranks(), CheckpointConfig(attempt="1", layout={}, engine=each.name, background=False)
+    )
     saved, found = state_of(1), state_of(2)
     manager.save(7, saved)
     restored = manager.restore(found)

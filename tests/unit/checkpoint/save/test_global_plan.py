@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from clustertrain.checkpoint.core.control_group import Ranks
-from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.save import global_plan
 from clustertrain.errors import CheckpointError
 
@@ -56,7 +56,7 @@ def test_each_tensor_is_written_once_by_a_rank_that_holds_it() -> None:
 
 @pytest.fixture
 def manager(tmp_path: Path) -> CheckpointManager:
-    return CheckpointManager(tmp_path, Ranks(), attempt="1", layout={}, background=False)
+    return CheckpointManager(tmp_path, Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
 
 
 def state_of(*groups: dict[str, Any]) -> dict[str, Any]:

@@ -20,11 +20,12 @@ from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format import storage_errors
 from clustertrain.checkpoint.format.storage_errors import StorageError
-from clustertrain.checkpoint.manager import CheckpointManager, LocalTier, RestoreResult
+from clustertrain.checkpoint.load.restore import LocalTier, RestoreResult
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.checkpoint.save import node_local
-from clustertrain.checkpoint.save.commit import WriteJob
 from clustertrain.checkpoint.save.writer_client import WriterClient
+from clustertrain.checkpoint.save.writer_jobs import WriteJob
 
 # Processes that write for the other two import torch.
 pytestmark = pytest.mark.long
@@ -54,7 +55,7 @@ def make(root: Path, near: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
 
     def make(*, fault: str = "", **more: Any) -> CheckpointManager:
         options: dict[str, Any] = {"attempt": "1", "layout": {}, "local": LocalTier(near, True), **more}
-        manager = CheckpointManager(root, Ranks(), **options)
+        manager = CheckpointManager(root, Ranks(), CheckpointConfig(**options))
         if fault:
             monkeypatch.setenv(settings.FAULT_AT, fault)
         manager.start()
@@ -81,7 +82,7 @@ def restored(root: Path, near: Path | None, step: int) -> RestoreResult:
     """What a later attempt reads; it must be what was saved, all of it."""
     state = state_of(-1.0)
     found = CheckpointManager(
-        root, Ranks(), attempt="9", layout={}, background=False, local=LocalTier(near, True)
+        root, Ranks(), CheckpointConfig(attempt="9", layout={}, background=False, local=LocalTier(near, True))
     ).restore(state)
     assert found is not None and found.step == step and found.skipped == []
     assert bool((state["weights"] == float(step)).all()) and state["note"] == float(step)
@@ -152,14 +153,14 @@ def test_a_third_save_waits_for_the_first(make: Callable[..., CheckpointManager]
     assert [r["verified"] for r in inspect.list_checkpoints(root, verify=True)] == [True] * 3
 
 
-POINTS = ["while writing", "kept", "while copying", "written", "before the marker"]
+POINTS = ["during_write", "after_local_write", "during_copy_to_shared", "after_write", "before_commit_marker"]
 
 
 @pytest.mark.parametrize(
     ("point", "engine"),
     [
         *((p, "raw") for p in POINTS),
-        *(pytest.param("while copying", e, marks=pytest.mark.ranks) for e in ("dcp", "torchsnapshot")),
+        *(pytest.param("during_copy_to_shared", e, marks=pytest.mark.ranks) for e in ("dcp", "torchsnapshot")),
     ],
 )
 def test_another_writer_goes_on_between_the_tiers(
@@ -167,7 +168,7 @@ def test_another_writer_goes_on_between_the_tiers(
 ) -> None:
     manager = make(fault=f"{point}:0:1:KILL", engine=engine)
     manager.save(3, state_of(3.0))
-    if point == "while copying":  # the first one's memory is another's by then
+    if point == "during_copy_to_shared":  # the first one's memory is another's by then
         manager.save(6, state_of(6.0))
     manager.wait_for_saves()
     manager.save(9, state_of(9.0), wait=True)
@@ -291,7 +292,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for_again_and_again(
 def test_a_part_that_the_disk_garbles_is_not_handed_on(
     make: Callable[..., CheckpointManager], root: Path, near: Path
 ) -> None:
-    manager = make(fault="kept:0:1:KILL")
+    manager = make(fault="after_local_write:0:1:KILL")
     writer = _writer(manager)
     manager.save(3, state_of(3.0))
     writer.wait(60.0)
@@ -300,8 +301,8 @@ def test_a_part_that_the_disk_garbles_is_not_handed_on(
     manager.wait_for_saves()
     restored(root, None, 3)
     job = WriteJob(
-        step=3, folder=str(root / "x"), rank=0, engine="raw", memory=None, segments=[], own=None,
-        local=str(of_step(near, 3)),
+        step=3, folder=str(root / "x"), rank=0, engine="raw", buffer_index=None, segments=[], rank_values=None,
+        local_folder=str(of_step(near, 3)),
     )  # fmt: skip
     (root / "x").mkdir()
     assert node_local.copy_to_shared(job) == 4 * ELEMENTS
@@ -342,8 +343,8 @@ def test_ranks_of_a_node_share_it_and_touch_their_own_files_alone(tmp_path: Path
 
     def job(step: int, rank: int) -> WriteJob:
         return WriteJob(
-            step=step, folder=str(folder), rank=rank, engine="raw", memory=0, segments=[], own=rank,
-            local=str(node_local.local_folder(near, f".step-{step:08d}-1")),
+            step=step, folder=str(folder), rank=rank, engine="raw", buffer_index=0, segments=[], rank_values=rank,
+            local_folder=str(node_local.local_folder(near, f".step-{step:08d}-1")),
         )  # fmt: skip
 
     with caplog.at_level(logging.WARNING):

@@ -19,7 +19,8 @@ from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.storage import RemoteFolder
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.checkpoint.save import remote
-from clustertrain.checkpoint.save.remote import ANNOUNCEMENT_FILE, Uploader, UploadJob, UploadOutcome, owner_rank
+from clustertrain.checkpoint.save.remote import ANNOUNCEMENT_FILE, Uploader, owner_rank
+from clustertrain.checkpoint.save.writer_jobs import JobOutcome, UploadJob
 from tests.unit.checkpoint.saved import files, save, state_of, steps
 
 LONG_S = 60.0
@@ -36,13 +37,13 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.url = f"memory://{root}/run-1"
-        self.told: list[tuple[int, UploadOutcome]] = []
+        self.told: list[tuple[int, JobOutcome]] = []
         self.uploaders: list[Uploader] = []
 
     def start(
         self, ranks: int, *, attempt: str = "1", policy: RetentionPolicy | None = None, missing: int | None = None
     ) -> list[Uploader]:
-        def tell(rank: int) -> Callable[[UploadOutcome], None]:
+        def tell(rank: int) -> Callable[[JobOutcome], None]:
             return lambda c: self.told.append((rank, c))
 
         self.stop()
@@ -63,7 +64,7 @@ class Store:
 
     def wait_for(self, step: int, ranks: int) -> None:
         def idle() -> bool:
-            return {r for r, c in self.told if c.trouble is None and not c.bytes and c.step >= step} >= set(
+            return {r for r, c in self.told if c.failure is None and not c.bytes and c.step >= step} >= set(
                 range(ranks)
             )
 
@@ -186,7 +187,7 @@ def test_what_was_deleted_here_is_not_waited_for(store: Store, root: Path, monke
     save(root, 3, state_of(3.0))
     store.start(1)
     store.wait_for(0, 1)
-    assert [c.trouble is not None for _, c in store.told] == [True, False]
+    assert [c.failure is not None for _, c in store.told] == [True, False]
     assert [p for p in index.list_checkpoint_folders(RemoteFolder(store.url)) if index.is_committed(p)] == []
 
 
@@ -199,7 +200,7 @@ def test_what_is_damaged_here_is_not_copied(store: Store, root: Path, name: str)
     store.wait_for(3, 1)
     there = RemoteFolder(store.url)
     assert [index.parse_step(p) for p in index.list_checkpoint_folders(there) if index.is_committed(p)] == [3]
-    assert [(c.step, name in c.trouble.why) for _, c in store.told if c.trouble] == [(6, True)]
+    assert [(c.step, name in c.failure.message) for _, c in store.told if c.failure] == [(6, True)]
 
 
 def test_the_policy_there_is_that_of_here(store: Store, root: Path) -> None:
@@ -236,7 +237,7 @@ def test_somebody_elses_change_there_is_noticed_and_mended(
     monkeypatch.setattr(Uploader, "_commit_remote", commit)
     store.start(2)
     store.wait_for(3, 2)
-    assert any("is not what was written there" in c.trouble.why for _, c in store.told if c.trouble)
+    assert any("is not what was written there" in c.failure.message for _, c in store.told if c.failure)
     assert of_store(store) == {k: v for k, v in files(root).items() if k != ANNOUNCEMENT_FILE}
 
 
@@ -244,8 +245,8 @@ def test_shares_that_do_not_come_are_told(store: Store, root: Path, monkeypatch:
     monkeypatch.setattr(remote, "SHARE_TIMEOUT_S", 0.1)
     many_files(root, 3, 2)
     store.start(2, missing=1)
-    assert clock.wait_until(lambda: any(c.trouble for _, c in store.told), LONG_S, 0.02)
-    assert "the files of rank 1 have not come for 0.1 s" in store.told[0][1].trouble.why  # type: ignore[union-attr]
+    assert clock.wait_until(lambda: any(c.failure for _, c in store.told), LONG_S, 0.02)
+    assert "the files of rank 1 have not come for 0.1 s" in store.told[0][1].failure.message  # type: ignore[union-attr]
 
 
 def test_what_rank_0_says_in_another_attempt_is_not_heard(store: Store, root: Path) -> None:

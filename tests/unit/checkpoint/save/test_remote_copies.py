@@ -18,11 +18,12 @@ from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format import storage_errors
 from clustertrain.checkpoint.format.storage import RemoteFolder
 from clustertrain.checkpoint.format.storage_errors import StorageError
-from clustertrain.checkpoint.manager import CheckpointManager, RemoteTier
+from clustertrain.checkpoint.load.restore import RemoteTier
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.checkpoint.save import pending_saves
 from clustertrain.checkpoint.save.remote import ANNOUNCEMENT_FILE
-from clustertrain.checkpoint.save.writer_client import JobOutcome
+from clustertrain.checkpoint.save.writer_jobs import JobOutcome
 from tests.unit.checkpoint.saved import files, save, state_of, steps
 
 LONG_S = 60.0
@@ -54,7 +55,7 @@ def make(
     def make(*, fault: str = "", keep: int = 2, needed: bool = False, state: Any = None, **more: Any) -> Any:
         options: dict[str, Any] = {"attempt": "1", "layout": {}, "policy": RetentionPolicy(keep=2), **more}
         url = RemoteTier(f"file://{there}", RetentionPolicy(keep=keep), needed)
-        manager = CheckpointManager(root, Ranks(), remote=url, on_copy=told.append, **options)
+        manager = CheckpointManager(root, Ranks(), CheckpointConfig(remote=url, **options), on_copy=told.append)
         if fault:
             monkeypatch.setenv(settings.FAULT_AT, fault)
         manager.start()
@@ -83,7 +84,7 @@ def test_copies_are_the_same_and_a_run_comes_back_from_them(
     for step in (3, 6):
         manager.save(step, state_of(float(step)), wait=True)
         assert copied(manager)
-    assert [(o.step, o.trouble) for o in told] == [(3, None), (6, None)]
+    assert [(o.step, o.failure) for o in told] == [(3, None), (6, None)]
     assert [o.bytes for o in told] == [index.read_manifest(p).bytes for p in index.list_checkpoint_folders(root)]
     assert files(there) == {k: v for k, v in files(root).items() if k != ANNOUNCEMENT_FILE}
     manager.close()
@@ -113,17 +114,17 @@ def test_a_store_that_fails_is_tried_again_and_the_training_goes_on(
     manager = make()
     manager.save(3, state_of(3.0), wait=True)
     assert clock.wait_until(lambda: (manager.poll(), bool(told))[1], LONG_S)
-    assert "again in 1 s" in told[0].trouble.why  # type: ignore[union-attr]
+    assert "again in 1 s" in told[0].failure.message  # type: ignore[union-attr]
     manager.save(6, state_of(6.0), wait=True)
     there.parent.unlink()
     assert copied(manager)
     assert steps(there) == [3, 6]
-    assert [o.step for o in told if o.trouble is None] == [6, 3]  # the newest first
+    assert [o.step for o in told if o.failure is None] == [6, 3]  # the newest first
     for folder in index.list_checkpoint_folders(there):
         inspect.verify(folder)
 
 
-@pytest.mark.parametrize("point", ["while uploading", "before the remote marker"])
+@pytest.mark.parametrize("point", ["during_upload", "before_remote_commit_marker"])
 def test_a_kill_leaves_nothing_that_counts_and_the_next_attempt_goes_on(
     make: Callable[..., Any], root: Path, there: Path, point: str
 ) -> None:
@@ -139,7 +140,7 @@ def test_a_kill_leaves_nothing_that_counts_and_the_next_attempt_goes_on(
 
 
 def test_another_writer_copies_what_a_killed_one_did_not(make: Callable[..., Any], root: Path, there: Path) -> None:
-    manager = make(fault="while uploading:0:1:KILL")
+    manager = make(fault="during_upload:0:1:KILL")
     manager.save(3, state_of(3.0), wait=True)
     assert copied(manager)
     assert files(there / "step-00000003") == files(root / "step-00000003")
@@ -221,6 +222,6 @@ def test_a_store_that_cannot_be_asked_matters_only_where_it_may_have_what_is_mis
     assert make().restored is None
     save(root, 3, state_of(3.0))
     assert make(needed=True).restored.step == 3
-    assert [r.message.endswith("access denied; not looked at for newer checkpoints") for r in caplog.records] == [
+    assert [r.message.endswith("access denied; not searched for newer checkpoints") for r in caplog.records] == [
         True
     ] * 2

@@ -23,7 +23,7 @@ from clustertrain.checkpoint.format.checksums import BLOCK_BYTES
 from clustertrain.checkpoint.format.manifest import DamagedCheckpoint
 from clustertrain.checkpoint.format.shard_io import read_into
 from clustertrain.checkpoint.format.storage_errors import StorageError
-from clustertrain.checkpoint.manager import CheckpointManager, SaveResult
+from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager, SaveResult
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.checkpoint.save import staging
 from clustertrain.checkpoint.save.staging import StagingBuffer, available_memory
@@ -39,7 +39,7 @@ def told() -> list[SaveResult]:
 
 @pytest.fixture
 def manager(tmp_path: Path, told: list[SaveResult]) -> Iterator[CheckpointManager]:
-    made = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, on_commit=told.append)
+    made = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}), on_commit=told.append)
     made.start()
     yield made
     made.close()
@@ -57,7 +57,7 @@ def state_of(value: float) -> dict[str, Any]:
 
 def saved_value(root: Path, step: int) -> float:
     state = state_of(-1.0)
-    reader = CheckpointManager(root, Ranks(), attempt="9", layout={}, background=False)
+    reader = CheckpointManager(root, Ranks(), CheckpointConfig(attempt="9", layout={}, background=False))
     restored = reader.restore(state)
     assert restored is not None and restored.step == step
     assert bool((state["weights"] == state["weights"][0]).all())
@@ -106,8 +106,7 @@ def limited(tmp_path: Path, told: list[SaveResult]) -> Iterator[tuple[Checkpoint
     made = CheckpointManager(
         tmp_path / "c",
         Ranks(),
-        attempt="1",
-        layout={},
+        CheckpointConfig(attempt="1", layout={}),
         get_deadline=lambda: until[0] if until else None,
         on_commit=told.append,
     )
@@ -133,7 +132,7 @@ def test_a_save_is_given_up_at_the_deadline(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("point", ["before the marker", "while publishing", "while pruning"])
+@pytest.mark.parametrize("point", ["before_commit_marker", "during_publish", "during_prune"])
 def test_the_deadline_may_fall_into_the_commit(
     limited: tuple[CheckpointManager, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
@@ -147,7 +146,7 @@ def test_the_deadline_may_fall_into_the_commit(
     hung = writer_of(manager)
     assert clock.wait_until(lambda: hung.status() == psutil.STATUS_STOPPED, 10.0)
     manager.close(20.0)  # not waited for again
-    step, value = (6, 2.0) if point == "while pruning" else (3, 1.0)
+    step, value = (6, 2.0) if point == "during_prune" else (3, 1.0)
     assert saved_value(tmp_path / "c", step) == value
     hung.kill()
 
@@ -184,7 +183,7 @@ def test_a_writer_that_is_killed_is_replaced_and_nothing_is_lost(
     assert [s.step for s in told] == [3, 6]
 
 
-@pytest.mark.parametrize("point", ["while writing", "written", "before the marker", "after the marker"])
+@pytest.mark.parametrize("point", ["during_write", "after_write", "before_commit_marker", "after_commit_marker"])
 def test_another_writer_goes_on_from_any_point(manager: CheckpointManager, tmp_path: Path, point: str) -> None:
     manager._pending.worker.close()
     os.environ[settings.FAULT_AT] = f"{point}:0:1:KILL"
@@ -205,7 +204,7 @@ def test_a_full_disk_is_told_when_somebody_looks_and_costs_nothing_older(
 ) -> None:
     manager.save(3, state_of(1.0), wait=True)
     manager._pending.worker.close()
-    monkeypatch.setenv(settings.FAULT_AT, "while writing:0:1:ENOSPC")
+    monkeypatch.setenv(settings.FAULT_AT, "during_write:0:1:ENOSPC")
     manager._pending.worker = WriterClient("raw")
     manager.save(6, state_of(2.0))
     assert clock.wait_until(manager.poll, 60.0)
@@ -250,7 +249,7 @@ def test_without_enough_memory_the_copy_is_a_file_without_a_name(
 ) -> None:
     monkeypatch.setattr(staging, "available_memory", lambda: 1000)
     (tmp_path / "c").mkdir()
-    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={})
+    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}))
     manager.save(3, state_of(1.0), wait=True)
     assert not manager._staging_buffers[0].in_memory
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["step-00000003"]
@@ -295,7 +294,9 @@ def test_a_save_that_outgrows_its_memory_is_whole(manager: CheckpointManager, tm
     for step, size in ((3, 1_000), (6, 1_000_000), (9, 3_000_000)):
         manager.save(step, {"x": torch.full((size,), float(step))}, wait=True)
         state = {"x": torch.zeros(size)}
-        restored = CheckpointManager(tmp_path / "c", Ranks(), attempt="9", layout={}, background=False).restore(state)
+        restored = CheckpointManager(
+            tmp_path / "c", Ranks(), CheckpointConfig(attempt="9", layout={}, background=False)
+        ).restore(state)
         assert restored is not None and restored.step == step
         assert bool((state["x"] == step).all())
 
@@ -303,7 +304,7 @@ def test_a_save_that_outgrows_its_memory_is_whole(manager: CheckpointManager, tm
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("what", ["flipped", "truncated", "missing"])
 def test_damage_in_a_large_shard_is_told_with_its_place(tmp_path: Path, alone: bool, what: str) -> None:
-    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, background=False)
+    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
     saved = manager.save(1, {"x": torch.arange(5_000_000, dtype=torch.int32)})
     assert saved is not None
     shard = index.read_manifest(saved.path).tensors[0].shards[0]
@@ -328,7 +329,7 @@ def test_damage_in_a_large_shard_is_told_with_its_place(tmp_path: Path, alone: b
 
 def test_a_read_that_is_cut_short_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system in user space may answer with less than was asked for, in the middle of a file."""
-    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, background=False)
+    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
     whole = torch.arange(5_000_000, dtype=torch.int32)
     saved = manager.save(1, {"x": whole})
     assert saved is not None
@@ -349,7 +350,7 @@ def test_a_read_that_is_cut_short_is_no_damage(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("alone", [False, True])
 def test_any_part_of_a_shard_reads_right(tmp_path: Path, alone: bool) -> None:
     """Parts that begin and end anywhere in blocks, the last of which is short."""
-    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, background=False)
+    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
     whole = torch.arange(5_000_000, dtype=torch.int32)  # 4.8 blocks
     saved = manager.save(1, {"x": whole})
     assert saved is not None

@@ -14,7 +14,7 @@ from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.run.run_dir import RunDir
-from clustertrain.train.session.checkpointing import build_about
+from clustertrain.train.session.checkpointing_config import build_about
 from tests.unit.train.alone import ALONE
 
 SECRET = "T000-B000-s3cret"

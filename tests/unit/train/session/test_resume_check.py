@@ -17,7 +17,8 @@ from clustertrain.train.core.context import RankContext
 from clustertrain.train.core.result import RankResultWriter
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.session import resume_check
-from clustertrain.train.session.checkpointing import SessionCheckpointer, build_about
+from clustertrain.train.session.checkpointing import SessionCheckpointer
+from clustertrain.train.session.checkpointing_config import build_about
 from tests.unit.train.alone import ALONE
 
 
