@@ -17,7 +17,8 @@ from clustertrain.train.models.build import TrainingTask, build_task
 from clustertrain.train.optim import registry
 from clustertrain.train.optim.lr_schedule import LearningRate
 from clustertrain.train.recipe_evaluation import build_evaluations
-from clustertrain.train.session.session import Session, session
+from clustertrain.train.session.model_setup import report_eval_mode
+from clustertrain.train.session.session import Session, get_runtime, session
 from clustertrain.train.stability.clipping import Clipping
 
 
@@ -40,6 +41,7 @@ class Trainer:
 
 def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
     """The parts that ``recipe`` names. ``batch`` is the plan's split of the global batch."""
+    runtime = get_runtime(session)
     training_task = build_task(recipe)
     optim = recipe.optim
     model = session.parallelize(
@@ -61,9 +63,9 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
         ragged=True,
     )
     if training_task.left_eval_mode:
-        session._warn_eval_mode(training_task.left_eval_mode, switched=True)
-    if session.is_main:
-        describe.report_datasets(training_task.dataset, training_task.validation, session._emit_event)
+        report_eval_mode(runtime, training_task.left_eval_mode, switched=True)
+    if runtime.is_main:
+        describe.report_datasets(training_task.dataset, training_task.validation, runtime.events.emit)
     return Trainer(session, training_task, model, optimizer, data, training_task.loss, Clipping.of(recipe.optim))
 
 

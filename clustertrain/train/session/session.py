@@ -1,37 +1,44 @@
-"""``clustertrain.session()``: what a training script needs to run on any number of ranks and survive being stopped."""
+"""``clustertrain.session()``: the API with which a training script runs on any number of ranks and survives a stop."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from clustertrain.checkpoint.core.state_dict import model_parts
 from clustertrain.errors import UsageError
 from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data.loader import Loader, MapStyleDataset, resolve_workers
 from clustertrain.train.data.sample_checks import Limits
-from clustertrain.train.distributed import data_parallel, grad_norm, mesh
-from clustertrain.train.distributed.parallelize import parallelize
+from clustertrain.train.distributed import data_parallel, grad_norm
+from clustertrain.train.distributed.mesh import cores_per_rank
 from clustertrain.train.distributed.precision import autocast
+from clustertrain.train.evaluation.best_metric import EarlyStopping
+from clustertrain.train.evaluation.dataset_pass import DatasetPassConfig
+from clustertrain.train.evaluation.metrics import MetricFn
 from clustertrain.train.evaluation.schedule import EvaluationSchedule
-from clustertrain.train.models import train_mode
-from clustertrain.train.optim import build, param_groups, param_info, registry
-from clustertrain.train.session.evaluation_api import EvaluationMixin
+from clustertrain.train.optim import build, param_groups, registry
+from clustertrain.train.session import evaluation_api
 from clustertrain.train.session.metrics_writer import Scalar
+from clustertrain.train.session.model_setup import PreparedModel, build_train_step, prepare_model
+from clustertrain.train.session.runtime import (
+    SessionOptions,
+    SessionRuntime,
+    SessionState,
+    close_runtime,
+    open_runtime,
+)
 from clustertrain.train.session.step_loop import StepLoop
-from clustertrain.train.stability import warnings
 from clustertrain.train.stability.clipping import Clipping
-from clustertrain.train.stability.monitor import StabilityMonitor
-from clustertrain.train.step.train_step import TrainStep
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def session(
@@ -54,13 +61,73 @@ def session(
         UnsuitableEnvironment: cuda was asked for and cannot be used.
     """
     folder = Path(checkpoint_dir).expanduser().absolute() if checkpoint_dir is not None else None
-    return Session(folder, seed, device, timeout_s)
+    return Session(SessionOptions(folder, seed, device, timeout_s))
 
 
-class Session(EvaluationMixin):
-    """One rank of a training run. Attributes: ``rank``, ``local_rank``, ``world_size``, ``is_main``, ``device``,
-    ``mesh`` (None for one process), ``seed``, ``step`` (optimizer steps done), ``tokens_per_step`` (set it to have
-    ``tokens_per_s`` reported)."""
+class Session:
+    """One rank of a training run."""
+
+    def __init__(self, options: SessionOptions) -> None:
+        self._options = options
+        self._state = SessionState()
+        self._prepared_model: PreparedModel | None = None
+        self._runtime: SessionRuntime | None = None
+
+    def __enter__(self) -> Self:
+        self._runtime = open_runtime(self._options, self._state)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        close_runtime(get_runtime(self), error)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number over all nodes."""
+        return get_runtime(self).context.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node."""
+        return get_runtime(self).context.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return get_runtime(self).context.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return get_runtime(self).is_main
+
+    @property
+    def device(self) -> torch.device:
+        return get_runtime(self).context.device
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of all ranks, None for a single process."""
+        return get_runtime(self).groups.mesh
+
+    @property
+    def seed(self) -> int:
+        return get_runtime(self).seed
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._state.step
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens per step over all ranks; set it to have ``tokens_per_s`` reported."""
+        return self._state.tokens_per_step
+
+    @tokens_per_step.setter
+    def tokens_per_step(self, tokens: int) -> None:
+        self._state.tokens_per_step = tokens
 
     def parallelize(
         self,
@@ -88,16 +155,9 @@ class Session(EvaluationMixin):
         """
         if tp_plan is not None:
             model.tp_plan = dict(tp_plan)  # type: ignore[assignment]
-        self._param_table = param_info.build_param_table(model)
-        self._unfreeze_steps = param_info.find_unfreeze_steps(self._param_table, unfreeze)
-        param_info.freeze(model, self._param_table, freeze, self._unfreeze_steps)
-        self._model = parallelize(model, self._context, self._groups, self.seed)
-        train_mode.on_first_eval_forward(model_parts(self._model), self._warn_eval_mode)
-        return self._model
-
-    def _warn_eval_mode(self, names: Sequence[str], *, switched: bool = False) -> None:
-        if self.is_main:
-            self._warning_reporter.report(warnings.build_eval_mode_warning(names, switched=switched), self.step + 1)
+        self._prepared_model = prepare_model(get_runtime(self), model, freeze, unfreeze)
+        self._state.model = self._prepared_model.model
+        return self._prepared_model.model
 
     def parameter_groups(
         self,
@@ -119,11 +179,11 @@ class Session(EvaluationMixin):
             UsageError: before :meth:`parallelize`.
             ConfigError: a pattern that fits nothing; ``layer_decay`` of a model whose layers cannot be told.
         """
-        if self._model is None or self._param_table is None:
+        if self._prepared_model is None:
             raise UsageError("session.parameter_groups: call session.parallelize(model) first")
         return param_groups.parameter_groups(
-            self._model,
-            self._param_table,
+            self._prepared_model.model,
+            self._prepared_model.param_table,
             weight_decay=weight_decay,
             layer_decay=layer_decay,
             lr_scale=lr_scale,
@@ -146,49 +206,15 @@ class Session(EvaluationMixin):
             ConfigError: an unknown name, or an optimizer of matrices for a model without.
             UnsuitableEnvironment: a package is missing.
         """
-        if self._model is None or self._param_table is None:
+        if self._prepared_model is None:
             raise UsageError("session.optimizer: call session.parallelize(model) first")
-        if self._train_step is not None:
+        if self._state.train_step is not None:
             raise UsageError(
                 "session.optimizer: there is an optimizer already, and train_step updates with one only",
                 fix="make one optimizer with several groups: session.optimizer(cls, [{'params': ...}, ...])",
             )
-        new_optimizer = build.build_optimizer(
-            cls,
-            params,
-            options,
-            model=self._model,
-            param_table=self._param_table,
-            context=self._context,
-            groups=self._groups,
-        )
-        frozen = [
-            (self._unfreeze_steps[n], p)
-            for n, p in param_groups.trainable_parameters(self._model)
-            if n in self._unfreeze_steps
-        ]
-        self._train_step = TrainStep(
-            self._model,
-            new_optimizer,
-            self._context,
-            self._groups,
-            self._loss_scale,
-            emit_event=self._emit_event,
-            get_frozen=lambda: [p for step, p in frozen if self.step + 1 < step],
-        )
-        self._metrics_processor.monitor = StabilityMonitor(self._model, self._train_step.guard, self._context)
-        self._report_param_groups(cls if isinstance(cls, str) else cls.__name__, new_optimizer)
-        return new_optimizer
-
-    def _report_param_groups(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """Which parameters of rank 0 are trained how."""
-        group_rows = param_groups.groups_for_event(optimizer)
-        assert self._model is not None
-        frozen = sum(p.numel() for p in self._model.parameters() if not p.requires_grad)
-        self._emit_event("optimizer", optimizer=name, groups=group_rows, frozen=frozen)
-        if self.is_main:
-            summary = "; ".join(f"{g['group']}: {g['parameters']:,} in {g['tensors']} tensors" for g in group_rows)
-            log.info("optimizer %s: %s; frozen: %s", name, summary, f"{frozen:,}")
+        self._state.train_step = build_train_step(get_runtime(self), self._prepared_model, cls, params, options)
+        return self._state.train_step.optimizer
 
     def train_step(
         self, batch: Any, loss_fn: Loss, *, clip_norm: float = 0.0, clip: Clipping | None = None
@@ -209,14 +235,15 @@ class Session(EvaluationMixin):
             UsageError: before :meth:`optimizer`, or the batch is something else, or comes of a ragged loader and has
                 other micro-batches; both ``clip_norm`` and ``clip``, or a norm below 0.
         """
-        if self._train_step is None:
+        train_step, runtime = self._state.train_step, get_runtime(self)
+        if train_step is None:
             raise UsageError("session.train_step: make the optimizer with session.optimizer(cls, ...) first")
         if clip is not None and clip_norm:
             raise UsageError("session.train_step: give clip_norm or clip, not both")
-        layer_stats = self._metrics_processor.layer_stats_for(self.step + 1)
+        layer_stats = runtime.metrics_processor.layer_stats_for(self.step + 1)
         clipping = clip or Clipping(norm=clip_norm)
-        result = self._train_step(batch, self._sample_positions.for_batch(batch), loss_fn, clipping, layer_stats)
-        self._metrics_processor.record_step(result, self._train_step.optimizer)
+        result = train_step(batch, runtime.sample_positions.for_batch(batch), loss_fn, clipping, layer_stats)
+        runtime.metrics_processor.record_step(result, train_step.optimizer)
         return result
 
     def loader(
@@ -246,21 +273,109 @@ class Session(EvaluationMixin):
         Raises:
             ConfigError: ``global_batch`` does not divide over the ranks and micro-batches; the data set is empty.
         """
+        runtime = get_runtime(self)
         loader = Loader(
             dataset,
             global_batch=global_batch,
             micro_batch=micro_batch,
-            workers=resolve_workers(workers, self.device, mesh.cores_per_rank(self._context)),
+            workers=resolve_workers(workers, self.device, cores_per_rank(runtime.context)),
             prefetch=prefetch,
             limits=limits,
             seed=self.seed,
-            rank=self._context.data_rank,
-            ranks=self._context.layout.data_parallel,
+            rank=runtime.context.data_rank,
+            ranks=runtime.context.layout.data_parallel,
             device=self.device,
             ragged=ragged,
         )
-        self._loaders.append(loader)
+        runtime.loaders.append(loader)
         return loader
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Around an evaluation: its time is reported apart from the steps'."""
+        return evaluation_api.timed_evaluation(get_runtime(self))
+
+    def evaluate(
+        self,
+        data: MapStyleDataset | Iterable[Any],
+        loss_fn: Loss,
+        *,
+        metrics: Sequence[str] | Mapping[str, MetricFn] = (),
+        micro_batch: int | None = None,
+        samples: int = 0,
+        workers: int = 0,
+        slices: Sequence[str] = (),
+        group: int = 1,
+        ignore_index: int = -100,
+        limits: Limits | None = None,
+        model: nn.Module | None = None,
+    ) -> dict[str, float]:
+        """``validation_loss`` and other means over ``data``, floats that are equal on all ranks and under every layout;
+        of a slice ``validation_loss/NAME``. Nothing is changed by it. Collective. Empty where the ranks have agreed to
+        stop: :meth:`steps` then ends the process.
+
+        Args:
+            data: a data set, of which each data-parallel rank takes its part in order; or batches (inputs, target) of
+                this rank's own, the same on ranks that share them.
+            loss_fn: as for :meth:`train_step`.
+            metrics: names of ``evaluation.metrics``, or functions (output, target) -> (sum, count) by name.
+            micro_batch: samples a rank and forward pass; default: as in training, and without a loader 8.
+            samples: at most so many; 0: all.
+            workers: processes that read ahead; 0: the rank itself reads.
+            slices: those of the data set to tell apart; default: all that it names.
+            group: neighbouring samples that are compared with each other, by a contrastive loss say.
+            ignore_index: targets that the metrics leave out.
+            limits: what the model takes: a sample that is not so is named.
+            model: default: what :meth:`parallelize` returned.
+
+        Raises:
+            UsageError: no model.
+            ConfigError: nothing to evaluate on, an unknown metric or slice, outputs that a metric cannot be told of.
+        """
+        model = self._state.model if model is None else model
+        if model is None:
+            raise UsageError("session.evaluate: call session.parallelize(model) first, or give model=...")
+        runtime = get_runtime(self)
+        pass_config = DatasetPassConfig(
+            micro_batch or evaluation_api.default_micro_batch(runtime), samples, workers, group, limits
+        )
+        options = evaluation_api.MeasureOptions(metrics, slices, ignore_index)
+        return evaluation_api.evaluate(runtime, model, data, loss_fn, pass_config, options)
+
+    def evaluations(
+        self,
+        data: MapStyleDataset | Iterable[Any],
+        loss_fn: Loss,
+        *,
+        every: int,
+        metric: str = "validation_loss",
+        higher_is_better: bool = False,
+        patience: int = 0,
+        rising: int = 3,
+        slices: Sequence[str] = (),
+        then: Callable[[float], None] | None = None,
+        **options: Any,
+    ) -> EvaluationSchedule:
+        """Evaluations every ``every`` steps and at the end, for :meth:`steps`, which logs them with their step, keeps
+        the best checkpoint by ``metric``, and ends the run after ``patience`` of them without a better one.
+
+        Args:
+            rising: so many evaluations in a row with a rising loss are worth a warning; 0: none.
+            slices: where a regression is not acceptable: told with their best value.
+            then: told the value of ``metric``: ``LearningRate.observe``.
+            options: what :meth:`evaluate` takes.
+
+        Raises:
+            UsageError: ``every`` is below 1.
+        """
+        early_stopping = EarlyStopping(
+            metric, higher_is_better=higher_is_better, patience=patience, rising_limit=rising, slices=slices
+        )
+        return EvaluationSchedule(
+            lambda: self.evaluate(data, loss_fn, slices=slices, **options),
+            every=every,
+            early_stopping=early_stopping,
+            on_value=then,
+        )
 
     def accumulate(self, model: nn.Module, micro_batches: list[Any]) -> Iterator[Any]:
         """The micro-batches of one step; gradients travel between ranks only with the last. Scale the losses."""
@@ -270,7 +385,7 @@ class Session(EvaluationMixin):
 
     def autocast(self) -> AbstractContextManager[object]:
         """Around the forward pass: the plan's precision."""
-        return autocast(self._context)
+        return autocast(get_runtime(self).context)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Clip the global L2 norm of the gradient to ``max_norm`` (0: do not) and return what it was: fp32, without
@@ -297,17 +412,17 @@ class Session(EvaluationMixin):
             UsageError: a value that is neither number, string, None, nor tensor; on all ranks alike.
             ConfigError: a tensor of more than one element; by :meth:`steps`, when the step ends.
         """
-        self._metrics_processor.log(scalars)
+        get_runtime(self).metrics_processor.log(scalars)
 
     def poll(self) -> bool:
         """Whether all ranks have agreed to stop. Call it inside long work between two steps (evaluation), equally often
         on all ranks, and leave that work when it is true: :meth:`steps` then saves and ends the process."""
-        return self._agreement.poll()
+        return get_runtime(self).agreement.poll()
 
     @property
     def stop_requested(self) -> bool:
         """Whether this rank alone has been told to stop. Not agreed, so no reason to leave a collective."""
-        return bool(self._flag)
+        return bool(get_runtime(self).flag)
 
     def steps(
         self,
@@ -344,5 +459,18 @@ class Session(EvaluationMixin):
                 f"session.steps(total={total}, keep={keep}): there cannot be so many",
                 fix="total must be at least 0, keep at least 1",
             )
-        loop = StepLoop(self, total, state if state is not None else {}, evaluations)
+        loop = StepLoop(get_runtime(self), total, state if state is not None else {}, evaluations)
         yield from loop.run(checkpoint_every, keep)
+
+
+def get_runtime(session: Session) -> SessionRuntime:
+    """Return the runtime of an open session, for clustertrain's own modules; scripts call the session's methods.
+
+    Raises:
+        UsageError: the session has not been entered.
+    """
+    if session._runtime is None:
+        raise UsageError(
+            "the session is not open", fix="use it in a with statement: with clustertrain.session() as session: ..."
+        )
+    return session._runtime

@@ -19,6 +19,7 @@ from clustertrain.train.core import seeds
 from clustertrain.train.data.sample_checks import Limits
 from clustertrain.train.evaluation.dataset_pass import DatasetPass
 from clustertrain.train.evaluation.evaluator import MAX_SLICES, NO_SLICES, find_slices
+from clustertrain.train.session.session import get_runtime
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 4, 3
@@ -191,7 +192,7 @@ def test_before_it_is_known_that_layers_can_be_compiled_they_run_as_they_are_wri
 
     session.parallelize(Stack())
     session.optimizer(torch.optim.SGD, lr=0.1)
-    step: Any = session._train_step
+    step: Any = get_runtime(session).state.train_step
     layers[0]._compiled_call_impl = fails  # what nn.Module.compile sets
     step._emit_event = lambda name, **fields: None  # as with parallel.compile, before the first step
     assert session.evaluate(Points(), F.cross_entropy)["validation_loss"] > 0

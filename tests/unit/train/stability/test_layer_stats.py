@@ -13,6 +13,7 @@ from torch import nn
 import clustertrain as ct
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.train.core.context import RankContext
+from clustertrain.train.session.session import get_runtime
 from clustertrain.train.stability.layer_stats import MAX_SAMPLED_ELEMENTS, LayerStats, find_unit_name
 from clustertrain.train.stability.monitor import StabilityMonitor
 from clustertrain.train.stability.step_guard import StepGuard
@@ -69,10 +70,10 @@ def test_each_figure_is_what_it_says(session: ct.Session) -> None:
     with torch.no_grad():
         net.layers[1].bias[:2] = -100.0  # two of the six units are dead
     session.optimizer(torch.optim.SGD, lr=0.1)
-    look = LayerStats(model, session._context)
+    look = LayerStats(model, get_runtime(session).context)
     batch = [(torch.randn(n, 4), torch.randn(n, 1)) for n in (3, 2)]
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    done = session._train_step(batch, None, loss, ct.Clipping(), look)  # type: ignore[misc]
+    done = get_runtime(session).state.train_step(batch, None, loss, ct.Clipping(), look)  # type: ignore[misc]
     assert done.layers is not None
     found = done.layers.to_dict()
     assert look.units == ["head", "layers.0", "layers.1"]
@@ -99,7 +100,7 @@ def test_each_figure_is_what_it_says(session: ct.Session) -> None:
 def test_nothing_is_left_in_the_model(session: ct.Session) -> None:
     model = session.parallelize(Net())
     session.optimizer(torch.optim.SGD, lr=0.1)
-    look = LayerStats(model, session._context)
+    look = LayerStats(model, get_runtime(session).context)
     with pytest.raises(RuntimeError), look.hooks():
         model(torch.zeros(1, 9))
     assert not any(m._forward_hooks for m in model.modules())
@@ -117,10 +118,10 @@ def test_of_a_large_parameter_a_sample_tells_how_far_it_moved(session: ct.Sessio
     torch.manual_seed(4)
     model = session.parallelize(nn.Linear(500, 2 * MAX_SAMPLED_ELEMENTS // 500 + 1, bias=False))
     session.optimizer(torch.optim.SGD, lr=0.1)
-    look = LayerStats(model, session._context)
+    look = LayerStats(model, get_runtime(session).context)
     (before,) = [p.detach().clone() for p in model.parameters()]
     batch = (torch.randn(8, 500), torch.randn(8, before.shape[0]))
-    done = session._train_step(batch, None, loss, ct.Clipping(), look)  # type: ignore[misc]
+    done = get_runtime(session).state.train_step(batch, None, loss, ct.Clipping(), look)  # type: ignore[misc]
     assert done.layers is not None
     (after,) = model.parameters()
     ratio = ((after.detach() - before).norm() / before.norm()).item()

@@ -14,6 +14,7 @@ import clustertrain as ct
 from clustertrain.errors import UsageError
 from clustertrain.train.core.step_types import compute_nonfinite_moments, index_powers, sole_bad_micro_batch
 from clustertrain.train.data.loader import Loader
+from clustertrain.train.session.session import get_runtime
 from clustertrain.train.step.sample_positions import SamplePositions
 
 FEATURES = 3
@@ -58,7 +59,7 @@ def stepped(session: ct.Session, batch: Any) -> list[torch.Tensor]:
     """The gradient's norm and the weights after one step over ``batch`` of a model that is the same each time."""
     torch.manual_seed(3)
     model = session.parallelize(nn.Linear(FEATURES, 1))
-    session._train_step = None
+    get_runtime(session).state.train_step = None
     session.optimizer(torch.optim.SGD, lr=0.1)
     done = session.train_step(batch, masked)
     return [done.loss, done.grad_norm, *(p.detach() for p in model.parameters())]
