@@ -30,6 +30,7 @@ class Trainer:
     task: TrainingTask
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    schedule: LearningRate
     data: Loader
     loss: Loss
     clip: Clipping
@@ -50,9 +51,9 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
     groups = session.parameter_groups(
         optim.name, weight_decay=optim.weight_decay, layer_decay=optim.layer_decay, lr_scale=optim.lr_scale
     )
-    optimizer = session.optimizer(
-        optim.name, groups, **registry.build_options(optim, is_text=recipe.is_text, device=session.device)
-    )
+    options = registry.build_options(optim, is_text=recipe.is_text, device=session.device)
+    optimizer = session.optimizer(optim.name, groups, **options)
+    schedule = build_schedule(recipe, peak=options["lr"])
     data = session.loader(
         training_task.dataset,
         global_batch=batch.global_batch,
@@ -66,7 +67,16 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
         report_eval_mode(runtime, training_task.left_eval_mode, switched=True)
     if runtime.is_main:
         describe.report_datasets(training_task.dataset, training_task.validation, runtime.events.emit)
-    return Trainer(session, training_task, model, optimizer, data, training_task.loss, Clipping.of(recipe.optim))
+    return Trainer(
+        session, training_task, model, optimizer, schedule, data, training_task.loss, Clipping.of(recipe.optim)
+    )
+
+
+def build_schedule(recipe: Recipe, *, peak: float) -> LearningRate:
+    """Return the recipe's learning rate schedule, which scales ``peak``."""
+    # The schedule observes a validation metric, even if the run is judged by another one.
+    higher_is_better = recipe.higher_is_better and recipe.deciding_metric.startswith(VALIDATION_PREFIX)
+    return LearningRate(recipe.schedule, peak=peak, total=recipe.train.steps, higher_is_better=higher_is_better)
 
 
 def train(recipe: Recipe, batch: Batch) -> None:
@@ -75,14 +85,9 @@ def train(recipe: Recipe, batch: Batch) -> None:
     with session() as s:
         t = build_trainer(s, recipe, batch)
         s.tokens_per_step = batch.global_batch * recipe.tokens_per_sample
-        # What is observed is a validation metric, whatever the run is judged by.
-        higher_is_better = recipe.higher_is_better and recipe.deciding_metric.startswith(VALIDATION_PREFIX)
-        lr_scheduler = LearningRate(
-            recipe.schedule, peak=recipe.optim.lr, total=total, higher_is_better=higher_is_better
-        )
-        evaluations = build_evaluations(s, t.task, recipe, on_value=lr_scheduler.observe)
-        state = {"model": t.model, "optimizer": t.optimizer, "data": t.data, "schedule": lr_scheduler}
+        evaluations = build_evaluations(s, t.task, recipe, on_value=t.schedule.observe)
+        state = {"model": t.model, "optimizer": t.optimizer, "data": t.data, "schedule": t.schedule}
         for step in s.steps(total, state, recipe.checkpoint.every, recipe.checkpoint.keep, evaluations):
-            lr = lr_scheduler.apply(t.optimizer, step + 1)
+            t.schedule.apply(t.optimizer, step + 1)
             result = t.step()
-            s.log(loss=result.loss, lr=lr, grad_norm=result.grad_norm)
+            s.log(loss=result.loss, grad_norm=result.grad_norm)

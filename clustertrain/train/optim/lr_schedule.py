@@ -16,6 +16,21 @@ from clustertrain.plan import lr_schedule
 LR_SCALE = "lr_scale"  # in a parameter group: what its rate is multiplied by
 
 
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of every group to ``lr`` times the group's ``lr_scale``."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get(LR_SCALE, 1.0)
+
+
+def unscaled_lr(optimizer: torch.optim.Optimizer) -> float:
+    """Return the learning rate before the groups' ``lr_scale``, as :func:`set_lr` was given it."""
+    groups = optimizer.param_groups
+    # An unscaled group has the exact value; a division may round it.
+    group = next((g for g in groups if g.get(LR_SCALE) == 1.0), groups[0])
+    lr: float = group["lr"] / group.get(LR_SCALE, 1.0)
+    return lr
+
+
 class LearningRate:
     """Put it into the state of ``session.steps``, and :meth:`apply` it once an optimizer step."""
 
@@ -33,12 +48,9 @@ class LearningRate:
         """The rate of optimizer step number ``step``, 1 to the total."""
         return lr_schedule.lr_at_step(self._spec, step, self._total, peak=self._peak, plateau_factor=self._factor)
 
-    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set the rate of step number ``step`` in all groups, times their ``lr_scale``; returns it without that."""
-        rate = self.at(step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group.get(LR_SCALE, 1.0)
-        return rate
+    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Set the rate of step number ``step`` in all groups, times their ``lr_scale``."""
+        set_lr(optimizer, self.at(step))
 
     @property
     def is_metric_driven(self) -> bool:

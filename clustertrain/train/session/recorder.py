@@ -16,7 +16,6 @@ from clustertrain.train.core.context import RankContext
 from clustertrain.train.core.memory import allocated_gib, peak_allocated_gib
 from clustertrain.train.core.step_types import StepResult, sole_bad_micro_batch
 from clustertrain.train.data.loader import Loader
-from clustertrain.train.optim.lr_schedule import LR_SCALE
 from clustertrain.train.session.heartbeat import ProgressReporter
 from clustertrain.train.session.metrics_writer import MetricsWriter, PlainValue, Scalar, check_scalar
 from clustertrain.train.stability.layer_stats import LayerStats
@@ -75,8 +74,8 @@ class MetricsProcessor:
     def exclude_time(self, seconds: float) -> None:
         self._excluded_s += seconds
 
-    def record_step(self, result: StepResult, optimizer: torch.optim.Optimizer) -> None:
-        """What goes into the row of the step under way, where the script has not logged the same."""
+    def record_step(self, result: StepResult, lr: float) -> None:
+        """Add the figures of a training step and its learning rate to the current row; what the script logs wins."""
         names = ("loss", "grad_norm", "clipped", "clip_fraction", "skipped", "spike", *_NONFINITE_COLUMNS)
         values = (
             result.loss,
@@ -92,8 +91,7 @@ class MetricsProcessor:
             self._pending_copies.append(result.layers)
         if self.monitor is not None:
             self.monitor.record_step(result)
-        lr, scale = optimizer.param_groups[0]["lr"], optimizer.param_groups[0].get(LR_SCALE, 1.0)
-        self._step_values = {"lr": lr / scale, **({"overflow": 1} if result.overflow else {})}
+        self._step_values = {"lr": lr, **({"overflow": 1} if result.overflow else {})}
 
     def _finalize_row(self, row: dict[str, Any]) -> None:
         """Before a row is written: which samples a step had that was not to be. fp16's loss scale takes care of an

@@ -24,6 +24,7 @@ from clustertrain.train.evaluation.dataset_pass import DatasetPassConfig
 from clustertrain.train.evaluation.metrics import MetricFn
 from clustertrain.train.evaluation.schedule import EvaluationSchedule
 from clustertrain.train.optim import build, param_groups, registry
+from clustertrain.train.optim.lr_schedule import unscaled_lr
 from clustertrain.train.session import evaluation_api
 from clustertrain.train.session.metrics_writer import Scalar
 from clustertrain.train.session.model_setup import PreparedModel, build_train_step, prepare_model
@@ -242,8 +243,9 @@ class Session:
             raise UsageError("session.train_step: give clip_norm or clip, not both")
         layer_stats = runtime.metrics_processor.layer_stats_for(self.step + 1)
         clipping = clip or Clipping(norm=clip_norm)
+        lr = unscaled_lr(train_step.optimizer)  # before the step: 8-bit AdamW rounds it to fp32
         result = train_step(batch, runtime.sample_positions.for_batch(batch), loss_fn, clipping, layer_stats)
-        runtime.metrics_processor.record_step(result, train_step.optimizer)
+        runtime.metrics_processor.record_step(result, lr)
         return result
 
     def loader(

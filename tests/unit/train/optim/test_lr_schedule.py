@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import contextlib
 import math
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -12,9 +10,8 @@ from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.schedule import ScheduleKind, ScheduleSpec
 from clustertrain.errors import UsageError
-from clustertrain.plan.layout import Batch
 from clustertrain.train import trainer
-from clustertrain.train.optim.lr_schedule import LearningRate
+from clustertrain.train.optim.lr_schedule import LearningRate, set_lr, unscaled_lr
 
 
 def rate(total: int, *, peak: float = 1.0, **spec: Any) -> LearningRate:
@@ -125,12 +122,10 @@ def test_the_trainer_waits_in_the_direction_of_what_is_observed(
     def made(*args: Any, higher_is_better: bool, **kw: Any) -> None:
         raise Made(higher_is_better)
 
-    monkeypatch.setattr(trainer, "session", lambda: contextlib.nullcontext(SimpleNamespace()))
-    monkeypatch.setattr(trainer, "build_trainer", lambda *args: None)
     monkeypatch.setattr(trainer, "LearningRate", made)
     tables = {"schedule": {"kind": "plateau"}, "data": {"validation": 0.1}, "contract": contract}
     with pytest.raises(Made) as caught:
-        trainer.train(build(tables, Recipe, "recipe.toml"), Batch(global_batch=8))
+        trainer.build_schedule(build(tables, Recipe, "recipe.toml"), peak=1.0)
     assert caught.value.args == (higher,)
 
 
@@ -161,8 +156,18 @@ def test_apply_scales_each_group_by_its_own_factor() -> None:
     made = torch.optim.SGD(
         [{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)], "lr_scale": 0.1}], lr=1.0, momentum=0.9
     )
-    assert rate(10, peak=2.0, kind="constant", warmup_steps=0).apply(made, 3) == 2.0
+    rate(10, peak=2.0, kind="constant", warmup_steps=0).apply(made, 3)
     assert [g["lr"] for g in made.param_groups] == pytest.approx([2.0, 0.2])
+    assert unscaled_lr(made) == 2.0
+
+
+def test_unscaled_lr_is_exact_with_an_unscaled_group() -> None:
+    made = torch.optim.SGD(
+        [{"params": [torch.zeros(1)], "lr_scale": 10.0}, {"params": [torch.zeros(1)], "lr_scale": 1.0}], lr=1.0
+    )
+    for lr in (x / 999 for x in range(1, 1000)):
+        set_lr(made, lr)
+        assert unscaled_lr(made) == lr
 
 
 def test_a_metric_that_is_no_number_is_refused_by_plateau_alone() -> None:

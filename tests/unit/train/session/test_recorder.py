@@ -18,6 +18,7 @@ from clustertrain.config.stability import StabilitySpec
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train.core.step_types import StepResult
 from clustertrain.train.data.loader import Loader
+from clustertrain.train.optim.lr_schedule import unscaled_lr
 from clustertrain.train.session.heartbeat import ProgressReporter
 from clustertrain.train.session.recorder import MetricsProcessor
 from clustertrain.train.stability.monitor import StabilityMonitor
@@ -73,7 +74,7 @@ class Recorded:
         for step, done in enumerate(steps):
             self.recorder.begin_step(step)
             next(self.data)
-            self.recorder.record_step(done, self.optimizer)
+            self.recorder.record_step(done, unscaled_lr(self.optimizer))
             self.recorder.end_step(step + 1, tokens)
         self.recorder.writer.close()
         return list(fsio.read_jsonl(self._path))
@@ -121,7 +122,7 @@ def test_without_a_loader_in_the_state_nobody_knows_them(tmp_path: Path) -> None
 def test_what_a_step_that_was_thrown_away_has_told_is_forgotten(tmp_path: Path) -> None:
     recorder = (it := Recorded(tmp_path / "run")).recorder
     recorder.begin_step(0)
-    recorder.record_step(stepped(), it.optimizer)
+    recorder.record_step(stepped(), unscaled_lr(it.optimizer))
     recorder.log({"validation_loss": 0.5})
     recorder.end_step(1, 64)
     recorder.writer.flush(wait=True)
