@@ -49,17 +49,17 @@ def session(
     device: str | None = None,
     timeout_s: float = 600.0,
 ) -> Session:
-    """A :class:`Session`, to be used in a ``with`` statement.
+    """Return a :class:`Session` to use in a ``with`` statement.
 
     Args:
-        checkpoint_dir: where checkpoints go; default: the run's own folder, and outside a run nowhere.
-        seed: default: the recipe's, else 1.
-        device: ``cpu`` or ``cuda``; default: the plan's, else cuda where there is one.
-        timeout_s: how long one collective may take (s), and so how long a dead peer can hold a rank.
+        checkpoint_dir: folder for checkpoints; default: the run's folder; outside a run no checkpoints are saved.
+        seed: default: the recipe's seed, or 1 without a recipe.
+        device: ``cpu`` or ``cuda``; default: the plan's device, otherwise cuda if available.
+        timeout_s: limit in seconds for one collective, and so for how long a dead peer can block a rank.
 
     Raises (on entering):
         ConfigError: plan, ranks and device do not fit each other.
-        UnsuitableEnvironment: cuda was asked for and cannot be used.
+        UnsuitableEnvironment: cuda was requested and cannot be used.
     """
     folder = Path(checkpoint_dir).expanduser().absolute() if checkpoint_dir is not None else None
     return Session(SessionOptions(folder, seed, device, timeout_s))
@@ -138,21 +138,21 @@ class Session:
         freeze: Sequence[str] = (),
         unfreeze: Iterable[tuple[int, Sequence[str]]] = (),
     ) -> nn.Module:
-        """``model`` on the device, replicated or sharded as the plan says. Make the optimizer after it. Collective.
+        """Return ``model`` on the device, replicated or sharded as planned. Build the optimizer afterwards. Collective.
 
-        A model built on the meta device is filled by its own ``init_parameter(name, tensor, generator)``; of another
-        one rank 0's values count. One in pipeline stages cannot be called: :meth:`train_step` drives it.
+        A model on the meta device is initialized by its ``init_parameter(name, tensor, generator)``; for any other
+        model rank 0's values are broadcast. A model in pipeline stages cannot be called: :meth:`train_step` drives it.
 
         Args:
-            tp_plan: how tensor parallel splits it, by module name pattern: ``{"layers.*.up": "colwise", ...}`` with the
-                words of ``clustertrain.train.distributed.tensor_parallel.WORDS``; default: the model's
+            tp_plan: how tensor parallelism splits it, by module name pattern: ``{"layers.*.up": "colwise", ...}``, with
+                the styles in ``clustertrain.train.distributed.tensor_parallel.WORDS``; default: the model's
                 attribute ``tp_plan``.
-            freeze: patterns of names of modules that are not trained.
-            unfreeze: (step, patterns): the modules are trained by :meth:`train_step` from optimizer step number
-                ``step`` on, counted from 1, and until then frozen, whatever ``freeze`` says.
+            freeze: name patterns of modules that are not trained.
+            unfreeze: (step, patterns): :meth:`train_step` trains these modules from optimizer step ``step`` on,
+                counted from 1; until then they are frozen, whether or not ``freeze`` matches them.
 
         Raises:
-            ConfigError: a pattern that fits nothing, nothing is left to train, or the layout does not fit the model.
+            ConfigError: a pattern matches nothing, nothing is left to train, or the layout does not fit the model.
         """
         if tp_plan is not None:
             model.tp_plan = dict(tp_plan)  # type: ignore[assignment]
@@ -168,17 +168,19 @@ class Session:
         layer_decay: float = 1.0,
         lr_scale: Mapping[str, float] | None = None,
     ) -> list[dict[str, Any]]:
-        """What of the model is trained, in groups for :meth:`optimizer`. Each has ``weight_decay``, 0 for norms, biases
-        and embeddings, and ``lr_scale``, by which a :class:`LearningRate` multiplies its rate.
+        """Return the trainable parameters in groups for :meth:`optimizer`.
+
+        Each group has ``weight_decay``, 0 for norms, biases and embeddings, and ``lr_scale``, a factor that
+        :class:`LearningRate` applies to the group's learning rate.
 
         Args:
-            optimizer: the name of what it is for: ``muon`` and ``shampoo`` want hidden matrices apart.
-            layer_decay: the rate of a layer is that of the one above it times this.
-            lr_scale: by pattern of module names what the rate is multiplied by.
+            optimizer: name of the optimizer the groups are for: ``muon`` and ``shampoo`` need hidden matrices separate.
+            layer_decay: factor between the learning rates of a layer and of the next one toward the output.
+            lr_scale: learning rate factor by module name pattern.
 
         Raises:
-            UsageError: before :meth:`parallelize`.
-            ConfigError: a pattern that fits nothing; ``layer_decay`` of a model whose layers cannot be told.
+            UsageError: :meth:`parallelize` was not called.
+            ConfigError: a pattern matches nothing, or ``layer_decay`` and the order of the layers is unknown.
         """
         if self._prepared_model is None:
             raise UsageError("session.parameter_groups: call session.parallelize(model) first")
@@ -194,24 +196,24 @@ class Session:
     def optimizer(
         self, cls: type[torch.optim.Optimizer] | str, params: Any = None, **options: Any
     ) -> torch.optim.Optimizer:
-        """An optimizer that fits the layout, for :meth:`train_step`. Made after :meth:`parallelize`.
+        """Build the optimizer for :meth:`train_step`, adapted to the layout. Call it after :meth:`parallelize`.
 
         Args:
-            cls: a class, or a name that ``optim.name`` of a recipe may have.
-            params: parameters or groups of them; default: all of the model that are trained, for a name in the groups
-                of :meth:`parameter_groups`.
-            options: what ``cls`` takes (``lr`` and so on).
+            cls: a class, or a value of the recipe key ``optim.name``.
+            params: parameters or parameter groups; default: all trainable parameters, for a name in the groups of
+                :meth:`parameter_groups`.
+            options: arguments of ``cls``, such as ``lr``.
 
         Raises:
-            UsageError: before :meth:`parallelize`, or a second time.
-            ConfigError: an unknown name, or an optimizer of matrices for a model without.
+            UsageError: :meth:`parallelize` was not called, or there is an optimizer already.
+            ConfigError: an unknown name, or an optimizer for matrices and a model without any.
             UnsuitableEnvironment: a package is missing.
         """
         if self._prepared_model is None:
             raise UsageError("session.optimizer: call session.parallelize(model) first")
         if self._state.train_step is not None:
             raise UsageError(
-                "session.optimizer: there is an optimizer already, and train_step updates with one only",
+                "session.optimizer: the session has an optimizer already, and train_step supports only one",
                 fix="make one optimizer with several groups: session.optimizer(cls, [{'params': ...}, ...])",
             )
         self._state.train_step = build_train_step(get_runtime(self), self._prepared_model, cls, params, options)
@@ -220,21 +222,23 @@ class Session:
     def train_step(
         self, batch: Any, loss_fn: Loss, *, clip_norm: float = 0.0, clip: Clipping | None = None
     ) -> StepResult:
-        """One optimizer step over ``batch``, under every layout: forward, backward, reduction, clipping to a global
-        norm of at most ``clip_norm`` (0: none), update. A step whose loss or gradient is not finite on any rank is
-        skipped by all of them. Its loss, rate and gradient norm go into the step's row.
+        """Do one optimizer step over ``batch``: forward, backward, gradient reduction, clipping, update. Collective.
+
+        If the loss or the gradient is NaN or Inf on any rank, all ranks skip the update. The loss, learning rate and
+        gradient norm go into the step's row of metrics.
 
         Args:
-            batch: ``(inputs, target)`` of this rank, or a list of such micro-batches, as a loader with ``micro_batch``
-                yields them; the script may have transformed it, sample by sample. Inputs are what the model is called
-                with: a tensor, a tuple, or a dict of arguments, (samples, …) each.
-            loss_fn: called with (output, target); returns the mean over the samples, or a pair (sum, count) where the
-                mean is over something else, tokens say: tensors without dimensions, the count also an int.
-            clip: in place of ``clip_norm``: ``ct.Clipping("value", value=0.5)``, ``ct.Clipping("adaptive")``, …
+            batch: this rank's ``(inputs, target)``, or a list of such micro-batches, as a loader with ``micro_batch``
+                yields them; the script may transform it sample by sample. Inputs are a tensor, a tuple, or a dict of
+                arguments for the model, each of shape (samples, …).
+            loss_fn: called with (output, target); returns the mean over the samples, or a pair (sum, count) for a mean
+                over something else, such as tokens: 0-dimensional tensors; the count may be an int.
+            clip_norm: limit for the global gradient norm; 0: no clipping.
+            clip: instead of ``clip_norm``: ``ct.Clipping("value", value=0.5)``, ``ct.Clipping("adaptive")``, …
 
         Raises:
-            UsageError: before :meth:`optimizer`, or the batch is something else, or comes of a ragged loader and has
-                other micro-batches; both ``clip_norm`` and ``clip``, or a norm below 0.
+            UsageError: there is no optimizer, the batch has another form, or it comes from a ragged loader and its
+                micro-batches were changed; both ``clip_norm`` and ``clip`` are given, or a norm below 0.
         """
         train_step, runtime = self._state.train_step, get_runtime(self)
         if train_step is None:
@@ -259,18 +263,18 @@ class Session:
         prefetch: int = 2,
         limits: Limits | None = None,
     ) -> Loader:
-        """An endless iterator over this rank's part of each global batch: ``next(loader)`` once a step. Put it into the
-        state.
+        """Return an endless iterator over this rank's part of each global batch.
 
-        An item is a collated batch on the device, of ``global_batch`` samples over the data-parallel ranks; with
-        ``micro_batch`` a list of batches of so many samples.
+        Call ``next(loader)`` once per step, and put the loader into the state of :meth:`steps`. An item is a collated
+        batch on the device; with ``micro_batch`` it is a list of batches of that many samples.
 
         Args:
-            workers: processes that read ahead, for the whole run; -1: as many as this rank's cores allow.
-            prefetch: micro-batches that each worker holds ready.
-            limits: what the model takes, to name the sample that is not so.
-            ragged: allow a global batch that does not divide: ranks then get different numbers of samples, which
-                :meth:`train_step` accounts for and a mean over the ranks of the script's own does not.
+            global_batch: samples per step over all data-parallel ranks.
+            workers: processes that read ahead during the whole run; -1: as many as this rank's cores allow.
+            prefetch: micro-batches that each worker keeps ready.
+            limits: limits of the model; a sample outside them raises an error that names it.
+            ragged: allow a global batch that does not divide evenly: ranks then get different numbers of samples, which
+                :meth:`train_step` accounts for, and a plain mean over the ranks does not.
 
         Raises:
             ConfigError: ``global_batch`` does not divide over the ranks and micro-batches; the data set is empty.
@@ -293,7 +297,7 @@ class Session:
         return loader
 
     def evaluation(self) -> AbstractContextManager[None]:
-        """Around an evaluation: its time is reported apart from the steps'."""
+        """Return a context manager that reports the time of its block as evaluation, not as training."""
         return evaluation_api.timed_evaluation(get_runtime(self))
 
     def evaluate(
@@ -311,27 +315,29 @@ class Session:
         limits: Limits | None = None,
         model: nn.Module | None = None,
     ) -> dict[str, float]:
-        """``validation_loss`` and other means over ``data``, floats that are equal on all ranks and under every layout;
-        of a slice ``validation_loss/NAME``. Nothing is changed by it. Collective. Empty where the ranks have agreed to
-        stop: :meth:`steps` then ends the process.
+        """Return ``validation_loss`` and the metrics, means over ``data`` that are equal on all ranks. Collective.
+
+        The values do not depend on the layout; those of a slice are named ``validation_loss/NAME``. Modes, gradients,
+        buffers and random generators stay as they were. The result is empty if the ranks have agreed to stop:
+        :meth:`steps` then ends the process.
 
         Args:
-            data: a data set, of which each data-parallel rank takes its part in order; or batches (inputs, target) of
-                this rank's own, the same on ranks that share them.
+            data: a data set, split over the data-parallel ranks in order; or this rank's batches (inputs, target), the
+                same on ranks that share a part of the batch.
             loss_fn: as for :meth:`train_step`.
-            metrics: names of ``evaluation.metrics``, or functions (output, target) -> (sum, count) by name.
-            micro_batch: samples a rank and forward pass; default: as in training, and without a loader 8.
-            samples: at most so many; 0: all.
+            metrics: names from ``evaluation.metrics``, or functions (output, target) -> (sum, count) by name.
+            micro_batch: samples per rank and forward pass; default: as in training, or 8 without a loader.
+            samples: evaluate at most this many; 0: all.
             workers: processes that read ahead; 0: the rank itself reads.
-            slices: those of the data set to tell apart; default: all that it names.
-            group: neighbouring samples that are compared with each other, by a contrastive loss say.
-            ignore_index: targets that the metrics leave out.
-            limits: what the model takes: a sample that is not so is named.
-            model: default: what :meth:`parallelize` returned.
+            slices: slices of the data set to report; default: all that it names.
+            group: adjacent samples that are compared with each other, for example by a contrastive loss.
+            ignore_index: target value that the metrics exclude.
+            limits: limits of the model; a sample outside them raises an error that names it.
+            model: default: the result of :meth:`parallelize`.
 
         Raises:
-            UsageError: no model.
-            ConfigError: nothing to evaluate on, an unknown metric or slice, outputs that a metric cannot be told of.
+            UsageError: there is no model.
+            ConfigError: nothing to evaluate on, an unknown metric or slice, or outputs that do not fit a metric.
         """
         model = self._state.model if model is None else model
         if model is None:
@@ -357,14 +363,16 @@ class Session:
         then: Callable[[float], None] | None = None,
         **options: Any,
     ) -> EvaluationSchedule:
-        """Evaluations every ``every`` steps and at the end, for :meth:`steps`, which logs them with their step, keeps
-        the best checkpoint by ``metric``, and ends the run after ``patience`` of them without a better one.
+        """Return a schedule of evaluations, every ``every`` steps and at the end, for :meth:`steps`.
+
+        :meth:`steps` logs each with its step, keeps the best checkpoint by ``metric``, and ends the run after
+        ``patience`` evaluations without an improvement (0: never).
 
         Args:
-            rising: so many evaluations in a row with a rising loss are worth a warning; 0: none.
-            slices: where a regression is not acceptable: told with their best value.
-            then: told the value of ``metric``: ``LearningRate.observe``.
-            options: what :meth:`evaluate` takes.
+            rising: warn after this many evaluations in a row with a rising loss; 0: never.
+            slices: slices that must not regress; they are reported with their best value.
+            then: called with the value of ``metric``, for example ``LearningRate.observe``.
+            options: further arguments of :meth:`evaluate`.
 
         Raises:
             UsageError: ``every`` is below 1.
@@ -380,18 +388,23 @@ class Session:
         )
 
     def accumulate(self, model: nn.Module, micro_batches: list[Any]) -> Iterator[Any]:
-        """The micro-batches of one step; gradients travel between ranks only with the last. Scale the losses."""
+        """Yield the micro-batches of one step; gradients are reduced with the last one only.
+
+        The script must scale the losses.
+        """
         for i, micro_batch in enumerate(micro_batches):
             with data_parallel.gradient_sync(model, last=i == len(micro_batches) - 1):
                 yield micro_batch
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Around the forward pass: the plan's precision."""
+        """Return a context manager for the forward pass, with the plan's precision."""
         return autocast(get_runtime(self).context)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Clip the global L2 norm of the gradient to ``max_norm`` (0: do not) and return what it was: fp32, without
-        dimensions, on the device and the same on all ranks. Collective, without a host sync."""
+        """Clip the global L2 norm of the gradient to ``max_norm`` (0: no clipping) and return the norm before clipping.
+
+        The norm is a 0-dimensional fp32 tensor on the device, equal on all ranks. Collective, without a host sync.
+        """
         grad_norm.reduce_partial_gradients(model.parameters())
         norm = grad_norm.total_norm(model.parameters(), self.device)
         if max_norm > 0:
@@ -399,8 +412,10 @@ class Session:
         return norm
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over all ranks of a floating-point tensor, element by element, on the device. Collective, without a
-        host sync."""
+        """Return the elementwise mean of a floating-point tensor over all ranks, on the device.
+
+        Collective, without a host sync.
+        """
         value = value.detach().clone()
         if dist.is_initialized():
             dist.all_reduce(value)
@@ -408,22 +423,25 @@ class Session:
         return value
 
     def log(self, **scalars: Scalar) -> None:
-        """Scalars of the step under way, of rank 0. A tensor is read when its value has arrived, one step later.
+        """Add scalars of rank 0 to the row of the current step. A tensor is read one step later, without waiting.
 
         Raises:
-            UsageError: a value that is neither number, string, None, nor tensor; on all ranks alike.
-            ConfigError: a tensor of more than one element; by :meth:`steps`, when the step ends.
+            UsageError: a value is no number, string, None or tensor; on all ranks.
+            ConfigError: a tensor has more than one element; raised by :meth:`steps` at the end of the step.
         """
         get_runtime(self).metrics_processor.log(scalars)
 
     def poll(self) -> bool:
-        """Whether all ranks have agreed to stop. Call it inside long work between two steps (evaluation), equally often
-        on all ranks, and leave that work when it is true: :meth:`steps` then saves and ends the process."""
+        """Return whether all ranks have agreed to stop. Collective.
+
+        Call it during long work between two steps, equally often on all ranks, and leave that work once it returns
+        true: :meth:`steps` then saves and ends the process.
+        """
         return get_runtime(self).agreement.poll()
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank alone has been told to stop. Not agreed, so no reason to leave a collective."""
+        """Whether this rank was asked to stop. The other ranks may not know yet: do not skip a collective for it."""
         return bool(get_runtime(self).flag)
 
     def steps(
@@ -436,30 +454,32 @@ class Session:
     ) -> Iterator[int]:
         """Yield the numbers of the steps still to do, 0 to ``total - 1``.
 
-        Before the first one the newest checkpoint that verifies is restored into ``state``. Where the recipe wants a
-        run to go back after a spike or steps that are not finite, an older one is, and lower numbers follow again. One
-        is saved as often as ``checkpoint_every`` says, in the background, and at the end. When the ranks are told to
-        stop, all leave at the same step: they save, unless the steps were bad or there is no time for it, and the
-        process ends by SystemExit: 0 in a run, outside one 75 (1 where nothing is kept).
+        Before the first step, the newest checkpoint that verifies is restored into ``state``. If the recipe rolls back
+        after loss spikes or NaN and Inf, an older checkpoint is restored and lower step numbers follow again.
+        Checkpoints are saved in the background every ``checkpoint_every``, and at the end. On a request to stop, all
+        ranks leave at the same step. They save, unless the last steps were bad or there is no time left, and the
+        process ends with SystemExit: code 0 in a run; outside a run 75, or 1 without checkpoints.
 
         Args:
-            total: optimizer steps of the whole run, those before a resume among them.
-            state: modules, optimizers, anything with state_dict and load_state_dict, tensors (filled in place), plain
-                data (replaced in the dict). Of all but shards rank 0's is saved, and every rank gets it.
-            checkpoint_every: steps, a time ("10min") or "auto", as ``every`` of the recipe's ``[checkpoint]``.
-            keep: the newest checkpoints to keep; default: what the recipe says.
-            evaluations: made after the steps at which they are due; the best checkpoint by them is kept too.
+            total: optimizer steps of the whole run, including those before a resume.
+            state: modules, optimizers, objects with state_dict and load_state_dict, tensors (filled in place) and plain
+                data (replaced in the dict). Unsharded entries are saved from rank 0 and loaded on every rank.
+            checkpoint_every: steps, a time ("10min") or "auto", as ``every`` in the recipe's ``[checkpoint]``; None:
+                only at the end.
+            keep: how many of the newest checkpoints to keep; default: the recipe's value.
+            evaluations: evaluations to run at the steps at which they are due; the best checkpoint is kept too.
 
         Raises:
-            UsageError: ``total`` is below 0, ``keep`` below 1, or, in a run, a loop before this one has got as far.
-            ConfigError: ``checkpoint_every`` is none of these, or evaluations do not give the deciding metric.
+            UsageError: ``total`` is below 0, ``keep`` is below 1, or an earlier loop of the run ended at ``total`` or
+                later.
+            ConfigError: ``checkpoint_every`` is invalid, or the evaluations do not produce the deciding metric.
             CheckpointError: checkpoints exist and none can be restored, or a save failed (on all ranks).
-            Diverged: too many steps in a row were skipped, or the run has gone back too often.
+            Diverged: too many steps in a row were skipped, or the run has rolled back too often.
         """
         if total < 0 or (keep is not None and keep < 1):
             raise UsageError(
-                f"session.steps(total={total}, keep={keep}): there cannot be so many",
-                fix="total must be at least 0, keep at least 1",
+                f"session.steps(total={total}, keep={keep}): total must be at least 0 and keep at least 1",
+                fix="pass the optimizer steps of the whole run, and how many checkpoints to keep",
             )
         loop = StepLoop(get_runtime(self), total, state if state is not None else {}, evaluations)
         yield from loop.run(checkpoint_every, keep)
