@@ -1,4 +1,4 @@
-"""The built-in trainer: the session API with a model, data, an optimizer and a schedule chosen by the recipe."""
+"""The built-in trainer: the session API with the recipe's model, data, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from clustertrain.train.stability.clipping import Clipping
 
 @dataclass(frozen=True)
 class Trainer:
-    """What a recipe trains with, in a session."""
+    """The parts of a training run that a recipe configures, in an open session."""
 
     session: Session
     task: TrainingTask
@@ -36,12 +36,12 @@ class Trainer:
     clip: Clipping
 
     def step(self) -> StepResult:
-        """One optimizer step over the next global batch."""
+        """Do one optimizer step over the next global batch."""
         return self.session.train_step(next(self.data), self.loss, clip=self.clip)
 
 
 def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
-    """The parts that ``recipe`` names. ``batch`` is the plan's split of the global batch."""
+    """Build the parts that ``recipe`` names; ``batch`` is the plan's split of the global batch. Collective."""
     runtime = get_runtime(session)
     training_task = build_task(recipe)
     optim = recipe.optim
@@ -80,7 +80,7 @@ def build_schedule(recipe: Recipe, *, peak: float) -> LearningRate:
 
 
 def train(recipe: Recipe, batch: Batch) -> None:
-    """Train to ``recipe.train.steps``."""
+    """Train until ``recipe.train.steps`` steps are done."""
     total = recipe.train.steps
     with session() as s:
         t = build_trainer(s, recipe, batch)

@@ -1,4 +1,4 @@
-"""Whether a run goes on as it began: how a checkpoint was made, against how this process was started."""
+"""Compares how a checkpoint was made with how this process was started."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from clustertrain.checkpoint.load.restore import CheckpointOrigin
 from clustertrain.plan.layout import Layout
 from clustertrain.train.core.context import RankContext
 
-_MAX_LISTED_FILES = 3  # names of files
+_MAX_LISTED_FILES = 3
 
 
 def find_differences(origin: CheckpointOrigin, context: RankContext, current: Mapping[str, Any]) -> list[str]:
-    """In words what is not as it was, of layout, ranks, precision, code and versions. The data's version is the
-    loader's affair, which refuses another one always.
+    """Return as text the differences in layout, ranks, precision, code and versions.
 
-    ``current``: what this process says of itself, as a checkpoint's ``about``.
+    The loader checks the version of the data itself, and always refuses another one.
+
+    Args:
+        current: this process's description of itself, as in a checkpoint's ``about``.
     """
     messages = []
     if origin.world_size != context.world_size:
@@ -47,10 +49,10 @@ def find_differences(origin: CheckpointOrigin, context: RankContext, current: Ma
 
 
 def merge_differences(by_rank: Sequence[tuple[str, Sequence[str]] | None]) -> list[str]:
-    """What the ranks have found, each thing once: with the nodes and ranks that have, where not all do.
+    """Return each rank's differences without duplicates; one that some ranks lack names its nodes and ranks.
 
     Args:
-        everybody: of each rank its node and what it has found; None: nothing.
+        by_rank: for each rank its node and its differences; None: no differences.
     """
     ranks: dict[str, list[int]] = {}
     for rank, entry in enumerate(by_rank):
@@ -65,7 +67,7 @@ def merge_differences(by_rank: Sequence[tuple[str, Sequence[str]] | None]) -> li
 
 
 def checksum_files(code: Path) -> dict[str, str]:
-    """By name a checksum of each file of a run's ``code/``, without what Python leaves there when it imports."""
+    """Return the checksum of each file in a run's ``code/`` by name, without Python's bytecode caches."""
     checksums = {}
     for folder, folders, files in os.walk(code):
         links = [f for f in folders if Path(folder, f).is_symlink()]
@@ -84,11 +86,9 @@ def _checksum(path: Path) -> str:
 
 
 def find_changed_files(before: Any, current: Any) -> list[str]:
-    """A file that was not there before counts where Python could import it; others a script may have written."""
-    if not isinstance(before, Mapping) or not isinstance(
-        current, Mapping
-    ):  # no exact resume then, or not this rank's part
-        return []
+    """Return a message about changed files, or an empty list. A new file counts only if Python could import it."""
+    if not isinstance(before, Mapping) or not isinstance(current, Mapping):
+        return []  # the checkpoint was not made for exact resume, or another rank compares
     added = [name for name in current if name not in before and name.endswith(tuple(machinery.all_suffixes()))]
     names = sorted([*(name for name, checksum in before.items() if current.get(name) != checksum), *added])
     if not names:
@@ -100,12 +100,12 @@ def find_changed_files(before: Any, current: Any) -> list[str]:
 def _format_layout(layout: Mapping[str, Any]) -> str:
     try:
         return schema.convert(dict(layout), Layout).describe()
-    except msgspec.ValidationError:  # of another version
+    except msgspec.ValidationError:  # written by another version
         return str(layout.get("strategy"))
 
 
 def _format_code_version(git: Any) -> str:
-    """The commit, and a checksum of what was changed since."""
+    """Return the commit, with a checksum of the uncommitted changes."""
     if not isinstance(git, Mapping):
         return ""
     diff = str(git.get("diff") or "")
