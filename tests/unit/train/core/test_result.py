@@ -62,7 +62,7 @@ def from_none() -> None:
         (lambda: _raise(RuntimeError("shape mismatch")), "user_error"),
     ],
 )  # fmt: skip
-def test_a_full_disk_is_not_the_scripts_error(
+def test_full_disk_is_an_environment_failure(
     monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], kind: str
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: _Roomy())
@@ -106,7 +106,7 @@ def by_file_and_error_of_its_own(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [by_path, by_file, by_file_and_error_of_its_own])
-def test_the_record_names_the_disk_and_says_what_to_do(
+def test_failure_record_names_full_disk_and_fix(
     small_disk: Path, tmp_path: Path, write: Callable[[Path], None]
 ) -> None:
     error = raised(lambda: write(small_disk))

@@ -80,7 +80,7 @@ class Recorded:
         return list(fsio.read_jsonl(self._path))
 
 
-def test_each_row_has_the_signals_of_its_step(tmp_path: Path) -> None:
+def test_row_has_signals_of_its_step(tmp_path: Path) -> None:
     first, second = Recorded(tmp_path / "run").rows(stepped(1.0), stepped(3.0))
     assert {k: first[k] for k in ("loss", "lr", "grad_norm", "clipped", "clip_fraction", "skipped", "spike")} == {
         "loss": 1.0, "lr": 0.25, "grad_norm": 2.0, "clipped": 1, "clip_fraction": 0.5, "skipped": 0, "spike": 0,
@@ -93,7 +93,7 @@ def test_each_row_has_the_signals_of_its_step(tmp_path: Path) -> None:
     assert images["samples_per_s"] == pytest.approx(8 / images["step_s"])
 
 
-def test_a_step_that_was_not_to_be_names_its_samples(tmp_path: Path) -> None:
+def test_bad_step_names_its_samples(tmp_path: Path) -> None:
     it = Recorded(tmp_path / "run")
     rows = it.rows(
         stepped(),
@@ -111,7 +111,7 @@ def test_a_step_that_was_not_to_be_names_its_samples(tmp_path: Path) -> None:
     assert named[1] in it.events[0]["text"] and named[3] in it.events[1]["text"]
 
 
-def test_without_a_loader_in_the_state_nobody_knows_them(tmp_path: Path) -> None:
+def test_bad_samples_are_unknown_without_loader_in_state(tmp_path: Path) -> None:
     it = Recorded(tmp_path / "run")
     assert it.recorder.monitor is not None
     it.recorder.monitor.track_loaders({})
@@ -119,7 +119,7 @@ def test_without_a_loader_in_the_state_nobody_knows_them(tmp_path: Path) -> None
     assert "bad_samples" not in row and [e["code"] for e in it.events] == ["non_finite"]
 
 
-def test_what_a_step_that_was_thrown_away_has_told_is_forgotten(tmp_path: Path) -> None:
+def test_rollback_drops_values_of_current_step(tmp_path: Path) -> None:
     recorder = (it := Recorded(tmp_path / "run")).recorder
     recorder.begin_step(0)
     recorder.record_step(stepped(), unscaled_lr(it.optimizer))
@@ -132,7 +132,7 @@ def test_what_a_step_that_was_thrown_away_has_told_is_forgotten(tmp_path: Path) 
     recorder.writer.close()
 
 
-def test_outside_a_run_rank_0_prints_the_rows_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_prints_rows_to_stderr_outside_run(capsys: pytest.CaptureFixture[str]) -> None:
     """A script on a laptop must not seem to hang: the first row comes at once, then one in ten."""
     for rank in (0, 1):
         recorder = MetricsProcessor(

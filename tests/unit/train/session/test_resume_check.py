@@ -52,7 +52,7 @@ def attempt(run: RunDir, step: int) -> int:
     return found
 
 
-def test_a_changed_file_of_the_snapshot_is_noticed_though_git_is_the_same(run: RunDir) -> None:
+def test_changed_snapshot_file_is_detected_with_same_commit(run: RunDir) -> None:
     assert attempt(run, 4) == 0
     (run.code / "__pycache__").mkdir()
     (run.code / "__pycache__" / "train.cpython-312.pyc").write_bytes(b"what an import leaves")
@@ -73,7 +73,7 @@ def test_a_changed_file_of_the_snapshot_is_noticed_though_git_is_the_same(run: R
         (dict.fromkeys(("a.py", "b.py", "model/net.py", "train.py"), "x"), "a.py, b.py, model/net.py and 1 more"),
     ],
 )
-def test_the_files_that_differ_are_named(run: RunDir, change: dict[str, str | None], told: str) -> None:
+def test_changed_files_are_named(run: RunDir, change: dict[str, str | None], told: str) -> None:
     before = resume_check.checksum_files(run.code)
     for name, text in change.items():
         (run.code / name).write_text(text) if text is not None else (run.code / name).unlink()
@@ -81,14 +81,14 @@ def test_the_files_that_differ_are_named(run: RunDir, change: dict[str, str | No
     assert found == ([f"code/ of the run was changed: {told}"] if told else [])
 
 
-def test_only_an_exact_resume_reads_the_files_and_only_one_rank_does(run: RunDir) -> None:
+def test_code_checksums_only_for_exact_resume_on_rank_0(run: RunDir) -> None:
     assert build_about(context_of(run))["code"].keys() == {"train.py", "model/net.py", "model/sizes.toml"}
     assert build_about(context_of(run, "elastic"))["code"] is None
     assert build_about(dataclasses.replace(context_of(run), rank=1))["code"] is None
     assert resume_check.find_changed_files({"train.py": "1"}, None) == resume_check.find_changed_files(None, {}) == []
 
 
-def test_what_ranks_have_found_is_told_once_with_the_nodes_where_not_all_have() -> None:
+def test_merged_differences_name_affected_nodes() -> None:
     python = "python 3.12.1 then, 3.11.9 now"
     both = "4 ranks then, 3 now"
     assert resume_check.merge_differences([("a", [both]), ("b", [both, python]), ("b", [both, python])]) == [

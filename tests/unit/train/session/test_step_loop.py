@@ -140,7 +140,7 @@ def run_of(folder: Path, **stability: Any) -> RunDir:
     return run
 
 
-def test_a_stop_at_the_step_of_a_way_back_saves_and_restores_nothing(tmp_path: Path, attempt: Begin) -> None:
+def test_stop_at_rollback_step_saves_and_restores_nothing(tmp_path: Path, attempt: Begin) -> None:
     undisturbed = attempt(run_of(tmp_path / "whole", roll_back_margin=1), bad=BAD)
     run = run_of(tmp_path / "run", roll_back_margin=1)
     first = attempt(run, bad=BAD, stop_in=5)
@@ -155,7 +155,7 @@ def test_a_stop_at_the_step_of_a_way_back_saves_and_restores_nothing(tmp_path: P
     assert [(a.committed_step, a.roll_backs) for a in attempts.load_attempts(run)] == [(2, 1), (8, 0)]
 
 
-def test_where_there_is_no_time_for_that_the_next_attempt_finds_out_by_itself(
+def test_next_attempt_rolls_back_if_stop_had_no_time(
     tmp_path: Path, attempt: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undisturbed = attempt(run_of(tmp_path / "whole"), bad=BAD)
@@ -169,14 +169,12 @@ def test_where_there_is_no_time_for_that_the_next_attempt_finds_out_by_itself(
     assert second.done == [5, 5, 6, 7, 8] and torch.equal(second.weights, undisturbed.weights)
 
 
-def test_a_run_that_must_not_go_back_again_is_not_requeued_for_it(tmp_path: Path, attempt: Begin) -> None:
+def test_exhausted_rollbacks_at_stop_are_not_requeued(tmp_path: Path, attempt: Begin) -> None:
     with pytest.raises(Exception, match="max_roll_backs = 0"):
         attempt(run_of(tmp_path / "run", max_roll_backs=0), bad=BAD, stop_in=5)
 
 
-def test_a_budget_that_is_spent_at_the_step_of_a_way_back(
-    tmp_path: Path, attempt: Begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spent_budget_at_rollback_step(tmp_path: Path, attempt: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     monkeypatch.setattr(BudgetTracker, "should_stop", lambda self: looked.append(1) or len(looked) > 5)
     monkeypatch.setattr(BudgetTracker, "spent_reason", lambda self: "the budget is spent")
@@ -187,7 +185,7 @@ def test_a_budget_that_is_spent_at_the_step_of_a_way_back(
     assert run.committed_steps() == [2, 4] and len(rollback.read_records(run.checkpoints)) == 1
 
 
-def test_an_early_stop_at_the_step_of_a_way_back_is_none(tmp_path: Path, attempt: Begin) -> None:
+def test_rollback_cancels_early_stop_at_same_step(tmp_path: Path, attempt: Begin) -> None:
     bad = (5 * BATCH,)
     ended = attempt(run_of(tmp_path / "run"), bad=bad, values=(1.0, 0.5, 9.0, 0.4, 0.3), patience=1)
     assert ended.evaluated == [2, 4, 6, 6, 8] and ended.done == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
@@ -195,9 +193,7 @@ def test_an_early_stop_at_the_step_of_a_way_back_is_none(tmp_path: Path, attempt
     assert not ended.events("early_stop")
 
 
-def test_an_evaluation_that_a_stop_has_cut_short_is_made_up_for_after_a_way_back_too(
-    tmp_path: Path, attempt: Begin
-) -> None:
+def test_missed_evaluation_is_run_after_rollback(tmp_path: Path, attempt: Begin) -> None:
     run = run_of(tmp_path / "run", grad_norm_limit=1e-9)
     first = attempt(run, every=None, values=(1.0,), stop_in_evaluation=4)
     assert first.evaluated == [2, 4] and first.result["committed_step"] == 4

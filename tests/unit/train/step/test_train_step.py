@@ -43,7 +43,7 @@ def masked(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, to
     return (output - target)[counts].square().sum(), counts.sum()
 
 
-def test_a_step_that_counts_nothing_leaves_the_weights_as_they_are(session: ct.Session) -> None:
+def test_step_with_zero_count_keeps_weights(session: ct.Session) -> None:
     model = session.parallelize(nn.Linear(FEATURES, 1))
     session.optimizer(torch.optim.SGD, lr=0.1)
     before = [p.detach().clone() for p in model.parameters()]
@@ -65,7 +65,7 @@ def stepped(session: ct.Session, batch: Any) -> list[torch.Tensor]:
     return [done.loss, done.grad_norm, *(p.detach() for p in model.parameters())]
 
 
-def test_ragged_micro_batches_with_a_short_last_one_are_one_large_batch(session: ct.Session) -> None:
+def test_ragged_micro_batches_equal_one_large_batch(session: ct.Session) -> None:
     torch.manual_seed(1)
     inputs, target = torch.randn(11, FEATURES), torch.randn(11, 4)
     target[torch.rand(11, 4) < 0.4] = torch.nan  # so many count in each sample, and in the last one none
@@ -79,7 +79,7 @@ def test_ragged_micro_batches_with_a_short_last_one_are_one_large_batch(session:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_step_that_is_not_finite_changes_nothing_and_says_so(session: ct.Session, bad: float) -> None:
+def test_nonfinite_step_is_skipped_and_reported(session: ct.Session, bad: float) -> None:
     model = session.parallelize(nn.Linear(FEATURES, 1))
     session.optimizer(torch.optim.AdamW, lr=0.1)
     good = (torch.ones(2, FEATURES), torch.ones(2, 1))
@@ -91,7 +91,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_says_so(session: ct.Sessi
     assert not session.train_step(good, masked).skipped
 
 
-def test_the_one_micro_batch_whose_loss_is_not_finite_is_known(session: ct.Session) -> None:
+def test_sole_nonfinite_micro_batch_is_identified(session: ct.Session) -> None:
     session.parallelize(nn.Linear(FEATURES, 1))
     session.optimizer(torch.optim.SGD, lr=0.0)
     data = session.loader(Numbers(), global_batch=8, micro_batch=2)
@@ -105,7 +105,7 @@ def test_the_one_micro_batch_whose_loss_is_not_finite_is_known(session: ct.Sessi
     assert [found(), found(0), found(2), found(1, 3), found(0, cut=1)] == [-1, 0, 2, -1, -1]
 
 
-def test_of_all_ranks_it_is_known_too_and_also_where_several_have_parts_of_it() -> None:
+def test_sole_nonfinite_micro_batch_across_ranks() -> None:
     def totals(*losses: float) -> torch.Tensor:
         return torch.tensor([[loss, 1.0] for loss in losses], dtype=torch.float64)
 
@@ -121,7 +121,7 @@ def test_of_all_ranks_it_is_known_too_and_also_where_several_have_parts_of_it() 
     assert found(bad, bad, same=True) == 1
 
 
-def test_the_ways_to_clip_of_a_script(session: ct.Session) -> None:
+def test_clip_options_of_train_step(session: ct.Session) -> None:
     model = session.parallelize(nn.Linear(FEATURES, 1, bias=False))
     session.optimizer(torch.optim.SGD, lr=1.0)
     batch = (torch.ones(2, FEATURES), torch.full((2, 1), 100.0))
@@ -133,7 +133,7 @@ def test_the_ways_to_clip_of_a_script(session: ct.Session) -> None:
         session.train_step(batch, masked, clip_norm=1.0, clip=ct.Clipping())
 
 
-def test_one_optimizer_and_no_more(session: ct.Session) -> None:
+def test_second_optimizer_raises(session: ct.Session) -> None:
     model = session.parallelize(nn.Linear(FEATURES, 1))
     session.optimizer(torch.optim.SGD, [model.weight], lr=0.1)
     with pytest.raises(UsageError, match="already") as caught:
@@ -141,7 +141,7 @@ def test_one_optimizer_and_no_more(session: ct.Session) -> None:
     assert "several groups" in str(caught.value)
 
 
-def test_gradients_of_what_no_group_has_do_not_add_up(session: ct.Session) -> None:
+def test_gradients_outside_groups_do_not_accumulate(session: ct.Session) -> None:
     model = session.parallelize(nn.Linear(FEATURES, 1))
     session.optimizer(torch.optim.SGD, [model.weight], lr=0.1)
     session.train_step((torch.ones(2, FEATURES), torch.ones(2, 1)), masked)
@@ -158,7 +158,7 @@ def transformed(batch: list[Any]) -> list[Any]:
     return [(inputs / 2, target) for inputs, target in batch]
 
 
-def test_a_transformed_batch_keeps_its_places() -> None:
+def test_transformed_batch_keeps_sample_positions() -> None:
     data = loader()
     places = SamplePositions([data])
     for _ in range(2):
@@ -167,13 +167,13 @@ def test_a_transformed_batch_keeps_its_places() -> None:
     assert places.for_batch(batch) is None  # of no loader as far as can be told, and all samples count
 
 
-def test_fillers_of_a_transformed_batch_are_known() -> None:
+def test_padding_of_transformed_batch_is_known() -> None:
     data = loader(rank=1, ranks=2, global_batch=5)
     found = SamplePositions([data]).for_batch(transformed(next(data)))
     assert found is not None and [len(p) for p in found] == [2, 1] and found[1].tolist() == [-1]
 
 
-def test_of_two_loaders_the_one_with_such_micro_batches() -> None:
+def test_batch_is_matched_to_loader_by_micro_batch_sizes() -> None:
     training, other = loader(), loader(global_batch=6)
     batch = transformed(next(training))
     next(other)
@@ -183,7 +183,7 @@ def test_of_two_loaders_the_one_with_such_micro_batches() -> None:
     assert places.for_batch(other.last_item) is other.sample_positions
 
 
-def test_a_ragged_batch_cut_anew_is_refused() -> None:
+def test_resplit_ragged_batch_raises() -> None:
     data = loader(rank=1, ranks=2, global_batch=5)
     places = SamplePositions([data])
     whole = [tuple(torch.cat(side) for side in zip(*next(data), strict=True))]
@@ -192,13 +192,13 @@ def test_a_ragged_batch_cut_anew_is_refused() -> None:
             places.for_batch(whole)
 
 
-def test_a_batch_cut_anew_that_divides_has_no_places() -> None:
+def test_resplit_even_batch_has_no_positions() -> None:
     data = loader()
     whole = [tuple(torch.cat(side) for side in zip(*next(data), strict=True))]
     assert not data.ragged and SamplePositions([data]).for_batch(whole) is None
 
 
-def test_a_loader_without_micro_batches_feeds_a_step(session: ct.Session) -> None:
+def test_loader_without_micro_batches(session: ct.Session) -> None:
     """A data set of tuples: default_collate makes lists of them."""
     session.parallelize(nn.Linear(FEATURES, 1))
     session.optimizer(torch.optim.SGD, lr=0.0)
