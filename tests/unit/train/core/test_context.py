@@ -1,4 +1,4 @@
-"""Small parts of a rank: stop flag, result record, metrics, environment, seeds."""
+"""Parts of a rank: stop flag, result record, metrics, environment, seeds."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_stop_file_sets_stop_flag_permanently(tmp_path: Path) -> None:
 
 
 def test_single_process_agrees_with_its_flag() -> None:
-    told = [False]
-    agreement = StopAgreement(lambda: told[0], None)
+    requested = [False]
+    agreement = StopAgreement(lambda: requested[0], None)
     assert not agreement.poll()
-    told[0] = True
+    requested[0] = True
     assert agreement.poll()
-    told[0] = False
+    requested[0] = False
     assert agreement.poll()
 
 
@@ -84,6 +84,7 @@ def test_single_process_agrees_with_its_flag() -> None:
         (dist.DistBackendError("[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7"), "hang"),
         (RuntimeError("shape mismatch"), "user_error"),
     ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_failure_kinds(error: BaseException, kind: str) -> None:
     assert classify_failure(error) == kind

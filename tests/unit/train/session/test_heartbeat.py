@@ -1,4 +1,4 @@
-"""The beat and the running totals that a rank keeps, and the time of its forward passes."""
+"""The heartbeat and running totals of a rank, and the time of its forward passes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_step_time_excludes_other_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "alone"),
+    ("layout", "collective_free"),
     [
         (Layout(), True),
         (Layout(strategy="ddp", dp_replicate=2), True),
@@ -82,17 +82,18 @@ def test_step_time_excludes_other_work(tmp_path: Path) -> None:
         (Layout(strategy="ddp", dp_replicate=2, pp=2), False),
         (Layout(strategy="ddp", dp_replicate=2, cp=2), False),
     ],
+    ids=["single", "ddp", "zero1", "fsdp", "tp", "pp", "cp"],
 )
-def test_forward_passes_with_collectives_are_not_timed(layout: Layout, alone: bool) -> None:
-    assert is_collective_free(nn.Linear(2, 2), layout) == alone
-    timed = ForwardTimer(torch.device("cpu"), alone)
+def test_forward_passes_with_collectives_are_not_timed(layout: Layout, collective_free: bool) -> None:
+    assert is_collective_free(nn.Linear(2, 2), layout) == collective_free
+    timed = ForwardTimer(torch.device("cpu"), collective_free)
     timed.begin()
     timed.end()
-    assert math.isnan(timed.sum_s()) != alone
+    assert math.isnan(timed.sum_s()) != collective_free
 
 
 class FakeGpu:
-    """Does the passes that the host has launched when it is told to, each in the seconds that it is given."""
+    """GPU that completes launched passes on request; pass ``i`` takes ``took_s[i]`` seconds, later ones the last."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *took_s: float) -> None:
         self.made: list[FakeEvent] = []
@@ -103,7 +104,7 @@ class FakeGpu:
         self.timed = ForwardTimer(torch.device("cuda", 0), True)
 
     def launch(self, passes: int, behind: int) -> None:
-        """So many passes, with the GPU never farther behind than ``behind`` of them."""
+        """Launch ``passes`` passes; the GPU is never more than ``behind`` of them late."""
         for _ in range(passes):
             self.timed.begin()
             self.timed.end()
@@ -117,15 +118,15 @@ class FakeEvent:
         gpu.made.append(self)
 
     def record(self, stream: object) -> None:
-        self.of = self._gpu.launched
+        self.index = self._gpu.launched
 
     def query(self) -> bool:
-        return self.of < self._gpu.done
+        return self.index < self._gpu.done
 
     def elapsed_time(self, end: FakeEvent) -> float:
-        assert self.of == end.of
+        assert self.index == end.index
         took_s = self._gpu.took_s
-        return 1000 * took_s[min(self.of, len(took_s) - 1)]
+        return 1000 * took_s[min(self.index, len(took_s) - 1)]
 
 
 def test_gpu_forward_timer_does_not_wait_and_bounds_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_gpu_forward_timer_does_not_wait_and_bounds_events(monkeypatch: pytest.M
     gpu.done = gpu.launched
     assert gpu.timed.sum_s() == pytest.approx(forward_timer.MAX_EVENT_PAIRS * 0.020)
     gpu.launch(1, behind=0)
-    # Those for which there was no event are taken to be like the next one, and counted with it.
+    # Passes without an event count as long as the next timed one.
     assert gpu.timed.sum_s() == pytest.approx((3 * forward_timer.MAX_EVENT_PAIRS + 1) * 0.020)
 
 

@@ -1,4 +1,4 @@
-"""One step on one process: what is counted, what is updated, which samples a batch is taken to hold."""
+"""A training step on one process: counts, updates, and the samples of a batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def session() -> Iterator[ct.Session]:
 
 
 def masked(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The squared error where the target is not nan, and how often it is not."""
+    """Return the summed squared error over targets that are not NaN, and their number."""
     counts = ~target.isnan()
     return (output - target)[counts].square().sum(), counts.sum()
 
@@ -55,8 +55,8 @@ def test_step_with_zero_count_keeps_weights(session: ct.Session) -> None:
     assert math.isfinite(done.loss.item()) and done.grad_norm > 0
 
 
-def stepped(session: ct.Session, batch: Any) -> list[torch.Tensor]:
-    """The gradient's norm and the weights after one step over ``batch`` of a model that is the same each time."""
+def run_step(session: ct.Session, batch: Any) -> list[torch.Tensor]:
+    """Return loss, gradient norm and weights after one step of a fixed model over ``batch``."""
     torch.manual_seed(3)
     model = session.parallelize(nn.Linear(FEATURES, 1))
     get_runtime(session).state.train_step = None
@@ -70,11 +70,11 @@ def test_ragged_micro_batches_equal_one_large_batch(session: ct.Session) -> None
     inputs, target = torch.randn(11, FEATURES), torch.randn(11, 4)
     target[torch.rand(11, 4) < 0.4] = torch.nan  # so many count in each sample, and in the last one none
     target[10] = torch.nan
-    whole = stepped(session, (inputs, target))
+    whole = run_step(session, (inputs, target))
     for sizes in ([4, 4, 3], [1, 2, 8], [5, 5, 1]):
         parts = list(zip(inputs.split(sizes), target.split(sizes), strict=True))
         assert len({int((~t.isnan()).sum()) for _, t in parts}) > 1
-        for mine, theirs in zip(stepped(session, parts), whole, strict=True):
+        for mine, theirs in zip(run_step(session, parts), whole, strict=True):
             assert torch.allclose(mine, theirs, rtol=2e-6, atol=1e-7)
 
 
@@ -96,29 +96,29 @@ def test_sole_nonfinite_micro_batch_is_identified(session: ct.Session) -> None:
     session.optimizer(torch.optim.SGD, lr=0.0)
     data = session.loader(Numbers(), global_batch=8, micro_batch=2)
 
-    def found(*bad: int, **cut: int) -> int:
+    def sole_bad(*bad: int, **cut: int) -> int:
         batch = [(x * math.nan if i in bad else x, y) for i, (x, y) in enumerate(next(data))]
-        if cut:  # by the script, so that nobody knows which samples are where
+        if cut:  # by the script, so that the samples of a micro-batch are unknown
             batch = [tuple(torch.cat(side) for side in zip(*batch, strict=True))]
         return sole_bad_micro_batch(*map(float, session.train_step(batch, nn.functional.mse_loss).bad))
 
-    assert [found(), found(0), found(2), found(1, 3), found(0, cut=1)] == [-1, 0, 2, -1, -1]
+    assert [sole_bad(), sole_bad(0), sole_bad(2), sole_bad(1, 3), sole_bad(0, cut=1)] == [-1, 0, 2, -1, -1]
 
 
 def test_sole_nonfinite_micro_batch_across_ranks() -> None:
     def totals(*losses: float) -> torch.Tensor:
         return torch.tensor([[loss, 1.0] for loss in losses], dtype=torch.float64)
 
-    def found(*of_ranks: torch.Tensor, same: bool = False) -> int:
+    def sole_bad(*rank_totals: torch.Tensor, same: bool = False) -> int:
         sums = [
             compute_nonfinite_moments(t, index_powers(0 if same else 2 * r, 2, t.device))
-            for r, t in enumerate(of_ranks)
+            for r, t in enumerate(rank_totals)
         ]
         return sole_bad_micro_batch(*torch.stack(sums).sum(0).tolist())
 
     good, bad, other = totals(1.0, 2.0), totals(1.0, math.inf), totals(math.nan, 1.0)
-    assert [found(good, good), found(good, bad), found(good, other), found(bad, bad)] == [-1, 3, 2, -1]
-    assert found(bad, bad, same=True) == 1
+    assert [sole_bad(good, good), sole_bad(good, bad), sole_bad(good, other), sole_bad(bad, bad)] == [-1, 3, 2, -1]
+    assert sole_bad(bad, bad, same=True) == 1
 
 
 def test_clip_options_of_train_step(session: ct.Session) -> None:
@@ -199,7 +199,7 @@ def test_resplit_even_batch_has_no_positions() -> None:
 
 
 def test_loader_without_micro_batches(session: ct.Session) -> None:
-    """A data set of tuples: default_collate makes lists of them."""
+    """default_collate turns tuples into lists."""
     session.parallelize(nn.Linear(FEATURES, 1))
     session.optimizer(torch.optim.SGD, lr=0.0)
     numbers = Numbers()
