@@ -174,7 +174,7 @@ def test_context_from_environment(tmp_path: Path) -> None:
     assert (ours.launched_by_torchrun, ours.layout.strategy, ours.layout.world_size, ours.run) == (True, "ddp", 2, None)
     with pytest.raises(ConfigError, match="WORLD_SIZE = 'two'"):
         context.context_from_environment(environ={**torchrun, "WORLD_SIZE": "two"})
-    with pytest.raises(ConfigError, match=r"plan\.json: missing"):
+    with pytest.raises(ConfigError, match=r"plan\.json: the file is missing"):
         context.load_plan(RunDir(tmp_path))
     fsio.write_json(tmp_path / "plan.json", {"layout": {"strategy": "fsdp", "dp_shart": 2}})
     with pytest.raises(ConfigError, match="dp_shart"):

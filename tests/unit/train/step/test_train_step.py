@@ -188,7 +188,7 @@ def test_resplit_ragged_batch_raises() -> None:
     places = SamplePositions([data])
     whole = [tuple(torch.cat(side) for side in zip(*next(data), strict=True))]
     for _ in range(2):
-        with pytest.raises(UsageError, match=r"micro-batches of \[3\] samples, it cannot be told"):
+        with pytest.raises(UsageError, match=r"micro-batches of \[3\] samples, does not show"):
             places.for_batch(whole)
 
 
