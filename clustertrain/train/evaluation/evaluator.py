@@ -142,7 +142,7 @@ class Evaluator:
         _check_same_shapes(pairs)
         with self._model.without_learning():  # type: ignore[operator]
             for i, output in self._model.forward_only([inputs for inputs, _ in pairs]):  # type: ignore[operator]
-                counted = range(len(chunk[i].samples))
+                counted = range(len(chunk[i].sample_indices))
                 yield chunk[i], _select_rows(output, counted), _select_rows(pairs[i][1], counted)
 
     def _accumulate(
