@@ -41,7 +41,7 @@ from clustertrain.plan.planner import flops_per_step
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.train.core.context import load_plan
-from clustertrain.train.session.session import Session
+from clustertrain.train.session.session import Session, get_runtime
 from clustertrain.train.step.train_step import TrainStep
 from tests.ranks.rank_pool import Ranks
 
@@ -154,12 +154,13 @@ def alternate(out: str, block: int, device: str) -> None:
     def steps(self: Session, *args: Any, **kwargs: Any) -> Iterator[int]:
         pairs: list[tuple[Seconds, Seconds]] = []
         theirs = original(self, *args, **kwargs)
-        watch, halves = self._metrics_processor.monitor, []
+        processor = get_runtime(self).metrics_processor
+        watch, halves = processor.monitor, []
         step = next(theirs)
         while True:
             # The first of a pair is now one and now the other, so that a drift of the machine meets both.
             switch["on"] = (len(halves) // 2 + len(halves)) % 2 == 0
-            self._metrics_processor.monitor = watch if switch["on"] else None
+            processor.monitor = watch if switch["on"] else None
             started = _now(self.device)
             for _ in range(block):
                 yield step

@@ -96,11 +96,6 @@ def repeat_batch(trainer: Trainer, batch: Any) -> Trainer:
     return dataclasses.replace(trainer, data=itertools.repeat(batch))  # type: ignore[arg-type]  # all that a step asks for
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
-
-
 def disable_dropout(model: nn.Module) -> None:
     """Of every module that is known to have one, in place."""
     for module in model.modules():

@@ -1,7 +1,7 @@
 """``python -m clustertrain train [SCRIPT ARGS…]``: one rank, started by torchrun.
 
-Runs the script in spec.toml (or the one named), else the built-in trainer, with its output in the rank's log, and
-leaves a result record whatever happens.
+Runs the script named on the command line or in spec.toml, otherwise the built-in trainer. Output goes to the rank's
+log, and the rank always leaves a result record.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from clustertrain.run.run_spec import load_spec
 
 
 def redirect_output(log: Path) -> None:
-    """Append file descriptors 1 and 2 to ``log``: what C libraries and children print goes there too."""
+    """Redirect file descriptors 1 and 2 to the end of ``log``, including output of C libraries and child processes."""
     fsio.make_folder(log.parent)
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
     sys.stdout.flush()
@@ -37,16 +37,16 @@ def redirect_output(log: Path) -> None:
 
 
 def set_cpu_affinity(cpus: str, local_rank: int) -> None:
-    """Stay on the processors that the agent found near this rank's GPU; before torch starts threads, which inherit it.
+    """Pin this process to the CPUs near its GPU, before torch starts threads, which inherit the affinity.
 
-    ``cpus`` is ``0,1;2,3``: one list a local rank. Where the kernel refuses, the rank runs where it would have run.
+    ``cpus`` has one list per local rank: ``0,1;2,3``. If the kernel refuses, the affinity stays as it is.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         os.sched_setaffinity(0, [int(n) for n in cpus.split(";")[local_rank].split(",")])
 
 
 def _run_script(script: Path, args: Sequence[str]) -> None:
-    """As ``python path args…`` would."""
+    """Run ``script`` as ``python script args…`` would."""
     if not script.is_file():
         raise ConfigError(f"{script}: no such script")
     sys.argv = [str(script), *args]
@@ -59,11 +59,13 @@ def _run_training(run: RunDir | None, args: Sequence[str]) -> None:
         _run_script(Path(args[0]).absolute(), args[1:])
         return
     if run is None:
-        raise ConfigError(f"{settings.RUN_DIR} is not set", fix="name a script, or start with clustertrain submit")
+        raise ConfigError(
+            f"{settings.RUN_DIR} is not set", fix="name a script, or start the run with clustertrain submit"
+        )
     spec = load_spec(run)
     if spec.script is not None:
         if Path(spec.script.cwd).is_dir():
-            os.chdir(spec.script.cwd)  # paths in the script's arguments are relative to where submit was called
+            os.chdir(spec.script.cwd)  # paths in its arguments are relative to the folder where submit ran
         _run_script(run.code / spec.script.path, spec.script.args)
         return
     from clustertrain.train import trainer
@@ -73,7 +75,7 @@ def _run_training(run: RunDir | None, args: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the rank: 0 done or stopped, 1 failed, 78 would fail the same way again."""
+    """Run the rank and return its exit code: 0 completed or stopped, 1 failed, 78 a retry would fail the same way."""
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] == ["train"]:
         args = args[1:]
@@ -81,8 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_as_rank(target: Callable[[RunDir | None], None]) -> int:
-    """Do ``target`` for the run that the environment names, with the rank's log and its result record around it.
-    Returns the exit code as :func:`main`."""
+    """Call ``target`` with the environment's run, write the rank's log and result record, and return the exit code."""
     launcher_pid = os.environ.pop(settings.LAUNCHER_PID, None)
     if launcher_pid is not None:
         proc.set_parent_death_signal(int(launcher_pid))
@@ -94,20 +95,20 @@ def run_as_rank(target: Callable[[RunDir | None], None]) -> int:
     faulthandler.enable()
     if settings.RANK_CPUS in os.environ:
         set_cpu_affinity(os.environ[settings.RANK_CPUS], int(os.environ.get("LOCAL_RANK", "0")))
-    # After the redirection, so that what the import of torch prints is in the log as well.
+    # Imported after the redirection, so that the log has what the import of torch prints.
     from clustertrain.train.core import result
 
     result.current().defer_completion()
     try:
         return _run_and_record(run, target)
     finally:
-        # A third of a rank's exit, a second of processor time, would go into collecting what dies with the process
-        # anyway; after a warning that second belongs to the grace time.
+        # Garbage collection at exit takes a third of it, about one CPU second, for objects that die with the process.
+        # After a warning signal that second is part of the grace time.
         gc.freeze()
 
 
 def _run_and_record(run: RunDir | None, target: Callable[[RunDir | None], None]) -> int:
-    """Do the work; its ending is on record when this returns."""
+    """Call ``target``, record how it ended, and return the exit code."""
     from clustertrain.train.core import result
 
     try:
@@ -120,10 +121,10 @@ def _run_and_record(run: RunDir | None, target: Callable[[RunDir | None], None])
         if e.code == EXIT_STOPPED:
             result.current().reason = f"the script ended with exit code {EXIT_STOPPED}, which asks for another start"
             result.current().record_stopped()
-            return EXIT_SUCCESS  # torchrun takes any other code for a failure
+            return EXIT_SUCCESS  # torchrun treats any other code as a failure
         print(e.code if isinstance(e.code, str) else f"the script ended with exit code {e.code}", file=sys.stderr)
         return result.current().record_failure(e)
-    except BaseException as e:  # the process's edge: whatever it is, it must be on record before the rank is gone
+    except BaseException as e:  # process boundary: every failure must be recorded before the rank exits
         sys.excepthook(type(e), e, e.__traceback__)
         if isinstance(e, ClusterTrainError):
             print(f"clustertrain: {e}", file=sys.stderr)
@@ -134,7 +135,7 @@ def _run_and_record(run: RunDir | None, target: Callable[[RunDir | None], None])
 def _record_success() -> int:
     from clustertrain.train.core import result
 
-    if result.current().ending in (None, "completed"):  # None: a script that opened no session
+    if result.current().ending in (None, "completed"):  # None: the script opened no session
         result.current().record_completed()
     return EXIT_SUCCESS if result.current().ending != "failed" else EXIT_FAILED
 

@@ -1,4 +1,4 @@
-"""The evaluations that a recipe asks for."""
+"""The evaluations that a recipe configures."""
 
 from __future__ import annotations
 
@@ -19,12 +19,19 @@ if TYPE_CHECKING:
 def build_evaluations(
     session: Session, task: TrainingTask, recipe: Recipe, *, on_value: Callable[[float], None] | None = None
 ) -> EvaluationSchedule | None:
-    """None where nothing is kept apart to evaluate on. Raises ConfigError where what is kept apart is empty."""
+    """Return the recipe's evaluation schedule, or None without validation data.
+
+    Args:
+        on_value: called with the metric's value after each evaluation.
+
+    Raises:
+        ConfigError: the validation data is empty.
+    """
     if task.validation is None:
         return None
     spec, metric = recipe.evaluation, recipe.deciding_metric
     is_validation_metric = metric.startswith(VALIDATION_PREFIX)
-    # What a loss of the model's own is computed from is not known, so nothing is taken for granted.
+    # The inputs of a loss that the model computes itself are unknown, so no metric is added to the recipe's.
     has_model_loss = build.find_model_loss(recipe, task.model) is not None
     return session.evaluations(
         task.validation,

@@ -1,4 +1,4 @@
-"""The built-in trainer: the session API with a model, data, an optimizer and a schedule chosen by the recipe."""
+"""The built-in trainer: the session API with the recipe's model, data, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ from clustertrain.train.models.build import TrainingTask, build_task
 from clustertrain.train.optim import registry
 from clustertrain.train.optim.lr_schedule import LearningRate
 from clustertrain.train.recipe_evaluation import build_evaluations
-from clustertrain.train.session.session import Session, session
+from clustertrain.train.session.model_setup import report_eval_mode
+from clustertrain.train.session.session import Session, get_runtime, session
 from clustertrain.train.stability.clipping import Clipping
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """What a recipe trains with, in a session."""
+    """The parts of a training run that a recipe configures, in an open session."""
 
     session: Session
     task: TrainingTask
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    schedule: LearningRate
     data: Loader
     loss: Loss
     clip: Clipping
 
     def step(self) -> StepResult:
-        """One optimizer step over the next global batch."""
+        """Do one optimizer step over the next global batch."""
         return self.session.train_step(next(self.data), self.loss, clip=self.clip)
 
 
 def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
-    """The parts that ``recipe`` names. ``batch`` is the plan's split of the global batch."""
+    """Build the parts that ``recipe`` names; ``batch`` is the plan's split of the global batch. Collective."""
+    runtime = get_runtime(session)
     training_task = build_task(recipe)
     optim = recipe.optim
     model = session.parallelize(
@@ -48,9 +51,9 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
     groups = session.parameter_groups(
         optim.name, weight_decay=optim.weight_decay, layer_decay=optim.layer_decay, lr_scale=optim.lr_scale
     )
-    optimizer = session.optimizer(
-        optim.name, groups, **registry.build_options(optim, is_text=recipe.is_text, device=session.device)
-    )
+    options = registry.build_options(optim, is_text=recipe.is_text, device=session.device)
+    optimizer = session.optimizer(optim.name, groups, **options)
+    schedule = build_schedule(recipe, peak=options["lr"])
     data = session.loader(
         training_task.dataset,
         global_batch=batch.global_batch,
@@ -61,26 +64,30 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
         ragged=True,
     )
     if training_task.left_eval_mode:
-        session._warn_eval_mode(training_task.left_eval_mode, switched=True)
-    if session.is_main:
-        describe.report_datasets(training_task.dataset, training_task.validation, session._emit_event)
-    return Trainer(session, training_task, model, optimizer, data, training_task.loss, Clipping.from_spec(recipe.optim))
+        report_eval_mode(runtime, training_task.left_eval_mode, switched=True)
+    if runtime.is_main:
+        describe.report_datasets(training_task.dataset, training_task.validation, runtime.events.emit)
+    return Trainer(
+        session, training_task, model, optimizer, schedule, data, training_task.loss, Clipping.of(recipe.optim)
+    )
+
+
+def build_schedule(recipe: Recipe, *, peak: float) -> LearningRate:
+    """Return the recipe's learning rate schedule, which scales ``peak``."""
+    # The schedule observes a validation metric, even if the run is judged by another one.
+    higher_is_better = recipe.higher_is_better and recipe.deciding_metric.startswith(VALIDATION_PREFIX)
+    return LearningRate(recipe.schedule, peak=peak, total=recipe.train.steps, higher_is_better=higher_is_better)
 
 
 def train(recipe: Recipe, batch: Batch) -> None:
-    """Train to ``recipe.train.steps``."""
+    """Train until ``recipe.train.steps`` steps are done."""
     total = recipe.train.steps
     with session() as s:
         t = build_trainer(s, recipe, batch)
         s.tokens_per_step = batch.global_batch * recipe.tokens_per_sample
-        # What is observed is a validation metric, whatever the run is judged by.
-        higher_is_better = recipe.higher_is_better and recipe.deciding_metric.startswith(VALIDATION_PREFIX)
-        lr_scheduler = LearningRate(
-            recipe.schedule, peak=recipe.optim.lr, total=total, higher_is_better=higher_is_better
-        )
-        evaluations = build_evaluations(s, t.task, recipe, on_value=lr_scheduler.observe)
-        state = {"model": t.model, "optimizer": t.optimizer, "data": t.data, "schedule": lr_scheduler}
+        evaluations = build_evaluations(s, t.task, recipe, on_value=t.schedule.observe)
+        state = {"model": t.model, "optimizer": t.optimizer, "data": t.data, "schedule": t.schedule}
         for step in s.steps(total, state, recipe.checkpoint.every, recipe.checkpoint.keep, evaluations):
-            lr = lr_scheduler.apply(t.optimizer, step + 1)
+            t.schedule.apply(t.optimizer, step + 1)
             result = t.step()
-            s.log(loss=result.loss, lr=lr, grad_norm=result.grad_norm)
+            s.log(loss=result.loss, grad_norm=result.grad_norm)

@@ -42,7 +42,7 @@ def losses(*values: float) -> None:
     """Setup: the evaluations of this run find these losses, one after the other by their step."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from clustertrain.train import trainer
-    from clustertrain.train.session.session import Session
+    from clustertrain.train.session.session import Session, get_runtime
 
     task, evaluate = trainer.build_task, Session.evaluate
 
@@ -51,8 +51,8 @@ def losses(*values: float) -> None:
 
     def made_up(self: Session, *args: Any, **kw: Any) -> dict[str, float]:
         found = evaluate(self, *args, **kw)
-        self._eval_results = {**found, "validation_loss": values[self.step - 1]}
-        return dict(self._eval_results)
+        get_runtime(self).state.eval_results = {**found, "validation_loss": values[self.step - 1]}
+        return dict(get_runtime(self).state.eval_results)
 
     trainer.build_task, Session.evaluate = with_validation, made_up  # type: ignore[method-assign]
 

@@ -209,19 +209,19 @@ def stopped_inside(step: int, last: int) -> None:
     original = Apart.__getitem__
     from clustertrain.train.session.session import Session
 
-    evaluation = Session.evaluation
+    evaluate = Session.evaluate
     now: list[int] = []
 
-    def noted(self: Session) -> Any:
+    def noted(self: Session, *args: Any, **kw: Any) -> dict[str, float]:
         now.append(self.step)
-        return evaluation(self)
+        return evaluate(self, *args, **kw)
 
     def told(self: Apart, i: int) -> Any:
         if now and now[-1] == step and i >= last:
             Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "stop").touch()
         return original(self, i)
 
-    Session.evaluation, Apart.__getitem__ = noted, told  # type: ignore[method-assign]
+    Session.evaluate, Apart.__getitem__ = noted, told  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("step", [2, STEPS])

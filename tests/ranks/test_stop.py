@@ -33,13 +33,13 @@ def test_told_before_the_first_step_no_step_is_done(tmp_path: Path) -> None:
 
 def stop_with_deadline(step: int, left_s: float) -> None:
     """Setup: saves take ten seconds as far as the session knows, and the agent leaves ``left_s`` at step ``step``."""
-    from clustertrain.train.session.session import Session
+    from clustertrain.train.session.session import Session, get_runtime
 
     original = Session.log
 
     def log(self: Session, **scalars: Any) -> None:
         original(self, **scalars)
-        self._checkpointer._deadline_tracker.save_durations_s.append(10.0)
+        get_runtime(self).checkpointer._deadline_tracker.save_durations_s.append(10.0)
         if self.step == step and self.rank == 1:
             fsio.write_json(Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "stop"), {"deadline": clock.now() + left_s})
 

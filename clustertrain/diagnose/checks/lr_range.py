@@ -10,7 +10,8 @@ from typing import Any
 
 from clustertrain.diagnose.child_output import ProgressCallback
 from clustertrain.diagnose.registry import Finding, Plot, Verdict
-from clustertrain.diagnose.subject import Subject, set_lr
+from clustertrain.diagnose.subject import Subject
+from clustertrain.train.optim.lr_schedule import set_lr
 
 MIN_LR, MAX_LR = 1e-7, 10.0
 SWEEP_STEPS = 120  # of the sweep, fifteen a decade

@@ -19,8 +19,8 @@ from clustertrain.diagnose.subject import (
     mean_loss,
     model_output,
     repeat_batch,
-    set_lr,
 )
+from clustertrain.train.optim.lr_schedule import set_lr
 from clustertrain.train.trainer import Trainer
 
 TOLERANCE = 1e-3  # relative difference of two gradient norms that should be one

@@ -11,7 +11,8 @@ import torch
 
 from clustertrain.diagnose.child_output import ProgressCallback
 from clustertrain.diagnose.registry import Finding, Plot, Verdict
-from clustertrain.diagnose.subject import Subject, disable_dropout, load_batch, repeat_batch, set_lr
+from clustertrain.diagnose.subject import Subject, disable_dropout, load_batch, repeat_batch
+from clustertrain.train.optim.lr_schedule import set_lr
 
 STEPS = 300
 PASS_FRACTION = 0.1  # of the first loss

@@ -1,4 +1,4 @@
-"""Figures on their way from the device to the host, which does not wait for them."""
+"""Asynchronous copies of scalars from the device to the host."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ import torch
 
 
 class AsyncCopy:
-    """A vector of ``names``, copied when this is made and read when it is there."""
+    """Named scalars, copied to the host from construction on and read once they have arrived."""
 
     def __init__(self, names: Sequence[str], values: Sequence[torch.Tensor] | torch.Tensor) -> None:
-        """``values``: one element each, all on one device, or a vector."""
+        """``values``: tensors of one element, all on one device, or one vector."""
         self.names = tuple(names)
-        # One copy for all. In fp64, which holds all fp32 and what of integers a figure has.
+        # One copy for all values, in fp64: exact for fp32, and for integers up to 2**53.
         if isinstance(values, torch.Tensor):
             self._dtypes, packed = [values.dtype] * len(values), values.detach().clone()
         else:
             self._dtypes = [v.dtype for v in values]
             packed = values[0].detach().clone().reshape(1) if len(values) == 1 else _stack_as_fp64(values)
         self._copy_done: torch.cuda.Event | None = None
-        # In pinned memory, as torch does by itself for a copy that does not wait.
+        # torch allocates pinned memory for a non-blocking copy by itself.
         self._host_values = packed.to("cpu", non_blocking=True)
         if packed.is_cuda:
             self._copy_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copy_done.record(torch.cuda.current_stream(packed.device))
 
     def is_ready(self) -> bool:
+        """Return whether the values have arrived, without waiting."""
         return self._copy_done is None or bool(self._copy_done.query())  # type: ignore[no-untyped-call]
 
     def to_dict(self, exclude: Collection[str] = ()) -> dict[str, float | int | bool]:
-        """By name; waits until they are there. Integers are such, and a flag is a bool."""
+        """Wait for the values and return them by name, as int, bool or float according to their dtype."""
         if self._copy_done is not None:
             self._copy_done.synchronize()
         columns = zip(self.names, self._host_values.tolist(), self._dtypes, strict=True)

@@ -1,4 +1,4 @@
-"""What the environment, spec.toml and plan.json say to this rank."""
+"""A rank's place in the run, read from the environment, spec.toml and plan.json."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ from clustertrain.run.run_spec import load_spec
 
 @dataclass(frozen=True)
 class RankContext:
-    """``run``, ``attempt``, ``spec`` and ``batch`` are None outside a run of clustertrain."""
+    """Rank, device, plan and run folder of this process.
+
+    ``run``, ``attempt``, ``spec`` and ``batch`` are None outside a run of clustertrain.
+    """
 
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
-    launched_by_torchrun: bool  # by torchrun: there is a rendezvous to join
+    launched_by_torchrun: bool  # there is a rendezvous to join
     device: torch.device
     layout: Layout
     precision: Precision  # never auto
@@ -55,7 +58,7 @@ class RankContext:
 
     @property
     def data_rank(self) -> int:
-        """Which part of the global batch this rank works on."""
+        """The part of the global batch that this rank works on."""
         return self.layout.data_rank(self.rank)
 
 
@@ -66,7 +69,7 @@ def _read_int(environ: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError as e:
-        raise ConfigError(f"{name} = {text!r}: must be a number", fix="start the ranks with torchrun") from e
+        raise ConfigError(f"{name} = {text!r}: must be an integer", fix="start the ranks with torchrun") from e
 
 
 def _select_device(requested: str | None, environ: Mapping[str, str], local_rank: int) -> torch.device:
@@ -79,26 +82,26 @@ def _select_device(requested: str | None, environ: Mapping[str, str], local_rank
         cuda_version = torch.version.cuda
         cause = "no usable GPU on this node" if cuda_version else "this torch was built without CUDA"
         raise UnsuitableEnvironment(
-            f"device cuda was asked for, but torch cannot use it: {cause} (torch {torch.__version__})",
+            f"device cuda was requested, but torch cannot use it: {cause} (torch {torch.__version__})",
             fix="check nvidia-smi on the node and the torch build, or submit with device cpu",
         )
     if local_rank >= torch.cuda.device_count():
         raise UnsuitableEnvironment(
             f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()}",
-            fix="ask for as many GPUs a node as there are ranks a node, and check CUDA_VISIBLE_DEVICES",
+            fix="request as many GPUs per node as ranks per node, and check CUDA_VISIBLE_DEVICES",
         )
     return torch.device("cuda", local_rank)
 
 
 def load_plan(run: RunDir) -> tuple[Layout, Batch, Precision]:
-    """Layout, batch and precision from plan.json.
+    """Return layout, batch and precision from plan.json.
 
     Raises:
-        ConfigError: it is missing or holds something else.
+        ConfigError: the file is missing or invalid.
     """
     value = fsio.read_json(run.plan)
     if not isinstance(value, dict) or not isinstance(value.get("layout"), dict):
-        raise ConfigError(f"{run.plan}: missing or without a layout", fix="submit the run again")
+        raise ConfigError(f"{run.plan}: the file is missing or has no layout", fix="submit the run again")
     layout = build(value["layout"], Layout, f"{run.plan}: layout")
     batch = build(value.get("batch") or {}, Batch, f"{run.plan}: batch")
     precision: Precision = value.get("precision") or "fp32"
@@ -109,7 +112,12 @@ def load_plan(run: RunDir) -> tuple[Layout, Batch, Precision]:
 
 
 def context_from_environment(*, device: str | None = None, environ: Mapping[str, str] = os.environ) -> RankContext:
-    """Raises ConfigError where environment, plan and machine do not fit each other."""
+    """Build the context of this rank.
+
+    Raises:
+        ConfigError: environment, plan and number of ranks do not fit each other.
+        UnsuitableEnvironment: cuda was requested and cannot be used.
+    """
     rank, world_size = _read_int(environ, "RANK", 0), _read_int(environ, "WORLD_SIZE", 1)
     local_rank = _read_int(environ, "LOCAL_RANK", rank)
     folder = environ.get(settings.RUN_DIR)
@@ -123,7 +131,7 @@ def context_from_environment(*, device: str | None = None, environ: Mapping[str,
         if layout.world_size != world_size:
             raise ConfigError(
                 f"the plan is for {layout.world_size} ranks and {world_size} were started",
-                fix="start as many ranks as plan.json says, or submit again for this allocation",
+                fix="start as many ranks as plan.json has, or submit again for this allocation",
             )
     else:
         layout = Layout(strategy="ddp" if world_size > 1 else "single", dp_replicate=world_size)

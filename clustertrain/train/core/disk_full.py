@@ -1,4 +1,4 @@
-"""Whether a failure is one of a full disk or quota, and which disk it is."""
+"""Detection of failures caused by a full disk or quota, and of the disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clustertrain import settings
 
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FULL_MESSAGES = ("no space left on device", "disk quota exceeded")
-# torch.save with a path: torch 2.13 writes through a C++ stream, which knows that it failed but not why.
+# torch.save with a path: torch 2.13 writes through a C++ stream, which reports a failure without its cause.
 _STREAM_MESSAGES = ("pytorchstreamwriter", "unexpected pos", "iostream error")
 _SHARED_MEMORY = Path("/dev/shm")
 _MIN_FREE_BYTES = 1 << 20
@@ -20,7 +20,7 @@ _MAX_FRAMES = 64
 
 
 def exception_chain(error: BaseException) -> list[BaseException]:
-    """``error`` and what it was raised from, or while handling."""
+    """Return ``error`` and the exceptions that it was raised from or while handling."""
     exceptions: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in exceptions:
@@ -30,7 +30,7 @@ def exception_chain(error: BaseException) -> list[BaseException]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether ``error`` comes from a disk or quota that is full."""
+    """Return whether a full disk or quota caused ``error``."""
     errors = exception_chain(error)
     if any(isinstance(e, OSError) and e.errno in _FULL_ERRNOS for e in errors):
         return True
@@ -41,7 +41,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def is_failed_write(error: BaseException) -> bool:
-    """Whether torch could not write a file, for whatever reason."""
+    """Return whether torch failed to write a file, for any reason."""
     return any(
         isinstance(e, RuntimeError) and any(w in str(e).lower() for w in _STREAM_MESSAGES)
         for e in exception_chain(error)
@@ -49,10 +49,9 @@ def is_failed_write(error: BaseException) -> bool:
 
 
 def format_advice(error: BaseException) -> str:
-    """What was full, and what to do; empty where ``error`` is neither :func:`is_disk_full` nor
-    :func:`is_failed_write`."""
+    """Return which disk is full and a fix; empty if ``error`` is no full disk and no failed write."""
     if not is_disk_full(error):
-        return "torch could not write a file\n  fix: look at the disk that it was for" if is_failed_write(error) else ""
+        return "torch could not write a file\n  fix: check the disk that it writes to" if is_failed_write(error) else ""
     filename = next((str(e.filename) for e in exception_chain(error) if isinstance(e, OSError) and e.filename), None)
     full_path = find_full_path(error)
     folder = "the current folder" if full_path == Path() else full_path
@@ -64,8 +63,7 @@ def format_advice(error: BaseException) -> str:
 
 
 def find_full_path(error: BaseException) -> Path | None:
-    """The first path that the failure had to do with whose disk has no room; None where that cannot be seen, as with a
-    quota."""
+    """Return the first path related to ``error`` whose disk has no space; None if unknown, as with a quota."""
     checked_devices: set[int] = set()
     for path in _candidate_paths(error):
         try:
@@ -84,7 +82,7 @@ def find_full_path(error: BaseException) -> Path | None:
 
 
 def _candidate_paths(error: BaseException) -> Iterator[Path]:
-    """The likeliest first: named by the error, held in a variable where it arose, usual ones."""
+    """Yield paths, likeliest first: named by the error, in a local variable of the traceback, common ones."""
     for e in exception_chain(error):
         if isinstance(e, OSError) and isinstance(e.filename, str):
             yield from _with_parent(e.filename)
@@ -93,12 +91,12 @@ def _candidate_paths(error: BaseException) -> Iterator[Path]:
     for name in (settings.RUN_DIR, settings.RANK_DIR, settings.USER_HOME):
         if os.environ.get(name):
             yield Path(os.environ[name])
-    # Not tempfile.gettempdir(): where there is no room it raises.
+    # Not tempfile.gettempdir(): it raises on a full disk.
     yield from (Path(), Path("/tmp"), _SHARED_MEMORY)
 
 
 def _paths_in_frames(error: BaseException) -> Iterator[Path]:
-    """The write that fails rarely says where it went, but a function on the way was given the path."""
+    """Yield paths in local variables of the traceback: a failed write rarely names its file."""
     frames = []
     tb = error.__traceback__
     while tb is not None:

@@ -1,4 +1,4 @@
-"""Functions of the user's own, by their names in the recipe."""
+"""User functions that a recipe names."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from clustertrain.errors import ConfigError
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:
-    """What ``package.module:function`` names; ``key`` is where the recipe has it.
+    """Import and return the function ``name``, ``package.module:function``; ``key`` is its recipe key.
 
     Raises:
-        ConfigError: there is no such module or function, or it cannot be called.
+        ConfigError: there is no such module or function, or it is not callable.
     """
     module, _, path = name.partition(":")
     try:
         target: Any = importlib.import_module(module)
     except ModuleNotFoundError as e:
         if e.name is None or not f"{module}.".startswith(f"{e.name}."):
-            raise  # something that the module itself imports
+            raise  # a failed import inside the module
         raise ConfigError(
             f"{key} = {name!r}: no module {e.name!r}",
             fix="keep it beside the recipe or where submit is called, or install it for the job's Python",
@@ -38,7 +38,7 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
 
 
 def check_arguments(factory: Callable[..., Any], name: str, args: Mapping[str, Any], key: str) -> None:
-    """Raises ConfigError where ``factory`` does not take ``args``, the recipe's ``key``."""
+    """Raise ConfigError if ``factory`` does not accept ``args``, the value of the recipe's ``key``."""
     try:
         inspect.signature(factory).bind(**args)
     except TypeError as e:

@@ -1,4 +1,4 @@
-"""How much memory this rank has needed."""
+"""Memory used by this rank."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ _GIB = 1 << 30
 
 
 def allocated_gib(device: torch.device) -> float:
-    """What torch's allocator has given out now, on a GPU."""
+    """Return the GPU memory that torch's allocator has allocated now."""
     return torch.cuda.memory_allocated(device) / _GIB
 
 
 def peak_allocated_gib(device: torch.device) -> float | None:
-    """The most that torch's allocator had given out so far; None on a CPU, where there is no such allocator.
+    """Return the peak of torch's allocator so far; None on a CPU, which has no such allocator.
 
-    The allocator's counters are the host's own: nothing waits for the device. What it keeps in reserve, the CUDA
-    context and NCCL's buffers come on top.
+    The counters are on the host, so nothing waits for the device. Memory that the allocator reserves, the CUDA context
+    and NCCL's buffers are not included.
     """
     return torch.cuda.max_memory_allocated(device) / _GIB if device.type == "cuda" else None
 
 
 def peak_resident_gib() -> float:
-    """The most host memory that this process has had so far."""
+    """Return the peak resident host memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)  # Linux counts in KiB

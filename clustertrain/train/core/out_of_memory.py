@@ -1,4 +1,4 @@
-"""What to do where there was not enough memory, with what was measured."""
+"""Advice for out-of-memory errors, with the measured peak."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from clustertrain.train.core.context import RankContext
 
 
 def add_memory_note(error: BaseException, context: RankContext) -> None:
-    """Add to an ``error`` of too little memory how much was in use, and what needs less, the least invasive first.
-    Leaves other errors alone."""
+    """Add the measured peak and ways to use less memory to an out-of-memory ``error``; ignore other errors."""
     if result.classify_failure(error) != "out_of_memory":
         return
     peak = memory.peak_allocated_gib(context.device)

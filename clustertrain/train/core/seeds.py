@@ -1,4 +1,4 @@
-"""One seed for everything random, and the state of every generator of this rank."""
+"""Seeds, and the state of this rank's random generators."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import torch
 
 
 def derive_seed(seed: int, *scope: object) -> int:
-    """A 63-bit seed from ``seed`` and what it is for; the same on every machine."""
+    """Return a 63-bit seed derived from ``seed`` and its purpose ``scope``; the same on every machine."""
     text = "/".join(map(str, (seed, *scope)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def seed_everything(seed: int) -> None:
-    """Python, numpy and torch on the CPU and on every GPU."""
+    """Seed Python, NumPy, and torch on the CPU and on every GPU."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def enable_determinism() -> None:
-    """Let torch, cuDNN and cuBLAS take algorithms that give the same bits each time, in this process. What has none
-    raises RuntimeError then, with its name. Memory that nobody has written is filled, too, which takes time.
+    """Make torch, cuDNN and cuBLAS use bit-reproducible algorithms in this process.
 
-    Not needed for a resume to be exact on the layouts of the parity table: for hunting down a number that moves.
+    An operation without one raises RuntimeError with its name. Uninitialized memory is filled, which takes time. Exact
+    resume on the layouts of the parity table does not need this; it is a tool for finding a source of nondeterminism.
     """
-    # Read when cuBLAS makes its first handle (CUDA toolkit, "cuBLAS: Results Reproducibility").
+    # cuBLAS reads this when it creates its first handle (CUDA toolkit, "cuBLAS: Results Reproducibility").
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
@@ -38,7 +38,7 @@ def enable_determinism() -> None:
 
 
 def capture_rng_state(device: torch.device) -> dict[str, Any]:
-    """The state of this rank's generators, as tensors, arrays and plain data."""
+    """Return the state of this rank's generators as tensors, arrays and plain data."""
     version, mt_state, gauss = random.getstate()
     state = {
         "python": [version, np.array(mt_state, dtype=np.uint32), gauss],
@@ -51,7 +51,7 @@ def capture_rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """The reverse of :func:`capture_rng_state`."""
+    """Restore a state that :func:`capture_rng_state` returned."""
     version, mt_state, gauss = state["python"]
     random.setstate((version, tuple(int(w) for w in mt_state), gauss))
     np.random.set_state(state["numpy"])

@@ -1,4 +1,4 @@
-"""Named parts of a training step, timed or traced while the profiler asks for it."""
+"""Named parts of a training step, timed or labeled in a trace during profiling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEP_PARTS: tuple[StepPart, ...] = ("data", "host_to_device", "forward", "backwa
 
 
 class StepTimer:
-    """Times the parts of one step. Each part ends by waiting for the device, so that the parts add up."""
+    """Timer for the parts of one step. Each part ends with a device synchronization, so that the parts add up."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -31,7 +31,8 @@ class StepTimer:
 
     @contextmanager
     def record(self, name: StepPart) -> Iterator[None]:
-        if self._is_timing:  # what is inside another part is that one's
+        """Add the time of the block to the part ``name``."""
+        if self._is_timing:  # a nested part counts toward the outer one
             yield
             return
         self._is_timing, started = True, self._synchronized_time()
@@ -50,20 +51,20 @@ _label_trace = False
 
 
 def record_part(name: StepPart) -> AbstractContextManager[Any]:
-    """Around a part of the step. Free but for the call unless this step is profiled."""
+    """Return a context manager for a part of the step; it does nothing unless the step is profiled."""
     if _timer is not None:
         return _timer.record(name)
     return torch.profiler.record_function(name) if _label_trace else nullcontext()
 
 
 def start_timer(device: torch.device) -> None:
-    """Time the parts of the step that begins now, instead of naming them in a trace."""
+    """Time the parts of the step that starts now instead of labeling them in a trace."""
     global _timer, _label_trace
     _timer, _label_trace = StepTimer(device), False
 
 
 def stop_timer() -> StepTimer | None:
-    """End the timing. Returns the timer, or None if :func:`start_timer` was not called."""
+    """Stop timing and return the timer, or None if :func:`start_timer` was not called."""
     global _timer
     timer, _timer = _timer, None
     if timer is not None:
@@ -72,6 +73,6 @@ def stop_timer() -> StepTimer | None:
 
 
 def set_trace_labels(enabled: bool) -> None:
-    """Whether each part is named in the trace that torch's profiler records."""
+    """Set whether the parts are labeled in the trace that torch's profiler records."""
     global _label_trace  # noqa: PLW0603
     _label_trace = enabled

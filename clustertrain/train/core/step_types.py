@@ -1,4 +1,4 @@
-"""Types and small functions of a training step that several packages use."""
+"""Types and helper functions of a training step that several packages use."""
 
 from __future__ import annotations
 
@@ -13,38 +13,41 @@ from torch import nn
 from clustertrain.checkpoint.core.state_dict import is_dtensor
 from clustertrain.train.core.async_copy import AsyncCopy
 
-# (output, target) -> mean over the samples, or (sum, how many it is the sum of).
+# (output, target) -> mean over the samples, or (sum, count).
 Loss = Callable[[Any, Any], "torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]"]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """``loss`` is the mean over the global batch, ``grad_norm`` the norm of its gradient before clipping: tensors on
-    the device, equal on all ranks, as all here. ``skipped``: the weights were left as they are, since the loss or the
-    gradient is not finite, or the loss is a spike and the recipe wants such steps skipped. Of a step that counts
-    nothing (all targets masked) the loss is nan, a mean of nothing, and the gradient zero.
+    """Result of a training step. Tensors are 0-dimensional, on the device, and equal on all ranks.
 
-    ``clipped``: whether clipping has changed the gradient; ``clip_fraction``: of the last 100 steps the share of those;
-    ``finite``: of loss and gradient; ``spike``: the loss is far above the last ones; ``bad``:
-    :func:`compute_nonfinite_moments` of the
-    micro-batches of all data-parallel ranks; ``overflow``: the gradient of the scaled loss left the range of fp16,
-    which the loss scale takes care of: such a step is skipped and not bad; ``layers``: figures by layer, of a step in
-    which they were asked for."""
+    If a step counts nothing (all targets masked), the loss is NaN and the gradient is zero.
+    """
 
     loss: torch.Tensor
+    """Mean over the global batch."""
     grad_norm: torch.Tensor
+    """Global norm of the gradient before clipping."""
     skipped: torch.Tensor
+    """The weights did not change: loss or gradient is NaN or Inf, or the recipe skips spikes and the loss is one."""
     clipped: torch.Tensor
+    """Clipping changed the gradient."""
     clip_fraction: torch.Tensor
+    """Share of clipped steps among the last 100."""
     finite: torch.Tensor
+    """Loss and gradient are finite."""
     spike: torch.Tensor
+    """The loss is far above the recent ones."""
     bad: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """:func:`compute_nonfinite_moments` over the micro-batches of all data-parallel ranks."""
     overflow: bool = False
+    """The scaled gradient left the range of fp16. The loss scale handles that: the step is skipped, but not bad."""
     layers: AsyncCopy | None = None
+    """Figures by layer, if requested for this step."""
 
 
 def as_sum_and_count(value: Any, target: Any, is_padding: bool) -> tuple[torch.Tensor, torch.Tensor | int]:
-    """What a loss function returned, as a sum and its count; nothing for a micro-batch that only fills a gap."""
+    """Return a loss function's result as (sum, count), zeros for a micro-batch that is only padding."""
     if isinstance(value, tuple):
         total, count = value
     else:
@@ -56,40 +59,45 @@ def as_sum_and_count(value: Any, target: Any, is_padding: bool) -> tuple[torch.T
 
 
 def pack_sum_count(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
-    """A micro-batch's (sum of losses, count) in fp64, on the device; no host sync."""
+    """Return a micro-batch's (sum of losses, count) in fp64, on the device; no host sync."""
     if not isinstance(count, torch.Tensor):
-        count = torch.full((), count, device=total.device)  # filled there: a copy would make the host wait
+        count = torch.full((), count, device=total.device)  # filled on the device: a copy would make the host wait
     return torch.stack([total.double(), count.to(total.device).double()])
 
 
 def index_powers(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Of ``count`` micro-batches' numbers from ``first`` on the powers 0, 1 and 2, (count, 3) in fp64."""
+    """Return the powers 0, 1 and 2 of the ``count`` indices from ``first`` on: (count, 3) in fp64."""
     indices = torch.arange(first, first + count, dtype=torch.float64, device=device)
     return torch.stack([torch.ones_like(indices), indices, indices.square()], 1)
 
 
 def compute_nonfinite_moments(totals: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
-    """Of the micro-batches whose loss is not finite the sum of the :func:`index_powers` of their numbers. The sum over
-    the ranks tells which one it is, where it is a single one: :func:`sole_bad_micro_batch`.
+    """Return the summed :func:`index_powers` of the micro-batches whose loss is NaN or Inf: (3,) in fp64.
+
+    If there is only one, the sum over the ranks identifies it: :func:`sole_bad_micro_batch`.
 
     Args:
         totals: (sum of losses, count) of each micro-batch, (micro-batches, 2).
+        powers: :func:`index_powers` of the micro-batches, (micro-batches, 3).
     """
     return ((~totals[:, :1].isfinite()).double() * powers).sum(0)
 
 
 def sole_bad_micro_batch(num_bad: float, index_sum: float, square_sum: float) -> int:
-    """The number that these are the :func:`compute_nonfinite_moments` of; -1: there is none, or more than one. Ranks
-    that have parts of the same sequences count the same micro-batch several times."""
+    """Return the index of the only bad micro-batch, or -1 if there is none or more than one.
+
+    The arguments are its :func:`compute_nonfinite_moments`. Ranks that share sequences count a micro-batch repeatedly.
+    """
     return int(index_sum / num_bad) if num_bad and num_bad * square_sum == index_sum**2 else -1
 
 
 def accepts_samples(model: nn.Module) -> bool:
-    """Whether ``forward`` has an argument ``samples``: the place of each sample in the run, (batch,) int64."""
+    """Return whether ``forward`` has an argument ``samples``: each sample's position in the run, (batch,) int64."""
     return "samples" in inspect.signature(model.forward).parameters
 
 
 def call_model(model: nn.Module, inputs: Any, samples: torch.Tensor | None) -> Any:
+    """Call ``model`` with a tensor, a tuple or a dict of inputs, and with ``samples`` unless it is None."""
     extra_kwargs = {} if samples is None else {"samples": samples}
     if isinstance(inputs, dict):
         return model(**inputs, **extra_kwargs)

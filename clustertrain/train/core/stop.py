@@ -1,9 +1,10 @@
-"""All ranks stop at the same step, whichever of them is told to, with no device synchronisation.
+"""Stop requests: all ranks stop at the same step, whichever receives the request, without a device synchronization.
 
-At boundary k each rank posts an asynchronous MAX all-reduce of its own flag on a private gloo group, and waits for the
-one posted at boundary k-1, which has had a whole step to complete. Where that one is set, all ranks see it at the same
-k; they wait for k's own, so that nothing is left in flight, and stop. The group's timeout is the deadline. The first
-boundary waits for its own, so that a rank told to stop while it was starting does not do a step.
+At boundary k (between two steps) each rank posts an asynchronous MAX all-reduce of its flag on a separate gloo group
+and waits for the one posted at boundary k-1, which had a whole step to complete. If the result of k-1 is set, all ranks
+see it at the same k; they wait for the all-reduce of k, so that nothing is left in flight, and stop. The group's
+timeout is the deadline. The first boundary waits for its own all-reduce, so that a rank asked to stop during startup
+does no step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopFlag:
-    """Whether this rank was told to stop: by a signal, or by the file ``stop`` that the node's agent writes."""
+    """This rank's stop request: a signal, or the file ``stop`` that the node agent writes."""
 
     def __init__(self, rank_dir: Path | None) -> None:
         self._stop_file = rank_dir / "stop" if rank_dir else None
@@ -32,8 +33,10 @@ class StopFlag:
         self._previous_handlers: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Handlers that set the flag and nothing else. Children get the default back at exec, since a handler, unlike
-        SIG_IGN, is not inherited through it."""
+        """Install signal handlers that only set the flag.
+
+        Child processes get the default action back: unlike SIG_IGN, a handler is not inherited through exec.
+        """
         if threading.current_thread() is threading.main_thread():
             self._previous_handlers = {s: signal.signal(s, self._on_signal) for s in SIGNALS}
 
@@ -43,13 +46,13 @@ class StopFlag:
         self._previous_handlers = {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # Slurm may deliver the warning before the time limit to every process, up to a minute early. Under an agent
-        # only that one knows whether there is time left to train.
+        # Slurm may send the warning before the time limit to every process, up to a minute early. Under an agent, only
+        # the agent knows whether there is time left to train.
         if number != signal.SIGUSR2 or self._stop_file is None:
             self._set = True
 
     def deadline(self) -> float | None:
-        """By when the process must have ended (UTC epoch s), as the agent wrote it; None where nobody said."""
+        """Return when the process must have ended (UTC epoch s), as written by the agent; None without a deadline."""
         try:
             value = fsio.read_json(self._stop_file) if self._stop_file is not None else None
         except ValueError:
@@ -63,10 +66,10 @@ class StopFlag:
 
 
 class StopAgreement:
-    """Boundaries that all ranks pass in the same order; :meth:`poll` is collective.
+    """Agreement of all ranks to stop at the same boundary; :meth:`poll` is collective.
 
-    Other questions that one rank answers and all must act upon at the same step travel with the flag: ``also``, by
-    name. What any rank said yes to, :meth:`take_flag` tells all of them at one boundary.
+    ``extra_flags``, by name, travel with the stop flag: if one is set on any rank, :meth:`take_flag` returns true on
+    all ranks at the same boundary.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class StopAgreement:
         self.agreed = False
 
     def poll(self) -> bool:
-        """True from the boundary on at which all ranks stop."""
+        """Pass a boundary and return whether all ranks stop here; true from then on."""
         if self.agreed:
             return True
         if self._group is None:
@@ -102,7 +105,7 @@ class StopAgreement:
         return self.agreed
 
     def take_flag(self, name: str) -> bool:
-        """Whether a rank has said yes since this was asked last."""
+        """Return whether the flag was set on any rank since the last call."""
         was_raised = name in self._raised_flags
         self._raised_flags.discard(name)
         return was_raised
@@ -123,7 +126,7 @@ class StopAgreement:
         return bool(stop)
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank. Collective, and only for after the agreement: it waits."""
+        """Return whether ``flag`` is set on any rank. Collective; it waits, so use it only after the agreement."""
         if self._group is None:
             return flag
         value = torch.tensor([int(flag)], dtype=torch.int32)
@@ -131,7 +134,7 @@ class StopAgreement:
         return bool(value.item())
 
     def min_over_ranks(self, value: float) -> float:
-        """The smallest of all ranks' values. Collective as :meth:`any_rank`."""
+        """Return the smallest value of all ranks. Collective; it waits like :meth:`any_rank`."""
         if self._group is None:
             return value
         minimum = torch.tensor([value], dtype=torch.float64)
@@ -139,7 +142,7 @@ class StopAgreement:
         return float(minimum.item())
 
     def wait_for_pending(self) -> None:
-        """Wait for what is in flight, so that the group can be closed."""
+        """Wait for the all-reduce in flight, so that the group can be closed."""
         if self._pending is not None:
             self._wait_for_flags(self._pending)
             self._pending = None

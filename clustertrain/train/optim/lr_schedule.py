@@ -19,6 +19,21 @@ from clustertrain.plan import lr_schedule
 LR_SCALE = "lr_scale"  # key in a parameter group: factor of its learning rate
 
 
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of every group to ``lr`` times the group's ``lr_scale``."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get(LR_SCALE, 1.0)
+
+
+def unscaled_lr(optimizer: torch.optim.Optimizer) -> float:
+    """Return the learning rate before the groups' ``lr_scale``, as :func:`set_lr` was given it."""
+    groups = optimizer.param_groups
+    # An unscaled group has the exact value; a division may round it.
+    group = next((g for g in groups if g.get(LR_SCALE) == 1.0), groups[0])
+    lr: float = group["lr"] / group.get(LR_SCALE, 1.0)
+    return lr
+
+
 class LearningRate:
     """Learning-rate schedule; put it into the state of ``session.steps`` and call :meth:`apply` once per optimizer
     step."""
@@ -41,12 +56,9 @@ class LearningRate:
         """Return the learning rate of optimizer step ``step``, from 1 to the total."""
         return lr_schedule.lr_at_step(self._spec, step, self._total, peak=self._peak, plateau_factor=self._factor)
 
-    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set the rate of ``step`` in all groups, times their ``lr_scale``; return it without that factor."""
-        rate = self.at(step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group.get(LR_SCALE, 1.0)
-        return rate
+    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Set the rate of step number ``step`` in all groups, times their ``lr_scale``."""
+        set_lr(optimizer, self.at(step))
 
     @property
     def is_metric_driven(self) -> bool:

@@ -1,4 +1,4 @@
-"""Rank 0 looks at what the run has cost, and the ranks end it together when that is enough."""
+"""The run's budget: rank 0 watches what the run has used, and all ranks stop together when it is spent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class BudgetTracker:
-    """The files of earlier attempts are read once; what this one costs follows from the clock."""
+    """Tracks the run's usage: earlier attempts from their files, read once, and this attempt from the clock."""
 
     def __init__(self, context: RankContext, emit_event: Callable[..., None]) -> None:
         contract = context.spec.recipe.contract if context.spec is not None else ContractSpec()
@@ -25,7 +25,7 @@ class BudgetTracker:
         self._world_size = context.world_size
         self._is_reported = False
         self._earlier_usage = BudgetUsage()
-        self._start_time = 0.0  # by the monotonic clock
+        self._start_time = 0.0  # start of this attempt, monotonic clock
         if self._is_enabled and context.run is not None and context.attempt is not None:
             history = attempts.load_attempts(context.run)
             n = context.attempt.n
@@ -36,11 +36,15 @@ class BudgetTracker:
             self._start_time = clock.monotonic() - elapsed_s
 
     def current_usage(self) -> BudgetUsage:
+        """Return the usage of all attempts so far."""
         seconds = clock.monotonic() - self._start_time
         return self._earlier_usage.add(seconds, self._world_size, self._contract.gpu_hour_cost)
 
     def should_stop(self) -> bool:
-        """Whether the run is to end because of it; said once, since it takes a step to be heard."""
+        """Return whether the run must end because the budget is spent; true only once, as the ranks act a step later.
+
+        With ``when_spent = "warn"`` this reports a warning instead.
+        """
         if not self._is_enabled or self._is_reported:
             return False
         reason = self.spent_reason()
@@ -49,7 +53,7 @@ class BudgetTracker:
         self._is_reported = True
         if self._contract.when_spent == "stop":
             return True
-        fix = "cancel the run, or go on: contract.when_spent is 'warn'"
+        fix = "cancel the run or let it continue: contract.when_spent is 'warn'"
         self._emit_event(
             "training_warning", code="budget_spent", text=reason, fix=fix, step=None, value=None, limit=None
         )
@@ -57,5 +61,5 @@ class BudgetTracker:
         return False
 
     def spent_reason(self) -> str:
-        """Which limits are reached; empty where none is, and on ranks that do not look."""
+        """Return the limits that are reached as text; empty if there are none, and on ranks other than 0."""
         return budget.format_spent(self._contract, self.current_usage()) if self._is_enabled else ""

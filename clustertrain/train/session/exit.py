@@ -1,4 +1,4 @@
-"""Whether a failure comes of how the job is being ended, and the code with which a stopped rank leaves."""
+"""The exit of a rank while its job ends: which errors are part of that, and the exit code."""
 
 from __future__ import annotations
 
@@ -10,29 +10,33 @@ from clustertrain.train.core import result
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.core.stop import StopAgreement, StopFlag
 
-STOP_PROPAGATION_S = 3.0  # how long after the first process of a job the last one hears that it is being ended
+STOP_PROPAGATION_S = 3.0  # between the first and the last process of a job that learns of its end
 
 
 class ExitPolicy:
+    """Tells errors that come from the end of the job from failures."""
+
     def __init__(self, context: RankContext, flag: StopFlag, agreement: StopAgreement) -> None:
         self._is_in_run = context.run is not None
         self._flag = flag
         self._agreement = agreement
 
     def is_stopping(self) -> bool:
+        """Return whether this rank was asked to stop, or all ranks have agreed to."""
         return bool(self._flag) or self._agreement.agreed
 
     def is_shutdown_error(self, error: BaseException) -> bool:
-        """Whether ``error`` comes of how the job is being ended, so that the newest checkpoint stands."""
+        """Return whether ``error`` is a consequence of the job being ended: the rank has stopped, not failed."""
         if isinstance(error, (DeadlineExceeded, AttemptSuperseded)):
             return True
         if result.is_killed_dataloader_worker(error):
-            # What ends the job may have reached a DataLoader of the script's own before it reached this process.
+            # The signal that ends the job may have reached a worker of the script's DataLoader first.
             return clock.wait_until(self.is_stopping, STOP_PROPAGATION_S)
-        # A peer has left before the step at which all would have stopped.
+        # A peer left before the step at which all ranks would have stopped.
         return self.is_stopping() and result.classify_failure(error) in ("communication", "hang")
 
     def exit_code(self, *, resumable: bool) -> int:
+        """Return the exit code of a stopped rank; ``resumable``: there is a checkpoint to continue from."""
         if self._is_in_run:
-            return EXIT_SUCCESS  # torchrun takes any other code for a failure; the result record tells more
+            return EXIT_SUCCESS  # torchrun treats any other code as a failure; the result record has the ending
         return EXIT_STOPPED if resumable else EXIT_FAILED

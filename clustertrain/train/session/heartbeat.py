@@ -1,4 +1,4 @@
-"""What a rank says of its steps: its beat, for the agent of its node, and the running totals of rank 0's rows."""
+"""A rank's progress: its heartbeat for the node agent, and the running totals in rank 0's rows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TOTAL_KEYS = ("sum_step_s", "sum_tokens", "sum_data_wait_s")
 
 
 class ProgressReporter:
-    """Outside a run nothing is written. ``tokens`` are those of all ranks."""
+    """Reporter of the rank's phase and steps. Outside a run nothing is written. Token counts are over all ranks."""
 
     def __init__(self, rank_dir: Path | None, rank: int, world_size: int, get_forward_s: Callable[[], float]) -> None:
-        """``get_forward_s`` is asked at each step's begin."""
+        """``get_forward_s`` returns the seconds of all forward passes; it is called at the start of each step."""
         self._writer = heartbeat.HeartbeatWriter(rank_dir, rank) if rank_dir is not None else None
         self._heartbeat = self._writer.beat if self._writer is not None else heartbeat.Heartbeat()
         self._world_size = world_size
@@ -27,7 +27,7 @@ class ProgressReporter:
         self.enter_phase(heartbeat.STARTUP)
 
     def load_totals(self, path: Path | None) -> None:
-        """``path``: of the attempt's rows, which a session before this one may have begun."""
+        """Continue the totals of the attempt's rows in ``path``, which an earlier session may have started."""
         last_row = metrics.read_last_row(path) if path is not None else None
         if last_row is not None:
             self._totals.update(
@@ -35,13 +35,14 @@ class ProgressReporter:
             )
 
     def enter_phase(self, phase: int) -> None:
-        """From now on the rank is in ``phase``, a code of ``beat.PHASES``."""
+        """Report that the rank is in ``phase``, a code in ``heartbeat.PHASES``."""
         self._heartbeat.phase = phase
         if self._writer is not None:
             self._writer.write()
 
     @contextmanager
     def in_phase(self, phase: int) -> Iterator[None]:
+        """Report ``phase`` during the block, and the previous phase after it."""
         previous = self._heartbeat.phase
         self.enter_phase(phase)
         try:
@@ -50,7 +51,7 @@ class ProgressReporter:
             self.enter_phase(previous)
 
     def begin_step(self, step: int) -> None:
-        """``step``: how many are done."""
+        """Report the start of a step; ``step`` steps are done."""
         self._started = clock.monotonic()
         if self._writer is None:
             return
@@ -61,10 +62,15 @@ class ProgressReporter:
     def end_step(
         self, step: int, excluded_s: float, tokens: int, data_wait_s: float | None, samples: int = 0
     ) -> dict[str, Any]:
-        """The session's own part of the row of this step, of which ``excluded_s`` seconds were something else.
-        ``step``:
-        how many are done now; ``data_wait_s``: None without a loader; ``samples``: of all ranks, 0 where nobody
-        knows."""
+        """Return the time and throughput columns of the step's row.
+
+        Args:
+            step: steps done, this one included.
+            excluded_s: seconds of the step that are not training.
+            tokens: tokens of the step, 0 if unknown.
+            data_wait_s: seconds spent waiting for data, None without a loader.
+            samples: samples of the step over all ranks, 0 if unknown.
+        """
         step_s = max(0.0, clock.monotonic() - self._started - excluded_s)
         totals = self._totals
         row: dict[str, Any] = {"step": step, "t": clock.now(), "step_s": step_s}

@@ -1,4 +1,4 @@
-"""Training scalars on their way from the device to a file, without making the training loop wait."""
+"""Writes training scalars to a file without making the training loop wait for the device."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from clustertrain import fsio
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.train.core.async_copy import AsyncCopy
 
-PART_SEPARATOR = "/"  # in the name of a figure of one part: a layer, a slice
-TOTAL_PREFIX = "sum_"  # begins the name of a running total
+PART_SEPARATOR = "/"  # before the name of a layer or slice in a column name
+TOTAL_PREFIX = "sum_"  # prefix of running totals
 PlainValue = float | int | bool | str | None
 Scalar = PlainValue | torch.Tensor | np.generic | np.ndarray[Any, Any]
 
 
 def check_scalar(name: str, value: Scalar) -> PlainValue | torch.Tensor:
-    """``value`` as it can be written; numpy's scalars become Python's.
+    """Return ``value`` in a form that can be written; NumPy scalars become Python scalars.
 
     Raises:
-        UsageError: it is no scalar.
+        UsageError: it is not a scalar.
     """
     if isinstance(value, torch.Tensor) and not value.is_complex():
         return value
@@ -56,7 +56,7 @@ class _Row:
         return all(copy.is_ready() for copy in self.pending_copies)
 
     def wait_for_values(self) -> dict[str, Any]:
-        """Waits until all are there."""
+        """Return all values; wait for those still on the device."""
         values = dict(self.host_values)
         for copy in self.pending_copies:
             values.update(copy.to_dict(values))
@@ -64,9 +64,12 @@ class _Row:
 
 
 class MetricsWriter:
-    """Rows in ``metrics/attempt-<n>.jsonl``. A row is written when its values have arrived on the host: as a rule one
-    step late. One row in ``echo_every`` is also printed: to standard output, or without a ``path`` (outside a run) to
-    standard error, where the first row is printed as well. Rows with neither are dropped, as on ranks other than 0."""
+    """Writer of the rows in ``metrics/attempt-<n>.jsonl``.
+
+    A row is written once its values have reached the host, usually one step later. Every ``echo_every``-th row is also
+    printed: to standard output, or without a ``path`` (outside a run) to standard error, the first row included. With
+    neither, as on ranks other than 0, rows are dropped.
+    """
 
     def __init__(
         self,
@@ -75,18 +78,18 @@ class MetricsWriter:
         finalize_row: Callable[[dict[str, Any]], None] = lambda row: None,
         on_row: Callable[[dict[str, Any]], None] = lambda row: None,
     ) -> None:
-        """``finalize_row`` may change each row before it is written, ``on_row`` is called with it afterwards."""
+        """``finalize_row`` may change each row before it is written; ``on_row`` is called with the written row."""
         self._file = fsio.JsonlAppender(path) if path else None
         self._finalize_row = finalize_row
         self._on_row = on_row
         self._echo_every = echo_every
         self._printed_first = path is not None
         self._queue: deque[_Row] = deque()
-        self.latest: dict[str, Any] = {}  # by name the value that was written last
+        self.latest: dict[str, Any] = {}  # the last value written, by name
 
     @property
     def is_active(self) -> bool:
-        """Whether rows are written or printed at all."""
+        """Whether rows are written or printed."""
         return self._file is not None or bool(self._echo_every)
 
     def enqueue(
@@ -97,12 +100,15 @@ class MetricsWriter:
         *,
         is_repeat: bool = False,
     ) -> None:
-        """Queue one row and write those before it that have arrived. What is in ``host_values`` wins over ``scalars``,
-        and both over what is ``pending_copies`` already. ``is_repeat``: the row of this step was told before, so that
-        ``on_row`` has seen it.
+        """Queue one row and write the earlier ones that have arrived.
+
+        Args:
+            host_values: values that replace those of the same name in ``scalars`` and ``pending_copies``.
+            scalars: values that replace those of the same name in ``pending_copies``.
+            is_repeat: the step has a row already; ``on_row`` is not called again.
 
         Raises:
-            ConfigError: a tensor of more than one element.
+            ConfigError: a tensor has more than one element.
         """
         scalars = {k: v for k, v in scalars.items() if k not in host_values}
         tensors = {k: v.detach() for k, v in scalars.items() if isinstance(v, torch.Tensor)}
@@ -117,7 +123,7 @@ class MetricsWriter:
         self._queue.append(_Row({**host_values, **numbers}, [*copies, *pending_copies], is_repeat))
 
     def flush(self, *, wait: bool = False) -> None:
-        """Write the rows that have arrived; with ``wait`` all of them."""
+        """Write the rows that have arrived; with ``wait``, wait for all of them."""
         while self._queue and (wait or self._queue[0].is_ready()):
             row = self._queue.popleft()
             values = row.wait_for_values()
@@ -142,15 +148,15 @@ class MetricsWriter:
             self._printed_first = True
 
     def switch_file(self, path: Path | None) -> None:
-        """The rows to come are of earlier steps than those so far: write them into ``path``."""
+        """Write the following rows, which belong to earlier steps, to ``path``."""
         self.flush(wait=True)
-        self.latest = {}  # of steps that are thrown away
+        self.latest = {}  # values of discarded steps
         if self._file is not None and path is not None:
             self._file.close()
             self._file = fsio.JsonlAppender(path)
 
     def close(self, *, wait: bool = True) -> None:
-        """Write what is left; without ``wait`` only what has arrived."""
+        """Write the queued rows and close the file; without ``wait``, only the rows that have arrived."""
         self.flush(wait=wait)
         self._queue.clear()
         if self._file is not None:

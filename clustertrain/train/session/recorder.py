@@ -1,4 +1,4 @@
-"""The row of each step: what the script logs, what the session measures, what the step's own figures are."""
+"""The metrics row of each step: the script's scalars, the session's measurements, the training step's figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from clustertrain.train.core.context import RankContext
 from clustertrain.train.core.memory import allocated_gib, peak_allocated_gib
 from clustertrain.train.core.step_types import StepResult, sole_bad_micro_batch
 from clustertrain.train.data.loader import Loader
-from clustertrain.train.optim.lr_schedule import LR_SCALE
 from clustertrain.train.session.heartbeat import ProgressReporter
 from clustertrain.train.session.metrics_writer import MetricsWriter, PlainValue, Scalar, check_scalar
 from clustertrain.train.stability.layer_stats import LayerStats
@@ -24,17 +23,20 @@ from clustertrain.train.stability.monitor import StabilityMonitor
 from clustertrain.train.stability.warnings import BAD_SAMPLES_KEY, WarningReporter
 
 _GIB = 1 << 30
-_NONFINITE_COLUMNS = ("_bad", "_bad_numbers", "_bad_squares")  # arrive with a row, and are not in it
+_NONFINITE_COLUMNS = ("_bad", "_bad_numbers", "_bad_squares")  # removed before the row is written
 
 
 class MetricsProcessor:
-    """``writer`` has a file on rank 0 of a run; outside a run rank 0 prints its rows. ``monitor``: what watches over
-    the steps, where the session does them."""
+    """Builds the row of each step and passes it to ``writer``.
+
+    ``writer`` has a file on rank 0 of a run; outside a run rank 0 prints its rows. ``monitor`` is set once the session
+    has an optimizer.
+    """
 
     def __init__(
         self, context: RankContext, progress: ProgressReporter, loaders: Sequence[Loader], warnings: WarningReporter
     ) -> None:
-        """``loaders``: a list that may grow."""
+        """``loaders`` is a list that the session appends to."""
         self._device = context.device
         self._loaders = loaders
         self._progress = progress
@@ -50,7 +52,7 @@ class MetricsProcessor:
         self._logged: dict[str, PlainValue | torch.Tensor] = {}
         self._step_values: dict[str, PlainValue | torch.Tensor] = {}
         self._pending_copies: list[AsyncCopy] = []
-        self._excluded_s = 0.0  # spent since the step began on what is not the step itself
+        self._excluded_s = 0.0  # time in the current step that is not training
         self._samples_before: list[int] = []
 
     def _metrics_path(self, index: int) -> Path | None:
@@ -58,25 +60,25 @@ class MetricsProcessor:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps of the run that were skipped because they were bad, as far as is known."""
+        """Bad steps of the run that were skipped, as far as is known."""
         return self.monitor.divergence_policy.skipped if self.monitor is not None else 0
 
     def layer_stats_for(self, step: int) -> LayerStats | None:
         return self.monitor.layer_stats_for(step) if self.monitor is not None else None
 
     def log(self, scalars: Mapping[str, Scalar]) -> None:
-        """Raises UsageError as :meth:`Session.log`."""
+        """Add scalars to the current row. Raises UsageError as ``Session.log`` does."""
         self._logged.update({name: check_scalar(name, value) for name, value in scalars.items()})
 
     def has_logged(self, name: str) -> bool:
-        """Whether the row of the step under way, or of the last one, has it from :meth:`log`."""
+        """Return whether the script logged ``name`` in the current step, or in the last one between two steps."""
         return name in self._logged
 
     def exclude_time(self, seconds: float) -> None:
         self._excluded_s += seconds
 
-    def record_step(self, result: StepResult, optimizer: torch.optim.Optimizer) -> None:
-        """What goes into the row of the step under way, where the script has not logged the same."""
+    def record_step(self, result: StepResult, lr: float) -> None:
+        """Add the figures of a training step and its learning rate to the current row; what the script logs wins."""
         names = ("loss", "grad_norm", "clipped", "clip_fraction", "skipped", "spike", *_NONFINITE_COLUMNS)
         values = (
             result.loss,
@@ -92,12 +94,13 @@ class MetricsProcessor:
             self._pending_copies.append(result.layers)
         if self.monitor is not None:
             self.monitor.record_step(result)
-        lr, scale = optimizer.param_groups[0]["lr"], optimizer.param_groups[0].get(LR_SCALE, 1.0)
-        self._step_values = {"lr": lr / scale, **({"overflow": 1} if result.overflow else {})}
+        self._step_values = {"lr": lr, **({"overflow": 1} if result.overflow else {})}
 
     def _finalize_row(self, row: dict[str, Any]) -> None:
-        """Before a row is written: which samples a step had that was not to be. fp16's loss scale takes care of an
-        overflow, whatever the samples are."""
+        """Add the samples of a bad step to its row before it is written.
+
+        A step that overflowed fp16 is not a bad one: the loss scale handles it.
+        """
         moments = [row.pop(name) for name in _NONFINITE_COLUMNS if name in row]
         if not moments or self.monitor is None or row.get("overflow"):
             return
@@ -106,7 +109,7 @@ class MetricsProcessor:
             row.update({BAD_SAMPLES_KEY: samples_text} if samples_text else {})
 
     def begin_step(self, step: int) -> None:
-        """``step``: how many are done."""
+        """Start a row; ``step`` steps are done."""
         self._logged, self._step_values, self._pending_copies, self._excluded_s = {}, {}, [], 0.0
         for loader in self._loaders:
             loader.wait_s = 0.0
@@ -116,11 +119,11 @@ class MetricsProcessor:
         self._progress.begin_step(step)
 
     def end_step(self, step: int, tokens: int) -> None:
-        """``step``: how many are done now, of ``tokens`` each (0: not known)."""
+        """Queue the row of the step that brought the count to ``step``; ``tokens`` per step, 0 if unknown."""
         if self.monitor is not None:
             self.monitor.end_step(step)
         wait_s = sum(loader.wait_s for loader in self._loaders) if self._loaders else None
-        # A loader that was made in the step has begun at none.
+        # A loader made during this step started at zero.
         samples_before = [*self._samples_before, *([0] * (len(self._loaders) - len(self._samples_before)))]
         samples = sum(loader.samples_consumed - b for loader, b in zip(self._loaders, samples_before, strict=True))
         row = self._progress.end_step(step, self._excluded_s, tokens, wait_s, samples)
@@ -139,8 +142,7 @@ class MetricsProcessor:
         return stats
 
     def on_rollback(self) -> None:
-        """The rows to come are of earlier steps: they get a file of their own, since in each the steps rise. What
-        the step that was thrown away has told says nothing of an earlier one."""
+        """Drop the current row and start a new file: within a file of metrics the steps only rise."""
         self._logged, self._step_values, self._pending_copies = {}, {}, []
         if self._run is not None:
             file_index = len(self._run.metrics_files(self._attempt))

@@ -133,7 +133,7 @@ def find_changed_files(before: Any, current: Any) -> list[str]:
 def _format_layout(layout: Mapping[str, Any]) -> str:
     try:
         return schema.convert(dict(layout), Layout).describe()
-    except msgspec.ValidationError:  # of another version
+    except msgspec.ValidationError:  # written by another version
         return str(layout.get("strategy"))
 
 

@@ -1,37 +1,45 @@
-"""``clustertrain.session()``: what a training script needs to run on any number of ranks and survive being stopped."""
+"""``clustertrain.session()``: the API with which a training script runs on any number of ranks and survives a stop."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from clustertrain.checkpoint.core.state_dict import model_parts
 from clustertrain.errors import UsageError
 from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data.loader import Loader, MapStyleDataset, resolve_workers
 from clustertrain.train.data.sample_checks import Limits
-from clustertrain.train.distributed import data_parallel, grad_norm, mesh
-from clustertrain.train.distributed.parallelize import parallelize
+from clustertrain.train.distributed import data_parallel, grad_norm
+from clustertrain.train.distributed.mesh import cores_per_rank
 from clustertrain.train.distributed.precision import autocast
+from clustertrain.train.evaluation.best_metric import EarlyStopping
+from clustertrain.train.evaluation.dataset_pass import DatasetPassConfig
+from clustertrain.train.evaluation.metrics import MetricFn
 from clustertrain.train.evaluation.schedule import EvaluationSchedule
-from clustertrain.train.models import train_mode
-from clustertrain.train.optim import build, param_groups, param_info, registry
-from clustertrain.train.session.evaluation_api import EvaluationMixin
+from clustertrain.train.optim import build, param_groups, registry
+from clustertrain.train.optim.lr_schedule import unscaled_lr
+from clustertrain.train.session import evaluation_api
 from clustertrain.train.session.metrics_writer import Scalar
+from clustertrain.train.session.model_setup import PreparedModel, build_train_step, prepare_model
+from clustertrain.train.session.runtime import (
+    SessionOptions,
+    SessionRuntime,
+    SessionState,
+    close_runtime,
+    open_runtime,
+)
 from clustertrain.train.session.step_loop import StepLoop
-from clustertrain.train.stability import warnings
 from clustertrain.train.stability.clipping import Clipping
-from clustertrain.train.stability.monitor import StabilityMonitor
-from clustertrain.train.step.train_step import TrainStep
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def session(
@@ -41,26 +49,86 @@ def session(
     device: str | None = None,
     timeout_s: float = 600.0,
 ) -> Session:
-    """A :class:`Session`, to be used in a ``with`` statement.
+    """Return a :class:`Session` to use in a ``with`` statement.
 
     Args:
-        checkpoint_dir: where checkpoints go; default: the run's own folder, and outside a run nowhere.
-        seed: default: the recipe's, else 1.
-        device: ``cpu`` or ``cuda``; default: the plan's, else cuda where there is one.
-        timeout_s: how long one collective may take (s), and so how long a dead peer can hold a rank.
+        checkpoint_dir: folder for checkpoints; default: the run's folder; outside a run no checkpoints are saved.
+        seed: default: the recipe's seed, or 1 without a recipe.
+        device: ``cpu`` or ``cuda``; default: the plan's device, otherwise cuda if available.
+        timeout_s: limit in seconds for one collective, and so for how long a dead peer can block a rank.
 
     Raises (on entering):
         ConfigError: plan, ranks and device do not fit each other.
-        UnsuitableEnvironment: cuda was asked for and cannot be used.
+        UnsuitableEnvironment: cuda was requested and cannot be used.
     """
     folder = Path(checkpoint_dir).expanduser().absolute() if checkpoint_dir is not None else None
-    return Session(folder, seed, device, timeout_s)
+    return Session(SessionOptions(folder, seed, device, timeout_s))
 
 
-class Session(EvaluationMixin):
-    """One rank of a training run. Attributes: ``rank``, ``local_rank``, ``world_size``, ``is_main``, ``device``,
-    ``mesh`` (None for one process), ``seed``, ``step`` (optimizer steps done), ``tokens_per_step`` (set it to have
-    ``tokens_per_s`` reported)."""
+class Session:
+    """One rank of a training run."""
+
+    def __init__(self, options: SessionOptions) -> None:
+        self._options = options
+        self._state = SessionState()
+        self._prepared_model: PreparedModel | None = None
+        self._runtime: SessionRuntime | None = None
+
+    def __enter__(self) -> Self:
+        self._runtime = open_runtime(self._options, self._state)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        close_runtime(get_runtime(self), error)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number over all nodes."""
+        return get_runtime(self).context.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node."""
+        return get_runtime(self).context.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return get_runtime(self).context.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return get_runtime(self).is_main
+
+    @property
+    def device(self) -> torch.device:
+        return get_runtime(self).context.device
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of all ranks, None for a single process."""
+        return get_runtime(self).groups.mesh
+
+    @property
+    def seed(self) -> int:
+        return get_runtime(self).seed
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._state.step
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens per step over all ranks; set it to have ``tokens_per_s`` reported."""
+        return self._state.tokens_per_step
+
+    @tokens_per_step.setter
+    def tokens_per_step(self, tokens: int) -> None:
+        self._state.tokens_per_step = tokens
 
     def parallelize(
         self,
@@ -70,34 +138,27 @@ class Session(EvaluationMixin):
         freeze: Sequence[str] = (),
         unfreeze: Iterable[tuple[int, Sequence[str]]] = (),
     ) -> nn.Module:
-        """``model`` on the device, replicated or sharded as the plan says. Make the optimizer after it. Collective.
+        """Return ``model`` on the device, replicated or sharded as planned. Build the optimizer afterwards. Collective.
 
-        A model built on the meta device is filled by its own ``init_parameter(name, tensor, generator)``; of another
-        one rank 0's values count. One in pipeline stages cannot be called: :meth:`train_step` drives it.
+        A model on the meta device is initialized by its ``init_parameter(name, tensor, generator)``; for any other
+        model rank 0's values are broadcast. A model in pipeline stages cannot be called: :meth:`train_step` drives it.
 
         Args:
-            tp_plan: how tensor parallel splits it, by module name pattern: ``{"layers.*.up": "colwise", ...}`` with the
-                words of ``clustertrain.train.distributed.tensor_parallel.WORDS``; default: the model's
+            tp_plan: how tensor parallelism splits it, by module name pattern: ``{"layers.*.up": "colwise", ...}``, with
+                the styles in ``clustertrain.train.distributed.tensor_parallel.WORDS``; default: the model's
                 attribute ``tp_plan``.
-            freeze: patterns of names of modules that are not trained.
-            unfreeze: (step, patterns): the modules are trained by :meth:`train_step` from optimizer step number
-                ``step`` on, counted from 1, and until then frozen, whatever ``freeze`` says.
+            freeze: name patterns of modules that are not trained.
+            unfreeze: (step, patterns): :meth:`train_step` trains these modules from optimizer step ``step`` on,
+                counted from 1; until then they are frozen, whether or not ``freeze`` matches them.
 
         Raises:
-            ConfigError: a pattern that fits nothing, nothing is left to train, or the layout does not fit the model.
+            ConfigError: a pattern matches nothing, nothing is left to train, or the layout does not fit the model.
         """
         if tp_plan is not None:
             model.tp_plan = dict(tp_plan)  # type: ignore[assignment]
-        self._param_table = param_info.build_param_table(model)
-        self._unfreeze_steps = param_info.find_unfreeze_steps(self._param_table, unfreeze)
-        param_info.freeze(model, self._param_table, freeze, self._unfreeze_steps)
-        self._model = parallelize(model, self._context, self._groups, self.seed)
-        train_mode.on_first_eval_forward(model_parts(self._model), self._warn_eval_mode)
-        return self._model
-
-    def _warn_eval_mode(self, names: Sequence[str], *, switched: bool = False) -> None:
-        if self.is_main:
-            self._warning_reporter.report(warnings.build_eval_mode_warning(names, switched=switched), self.step + 1)
+        self._prepared_model = prepare_model(get_runtime(self), model, freeze, unfreeze)
+        self._state.model = self._prepared_model.model
+        return self._prepared_model.model
 
     def parameter_groups(
         self,
@@ -107,23 +168,25 @@ class Session(EvaluationMixin):
         layer_decay: float = 1.0,
         lr_scale: Mapping[str, float] | None = None,
     ) -> list[dict[str, Any]]:
-        """What of the model is trained, in groups for :meth:`optimizer`. Each has ``weight_decay``, 0 for norms, biases
-        and embeddings, and ``lr_scale``, by which a :class:`LearningRate` multiplies its rate.
+        """Return the trainable parameters in groups for :meth:`optimizer`.
+
+        Each group has ``weight_decay``, 0 for norms, biases and embeddings, and ``lr_scale``, a factor that
+        :class:`LearningRate` applies to the group's learning rate.
 
         Args:
-            optimizer: the name of what it is for: ``muon`` and ``shampoo`` want hidden matrices apart.
-            layer_decay: the rate of a layer is that of the one above it times this.
-            lr_scale: by pattern of module names what the rate is multiplied by.
+            optimizer: name of the optimizer the groups are for: ``muon`` and ``shampoo`` need hidden matrices separate.
+            layer_decay: factor between the learning rates of a layer and of the next one toward the output.
+            lr_scale: learning rate factor by module name pattern.
 
         Raises:
-            UsageError: before :meth:`parallelize`.
-            ConfigError: a pattern that fits nothing; ``layer_decay`` of a model whose layers cannot be told.
+            UsageError: :meth:`parallelize` was not called.
+            ConfigError: a pattern matches nothing, or ``layer_decay`` and the order of the layers is unknown.
         """
-        if self._model is None or self._param_table is None:
+        if self._prepared_model is None:
             raise UsageError("session.parameter_groups: call session.parallelize(model) first")
         return param_groups.parameter_groups(
-            self._model,
-            self._param_table,
+            self._prepared_model.model,
+            self._prepared_model.param_table,
             weight_decay=weight_decay,
             layer_decay=layer_decay,
             lr_scale=lr_scale,
@@ -133,90 +196,60 @@ class Session(EvaluationMixin):
     def optimizer(
         self, cls: type[torch.optim.Optimizer] | str, params: Any = None, **options: Any
     ) -> torch.optim.Optimizer:
-        """An optimizer that fits the layout, for :meth:`train_step`. Made after :meth:`parallelize`.
+        """Build the optimizer for :meth:`train_step`, adapted to the layout. Call it after :meth:`parallelize`.
 
         Args:
-            cls: a class, or a name that ``optim.name`` of a recipe may have.
-            params: parameters or groups of them; default: all of the model that are trained, for a name in the groups
-                of :meth:`parameter_groups`.
-            options: what ``cls`` takes (``lr`` and so on).
+            cls: a class, or a value of the recipe key ``optim.name``.
+            params: parameters or parameter groups; default: all trainable parameters, for a name in the groups of
+                :meth:`parameter_groups`.
+            options: arguments of ``cls``, such as ``lr``.
 
         Raises:
-            UsageError: before :meth:`parallelize`, or a second time.
-            ConfigError: an unknown name, or an optimizer of matrices for a model without.
+            UsageError: :meth:`parallelize` was not called, or there is an optimizer already.
+            ConfigError: an unknown name, or an optimizer for matrices and a model without any.
             UnsuitableEnvironment: a package is missing.
         """
-        if self._model is None or self._param_table is None:
+        if self._prepared_model is None:
             raise UsageError("session.optimizer: call session.parallelize(model) first")
-        if self._train_step is not None:
+        if self._state.train_step is not None:
             raise UsageError(
-                "session.optimizer: there is an optimizer already, and train_step updates with one only",
+                "session.optimizer: the session has an optimizer already, and train_step supports only one",
                 fix="make one optimizer with several groups: session.optimizer(cls, [{'params': ...}, ...])",
             )
-        new_optimizer = build.build_optimizer(
-            cls,
-            params,
-            options,
-            model=self._model,
-            param_table=self._param_table,
-            context=self._context,
-            groups=self._groups,
-        )
-        frozen = [
-            (self._unfreeze_steps[n], p)
-            for n, p in param_groups.trainable_parameters(self._model)
-            if n in self._unfreeze_steps
-        ]
-        self._train_step = TrainStep(
-            self._model,
-            new_optimizer,
-            self._context,
-            self._groups,
-            self._loss_scale,
-            emit_event=self._emit_event,
-            get_frozen=lambda: [p for step, p in frozen if self.step + 1 < step],
-        )
-        self._metrics_processor.monitor = StabilityMonitor(self._model, self._train_step.guard, self._context)
-        self._report_param_groups(cls if isinstance(cls, str) else cls.__name__, new_optimizer)
-        return new_optimizer
-
-    def _report_param_groups(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """Which parameters of rank 0 are trained how."""
-        group_rows = param_groups.groups_for_event(optimizer)
-        assert self._model is not None
-        frozen = sum(p.numel() for p in self._model.parameters() if not p.requires_grad)
-        self._emit_event("optimizer", optimizer=name, groups=group_rows, frozen=frozen)
-        if self.is_main:
-            summary = "; ".join(f"{g['group']}: {g['parameters']:,} in {g['tensors']} tensors" for g in group_rows)
-            log.info("optimizer %s: %s; frozen: %s", name, summary, f"{frozen:,}")
+        self._state.train_step = build_train_step(get_runtime(self), self._prepared_model, cls, params, options)
+        return self._state.train_step.optimizer
 
     def train_step(
         self, batch: Any, loss_fn: Loss, *, clip_norm: float = 0.0, clip: Clipping | None = None
     ) -> StepResult:
-        """One optimizer step over ``batch``, under every layout: forward, backward, reduction, clipping to a global
-        norm of at most ``clip_norm`` (0: none), update. A step whose loss or gradient is not finite on any rank is
-        skipped by all of them. Its loss, rate and gradient norm go into the step's row.
+        """Do one optimizer step over ``batch``: forward, backward, gradient reduction, clipping, update. Collective.
+
+        If the loss or the gradient is NaN or Inf on any rank, all ranks skip the update. The loss, learning rate and
+        gradient norm go into the step's row of metrics.
 
         Args:
-            batch: ``(inputs, target)`` of this rank, or a list of such micro-batches, as a loader with ``micro_batch``
-                yields them; the script may have transformed it, sample by sample. Inputs are what the model is called
-                with: a tensor, a tuple, or a dict of arguments, (samples, …) each.
-            loss_fn: called with (output, target); returns the mean over the samples, or a pair (sum, count) where the
-                mean is over something else, tokens say: tensors without dimensions, the count also an int.
-            clip: in place of ``clip_norm``: ``ct.Clipping("value", value=0.5)``, ``ct.Clipping("adaptive")``, …
+            batch: this rank's ``(inputs, target)``, or a list of such micro-batches, as a loader with ``micro_batch``
+                yields them; the script may transform it sample by sample. Inputs are a tensor, a tuple, or a dict of
+                arguments for the model, each of shape (samples, …).
+            loss_fn: called with (output, target); returns the mean over the samples, or a pair (sum, count) for a mean
+                over something else, such as tokens: 0-dimensional tensors; the count may be an int.
+            clip_norm: limit for the global gradient norm; 0: no clipping.
+            clip: instead of ``clip_norm``: ``ct.Clipping("value", value=0.5)``, ``ct.Clipping("adaptive")``, …
 
         Raises:
-            UsageError: before :meth:`optimizer`, or the batch is something else, or comes of a ragged loader and has
-                other micro-batches; both ``clip_norm`` and ``clip``, or a norm below 0.
+            UsageError: there is no optimizer, the batch has another form, or it comes from a ragged loader and its
+                micro-batches were changed; both ``clip_norm`` and ``clip`` are given, or a norm below 0.
         """
-        if self._train_step is None:
+        train_step, runtime = self._state.train_step, get_runtime(self)
+        if train_step is None:
             raise UsageError("session.train_step: make the optimizer with session.optimizer(cls, ...) first")
         if clip is not None and clip_norm:
             raise UsageError("session.train_step: give clip_norm or clip, not both")
-        layer_stats = self._metrics_processor.layer_stats_for(self.step + 1)
+        layer_stats = runtime.metrics_processor.layer_stats_for(self.step + 1)
         clipping = clip or Clipping(norm=clip_norm)
-        result = self._train_step(batch, self._sample_positions.for_batch(batch), loss_fn, clipping, layer_stats)
-        self._metrics_processor.record_step(result, self._train_step.optimizer)
+        lr = unscaled_lr(train_step.optimizer)  # before the step: 8-bit AdamW rounds it to fp32
+        result = train_step(batch, runtime.sample_positions.for_batch(batch), loss_fn, clipping, layer_stats)
+        runtime.metrics_processor.record_step(result, lr)
         return result
 
     def loader(
@@ -230,51 +263,148 @@ class Session(EvaluationMixin):
         prefetch: int = 2,
         limits: Limits | None = None,
     ) -> Loader:
-        """An endless iterator over this rank's part of each global batch: ``next(loader)`` once a step. Put it into the
-        state.
+        """Return an endless iterator over this rank's part of each global batch.
 
-        An item is a collated batch on the device, of ``global_batch`` samples over the data-parallel ranks; with
-        ``micro_batch`` a list of batches of so many samples.
+        Call ``next(loader)`` once per step, and put the loader into the state of :meth:`steps`. An item is a collated
+        batch on the device; with ``micro_batch`` it is a list of batches of that many samples.
 
         Args:
-            workers: processes that read ahead, for the whole run; -1: as many as this rank's cores allow.
-            prefetch: micro-batches that each worker holds ready.
-            limits: what the model takes, to name the sample that is not so.
-            ragged: allow a global batch that does not divide: ranks then get different numbers of samples, which
-                :meth:`train_step` accounts for and a mean over the ranks of the script's own does not.
+            global_batch: samples per step over all data-parallel ranks.
+            workers: processes that read ahead during the whole run; -1: as many as this rank's cores allow.
+            prefetch: micro-batches that each worker keeps ready.
+            limits: limits of the model; a sample outside them raises an error that names it.
+            ragged: allow a global batch that does not divide evenly: ranks then get different numbers of samples, which
+                :meth:`train_step` accounts for, and a plain mean over the ranks does not.
 
         Raises:
             ConfigError: ``global_batch`` does not divide over the ranks and micro-batches; the data set is empty.
         """
+        runtime = get_runtime(self)
         loader = Loader(
             dataset,
             global_batch=global_batch,
             micro_batch=micro_batch,
-            workers=resolve_workers(workers, self.device, mesh.cores_per_rank(self._context)),
+            workers=resolve_workers(workers, self.device, cores_per_rank(runtime.context)),
             prefetch=prefetch,
             limits=limits,
             seed=self.seed,
-            rank=self._context.data_rank,
-            ranks=self._context.layout.data_parallel,
+            rank=runtime.context.data_rank,
+            ranks=runtime.context.layout.data_parallel,
             device=self.device,
             ragged=ragged,
         )
-        self._loaders.append(loader)
+        runtime.loaders.append(loader)
         return loader
 
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Return a context manager that reports the time of its block as evaluation, not as training."""
+        return evaluation_api.timed_evaluation(get_runtime(self))
+
+    def evaluate(
+        self,
+        data: MapStyleDataset | Iterable[Any],
+        loss_fn: Loss,
+        *,
+        metrics: Sequence[str] | Mapping[str, MetricFn] = (),
+        micro_batch: int | None = None,
+        samples: int = 0,
+        workers: int = 0,
+        slices: Sequence[str] = (),
+        group: int = 1,
+        ignore_index: int = -100,
+        limits: Limits | None = None,
+        model: nn.Module | None = None,
+    ) -> dict[str, float]:
+        """Return ``validation_loss`` and the metrics, means over ``data`` that are equal on all ranks. Collective.
+
+        The values do not depend on the layout; those of a slice are named ``validation_loss/NAME``. Modes, gradients,
+        buffers and random generators stay as they were. The result is empty if the ranks have agreed to stop:
+        :meth:`steps` then ends the process.
+
+        Args:
+            data: a data set, split over the data-parallel ranks in order; or this rank's batches (inputs, target), the
+                same on ranks that share a part of the batch.
+            loss_fn: as for :meth:`train_step`.
+            metrics: names from ``evaluation.metrics``, or functions (output, target) -> (sum, count) by name.
+            micro_batch: samples per rank and forward pass; default: as in training, or 8 without a loader.
+            samples: evaluate at most this many; 0: all.
+            workers: processes that read ahead; 0: the rank itself reads.
+            slices: slices of the data set to report; default: all that it names.
+            group: adjacent samples that are compared with each other, for example by a contrastive loss.
+            ignore_index: target value that the metrics exclude.
+            limits: limits of the model; a sample outside them raises an error that names it.
+            model: default: the result of :meth:`parallelize`.
+
+        Raises:
+            UsageError: there is no model.
+            ConfigError: nothing to evaluate on, an unknown metric or slice, or outputs that do not fit a metric.
+        """
+        model = self._state.model if model is None else model
+        if model is None:
+            raise UsageError("session.evaluate: call session.parallelize(model) first, or give model=...")
+        runtime = get_runtime(self)
+        pass_config = DatasetPassConfig(
+            micro_batch or evaluation_api.default_micro_batch(runtime), samples, workers, group, limits
+        )
+        options = evaluation_api.MeasureOptions(metrics, slices, ignore_index)
+        return evaluation_api.evaluate(runtime, model, data, loss_fn, pass_config, options)
+
+    def evaluations(
+        self,
+        data: MapStyleDataset | Iterable[Any],
+        loss_fn: Loss,
+        *,
+        every: int,
+        metric: str = "validation_loss",
+        higher_is_better: bool = False,
+        patience: int = 0,
+        rising: int = 3,
+        slices: Sequence[str] = (),
+        then: Callable[[float], None] | None = None,
+        **options: Any,
+    ) -> EvaluationSchedule:
+        """Return a schedule of evaluations, every ``every`` steps and at the end, for :meth:`steps`.
+
+        :meth:`steps` logs each with its step, keeps the best checkpoint by ``metric``, and ends the run after
+        ``patience`` evaluations without an improvement (0: never).
+
+        Args:
+            rising: warn after this many evaluations in a row with a rising loss; 0: never.
+            slices: slices that must not regress; they are reported with their best value.
+            then: called with the value of ``metric``, for example ``LearningRate.observe``.
+            options: further arguments of :meth:`evaluate`.
+
+        Raises:
+            UsageError: ``every`` is below 1.
+        """
+        early_stopping = EarlyStopping(
+            metric, higher_is_better=higher_is_better, patience=patience, rising_limit=rising, slices=slices
+        )
+        return EvaluationSchedule(
+            lambda: self.evaluate(data, loss_fn, slices=slices, **options),
+            every=every,
+            early_stopping=early_stopping,
+            on_value=then,
+        )
+
     def accumulate(self, model: nn.Module, micro_batches: list[Any]) -> Iterator[Any]:
-        """The micro-batches of one step; gradients travel between ranks only with the last. Scale the losses."""
+        """Yield the micro-batches of one step; gradients are reduced with the last one only.
+
+        The script must scale the losses.
+        """
         for i, micro_batch in enumerate(micro_batches):
             with data_parallel.gradient_sync(model, last=i == len(micro_batches) - 1):
                 yield micro_batch
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Around the forward pass: the plan's precision."""
-        return autocast(self._context)
+        """Return a context manager for the forward pass, with the plan's precision."""
+        return autocast(get_runtime(self).context)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Clip the global L2 norm of the gradient to ``max_norm`` (0: do not) and return what it was: fp32, without
-        dimensions, on the device and the same on all ranks. Collective, without a host sync."""
+        """Clip the global L2 norm of the gradient to ``max_norm`` (0: no clipping) and return the norm before clipping.
+
+        The norm is a 0-dimensional fp32 tensor on the device, equal on all ranks. Collective, without a host sync.
+        """
         grad_norm.reduce_partial_gradients(model.parameters())
         norm = grad_norm.total_norm(model.parameters(), self.device)
         if max_norm > 0:
@@ -282,8 +412,10 @@ class Session(EvaluationMixin):
         return norm
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over all ranks of a floating-point tensor, element by element, on the device. Collective, without a
-        host sync."""
+        """Return the elementwise mean of a floating-point tensor over all ranks, on the device.
+
+        Collective, without a host sync.
+        """
         value = value.detach().clone()
         if dist.is_initialized():
             dist.all_reduce(value)
@@ -291,23 +423,26 @@ class Session(EvaluationMixin):
         return value
 
     def log(self, **scalars: Scalar) -> None:
-        """Scalars of the step under way, of rank 0. A tensor is read when its value has arrived, one step later.
+        """Add scalars of rank 0 to the row of the current step. A tensor is read one step later, without waiting.
 
         Raises:
-            UsageError: a value that is neither number, string, None, nor tensor; on all ranks alike.
-            ConfigError: a tensor of more than one element; by :meth:`steps`, when the step ends.
+            UsageError: a value is no number, string, None or tensor; on all ranks.
+            ConfigError: a tensor has more than one element; raised by :meth:`steps` at the end of the step.
         """
-        self._metrics_processor.log(scalars)
+        get_runtime(self).metrics_processor.log(scalars)
 
     def poll(self) -> bool:
-        """Whether all ranks have agreed to stop. Call it inside long work between two steps (evaluation), equally often
-        on all ranks, and leave that work when it is true: :meth:`steps` then saves and ends the process."""
-        return self._agreement.poll()
+        """Return whether all ranks have agreed to stop. Collective.
+
+        Call it during long work between two steps, equally often on all ranks, and leave that work once it returns
+        true: :meth:`steps` then saves and ends the process.
+        """
+        return get_runtime(self).agreement.poll()
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank alone has been told to stop. Not agreed, so no reason to leave a collective."""
-        return bool(self._flag)
+        """Whether this rank was asked to stop. The other ranks may not know yet: do not skip a collective for it."""
+        return bool(get_runtime(self).flag)
 
     def steps(
         self,
@@ -319,30 +454,45 @@ class Session(EvaluationMixin):
     ) -> Iterator[int]:
         """Yield the numbers of the steps still to do, 0 to ``total - 1``.
 
-        Before the first one the newest checkpoint that verifies is restored into ``state``. Where the recipe wants a
-        run to go back after a spike or steps that are not finite, an older one is, and lower numbers follow again. One
-        is saved as often as ``checkpoint_every`` says, in the background, and at the end. When the ranks are told to
-        stop, all leave at the same step: they save, unless the steps were bad or there is no time for it, and the
-        process ends by SystemExit: 0 in a run, outside one 75 (1 where nothing is kept).
+        Before the first step, the newest checkpoint that verifies is restored into ``state``. If the recipe rolls back
+        after loss spikes or NaN and Inf, an older checkpoint is restored and lower step numbers follow again.
+        Checkpoints are saved in the background every ``checkpoint_every``, and at the end. On a request to stop, all
+        ranks leave at the same step. They save, unless the last steps were bad or there is no time left, and the
+        process ends with SystemExit: code 0 in a run; outside a run 75, or 1 without checkpoints.
 
         Args:
-            total: optimizer steps of the whole run, those before a resume among them.
-            state: modules, optimizers, anything with state_dict and load_state_dict, tensors (filled in place), plain
-                data (replaced in the dict). Of all but shards rank 0's is saved, and every rank gets it.
-            checkpoint_every: steps, a time ("10min") or "auto", as ``every`` of the recipe's ``[checkpoint]``.
-            keep: the newest checkpoints to keep; default: what the recipe says.
-            evaluations: made after the steps at which they are due; the best checkpoint by them is kept too.
+            total: optimizer steps of the whole run, including those before a resume.
+            state: modules, optimizers, objects with state_dict and load_state_dict, tensors (filled in place) and plain
+                data (replaced in the dict). Unsharded entries are saved from rank 0 and loaded on every rank.
+            checkpoint_every: steps, a time ("10min") or "auto", as ``every`` in the recipe's ``[checkpoint]``; None:
+                only at the end.
+            keep: how many of the newest checkpoints to keep; default: the recipe's value.
+            evaluations: evaluations to run at the steps at which they are due; the best checkpoint is kept too.
 
         Raises:
-            UsageError: ``total`` is below 0, ``keep`` below 1, or, in a run, a loop before this one has got as far.
-            ConfigError: ``checkpoint_every`` is none of these, or evaluations do not give the deciding metric.
+            UsageError: ``total`` is below 0, ``keep`` is below 1, or an earlier loop of the run ended at ``total`` or
+                later.
+            ConfigError: ``checkpoint_every`` is invalid, or the evaluations do not produce the deciding metric.
             CheckpointError: checkpoints exist and none can be restored, or a save failed (on all ranks).
-            Diverged: too many steps in a row were skipped, or the run has gone back too often.
+            Diverged: too many steps in a row were skipped, or the run has rolled back too often.
         """
         if total < 0 or (keep is not None and keep < 1):
             raise UsageError(
-                f"session.steps(total={total}, keep={keep}): there cannot be so many",
-                fix="total must be at least 0, keep at least 1",
+                f"session.steps(total={total}, keep={keep}): total must be at least 0 and keep at least 1",
+                fix="pass the optimizer steps of the whole run, and how many checkpoints to keep",
             )
-        loop = StepLoop(self, total, state if state is not None else {}, evaluations)
+        loop = StepLoop(get_runtime(self), total, state if state is not None else {}, evaluations)
         yield from loop.run(checkpoint_every, keep)
+
+
+def get_runtime(session: Session) -> SessionRuntime:
+    """Return the runtime of an open session, for clustertrain's own modules; scripts call the session's methods.
+
+    Raises:
+        UsageError: the session has not been entered.
+    """
+    if session._runtime is None:
+        raise UsageError(
+            "the session is not open", fix="use it in a with statement: with clustertrain.session() as session: ..."
+        )
+    return session._runtime

@@ -1,4 +1,4 @@
-"""The loop of steps. Between two of them all ranks stop, save, go back or evaluate, at the same step alike."""
+"""The loop of steps. Between two steps all ranks stop, save, roll back or evaluate, all at the same step."""
 
 from __future__ import annotations
 
@@ -22,47 +22,40 @@ from clustertrain.train.stability.monitor import STATE_KEY
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What all ranks have to do between two steps.
-
-    ``is_last``: no step follows. ``should_stop``: the ranks leave here, and the run goes on later; ``is_late``:
-    without time for a save. ``save_due``: a checkpoint is. ``has_failed_save``: a save has failed on some rank.
-    """
+    """What all ranks do between two steps."""
 
     is_last: bool
+    """No step follows."""
     should_stop: bool
+    """The ranks leave here; the run continues in a later attempt."""
     is_late: bool
+    """The ranks stop and there is no time for a save."""
     save_due: bool
+    """A checkpoint is due."""
     has_failed_save: bool
+    """A save has failed on some rank."""
 
 
 class StepLoop:
-    """One loop of a session. :meth:`run` is the whole of it: what the ranks agree on between two steps, and what they
-    do then."""
+    """One loop over the steps of a session."""
 
     def __init__(
-        self, session: SessionRuntime, total: int, state: dict[str, Any], evaluations: EvaluationSchedule | None
+        self, runtime: SessionRuntime, total: int, state: dict[str, Any], evaluations: EvaluationSchedule | None
     ) -> None:
-        self._session = session
+        """``total`` counts the steps of the whole run; ``state`` goes into checkpoints, and the loop adds entries."""
+        self._runtime = runtime
+        self._session_state = runtime.state
         self._total = total
         self._state = state
         self._evaluations = evaluations
-        self._context, self._result, self._emit_event = session._context, session._result, session._emit_event
-        self._agreement, self._checkpointer, self._progress = (
-            session._agreement,
-            session._checkpointer,
-            session._progress,
-        )
-        self._metrics_processor, self._metrics_writer, self._profiler = (
-            session._metrics_processor,
-            session._metrics_writer,
-            session._profiler,
-        )
-        self._monitor = session._metrics_processor.monitor
-        self._start_step = 0  # the step that it began with, or has gone back to
-        self._eval_caught_up = False  # an evaluation of that step was made up for, which its checkpoint does not know
+        self._agreement, self._checkpointer = runtime.agreement, runtime.checkpointer
+        self._metrics_processor = runtime.metrics_processor
+        self._monitor = runtime.metrics_processor.monitor
+        self._start_step = 0  # the step restored at the start or by the last roll-back
+        self._eval_caught_up = False  # a missed evaluation of that step was made, which its checkpoint does not hold
 
     def run(self, every: int | str | None, keep: int | None) -> Iterator[int]:
-        """As :meth:`Session.steps`; checkpoints ``every`` so often, of which the ``keep`` newest stay."""
+        """Yield the steps as ``Session.steps`` does; save ``every`` so often and keep the ``keep`` newest."""
         self._prepare(every, keep)
         self._restore()
         while True:
@@ -81,13 +74,13 @@ class StepLoop:
 
     @property
     def _step(self) -> int:
-        return self._session.step
+        return self._session_state.step
 
-    # -- where it begins
+    # -- start and roll-back
 
     def _prepare(self, every: int | str | None, keep: int | None) -> None:
-        if self._session._loss_scale is not None:
-            self._state["loss_scale"] = self._session._loss_scale
+        if self._runtime.loss_scale is not None:
+            self._state["loss_scale"] = self._runtime.loss_scale
         if self._monitor is not None:
             self._state[STATE_KEY] = self._monitor
             self._monitor.track_loaders(self._state)
@@ -97,25 +90,25 @@ class StepLoop:
         self._checkpointer.open(self._total, every, keep, early_stopping)
 
     def _restore(self) -> None:
-        with self._progress.in_phase(heartbeat.RESTORE):
-            self._start_step = self._session.step = self._checkpointer.restore(self._state, self._session.seed)
+        with self._runtime.progress.in_phase(heartbeat.RESTORE):
+            self._start_step = self._session_state.step = self._checkpointer.restore(self._state, self._runtime.seed)
         self._eval_caught_up = self._run_missed_evaluation()
 
     def _roll_back(self, rollback: Rollback, target: RollbackTarget) -> None:
-        """To the newest checkpoint before what went wrong. Collective."""
-        with self._progress.in_phase(heartbeat.RESTORE):
-            self._metrics_writer.flush(wait=True)
-            self._start_step = self._checkpointer.roll_back(self._state, self._session.seed, rollback, target)
-        self._result.step = self._session.step = self._start_step
+        """Restore the newest checkpoint from before the bad steps. Collective."""
+        with self._runtime.progress.in_phase(heartbeat.RESTORE):
+            self._metrics_processor.writer.flush(wait=True)
+            self._start_step = self._checkpointer.roll_back(self._state, self._runtime.seed, rollback, target)
+        self._runtime.result.step = self._session_state.step = self._start_step
         self._metrics_processor.on_rollback()
-        self._profiler.close()
-        self._session._eval_results = {}
+        self._runtime.profiler.close()
+        self._session_state.eval_results = {}
         self._eval_caught_up = self._run_missed_evaluation()
 
     # -- between two steps
 
     def _decide(self) -> StepDecision:
-        """Collective: what the ranks agree on."""
+        """Return what all ranks do now. Collective."""
         is_last = self._step >= self._final_step()
         should_stop = self._should_stop(is_last)
         is_requested = self._step > self._start_step and self._agreement.take_flag("save")
@@ -133,47 +126,51 @@ class StepLoop:
         )
 
     def _final_step(self) -> int:
-        """``total``, or the step that is reached where the evaluations say that it is enough."""
+        """Return ``total``, or the current step if early stopping ends the run."""
         stops_early = self._evaluations is not None and self._evaluations.stop_reason
         return min(self._step, self._total) if stops_early else self._total
 
     def _should_stop(self, is_last: bool) -> bool:
-        """Whether the ranks have agreed to, and there is something left to do: a step, or an evaluation that the word
-        of the stop has cut short."""
+        """Return whether the ranks have agreed to stop and work is left: a step, or an evaluation cut short."""
         evaluation_due = self._evaluations is not None and self._evaluations.is_due(self._step, self._total)
         return ((not is_last or evaluation_due) and self._agreement.poll()) or (not is_last and self._is_budget_spent())
 
     def _is_budget_spent(self) -> bool:
-        """Whether all ranks have heard that the run's budget is spent. They then stop as on a warning."""
+        """Return whether all ranks know that the run's budget is spent. They then stop as on a warning signal."""
         if not self._agreement.take_flag("budget"):
             return False
         self._agreement.wait_for_pending()
-        self._result.reason = self._session._budget.spent_reason() or None
-        self._result.budget_spent = True
+        self._runtime.result.reason = self._runtime.budget.spent_reason() or None
+        self._runtime.result.budget_spent = True
         return True
 
     def _check_rollback(self, decision: StepDecision) -> tuple[Rollback, RollbackTarget] | None:
-        """Whether steps were so bad that the run must go back. Before a checkpoint all steps are looked at: it may hold
-        none of which nothing is known."""
+        """Return the roll-back that bad steps require, or None.
+
+        Before a save all steps are checked: a checkpoint must not contain unchecked ones.
+        """
         if self._monitor is None:
             return None
         return self._monitor.check(self._step, check_all=decision.should_stop or decision.save_due or decision.is_last)
 
     def _stop_and_exit(self, decision: StepDecision, rollback: tuple[Rollback, RollbackTarget] | None) -> NoReturn:
-        """Save and leave. After bad steps nothing is saved; what the run goes back to the next attempt restores, since
-        the time until the kill is short. Where it is too short for a save, the newest committed checkpoint stands."""
+        """Save and leave.
+
+        After bad steps nothing is saved: the roll-back is recorded and the next attempt does it, since the time until
+        the kill is short. If it is too short for a save, the run continues from the newest committed checkpoint.
+        """
         save = not decision.is_late and rollback is None
-        self._emit_event("stop_agreed", step=self._step, save=save)
+        self._runtime.events.emit("stop_agreed", step=self._step, save=save)
         with self._exit_when_too_late():
             if save and self._has_unsaved_progress():
                 self._save("stop")
-            self._checkpointer.wait_for_saves()  # where it is too late for another save, for the one that is under way
+            self._checkpointer.wait_for_saves()  # even if it is too late for another one
             if rollback is not None and not decision.is_late:
                 self._checkpointer.record_rollback(*rollback)
         self._exit()
 
     def _save_if_due(self, decision: StepDecision) -> None:
-        """Save where that is due, and hear of a save that has failed."""
+        """Save if a checkpoint is due, and raise the error of a failed save."""
         if self._step == self._start_step + 1 and not decision.is_last:
             self._checkpointer.reserve(self._state)
         save = (decision.save_due or decision.is_last) and self._has_unsaved_progress()
@@ -186,77 +183,75 @@ class StepLoop:
                 self._save("end" if decision.is_last else "interval")
 
     def _has_unsaved_progress(self) -> bool:
-        """Whether a checkpoint made now would say more than the one that is there."""
+        """Return whether a checkpoint made now would differ from the one restored."""
         return self._checkpointer.is_enabled and (self._step > self._start_step or self._eval_caught_up)
 
     @contextmanager
     def _exit_when_too_late(self) -> Iterator[None]:
-        """Around saves. A deadline that comes first meets all ranks, and they leave with what is committed."""
+        """Leave, on all ranks, if the deadline comes before the saves in the block are committed."""
         try:
-            with self._progress.in_phase(heartbeat.CHECKPOINT):
+            with self._runtime.progress.in_phase(heartbeat.CHECKPOINT):
                 yield
         except DeadlineExceeded as e:
             self._checkpointer.report_abandoned_save(self._step, e)
             self._exit()
 
     def _save(self, reason: SaveReason) -> None:
-        self._metrics_writer.flush(wait=True)
+        self._metrics_processor.writer.flush(wait=True)
         self._checkpointer.save(self._step, self._state, reason, self._latest_metrics())
 
     def _latest_metrics(self) -> dict[str, Any]:
-        """The scalars that a checkpoint made now is judged by: what was validated before is of another model."""
-        latest = self._metrics_writer.latest.items()
+        """Return the scalars that rate a checkpoint made now: without validations of an earlier model."""
+        latest = self._metrics_processor.writer.latest.items()
         logged = {
             k: v for k, v in latest if not k.startswith(VALIDATION_PREFIX) or self._metrics_processor.has_logged(k)
         }
-        return {**logged, **self._session._eval_results}
+        return {**logged, **self._session_state.eval_results}
 
     def _finish(self) -> None:
         if self._evaluations is not None and self._evaluations.stop_reason and self._step < self._total:
-            self._result.reason = self._evaluations.stop_reason
-            self._emit_event("early_stop", step=self._step, why=self._evaluations.stop_reason)
-        self._session._is_finished = self._result.finished = True
-        self._progress.enter_phase(heartbeat.SHUTDOWN)
+            self._runtime.result.reason = self._evaluations.stop_reason
+            self._runtime.events.emit("early_stop", step=self._step, why=self._evaluations.stop_reason)
+        self._session_state.is_finished = self._runtime.result.finished = True
+        self._runtime.progress.enter_phase(heartbeat.SHUTDOWN)
 
     def _exit(self) -> NoReturn:
-        """The run goes on later, from its newest checkpoint."""
-        self._metrics_writer.close()
-        self._result.record_stopped()
-        self._session._barrier()
-        raise SystemExit(self._session._exit_policy.exit_code(resumable=self._checkpointer.is_enabled))
+        """End the process as stopped; the run continues from its newest checkpoint."""
+        self._metrics_processor.writer.close()
+        self._runtime.result.record_stopped()
+        self._runtime.barrier()
+        raise SystemExit(self._runtime.exit_policy.exit_code(resumable=self._checkpointer.is_enabled))
 
     # -- a step and its evaluation
 
     def _run_step(self) -> Iterator[int]:
-        session = self._session
-        session._eval_results = {}
+        self._session_state.eval_results = {}
         t_begin = clock.now()
         self._metrics_processor.begin_step(self._step)
-        self._profiler.begin(self._step)
+        self._runtime.profiler.begin(self._step)
         yield self._step
-        self._profiler.end(self._step)
-        session.step += 1
-        self._result.step = self._step
+        self._runtime.profiler.end(self._step)
+        self._session_state.step += 1
+        self._runtime.result.step = self._step
         if self._evaluations is not None and self._evaluations.is_due(self._step, self._total):
             self._metrics_processor.log(self._evaluate(self._evaluations) or metrics.CUT_SHORT)
-        self._metrics_processor.end_step(self._step, session.tokens_per_step)
+        self._metrics_processor.end_step(self._step, self._session_state.tokens_per_step)
         if self._step == self._start_step + 1:
-            self._emit_event("first_step", step=self._step, total=self._total, t_begin=t_begin)
+            self._runtime.events.emit("first_step", step=self._step, total=self._total, t_begin=t_begin)
 
     def _evaluate(self, evaluations: EvaluationSchedule) -> dict[str, float]:
         results = evaluations.run(self._step)
         if results:
-            logging.report_evaluation(evaluations, self._step, self._emit_event, to_log=self._session.is_main)
+            logging.report_evaluation(evaluations, self._step, self._runtime.events.emit, to_log=self._runtime.is_main)
         return results
 
     def _run_missed_evaluation(self) -> bool:
-        """Whether there was an evaluation that a stop has cut short. It is made, and the row of its step told once more
-        with it."""
+        """Run an evaluation that a stop cut short, write its step's row again, and return whether there was one."""
         if self._evaluations is None or not self._evaluations.is_due(self._step, self._total):
             return False
         results = self._evaluate(self._evaluations)
         if results:
-            self._metrics_writer.enqueue(
-                logging.load_previous_row(self._context, self._step), dict(results), is_repeat=True
+            self._metrics_processor.writer.enqueue(
+                logging.load_previous_row(self._runtime.context, self._step), dict(results), is_repeat=True
             )
         return bool(results)

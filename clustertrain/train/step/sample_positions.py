@@ -1,4 +1,4 @@
-"""Which samples of the run a batch holds, also where the script has transformed it since a loader handed it out."""
+"""Identifies the samples in a batch, also after the script has transformed what a loader returned."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from clustertrain.train.data.loader import Loader
 
 
 class SamplePositions:
-    """Looks at what the ``loaders``, a list that may grow, have handed out since it was last asked."""
+    """Matches batches with what the loaders have returned since the last call; the list of loaders may grow."""
 
     def __init__(self, loaders: list[Loader]) -> None:
         self._loaders = loaders
         self._last_loaders: list[Loader] = []
 
     def for_batch(self, batch: Any) -> list[torch.Tensor] | None:
-        """By micro-batch the place of each sample; None where they cannot be told and nothing is miscounted for it.
+        """Return for each micro-batch the positions of its samples in the run; None if unknown and not needed.
 
         Raises:
-            UsageError: they cannot be told, and some of the samples may be there to fill a gap in a ragged batch.
+            UsageError: they are unknown, and some samples may be padding of a ragged batch.
         """
         unconsumed = [loader for loader in self._loaders if loader.is_unconsumed]
         for loader in unconsumed:
@@ -37,16 +37,16 @@ class SamplePositions:
             return matching[0].sample_positions
         if any(loader.ragged for loader in self._last_loaders):
             raise UsageError(
-                f"train_step: a loader's global batch does not divide over ranks and micro-batches, and in this batch, "
-                f"with micro-batches of {sizes} samples, it cannot be told which of them count",
-                fix="take one batch from the loader for each step and keep the number and sizes of its micro-batches, "
+                "train_step: a loader's global batch does not divide over ranks and micro-batches, so some samples are "
+                f"padding; this batch, with micro-batches of {sizes} samples, does not show which ones",
+                fix="take one batch from the loader per step and keep the number and sizes of its micro-batches, "
                 "or choose a global_batch that divides",
             )
         return None
 
 
 def _micro_batch_sizes(batch: Any) -> list[int | None]:
-    """How many samples each micro-batch has, None for one without a tensor."""
+    """Return the number of samples in each micro-batch, None for one without a tensor."""
     micro_batches = batch if isinstance(batch, list) else [batch]
     return [
         next((len(t) for t in pytree.tree_leaves(m) if isinstance(t, torch.Tensor) and t.dim()), None)

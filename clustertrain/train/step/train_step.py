@@ -44,7 +44,10 @@ from clustertrain.train.stability.step_guard import StepGuard, StepVerdict
 
 
 class TrainStep:
-    """``forward_timer`` has the time of its forward passes, ``guard`` what is known of the last steps."""
+    """The training step of a model and its optimizer.
+
+    ``forward_timer`` times the forward passes; ``guard`` decides which steps are skipped.
+    """
 
     def __init__(
         self,
@@ -58,12 +61,14 @@ class TrainStep:
         emit_event: Callable[..., None] | None = None,
         get_frozen: Callable[[], Iterable[nn.Parameter]] = tuple,
     ) -> None:
-        """``allow_skip``: False where there are no values to decide by whether the step counts, as in a trace.
-        ``emit_event``
-        is told of what ``parallel.compile`` has brought; None: nobody wants to know. ``get_frozen`` says before each
-        update what it leaves alone."""
+        """
+        Args:
+            allow_skip: False if tensors have no values to decide on, as in a trace.
+            emit_event: receives the result of the compile trial; None: no trial is made.
+            get_frozen: returns the parameters that the next update must not change.
+        """
         self._allow_skip = allow_skip
-        # Stages wait for each other inside the passes: one whose compiler fails would leave the others waiting.
+        # Pipeline stages wait for each other inside the passes: if one fails to compile, the others would hang.
         self._emit_event = emit_event if context.parallel.compile and context.layout.pp == 1 else None
         self._model = model
         self.optimizer = optimizer
@@ -88,7 +93,15 @@ class TrainStep:
         clip: Clipping,
         layer_stats: LayerStats | None = None,
     ) -> StepResult:
-        """``layer_stats``: what is to look at the layers in this step."""
+        """Do one step over ``batch``.
+
+        Args:
+            samples: positions of the samples in the run, by micro-batch; None if unknown.
+            layer_stats: collects figures by layer during this step; None: no figures.
+
+        Raises:
+            UsageError: ``batch`` is neither a pair nor a list of pairs.
+        """
         micro_batches = batch if isinstance(batch, list) else [batch]
         for pair in micro_batches:
             if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
@@ -113,7 +126,7 @@ class TrainStep:
             totals = torch.zeros_like(totals)
         if len(self._index_powers) != len(totals):
             self._index_powers = index_powers(self._context.data_rank * len(totals), len(totals), totals.device)
-        # Without their places nobody can say which samples a micro-batch holds.
+        # Without positions, the samples of a micro-batch are unknown.
         bad = (
             compute_nonfinite_moments(totals, self._index_powers)
             if samples
@@ -124,13 +137,13 @@ class TrainStep:
 
     @property
     def is_compile_untried(self) -> bool:
-        """Whether the layers are to be compiled, and it is not known yet that they can be."""
+        """Whether the layers are to be compiled and the compile trial is still to come."""
         return self._emit_event is not None
 
     def _forward_backward(
         self, micro_batches: list[Any], samples: Sequence[Any], is_padding: list[bool], loss_fn: Loss
     ) -> torch.Tensor:
-        """Forward and backward; leaves the gradients and returns as :meth:`_accumulate`."""
+        """Run the forward and backward passes; return the totals as :meth:`_accumulate` does."""
         if self._groups.pp_mesh() is None:
             return self._accumulate(micro_batches, samples, is_padding, loss_fn)
         with step_timer.record_part("forward"):  # and backward: the schedule mixes them
@@ -144,8 +157,11 @@ class TrainStep:
     def _accumulate(
         self, micro_batches: list[Any], samples: Sequence[Any], is_padding: list[bool], loss_fn: Loss
     ) -> torch.Tensor:
-        """Gradients of the loss's sum, averaged over the ranks; returns of each of this rank's micro-batches the
-        (sum of losses, count), (micro-batches, 2) in fp64."""
+        """Accumulate the gradients of the summed loss, averaged over the ranks.
+
+        Returns:
+            (sum of losses, count) of each of this rank's micro-batches: (micro-batches, 2) in fp64.
+        """
         totals = []
         defer = self._context.layout.defer_reduction
         with self._loss_context():
@@ -164,23 +180,23 @@ class TrainStep:
         return torch.stack(totals)
 
     def _update(self, totals: torch.Tensor, clip: Clipping, layer_stats: LayerStats | None) -> StepResult:
-        """``totals``: this rank's sum of losses, its count, and :func:`moments`."""
+        """Clip and update; ``totals`` is this rank's loss sum, count and :func:`compute_nonfinite_moments`."""
         for p in self._get_frozen():
-            p.grad = None  # so it is in no norm, and gets no state
+            p.grad = None  # keeps it out of the norm and without optimizer state
         params = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
         gradients.reduce_partial_gradients(params)
         counted_elsewhere = getattr(self._model, "counted_elsewhere", ())
         local_square = gradients.local_squared_norm(
             params, self._context.device, self._context.layout.pp, counted_elsewhere
         )
-        # One sum over all ranks for all figures: what any rank has that is not finite, all hear of.
+        # One all-reduce for all figures: a NaN or Inf on any rank reaches all of them.
         packed = torch.cat([totals, local_square.reshape(1)])
         if dist.is_initialized():
             dist.all_reduce(packed)
         total, count, *moments, grad_square = packed.unbind()
-        # The reduction has averaged over the ranks; the sum is wanted, divided by all that was counted.
+        # The reduction averages over the ranks, but the gradient is the sum divided by the global count.
         factor = self._context.layout.gradient_ranks / (count * self._current_scale)
-        factor = torch.where(count > 0, factor, 0.0)  # on the device: to ask the host would make it wait
+        factor = torch.where(count > 0, factor, 0.0)  # on the device, without a host sync
         verdict = self.guard.check(total, count, (grad_square.sqrt() * factor).float(), clip)
         overflow = self._loss_scale is not None and self._check_overflow(self._loss_scale, verdict)
         if layer_stats is not None:
@@ -192,7 +208,7 @@ class TrainStep:
         layer_columns = layer_stats.after_update() if layer_stats is not None else None
         self._statistics.restore_where(verdict.skip)
         self.optimizer.zero_grad()
-        self._model.zero_grad()  # also what is in none of its groups, which would add up for ever
+        self._model.zero_grad()  # also parameters in no group, whose gradients would accumulate
         return StepResult(
             verdict.loss,
             verdict.grad_norm,
@@ -208,9 +224,12 @@ class TrainStep:
 
     @staticmethod
     def _check_overflow(scale: LossScale, verdict: StepVerdict) -> bool:
-        """A host sync in each step, and only for fp16: the next step's scale must be known before it begins."""
+        """Update the fp16 loss scale and return whether this step overflowed.
+
+        This is a host sync in every step: the next step needs the new scale before it starts.
+        """
         if not bool(verdict.loss.isfinite() | verdict.finite):
-            return False  # not for the scale: the loss itself is none, before it was multiplied
+            return False  # the unscaled loss is NaN or Inf already, so the scale is not the cause
         overflow = not bool(verdict.finite)
         at_floor = scale.update(overflow=overflow)
         return overflow and not at_floor

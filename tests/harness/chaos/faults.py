@@ -146,7 +146,9 @@ def _die(session: Any, fault: Fault) -> None:
 
 
 def _kill_own_writer(session: Any, fault: Fault) -> None:
-    process = getattr(session._checkpointer._manager._pending.worker, "_process", None)
+    from clustertrain.train.session.session import get_runtime
+
+    process = getattr(get_runtime(session).checkpointer._manager._pending.worker, "_process", None)
     if process is not None:
         process.kill()
 

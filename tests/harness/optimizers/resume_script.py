@@ -22,6 +22,7 @@ from clustertrain.train.models.decoder import Decoder
 from clustertrain.train.models.losses import cross_entropy
 from clustertrain.train.optim import registry
 from clustertrain.train.optim.lr_schedule import LearningRate
+from clustertrain.train.session.session import get_runtime
 from tests.harness.optimizers.cells import CELLS, THAW_STEP
 
 run = RunDir(Path(os.environ["CLUSTERTRAIN_RUN_DIR"]))
@@ -37,13 +38,14 @@ def made(session: ct.Session, name: str) -> tuple[Any, dict[str, Any]]:
     # The last norm too, which is another stage's; what is frozen for good has no state and is in no norm.
     model = session.parallelize(model, freeze=["layers.0.ffn"], unfreeze=[(THAW_STEP, ["layers.1", "norm"])])
     groups = session.parameter_groups(spec.name, layer_decay=0.8, lr_scale={"head": 2.0})
-    session._train_step = None  # several models in one session, which no script has a use for
+    get_runtime(session).state.train_step = None  # several models in one session, which no script has a use for
     optimizer = session.optimizer(
         spec.name, groups, **registry.build_options(spec, is_text=True, device=session.device)
     )
     rate = LearningRate(ScheduleSpec(kind="constant", warmup_steps=2), peak=spec.lr, total=20)
     data = session.loader(ByteText(recipe.data), global_batch=batch.global_batch, micro_batch=batch.micro_batch)
-    return session._train_step, {"model": model, "optimizer": optimizer, "data": data, "schedule": rate}
+    state = {"model": model, "optimizer": optimizer, "data": data, "schedule": rate}
+    return get_runtime(session).state.train_step, state
 
 
 found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
@@ -51,7 +53,7 @@ with ct.session(checkpoint_dir=folder) as session:
     parts = {name: made(session, name) for name in names}
     state = {f"{key}-{name}": value for name, (_, part) in parts.items() for key, value in part.items()}
     for step in session.steps(total, state):
-        for name, (session._train_step, part) in parts.items():
+        for name, (get_runtime(session).state.train_step, part) in parts.items():
             part["schedule"].apply(part["optimizer"], step + 1)
             done = session.train_step(next(part["data"]), cross_entropy, clip_norm=1.0)
             found[name][str(step + 1)] = [float(done.loss), float(done.grad_norm)]

@@ -22,6 +22,7 @@ from clustertrain.train.data.text import ByteText
 from clustertrain.train.models.decoder import Decoder
 from clustertrain.train.models.losses import cross_entropy
 from clustertrain.train.optim import registry
+from clustertrain.train.session.session import get_runtime
 from tests.harness.optimizers.cells import CELLS, STEPS
 
 run = RunDir(Path(os.environ["CLUSTERTRAIN_RUN_DIR"]))
@@ -32,7 +33,7 @@ def trained(session: ct.Session, name: str) -> dict[str, Any]:
     spec = msgspec.structs.replace(recipe.optim, **CELLS[name])
     with torch.device("meta"):
         model: torch.nn.Module = Decoder(recipe.model)
-    session._train_step = None  # one optimizer after another, which no script has a use for
+    get_runtime(session).state.train_step = None  # one optimizer after another, which no script has a use for
     model = session.parallelize(model)
     groups = session.parameter_groups(spec.name, weight_decay=spec.weight_decay)
     session.optimizer(spec.name, groups, **registry.build_options(spec, is_text=True, device=session.device))

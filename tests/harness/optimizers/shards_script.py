@@ -18,6 +18,7 @@ from clustertrain.config.optim import OptimSpec
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.optim import build, registry
 from clustertrain.train.optim.param_info import build_param_table
+from clustertrain.train.session.session import get_runtime
 from tests.harness.optimizers.cells import CELLS
 from tests.unit.train.alone import ALONE
 
@@ -73,7 +74,7 @@ def difference(session: ct.Session, name: str) -> tuple[float, str]:
     spec = OptimSpec(**CELLS[name])
     options = registry.build_options(spec, is_text=True, device=session.device)
     model, alone = session.parallelize(built(session)), built(session)
-    session._train_step = None  # one optimizer after another, which no script has a use for
+    get_runtime(session).state.train_step = None  # one optimizer after another, which no script has a use for
     optimizer = session.optimizer(spec.name, **options)
     groups, known = ProcessGroups(None, None, None, None), build_param_table(alone)
     plain = build.build_optimizer(

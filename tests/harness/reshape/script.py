@@ -18,6 +18,7 @@ from clustertrain.train.core.context import load_plan
 from clustertrain.train.data.text import ByteText
 from clustertrain.train.models.decoder import Decoder
 from clustertrain.train.models.losses import cross_entropy
+from clustertrain.train.session.session import get_runtime
 from tests.harness.reshape.cells import SAVED_AGAIN_AT, SAVED_AT, STEPS
 
 # The model is small: else all ranks would read all of it by themselves.
@@ -48,7 +49,7 @@ with ct.session() as session:
     dataset = Seen()
     data = session.loader(dataset, global_batch=batch.global_batch, micro_batch=batch.micro_batch)
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "data": data}
-    scale = session._loss_scale
+    scale = get_runtime(session).loss_scale
     if scale is not None:
         # Doubled before the checkpoint, and again after a step that only what is in it can tell; too low to overflow.
         scale.scale, scale.growth_interval = 64.0, 2
@@ -57,7 +58,7 @@ with ct.session() as session:
     restored = True
     for step in session.steps(STEPS, state, checkpoint_every=SAVED_AT):
         if restored and step == SAVED_AT:
-            session._checkpointer.save(SAVED_AGAIN_AT, state, "end", {})
+            get_runtime(session).checkpointer.save(SAVED_AGAIN_AT, state, "end", {})
         restored = False
         dataset.samples.clear()
         done = session.train_step(next(data), cross_entropy, clip_norm=1.0)

@@ -1,4 +1,4 @@
-"""Small parts of a rank: stop flag, result record, metrics, environment, seeds."""
+"""Parts of a rank: stop flag, result record, metrics, environment, seeds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from clustertrain.train.session.metrics_writer import MetricsWriter, check_scala
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_sets_the_flag_and_the_handler_goes_again(number: signal.Signals) -> None:
+def test_signal_sets_stop_flag_and_handler_is_uninstalled(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     flag = StopFlag(None)
     flag.install()
@@ -40,7 +40,7 @@ def test_a_signal_sets_the_flag_and_the_handler_goes_again(number: signal.Signal
     assert signal.getsignal(number) is before
 
 
-def test_the_stop_file_sets_the_flag_for_good(tmp_path: Path) -> None:
+def test_stop_file_sets_stop_flag_permanently(tmp_path: Path) -> None:
     flag = StopFlag(tmp_path)
     assert not flag
     (tmp_path / "stop").touch()
@@ -49,13 +49,13 @@ def test_the_stop_file_sets_the_flag_for_good(tmp_path: Path) -> None:
     assert flag
 
 
-def test_alone_the_flag_is_the_agreement() -> None:
-    told = [False]
-    agreement = StopAgreement(lambda: told[0], None)
+def test_single_process_agrees_with_its_flag() -> None:
+    requested = [False]
+    agreement = StopAgreement(lambda: requested[0], None)
     assert not agreement.poll()
-    told[0] = True
+    requested[0] = True
     assert agreement.poll()
-    told[0] = False
+    requested[0] = False
     assert agreement.poll()
 
 
@@ -84,12 +84,13 @@ def test_alone_the_flag_is_the_agreement() -> None:
         (dist.DistBackendError("[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7"), "hang"),
         (RuntimeError("shape mismatch"), "user_error"),
     ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_kinds_of_failure(error: BaseException, kind: str) -> None:
+def test_failure_kinds(error: BaseException, kind: str) -> None:
     assert classify_failure(error) == kind
 
 
-def test_the_result_record(tmp_path: Path) -> None:
+def test_result_record(tmp_path: Path) -> None:
     result = RankResultWriter({"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "RANK": "3", "LOCAL_RANK": "1"})
     result.step, result.committed_step = 7, 4
     try:
@@ -117,7 +118,7 @@ def test_the_result_record(tmp_path: Path) -> None:
     RankResultWriter({}).record_completed()  # outside a run: no record, no error
 
 
-def test_a_session_that_was_left_with_all_steps_done_says_so_before_the_script_returns(tmp_path: Path) -> None:
+def test_closed_session_is_recorded_before_script_returns(tmp_path: Path) -> None:
     result = RankResultWriter({"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "RANK": "3"})
     left = tmp_path / "left-3.json"
     result.defer_completion()
@@ -133,9 +134,7 @@ def test_a_session_that_was_left_with_all_steps_done_says_so_before_the_script_r
     assert not left.exists() and not result.finished
 
 
-def test_metrics_are_written_one_row_late_and_with_the_value_of_their_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_metrics_rows_are_written_one_step_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics" / "attempt-1.jsonl"
     metrics = MetricsWriter(path, echo_every=2)
     loss = torch.tensor(1.0)
@@ -151,7 +150,7 @@ def test_metrics_are_written_one_row_late_and_with_the_value_of_their_step(
         MetricsWriter(None).enqueue({"step": 1}, {"loss": torch.zeros(2)})
 
 
-def test_what_can_be_logged_besides_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loggable_scalars_besides_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = {"loss": np.float32(0.5), "n": np.array(3), "best": np.bool_(True), "phase": "warm-up", "lr": None}
     metrics = MetricsWriter(tmp_path / "m.jsonl", echo_every=1)
     metrics.enqueue({"step": 1}, {**{k: check_scalar(k, v) for k, v in given.items()}, "step": "mine"})
@@ -162,12 +161,12 @@ def test_what_can_be_logged_besides_numbers(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("value", [[1.0], {"a": 1}, np.zeros(2), 1j, np.complex64(1), torch.tensor(1j), object()])
-def test_what_cannot_be_logged_is_refused_by_name(value: Any) -> None:
+def test_unloggable_value_raises_with_its_name(value: Any) -> None:
     with pytest.raises(UsageError, match=r"session\.log\(odd="):
         check_scalar("odd", value)
 
 
-def test_environment_of_a_rank(tmp_path: Path) -> None:
+def test_context_from_environment(tmp_path: Path) -> None:
     alone = context.context_from_environment(environ={"CLUSTERTRAIN_DEVICE": "cpu"})
     assert (alone.rank, alone.world_size, alone.launched_by_torchrun, alone.layout.strategy) == (0, 1, False, "single")
     torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "CLUSTERTRAIN_DEVICE": "cpu"}
@@ -175,14 +174,14 @@ def test_environment_of_a_rank(tmp_path: Path) -> None:
     assert (ours.launched_by_torchrun, ours.layout.strategy, ours.layout.world_size, ours.run) == (True, "ddp", 2, None)
     with pytest.raises(ConfigError, match="WORLD_SIZE = 'two'"):
         context.context_from_environment(environ={**torchrun, "WORLD_SIZE": "two"})
-    with pytest.raises(ConfigError, match=r"plan\.json: missing"):
+    with pytest.raises(ConfigError, match=r"plan\.json: the file is missing"):
         context.load_plan(RunDir(tmp_path))
     fsio.write_json(tmp_path / "plan.json", {"layout": {"strategy": "fsdp", "dp_shart": 2}})
     with pytest.raises(ConfigError, match="dp_shart"):
         context.load_plan(RunDir(tmp_path))
 
 
-def test_the_mesh_has_only_degrees_above_one() -> None:
+def test_mesh_dimensions_have_degrees_above_one() -> None:
     layout = context.Layout(strategy="fsdp", dp_shard=4)
     assert mesh_dimensions(layout) == (("dp_shard",), (4,))
     assert mesh_dimensions(context.Layout()) == (("dp_replicate",), (1,))
@@ -190,7 +189,7 @@ def test_the_mesh_has_only_degrees_above_one() -> None:
     assert mesh_dimensions(both) == (("dp_replicate", "dp_shard"), (2, 4))
 
 
-def test_generators_are_captured_and_restored() -> None:
+def test_rng_state_is_captured_and_restored() -> None:
     cpu = torch.device("cpu")
 
     def draw() -> list[float]:
@@ -207,7 +206,7 @@ def test_generators_are_captured_and_restored() -> None:
     assert draw() == first
 
 
-def test_derived_seeds_are_frozen() -> None:
+def test_derived_seeds_do_not_change() -> None:
     # The order of the data and the initial values hang on it.
     assert seeds.derive_seed(1, "order", 0) == 7977229684334264838
     assert seeds.derive_seed(1, "order", 0) != seeds.derive_seed(1, "order", 1)

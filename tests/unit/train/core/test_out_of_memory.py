@@ -18,7 +18,7 @@ CONTEXT = dataclasses.replace(
 )
 
 
-def test_an_error_of_too_little_memory_says_the_peak_and_what_needs_less(tmp_path: Path) -> None:
+def test_out_of_memory_note_has_peak_and_fixes(tmp_path: Path) -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     out_of_memory.add_memory_note(error, CONTEXT)
     text = "".join(traceback.format_exception(error))
@@ -29,13 +29,13 @@ def test_an_error_of_too_little_memory_says_the_peak_and_what_needs_less(tmp_pat
     assert "train.micro_batch = 2" in (tmp_path / "rank-0.json").read_text()
 
 
-def test_other_errors_are_left_alone() -> None:
+def test_other_errors_get_no_memory_note() -> None:
     error = ValueError("no")
     out_of_memory.add_memory_note(error, CONTEXT)
     assert not hasattr(error, "__notes__")
 
 
-def test_a_session_explains_what_its_script_ran_out_of() -> None:
+def test_session_adds_memory_note_to_script_error() -> None:
     with pytest.raises(MemoryError) as caught, ct.session(device="cpu"):
         raise MemoryError("no room")
     assert any("measured peak" in note for note in caught.value.__notes__)

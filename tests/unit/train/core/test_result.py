@@ -1,4 +1,4 @@
-"""A full disk is the machine's trouble and not the script's, however the script meets it."""
+"""A full disk is an environment failure, however the script's error reports it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from clustertrain.train.core.result import RankResultWriter, classify_failure
 
 
-def raised(act: Callable[[], object]) -> BaseException:
+def catch(act: Callable[[], object]) -> BaseException:
     try:
         act()
     except Exception as e:
@@ -23,27 +23,27 @@ def raised(act: Callable[[], object]) -> BaseException:
     raise AssertionError("nothing was raised")
 
 
-def full() -> None:
+def raise_disk_full() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def wrapped() -> None:
+def raise_from_disk_full() -> None:
     try:
-        full()
+        raise_disk_full()
     except OSError as e:
         raise ValueError("the export failed") from e
 
 
-def while_handled() -> None:
+def raise_while_handling() -> None:
     try:
-        full()
+        raise_disk_full()
     except OSError:
         raise KeyError("cache")  # noqa: B904
 
 
-def from_none() -> None:
+def raise_from_none() -> None:
     try:
-        full()
+        raise_disk_full()
     except OSError:
         raise ValueError("no") from None
 
@@ -51,25 +51,29 @@ def from_none() -> None:
 @pytest.mark.parametrize(
     ("act", "kind"),
     [
-        (wrapped, "environment"),
-        (while_handled, "environment"),
-        (from_none, "user_error"),
+        (raise_from_disk_full, "environment"),
+        (raise_while_handling, "environment"),
+        (raise_from_none, "user_error"),
         (lambda: _raise(RuntimeError("write(): fd 3 failed with No space left on device")), "environment"),
-        # As a DataLoader hands on what its worker met: the words are all that is left of it.
+        # A DataLoader passes on a worker's error as text only.
         (lambda: _raise(OSError("Caught OSError in DataLoader worker process 0.\n[Errno 122] Disk quota exceeded")),
          "environment"),
         (lambda: _raise(RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")), "storage"),
         (lambda: _raise(RuntimeError("shape mismatch")), "user_error"),
     ],
+    ids=[
+        "raised-from", "raised-while-handling", "raised-from-none", "torch-write", "dataloader-quota",
+        "torch-save", "unrelated",
+    ],
 )  # fmt: skip
-def test_a_full_disk_is_not_the_scripts_error(
+def test_full_disk_is_an_environment_failure(
     monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], kind: str
 ) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda path: _Roomy())
-    assert classify_failure(raised(act)) == kind
+    monkeypatch.setattr(os, "statvfs", lambda path: _EmptyDisk())
+    assert classify_failure(catch(act)) == kind
 
 
-class _Roomy:
+class _EmptyDisk:
     f_blocks = f_bavail = f_files = f_favail = 1 << 30
     f_frsize = 4096
 
@@ -89,27 +93,27 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def by_path(folder: Path) -> None:
+def write_by_path(folder: Path) -> None:
     torch.save(torch.zeros(1_000_000), folder / "model.pt")
 
 
-def by_file(folder: Path) -> None:
+def write_by_file(folder: Path) -> None:
     with (folder / "rows.bin").open("wb") as file:
         file.write(bytes(10_000_000))
 
 
-def by_file_and_error_of_its_own(folder: Path) -> None:
+def write_by_file_and_wrap_error(folder: Path) -> None:
     try:
-        by_file(folder)
+        write_by_file(folder)
     except OSError as e:
         raise RuntimeError("saving failed") from e
 
 
-@pytest.mark.parametrize("write", [by_path, by_file, by_file_and_error_of_its_own])
-def test_the_record_names_the_disk_and_says_what_to_do(
+@pytest.mark.parametrize("write", [write_by_path, write_by_file, write_by_file_and_wrap_error])
+def test_failure_record_names_full_disk_and_fix(
     small_disk: Path, tmp_path: Path, write: Callable[[Path], None]
 ) -> None:
-    error = raised(lambda: write(small_disk))
+    error = catch(lambda: write(small_disk))
     assert RankResultWriter({"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "RANK": "0"}).record_failure(error) == 78
     record = json.loads((tmp_path / "rank-0.json").read_text())
     assert record["kind"] == "environment"

@@ -21,7 +21,7 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_rng_state(generator)
 
 
-def test_the_deterministic_mode_refuses_what_has_no_such_algorithm(as_before: None) -> None:
+def test_deterministic_mode_raises_without_algorithm(as_before: None) -> None:
     values = torch.ones(4, requires_grad=True)
     torch.put(torch.zeros(4), torch.tensor([0, 0]), torch.ones(2), accumulate=False)
     seeds.enable_determinism()
@@ -30,7 +30,7 @@ def test_the_deterministic_mode_refuses_what_has_no_such_algorithm(as_before: No
         torch.put(values.detach(), torch.tensor([0, 0]), torch.ones(2), accumulate=False)
 
 
-def test_a_session_leaves_what_the_script_has_chosen(as_before: None) -> None:
+def test_session_keeps_determinism_chosen_by_script(as_before: None) -> None:
     with ct.session(device="cpu"):
         assert not torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)

@@ -19,6 +19,7 @@ from clustertrain.train.core import seeds
 from clustertrain.train.data.sample_checks import Limits
 from clustertrain.train.evaluation.dataset_pass import DatasetPass
 from clustertrain.train.evaluation.evaluator import MAX_SLICES, NO_SLICES, find_slices
+from clustertrain.train.session.session import get_runtime
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 4, 3
@@ -191,9 +192,9 @@ def test_layers_run_eagerly_before_the_compile_trial(session: ct.Session) -> Non
 
     session.parallelize(Stack())
     session.optimizer(torch.optim.SGD, lr=0.1)
-    step: Any = session._train_step
-    layers[0]._compiled_call_impl = fails  # set by nn.Module.compile
-    step._emit_event = lambda name, **fields: None  # state with parallel.compile before the first step
+    step: Any = get_runtime(session).state.train_step
+    layers[0]._compiled_call_impl = fails  # what nn.Module.compile sets
+    step._emit_event = lambda name, **fields: None  # as with parallel.compile, before the first step
     assert session.evaluate(Points(), F.cross_entropy)["validation_loss"] > 0
     assert layers[0]._compiled_call_impl is fails
     step._emit_event = None  # state after the trial

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -14,9 +12,8 @@ from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.schedule import ScheduleKind, ScheduleSpec
 from clustertrain.errors import UsageError
-from clustertrain.plan.layout import Batch
 from clustertrain.train import trainer
-from clustertrain.train.optim.lr_schedule import LearningRate
+from clustertrain.train.optim.lr_schedule import LearningRate, set_lr, unscaled_lr
 
 
 def rate(total: int, *, peak: float = 1.0, **spec: Any) -> LearningRate:
@@ -128,12 +125,10 @@ def test_trainer_sets_the_plateau_direction(
     def build_schedule(*args: Any, higher_is_better: bool, **kw: Any) -> None:
         raise ScheduleBuilt(higher_is_better)
 
-    monkeypatch.setattr(trainer, "session", lambda: contextlib.nullcontext(SimpleNamespace()))
-    monkeypatch.setattr(trainer, "build_trainer", lambda *args: None)
     monkeypatch.setattr(trainer, "LearningRate", build_schedule)
     tables = {"schedule": {"kind": "plateau"}, "data": {"validation": 0.1}, "contract": contract}
     with pytest.raises(ScheduleBuilt) as caught:
-        trainer.train(build(tables, Recipe, "recipe.toml"), Batch(global_batch=8))
+        trainer.build_schedule(build(tables, Recipe, "recipe.toml"), peak=1.0)
     assert caught.value.args == (higher,)
 
 
@@ -164,8 +159,18 @@ def test_apply_scales_each_group() -> None:
     optimizer_with_scale = torch.optim.SGD(
         [{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)], "lr_scale": 0.1}], lr=1.0, momentum=0.9
     )
-    assert rate(10, peak=2.0, kind="constant", warmup_steps=0).apply(optimizer_with_scale, 3) == 2.0
+    rate(10, peak=2.0, kind="constant", warmup_steps=0).apply(optimizer_with_scale, 3)
     assert [g["lr"] for g in optimizer_with_scale.param_groups] == pytest.approx([2.0, 0.2])
+    assert unscaled_lr(optimizer_with_scale) == 2.0
+
+
+def test_unscaled_lr_is_exact_with_an_unscaled_group() -> None:
+    made = torch.optim.SGD(
+        [{"params": [torch.zeros(1)], "lr_scale": 10.0}, {"params": [torch.zeros(1)], "lr_scale": 1.0}], lr=1.0
+    )
+    for lr in (x / 999 for x in range(1, 1000)):
+        set_lr(made, lr)
+        assert unscaled_lr(made) == lr
 
 
 def test_nan_metric_raises_only_for_plateau() -> None:

@@ -1,4 +1,4 @@
-"""The beat and the running totals that a rank keeps, and the time of its forward passes."""
+"""The heartbeat and running totals of a rank, and the time of its forward passes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def seen(folder: Path) -> heartbeat.Heartbeat:
     return heartbeat.HeartbeatReader(folder, [3]).read()[3]
 
 
-def test_a_phase_within_another_gives_way_to_it_again_whatever_happens(tmp_path: Path) -> None:
+def test_nested_phase_restores_outer_phase(tmp_path: Path) -> None:
     marks = ProgressReporter(tmp_path, 3, 4, lambda: 1.5)
     assert seen(tmp_path).phase == heartbeat.STARTUP
     marks.begin_step(7)
@@ -39,7 +39,7 @@ def test_a_phase_within_another_gives_way_to_it_again_whatever_happens(tmp_path:
 
 
 @pytest.mark.parametrize("folder", [None, Path("/nonexistent/folder")])
-def test_without_a_folder_the_rows_are_the_same(folder: Path | None) -> None:
+def test_rows_are_the_same_without_folder(folder: Path | None) -> None:
     marks = ProgressReporter(folder, 0, 2, lambda: math.nan)
     marks.begin_step(0)
     row = marks.end_step(1, 0.0, 10, None)
@@ -47,7 +47,7 @@ def test_without_a_folder_the_rows_are_the_same(folder: Path | None) -> None:
     marks.close()
 
 
-def test_a_second_session_of_an_attempt_goes_on_adding_up(tmp_path: Path) -> None:
+def test_second_session_of_attempt_continues_totals(tmp_path: Path) -> None:
     path = tmp_path / "attempt-1.jsonl"
     log = fsio.JsonlAppender(path)
     for session, steps in enumerate([(1, 2, 3), (4, 5)]):
@@ -65,14 +65,14 @@ def test_a_second_session_of_an_attempt_goes_on_adding_up(tmp_path: Path) -> Non
     assert last is not None and last["sum_tokens"] == 500 and last["sum_data_wait_s"] == pytest.approx(2.5)
 
 
-def test_what_was_apart_from_the_step_is_not_in_its_time(tmp_path: Path) -> None:
+def test_step_time_excludes_other_work(tmp_path: Path) -> None:
     marks = ProgressReporter(None, 0, 1, lambda: math.nan)
     marks.begin_step(0)
     assert marks.end_step(1, 3600.0, 10, None)["step_s"] == 0.0  # never negative, and no division by it
 
 
 @pytest.mark.parametrize(
-    ("layout", "alone"),
+    ("layout", "collective_free"),
     [
         (Layout(), True),
         (Layout(strategy="ddp", dp_replicate=2), True),
@@ -82,17 +82,18 @@ def test_what_was_apart_from_the_step_is_not_in_its_time(tmp_path: Path) -> None
         (Layout(strategy="ddp", dp_replicate=2, pp=2), False),
         (Layout(strategy="ddp", dp_replicate=2, cp=2), False),
     ],
+    ids=["single", "ddp", "zero1", "fsdp", "tp", "pp", "cp"],
 )
-def test_forward_passes_with_a_collective_are_not_timed(layout: Layout, alone: bool) -> None:
-    assert is_collective_free(nn.Linear(2, 2), layout) == alone
-    timed = ForwardTimer(torch.device("cpu"), alone)
+def test_forward_passes_with_collectives_are_not_timed(layout: Layout, collective_free: bool) -> None:
+    assert is_collective_free(nn.Linear(2, 2), layout) == collective_free
+    timed = ForwardTimer(torch.device("cpu"), collective_free)
     timed.begin()
     timed.end()
-    assert math.isnan(timed.sum_s()) != alone
+    assert math.isnan(timed.sum_s()) != collective_free
 
 
 class FakeGpu:
-    """Does the passes that the host has launched when it is told to, each in the seconds that it is given."""
+    """GPU that completes launched passes on request; pass ``i`` takes ``took_s[i]`` seconds, later ones the last."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *took_s: float) -> None:
         self.made: list[FakeEvent] = []
@@ -103,7 +104,7 @@ class FakeGpu:
         self.timed = ForwardTimer(torch.device("cuda", 0), True)
 
     def launch(self, passes: int, behind: int) -> None:
-        """So many passes, with the GPU never farther behind than ``behind`` of them."""
+        """Launch ``passes`` passes; the GPU is never more than ``behind`` of them late."""
         for _ in range(passes):
             self.timed.begin()
             self.timed.end()
@@ -117,32 +118,30 @@ class FakeEvent:
         gpu.made.append(self)
 
     def record(self, stream: object) -> None:
-        self.of = self._gpu.launched
+        self.index = self._gpu.launched
 
     def query(self) -> bool:
-        return self.of < self._gpu.done
+        return self.index < self._gpu.done
 
     def elapsed_time(self, end: FakeEvent) -> float:
-        assert self.of == end.of
+        assert self.index == end.index
         took_s = self._gpu.took_s
-        return 1000 * took_s[min(self.of, len(took_s) - 1)]
+        return 1000 * took_s[min(self.index, len(took_s) - 1)]
 
 
-def test_on_a_gpu_nothing_waits_and_few_events_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_forward_timer_does_not_wait_and_bounds_events(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch, 0.020)
     gpu.launch(3 * forward_timer.MAX_EVENT_PAIRS, behind=10**9)
     assert gpu.timed.sum_s() == 0.0 and len(gpu.made) == 2 * forward_timer.MAX_EVENT_PAIRS
     gpu.done = gpu.launched
     assert gpu.timed.sum_s() == pytest.approx(forward_timer.MAX_EVENT_PAIRS * 0.020)
     gpu.launch(1, behind=0)
-    # Those for which there was no event are taken to be like the next one, and counted with it.
+    # Passes without an event count as long as the next timed one.
     assert gpu.timed.sum_s() == pytest.approx((3 * forward_timer.MAX_EVENT_PAIRS + 1) * 0.020)
 
 
 @pytest.mark.parametrize("behind", [5, 10 * forward_timer.MAX_EVENT_PAIRS])
-def test_steps_of_many_micro_batches_are_counted_right_after_a_slow_first_pass(
-    monkeypatch: pytest.MonkeyPatch, behind: int
-) -> None:
+def test_forward_time_of_many_micro_batches_after_slow_pass(monkeypatch: pytest.MonkeyPatch, behind: int) -> None:
     gpu = FakeGpu(monkeypatch, 30.0, 0.020)
     before = 0.0
     for step in range(4):

@@ -1,4 +1,4 @@
-"""The row of a step: what is in each, and the samples of one that was not to be."""
+"""The metrics row of a step, and the samples of a bad step."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from clustertrain.config.stability import StabilitySpec
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train.core.step_types import StepResult
 from clustertrain.train.data.loader import Loader
+from clustertrain.train.optim.lr_schedule import unscaled_lr
 from clustertrain.train.session.heartbeat import ProgressReporter
 from clustertrain.train.session.recorder import MetricsProcessor
 from clustertrain.train.stability.monitor import StabilityMonitor
@@ -39,20 +40,20 @@ class Files:
         return f"{i}.png"
 
 
-def stepped(loss: float = 1.0, micro_batch: int = -1, **more: Any) -> StepResult:
+def step_result(loss: float = 1.0, micro_batch: int = -1, **more: Any) -> StepResult:
     finite = math.isfinite(loss)
-    given = {
+    values = {
         "loss": loss, "grad_norm": 2.0, "skipped": not finite, "clipped": True, "clip_fraction": 0.5, "finite": finite,
         "spike": False, **more,
     }  # fmt: skip
     bad = [1, micro_batch, micro_batch**2] if micro_batch >= 0 else [0, 0, 0]
-    overflow = given.pop("overflow", False)
-    tensors: dict[str, Any] = {name: torch.tensor(value) for name, value in given.items()}
+    overflow = values.pop("overflow", False)
+    tensors: dict[str, Any] = {name: torch.tensor(value) for name, value in values.items()}
     return StepResult(**tensors, bad=(*map(torch.tensor, bad),), overflow=overflow)  # type: ignore[arg-type]
 
 
-class Recorded:
-    """Steps of data-parallel rank 0 of two with one loader."""
+class RecorderHarness:
+    """Recorder of data-parallel rank 0 of two, with one loader."""
 
     def __init__(self, folder: Path) -> None:
         run = RunDir(folder)
@@ -61,8 +62,8 @@ class Recorded:
         context = dataclasses.replace(ALONE, run=run, attempt=run.attempt(1), spec=spec)
         self.events: list[dict[str, Any]] = []
         warnings = WarningReporter(StabilitySpec(), lambda name, **fields: self.events.append(fields))
-        given: dict[str, Any] = {"global_batch": 8, "micro_batch": 2, "workers": 0, "seed": 1, "rank": 0, "ranks": 2}
-        self.data = Loader(Files(), device=ALONE.device, **given)
+        values: dict[str, Any] = {"global_batch": 8, "micro_batch": 2, "workers": 0, "seed": 1, "rank": 0, "ranks": 2}
+        self.data = Loader(Files(), device=ALONE.device, **values)
         self.recorder = MetricsProcessor(context, ProgressReporter(None, 0, 2, lambda: 0.0), [self.data], warnings)
         self.recorder.monitor = StabilityMonitor(MODEL, StepGuard(StabilitySpec(), ALONE.device), context)
         self.recorder.monitor.track_loaders({"data": self.data})
@@ -73,14 +74,14 @@ class Recorded:
         for step, done in enumerate(steps):
             self.recorder.begin_step(step)
             next(self.data)
-            self.recorder.record_step(done, self.optimizer)
+            self.recorder.record_step(done, unscaled_lr(self.optimizer))
             self.recorder.end_step(step + 1, tokens)
         self.recorder.writer.close()
         return list(fsio.read_jsonl(self._path))
 
 
-def test_each_row_has_the_signals_of_its_step(tmp_path: Path) -> None:
-    first, second = Recorded(tmp_path / "run").rows(stepped(1.0), stepped(3.0))
+def test_row_has_signals_of_its_step(tmp_path: Path) -> None:
+    first, second = RecorderHarness(tmp_path / "run").rows(step_result(1.0), step_result(3.0))
     assert {k: first[k] for k in ("loss", "lr", "grad_norm", "clipped", "clip_fraction", "skipped", "spike")} == {
         "loss": 1.0, "lr": 0.25, "grad_norm": 2.0, "clipped": 1, "clip_fraction": 0.5, "skipped": 0, "spike": 0,
     }  # fmt: skip
@@ -88,40 +89,42 @@ def test_each_row_has_the_signals_of_its_step(tmp_path: Path) -> None:
     assert 0 < first["data_wait_s"] <= first["step_s"]
     assert "rss_gib" not in first and second["rss_gib"] > 0  # every log_every steps
     assert not any(name.startswith("_") or name == "bad_samples" for name in first)
-    (images, _) = Recorded(tmp_path / "images").rows(stepped(), stepped(), tokens=0)
+    (images, _) = RecorderHarness(tmp_path / "images").rows(step_result(), step_result(), tokens=0)
     assert images["samples_per_s"] == pytest.approx(8 / images["step_s"])
 
 
-def test_a_step_that_was_not_to_be_names_its_samples(tmp_path: Path) -> None:
-    it = Recorded(tmp_path / "run")
-    rows = it.rows(
-        stepped(),
-        stepped(math.nan, 3),
-        stepped(math.inf),
-        stepped(9.0, spike=True),
-        stepped(2.0, skipped=True, overflow=True),
+def test_bad_step_names_its_samples(tmp_path: Path) -> None:
+    harness = RecorderHarness(tmp_path / "run")
+    rows = harness.rows(
+        step_result(),
+        step_result(math.nan, 3),
+        step_result(math.inf),
+        step_result(9.0, spike=True),
+        step_result(2.0, skipped=True, overflow=True),
     )
     named = [row.get("bad_samples", "") for row in rows]
     assert named[0] == named[4] == ""
     assert named[1].startswith("micro-batch 1 of data-parallel rank 1, epoch 0: sample ") and ".png" in named[1]
     for i in (2, 3):
-        assert named[i] == it.data.describe_batch(8 * i) and named[i].startswith("the global batch, epoch 0: sample ")
-    assert [e["code"] for e in it.events] == ["non_finite", "loss_spike"]
-    assert named[1] in it.events[0]["text"] and named[3] in it.events[1]["text"]
+        assert named[i] == harness.data.describe_batch(8 * i) and named[i].startswith(
+            "the global batch, epoch 0: sample "
+        )
+    assert [e["code"] for e in harness.events] == ["non_finite", "loss_spike"]
+    assert named[1] in harness.events[0]["text"] and named[3] in harness.events[1]["text"]
 
 
-def test_without_a_loader_in_the_state_nobody_knows_them(tmp_path: Path) -> None:
-    it = Recorded(tmp_path / "run")
-    assert it.recorder.monitor is not None
-    it.recorder.monitor.track_loaders({})
-    (row,) = it.rows(stepped(math.nan, 0))
-    assert "bad_samples" not in row and [e["code"] for e in it.events] == ["non_finite"]
+def test_bad_samples_are_unknown_without_loader_in_state(tmp_path: Path) -> None:
+    harness = RecorderHarness(tmp_path / "run")
+    assert harness.recorder.monitor is not None
+    harness.recorder.monitor.track_loaders({})
+    (row,) = harness.rows(step_result(math.nan, 0))
+    assert "bad_samples" not in row and [e["code"] for e in harness.events] == ["non_finite"]
 
 
-def test_what_a_step_that_was_thrown_away_has_told_is_forgotten(tmp_path: Path) -> None:
-    recorder = (it := Recorded(tmp_path / "run")).recorder
+def test_rollback_drops_values_of_current_step(tmp_path: Path) -> None:
+    recorder = (harness := RecorderHarness(tmp_path / "run")).recorder
     recorder.begin_step(0)
-    recorder.record_step(stepped(), it.optimizer)
+    recorder.record_step(step_result(), unscaled_lr(harness.optimizer))
     recorder.log({"validation_loss": 0.5})
     recorder.end_step(1, 64)
     recorder.writer.flush(wait=True)
@@ -131,8 +134,8 @@ def test_what_a_step_that_was_thrown_away_has_told_is_forgotten(tmp_path: Path) 
     recorder.writer.close()
 
 
-def test_outside_a_run_rank_0_prints_the_rows_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    """A script on a laptop must not seem to hang: the first row comes at once, then one in ten."""
+def test_rank_0_prints_rows_to_stderr_outside_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first row is printed immediately, so that a script does not seem to hang, then every tenth."""
     for rank in (0, 1):
         recorder = MetricsProcessor(
             dataclasses.replace(ALONE, rank=rank),

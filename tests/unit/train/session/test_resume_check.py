@@ -1,4 +1,4 @@
-"""Whether a resume is like the start: what differs, on which nodes, and that all ranks hear of it."""
+"""Differences between the start and the resume of a run, and the nodes that have them."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def context_of(run: RunDir, resume: str = "exact") -> RankContext:
+def make_context(run: RunDir, resume: str = "exact") -> RankContext:
     tables = {"contract": {"resume": resume}, "checkpoint": {"background": False}}
     return dataclasses.replace(ALONE, run=run, spec=build({"recipe": tables}, RunSpec, "spec.toml"))
 
 
 def attempt(run: RunDir, step: int) -> int:
-    """Restore, save after ``step`` steps; returns the step that was restored."""
-    told: dict[str, Any] = {"emit_event": lambda name, **fields: None, "get_deadline": lambda: None}
-    keeping = SessionCheckpointer(
-        context_of(run), ProcessGroups(None, None, None, None), None, 1, RankResultWriter({}), **told
+    """Restore, save at ``step``, and return the restored step."""
+    options: dict[str, Any] = {"emit_event": lambda name, **fields: None, "get_deadline": lambda: None}
+    checkpointer = SessionCheckpointer(
+        make_context(run), ProcessGroups(None, None, None, None), None, 1, RankResultWriter({}), **options
     )
-    keeping.open(1, None, None)
+    checkpointer.open(1, None, None)
     try:
         state = {"note": 1}
-        found = keeping.restore(state, seed=1)
-        keeping.save(step, state, "end", {})
+        found = checkpointer.restore(state, seed=1)
+        checkpointer.save(step, state, "end", {})
     finally:
-        keeping.close()
+        checkpointer.close()
     return found
 
 
-def test_a_changed_file_of_the_snapshot_is_noticed_though_git_is_the_same(run: RunDir) -> None:
+def test_changed_snapshot_file_is_detected_with_same_commit(run: RunDir) -> None:
     assert attempt(run, 4) == 0
     (run.code / "__pycache__").mkdir()
-    (run.code / "__pycache__" / "train.cpython-312.pyc").write_bytes(b"what an import leaves")
-    (run.code / "losses.txt").write_text("what the script writes")
+    (run.code / "__pycache__" / "train.cpython-312.pyc").write_bytes(b"bytecode of an import")
+    (run.code / "losses.txt").write_text("written by the script")
     assert attempt(run, 8) == 4
     (run.code / "train.py").write_text("lr = 2\n")
     with pytest.raises(ConfigError, match=r"contract\.resume = 'exact'.*code/ of the run was changed: train\.py"):
@@ -65,7 +65,7 @@ def test_a_changed_file_of_the_snapshot_is_noticed_though_git_is_the_same(run: R
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         ({}, ""),
         ({"model/sizes.toml": "dim = 3\n"}, "model/sizes.toml"),
@@ -73,23 +73,24 @@ def test_a_changed_file_of_the_snapshot_is_noticed_though_git_is_the_same(run: R
         ({"model/net.py": None}, "model/net.py"),
         (dict.fromkeys(("a.py", "b.py", "model/net.py", "train.py"), "x"), "a.py, b.py, model/net.py and 1 more"),
     ],
+    ids=["unchanged", "edited", "new-module", "deleted", "four-files"],
 )
-def test_the_files_that_differ_are_named(run: RunDir, change: dict[str, str | None], told: str) -> None:
+def test_changed_files_are_named(run: RunDir, change: dict[str, str | None], expected: str) -> None:
     before = resume_check.checksum_files(run.code)
     for name, text in change.items():
         (run.code / name).write_text(text) if text is not None else (run.code / name).unlink()
     found = resume_check.find_changed_files(before, resume_check.checksum_files(run.code))
-    assert found == ([f"code/ of the run was changed: {told}"] if told else [])
+    assert found == ([f"code/ of the run was changed: {expected}"] if expected else [])
 
 
-def test_only_an_exact_resume_reads_the_files_and_only_one_rank_does(run: RunDir) -> None:
-    assert build_about(context_of(run))["code"].keys() == {"train.py", "model/net.py", "model/sizes.toml"}
-    assert build_about(context_of(run, "elastic"))["code"] is None
-    assert build_about(dataclasses.replace(context_of(run), rank=1))["code"] is None
+def test_code_checksums_only_for_exact_resume_on_rank_0(run: RunDir) -> None:
+    assert build_about(make_context(run))["code"].keys() == {"train.py", "model/net.py", "model/sizes.toml"}
+    assert build_about(make_context(run, "elastic"))["code"] is None
+    assert build_about(dataclasses.replace(make_context(run), rank=1))["code"] is None
     assert resume_check.find_changed_files({"train.py": "1"}, None) == resume_check.find_changed_files(None, {}) == []
 
 
-def test_what_ranks_have_found_is_told_once_with_the_nodes_where_not_all_have() -> None:
+def test_merged_differences_name_affected_nodes() -> None:
     python = "python 3.12.1 then, 3.11.9 now"
     both = "4 ranks then, 3 now"
     assert resume_check.merge_differences([("a", [both]), ("b", [both, python]), ("b", [both, python])]) == [

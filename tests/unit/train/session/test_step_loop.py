@@ -1,4 +1,4 @@
-"""The loop of steps on one process: a stop, a way back and an evaluation that meet at one step."""
+"""The loop of steps on one process: a stop, a roll-back and an evaluation at the same step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from clustertrain.train.evaluation.schedule import EvaluationSchedule
 from clustertrain.train.session.budget import BudgetTracker
 
 BATCH, TOTAL = 4, 8
-BAD = (4 * BATCH,)  # where the samples of step 5 begin
+BAD = (4 * BATCH,)  # position of the first sample of step 5
 
 
 class Points:
@@ -43,21 +43,21 @@ class Points:
         return torch.tensor([math.sin(i), math.cos(i)]), torch.tensor([float(i % 3)])
 
 
-def of_nothing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def nan_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output, target) * math.nan
 
 
 @dataclass
 class Attempt:
-    """One start of a run: what the script does, and what is there of it afterwards."""
+    """One attempt of a run: what its script does, and the records that it leaves."""
 
     run: RunDir
     n: int = 1
     every: int | None = 2  # steps between checkpoints
-    bad: Sequence[int] = ()  # where global batches begin whose loss is no number
-    stop_in: int = 0  # the step, counted from 1, in which the ranks are told to stop
-    stop_in_evaluation: int = 0  # after that step
-    values: Sequence[float] = ()  # that the evaluations find, one after the other
+    bad: Sequence[int] = ()  # positions of global batches whose loss is NaN
+    stop_in: int = 0  # step, counted from 1, in which a stop is requested
+    stop_in_evaluation: int = 0  # step whose evaluation requests a stop
+    values: Sequence[float] = ()  # results of the evaluations, in order
     patience: int = 0
     evaluated: list[int] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Attempt:
             )
             for step in session.steps(TOTAL, state, self.every, 10, evaluations):
                 begins = data.next_position(data.position) - BATCH
-                session.train_step(next(data), of_nothing if begins in self.bad else F.mse_loss)
+                session.train_step(next(data), nan_loss if begins in self.bad else F.mse_loss)
                 self.done.append(step + 1)
                 if step + 1 == self.stop_in:
                     (self.rank_dir / "stop").touch()
@@ -106,7 +106,7 @@ Begin = Callable[..., Attempt]
 
 @pytest.fixture
 def attempt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
-    """Run an attempt to its end."""
+    """Return a function that runs an attempt to its end."""
     threads, generator = torch.get_num_threads(), torch.get_rng_state()
 
     def begin(run: RunDir, n: int = 1, **options: Any) -> Attempt:
@@ -127,7 +127,7 @@ def attempt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
     torch.set_rng_state(generator)
 
 
-def run_of(folder: Path, **stability: Any) -> RunDir:
+def make_run(folder: Path, **stability: Any) -> RunDir:
     run = RunDir(folder)
     (run.path / "attempts").mkdir(parents=True)
     tables = {
@@ -140,69 +140,65 @@ def run_of(folder: Path, **stability: Any) -> RunDir:
     return run
 
 
-def test_a_stop_at_the_step_of_a_way_back_saves_and_restores_nothing(tmp_path: Path, attempt: Begin) -> None:
-    undisturbed = attempt(run_of(tmp_path / "whole", roll_back_margin=1), bad=BAD)
-    run = run_of(tmp_path / "run", roll_back_margin=1)
+def test_stop_at_rollback_step_saves_and_restores_nothing(tmp_path: Path, attempt: Begin) -> None:
+    uninterrupted = attempt(make_run(tmp_path / "whole", roll_back_margin=1), bad=BAD)
+    run = make_run(tmp_path / "run", roll_back_margin=1)
     first = attempt(run, bad=BAD, stop_in=5)
     assert (first.result["ending"], first.result["step"], first.result["committed_step"]) == ("stopped", 5, 2)
     assert [e["save"] for e in first.events("stop_agreed")] == [False]
     assert [(e["step"], e["to_step"]) for e in first.events("rolled_back")] == [(5, 2)]
-    # That of step 4 was made of samples within the margin: it is still there, and does not count.
+    # Step 4 is within the margin: its checkpoint still exists but is invalid.
     assert run.committed_steps() == [2] and (run.checkpoints / "step-00000004" / "COMMITTED").exists()
     second = attempt(run, 2, bad=BAD)
     assert [e["step"] for e in second.events("restored")] == [2] and not second.events("rolled_back")
-    assert second.done == [3, 4, 5, 6, 7, 8] and torch.equal(second.weights, undisturbed.weights)
+    assert second.done == [3, 4, 5, 6, 7, 8] and torch.equal(second.weights, uninterrupted.weights)
     assert [(a.committed_step, a.roll_backs) for a in attempts.load_attempts(run)] == [(2, 1), (8, 0)]
 
 
-def test_where_there_is_no_time_for_that_the_next_attempt_finds_out_by_itself(
+def test_next_attempt_rolls_back_if_stop_had_no_time(
     tmp_path: Path, attempt: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undisturbed = attempt(run_of(tmp_path / "whole"), bad=BAD)
-    run = run_of(tmp_path / "run")
+    uninterrupted = attempt(make_run(tmp_path / "whole"), bad=BAD)
+    run = make_run(tmp_path / "run")
     with monkeypatch.context() as late:
         late.setattr(DeadlineTracker, "is_too_late_to_save", lambda self, agreement, saves: True)
         first = attempt(run, bad=BAD, stop_in=5)
     assert first.result["ending"] == "stopped" and not first.events("rolled_back")
     assert not rollback.read_records(run.checkpoints)
     second = attempt(run, 2, bad=BAD)
-    assert second.done == [5, 5, 6, 7, 8] and torch.equal(second.weights, undisturbed.weights)
+    assert second.done == [5, 5, 6, 7, 8] and torch.equal(second.weights, uninterrupted.weights)
 
 
-def test_a_run_that_must_not_go_back_again_is_not_requeued_for_it(tmp_path: Path, attempt: Begin) -> None:
+def test_exhausted_rollbacks_at_stop_are_not_requeued(tmp_path: Path, attempt: Begin) -> None:
     with pytest.raises(Exception, match="max_roll_backs = 0"):
-        attempt(run_of(tmp_path / "run", max_roll_backs=0), bad=BAD, stop_in=5)
+        attempt(make_run(tmp_path / "run", max_roll_backs=0), bad=BAD, stop_in=5)
 
 
-def test_a_budget_that_is_spent_at_the_step_of_a_way_back(
-    tmp_path: Path, attempt: Begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spent_budget_at_rollback_step(tmp_path: Path, attempt: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     monkeypatch.setattr(BudgetTracker, "should_stop", lambda self: looked.append(1) or len(looked) > 5)
     monkeypatch.setattr(BudgetTracker, "spent_reason", lambda self: "the budget is spent")
-    run = run_of(tmp_path / "run")
+    run = make_run(tmp_path / "run")
     ended = attempt(run, bad=BAD)
     found = {key: ended.result[key] for key in ("ending", "step", "spent", "why")}
     assert found == {"ending": "stopped", "step": 5, "spent": True, "why": "the budget is spent"}
     assert run.committed_steps() == [2, 4] and len(rollback.read_records(run.checkpoints)) == 1
 
 
-def test_an_early_stop_at_the_step_of_a_way_back_is_none(tmp_path: Path, attempt: Begin) -> None:
+def test_rollback_cancels_early_stop_at_same_step(tmp_path: Path, attempt: Begin) -> None:
     bad = (5 * BATCH,)
-    ended = attempt(run_of(tmp_path / "run"), bad=bad, values=(1.0, 0.5, 9.0, 0.4, 0.3), patience=1)
+    ended = attempt(make_run(tmp_path / "run"), bad=bad, values=(1.0, 0.5, 9.0, 0.4, 0.3), patience=1)
     assert ended.evaluated == [2, 4, 6, 6, 8] and ended.done == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
     assert (ended.result["ending"], ended.result["why"]) == ("completed", None)
     assert not ended.events("early_stop")
 
 
-def test_an_evaluation_that_a_stop_has_cut_short_is_made_up_for_after_a_way_back_too(
-    tmp_path: Path, attempt: Begin
-) -> None:
-    run = run_of(tmp_path / "run", grad_norm_limit=1e-9)
+def test_missed_evaluation_is_run_after_rollback(tmp_path: Path, attempt: Begin) -> None:
+    run = make_run(tmp_path / "run", grad_norm_limit=1e-9)
     first = attempt(run, every=None, values=(1.0,), stop_in_evaluation=4)
     assert first.evaluated == [2, 4] and first.result["committed_step"] == 4
     assert metrics.is_cut_short(metrics.load_rows(run)[-1])
-    # No better than the one before, so that there is no checkpoint that knows of it.
+    # Not an improvement, so no checkpoint records it.
     second = attempt(run, 2, every=None, values=(2.0, 2.0, 3.0), patience=2, bad=BAD)
     assert second.done == [5, 5, 6] and second.evaluated == [4, 4, 6]
     assert second.result["why"].startswith("early stop: validation_loss has not improved for 2 evaluations")
@@ -210,9 +206,9 @@ def test_an_evaluation_that_a_stop_has_cut_short_is_made_up_for_after_a_way_back
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6] and not any(map(metrics.is_cut_short, rows))
     assert {r["step"]: r["validation_loss"] for r in rows if "validation_loss" in r} == {2: 1.0, 4: 2.0, 6: 3.0}
     assert rows[3]["loss"] == first_loss(run, 4)
-    # Of step 4 the attempt that has done it has warned.
-    told = [(e["code"], e["step"]) for e in second.events("training_warning")]
-    assert [step for code, step in told if code == "grad_norm_high"] == [5]
+    # The first attempt has warned about step 4.
+    warned = [(e["code"], e["step"]) for e in second.events("training_warning")]
+    assert [step for code, step in warned if code == "grad_norm_high"] == [5]
 
 
 def first_loss(run: RunDir, step: int) -> float:

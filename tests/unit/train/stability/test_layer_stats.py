@@ -13,6 +13,7 @@ from torch import nn
 import clustertrain as ct
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.train.core.context import RankContext
+from clustertrain.train.session.session import get_runtime
 from clustertrain.train.stability.layer_stats import MAX_SAMPLED_ELEMENTS, LayerStats, find_unit_name
 from clustertrain.train.stability.monitor import StabilityMonitor
 from clustertrain.train.stability.step_guard import StepGuard
@@ -69,10 +70,10 @@ def test_statistics_match_their_definitions(session: ct.Session) -> None:
     with torch.no_grad():
         net.layers[1].bias[:2] = -100.0  # two of the six units are dead
     session.optimizer(torch.optim.SGD, lr=0.1)
-    collector = LayerStats(model, session._context)
+    collector = LayerStats(model, get_runtime(session).context)
     batch = [(torch.randn(n, 4), torch.randn(n, 1)) for n in (3, 2)]
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    result = session._train_step(batch, None, loss, ct.Clipping(), collector)  # type: ignore[misc]
+    result = get_runtime(session).state.train_step(batch, None, loss, ct.Clipping(), collector)  # type: ignore[misc]
     assert result.layers is not None
     columns = result.layers.to_dict()
     assert collector.units == ["head", "layers.0", "layers.1"]
@@ -99,8 +100,8 @@ def test_statistics_match_their_definitions(session: ct.Session) -> None:
 def test_hooks_are_removed(session: ct.Session) -> None:
     model = session.parallelize(Net())
     session.optimizer(torch.optim.SGD, lr=0.1)
-    collector = LayerStats(model, session._context)
-    with pytest.raises(RuntimeError), collector.hooks():
+    look = LayerStats(model, get_runtime(session).context)
+    with pytest.raises(RuntimeError), look.hooks():
         model(torch.zeros(1, 9))
     assert not any(m._forward_hooks for m in model.modules())
 
@@ -117,11 +118,11 @@ def test_update_ratio_of_a_large_parameter_is_sampled(session: ct.Session) -> No
     torch.manual_seed(4)
     model = session.parallelize(nn.Linear(500, 2 * MAX_SAMPLED_ELEMENTS // 500 + 1, bias=False))
     session.optimizer(torch.optim.SGD, lr=0.1)
-    collector = LayerStats(model, session._context)
+    look = LayerStats(model, get_runtime(session).context)
     (before,) = [p.detach().clone() for p in model.parameters()]
     batch = (torch.randn(8, 500), torch.randn(8, before.shape[0]))
-    result = session._train_step(batch, None, loss, ct.Clipping(), collector)  # type: ignore[misc]
-    assert result.layers is not None
+    done = get_runtime(session).state.train_step(batch, None, loss, ct.Clipping(), look)  # type: ignore[misc]
+    assert done.layers is not None
     (after,) = model.parameters()
     ratio = ((after.detach() - before).norm() / before.norm()).item()
     assert result.layers.to_dict()["update_ratio/weight"] == pytest.approx(ratio, rel=0.02)

@@ -1,4 +1,4 @@
-"""One step on one process: what is counted, what is updated, which samples a batch is taken to hold."""
+"""A training step on one process: counts, updates, and the samples of a batch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import clustertrain as ct
 from clustertrain.errors import UsageError
 from clustertrain.train.core.step_types import compute_nonfinite_moments, index_powers, sole_bad_micro_batch
 from clustertrain.train.data.loader import Loader
+from clustertrain.train.session.session import get_runtime
 from clustertrain.train.step.sample_positions import SamplePositions
 
 FEATURES = 3
@@ -37,12 +38,12 @@ def session() -> Iterator[ct.Session]:
 
 
 def masked(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The squared error where the target is not nan, and how often it is not."""
+    """Return the summed squared error over targets that are not NaN, and their number."""
     counts = ~target.isnan()
     return (output - target)[counts].square().sum(), counts.sum()
 
 
-def test_a_step_that_counts_nothing_leaves_the_weights_as_they_are(session: ct.Session) -> None:
+def test_step_with_zero_count_keeps_weights(session: ct.Session) -> None:
     model = session.parallelize(nn.Linear(FEATURES, 1))
     session.optimizer(torch.optim.SGD, lr=0.1)
     before = [p.detach().clone() for p in model.parameters()]
@@ -54,31 +55,31 @@ def test_a_step_that_counts_nothing_leaves_the_weights_as_they_are(session: ct.S
     assert math.isfinite(done.loss.item()) and done.grad_norm > 0
 
 
-def stepped(session: ct.Session, batch: Any) -> list[torch.Tensor]:
-    """The gradient's norm and the weights after one step over ``batch`` of a model that is the same each time."""
+def run_step(session: ct.Session, batch: Any) -> list[torch.Tensor]:
+    """Return loss, gradient norm and weights after one step of a fixed model over ``batch``."""
     torch.manual_seed(3)
     model = session.parallelize(nn.Linear(FEATURES, 1))
-    session._train_step = None
+    get_runtime(session).state.train_step = None
     session.optimizer(torch.optim.SGD, lr=0.1)
     done = session.train_step(batch, masked)
     return [done.loss, done.grad_norm, *(p.detach() for p in model.parameters())]
 
 
-def test_ragged_micro_batches_with_a_short_last_one_are_one_large_batch(session: ct.Session) -> None:
+def test_ragged_micro_batches_equal_one_large_batch(session: ct.Session) -> None:
     torch.manual_seed(1)
     inputs, target = torch.randn(11, FEATURES), torch.randn(11, 4)
     target[torch.rand(11, 4) < 0.4] = torch.nan  # so many count in each sample, and in the last one none
     target[10] = torch.nan
-    whole = stepped(session, (inputs, target))
+    whole = run_step(session, (inputs, target))
     for sizes in ([4, 4, 3], [1, 2, 8], [5, 5, 1]):
         parts = list(zip(inputs.split(sizes), target.split(sizes), strict=True))
         assert len({int((~t.isnan()).sum()) for _, t in parts}) > 1
-        for mine, theirs in zip(stepped(session, parts), whole, strict=True):
+        for mine, theirs in zip(run_step(session, parts), whole, strict=True):
             assert torch.allclose(mine, theirs, rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_step_that_is_not_finite_changes_nothing_and_says_so(session: ct.Session, bad: float) -> None:
+def test_nonfinite_step_is_skipped_and_reported(session: ct.Session, bad: float) -> None:
     model = session.parallelize(nn.Linear(FEATURES, 1))
     session.optimizer(torch.optim.AdamW, lr=0.1)
     good = (torch.ones(2, FEATURES), torch.ones(2, 1))
@@ -90,37 +91,37 @@ def test_a_step_that_is_not_finite_changes_nothing_and_says_so(session: ct.Sessi
     assert not session.train_step(good, masked).skipped
 
 
-def test_the_one_micro_batch_whose_loss_is_not_finite_is_known(session: ct.Session) -> None:
+def test_sole_nonfinite_micro_batch_is_identified(session: ct.Session) -> None:
     session.parallelize(nn.Linear(FEATURES, 1))
     session.optimizer(torch.optim.SGD, lr=0.0)
     data = session.loader(Numbers(), global_batch=8, micro_batch=2)
 
-    def found(*bad: int, **cut: int) -> int:
+    def sole_bad(*bad: int, **cut: int) -> int:
         batch = [(x * math.nan if i in bad else x, y) for i, (x, y) in enumerate(next(data))]
-        if cut:  # by the script, so that nobody knows which samples are where
+        if cut:  # by the script, so that the samples of a micro-batch are unknown
             batch = [tuple(torch.cat(side) for side in zip(*batch, strict=True))]
         return sole_bad_micro_batch(*map(float, session.train_step(batch, nn.functional.mse_loss).bad))
 
-    assert [found(), found(0), found(2), found(1, 3), found(0, cut=1)] == [-1, 0, 2, -1, -1]
+    assert [sole_bad(), sole_bad(0), sole_bad(2), sole_bad(1, 3), sole_bad(0, cut=1)] == [-1, 0, 2, -1, -1]
 
 
-def test_of_all_ranks_it_is_known_too_and_also_where_several_have_parts_of_it() -> None:
+def test_sole_nonfinite_micro_batch_across_ranks() -> None:
     def totals(*losses: float) -> torch.Tensor:
         return torch.tensor([[loss, 1.0] for loss in losses], dtype=torch.float64)
 
-    def found(*of_ranks: torch.Tensor, same: bool = False) -> int:
+    def sole_bad(*rank_totals: torch.Tensor, same: bool = False) -> int:
         sums = [
             compute_nonfinite_moments(t, index_powers(0 if same else 2 * r, 2, t.device))
-            for r, t in enumerate(of_ranks)
+            for r, t in enumerate(rank_totals)
         ]
         return sole_bad_micro_batch(*torch.stack(sums).sum(0).tolist())
 
     good, bad, other = totals(1.0, 2.0), totals(1.0, math.inf), totals(math.nan, 1.0)
-    assert [found(good, good), found(good, bad), found(good, other), found(bad, bad)] == [-1, 3, 2, -1]
-    assert found(bad, bad, same=True) == 1
+    assert [sole_bad(good, good), sole_bad(good, bad), sole_bad(good, other), sole_bad(bad, bad)] == [-1, 3, 2, -1]
+    assert sole_bad(bad, bad, same=True) == 1
 
 
-def test_the_ways_to_clip_of_a_script(session: ct.Session) -> None:
+def test_clip_options_of_train_step(session: ct.Session) -> None:
     model = session.parallelize(nn.Linear(FEATURES, 1, bias=False))
     session.optimizer(torch.optim.SGD, lr=1.0)
     batch = (torch.ones(2, FEATURES), torch.full((2, 1), 100.0))
@@ -132,7 +133,7 @@ def test_the_ways_to_clip_of_a_script(session: ct.Session) -> None:
         session.train_step(batch, masked, clip_norm=1.0, clip=ct.Clipping())
 
 
-def test_one_optimizer_and_no_more(session: ct.Session) -> None:
+def test_second_optimizer_raises(session: ct.Session) -> None:
     model = session.parallelize(nn.Linear(FEATURES, 1))
     session.optimizer(torch.optim.SGD, [model.weight], lr=0.1)
     with pytest.raises(UsageError, match="already") as caught:
@@ -140,7 +141,7 @@ def test_one_optimizer_and_no_more(session: ct.Session) -> None:
     assert "several groups" in str(caught.value)
 
 
-def test_gradients_of_what_no_group_has_do_not_add_up(session: ct.Session) -> None:
+def test_gradients_outside_groups_do_not_accumulate(session: ct.Session) -> None:
     model = session.parallelize(nn.Linear(FEATURES, 1))
     session.optimizer(torch.optim.SGD, [model.weight], lr=0.1)
     session.train_step((torch.ones(2, FEATURES), torch.ones(2, 1)), masked)
@@ -157,7 +158,7 @@ def transformed(batch: list[Any]) -> list[Any]:
     return [(inputs / 2, target) for inputs, target in batch]
 
 
-def test_a_transformed_batch_keeps_its_places() -> None:
+def test_transformed_batch_keeps_sample_positions() -> None:
     data = loader()
     places = SamplePositions([data])
     for _ in range(2):
@@ -166,13 +167,13 @@ def test_a_transformed_batch_keeps_its_places() -> None:
     assert places.for_batch(batch) is None  # of no loader as far as can be told, and all samples count
 
 
-def test_fillers_of_a_transformed_batch_are_known() -> None:
+def test_padding_of_transformed_batch_is_known() -> None:
     data = loader(rank=1, ranks=2, global_batch=5)
     found = SamplePositions([data]).for_batch(transformed(next(data)))
     assert found is not None and [len(p) for p in found] == [2, 1] and found[1].tolist() == [-1]
 
 
-def test_of_two_loaders_the_one_with_such_micro_batches() -> None:
+def test_batch_is_matched_to_loader_by_micro_batch_sizes() -> None:
     training, other = loader(), loader(global_batch=6)
     batch = transformed(next(training))
     next(other)
@@ -182,23 +183,23 @@ def test_of_two_loaders_the_one_with_such_micro_batches() -> None:
     assert places.for_batch(other.last_item) is other.sample_positions
 
 
-def test_a_ragged_batch_cut_anew_is_refused() -> None:
+def test_resplit_ragged_batch_raises() -> None:
     data = loader(rank=1, ranks=2, global_batch=5)
     places = SamplePositions([data])
     whole = [tuple(torch.cat(side) for side in zip(*next(data), strict=True))]
     for _ in range(2):
-        with pytest.raises(UsageError, match=r"micro-batches of \[3\] samples, it cannot be told"):
+        with pytest.raises(UsageError, match=r"micro-batches of \[3\] samples, does not show"):
             places.for_batch(whole)
 
 
-def test_a_batch_cut_anew_that_divides_has_no_places() -> None:
+def test_resplit_even_batch_has_no_positions() -> None:
     data = loader()
     whole = [tuple(torch.cat(side) for side in zip(*next(data), strict=True))]
     assert not data.ragged and SamplePositions([data]).for_batch(whole) is None
 
 
-def test_a_loader_without_micro_batches_feeds_a_step(session: ct.Session) -> None:
-    """A data set of tuples: default_collate makes lists of them."""
+def test_loader_without_micro_batches(session: ct.Session) -> None:
+    """default_collate turns tuples into lists."""
     session.parallelize(nn.Linear(FEATURES, 1))
     session.optimizer(torch.optim.SGD, lr=0.0)
     numbers = Numbers()

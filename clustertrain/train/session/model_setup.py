@@ -1,0 +1,113 @@
+"""A session's model and optimizer: prepared for the layout, with the events that report on them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from clustertrain.checkpoint.core.state_dict import model_parts
+from clustertrain.train.distributed.parallelize import parallelize
+from clustertrain.train.models import train_mode
+from clustertrain.train.optim import build, param_groups, param_info
+from clustertrain.train.session.runtime import SessionRuntime
+from clustertrain.train.stability import warnings
+from clustertrain.train.stability.monitor import StabilityMonitor
+from clustertrain.train.step.train_step import TrainStep
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A model on its device, parallelized."""
+
+    model: nn.Module
+    param_table: param_info.ParamTable
+    """The parameters of the whole model, recorded before it was split."""
+    unfreeze_steps: Mapping[str, int]
+    """By parameter name, the first optimizer step (counted from 1) that trains a parameter frozen at the start."""
+
+    def frozen_parameters(self) -> list[tuple[int, nn.Parameter]]:
+        """Return this rank's parameters that are unfrozen later, each with the step at which that happens."""
+        return [
+            (self.unfreeze_steps[name], p)
+            for name, p in param_groups.trainable_parameters(self.model)
+            if name in self.unfreeze_steps
+        ]
+
+
+def prepare_model(
+    runtime: SessionRuntime, model: nn.Module, freeze: Sequence[str], unfreeze: Iterable[tuple[int, Sequence[str]]]
+) -> PreparedModel:
+    """Freeze and parallelize ``model``; see ``Session.parallelize``. Collective.
+
+    Raises:
+        ConfigError: a pattern matches nothing, nothing is left to train, or the layout does not fit the model.
+    """
+    param_table = param_info.build_param_table(model)
+    unfreeze_steps = param_info.find_unfreeze_steps(param_table, unfreeze)
+    param_info.freeze(model, param_table, freeze, unfreeze_steps)
+    parallelized = parallelize(model, runtime.context, runtime.groups, runtime.seed)
+    train_mode.on_first_eval_forward(model_parts(parallelized), lambda names: report_eval_mode(runtime, names))
+    return PreparedModel(parallelized, param_table, unfreeze_steps)
+
+
+def report_eval_mode(runtime: SessionRuntime, names: Sequence[str], *, switched: bool = False) -> None:
+    """Warn on rank 0 that the modules ``names`` are trained in evaluation mode, or were ``switched`` out of it."""
+    if runtime.is_main:
+        warning = warnings.build_eval_mode_warning(names, switched=switched)
+        runtime.warning_reporter.report(warning, runtime.state.step + 1)
+
+
+def build_train_step(
+    runtime: SessionRuntime,
+    prepared: PreparedModel,
+    cls: type[torch.optim.Optimizer] | str,
+    params: Any,
+    options: dict[str, Any],
+) -> TrainStep:
+    """Build the optimizer and the training step that drives it, and report the parameter groups.
+
+    Raises:
+        ConfigError: an unknown name, or an optimizer for matrices and a model without any.
+        UnsuitableEnvironment: a package is missing.
+    """
+    optimizer = build.build_optimizer(
+        cls,
+        params,
+        options,
+        model=prepared.model,
+        param_table=prepared.param_table,
+        context=runtime.context,
+        groups=runtime.groups,
+    )
+    frozen = prepared.frozen_parameters()
+    train_step = TrainStep(
+        prepared.model,
+        optimizer,
+        runtime.context,
+        runtime.groups,
+        runtime.loss_scale,
+        emit_event=runtime.events.emit,
+        get_frozen=lambda: [p for step, p in frozen if runtime.state.step + 1 < step],
+    )
+    runtime.metrics_processor.monitor = StabilityMonitor(prepared.model, train_step.guard, runtime.context)
+    _report_param_groups(runtime, prepared.model, cls if isinstance(cls, str) else cls.__name__, optimizer)
+    return train_step
+
+
+def _report_param_groups(
+    runtime: SessionRuntime, model: nn.Module, name: str, optimizer: torch.optim.Optimizer
+) -> None:
+    """Report how the parameters of rank 0 are trained."""
+    group_rows = param_groups.groups_for_event(optimizer)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    runtime.events.emit("optimizer", optimizer=name, groups=group_rows, frozen=frozen)
+    if runtime.is_main:
+        summary = "; ".join(f"{g['group']}: {g['parameters']:,} in {g['tensors']} tensors" for g in group_rows)
+        log.info("optimizer %s: %s; frozen: %s", name, summary, f"{frozen:,}")
