@@ -25,7 +25,7 @@ from clustertrain.plan.search.micro_batch import Trial, TrialMeasurement, TrialS
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler import rendezvous, torchrun
 from clustertrain.submit.preflight import data
-from clustertrain.submit.request import PreparedRun
+from clustertrain.submit.prepared_run import PreparedRun
 
 POLL_S = 0.1
 TRIAL_TIMEOUT_S = 900.0

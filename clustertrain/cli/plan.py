@@ -53,12 +53,12 @@ def plan(
         from clustertrain.cli.plan_range import show_range
 
         return show_range(build_request(options), gpus_range, as_json=as_json)
-    from clustertrain.submit.request import check_script_layout, prepare
+    from clustertrain.submit.checks import check_script_layout
+    from clustertrain.submit.prepare import prepare
 
     purpose: Purpose = "here" if find_micro_batch else "plan"
     prepared = prepare(build_request(options, count=not find_micro_batch), purpose=purpose)
-    note = check_script_layout(prepared)
-    if note:
+    for note in check_script_layout(prepared) or ():
         click.echo(f"note: {note}", err=True)
     if find_micro_batch:
         from clustertrain.cli.find_micro_batch import find_micro_batch as run_search

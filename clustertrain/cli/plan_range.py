@@ -18,7 +18,7 @@ def show_range(request: SubmitRequest, text: str, *, as_json: bool) -> int:
     """A line for each number of GPUs: what would be chosen, how fast, and how much of the smallest one's speed a GPU
     keeps. All have the global batch of the recipe, or else of the largest."""
     from clustertrain.report.plan_range import print_table
-    from clustertrain.submit.request import prepare
+    from clustertrain.submit.prepare import prepare
 
     first_prepared = prepare(request, purpose="plan")
     gpus_per_node = first_prepared.spec.job.gpus

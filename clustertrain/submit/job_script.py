@@ -16,8 +16,10 @@ from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.time_limits import parse_time_limit_s
 from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import Plan
+from clustertrain.run import run_dir
 from clustertrain.run.run_dir import RunDir
-from clustertrain.submit import templates
+from clustertrain.submit import python_path, templates
+from clustertrain.submit.prepared_run import PreparedRun
 
 # Ours: another value would contradict the plan or the way batch and agents work.
 _MANAGED_OPTIONS = {
@@ -41,6 +43,31 @@ class ScriptInput:
     python: str
     home: Path
     code_paths: Sequence[Path] = field(default=())
+
+
+def script_input(
+    prepared: PreparedRun, run: RunDir | None = None, spec: RunSpec | None = None, code_paths: Sequence[Path] = ()
+) -> ScriptInput:
+    """Return the input of job.sh. Without ``run`` only the directives are right, all but the job's name."""
+    return ScriptInput(
+        run=run or RunDir(run_dir.runs_folder() / "unnamed"),
+        spec=spec or prepared.spec,
+        profile=prepared.profile,
+        plan=prepared.plan,
+        python=prepared.python,
+        home=settings.home(),
+        code_paths=code_paths,
+    )
+
+
+def render_dry_run_script(prepared: PreparedRun) -> str:
+    """Return job.sh as it would be submitted except for the end of the run's name."""
+    run = RunDir(run_dir.runs_folder() / f"{run_dir.slugify(prepared.spec.job.name)}-xxxxxx")
+    paths: list[Path] = []
+    if prepared.code is not None:
+        root, package = python_path.locate_in_snapshot(prepared.code)
+        paths = python_path.build_python_path(run.code, root, None if prepared.spec.script is not None else package)
+    return render_job_script(script_input(prepared, run, prepared.spec, paths))
 
 
 def render_job_script(inputs: ScriptInput) -> str:

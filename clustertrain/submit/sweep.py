@@ -23,8 +23,11 @@ from clustertrain.run import run_dir
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.backend import ArraySubmission
 from clustertrain.scheduler.registry import Purpose
-from clustertrain.submit import job_script, transaction
-from clustertrain.submit.request import PreparedRun, SubmitRequest, is_integer_key, prepare
+from clustertrain.submit import checks, job_script, transaction
+from clustertrain.submit.prepare import prepare
+from clustertrain.submit.prepared_run import PreparedRun
+from clustertrain.submit.recipe import is_integer_key
+from clustertrain.submit.request import SubmitRequest
 from clustertrain.submit.transaction import DryRun, SubmittedRun
 
 DEFAULT_OPTION, LOG_PREFIX = "--sweep", "log:"
@@ -193,7 +196,7 @@ def dry_run_sweep(
     """The scripts as they would be submitted but for the ends of the names. Makes nothing."""
     tasks, notes = _prepare_tasks(request, grid_args, option, "dry-run")
     name = f"{run_dir.slugify(tasks[0].prepared.spec.job.name)}-xxxxxx"
-    runs = [(DryRun(t.prepared.plan, transaction.render_dry_run_script(t.prepared), ()), t.values) for t in tasks]
+    runs = [(DryRun(t.prepared.plan, job_script.render_dry_run_script(t.prepared), ()), t.values) for t in tasks]
     return SweepDryRun(_render_array_script(tasks, name, max_concurrent), tuple(runs), tuple(notes))
 
 
@@ -208,7 +211,7 @@ def _prepare_tasks(
             prepared = prepare(
                 replace(request, sweep_values=values), tasks[0].prepared.backend if tasks else None, purpose
             )
-            notes += [*prepared.plan.warnings, *transaction.check_prepared(prepared)]
+            notes += [*prepared.plan.warnings, *checks.check_plan(prepared)]
         except ClusterTrainError as e:
             if _fails_without_grid(request, e, purpose):
                 raise
@@ -224,7 +227,7 @@ def _prepare_tasks(
 def _fails_without_grid(request: SubmitRequest, error: ClusterTrainError, purpose: Purpose) -> bool:
     """Whether the request fails so without any values of the grid: then they are not at fault."""
     try:
-        transaction.check_prepared(prepare(request, purpose=purpose))
+        checks.check_plan(prepare(request, purpose=purpose))
     except ClusterTrainError as e:
         return e.message == error.message
     return False
@@ -270,7 +273,7 @@ def _check_resources(tasks: Sequence[SweepTask], option: str) -> None:
 
 def _get_directives(prepared: PreparedRun) -> dict[str, str]:
     name = prepared.backend.name
-    pairs = job_script.build_directives(transaction.script_input(prepared)) if name == "slurm" else []
+    pairs = job_script.build_directives(job_script.script_input(prepared)) if name == "slurm" else []
     return {"backend": name, **dict(pairs)}
 
 
@@ -278,7 +281,7 @@ def _render_array_script(tasks: Sequence[SweepTask], sweep_id: str, max_concurre
     first = tasks[0].prepared
     if first.backend.name != "slurm":
         return None
-    return job_script.render_array_script(transaction.script_input(first), sweep_id, len(tasks), max_concurrent)
+    return job_script.render_array_script(job_script.script_input(first), sweep_id, len(tasks), max_concurrent)
 
 
 def _remove_sweep(sweep: Path, created: Iterable[tuple[RunDir, SweepTask]]) -> None:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Container
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from clustertrain.config.job import RunSpec
 from clustertrain.config.telemetry import AlertsSpec
 
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+def check_run_alerts(spec: RunSpec) -> list[str]:
+    """Return notes on the alerts of ``spec``, with the environment that the job will have."""
+    return check_alerts(
+        spec.recipe.telemetry.alerts,
+        share=spec.job.share,
+        environ={*os.environ, *spec.secret_env},
+        public_env={name for name in spec.env if name not in spec.secret_env},
+    )
 
 
 def check_alerts(spec: AlertsSpec, *, share: bool, environ: Container[str], public_env: Container[str]) -> list[str]:

@@ -13,7 +13,7 @@ from clustertrain.config.data import BUILT_IN_DATASETS, DIGITS, DataKind
 from clustertrain.config.image_checks import ImageDatasetInfo
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.submit.request import PreparedRun
+from clustertrain.submit.prepared_run import PreparedRun
 
 
 def check_data(prepared: PreparedRun) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from clustertrain.config.parsing import did_you_mean
 from clustertrain.errors import ConfigError
 from clustertrain.submit import code_snapshot, python_path
-from clustertrain.submit.request import PreparedRun
+from clustertrain.submit.prepared_run import PreparedRun
 
 _DYNAMIC_NAMES = frozenset({"globals", "exec"})  # what gives a module names that are nowhere written
 

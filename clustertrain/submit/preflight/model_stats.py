@@ -14,7 +14,7 @@ from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.user_model import ModelStats
-from clustertrain.plan.planner import Plan
+from clustertrain.plan.decide import ModelSplit
 from clustertrain.submit import python_path
 
 TIMEOUT_S = 180.0  # the import of torch takes a minute over a busy network file system
@@ -25,11 +25,12 @@ class ModelCountError(ClusterTrainError):
 
 
 def count_model(
-    spec: RunSpec, plan: Plan, python: str, package: Path | None, environ: Mapping[str, str], *, trace: bool
+    spec: RunSpec, split: ModelSplit, python: str, package: Path | None, environ: Mapping[str, str], *, trace: bool
 ) -> ModelStats:
     """What the model of ``spec`` is made of.
 
     Args:
+        split: how the model is trained.
         python: the job's interpreter.
         package: the file or folder of ``model.entry`` where it is not installed.
         trace: also trace a step, as far as a trace knows the layout.
@@ -38,12 +39,12 @@ def count_model(
         ConfigError: the user's code cannot be imported, or fails; the model is none that can be split as planned.
         ModelCountError: there is no such interpreter here, or no torch for it, or no answer in time.
     """
-    trace_step = _build_trace_step(plan) if trace and not plan.layout.is_model_parallel else None
-    layout = plan.layout
-    split = {"tp": layout.tp, "stages": pipeline_schedules.num_stages(layout)}
+    layout = split.layout
+    trace_step = _build_trace_step(split) if trace and not layout.is_model_parallel else None
+    degrees = {"tp": layout.tp, "stages": pipeline_schedules.num_stages(layout)}
     # Everybody on the machine sees the arguments, so no webhook is among them.
     recipe = msgspec.structs.replace(spec.recipe, telemetry=TelemetrySpec())
-    request = {"recipe": msgspec.to_builtins(recipe), "step": trace_step, "split": split}
+    request = {"recipe": msgspec.to_builtins(recipe), "step": trace_step, "split": degrees}
     argv = proc.python_module_argv(python, "clustertrain.train.tools.model_stats", json.dumps(request))
     env = {**settings.strip_allocation_env(environ), **spec.env}
     try:
@@ -59,17 +60,17 @@ def count_model(
         raise ConfigError(answer["error"], fix=answer["fix"])
     stats = schema.convert(answer["counted"], ModelStats)
     if trace and trace_step is None:
-        reason = f"a trace is of one process, and {plan.layout.describe()} splits the model"
+        reason = f"a trace is of one process, and {layout.describe()} splits the model"
         return msgspec.structs.replace(stats, untraced=reason)
     return stats
 
 
-def _build_trace_step(plan: Plan) -> dict[str, object]:
+def _build_trace_step(split: ModelSplit) -> dict[str, object]:
     return {
-        "micro_batch": plan.batch.micro_batch,
-        "precision": plan.precision,
-        "activation_checkpointing": plan.layout.activation_checkpointing,
-        "sharded": plan.layout.is_fully_sharded,
+        "micro_batch": split.batch.micro_batch,
+        "precision": split.precision,
+        "activation_checkpointing": split.layout.activation_checkpointing,
+        "sharded": split.layout.is_fully_sharded,
     }
 
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from clustertrain.config.job import RunSpec
 from clustertrain.config.tracking import TrackingSpec
 from clustertrain.errors import ConfigError
 from clustertrain.submit.preflight.packages import is_installed
 
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+
+
+def check_run_trackers(spec: RunSpec, python: str) -> list[str]:
+    """Return notes on the trackers of ``spec``, with the environment that the job will have.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    return check_trackers(spec.recipe.tracking, python, {**os.environ, **spec.env})
 
 
 def check_trackers(spec: TrackingSpec, python: str, environ: Mapping[str, str]) -> list[str]:

@@ -93,11 +93,11 @@ def test_a_remote_where_nothing_stays_is_none(url: str, type_: Type) -> None:
 
 @pytest.mark.parametrize("asked", [("--device", "cuda"), ("--gpu-type", "h100")])
 def test_cuda_needs_a_gpu_where_it_runs(asked: tuple[str, ...], type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clustertrain.submit.transaction.has_gpu", lambda: False)
+    monkeypatch.setattr("clustertrain.submit.preflight.machine.has_gpu", lambda: False)
     code, err = type_(*LOCAL, *asked)
     assert code == 78 and "this machine has no GPU" in err and "--device cpu" in err
     assert type_(*SLURM, *asked)[0] == 0
-    monkeypatch.setattr("clustertrain.submit.transaction.has_gpu", lambda: True)
+    monkeypatch.setattr("clustertrain.submit.preflight.machine.has_gpu", lambda: True)
     assert type_(*LOCAL, *asked)[0] == 0
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.submit.request import PreparedRun, SubmitRequest, prepare
+from clustertrain.submit.prepare import prepare
+from clustertrain.submit.prepared_run import PreparedRun
+from clustertrain.submit.request import SubmitRequest
 from tests.fakes.slurm.fixture import FakeSlurm
 from tests.paths import ROOT
 

@@ -11,7 +11,9 @@ import pytest
 
 from clustertrain.errors import ConfigError
 from clustertrain.submit.preflight import data as data_here
-from clustertrain.submit.request import PreparedRun, SubmitRequest, prepare
+from clustertrain.submit.prepare import prepare
+from clustertrain.submit.prepared_run import PreparedRun
+from clustertrain.submit.request import SubmitRequest
 from clustertrain.train.data.tokenize import write
 from tests.fakes.slurm.fixture import FakeSlurm
 

@@ -9,7 +9,8 @@ import pytest
 
 from clustertrain.errors import ConfigError
 from clustertrain.submit.preflight import entry_points
-from clustertrain.submit.request import SubmitRequest, prepare
+from clustertrain.submit.prepare import prepare
+from clustertrain.submit.request import SubmitRequest
 
 pytestmark = pytest.mark.usefixtures("fake_slurm")
 

@@ -9,7 +9,9 @@ import pytest
 
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.submit.preflight import model_stats
-from clustertrain.submit.request import CountMode, PreparedRun, SubmitRequest, prepare
+from clustertrain.submit.prepare import prepare
+from clustertrain.submit.prepared_run import PreparedRun
+from clustertrain.submit.request import CountMode, SubmitRequest
 from tests.fakes.slurm.fixture import FakeSlurm
 
 OWN = '[model]\nentry = "nets:Net"\n[job]\ncluster = "site"\n[train]\nglobal_batch = 8\n'

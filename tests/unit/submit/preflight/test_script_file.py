@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from clustertrain.errors import UsageError
-from clustertrain.submit.request import SubmitRequest, load_target
+from clustertrain.submit.checks import check_target
+from clustertrain.submit.recipe import parse_recipe
+from clustertrain.submit.request import SubmitRequest
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,7 @@ from clustertrain.submit.request import SubmitRequest, load_target
 def test_what_is_no_python_script_is_rejected(name: str, content: bytes, looks: str, fix: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError) as e:
-        load_target(SubmitRequest(target=name, cwd=tmp_path))
+        check_target(SubmitRequest(target=name, cwd=tmp_path))
     assert e.value.message.startswith(f"{name}: {looks}") and fix in (e.value.fix or "")
 
 
@@ -41,5 +43,7 @@ def test_what_is_no_python_script_is_rejected(name: str, content: bytes, looks: 
 )
 def test_python_scripts(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
-    _, script, _ = load_target(SubmitRequest(target=name, cwd=tmp_path))
+    request = SubmitRequest(target=name, cwd=tmp_path)
+    check_target(request)
+    script = parse_recipe(request).script
     assert script is not None and script.path == str(tmp_path / name)
