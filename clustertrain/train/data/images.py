@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import xxhash
 
-from clustertrain.config.data import DIGITS, DataSpec
 from clustertrain.config.image_checks import SHAPES
 from clustertrain.config.slice_checks import class_slices
 from clustertrain.errors import ConfigError, UnsuitableEnvironment
@@ -40,31 +39,6 @@ class ImageDataset(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, i: int, /) -> tuple[torch.Tensor, int]: ...
     def slice_of(self, i: int, /) -> int: ...
-
-
-def build_image_dataset(spec: DataSpec) -> ImageDataset:
-    """The data set that ``data.path`` names: ``shapes``, ``digits``, an ``.npz`` file, or a folder with a folder for
-    each class.
-
-    Raises:
-        ConfigError: it is none of these, or does not hold what it should.
-        UnsuitableEnvironment: a folder, and Pillow is not installed; ``digits``, and scikit-learn is not.
-    """
-    if spec.path in ("", SHAPES):
-        return Shapes(spec.image_size)
-    if spec.path == DIGITS:
-        from clustertrain.train.data.digits import DigitImages
-
-        return DigitImages()
-    path = Path(spec.path).expanduser()
-    if path.is_dir():
-        return ImageFolder(path, spec.image_size)
-    if path.is_file():
-        return ImageArrays(path)
-    raise ConfigError(
-        f"data.path = {spec.path!r}: no such file or folder",
-        fix="every node must see it; 'shapes' needs no file",
-    )
 
 
 def _chebyshev_norm(x: FloatArray, y: FloatArray) -> FloatArray:
@@ -125,7 +99,7 @@ class Shapes(LabelSlices):
 
 
 class ImageArrays(LabelSlices):
-    """An ``.npz`` file with ``build_image_dataset`` (count, height, width, channels) of bytes and ``labels`` (count,),
+    """An ``.npz`` file with ``images`` (count, height, width, channels) of bytes and ``labels`` (count,),
     in memory."""
 
     def __init__(self, path: Path) -> None:
