@@ -96,7 +96,7 @@ def _check_script_keys(document: Mapping[str, Any], script: str, prefix: str = "
             raise ConfigError(
                 f"{key} has no effect on {script}, which has its own model, data, optimizer and loop",
                 fix=(
-                    f"hand the value to the script: as an argument behind {script}, or with --env NAME=VALUE (in a "
+                    f"pass the value to the script: as an argument after {script}, or with --env NAME=VALUE (in a "
                     "sweep --grid env.NAME=VALUE,VALUE)"
                 ),
             )
@@ -150,10 +150,10 @@ def check_profiled_steps(parsed: ParsedRecipe) -> None:
     """Refuse profiled steps after the last step of the run."""
     train, profiled = parsed.values.train, parsed.values.profiled_steps
     if parsed.script is None and profiled and profiled[-1] >= train.steps:
-        verb = "begins" if profiled[0] >= train.steps else "ends"
+        verb = "starts" if profiled[0] >= train.steps else "ends"
         raise ConfigError(
-            f"train.profile = {train.profile!r} {verb} behind the last of train.steps = {train.steps}",
-            fix=f"name steps up to {train.steps}, as --profile steps={max(0, train.steps - 10)}:{train.steps}",
+            f"train.profile = {train.profile!r} {verb} after the last step (train.steps = {train.steps})",
+            fix=f"profile steps up to {train.steps}, as --profile steps={max(0, train.steps - 10)}:{train.steps}",
         )
 
 
@@ -196,17 +196,16 @@ def check_rehearsal(run: ResolvedRun) -> Notes:
     if run.spec.job.backend != "local":
         if rehearsal.preempt_at_steps:
             raise ConfigError(
-                "rehearsal.preempt_at_steps: only the local backend delivers preemptions on purpose",
-                fix="use --backend local, or leave the table out",
+                "rehearsal.preempt_at_steps: only the local backend rehearses preemptions",
+                fix="use --backend local, or remove the table",
             )
         is_changed = rehearsal.grace_s != RehearsalSpec().grace_s
-        note = "rehearsal.grace_s has no effect: it is the local backend's, and the cluster's own counts here"
+        note = "rehearsal.grace_s has no effect on Slurm, where the grace time of the cluster applies"
         return [note] if is_changed else []
     late_steps = [step for step in rehearsal.preempt_at_steps if step >= steps]
     if late_steps and run.spec.script is None:
         raise ConfigError(
-            f"rehearsal.preempt_at_steps: step {late_steps[0]} is not before train.steps = {steps}, so that it would"
-            " never be preempted there",
+            f"rehearsal.preempt_at_steps: step {late_steps[0]} is never reached (train.steps = {steps})",
             fix="name earlier steps",
         )
     return []
@@ -272,7 +271,7 @@ def _present(note: str | None) -> list[str]:
 
 
 def _not_utf8(e: UnicodeEncodeError) -> UsageError:
-    return UsageError(f"{e.object!r} is not UTF-8", fix="write it in UTF-8: is the terminal set to that?")
+    return UsageError(f"{e.object!r} is not UTF-8", fix="use UTF-8; check the locale of the terminal")
 
 
 REQUEST_CHECKS: tuple[Callable[[SubmitRequest], Notes], ...] = (check_utf8_arguments, check_target)

@@ -1,4 +1,4 @@
-"""The transaction: everything is checked before anything is made, and a refusal leaves nothing behind."""
+"""Last phase, hand over: write the run directory and give it to the backend. A failure removes what was written."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from clustertrain.submit.prepare import prepare
 from clustertrain.submit.prepared_run import PreparedRun
 from clustertrain.submit.request import SubmitRequest
 
-MAX_LISTED_SECRETS = 5  # secrets that a note names
+MAX_LISTED_SECRETS = 5  # in a note
 
 
 @dataclass(frozen=True)
 class SubmittedRun:
-    """``notes`` are warnings for the user; the rest is ``submit --json``."""
+    """A run that the backend has accepted. ``notes`` are warnings for the user; the rest is ``submit --json``."""
 
     run: RunDir
     job_id: str
@@ -54,8 +54,8 @@ def submit(request: SubmitRequest) -> SubmittedRun:
     """Check, plan, write the run directory and hand it to the backend.
 
     Raises:
-        UsageError, ConfigError: before anything is made.
-        SchedulerError: with Slurm's words; the run directory is gone again.
+        UsageError, ConfigError: the request is refused; nothing was created.
+        SchedulerError: Slurm refused the job (with its message); the run directory was removed.
     """
     prepared = prepare(request)
     notes = [*prepared.plan.warnings, *checks.check_plan(prepared), *get_backend_advice(prepared)]
@@ -71,7 +71,7 @@ def submit(request: SubmitRequest) -> SubmittedRun:
         with fsio.group_umask(run.path):  # Slurm gives its job.log the umask of the submission
             job_id = prepared.backend.submit(Submission(run, environ=request.environ))
     except ClusterTrainError:
-        # Not for other exceptions: a Ctrl-C may come after sbatch has taken the job, which then needs its folder.
+        # Only for our errors: Ctrl-C may come after sbatch has accepted the job, which then needs its folder.
         remove_run(run, prepared.spec)
         raise
     notes += snapshot_notes(snapshot)
@@ -79,7 +79,7 @@ def submit(request: SubmitRequest) -> SubmittedRun:
 
 
 def record_submission(run: RunDir, job_id: str, backend: str, notes: Sequence[str] = ()) -> SubmittedRun:
-    """Write down that the backend has taken the run."""
+    """Record in the run's events that the backend has accepted the run."""
     with fsio.group_umask(run.path):
         log = EventLog(run.events / "submit.jsonl")
     log.write("submitted", job_id=job_id, backend=backend)
@@ -88,14 +88,14 @@ def record_submission(run: RunDir, job_id: str, backend: str, notes: Sequence[st
 
 
 def dry_run(request: SubmitRequest) -> DryRun:
-    """The plan, and job.sh as it would be submitted but for the end of the run's name. Makes nothing."""
+    """Return the plan, and job.sh as it would be submitted except for the end of the run's name. Create nothing."""
     prepared = prepare(request, purpose="dry-run")
     notes = [*checks.check_plan(prepared), *get_backend_advice(prepared)]
     return DryRun(prepared.plan, job_script.render_dry_run_script(prepared), tuple(notes))
 
 
 def get_backend_advice(prepared: PreparedRun) -> list[str]:
-    """The backend's, which a dry run on a machine without Slurm does without."""
+    """Return the backend's advice; none if Slurm does not answer, as in a dry run elsewhere."""
     try:
         return prepared.backend.advice(prepared.spec.job.partition)
     except CommandFailed:
@@ -105,7 +105,7 @@ def get_backend_advice(prepared: PreparedRun) -> list[str]:
 def snapshot_code(request: SubmitRequest, prepared: PreparedRun, target: Path) -> CodeSnapshot | None:
     if prepared.code is None:
         if request.snapshot_include:
-            raise ConfigError("--snapshot-include: this recipe names no code of your own, so no files are copied")
+            raise ConfigError("--snapshot-include: this recipe uses no code of yours, so no files are copied")
         return None
     snapshot = code_snapshot.take_snapshot(
         prepared.code,
@@ -125,12 +125,12 @@ def collect_record(request: SubmitRequest, snapshot: CodeSnapshot | None) -> dic
 
 
 def snapshot_notes(snapshot: CodeSnapshot | None) -> list[str]:
-    """What of the code was not copied, or from somewhere else."""
+    """Return notes on code that was not copied or was copied from elsewhere."""
     if snapshot is None:
         return []
     notes = [f"not copied, the job will use the original: {link}" for link in snapshot.external_links]
     if snapshot.script_source:
-        notes.append(f"{snapshot.script} is a link out of {snapshot.root}; copied is {snapshot.script_source}")
+        notes.append(f"{snapshot.script} is a link out of {snapshot.root}; copied from {snapshot.script_source}")
     if snapshot.skipped_secrets:
         description = "looks like a secret" if len(snapshot.skipped_secrets) == 1 else "look like secrets"
         suffix = (
@@ -142,12 +142,12 @@ def snapshot_notes(snapshot: CodeSnapshot | None) -> list[str]:
             f"not copied: {', '.join(snapshot.skipped_secrets[:MAX_LISTED_SECRETS])}{suffix} ({description}); copy with"
             f" --snapshot-include {shlex.quote(snapshot.skipped_secrets[0])}"
         )
-    # Names come from the repository, and a terminal acts on control characters.
+    # File names may contain control characters, on which a terminal acts.
     return [note if note.isprintable() else ascii(note) for note in notes]
 
 
 def write(prepared: PreparedRun, run: RunDir, snapshot: CodeSnapshot | None, record: dict[str, Any]) -> None:
-    """All files of a run but its code, which is there already."""
+    """Write all files of a run except its code, which is already there."""
     spec = prepared.spec
     paths: list[Path] = []
     if snapshot is not None:
@@ -180,7 +180,9 @@ def _create_checkpoint_dir(run: RunDir, spec: RunSpec) -> None:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
             run.checkpoints.symlink_to(target)
     except OSError as e:
-        raise ConfigError(f"no folder for checkpoints: {e}", fix="choose another --checkpoint-dir") from e
+        raise ConfigError(
+            f"cannot create the folder for checkpoints: {e}", fix="choose another --checkpoint-dir"
+        ) from e
 
 
 def _checkpoint_path(run: RunDir, spec: RunSpec) -> Path | None:
@@ -195,12 +197,12 @@ def remove_run(run: RunDir, spec: RunSpec) -> None:
 
 
 def format_spec(spec: RunSpec) -> str:
-    """What spec.toml says, which has no secrets."""
+    """Return the text of spec.toml, without secrets."""
     return tomli_w.dumps(_drop_none(msgspec.to_builtins(job_script.redact_secrets(spec))))
 
 
 def _drop_none(value: Any) -> Any:
-    """TOML has no null: a key that is absent means it."""
+    """Remove None, which TOML lacks: a missing key means the same."""
     if isinstance(value, dict):
         return {k: _drop_none(v) for k, v in value.items() if v is not None}
     return value

@@ -22,14 +22,14 @@ def check_gpu(prepared: PreparedRun) -> None:
     gpu_note = f" (job.gpu_type = {gpu_type!r} asks for one)" if gpu_type else ""
     raise UnsuitableEnvironment(
         f"device is cuda{gpu_note}, but this machine has no GPU",
-        fix="use --device cpu, or submit on a login node of the cluster that has them",
+        fix="use --device cpu, or submit on a login node of a cluster with GPUs",
     )
 
 
 def check_home_path(prepared: PreparedRun) -> None:
     """Refuse characters in CLUSTERTRAIN_HOME that Slurm or PYTHONPATH interpret."""
     # Slurm expands %j and the like, and takes backslashes out, in the path of the job's log, even where they come from
-    # the working directory (seen on 22.05: the job fails at once and says nothing); ':' separates PYTHONPATH.
+    # the working directory (seen on 22.05: the job fails at once and writes no message); ':' separates PYTHONPATH.
     invalid = [c for c in (":%\\" if _is_slurm(prepared) else ":") if c in str(settings.home())]
     if invalid:
         raise ConfigError(
@@ -60,7 +60,7 @@ def check_checkpoint_storage(prepared: PreparedRun) -> list[str]:
     try:
         folder = storage_paths.resolve_node_folder(checkpoint.local, {**os.environ, **prepared.spec.env})
     except UnsuitableEnvironment as e:
-        return [f"checkpoint.local: {e.message}; it is used where it can be"]
+        return [f"checkpoint.local: {e.message}; nodes that can use it will"]
     return _check_folder(folder, "checkpoint.local", shared=False)
 
 
@@ -69,13 +69,13 @@ def check_python(prepared: PreparedRun) -> list[str]:
     python = Path(prepared.profile.python)
     if not prepared.profile.python or (python.is_file() and os.access(python, os.X_OK)):
         return []
-    problem = "cannot be executed" if os.path.lexists(python) else "is not there"
+    problem = "cannot be executed" if os.path.lexists(python) else "does not exist"
     filesystem_type = filesystem.find_shared_filesystem_type(python)
     if prepared.backend.name == "local" or filesystem_type:
         location_note = f", and {filesystem_type} is the same on all nodes" if filesystem_type else ""
         raise ConfigError(
             f"python = {str(python)!r} of the cluster profile {problem}{location_note}",
-            fix="change python in the profile, or leave it out for the Python that runs submit",
+            fix="change python in the profile, or remove it to use the Python that runs submit",
         )
     return [
         f"python = {str(python)!r} of the cluster profile {problem} on this machine: the job fails on nodes without it"

@@ -1,4 +1,4 @@
-"""What submit says of the trackers that a recipe names."""
+"""Checks of the trackers that a recipe names."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def check_run_trackers(spec: RunSpec, python: str) -> list[str]:
 
 
 def check_trackers(spec: TrackingSpec, python: str, environ: Mapping[str, str]) -> list[str]:
-    """Notes on ``[tracking]``. ``python`` is the interpreter of the job, ``environ`` its environment.
+    """Return notes on ``[tracking]`` for a job with the interpreter ``python`` and the environment ``environ``.
 
     Raises:
-        ConfigError: a package is missing, where the job runs with this interpreter.
+        ConfigError: a package is not installed for this interpreter, which the job uses too.
     """
     notes = []
     for name in spec.to:
@@ -44,7 +44,5 @@ def check_trackers(spec: TrackingSpec, python: str, environ: Mapping[str, str]) 
         )
     uri = spec.uri or environ.get("MLFLOW_TRACKING_URI", "")
     if "mlflow" in spec.to and uri and urlsplit(uri).scheme in ("", "file"):
-        notes.append(
-            f"tracking.uri = {uri!r}: MLflow keeps stores in folders for old data alone; sqlite:///FILE is its way now"
-        )
+        notes.append(f"tracking.uri = {uri!r}: MLflow supports folder stores for old data only; use sqlite:///FILE")
     return notes

@@ -46,6 +46,6 @@ def test_a_node_folder_is_looked_at_where_the_node_is_this_machine(
     with pytest.raises(ConfigError, match=r"checkpoint.local = .*/file/x: .*/file is a file, not a folder"):
         notes(tmp_path, f"checkpoint.local={tmp_path}/file/x", **local)
     said = [n for n in notes(tmp_path, "checkpoint.local=$SLURM_TMPDIR/x", **local) if "checkpoint.local" in n]
-    assert said == ["checkpoint.local: $SLURM_TMPDIR/x: $SLURM_TMPDIR is not set here; it is used where it can be"]
+    assert said == ["checkpoint.local: $SLURM_TMPDIR/x: $SLURM_TMPDIR is not set here; nodes that can use it will"]
     # Of a node of Slurm's nothing can be told from here.
     assert not any("checkpoint.local" in n for n in notes(tmp_path, "checkpoint.local=$SLURM_TMPDIR/x"))

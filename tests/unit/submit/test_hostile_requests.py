@@ -110,15 +110,15 @@ def profile(tmp_path: Path, python: Path) -> None:
 def test_a_python_that_is_not_there(type_: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile(tmp_path, tmp_path / "env" / "bin" / "python")
     code, err = type_(*LOCAL, "--cluster", "site")
-    assert code == 78 and "env/bin/python' of the cluster profile is not there" in err and "fix: change python" in err
+    assert code == 78 and "env/bin/python' of the cluster profile does not exist" in err and "fix: change python" in err
     code, err = type_(*SLURM, "--cluster", "site")  # the nodes may have it on a disk of theirs
-    assert code == 0 and "is not there on this machine" in err
+    assert code == 0 and "does not exist on this machine" in err
     # On a filesystem that the nodes see too they do not.
     mounts = f"1 0 0:1 / / rw - ext4 disk rw\n2 1 0:2 / {tmp_path} rw - nfs4 server:/home rw\n"
     (tmp_path / "mountinfo").write_text(mounts)
     monkeypatch.setattr(filesystem, "_MOUNTINFO", tmp_path / "mountinfo")
     code, err = type_(*SLURM, "--cluster", "site")
-    assert code == 78 and "is not there, and nfs4 is the same on all nodes" in err
+    assert code == 78 and "does not exist, and nfs4 is the same on all nodes" in err
 
 
 def test_a_python_that_cannot_be_executed(type_: Type, tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ def test_another_gres_is_asked_for_beside_the_gpus() -> None:
 
 @pytest.mark.parametrize("value", ["gpu:2", "lscratch:1,gpu:a100:2", "gpu"])
 def test_gpus_cannot_be_passed_through_as_a_gres(value: str) -> None:
-    with pytest.raises(ConfigError, match="asks for GPUs itself"):
+    with pytest.raises(ConfigError, match="requests the GPUs"):
         render_job_script(given(sbatch={"gres": value}))
 
 

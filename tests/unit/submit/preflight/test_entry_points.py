@@ -66,13 +66,17 @@ def test_what_is_there_is_found_and_not_run(entry: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "said", "fix"),
     [
-        ("mine:make", "no module 'mine' in {folder}, nor is one installed for ", "beside the recipe"),
-        ("package.nets:make", "no module 'package.nets' in {folder}, nor", "beside the recipe"),
-        ("json.nothing:make", "no module 'json.nothing' in {folder}, nor", "beside the recipe"),
+        ("mine:make", "no module 'mine' in {folder}, and none is installed for ", "next to the recipe"),
+        ("package.nets:make", "no module 'package.nets' in {folder}, nor", "next to the recipe"),
+        ("json.nothing:make", "no module 'json.nothing' in {folder}, nor", "next to the recipe"),
         ("nets:mkae", "{folder}/nets.py has no 'mkae'", "did you mean make?"),
         ("nets:later", "{folder}/nets.py has no 'later'", "did you mean other?"),
-        ("package:make", "{folder}/package/__init__.py has no 'make'", "write a function make into it"),
-        ("package.torn:make", "{folder}/package/torn.py is not Python: invalid syntax (torn.py, line 1)", "mend it"),
+        ("package:make", "{folder}/package/__init__.py has no 'make'", "define a function make in it"),
+        (
+            "package.torn:make",
+            "{folder}/package/torn.py is not Python: invalid syntax (torn.py, line 1)",
+            "syntax error",
+        ),
         ("loose:make", "{folder}/loose is a folder of modules", "name the module in it"),
     ],
 )

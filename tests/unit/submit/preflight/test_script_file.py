@@ -25,9 +25,9 @@ from clustertrain.submit.request import SubmitRequest
         ("train", b"\x7fELF\2\1\1\0\0", "a binary file", "subprocess"),
         ("train.py", b"print()\0\0", "a binary file", "subprocess"),
         ("notebook.ipynb", b"{}", "a notebook", "nbconvert"),
-        ("README", b"read me\n", "a file of another kind", "#!/usr/bin/env python3"),
-        ("empty", b"", "a file of another kind", ".py"),
-        ("notes.txt", b"\xff\xfe", "a file of another kind", ".py"),
+        ("README", b"read me\n", "an unknown file type", "#!/usr/bin/env python3"),
+        ("empty", b"", "an unknown file type", ".py"),
+        ("notes.txt", b"\xff\xfe", "an unknown file type", ".py"),
     ],
 )
 def test_what_is_no_python_script_is_rejected(name: str, content: bytes, looks: str, fix: str, tmp_path: Path) -> None:
