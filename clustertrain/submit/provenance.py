@@ -54,8 +54,8 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
 
 
 def find_package_versions() -> dict[str, str]:
-    """Return package versions from the names of the ``.dist-info`` folders. importlib.metadata parses their files, which takes
-    a tenth of the time of a submission."""
+    """Return package versions from the names of the ``.dist-info`` folders. importlib.metadata parses files instead,
+    which takes a tenth of the time of a submission."""
     package_names = {name.replace("-", "_"): name for name in _PACKAGES}
     versions: dict[str, str] = {}
     for folder in sys.path:

@@ -18,7 +18,7 @@ def notes(tmp_path: Path, *assignments: str, **more: Any) -> tuple[str, ...]:
     return dry_run(SubmitRequest(cwd=tmp_path, assignments=assignments, **more)).notes
 
 
-def test_a_url_without_its_package_is_refused_with_what_to_install(
+def test_remote_url_without_package_is_refused(
     fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
@@ -29,14 +29,14 @@ def test_a_url_without_its_package_is_refused_with_what_to_install(
     assert not any("s3" in note for note in notes(tmp_path, f"checkpoint.remote=file://{tmp_path}/x"))
 
 
-def test_without_a_url_fsspec_is_not_looked_for(
+def test_fsspec_is_not_imported_without_remote_url(
     fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
     notes(tmp_path)
 
 
-def test_a_node_folder_is_looked_at_where_the_node_is_this_machine(
+def test_node_folder_is_checked_on_local_backend(
     fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLURM_TMPDIR", raising=False)

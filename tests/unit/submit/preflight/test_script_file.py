@@ -30,7 +30,7 @@ from clustertrain.submit.request import SubmitRequest
         ("notes.txt", b"\xff\xfe", "an unknown file type", ".py"),
     ],
 )
-def test_what_is_no_python_script_is_rejected(name: str, content: bytes, looks: str, fix: str, tmp_path: Path) -> None:
+def test_non_python_file_is_refused(name: str, content: bytes, looks: str, fix: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError) as e:
         check_target(SubmitRequest(target=name, cwd=tmp_path))
@@ -41,7 +41,7 @@ def test_what_is_no_python_script_is_rejected(name: str, content: bytes, looks: 
     ("name", "content"),
     [("train.py", b""), ("train", b"#!/usr/bin/env python3\n"), ("train.task", b"#!/opt/venv/bin/python3.12 -u\n")],
 )
-def test_python_scripts(name: str, content: bytes, tmp_path: Path) -> None:
+def test_python_scripts_pass(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     request = SubmitRequest(target=name, cwd=tmp_path)
     check_target(request)
