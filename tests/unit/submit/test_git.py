@@ -99,7 +99,7 @@ def test_filter_that_cannot_be_disabled_is_not_run(name: str, tmp_path: Path) ->
         f.write(f'[filter "{name}"]\n\tclean = touch {tmp_path / "struck"}\n')
     (root / "train.py").write_text("print('edited')\n")
     assert provenance.read_git_state(root) is None and not (tmp_path / "struck").exists()
-    with pytest.raises(CommandFailed, match="switched off"):
+    with pytest.raises(CommandFailed, match="disabled"):
         git.list_filter_overrides(root)
 
 

@@ -32,7 +32,7 @@ def test_notes_omit_the_secret() -> None:
     spec = AlertsSpec(command=["no-such-program-at-all"], webhook="http://hooks.example.org/secret")
     found = notes(spec, share=True)
     assert len(found) == 2
-    assert "no-such-program-at-all" in found[0] and "encryption" in found[1]
+    assert "no-such-program-at-all" in found[0] and "unencrypted" in found[1]
     assert "secret" not in " ".join(found)
 
 

@@ -67,8 +67,8 @@ def test_entry_is_found_without_running_it(entry: str, folder: Path) -> None:
     ("entry", "said", "fix"),
     [
         ("mine:make", "no module 'mine' in {folder}, and none is installed for ", "next to the recipe"),
-        ("package.nets:make", "no module 'package.nets' in {folder}, nor", "next to the recipe"),
-        ("json.nothing:make", "no module 'json.nothing' in {folder}, nor", "next to the recipe"),
+        ("package.nets:make", "no module 'package.nets' in {folder}, and none", "next to the recipe"),
+        ("json.nothing:make", "no module 'json.nothing' in {folder}, and none", "next to the recipe"),
         ("nets:mkae", "{folder}/nets.py has no 'mkae'", "did you mean make?"),
         ("nets:later", "{folder}/nets.py has no 'later'", "did you mean other?"),
         ("package:make", "{folder}/package/__init__.py has no 'make'", "define a function make in it"),
@@ -113,4 +113,4 @@ def test_entry_for_other_python_is_noted(profile: str, folder: Path) -> None:
     clusters.mkdir(parents=True)
     (clusters / "site.toml").write_text(profile)
     (note,) = notes(folder, "mine:make")
-    assert note.startswith("model.entry = 'mine:make': no module 'mine' is here, so ")
+    assert note.startswith("model.entry = 'mine:make': no module 'mine' here; it must")
