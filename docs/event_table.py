@@ -20,9 +20,9 @@ HEADER = """<!-- Written by docs/event_table.py from clustertrain/run/event_type
 
 Events are JSON objects, one per line: `{"t": <UTC epoch s>, "mono": <monotonic s>, "host": "…", "pid": 1, "event":
 "NAME", …}`. `t` is the time of the write, at the end of what the event describes; `t_begin` is its start (UTC epoch
-s), and `…_s` is measured with the monotonic clock. So a checkpoint's stall is from `t_begin` to `t_begin + stall_s`, and its
-commit is at `t_begin + save_s`. Runs of older versions have no `t_begin`. "batch" is the controller of an attempt, the
-process of the batch script on the first node.
+s), and `…_s` is measured with the monotonic clock. So a checkpoint's stall is from `t_begin` to `t_begin + stall_s`,
+and its commit is at `t_begin + save_s`. Runs of older versions have no `t_begin`. "batch" is the controller of an
+attempt, the process of the batch script on the first node.
 
 """
 

@@ -26,7 +26,7 @@ from clustertrain.run.results import NodeResult
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler import rendezvous, torchrun
 from clustertrain.submit.preflight import data
-from clustertrain.submit.request import PreparedRun
+from clustertrain.submit.prepared_run import PreparedRun
 
 POLL_S = 0.1
 TRIAL_TIMEOUT_S = 900.0

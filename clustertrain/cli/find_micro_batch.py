@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from clustertrain.agent.micro_batch_search import MicroBatchSearchResult
     from clustertrain.plan.search.micro_batch import Trial
-    from clustertrain.submit.request import PreparedRun
+    from clustertrain.submit.prepared_run import PreparedRun
 
 
 def find_micro_batch(prepared: PreparedRun, *, as_json: bool) -> int:

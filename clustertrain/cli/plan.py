@@ -54,12 +54,12 @@ def plan(
         raise UsageError("--out and --calibrate need --table", fix="add --table IN.csv")
     if gpus_range is not None:
         return _show_range(build_request(options), gpus_range, as_json=as_json)
-    from clustertrain.submit.request import check_script_layout, prepare
+    from clustertrain.submit.checks import check_script_layout
+    from clustertrain.submit.prepare import prepare
 
     purpose: Purpose = "here" if find_micro_batch else "plan"
     prepared = prepare(build_request(options, count=not find_micro_batch), purpose=purpose)
-    note = check_script_layout(prepared)
-    if note:
+    for note in check_script_layout(prepared) or ():
         click.echo(f"note: {note}", err=True)
     if find_micro_batch:
         from clustertrain.cli.find_micro_batch import find_micro_batch as run_search
@@ -165,7 +165,7 @@ def _show_range(request: SubmitRequest, text: str, *, as_json: bool) -> int:
     All sizes use the recipe's global batch or, without one, that of the largest size.
     """
     from clustertrain.report.plan_range import print_table
-    from clustertrain.submit.request import prepare
+    from clustertrain.submit.prepare import prepare
 
     first_prepared = prepare(request, purpose="plan")
     gpus_per_node = first_prepared.spec.job.gpus

@@ -95,12 +95,12 @@ def track(name: str, to: tuple[str, ...], as_json: bool) -> int:
 def _upload(run: RunDir, name: str) -> tuple[int, str | None]:
     """Return the last step that the tracker has, and the error if the upload failed."""
     from clustertrain.errors import ClusterTrainError
-    from clustertrain.tracking import endings, tracker
+    from clustertrain.tracking import endings, registry, tracker
     from clustertrain.tracking import run_facts as facts
 
     errors: list[str] = []
     try:
-        client = tracker.build_tracker(name, run, facts.load_run_metadata(run, 0))
+        client = registry.build_tracker(name, run, facts.load_run_metadata(run, 0))
     except ClusterTrainError as e:
         return -1, str(e)
     uploader = tracker.TrackerUploader(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from clustertrain.config import slice_checks
 from clustertrain.config.data import BUILT_IN_DATASETS, DIGIT_HALF_PIXELS, DIGITS
 from clustertrain.config.evaluation import SLICE_SEPARATOR, VALIDATION_PREFIX, MetricName
+from clustertrain.config.model import DATA_KINDS_BY_MODEL
 from clustertrain.config.objective import ObjectiveKind
 from clustertrain.config.parsing import did_you_mean, format_value
 from clustertrain.errors import ConfigError
@@ -48,8 +49,6 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def _check_data(recipe: Recipe) -> None:
-    from clustertrain.config.recipe import DATA_KINDS_BY_MODEL
-
     model, data = recipe.model, recipe.data
     data_kinds = DATA_KINDS_BY_MODEL[model.kind]
     if not model.entry and data.kind not in ("auto", *data_kinds):

@@ -1,12 +1,23 @@
-"""Sizes of the built-in models besides the decoder."""
+"""Kinds of the built-in models, the data each learns from, and the sizes of all but the decoder."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
+from clustertrain.config.data import DataKind
 from clustertrain.config.ranges import check_positive, check_range
+
+ModelKind = Literal["decoder", "convnet", "two-tower"]
+# "auto" is the first of them.
+DATA_KINDS_BY_MODEL: Mapping[ModelKind, tuple[DataKind, ...]] = {
+    "decoder": ("text", "tokens", "own"),
+    "convnet": ("images", "own"),
+    "two-tower": ("pairs", "own"),
+}
 
 MAX_STAGES = 14  # they would halve 16,384 pixels to one
 

@@ -7,7 +7,6 @@ The same file may carry ``[job]`` (see :mod:`clustertrain.config.job`) and ``[en
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ from clustertrain.config.evaluation import (
     EvaluationSpec,
     MetricName,
 )
-from clustertrain.config.model import ConvnetSpec, TwoTowerSpec
+from clustertrain.config.model import DATA_KINDS_BY_MODEL, ConvnetSpec, ModelKind, TwoTowerSpec
 from clustertrain.config.objective import ObjectiveKind, ObjectiveSpec
 from clustertrain.config.optim import OptimSpec
 from clustertrain.config.parallel import ParallelSpec
@@ -38,13 +37,6 @@ from clustertrain.config.storage_paths import check_node_folder, is_url
 from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.config.tracking import TrackingSpec
 
-ModelKind = Literal["decoder", "convnet", "two-tower"]
-# The first is what "auto" stands for.
-DATA_KINDS_BY_MODEL: Mapping[ModelKind, tuple[DataKind, ...]] = {
-    "decoder": ("text", "tokens", "own"),
-    "convnet": ("images", "own"),
-    "two-tower": ("pairs", "own"),
-}
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 CheckpointEngine = Literal["raw", "dcp", "torchsnapshot"]
 

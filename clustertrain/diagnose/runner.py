@@ -22,7 +22,9 @@ from clustertrain.diagnose.registry import Finding, Verdict, overall_verdict
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, CommandFailed, ConfigError, UsageError
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.submit.preflight import data
-from clustertrain.submit.request import PreparedRun, SubmitRequest, prepare
+from clustertrain.submit.prepare import prepare
+from clustertrain.submit.prepared_run import PreparedRun
+from clustertrain.submit.request import SubmitRequest
 
 # (check, how much is done, of how much)
 CheckProgressCallback = Callable[[str, int, int], None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -13,11 +13,12 @@ from clustertrain.errors import ConfigError
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.memory import MemoryEstimate
 from clustertrain.plan.cost.user_model import ModelStats
-from clustertrain.plan.decision import PlanDecision, RejectedLayout
+from clustertrain.plan.decide import decide, decide_for_script
+from clustertrain.plan.decision import Explanation, PlanDecision, RejectedLayout
 from clustertrain.plan.env import nccl
 from clustertrain.plan.env.nccl import EnvSetting
 from clustertrain.plan.explain import search_result, training
-from clustertrain.plan.explain import warnings as notes
+from clustertrain.plan.explain import warnings as explain
 from clustertrain.plan.layout import Batch, Layout, pluralize
 from clustertrain.plan.request import PlanRequest
 
@@ -78,14 +79,16 @@ def plan(
     device: str,
     inherited_env: Collection[str] = (),
     model_stats: ModelStats | None = None,
+    notes: Sequence[str] = (),
 ) -> Plan:
     """Choose how the ranks share the work.
 
     Args:
-        device: ``cpu`` or ``cuda``, decided already.
-        taken: environment names that the submitting user has set besides ``spec.env``.
-        counted: the user's own model. It changes the estimate of the memory and no choice, so that `submit`, which
-            does not count unless told to, chooses the same.
+        device: ``cpu`` or ``cuda``.
+        inherited_env: environment names that the submitting user has set besides ``spec.env``.
+        model_stats: the counted model. It changes the memory estimate and no choice, so that a `submit` that does not
+            count chooses the same.
+        notes: warnings of earlier phases, which become the plan's last ones.
 
     Raises:
         ConfigError: the degrees do not make the world size, the batch or the model does not divide as they need, or
@@ -95,25 +98,11 @@ def plan(
     job = spec.job
     env_names = {*spec.env, *inherited_env}
     request = PlanRequest(spec, device, profile, model_stats)
-    decision = PlanDecision(request)
-    if spec.script is None:
-        decision.decide()
-    else:
-        decision.decide_for_script()
-    limit_s = parse_time_limit_s(job.time)
-    lead_s = profile.signal_lead_s
-    if limit_s is not None and limit_s < 2 * lead_s:
-        lead_s = max(1, int(limit_s) // 2)
-        decision.reasons.append(
-            f"signal_lead_s {lead_s}: half of the time limit of {limit_s:g} s; the profile's {profile.signal_lead_s} s "
-            "would stop the run soon after its start, and Slurm may warn up to 60 s early"
-        )
+    decision = decide(request) if spec.script is None else decide_for_script(request)
+    lead_s, lead_reasons = _choose_signal_lead(job.time, profile.signal_lead_s)
     time = _estimate_time(spec, decision)
-    if spec.script is None:
-        recipe = spec.recipe
-        decision.warnings += notes.budget_warnings(recipe.contract, time.step_s, recipe.train.steps, request.world_size)
-        decision.warnings += [*notes.patience_warnings(recipe), *notes.plateau_warnings(recipe)]
-        decision.warnings += notes.model_loss_warnings(recipe) if model_stats is None else []
+    decision = decision.explained(Explanation(lead_reasons, _recipe_warnings(request, time.step_s)))
+    warnings = (*decision.warnings, *notes)
     fabric = profile.fabric_interface if job.backend != "local" else ""  # one machine talks over its loopback
     return Plan(
         device=device,
@@ -132,12 +121,38 @@ def plan(
         training=training.describe_training(spec, decision.layout, request.optimizer_state),
         signal_lead_s=lead_s,
         grace_s=spec.recipe.rehearsal.grace_s if job.backend == "local" else profile.grace_s,
-        reasons=(*decision.reasons, *decision.warnings),
-        warnings=tuple(decision.warnings),
+        reasons=(*decision.reasons, *warnings),
+        warnings=warnings,
         counted=model_stats,
-        rejected=tuple(decision.rejected),
+        rejected=decision.rejected,
         runners_up=list_runners_up(decision),
         way_out=decision.suggestion,
+    )
+
+
+def _choose_signal_lead(time_limit: str, profile_lead_s: int) -> tuple[int, tuple[str, ...]]:
+    """Return the seconds between the signal and the time limit, and the reason where the profile's do not fit."""
+    limit_s = parse_time_limit_s(time_limit)
+    if limit_s is None or limit_s >= 2 * profile_lead_s:
+        return profile_lead_s, ()
+    lead_s = max(1, int(limit_s) // 2)
+    reason = (
+        f"signal_lead_s {lead_s}: half of the time limit of {limit_s:g} s; the profile's {profile_lead_s} s "
+        "would stop the run soon after its start, and Slurm may warn up to 60 s early"
+    )
+    return lead_s, (reason,)
+
+
+def _recipe_warnings(request: PlanRequest, step_s: float | None) -> tuple[str, ...]:
+    """Return warnings about a recipe that no layout changes; none for a script."""
+    recipe = request.spec.recipe
+    if request.spec.script is not None:
+        return ()
+    return (
+        *explain.budget_warnings(recipe.contract, step_s, recipe.train.steps, request.world_size),
+        *explain.patience_warnings(recipe),
+        *explain.plateau_warnings(recipe),
+        *(explain.model_loss_warnings(recipe) if request.model_stats is None else ()),
     )
 
 

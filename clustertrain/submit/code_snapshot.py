@@ -1,8 +1,8 @@
-"""Copies the user's code into ``code/``, so that a requeue runs what was submitted.
+"""Copy the user's code into ``code/``, so that a requeue runs what was submitted.
 
-Taken are the files of the script's git repository that are tracked, or untracked and not ignored; without git, the
-script's folder without caches and virtual environments. Not taken are files that look like secrets, and what links
-out of the repository lead to. It is built beside its place and renamed: no half snapshots.
+A snapshot holds the files of the script's git repository that are tracked, or untracked and not ignored; without git,
+the script's folder without caches and virtual environments. It leaves out files that look like secrets, and the targets
+of links out of the repository. It is built next to its place and renamed, so that no partial snapshot is ever seen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from clustertrain.submit.secret_files import is_likely_secret
 DEFAULT_LIMIT_MIB = 100
 MAX_FILES = 50_000
 _MIB = 1024 * 1024
-# --show-toplevel fails inside of a .git folder and in a bare repository.
+# --show-toplevel fails inside a .git folder and in a bare repository.
 _NO_REPOSITORY = ("not a git repository", "must be run in a work tree", "cannot change to")
 _SKIPPED_FOLDERS = frozenset({
     ".git", ".hg", ".svn", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache",
@@ -35,17 +35,18 @@ _SKIPPED_FOLDERS = frozenset({
 
 @dataclass(frozen=True)
 class CodeSnapshot:
-    """What was copied. ``script`` is relative to ``code/``; ``external_links`` are links out of the repository, which
-    stay
-    links; ``script_source`` says where the script is copied from, if it is such a link; ``skipped_secrets`` were left
-    out."""
+    """The code that was copied, and what was left out."""
 
     script: str
+    """The script or package, relative to ``code/``."""
     root: Path
+    """The folder that was copied."""
     files: int
     size_bytes: int
     external_links: tuple[str, ...] = ()
+    """Links out of the repository, which stay links."""
     script_source: str = ""
+    """Target of the script if it is such a link: it is copied from there."""
     skipped_secrets: tuple[str, ...] = ()
 
 
@@ -58,10 +59,10 @@ class _Entry:
 
 
 def find_repository_root(folder: Path) -> Path | None:
-    """The root of the git repository that ``folder`` is in, or None without one (or without git).
+    """Return the root of the git repository that contains ``folder``; None without a repository or without git.
 
     Raises:
-        ConfigError: git cannot use the repository: somebody else owns it, or its configuration is broken.
+        ConfigError: git cannot use the repository: another user owns it, or its configuration is broken.
     """
     try:
         result = git.run(folder, "rev-parse", "--show-toplevel", check=False)
@@ -78,12 +79,12 @@ def find_repository_root(folder: Path) -> Path | None:
 
 
 def find_snapshot_root(script: Path) -> Path:
-    """The folder that a snapshot for ``script`` copies."""
+    """Return the folder that a snapshot for ``script`` copies."""
     return find_repository_root(script.parent.resolve()) or script.parent.resolve()
 
 
 def is_git_ignored(path: Path) -> bool:
-    """Whether git leaves ``path`` out, and so a snapshot that is not taken for this file itself."""
+    """Return whether git ignores ``path``, which a snapshot then lacks unless it is taken for this file."""
     root = find_repository_root(path.parent.resolve())
     return root is not None and git.run(root, "check-ignore", "-q", str(path), check=False).returncode == 0
 
@@ -99,14 +100,14 @@ def take_snapshot(
     """Copy the code around ``script`` to the folder ``target``, which must not exist.
 
     Args:
-        without: a folder that is left out with all in it (the runs themselves, where they lie in the repository).
+        exclude: a folder to leave out (the runs, if they lie in the repository).
         include: patterns of paths that are copied although they look like secrets.
 
     Raises:
-        ConfigError: larger than ``limit_mib`` MiB (the largest files are named), a pattern matches no file, or a file
-            cannot be read.
+        ConfigError: the code is larger than ``limit_mib`` MiB (the message names the largest files), a pattern matches
+            no file, or a file cannot be read.
     """
-    # The folder's real place, but not the script's: a link to a script elsewhere stays a name in this folder.
+    # Resolve the folder but not the script: a link to a script elsewhere keeps its name in this folder.
     script = script.parent.resolve() / script.name
     repository = find_repository_root(script.parent)
     root = repository or script.parent
@@ -139,18 +140,18 @@ def take_snapshot(
 
 
 def _check_include(patterns: Sequence[str], names: Sequence[str], root: Path) -> None:
-    """A pattern that matches nothing is a file that the job would miss."""
+    """Raise ConfigError for a pattern that matches nothing: the job would miss a file."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
                 f"--snapshot-include {shlex.quote(pattern)}: no file in {root} matches",
-                fix=f"give a path as seen from {root}; files that git ignores are never copied",
+                fix=f"give a path relative to {root}; files that git ignores are never copied",
             )
 
 
 def _select_names(root: Path, script: Path, candidates: Iterator[str], exclude: Path | None) -> list[str]:
     excluded_prefix = f"{exclude.resolve()}{os.sep}" if exclude is not None else None
-    names: dict[str, None] = {str(script.relative_to(root)): None}  # also where it is ignored
+    names: dict[str, None] = {str(script.relative_to(root)): None}  # even if git ignores it
     is_behind_link = _build_link_check(root)
     for name in candidates:
         if is_behind_link(name):
@@ -160,13 +161,14 @@ def _select_names(root: Path, script: Path, candidates: Iterator[str], exclude: 
         if len(names) > MAX_FILES:
             raise ConfigError(
                 f"more than {MAX_FILES} files in {root}: this looks like data, not code",
-                fix="name the data in .gitignore, or put the script into a folder (a git repository) of its own",
+                fix="add the data to .gitignore, or move the script to a separate folder (or git repository)",
             )
     return list(names)
 
 
 def _build_link_check(root: Path) -> Callable[[str], bool]:
-    """Whether a folder above a name is a link: git still knows the files of a folder that a link has replaced."""
+    """Return a function that tells whether a parent of a path is a link: git still lists the files of a folder that a
+    link has replaced."""
 
     @functools.cache
     def is_linked(folder: Path) -> bool:
@@ -176,7 +178,7 @@ def _build_link_check(root: Path) -> Callable[[str], bool]:
 
 
 def _list_git_files(root: Path, prefix: str) -> Iterator[str]:
-    """Tracked and not ignored files below ``root/prefix``; submodules and nested repositories are entered."""
+    """Yield tracked and not ignored files below ``root/prefix``, including submodules and nested repositories."""
     folder = root / prefix
     listing = git.run(folder, "ls-files", "-coz", "--exclude-standard").stdout
     is_behind_link = _build_link_check(root)
@@ -184,11 +186,11 @@ def _list_git_files(root: Path, prefix: str) -> Iterator[str]:
         if not name:
             continue
         if "\ufffd" in name:
-            raise ConfigError(f"{root}: the file name {name!r} is not UTF-8", fix="rename it, or ignore it")
+            raise ConfigError(f"{root}: the file name {name!r} is not UTF-8", fix="rename it, or add it to .gitignore")
         path = str(Path(prefix, name))
         full = root / path
         if full.is_dir() and not full.is_symlink() and not is_behind_link(path):
-            # git names a submodule and a nested repository by its folder; one without .git was never checked out.
+            # git lists a submodule and a nested repository as a folder; one without .git was never checked out.
             if (full / ".git").exists():
                 yield from _list_git_files(root, path)
         else:
@@ -210,7 +212,8 @@ def _walk_files(root: Path) -> Iterator[str]:
 
 
 def _classify_files(root: Path, names: list[str], is_included: Callable[[str], bool]) -> list[_Entry]:
-    """``is_included``: whether a path is copied whatever it looks like, and wherever it leads."""
+    """Return the entries of the snapshot. Paths for which ``is_included`` holds are copied even if they look like
+    secrets or lead out of the repository."""
     secret = {name for name in names if is_likely_secret(name) and not is_included(name)}
     copied_paths = {name for name in names if name not in secret}
     # Folders that will exist in the snapshot, so that a link to one keeps its meaning.
@@ -241,9 +244,9 @@ def _classify_file(root: Path, name: str, copied_paths: set[str], is_included: C
     try:
         info = real.stat()
     except OSError:
-        return _Entry(name, "link", target=str(path.readlink()))  # leads nowhere here either
+        return _Entry(name, "link", target=str(path.readlink()))  # a dangling link stays one
     if not stat.S_ISREG(info.st_mode) or not (is_inside or is_included(name)):
-        # Nearly always data, too big to copy, or a file of somebody else: it stays where it is, and is reported.
+        # Usually data that is too large to copy, or another user's file: it stays there and is reported.
         return _Entry(name, "outside", target=str(real))
     if is_likely_secret(relative) and not is_included(name) and not is_included(relative):
         return _Entry(name, "secret")
@@ -258,12 +261,12 @@ def _check_size(root: Path, entries: list[_Entry], limit_mib: int) -> None:
     listing = "".join(f"\n    {e.size / _MIB:8.1f} MiB  {e.name}" for e in largest)
     raise ConfigError(
         f"the code in {root} is {total / _MIB:.1f} MiB, more than {limit_mib} MiB; the largest files:{listing}",
-        fix="name what is not code in .gitignore, or raise --snapshot-limit-mib",
+        fix="add files that are not code to .gitignore, or raise --snapshot-limit-mib",
     )
 
 
 def grant_group_access(target: Path, group_bits: int) -> None:
-    """``group_bits``: the bits that each folder there has for it, and that files keep. A private file stays private."""
+    """Give the folders below ``target`` the permissions ``group_bits`` for the group; files keep theirs within it."""
     for folder, _, files in os.walk(target):
         Path(folder).chmod(0o700 | group_bits)
         for name in files:

@@ -1,7 +1,7 @@
-"""What ``clustertrain requeue`` does: ask a running attempt to start again, or continue a run that has ended.
+"""``clustertrain requeue``: ask a running attempt to restart, or continue a run that has ended.
 
-Two commands may do so at the same moment, on two machines. Each request is a file that one of them alone can make:
-whoever comes second reads what the first one asked for (docs/decisions/0033).
+Two commands may run at the same moment on two machines. Each request is a file that only one of them can create; the
+other reads what the first one requested (docs/decisions/0033).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from clustertrain.run import event_types, events, json_files
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.scheduler.backend import Backend, Submission
 
-ANSWER_TIMEOUT_S = 30.0  # for a running attempt, which looks once a second
-SUBMIT_TIMEOUT_S = 600.0  # after which a command on another machine counts as dead where it has submitted nothing
+ANSWER_TIMEOUT_S = 30.0  # for a running attempt, which polls once a second
+SUBMIT_TIMEOUT_S = 600.0  # a command on another machine that has submitted nothing by then counts as dead
 WRITE_TIMEOUT_S = 2.0
 _FIELD_TYPES = {"options": dict, "by": str, "host": str, "pid": float, "created": float, "t": float, "job_id": str}
 
 
 def request_requeue(run: RunDir, attempt: AttemptDir, options: Mapping[str, str]) -> None:
-    """Ask a running attempt to stop at a checkpoint and start again with these options of sbatch; returns once it does.
+    """Ask a running attempt to stop at a checkpoint and restart with these sbatch options; return once it agrees.
 
     Raises:
         ClusterTrainError: another request is pending, the attempt is ending, or it does not answer.
@@ -70,11 +70,11 @@ def suggest_after_cancel(run: RunDir) -> str:
 
 
 class Continuation:
-    """A continuation of an ended run. Made before anybody looks at whether the run has ended: a command that has
-    continued it since then is found by :meth:`claim`."""
+    """A continuation of an ended run. Create it before checking that the run has ended: :meth:`claim` then detects a
+    command that has continued the run since."""
 
     def __init__(self, run: RunDir) -> None:
-        """Raises ClusterTrainError: another command is at it."""
+        """Raise ClusterTrainError if another command is continuing the run."""
         self._run = run
         self._folder = run.path / "continued"
         names = [p.stem for p in self._folder.iterdir()] if self._folder.is_dir() else []
@@ -97,13 +97,13 @@ class Continuation:
             )
 
     def claim(self) -> None:
-        """Raises ClusterTrainError: another command was faster."""
+        """Claim the continuation. Raise ClusterTrainError if another command was faster."""
         fsio.claim_folder(self._folder)
         if not fsio.create_json(self._path, _build_claim()):
             self._check_claim(self._path, include_submitted=True)
 
     def submit(self, backend: Backend, options: Mapping[str, str]) -> str:
-        """Submit the run again, whose cancel marker goes out of the way; returns the job. Raises as the backend."""
+        """Submit the run again and return the job. The cancel marker is archived, and restored if the backend fails."""
         cancelled, archived = self._run.cancel_marker, self._run.path / f"cancelled-until-{clock.now():.0f}.json"
         with suppress(FileNotFoundError):
             cancelled.rename(archived)
@@ -116,7 +116,7 @@ class Continuation:
             raise
 
     def record_job(self, job_id: str) -> None:
-        """Once the run's events name the job."""
+        """Record the job, after the run's events name it."""
         fsio.write_json(self._path, {**_build_claim(), "job_id": job_id})
 
 
@@ -128,7 +128,7 @@ def _build_claim() -> dict[str, Any]:
 
 
 def _is_submitting(claim: Mapping[str, Any]) -> bool:
-    """Whether the command that made a claim may still be submitting. On this machine its process tells."""
+    """Return whether the command that made ``claim`` may still be submitting. On this machine check its process."""
     if claim.get("host") != socket.gethostname():
         return bool(clock.now() - claim.get("t", 0.0) < SUBMIT_TIMEOUT_S)
     try:
@@ -138,7 +138,7 @@ def _is_submitting(claim: Mapping[str, Any]) -> bool:
 
 
 def _read_new_json(path: Path) -> dict[str, Any]:
-    """What somebody has just put into ``path``, which without hard links is empty for a moment."""
+    """Return the document that was just created at ``path``. Without hard links it is empty for a moment: wait."""
     document: dict[str, Any] = {}
 
     def try_read() -> bool:

@@ -1,5 +1,8 @@
-"""The one door to git, which only reads. Somebody else may have prepared a repository, and its configuration can name
-programs for git to run: none of them is run, and nothing is fetched. Why so: docs/decisions/0037."""
+"""The only calls to git, all of which only read.
+
+Another user may have prepared a repository, and its configuration can name programs for git to run: none is run, and
+nothing is fetched (docs/decisions/0037).
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ from clustertrain.errors import CommandFailed
 
 _OVERRIDES = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "core.sshCommand=false", "core.pager=cat")
 _ENVIRONMENT = {
-    "GIT_ALLOW_PROTOCOL": "",  # of a partial clone, git would fetch what it lacks
+    "GIT_ALLOW_PROTOCOL": "",  # git would fetch the missing objects of a partial clone
     "GIT_NO_LAZY_FETCH": "1",
     "GIT_OPTIONAL_LOCKS": "0",
     "GIT_TERMINAL_PROMPT": "0",
-    "LC_ALL": "C",  # its messages are read
+    "LC_ALL": "C",  # its messages are parsed
 }
 
 
 def run(folder: Path, *argv: str, settings: Sequence[str] = (), check: bool = True) -> proc.CommandResult:
-    """``git ARGV`` in ``folder``, with ``settings`` (``KEY=VALUE``) besides those that keep it harmless.
+    """Run ``git ARGV`` in ``folder`` with ``settings`` (``KEY=VALUE``) and those that keep it harmless.
 
     Raises:
         CommandFailed: as :func:`clustertrain.proc.run`.
@@ -31,14 +34,14 @@ def run(folder: Path, *argv: str, settings: Sequence[str] = (), check: bool = Tr
 
 
 def list_filter_overrides(repository: Path) -> list[str]:
-    """Settings for a command that compares files with the index, which runs the clean filter of each. Filters that the
-    repository itself defines are off; what the user or the system has defined, as Git LFS, stays.
+    """Return settings for commands that compare files with the index, which run the clean filter of each file. They
+    disable the filters that the repository defines; those of the user or the system, as Git LFS, stay.
 
     Raises:
-        CommandFailed: git cannot say where a filter is defined, or one cannot be switched off.
+        CommandFailed: git cannot report where a filter is defined, or a filter cannot be disabled.
     """
     result = run(repository, "config", "-z", "--show-scope", "--get-regexp", r"^filter\.", check=False)
-    if result.returncode == 1:  # there are none
+    if result.returncode == 1:  # no filters
         return []
     if result.returncode:
         raise CommandFailed(f"git cannot list the filters of {repository}: {result.stderr.strip()}")
@@ -52,5 +55,5 @@ def list_filter_overrides(repository: Path) -> list[str]:
         else:
             trusted[key] = value
     if any("=" in key or "\ufffd" in key for key in repository_keys):  # -c would set another key
-        raise CommandFailed(f"a filter of {repository} has a name that cannot be switched off")
+        raise CommandFailed(f"a filter of {repository} has a name that cannot be disabled")
     return [f"{key}={trusted.get(key, 'false' if key.endswith('.required') else '')}" for key in repository_keys]

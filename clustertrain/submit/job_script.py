@@ -1,4 +1,4 @@
-"""RunSpec and Plan -> the text of job.sh. Pure but for reading the template."""
+"""Render job.sh from a RunSpec and a Plan. Reads nothing but the template."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.time_limits import parse_time_limit_s
 from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import Plan
+from clustertrain.run import run_dir
 from clustertrain.run.run_dir import RunDir
-from clustertrain.submit import templates
+from clustertrain.submit import python_path, templates
+from clustertrain.submit.prepared_run import PreparedRun
 
-# Ours: another value would contradict the plan or the way batch and agents work.
+# clustertrain sets these: another value would contradict the plan or break the controller and the agents.
 _MANAGED_OPTIONS = {
     "nodes": "--nodes", "ntasks": "--nodes", "ntasks-per-node": "--nodes", "gpus": "--gpus", "gpus-per-node": "--gpus",
     "gpus-per-task": "--gpus", "cpus-per-task": "--cpus-per-gpu", "job-name": "--name", "time": "--time",
@@ -32,7 +34,7 @@ _READONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS",
 
 @dataclass(frozen=True)
 class ScriptInput:
-    """All that job.sh is made of. ``code_paths`` are folders of the snapshot that go to the front of PYTHONPATH."""
+    """Everything that job.sh depends on. ``code_paths``: folders of the snapshot at the front of PYTHONPATH."""
 
     run: RunDir
     spec: RunSpec
@@ -43,8 +45,33 @@ class ScriptInput:
     code_paths: Sequence[Path] = field(default=())
 
 
+def script_input(
+    prepared: PreparedRun, run: RunDir | None = None, spec: RunSpec | None = None, code_paths: Sequence[Path] = ()
+) -> ScriptInput:
+    """Return the input of job.sh. Without ``run`` only the directives are right, all but the job's name."""
+    return ScriptInput(
+        run=run or RunDir(run_dir.runs_folder() / "unnamed"),
+        spec=spec or prepared.spec,
+        profile=prepared.profile,
+        plan=prepared.plan,
+        python=prepared.python,
+        home=settings.home(),
+        code_paths=code_paths,
+    )
+
+
+def render_dry_run_script(prepared: PreparedRun) -> str:
+    """Return job.sh as it would be submitted except for the end of the run's name."""
+    run = RunDir(run_dir.runs_folder() / f"{run_dir.slugify(prepared.spec.job.name)}-xxxxxx")
+    paths: list[Path] = []
+    if prepared.code is not None:
+        root, package = python_path.locate_in_snapshot(prepared.code)
+        paths = python_path.build_python_path(run.code, root, None if prepared.spec.script is not None else package)
+    return render_job_script(script_input(prepared, run, prepared.spec, paths))
+
+
 def render_job_script(inputs: ScriptInput) -> str:
-    """The text of job.sh.
+    """Return the text of job.sh.
 
     Raises:
         ConfigError: a value with control characters, an option that clustertrain sets itself, a bad environment name.
@@ -73,18 +100,18 @@ def render_job_script(inputs: ScriptInput) -> str:
 
 
 def secret_names(spec: RunSpec) -> list[str]:
-    """The variables that the secrets of the run set."""
+    """Return the names of the variables that hold secrets of the run."""
     return [*spec.secret_env, *([settings.WEBHOOK] if spec.recipe.telemetry.alerts.webhook else [])]
 
 
 def format_secrets(spec: RunSpec) -> str:
-    """What job.sh reads its secrets from; empty where there are none."""
+    """Return the text of secrets.sh, which job.sh sources; empty if there are no secrets."""
     values = {**spec.env, settings.WEBHOOK: spec.recipe.telemetry.alerts.webhook}
     return "".join(f"export {name}={shlex.quote(values[name])}\n" for name in secret_names(spec))
 
 
 def redact_secrets(spec: RunSpec) -> RunSpec:
-    """``spec`` as it is written down, with the names of the variables that the secrets set."""
+    """Return ``spec`` as it is stored: names of secret variables instead of their values."""
     env = {name: value for name, value in spec.env.items() if name not in spec.secret_env}
     alerts = spec.recipe.telemetry.alerts
     if alerts.webhook:
@@ -95,9 +122,9 @@ def redact_secrets(spec: RunSpec) -> RunSpec:
 
 
 def render_array_script(inputs: ScriptInput, sweep_id: str, tasks: int, max_concurrent: int | None) -> str:
-    """The text of a sweep's job.sh: every task becomes the job.sh of its run. ``inputs`` is any of the runs, since all
-    have the same directives."""
-    # %a is the number of the task, and in the sweep's folder a link of that name leads to the run.
+    """Return the text of a sweep's job.sh, in which every task executes the job.sh of its run. ``inputs`` may be any of
+    the runs: all have the same directives."""
+    # %a is the task number; the sweep's folder has a link of that name to the run.
     overrides = {"job-name": sweep_id, "output": "%a/job.log"}
     pairs = [("array", f"0-{tasks - 1}" + (f"%{max_concurrent}" if max_concurrent else ""))]
     pairs += [(key, overrides.get(key, value)) for key, value in build_directives(inputs)]
@@ -105,8 +132,8 @@ def render_array_script(inputs: ScriptInput, sweep_id: str, tasks: int, max_conc
 
 
 def build_directives(inputs: ScriptInput) -> list[tuple[str, str]]:
-    """The ``#SBATCH`` options in order; an empty value is an option without one. Passed-through options come last, so
-    that they win over ours where Slurm takes the last."""
+    """Return the ``#SBATCH`` options in order; an empty value is a flag. User options come last, since Slurm takes the
+    last of two."""
     job = inputs.spec.job
     pairs = [("job-name", inputs.run.id), ("nodes", str(job.nodes)), ("ntasks-per-node", "1")]
     pairs += _resource_options(inputs)
@@ -114,7 +141,7 @@ def build_directives(inputs: ScriptInput) -> list[tuple[str, str]]:
                 "dependency"):  # fmt: skip
         pairs.append((key, getattr(job, key)))
     if parse_time_limit_s(job.time) is not None:
-        # To the steps, not to the batch shell alone: the agents turn it into a stop at a step boundary.
+        # To the steps, not only to the batch shell: the agents turn it into a stop at a step boundary.
         pairs.append(("signal", f"USR2@{inputs.plan.signal_lead_s}"))
     pairs = [(key, value) for key, value in pairs if value]
     # Relative to --chdir, which is an argument of sbatch: the run directory is the job's WorkDir.
@@ -123,7 +150,7 @@ def build_directives(inputs: ScriptInput) -> list[tuple[str, str]]:
     values = dict(pairs)
     for key, value in job.sbatch.items():
         name = _check_option(key, value)
-        # Of two --gres sbatch takes the last alone: the GPUs would be gone.
+        # sbatch takes only the last --gres: without ours the GPUs would be lost.
         pairs.append((name, f"{values['gres']},{value}" if name == "gres" and name in values else value))
     for key, value in pairs:
         _check_control_characters(f"--{key}", value)
@@ -131,10 +158,10 @@ def build_directives(inputs: ScriptInput) -> list[tuple[str, str]]:
 
 
 def _resource_options(inputs: ScriptInput) -> list[tuple[str, str]]:
-    """GPUs and cores of a node, as sbatch and srun both take them."""
+    """Return the options for GPUs and cores per node, which sbatch and srun share."""
     job = inputs.spec.job
     pairs = []
-    # On the CPU `gpus` counts ranks. Devices are asked for all the same where a type is named: a GPU job's rehearsal.
+    # On the CPU `gpus` counts ranks. A named GPU type still requests devices: the rehearsal of a GPU job.
     if inputs.plan.device == "cuda" or job.gpu_type:
         type_prefix = f"{job.gpu_type}:" if job.gpu_type else ""
         flag = inputs.profile.gpus_flag
@@ -149,14 +176,14 @@ def _srun_options(inputs: ScriptInput) -> list[str]:
     options = [
         f"--nodes={inputs.spec.job.nodes}",
         "--ntasks-per-node=1",
-        # One node's end must not make Slurm kill the others in the middle of a checkpoint: batch decides.
+        # A node that exits must not make Slurm kill the others during a checkpoint: the controller decides.
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--export=ALL",
         f"--task-epilog={inputs.run.agent_end_script}",
-        "--cpu-bind=none",  # the agent's ranks share the cores; a mask inherited from the batch step would pin them
+        "--cpu-bind=none",  # the ranks share the cores; a mask inherited from the batch step would pin them
     ]
-    # srun 22.05 and later does not take --cpus-per-task over from sbatch.
+    # srun since 22.05 does not inherit --cpus-per-task from sbatch.
     options += [f"--{key}={value}" for key, value in _resource_options(inputs)]
     return [shlex.quote(option) for option in options]
 
@@ -168,9 +195,9 @@ def _local_options(job: JobSpec) -> list[str]:
 def _check_option(key: str, value: str) -> str:
     name = key.lstrip("-").replace("_", "-")
     if not re.fullmatch(r"[a-z][a-z0-9-]+", name):
-        raise ConfigError(f"--sbatch {key!r}: not the name of an sbatch option", fix="give its long name")
-    # sbatch takes the first letters of a name for the name; no other option's name begins one of these.
-    managed = next((own for own in _MANAGED_OPTIONS if own.startswith(name)), None)
+        raise ConfigError(f"--sbatch {key!r}: not the name of an sbatch option", fix="use the long name")
+    # sbatch accepts abbreviated names; no other option is a prefix of one of these.
+    managed = next((option for option in _MANAGED_OPTIONS if option.startswith(name)), None)
     if managed is not None:
         alternative = _MANAGED_OPTIONS[managed]
         raise ConfigError(
@@ -179,19 +206,19 @@ def _check_option(key: str, value: str) -> str:
         )
     if name == "gres" and re.search(r"(^|,)gpu\b", value):
         raise ConfigError(
-            f"--sbatch {name}={value}: clustertrain asks for GPUs itself",
-            fix="use --gpus and --gpu-type; where the site wants them as a GRES, gpus_flag in the cluster profile",
+            f"--sbatch {name}={value}: clustertrain requests the GPUs",
+            fix="use --gpus and --gpu-type; set gpus_flag in the cluster profile if the site requests GPUs as a GRES",
         )
     return name
 
 
 def _check_control_characters(label: str, value: str) -> None:
     if any(ord(c) < 32 or ord(c) == 127 for c in value):
-        raise ConfigError(f"{label} = {value!r}: control characters such as line breaks cannot be used here")
+        raise ConfigError(f"{label} = {value!r}: control characters such as line breaks are not allowed")
 
 
 def check_environment(env: dict[str, str]) -> None:
-    """Raises ConfigError for a name that a shell cannot export, or that clustertrain sets itself."""
+    """Raise ConfigError for a name that a shell cannot export or that clustertrain sets itself."""
     for name, value in env.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(f"env {name!r}: not a name for an environment variable")

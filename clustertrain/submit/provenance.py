@@ -1,4 +1,4 @@
-"""record.json: what the run was made from. Nothing here is needed to run it."""
+"""record.json: the code, the command line and the machine of a submission. The run does not need it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from clustertrain.submit.secret_files import is_likely_secret
 
 DIFF_LIMIT_BYTES = 1024 * 1024
 _SECRET_OPTIONS = ("--env", "--set")
-# Of submodules their commit alone: git would start a git in each to look at its files.
+# Only the commits of submodules: git would start a process in each to compare files.
 _SKIP_SUBMODULES = ("--ignore-submodules=dirty",)
 _PACKAGES = ("torch", "numpy", "submitit", "torchsnapshot", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 def collect(argv: Sequence[str], cwd: Path, repository: Path | None) -> dict[str, Any]:
-    """The record of a submission; ``repository`` is the root of the user's code if that is a git repository."""
+    """Return the record of a submission. ``repository`` is the root of the user's code if it is a git repository."""
     return {
         "time": clock.now(),
         "user": _get_user(),
@@ -41,7 +41,7 @@ def collect(argv: Sequence[str], cwd: Path, repository: Path | None) -> dict[str
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
-    """``argv`` without the values of --env, nor a webhook: they may be secrets, and the record is open to the group."""
+    """Return ``argv`` without values of --env and webhooks: they may be secrets, and the group may read the record."""
     redacted, option = [], ""
     for arg in argv:
         joined = next((f"{name}=" for name in _SECRET_OPTIONS if arg.startswith(f"{name}=")), "")
@@ -54,8 +54,8 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
 
 
 def find_package_versions() -> dict[str, str]:
-    """Versions by the names of the installed metadata's folders. Nothing is imported, and importlib.metadata, which
-    would read the same with an e-mail parser, costs a tenth of a submission."""
+    """Return package versions from the names of the ``.dist-info`` folders. importlib.metadata parses files instead,
+    which takes a tenth of the time of a submission."""
     package_names = {name.replace("-", "_"): name for name in _PACKAGES}
     versions: dict[str, str] = {}
     for folder in sys.path:
@@ -67,7 +67,7 @@ def find_package_versions() -> dict[str, str]:
 
 
 def _list_folder(folder: str) -> list[str]:
-    """What is in it; nothing where it is no folder (a zip, say) or closed to us."""
+    """Return the names in ``folder``; none if it is not a folder (a zip) or cannot be read."""
     try:
         return [entry.name for entry in os.scandir(folder)] if folder else []
     except OSError:
@@ -75,8 +75,8 @@ def _list_folder(folder: str) -> list[str]:
 
 
 def read_git_state(repository: Path) -> dict[str, Any] | None:
-    """Commit, branch, whether there were changes, and the changes to tracked files that do not look like secrets, up to
-    1 MiB of them. None without git or without a commit."""
+    """Return the commit, the branch, whether files changed, and up to 1 MiB of the diff of tracked files that do not
+    look like secrets. None without git or without a commit."""
     try:
         commit = git.run(repository, "rev-parse", "HEAD").stdout.strip()
         branch = git.run(repository, "rev-parse", "--abbrev-ref", "HEAD").stdout.strip()
@@ -85,7 +85,7 @@ def read_git_state(repository: Path) -> dict[str, Any] | None:
         diff = _diff(repository, settings) if status else ""
     except CommandFailed:
         return None
-    # Cut in bytes, and not inside of a character.
+    # Cut at a byte limit, but not inside a character.
     truncated = diff.encode()[:DIFF_LIMIT_BYTES].decode(errors="ignore")
     return {
         "repository": str(repository),

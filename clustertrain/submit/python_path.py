@@ -1,4 +1,4 @@
-"""Which code of the user's a run needs, and where it lies in the snapshot."""
+"""Find the user code that a run needs, and its place in the snapshot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clustertrain.submit import code_snapshot
 
 
 def list_search_folders(folders: Iterable[Path]) -> list[Path]:
-    """Where the user's code is looked for: each of ``folders``, the root of its repository and the root's ``src``."""
+    """Return the folders to search for user code: each of ``folders``, its repository's root and the root's ``src``."""
     search_path: list[Path] = []
     for folder in folders:
         root = code_snapshot.find_repository_root(folder)
@@ -20,8 +20,8 @@ def list_search_folders(folders: Iterable[Path]) -> list[Path]:
 
 
 def find_entry(entry: str, search_path: Iterable[Path]) -> Path | None:
-    """The file or folder of the package that ``entry`` (``package.module:function``) names, in the first of
-    ``search_path`` that has one. None: it is an installed one, as far as is known."""
+    """Return the file or folder of the package of ``entry`` (``package.module:function``), in the first of
+    ``search_path`` that has it; None if none does, so that it must be installed."""
     name = entry.partition(":")[0].partition(".")[0]
     for folder in search_path:
         module, package = folder / f"{name}.py", folder / name
@@ -31,10 +31,10 @@ def find_entry(entry: str, search_path: Iterable[Path]) -> Path | None:
 
 
 def find_shared_entry(entries: Mapping[str, str], search_path: Sequence[Path]) -> Path | None:
-    """:func:`find_entry` of several, by the keys of the recipe: the one beside which Python finds the others too.
+    """Return the package of ``entries`` (recipe key -> entry) whose snapshot lets Python find the others too.
 
     Raises:
-        ConfigError: they do not lie where one snapshot has them all.
+        ConfigError: no single snapshot contains them all.
     """
     paths = {
         key: path for key, entry in entries.items() if entry and (path := find_entry(entry, search_path)) is not None
@@ -46,22 +46,22 @@ def find_shared_entry(entries: Mapping[str, str], search_path: Sequence[Path]) -
             return path
     if paths:
         locations = ", ".join(f"{key} in {path.parent}" for key, path in paths.items())
-        raise ConfigError(f"one snapshot of the code cannot have both: {locations}", fix="keep them in one folder")
+        raise ConfigError(f"one snapshot of the code cannot have both: {locations}", fix="move them into one folder")
     return None
 
 
 def locate_in_snapshot(path: Path) -> tuple[Path, str]:
-    """The folder that a snapshot for ``path`` copies, and where in it that lies."""
+    """Return the folder that a snapshot for ``path`` copies, and ``path`` relative to it."""
     root = code_snapshot.find_snapshot_root(path)
     return root, str((path.parent.resolve() / path.name).relative_to(root))
 
 
 def build_python_path(code_dir: Path, root: Path, package: str | None) -> list[Path]:
-    """What of the snapshot in ``code_dir`` goes to the front of PYTHONPATH.
+    """Return the folders of the snapshot in ``code_dir`` that go to the front of PYTHONPATH.
 
     Args:
         root: the folder that is copied, or the copy.
-        package: that of an entry, relative to ``root``; a script's own folder Python adds by itself.
+        package: the package of an entry, relative to ``root``; None for a script, whose folder Python adds itself.
     """
     paths = [code_dir, *([code_dir / "src"] if (root / "src").is_dir() else [])]
     package_parent = (code_dir / package).parent if package is not None else code_dir
@@ -69,8 +69,8 @@ def build_python_path(code_dir: Path, root: Path, package: str | None) -> list[P
 
 
 def build_environment(package_path: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` for a process that imports the package ``package_path`` from where it lies, as job.sh's ranks do
-    from the snapshot."""
+    """Return ``environ`` for a process that imports ``package_path`` from its place, as the ranks do from the
+    snapshot."""
     if package_path is None:
         return dict(environ)
     root, package = locate_in_snapshot(package_path)

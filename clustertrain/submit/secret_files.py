@@ -10,14 +10,14 @@ _SECRET_FILES = (
     "_netrc", ".git-credentials", ".pypirc", ".npmrc", ".pgpass", ".htpasswd", "credentials*.json",
     "service-account*.json", "kaggle.json",
 )  # fmt: skip
-# By the ends of their paths, as their names alone say little.
+# Matched by the end of the path: the name alone is too common.
 _SECRET_PATHS = (".docker/config.json", ".huggingface/token", "huggingface/token", ".config/gh/hosts.yml")
 _SECRET_FOLDERS = frozenset({".aws", ".ssh", ".kube", ".gnupg", ".azure", "gcloud"})
 _ALLOWED_FILES = ("*.py", "*.pub", ".env.example", ".env.sample", ".env.template", ".env.dist")
 
 
 def is_likely_secret(name: str) -> bool:
-    """``name`` is a path."""
+    """Return whether the file at the path ``name`` usually holds a secret."""
     path = PurePath(name)
     if any(fnmatchcase(path.name, pattern) for pattern in _ALLOWED_FILES):
         return False

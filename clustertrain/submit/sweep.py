@@ -1,5 +1,5 @@
-"""``sweep --grid``: the product of the values as ordinary runs, handed over as one job array.
-All, or none."""
+"""``sweep --grid``: one ordinary run per combination of values, submitted as one job array. All are submitted, or
+none."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ from clustertrain.run import run_dir
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.backend import ArraySubmission
 from clustertrain.scheduler.registry import Purpose
-from clustertrain.submit import job_script, transaction
-from clustertrain.submit.request import PreparedRun, SubmitRequest, is_integer_key, prepare
+from clustertrain.submit import checks, job_script, transaction
+from clustertrain.submit.prepare import prepare
+from clustertrain.submit.prepared_run import PreparedRun
+from clustertrain.submit.recipe import is_integer_key
+from clustertrain.submit.request import SubmitRequest
 from clustertrain.submit.transaction import DryRun, SubmittedRun
 
 DEFAULT_OPTION, LOG_PREFIX = "--grid", "log:"
-MAX_RUNS = 1000  # Slurm's MaxArraySize is 1001 unless a site changes it, and the number of a task is below it
+MAX_RUNS = 1000  # Slurm's MaxArraySize is 1001 by default, and task numbers are below it
 
 
 @dataclass(frozen=True)
 class SweepTask:
-    """One run to be, and its values of the grid."""
+    """A prepared run and its values of the grid."""
 
     prepared: PreparedRun
     values: Mapping[str, Any]
@@ -41,7 +44,8 @@ class SweepTask:
 
 @dataclass(frozen=True)
 class SubmittedSweep:
-    """``job_id`` is the array's; None on a backend without arrays. ``runs`` are in the order of the tasks."""
+    """A sweep that the backend has accepted. ``job_id`` is the array's, None on a backend without arrays; ``runs`` are
+    in task order."""
 
     folder: Path
     job_id: str | None
@@ -52,7 +56,7 @@ class SubmittedSweep:
 
 @dataclass(frozen=True)
 class SweepDryRun:
-    """``script`` is the array's; None on a backend without arrays."""
+    """A sweep that was only rendered. ``script`` is the array's, None on a backend without arrays."""
 
     script: str | None
     runs: tuple[tuple[DryRun, Mapping[str, Any]], ...]
@@ -60,17 +64,17 @@ class SweepDryRun:
 
 
 def format_values(values: Mapping[str, Any]) -> str:
-    """``optim.lr=0.0001 seed=1``"""
+    """Return ``values`` as ``optim.lr=0.0001 seed=1``."""
     return " ".join(f"{key}={v if isinstance(v, str) else json.dumps(v, default=str)}" for key, v in values.items())
 
 
 def expand_grid(
     grid_args: Sequence[str], assignments: Iterable[str], option: str = DEFAULT_OPTION
 ) -> list[dict[str, Any]]:
-    """The values of every run, from the texts of ``option`` and ``--set``; the last one given changes fastest.
+    """Return the values of every run, from the texts of ``option``; the last key changes fastest.
 
     Raises:
-        UsageError: no value, an empty one, one that is given twice; a key that is given twice; too many runs.
+        UsageError: no value, an empty value, a repeated value or key (also in ``--set``), or too many runs.
     """
     assigned_keys = {parse_assignment(text)[0] for text in assignments}
     axes: dict[str, list[Any]] = {}
@@ -88,7 +92,7 @@ def expand_grid(
         raise UsageError(
             f"{option}: {' x '.join(map(str, sizes))} = {math.prod(sizes)} runs, more than the {MAX_RUNS} tasks that "
             "an array may have",
-            fix="submit a part of the values at a time",
+            fix="split the values into several sweeps",
         )
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
@@ -119,8 +123,7 @@ def _parse_values(label: str, key: str, text: str) -> list[Any]:
 
 
 def _parse_log_range(label: str, text: str) -> list[float]:
-    """``log:1e-5:1e-2:7``: seven values from the one to the other, each the same multiple of the one before, to four
-    digits; the ends are exact."""
+    """Return the values of ``log:1e-5:1e-2:7``: seven in geometric progression, to four digits; the ends are exact."""
     match = re.fullmatch(rf"{LOG_PREFIX}([^:]+):([^:]+):(\d+)", text)
     try:
         first, last, count = (float(match[1]), float(match[2]), int(match[3])) if match else (0.0, 0.0, 0)
@@ -141,8 +144,8 @@ def submit_sweep(
     """Check and plan every run, write them all and hand them to the backend.
 
     Raises:
-        UsageError, ConfigError: before anything is made.
-        SchedulerError: with Slurm's words; all folders are gone again.
+        UsageError, ConfigError: a run is refused; nothing was created.
+        SchedulerError: Slurm refused the array (with its message); all folders were removed.
     """
     tasks, notes = _prepare_tasks(request, grid_args, option)
     first = tasks[0].prepared
@@ -150,7 +153,7 @@ def submit_sweep(
     sweep = run_dir.create_sweep(job.name, share=job.share)
     created: list[tuple[RunDir, SweepTask]] = []
     try:
-        # One snapshot, to which every run has a link: the same code for all, however many they are.
+        # One snapshot that every run links to.
         with fsio.group_umask(sweep):
             snapshot = transaction.snapshot_code(request, first, sweep / "code")
         record = transaction.collect_record(request, snapshot)
@@ -176,7 +179,7 @@ def submit_sweep(
         with fsio.group_umask(sweep):
             job_ids = first.backend.submit_array(array)
     except ClusterTrainError:
-        _remove_sweep(sweep, created)  # and not after a Ctrl-C: see submit
+        _remove_sweep(sweep, created)  # not after Ctrl-C: see transaction.submit
         raise
     name = first.backend.name
     runs = [
@@ -190,17 +193,17 @@ def submit_sweep(
 def dry_run_sweep(
     request: SubmitRequest, grid_args: Sequence[str], max_concurrent: int | None, option: str = DEFAULT_OPTION
 ) -> SweepDryRun:
-    """The scripts as they would be submitted but for the ends of the names. Makes nothing."""
+    """Return the scripts as they would be submitted except for the ends of the names. Create nothing."""
     tasks, notes = _prepare_tasks(request, grid_args, option, "dry-run")
     name = f"{run_dir.slugify(tasks[0].prepared.spec.job.name)}-xxxxxx"
-    runs = [(DryRun(t.prepared.plan, transaction.render_dry_run_script(t.prepared), ()), t.values) for t in tasks]
+    runs = [(DryRun(t.prepared.plan, job_script.render_dry_run_script(t.prepared), ()), t.values) for t in tasks]
     return SweepDryRun(_render_array_script(tasks, name, max_concurrent), tuple(runs), tuple(notes))
 
 
 def _prepare_tasks(
     request: SubmitRequest, grid_args: Sequence[str], option: str, purpose: Purpose = "submit"
 ) -> tuple[list[SweepTask], list[str]]:
-    """All runs, checked one by one and against each other; and warnings."""
+    """Return all runs, checked one by one and against each other, and warnings."""
     tasks: list[SweepTask] = []
     notes: list[str] = []
     for values in expand_grid(grid_args, request.assignments, option):
@@ -208,7 +211,7 @@ def _prepare_tasks(
             prepared = prepare(
                 replace(request, sweep_values=values), tasks[0].prepared.backend if tasks else None, purpose
             )
-            notes += [*prepared.plan.warnings, *transaction.check_prepared(prepared)]
+            notes += [*prepared.plan.warnings, *checks.check_plan(prepared)]
         except ClusterTrainError as e:
             if _fails_without_grid(request, e, purpose):
                 raise
@@ -222,16 +225,16 @@ def _prepare_tasks(
 
 
 def _fails_without_grid(request: SubmitRequest, error: ClusterTrainError, purpose: Purpose) -> bool:
-    """Whether the request fails so without any values of the grid: then they are not at fault."""
+    """Return whether the request fails in the same way without the grid, whose values then are not the cause."""
     try:
-        transaction.check_prepared(prepare(request, purpose=purpose))
+        checks.check_plan(prepare(request, purpose=purpose))
     except ClusterTrainError as e:
         return e.message == error.message
     return False
 
 
 def _check_unused(tasks: Sequence[SweepTask]) -> None:
-    """Values that were typed and that no run goes by."""
+    """Raise ConfigError for values that were typed and that no run uses."""
     first = tasks[0].prepared.spec
     override_keys = {key for task in tasks for key in task.prepared.unused}
     unused_in_all = sorted(
@@ -248,13 +251,12 @@ def _check_duplicates(tasks: Sequence[SweepTask], option: str) -> None:
         if other is not task:
             raise UsageError(
                 f"{option}: {format_values(other.values)} and {format_values(task.values)} give the same run",
-                fix=f"leave out the option that sets the same thing, which wins over {option}",
+                fix=f"remove the option that overrides {option}",
             )
 
 
 def _check_resources(tasks: Sequence[SweepTask], option: str) -> None:
-    """All tasks of an array are submitted with one set of directives."""
-
+    """Raise ConfigError if the runs differ in resources: the tasks of an array share one set of directives."""
     first = _get_directives(tasks[0].prepared)
     for task in tasks[1:]:
         other = _get_directives(task.prepared)
@@ -263,14 +265,14 @@ def _check_resources(tasks: Sequence[SweepTask], option: str) -> None:
             if a != b and key != "job-name":
                 raise ConfigError(
                     f"{option}: {format_values(tasks[0].values)} and {format_values(task.values)} differ in --{key}"
-                    f" ({a} and {b}), and the tasks of an array share their resources",
-                    fix="submit one sweep for each",
+                    f" ({a} and {b}), and the tasks of an array share one set of resources",
+                    fix="submit one sweep per value",
                 )
 
 
 def _get_directives(prepared: PreparedRun) -> dict[str, str]:
     name = prepared.backend.name
-    pairs = job_script.build_directives(transaction.script_input(prepared)) if name == "slurm" else []
+    pairs = job_script.build_directives(job_script.script_input(prepared)) if name == "slurm" else []
     return {"backend": name, **dict(pairs)}
 
 
@@ -278,7 +280,7 @@ def _render_array_script(tasks: Sequence[SweepTask], sweep_id: str, max_concurre
     first = tasks[0].prepared
     if first.backend.name != "slurm":
         return None
-    return job_script.render_array_script(transaction.script_input(first), sweep_id, len(tasks), max_concurrent)
+    return job_script.render_array_script(job_script.script_input(first), sweep_id, len(tasks), max_concurrent)
 
 
 def _remove_sweep(sweep: Path, created: Iterable[tuple[RunDir, SweepTask]]) -> None:

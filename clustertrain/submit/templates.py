@@ -1,4 +1,4 @@
-"""Finds and fills the templates: in a wheel they lie in the package, in a checkout beside it."""
+"""Find and render the templates: a wheel has them in the package, a checkout next to it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 def find_template_folder() -> Path:
-    """Raises ConfigError when the installation is incomplete."""
+    """Return the folder of the templates. Raise ConfigError if the installation is incomplete."""
     package = Path(__file__).resolve().parents[1]
     for candidate in (package / "templates", package.parent / "templates"):
         if (candidate / "job.sh.j2").is_file():
             return candidate
-    raise ConfigError(f"the templates are missing beside {package}", fix="install clustertrain again")
+    raise ConfigError(f"the templates are missing next to {package}", fix="reinstall clustertrain")
 
 
 def quote_directive(value: str) -> str:
-    """``value`` quoted for an ``#SBATCH`` line.
+    """Return ``value`` quoted for an ``#SBATCH`` line.
 
-    sbatch's own parser, not a shell, reads these lines: a backslash escapes the next character everywhere, also inside
-    quotes of either kind, and a bare ``#`` starts a comment. Control characters are refused before (a line ends there).
+    sbatch parses these lines, not a shell: a backslash escapes the next character even inside quotes of either kind,
+    and a bare ``#`` starts a comment. Control characters, such as line breaks, were refused before.
     """
     if value and all(c.isalnum() or c in "-_./:,=@%+[]~*&|()<>!^?" for c in value) and value.isascii():
         return value
@@ -34,7 +34,7 @@ def quote_directive(value: str) -> str:
 
 
 def read_template(name: str) -> str:
-    """A file that has nothing to fill in."""
+    """Return the text of a template without placeholders."""
     return (find_template_folder() / name).read_text()
 
 
@@ -42,9 +42,9 @@ def render_template(name: str, values: dict[str, Any]) -> str:
     return _build_environment().get_template(name).render(values)
 
 
-@functools.cache  # it keeps the compiled templates: compiling one takes longer than filling it for each run of a sweep
+@functools.cache  # keeps compiled templates: compiling one takes longer than rendering it for every run of a sweep
 def _build_environment() -> jinja2.Environment:
-    # Not at the top: importing jinja2 takes longer than everything else that a submission needs.
+    # Not at the top: importing jinja2 takes longer than all other imports of a submission.
     import jinja2
 
     environment = jinja2.Environment(

@@ -18,7 +18,8 @@ from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir, open_run
 from clustertrain.tracking import run_facts
 from clustertrain.tracking.endings import attempt_ending
-from clustertrain.tracking.tracker import POLL_S, TrackerUploader, build_tracker
+from clustertrain.tracking.registry import build_tracker
+from clustertrain.tracking.tracker import POLL_S, TrackerUploader
 
 NICENESS = 10  # the ranks and their loaders come first
 

@@ -145,22 +145,6 @@ class TrackerUploader:
         self._last_error = type(e).__name__
 
 
-def build_tracker(name: str, run: RunDir, metadata: Any) -> Tracker:
-    """Raises ConfigError where the package is not installed."""
-    # Here and not at the top: each brings a library of its own, of which a run uses one or two.
-    if name == "tensorboard":
-        from clustertrain.tracking.tensorboard import TensorBoard
-
-        return TensorBoard(run, metadata)
-    if name == "wandb":
-        from clustertrain.tracking.wandb import Wandb
-
-        return Wandb(run, metadata)
-    from clustertrain.tracking.mlflow import MLflow
-
-    return MLflow(run, metadata)
-
-
 def make_tracker_dir(run: RunDir, name: str) -> Path:
     """A tracker's own folder in the run's, made where it is missing."""
     path = run.tracking / name

@@ -68,7 +68,7 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
     if runtime.is_main:
         describe.report_datasets(training_task.dataset, training_task.validation, runtime.events.emit)
     return Trainer(
-        session, training_task, model, optimizer, schedule, data, training_task.loss, Clipping.of(recipe.optim)
+        session, training_task, model, optimizer, schedule, data, training_task.loss, Clipping.from_spec(recipe.optim)
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import json
 import os
 import subprocess
@@ -13,8 +15,10 @@ import pytest
 import clustertrain
 from clustertrain.errors import ConfigError
 from clustertrain.submit.preflight import filesystem
-from clustertrain.submit.transaction import SubmitRequest, submit
+from clustertrain.submit.request import SubmitRequest
+from clustertrain.submit.transaction import submit
 from tests.fakes.slurm.fixture import fake_slurm  # noqa: F401
+from tests.paths import ROOT
 
 pytestmark = pytest.mark.long
 # Runs the command line, then writes down every module that is loaded.
@@ -162,3 +166,34 @@ def test_what_scripts_use_of_a_session() -> None:
         "evaluation", "steps", "__enter__", "__exit__",
     }  # fmt: skip
     assert names <= set(dir(clustertrain.Session))
+
+
+def test_no_import_circle() -> None:
+    """Imports inside functions count; those under TYPE_CHECKING do not."""
+    paths = {_module_name(path): path for path in (ROOT / "clustertrain").rglob("*.py")}
+    graph = {name: _imported_modules(ast.parse(path.read_text()), set(paths)) - {name} for name, path in paths.items()}
+    graph["clustertrain"] = set()  # its __getattr__ imports the public API on first use
+    assert graph["clustertrain.submit.prepare"] >= {"clustertrain.submit.checks", "clustertrain.plan.planner"}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as e:
+        pytest.fail(" <- ".join(e.args[1]))
+
+
+def _module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported_modules(node: ast.AST, modules: set[str]) -> set[str]:
+    """Return the ``modules`` that the code in ``node`` imports."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names} & modules
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0 and node.module is not None, "relative import"
+        submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+        is_module_needed = bool(submodules - modules)
+        return (submodules | ({node.module} if is_module_needed else set())) & modules
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        return set().union(*(_imported_modules(child, modules) for child in node.orelse))
+    return set().union(*(_imported_modules(child, modules) for child in ast.iter_child_nodes(node)))

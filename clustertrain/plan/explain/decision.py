@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from clustertrain.config import hardware, presets
 from clustertrain.plan import checks, non_decoder, pipeline_schedules
 from clustertrain.plan.cost import optimizer_state, user_model
+from clustertrain.plan.decision import Explanation, PlanDecision
 from clustertrain.plan.explain import advice, node_crossing
 from clustertrain.plan.explain import warnings as notes
 from clustertrain.plan.layout import Layout, pluralize
-
-if TYPE_CHECKING:
-    from clustertrain.plan.decision import PlanDecision
-    from clustertrain.plan.request import PlanRequest
+from clustertrain.plan.request import PlanRequest
 
 _FSDP_PIPELINE_REASON = (
     "reshard_after_forward off: with pp the parameters would be gathered again for each micro-batch, so a stage keeps "
@@ -41,7 +38,8 @@ def gpu_warnings(request: PlanRequest) -> list[str]:
     ]
 
 
-def explain_batch(decision: PlanDecision) -> None:
+def explain_batch(decision: PlanDecision) -> Explanation:
+    reasons: list[str] = []
     recipe, batch, layout = decision.request.spec.recipe, decision.batch, decision.layout
     if recipe.train.micro_batch:
         micro_batch_reason = "asked for"
@@ -65,51 +63,53 @@ def explain_batch(decision: PlanDecision) -> None:
     if note and defaults is not None:
         note = f"; train.global_batch is not set: {defaults.global_batch} or more, for preset {recipe.model.preset}"
     if defaults is not None and recipe.data.seq_len == defaults.seq_len:
-        decision.reasons.append(f"data.seq_len {defaults.seq_len}: the context of preset {recipe.model.preset}")
+        reasons.append(f"data.seq_len {defaults.seq_len}: the context of preset {recipe.model.preset}")
     pipeline_note = ", the pipeline's micro-batches," if layout.pp > 1 else ""
-    decision.reasons.append(
+    reasons.append(
         f"batch: {batch.global_batch} = micro_batch {batch.micro_batch} ({micro_batch_reason}) x grad_accum "
         f"{batch.grad_accum}{pipeline_note} x {pluralize(layout.data_parallel, 'data-parallel rank')}"
         f"{advice.format_tokens(recipe, batch)}{note}"
     )
-    reasons, warnings = advice.advise_learning_rate(recipe, batch, layout.data_parallel)
-    decision.reasons += reasons
-    decision.warnings += warnings
+    rate_reasons, warnings = advice.advise_learning_rate(recipe, batch, layout.data_parallel)
+    return Explanation((*reasons, *rate_reasons), tuple(warnings))
 
 
-def explain_layout(decision: PlanDecision) -> None:
+def explain_layout(decision: PlanDecision) -> Explanation:
     request, layout = decision.request, decision.layout
+    reasons: list[str] = []
+    warnings: list[str] = []
     job, recipe = request.spec.job, request.spec.recipe
     if recipe.train.precision == "auto" and request.spec.script is None:
-        decision.reasons.append(f"precision {request.precision}: {_precision_reason(request)}")
+        reasons.append(f"precision {request.precision}: {_precision_reason(request)}")
     if layout.pp > 1 and layout.is_sharded:
-        decision.reasons.append(_FSDP_PIPELINE_REASON)
+        reasons.append(_FSDP_PIPELINE_REASON)
     workload = None
     if request.decoder is not None:
         config = replace(
             request.build_pass_config(layout, decision.batch.micro_batch), grad_accum=decision.batch.grad_accum
         )
         workload = node_crossing.RankWorkload(request.decoder, config, request.gpu)
-    decision.warnings += notes.layout_warnings(layout, recipe.parallel, job.nodes)
+    warnings += notes.layout_warnings(layout, recipe.parallel, job.nodes)
     if request.spec.script is not None or recipe.model.entry:
         subject = "the model of a script" if request.spec.script is not None else f"the model of {recipe.model.entry}"
-        decision.warnings += notes.unbuilt_model_warnings(layout, subject, is_counted=request.model_stats is not None)
-    decision.warnings += checks.check_device(request.precision, recipe.parallel, layout, request.device, request.gpu)
+        warnings += notes.unbuilt_model_warnings(layout, subject, is_counted=request.model_stats is not None)
+    warnings += checks.check_device(request.precision, recipe.parallel, layout, request.device, request.gpu)
     if request.spec.script is None:
-        decision.warnings += notes.channels_last_warnings(recipe)
+        warnings += notes.channels_last_warnings(recipe)
         if recipe.objective.label_smoothing and layout.tp > 1 and recipe.parallel.loss_parallel:
             estimate_note = "in the estimate" if request.decoder is not None else "not estimated"
-            decision.reasons.append(
+            reasons.append(
                 f"label smoothing with tp {layout.tp}: each rank gathers the logits of the whole vocabulary for the "
                 f"loss, since torch's loss of split logits knows no smoothing; that memory is {estimate_note}"
             )
-        reasons, warnings = notes.alignment_notes(
+        alignment_reasons, alignment_warnings = notes.alignment_notes(
             recipe.model, recipe.data, layout, decision.batch.micro_batch, request.precision, request.device
         )
-        decision.reasons += reasons
-        decision.warnings += warnings
-        decision.warnings += optimizer_state.check_optimizer(recipe.optim, layout, request.model_kind, request.device)
-    decision.warnings += node_crossing.crossing_warnings(layout, job.nodes, job.gpus, request.device, workload)
+        reasons += alignment_reasons
+        warnings += alignment_warnings
+        warnings += optimizer_state.check_optimizer(recipe.optim, layout, request.model_kind, request.device)
+    warnings += node_crossing.crossing_warnings(layout, job.nodes, job.gpus, request.device, workload)
+    return Explanation(tuple(reasons), tuple(warnings))
 
 
 def _precision_reason(request: PlanRequest) -> str:
@@ -120,32 +120,34 @@ def _precision_reason(request: PlanRequest) -> str:
     return "bf16 is slower on CPUs"
 
 
-def explain_model_stats(decision: PlanDecision) -> None:
+def explain_model_stats(decision: PlanDecision) -> Explanation:
     request = decision.request
     if request.model_stats is None:
-        return
+        return Explanation()
     model = request.spec.recipe.model
     name = model.entry or f"the {model.kind}"
-    decision.reasons.append(
-        user_model.describe_stats(request.model_stats, name, decision.layout, decision.batch.micro_batch)
-    )
+    description = user_model.describe_stats(request.model_stats, name, decision.layout, decision.batch.micro_batch)
     warning = user_model.memory_warning(request.model_stats, decision.memory, request.limit_gib, decision.layout)
-    decision.warnings += [warning] if warning else []
+    warnings = [warning] if warning else []
     if not request.model_stats.units:
-        decision.warnings += notes.layerless_warnings(decision.layout, request.spec.recipe.parallel, name)
+        warnings += notes.layerless_warnings(decision.layout, request.spec.recipe.parallel, name)
+    return Explanation((description,), tuple(warnings))
 
 
-def explain_memory(decision: PlanDecision) -> None:
+def explain_memory(decision: PlanDecision) -> Explanation:
     request = decision.request
+    reasons: list[str] = []
+    warnings: list[str] = []
     peak = decision.memory.peak_gib or 0.0
     if request.device == "cuda" and request.gpu is None and peak > request.limit_gib:
-        decision.warnings.append(f"may not fit: {peak:.1f} GiB a rank, more than {request.format_limit()}")
+        warnings.append(f"may not fit: {peak:.1f} GiB a rank, more than {request.format_limit()}")
     if decision.memory.fits is False:
-        decision.reasons.append(f"does not fit: {peak:.1f} GiB a rank of {request.capacity_gib:g} GiB")
+        reasons.append(f"does not fit: {peak:.1f} GiB a rank of {request.capacity_gib:g} GiB")
     elif request.capacity_gib and peak > request.limit_gib:
-        decision.warnings.append(
+        warnings.append(
             f"tight: {peak:.1f} GiB a rank, more than {request.format_limit()}; the estimate may be off by as much"
         )
+    return Explanation(tuple(reasons), tuple(warnings))
 
 
 def fsdp_traffic_note(replicated: Layout) -> str:

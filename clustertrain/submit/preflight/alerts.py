@@ -1,20 +1,37 @@
-"""What is odd about where a recipe sends its alerts. Notes and no errors: compute nodes are not this host."""
+"""Notes on the alert targets of a recipe. They are not errors: compute nodes may differ from this host."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Container
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from clustertrain.config.job import RunSpec
 from clustertrain.config.telemetry import AlertsSpec
 
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
+def check_run_alerts(spec: RunSpec) -> list[str]:
+    """Return notes on the alerts of ``spec``, with the environment that the job will have."""
+    return check_alerts(
+        spec.recipe.telemetry.alerts,
+        share=spec.job.share,
+        environ={*os.environ, *spec.secret_env},
+        public_env={name for name in spec.env if name not in spec.secret_env},
+    )
+
+
 def check_alerts(spec: AlertsSpec, *, share: bool, environ: Container[str], public_env: Container[str]) -> list[str]:
-    """``share``: the run's folder is open to the group. ``environ`` are the variables that the job inherits or --env
-    gives it, ``public_env`` those that the recipe and the profile add."""
+    """Return notes on targets that may not work or may leak a secret.
+
+    Args:
+        share: the group can read the run's folder.
+        environ: names of the variables that the job inherits or gets from ``--env``.
+        public_env: names of the variables that the recipe and the profile set.
+    """
     notes = []
     if spec.command and shutil.which(spec.command[0]) is None:
         missing = f"telemetry.alerts.command: no program {spec.command[0]!r} on this host"
@@ -30,7 +47,7 @@ def check_alerts(spec: AlertsSpec, *, share: bool, environ: Container[str], publ
         )
     parts = urlsplit(spec.webhook)
     if parts.scheme == "http" and parts.hostname not in _LOCAL_HOSTS:
-        notes.append(f"telemetry.alerts.webhook: {parts.hostname} gets the alerts, and the URL, without encryption")
+        notes.append(f"telemetry.alerts.webhook: {parts.hostname} receives the alerts and the URL unencrypted")
     return notes
 
 
@@ -38,7 +55,7 @@ def _check_webhook_env(name: str, environ: Container[str], public_env: Container
     if name in public_env:
         return [f"telemetry.alerts.webhook_env: {name} is set in [env], which is stored in spec.toml and job.sh"]
     if name not in environ:
-        return [f"telemetry.alerts.webhook_env: {name} is not set here, and the job inherits this environment"]
+        return [f"telemetry.alerts.webhook_env: {name} is not set here; the job inherits this environment"]
     return []
 
 
@@ -48,5 +65,5 @@ def _check_webhook_file(path: Path) -> list[str]:
     except OSError as e:
         return [f"telemetry.alerts.webhook_file: {path}: {e.strerror} on this host; every node must see it"]
     if mode & 0o077:
-        return [f"telemetry.alerts.webhook_file: {path} may be read by others; chmod 600 closes it"]
+        return [f"telemetry.alerts.webhook_file: {path} can be read by others; run chmod 600"]
     return []

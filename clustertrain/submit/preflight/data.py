@@ -1,4 +1,4 @@
-"""What can be told of a recipe's data before the queue. Only an index, headers, sizes and names are read of it."""
+"""Checks of a recipe's data before the queue. They read an index, headers, sizes and names, never samples."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from clustertrain.config.data import BUILT_IN_DATASETS, DIGITS, DataKind
 from clustertrain.config.image_checks import ImageDatasetInfo
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.submit.request import PreparedRun
+from clustertrain.submit.prepared_run import PreparedRun
 
 
 def check_data(prepared: PreparedRun) -> str | None:
-    """A note where the data is not here: on a cluster it may be on the nodes' own disks.
+    """Return a note if the data is not on this machine: on a cluster it may be on the nodes' disks.
 
     Raises:
-        ConfigError: this machine would train on it; it is here and empty, or not what the recipe says.
+        ConfigError: the data is empty or does not match the recipe; it does not exist and this machine would train.
     """
     recipe = prepared.spec.recipe
     if prepared.spec.script is not None:
@@ -34,9 +34,9 @@ def check_data(prepared: PreparedRun) -> str | None:
         and train_path.samefile(validation_path)
     ):
         raise ConfigError(
-            f"data.validation_path = {str(validation_path)!r} is what is learned from: it is data.path ="
-            f" {str(train_path)!r}",
-            fix="give others, or data.validation",
+            f"data.validation_path = {str(validation_path)!r} is the training data: it is the same file as"
+            f" data.path = {str(train_path)!r}",
+            fix="give another path, or set data.validation instead",
         )
     for key, path in (("path", train_path), ("validation_path", validation_path)):
         if path is None:
@@ -47,13 +47,13 @@ def check_data(prepared: PreparedRun) -> str | None:
                 check_kind(path, f"data.{key} = {str(path)!r}", recipe)
             continue
         if prepared.backend.name == "local":
-            raise ConfigError(f"data.{key} = {str(path)!r}: no such file or folder", fix="give one that is there")
-        return f"data.{key} = {str(path)!r} is not there on this machine; every node of the job must see it"
+            raise ConfigError(f"data.{key} = {str(path)!r}: no such file or folder", fix="check the path")
+        return f"data.{key} = {str(path)!r} does not exist on this machine; every node of the job must see it"
     return None
 
 
 def check_epoch_size(prepared: PreparedRun) -> str | None:
-    """A note where a global batch is more than all samples to learn from, as far as their number is known here."""
+    """Return a note if a global batch exceeds the number of training samples, as far as that is known here."""
     recipe, batch = prepared.spec.recipe, prepared.plan.batch.global_batch
     samples = _count_samples(recipe) if prepared.spec.script is None else None
     if samples is None:
@@ -70,13 +70,13 @@ def check_epoch_size(prepared: PreparedRun) -> str | None:
     )
     return (
         f"train.global_batch = {batch} is more than all samples of {source}, {qualifier}{samples}: each step "
-        "learns from some of them more than once, and is more than an epoch"
+        "repeats some of them and covers more than an epoch"
     )
 
 
 def _count_samples(recipe: Recipe) -> int | None:
-    """How many there are, of several files of text at most, with those kept apart; None where that takes more than a
-    look."""
+    """Return the number of samples including validation, an upper bound for a folder of text; None if counting them
+    would mean reading the data."""
     kind, path, data = recipe.data_kind, recipe.data_path, recipe.data
     if kind == "images" or (kind == "pairs" and data.path == DIGITS):
         is_file = path is not None and path.is_file()
@@ -92,7 +92,7 @@ def _count_samples(recipe: Recipe) -> int | None:
         size_bytes = (
             path.stat().st_size if path is not None and path.is_file() else data.max_bytes
         )  # of all files together
-        # Of text each byte's target is the next one, which the last one does not have.
+        # The target of a byte of text is the next byte, so the last byte has none.
         return (min(size_bytes, data.max_bytes) - (kind == "text")) // recipe.tokens_per_sample
     if path is None:
         return None
@@ -118,7 +118,7 @@ def _check_shards(folder: Path, label: str, recipe: Recipe) -> None:
 
 
 def _check_text(path: Path, label: str, recipe: Recipe) -> None:
-    sample_bytes = recipe.tokens_per_sample + (recipe.data_kind == "text")  # each byte's target is the next one
+    sample_bytes = recipe.tokens_per_sample + (recipe.data_kind == "text")  # the target of a byte is the next byte
     if path.is_file() and path.stat().st_size < sample_bytes:
         raise ConfigError(
             f"{label}: {path.stat().st_size} bytes are less than one sample of {sample_bytes}",
@@ -137,12 +137,12 @@ def _check_text(path: Path, label: str, recipe: Recipe) -> None:
 
 
 def _read_image_header(path: Path, label: str) -> ImageDatasetInfo:
-    """What the header of the images in an ``.npz`` file says.
+    """Return the shape of the images in an ``.npz`` file, from its header.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the file holds no images.
     """
-    from numpy.lib import format as npy  # not at the top: it costs more than the rest of the command line
+    from numpy.lib import format as npy  # not at the top: slower than the rest of the command line
 
     try:
         with zipfile.ZipFile(path) as file, file.open("images.npy") as array:

@@ -1,4 +1,4 @@
-"""Functions of the user's own that a recipe names, looked for before the queue. None of the user's code is run."""
+"""Checks of the user functions that a recipe names, before the queue. No user code is run."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 from clustertrain.config.parsing import did_you_mean
 from clustertrain.errors import ConfigError
 from clustertrain.submit import code_snapshot, python_path
-from clustertrain.submit.request import PreparedRun
+from clustertrain.submit.prepared_run import PreparedRun
 
-_DYNAMIC_NAMES = frozenset({"globals", "exec"})  # what gives a module names that are nowhere written
+_DYNAMIC_NAMES = frozenset({"globals", "exec"})  # they define names that the source does not show
 
 
 def check_entries(prepared: PreparedRun) -> list[str]:
-    """Notes on entries whose modules only the job's Python could tell of.
+    """Return notes on entries whose modules only the job's Python can find.
 
     Raises:
-        ConfigError: a module that is not there, or is no Python; a function that it does not have.
+        ConfigError: a module does not exist or is not Python, or lacks the function.
     """
     recipe = prepared.spec.recipe
     notes = []
@@ -40,19 +40,17 @@ def check_entries(prepared: PreparedRun) -> list[str]:
                 _check_in_snapshot(label, Path(module_spec.origin or ""), prepared)
         elif is_same_python and not prepared.profile.setup:
             raise ConfigError(
-                f"{label}: no module {module!r} in {', '.join(map(str, prepared.search_path))}, nor is one installed"
+                f"{label}: no module {module!r} in {', '.join(map(str, prepared.search_path))}, and none is installed"
                 f" for {prepared.python}",
-                fix="keep it beside the recipe or where submit is called, or install it for the job's Python",
+                fix="put it next to the recipe or into the current folder, or install it for the job's Python",
             )
         else:
-            notes.append(
-                f"{label}: no module {module!r} is here, so {prepared.python} of the job must have it installed"
-            )
+            notes.append(f"{label}: no module {module!r} here; it must be installed for the job's {prepared.python}")
     return notes
 
 
 def _list_snapshot_folders(prepared: PreparedRun) -> list[str]:
-    """Folders whose snapshot comes before all else."""
+    """Return the folders that the snapshot puts first on the job's import path."""
     if prepared.code is None:
         return []
     root, package = python_path.locate_in_snapshot(prepared.code)
@@ -60,25 +58,25 @@ def _list_snapshot_folders(prepared: PreparedRun) -> list[str]:
 
 
 def _list_env_python_path(prepared: PreparedRun) -> list[str]:
-    """What comes before the packages that are installed."""
+    """Return the folders of PYTHONPATH in ``[env]``, which come before installed packages."""
     return [folder for folder in prepared.spec.env.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
 def _check_in_snapshot(label: str, file: Path, prepared: PreparedRun) -> None:
-    """Raises ConfigError where the snapshot will lack ``file``."""
+    """Raise ConfigError if the snapshot will lack ``file``."""
     if prepared.code is not None and file.resolve() != prepared.code.resolve() and code_snapshot.is_git_ignored(file):
         raise ConfigError(
-            f"{label}: git ignores {file}, so the snapshot of the code would lack it", fix="take it out of .gitignore"
+            f"{label}: git ignores {file}, so the snapshot of the code would lack it", fix="remove it from .gitignore"
         )
 
 
 def _find_module(name: str, folders: Sequence[str]) -> ModuleSpec | None:
-    """As an import finds it, which would run the packages around it."""
+    """Return what an import would find, without running the parent packages."""
     importlib.invalidate_caches()
     top, *inner = name.split(".")
     try:
         module_spec = PathFinder.find_spec(top, folders) or importlib.util.find_spec(top)
-    except ValueError:  # of what is already imported and came from no file
+    except ValueError:  # an imported module without a file
         return None
     for submodule in inner:
         if module_spec is None or module_spec.submodule_search_locations is None:
@@ -90,12 +88,11 @@ def _find_module(name: str, folders: Sequence[str]) -> ModuleSpec | None:
 
 
 def _check_function(label: str, module: str, module_spec: ModuleSpec, name: str, *, is_same_python: bool) -> None:
-    """Raises ConfigError where ``module`` does not have ``name``, or is no Python; ``is_same_python``: that of the job
-    is this one."""
+    """Raise ConfigError if ``module`` lacks ``name`` or is not Python; with another Python its syntax may be valid."""
     if module_spec.origin is None:  # a folder without __init__.py
         location = next(iter(module_spec.submodule_search_locations or ()), module)
         raise ConfigError(
-            f"{label}: {location} is a folder of modules", fix="name the module in it that has the function"
+            f"{label}: {location} is a folder of modules", fix="name the module in it that defines the function"
         )
     if not module_spec.origin.endswith(".py"):
         return
@@ -104,16 +101,16 @@ def _check_function(label: str, module: str, module_spec: ModuleSpec, name: str,
     except (SyntaxError, ValueError) as e:
         if not is_same_python:
             return
-        raise ConfigError(f"{label}: {module_spec.origin} is not Python: {e}", fix="mend it") from e
+        raise ConfigError(f"{label}: {module_spec.origin} is not Python: {e}", fix="fix the syntax error") from e
     if name not in names and not names & {"*", "__getattr__"}:
         raise ConfigError(
             f"{label}: {module_spec.origin} has no {name!r}",
-            fix=did_you_mean(name, sorted(names)) if names else f"write a function {name} into it",
+            fix=did_you_mean(name, sorted(names)) if names else f"define a function {name} in it",
         )
 
 
 def _iter_defined_names(tree: ast.Module) -> Iterator[str]:
-    """What a module defines at its top; ``*`` where that cannot be told."""
+    """Yield the names that a module defines at top level; ``*`` if it may define others."""
     nodes: list[ast.AST] = [*tree.body]
     while nodes:
         match nodes.pop():

@@ -1,6 +1,6 @@
-"""Is the folder of the runs on a filesystem that compute nodes can see, and can it be written?
+"""Checks that a folder can be written and is on a filesystem that compute nodes can see.
 
-Only the kind is looked at here; that every node really sees the run directory is proven by the agents at each start.
+Only the type of the filesystem is checked here; the agents prove at each start that every node sees the run directory.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from pathlib import Path
 
 from clustertrain.errors import ConfigError
 
-# Filesystems that live in one machine's memory or in one container.
+# In the memory of one machine or in one container.
 _PRIVATE = frozenset({"tmpfs", "ramfs", "overlay", "aufs", "squashfs", "devtmpfs"})
-# Disks of one machine: right on a cluster of one, and where the folder is exported to the nodes from here.
+# Disks of one machine: usable on a one-machine cluster, and if this machine exports the folder.
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "reiserfs", "vfat", "exfat"})
 _SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "wekafs", "pvfs2", "cvmfs", "afs", "panfs")
 _MOUNTINFO = Path("/proc/self/mountinfo")
 
 
 def find_filesystem_type(path: Path, mountinfo: str) -> str:
-    """The type of the filesystem that holds ``path``, from the text of /proc/self/mountinfo; empty when not found."""
+    """Return the type of the filesystem that holds ``path``, from the text of /proc/self/mountinfo; "" if not found."""
     best_length, filesystem_type = -1, ""
     for line in mountinfo.splitlines():
         before, separator, after = line.partition(" - ")
         fields = before.split(" ")
         if not separator or len(fields) < 5:
             continue
-        # Spaces, tabs, line breaks and backslashes are octal there.
+        # mountinfo writes spaces, tabs, line breaks and backslashes in octal.
         mount = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), fields[4])
-        # The later of two mounts on one point covers the earlier.
+        # A later mount on the same point hides the earlier one.
         if _is_inside(path, mount) and len(mount) >= best_length:
             best_length, filesystem_type = len(mount), after.split(" ")[0]
     return filesystem_type
@@ -40,16 +40,13 @@ def _is_inside(path: Path, mount: str) -> bool:
 
 
 def check_folder(path: Path, setting: str, *, shared: bool) -> str | None:
-    """Check the folder ``path``, which may not exist yet; with ``shared`` other nodes must see it.
-
-    Returns:
-        A warning for the user, or None.
+    """Return a warning about the folder ``path``, or None. It need not exist; if ``shared``, other nodes must see it.
 
     Raises:
-        ConfigError: it cannot be written, or is on a filesystem that only this machine sees.
+        ConfigError: the folder cannot be written, or is on a filesystem that only this machine sees.
     """
     existing = _nearest_existing(path)
-    fix = f"set {setting} to a folder of yours"
+    fix = f"set {setting} to a folder that you can write"
     if not existing.is_dir():
         raise ConfigError(f"{setting} = {path}: {existing} is a file, not a folder", fix=fix)
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -59,7 +56,7 @@ def check_folder(path: Path, setting: str, *, shared: bool) -> str | None:
     try:
         filesystem_type = find_filesystem_type(existing.resolve(), _MOUNTINFO.read_text(errors="surrogateescape"))
     except OSError:
-        return None  # no /proc: the agents find out
+        return None  # no /proc: the agents check
     if filesystem_type in _PRIVATE:
         raise ConfigError(
             f"{setting} = {path} is on {filesystem_type}, which compute nodes do not see",
@@ -67,15 +64,15 @@ def check_folder(path: Path, setting: str, *, shared: bool) -> str | None:
         )
     if filesystem_type in _LOCAL:
         return (
-            f"{setting} = {path} is on a local disk ({filesystem_type}); the run fails at its start on nodes that do"
+            f"{setting} = {path} is on a local disk ({filesystem_type}); the run fails at start on nodes that do"
             " not see it"
         )
     return None
 
 
 def find_shared_filesystem_type(path: Path) -> str:
-    """The kind of the network filesystem that ``path``, which need not exist, would be on; "" where it is on a disk of
-    this machine, or that cannot be told. A login node whose own root is on the network tells nothing."""
+    """Return the type of the network filesystem that holds ``path``, which need not exist; "" for a local disk and if
+    unknown, as on a login node whose root is on the network."""
     try:
         mounts = _MOUNTINFO.read_text(errors="surrogateescape")
     except OSError:
@@ -89,7 +86,7 @@ def find_shared_filesystem_type(path: Path) -> str:
 
 
 def _nearest_existing(path: Path) -> Path:
-    """``path`` or its nearest ancestor that exists."""
+    """Return ``path`` or its nearest existing ancestor."""
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     return path

@@ -1,4 +1,4 @@
-"""Count a model of the user's own before it waits in a queue, in a process that imports torch and the user's code."""
+"""Count a user-defined model before the queue, in a process that imports torch and the user's code."""
 
 from __future__ import annotations
 
@@ -14,42 +14,43 @@ from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.user_model import ModelStats
-from clustertrain.plan.planner import Plan
+from clustertrain.plan.decide import ModelSplit
 from clustertrain.submit import python_path
 
-TIMEOUT_S = 180.0  # the import of torch takes a minute over a busy network file system
+TIMEOUT_S = 180.0  # importing torch takes a minute on a busy network filesystem
 
 
 class ModelCountError(ClusterTrainError):
-    """It cannot be done on this machine, which says nothing of the recipe."""
+    """The model cannot be counted on this machine; the recipe may be valid."""
 
 
 def count_model(
-    spec: RunSpec, plan: Plan, python: str, package: Path | None, environ: Mapping[str, str], *, trace: bool
+    spec: RunSpec, split: ModelSplit, python: str, package: Path | None, environ: Mapping[str, str], *, trace: bool
 ) -> ModelStats:
-    """What the model of ``spec`` is made of.
+    """Return the parameters, buffers and traced memory of the model of ``spec``.
 
     Args:
+        split: how the model is trained.
         python: the job's interpreter.
-        package: the file or folder of ``model.entry`` where it is not installed.
-        trace: also trace a step, as far as a trace knows the layout.
+        package: the file or folder of ``model.entry`` if it is not installed.
+        trace: also trace a step, unless the layout splits the model.
 
     Raises:
-        ConfigError: the user's code cannot be imported, or fails; the model is none that can be split as planned.
-        ModelCountError: there is no such interpreter here, or no torch for it, or no answer in time.
+        ConfigError: the user's code cannot be imported or fails; the model cannot be split as planned.
+        ModelCountError: the interpreter or its torch does not exist here, or does not answer in time.
     """
-    trace_step = _build_trace_step(plan) if trace and not plan.layout.is_model_parallel else None
-    layout = plan.layout
-    split = {"tp": layout.tp, "stages": pipeline_schedules.num_stages(layout)}
-    # Everybody on the machine sees the arguments, so no webhook is among them.
+    layout = split.layout
+    trace_step = _build_trace_step(split) if trace and not layout.is_model_parallel else None
+    degrees = {"tp": layout.tp, "stages": pipeline_schedules.num_stages(layout)}
+    # Every user of the machine can read the arguments, so they carry no webhook.
     recipe = msgspec.structs.replace(spec.recipe, telemetry=TelemetrySpec())
-    request = {"recipe": msgspec.to_builtins(recipe), "step": trace_step, "split": split}
+    request = {"recipe": msgspec.to_builtins(recipe), "step": trace_step, "split": degrees}
     argv = proc.python_module_argv(python, "clustertrain.train.tools.model_stats", json.dumps(request))
     env = {**settings.strip_allocation_env(environ), **spec.env}
     try:
         result = proc.run(argv, timeout_s=TIMEOUT_S, env=python_path.build_environment(package, env), check=False)
     except CommandFailed as e:
-        # Without the request, which is in the words of the timeout.
+        # The message of a timeout contains the request: leave it out.
         raise ModelCountError(f"{python}: no answer in {TIMEOUT_S:g} s" if Path(python).exists() else e.message) from e
     try:
         answer = json.loads(result.stdout)
@@ -59,26 +60,26 @@ def count_model(
         raise ConfigError(answer["error"], fix=answer["fix"])
     stats = schema.convert(answer["counted"], ModelStats)
     if trace and trace_step is None:
-        reason = f"a trace is of one process, and {plan.layout.describe()} splits the model"
+        reason = f"a trace covers one process, and {layout.describe()} splits the model"
         return msgspec.structs.replace(stats, untraced=reason)
     return stats
 
 
-def _build_trace_step(plan: Plan) -> dict[str, object]:
+def _build_trace_step(split: ModelSplit) -> dict[str, object]:
     return {
-        "micro_batch": plan.batch.micro_batch,
-        "precision": plan.precision,
-        "activation_checkpointing": plan.layout.activation_checkpointing,
-        "sharded": plan.layout.is_fully_sharded,
+        "micro_batch": split.batch.micro_batch,
+        "precision": split.precision,
+        "activation_checkpointing": split.layout.activation_checkpointing,
+        "sharded": split.layout.is_fully_sharded,
     }
 
 
 def _build_process_error(spec: RunSpec, result: proc.CommandResult) -> ClusterTrainError:
-    """Of a process that gave no document: it lacks torch or clustertrain, or the user's code has ended it."""
+    """Return the error of a process without an answer: it lacks torch or clustertrain, or user code ended it."""
     last_line = (result.stderr.strip().splitlines() or ["it printed nothing"])[-1]
     if "No module named" in last_line:
         return ModelCountError(last_line)
     return ConfigError(
         f"model.entry = {spec.recipe.model.entry!r}: its process ended with exit code {result.returncode}: {last_line}",
-        fix="it would fail so on every rank; --no-count-model leaves it to them",
+        fix="fix the code, which would fail on every rank too; --no-count-model skips the count",
     )

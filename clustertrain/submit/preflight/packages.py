@@ -1,4 +1,4 @@
-"""Packages that a recipe needs beside those that come with clustertrain, looked for before the queue."""
+"""Checks of the optional packages that a recipe needs, before the queue."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from clustertrain.config.data import DIGITS
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 
-# As train/optimizers/catalogue has them, which imports torch.
+# The same names as in train/optim/registry, which imports torch.
 _PYTORCH_OPTIMIZERS = frozenset({"lion", "lamb", "lars", "soap", "shampoo"})
 
 
 def is_installed(package: str) -> bool:
-    """Not only a folder of that name, as wandb makes one where it is used."""
+    """Return whether ``package`` can be imported. A folder of that name does not count: wandb creates one."""
     module_spec = importlib.util.find_spec(package)
     return module_spec is not None and module_spec.origin is not None
 
 
 def check_packages(recipe: Recipe, python: str) -> None:
-    """``python`` is the interpreter of the job; of another one than this nothing is known here.
+    """Check the packages of the job's interpreter ``python``, if it is the one that runs this.
 
     Raises:
-        ConfigError: a package is missing.
+        ConfigError: a package is not installed.
     """
     if python != sys.executable:
         return

@@ -1,4 +1,4 @@
-"""Whether a file that submit was given is a Python script, and what it looks like if it is not."""
+"""Checks that the target of a submission is a Python script; other files are named by what they look like."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ _PROGRAM_FIX = "start it from a Python script, with subprocess.run, and submit t
 
 
 def check_script_file(name: str, path: Path) -> None:
-    """``name`` is what was typed for the file ``path``.
+    """Check that ``path``, typed as ``name``, is a Python script: it ends in .py or starts with ``#!…python``.
 
     Raises:
-        UsageError: it is no Python script: its name does not end in .py, nor does it begin with ``#!…python``; or it
-            cannot be read.
+        UsageError: the file is not a Python script or cannot be read.
     """
     try:
         with path.open("rb") as f:
             head = f.read(_HEAD_BYTES)
     except OSError as e:
-        raise UsageError(f"{name}: {e.strerror}", fix="make it readable for you, or name another one") from e
+        raise UsageError(f"{name}: {e.strerror}", fix="make it readable, or name another file") from e
     if b"\0" in head:
         raise UsageError(f"{name}: a binary file, not a Python script", fix=_PROGRAM_FIX)
     if path.suffix == ".py" or _PYTHON_SHEBANG.match(head):
@@ -39,14 +38,14 @@ def check_script_file(name: str, path: Path) -> None:
 
 
 def _describe_file(suffix: str, head: bytes) -> tuple[str, str]:
-    """What it looks like, and what to do instead."""
+    """Return a description of the file and what to do instead."""
     if suffix in _CONFIG_SUFFIXES:
         return f"a {_CONFIG_SUFFIXES[suffix]} file", _RECIPE_FIX
     if suffix == ".ipynb":
-        return "a notebook", "make a script of it with `jupyter nbconvert --to script`"
+        return "a notebook", "convert it with `jupyter nbconvert --to script`"
     if suffix in (".sh", ".bash", ".zsh", ".sbatch", ".slurm") or _SHELL.match(head):
         return "a shell script", _PROGRAM_FIX
     if head.startswith(b"#!"):
         interpreter = head.splitlines()[0][2:].decode(errors="replace").strip()
         return f"a script for {interpreter!r}", _PROGRAM_FIX
-    return "a file of another kind", f"{_RECIPE_FIX}, or its first line is #!/usr/bin/env python3"
+    return "an unknown file type", f"{_RECIPE_FIX}, or its first line is #!/usr/bin/env python3"

@@ -1,11 +1,13 @@
-"""What submit says of the trackers that a recipe names."""
+"""Checks of the trackers that a recipe names."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from clustertrain.config.job import RunSpec
 from clustertrain.config.tracking import TrackingSpec
 from clustertrain.errors import ConfigError
 from clustertrain.submit.preflight.packages import is_installed
@@ -13,11 +15,20 @@ from clustertrain.submit.preflight.packages import is_installed
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
-def check_trackers(spec: TrackingSpec, python: str, environ: Mapping[str, str]) -> list[str]:
-    """Notes on ``[tracking]``. ``python`` is the interpreter of the job, ``environ`` its environment.
+def check_run_trackers(spec: RunSpec, python: str) -> list[str]:
+    """Return notes on the trackers of ``spec``, with the environment that the job will have.
 
     Raises:
-        ConfigError: a package is missing, where the job runs with this interpreter.
+        ConfigError: a package is missing.
+    """
+    return check_trackers(spec.recipe.tracking, python, {**os.environ, **spec.env})
+
+
+def check_trackers(spec: TrackingSpec, python: str, environ: Mapping[str, str]) -> list[str]:
+    """Return notes on ``[tracking]`` for a job with the interpreter ``python`` and the environment ``environ``.
+
+    Raises:
+        ConfigError: a package is not installed for this interpreter, which the job uses too.
     """
     notes = []
     for name in spec.to:
@@ -33,7 +44,5 @@ def check_trackers(spec: TrackingSpec, python: str, environ: Mapping[str, str]) 
         )
     uri = spec.uri or environ.get("MLFLOW_TRACKING_URI", "")
     if "mlflow" in spec.to and uri and urlsplit(uri).scheme in ("", "file"):
-        notes.append(
-            f"tracking.uri = {uri!r}: MLflow keeps stores in folders for old data alone; sqlite:///FILE is its way now"
-        )
+        notes.append(f"tracking.uri = {uri!r}: MLflow supports folder stores for old data only; use sqlite:///FILE")
     return notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,13 +11,14 @@ from torch import nn
 
 from clustertrain.config import image_checks
 from clustertrain.config.data import DIGITS, DataSpec
-from clustertrain.config.image_checks import ImageDatasetInfo
+from clustertrain.config.image_checks import SHAPES, ImageDatasetInfo
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.train.core import entry_points
 from clustertrain.train.data import validation_split
 from clustertrain.train.data.augmentation import AugmentedImages
-from clustertrain.train.data.images import build_image_dataset
+from clustertrain.train.data.digits import DigitHalves, DigitImages
+from clustertrain.train.data.images import ImageArrays, ImageDataset, ImageFolder, Shapes
 from clustertrain.train.data.sample_checks import Limits
 from clustertrain.train.data.sample_reader import MapStyleDataset
 from clustertrain.train.data.text import BytePairs, ByteText
@@ -69,10 +71,30 @@ def _build_dataset(recipe: Recipe, data: DataSpec) -> Any:
     if recipe.data_kind == "images":
         return build_image_dataset(data)
     if recipe.data_kind == "pairs" and data.path == DIGITS:
-        from clustertrain.train.data.digits import DigitHalves
-
         return DigitHalves()
     return BytePairs(data) if recipe.data_kind == "pairs" else ByteText(data)
+
+
+def build_image_dataset(spec: DataSpec) -> ImageDataset:
+    """Return the dataset at ``data.path``: ``shapes``, ``digits``, an ``.npz`` file, or a folder with one per class.
+
+    Raises:
+        ConfigError: it is none of these, or does not hold what it should.
+        UnsuitableEnvironment: a folder, and Pillow is not installed; ``digits``, and scikit-learn is not.
+    """
+    if spec.path in ("", SHAPES):
+        return Shapes(spec.image_size)
+    if spec.path == DIGITS:
+        return DigitImages()
+    path = Path(spec.path).expanduser()
+    if path.is_dir():
+        return ImageFolder(path, spec.image_size)
+    if path.is_file():
+        return ImageArrays(path)
+    raise ConfigError(
+        f"data.path = {spec.path!r}: no such file or folder",
+        fix="every node must see it; 'shapes' needs no file",
+    )
 
 
 def _build_from_entry(data: DataSpec) -> Any:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import xxhash
 
-from clustertrain.config.data import DIGITS, DataSpec
 from clustertrain.config.image_checks import SHAPES
 from clustertrain.config.slice_checks import class_slices
 from clustertrain.errors import ConfigError, UnsuitableEnvironment
@@ -44,31 +43,6 @@ class ImageDataset(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, i: int, /) -> tuple[torch.Tensor, int]: ...
     def slice_of(self, i: int, /) -> int: ...
-
-
-def build_image_dataset(spec: DataSpec) -> ImageDataset:
-    """Build the dataset that ``data.path`` names: ``shapes``, ``digits``, an ``.npz`` file, or a folder with a
-    subfolder per class.
-
-    Raises:
-        ConfigError: the path is none of these, or its content is invalid.
-        UnsuitableEnvironment: Pillow (for a folder) or scikit-learn (for ``digits``) is not installed.
-    """
-    if spec.path in ("", SHAPES):
-        return Shapes(spec.image_size)
-    if spec.path == DIGITS:
-        from clustertrain.train.data.digits import DigitImages
-
-        return DigitImages()
-    path = Path(spec.path).expanduser()
-    if path.is_dir():
-        return ImageFolder(path, spec.image_size)
-    if path.is_file():
-        return ImageArrays(path)
-    raise ConfigError(
-        f"data.path = {spec.path!r}: no such file or folder",
-        fix="check the path, which every node must see; 'shapes' needs no file",
-    )
 
 
 def _chebyshev_norm(x: FloatArray, y: FloatArray) -> FloatArray:
@@ -133,8 +107,8 @@ class Shapes(LabelSlices):
 
 
 class ImageArrays(LabelSlices):
-    """An ``.npz`` file with ``images`` (samples, height, width, channels) as bytes and ``labels`` (samples,), in
-    memory."""
+    """An ``.npz`` file with ``images`` (count, height, width, channels) of bytes and ``labels`` (count,),
+    in memory."""
 
     def __init__(self, path: Path) -> None:
         """Load the file without unpickling.

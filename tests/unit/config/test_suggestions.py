@@ -8,12 +8,12 @@ import pytest
 
 from clustertrain.config.parsing import build, parse_toml, parse_value, set_value_at
 from clustertrain.errors import ConfigError
-from clustertrain.submit.request import _RecipeFile
+from clustertrain.submit.recipe import RecipeFile
 
 
 def fix_of(text: str) -> str | None:
     with pytest.raises(ConfigError) as caught:
-        build(parse_toml(text, "recipe.toml"), _RecipeFile, "recipe.toml")
+        build(parse_toml(text, "recipe.toml"), RecipeFile, "recipe.toml")
     return caught.value.fix
 
 

@@ -9,14 +9,14 @@ import pytest
 from clustertrain.config import synonyms
 from clustertrain.config.parsing import build, format_value, list_keys, set_value_at
 from clustertrain.errors import ConfigError
-from clustertrain.submit.request import _RecipeFile
+from clustertrain.submit.recipe import RecipeFile
 
 
 def said(key: str, value: Any = 1) -> str:
     document: dict[str, Any] = {}
     set_value_at(document, key, value)
     with pytest.raises(ConfigError) as caught:
-        build(document, _RecipeFile, "recipe.toml")
+        build(document, RecipeFile, "recipe.toml")
     return str(caught.value)
 
 
@@ -70,7 +70,7 @@ def test_the_word_that_was_meant_comes_first(key: str, word: str, meant: str) ->
 
 
 def test_what_others_say_leads_to_what_there_is() -> None:
-    keys = list_keys(_RecipeFile)
+    keys = list_keys(RecipeFile)
     assert {meant for several in synonyms.KEYS_BY_ALIAS.values() for meant in several} <= set(keys)
     assert not synonyms.KEYS_BY_ALIAS.keys() & {name for name in keys if "." not in name}
 

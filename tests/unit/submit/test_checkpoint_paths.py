@@ -18,7 +18,7 @@ def notes(tmp_path: Path, *assignments: str, **more: Any) -> tuple[str, ...]:
     return dry_run(SubmitRequest(cwd=tmp_path, assignments=assignments, **more)).notes
 
 
-def test_a_url_without_its_package_is_refused_with_what_to_install(
+def test_remote_url_without_package_is_refused(
     fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
@@ -29,14 +29,14 @@ def test_a_url_without_its_package_is_refused_with_what_to_install(
     assert not any("s3" in note for note in notes(tmp_path, f"checkpoint.remote=file://{tmp_path}/x"))
 
 
-def test_without_a_url_fsspec_is_not_looked_for(
+def test_fsspec_is_not_imported_without_remote_url(
     fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
     notes(tmp_path)
 
 
-def test_a_node_folder_is_looked_at_where_the_node_is_this_machine(
+def test_node_folder_is_checked_on_local_backend(
     fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLURM_TMPDIR", raising=False)
@@ -46,6 +46,6 @@ def test_a_node_folder_is_looked_at_where_the_node_is_this_machine(
     with pytest.raises(ConfigError, match=r"checkpoint.local = .*/file/x: .*/file is a file, not a folder"):
         notes(tmp_path, f"checkpoint.local={tmp_path}/file/x", **local)
     said = [n for n in notes(tmp_path, "checkpoint.local=$SLURM_TMPDIR/x", **local) if "checkpoint.local" in n]
-    assert said == ["checkpoint.local: $SLURM_TMPDIR/x: $SLURM_TMPDIR is not set here; it is used where it can be"]
+    assert said == ["checkpoint.local: $SLURM_TMPDIR/x: $SLURM_TMPDIR is not set here; nodes that can use it will"]
     # Of a node of Slurm's nothing can be told from here.
     assert not any("checkpoint.local" in n for n in notes(tmp_path, "checkpoint.local=$SLURM_TMPDIR/x"))

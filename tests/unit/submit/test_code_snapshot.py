@@ -52,7 +52,7 @@ def take(
     return made, sorted(names + links)
 
 
-def test_tracked_and_new_files_are_taken_and_ignored_ones_not(repository: Path, tmp_path: Path) -> None:
+def test_tracked_and_new_files_are_copied_ignored_are_not(repository: Path, tmp_path: Path) -> None:
     write(repository / "new file.py")
     write(repository / "weights.bin")
     write(repository / "data" / "x.txt")
@@ -62,7 +62,7 @@ def test_tracked_and_new_files_are_taken_and_ignored_ones_not(repository: Path, 
     assert (tmp_path / "run" / "code" / "scripts" / "train.py").read_text() == "print('train')"
 
 
-def test_the_snapshot_is_of_the_working_tree_not_of_the_commit(repository: Path, tmp_path: Path) -> None:
+def test_working_tree_is_copied_not_commit(repository: Path, tmp_path: Path) -> None:
     write(repository / "scripts" / "train.py", "edited")
     (repository / "src" / "lib.py").unlink()  # tracked, but gone
     _, names = take(repository / "scripts" / "train.py", tmp_path)
@@ -70,13 +70,13 @@ def test_the_snapshot_is_of_the_working_tree_not_of_the_commit(repository: Path,
     assert (tmp_path / "run" / "code" / "scripts" / "train.py").read_text() == "edited"
 
 
-def test_an_ignored_script_is_taken_all_the_same(repository: Path, tmp_path: Path) -> None:
+def test_ignored_script_is_copied(repository: Path, tmp_path: Path) -> None:
     script = write(repository / "data" / "train.py")
     made, names = take(script, tmp_path)
     assert made.script == "data/train.py" and "data/train.py" in names
 
 
-def test_modes_are_kept(repository: Path, tmp_path: Path) -> None:
+def test_file_modes_are_kept(repository: Path, tmp_path: Path) -> None:
     (repository / "scripts" / "train.py").chmod(0o755)
     take(repository / "scripts" / "train.py", tmp_path)
     assert os.access(tmp_path / "run" / "code" / "scripts" / "train.py", os.X_OK)
@@ -90,7 +90,7 @@ def test_hostile_names(name: str, repository: Path, tmp_path: Path) -> None:
     assert name in names and made.script == name
 
 
-def test_links_inside_the_tree_stay_links(repository: Path, tmp_path: Path) -> None:
+def test_links_inside_tree_stay_links(repository: Path, tmp_path: Path) -> None:
     (repository / "scripts" / "relative.py").symlink_to("../src/lib.py")
     (repository / "absolute.py").symlink_to(repository / "src" / "lib.py")
     (repository / "folder").symlink_to("src")
@@ -109,7 +109,7 @@ def test_links_to_ignored_files_become_copies(repository: Path, tmp_path: Path) 
     assert not copy.is_symlink() and copy.read_text() == "ignored"
 
 
-def test_links_to_files_elsewhere_stay_links_and_are_reported(repository: Path, tmp_path: Path) -> None:
+def test_links_to_external_files_stay_links_and_are_reported(repository: Path, tmp_path: Path) -> None:
     outside = write(tmp_path / "elsewhere" / "settings.toml", "a = 1")
     (repository / "settings.toml").symlink_to("../elsewhere/settings.toml")
     (repository / "config").symlink_to(".git/config")
@@ -122,7 +122,7 @@ def test_links_to_files_elsewhere_stay_links_and_are_reported(repository: Path, 
     )
 
 
-def test_a_tracked_folder_that_a_link_has_replaced(repository: Path, tmp_path: Path) -> None:
+def test_tracked_folder_replaced_by_link(repository: Path, tmp_path: Path) -> None:
     write(tmp_path / "elsewhere" / "lib.py", "of somebody else")
     shutil.rmtree(repository / "src")
     (repository / "src").symlink_to("../elsewhere")
@@ -135,7 +135,7 @@ SECRET_NAMES = (".env", ".env.local", "conf/.env", "deploy.pem", "id_rsa", ".net
                 ".docker/config.json", "credentials-prod.json", ".ssh/config")  # fmt: skip
 
 
-def test_files_that_look_like_secrets_are_left_out_and_reported(repository: Path, tmp_path: Path) -> None:
+def test_secrets_are_left_out_and_reported(repository: Path, tmp_path: Path) -> None:
     for name in SECRET_NAMES:
         write(repository / name, "s3cret")
     (repository / "settings").symlink_to(".env")
@@ -148,14 +148,14 @@ def test_files_that_look_like_secrets_are_left_out_and_reported(repository: Path
     assert made.files == len(names)
 
 
-def test_a_link_to_an_ignored_secret_is_not_followed(repository: Path, tmp_path: Path) -> None:
+def test_link_to_ignored_secret_is_not_followed(repository: Path, tmp_path: Path) -> None:
     write(repository / "data" / ".env", "s3cret")
     (repository / "settings").symlink_to("data/.env")
     made, names = take(repository / "scripts" / "train.py", tmp_path)
     assert made.skipped_secrets == ("settings",) and "settings" not in names
 
 
-def test_a_secret_that_is_asked_for_is_taken(repository: Path, tmp_path: Path) -> None:
+def test_included_secret_is_copied(repository: Path, tmp_path: Path) -> None:
     write(repository / ".env")
     write(repository / "certificates" / "ca.pem")
     write(repository / "key.pem")
@@ -164,7 +164,7 @@ def test_a_secret_that_is_asked_for_is_taken(repository: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("pattern", ["", "[", "certificate/*", ".env"])
-def test_a_pattern_that_matches_no_file_is_refused(repository: Path, tmp_path: Path, pattern: str) -> None:
+def test_include_pattern_without_match_is_refused(repository: Path, tmp_path: Path, pattern: str) -> None:
     write(repository / ".gitignore", ".env\n")
     write(repository / ".env")
     write(repository / "certificates" / "ca.pem")
@@ -173,7 +173,7 @@ def test_a_pattern_that_matches_no_file_is_refused(repository: Path, tmp_path: P
     assert "git ignores" in str(e.value.fix)
 
 
-def test_without_git_secrets_are_left_out_too(tmp_path: Path) -> None:
+def test_secrets_are_left_out_without_git(tmp_path: Path) -> None:
     script = write(tmp_path / "plain" / "train.py")
     write(tmp_path / "plain" / ".env")
     made, names = take(script, tmp_path)
@@ -181,7 +181,7 @@ def test_without_git_secrets_are_left_out_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("group", [0o000, 0o050])
-def test_no_mode_gives_rights_that_the_file_did_not_give(group: int, repository: Path, tmp_path: Path) -> None:
+def test_group_access_never_exceeds_file_mode(group: int, repository: Path, tmp_path: Path) -> None:
     modes = {"src/lib.py": 0o6755, "private.py": 0o600, "tool": 0o700, "open.py": 0o666}
     for name, mode in modes.items():
         write(repository / name).chmod(mode)
@@ -193,21 +193,21 @@ def test_no_mode_gives_rights_that_the_file_did_not_give(group: int, repository:
     assert {name: stat.S_IMODE((code / name).stat().st_mode) for name in modes} == (shared if group else alone)
 
 
-def test_a_worktree_that_the_repository_has_elsewhere_is_not_copied(repository: Path, tmp_path: Path) -> None:
+def test_external_worktree_is_not_copied(repository: Path, tmp_path: Path) -> None:
     write(tmp_path / "private.txt")
     git(repository, "config", "core.worktree", str(tmp_path))
     made, names = take(repository / "scripts" / "train.py", tmp_path)
     assert made.root == repository / "scripts" and names == ["train.py"]
 
 
-def test_a_broken_configuration_is_reported(repository: Path, tmp_path: Path) -> None:
+def test_broken_git_config_is_reported(repository: Path, tmp_path: Path) -> None:
     with (repository / ".git" / "config").open("a") as f:
         f.write("[broken")
     with pytest.raises(ConfigError, match="bad config line"):
         take(repository / "scripts" / "train.py", tmp_path)
 
 
-def test_links_to_folders_elsewhere_stay_where_they_are_and_are_told(repository: Path, tmp_path: Path) -> None:
+def test_links_to_external_folders_are_reported(repository: Path, tmp_path: Path) -> None:
     write(tmp_path / "datasets" / "big.txt", "data")
     (repository / "datasets").symlink_to("../datasets")
     made, _ = take(repository / "scripts" / "train.py", tmp_path)
@@ -216,14 +216,14 @@ def test_links_to_folders_elsewhere_stay_where_they_are_and_are_told(repository:
     assert made.external_links == (f"datasets -> {tmp_path / 'datasets'}",)
 
 
-def test_dangling_and_circular_links_do_no_harm(repository: Path, tmp_path: Path) -> None:
+def test_dangling_and_circular_links_are_kept(repository: Path, tmp_path: Path) -> None:
     (repository / "dangling").symlink_to("nowhere")
     (repository / "circular").symlink_to("circular")
     _, names = take(repository / "scripts" / "train.py", tmp_path)
     assert {"dangling", "circular"} <= set(names)
 
 
-def test_a_script_that_is_a_link_keeps_its_place(repository: Path, tmp_path: Path) -> None:
+def test_linked_script_keeps_its_place(repository: Path, tmp_path: Path) -> None:
     real = write(tmp_path / "elsewhere" / "real.py", "real")
     (repository / "linked.py").symlink_to(real)
     made, _ = take(repository / "linked.py", tmp_path)
@@ -231,7 +231,7 @@ def test_a_script_that_is_a_link_keeps_its_place(repository: Path, tmp_path: Pat
     assert made.script_source == str(real) and not (tmp_path / "run" / "code" / "linked.py").is_symlink()
 
 
-def test_submodules_and_nested_repositories_are_entered(repository: Path, tmp_path: Path) -> None:
+def test_submodules_and_nested_repositories_are_copied(repository: Path, tmp_path: Path) -> None:
     library = tmp_path / "library"
     write(library / "module.py")
     git(tmp_path, "init", "-q", "library")
@@ -244,14 +244,14 @@ def test_submodules_and_nested_repositories_are_entered(repository: Path, tmp_pa
     assert "third party/library/module.py" in names and "scripts/nested/inner.py" in names
 
 
-def test_a_submodule_that_was_never_checked_out_is_left_out(repository: Path, tmp_path: Path) -> None:
+def test_unchecked_out_submodule_is_left_out(repository: Path, tmp_path: Path) -> None:
     git(repository, "update-index", "--add", "--cacheinfo", f"160000,{'1' * 40},missing")
     (repository / "missing").mkdir()
     _, names = take(repository / "scripts" / "train.py", tmp_path)
     assert not any(name.startswith("missing") for name in names)
 
 
-def test_without_git_caches_and_environments_are_left_out(tmp_path: Path) -> None:
+def test_caches_and_venvs_are_left_out_without_git(tmp_path: Path) -> None:
     root = tmp_path / "plain"
     script = write(root / "train.py")
     write(root / "package" / "module.py")
@@ -264,7 +264,7 @@ def test_without_git_caches_and_environments_are_left_out(tmp_path: Path) -> Non
     assert names == ["package/module.py", "train.py"] and made.root == root
 
 
-def test_too_much_names_the_largest_files_and_leaves_nothing(repository: Path, tmp_path: Path) -> None:
+def test_size_limit_names_largest_files_and_leaves_nothing(repository: Path, tmp_path: Path) -> None:
     write(repository / "weights.pt", "w" * (2 * 1024 * 1024))
     write(repository / "small.txt", "s" * 1024)
     with pytest.raises(ConfigError) as e:
@@ -274,21 +274,19 @@ def test_too_much_names_the_largest_files_and_leaves_nothing(repository: Path, t
     take(repository / "scripts" / "train.py", tmp_path, limit_mib=3)
 
 
-def test_too_many_files_are_data(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_files_are_refused(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_snapshot, "MAX_FILES", 2)
     with pytest.raises(ConfigError, match="looks like data"):
         take(repository / "scripts" / "train.py", tmp_path)
 
 
-def test_the_runs_themselves_are_left_out(repository: Path, tmp_path: Path) -> None:
+def test_runs_folder_is_left_out(repository: Path, tmp_path: Path) -> None:
     write(repository / "home" / "runs" / "old" / "spec.toml")
     _, names = take(repository / "scripts" / "train.py", tmp_path, without=repository / "home")
     assert not any(name.startswith("home") for name in names)
 
 
-def test_a_file_that_cannot_be_copied_leaves_nothing(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_copy_leaves_nothing(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "lib.py")
 

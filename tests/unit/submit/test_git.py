@@ -47,7 +47,7 @@ def arm(root: Path, canary: Path) -> None:
         )
 
 
-def test_no_program_of_the_repository_is_run(tmp_path: Path) -> None:
+def test_repository_programs_are_not_run(tmp_path: Path) -> None:
     canary = tmp_path / "struck"
     root = made(tmp_path / "project")
     nested = made(root / "nested")
@@ -65,7 +65,7 @@ def test_no_program_of_the_repository_is_run(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def test_nothing_is_fetched_for_a_partial_clone(tmp_path: Path) -> None:
+def test_partial_clone_fetches_nothing(tmp_path: Path) -> None:
     root = made(tmp_path / "project")
     blob = subprocess.run(["git", "-C", root, "rev-parse", "HEAD:train.py"], text=True, capture_output=True, check=True)
     name = blob.stdout.strip()
@@ -80,7 +80,7 @@ def test_nothing_is_fetched_for_a_partial_clone(tmp_path: Path) -> None:
     assert not (tmp_path / "struck").exists()
 
 
-def test_filters_of_the_user_stay_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_filters_stay_enabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "user").write_text('[filter "evil"]\n\tclean = tr a-z A-Z\n')
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "user"))
     root = made(tmp_path / "project")
@@ -92,18 +92,18 @@ def test_filters_of_the_user_stay_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["a=b", "a.b=c.d"])
-def test_a_filter_that_cannot_be_switched_off_is_not_run(name: str, tmp_path: Path) -> None:
+def test_filter_that_cannot_be_disabled_is_not_run(name: str, tmp_path: Path) -> None:
     root = made(tmp_path / "project")
     (root / ".gitattributes").write_text(f"* filter={name}\n")
     with (root / ".git" / "config").open("a") as f:
         f.write(f'[filter "{name}"]\n\tclean = touch {tmp_path / "struck"}\n')
     (root / "train.py").write_text("print('edited')\n")
     assert provenance.read_git_state(root) is None and not (tmp_path / "struck").exists()
-    with pytest.raises(CommandFailed, match="switched off"):
+    with pytest.raises(CommandFailed, match="disabled"):
         git.list_filter_overrides(root)
 
 
-def test_changes_to_secrets_are_not_recorded(tmp_path: Path) -> None:
+def test_diff_omits_secret_files(tmp_path: Path) -> None:
     root = made(tmp_path / "project")
     (root / "conf").mkdir()
     for name in (".env", "conf/.env", "new.py"):
@@ -124,5 +124,5 @@ def test_changes_to_secrets_are_not_recorded(tmp_path: Path) -> None:
         (["--set", "optim.lr=1", "--nodes=2", "--env"], ["--set", "optim.lr=1", "--nodes=2", "--env"]),
     ],
 )
-def test_the_record_of_the_command_line_has_no_secrets(typed: list[str], kept: list[str]) -> None:
+def test_recorded_argv_has_no_secrets(typed: list[str], kept: list[str]) -> None:
     assert provenance.redact_argv(typed) == kept

@@ -42,15 +42,13 @@ def type_(
     ],
     ids=" ".join,
 )
-def test_a_home_folder_of_nobody_is_named(words: tuple[str, ...], type_: Type) -> None:
+def test_home_of_unknown_user_is_named(words: tuple[str, ...], type_: Type) -> None:
     code, err = type_(*words)
     assert code in (1, 78) and "'~nouser/x': ~nouser has no home folder" in err and "fix: write the whole path" in err
 
 
 @pytest.mark.parametrize("name", ["CLUSTERTRAIN_HOME", "CLUSTERTRAIN_CLUSTER_PATH", "XDG_CONFIG_HOME"])
-def test_a_home_folder_of_nobody_in_the_environment_is_named(
-    name: str, type_: Type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_home_of_unknown_user_in_environment_is_named(name: str, type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "~nouser/x")
     code, err = type_(*LOCAL, "--cluster", "x") if name != "CLUSTERTRAIN_HOME" else type_("list")
     assert code == 78 and f"{name} = '~nouser/x'" in err
@@ -71,33 +69,33 @@ def test_a_home_folder_of_nobody_in_the_environment_is_named(
     ],
     ids=lambda value: " ".join(value).replace(LONG, "LONG") if isinstance(value, tuple) else str(value),
 )
-def test_a_name_that_no_filesystem_takes_is_said(words: tuple[str, ...], code: int, type_: Type) -> None:
+def test_too_long_name_is_refused(words: tuple[str, ...], code: int, type_: Type) -> None:
     assert type_(*words)[0] == code
 
 
-def test_a_long_name_of_a_run_is_cut(type_: Type) -> None:
+def test_long_run_name_is_cut(type_: Type) -> None:
     assert type_(*LOCAL, "--name", LONG)[0] == 0
 
 
 @pytest.mark.parametrize("assignment", ["model.kind=\udcff", "train.st\udcff=3", "model.args.x=[1, '\udcff']"])
-def test_bytes_that_are_not_utf8_are_named(assignment: str, type_: Type) -> None:
+def test_non_utf8_argument_is_named(assignment: str, type_: Type) -> None:
     code, err = type_("plan", "--set", assignment)
     assert code == 2 and "is not UTF-8" in err
 
 
 @pytest.mark.parametrize("url", ["memory://x", "simplecache::memory://x", "http://host/x", "data://x"])
-def test_a_remote_where_nothing_stays_is_none(url: str, type_: Type) -> None:
+def test_remote_without_storage_is_refused(url: str, type_: Type) -> None:
     code, err = type_("plan", "--set", f"checkpoint.remote={url}")
     assert code == 78 and f"checkpoint.remote = '{url}'" in err and "fix: name an object store" in err
 
 
 @pytest.mark.parametrize("asked", [("--device", "cuda"), ("--gpu-type", "h100")])
-def test_cuda_needs_a_gpu_where_it_runs(asked: tuple[str, ...], type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clustertrain.submit.transaction.has_gpu", lambda: False)
+def test_cuda_needs_gpu_on_local_backend(asked: tuple[str, ...], type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clustertrain.submit.preflight.machine.has_gpu", lambda: False)
     code, err = type_(*LOCAL, *asked)
     assert code == 78 and "this machine has no GPU" in err and "--device cpu" in err
     assert type_(*SLURM, *asked)[0] == 0
-    monkeypatch.setattr("clustertrain.submit.transaction.has_gpu", lambda: True)
+    monkeypatch.setattr("clustertrain.submit.preflight.machine.has_gpu", lambda: True)
     assert type_(*LOCAL, *asked)[0] == 0
 
 
@@ -107,21 +105,21 @@ def profile(tmp_path: Path, python: Path) -> None:
     (folder / "site.toml").write_text(f'python = "{python}"\n')
 
 
-def test_a_python_that_is_not_there(type_: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_profile_python(type_: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile(tmp_path, tmp_path / "env" / "bin" / "python")
     code, err = type_(*LOCAL, "--cluster", "site")
-    assert code == 78 and "env/bin/python' of the cluster profile is not there" in err and "fix: change python" in err
+    assert code == 78 and "env/bin/python' of the cluster profile does not exist" in err and "fix: change python" in err
     code, err = type_(*SLURM, "--cluster", "site")  # the nodes may have it on a disk of theirs
-    assert code == 0 and "is not there on this machine" in err
+    assert code == 0 and "does not exist on this machine" in err
     # On a filesystem that the nodes see too they do not.
     mounts = f"1 0 0:1 / / rw - ext4 disk rw\n2 1 0:2 / {tmp_path} rw - nfs4 server:/home rw\n"
     (tmp_path / "mountinfo").write_text(mounts)
     monkeypatch.setattr(filesystem, "_MOUNTINFO", tmp_path / "mountinfo")
     code, err = type_(*SLURM, "--cluster", "site")
-    assert code == 78 and "is not there, and nfs4 is the same on all nodes" in err
+    assert code == 78 and "does not exist, and nfs4 is the same on all nodes" in err
 
 
-def test_a_python_that_cannot_be_executed(type_: Type, tmp_path: Path) -> None:
+def test_profile_python_not_executable(type_: Type, tmp_path: Path) -> None:
     profile(tmp_path, tmp_path / "python")
     (tmp_path / "python").write_text("")
     code, err = type_(*LOCAL, "--cluster", "site")
@@ -130,14 +128,14 @@ def test_a_python_that_cannot_be_executed(type_: Type, tmp_path: Path) -> None:
     assert type_(*LOCAL, "--cluster", "site")[0] == 0
 
 
-def test_a_home_below_a_file_is_said_to_be(type_: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_below_file_is_refused(type_: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / "file" / "x"))
     code, err = type_(*LOCAL)
     assert code == 78 and f"{tmp_path / 'file'} is a file, not a folder" in err
 
 
-def test_only_python_is_a_script(type_: Type, tmp_path: Path) -> None:
+def test_only_python_files_are_scripts(type_: Type, tmp_path: Path) -> None:
     for name, text in (("conf.yaml", "a: 1"), ("data.json", "{}"), ("run.sh", "#!/bin/sh\n"), ("empty", "")):
         (tmp_path / name).write_text(text)
         code, err = type_(*LOCAL, name)
@@ -147,7 +145,7 @@ def test_only_python_is_a_script(type_: Type, tmp_path: Path) -> None:
         assert type_(*LOCAL, name)[0] == 0
 
 
-def test_a_range_of_gpus_has_few_digits(type_: Type) -> None:
+def test_gpu_range_with_too_many_digits_is_refused(type_: Type) -> None:
     for text in ("1-" + "9" * 5000, "9" * 5000, "٣-٤"):
         code, err = type_("plan", "--gpus-range", text)
         assert code == 2 and "not of the form" in err

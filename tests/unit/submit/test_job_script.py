@@ -123,7 +123,7 @@ def hostile_inputs() -> list[ScriptInput]:
     return [*made, *CASES.values()]
 
 
-def test_shellcheck_and_bash_accept_every_variant(tmp_path: Path) -> None:
+def test_shellcheck_and_bash_accept_all_variants(tmp_path: Path) -> None:
     scripts = []
     for n, one in enumerate(hostile_inputs()):
         path = tmp_path / f"{n}.sh"
@@ -151,14 +151,14 @@ def run_in_bash(text: str, tmp_path: Path, *show: str) -> list[str]:
 
 
 @pytest.mark.parametrize("value", [*HOSTILE, "two\nlines", "tab\there", ""])
-def test_values_arrive_as_they_were_typed(value: str, tmp_path: Path) -> None:
+def test_values_survive_quoting(value: str, tmp_path: Path) -> None:
     arrived = run_in_bash(render_job_script(given(env={"V": value}, home="/sh ared/$(touch pwned)")), tmp_path, "V",
                           "CLUSTERTRAIN_HOME", "CLUSTERTRAIN_RUN_DIR")  # fmt: skip
     assert arrived[:3] == [value, "/sh ared/$(touch pwned)", "/sh ared/$(touch pwned)/runs/demo-abcdef"]
 
 
 @pytest.mark.parametrize("value", [*HOSTILE, "two\nlines", "tab\there", ""])
-def test_secrets_arrive_as_they_were_typed_and_are_not_in_the_script(value: str, tmp_path: Path) -> None:
+def test_secrets_survive_quoting_and_are_not_in_script(value: str, tmp_path: Path) -> None:
     asked = given(env={"V": value, "NCCL_DEBUG": value}, secret_env=("V", "NCCL_DEBUG"), run=tmp_path / "ru n$(x)")
     asked.run.path.mkdir()
     asked.run.secrets.write_text(render.format_secrets(asked.spec))
@@ -167,12 +167,12 @@ def test_secrets_arrive_as_they_were_typed_and_are_not_in_the_script(value: str,
     assert render.redact_secrets(asked.spec).env == {}
 
 
-def test_a_script_without_its_secrets_does_not_start(tmp_path: Path) -> None:
+def test_script_without_secrets_file_does_not_start(tmp_path: Path) -> None:
     text = render_job_script(given(env={"V": "x"}, secret_env=("V",), run=tmp_path))
     assert subprocess.run(["bash", "-c", text], check=False, capture_output=True).returncode == 78
 
 
-def test_the_batch_command_and_the_step(tmp_path: Path) -> None:
+def test_batch_command_and_step(tmp_path: Path) -> None:
     arrived = run_in_bash(render_job_script(given(nodes=2, gpus=4, cpus_per_gpu=3)), tmp_path)
     spy = str(tmp_path / "spy")
     assert arrived[:5] == ["-P", "-m", "clustertrain", "batch", "--"]
@@ -184,7 +184,7 @@ def test_the_batch_command_and_the_step(tmp_path: Path) -> None:
         assert option in step
 
 
-def test_the_local_step(tmp_path: Path) -> None:
+def test_local_step(tmp_path: Path) -> None:
     text = render_job_script(given(backend="local", nodes=3, gpus=2, device="cpu"))
     assert "#SBATCH" not in text
     arrived = run_in_bash(text, tmp_path)
@@ -192,7 +192,7 @@ def test_the_local_step(tmp_path: Path) -> None:
                            "--gpus", "2", "--", str(tmp_path / "spy"), "-P", "-m", "clustertrain", "agent"]  # fmt: skip
 
 
-def test_the_plans_settings_yield_to_the_users(tmp_path: Path) -> None:
+def test_user_environment_wins_over_plan(tmp_path: Path) -> None:
     profile = ClusterProfile(fabric_interface="it's $(touch pwned)", setup=("export OMP_NUM_THREADS=7",))
     arrived = run_in_bash(
         render_job_script(given(gpus=4, profile=profile)), tmp_path, "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"
@@ -200,7 +200,7 @@ def test_the_plans_settings_yield_to_the_users(tmp_path: Path) -> None:
     assert arrived[:2] == ["it's $(touch pwned)", "7"]
 
 
-def test_the_snapshot_comes_first_on_pythonpath(tmp_path: Path) -> None:
+def test_snapshot_is_first_on_pythonpath(tmp_path: Path) -> None:
     one = given(env={"PYTHONPATH": "/my/lib"}, code=(Path("/c o/code"), Path("/c o/code/src")))
     assert run_in_bash(render_job_script(one), tmp_path, "PYTHONPATH")[0] == "/c o/code:/c o/code/src:/my/lib"
     assert run_in_bash(render_job_script(given(code=(Path("/c"),))), tmp_path, "PYTHONPATH")[0] == "/c"
@@ -228,7 +228,7 @@ def parse_directive(line: str) -> str:
 
 
 @pytest.mark.parametrize("value", HOSTILE)
-def test_directives_survive_sbatchs_parser(value: str) -> None:
+def test_directives_survive_sbatch_parser(value: str) -> None:
     text = render_job_script(given(account=value))
     (line,) = [line for line in text.splitlines() if line.startswith("#SBATCH --account")]
     assert parse_directive(line.removeprefix("#SBATCH ")) == f"--account={value}"
@@ -245,18 +245,18 @@ def test_control_characters_are_refused(field: str, value: str) -> None:
 # sbatch takes the first letters of an option for the option (getopt_long).
 @pytest.mark.parametrize("key", ["nodes", "chdir", "output", "time", "array", "--wrap", "cpus_per_task", "signal",
                                  "arra", "open-m", "ntasks-per", "gpus-per"])  # fmt: skip
-def test_what_clustertrain_sets_cannot_be_passed_through(key: str) -> None:
+def test_managed_options_are_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="clustertrain sets"):
         render_job_script(given(sbatch={key: "1"}))
 
 
 @pytest.mark.parametrize("key", ["", "p", "a b", "x;y", "$(x)", "K=V", "comment\n"])
-def test_passed_keys_are_names_of_options(key: str) -> None:
+def test_sbatch_key_must_be_option_name(key: str) -> None:
     with pytest.raises(ConfigError, match="not the name"):
         render_job_script(given(sbatch={key: "1"}))
 
 
-def test_another_gres_is_asked_for_beside_the_gpus() -> None:
+def test_other_gres_is_added_to_gpus() -> None:
     """Of two --gres sbatch takes the last alone."""
     by_gres = ClusterProfile(gpus_flag="gres")
     text = render_job_script(given(gpus=4, gpu_type="h100", profile=by_gres, sbatch={"gres": "lscratch:100"}))
@@ -266,12 +266,12 @@ def test_another_gres_is_asked_for_beside_the_gpus() -> None:
 
 
 @pytest.mark.parametrize("value", ["gpu:2", "lscratch:1,gpu:a100:2", "gpu"])
-def test_gpus_cannot_be_passed_through_as_a_gres(value: str) -> None:
-    with pytest.raises(ConfigError, match="asks for GPUs itself"):
+def test_gpu_gres_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="requests the GPUs"):
         render_job_script(given(sbatch={"gres": value}))
 
 
-def test_passed_options_come_last_and_may_have_no_value() -> None:
+def test_user_options_come_last_and_may_be_flags() -> None:
     text = render_job_script(given(sbatch={"mail_type": "END", "exclusive": ""}))
     directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     assert directives[-2:] == ["#SBATCH --mail-type=END", "#SBATCH --exclusive"]
@@ -283,13 +283,13 @@ def test_bad_environment_names_are_refused(name: str) -> None:
         render.check_environment({name: "x"})
 
 
-def test_a_time_limit_brings_the_signal_and_none_does_not() -> None:
+def test_signal_only_with_time_limit() -> None:
     assert "#SBATCH --signal=USR2@120" in render_job_script(given(time="1:00:00"))
     assert "--signal" not in render_job_script(given())
     assert "--signal" not in render_job_script(given(time="UNLIMITED"))
 
 
-def test_devices_are_asked_for_on_the_cpu_only_where_a_type_is_named() -> None:
+def test_cpu_requests_devices_only_with_gpu_type() -> None:
     assert "--gpus-per-node" not in render_job_script(given(gpus=4, device="cpu"))
     assert "#SBATCH --gpus-per-node=h100:4" in render_job_script(given(gpus=4, device="cpu", gpu_type="h100"))
     assert "#SBATCH --gres=gpu:h100:4" in render_job_script(

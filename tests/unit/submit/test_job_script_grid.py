@@ -41,16 +41,14 @@ def grid(site: Path, env: dict[str, str]) -> list[Scripts]:
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1, 4, 2), (5, 5, 2, 3, 3, 2)])
-def test_the_rows_of_a_grid_hold_every_pair(sizes: Sequence[int]) -> None:
+def test_grid_rows_cover_all_pairs(sizes: Sequence[int]) -> None:
     rows = covering.pairwise(sizes)
     held = {pair for row in rows for pair in covering.pairs_of(row)}
     assert held == {pair for row in itertools.product(*map(range, sizes)) for pair in covering.pairs_of(row)}
     assert rows == covering.pairwise(sizes) and len(set(rows)) == len(rows)
 
 
-def test_shellcheck_and_bash_accept_the_scripts_of_the_grid(
-    grid: list[Scripts], site: Path, env: dict[str, str]
-) -> None:
+def test_shellcheck_and_bash_accept_grid_scripts(grid: list[Scripts], site: Path, env: dict[str, str]) -> None:
     # Far from copies of each other: no two of the cases ask for the same, and no two give the same scripts.
     assert len({scripts.case.words for scripts in grid}) == len(grid) >= 200
     assert len({scripts.handed_over.read_text() + scripts.all[-1].read_text() for scripts in grid}) == len(grid)
@@ -60,7 +58,7 @@ def test_shellcheck_and_bash_accept_the_scripts_of_the_grid(
     assert cases.shellcheck(list(different.values())) == ""
 
 
-def test_values_reach_the_job_as_they_were_typed(grid: list[Scripts], site: Path, env: dict[str, str]) -> None:
+def test_values_reach_job_unchanged(grid: list[Scripts], site: Path, env: dict[str, str]) -> None:
     for scripts in grid:
         seen = cases.environment_of(scripts, str(site))
         asked = {**scripts.case.exports, "CLUSTERTRAIN_HOME": env["CLUSTERTRAIN_HOME"]}
@@ -68,7 +66,7 @@ def test_values_reach_the_job_as_they_were_typed(grid: list[Scripts], site: Path
     assert not list(site.rglob("pwned"))
 
 
-def test_the_command_prints_the_scripts_of_the_grid(grid: list[Scripts], site: Path, env: dict[str, str]) -> None:
+def test_dry_run_prints_grid_scripts(grid: list[Scripts], site: Path, env: dict[str, str]) -> None:
     for scripts in grid[::90]:
         argv = [sys.executable, "-m", "clustertrain", scripts.case.command, "--dry-run", "--json", *scripts.case.words]
         done = subprocess.run(argv, cwd=site, env=env, capture_output=True, text=True, check=True, timeout=60)

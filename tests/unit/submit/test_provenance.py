@@ -28,7 +28,7 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_commit_branch_and_changes(repository: Path) -> None:
+def test_git_state_has_commit_branch_and_diff(repository: Path) -> None:
     clean = provenance.read_git_state(repository)
     assert clean is not None and len(clean["commit"]) == 40 and clean["branch"] == "work"
     assert clean["dirty"] is False and clean["diff"] == ""
@@ -37,27 +37,27 @@ def test_commit_branch_and_changes(repository: Path) -> None:
     assert dirty is not None and dirty["dirty"] is True and "+two" in dirty["diff"] and dirty["diff_cut"] is False
 
 
-def test_a_long_diff_is_cut(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_diff_is_cut(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "DIFF_LIMIT_BYTES", 100)
     (repository / "a.py").write_text("ü" * 500 + "\n")
     state = provenance.read_git_state(repository)
     assert state is not None and state["diff_cut"] is True and len(state["diff"].encode()) <= 100
 
 
-def test_no_repository_and_no_commit_are_none(tmp_path: Path) -> None:
+def test_git_state_is_none_without_repository_or_commit(tmp_path: Path) -> None:
     assert provenance.read_git_state(tmp_path) is None
     git(tmp_path, "init", "-q")
     assert provenance.read_git_state(tmp_path) is None
 
 
-def test_the_record_is_json_and_names_what_the_run_was_made_from(repository: Path) -> None:
+def test_record_is_json_with_versions_and_argv(repository: Path) -> None:
     made = provenance.collect(["clustertrain", "submit"], repository, repository)
     assert json.loads(json.dumps(made)) == made
     assert {"time", "user", "host", "cwd", "argv", "clustertrain", "python", "packages", "git"} <= set(made)
     assert "torch" in made["packages"]
 
 
-def test_a_closed_folder_on_the_path_refuses_no_submission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_folder_on_sys_path_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed, archive, site = tmp_path / "closed", tmp_path / "code.zip", tmp_path / "site"
     closed.mkdir()
     archive.write_bytes(b"PK")

@@ -57,7 +57,7 @@ def left_behind(tmp_path: Path) -> list[Path]:
         (["a=1,2", "b=x,y"], [{"a": a, "b": b} for a in (1, 2) for b in ("x", "y")]),
     ],
 )
-def test_the_product_of_all_values(given: list[str], values: list[dict[str, Any]]) -> None:
+def test_grid_is_product_of_all_values(given: list[str], values: list[dict[str, Any]]) -> None:
     assert expand_grid(given, ()) == values
 
 
@@ -81,25 +81,23 @@ def test_the_product_of_all_values(given: list[str], values: list[dict[str, Any]
         (["a=" + ",".join(map(str, range(50))), "b=" + ",".join(map(str, range(21)))], "50 x 21 = 1050 runs"),
     ],
 )
-def test_bad_values_are_named(given: list[str], said: str) -> None:
+def test_bad_grid_values_are_named(given: list[str], said: str) -> None:
     with pytest.raises((UsageError, ConfigError)) as e:
         expand_grid(given, ["data.seed=3"])
     assert said in str(e.value)
 
 
-def test_a_thousand_runs_are_not_too_many() -> None:
+def test_thousand_runs_are_allowed() -> None:
     assert len(expand_grid(["a=" + ",".join(map(str, range(100))), "b=0,1,2,3,4,5,6,7,8,9"], ())) == 1000
 
 
-def test_values_are_shown_as_they_could_be_typed() -> None:
+def test_values_are_formatted_as_typed() -> None:
     assert format_values({"optim.lr": 1e-4, "name": "x", "on": True, "steps": [1, 2]}) == (
         "optim.lr=0.0001 name=x on=true steps=[1, 2]"
     )
 
 
-def test_the_runs_are_ordinary_ones_and_the_array_is_one_job(
-    sweep: Sweep, fake_slurm: FakeSlurm, tmp_path: Path
-) -> None:
+def test_runs_are_ordinary_and_array_is_one_job(sweep: Sweep, fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     done = sweep("optim.lr=1e-4,3e-4", "train.steps=5,6", at_once=3, job={"name": "lr", "time": "30"})
     (call,) = fake_slurm.calls("sbatch")
     assert call.argv[:-1] == ["--parsable", f"--chdir={done.folder}"]
@@ -124,12 +122,12 @@ def test_the_runs_are_ordinary_ones_and_the_array_is_one_job(
     assert stat.S_IMODE(done.folder.stat().st_mode) == 0o700
 
 
-def test_without_at_once_the_array_has_no_limit(sweep: Sweep, fake_slurm: FakeSlurm) -> None:
+def test_array_without_at_once_has_no_limit(sweep: Sweep, fake_slurm: FakeSlurm) -> None:
     sweep("train.seed=1,2")
     assert "#SBATCH --array=0-1\n" in fake_slurm.calls("sbatch")[0].script
 
 
-def test_a_script_is_snapshotted_once_for_all(sweep: Sweep, tmp_path: Path) -> None:
+def test_script_is_copied_once_per_sweep(sweep: Sweep, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print(1)\n")
     done = sweep("env.LR=1e-4,3e-4", target="train.py", job={"share": True})
     for submitted, values in done.runs:
@@ -160,7 +158,7 @@ def test_a_script_is_snapshotted_once_for_all(sweep: Sweep, tmp_path: Path) -> N
         (["job.backend=slurm,local"], {"job": {"device": "cpu"}}, "differ in --backend (slurm and local)"),
     ],
 )
-def test_what_is_refused_before_anything_is_made(
+def test_refused_sweep_creates_nothing(
     given: list[str], more: dict[str, Any], said: str, sweep: Sweep, fake_slurm: FakeSlurm, tmp_path: Path
 ) -> None:
     with pytest.raises((UsageError, ConfigError)) as e:
@@ -169,7 +167,7 @@ def test_what_is_refused_before_anything_is_made(
     assert left_behind(tmp_path) == [] and fake_slurm.calls("sbatch") == []
 
 
-def test_a_key_that_only_some_runs_go_by_is_told_once(sweep: Sweep, tmp_path: Path) -> None:
+def test_key_unused_by_some_runs_is_noted_once(sweep: Sweep, tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text("[schedule]\nfloor = 0.2\n")
     grid = ("optim.name=sgd,adamw", "schedule.kind=cosine,constant", "optim.momentum=0.8")
     done = sweep(*grid, target="small.toml", assignments=("optim.betas=[0.9, 0.98]",))
@@ -180,7 +178,7 @@ def test_a_key_that_only_some_runs_go_by_is_told_once(sweep: Sweep, tmp_path: Pa
     ]
 
 
-def test_what_is_wrong_with_the_file_is_not_of_the_first_runs_values(sweep: Sweep, tmp_path: Path) -> None:
+def test_error_of_file_does_not_name_grid_values(sweep: Sweep, tmp_path: Path) -> None:
     (tmp_path / "odd.toml").write_text("[model")
     (tmp_path / "key.toml").write_text("[train]\nstpes = 3\n")
     (tmp_path / "data.toml").write_text('[data]\npath = "empty"\n')
@@ -194,7 +192,7 @@ def test_what_is_wrong_with_the_file_is_not_of_the_first_runs_values(sweep: Swee
         sweep("train.seed=1,2", assignments=("train.stpes=3",))
 
 
-def test_a_refusal_or_an_interrupt_leaves_nothing_behind(
+def test_refusal_or_interrupt_leaves_nothing(
     sweep: Sweep, fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.py").write_text("")
@@ -222,7 +220,7 @@ def test_a_refusal_or_an_interrupt_leaves_nothing_behind(
     assert left_behind(tmp_path) == []
 
 
-def test_the_scheduler_is_asked_once_for_what_is_true_of_all(
+def test_scheduler_is_queried_once_per_sweep(
     sweep: Sweep, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -233,7 +231,7 @@ def test_the_scheduler_is_asked_once_for_what_is_true_of_all(
     assert len(asked) == 1 and len(fake_slurm.calls("scontrol")) == 1
 
 
-def test_the_arrays_script_becomes_the_runs_own(sweep: Sweep, tmp_path: Path) -> None:
+def test_array_script_runs_script_of_task(sweep: Sweep, tmp_path: Path) -> None:
     done = sweep("train.seed=1,2")
     script = done.folder / "job.sh"
     for submitted, _ in done.runs:
@@ -246,14 +244,12 @@ def test_the_arrays_script_becomes_the_runs_own(sweep: Sweep, tmp_path: Path) ->
     assert subprocess.run(["bash", script], cwd=done.folder, env=task, check=False).returncode == 1
 
 
-def test_shellcheck_accepts_the_arrays_script(sweep: Sweep, tmp_path: Path) -> None:
+def test_shellcheck_accepts_array_script(sweep: Sweep, tmp_path: Path) -> None:
     done = sweep("train.seed=1,2", at_once=1, job={"constraint": "a&b", "name": "a b'$(touch pwned)"})
     subprocess.run([Path(sys.executable).parent / "shellcheck", done.folder / "job.sh"], check=True)
 
 
-def test_a_dry_run_makes_nothing_and_shows_what_is_submitted(
-    sweep: Sweep, fake_slurm: FakeSlurm, tmp_path: Path
-) -> None:
+def test_dry_run_creates_nothing_and_matches_submission(sweep: Sweep, fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     made = dry_run_sweep(SubmitRequest(cwd=tmp_path), SIX, 2)
     assert not (tmp_path / "home").exists() and fake_slurm.calls("sbatch") == []
     done = sweep(*SIX, at_once=2)
@@ -263,7 +259,7 @@ def test_a_dry_run_makes_nothing_and_shows_what_is_submitted(
     assert len(made.runs) == 6 and [v for _, v in made.runs] == [v for _, v in done.runs]
 
 
-def test_a_sweep_and_an_array_name_all_their_runs(sweep: Sweep, tmp_path: Path) -> None:
+def test_sweep_and_array_name_all_runs(sweep: Sweep, tmp_path: Path) -> None:
     done = sweep("train.seed=1,2,3")
     ids = [submitted.run.id for submitted, _ in done.runs]
     assert [r.id for r in resolve_runs(done.folder.name)] == ids

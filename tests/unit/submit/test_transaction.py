@@ -36,7 +36,7 @@ def left_behind(tmp_path: Path) -> list[Path]:
     return list(runs.iterdir()) if runs.exists() else []
 
 
-def test_the_run_directory(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_run_directory(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     done = ask(tmp_path, job={"gpus": 4, "name": "My Run"}, env={"TOKEN": "x"})
     assert (done.job_id, done.backend, done.state) == ("4711", "slurm", "pending")
     run = done.run
@@ -67,7 +67,7 @@ def with_the_secret(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_secrets_are_in_one_file_of_their_owners(share: bool, fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_secrets_are_in_one_private_file(share: bool, fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(f'[telemetry.alerts]\nwebhook = "{HOOK}"\n')
     argv = ("clustertrain", "submit", "--env", f"TOKEN={SECRET}", "a.toml")
     request = SubmitRequest(
@@ -88,18 +88,18 @@ def test_secrets_are_in_one_file_of_their_owners(share: bool, fake_slurm: FakeSl
     assert "TOKEN" in shown.script and SECRET not in shown.script
 
 
-def test_each_run_of_a_sweep_has_its_secrets(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_each_sweep_run_has_its_secrets(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     asked = SubmitRequest(cwd=tmp_path, env={"TOKEN": SECRET}, job={"share": True})
     done = submit_sweep(asked, ["train.seed=1,2"], None)
     assert with_the_secret(tmp_path / "home") == sorted(submitted.run.secrets for submitted, _ in done.runs)
 
 
-def test_without_secrets_there_is_no_file(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_no_secrets_file_without_secrets(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     run = ask(tmp_path).run
     assert not run.secrets.exists() and "secrets.sh" not in run.job_script.read_text()
 
 
-def test_what_was_not_copied_is_reported_in_one_line_each(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_uncopied_files_are_reported(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     project = tmp_path / "project"
     project.mkdir()
     (project / "train.py").write_text("")
@@ -114,7 +114,7 @@ def test_what_was_not_copied_is_reported_in_one_line_each(fake_slurm: FakeSlurm,
     assert with_the_secret(done.run.path) == [done.run.code / "key.pem"]
 
 
-def test_names_of_a_repository_do_not_reach_the_terminal_raw(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_file_names_are_escaped_for_terminal(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     (tmp_path / "\x1b]52;c;x\x07.pem").write_text("")
     (tmp_path / "li\nnk").symlink_to("/usr/share")
@@ -123,7 +123,7 @@ def test_names_of_a_repository_do_not_reach_the_terminal_raw(fake_slurm: FakeSlu
     assert all(note.isprintable() for note in notes)
 
 
-def test_the_contract_is_in_the_record(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_contract_is_in_record(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     asked = {"task": "tell cats from dogs", "metric": "grad_norm", "mode": "max", "target": "benchmark",
              "resume": "exact", "gpu_hours": 5.0}  # fmt: skip
     (tmp_path / "cats.toml").write_text(tomli_w.dumps({"contract": asked}))
@@ -131,7 +131,7 @@ def test_the_contract_is_in_the_record(fake_slurm: FakeSlurm, tmp_path: Path) ->
     assert record["contract"].items() >= {**asked, "higher_is_better": True}.items()
 
 
-def test_a_script_is_snapshotted_and_runs_from_there(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_script_runs_from_snapshot(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     project = tmp_path / "project"
     (project / "src").mkdir(parents=True)
     (project / "jobs").mkdir()
@@ -150,7 +150,7 @@ def test_a_script_is_snapshotted_and_runs_from_there(fake_slurm: FakeSlurm, tmp_
 
 
 @pytest.mark.parametrize(("share", "folder", "file"), [(True, 0o750, 0o040), (False, 0o700, 0)])
-def test_the_umask_neither_closes_a_shared_run_nor_opens_another(
+def test_umask_does_not_change_permissions(
     fake_slurm: FakeSlurm, tmp_path: Path, share: bool, folder: int, file: int
 ) -> None:
     project = tmp_path / "project"
@@ -182,7 +182,7 @@ def a_recipe_with_an_entry(tmp_path: Path) -> Path:
     return project
 
 
-def test_the_code_of_an_entry_is_snapshotted_and_imported_from_there(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_entry_is_imported_from_snapshot(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     a_recipe_with_an_entry(tmp_path)
     run = ask(tmp_path, "project/experiments/net.toml").run
     spec = load_spec(run)
@@ -191,9 +191,7 @@ def test_the_code_of_an_entry_is_snapshotted_and_imported_from_there(fake_slurm:
     assert f'export PYTHONPATH={run.code}:{run.code}/experiments"$' in run.job_script.read_text()
 
 
-def test_an_entry_is_found_where_submit_is_called_or_else_taken_for_installed(
-    fake_slurm: FakeSlurm, tmp_path: Path
-) -> None:
+def test_entry_in_current_folder_or_installed(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def make(): ...\n")
     run = ask(tmp_path, assignments=("model.entry=mine:make",)).run
     assert (run.code / "mine.py").is_file() and f'export PYTHONPATH={run.code}"$' in run.job_script.read_text()
@@ -201,13 +199,13 @@ def test_an_entry_is_found_where_submit_is_called_or_else_taken_for_installed(
     assert not run.code.exists()
 
 
-def test_a_preset_fills_what_the_recipe_leaves_out(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_preset_fills_missing_keys(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("[model]\nlayers = 2\n")
     model = load_spec(ask(tmp_path, "a.toml", assignments=("model.preset=125m",)).run).recipe.model
     assert (model.preset, model.layers, model.dim, model.tie_embeddings) == ("125m", 2, 768, True)
 
 
-def test_hostile_values_reach_nothing(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_values_are_inert(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / HOSTILE).mkdir()
     script = tmp_path / HOSTILE / f"{HOSTILE}.py"
@@ -221,7 +219,7 @@ def test_hostile_values_reach_nothing(fake_slurm: FakeSlurm, tmp_path: Path, mon
     assert not (tmp_path / "pwned").exists()
 
 
-def test_a_refusal_leaves_nothing_behind(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_refusal_leaves_nothing(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     fake_slurm.answers("sbatch", stderr="sbatch: error: invalid partition specified: nope\n", rc=1)
     with pytest.raises(SchedulerError, match="invalid partition specified: nope"):
         ask(tmp_path, job={"partition": "nope", "checkpoint_dir": str(tmp_path / "big")})
@@ -241,7 +239,7 @@ def failing_requests(tmp_path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def test_every_other_failure_leaves_nothing_behind(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_other_failures_leave_nothing(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     for request in failing_requests(tmp_path):
         with pytest.raises(ClusterTrainError):
             ask(tmp_path, **request)
@@ -249,7 +247,7 @@ def test_every_other_failure_leaves_nothing_behind(fake_slurm: FakeSlurm, tmp_pa
         assert fake_slurm.calls("sbatch") == [], request
 
 
-def test_a_failure_while_writing_leaves_nothing_behind(
+def test_failure_while_writing_leaves_nothing(
     fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -261,26 +259,26 @@ def test_a_failure_while_writing_leaves_nothing_behind(
     assert left_behind(tmp_path) == []
 
 
-def test_a_model_that_cannot_fit_is_refused_with_the_numbers(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_model_that_does_not_fit_is_refused_with_numbers(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     large = ("model.dim=8192", "model.heads=64", "model.layers=64")
     with pytest.raises(ConfigError, match=r"needs \d+\.\d GiB a rank .*, and has 15") as e:
         ask(tmp_path, job={"gpu_type": "t4"}, assignments=large)
     assert e.value.exit_code == 78 and re.search(r"\d+ nodes of 1 t4", e.value.fix or "")
 
 
-def test_checkpoints_may_live_elsewhere(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_checkpoint_dir_outside_run(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     done = ask(tmp_path, job={"checkpoint_dir": "big"})
     assert done.run.checkpoints.readlink() == tmp_path / "big" / done.run.id
     assert (tmp_path / "big" / done.run.id).is_dir()
 
 
-def test_share_opens_the_run_to_the_group(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_share_opens_run_to_group(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     run = ask(tmp_path, job={"share": True}).run
     assert stat.S_IMODE(run.path.stat().st_mode) == 0o750
     assert stat.S_IMODE(run.spec.stat().st_mode) == 0o640 and stat.S_IMODE(run.checkpoints.stat().st_mode) == 0o750
 
 
-def test_a_dry_run_makes_nothing_and_prints_what_submit_writes(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_dry_run_creates_nothing_and_matches_submit(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     a_recipe_with_an_entry(tmp_path)
     for target in ("", "train.py", "project/experiments/net.toml"):
@@ -293,7 +291,7 @@ def test_a_dry_run_makes_nothing_and_prints_what_submit_writes(fake_slurm: FakeS
         (fake_slurm.folder / "sbatch.calls").unlink()
 
 
-def test_memory_filesystems_are_refused_for_slurm(
+def test_memory_filesystem_is_refused_on_slurm(
     fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not os.access("/dev/shm", os.W_OK):
@@ -305,7 +303,7 @@ def test_memory_filesystems_are_refused_for_slurm(
 
 
 @pytest.mark.parametrize(("home", "backends"), [("a%jb", ["slurm"]), ("a\\b", ["slurm"]), ("a:b", ["slurm", "local"])])
-def test_paths_that_slurm_or_python_would_misread_are_refused(
+def test_home_with_special_characters_is_refused(
     home: str, backends: list[str], fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / home))
@@ -315,7 +313,7 @@ def test_paths_that_slurm_or_python_would_misread_are_refused(
     assert not (tmp_path / home).exists()
 
 
-def test_the_user_is_told_of_folders_that_stay_outside(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_external_folders_are_noted(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     (tmp_path / "datasets").mkdir()
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "train.py").write_text("")
@@ -325,7 +323,7 @@ def test_the_user_is_told_of_folders_that_stay_outside(fake_slurm: FakeSlurm, tm
 
 
 @pytest.mark.parametrize(("nodes", "crowded"), [(1, False), (1000, True)])
-def test_a_cluster_asked_of_one_machine_is_told(
+def test_many_nodes_on_local_backend_are_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, crowded: bool
 ) -> None:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / "home"))
@@ -333,7 +331,7 @@ def test_a_cluster_asked_of_one_machine_is_told(
     assert any("1000 nodes, 1000 ranks on" in note for note in made.notes) == crowded
 
 
-def test_a_usage_error_comes_before_everything(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_usage_error_comes_first(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         ask(tmp_path, "missing.py")
     assert not (tmp_path / "home").exists()

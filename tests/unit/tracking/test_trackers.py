@@ -19,7 +19,7 @@ import pytest
 from clustertrain.config.job import ScriptSpec
 from clustertrain.run import metrics
 from clustertrain.run.run_dir import RunDir
-from clustertrain.tracking import run_facts, tracker
+from clustertrain.tracking import registry, run_facts, tracker
 from clustertrain.tracking.row_follower import RowFollower
 from clustertrain.tracking.tracker import Tracker, TrackerState, TrackerUploader
 from tests.unit.tracking import reading_back
@@ -70,7 +70,7 @@ def tracked(folder: Path, to: str, **more: Any) -> RunDir:
 
 
 def opened(run: RunDir, name: str, attempt: int = 1) -> Tracker:
-    return tracker.build_tracker(name, run, run_facts.load_run_metadata(run, attempt))
+    return registry.build_tracker(name, run, run_facts.load_run_metadata(run, attempt))
 
 
 def hand_on(run: RunDir, name: str, attempt: int = 1, ending: str | None = "completed") -> list[str]:
@@ -278,8 +278,8 @@ def test_no_tracker_imports_torch(tmp_path: Path) -> None:
     run = make(tmp_path, tracking={"to": list(ALL)})
     program = (
         "import sys\nfrom pathlib import Path\nfrom clustertrain.run.run_dir import RunDir\n"
-        "from clustertrain.tracking import run_facts, tracker, __main__\nrun = RunDir(Path(sys.argv[1]))\n"
-        f"for name in {ALL}: tracker.build_tracker(name, run, run_facts.load_run_metadata(run, 0))\n"
+        "from clustertrain.tracking import registry, run_facts, __main__\nrun = RunDir(Path(sys.argv[1]))\n"
+        f"for name in {ALL}: registry.build_tracker(name, run, run_facts.load_run_metadata(run, 0))\n"
         "print({'torch', 'tensorflow'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program, str(run.path)], capture_output=True, text=True, check=True)

@@ -18,7 +18,7 @@ def notes(
     return alerts.check_alerts(spec, share=share, environ=environ, public_env=given)
 
 
-def test_nothing_is_said_of_what_is_well(tmp_path: Path) -> None:
+def test_valid_alerts_have_no_notes(tmp_path: Path) -> None:
     assert notes(AlertsSpec(), share=True) == []
     assert notes(AlertsSpec(command=[sys.executable])) == []
     assert notes(AlertsSpec(webhook_env="HOOK"), environ={"HOOK": URL}, share=True) == []
@@ -28,29 +28,29 @@ def test_nothing_is_said_of_what_is_well(tmp_path: Path) -> None:
     assert notes(AlertsSpec(webhook_file=str(file)), share=True) == []
 
 
-def test_what_is_odd_is_a_note_without_the_secret() -> None:
+def test_notes_omit_the_secret() -> None:
     spec = AlertsSpec(command=["no-such-program-at-all"], webhook="http://hooks.example.org/secret")
     found = notes(spec, share=True)
     assert len(found) == 2
-    assert "no-such-program-at-all" in found[0] and "encryption" in found[1]
+    assert "no-such-program-at-all" in found[0] and "unencrypted" in found[1]
     assert "secret" not in " ".join(found)
 
 
-def test_arguments_of_a_command_are_open_to_the_group() -> None:
+def test_shared_command_arguments_are_noted() -> None:
     spec = AlertsSpec(command=[sys.executable, "--token", "secret"])
     assert notes(spec) == []
     (found,) = notes(spec, share=True)
     assert "--share" in found and "--env" in found and "secret" not in found
 
 
-def test_a_variable_that_the_job_will_not_have_or_that_is_written_down() -> None:
+def test_webhook_variable_missing_or_recorded() -> None:
     (missing,) = notes(AlertsSpec(webhook_env="HOOK"))
     assert "HOOK is not set here" in missing
     (written,) = notes(AlertsSpec(webhook_env="HOOK"), given={"HOOK": URL})
     assert "spec.toml and job.sh" in written and "secret" not in written
 
 
-def test_a_file_that_is_missing_or_open(tmp_path: Path) -> None:
+def test_webhook_file_missing_or_readable_by_others(tmp_path: Path) -> None:
     file = tmp_path / "hook"
     assert "No such file" in notes(AlertsSpec(webhook_file=str(file)))[0]
     file.write_text(URL)

@@ -11,7 +11,9 @@ import pytest
 
 from clustertrain.errors import ConfigError
 from clustertrain.submit.preflight import data as data_here
-from clustertrain.submit.request import PreparedRun, SubmitRequest, prepare
+from clustertrain.submit.prepare import prepare
+from clustertrain.submit.prepared_run import PreparedRun
+from clustertrain.submit.request import SubmitRequest
 from clustertrain.train.data.tokenize import write
 from tests.fakes.slurm.fixture import FakeSlurm
 
@@ -23,27 +25,27 @@ def prepared(cwd: Path, target: str = "", **tables: Any) -> PreparedRun:
     return prepare(SubmitRequest(target=target, cwd=cwd, assignments=assignments))
 
 
-def test_paths_are_meant_from_where_submit_was_called(tmp_path: Path) -> None:
+def test_paths_are_relative_to_submit_folder(tmp_path: Path) -> None:
     data = prepared(tmp_path, data={"path": "a.txt", "validation_path": "more/b.txt"}).spec.recipe.data
     assert (data.path, data.validation_path) == (str(tmp_path / "a.txt"), str(tmp_path / "more" / "b.txt"))
     own = {"kind": "own", "entry": "mine:make", "path": "cifar"}
     assert prepared(tmp_path, data=own).spec.recipe.data.path == "cifar"
 
 
-def test_validation_data_that_is_not_here_is_a_note_and_alone_an_error(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+def test_missing_validation_data_is_note_or_local_error(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     (tmp_path / "a.txt").write_text("a" * 1000)
     found = prepared(tmp_path, data={"path": "a.txt", "validation_path": "b.txt"})
     note = data_here.check_data(found)
-    assert note is not None and note.startswith(f"data.validation_path = '{tmp_path}/b.txt' is not there")
+    assert note is not None and note.startswith(f"data.validation_path = '{tmp_path}/b.txt' does not exist")
     local = prepare(SubmitRequest(cwd=tmp_path, assignments=("data.validation_path=b.txt",), job={"backend": "local"}))
     with pytest.raises(ConfigError, match=r"data.validation_path = .*no such file or folder"):
         data_here.check_data(local)
 
 
-def test_what_is_learned_from_is_no_validation_data_under_another_name(tmp_path: Path) -> None:
+def test_training_data_as_validation_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 1000)
     (tmp_path / "b.txt").symlink_to("a.txt")
-    with pytest.raises(ConfigError, match=r"data.validation_path = '.*b.txt' is what is learned from"):
+    with pytest.raises(ConfigError, match=r"data.validation_path = '.*b.txt' is the training data"):
         data_here.check_data(prepared(tmp_path, data={"path": "a.txt", "validation_path": "b.txt"}))
 
 
@@ -52,7 +54,7 @@ def shards(tmp_path: Path, count: int = 300) -> dict[str, str]:
     return {"kind": "tokens", "path": "shards"}
 
 
-def test_tokens_that_the_model_does_not_know(tmp_path: Path) -> None:
+def test_tokens_outside_vocabulary_are_refused(tmp_path: Path) -> None:
     data = shards(tmp_path)
     assert data_here.check_data(prepared(tmp_path, data=data, model={"vocab_size": 300})) is None
     with pytest.raises(ConfigError, match=r"tokens up to 299, and model.vocab_size = 256"):
@@ -61,14 +63,14 @@ def test_tokens_that_the_model_does_not_know(tmp_path: Path) -> None:
     assert data_here.check_data(prepared(tmp_path, data=data, model={"entry": "mine:make"})) is None
 
 
-def test_fewer_tokens_than_a_sample(tmp_path: Path) -> None:
+def test_fewer_tokens_than_sample_are_refused(tmp_path: Path) -> None:
     data = shards(tmp_path, 200)
     with pytest.raises(ConfigError, match=r"200 tokens are less than one sample of data.seq_len = 256"):
         data_here.check_data(prepared(tmp_path, data=data))
     assert data_here.check_data(prepared(tmp_path, data={**data, "pack": "true"})) is None
 
 
-def test_a_folder_that_holds_no_tokens(tmp_path: Path) -> None:
+def test_folder_without_tokens_is_refused(tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
     with pytest.raises(ConfigError, match=r"neither index.json nor .npy files"):
         data_here.check_data(prepared(tmp_path, data={"kind": "tokens", "path": "shards"}))
@@ -85,7 +87,7 @@ def test_a_folder_that_holds_no_tokens(tmp_path: Path) -> None:
         ({"model": {"kind": "convnet"}, "data": {"path": "texts"}}, "no images in folders of classes"),
     ],
 )
-def test_data_that_is_empty_is_refused_before_the_queue(tables: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_empty_data_is_refused(tables: dict[str, Any], said: str, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("b" * 999)
     (tmp_path / "short.txt").write_text("a" * 99)
@@ -95,7 +97,7 @@ def test_data_that_is_empty_is_refused_before_the_queue(tables: dict[str, Any], 
     assert data_here.check_data(prepared(tmp_path, data={"path": "texts", "pattern": "*.txt"})) is None
 
 
-def test_slices_of_images_in_folders_are_their_names(tmp_path: Path) -> None:
+def test_image_folder_slices_are_folder_names(tmp_path: Path) -> None:
     for name in ("cats", "dogs"):
         (tmp_path / "pets" / name).mkdir(parents=True)
     data = {"path": "pets", "validation": "0.1"}
@@ -105,7 +107,7 @@ def test_slices_of_images_in_folders_are_their_names(tmp_path: Path) -> None:
         data_here.check_data(prepared(tmp_path, **asked, contract={"slices": '["cows"]'}))
 
 
-def test_images_of_ones_own_that_the_convnet_is_not_made_for(tmp_path: Path) -> None:
+def test_images_that_do_not_match_convnet_are_refused(tmp_path: Path) -> None:
     for name in ("cats", "dogs", "owls"):
         (tmp_path / "pets" / name).mkdir(parents=True)
     np.savez(tmp_path / "grey.npz", images=np.zeros((5, 8, 8, 1), np.uint8), labels=np.zeros(5, int))
@@ -146,7 +148,7 @@ def test_images_of_ones_own_that_the_convnet_is_not_made_for(tmp_path: Path) -> 
         ({"data": {"seq_len": 100, "max_bytes": 8000}}, "at most 79"),
     ],
 )
-def test_a_global_batch_of_more_than_all_samples_is_told(tables: dict[str, Any], samples: str, tmp_path: Path) -> None:
+def test_global_batch_above_dataset_size_is_noted(tables: dict[str, Any], samples: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "few.npz", images=np.zeros((5, 8, 8, 3), np.uint8), labels=np.zeros(5, int))
     (tmp_path / "a.txt").write_text("a" * 4096)
     (tmp_path / "texts").mkdir()
@@ -159,7 +161,7 @@ def test_a_global_batch_of_more_than_all_samples_is_told(tables: dict[str, Any],
         assert data_here.check_epoch_size(prepared(tmp_path, **tables, train={"global_batch": 32})) is None
 
 
-def test_where_the_number_of_samples_is_not_known_nothing_is_said(tmp_path: Path) -> None:
+def test_unknown_dataset_size_is_not_noted(tmp_path: Path) -> None:
     (tmp_path / "classes" / "one").mkdir(parents=True)
     tables = {"model": {"kind": "convnet"}, "data": {"path": "classes"}, "train": {"global_batch": 2**20}}
     assert data_here.check_epoch_size(prepared(tmp_path, **tables)) is None
@@ -173,7 +175,7 @@ def package(folder: Path, name: str) -> None:
 BOTH: dict[str, Any] = {"model": {"entry": "nets:make"}, "data": {"kind": "own", "entry": "sets:make"}}
 
 
-def test_the_code_of_the_data_is_snapshotted_with_that_of_the_model(tmp_path: Path) -> None:
+def test_data_entry_is_in_snapshot_of_model(tmp_path: Path) -> None:
     package(tmp_path, "sets")
     alone = {"data": BOTH["data"], "model": {"entry": "installed:make"}}
     assert prepared(tmp_path, **alone).code == tmp_path / "sets"
@@ -181,7 +183,7 @@ def test_the_code_of_the_data_is_snapshotted_with_that_of_the_model(tmp_path: Pa
     assert prepared(tmp_path, **BOTH).code == tmp_path / "nets"
 
 
-def test_packages_in_two_places_of_one_repository(tmp_path: Path) -> None:
+def test_packages_in_two_folders_of_one_repository(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     package(tmp_path / "src", "nets")
     package(tmp_path / "work", "sets")
@@ -189,7 +191,7 @@ def test_packages_in_two_places_of_one_repository(tmp_path: Path) -> None:
     assert prepared(tmp_path / "work", **BOTH).code == tmp_path / "work" / "sets"
 
 
-def test_packages_that_no_snapshot_has_both_of(tmp_path: Path) -> None:
+def test_packages_in_two_snapshots_are_refused(tmp_path: Path) -> None:
     package(tmp_path / "a", "nets")
     package(tmp_path / "b", "sets")
     (tmp_path / "a" / "run.toml").write_text("")

@@ -9,7 +9,8 @@ import pytest
 
 from clustertrain.errors import ConfigError
 from clustertrain.submit.preflight import entry_points
-from clustertrain.submit.request import SubmitRequest, prepare
+from clustertrain.submit.prepare import prepare
+from clustertrain.submit.request import SubmitRequest
 
 pytestmark = pytest.mark.usefixtures("fake_slurm")
 
@@ -58,33 +59,35 @@ def site(folder: Path) -> str:
         "json:loads", "json.decoder:JSONDecoder", "math:sqrt",
     ],
 )  # fmt: skip
-def test_what_is_there_is_found_and_not_run(entry: str, folder: Path) -> None:
+def test_entry_is_found_without_running_it(entry: str, folder: Path) -> None:
     assert notes(folder, entry) == []
 
 
 @pytest.mark.parametrize(
     ("entry", "said", "fix"),
     [
-        ("mine:make", "no module 'mine' in {folder}, nor is one installed for ", "beside the recipe"),
-        ("package.nets:make", "no module 'package.nets' in {folder}, nor", "beside the recipe"),
-        ("json.nothing:make", "no module 'json.nothing' in {folder}, nor", "beside the recipe"),
+        ("mine:make", "no module 'mine' in {folder}, and none is installed for ", "next to the recipe"),
+        ("package.nets:make", "no module 'package.nets' in {folder}, and none", "next to the recipe"),
+        ("json.nothing:make", "no module 'json.nothing' in {folder}, and none", "next to the recipe"),
         ("nets:mkae", "{folder}/nets.py has no 'mkae'", "did you mean make?"),
         ("nets:later", "{folder}/nets.py has no 'later'", "did you mean other?"),
-        ("package:make", "{folder}/package/__init__.py has no 'make'", "write a function make into it"),
-        ("package.torn:make", "{folder}/package/torn.py is not Python: invalid syntax (torn.py, line 1)", "mend it"),
+        ("package:make", "{folder}/package/__init__.py has no 'make'", "define a function make in it"),
+        (
+            "package.torn:make",
+            "{folder}/package/torn.py is not Python: invalid syntax (torn.py, line 1)",
+            "syntax error",
+        ),
         ("loose:make", "{folder}/loose is a folder of modules", "name the module in it"),
     ],
 )
-def test_what_is_not_there_is_refused_with_where_it_was_looked_for(
-    entry: str, said: str, fix: str, folder: Path
-) -> None:
+def test_missing_entry_is_refused_with_search_path(entry: str, said: str, fix: str, folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         notes(folder, entry)
     assert caught.value.message.startswith(f"model.entry = {entry!r}: {said.format(folder=folder)}")
     assert fix in str(caught.value.fix)
 
 
-def test_what_git_ignores_is_not_in_the_snapshot(folder: Path) -> None:
+def test_ignored_entry_is_refused(folder: Path) -> None:
     subprocess.run(["git", "init", "-q", folder], check=True)
     (folder / ".gitignore").write_text("package/\nnets.py\n")
     with pytest.raises(ConfigError, match=r"git ignores .*/package/net.py, so the snapshot of the code would lack it"):
@@ -92,22 +95,22 @@ def test_what_git_ignores_is_not_in_the_snapshot(folder: Path) -> None:
     assert notes(folder, "nets:make") == []  # which is taken for itself
 
 
-def test_the_data_sets_entry_is_looked_for_too(folder: Path) -> None:
+def test_data_entry_is_checked(folder: Path) -> None:
     asked = ("model.entry=nets:Net", "data.kind=own", "data.entry=sets:make")
     with pytest.raises(ConfigError, match=r"data.entry = 'sets:make': no module 'sets'"):
         entry_points.check_entries(prepare(SubmitRequest(cwd=folder, assignments=asked)))
 
 
-def test_folders_of_the_jobs_own_python_path_count(folder: Path, tmp_path: Path) -> None:
+def test_job_pythonpath_is_searched(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "mine.py").write_text("make = dict\n")
     assert notes(folder, "mine:make", PYTHONPATH=f"/nowhere:{tmp_path / 'more'}") == []
 
 
 @pytest.mark.parametrize("profile", ['python = "/cluster/python"', 'setup = ["module load nets"]'])
-def test_what_only_the_cluster_may_have_is_said_and_not_refused(profile: str, folder: Path) -> None:
+def test_entry_for_other_python_is_noted(profile: str, folder: Path) -> None:
     clusters = folder / "config" / "clustertrain" / "clusters"
     clusters.mkdir(parents=True)
     (clusters / "site.toml").write_text(profile)
     (note,) = notes(folder, "mine:make")
-    assert note.startswith("model.entry = 'mine:make': no module 'mine' is here, so ")
+    assert note.startswith("model.entry = 'mine:make': no module 'mine' here; it must")

@@ -33,7 +33,7 @@ torn line
         ("/anything", "overlay"),
     ],
 )
-def test_the_longest_mount_point_decides(path: str, kind: str) -> None:
+def test_longest_mount_point_wins(path: str, kind: str) -> None:
     assert filesystem.find_filesystem_type(Path(path), MOUNTS) == kind
 
 
@@ -44,9 +44,7 @@ def of_kind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "ramfs", "overlay"])
-def test_memory_and_containers_are_refused_for_slurm(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_private_filesystems_are_refused_on_slurm(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of_kind(monkeypatch, tmp_path, kind)
     with pytest.raises(ConfigError) as e:
         filesystem.check_folder(tmp_path / "new" / "home", "CLUSTERTRAIN_HOME", shared=True)
@@ -55,25 +53,25 @@ def test_memory_and_containers_are_refused_for_slurm(
     assert filesystem.check_folder(tmp_path, "CLUSTERTRAIN_HOME", shared=False) is None
 
 
-def test_a_local_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_disk_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of_kind(monkeypatch, tmp_path, "ext4")
     assert "local disk (ext4)" in (filesystem.check_folder(tmp_path, "CLUSTERTRAIN_HOME", shared=True) or "")
 
 
 @pytest.mark.parametrize("kind", ["nfs", "nfs4", "lustre", "gpfs", "beegfs", "wekafs", "ceph", "fuse.something", "new"])
-def test_network_filesystems_and_unknown_ones_pass(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_and_unknown_filesystems_pass(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of_kind(monkeypatch, tmp_path, kind)
     assert filesystem.check_folder(tmp_path, "CLUSTERTRAIN_HOME", shared=True) is None
 
 
-def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+def test_file_in_place_of_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file is a file, not a folder"):
         filesystem.check_folder(tmp_path / "file" / "home", "CLUSTERTRAIN_HOME", shared=False)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
+def test_unwritable_folder_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="not writable") as e:
         filesystem.check_folder(tmp_path / "home", "CLUSTERTRAIN_HOME", shared=False)

@@ -9,7 +9,9 @@ import pytest
 
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.submit.preflight import model_stats
-from clustertrain.submit.request import CountMode, PreparedRun, SubmitRequest, prepare
+from clustertrain.submit.prepare import prepare
+from clustertrain.submit.prepared_run import PreparedRun
+from clustertrain.submit.request import CountMode, SubmitRequest
 from tests.fakes.slurm.fixture import FakeSlurm
 
 OWN = '[model]\nentry = "nets:Net"\n[job]\ncluster = "site"\n[train]\nglobal_batch = 8\n'
@@ -48,43 +50,41 @@ COUNT = (
         ("exec sleep 60", "no answer in 0.2 s"),
     ],
 )
-def test_a_machine_that_cannot_count_says_so_and_plans_all_the_same(
-    does: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_count_warns_and_plans(does: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter(folder, does)
     monkeypatch.setattr(model_stats, "TIMEOUT_S", 0.2)
     (warning,) = (w for w in asked(folder).plan.warnings if "could not be counted" in w)
     assert said in warning and "recipe" not in warning
 
 
-def test_an_interpreter_that_only_the_nodes_have_is_no_error(folder: Path) -> None:
+def test_missing_interpreter_warns(folder: Path) -> None:
     assert any("python: command not found" in w for w in asked(folder).plan.warnings)
 
 
-def test_code_that_ends_its_process_is_refused(folder: Path) -> None:
+def test_crashing_code_is_refused(folder: Path) -> None:
     interpreter(folder, "echo first >&2; echo 'double free or corruption' >&2; kill -ABRT $$")
     with pytest.raises(ConfigError, match=r"'nets:Net'.*exit code -6: double free") as e:
         asked(folder)
     assert "--no-count-model" in str(e.value)
 
 
-def test_the_package_is_found_where_the_job_would_take_it_from(folder: Path) -> None:
+def test_package_is_imported_as_in_job(folder: Path) -> None:
     (folder / "nets.py").write_text("")
     interpreter(folder, f"echo \"$PYTHONPATH\" > {folder}/path; echo '{COUNT}'")
     assert asked(folder).plan.counted is not None
     assert (folder / "path").read_text().strip().split(":")[0] == str(folder)
 
 
-def test_a_trace_is_asked_for_with_the_plans_step_and_not_of_a_split_model(folder: Path) -> None:
+def test_trace_uses_planned_step_unless_model_is_split(folder: Path) -> None:
     interpreter(folder, f"echo \"$4\" > {folder}/request; echo '{COUNT}'")
     asked(folder, "trace", gpus=4)
     assert '"step": {"micro_batch": 2, "precision": "bf16"' in (folder / "request").read_text()
     plan = asked(folder, "trace", gpus=4, tp=2).plan
     assert '"step": null' in (folder / "request").read_text()
-    assert any("activations are not known: a trace is of one process" in w for w in plan.warnings)
+    assert any("activations are not known: a trace covers one process" in w for w in plan.warnings)
 
 
-def test_the_decoder_and_a_script_are_not_traced(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+def test_decoder_and_script_are_not_traced(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     with pytest.raises(UsageError, match="the decoder's is estimated"):
         prepare(SubmitRequest(cwd=tmp_path, count_mode="trace"))
     (tmp_path / "train.py").write_text("")

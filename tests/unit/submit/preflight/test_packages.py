@@ -20,9 +20,7 @@ from clustertrain.submit.preflight import packages
         ({"model": {"kind": "convnet"}, "data": {"path": "digits"}}, "data.path = 'digits': the package sklearn"),
     ],
 )
-def test_a_package_that_is_missing_is_told_before_the_queue(
-    tables: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_package_is_refused(tables: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = build(tables, Recipe, "recipe.toml")
     monkeypatch.setattr(packages, "is_installed", lambda package: False)
     with pytest.raises(ConfigError, match=words) as caught:
@@ -32,5 +30,5 @@ def test_a_package_that_is_missing_is_told_before_the_queue(
     packages.check_packages(Recipe(), sys.executable)
 
 
-def test_what_is_there_is_found() -> None:
+def test_installed_packages_pass() -> None:
     assert packages.is_installed("click") and not packages.is_installed("no_such_package_anywhere")

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from clustertrain.errors import UsageError
-from clustertrain.submit.request import SubmitRequest, load_target
+from clustertrain.submit.checks import check_target
+from clustertrain.submit.recipe import parse_recipe
+from clustertrain.submit.request import SubmitRequest
 
 
 @pytest.mark.parametrize(
@@ -23,15 +25,15 @@ from clustertrain.submit.request import SubmitRequest, load_target
         ("train", b"\x7fELF\2\1\1\0\0", "a binary file", "subprocess"),
         ("train.py", b"print()\0\0", "a binary file", "subprocess"),
         ("notebook.ipynb", b"{}", "a notebook", "nbconvert"),
-        ("README", b"read me\n", "a file of another kind", "#!/usr/bin/env python3"),
-        ("empty", b"", "a file of another kind", ".py"),
-        ("notes.txt", b"\xff\xfe", "a file of another kind", ".py"),
+        ("README", b"read me\n", "an unknown file type", "#!/usr/bin/env python3"),
+        ("empty", b"", "an unknown file type", ".py"),
+        ("notes.txt", b"\xff\xfe", "an unknown file type", ".py"),
     ],
 )
-def test_what_is_no_python_script_is_rejected(name: str, content: bytes, looks: str, fix: str, tmp_path: Path) -> None:
+def test_non_python_file_is_refused(name: str, content: bytes, looks: str, fix: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError) as e:
-        load_target(SubmitRequest(target=name, cwd=tmp_path))
+        check_target(SubmitRequest(target=name, cwd=tmp_path))
     assert e.value.message.startswith(f"{name}: {looks}") and fix in (e.value.fix or "")
 
 
@@ -39,7 +41,9 @@ def test_what_is_no_python_script_is_rejected(name: str, content: bytes, looks: 
     ("name", "content"),
     [("train.py", b""), ("train", b"#!/usr/bin/env python3\n"), ("train.task", b"#!/opt/venv/bin/python3.12 -u\n")],
 )
-def test_python_scripts(name: str, content: bytes, tmp_path: Path) -> None:
+def test_python_scripts_pass(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
-    _, script, _ = load_target(SubmitRequest(target=name, cwd=tmp_path))
+    request = SubmitRequest(target=name, cwd=tmp_path)
+    check_target(request)
+    script = parse_recipe(request).script
     assert script is not None and script.path == str(tmp_path / name)

@@ -14,7 +14,7 @@ from clustertrain.errors import ConfigError
 from clustertrain.submit.preflight import trackers
 
 
-def test_a_package_that_is_missing_is_refused_where_it_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     spec = TrackingSpec(to=("mlflow",))
     with pytest.raises(ConfigError, match=r"mlflow is not installed\n  fix: pip install 'clustertrain\[mlflow\]'"):
@@ -28,13 +28,13 @@ def test_a_package_that_is_missing_is_refused_where_it_can_be_told(monkeypatch: 
         (TrackingSpec(to=("wandb",)), {}, ["no WANDB_API_KEY"]),
         (TrackingSpec(to=("wandb",)), {"WANDB_API_KEY": "k"}, []),
         (TrackingSpec(to=("wandb",), offline=True), {}, []),
-        (TrackingSpec(to=("mlflow",), uri="file:///runs"), {}, ["sqlite:///FILE is its way now"]),
-        (TrackingSpec(to=("mlflow",)), {"MLFLOW_TRACKING_URI": "mlruns"}, ["sqlite:///FILE is its way now"]),
+        (TrackingSpec(to=("mlflow",), uri="file:///runs"), {}, ["use sqlite:///FILE"]),
+        (TrackingSpec(to=("mlflow",)), {"MLFLOW_TRACKING_URI": "mlruns"}, ["use sqlite:///FILE"]),
         (TrackingSpec(to=("mlflow",), uri="https://mlflow.example"), {}, []),
         (TrackingSpec(), {"MLFLOW_TRACKING_URI": "mlruns"}, []),
     ],
 )
-def test_what_may_surprise_is_noted(spec: TrackingSpec, environ: dict[str, str], said: list[str]) -> None:
+def test_notes_on_trackers(spec: TrackingSpec, environ: dict[str, str], said: list[str]) -> None:
     notes = trackers.check_trackers(spec, sys.executable, environ)
     assert len(notes) == len(said) and all(a in b for a, b in zip(said, notes, strict=True))
 
@@ -47,7 +47,7 @@ def test_what_may_surprise_is_noted(spec: TrackingSpec, environ: dict[str, str],
         ({"to": ["neptune"]}, "tracking.to"),
     ],
 )
-def test_a_bad_table_is_refused(table: dict[str, object], said: str) -> None:
+def test_bad_tracking_table_is_refused(table: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError) as e:
         build({"tracking": table}, Recipe, "recipe.toml")
     assert said in str(e.value) and "hunter2" not in str(e.value)

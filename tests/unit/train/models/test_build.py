@@ -20,7 +20,8 @@ from clustertrain.config.parsing import build
 from clustertrain.config.presets import apply_preset
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.train.data.images import Shapes, build_image_dataset
+from clustertrain.train.data.datasets import build_image_dataset
+from clustertrain.train.data.images import Shapes
 from clustertrain.train.distributed.data_parallel import repeated_layers
 from clustertrain.train.models import losses
 from clustertrain.train.models.build import TrainingTask, build_task

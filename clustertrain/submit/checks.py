@@ -1,0 +1,312 @@
+"""Everything that a submission refuses, in order.
+
+A check is a function whose docstring's first line says what it refuses; it raises, and returns notes for the user. The
+four lists below run in this order, each when the phase before it is done: nothing is created before the last one.
+``docs/guides/submit.md`` has the same list as a table, which a test compares with this file.
+
+Two phases between the lists refuse too. :func:`resolve.resolve_run` refuses an unknown cluster profile, options that
+contradict each other and a backend that does not answer; :func:`planner.plan` refuses layouts and batches that do not
+divide and devices that lack what they need (``plan/checks.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from clustertrain.config import image_checks, storage_paths, time_limits, unused_keys
+from clustertrain.config.cross_checks import check_contract as check_contract_metric
+from clustertrain.config.recipe import RehearsalSpec
+from clustertrain.config.script_keys import is_trainer_key
+from clustertrain.errors import ConfigError, UsageError
+from clustertrain.plan import checks as plan_checks
+from clustertrain.plan import script_checks
+from clustertrain.plan.planner import check_fits
+from clustertrain.submit import job_script
+from clustertrain.submit.preflight import alerts, data, entry_points, machine, packages, script_file, trackers
+from clustertrain.submit.prepared_run import PreparedRun, ResolvedRun
+from clustertrain.submit.recipe import ParsedRecipe, is_recipe_path
+from clustertrain.submit.request import SubmitRequest
+
+Notes = list[str] | None
+_T = TypeVar("_T")
+
+
+def run_checks(checks: Sequence[Callable[[_T], Notes]], subject: _T) -> list[str]:
+    """Run ``checks`` in order and return their notes. The first refusal is raised."""
+    return [note for check in checks for note in check(subject) or ()]
+
+
+def check_plan(prepared: PreparedRun) -> list[str]:
+    """Run the checks that need the plan and return their notes."""
+    return run_checks(PLAN_CHECKS, prepared)
+
+
+# -- the request
+
+
+def check_utf8_arguments(request: SubmitRequest) -> None:
+    """Refuse arguments that are not UTF-8."""
+    # They arrive as lone surrogates (PEP 383), on which msgspec stumbles.
+    for argument in (*request.assignments, *map(str, request.sweep_values.values())):
+        try:
+            argument.encode()
+        except UnicodeEncodeError as e:
+            raise _not_utf8(e) from e
+
+
+def check_target(request: SubmitRequest) -> None:
+    """Refuse a target that is neither a recipe nor a Python script, and arguments that it cannot take."""
+    if not request.target:
+        return
+    path = request.cwd / request.target
+    try:
+        problem = "" if path.is_file() else "it is a folder" if path.is_dir() else "no such file"
+    except OSError as e:  # a name that is too long, a folder that cannot be looked into
+        problem = str(e.strerror)
+    if problem:
+        raise UsageError(f"{request.target}: {problem}", fix="name a recipe (*.toml) or a script (*.py)")
+    if is_recipe_path(path):
+        if request.args:
+            raise UsageError(f"{' '.join(request.args)}: a recipe takes no arguments", fix="put options before it")
+        return
+    script_file.check_script_file(request.target, path)
+    if "\0" in "".join(request.args):
+        raise UsageError("an argument of the script contains a NUL character")
+
+
+# -- the recipe
+
+
+def check_script_keys(parsed: ParsedRecipe) -> None:
+    """Refuse recipe keys of the built-in trainer that are set for a script, which would not read them."""
+    if parsed.script is not None:
+        _check_script_keys(parsed.document, Path(parsed.script.path).name)
+
+
+def _check_script_keys(document: Mapping[str, Any], script: str, prefix: str = "") -> None:
+    for name, value in document.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            _check_script_keys(value, script, f"{key}.")
+        elif is_trainer_key(key):
+            raise ConfigError(
+                f"{key} has no effect on {script}, which has its own model, data, optimizer and loop",
+                fix=(
+                    f"pass the value to the script: as an argument after {script}, or with --env NAME=VALUE (in a "
+                    "sweep --grid env.NAME=VALUE,VALUE)"
+                ),
+            )
+
+
+def check_schema(parsed: ParsedRecipe) -> None:
+    """Refuse unknown keys, wrong types, values out of range and tables that contradict each other."""
+    parsed.values  # noqa: B018 - typed on first access
+
+
+def check_unused_keys(parsed: ParsedRecipe) -> Notes:
+    """Refuse keys that have no effect on the recipe; note those of the file that an override disables."""
+    unused = parsed.unused
+    # An override may disable keys of the file on purpose. Another run of a sweep may use a key that this one does not.
+    if (file_values := parsed.file_values) is not None:
+        unused_keys.check_unused_keys(
+            {
+                key: condition
+                for key, condition in unused.items()
+                if key not in parsed.override_keys and unused_keys.unused_reason(file_values, key)
+            },
+            parsed.values,
+            parsed.request.target,
+        )
+    if not parsed.request.sweep_values:
+        unused_keys.check_unused_keys(
+            {key: condition for key, condition in unused.items() if key in parsed.override_keys}, parsed.values, "--set"
+        )
+    return unused_keys.format_notes(unused, parsed.recipe)
+
+
+def check_contract(parsed: ParsedRecipe) -> None:
+    """Refuse a contract whose metric the evaluation does not compute."""
+    if parsed.script is None:
+        check_contract_metric(parsed.recipe, parsed.source)
+
+
+def check_built_in_images(parsed: ParsedRecipe) -> None:
+    """Refuse a model that does not match the images of a built-in dataset."""
+    if parsed.script is None:
+        image_checks.check_built_in_images(parsed.recipe)
+
+
+def check_remote_protocol(parsed: ParsedRecipe) -> None:
+    """Refuse a checkpoint.remote whose protocol is not known."""
+    if parsed.values.checkpoint.remote:
+        storage_paths.check_protocol(parsed.values.checkpoint.remote)
+
+
+def check_profiled_steps(parsed: ParsedRecipe) -> None:
+    """Refuse profiled steps after the last step of the run."""
+    train, profiled = parsed.values.train, parsed.values.profiled_steps
+    if parsed.script is None and profiled and profiled[-1] >= train.steps:
+        verb = "starts" if profiled[0] >= train.steps else "ends"
+        raise ConfigError(
+            f"train.profile = {train.profile!r} {verb} after the last step (train.steps = {train.steps})",
+            fix=f"profile steps up to {train.steps}, as --profile steps={max(0, train.steps - 10)}:{train.steps}",
+        )
+
+
+def check_traceable(parsed: ParsedRecipe) -> None:
+    """Refuse --trace-memory for a script and for the built-in decoder."""
+    if parsed.request.count_mode == "trace" and (parsed.script is not None or parsed.values.model.is_decoder):
+        reason = "the model of a script is not known before it runs" if parsed.script else "the decoder's is estimated"
+        raise UsageError(f"--trace-memory: {reason}", fix="leave it out; it is for model.entry and the other kinds")
+
+
+# -- the resolved run
+
+
+def check_fp16(run: ResolvedRun) -> None:
+    """Refuse fp16 on a CPU that was not asked for."""
+    plan_checks.check_fp16(run.spec.recipe.train.precision, run.spec.job.device, run.requested_device)
+
+
+def check_utf8_spec(run: ResolvedRun) -> None:
+    """Refuse folders and environment variables that are not UTF-8, as the files of a run are."""
+    try:
+        msgspec.json.encode(run.spec)
+    except UnicodeEncodeError as e:
+        raise _not_utf8(e) from e
+
+
+def check_environment(run: ResolvedRun) -> None:
+    """Refuse environment names that a shell cannot export or that clustertrain sets itself."""
+    job_script.check_environment(run.spec.env)
+
+
+def check_time_limit(run: ResolvedRun) -> None:
+    """Refuse a time limit that sbatch does not take."""
+    time_limits.parse_time_limit_s(run.spec.job.time)
+
+
+def check_rehearsal(run: ResolvedRun) -> Notes:
+    """Refuse rehearsed preemptions that would never happen: on Slurm, or after the last step."""
+    rehearsal, steps = run.spec.recipe.rehearsal, run.spec.recipe.train.steps
+    if run.spec.job.backend != "local":
+        if rehearsal.preempt_at_steps:
+            raise ConfigError(
+                "rehearsal.preempt_at_steps: only the local backend rehearses preemptions",
+                fix="use --backend local, or remove the table",
+            )
+        is_changed = rehearsal.grace_s != RehearsalSpec().grace_s
+        note = "rehearsal.grace_s has no effect on Slurm, where the grace time of the cluster applies"
+        return [note] if is_changed else []
+    late_steps = [step for step in rehearsal.preempt_at_steps if step >= steps]
+    if late_steps and run.spec.script is None:
+        raise ConfigError(
+            f"rehearsal.preempt_at_steps: step {late_steps[0]} is never reached (train.steps = {steps})",
+            fix="name earlier steps",
+        )
+    return []
+
+
+# -- the plan
+
+
+def check_memory(prepared: PreparedRun) -> None:
+    """Refuse a plan that is known not to fit into the GPUs' memory."""
+    check_fits(prepared.plan)
+
+
+def check_directives(prepared: PreparedRun) -> None:
+    """Refuse --sbatch options that clustertrain sets itself, and control characters in job.sh."""
+    if prepared.backend.name == "slurm":
+        job_script.build_directives(job_script.script_input(prepared))
+
+
+def check_data(prepared: PreparedRun) -> Notes:
+    """Refuse data that is empty, too short, of another kind or not there; note data that only the nodes may see."""
+    return _present(data.check_data(prepared))
+
+
+def check_epoch_size(prepared: PreparedRun) -> Notes:
+    """Note a global batch that is larger than the dataset; refuse nothing."""
+    return _present(data.check_epoch_size(prepared))
+
+
+def check_script_layout(prepared: PreparedRun) -> Notes:
+    """Refuse a layout that needs session.train_step for a script that does not call it."""
+    script = prepared.spec.script
+    if script is None:
+        return None
+    source = Path(script.path).read_text(encoding="utf-8", errors="replace")
+    plan = prepared.plan
+    return _present(script_checks.check_script(plan.layout, plan.precision, source, Path(script.path).name))
+
+
+def check_alerts(prepared: PreparedRun) -> Notes:
+    """Note alert targets that may not work from the compute nodes; refuse nothing."""
+    return alerts.check_run_alerts(prepared.spec)
+
+
+def check_packages(prepared: PreparedRun) -> None:
+    """Refuse a recipe whose optional packages are not installed."""
+    if prepared.spec.script is None:
+        packages.check_packages(prepared.spec.recipe, prepared.python)
+
+
+def check_entries(prepared: PreparedRun) -> Notes:
+    """Refuse entries whose module or function does not exist, or which the snapshot would lack."""
+    return entry_points.check_entries(prepared) if prepared.spec.script is None else None
+
+
+def check_trackers(prepared: PreparedRun) -> Notes:
+    """Refuse trackers whose packages are not installed."""
+    return trackers.check_run_trackers(prepared.spec, prepared.python)
+
+
+def _present(note: str | None) -> list[str]:
+    return [note] if note else []
+
+
+def _not_utf8(e: UnicodeEncodeError) -> UsageError:
+    return UsageError(f"{e.object!r} is not UTF-8", fix="use UTF-8; check the locale of the terminal")
+
+
+REQUEST_CHECKS: tuple[Callable[[SubmitRequest], Notes], ...] = (check_utf8_arguments, check_target)
+RECIPE_CHECKS: tuple[Callable[[ParsedRecipe], Notes], ...] = (
+    check_script_keys,
+    check_schema,
+    check_unused_keys,
+    check_contract,
+    check_built_in_images,
+    check_remote_protocol,
+    check_profiled_steps,
+    check_traceable,
+)
+RUN_CHECKS: tuple[Callable[[ResolvedRun], Notes], ...] = (
+    check_fp16,
+    check_utf8_spec,
+    check_environment,
+    check_time_limit,
+    check_rehearsal,
+)
+PLAN_CHECKS: tuple[Callable[[PreparedRun], Notes], ...] = (
+    check_memory,
+    machine.check_gpu,
+    machine.check_home_path,
+    machine.check_home_folder,
+    machine.check_checkpoint_dir,
+    machine.check_checkpoint_storage,
+    machine.check_python,
+    check_directives,
+    check_data,
+    check_epoch_size,
+    machine.note_local_backend,
+    check_script_layout,
+    check_alerts,
+    check_packages,
+    check_entries,
+    check_trackers,
+)

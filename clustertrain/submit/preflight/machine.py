@@ -1,0 +1,102 @@
+"""Checks of this machine and its folders against a planned run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from clustertrain import settings
+from clustertrain.config import storage_paths
+from clustertrain.errors import ConfigError, UnsuitableEnvironment
+from clustertrain.plan.layout import pluralize
+from clustertrain.submit.preflight import filesystem
+from clustertrain.submit.prepared_run import PreparedRun
+from clustertrain.submit.resolve import has_gpu
+
+
+def check_gpu(prepared: PreparedRun) -> None:
+    """Refuse device cuda with the local backend on a machine without a GPU."""
+    if prepared.backend.name != "local" or prepared.plan.device != "cuda" or has_gpu():
+        return
+    gpu_type = prepared.spec.job.gpu_type
+    gpu_note = f" (job.gpu_type = {gpu_type!r} asks for one)" if gpu_type else ""
+    raise UnsuitableEnvironment(
+        f"device is cuda{gpu_note}, but this machine has no GPU",
+        fix="use --device cpu, or submit on a login node of a cluster with GPUs",
+    )
+
+
+def check_home_path(prepared: PreparedRun) -> None:
+    """Refuse characters in CLUSTERTRAIN_HOME that Slurm or PYTHONPATH interpret."""
+    # Slurm expands %j and the like, and takes backslashes out, in the path of the job's log, even where they come from
+    # the working directory (seen on 22.05: the job fails at once and writes no message); ':' separates PYTHONPATH.
+    invalid = [c for c in (":%\\" if _is_slurm(prepared) else ":") if c in str(settings.home())]
+    if invalid:
+        raise ConfigError(
+            f"{settings.HOME} = {settings.home()}: the path contains {' and '.join(invalid)}, which cannot be used",
+            fix=f"set {settings.HOME} to another folder",
+        )
+
+
+def check_home_folder(prepared: PreparedRun) -> list[str]:
+    """Refuse a CLUSTERTRAIN_HOME that cannot be written or that compute nodes cannot see."""
+    return _check_folder(settings.home(), settings.HOME, shared=_is_slurm(prepared))
+
+
+def check_checkpoint_dir(prepared: PreparedRun) -> list[str]:
+    """Refuse a checkpoint_dir that cannot be written or that compute nodes cannot see."""
+    folder = prepared.spec.job.checkpoint_dir
+    return _check_folder(Path(folder), "checkpoint_dir", shared=_is_slurm(prepared)) if folder else []
+
+
+def check_checkpoint_storage(prepared: PreparedRun) -> list[str]:
+    """Refuse a checkpoint.remote without its package, and a checkpoint.local that cannot be written here."""
+    # No object store is contacted.
+    checkpoint = prepared.spec.recipe.checkpoint
+    if checkpoint.remote:
+        storage_paths.find_filesystem_class(checkpoint.remote)
+    if not checkpoint.local or prepared.backend.name != "local":
+        return []
+    try:
+        folder = storage_paths.resolve_node_folder(checkpoint.local, {**os.environ, **prepared.spec.env})
+    except UnsuitableEnvironment as e:
+        return [f"checkpoint.local: {e.message}; nodes that can use it will"]
+    return _check_folder(folder, "checkpoint.local", shared=False)
+
+
+def check_python(prepared: PreparedRun) -> list[str]:
+    """Refuse a Python of the cluster profile that cannot be executed, as far as this machine can see it."""
+    python = Path(prepared.profile.python)
+    if not prepared.profile.python or (python.is_file() and os.access(python, os.X_OK)):
+        return []
+    problem = "cannot be executed" if os.path.lexists(python) else "does not exist"
+    filesystem_type = filesystem.find_shared_filesystem_type(python)
+    if prepared.backend.name == "local" or filesystem_type:
+        location_note = f", and {filesystem_type} is the same on all nodes" if filesystem_type else ""
+        raise ConfigError(
+            f"python = {str(python)!r} of the cluster profile {problem}{location_note}",
+            fix="change python in the profile, or remove it to use the Python that runs submit",
+        )
+    return [
+        f"python = {str(python)!r} of the cluster profile {problem} on this machine: the job fails on nodes without it"
+    ]
+
+
+def note_local_backend(prepared: PreparedRun) -> list[str]:
+    """Note that the run stays on this machine; refuse nothing."""
+    if prepared.backend.name != "local":
+        return []
+    plan, cores = prepared.plan, len(os.sched_getaffinity(0))
+    device = "CPU" if plan.device == "cpu" else "GPU"
+    nodes = f"{plan.nodes} nodes, " if plan.nodes > 1 else ""
+    core_note = f" with {pluralize(cores, 'core')}" if plan.world_size > cores else ""
+    return [f"local backend: {device}, {nodes}{pluralize(plan.world_size, 'rank')} on this machine{core_note}"]
+
+
+def _check_folder(folder: Path, setting: str, *, shared: bool) -> list[str]:
+    note = filesystem.check_folder(folder, setting, shared=shared)
+    return [note] if note else []
+
+
+def _is_slurm(prepared: PreparedRun) -> bool:
+    return prepared.backend.name == "slurm"

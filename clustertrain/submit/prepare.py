@@ -1,0 +1,64 @@
+"""The phases up to the plan: parse, resolve, count, plan, with the checks of each (``checks.py``) after it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from clustertrain.plan.decide import split_model
+from clustertrain.plan.planner import plan
+from clustertrain.plan.request import PlanRequest
+from clustertrain.scheduler import registry
+from clustertrain.scheduler.backend import Backend
+from clustertrain.submit import checks
+from clustertrain.submit.preflight import model_stats
+from clustertrain.submit.preflight.model_stats import ModelCountError, ModelStats
+from clustertrain.submit.prepared_run import PreparedRun, ResolvedRun
+from clustertrain.submit.recipe import parse_recipe
+from clustertrain.submit.request import SubmitRequest
+from clustertrain.submit.resolve import resolve_run
+
+
+def prepare(
+    request: SubmitRequest, existing_backend: Backend | None = None, purpose: registry.Purpose = "submit"
+) -> PreparedRun:
+    """Parse, check and plan ``request``; create nothing. The checks of the plan are left to ``checks.check_plan``.
+
+    Args:
+        existing_backend: one chosen before for the same request, which is not looked for again.
+
+    Raises:
+        UsageError, ConfigError, UnsuitableEnvironment: the request is refused; ``checks.py`` lists the reasons.
+    """
+    checks.run_checks(checks.REQUEST_CHECKS, request)
+    parsed = parse_recipe(request)
+    notes = checks.run_checks(checks.RECIPE_CHECKS, parsed)
+    run = resolve_run(parsed, existing_backend, purpose)
+    notes += checks.run_checks(checks.RUN_CHECKS, run)
+    stats = None
+    if _must_count(run):
+        try:
+            stats = _count_model(run)
+        except ModelCountError as e:
+            notes.append(f"the model could not be counted here: {e.message}")
+    chosen = plan(
+        run.spec,
+        run.profile,
+        run.spec.job.device,
+        inherited_env=request.environ.keys(),
+        model_stats=stats,
+        notes=notes,
+    )
+    return PreparedRun(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)}, plan=chosen)
+
+
+def _must_count(run: ResolvedRun) -> bool:
+    mode = run.parsed.request.count_mode
+    return mode == "trace" or (mode == "yes" and run.spec.script is None and bool(run.spec.recipe.model.entry))
+
+
+def _count_model(run: ResolvedRun) -> ModelStats:
+    request = run.parsed.request
+    split = split_model(PlanRequest(run.spec, run.spec.job.device, run.profile))
+    return model_stats.count_model(
+        run.spec, split, run.python, run.code, request.environ, trace=request.count_mode == "trace"
+    )

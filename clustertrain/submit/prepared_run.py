@@ -1,0 +1,45 @@
+"""The run between two phases: resolved, then planned. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.job import Device, RunSpec
+from clustertrain.plan.planner import Plan
+from clustertrain.scheduler.backend import Backend
+from clustertrain.submit.recipe import ParsedRecipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun:
+    """A run whose profile, backend, device and paths are known.
+
+    Until the snapshot is taken, ``spec.script.path`` is the user's path.
+    """
+
+    parsed: ParsedRecipe
+    spec: RunSpec
+    profile: ClusterProfile
+    backend: Backend
+    requested_device: Device
+    """``job.device`` before ``auto`` was resolved."""
+    python: str
+    """Interpreter of the job."""
+    search_path: tuple[Path, ...] = ()
+    """Folders where entries are looked for."""
+    code: Path | None = None
+    """User code that the run executes: the script or the package of an entry; None if there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun(ResolvedRun):
+    """A run that can be rendered and submitted."""
+
+    plan: Plan
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Return the keys of ``--set`` and ``--sweep`` that have no effect on this run."""
+        return tuple(key for key in self.parsed.override_keys if key in self.parsed.unused)

@@ -1,0 +1,128 @@
+"""Phase 2, resolve: profile < recipe < ``--set`` < options become a RunSpec, with its backend, device and code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from clustertrain import settings
+from clustertrain.config import cluster
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.job import Device, JobSpec, RunSpec
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Recipe
+from clustertrain.scheduler import registry
+from clustertrain.scheduler.backend import Backend
+from clustertrain.submit import python_path
+from clustertrain.submit.prepared_run import ResolvedRun
+from clustertrain.submit.recipe import ParsedRecipe
+from clustertrain.submit.request import SubmitRequest
+
+_PROFILE_KEYS = ("partition", "account", "qos", "time", "mem", "gpu_type", "cpus_per_gpu")
+
+
+def resolve_run(
+    parsed: ParsedRecipe, existing_backend: Backend | None = None, purpose: registry.Purpose = "submit"
+) -> ResolvedRun:
+    """Merge the profile, the recipe and the options, and choose the backend and the device.
+
+    Args:
+        existing_backend: one chosen before for the same request, which is not looked for again.
+
+    Raises:
+        ConfigError: no such profile; options that contradict each other; entries that one snapshot cannot hold.
+        UnsuitableEnvironment: Slurm is needed and does not answer here.
+    """
+    request, values = parsed.request, parsed.values
+    profile = cluster.load_profile(request.job.get("cluster") or values.job.cluster, request.environ)
+    job = _merge_job(profile, parsed.document.get("job", {}), request.job)
+    job = msgspec.structs.replace(
+        job,
+        name=job.name or parsed.name,
+        checkpoint_dir=_resolve_checkpoint_dir(request.cwd, job.checkpoint_dir),
+    )
+    backend = (
+        existing_backend
+        if existing_backend is not None and job.backend in ("auto", existing_backend.name)
+        else registry.select_backend(job, purpose)
+    )
+    device = _resolve_device(
+        job.device if job.device != "auto" else profile.device,
+        backend.name,
+        job.gpu_type if purpose != "here" else "",
+    )
+    recipe = _resolve_data_paths(parsed.recipe, request.cwd)
+    search_path = _build_search_path(request, recipe)
+    return ResolvedRun(
+        parsed=parsed,
+        spec=RunSpec(
+            job=msgspec.structs.replace(job, backend=backend.name, device=device),
+            recipe=recipe,
+            script=parsed.script,
+            env={**profile.env, **values.env, **request.env},
+            secret_env=tuple(sorted(request.env)),
+        ),
+        profile=profile,
+        backend=backend,
+        requested_device=job.device,
+        python=profile.python or sys.executable,
+        search_path=search_path,
+        code=_find_code(parsed, recipe, search_path),
+    )
+
+
+def has_gpu() -> bool:
+    """Return whether this machine may have a GPU that torch can use: NVIDIA's, AMD's, or that of a Windows host."""
+    return _has_nvidia_gpu() or Path("/dev/kfd").exists() or Path("/dev/dxg").exists()
+
+
+def _has_nvidia_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _merge_job(profile: ClusterProfile, recipe: Mapping[str, Any], options: Mapping[str, Any]) -> JobSpec:
+    values = {key: getattr(profile, key) for key in _PROFILE_KEYS}
+    values |= {**recipe, **options}
+    values["sbatch"] = {**profile.sbatch, **recipe.get("sbatch", {}), **options.get("sbatch", {})}
+    return build(values, JobSpec, "job", prefix="job.")
+
+
+def _resolve_checkpoint_dir(cwd: Path, folder: str) -> str:
+    return str(cwd / settings.expand_user_path(folder, "job.checkpoint_dir")) if folder else ""
+
+
+def _resolve_device(requested: Device, backend: str, gpu_type: str) -> Device:
+    """Return the device. ``auto`` is cuda on Slurm, which allocates GPUs, and where their type is named; elsewhere it
+    depends on this machine."""
+    if requested != "auto":
+        return requested
+    return "cuda" if backend == "slurm" or gpu_type or _has_nvidia_gpu() else "cpu"
+
+
+def _resolve_data_paths(recipe: Recipe, cwd: Path) -> Recipe:
+    """Make paths absolute: the ranks run in another folder than the one where the path was typed."""
+    paths = {"path": recipe.data_path, "validation_path": recipe.validation_path}
+    absolute = {key: str(cwd / path) for key, path in paths.items() if path is not None}
+    return msgspec.structs.replace(recipe, data=msgspec.structs.replace(recipe.data, **absolute))
+
+
+def _get_entries(recipe: Recipe) -> dict[str, str]:
+    return {"model.entry": recipe.model.entry, "data.entry": recipe.data.entry}
+
+
+def _build_search_path(request: SubmitRequest, recipe: Recipe) -> tuple[Path, ...]:
+    """Return the folders that may hold the user's code; none where the recipe names no entry."""
+    if not any(_get_entries(recipe).values()):
+        return ()
+    recipe_folder = [(request.cwd / request.target).parent] if request.target else []
+    return tuple(python_path.list_search_folders([*recipe_folder, request.cwd]))
+
+
+def _find_code(parsed: ParsedRecipe, recipe: Recipe, search_path: tuple[Path, ...]) -> Path | None:
+    if parsed.script is not None:
+        return Path(parsed.script.path)
+    return python_path.find_shared_entry(_get_entries(recipe), search_path)
