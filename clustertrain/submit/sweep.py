@@ -30,7 +30,7 @@ from clustertrain.submit.recipe import is_integer_key
 from clustertrain.submit.request import SubmitRequest
 from clustertrain.submit.transaction import DryRun, SubmittedRun
 
-DEFAULT_OPTION, LOG_PREFIX = "--grid", "log:"
+OPTION, LOG_PREFIX = "--grid", "log:"
 MAX_RUNS = 1000  # Slurm's MaxArraySize is 1001 by default, and task numbers are below it
 
 
@@ -68,10 +68,8 @@ def format_values(values: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={v if isinstance(v, str) else json.dumps(v, default=str)}" for key, v in values.items())
 
 
-def expand_grid(
-    grid_args: Sequence[str], assignments: Iterable[str], option: str = DEFAULT_OPTION
-) -> list[dict[str, Any]]:
-    """Return the values of every run, from the texts of ``option``; the last key changes fastest.
+def expand_grid(grid_args: Sequence[str], assignments: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the values of every run, from the texts of ``--grid``; the last key changes fastest.
 
     Raises:
         UsageError: no value, an empty value, a repeated value or key (also in ``--set``), or too many runs.
@@ -79,18 +77,18 @@ def expand_grid(
     assigned_keys = {parse_assignment(text)[0] for text in assignments}
     axes: dict[str, list[Any]] = {}
     for grid_arg in grid_args:
-        key, text = parse_assignment(grid_arg, option)
+        key, text = parse_assignment(grid_arg, OPTION)
         if key in assigned_keys or key in axes:
-            raise UsageError(f"{option} {grid_arg}: {key} is given twice", fix=f"give all its values in one {option}")
+            raise UsageError(f"{OPTION} {grid_arg}: {key} is given twice", fix=f"give all its values in one {OPTION}")
         if key == "telemetry.alerts.webhook":
             raise UsageError(
-                f"{option} {key}: a webhook is a secret, and the values of a sweep are recorded", fix="use --set"
+                f"{OPTION} {key}: a webhook is a secret, and the values of a sweep are recorded", fix="use --set"
             )
-        axes[key] = _parse_values(f"{option} {grid_arg}", key, text.strip())
+        axes[key] = _parse_values(f"{OPTION} {grid_arg}", key, text.strip())
     sizes = [len(values) for values in axes.values()]
     if math.prod(sizes) > MAX_RUNS:
         raise UsageError(
-            f"{option}: {' x '.join(map(str, sizes))} = {math.prod(sizes)} runs, more than the {MAX_RUNS} tasks that "
+            f"{OPTION}: {' x '.join(map(str, sizes))} = {math.prod(sizes)} runs, more than the {MAX_RUNS} tasks that "
             "an array may have",
             fix="split the values into several sweeps",
         )
@@ -138,16 +136,14 @@ def _parse_log_range(label: str, text: str) -> list[float]:
     return [first, *(float(f"{value:.4g}") for value in interior), last]
 
 
-def submit_sweep(
-    request: SubmitRequest, grid_args: Sequence[str], max_concurrent: int | None, option: str = DEFAULT_OPTION
-) -> SubmittedSweep:
+def submit_sweep(request: SubmitRequest, grid_args: Sequence[str], max_concurrent: int | None) -> SubmittedSweep:
     """Check and plan every run, write them all and hand them to the backend.
 
     Raises:
         UsageError, ConfigError: a run is refused; nothing was created.
         SchedulerError: Slurm refused the array (with its message); all folders were removed.
     """
-    tasks, notes = _prepare_tasks(request, grid_args, option)
+    tasks, notes = _prepare_tasks(request, grid_args)
     first = tasks[0].prepared
     job = first.spec.job
     sweep = run_dir.create_sweep(job.name, share=job.share)
@@ -190,23 +186,21 @@ def submit_sweep(
     return SubmittedSweep(sweep, job_ids[0].rpartition("_")[0] or None, name, tuple(runs), tuple(notes))
 
 
-def dry_run_sweep(
-    request: SubmitRequest, grid_args: Sequence[str], max_concurrent: int | None, option: str = DEFAULT_OPTION
-) -> SweepDryRun:
+def dry_run_sweep(request: SubmitRequest, grid_args: Sequence[str], max_concurrent: int | None) -> SweepDryRun:
     """Return the scripts as they would be submitted except for the ends of the names. Create nothing."""
-    tasks, notes = _prepare_tasks(request, grid_args, option, "dry-run")
+    tasks, notes = _prepare_tasks(request, grid_args, "dry-run")
     name = f"{run_dir.slugify(tasks[0].prepared.spec.job.name)}-xxxxxx"
     runs = [(DryRun(t.prepared.plan, job_script.render_dry_run_script(t.prepared), ()), t.values) for t in tasks]
     return SweepDryRun(_render_array_script(tasks, name, max_concurrent), tuple(runs), tuple(notes))
 
 
 def _prepare_tasks(
-    request: SubmitRequest, grid_args: Sequence[str], option: str, purpose: Purpose = "submit"
+    request: SubmitRequest, grid_args: Sequence[str], purpose: Purpose = "submit"
 ) -> tuple[list[SweepTask], list[str]]:
     """Return all runs, checked one by one and against each other, and warnings."""
     tasks: list[SweepTask] = []
     notes: list[str] = []
-    for values in expand_grid(grid_args, request.assignments, option):
+    for values in expand_grid(grid_args, request.assignments):
         try:
             prepared = prepare(
                 replace(request, sweep_values=values), tasks[0].prepared.backend if tasks else None, purpose
@@ -219,8 +213,8 @@ def _prepare_tasks(
         tasks.append(SweepTask(prepared, values))
     first = tasks[0].prepared
     _check_unused(tasks)
-    _check_duplicates(tasks, option)
-    _check_resources(tasks, option)
+    _check_duplicates(tasks)
+    _check_resources(tasks)
     return tasks, [*dict.fromkeys(notes), *transaction.get_backend_advice(first)]
 
 
@@ -244,18 +238,18 @@ def _check_unused(tasks: Sequence[SweepTask]) -> None:
     unused_keys.check_unused_keys(unused, first.recipe, "in every run of the sweep")
 
 
-def _check_duplicates(tasks: Sequence[SweepTask], option: str) -> None:
+def _check_duplicates(tasks: Sequence[SweepTask]) -> None:
     tasks_by_spec: dict[bytes, SweepTask] = {}
     for task in tasks:
         other = tasks_by_spec.setdefault(msgspec.json.encode(task.prepared.spec), task)
         if other is not task:
             raise UsageError(
-                f"{option}: {format_values(other.values)} and {format_values(task.values)} give the same run",
-                fix=f"remove the option that overrides {option}",
+                f"{OPTION}: {format_values(other.values)} and {format_values(task.values)} give the same run",
+                fix=f"remove the option that overrides {OPTION}",
             )
 
 
-def _check_resources(tasks: Sequence[SweepTask], option: str) -> None:
+def _check_resources(tasks: Sequence[SweepTask]) -> None:
     """Raise ConfigError if the runs differ in resources: the tasks of an array share one set of directives."""
     first = _get_directives(tasks[0].prepared)
     for task in tasks[1:]:
@@ -264,7 +258,7 @@ def _check_resources(tasks: Sequence[SweepTask], option: str) -> None:
             a, b = (directives.get(key, "absent") or "present" for directives in (first, other))
             if a != b and key != "job-name":
                 raise ConfigError(
-                    f"{option}: {format_values(tasks[0].values)} and {format_values(task.values)} differ in --{key}"
+                    f"{OPTION}: {format_values(tasks[0].values)} and {format_values(task.values)} differ in --{key}"
                     f" ({a} and {b}), and the tasks of an array share one set of resources",
                     fix="submit one sweep per value",
                 )
