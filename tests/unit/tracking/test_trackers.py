@@ -345,7 +345,7 @@ class FlakyTracker:
 def test_broken_tracker_is_reopened_once_before_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: tuple[bool, ...], num_errors: int
 ) -> None:
-    monkeypatch.setattr(tracker.RowFollower, "read", lambda self: read_one_row(self))
+    monkeypatch.setattr(tracker.RowFollower, "read", read_one_row)
     run = make_tracked_run(tmp_path, "tensorboard")
     write(run, 1, 1, 6)
     flaky_tracker, errors = FlakyTracker(*failures), []
