@@ -1,1 +1,1 @@
-"""Detects what a cluster profile can be filled with."""
+"""``cluster detect``: find the values of a cluster profile and measure rates."""

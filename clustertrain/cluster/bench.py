@@ -1,5 +1,7 @@
-"""Measured rates of this machine, or of the nodes of the allocation that this process is in. Imports no torch: every
-measurement is a process of its own, and one that fails takes nothing from the others."""
+"""Measure rates of this machine, or of the nodes of the current allocation.
+
+This module does not import torch: each measurement is a separate process, and a failure does not affect the others.
+"""
 
 from __future__ import annotations
 
@@ -18,36 +20,38 @@ from clustertrain.config.parsing import build
 from clustertrain.errors import ConfigError
 from clustertrain.plan.env import nccl
 
-OUTPUT_PREFIX = "clustertrain-measured "  # before each line of JSON that a measurement prints
-TIMEOUT_S = 180.0  # of one measurement; most of it is for importing torch from a busy network filesystem
+OUTPUT_PREFIX = "clustertrain-measured "  # starts each line of JSON that a measurement prints
+TIMEOUT_S = 180.0  # per measurement; mostly for importing torch from a busy network file system
 TERMINATE_TIMEOUT_S = 10.0
 POLL_S = 0.1
-CPU_RANKS = 2  # the fewest that have something between them
+CPU_RANKS = 2  # the minimum for a collective
 
 
 @dataclass(frozen=True)
 class BenchTarget:
-    """``nodes`` are the allocation's, empty for this machine alone. ``python`` is the interpreter there;
-    ``env`` is added to the environment."""
+    """Where and with what to measure."""
 
     python: str
+    """The interpreter on the nodes."""
     nodes: tuple[str, ...] = ()
+    """The nodes of the allocation; empty for this machine."""
     device: str = "auto"
     env: Mapping[str, str] = field(default_factory=dict)
+    """Additions to the environment."""
 
     @classmethod
     def from_profile(cls, profile: ClusterProfile, python: str, nodes: tuple[str, ...], device: str) -> BenchTarget:
-        """With the environment that the plan gives runs of ``profile``, so that it is measured as they will go."""
+        """Return a target with the environment that the plan gives to runs of ``profile``, to measure what they get."""
         facts = profile.node if len(nodes) > 1 else None
         nccl_settings = nccl.communication_env(device, profile.fabric_interface, {*os.environ, *profile.env}, facts)
         env = {**profile.env, **{name: setting.value for name, setting in nccl_settings.items()}}
         return cls(python=profile.python or python, nodes=nodes, device=device, env=env)
 
     def srun_argv(self, nodes: Sequence[str]) -> list[str]:
-        """The step launcher for one process on each of ``nodes``; nothing for this machine."""
+        """Return the srun command for one process on each of ``nodes``, empty for this machine."""
         if not self.nodes:
             return []
-        # --overlap: the shell that this was typed in may be a step that holds the allocation's processors and GPUs.
+        # --overlap: the user's shell may be a job step that holds the allocation's CPUs and GPUs.
         return [
             "srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1",
             f"--nodelist={','.join(nodes)}", "--overlap", "--export=ALL", "--cpu-bind=none", "--kill-on-bad-exit=1",
@@ -56,17 +60,19 @@ class BenchTarget:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """``measured`` and ``node`` are None where nothing was measured or read. ``failures`` are sentences, one for each
-    that failed."""
+    """Measured rates and node facts."""
 
     measured: MeasuredRates | None = None
+    """None if nothing was measured."""
     node: NodeFacts | None = None
+    """None if the facts could not be read."""
     notes: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
+    """One message per failed measurement."""
 
 
 class _BenchRunner:
-    """One part after the other, each told before it begins, and what has failed so far."""
+    """Runs measurements one after another, reports each before it starts, and collects failures."""
 
     def __init__(self, target: BenchTarget, on_progress: Callable[[str], None]) -> None:
         self.target = target
@@ -74,7 +80,7 @@ class _BenchRunner:
         self.failures: list[str] = []
 
     def run(self, description: str, nodes: Sequence[str], module: str, *args: str, required_key: str) -> dict[str, Any]:
-        """What ``module`` said on ``nodes``; a failure where ``required_key`` is not among it."""
+        """Return the output of ``module`` on ``nodes``; record a failure if it lacks ``required_key``."""
         self.on_progress(description)
         argv = [
             *self.target.srun_argv(nodes),
@@ -82,19 +88,20 @@ class _BenchRunner:
         ]
         output, failure = _run_measurement(argv, self.target.env)
         if required_key not in output:
-            self.failures.append(f"{description}: {failure or 'it ended without a result'}")
+            self.failures.append(f"{description}: {failure or 'ended without a result'}")
         return output
 
 
 def measure(target: BenchTarget, on_progress: Callable[[str], None]) -> BenchResult:
-    """All there is to read and measure; ``on_progress`` hears of each part before it begins. Takes about half a minute.
+    """Read the node facts and measure all rates, in about half a minute.
 
-    A KeyboardInterrupt ends the one that runs, with every process of it, and is passed on.
+    ``on_progress`` is called before each part. A KeyboardInterrupt ends the running measurement with all its processes
+    and propagates.
     """
     runner = _BenchRunner(target, on_progress)
     first_node = target.nodes[:1]
     node = _parse_node_facts(
-        runner.run("reading what the node is made of", first_node, "node_facts", required_key="node"), runner.failures
+        runner.run("reading the node's hardware", first_node, "node_facts", required_key="node"), runner.failures
     )
     gemm = runner.run(
         "measuring matrix products",
@@ -109,10 +116,10 @@ def measure(target: BenchTarget, on_progress: Callable[[str], None]) -> BenchRes
         return BenchResult(node=node, failures=tuple(runner.failures))
     notes = []
     if gemm["kind"] == "cpu" and target.device == "auto":
-        notes.append("torch sees no GPU here: these are rates of the CPU")
+        notes.append("torch finds no GPU here: the rates are those of the CPU")
     ranks = int(gemm["count"]) or CPU_RANKS
     if ranks == 1:
-        notes.append("one GPU: no all-reduce inside a node to measure")
+        notes.append("one GPU: no all-reduce within a node to measure")
     intra_node, inter_node = _measure_all_reduces(runner, ranks, gemm["kind"], gemm["port"])
     measured = MeasuredRates(
         gemm_tflops=_round_rate(gemm.get("gemm_tflops")),
@@ -132,7 +139,7 @@ def measure(target: BenchTarget, on_progress: Callable[[str], None]) -> BenchRes
 def _measure_all_reduces(
     runner: _BenchRunner, ranks: int, device_type: str, port: int
 ) -> tuple[float | None, float | None]:
-    """GB/s inside a node and across nodes, where there is something between the ranks. ``port`` is the first node's."""
+    """Return the GB/s within a node and across nodes, None for one rank or node; ``port`` is free on the first node."""
     intra_node: dict[str, Any] = {}
     inter_node: dict[str, Any] = {}
     nodes, rank_options = runner.target.nodes, ["--ranks", str(ranks), "--device", device_type]
@@ -154,21 +161,21 @@ def _parse_node_facts(output: Mapping[str, Any], failures: list[str]) -> NodeFac
     try:
         return build(output["node"], NodeFacts, "the node") if "node" in output else None
     except ConfigError as e:  # another version of clustertrain on the nodes
-        failures.append(f"reading what the node is made of: {e}")
+        failures.append(f"reading the node's hardware: {e}")
         return None
 
 
 def _round_rate(value: float | None) -> float | None:
-    """To four digits: the next run differs in the third."""
+    """Round to four significant digits; repeated measurements differ in the third."""
     return None if value is None else float(f"{value:.4g}")
 
 
 def _run_measurement(argv: Sequence[str], env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """What a measurement said, and why it failed (empty where it did not)."""
+    """Run a measurement; return its output and the reason of its failure, empty on success."""
     with tempfile.TemporaryDirectory(prefix="clustertrain-measure-") as folder:
         log = Path(folder) / "log"
         try:
-            # A session of its own: Ctrl-C is for this process, which then ends the child in order.
+            # In a new session, Ctrl-C reaches only this process, which then terminates the child.
             child = proc.start(argv, env={**os.environ, **env}, log=log, new_session=True)
         except FileNotFoundError as e:
             return {}, f"{argv[0]} cannot be started: {e.strerror}"
@@ -180,11 +187,11 @@ def _run_measurement(argv: Sequence[str], env: Mapping[str, str]) -> tuple[dict[
     output: dict[str, Any] = {}
     for line in text.splitlines():
         if line.startswith(OUTPUT_PREFIX):
-            # The first word on a key counts: the rank that failed first is the one that knows why.
+            # The first value of a key wins: the rank that failed first knows the cause.
             output = {**json.loads(line.removeprefix(OUTPUT_PREFIX)), **output}
     failure = str(output.pop("error", ""))
     if not has_ended:
-        failure = failure or f"it took longer than {TIMEOUT_S:g} s"
+        failure = failure or f"took longer than {TIMEOUT_S:g} s"
     elif child.returncode:
         failure = failure or f"exit code {child.returncode}: {_last_lines(text)}"
     return output, failure
@@ -192,4 +199,4 @@ def _run_measurement(argv: Sequence[str], env: Mapping[str, str]) -> tuple[dict[
 
 def _last_lines(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(OUTPUT_PREFIX)]
-    return " / ".join(lines[-2:]) or "it printed nothing"
+    return " / ".join(lines[-2:]) or "no output"

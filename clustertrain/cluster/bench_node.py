@@ -1,5 +1,7 @@
-"""``python -m clustertrain.cluster.bench_node``: one process a node. It starts the ranks of one measurement with
-torchrun, as the agent does for a run, and leaves none of them behind."""
+"""``python -m clustertrain.cluster.bench_node``: the process on each node that runs one measurement.
+
+It starts the ranks with torchrun, as the agent does for a run, and kills all of them before it exits.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from clustertrain.scheduler.sockets import find_free_port, find_interface_to
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--nodes", default="", help="names, separated by ','; empty: this machine alone")
-    parser.add_argument("--ranks", type=int, required=True, help="of each node")
-    parser.add_argument("--port", type=int, default=0, help="free on the first node; 0: find one here")
+    parser.add_argument("--nodes", default="", help="node names, separated by commas; empty: this machine")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks per node")
+    parser.add_argument("--port", type=int, default=0, help="a free port on the first node; 0: find one here")
     parser.add_argument("what", choices=("all-reduce", "all-reduce-across"))
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     options = parser.parse_args()
@@ -54,26 +56,26 @@ def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
 
 
 def _environment(nodes: list[str], rank: int, device: str) -> dict[str, str]:
-    """With what an agent would set on this node, so that the rates are those that runs get."""
+    """Return the environment with the settings of an agent on this node, so that runs get the measured rates."""
     env = dict(os.environ)
-    env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun would choose, with a warning
+    env.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set it too, with a warning
     is_multi_node = len(nodes) > 1
     interface = _find_interface(nodes[1 if rank == 0 else 0] if is_multi_node else "127.0.0.1")
     if is_multi_node:
-        # No records of a measurement: as if the user had said where they go.
+        # Treat the flight recorder's path as set, so that a measurement leaves no dumps.
         already_set = {*env, "TORCH_FR_DUMP_TEMP_FILE"}
         node_settings = nccl.node_env(
             device, read_local_node_facts(), already_set, route_interface=interface, several_nodes=True, dump_prefix=""
         )
         env |= {name: setting.value for name, setting in node_settings.items()}
     if "GLOO_SOCKET_IFNAME" not in env and interface:
-        # gloo would take the address that the host's own name resolves to, which on Debian is 127.0.1.1.
+        # gloo would use the address that the host name resolves to, which is 127.0.1.1 on Debian.
         env["GLOO_SOCKET_IFNAME"] = interface
     return env
 
 
 def _find_interface(host: str) -> str:
-    """The one that leads to ``host``; empty where that cannot be told."""
+    """Return the interface on the route to ``host``, empty if unknown."""
     with contextlib.suppress(OSError):
         return find_interface_to(str(socket.getaddrinfo(host, None)[0][4][0])) or ""
     return ""

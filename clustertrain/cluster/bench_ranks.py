@@ -1,7 +1,7 @@
 """``python -m clustertrain.cluster.bench_ranks gemm|all-reduce|all-reduce-across``: short measurements with torch.
 
-``gemm`` is one process, the others are ranks of torchrun. What was measured goes to standard output, one line of JSON
-after ``MARK``, so that it comes through srun and torchrun, and needs no filesystem that all nodes see.
+``gemm`` is one process, the others are ranks of torchrun. Results go to standard output as lines of JSON after
+``OUTPUT_PREFIX``, which passes through srun and torchrun and needs no shared file system.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from clustertrain.scheduler.sockets import find_free_port
 
 SAMPLES = 7
 WARMUP_SAMPLES = 3
-# (m, n, k). On GPUs large enough for a plateau: a square, a feed-forward of Llama 3 8B and a square of half the size.
+# (m, n, k), on GPUs large enough for peak speed: a square, a feed-forward of Llama 3 8B, a square of half the size.
 SHAPES = {
     "cuda": ((8192, 8192, 8192), (8192, 14336, 4096), (4096, 4096, 4096)),
     "cpu": ((512, 512, 512), (256, 1024, 256)),
 }
-# In a row for one sample: on a GPU the start of a kernel would else be a part of the time.
+# Several iterations per sample hide the launch of a GPU kernel.
 ITERS_PER_SAMPLE = {"cuda": 10, "cpu": 1}
-# Past the sizes at which latency counts; a flattened gradient bucket or the shard of a large layer.
+# Large enough that latency does not matter, like a flattened gradient bucket or the shard of a large layer.
 ALL_REDUCE_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
 _MIN_BF16_CAPABILITY = (8, 0)  # compute capability of Ampere; older ones multiply bf16 in fp32
 
 
 def inspect_device(requested: str) -> dict[str, Any]:
-    """What this process sees: ``requested`` is a device, or auto. ``port`` is one that is free here."""
+    """Return the facts of the ``requested`` device (cuda, cpu or auto), the torch version and a free port."""
     cuda = torch.cuda.is_available() if requested == "auto" else requested == "cuda"
     if cuda and not torch.cuda.is_available():
-        raise RuntimeError("CUDA was asked for, and torch sees no GPU it can use")
+        raise RuntimeError("CUDA was requested, but torch finds no usable GPU")
     return {
         "kind": "cuda" if cuda else "cpu",
         "device": torch.cuda.get_device_name(0) if cuda else "cpu",
@@ -51,7 +51,7 @@ def inspect_device(requested: str) -> dict[str, Any]:
 
 
 def gemm(device_type: str) -> dict[str, Any]:
-    """The median over :data:`SHAPES` of dense matrix products, 2mnk operations each, in TFLOP/s."""
+    """Return the median TFLOP/s of dense matrix products over :data:`SHAPES`, counting 2mnk operations each."""
     dtype = torch.float32
     if device_type == "cuda":
         supports_bf16 = torch.version.hip is not None or torch.cuda.get_device_capability() >= _MIN_BF16_CAPABILITY
@@ -67,8 +67,10 @@ def gemm(device_type: str) -> dict[str, Any]:
 
 
 def all_reduce(device_type: str, inter_node: bool) -> dict[str, Any]:
-    """Bus bandwidth in GB/s, see ``Measured``. ``inter_node``: ranks of the same local rank form a group, and all
-    groups reduce at once; the slowest counts."""
+    """Return the bus bandwidth in GB/s, defined in ``MeasuredRates``.
+
+    With ``inter_node``, ranks of equal local rank form a group, and all groups reduce at once; the slowest counts.
+    """
     local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if device_type == "cuda":
         torch.cuda.set_device(local_rank)
@@ -100,8 +102,10 @@ def all_reduce(device_type: str, inter_node: bool) -> dict[str, Any]:
 def _median_s(
     fn: Callable[[], Any], device_type: str, repeats: int, before_sample: Callable[[], Any] | None = None
 ) -> float:
-    """Seconds of one ``fn``, after a warm-up; every sample does it ``repeats`` times, and starts after
-    ``before_sample``."""
+    """Return the median seconds of one ``fn()`` after a warm-up.
+
+    Every sample calls ``before_sample``, then ``fn`` ``repeats`` times.
+    """
     samples = []
     for i in range(WARMUP_SAMPLES + SAMPLES):
         if before_sample is not None:
@@ -122,6 +126,7 @@ def _synchronize(device_type: str) -> None:
 
 
 def print_result(**fields: Any) -> None:
+    """Print ``fields`` as one line for the parent process."""
     print(OUTPUT_PREFIX + json.dumps(fields), flush=True)
 
 
@@ -139,7 +144,7 @@ def main() -> int:
             result = all_reduce(options.device, options.what == "all-reduce-across")
             if os.environ["RANK"] == "0":
                 print_result(**result)
-    except Exception as e:  # the process's edge: the reason must reach the one who asked, through srun and torchrun
+    except Exception as e:  # the process's edge: the reason must reach the parent through srun and torchrun
         print_result(error=f"{type(e).__name__}: {e}")
         return 1
     return 0

@@ -1,4 +1,4 @@
-"""``cluster detect``: Slurm's answers, this machine's GPUs and measured rates, put together into a profile."""
+"""``cluster detect``: combine Slurm's configuration, this machine's GPUs and measured rates into a profile."""
 
 from __future__ import annotations
 
@@ -27,18 +27,21 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class DetectRequest:
-    """``measure`` None: inside an allocation. ``local``: this machine alone. ``force``: also change what is there."""
+    """The options of ``cluster detect``."""
 
     name: str = ""
     partition: str = ""
     measure: bool | None = None
+    """None: measure only inside an allocation."""
     local: bool = False
+    """Ignore Slurm."""
     force: bool = False
+    """Overwrite existing keys."""
 
 
 @dataclass(frozen=True)
 class DetectResult:
-    """Nothing is written yet. ``profile`` is what ``merged.text`` says."""
+    """The merged profile, not written yet."""
 
     name: str
     path: Path
@@ -46,14 +49,15 @@ class DetectResult:
     bench_result: BenchResult
     merged: MergeResult
     profile: ClusterProfile
+    """``merged.text``, parsed."""
 
 
 def detect(request: DetectRequest, environ: Mapping[str, str], on_progress: Callable[[str], None]) -> DetectResult:
-    """Ask, measure and merge. ``on_progress`` hears what is measured next.
+    """Query Slurm, measure and merge; ``on_progress`` is called before each measurement.
 
     Raises:
-        UsageError: a bad name, or a partition that Slurm does not know.
-        ConfigError: the profile that is there does not read.
+        UsageError: an invalid profile name, or an unknown partition.
+        ConfigError: the existing profile is invalid.
         CommandFailed: Slurm does not answer.
     """
     slurm = None if request.local else slurm_site.query_site()
@@ -77,7 +81,7 @@ def _choose_name(request: DetectRequest, slurm: Site | None, environ: Mapping[st
     slurm_name = slurm.cluster_name if slurm else ""
     name = request.name or cluster.default_profile_name(environ) or slurm_name or socket.gethostname().split(".")[0]
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} cannot be the name of a profile", fix="use letters, digits, '-', '_' and '.'")
+        raise UsageError(f"invalid profile name {name!r}", fix="use letters, digits, '-', '_' and '.'")
     return name
 
 
@@ -86,9 +90,9 @@ def _detect_profile(
 ) -> DetectedProfile:
     if slurm is None:
         if request.partition:
-            raise UsageError(f"--partition {request.partition}: there is no Slurm to ask", fix="leave it out")
+            raise UsageError(f"--partition {request.partition}: Slurm is not used", fix="omit --partition")
         detected = detect_local_machine()
-        detected.notes.insert(0, "without Slurm: what follows is this machine alone")
+        detected.notes.insert(0, "without Slurm: the profile describes this machine only")
         return detected
     if request.partition:
         return slurm_site_profile.detect_profile(slurm, request.partition, "--partition")
@@ -108,7 +112,7 @@ def _measure(
     if request.measure is False or (request.measure is None and not in_allocation):
         return BenchResult()
     nodes = SlurmBackend().current_nodes(environ) if in_allocation else ()
-    # Of a partition with GPUs, rates of the CPU would be wrong, not slow.
+    # Measure on the partition's device: CPU rates in the profile of a GPU partition would be wrong.
     device = (
         existing.device if existing.device != "auto" or "device" not in detected.keys else detected.keys["device"].value
     )

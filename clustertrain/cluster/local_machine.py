@@ -1,4 +1,4 @@
-"""What a profile can say of this machine alone, where there is no Slurm to ask."""
+"""Detect profile values on this machine alone, without Slurm."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
 
 
 def detect_local_machine() -> DetectedProfile:
-    """GPUs as the driver shows them."""
+    """Detect the GPUs that the NVIDIA driver reports."""
     detected = DetectedProfile()
     try:
         gpus = _list_gpus()
     except NvmlError as e:
-        detected.add("device", "cpu", "NVML shows no GPU")
-        detected.notes.append(f"no NVIDIA GPU here: {e.reason}")
+        detected.add("device", "cpu", "NVML reports no GPU")
+        detected.notes.append(f"no NVIDIA GPU on this machine: {e.reason}")
         return detected
     names = Counter(gpu.name or "" for gpu in gpus)
     if not names:
-        detected.add("device", "cpu", "NVML shows no GPU")
+        detected.add("device", "cpu", "NVML reports no GPU")
         return detected
     name = max(names, key=lambda n: names[n])
     detected.add("device", "cuda", "NVML")
-    detected.add("gpus_per_node", names[name], f"NVML shows {names[name]} x {name or 'a GPU without a name'}")
+    detected.add("gpus_per_node", names[name], f"NVML reports {names[name]} x {name or 'a GPU without a name'}")
     if len(names) > 1:
         detected.notes.append(f"GPUs of several types: {', '.join(f'{n} x {name}' for name, n in names.items())}")
     known_gpu = hardware.find_gpu_type(name)
     if known_gpu is None:
-        detected.notes.append(f"GPU {name!r} is not in the catalogue: the plan does not know its memory")
+        detected.notes.append(f"GPU {name!r} is not in the GPU catalog, so the plan does not know its memory")
     else:
-        detected.add("gpu_type", known_gpu.name, f"NVML calls it {name}")
+        detected.add("gpu_type", known_gpu.name, f"NVML name: {name}")
     return detected
 
 

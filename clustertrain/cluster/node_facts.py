@@ -1,4 +1,4 @@
-"""``python -m clustertrain.cluster.node_facts``: what the node that it runs on is made of, as a line for who asked."""
+"""``python -m clustertrain.cluster.node_facts``: print the hardware facts of this node as one line of JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clustertrain.telemetry.readers.topology import read_gpus
 
 
 def read_local_node_facts() -> NodeFacts:
-    """All that this process may see, with the GPUs of the whole node where Slurm does not hide them."""
+    """Read the facts of this node, including all its GPUs unless Slurm hides them."""
     try:
         return read_node(gpus=read_gpus({}))
     except NvmlError:

@@ -1,4 +1,4 @@
-"""The text of a cluster profile: what ``cluster detect`` adds to it. What a person wrote stays, comments and all."""
+"""Edit the text of a cluster profile for ``cluster detect``, preserving user-written values and comments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from clustertrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class KeyConflict:
-    """A key whose value in the profile is not the one that was found, and stays."""
+    """A key that keeps its value in the profile although another one was detected."""
 
     key: str
     in_profile: Any
@@ -29,10 +29,12 @@ class KeyConflict:
 
 @dataclass(frozen=True)
 class MergeResult:
-    """``text`` is the whole profile; ``written`` names the keys and tables that are new or changed in it."""
+    """A merged profile."""
 
     text: str
+    """The whole profile."""
     written: tuple[str, ...]
+    """New or changed keys and tables."""
     conflicts: tuple[KeyConflict, ...]
 
 
@@ -44,10 +46,10 @@ def merge(
     header: Sequence[str] = (),
     force: bool = False,
 ) -> MergeResult:
-    """``detected`` and ``tables`` put into the profile ``text``, or with None into a new one that begins with
-    ``format_header``.
+    """Merge ``detected`` and ``tables`` into the profile ``text``, or into a new one with ``header`` if it is None.
 
-    A key that is there with another value stays, unless ``force``. ``tables`` are written by detect alone and replaced.
+    Existing keys with another value are kept unless ``force``. ``tables`` are always replaced, because only detect
+    writes them.
     """
     document = tomlkit.document() if text is None else tomlkit.parse(text)
     if text is None:
@@ -72,46 +74,48 @@ def merge(
 
 
 def carry_over_fabric_rate(old: MeasuredRates | None, new: MeasuredRates) -> MeasuredRates:
-    """``new``, with the rate across nodes of an earlier measurement of the same device where it has none: most people
-    measure on one node more often than on two."""
+    """Return ``new``, with the inter-node rate of ``old`` if it has none and the device is the same.
+
+    A later measurement on one node must not discard the rate.
+    """
     if old is None or new.fabric_bus_gb_s is not None or old.fabric_bus_gb_s is None or old.device != new.device:
         return new
     return msgspec.structs.replace(new, fabric_bus_gb_s=old.fabric_bus_gb_s, nodes=old.nodes)
 
 
 def parse_profile(text: str, source: str) -> ClusterProfile:
-    """Raises ConfigError where ``text`` is not a profile."""
+    """Parse a profile; raise ConfigError if ``text`` is not one. ``source`` names it in messages."""
     return build(parse_toml(text, source), ClusterProfile, source)
 
 
 def write(path: Path, text: str) -> None:
-    """Durably; a profile that others read keeps its permissions, and a link stays one."""
+    """Write the profile durably, keeping its permissions and symbolic links."""
     target = path.resolve()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         mode = target.stat().st_mode & 0o777 if target.exists() else None
         fsio.write_text(target, text)
     except OSError as e:
-        fix = "set XDG_CONFIG_HOME to a folder of yours, or print it with --dry-run"
+        fix = "set XDG_CONFIG_HOME to a writable folder, or print the profile with --dry-run"
         raise ConfigError(f"the profile {path} cannot be written: {e.strerror}", fix=fix) from e
     if mode is not None:
         target.chmod(mode)
 
 
 def format_header(notes: Sequence[str], now: float) -> list[str]:
-    """The first lines of a new profile."""
+    """Return the header comments of a new profile."""
     day = time.strftime("%Y-%m-%d", time.gmtime(now))
     return [
-        f"Written by `clustertrain cluster detect` on {day}. Change what you like: detect keeps what it finds changed.",
+        f"Written by `clustertrain cluster detect` on {day}. Edit as needed: detect keeps your changes.",
         *notes,
     ]
 
 
 def _without_none(struct: msgspec.Struct) -> dict[str, Any]:
-    """TOML has no null."""
+    """Return the fields that are not None, because TOML has no null."""
     return {key: value for key, value in msgspec.to_builtins(struct).items() if value is not None}
 
 
 def _one_line(text: str) -> str:
-    """Control characters would end a comment, or the file."""
+    """Replace control characters, which would end a comment or make the file invalid."""
     return "".join(c if c.isprintable() else " " for c in text)

@@ -1,7 +1,7 @@
-"""What Slurm says of a site: ``scontrol show config``, ``partition`` and ``node`` -> Site.
+"""Read a Slurm site with ``scontrol show config``, ``partition`` and ``node``.
 
-The text is read, since scontrol of Slurm 22.05 has no ``--json``. Fields come and go between versions; those used here
-are the same from 22.05 to 24.11.
+The text output is parsed, because scontrol of Slurm 22.05 has no ``--json``. The fields used here are the same from
+22.05 to 24.11.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from clustertrain.scheduler.slurm_parse import format_error, parse_field
 
 @dataclass(frozen=True)
 class Gres:
-    """``type`` is the site's word, empty where it gives none."""
+    """A generic resource of a node."""
 
     name: str
     type: str
+    """The site's name of the type, or an empty string."""
     count: int
 
 
 @dataclass(frozen=True)
 class Node:
-    """``cpus`` are those that jobs may have: without the cores that a site keeps for itself."""
+    """A compute node."""
 
     name: str
     partitions: tuple[str, ...]
     cpus: int
+    """CPUs available to jobs, without cores reserved for the system."""
     memory_mib: int
     gres: tuple[Gres, ...]
 
@@ -44,10 +46,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Partition:
-    """``fields`` are Slurm's own, as it prints them."""
+    """A partition."""
 
     name: str
     fields: Mapping[str, str]
+    """The fields that scontrol prints."""
 
     @property
     def is_default(self) -> bool:
@@ -55,12 +58,14 @@ class Partition:
 
     @property
     def is_open(self) -> bool:
-        """Whether an ordinary user's job may start there."""
+        """Return whether an ordinary user's job may start in the partition."""
         return self.fields.get("State") == "UP" and self.fields.get("RootOnly") != "YES"
 
 
 @dataclass(frozen=True)
 class Site:
+    """A Slurm cluster: its configuration, partitions and nodes."""
+
     config: Mapping[str, str]
     partitions: tuple[Partition, ...]
     nodes: tuple[Node, ...]
@@ -74,10 +79,10 @@ class Site:
 
 
 def query_site() -> Site | None:
-    """The site that Slurm's commands on this machine belong to; None where there are no such commands.
+    """Query the Slurm site of this machine; return None if Slurm's commands are not installed.
 
     Raises:
-        CommandFailed: Slurm gave no answer.
+        CommandFailed: Slurm does not answer.
     """
     if shutil.which("scontrol") is None:
         return None
@@ -90,15 +95,14 @@ def _scontrol_show(entity: str) -> str:
     result = proc.run(argv, env=client_environ(os.environ), check=False, timeout_s=COMMAND_TIMEOUT_S)
     if result.returncode:
         raise CommandFailed(
-            f"Slurm's commands are here, but `scontrol show {entity}` failed:"
-            f" {format_error(result.stderr or result.stdout)}",
-            fix="see whether `scontrol ping` answers; --local is for this machine alone, without Slurm",
+            f"Slurm is installed, but `scontrol show {entity}` failed: {format_error(result.stderr or result.stdout)}",
+            fix="check that `scontrol ping` answers, or use --local for this machine without Slurm",
         )
     return result.stdout
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """``Name   = value`` lines; the first of a name counts, cgroup.conf's follow further down."""
+    """Parse ``Name   = value`` lines; the first value of a name wins, because cgroup.conf follows further down."""
     config: dict[str, str] = {}
     for line in text.splitlines():
         name, sign, value = line.partition("=")
@@ -125,9 +129,9 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
 
 
 def parse_gres(text: str) -> tuple[Gres, ...]:
-    """``gpu:a100:4(S:0,2),shard:8`` -> (gpu, a100, 4), (shard, "", 8). What has no plain count is left out."""
+    """Parse ``gpu:a100:4(S:0,2),shard:8`` to (gpu, a100, 4), (shard, "", 8); skip items without a plain count."""
     gres = []
-    # Sockets and indices stand in brackets, with commas of their own.
+    # Parentheses hold sockets and indices, which may contain commas.
     for item in re.sub(r"\([^)]*\)", "", parse_field(text)).split(","):
         name, *middle, count = item.split(":") if ":" in item else (item, "")
         if reading.is_unsigned_int(count):
@@ -136,8 +140,11 @@ def parse_gres(text: str) -> tuple[Gres, ...]:
 
 
 def _parse_records(text: str, first_key: str) -> list[dict[str, str]]:
-    """One mapping for each record, on one line or on several. Values may hold blanks (``OS=Linux 6.1 #1 SMP``,
-    partition names); the first of a name counts, since a Reason is anybody's text."""
+    """Parse records that span one or several lines.
+
+    Values may contain blanks (``OS=Linux 6.1 #1 SMP``, partition names). The first value of a name wins, because a
+    Reason is free text.
+    """
     records = []
     for block in re.split(rf"^(?={first_key}=)", text, flags=re.MULTILINE):
         fields: dict[str, str] = {}

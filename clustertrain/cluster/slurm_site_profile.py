@@ -1,4 +1,4 @@
-"""Site -> the keys of a cluster profile, each with where it comes from. Pure."""
+"""Derive the keys of a cluster profile, with their sources, from a Slurm site; no I/O."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ _UNLIMITED = frozenset({"UNLIMITED", "NONE", "INFINITE"})
 
 @dataclass(frozen=True)
 class DetectedValue:
-    """A value of a profile's key, and in words where it comes from."""
+    """A detected value of a profile key."""
 
     value: Any
     source: str
+    """Where the value comes from, as text."""
 
 
 @dataclass
 class DetectedProfile:
-    """``keys`` by their names in ClusterProfile; ``notes`` are sentences for the reader."""
+    """The detected part of a profile."""
 
     keys: dict[str, DetectedValue] = field(default_factory=dict)
+    """Values by field name of ClusterProfile."""
     notes: list[str] = field(default_factory=list)
+    """Messages to the user."""
 
     def add(self, key: str, value: Any, source: str) -> None:
         self.keys[key] = DetectedValue(value, source)
@@ -38,7 +41,7 @@ class DetectedProfile:
 
 @dataclass(frozen=True)
 class _GpuConfig:
-    """Nodes that have the same GPUs."""
+    """The GPUs of a kind of node."""
 
     type: str
     count: int
@@ -48,8 +51,7 @@ class _GpuConfig:
 
 
 def detect_profile(site: Site, requested: str = "", source: str = "the one asked for") -> DetectedProfile:
-    """What a profile can say of one partition: ``requested``, for the reason ``source``, else
-    :func:`choose_partition`'s.
+    """Derive a profile from one partition: ``requested``, whose origin is ``source``, else :func:`choose_partition`.
 
     Raises:
         UsageError: there is no such partition, or none at all.
@@ -68,29 +70,29 @@ def detect_profile(site: Site, requested: str = "", source: str = "the one asked
 
 
 def get_partition(site: Site, name: str) -> Partition:
-    """Raises UsageError where there is no such partition."""
+    """Return the partition called ``name``; raise UsageError if there is none."""
     by_name = {p.name: p for p in site.partitions}
     if name not in by_name:
-        raise UsageError(f"Slurm knows no partition {name!r}", fix=did_you_mean(name, list(by_name)))
+        raise UsageError(f"Slurm has no partition {name!r}", fix=did_you_mean(name, list(by_name)))
     return by_name[name]
 
 
 def choose_partition(site: Site) -> tuple[Partition, str]:
-    """The default partition where its nodes have GPUs, else the one with the most GPUs; and why.
+    """Return the default partition if its nodes have GPUs, else the one with the most GPUs, and the reason.
 
     Raises:
-        UsageError: there is none.
+        UsageError: no partition is up.
     """
     candidates = [p for p in site.partitions if p.is_open]
     if not candidates:
-        raise UsageError("Slurm shows no partition that is up", fix="name one with --partition")
+        raise UsageError("Slurm reports no partition that is up", fix="name one with --partition")
     gpus = {p.name: sum(g.count for n in site.nodes_in_partition(p.name) for g in n.gpus) for p in candidates}
     default = next((p for p in candidates if p.is_default), None)
     if default is not None and (gpus[default.name] or not any(gpus.values())):
         return default, "the default partition"
     largest = max(candidates, key=lambda p: gpus[p.name])
     return largest, (
-        f"has the most GPUs, {gpus[largest.name]}" if gpus[largest.name] else "the first one; there is no default"
+        f"has the most GPUs, {gpus[largest.name]}" if gpus[largest.name] else "the first partition; there is no default"
     )
 
 
@@ -99,7 +101,7 @@ def _gpu_configs(node: Node) -> set[_GpuConfig]:
 
 
 def _add_gpus(detected: DetectedProfile, partition: Partition, nodes: Sequence[Node]) -> _GpuConfig | None:
-    """The GPUs that the partition has most of; others become a note."""
+    """Add the GPUs that make up most of the partition; mention others in a note."""
     counts = Counter(gpu_config for node in nodes for gpu_config in _gpu_configs(node))
     if not counts:
         detected.add("device", "cpu", f"no node of partition {partition.name} has GPUs")
@@ -110,19 +112,19 @@ def _add_gpus(detected: DetectedProfile, partition: Partition, nodes: Sequence[N
     detected.add("gpus_per_node", gpu_config.count, source)
     others = ", ".join(f"{n} nodes with {k}" for k, n in counts.items() if k != gpu_config)
     if others:
-        detected.notes.append(f"partition {partition.name} also has {others}: submit --gpu-type chooses")
+        detected.notes.append(f"partition {partition.name} also has {others}: choose with submit --gpu-type")
     if not gpu_config.type:
         detected.notes.append(
-            "Slurm gives its GPUs no type, so the plan does not know their memory until `cluster detect` has measured "
-            "in an allocation"
+            "Slurm has no type for its GPUs, so the plan does not know their memory until `cluster detect` runs in an "
+            "allocation"
         )
         return gpu_config
     gpu = hardware.find_gpu_type(gpu_config.type)
-    description = f"{gpu.name} with {gpu.memory_gib:g} GiB" if gpu else "not in the catalogue"
+    description = f"{gpu.name} with {gpu.memory_gib:g} GiB" if gpu else "not in the GPU catalog"
     detected.add("gpu_type", gpu_config.type, f"{source}; {description}")
     if gpu is None:
         detected.notes.append(
-            f"GPU type {gpu_config.type!r} is the site's word and not in the catalogue: the plan does not know its"
+            f"GPU type {gpu_config.type!r} is site-specific and not in the GPU catalog, so the plan does not know its"
             " memory"
         )
     return gpu_config
@@ -130,16 +132,16 @@ def _add_gpus(detected: DetectedProfile, partition: Partition, nodes: Sequence[N
 
 def _add_gpus_flag(detected: DetectedProfile, site: Site) -> None:
     select = site.config.get("SelectType", "")
-    # slurm.schedmd.com/gres.html: the --gpu* options are cons_tres's alone, other plugins refuse jobs that use them.
+    # slurm.schedmd.com/gres.html: only cons_tres supports the --gpu* options; other plugins reject jobs that use them.
     flag = "gpus-per-node" if select == "select/cons_tres" else "gres"
-    detected.add("gpus_flag", flag, f"SelectType={select or 'not shown'}")
+    detected.add("gpus_flag", flag, f"SelectType={select or 'not reported'}")
     types = [t.strip() for t in site.config.get("GresTypes", "").split(",")]
     if "gpu" not in types:
-        detected.notes.append(f"GresTypes={','.join(types)} names no gpu: Slurm may refuse to allocate the GPUs")
+        detected.notes.append(f"GresTypes={','.join(types)} does not contain gpu: Slurm may not allocate the GPUs")
 
 
 def _add_cpus(detected: DetectedProfile, site: Site, partition: Partition, nodes: Sequence[Node], gpus: int) -> None:
-    """A GPU's share of the processors, unless the site gives one by itself."""
+    """Add the CPUs per GPU, unless the site sets a default."""
     for fields in (partition.fields, site.config):
         if "DefCpuPerGPU" in fields.get("JobDefaults", ""):
             detected.notes.append(f"cpus_per_gpu is left to the site: JobDefaults={fields['JobDefaults']}")
@@ -156,8 +158,8 @@ def _add_preemption(detected: DetectedProfile, site: Site, partition: Partition)
     preempt_type = site.config.get("PreemptType", "")
     if preempt_type == "preempt/qos":
         detected.notes.append(
-            "preemption goes by QOS here, and so does its grace time: see `sacctmgr show qos format=name,gracetime` "
-            "and write grace_s"
+            "preemption and its grace time depend on the QOS here: look up `sacctmgr show qos format=name,gracetime` "
+            "and set grace_s"
         )
         return
     modes = partition.fields.get("PreemptMode", "OFF")
@@ -173,7 +175,7 @@ def _add_preemption(detected: DetectedProfile, site: Site, partition: Partition)
 
 
 def _note_limits(detected: DetectedProfile, site: Site, partition: Partition, nodes: Sequence[Node]) -> None:
-    """Time and memory are choices, not facts: they are told and not written."""
+    """Add notes on time and memory limits, which are the user's choice and not part of a profile."""
     fields = partition.fields
     max_time = parse_field(fields.get("MaxTime", ""))
     default = parse_field(fields.get("DefaultTime", ""))
@@ -184,13 +186,13 @@ def _note_limits(detected: DetectedProfile, site: Site, partition: Partition, no
     if memory:
         default = _default_memory(fields, site.config)
         default_text = (
-            f"without --mem a job gets {default} (MiB)" if default else "Slurm names no default, so give jobs --mem"
+            f"without --mem a job gets {default} (MiB)" if default else "Slurm has no default, so pass --mem to jobs"
         )
         detected.notes.append(f"a node has {memory / 1024:.0f} GiB of memory; {default_text}")
 
 
 def _default_memory(*sources: Mapping[str, str]) -> str:
-    """In Slurm's words; the first place that has one counts. Empty where none has."""
+    """Return Slurm's setting of the default memory from the first source that has one, else an empty string."""
     for fields in sources:
         for item in fields.get("JobDefaults", "").split(","):
             if item.startswith("DefMemPerGPU="):

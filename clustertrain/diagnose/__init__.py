@@ -1,3 +1,5 @@
-"""Checks to run before a long job. A process of the job's Python does them; the command line only shows what it found,
-and imports no torch: :mod:`names`, :mod:`process`, :mod:`shown` and :mod:`curves` are its side, the rest is that of the
-process."""
+"""Checks to run before a long job.
+
+A child process in the job's Python runs them; the command line shows the findings and never imports torch. Only
+:mod:`registry`, :mod:`runner`, :mod:`terminal` and :mod:`plots` belong to the command line.
+"""

@@ -1,6 +1,6 @@
-"""``python -m clustertrain.diagnose.child CHECK…``: the checks, in a process that imports torch and the user's code.
+"""``python -m clustertrain.diagnose.child CHECK…``: the process that runs the checks, with torch and the user's code.
 
-The run directory in the environment is a scratch one. Each check makes its model anew, so that none spoils another.
+The run directory in the environment is a scratch directory. Each check builds a fresh model, so checks are independent.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ _MODULES = {name: f"clustertrain.diagnose.checks.{name.replace('-', '_')}" for n
 
 
 def format_error(error: BaseException) -> str:
-    """The last line of a traceback, and where it comes from."""
+    """Return the last line of the traceback with its file and line number."""
     last = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     frames = traceback.extract_tb(error.__traceback__)
     return f"{last} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else last
 
 
 def subject_from_env() -> Subject:
+    """Load the recipe and plan of the run directory named in the environment."""
     run = RunDir(Path(os.environ[settings.RUN_DIR]))
     rank = context.context_from_environment()
     return Subject(load_spec(run).recipe, context.load_plan(run)[1], run, rank.device)
@@ -46,13 +47,13 @@ def device_name(device: torch.device) -> str:
 
 
 def run_check(check: str, subject: Subject, on_progress: ProgressCallback) -> Finding:
-    """What ``check`` finds. Whatever it raises is a finding too."""
+    """Run ``check``; an exception becomes a failed finding."""
     module = importlib.import_module(_MODULES[check])
     try:
         finding: Finding = module.check(subject, on_progress)
     except ClusterTrainError as e:
         return Finding(check=check, verdict="fail", text=e.message, fix=e.fix or "")
-    except (Exception, SystemExit) as e:  # of the user's model or data: whatever it is, the other checks go on
+    except (Exception, SystemExit) as e:  # the user's model or data may raise anything; the other checks still run
         traceback.print_exc()
         return _finding_from_exception(check, e)
     return finding
@@ -63,14 +64,14 @@ def _finding_from_exception(check: str, error: BaseException) -> Finding:
         return Finding(
             check=check,
             verdict="fail",
-            text=f"it does not fit into the memory of this machine: {format_error(error)}",
-            fix="scale it down for the checks: --set train.micro_batch=1, or a smaller model with --set model.…",
+            text=f"out of memory on this machine: {format_error(error)}",
+            fix="scale down for the checks: --set train.micro_batch=1, or a smaller model with --set model.…",
         )
     return Finding(
         check=check,
         verdict="fail",
-        text=f"it raised {format_error(error)}",
-        fix="training would end so too: mend that first",
+        text=f"raised {format_error(error)}",
+        fix="fix this error first: training would raise it too",
     )
 
 
@@ -83,13 +84,14 @@ def main() -> int:
         writer(device=device_name(subject.device))
         task = subject.build_task()
         if len(task.dataset) < 1:
-            raise ConfigError("the data set is empty", fix="give it samples")
+            raise ConfigError("the dataset is empty", fix="provide a dataset with at least one sample")
     except ClusterTrainError as e:
         writer(error=e.message, fix=e.fix, exit_code=e.exit_code)
         return e.exit_code
-    except (Exception, SystemExit) as e:  # of the user's module: whatever it is
+    except (Exception, SystemExit) as e:  # the user's module may raise anything
         traceback.print_exc()
-        writer(error=_describe_build_error(recipe, e), fix="it would fail so on every rank", exit_code=EXIT_CONFIG)
+        fix = "fix this error first: every rank of the job would raise it"
+        writer(error=_describe_build_error(recipe, e), fix=fix, exit_code=EXIT_CONFIG)
         return EXIT_CONFIG
     subject = dataclasses.replace(subject, has_model_loss=build.find_model_loss(recipe, task.model) is not None)
     del task

@@ -1,4 +1,4 @@
-"""What the process of the checks tells the one that has started it: lines of JSON on its standard output."""
+"""Messages from the child process to the runner: one JSON object per line on standard output."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import msgspec
 from clustertrain import clock
 from clustertrain.diagnose.registry import Finding
 
-PROGRESS_INTERVAL_S = 0.1  # two words of progress
-ProgressCallback = Callable[[int, int], None]
+PROGRESS_INTERVAL_S = 0.1  # at least, between two progress messages
+ProgressCallback = Callable[[int, int], None]  # (completed, total)
 
 
 class MessageWriter:
-    """Takes standard output away from everybody else: what the user's code prints goes where errors go."""
+    """The only writer on standard output: whatever the user's code prints is redirected to standard error."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w")
@@ -31,6 +31,8 @@ class MessageWriter:
         self(finding=msgspec.to_builtins(finding))
 
     def progress_callback(self, check: str) -> ProgressCallback:
+        """Return a callback that reports the progress of ``check`` at most every ``PROGRESS_INTERVAL_S``."""
+
         def report(completed: int, total: int) -> None:
             now = clock.monotonic()
             if now - self._last_progress >= PROGRESS_INTERVAL_S:

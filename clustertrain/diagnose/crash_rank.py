@@ -1,7 +1,7 @@
 """``python -m clustertrain.diagnose.crash_rank STEP COMMITTED``: a rank of the built-in trainer that kills itself.
 
-The loop is the trainer's own. Before optimizer step STEP (counted from 0), as soon as the checkpoint of step COMMITTED
-is there, the process gets the signal that nobody can catch.
+It runs the trainer's loop unchanged. Before optimizer step STEP (counted from 0), once the checkpoint of step COMMITTED
+exists, it sends itself SIGKILL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from clustertrain.train.main import run_as_rank
 from clustertrain.train.session.session import Session
 from clustertrain.train.trainer import Trainer, build_trainer
 
-CHECKPOINT_TIMEOUT_S = 300.0  # for the save under way
+CHECKPOINT_TIMEOUT_S = 300.0  # for the pending save to commit
 
 
 def main() -> int:

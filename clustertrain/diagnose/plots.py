@@ -1,4 +1,4 @@
-"""The curves of a diagnosis: as characters for a terminal, and as SVG in a file or a page."""
+"""Plots of findings: characters for a terminal, SVG for an .svg or .html file."""
 
 from __future__ import annotations
 
@@ -12,29 +12,25 @@ from clustertrain import fsio
 from clustertrain.diagnose.registry import Finding, Plot
 from clustertrain.errors import UsageError
 
-TEXT_ROWS = 12  # rows of a curve in a terminal
-_SVG_WIDTH, _SVG_HEIGHT, _MARGIN_LEFT, _MARGIN_BOTTOM, _MARGIN_RIGHT = (
-    720,
-    300,
-    70,
-    60,
-    20,
-)  # of a curve in a file, in pixels
-HEADROOM = 0.25  # of the range of what is not above the first value, which is shown of what is
+TEXT_ROWS = 12  # rows of a plot in a terminal
+_SVG_WIDTH, _SVG_HEIGHT = 720, 300  # pixels
+_MARGIN_LEFT, _MARGIN_BOTTOM, _MARGIN_RIGHT = 70, 60, 20  # pixels
+HEADROOM = 0.25  # shown above the first value, as a fraction of the range below it
 
 
 def check_path(path: Path) -> None:
-    """Raises UsageError for a name that says neither SVG nor HTML, and for a folder that cannot be written to."""
+    """Raise UsageError if ``path`` is neither .svg nor .html, or its folder is missing or not writable."""
     if path.suffix not in (".svg", ".html"):
-        raise UsageError(f"--plot {path}: {path.suffix or 'no ending'}", fix="name a file *.html or *.svg")
+        message = f"unsupported extension {path.suffix}" if path.suffix else "no file extension"
+        raise UsageError(f"--plot {path}: {message}", fix="name an .html or .svg file")
     if not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: there is no folder {path.parent}", fix="make it, or name another one")
+        raise UsageError(f"--plot {path}: no such folder: {path.parent}", fix="create it, or name another one")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UsageError(f"--plot {path}: {path.parent} is not writable", fix="name a file in a folder of yours")
+        raise UsageError(f"--plot {path}: {path.parent} is not writable", fix="name a file in a writable folder")
 
 
 def render_text(plot: Plot, width: int, *, dot: str = "•", line: str = "─", side: str = "│") -> list[str]:
-    """Lines of at most ``width`` characters: the curve, its axes, and where the marks are."""
+    """Return the plot as lines of at most ``width`` characters: the curve, its axes and its marks."""
     low, high = _y_range(plot.y)
     labels = [f"{high:.4g}", f"{(low + high) / 2:.4g}", f"{low:.4g}"]
     margin = max(map(len, labels)) + 1
@@ -69,7 +65,7 @@ def _axis_line(left: str, middle: str, right: str, columns: int) -> str:
 
 
 def _y_range(values: Sequence[float]) -> tuple[float, float]:
-    """What is shown of ``values``: where the loss is lost it runs off at the top."""
+    """Return the visible range of ``values``; a diverging loss is clipped at the top."""
     low, high = min(values), max(values)
     first = max(values[0], values[min(len(values), 10) - 1])
     high = min(high, first + HEADROOM * (first - low)) if first > low else high
@@ -77,7 +73,7 @@ def _y_range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _x_scale(plot: Plot, span: float) -> Callable[[float], float]:
-    """From a value of x to 0 … ``span``."""
+    """Return a function that maps x values to 0 … ``span``."""
 
     def scale(x: float) -> float:
         return math.log(x) if plot.log_x else x
@@ -87,7 +83,7 @@ def _x_scale(plot: Plot, span: float) -> Callable[[float], float]:
 
 
 def write(path: Path, findings: Sequence[Finding]) -> None:
-    """The curves of ``findings`` into a page, or into one picture, one below the other."""
+    """Write the plots of ``findings``, stacked vertically, to an .svg or .html file."""
     plotted = [(f, f.plot) for f in findings if f.plot is not None and len(f.plot.x) > 1]
     pictures = [
         _svg(f"{f.check}: {f.text}", plot, i * (_SVG_HEIGHT + _MARGIN_BOTTOM + 40))
@@ -96,7 +92,7 @@ def write(path: Path, findings: Sequence[Finding]) -> None:
     height = max(1, len(plotted)) * (_SVG_HEIGHT + _MARGIN_BOTTOM + 40)
     picture = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_SVG_WIDTH} {height}" font-family="sans-serif" '
-        f'font-size="12">{"".join(pictures) or _text(_MARGIN_LEFT, 30, "none of these checks has a curve")}</svg>'
+        f'font-size="12">{"".join(pictures) or _text(_MARGIN_LEFT, 30, "none of these checks has a plot")}</svg>'
     )
     if path.suffix == ".svg":
         fsio.write_text(path, picture + "\n")

@@ -1,4 +1,4 @@
-"""The checks by name, and what one of them finds."""
+"""The checks by name, and the finding that each returns."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from clustertrain.errors import UsageError
 Verdict = Literal["pass", "warn", "fail", "skipped"]
 _BY_SEVERITY: tuple[Verdict, ...] = ("skipped", "pass", "warn", "fail")
 ALL = "all"
-# In this order they run.
+# The checks run in this order.
 CHECKS: Mapping[str, str] = {
-    "init-loss": "The loss before any training against its expected value.",
-    "overfit": "Whether eight samples can be learned by heart.",
-    "lr-range": "From which learning rate on the loss rises, and where optim.lr lies to it.",
-    "gradients": "Gradients against central differences in float64.",
-    "layers": "Gradient norms layer by layer, dead units, activations.",
-    "data": "Samples, labels, duplicates, values that are not finite.",
-    "modes": "Train and eval mode, gradients that add up, frozen and unused parameters.",
-    "resume": "Save, kill, restore: the next steps bit by bit.",
-    "speed": "Where a step's time goes, and how fast data is read.",
+    "init-loss": "Compare the loss before any training with its expected value.",
+    "overfit": "Check that the model can memorize eight samples.",
+    "lr-range": "Find the learning rate at which the loss starts to rise, and compare optim.lr with it.",
+    "gradients": "Compare gradients with central differences in float64.",
+    "layers": "Show gradient norms per layer, dead units and activations.",
+    "data": "Check samples, labels, duplicates, NaN and Inf.",
+    "modes": "Check train and eval mode, accumulating gradients, frozen and unused parameters.",
+    "resume": "Save, kill and restore, then compare the next steps bit by bit.",
+    "speed": "Measure where a step's time goes and how fast data is read.",
 }
 
 
 class Plot(msgspec.Struct, frozen=True, kw_only=True):
-    """One curve. ``marks`` are places on the x axis by what they are called."""
+    """One curve."""
 
     x_name: str
     y_name: str
@@ -36,39 +36,43 @@ class Plot(msgspec.Struct, frozen=True, kw_only=True):
     y: list[float]
     log_x: bool = False
     marks: dict[str, float] = {}
+    """Labeled positions on the x axis."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """``evidence`` holds the numbers, with units in their names; ``rows`` are some of them in words, for people."""
+    """The result of one check."""
 
     check: str
     verdict: Verdict
     text: str
+    """The reason for the verdict, in one sentence."""
     fix: str = ""
     evidence: dict[str, Any] = {}
+    """Every measured number, with the unit in its key."""
     rows: list[tuple[str, str]] = []
+    """The main numbers as text, for the terminal."""
     plot: Plot | None = None
 
 
 def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
-    """Of nothing: pass."""
+    """Return the most severe verdict; pass for an empty sequence."""
     return max(verdicts, key=_BY_SEVERITY.index, default="pass")
 
 
 def overall_verdict(verdicts: Iterable[Verdict]) -> Verdict:
-    """Of a whole diagnosis; what was skipped says nothing, unless all was."""
+    """Return the verdict of a diagnosis; skipped checks are ignored unless all were skipped."""
     all_verdicts = list(verdicts)
     return worst_verdict(v for v in all_verdicts if v != "skipped") if set(all_verdicts) != {"skipped"} else "skipped"
 
 
 def select_checks(name: str) -> list[str]:
-    """The checks that ``name`` stands for.
+    """Return the checks selected by ``name``, which is a check or "all".
 
     Raises:
-        UsageError: there is no such check.
+        UsageError: ``name`` is not a check.
     """
     if name == ALL:
         return list(CHECKS)
     if name not in CHECKS:
-        raise UsageError(f"no check {name!r}", fix=did_you_mean(name, [*CHECKS, ALL]))
+        raise UsageError(f"no such check: {name!r}", fix=did_you_mean(name, [*CHECKS, ALL]))
     return [name]

@@ -1,4 +1,4 @@
-"""Starts the process that does the checks, and takes what it tells line by line."""
+"""Start the child process that runs the checks and read its messages."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from clustertrain.submit.prepare import prepare
 from clustertrain.submit.prepared_run import PreparedRun
 from clustertrain.submit.request import SubmitRequest
 
-# (check, how much is done, of how much)
-CheckProgressCallback = Callable[[str, int, int], None]
-# One process does them, whatever layout the run is for; compiling would take longer than a check.
+CheckProgressCallback = Callable[[str, int, int], None]  # (check, completed, total)
+# The checks use one process whatever the run's layout; compilation would take longer than a check.
 _SINGLE_PROCESS_JOB: Mapping[str, object] = {
     "backend": "local", "nodes": 1, "gpus": 1, "layout": "auto", "tp": 1, "pp": 1, "cp": 1, "dp_replicate": 0,
     "dp_shard": 0,
@@ -37,29 +36,31 @@ _DISABLED_OPTIONS = tuple(f"parallel.{key}=false" for key in ("compile", "async_
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """``device`` in words; ``verdict`` is the worst of ``checks``."""
+    """The result of all requested checks."""
 
     recipe: str
     device: str
+    """The GPU's model name, or "cpu"."""
     checks: list[Finding]
     verdict: Verdict
+    """The worst verdict of ``checks``."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What --json prints; plots and rows are its evidence once more, for people."""
+        """Return the --json document, without plots and rows, which repeat the evidence for people."""
         checks = [{n: getattr(c, n) for n in ("check", "verdict", "evidence", "text", "fix")} for c in self.checks]
         return {"recipe": self.recipe, "device": self.device, "checks": checks, "verdict": self.verdict}
 
 
 def prepare_diagnosis(recipe: str, assignments: Sequence[str], environ: Mapping[str, str] = os.environ) -> PreparedRun:
-    """``recipe`` with ``assignments``, planned for one process on this machine.
+    """Plan ``recipe`` with ``assignments`` for one process on this machine.
 
     Raises:
-        UsageError: it is no recipe.
-        ConfigError: a bad recipe or profile, or data that is not there.
+        UsageError: ``recipe`` is not a .toml file.
+        ConfigError: the recipe or profile is invalid, or the data is missing.
     """
     if not recipe.endswith(".toml"):
         raise UsageError(
-            f"{recipe}: the checks are of a recipe (*.toml), and a script has a loop of its own",
+            f"{recipe}: only recipes (*.toml) can be checked; a script runs its own training loop",
             fix="write a recipe with model.entry and data.entry for the script's model and data",
         )
     submit_request = SubmitRequest(
@@ -78,14 +79,15 @@ def diagnose(
     on_finding: Callable[[Finding], None],
     environ: Mapping[str, str] = os.environ,
 ) -> Diagnosis:
-    """Do ``checks`` in a process of the job's Python, which is ended with all below it however this is left.
+    """Run ``checks`` in a child process of the job's Python; the child and its descendants are killed on every exit.
 
     Args:
-        tell: is told how far a check is; ``on_finding`` what each has found, as it has.
+        on_progress: called while a check runs.
+        on_finding: called with each finding as soon as it is known.
 
     Raises:
-        ConfigError: model or data cannot be made.
-        ClusterTrainError: the process has ended without a word.
+        ConfigError: the model or the data cannot be built.
+        ClusterTrainError: the child ended without a result.
     """
     with tempfile.TemporaryDirectory(prefix="clustertrain-diagnose-", ignore_cleanup_errors=True) as folder:
         run = scratch_run.write_run_dir(
@@ -93,7 +95,7 @@ def diagnose(
         )
         env = scratch_run.build_environment(prepared, run, environ)
         argv = proc.python_module_argv(prepared.python, "clustertrain.diagnose.child", *checks)
-        log_path = Path(folder) / "said.log"
+        log_path = Path(folder) / "stderr.log"
         device, findings = "", []
         with scratch_run.interruptible():
             for message in _read_messages(argv, env, log_path):
@@ -113,14 +115,14 @@ def diagnose(
 
 
 def _without_side_effects(prepared: PreparedRun) -> PreparedRun:
-    """Without what a real run sets off: trackers, budgets, copies elsewhere, preemptions on purpose, profiles."""
+    """Return the run without trackers, budgets, checkpoint copies, preemption tests and profiles."""
     original = prepared.spec.recipe
     recipe: Recipe = msgspec.structs.replace(
         original,
         contract=ContractSpec(),
         evaluation=msgspec.structs.replace(original.evaluation, samples=prepared.plan.batch.micro_batch, patience=0),
         tracking=TrackingSpec(),
-        # What is thawed later is looked at as it will be then.
+        # Parameters that unfreeze later are checked in their unfrozen state.
         optim=msgspec.structs.replace(original.optim, unfreeze=()),
         rehearsal=RehearsalSpec(),
         checkpoint=CheckpointSpec(engine=original.checkpoint.engine, background=original.checkpoint.background),
@@ -130,7 +132,7 @@ def _without_side_effects(prepared: PreparedRun) -> PreparedRun:
 
 
 def _one_micro_batch_per_step(prepared: PreparedRun) -> Batch:
-    """One micro-batch a step."""
+    """Return a batch of one micro-batch per step."""
     micro_batch = prepared.plan.batch.micro_batch
     return Batch(
         micro_batch=micro_batch,
@@ -140,15 +142,15 @@ def _one_micro_batch_per_step(prepared: PreparedRun) -> Batch:
 
 
 def _read_messages(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> Iterator[dict[str, Any]]:
-    """What the process tells. All else that it and the user's code print goes to ``log_path``.
+    """Yield the messages of the child process; its standard error goes to ``log_path``.
 
     Raises:
-        ClusterTrainError: it cannot be started, or ends without having told that it is done.
+        ClusterTrainError: the child cannot be started, or ends without reporting that it is done.
     """
     try:
         child = proc.start_with_stdout_pipe(argv, env=env, stderr_path=log_path)
     except CommandFailed as e:
-        raise ConfigError(e.message, fix="name the job's Python in the profile") from e
+        raise ConfigError(e.message, fix="set the job's Python in the profile") from e
     assert child.stdout is not None
     finished = False
     try:
@@ -168,14 +170,15 @@ def _read_messages(argv: Sequence[str], env: Mapping[str, str], log_path: Path) 
 
 def _error_from_exit(returncode: int, log_path: Path) -> ClusterTrainError:
     lines = log_path.read_text(errors="replace").strip().splitlines()
-    last_line = lines[-1] if lines else "it printed nothing"
+    last_line = lines[-1] if lines else "no output"
     if "No module named" in last_line:
-        return ConfigError(last_line, fix="name the job's Python in the profile, with torch and clustertrain in it")
+        return ConfigError(last_line, fix="set the profile's Python to one with torch and clustertrain installed")
     if returncode == -signal.SIGKILL:
         return ClusterTrainError(
-            "the process of the checks was killed, as the kernel does when memory runs out",
-            fix="scale the model or the batch down with --set, as --set train.micro_batch=1",
+            "the process that runs the checks was killed (SIGKILL), probably because memory ran out",
+            fix="scale the model or the batch down with --set, for example --set train.micro_batch=1",
         )
     return ClusterTrainError(
-        f"the process of the checks ended with exit code {returncode}: {last_line}", fix="the model or the data ends it"
+        f"the process that runs the checks ended with exit code {returncode}: {last_line}",
+        fix="check the model and data code for an early exit or a crash",
     )

@@ -1,4 +1,4 @@
-"""What is diagnosed: the recipe's model, data and loss, made anew for each check as the trainer makes them."""
+"""The subject of the checks: the recipe's model, data and loss, built for each check as the trainer builds them."""
 
 from __future__ import annotations
 
@@ -25,31 +25,33 @@ from clustertrain.train.models.build import TrainingTask, build_task
 from clustertrain.train.session.session import session
 from clustertrain.train.trainer import Trainer
 
-# What attention modules call their dropout.
+# Attribute names under which attention modules keep their dropout probability.
 _DROPOUT_ATTRIBUTES = ("dropout", "attention_dropout", "attn_dropout", "attn_pdrop", "dropout_p")
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """``batch`` is one micro-batch a step; ``run`` a run directory that lasts as long as the checks;
-    ``has_model_loss`` says that the model's own is minimised, of which nothing is known."""
+    """A recipe with the batch, run directory and device to check it with."""
 
     recipe: Recipe
     batch: Batch
+    """One micro-batch per step."""
     run: RunDir
+    """A scratch run directory that exists as long as the checks run."""
     device: torch.device
     has_model_loss: bool = False
+    """Whether the model's module defines the loss; its expected value is then unknown."""
 
     def build_task(self) -> TrainingTask:
         return build_task(self.recipe)
 
     def with_overrides(self, **tables: Any) -> Subject:
-        """With other tables of the recipe: ``optim={"lr": 1.0}``."""
+        """Return a copy with keys of the recipe's tables replaced, such as ``optim={"lr": 1.0}``."""
         new = {name: msgspec.structs.replace(getattr(self.recipe, name), **keys) for name, keys in tables.items()}
         return dataclasses.replace(self, recipe=msgspec.structs.replace(self.recipe, **new))
 
     def without_regularization(self) -> Subject:
-        """Nothing random in a step, nothing that holds the loss up, no processes that read."""
+        """Return a copy without dropout, augmentation, label smoothing, weight decay and data workers."""
         return self.with_overrides(
             model={"dropout": 0.0},
             data={"augment": AugmentSpec(), "workers": 0},
@@ -59,29 +61,30 @@ class Subject:
 
     @contextmanager
     def trainer(self) -> Iterator[Trainer]:
-        """The trainer's own parts, in a session of their own."""
+        """Build a trainer in a session of its own."""
         with session(seed=self.recipe.train.seed, device=self.device.type) as s:
             yield trainer_module.build_trainer(s, self.recipe, self.batch)
 
     @property
     def sample_multiple(self) -> int:
-        """What the number of samples must be a multiple of."""
+        """Return the number that a batch size must be a multiple of."""
         return self.recipe.model.two_tower.group if self.recipe.model.kind == "two-tower" else 1
 
     @property
     def small_sample_count(self) -> int:
-        """Samples that are few: eight, or the next number that divides into groups."""
+        """Return eight, rounded up to a multiple of ``sample_multiple``."""
         return -(-8 // self.sample_multiple) * self.sample_multiple
 
 
 def load_batch(trainer: Trainer, recipe: Recipe, count: int, start: int = 0) -> Any:
-    """(inputs, target) of the ``count`` samples from place ``start`` of the run on, on the device."""
+    """Return (inputs, target) of ``count`` samples in the run's order from position ``start``, on the device."""
     dataset = trainer.task.dataset
     indices = permutation.samples_at(recipe.train.seed, len(dataset), start, count)
     return to_device(trainer.session.device, tuple(default_collate([dataset[i] for i in indices])))
 
 
 def to_device(device: torch.device, batch: Any) -> Any:
+    """Return ``batch`` with every tensor moved to ``device``; lists become tuples."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device)
     if isinstance(batch, dict):
@@ -92,12 +95,12 @@ def to_device(device: torch.device, batch: Any) -> Any:
 
 
 def repeat_batch(trainer: Trainer, batch: Any) -> Trainer:
-    """``trainer``, whose every step is over ``batch``."""
-    return dataclasses.replace(trainer, data=itertools.repeat(batch))  # type: ignore[arg-type]  # all that a step asks for
+    """Return a trainer whose every step uses ``batch``."""
+    return dataclasses.replace(trainer, data=itertools.repeat(batch))  # type: ignore[arg-type]  # a step only calls next()
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Of every module that is known to have one, in place."""
+    """Set the dropout probability of every module with a known dropout attribute to 0, in place."""
     for module in model.modules():
         if isinstance(module, (nn.modules.dropout._DropoutNd, Dropout)):
             module.p = 0.0
@@ -107,14 +110,14 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def model_output(trainer: Trainer, batch: Any) -> Any:
-    """The model's output on ``batch``, in the precision of training."""
+    """Return the model's output on ``batch``, in the precision of training."""
     inputs, _ = batch
     with trainer.session.autocast():
         return step_types.call_model(trainer.model, inputs, None)
 
 
 def mean_loss(trainer: Trainer, batch: Any) -> torch.Tensor:
-    """Of one micro-batch, a scalar on the device."""
+    """Return the mean loss of one micro-batch as a scalar tensor on the device."""
     with trainer.session.autocast():
         value, count = step_types.as_sum_and_count(
             trainer.loss(step_types.call_model(trainer.model, batch[0], None), batch[1]), batch[1], False
@@ -124,7 +127,7 @@ def mean_loss(trainer: Trainer, batch: Any) -> torch.Tensor:
 
 
 def collect_tensors(batch: Any) -> list[torch.Tensor]:
-    """All of them in a batch or in a part of it."""
+    """Return every tensor in a nested batch."""
     if isinstance(batch, torch.Tensor):
         return [batch]
     inner: Sequence[Any] = list(batch.values()) if isinstance(batch, dict) else batch
@@ -132,7 +135,7 @@ def collect_tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def infer_num_classes(output: Any, target: Any) -> int | None:
-    """How many classes the logits ``output`` tell apart, where ``target`` names one of them each."""
+    """Return the number of classes if ``output`` holds logits and ``target`` class indices, else None."""
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None
     if target.is_floating_point() or target.dtype == torch.bool or output.shape[:-1] != target.shape:

@@ -1,4 +1,4 @@
-"""What a diagnosis looks like in a terminal."""
+"""Show the findings of a diagnosis in a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_PLOT_WIDTH = 100
 
 
 def show_finding(console: Console, finding: Finding) -> None:
-    """One finding: the verdict, what it comes of, what to do."""
+    """Print one finding: the verdict, its reason, the numbers and the fix."""
     parts: list[RenderableType] = [_headline(finding)]
     table = Table.grid(padding=(0, 2))
     table.add_column(overflow="fold")
@@ -52,12 +52,13 @@ def _headline(finding: Finding) -> Table:
 
 
 def show_summary(console: Console, result: Diagnosis) -> None:
+    """Print the number of checks per verdict."""
     counts = [f"{n} {v}" for v in _STYLES if (n := sum(f.verdict == v for f in result.checks))]
     emit(console, f"{result.recipe} on {result.device}: {', '.join(counts)}")
 
 
 class CheckProgressBar:
-    """How far the checks are, on stderr where that is a terminal, wiped away at the end of the ``with``."""
+    """A progress bar on stderr, shown only on a terminal and erased at the end of the ``with``."""
 
     def __init__(self, checks: int) -> None:
         self._checks = checks
@@ -66,7 +67,7 @@ class CheckProgressBar:
 
     def __enter__(self) -> CheckProgressBar:
         if sys.stderr.isatty():
-            self._progress = self._start()  # torch may take a while to come over a network file system
+            self._progress = self._start()  # shown at once: importing torch over a network file system is slow
         return self
 
     def __exit__(
@@ -75,7 +76,7 @@ class CheckProgressBar:
         self.hide()
 
     def hide(self) -> None:
-        """Until there is something to tell again, so that other lines can be printed."""
+        """Erase the bar until the next progress, so that other lines can be printed."""
         if self._progress is not None:
             self._progress[0].stop()
             self._progress = None

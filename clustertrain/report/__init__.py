@@ -1,1 +1,1 @@
-"""Text, tables and pages for the terminal and the browser."""
+"""Reports: text and tables for the terminal, pages for the browser."""

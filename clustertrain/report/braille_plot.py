@@ -1,4 +1,4 @@
-"""Curves in the terminal: dots of braille in the terminal's own colours, letters where there are none."""
+"""Line plots in the terminal: colored braille dots, or letters if colors are unavailable."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from rich.text import Text
 from clustertrain.report.terminal import Glyphs
 
 STYLES = ("blue", "red", "green", "magenta", "cyan", "yellow")
-OVERLAP_LETTER = "*"  # letters that meet in a cell
+OVERLAP_LETTER = "*"  # a cell that several lines cross
 _BRAILLE_BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille cell, by row and column
-_LOG_SCALE_RATIO = 30.0  # the highest value over the lowest
+_LOG_SCALE_RATIO = 30.0  # highest over lowest value from which the y axis is logarithmic
 
 
 class PlotLine(msgspec.Struct, frozen=True):
-    """``letter`` stands at the end of the line, and for its dots where there are no colours."""
+    """One line of a plot."""
 
     letter: str
+    """Marks the end of the line, and every point if colors are unavailable."""
     x: Sequence[float]
     y: Sequence[float]
 
@@ -31,7 +32,7 @@ def line_style(index: int) -> str:
 def plot(
     lines: Sequence[PlotLine], width: int, height: int, signs: Glyphs, *, colours: bool, x_label: str, y_label: str
 ) -> list[Text]:
-    """``width`` x ``height`` cells, the axes in them. Nothing where no line has a point."""
+    """Return a plot of ``width`` x ``height`` cells including the axes, or nothing if no line has a point."""
     nonempty = [line for line in lines if len(line.y)]
     if not nonempty:
         return []
@@ -85,7 +86,7 @@ def _y_ticks(low: float, high: float, rows: int, logarithmic: bool) -> dict[int,
 
 
 def _x_axis(x_min: float, x_max: float, margin: int, columns: int, label: str) -> Text:
-    """The ends and the middle, and the label beside the middle."""
+    """Return the x axis: both ends, the middle, and the label next to the middle."""
     midpoint = (x_min + x_max) / 2
     texts = [
         format_compact(x_min),
@@ -99,7 +100,7 @@ def _x_axis(x_min: float, x_max: float, margin: int, columns: int, label: str) -
 
 
 def format_compact(value: float) -> str:
-    """``1.2M`` and the like."""
+    """Format a number with a metric suffix, such as ``1.2M``."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
@@ -107,7 +108,7 @@ def format_compact(value: float) -> str:
 
 
 class _Canvas:
-    """Cells of 2 x 4 dots (braille) or of one letter."""
+    """A canvas whose cells hold 2 x 4 braille dots or one letter."""
 
     def __init__(self, columns: int, rows: int, *, braille: bool) -> None:
         self.columns, self.rows = columns, rows
@@ -118,7 +119,7 @@ class _Canvas:
         self._letters: dict[tuple[int, int], str] = {}
 
     def draw(self, line_index: int, letter: str, points: Sequence[tuple[float, float]]) -> None:
-        """Points of 0-1 from the lower left, joined by straight lines."""
+        """Draw straight lines through ``points``, given as 0-1 from the lower left."""
         max_x, max_y = self.columns * self._dots_per_column - 1, self.rows * self._dots_per_row - 1
         dots = [(round(x * max_x), round((1 - y) * max_y)) for x, y in points]
         for i, (x, y) in enumerate(dots):

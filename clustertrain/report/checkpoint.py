@@ -1,4 +1,4 @@
-"""``clustertrain checkpoint list`` and ``diff`` as text."""
+"""Text output of ``clustertrain checkpoint list`` and ``diff``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from clustertrain import schema
 from clustertrain.checkpoint.offline.diff import CheckpointDiff, TensorDiff, TensorForm, ValueDiff
 from clustertrain.plan.layout import Layout, pluralize
 
-MAX_SHOWN = 10  # of each kind of difference, unless all are asked for
-MAX_VALUE_WIDTH = 40  # characters of a value, likewise
+# Without --all:
+MAX_SHOWN = 10  # differences per kind
+MAX_VALUE_WIDTH = 40  # characters per value
 
 
 def format_size(num_bytes: float) -> str:
@@ -28,7 +29,7 @@ def format_size(num_bytes: float) -> str:
 
 
 def render_list(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Rows of :func:`clustertrain.checkpoint.offline.inspect.list_checkpoints`."""
+    """Render the rows of :func:`clustertrain.checkpoint.offline.inspect.list_checkpoints` as a table."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("step", "size", "ranks"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -62,8 +63,7 @@ def _metric_cell(row: Mapping[str, Any], metric_name: str) -> Text:
 
 
 def damage_messages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is wrong with those of ``rows`` with which something is: sentences with paths, which no table should break
-    up."""
+    """Return the problems of damaged or unreadable checkpoints, outside the table because they contain long paths."""
     reasons_by_step = ((r["step"], r.get("damage") or r.get("unreadable")) for r in rows)
     return [f"step {step}: {why}" for step, why in reasons_by_step if why]
 
@@ -71,7 +71,7 @@ def damage_messages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _format_layout(layout: Mapping[str, Any] | None) -> str:
     try:
         return schema.convert(layout, Layout).describe() if layout else "-"
-    except msgspec.ValidationError:  # of another version
+    except msgspec.ValidationError:  # from another version
         return str((layout or {}).get("strategy", "-"))
 
 
@@ -84,7 +84,7 @@ def _format_state(row: Mapping[str, Any]) -> str:
 
 
 def render_diff(comparison: CheckpointDiff, *, show_all: bool) -> RenderableType:
-    """``show_all``: each difference, and not only the first of a kind."""
+    """Render the differences, with ``show_all`` every one instead of the first few of each kind."""
     parts: list[RenderableType] = []
     if comparison.equal:
         parts.append(Text(f"equal: {pluralize(comparison.tensors, 'tensor')} and all values", style="green"))
@@ -100,7 +100,11 @@ def render_diff(comparison: CheckpointDiff, *, show_all: bool) -> RenderableType
         rows = [
             (f.name, _format_tensor_meta(f.a), _format_tensor_meta(f.b)) for f in _truncate(comparison.forms, show_all)
         ]
-        parts += [Text(), _table("tensors of another form", rows), *_remainder_line(comparison.forms, show_all)]
+        parts += [
+            Text(),
+            _table("tensors with another dtype or shape", rows),
+            *_remainder_line(comparison.forms, show_all),
+        ]
     for side, names in (("A", comparison.only_a), ("B", comparison.only_b)):
         if names:
             parts += [
@@ -109,14 +113,14 @@ def render_diff(comparison: CheckpointDiff, *, show_all: bool) -> RenderableType
                 *(Text(n, overflow="fold") for n in _truncate(names, show_all)),
             ]
             parts += _remainder_line(names, show_all)
-    for title, values in (("values", comparison.values), ("how it was saved", comparison.saved)):
+    for title, values in (("values", comparison.values), ("save metadata", comparison.saved)):
         if values:
             rows = [
                 (v.name.replace("/__tuple__", ""), *_format_sides(v, show_all)) for v in _truncate(values, show_all)
             ]
             parts += [Text(), _table(title, rows), *_remainder_line(values, show_all)]
     if not comparison.ranks_compared:
-        parts += [Text(), Text("What each rank kept for itself is not compared: other numbers of ranks saved them.")]
+        parts += [Text(), Text("Per-rank state is not compared: different numbers of ranks saved the checkpoints.")]
     return Group(*parts)
 
 
@@ -127,7 +131,7 @@ def _summary_table(comparison: CheckpointDiff) -> RenderableType:
         counts = (f"{k} {sum(t.kind == k for t in comparison.bytes)}" for k in kinds)
         tensors[0] += f" ({', '.join(counts)})"
     if comparison.forms:
-        tensors.append(f"{len(comparison.forms)} of another dtype or shape")
+        tensors.append(f"{len(comparison.forms)} with another dtype or shape")
     tensors += [f"{len(n)} only in {side}" for side, n in (("A", comparison.only_a), ("B", comparison.only_b)) if n]
     values = f"{len(comparison.values)} differ" if comparison.values else "equal"
     return _key_value_grid(("tensors", "; ".join(tensors)), ("values", values))
@@ -150,7 +154,7 @@ def _tensor_table(tensors: Iterable[TensorDiff]) -> Table:
     for t in tensors:
         name = Text(t.name)
         if t.not_finite:
-            name.append(f" ({t.not_finite} not finite)", style="red")
+            name.append(f" ({t.not_finite} NaN or Inf)", style="red")
         table.add_row(_format_float(t.max_abs), _format_float(t.relative), f"{t.differing / t.elements:.1%}", name)
     return table
 

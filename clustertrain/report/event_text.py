@@ -1,4 +1,4 @@
-"""Events in words, those that a person wants to hear of; the rest is in the files."""
+"""Text for the events that users want to see; the files contain all events."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from clustertrain.run.events import Event
 
 _TEMPLATES = {
     "started": "started on {nodes}",
-    "session_started": "{world_size} ranks meet ({layout}, {device})",
+    "session_started": "{world_size} ranks connected ({layout}, {device})",
     "restored": "resumed from the checkpoint of step {step}",
     "signal": "asked to stop ({source})",
     "stop_agreed": "all ranks stop at step {step}",
     "save_given_up": "no time for the checkpoint of step {step}",
     "checkpoint": "checkpoint of step {step} committed in {save_s:.2f} s",
     "profiled": "steps {steps[0]} to {steps[1]} profiled: {path}.txt",
-    "compiled": "torch.compile: forward and backward {compiled_s:.3f} s in place of {eager_s:.3f} s",
-    "compile_failed": "torch.compile failed, the layers run as they are written: {why}",
+    "compiled": "torch.compile: forward and backward take {compiled_s:.3f} s instead of {eager_s:.3f} s",
+    "compile_failed": "torch.compile failed, the layers run uncompiled: {why}",
     "gpu_lost": "GPU {index} of {host} is lost: {reason}",
     "gpu_back": "GPU {index} of {host} is back",
     "telemetry_failed": "telemetry of {host}: {reason}",
     "tracking_failed": "tracking on {host}: {reason}",
-    "alert_not_delivered": "an alert was not delivered by {way}: {reason}",
+    "alert_not_delivered": "alert not delivered by {way}: {reason}",
     "ended": "{ending}: {reason}",
     "requeued": "requeued ({how})",
     "stopped": "the run stops: {why}",
@@ -27,7 +27,7 @@ _TEMPLATES = {
 
 
 def format_event(event: Event) -> str | None:
-    """None where it is of no interest, or lacks what it should have."""
+    """Return the event as text, or None if users need not see it or a field is missing."""
     name = str(event["event"])
     if name == "alert":
         label = "cleared" if event.get("state") == "cleared" else event.get("severity", "alert")

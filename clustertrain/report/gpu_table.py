@@ -1,4 +1,4 @@
-"""The tables of GPUs and hosts. Of many only the worst ones and the extremes are shown, with a count of the rest."""
+"""The tables of GPUs and hosts; large ones show only the GPUs or hosts with notes and the extremes, and a count."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from clustertrain.report import terminal
 from clustertrain.report.terminal import Glyphs
 from clustertrain.telemetry.report_schema import GpuSummary, HostSummary, Stats, Summary
 
-MEDIUM_COLUMNS, WIDE_COLUMNS = 76, 120  # columns from which the table shows more, and everything
+MEDIUM_COLUMNS, WIDE_COLUMNS = 76, 120  # terminal widths at which the table shows more columns, and all of them
 MAX_UNFILTERED = 40  # GPUs or hosts
-MAX_NOTED, EXTREMES = 16, 8  # of more: those with notes, and those at the ends of the figures
-THROTTLED = 0.05
+MAX_NOTED, EXTREMES = 16, 8  # rows of a longer table: those with notes, those with an extreme value
+THROTTLED = 0.05  # share of the time
 
 
 def stat_mean(stats: Stats | None) -> float | None:
@@ -37,7 +37,7 @@ def memory_ratio(gpu: GpuSummary) -> float | None:
 
 
 def busy_stats(gpu: GpuSummary) -> Stats | None:
-    """A MIG slice has no utilization, but its multiprocessors are seen."""
+    """Return the GPU's utilization, or its SM activity, because a MIG slice has no utilization."""
     return gpu.utilization or gpu.sm_activity
 
 
@@ -57,12 +57,12 @@ def render_gpus(summary: Summary, width: int, signs: Glyphs, show_all: bool = Fa
     if len(selected) < len(summary.gpus):
         parts.append(_remainder_line(summary, selected, signs))
     if width >= MEDIUM_COLUMNS and any(_throttle_cell(g) for g in selected):
-        parts.append(Text("Held: the clock was held down, most by p the power limit, t heat, h the board"))
+        parts.append(Text("Held: share of time with a reduced clock, mostly by p: power limit, t: heat, h: hardware"))
     return parts
 
 
 def select_gpus(summary: Summary) -> list[GpuSummary]:
-    """All, or those with notes, the most severe ones first, and the extremes; in the order of the summary."""
+    """Return all GPUs, or of many those with the most severe notes and the extremes, in the summary's order."""
     if len(summary.gpus) <= MAX_UNFILTERED:
         return summary.gpus
     by_key = {(g.node, g.uuid): g for g in summary.gpus}
@@ -94,19 +94,19 @@ def _remainder_line(summary: Summary, selected: Sequence[GpuSummary], signs: Gly
     busy_text = f", busy {' to '.join(dict.fromkeys(f'{m:.0%}' for m in (min(means), max(means))))}" if means else ""
     noted = {(n.node, n.uuid) for n in summary.notes if n.uuid is not None}
     num_noted = sum((g.node, g.uuid) in noted for g in remaining)
-    noted_text = f"; {num_noted:,} of them have notes too" if num_noted else ""
+    noted_text = f"; {num_noted:,} of them also have notes" if num_noted else ""
     text = (
         f"{len(selected):,} of {len(summary.gpus):,} GPUs: those with notes and the extremes. The other"
         f" {len(remaining):,}"
     )
-    return Text(f"{text} stand between them{busy_text}{noted_text}: --all shows them, --json has them")
+    return Text(f"{text} are in between{busy_text}{noted_text} (--all shows them, --json has them)")
 
 
 GpuColumn = tuple[str, bool, Callable[[GpuSummary], RenderableType]]
 
 
 def _columns(signs: Glyphs, width: int, name_width: int) -> list[GpuColumn]:
-    """Title, aligned right, cell. What is left of the width goes to the curve."""
+    """Return (title, right-aligned, cell) of each column; the sparkline gets the remaining width."""
 
     def percentile(name: str) -> Callable[[GpuSummary], str]:
         return lambda g: signs.dash if busy_stats(g) is None else f"{100 * getattr(busy_stats(g), name):.0f}"
@@ -146,7 +146,7 @@ def _sparkline_cell(gpu: GpuSummary, width: int, signs: Glyphs) -> Text:
 
 
 def shorten_uuid(uuid: str) -> str:
-    """Enough of it to find the GPU: ``--gpu`` takes the beginning."""
+    """Return a prefix that identifies the GPU; ``--gpu`` accepts prefixes."""
     return uuid if len(uuid) <= 13 else uuid[:12]
 
 
@@ -168,7 +168,7 @@ def _memory_cell(gpu: GpuSummary, signs: Glyphs) -> Text:
 
 
 def _throttle_cell(gpu: GpuSummary) -> Text | None:
-    """The cause that held the clock down most; heat and hardware before the power limit, which is usual."""
+    """Return the main throttle cause; heat and hardware come before the power limit, which is common."""
     throttled = gpu.throttled
     share, cause = max(((throttled.thermal or 0.0, "t"), (throttled.hardware or 0.0, "h")))
     if share >= THROTTLED:
@@ -194,6 +194,7 @@ def render_hosts(summary: Summary, width: int, signs: Glyphs, show_all: bool = F
 
 
 def select_hosts(summary: Summary) -> list[HostSummary]:
+    """Return all hosts, or of many those with notes and the extremes, in the summary's order."""
     if len(summary.hosts) <= MAX_UNFILTERED:
         return summary.hosts
     noted = dict.fromkeys(n.node for n in summary.notes if n.node is not None)
@@ -212,7 +213,7 @@ _HOST_EXTREMES: tuple[Callable[[HostSummary], float | None], ...] = (
 
 
 def _host_columns(signs: Glyphs) -> list[tuple[str, int, Callable[[HostSummary], str]]]:
-    """Title, the width from which it is shown, cell."""
+    """Return (title, smallest terminal width, cell) of each column."""
 
     def job_gib(h: HostSummary) -> str:
         used, allocated = h.processes.rss_gib.max if h.processes else None, h.memory_allocated_gib

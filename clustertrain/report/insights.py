@@ -1,4 +1,4 @@
-"""Notes as text, with a sign for their severity and what to do."""
+"""Render notes with a sign for their severity and their fix."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from clustertrain.report.gpu_table import shorten_uuid
 from clustertrain.telemetry.report_schema import Insight
 
 SEVERITY_SIGNS = {"critical": ("!!", "bold red"), "warning": ("! ", "bold yellow"), "info": ("i ", "bold cyan")}
-_MAX_PER_KIND = 3  # notes of one kind that are spelt out; the rest is counted
+_MAX_PER_KIND = 3  # notes of one kind that are shown; the others are counted
 _PADDING = (0, 0, 0, 3)
 
 
 def render(notes: Sequence[Insight], show_all: bool = False) -> list[RenderableType]:
-    """Notes of one kind stand together; past a few of them only their number is told."""
+    """Render notes grouped by kind; beyond ``_MAX_PER_KIND`` of a kind only a count is shown."""
     groups: dict[tuple[str, str], list[Insight]] = {}
     for note in notes:
         groups.setdefault((note.severity, note.code), []).append(note)
@@ -45,13 +45,13 @@ def render_insight(note: Insight) -> RenderableType:
 
 
 def format_target(note: Insight) -> str:
-    """`` [rank 3, GPU-5b1c9f0e]``, so far as the words do not say it."""
+    """Return the note's rank and GPU as `` [rank 3, GPU-5b1c9f0e]``, without those that its text mentions."""
     target = unmentioned_ids(note, shorten_uuid)
     return f" [{', '.join(target)}]" if target else ""
 
 
 def unmentioned_ids(note: Insight, format_uuid: Callable[[str], str] = str) -> list[str]:
-    """The rank and the UUID (as ``format_uuid``) of what the note is about, so far as its words do not say it."""
+    """Return the rank and the UUID (through ``format_uuid``) of the note, without those that its text mentions."""
     ids = []
     if note.rank is not None and not re.search(rf"\brank {note.rank}\b", note.text, re.IGNORECASE):
         ids.append(f"rank {note.rank}")

@@ -1,4 +1,4 @@
-"""``plan --gpus-range`` as text."""
+"""Text output of ``plan --gpus-range``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from clustertrain.report.terminal import emit, make_console
 
 
 def print_table(rows: Sequence[dict[str, Any]], global_batch: int) -> None:
+    """Print one line per number of GPUs."""
     table = Table.grid(padding=(0, 2))
     for justify in ("right", "left", "right", "right", "right", "right"):
         table.add_column(justify=justify, overflow="fold")
-    table.add_row("GPUs", "layout", "s/step", "tokens/s", "efficiency", "GiB a rank")
+    table.add_row("GPUs", "layout", "s/step", "tokens/s", "efficiency", "GiB per rank")
     for row in rows:
         table.add_row(
             str(row["gpus"]),
@@ -24,7 +25,8 @@ def print_table(rows: Sequence[dict[str, Any]], global_batch: int) -> None:
             _format_number(row["efficiency"], ".0%"),
             _format_number(row["peak_gib"], ".1f") + ("" if row["fits"] is not False else ", DOES NOT FIT"),
         )
-    emit(make_console(), f"global batch {global_batch} at every size; efficiency: tokens/s a GPU, of the first", table)
+    title = f"global batch {global_batch} at every size; efficiency: tokens/s per GPU relative to the first row"
+    emit(make_console(), title, table)
 
 
 def _format_number(value: float | None, spec: str) -> str:

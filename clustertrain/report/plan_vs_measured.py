@@ -1,4 +1,4 @@
-"""What the plan predicted beside what the run measured. Its shape is ``prediction`` of ``status --json``."""
+"""Compare the plan's predictions with the run's measurements: ``prediction`` in ``status --json``."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from clustertrain.telemetry.analysis import peak_memory
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """None: nothing was predicted (on CPUs, of a script), or nothing is measured yet."""
+    """A predicted and a measured value; None if not predicted (on CPUs, for scripts) or not measured yet."""
 
     predicted: float | None = None
     measured: float | None = None
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted."""
+        """Return the measured over the predicted value."""
         return self.measured / self.predicted if self.predicted and self.measured is not None else None
 
 
 class PlanAccuracy(msgspec.Struct, frozen=True, kw_only=True):
-    """``peak_gib`` is the fullest GPU as NVML sees it, ``allocated_gib`` what torch's allocator gives out on the rank
-    that needs most: the same without the CUDA context, NCCL and the allocator's reserve.
-
-    ``steps`` were measured in ``attempts``; ``other_attempts`` had another number of ranks than the plan.
-    """
+    """Predictions and measurements of one run."""
 
     step_s: Pair = Pair()
     tokens_per_s_per_gpu: Pair = Pair()
     peak_gib: Pair = Pair()
+    """Memory of the fullest GPU, measured by NVML."""
     allocated_gib: Pair = Pair()
+    """Memory allocated by torch on the largest rank, without CUDA context, NCCL and the allocator's reserve."""
     steps: int = 0
+    """Measured steps."""
     attempts: tuple[int, ...] = ()
+    """The attempts that were measured."""
     other_attempts: tuple[int, ...] = ()
+    """The attempts with another number of ranks than planned, which are not measured."""
 
 
 class _PlanFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Of ``plan.json`` what can be measured."""
+    """The measurable part of ``plan.json``."""
 
     world_size: int
     device: str
@@ -50,18 +51,20 @@ class _PlanFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare_run(run: RunDir) -> PlanAccuracy:
-    """Of all attempts on as many ranks as were planned; what is still going counts as far as it is. Without a plan that
-    reads there is nothing to compare with."""
+    """Compare all attempts with the planned number of ranks, including a running one.
+
+    The result is empty if the plan is missing or unreadable.
+    """
     try:
         planned = schema.convert(json_files.load_document(run.plan).value, _PlanFile)
-    except msgspec.ValidationError:  # missing, damaged, or of another version
+    except msgspec.ValidationError:  # missing, damaged, or from another version
         return PlanAccuracy()
     matching, others = measured_speed.split_by_world_size(run, planned.world_size)
     speed = measured_speed.measure_speed(run, matching)
     tokens_per_s_per_gpu = speed.tokens_per_s / planned.world_size if speed.tokens_per_s is not None else None
     memory = planned.memory
     allocated_gib = memory.peak_gib - (memory.overhead_gib or 0.0) if memory.peak_gib is not None else None
-    is_cuda = planned.device == "cuda"  # the memory of a process on the CPU is another thing
+    is_cuda = planned.device == "cuda"  # host memory on CPUs is not comparable
     return PlanAccuracy(
         step_s=Pair(planned.time.step_s, speed.step_s),
         tokens_per_s_per_gpu=Pair(planned.time.tokens_per_s_per_gpu, tokens_per_s_per_gpu),

@@ -1,4 +1,4 @@
-"""``clustertrain status`` and ``list`` as text."""
+"""Text output of ``clustertrain status`` and ``list``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from clustertrain.run.run_dir import RunDir
     from clustertrain.scheduler.run_status import RunStatus
 
-# Colours of the terminal's own palette, which its owner has made readable on dark and on light.
+# Named colors of the terminal's palette, readable on dark and on light backgrounds.
 STATE_STYLES = {
     "completed": "green",
     "running": "cyan",
@@ -52,7 +52,7 @@ GOODPUT_LABELS = {
 }
 NO_STEPS_REPORTED = "the script has reported no steps; see docs/guides/training-scripts.md"
 METER_WIDTH = 30
-RECIPE_HASH_DIGITS = 7  # of its hash; `list --recipe` takes as few
+RECIPE_HASH_DIGITS = 7  # `list --recipe` accepts a prefix of this length
 
 
 def styled_state(state: str) -> Text:
@@ -70,6 +70,7 @@ def format_steps(status: RunStatus) -> str:
 
 
 def render(status: RunStatus, accuracy: PlanAccuracy, width: int, signs: Glyphs) -> RenderableType:
+    """Render the status of one run for a terminal of ``width`` columns."""
     header = Table.grid(padding=(0, 2))
     header.add_row("run", Text(status.run.id, style="bold"))
     header.add_row("state", styled_state(status.state))
@@ -80,18 +81,18 @@ def render(status: RunStatus, accuracy: PlanAccuracy, width: int, signs: Glyphs)
     )
     if status.skipped_steps or status.roll_backs:
         anomalies = [pluralize(status.skipped_steps, "step"), "skipped,", pluralize(status.roll_backs, "roll-back")]
-        header.add_row("trouble", Text(" ".join(anomalies), style="yellow"))
+        header.add_row("problems", Text(" ".join(anomalies), style="yellow"))
     if status.view is not None and status.view.state == "PENDING":
         estimate = f", expected to start {format_local_time(status.view.start_time)}" if status.view.start_time else ""
-        header.add_row("waits for", f"{status.view.reason or 'the scheduler'}{estimate}")
+        header.add_row("waiting for", f"{status.view.reason or 'the scheduler'}{estimate}")
     if status.scheduler_error:
-        header.add_row("note", Text(f"the scheduler gave no answer: {status.scheduler_error}", style="red"))
+        header.add_row("note", Text(f"the scheduler did not answer: {status.scheduler_error}", style="red"))
     if status.is_cancelling:
-        header.add_row("note", Text("cancelled by its owner, and not ended yet", style="magenta"))
+        header.add_row("note", Text("cancelled, but not ended yet", style="magenta"))
     if status.undecided_reason:
         header.add_row("stopped", Text(status.undecided_reason, style="red"))
     if status.continue_command:
-        # In a row of its own: a line that is broken in the middle of a command can't be copied.
+        # A separate row without wrapping: a command that is broken into lines can't be copied.
         header.add_row("continue", Text(status.continue_command, style="bold", no_wrap=True, overflow="ignore"))
     for failure in attempts.list_read_errors(status.run, status.history):
         header.add_row("note", Text(failure, style="red"))
@@ -111,20 +112,20 @@ def render(status: RunStatus, accuracy: PlanAccuracy, width: int, signs: Glyphs)
 
 
 def contract_rows(contract: ContractStatus | None) -> list[tuple[str, str]]:
-    """What there is to say of the run's contract."""
+    """Return (title, text) rows on the run's contract: task, metric, slices and budget."""
     if contract is None:
         return []
     rows = [("task", ", ".join(part for part in (contract.task, contract.target) if part))]
     if contract.value is not None:
         best = "no best yet" if contract.best is None else f"best {contract.best:.6g} at step {contract.best_step}"
-        rows.append(("judged by", f"{contract.metric}: {best}, last {contract.value:.6g} at step {contract.step}"))
+        rows.append(("metric", f"{contract.metric}: {best}, last {contract.value:.6g} at step {contract.step}"))
     elif contract.metric.startswith(VALIDATION_PREFIX):
-        rows.append(("judged by", f"{contract.metric}, not evaluated yet"))
+        rows.append(("metric", f"{contract.metric}, not evaluated yet"))
     rows.append(("slices", "; ".join(_format_slice(name, s) for name, s in contract.slices.items())))
     if contract.used is not None:
         limits = [
-            f"{getattr(contract.used, name):.3g} {word} used, {remaining:.3g} left"
-            for name, word in (("gpu_hours", "GPU-hours"), ("wall_hours", "hours"), ("cost", "cost"))
+            f"{getattr(contract.used, name):.3g} {unit} used, {remaining:.3g} left"
+            for name, unit in (("gpu_hours", "GPU-hours"), ("wall_hours", "hours"), ("cost", "cost"))
             if (remaining := contract.left.get(name)) is not None
         ]
         rows.append(("budget", "; ".join(limits)))
@@ -133,9 +134,9 @@ def contract_rows(contract: ContractStatus | None) -> list[tuple[str, str]]:
 
 def _format_slice(name: str, slice_status: SliceStatus) -> str:
     if slice_status.value is None or slice_status.best is None:
-        return f"{name} not known"
+        return f"{name} unknown"
     worse = (
-        f", worse by {slice_status.regression:.3g} than its best {slice_status.best:.6g}"
+        f", {slice_status.regression:.3g} worse than its best {slice_status.best:.6g}"
         if slice_status.regression
         else ""
     )
@@ -145,7 +146,7 @@ def _format_slice(name: str, slice_status: SliceStatus) -> str:
 def _format_layout(run: RunDir) -> str:
     try:
         return schema.convert(json_files.load_document(run.plan).value.get("layout"), Layout).describe()
-    except msgspec.ValidationError:  # of another version
+    except msgspec.ValidationError:  # from another version
         return "-"
 
 
@@ -173,18 +174,18 @@ def _attempts_table(status: RunStatus, width: int) -> RenderableType:
     ]
     columns = [c for c in columns if any(str(cell) not in ("", "-") for cell in c.cells)]
     table = fit_table(columns, width, drop_order=("ran", "nodes", "started"))
-    # Below the table: a reason may be a sentence, and a column of 20 cells would break it into ten lines.
+    # Reasons can be sentences, which a narrow column would wrap into many lines; they go below the table.
     reasons = [Text(f"{a.n}: {a.reason}") for a in status.history if a.reason]
     return Group(table, *([Text(), *reasons] if reasons else []))
 
 
 def plan_accuracy_table(accuracy: PlanAccuracy, signs: Glyphs) -> list[RenderableType]:
-    """A row for what was predicted or measured; nothing where that is nothing at all."""
+    """Return a table of predicted and measured values, or nothing if there are none."""
     rows: list[tuple[str, Pair, Callable[[float], str]]] = [
         ("step", accuracy.step_s, format_step_time),
-        ("tokens/s a rank", accuracy.tokens_per_s_per_gpu, lambda v: f"{v:,.0f}"),
+        ("tokens/s per rank", accuracy.tokens_per_s_per_gpu, lambda v: f"{v:,.0f}"),
         ("GPU memory in use", accuracy.peak_gib, lambda v: f"{v:.1f} GiB"),
-        ("of it by torch", accuracy.allocated_gib, lambda v: f"{v:.1f} GiB"),
+        ("torch allocations", accuracy.allocated_gib, lambda v: f"{v:.1f} GiB"),
     ]
     rows = [row for row in rows if row[1].predicted is not None or row[1].measured is not None]
     if not rows:
@@ -197,17 +198,17 @@ def plan_accuracy_table(accuracy: PlanAccuracy, signs: Glyphs) -> list[Renderabl
         values = [signs.dash if v is None else format_cell(v) for v in (pair.predicted, pair.measured)]
         table.add_row(name, *values, format_number(pair.ratio, signs, 2))
     steps = f" (median of {pluralize(accuracy.steps, 'step')})" if accuracy.steps else ""
-    parts: list[RenderableType] = [Text(f"The plan and the run{steps}", style="bold"), table]
+    parts: list[RenderableType] = [Text(f"Plan and run{steps}", style="bold"), table]
     if accuracy.other_attempts:
         attempts_text = (
             f"attempt{'s' * (len(accuracy.other_attempts) > 1)} {', '.join(map(str, accuracy.other_attempts))}"
         )
-        parts.append(Text(f"not counted: {attempts_text}, on another number of ranks than the plan's"))
+        parts.append(Text(f"not counted: {attempts_text}, whose number of ranks is not the plan's"))
     return [Group(*parts)]
 
 
 def goodput_table(ledger: Goodput, signs: Glyphs) -> RenderableType:
-    """The ledger as a table whose times and shares add up to the last row's."""
+    """Return the time ledger as a table; times and shares add up to the last row."""
     seconds = [getattr(ledger, name) for name in TIME_CATEGORIES]
     wall_s = round(ledger.wall_s)
     times, shares = apportion(seconds, wall_s), apportion(seconds, 100)
@@ -230,21 +231,23 @@ def goodput_table(ledger: Goodput, signs: Glyphs) -> RenderableType:
     ]
     steps_s = ledger.productive_s + ledger.repeated_s
     if ledger.data_wait_s > 0 and steps_s > 0:
-        wait = f"{format_step_time(ledger.data_wait_s)}, {ledger.data_wait_s / steps_s:.1%} of them"
-        lines.append(Text(f"within the steps, rank 0 waited for data: {wait}"))
+        wait = f"{format_step_time(ledger.data_wait_s)}, {ledger.data_wait_s / steps_s:.1%} of the step time"
+        lines.append(Text(f"within steps, rank 0 waited for data: {wait}"))
     return Group(*lines)
 
 
 def _format_goodput(ledger: Goodput, shares: Sequence[int]) -> str:
     if ledger.effective_ratio is None:
-        return f"goodput not known: {NO_STEPS_REPORTED}"
+        return f"goodput unknown: {NO_STEPS_REPORTED}"
     share = shares[TIME_CATEGORIES.index("productive_s")]
-    return f"goodput {share}%; {ledger.effective_ratio:.0%} of the time with nodes"
+    return f"goodput {share}%; {ledger.effective_ratio:.0%} of the allocated time"
 
 
 def apportion(values: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in the proportion of ``values`` that sum to ``total``: the largest remainders are rounded up. All
-    zero where nothing is to be shared."""
+    """Return integers in proportion to ``values`` that sum to ``total``, by the largest-remainder method.
+
+    All are zero if the sum of ``values`` is not positive.
+    """
     value_sum = math.fsum(values)
     if value_sum <= 0:
         return [0] * len(values)
@@ -257,7 +260,7 @@ def apportion(values: Sequence[float], total: int) -> list[int]:
 
 
 def format_exact_duration(seconds: int) -> str:
-    """``45s``, ``12m05s``, ``3h07m12s``, ``2d04h00m05s``: times that a reader may add up."""
+    """Format a duration to the second, so that durations add up: ``45s``, ``12m05s``, ``3h07m12s``, ``2d04h00m05s``."""
     minutes, s = divmod(seconds, 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
@@ -269,9 +272,9 @@ def format_exact_duration(seconds: int) -> str:
 
 
 def format_remarks(statuses: Sequence[RunStatus]) -> list[Text]:
-    """Below the table of runs: why a scheduler's part is missing, once; runs that ended and need their owner's word."""
+    """Return the lines below the table of runs: scheduler errors, and runs that the user must continue."""
     scheduler_errors = dict.fromkeys(x.scheduler_error for x in statuses if x.scheduler_error)
-    lines = [f"states are from the runs' own files, without the scheduler's: {words}" for words in scheduler_errors]
+    lines = [f"states come from the run directories, without the scheduler: {error}" for error in scheduler_errors]
     remark_lines = [Text(line, style="red") for line in lines]
     for status in statuses:
         reason = status.undecided_reason or (
@@ -284,6 +287,7 @@ def format_remarks(statuses: Sequence[RunStatus]) -> list[Text]:
 
 
 def runs_table(statuses: Sequence[RunStatus], width: int) -> RenderableType:
+    """Return a table with one row per run."""
     if not statuses:
         return Text("no runs yet: start one with `clustertrain submit`")
     started = [next((a.start for a in x.history if a.start), None) for x in statuses]

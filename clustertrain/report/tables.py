@@ -1,4 +1,4 @@
-"""Tables of which a terminal that is too narrow leaves out whole columns: what a reader copies is never cut."""
+"""Tables that drop whole columns in a narrow terminal, so that no cell that a user copies is truncated."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ COLUMN_GAP = 2  # blanks
 
 
 class Column(msgspec.Struct, frozen=True):
+    """A title and its cells."""
+
     title: str
     cells: Sequence[str | Text]
     right_aligned: bool = False
 
     def width(self, *, wrapped: bool) -> int:
-        """``wrapped``: with the words of the title below each other."""
+        """Return the width in cells; ``wrapped`` puts each word of the title on its own line."""
         titles = self.title.split() if wrapped else [self.title]
         return max(cell_len(str(text)) for text in (*titles, *self.cells, ""))
 
 
 def fit_table(columns: Sequence[Column], width: int, drop_order: Sequence[str] = ()) -> Table:
-    """As many of ``columns`` as fit, without the titles of ``drop_order`` one after the other; the rest stays whole,
-    and where that is still too wide it is the terminal that breaks the lines."""
+    """Return a table of the ``columns`` that fit into ``width``.
+
+    Columns are dropped by title in ``drop_order`` until the rest fits. The rest is never truncated; if it is still too
+    wide, the terminal wraps the lines.
+    """
     remaining = list(columns)
     for title in drop_order:
         if _width(remaining, wrapped=True) <= width:

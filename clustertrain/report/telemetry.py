@@ -14,14 +14,14 @@ from clustertrain.telemetry.report_schema import HostSummary, Summary, TrainingS
 
 
 def show(summary: Summary, console: Console, show_all: bool = False) -> None:
-    """Print the report. ``show_all``: all GPUs, hosts, events and notes, however many there are."""
+    """Print the report; ``show_all`` includes every GPU, host, event and note."""
     terminal.emit(console, *render(summary, console.width, terminal.glyphs(console), show_all))
 
 
 def render(
     summary: Summary, width: int, signs: Glyphs = terminal.UNICODE, show_all: bool = False
 ) -> list[RenderableType]:
-    """The report's parts in order, for a terminal of ``width`` columns."""
+    """Return the report's parts in order, for a terminal of ``width`` columns."""
     blocks: list[list[RenderableType]] = [
         [_header(summary, signs)],
         [part for part in (_meters(summary, width, signs), _power_line(summary, signs)) if part is not None],
@@ -39,8 +39,8 @@ def _header(summary: Summary, signs: Glyphs) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
 
-    def row(title: str, *words: str | Text | None) -> None:
-        table.add_row(Text(title, style="bold"), Text(signs.dot).join(Text.assemble(w) for w in words if w))
+    def row(title: str, *parts: str | Text | None) -> None:
+        table.add_row(Text(title, style="bold"), Text(signs.dot).join(Text.assemble(p) for p in parts if p))
 
     jobs = list(dict.fromkeys(a.job_id for a in summary.attempts if a.job_id)) or [summary.job_id or ""]
     job = f"job {', '.join(jobs)}" if jobs[0] else None
@@ -48,7 +48,7 @@ def _header(summary: Summary, signs: Glyphs) -> Table:
     state = status.styled_state(summary.state) if summary.state else None
     row("Run", summary.run, state, _pluralize(len(summary.attempts), "attempt"), job, user)
     models = ", ".join(sorted({g.name for g in summary.gpus if g.name}))
-    gpus = f"{_pluralize(len(summary.gpus), 'GPU')} allocated" if summary.gpus else "no GPU figures"
+    gpus = f"{_pluralize(len(summary.gpus), 'GPU')} allocated" if summary.gpus else "no GPU metrics"
     row("Where", _pluralize(len(summary.hosts), "node"), gpus, models, summary.layout and f"layout {summary.layout}")
     start, end = summary.window.start, summary.window.end
     if start is not None and end is not None:
@@ -62,8 +62,8 @@ def _header(summary: Summary, signs: Glyphs) -> Table:
         row("Coverage", Text(text, style="" if summary.coverage >= 0.9 else "bold yellow"))
     if summary.training is not None:
         row("Training", *_training(summary.training))
-    for title, words in status.contract_rows(summary.contract):
-        row(title.capitalize(), words)
+    for title, text in status.contract_rows(summary.contract):
+        row(title.capitalize(), text)
     return table
 
 
@@ -79,9 +79,9 @@ def _training(training: TrainingSummary) -> list[str]:
     parts = [_pluralize(training.steps, "step")]
     if training.step_s is not None:
         p95 = terminal.format_step_time(training.step_s.p95)
-        parts.append(f"{terminal.format_step_time(training.step_s.p50)} a step (p95 {p95})")
+        parts.append(f"{terminal.format_step_time(training.step_s.p50)} per step (p95 {p95})")
     if training.tokens_per_s_per_gpu is not None:
-        parts.append(f"{training.tokens_per_s_per_gpu:,.0f} tokens/s a GPU")
+        parts.append(f"{training.tokens_per_s_per_gpu:,.0f} tokens/s per GPU")
     elif training.tokens_per_s is not None:
         parts.append(f"{training.tokens_per_s:,.0f} tokens/s")
     elif training.samples_per_s is not None:
@@ -89,7 +89,7 @@ def _training(training: TrainingSummary) -> list[str]:
     if training.mfu is not None:
         parts.append(f"MFU {training.mfu:.1%}")
     if training.joules_per_token is not None:
-        parts.append(f"{terminal.format_joules(training.joules_per_token)} a token")
+        parts.append(f"{terminal.format_joules(training.joules_per_token)} per token")
     if training.data_wait_share is not None:
         parts.append(f"{training.data_wait_share:.0%} waiting on data")
     if training.loss is not None:
@@ -120,14 +120,14 @@ def _gpu_rows(summary: Summary) -> list[MeterRow]:
     utilization = mean_known([stat_mean(busy_stats(g)) for g in summary.gpus])
     num_used = sum(1 for g in summary.gpus if (stats := busy_stats(g)) is not None and stats.max > 0)
     num_known = sum(1 for g in summary.gpus if busy_stats(g) is not None)
-    coverage = f"{num_used:,} of {num_known:,} used" if num_known else "not known"
+    coverage = f"{num_used:,} of {num_known:,} used" if num_known else "unknown"
     if 0 < num_known < len(summary.gpus):
-        coverage += f", {len(summary.gpus) - num_known:,} not known"
+        coverage += f", {len(summary.gpus) - num_known:,} unknown"
     rows = [("GPU utilization", utilization, _utilization_style(utilization), coverage)]
     training = mean_known([g.phases["train"].utilization for g in summary.gpus if "train" in g.phases])
     if training is not None:
         rows.append(("while training", training, _utilization_style(training), ""))
-    rows.append(("GPU memory", mean_known([memory_ratio(g) for g in summary.gpus]), "cyan", "at its peak"))
+    rows.append(("GPU memory", mean_known([memory_ratio(g) for g in summary.gpus]), "cyan", "peak"))
     return rows
 
 
@@ -136,8 +136,10 @@ def _utilization_style(ratio: float | None) -> str:
 
 
 def _host_rows(hosts: list[HostSummary]) -> list[MeterRow]:
-    """The job's own, of its allocation, where that is known on all hosts; else of whole nodes with all their users. The
-    titles say which, as the table of hosts has both."""
+    """Return CPU and memory of the job relative to its allocation if known on all hosts, else of the whole nodes.
+
+    The titles state which, because the host table shows both.
+    """
     if not hosts:
         return []
     rows: list[MeterRow] = []
@@ -181,5 +183,5 @@ def _power_line(summary: Summary, signs: Glyphs) -> Text | None:
     energies_j = [g.energy_j for g in summary.gpus if g.energy_j is not None]
     total = terminal.format_energy(sum(energies_j) if energies_j else None, signs)
     coverage = f" on {len(energies_j)} of {len(summary.gpus)}" if 0 < len(energies_j) < len(summary.gpus) else ""
-    text = f"{terminal.format_number(mean_power_w, signs)} W a GPU on average{signs.dot}{total}{coverage}"
+    text = f"{terminal.format_number(mean_power_w, signs)} W per GPU on average{signs.dot}{total}{coverage}"
     return Text.assemble(("GPU power        ", "bold"), text)

@@ -1,4 +1,4 @@
-"""``clustertrain telemetry compare`` as text."""
+"""Text output of ``clustertrain telemetry compare``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clustertrain.telemetry.analysis.compare import METRIC_RULES, MetricComparis
 from clustertrain.telemetry.report_schema import Insight
 
 WIDE_COLUMNS = 76
-EQUAL_TOLERANCE = 0.02  # a ratio nearer to 1 than this is not called better or worse
+EQUAL_TOLERANCE = 0.02  # ratios closer to 1 are neither better nor worse
 
 
 def show(comparison: TelemetryComparison, console: Console) -> None:
@@ -23,15 +23,15 @@ def show(comparison: TelemetryComparison, console: Console) -> None:
 
 
 def render(comparison: TelemetryComparison, width: int, signs: Glyphs = terminal.UNICODE) -> list[RenderableType]:
-    """Below ``WIDE_COLUMNS`` columns without the differences, which the ratios tell as well."""
+    """Render the comparison; below ``WIDE_COLUMNS`` columns without differences, which the ratios show too."""
     titles = {name: figure_spec.title for name, figure_spec in METRIC_RULES.items()}
     blocks: list[list[RenderableType]] = [
         [_sides(comparison, signs)],
         _figures(comparison.figures, titles, width, signs),
         _goodput(comparison.goodput, width, signs),
         _settings(comparison, signs),
-        _notes("Notes that only A has", comparison.only_a),
-        _notes("Notes that only B has", comparison.only_b),
+        _notes("Notes only in A", comparison.only_a),
+        _notes("Notes only in B", comparison.only_b),
     ]
     return [part for block in blocks if block for part in ("", *block)][1:]
 
@@ -48,20 +48,20 @@ def _sides(comparison: TelemetryComparison, signs: Glyphs) -> Table:
 
 
 def _size_warning(comparison: TelemetryComparison) -> str:
-    """What of two runs of different sizes can be compared, and what cannot."""
+    """Return which metrics of runs with different sizes are comparable, or an empty string for equal sizes."""
     steps = comparison.figures["steps"]
     parts = [f"{comparison.a.gpus:,} and {comparison.b.gpus:,} GPUs"] if comparison.a.gpus != comparison.b.gpus else []
     parts += [f"{steps.a:,.0f} and {steps.b:,.0f} steps"] if steps.difference and steps.a is not None else []
     if not parts:
         return ""
     return (
-        f"{', '.join(parts)}: steps, GPU-hours and the energy of a GPU are of the whole run and not scaled; "
-        "compare tokens/s a GPU, the energy a token, and shares"
+        f"{', '.join(parts)}: steps, GPU-hours and energy per GPU are totals of the run and not scaled; "
+        "compare tokens/s per GPU, energy per token and shares instead"
     )
 
 
 def _describe_side(side: Side, signs: Glyphs) -> Text:
-    gpus = f"{_pluralize(side.gpus, 'GPU')}" if side.gpus else "no GPU figures"
+    gpus = f"{_pluralize(side.gpus, 'GPU')}" if side.gpus else "no GPU metrics"
     where = f"{_pluralize(side.nodes, 'node')}, {gpus}" + (f" ({', '.join(side.gpu_names)})" if side.gpu_names else "")
     parts: list[str | Text] = [side.run]
     parts += [status.styled_state(side.state)] if side.state else []
@@ -76,7 +76,7 @@ def _pluralize(count: int, noun: str) -> str:
 def _figures(
     figures: Mapping[str, MetricComparison], titles: Mapping[str, str], width: int, signs: Glyphs
 ) -> list[RenderableType]:
-    """Those that neither has are left to the JSON, but for their reason."""
+    """Return a table of the metrics that at least one run has, and the reasons for missing ones."""
     table = _table("", width)
     titles_by_reason: dict[str, list[str]] = {}
     for name, figure in figures.items():
@@ -118,12 +118,11 @@ _SCALES: dict[str, tuple[tuple[float, str], ...]] = {
     "J": ((3.6e6, "kWh"), (3600.0, "Wh"), (1.0, "J"), (1e-3, "mJ")),
 }
 _INTEGER_UNITS = ("tokens/s", "steps", "W", "MHz")
-_UNITS_IN_TITLE = ("tokens/s", "steps")  # units that stand in the row's title
+_UNITS_IN_TITLE = ("tokens/s", "steps")  # units that the row's title already states
 
 
 def _format_value(value: float, unit: str, largest: float) -> str:
-    """``value`` of a row in the unit and with the places that suit its ``largest`` one, so that A, B and B - A are of
-    one kind."""
+    """Format ``value`` with the scale and decimals of the row's ``largest`` value, so that A, B and B - A match."""
     if unit == "ratio":
         return f"{value:.1%}"
     if not unit:
@@ -159,7 +158,7 @@ def _settings(comparison: TelemetryComparison, signs: Glyphs) -> list[Renderable
     if comparison.unknown:
         return [Text(f"The settings cannot be compared: {'; '.join(comparison.unknown)}")]
     if not comparison.settings:
-        return [Text("The settings are the same")]
+        return [Text("The settings are equal")]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for title in ("Settings that differ", "A", "B"):
         table.add_column(title, overflow="fold")

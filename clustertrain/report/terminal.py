@@ -1,7 +1,7 @@
-"""What all terminal reports share: a console that behaves when piped, glyphs, meters, sparklines and human units.
+"""Shared parts of the terminal reports: a console that is safe to pipe, glyphs, meters, sparklines and units.
 
-Colours are the terminal's own named ones and never carry a meaning alone: a sign or a word says the same. White, black
-and dim are not used, so that light and dark backgrounds read alike.
+Colors are the terminal's named ones and never carry meaning alone: a sign or a word repeats it. White, black and dim
+are not used, so that reports are readable on light and dark backgrounds.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from clustertrain import reading
 from clustertrain.printable import printable, unwrap_stream
 
 MIN_WIDTH, MAX_WIDTH, DEFAULT_WIDTH = 60, 200, 80
-UNLIMITED_WIDTH = 1 << 20  # the width of a pipe into which rows go whole
+UNLIMITED_WIDTH = 1 << 20  # for a pipe whose rows must not be wrapped
 
 
 class Glyphs(msgspec.Struct, frozen=True):
-    """``levels`` from empty to full; ``gap`` stands where nothing was recorded."""
+    """The characters that a report is drawn with."""
 
     levels: str
+    """Sparkline characters from empty to full."""
     gap: str
+    """The sparkline character for a missing value."""
     bar: str
     empty: str
     dash: str
@@ -39,30 +41,29 @@ class Glyphs(msgspec.Struct, frozen=True):
     line: str
 
 
-# Without the full block: curves in neighbouring rows would grow into one wall.
+# The full block is left out: sparklines in adjacent rows would merge.
 UNICODE = Glyphs(levels="▁▂▃▄▅▆▇", gap=" ", bar="█", empty="░", dash="–", dot=" · ", degree="°C", line="─")
 ASCII = Glyphs(levels="_.:-=+*", gap=" ", bar="#", empty=".", dash="-", dot=", ", degree="C", line="-")
 
 
 def make_console(file: IO[str] | None = None, width: int | None = None, *, rows: bool = False) -> Console:
-    """A console for ``file`` (stdout by default).
+    """Return a console for ``file`` (stdout by default).
 
-    Piped, it writes plain text: no escapes, as wide as COLUMNS says, else 80; ``rows``, of which a script reads each as
-    a line, are then as long as they are. NO_COLOR and TERM=dumb are respected.
+    A pipe gets plain text without escapes, as wide as COLUMNS, else 80; with ``rows``, which scripts read line by line,
+    width is unlimited instead of 80. NO_COLOR and TERM=dumb are respected.
     """
     stream = unwrap_stream(file or sys.stdout)
     if width is None:
         width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns if _is_terminal(stream) else _columns()
     width = (UNLIMITED_WIDTH if rows else DEFAULT_WIDTH) if width is None else max(MIN_WIDTH, min(width, MAX_WIDTH))
-    # FORCE_COLOR would have rich write escapes into a pipe that nobody asked to colour.
+    # With FORCE_COLOR, rich would write escapes into a pipe.
     return _Console(
         file=stream, width=width, force_terminal=_is_terminal(stream), highlight=False, emoji=False, markup=False
     )
 
 
 class _Console(Console):
-    """All text that it prints, in live displays as well, goes through :func:`printable`; its own commands to the
-    terminal do not."""
+    """A console that passes all text, including live displays, through :func:`printable`, but no control codes."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
@@ -79,7 +80,7 @@ def _columns() -> int | None:
 
 
 def emit(console: Console, *parts: RenderableType) -> None:
-    """Print ``parts``. Into files and pipes without the blanks that fill each line up; what the encoding lacks as ?."""
+    """Print ``parts`` without trailing blanks in files and pipes; characters that the encoding lacks become ?."""
     with console.capture() as captured:
         console.print(*parts, sep="\n", crop=False)
     text = captured.get()
@@ -89,7 +90,7 @@ def emit(console: Console, *parts: RenderableType) -> None:
 
 
 def glyphs(console: Console) -> Glyphs:
-    """ASCII where the output's encoding has no block characters; printing one would raise there."""
+    """Return the Unicode glyphs, or the ASCII ones if the output's encoding lacks block characters."""
     try:
         "".join(msgspec.structs.astuple(UNICODE)).encode(console.encoding)
     except (UnicodeEncodeError, LookupError):
@@ -98,12 +99,12 @@ def glyphs(console: Console) -> Glyphs:
 
 
 def utilization_style(ratio: float) -> str:
-    """The colour of a utilization, by the limits of the notes."""
+    """Return the color of a utilization, with the same limits as the notes."""
     return "red" if ratio < 0.15 else "yellow" if ratio < 0.7 else "green"
 
 
 def meter(ratio: float | None, width: int, style: str, signs: Glyphs) -> Text:
-    """A bar of ``width`` cells; empty and unstyled where the ratio is not known."""
+    """Return a bar of ``width`` cells, empty and unstyled if the ratio is unknown."""
     if ratio is None:
         return Text(signs.empty * width)
     num_full = round(max(0.0, min(1.0, ratio)) * width)
@@ -111,7 +112,7 @@ def meter(ratio: float | None, width: int, style: str, signs: Glyphs) -> Text:
 
 
 def resample(values: Sequence[float | None], count: int) -> list[float | None]:
-    """``values`` as ``count`` means of equal shares; fewer values stay as they are."""
+    """Return the means of ``count`` equal parts of ``values``; fewer values are returned unchanged."""
     if len(values) <= count:
         return list(values)
     means: list[float | None] = []
@@ -123,7 +124,7 @@ def resample(values: Sequence[float | None], count: int) -> list[float | None]:
 
 
 def sparkline(values: Sequence[float | None], width: int, signs: Glyphs) -> str:
-    """Ratios 0-1 as one line of at most ``width`` characters, oldest first; a gap where nothing was recorded."""
+    """Return ratios 0-1 as one line of at most ``width`` characters, oldest first, with a gap for missing values."""
     max_level = len(signs.levels) - 1
     cells = resample(values, width)
     return "".join(
@@ -141,7 +142,7 @@ def format_number(value: float | None, signs: Glyphs, decimals: int = 0) -> str:
 
 
 def format_used(used: float | None, total: float | None, signs: Glyphs) -> str:
-    """``61/80``, both in the same unit."""
+    """Format a used and a total amount in the same unit, such as ``61/80``."""
     if used is None and total is None:
         return signs.dash
     decimals = total is not None and total < 10
@@ -149,7 +150,7 @@ def format_used(used: float | None, total: float | None, signs: Glyphs) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """``45s``, ``12m05s``, ``3h07m``, ``2d04h``."""
+    """Format a duration with two units: ``45s``, ``12m05s``, ``3h07m``, ``2d04h``."""
     s = round(seconds)
     if s < 60:
         return f"{s}s"
@@ -161,20 +162,19 @@ def format_duration(seconds: float) -> str:
 
 
 def format_step_time(seconds: float) -> str:
-    """``0.43 ms``, ``412 ms``, ``4.12 s``, ``61.2 s``, ``1440 s``: the time of a step, which :func:`format_duration`
-    would round away."""
+    """Format the time of a step with three digits: ``0.43 ms``, ``412 ms``, ``4.12 s``, ``61.2 s``, ``1440 s``."""
     value, unit = (seconds, "s") if seconds >= 1 else (seconds * 1000, "ms")
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{decimals}f} {unit}"
 
 
 def format_timestamp(t: float) -> str:
-    """UTC epoch seconds as ``2026-01-31 12:00:05 CET``, in the reader's own time zone."""
+    """Format UTC epoch seconds in the local time zone, such as ``2026-01-31 12:00:05 CET``."""
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(t))
 
 
 def format_energy(joules: float | None, signs: Glyphs) -> str:
-    """``1.23 kWh``, or Wh and J where that would be next to nothing."""
+    """Format an energy in kWh, or in Wh or J if it is small, such as ``1.23 kWh``."""
     if joules is None:
         return signs.dash
     if joules < 3600:
@@ -185,5 +185,5 @@ def format_energy(joules: float | None, signs: Glyphs) -> str:
 
 
 def format_joules(value: float) -> str:
-    """``7.9 mJ`` or ``1.23 J``: the energy of a token, which :func:`format_energy` would round away."""
+    """Format the energy per token with three digits, such as ``7.9 mJ`` or ``1.23 J``."""
     return f"{value * 1000:.3g} mJ" if abs(value) < 1 else f"{value:.3g} J"

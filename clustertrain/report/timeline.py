@@ -1,4 +1,4 @@
-"""A job on one time axis, as text: its attempts, what they were in, how busy the GPUs were, and what happened."""
+"""A job's timeline as text: attempts, phases, GPU utilization and events on one time axis."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from clustertrain.report.terminal import Glyphs, sparkline
 from clustertrain.telemetry.report_schema import AttemptSummary, Summary, TimelineEvent
 
 LABEL_WIDTH = len("utilization") + 1
-_MAX_LISTED = 8  # events that are spelt out below; the rest is counted
-_SAMPLES_PER_CELL = 8  # at which a cell is looked at, to find what it is mostly in
+_MAX_LISTED = 8  # events listed below the timeline; the others are counted
+_SAMPLES_PER_CELL = 8  # points in time at which the phase of a cell is sampled
 
-# Letters of the phases, and their words; blank is the queue.
+# Phases by letter; blank is time in the queue.
 _PHASES = {
     "=": ("training", "green"),
     "s": ("start-up", "blue"),
@@ -33,13 +33,14 @@ _EVENT_PHASES = {"restored": "r", "checkpoint": "c", "evaluation": "e"}
 
 
 class EventStyle(NamedTuple):
-    """How an event stands on the timeline. Of two in one cell the one with the lower ``priority`` is seen; those that
-    are ``is_listed`` are spelt out below it."""
+    """The look of a kind of event on the timeline."""
 
     sign: str
     label: str
     priority: int
+    """Of several events in one cell, the one with the lowest number is shown."""
     is_listed: bool
+    """Whether the event is also listed below the timeline."""
     style: str = ""
 
 
@@ -57,7 +58,7 @@ _EVENT_STYLES = {
     "checkpoint": EventStyle("c", "checkpoint", 9, False),
     "restored": EventStyle("r", "restore", 10, False),
     "first_step": EventStyle("f", "first step", 11, False),
-    "telemetry_failed": EventStyle("T", "sampler's trouble", 12, True, "bold yellow"),
+    "telemetry_failed": EventStyle("T", "sampler error", 12, True, "bold yellow"),
     "stopped": EventStyle("N", "not continued", 13, True, "bold yellow"),
     "ended": EventStyle("E", "end", 14, True),
     "started": EventStyle("s", "start", 15, False),
@@ -66,7 +67,7 @@ _OTHER_STYLE = EventStyle("o", "other event", 16, True)
 
 
 class Axis(NamedTuple):
-    """``num_cells`` columns over the time from ``start`` to ``end``, UTC s."""
+    """A time axis of ``num_cells`` columns from ``start`` to ``end`` (UTC epoch s)."""
 
     start: float
     end: float
@@ -81,7 +82,7 @@ class Axis(NamedTuple):
 
 
 def render(summary: Summary, width: int, signs: Glyphs, show_all: bool = False) -> list[RenderableType]:
-    """Nothing where no time passed that anybody knows of."""
+    """Render the timeline, or nothing if the job's duration is unknown or under a second."""
     axis = _axis(summary, width - LABEL_WIDTH)
     if axis is None:
         return []
@@ -141,7 +142,7 @@ def _attempt_row(attempts: Sequence[AttemptSummary], axis: Axis, signs: Glyphs) 
 
 
 def _phase_row(attempts: Sequence[AttemptSummary], axis: Axis) -> Text | None:
-    """None where no attempt told of a step: a script without a session."""
+    """Return the row of phase letters, or None for a script without a session, which reports no steps."""
     segments = _phase_segments(attempts)
     if segments is None:
         return None
@@ -161,24 +162,23 @@ def _phase_row(attempts: Sequence[AttemptSummary], axis: Axis) -> Text | None:
     return text
 
 
-PhaseSegment = tuple[float, float, str]  # from, to, letter
+PhaseSegment = tuple[float, float, str]  # (start, end, letter)
 
 
 def phase_spans(attempts: Sequence[AttemptSummary]) -> list[tuple[float, float, str]]:
-    """What the run was in: from, to (UTC s), and the phase in words, in order and without overlap. Empty where no
-    attempt told of a step."""
+    """Return (start, end, phase) in UTC epoch s, in order and without overlap; empty if no step was reported."""
     return [(start, end, _PHASES[letter][0]) for start, end, letter in _phase_segments(attempts) or []]
 
 
 def _phase_segments(attempts: Sequence[AttemptSummary]) -> list[PhaseSegment] | None:
-    """None where no attempt told of a step: a script without a session."""
+    """Return the segments of all attempts, or None for a script without a session, which reports no steps."""
     if not any(m.kind == "first_step" for a in attempts for m in a.events):
         return None
     return sorted(segment for a in attempts for segment in _attempt_segments(a))
 
 
 def _attempt_segments(attempt: AttemptSummary) -> list[PhaseSegment]:
-    """What the attempt was in, in order and without overlap."""
+    """Return the phase segments of one attempt, in order and without overlap."""
     span = _span(attempt)
     if span is None:
         return []
@@ -197,7 +197,7 @@ def _attempt_segments(attempt: AttemptSummary) -> list[PhaseSegment]:
 
 
 def _overlay(segments: list[PhaseSegment], start: float, end: float, letter: str) -> list[PhaseSegment]:
-    """``segments`` with one stretch laid over it. Marks come in order, so only the last pieces can be met."""
+    """Return ``segments`` with one more laid over them; events come in order, so it overlaps only the last ones."""
     first_overlapped = len(segments)
     while first_overlapped and segments[first_overlapped - 1][1] > start:
         first_overlapped -= 1
@@ -212,7 +212,7 @@ def _overlay(segments: list[PhaseSegment], start: float, end: float, letter: str
 
 
 def _mean_utilization(summary: Summary, axis: Axis) -> list[float | None]:
-    """The mean of all GPUs, by cell of the axis; None where none told."""
+    """Return the mean utilization over all GPUs by cell of the axis, None for cells without samples."""
     window_start = summary.window.start if summary.window.start is not None else axis.start
     total, counts = [0.0] * axis.num_cells, [0] * axis.num_cells
     for gpu in summary.gpus:
@@ -269,7 +269,7 @@ _MIN_TICK_CELLS = 12
 
 
 def _time_axis(axis: Axis) -> str:
-    """Elapsed time, at round numbers."""
+    """Return a row of elapsed times at round numbers."""
     duration_s = axis.end - axis.start
     min_interval_s = duration_s * _MIN_TICK_CELLS / axis.num_cells
     interval_s = (
@@ -285,7 +285,7 @@ def _time_axis(axis: Axis) -> str:
 
 
 def format_elapsed(seconds: float) -> str:
-    """``0``, ``45s``, ``30m``, ``1h30m``, ``2d``, ``1d12h``."""
+    """Format an elapsed time without zero units: ``0``, ``45s``, ``30m``, ``1h30m``, ``2d``, ``1d12h``."""
     s, parts = round(seconds), []
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
         if s >= size:
@@ -307,7 +307,7 @@ def _event_counts(marks: Sequence[TimelineEvent]) -> list[Text]:
 
 
 def _wrap_items(items: Sequence[Text], width: int) -> list[Text]:
-    """As many on a line as fit, none broken in two."""
+    """Join items into lines of at most ``width`` cells without breaking an item."""
     lines: list[Text] = []
     for item in items:
         if lines and len(lines[-1]) + 3 + len(item) <= width:
@@ -324,7 +324,7 @@ def _event_lines(marks: Sequence[TimelineEvent], axis: Axis, show_all: bool) -> 
         Text(f"{format_elapsed(m.t - axis.start):>7}  {_format_event(m)}", style=_event_style(m).style) for m in visible
     ]
     if len(visible) < len(listed):
-        lines.insert(0, Text(f"{len(listed) - len(visible):,} earlier ones (--all shows them)"))
+        lines.insert(0, Text(f"{len(listed) - len(visible):,} earlier events (--all shows them)"))
     return lines
 
 

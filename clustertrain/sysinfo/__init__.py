@@ -1,1 +1,1 @@
-"""Reads what a node consists of from /sys and ``ip``."""
+"""Read the hardware of a node from /sys and ``ip``."""

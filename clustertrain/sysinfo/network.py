@@ -1,6 +1,6 @@
-"""Network interfaces: what they are from /sys/class/net, their addresses from ``ip -j``.
+"""Read network interfaces from /sys/class/net, and their addresses from ``ip -j``.
 
-Files and their meaning: the kernel's Documentation/ABI/testing/sysfs-class-net.
+The files are documented in the kernel's Documentation/ABI/testing/sysfs-class-net.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ARPHRD_INFINIBAND, _ARPHRD_LOOPBACK = 32, 772
 
 
 class IpOutput(NamedTuple):
-    """What ``ip -j address`` and ``ip -j route`` print; empty where the command is missing."""
+    """The output of ``ip -j address`` and ``ip -j route``; empty if the command is missing."""
 
     address: str = ""
     route: str = ""
@@ -44,7 +44,7 @@ class _Route(msgspec.Struct):
 
 
 def read_interfaces(tree: Sysfs, ip: IpOutput, fabric_gbit: Mapping[str, float]) -> tuple[Interface, ...]:
-    """All interfaces. ``fabric_gbit``: rates by interface, for those of RDMA devices that name no speed themselves."""
+    """Return all interfaces; ``fabric_gbit`` holds RDMA rates by interface, for interfaces that report no speed."""
     addresses = {
         link.ifname: tuple(f"{a.local}/{a.prefixlen}" for a in link.addr_info if a.local and a.scope != "link")
         for link in _decode(tree, "ip -j address", ip.address, list[_Link])
@@ -83,7 +83,7 @@ def _decode(tree: Sysfs, command: str, text: str, target_type: type[list[T]]) ->
 
 def _link_state(tree: Sysfs, path: str) -> Literal["up", "down", "unknown"]:
     state = tree.read_text(f"{path}/operstate")
-    if state == "unknown":  # of drivers that do not report it; the carrier tells
+    if state == "unknown":  # some drivers do not report the state; use the carrier
         return "up" if tree.read_number(f"{path}/carrier") else "unknown"
     return "up" if state == "up" else "down" if state else "unknown"
 

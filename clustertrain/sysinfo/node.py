@@ -1,5 +1,7 @@
-"""What this node is made of. Reads files and asks ``ip``; no part of it raises: what cannot be read stays empty, with
-a note in ``unread``."""
+"""Read the hardware of a node from kernel files and ``ip``.
+
+Nothing raises: unreadable parts stay empty, with a note in ``unread``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from clustertrain.sysinfo.network import IpOutput
 from clustertrain.sysinfo.sysfs import Sysfs
 
 IP_TIMEOUT_S = 10.0
-# Where the EFA installer, AWS's images and distributions put them; a folder of LD_LIBRARY_PATH comes before.
+# Locations used by the EFA installer, AWS images and distributions; folders of LD_LIBRARY_PATH are searched first.
 _LIBFABRIC = ("opt/amazon/efa/lib*/libfabric.so*", "usr/lib*/libfabric.so*", "usr/lib/*/libfabric.so*")
 _AWS_OFI_NCCL = ("opt/amazon/ofi-nccl/lib*/libnccl-net*.so", "opt/amazon/ofi-nccl/lib*/*/libnccl-net*.so",
                  "opt/aws-ofi-nccl/lib*/libnccl-net*.so")  # fmt: skip
@@ -30,11 +32,13 @@ def read_node(
     gpus: tuple[Gpu, ...] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> NodeFacts:
-    """The facts of the node whose files lie under ``root``.
+    """Return the facts of the node whose files are under ``root``.
 
     Args:
-        ip: what ``ip`` printed; None asks it now.
-        gpus: from NVML, in the order of the local ranks; their NUMA node is added here.
+        root: the root of the node's file system.
+        ip: the output of ``ip``; None runs it.
+        gpus: the GPUs from NVML in the order of the local ranks; their NUMA nodes are added.
+        environ: the environment, for library paths and NCCL's configuration file.
     """
     tree = Sysfs(root)
     if ip is None:
@@ -71,7 +75,7 @@ def _read_cpus(tree: Sysfs) -> Cpus:
     try:
         numbers = parse_cpu_list(online)
     except ValueError:
-        tree.note_unparsable(f"{_CPU}/online", online, "a list of processors")
+        tree.note_unparsable(f"{_CPU}/online", online, "a list of CPUs")
         numbers = set()
     core_ids = {
         (
@@ -97,7 +101,7 @@ def _read_numa_nodes(tree: Sysfs) -> list[NumaNode]:
             if parse_cpu_list(cpus):
                 nodes.append(NumaNode(index=int(name.removeprefix("node")), cpus=cpus))
         except ValueError:
-            tree.note_unparsable(f"{_NODE}/{name}/cpulist", cpus, "a list of processors")
+            tree.note_unparsable(f"{_NODE}/{name}/cpulist", cpus, "a list of CPUs")
     return nodes
 
 
@@ -106,7 +110,7 @@ def _find_library(tree: Sysfs, patterns: tuple[str, ...], name: str, environ: Ma
     for pattern in (*(f"{folder.strip('/')}/{name}" for folder in folders), *patterns):
         try:
             matches = sorted(tree.root.glob(pattern))
-        except (OSError, ValueError):  # ValueError: a folder whose name is no pattern
+        except (OSError, ValueError):  # ValueError: a folder name that is not a valid pattern
             continue
         if matches:
             return "/" + str(matches[0].relative_to(tree.root))
@@ -114,7 +118,7 @@ def _find_library(tree: Sysfs, patterns: tuple[str, ...], name: str, environ: Ma
 
 
 def _read_nccl_conf(tree: Sysfs, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """NCCL reads one file of the user's and /etc/nccl.conf (src/misc/param.cc)."""
+    """Return the variables set in NCCL's files: one of the user's, and /etc/nccl.conf (src/misc/param.cc)."""
     user_file = environ.get(settings.NCCL_CONF_FILE) or f"{environ.get(settings.USER_HOME, '')}/.nccl.conf"
     lines = [line for path in (user_file, "/etc/nccl.conf") for line in tree.read_text(path).splitlines()]
     names = [line.partition("=")[0].strip() for line in lines if "=" in line and not line.startswith("#")]

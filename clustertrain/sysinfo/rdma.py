@@ -1,6 +1,6 @@
-"""RDMA devices from /sys/class/infiniband: InfiniBand and RoCE ports, and AWS's EFA.
+"""Read RDMA devices from /sys/class/infiniband: InfiniBand and RoCE ports, and AWS EFA.
 
-Files and their meaning: the kernel's Documentation/ABI/stable/sysfs-class-infiniband and
+The files are documented in the kernel's Documentation/ABI/stable/sysfs-class-infiniband and
 ABI/testing/sysfs-class-infiniband (gid_attrs).
 """
 
@@ -13,12 +13,12 @@ from clustertrain.sysinfo.sysfs import Sysfs
 
 RDMA = "/sys/class/infiniband"
 _LINK_LAYERS: dict[str, LinkLayer] = {"InfiniBand": "InfiniBand", "Ethernet": "Ethernet"}
-_IWARP_NODE_TYPE = "4:"  # node_type of iWARP, which NCCL does not speak
+_IWARP_NODE_TYPE = "4:"  # node_type of iWARP, which NCCL does not support
 _IPV4_MAPPED = "0000:0000:0000:0000:0000:ffff:"
 
 
 def read_devices(tree: Sysfs) -> tuple[tuple[Hca, ...], tuple[EfaDevice, ...]]:
-    """Every port of every device."""
+    """Return every port of the InfiniBand and RoCE devices, and the EFA devices."""
     hcas: list[Hca] = []
     efa: list[EfaDevice] = []
     for name in tree.list_names(RDMA):
@@ -53,7 +53,7 @@ def _read_port(tree: Sysfs, name: str, port: int, pci_address: str, numa_node: i
 
 
 def _port_state(tree: Sysfs, path: str) -> PortState:
-    """``4: ACTIVE``; all the others (DOWN, INIT, ARMED) carry no traffic."""
+    """Parse a state such as ``4: ACTIVE``; all others (DOWN, INIT, ARMED) carry no traffic."""
     text = tree.read_text(f"{path}/state")
     if not re.match(r"\d+: ", text):
         return "unknown"
@@ -61,7 +61,7 @@ def _port_state(tree: Sysfs, path: str) -> PortState:
 
 
 def _read_rate(tree: Sysfs, path: str) -> float | None:
-    """``400 Gb/sec (4X NDR)``."""
+    """Parse a rate such as ``400 Gb/sec (4X NDR)`` to Gbit/s."""
     text = tree.read_text(f"{path}/rate")
     match = re.match(r"(\d+(?:\.\d+)?) Gb/sec", text)
     if text and not match:
@@ -70,7 +70,7 @@ def _read_rate(tree: Sysfs, path: str) -> float | None:
 
 
 def _find_netdev(tree: Sysfs, name: str, port: int) -> str:
-    """Of a device with two ports, each has an interface that counts its port from 0."""
+    """Return the network interface of a port; with two ports, the interface's ``dev_port`` counts from 0."""
     path = f"{RDMA}/{name}"
     ndev = tree.read_text(f"{path}/ports/{port}/gid_attrs/ndevs/0")
     if ndev:
@@ -82,7 +82,7 @@ def _find_netdev(tree: Sysfs, name: str, port: int) -> str:
 
 
 def _find_gid_index(tree: Sysfs, path: str) -> int | None:
-    """The index of the one RoCE v2 GID that holds an IPv4 address. Two of them: which one is routed cannot be told."""
+    """Return the index of the only RoCE v2 GID with an IPv4 address, or None if there are none or several."""
     indices = [
         int(index)
         for index in tree.list_names(f"{path}/gid_attrs/types")

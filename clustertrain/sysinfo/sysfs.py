@@ -1,5 +1,7 @@
-"""Files of the kernel under a root, read so that nothing in them can raise: what is absent is empty, what is there and
-cannot be read or understood is empty too and noted."""
+"""Read kernel files under a root without raising.
+
+A missing file reads as empty. A file that cannot be read or parsed reads as empty too, and is noted.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,26 @@ import re
 from pathlib import Path
 
 _MAX_BYTES = 65_536
-# An interface that is down answers EINVAL for its speed, a GID that is not mapped into a container too.
+# Reading the speed of an interface that is down, or a GID not mapped into a container, fails with EINVAL.
 _ABSENT_ERRNOS = (errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.ENODEV)
 
 
 class Sysfs:
-    """Paths are absolute as on the node (``/sys/class/net``). ``unread`` collects the notes."""
+    """The kernel files of a node; paths are absolute as on the node (``/sys/class/net``).
+
+    ``unread`` collects the notes on files that could not be read or parsed.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.unread: list[str] = []
 
     def host_path(self, path: str) -> Path:
+        """Return the path of a node's file on this machine."""
         return self.root / path.lstrip("/")
 
     def read_text(self, path: str) -> str:
+        """Return the stripped text of a file, empty if it cannot be read."""
         try:
             with self.host_path(path).open("rb") as file:
                 return file.read(_MAX_BYTES).decode(errors="replace").strip()
@@ -31,7 +38,7 @@ class Sysfs:
             return ""
 
     def read_number(self, path: str) -> int | None:
-        """None also for what the kernel writes where there is none: a negative one."""
+        """Return the number in a file; None if missing, invalid, or negative, the kernel's "not available"."""
         text = self.read_text(path)
         if not text:
             return None
@@ -41,7 +48,7 @@ class Sysfs:
         return int(text) if int(text) >= 0 else None
 
     def list_names(self, folder: str) -> list[str]:
-        """The entries of a folder, eth2 before eth10."""
+        """Return the names in a folder in natural order, eth2 before eth10."""
         try:
             return sorted((p.name for p in self.host_path(folder).iterdir()), key=natural_key)
         except OSError as e:
@@ -51,11 +58,11 @@ class Sysfs:
     def exists(self, path: str) -> bool:
         try:
             return self.host_path(path).exists()
-        except OSError:  # a link that leads to itself
+        except OSError:  # a link to itself
             return False
 
     def read_link(self, path: str) -> str:
-        """Where a link leads, as a path on the node; empty where there is none."""
+        """Return the target of a link as a path on the node, empty if there is none."""
         try:
             resolved = self.host_path(path).resolve(strict=True)
             return "/" + str(resolved.relative_to(self.root.resolve()))
@@ -63,6 +70,7 @@ class Sysfs:
             return ""
 
     def note_unparsable(self, path: str, text: str, expected: str) -> None:
+        """Note that the text of a file is not ``expected``, such as "a number"."""
         self.unread.append(f"{path}: {text[:40]!r} is not {expected}")
 
     def _note_error(self, path: str, error: OSError) -> None:
@@ -71,4 +79,5 @@ class Sysfs:
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that compares digits in names as numbers."""
     return [(int(token), "") if token.isdigit() else (-1, token) for token in re.split(r"(\d+)", name) if token]

@@ -1,1 +1,1 @@
-"""The process that hands metrics to TensorBoard, W&B and MLflow."""
+"""The process that uploads metrics to TensorBoard, W&B and MLflow."""

@@ -1,7 +1,7 @@
-"""The process beside the ranks: ``python -m clustertrain.tracking RUN_DIR [--attempt N]``.
+"""The tracking process: ``python -m clustertrain.tracking RUN_DIR --attempt N``.
 
-It ends when its standard input does: the agent holds the other end, so that it ends with the agent too. Then it hands
-on what has been written, and leaves; who started it kills it where that takes too long.
+It runs next to the ranks until its standard input closes. The agent holds the other end, so the process also ends with
+the agent. It then uploads the remaining rows and exits; its parent kills it if that takes too long.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ NICENESS = 10  # the ranks and their loaders come first
 
 
 class TrackingOwner:
-    """Which process tracks the run: the one that came last. A file and not a lock, which NFS and Lustre break; one that
-    outlived its attempt leaves when it sees another name."""
+    """The process that tracks the run: the one that started last.
+
+    Ownership is a file, because locks are unreliable on NFS and Lustre. A process that outlives its attempt exits when
+    the file names another one.
+    """
 
     def __init__(self, run: RunDir) -> None:
         self._path = run.tracking / "owner.json"
@@ -35,12 +38,13 @@ class TrackingOwner:
         fsio.write_json(self._path, {"owner": self._token, "t": clock.now()})
 
     def is_superseded(self) -> bool:
+        """Return whether another process has taken over the run."""
         owner = fsio.poll_json(self._path)
         return isinstance(owner, dict) and owner.get("owner") != self._token
 
 
 def track(run: RunDir, attempt: int, stop_event: threading.Event) -> int:
-    """Until ``stop_event`` is set and all is handed on; returns the exit code."""
+    """Upload rows until ``stop_event`` is set and nothing is left; return the exit code."""
     log = EventLog(run.attempt(attempt).events_path("tracking"))
 
     def report_error(tracker: str, reason: str) -> None:
@@ -53,7 +57,7 @@ def track(run: RunDir, attempt: int, stop_event: threading.Event) -> int:
     for name in metadata.spec.to:
         try:
             tracker = build_tracker(name, run, metadata)
-        except Exception as e:  # a library that does not import is no reason to go without the others
+        except Exception as e:  # a library that cannot be imported must not stop the other trackers
             report_error(name, f"{type(e).__name__}: {e}")
             continue
         uploaders.append(TrackerUploader(run, tracker, report_error, get_ending=lambda: attempt_ending(run, attempt)))
@@ -61,7 +65,7 @@ def track(run: RunDir, attempt: int, stop_event: threading.Event) -> int:
         uploader.thread.start()
     while not stop_event.wait(POLL_S):
         if owner.is_superseded():
-            print("clustertrain tracking: another process tracks the run now", file=sys.stderr, flush=True)
+            print("clustertrain tracking: stopped, another process now tracks the run", file=sys.stderr, flush=True)
             return EXIT_SUCCESS
     for uploader in uploaders:
         uploader.request_stop()
@@ -97,5 +101,5 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    # Past the interpreter's end, where a library waits for its threads or for a server.
+    # Skip the interpreter's shutdown, in which libraries wait for threads or servers.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""How an attempt has ended, as trackers tell it."""
+"""The ending of an attempt or a run that trackers show."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from clustertrain.run.run_dir import RunDir
 
 
 def attempt_ending(run: RunDir, attempt: int) -> str | None:
-    """``completed`` or ``failed``, from the nodes' results; None where it was stopped, and goes on later."""
+    """Return ``completed`` or ``failed`` from the nodes' results; None if the attempt was stopped and will resume."""
     folder = run.attempt(attempt).results
     try:
         results = [parse_node_result(fsio.poll_json(path)) for path in folder.iterdir() if path.suffix == ".json"]
@@ -23,7 +23,7 @@ def attempt_ending(run: RunDir, attempt: int) -> str | None:
 
 
 def run_ending(run: RunDir) -> str | None:
-    """As :func:`attempt_ending`, of a run that has ended for good."""
+    """Return ``completed`` or ``failed`` for a run that has ended; None if it may resume."""
     history = load_attempts(run)
     if not history:
         return None

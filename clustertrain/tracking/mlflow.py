@@ -1,5 +1,7 @@
-"""MLflow: a server, a database, or the run's own ``tracking/mlflow.db``. Its run is found again by its id, which is in
-the state, or by the tag that names our run."""
+"""The MLflow tracker: a server, a database, or by default the run's ``tracking/mlflow.db``.
+
+An existing MLflow run is found by its id in the state, or by a tag with our run id.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,19 @@ from clustertrain.tracking.run_facts import RunMetadata
 from clustertrain.tracking.tracker import TrackerState
 
 TAG = "clustertrain.run"
-MAX_METRICS_PER_REQUEST, MAX_PARAMS_PER_REQUEST = 1000, 100  # in one request, MLflow's own limits
+MAX_METRICS_PER_REQUEST, MAX_PARAMS_PER_REQUEST = 1000, 100  # MLflow's limits
 MAX_PARAM_LENGTH = 6000
-# By itself it tries seven times over minutes, in which it hears of no end; the rows wait here just as well.
+# By default MLflow retries seven times over minutes, during which it cannot be stopped; rows can wait here instead.
 _HTTP_DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 _STATUS = {"completed": "FINISHED", "failed": "FAILED"}
 
 
 class MLflow:
-    """Before rows are sent, the state says up to which step: after a kill these alone are looked up, and what arrived
-    is not sent again. Not every store refuses a value that it has."""
+    """Uploads rows to MLflow, each step once.
+
+    The state records the last step before rows are sent. After a kill, only steps up to it are looked up, and values
+    that arrived are not sent again, because not every store rejects duplicates.
+    """
 
     name = "mlflow"
 
@@ -34,8 +39,7 @@ class MLflow:
             os.environ.setdefault(name, value)
         self._uri = metadata.spec.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.tracking}/mlflow.db"
         if is_file_store(self._uri):
-            # MLflow 3 has put file stores into maintenance, and refuses them but for this word. Whoever names one has
-            # chosen it.
+            # MLflow 3 refuses file stores, which are in maintenance mode, without this variable; the user chose one.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         try:
             import mlflow.entities
@@ -54,6 +58,7 @@ class MLflow:
         self._already_logged: set[tuple[str, int]] = set()
 
     def open(self) -> int:
+        """Find or create the MLflow run; return the last step that it holds."""
         fsio.make_folder(self._folder)
         self._client = self._mlflow.tracking.MlflowClient(self._uri)
         state = self._state.read()
@@ -80,13 +85,13 @@ class MLflow:
         try:
             return str(self._client.create_experiment(name, self._artifacts if local else None))
         except self._mlflow.exceptions.MlflowException:
-            experiment = self._client.get_experiment_by_name(name)  # another run of the sweep was first
+            experiment = self._client.get_experiment_by_name(name)  # another run of the sweep created it first
             if experiment is None:
                 raise
             return str(experiment.experiment_id)
 
     def _find_run(self) -> str:
-        """The run that a killed process made and could not write down; "" for none."""
+        """Return the id of an MLflow run whose creator was killed before it saved the id, or an empty string."""
         rows = self._client.search_runs([self._experiment()], f"tags.`{TAG}` = '{self._metadata.run}'", max_results=1)
         return str(rows[0].info.run_id) if rows else ""
 
@@ -103,7 +108,7 @@ class MLflow:
         return str(created_run.info.run_id)
 
     def _find_logged(self) -> set[tuple[str, int]]:
-        """By name and step, what was being sent when the process ended."""
+        """Return (name, step) of the values that a killed process sent but did not record."""
         names = self._client.get_run(self._run_id).data.metrics
         return {
             (name, m.step)
@@ -137,9 +142,10 @@ class MLflow:
 
 
 def is_file_store(uri: str) -> bool:
+    """Return whether ``uri`` is a folder of MLflow's file store."""
     return uri.startswith("file:") or "://" not in uri
 
 
 def _sanitize_name(key: str) -> str:
-    """As MLflow takes it."""
+    """Replace characters that MLflow does not allow in names."""
     return re.sub(r"[^\w\-. /]", "_", key)

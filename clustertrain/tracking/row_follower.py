@@ -1,4 +1,4 @@
-"""The run's rows as they are written, each step once, from any step on."""
+"""Follow the run's metric rows as they are written, each step once."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from clustertrain.run.run_dir import RunDir
 
 Row = dict[str, Any]
 CHUNK = 1 << 20
-MAX_LINE_BYTES = 1 << 26  # bytes that are held in wait for the end of a line
-MAX_ROWS = 1000  # rows at a time: so many are repeated at most, where a process is killed
+MAX_LINE_BYTES = 1 << 26  # buffered while waiting for the end of a line
+MAX_ROWS = 1000  # per read; a killed process repeats at most this many
 
 
 class RowFollower:
-    """Rows of all attempts, and of all stretches of one that went back, in their order, with ``attempt`` in each.
+    """Reads the rows of all attempts, and of all segments of an attempt that rolled back, in order.
 
-    Steps only rise: a step that a later attempt ran again is not given twice. Where the later attempt's rows are there
-    already, the step counts as that one ran it, as in :func:`clustertrain.run.metrics.load_rows`. A row whose
-    evaluation was
-    cut short is held back until it is told once more, or a later step follows: W&B takes nothing of a step that is
-    past. Where the run is over, :meth:`take_pending` gives it.
+    Each row gets the key ``attempt``. Steps only increase: a step that a later attempt repeats is not returned again.
+    If the later attempt's rows already exist, its values are used, as in :func:`clustertrain.run.metrics.load_rows`. A
+    row whose evaluation was interrupted is held back until it is repeated or a later step follows, because W&B accepts
+    no values for past steps. After the end of the run, :meth:`take_pending` returns it.
 
     Args:
-        after: the last step that is not wanted any more.
+        after: the last step that is not returned.
     """
 
     def __init__(self, run: RunDir, after: int = -1) -> None:
         self._run = run
         self.last_step = after
-        self._file: tuple[int, Path] | None = None  # of which attempt, and which of its files
-        self._offset = 0  # byte of that file up to which it is read
+        self._file: tuple[int, Path] | None = None  # (attempt, path)
+        self._offset = 0  # bytes of the file that have been read
         self._pending_row: Row | None = None
 
     def read(self, max_rows: int = MAX_ROWS) -> list[Row]:
-        """The next rows; empty where nothing new has been written."""
+        """Return the next rows, empty if nothing new has been written."""
         rows: list[Row] = []
         files = [(a.n, path) for a in self._run.attempts() for path in self._run.metrics_files(a.n)]
         while files and len(rows) < max_rows:
@@ -52,12 +51,12 @@ class RowFollower:
         return rows
 
     def take_pending(self) -> list[Row]:
-        """The row that is held back, where nobody will tell it once more."""
+        """Return the row that is held back, if any, once no attempt can repeat it."""
         rows, self._pending_row = [self._pending_row] if self._pending_row is not None else [], None
         return rows
 
     def _read_chunk(self, attempt: int, path: Path, end_step: int | None, max_rows: int) -> list[Row]:
-        """Of one chunk of whole lines; half a line, which is still being written, waits."""
+        """Return the rows in the next chunk of complete lines; an unfinished last line is left for later."""
         try:
             with reading.open_regular(path) as f:
                 f.seek(self._offset)
@@ -77,7 +76,7 @@ class RowFollower:
         return rows
 
     def _release(self, row: Row) -> list[Row]:
-        """What may be given now that ``row`` is there."""
+        """Return the rows that can be released after ``row`` was read."""
         pending, self._pending_row = self._pending_row, None
         rows = [pending] if pending is not None and pending["step"] < row["step"] else []
         if metrics.is_cut_short(row):
@@ -89,7 +88,7 @@ class RowFollower:
 
 
 def _first_rerun_step(later_files: list[tuple[int, Path]]) -> int | None:
-    """The first step that was run anew later, as far as it is on record."""
+    """Return the first step that a later file repeats, or None if there is none yet."""
     first_steps = [
         row[0]["step"] for _, path in later_files if (row := metrics_file.read_first(path, metrics_file.WINDOW_BYTES))
     ]
@@ -105,7 +104,7 @@ def _parse_row(line: bytes) -> Row | None:
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """What of a row is worth a curve: numbers, but for the step, the time and the running totals."""
+    """Return the numbers of a row, without step, time, attempt and running totals."""
     return {
         name: float(value)
         for name, value in row.items()

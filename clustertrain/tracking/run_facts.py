@@ -1,5 +1,7 @@
-"""What goes along with the scalars: the settings, the contract, and what the attempt runs on. Never the environment,
-nor the settings of telemetry, which may hold secrets."""
+"""Metadata for trackers: settings, contract, and where the attempt runs.
+
+The environment and the telemetry settings are never included, because they may contain secrets.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +23,28 @@ _EXCLUDED_TABLES = ("telemetry", "tracking", "rehearsal")
 
 
 class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """``config`` is what the run goes by of its recipe, flattened, and the job's size; ``tags`` are of the run,
-    ``attempt_tags`` of this start. ``project`` is what the recipe names, "" for nothing."""
+    """The metadata of a run and one attempt."""
 
     run: str
+    """The run id."""
     name: str
     project: str
+    """The recipe's project, or an empty string."""
     spec: TrackingSpec
     config: dict[str, Any]
+    """The recipe values that the run uses and the size of the job, by dotted key."""
     tags: dict[str, str]
     attempt_tags: dict[str, str]
-    metric: str  # the deciding one
+    metric: str
+    """The deciding metric."""
     higher_is_better: bool
 
 
 def load_run_metadata(run: RunDir, attempt: int) -> RunMetadata:
-    """``attempt_tags`` 0: of none, when a run is handed on by hand.
+    """Load the metadata of a run; ``attempt`` 0 means no attempt, for an upload by hand.
 
     Raises:
-        ConfigError, PermissionDenied: the run's spec does not read.
+        ConfigError, PermissionDenied: the run's spec cannot be read.
     """
     spec = load_spec(run)
     record: Mapping[str, Any] = json_files.load_document(run.record).value
@@ -79,7 +84,7 @@ def _build_attempt_tags(run: RunDir, attempt: int) -> dict[str, str]:
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """By dotted names; empty values left out, lists as text."""
+    """Return the table with dotted keys, without empty values and with lists as text."""
     result: dict[str, Any] = {}
     for name, value in table.items():
         if isinstance(value, Mapping):

@@ -1,6 +1,8 @@
-"""TensorBoard's event files, in the run's ``tracking/tensorboard``. Written with TensorBoard's own records and
-protocol buffers, record by record: its event writer has a queue and a thread, and would load TensorFlow where that is
-installed; torch's writer wraps it and imports torch."""
+"""The TensorBoard tracker: event files in the run's ``tracking/tensorboard``.
+
+Events are written with TensorBoard's record writer and protocol buffers. Its event writer uses a queue and a thread and
+loads TensorFlow if installed; torch's writer wraps that one and imports torch.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,16 @@ from clustertrain.tracking.row_follower import Row, scalars
 from clustertrain.tracking.run_facts import RunMetadata
 from clustertrain.tracking.tracker import TrackerState, make_tracker_dir
 
-PREFIX = "events.out.tfevents."  # what TensorBoard looks for
+PREFIX = "events.out.tfevents."  # TensorBoard looks for this prefix
 SUFFIX = ".clustertrain"
 
 
 class TensorBoard:
-    """A new file at each start, since a reader that has seen the end of one goes on to the next by name. What a killed
-    process wrote after its last word in the state is cut off, and written again: no step is there twice."""
+    """Writes event files, each step once.
+
+    Each start writes a new file, because readers move on to the next file by name after the end of one. Bytes that a
+    killed process wrote after its last saved state are truncated and written again.
+    """
 
     name = "tensorboard"
 
@@ -38,6 +43,7 @@ class TensorBoard:
         self._last_step = -1
 
     def open(self) -> int:
+        """Truncate the files to the saved state; return the last step that they hold."""
         state = self._state.read()
         last_file = str(state.get("file") or "")
         self._last_step = int(state.get("step", -1))
@@ -51,7 +57,7 @@ class TensorBoard:
         return self._last_step
 
     def _start_over(self) -> int:
-        """The newest file has been deleted: all are written anew from the rows."""
+        """Delete all files, to write them again from the rows, after the newest one was deleted."""
         for path in self._event_files():
             path.unlink()
         self._last_step = -1
@@ -64,7 +70,7 @@ class TensorBoard:
         if self._file is None:
             self._open_file()
         for row in rows:
-            # Numbers of 32 bits, as of TensorBoard's own writers; a greater one is infinite there.
+            # TensorBoard stores float32; larger values become infinite, as with its writers.
             self._write_scalars(row["step"], float(row.get("t") or clock.now()), scalars(row))
         self._last_step = rows[-1]["step"]
         self._commit()
@@ -75,7 +81,7 @@ class TensorBoard:
 
         is_first = not self._event_files()
         newest_time = max((int(p.name.removeprefix(PREFIX).partition(".")[0]) for p in self._event_files()), default=0)
-        timestamp = max(int(clock.now()), newest_time + 1)  # a clock may have been set back
+        timestamp = max(int(clock.now()), newest_time + 1)  # the clock may have been set back
         self._path = self._folder / f"{PREFIX}{timestamp:010d}.{socket.gethostname()}.{os.getpid()}{SUFFIX}"
         self._file = self._path.open("xb")
         self._records = RecordWriter(self._file)
@@ -104,12 +110,12 @@ class TensorBoard:
 
     def abandon(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # what it could not write is cut off at the next opening
+            with contextlib.suppress(OSError):  # a partial record is truncated at the next start
                 self._file.close()
             self._file = None
 
 
-_FLOAT32_MAX = 3.4028234663852886e38  # of 32 bits
+_FLOAT32_MAX = 3.4028234663852886e38
 
 
 def _to_float32(value: float) -> float:
@@ -117,7 +123,7 @@ def _to_float32(value: float) -> float:
 
 
 def _metadata_summaries(metadata: RunMetadata, *, is_first: bool) -> list[Any]:
-    """The settings, for the tabs Text and HParams, once; and what this attempt runs on."""
+    """Return summaries of the attempt's tags, and in the first file the settings for the tabs Text and HParams."""
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
     summaries = [_text_summary("attempt", _markdown_table(metadata.attempt_tags))] if metadata.attempt_tags else []
@@ -132,7 +138,7 @@ def _metadata_summaries(metadata: RunMetadata, *, is_first: bool) -> list[Any]:
 
 
 def _markdown_table(values: dict[str, Any]) -> str:
-    """As the Markdown that the tab Text shows."""
+    """Return a Markdown table for the tab Text."""
     rows = [f"| {key} | `{str(value).replace('|', chr(92) + '|')}` |" for key, value in values.items()]
     return "\n".join(["| key | value |", "|---|---|", *rows])
 

@@ -1,4 +1,4 @@
-"""A tracker, and the loop that hands it the rows until it is told to end."""
+"""The tracker interface, and the loop that uploads rows to a tracker until it is stopped."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from clustertrain.tracking.row_follower import Row, RowFollower
 POLL_S = 2.0
 RETRY_FIRST_S, RETRY_MOST_S = 15.0, 600.0
 
-ErrorCallback = Callable[[str, str], None]  # the tracker's name, and what is wrong
+ErrorCallback = Callable[[str, str], None]  # (tracker, reason)
 
 
 class Tracker(Protocol):
-    """One place that scalars go to. Whatever it raises, it is abandoned and opened again later."""
+    """A destination for scalars; after any exception it is abandoned and opened again later."""
 
     name: str
 
     def open(self) -> int:
-        """Connect to the run's place there, or make it; the last step that it holds, -1 for none."""
+        """Find or create the run in the tracker; return the last step that it holds, -1 for none."""
 
     def log_rows(self, rows: Sequence[Row]) -> None:
-        """Rows of rising steps, all after what :meth:`open` gave."""
+        """Upload rows of increasing steps, all after the one that :meth:`open` returned."""
 
     def close(self, ending: str | None) -> None:
-        """All rows are handed on. ``ending``: ``completed`` or ``failed``; None: the run goes on later."""
+        """Finish after the last row; ``ending`` is ``completed``, ``failed``, or None if the run will resume."""
 
     def abandon(self) -> None:
-        """After an error: give back what is held. Must not raise."""
+        """Release all resources after an error; must not raise."""
 
 
 class TrackerState:
-    """What one tracker has been handed, in ``tracking/state/<name>.json``."""
+    """The upload state of one tracker, in ``tracking/state/<name>.json``."""
 
     def __init__(self, run: RunDir, name: str) -> None:
         self._path = run.tracking / "state" / f"{name}.json"
 
     def read(self) -> dict[str, Any]:
-        """Empty where there is none yet, or a crash of the machine has left no JSON."""
+        """Return the state, empty if there is none yet or a machine crash left invalid JSON."""
         try:
             state = fsio.read_json(self._path)
         except ValueError:
@@ -57,11 +57,11 @@ class TrackerState:
 
 
 class TrackerUploader:
-    """Hands the rows of ``run`` to one tracker, in a thread: one that waits for a server holds up no other.
+    """Uploads the rows of ``run`` to one tracker in a thread, so that a slow server delays no other tracker.
 
     Args:
-        ending: asked when all has been handed on.
-        again: whether to try again after an error; else the first one ends it.
+        get_ending: called after the last row.
+        retry: whether to retry after an error; otherwise the first error ends the upload.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class TrackerUploader:
         self._retry = retry
         self._stop = threading.Event()
         self._last_error: str | None = None
-        self._has_logged = False  # it took rows since it was last opened
-        self._was_reopened = False  # it was opened anew since it last took rows
+        self._has_logged = False  # rows were accepted since the tracker was opened
+        self._was_reopened = False  # the tracker was reopened since it accepted rows
         self.failed = False
-        self.last_step = -1  # step that the tracker has
+        self.last_step = -1  # the last uploaded step
         self.thread = threading.Thread(target=self._run_loop, name=f"tracking-{tracker.name}", daemon=True)
 
     def request_stop(self) -> None:
-        """Hand on what is written by now, and end."""
+        """Upload the rows written so far, then end."""
         self._stop.set()
 
     def _run_loop(self) -> None:
@@ -96,13 +96,11 @@ class TrackerUploader:
             try:
                 self._upload_until_stopped()
                 return
-            except Exception as e:  # a thread's edge, and a library's: what goes wrong there must not end a run
+            except Exception as e:  # the edge of a thread and of a library: its errors must not end the process
                 self._tracker.abandon()
                 if self._has_logged or (isinstance(e, ConnectionError) and not self._was_reopened):
-                    # The warning of a preemption goes to all processes of a job, and W&B's service ends of it.
-                    print(
-                        f"clustertrain tracking: {self._tracker.name} is opened anew: {e}", file=sys.stderr, flush=True
-                    )
+                    # The preemption signal goes to all processes of a job, and terminates W&B's service.
+                    print(f"clustertrain tracking: reopening {self._tracker.name}: {e}", file=sys.stderr, flush=True)
                     self._has_logged, self._was_reopened = False, True
                     continue
                 self.failed = True
@@ -115,7 +113,7 @@ class TrackerUploader:
         self.last_step = self._tracker.open()
         follower = RowFollower(self._run, self.last_step)
         while True:
-            is_stopping = self._stop.is_set()  # asked first: then all that was written before it is read
+            is_stopping = self._stop.is_set()  # read before the rows, so that no row written earlier is missed
             rows = follower.read()
             if rows:
                 self._log_rows(rows)
@@ -133,11 +131,11 @@ class TrackerUploader:
         self._tracker.log_rows(rows)
         self.last_step = rows[-1]["step"]
         if self._last_error is not None:
-            print(f"clustertrain tracking: {self._tracker.name} goes on", file=sys.stderr, flush=True)
+            print(f"clustertrain tracking: {self._tracker.name} works again", file=sys.stderr, flush=True)
         self._last_error, self.failed, self._has_logged, self._was_reopened = None, False, True, False
 
     def _report_error(self, e: Exception) -> None:
-        """Once for each kind of error in a row: a server that is away for a day is one line."""
+        """Report an error once per run of equal error types, so that a long server outage is one line."""
         reason = f"{type(e).__name__}: {e}".strip()
         if type(e).__name__ != self._last_error:
             traceback.print_exception(e, limit=-4, file=sys.stderr)
@@ -146,7 +144,7 @@ class TrackerUploader:
 
 
 def make_tracker_dir(run: RunDir, name: str) -> Path:
-    """A tracker's own folder in the run's, made where it is missing."""
+    """Return the folder of a tracker in the run directory, created if missing."""
     path = run.tracking / name
     fsio.make_folder(path)
     return path

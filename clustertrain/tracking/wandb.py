@@ -1,5 +1,7 @@
-"""Weights & Biases: the W&B run has the run's id, and each attempt continues it. Offline, or where there is no key, all
-stays in the run's ``tracking/wandb`` for `wandb sync`."""
+"""The Weights & Biases tracker: the W&B run has our run's id, and each attempt continues it.
+
+Offline, or without an API key, everything stays in the run's ``tracking/wandb`` for `wandb sync`.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,16 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.tracking.row_follower import Row, scalars
 from clustertrain.tracking.run_facts import RunMetadata
 
-INIT_TIMEOUT_S = 60  # for the server's first answer
-STOPPED_EXIT_CODE = 75  # as an agent's, which is to be continued
+INIT_TIMEOUT_S = 60  # for the server's first response
+STOPPED_EXIT_CODE = 75  # as an agent that will resume
 
 
 class Wandb:
-    """What is there already is asked where it is kept: online the server, which numbers the steps of a run that it
-    resumes; offline the files, since the service that writes them buffers, and may have been killed."""
+    """Uploads rows to W&B, each step once.
+
+    The last uploaded step comes from the server online, and from the files offline, because the service that writes
+    them buffers and may have been killed.
+    """
 
     name = "wandb"
 
@@ -40,6 +45,7 @@ class Wandb:
         self._run: Any = None
 
     def open(self) -> int:
+        """Start or resume the W&B run; return the last step that it holds."""
         metadata, offline = self._metadata, is_offline(self._metadata.spec.offline, os.environ)
         last_step = find_last_offline_step(self._folder, metadata.run) if offline else -1
         fsio.make_folder(self._folder)
@@ -63,7 +69,7 @@ class Wandb:
         return last_step if offline else int(self._run.step) - 1
 
     def _settings(self) -> Any:
-        """The sampler records the machine and submit the code; what the ranks print is in their logs."""
+        """Return settings without system metrics, code and console, which clustertrain records itself."""
         return self._wandb.Settings(
             silent=True,
             console="off",
@@ -78,7 +84,7 @@ class Wandb:
     def log_rows(self, rows: Sequence[Row]) -> None:
         for row in rows:
             timestamp = {"_timestamp": float(row["t"])} if "t" in row else {}
-            # Committed, since the row of a step would otherwise wait for the next one.
+            # Without commit, a row would wait for the next one.
             self._run.log({**scalars(row), **timestamp}, step=row["step"], commit=True)
 
     def close(self, ending: str | None) -> None:
@@ -90,18 +96,18 @@ class Wandb:
 
     def abandon(self) -> None:
         self._run = None
-        with contextlib.suppress(Exception):  # its service may be what failed; without this a second init is refused
+        with contextlib.suppress(Exception):  # the service may be dead; without teardown W&B refuses a second init
             self._wandb.teardown(exit_code=1)
 
 
 def is_offline(requested: bool, environ: Mapping[str, str]) -> bool:
-    """Whether nothing is to be sent: so wanted, or without a key, where W&B would ask for one at the terminal."""
+    """Return whether to work offline: on request, or without a key, for which W&B would prompt in the terminal."""
     mode = environ.get("WANDB_MODE", "")
     return requested or mode in ("offline", "dryrun") or (not mode and not has_api_key(environ))
 
 
 def has_api_key(environ: Mapping[str, str]) -> bool:
-    """In the environment, or in the file in which `wandb login` keeps it."""
+    """Return whether an API key is in the environment or in the netrc file that `wandb login` writes."""
     if environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
@@ -113,14 +119,14 @@ def has_api_key(environ: Mapping[str, str]) -> bool:
 
 
 def find_last_offline_step(folder: Path, run_id: str) -> int:
-    """The last step that the offline files of a run hold, -1 for none."""
-    # Of two that begin in one second the later one's folder has a number behind it.
+    """Return the last step in the offline files of a run, -1 for none."""
+    # If two start in the same second, the second folder's name ends in a number.
     files = folder.glob(f"wandb/offline-run-*-{run_id}*/run-{run_id}.wandb")
     return max((step for path in files for step in read_steps(path)), default=-1)
 
 
 def read_steps(path: Path) -> Iterator[int]:
-    """Of the rows in one file, in their order."""
+    """Yield the steps of the rows in one .wandb file, in order."""
     from wandb.proto import wandb_internal_pb2
 
     for data in read_records(path.read_bytes()):
@@ -138,9 +144,12 @@ _FULL, _FIRST, _LAST = 1, 2, 4
 
 
 def read_records(data: bytes) -> Iterator[bytes]:
-    """A .wandb file is a log of LevelDB's form (https://github.com/google/leveldb/blob/main/doc/log_format.md) after
-    seven bytes of its own: blocks of 32 KiB, in them parts of records, each with checksum, length and kind. wandb's
-    own reader has left the package with 0.31, for its service. Ends where the file does, within a record too."""
+    """Yield the records of a .wandb file; stop at an incomplete record at its end.
+
+    After a 7-byte header, the file is a LevelDB log (https://github.com/google/leveldb/blob/main/doc/log_format.md):
+    blocks of 32 KiB with fragments of records, each with checksum, length and type. wandb 0.31 removed its Python
+    reader.
+    """
     offset, record = 7, b""
     while offset + _HEADER_BYTES <= len(data):
         block_left = _BLOCK_BYTES - offset % _BLOCK_BYTES

@@ -1,10 +1,10 @@
-// The curves of several runs over each other, one chart a scalar. Dragging zooms, a double click shows all.
+// The curves of several runs, one chart per metric. Dragging zooms, a double click shows everything.
 const DASHES = [[], [7, 3], [2, 2], [9, 3, 2, 3]];
 const data = JSON.parse(document.getElementById("data").textContent);
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const brief = (v) => (v === null || v === undefined ? "–" : Math.abs(v) >= 1e4 ? v.toLocaleString("en", { notation: "compact", maximumFractionDigits: 2 }) : String(Number(v.toPrecision(5))));
 
-// uPlot wants one array of x for all lines: the union, with gaps that it bridges.
+// uPlot needs one array of x for all lines: the union of all x, with gaps that it spans.
 function joined(curves) {
   const all = [...new Set(curves.flatMap((c) => c.x))].sort((a, b) => a - b);
   const rows = curves.map((c) => {

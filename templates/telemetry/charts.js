@@ -1,12 +1,12 @@
-// The line charts. All charts share one range of time and one cursor.
+// The line charts. All charts share one time range and one cursor.
 const DASHES = [[], [7, 3], [2, 2], [9, 3, 2, 3]];
 const FONT = '11px system-ui, "DejaVu Sans", sans-serif';
-// Whether this is the chart in use; all others only follow its cursor in time.
+// Return whether the user points at this chart; the other charts only follow its cursor.
 const pointed_at = (u) => u.over.matches(":hover") || u.root.parentElement === document.activeElement;
-const NEAR = 24; // px within which the line next to the cursor is named
+const NEAR = 24; // px, the distance from the cursor up to which a line is named
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// What is drawn, by name: a line's colour repeats after eight, with another dash.
+// Describe a line: its color repeats after eight lines, with another dash.
 function line(label, values, number, more = {}) {
   return { label, values, stroke: `--c${number % 8}`, dash: DASHES[Math.floor(number / 8) % 4], width: 1.25, ...more };
 }
@@ -23,7 +23,7 @@ class Charts {
     this.sync = uPlot.sync("run");
   }
 
-  // Everything that every chart has: the shared cursor, zoom by dragging, the look.
+  // Add a chart with the shared cursor and zoom by dragging.
   add(figure, options, values, readout) {
     const box = figure.querySelector(".plot");
     const plot = new uPlot(
@@ -87,7 +87,7 @@ class Charts {
     const low = Math.min(Math.max((from + to) / 2 - width / 2, start), end - width);
     this.view = [low, low + width];
     this.redraw();
-    this.listeners.forEach((tell) => tell(this.view));
+    this.listeners.forEach((listener) => listener(this.view));
   }
 
   zoom(factor) {
@@ -101,7 +101,7 @@ class Charts {
     this.show(this.view[0] + by, this.view[1] + by);
   }
 
-  // `lane`: the height of a row in px, where the chart has rows.
+  // Handle a key. `lane`: the height of a row in px if the chart has rows.
   key(plot, lane, event) {
     const { clientWidth: width, clientHeight: height } = plot.over;
     const within = (at, most) => Math.min(Math.max(at, 0), most - 1);
@@ -113,7 +113,7 @@ class Charts {
       const box = plot.root.parentElement;
       if (down) box.scrollTop = plot.cursor.top - box.clientHeight / 2;
     };
-    const deeds = {
+    const actions = {
       ArrowLeft: () => point(-1, 0),
       ArrowRight: () => point(1, 0),
       ...(lane && { ArrowUp: () => point(0, -1), ArrowDown: () => point(0, 1) }),
@@ -121,9 +121,9 @@ class Charts {
       "-": () => this.zoom(2),
       0: () => this.show(...this.whole),
     };
-    if (!(event.key in deeds) || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (!(event.key in actions) || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
-    deeds[event.key]();
+    actions[event.key]();
   }
 
   resize() {
@@ -134,21 +134,21 @@ class Charts {
   }
 
   redraw() {
-    // uPlot's own redraw() would take back a range that was set in the same turn of the event loop.
+    // uPlot's redraw() would undo a range that was set in the same turn of the event loop.
     this.plots.forEach(({ plot }) => plot.setScale("x", { min: this.view[0], max: this.view[1] }));
   }
 }
 
-// Hours of the day, with the date below where a day begins.
+// Format ticks as times of day, with the date below the first tick of a day.
 function time_labels(u, moments, axis, space, step) {
   let day = "";
   return moments.map((t) => {
     const [date, clock] = moment(t).split(" ");
     if (step >= 86400) return date.slice(5);
     const text = step >= 60 ? clock.slice(0, 5) : clock;
-    const said = date === day ? text : `${text}\n${date}`;
+    const label = date === day ? text : `${text}\n${date}`;
     day = date;
-    return said;
+    return label;
   });
 }
 
@@ -177,7 +177,7 @@ function value_range(chart) {
   };
 }
 
-// Attempts as bands behind the lines, faults and alerts as dashed lines across them.
+// Draw every other attempt as a band behind the lines, faults and alerts as dashed vertical lines.
 function backdrop(data) {
   return (u) => {
     const { ctx, bbox } = u;

@@ -1,4 +1,4 @@
-// What the page brings along: names in JSON, values as clustertrain/report/html/pack.py packs them.
+// The embedded data: names in JSON, values packed by clustertrain/report/html/pack.py.
 const byId = (id) => document.getElementById(id);
 
 async function unpack(text) {
@@ -7,7 +7,7 @@ async function unpack(text) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-// One row of a matrix as numbers, null where nothing was recorded.
+// Decode one row of a matrix to numbers, with null for missing values.
 function decode(bytes, place, points, row) {
   const { at, bits, rows, low, high } = place;
   const top = 2 ** bits - 2;
@@ -29,7 +29,7 @@ class Table {
     Object.assign(this, about);
     this.bytes = bytes;
     this.decoded = new Map();
-    // A point stands in the middle of the time that it is the mean of.
+    // Each point is a mean and is drawn in the middle of its interval.
     this.times = Array.from({ length: this.points }, (_, i) => this.start + (i + 0.5) * this.step);
   }
 

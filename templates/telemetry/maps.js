@@ -1,6 +1,6 @@
-// The timeline of attempts and events, and the heat map: charts without lines, painted by hand, with the same zoom.
+// The timeline and the heat map: charts without lines that are painted directly and share the zoom.
 const LANE = 24; // px
-// Viridis, by Nathaniel Smith and Stéfan van der Walt (CC0): even steps of lightness, told apart without red and green.
+// Viridis, by Nathaniel Smith and Stéfan van der Walt (CC0): uniform in lightness and safe for color blindness.
 const VIRIDIS = ["440154", "48186a", "472d7b", "424086", "3b528b", "33638d", "2c728e", "26828e", "21918c",
   "1fa088", "28ae80", "3fbc73", "5ec962", "84d44b", "addc30", "d8e219", "fde725"]
   .map((hex) => [0, 2, 4].map((i) => parseInt(hex.slice(i, i + 2), 16)));
@@ -70,12 +70,12 @@ function draw_attempt(u, attempt, y, high) {
   ctx.fillStyle = colour("--soft");
   ctx.fillRect(left, y - high / 2, devicePixelRatio, high);
   ctx.fillStyle = colour("--ink");
-  const words = [`${attempt.n}${attempt.ending ? `: ${attempt.ending.replaceAll("_", " ")}` : ""}`, `${attempt.n}`];
-  const fits = words.find((w) => ctx.measureText(w).width + 10 * devicePixelRatio < right - left);
+  const labels = [`${attempt.n}${attempt.ending ? `: ${attempt.ending.replaceAll("_", " ")}` : ""}`, `${attempt.n}`];
+  const fits = labels.find((l) => ctx.measureText(l).width + 10 * devicePixelRatio < right - left);
   if (fits) ctx.fillText(fits, left + 6 * devicePixelRatio, y);
 }
 
-// As in the bar of where the time went; the words stand in a stretch that is wide enough, and in the readout.
+// The colors of the goodput bar. A phase is labeled if it is wide enough; the readout always names it.
 const PHASE_COLOURS = {
   training: "--c2", "start-up": "--c5", restore: "--c0", evaluation: "--c6", checkpoint: "--c3", shutdown: "--none",
 };
@@ -142,10 +142,10 @@ function draw_timeline(charts, figure) {
     },
     [charts.whole, [null, null]],
     say,
-  ).root.parentElement.setAttribute("aria-label", `${data.attempts.length} attempts and ${data.marks.length} events on one timeline; the list below the tables has them`);
+  ).root.parentElement.setAttribute("aria-label", `${data.attempts.length} attempts and ${data.marks.length} events on one timeline; listed below the tables`);
 }
 
-// One pixel of the result is the mean of the samples under it, so that nothing is skipped where points are many.
+// Return an image whose pixels are the mean of their samples, so that no sample is skipped.
 function heat_image(table, curve, span, view, width, none) {
   const rows = table.rows(curve);
   const image = new ImageData(width, rows);
@@ -207,10 +207,10 @@ class Heat {
     }
     byId("heat-low").textContent = figure_text(this.span[0], this.chart);
     byId("heat-high").textContent = figure_text(this.span[1], this.chart);
-    this.figure.querySelector(".plot").setAttribute("aria-label", `Heat map of ${this.chart.title}, a row a GPU`);
+    this.figure.querySelector(".plot").setAttribute("aria-label", `Heat map of ${this.chart.title}, one row per GPU`);
   }
 
-  // The names of the nodes stand at their first GPU, or every so many of them where they would overlap.
+  // Label each GPU, or only each node's first one if rows are low; labels that would overlap are left out.
   labels(high) {
     const { gpus } = this.charts.data;
     const names = [];
@@ -244,7 +244,7 @@ class Heat {
         hooks: { draw: [(u) => this.paint(u)] },
       },
       [this.charts.whole, [null, null]],
-      (u) => { readout.textContent = this.words(u); },
+      (u) => { readout.textContent = this.describe(u); },
     );
     this.plot.over.addEventListener("click", () => {
       const at = this.under(this.plot);
@@ -275,7 +275,7 @@ class Heat {
     return { t, row: Math.min(rows - 1, Math.max(0, rows - 1 - Math.floor(u.posToVal(top, "y")))) };
   }
 
-  words(u) {
+  describe(u) {
     const at = this.under(u);
     if (!at) return "";
     const gpu = this.charts.data.gpus[at.row];

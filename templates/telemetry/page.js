@@ -1,4 +1,4 @@
-// Puts the page together: which lines are shown, the toolbar, the theme, tables that sort.
+// Set up the page: the selected lines, the toolbar, the theme, sortable tables.
 const fresh = (name, parent, text) => {
   const element = document.createElement(name);
   if (text !== undefined) element.textContent = text;
@@ -13,13 +13,13 @@ const pooled = (rows, pool) => rows[0].map((_, i) => {
 const GROUPS = { training: "Training", gpus: "GPUs", hosts: "Nodes" };
 const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 
-// Lines and band of "whole job": the mean, between the lowest and the highest.
+// Return the lines and band of "whole job": the mean, the lowest and the highest.
 function range_of(low, middle, high) {
   const faint = { width: 0.75 };
   return { lines: [line("highest", high, 0, faint), line("mean", middle, 0, { width: 1.75 }), line("lowest", low, 0, faint)], band: [1, 3] };
 }
 
-// The lines of a chart for one choice of the selector.
+// Return the lines of a chart for one choice of the selector.
 function lines_for(charts, chart, shown) {
   const { data, tables } = charts;
   const [kind, number] = [shown.split(":")[0], Number(shown.split(":")[1])];
@@ -37,7 +37,7 @@ function lines_for(charts, chart, shown) {
   }
   if (kind === "nodes") return { lines: all.map((i) => node_line(i, i)) };
   const gpu_line = (row, place) => line(data.gpus[data.chosen[row]].label, tables.gpus.row(curve, row), place);
-  const single = tables.gpus.has(curve); // not where only GPUs without curves of their own recorded it
+  const single = tables.gpus.has(curve); // false if only GPUs without individual curves recorded it
   if (kind === "gpu" && single) {
     return { lines: [gpu_line(number, 0), line("mean of all", tables.overall.row(curve, 0), 7)] };
   }
@@ -76,8 +76,8 @@ function show_key(charts, shown) {
     const item = fresh("li", key);
     const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     const path = document.createElementNS("http://www.w3.org/2000/svg", "line");
-    const given = { x1: 0, x2: 26, y1: 4, y2: 4, stroke: `var(${l.stroke})`, "stroke-width": l.width < 1 ? 1 : 2.5, "stroke-dasharray": l.dash.join(" ") };
-    Object.entries(given).forEach(([name, value]) => path.setAttribute(name, value));
+    const attributes = { x1: 0, x2: 26, y1: 4, y2: 4, stroke: `var(${l.stroke})`, "stroke-width": l.width < 1 ? 1 : 2.5, "stroke-dasharray": l.dash.join(" ") };
+    Object.entries(attributes).forEach(([name, value]) => path.setAttribute(name, value));
     svg.setAttribute("aria-hidden", "true");
     svg.append(path);
     item.append(svg, l.label);
@@ -133,9 +133,9 @@ function wire_toolbar(charts) {
   byId("earlier").onclick = () => charts.move(-0.5);
   byId("later").onclick = () => charts.move(0.5);
   byId("reset").onclick = () => charts.show(...charts.whole);
-  const tell = ([from, to]) => { byId("range").textContent = `${moment(from)} – ${moment(to)} UTC`; };
-  charts.listeners.push(tell);
-  tell(charts.view);
+  const show_range = ([from, to]) => { byId("range").textContent = `${moment(from)} – ${moment(to)} UTC`; };
+  charts.listeners.push(show_range);
+  show_range(charts.view);
 }
 
 function wire_theme(redraw) {
@@ -153,7 +153,7 @@ function wire_theme(redraw) {
   };
   button.hidden = false;
   system.addEventListener("change", update);
-  let screen = null; // the theme while it is printed, in light colours
+  let screen = null; // the screen's theme while the page is printed in light colors
   addEventListener("beforeprint", () => {
     screen ??= { theme: root.dataset.theme };
     root.dataset.theme = "light";
@@ -184,7 +184,7 @@ function wire_sorting(table) {
       const missing = (v) => v === undefined || v === "";
       const order = (a, b) => {
         const [x, y] = [value(a), value(b)];
-        if (missing(x) || missing(y)) return missing(x) - missing(y); // what is not known comes last either way
+        if (missing(x) || missing(y)) return missing(x) - missing(y); // missing values come last in both directions
         const by = numeric ? x - y : x.localeCompare(y, "en", { numeric: true });
         return way === "ascending" ? by : -by;
       };
@@ -221,7 +221,7 @@ main().catch((e) => {
   const trouble = byId("trouble");
   if (!trouble) throw e;
   trouble.textContent = old
-    ? "This browser is too old to draw the curves: it takes Chrome or Edge 80, Firefox 113 or Safari 16.4."
+    ? "This browser is too old to draw the curves; use Chrome or Edge 80, Firefox 113 or Safari 16.4, or newer."
     : `The curves could not be drawn: ${e.message}`;
   trouble.hidden = false;
   if (!old) console.error(e);

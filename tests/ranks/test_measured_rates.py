@@ -41,7 +41,7 @@ def test_a_gpu_that_is_not_there_is_no_rate_of_the_cpu() -> None:
     found = bench.measure(BenchTarget(python=sys.executable, device="cuda"), lambda _: None)
     assert found.measured is None
     assert found.failures == (
-        "measuring matrix products: RuntimeError: CUDA was asked for, and torch sees no GPU it can use",
+        "measuring matrix products: RuntimeError: CUDA was requested, but torch finds no usable GPU",
     )
 
 

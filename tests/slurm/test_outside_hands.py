@@ -67,7 +67,7 @@ def test_without_slurmctld_runs_wait_for_it_and_are_cancelled_all_the_same(
     requeued.call("requeue", requeued.id)
     said = json.loads(cancelled.call("cancel", cancelled.id, "--json").stdout)
     assert said["state"] == "cancelling"
-    assert cancelled.call("list").stdout.count("states are from the runs' own files") == 1
+    assert cancelled.call("list").stdout.count("states come from the run directories") == 1
     controller.wait_for(lambda: ended(cancelled) == ["cancelled"], 60, "the end of the cancelled attempt")
     for run in (requeued, preempted):
         controller.wait_for(

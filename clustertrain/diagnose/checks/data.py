@@ -1,5 +1,4 @@
-"""A look at the data itself: some samples as the model gets them, labels, duplicates, values that are not finite, and
-whether targets belong to their inputs."""
+"""Check the data: samples as the model gets them, labels, duplicates, NaN and Inf, and whether targets match inputs."""
 
 from __future__ import annotations
 
@@ -20,29 +19,35 @@ from clustertrain.train.data import permutation
 from clustertrain.train.data.describe import find_document_lengths, find_padding_fraction, format_documents
 from clustertrain.train.data.sample_checks import format_samples
 
-MAX_SAMPLES = 1024  # looked at; in the run's order, so from all over the data
-CONTIGUOUS_SAMPLES = 1024  # neighbours in the data set, whose labels may have slipped
+MAX_SAMPLES = 1024  # to check, in the run's order and therefore from all over the dataset
+CONTIGUOUS_SAMPLES = 1024  # to check for shifted labels, in the dataset's order
 MAX_SHOWN = 4
 MAX_DUPLICATE_SHARE = 0.1  # of the samples
 MAX_CLASS_SHARE = 0.9  # of the labels
-MAX_TEXT_CHARS = 40  # characters of a sample
+MAX_TEXT_CHARS = 40  # shown per sample
 
-Note = tuple[Verdict, str, str]
+Note = tuple[Verdict, str, str]  # (verdict, text, fix)
 
 
 @dataclass
 class SampleStats:
-    """What the samples were. ``indices`` are theirs in the data set."""
+    """Statistics of the checked samples."""
 
     indices: list[int]
+    """Dataset indices of the samples."""
     input_hashes: Counter[str] = field(default_factory=Counter)
     non_finite: list[int] = field(default_factory=list)
+    """Dataset indices of the samples with NaN or Inf."""
     shapes: Counter[str] = field(default_factory=Counter)
+    """Samples per types and shapes of inputs and target."""
     labels: list[torch.Tensor] = field(default_factory=list)
+    """The integer targets."""
     target_hashes: dict[str, set[str]] = field(default_factory=dict)
+    """Hashes of the targets by hash of the inputs."""
 
     @property
     def duplicates(self) -> int:
+        """Return the number of samples whose inputs occurred before."""
         return sum(n - 1 for n in self.input_hashes.values())
 
 
@@ -51,15 +56,15 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     dataset = task.dataset
     size = len(dataset)
     if size < 1:
-        return Finding(check="data", verdict="fail", text="the data set is empty", fix="give it samples")
+        return Finding(check="data", verdict="fail", text="the dataset is empty", fix="provide at least one sample")
     indices = permutation.samples_at(subject.recipe.train.seed, size, 0, min(size, MAX_SAMPLES))
     stats = SampleStats(indices)
     for i, index in enumerate(indices):
         add_sample(stats, index, dataset[index])
         on_progress(i + 1, len(indices) + CONTIGUOUS_SAMPLES)
     num_classes = _infer_classes(subject, dataset)
-    has_labels = subject.recipe.objective_kind != "nt-xent"  # its targets only number the samples
-    has_unique_target = has_labels and not subject.recipe.is_text  # the same words may go on in several ways
+    has_labels = subject.recipe.objective_kind != "nt-xent"  # nt-xent targets only number the samples
+    has_unique_target = has_labels and not subject.recipe.is_text  # equal text may continue in several ways
     notes = [
         *assess_values(stats, dataset, has_unique_target=has_unique_target),
         *assess_labels(stats, num_classes, subject),
@@ -84,19 +89,19 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
         "padding": padding,
         **alignment_evidence,
     }
-    rows = [("samples", f"{size:,}, {len(indices):,} looked at, {stats.duplicates} of them duplicates"), *preview]
+    rows = [("samples", f"{size:,}; {len(indices):,} checked, {stats.duplicates} of them duplicates"), *preview]
     rows += [("shapes", "; ".join(f"{s} ({n})" if len(stats.shapes) > 1 else s for s, n in stats.shapes.items()))]
     if evidence["labels"]:
         rows.append(("labels", _format_labels(evidence["labels"], num_classes)))
     if documents := format_documents(lengths, padding):
         rows.append(("documents", ", ".join(documents)))
-    text = "; ".join(t for _, t, _ in reported) or f"{len(indices):,} samples are sound"
+    text = "; ".join(t for _, t, _ in reported) or f"no problem in {len(indices):,} samples"
     fix = "; ".join(f for _, _, f in reported if f)
     return Finding(check="data", verdict=verdict, text=text, fix=fix, evidence=evidence, rows=rows)
 
 
 def add_sample(stats: SampleStats, index: int, sample: Any) -> None:
-    """Add one sample, a pair (inputs, target)."""
+    """Add one sample, a pair (inputs, target), to ``stats``."""
     inputs, target = _split_pair(sample)
     tensors = _as_tensors(inputs)
     input_hash = xxhash.xxh3_64_hexdigest(b"".join(_tensor_bytes(t) for t in tensors))
@@ -114,12 +119,12 @@ def add_sample(stats: SampleStats, index: int, sample: Any) -> None:
 
 
 def _split_pair(sample: Any) -> tuple[Any, Any]:
-    """(inputs, target); None for the target of what is no pair."""
+    """Return (inputs, target); the target is None if ``sample`` is not a pair."""
     return (sample[0], sample[1]) if isinstance(sample, (tuple, list)) and len(sample) == 2 else (sample, None)
 
 
 def _as_tensors(value: Any) -> list[torch.Tensor]:
-    """Numbers too, as tensors."""
+    """Return the tensors in a nested value, with numbers converted to tensors."""
     if isinstance(value, (tuple, list)):
         return [t for inner in value for t in _as_tensors(inner)]
     if isinstance(value, dict):
@@ -146,11 +151,11 @@ def _format_labels(counts: dict[int, int], num_classes: int | None) -> str:
     by_count = sorted(counts.items(), key=lambda kv: -kv[1])
     most_frequent = ", ".join(f"{label} ({n})" for label, n in by_count[:MAX_SHOWN])
     suffix = f" of {num_classes} classes" if num_classes else ""
-    return f"{min(counts)} to {max(counts)}, {len(counts)}{suffix}; most often {most_frequent}"
+    return f"{min(counts)} to {max(counts)}, {len(counts)}{suffix}; most frequent: {most_frequent}"
 
 
 def _infer_classes(subject: Subject, dataset: Any) -> int | None:
-    """That the model tells apart; None where that is not known."""
+    """Return the number of classes in the model's output, or None if it is not a classifier."""
     with subject.with_overrides(data={"workers": 0}).trainer() as trainer, torch.no_grad():
         indices = permutation.samples_at(subject.recipe.train.seed, len(dataset), 0, subject.small_sample_count)
         batch = to_device(
@@ -160,24 +165,25 @@ def _infer_classes(subject: Subject, dataset: Any) -> int | None:
 
 
 def assess_values(stats: SampleStats, dataset: Any, *, has_unique_target: bool = True) -> list[Note]:
-    """``has_unique_target``: inputs have one right target."""
+    """Return notes on NaN, Inf, duplicates and, if each input has one right target, inputs with several targets."""
     notes: list[Note] = []
     if stats.non_finite:
-        text = f"{len(stats.non_finite)} samples are not finite: {format_samples(dataset, stats.non_finite)}"
-        notes.append(("fail", text, "remove them, or see what divides by 0 when they are made"))
+        text = f"{len(stats.non_finite)} samples contain NaN or Inf: {format_samples(dataset, stats.non_finite)}"
+        notes.append(("fail", text, "remove them, or look for a division by 0 where they are computed"))
     if len(stats.input_hashes) == 1 and len(stats.indices) > 1:
-        notes.append(("fail", "all samples have the same inputs", "see what the data set does with its index"))
+        notes.append(("fail", "all samples have the same inputs", "check how the dataset uses its index"))
     elif stats.duplicates > MAX_DUPLICATE_SHARE * len(stats.indices):
         share = stats.duplicates / len(stats.indices)
-        notes.append(("warn", f"{share:.0%} of the samples are there before", "remove the duplicates"))
+        notes.append(("warn", f"{share:.0%} of the samples are duplicates", "remove the duplicates"))
     ambiguous = sum(1 for targets in stats.target_hashes.values() if len(targets) > 1)
     if ambiguous and has_unique_target:
-        notes.append(("warn", f"{ambiguous} inputs come with different targets", "no model can learn both: remove one"))
+        fix = "keep one target per input: no model can fit both"
+        notes.append(("warn", f"{ambiguous} inputs occur with different targets", fix))
     return notes
 
 
 def assess_labels(stats: SampleStats, num_classes: int | None, subject: Subject) -> list[Note]:
-    """Of classes; nothing of other targets."""
+    """Return notes on class labels; other targets have none."""
     counts = _label_counts(stats)
     counts.pop(subject.recipe.objective.ignore_index, None)
     if num_classes is None or not counts:
@@ -185,28 +191,22 @@ def assess_labels(stats: SampleStats, num_classes: int | None, subject: Subject)
     notes: list[Note] = []
     out_of_range = [label for label in counts if not 0 <= label < num_classes]
     if out_of_range:
-        text = f"labels run from {min(counts)} to {max(counts)}, and the model tells {num_classes} classes apart"
-        fix = f"number them from 0 to {num_classes - 1}"
-        notes.append(
-            ("fail", text, fix if min(counts) >= 0 else f"{fix}; objective.ignore_index names one not to count")
-        )
+        text = f"labels range from {min(counts)} to {max(counts)}, but the model has {num_classes} classes"
+        fix = f"number the labels from 0 to {num_classes - 1}"
+        notes.append(("fail", text, fix if min(counts) >= 0 else f"{fix}, or mask a value with objective.ignore_index"))
     total = sum(counts.values())
     label, top_count = max(counts.items(), key=lambda kv: kv[1])
     if len(counts) == 1:
-        notes.append(("fail", f"all labels are {label}", "there is nothing to learn: see how they are read"))
+        fix = "check how labels are read: with a single class there is nothing to learn"
+        notes.append(("fail", f"all labels are {label}", fix))
     elif top_count > MAX_CLASS_SHARE * total:
-        notes.append(
-            (
-                "warn",
-                f"{top_count / total:.0%} of the labels are {label}",
-                "accuracy says little: choose another metric",
-            )
-        )
+        fix = "use a metric other than accuracy, which a constant answer already satisfies"
+        notes.append(("warn", f"{top_count / total:.0%} of the labels are {label}", fix))
     return notes
 
 
 def _assess_validation_overlap(task: Any, stats: SampleStats) -> list[Note]:
-    """Whether what is kept apart is learned as well."""
+    """Return a warning if validation samples also occur in the training data."""
     if task.validation is None:
         return []
     validation_stats = SampleStats([])
@@ -215,15 +215,13 @@ def _assess_validation_overlap(task: Any, stats: SampleStats) -> list[Note]:
     overlap = len(validation_stats.input_hashes.keys() & stats.input_hashes.keys())
     if not overlap:
         return []
-    return [
-        ("warn", f"{overlap} samples of the validation data are also learned from", "remove them from one of the two")
-    ]
+    return [("warn", f"{overlap} validation samples are also in the training data", "remove them from one of the two")]
 
 
 def _assess_alignment(
     subject: Subject, dataset: Any, on_progress: ProgressCallback
 ) -> tuple[list[Note], dict[str, Any]]:
-    """Whether targets belong to their inputs."""
+    """Return notes and evidence on whether targets match their inputs."""
     count = min(len(dataset), CONTIGUOUS_SAMPLES)
     pairs = []
     for i in range(count):
@@ -251,33 +249,34 @@ def _assess_alignment(
 
 
 def assess_shift(shift: int | None, *, has_model_loss: bool) -> list[Note]:
-    """Of tokens whose targets are ``shift`` places ahead of the inputs."""
+    """Return a note if targets are not one token ahead of the inputs but ``shift`` tokens."""
     if shift in (None, 1) or (shift == 0 and has_model_loss):
         return []
     if shift == 0:
-        text = "the targets are the inputs themselves: the model learns to copy"
+        text = "the targets equal the inputs: the model learns to copy"
     else:
         assert shift is not None
         direction = "ahead of" if shift > 0 else "behind"
-        text = f"the targets are {abs(shift)} tokens {direction} the inputs, and should be 1 ahead"
-    return [("fail", text, "return (tokens[:-1], tokens[1:]) of each stretch of tokens")]
+        text = f"the targets are {abs(shift)} tokens {direction} the inputs; they should be 1 ahead"
+    return [("fail", text, "return (tokens[:-1], tokens[1:]) from each sequence of tokens")]
 
 
 def assess_slip(agreement: label_alignment.Agreement) -> list[Note]:
+    """Return a note if labels fit the samples before or after them better than their own."""
     slip = agreement.slip
     if slip in (None, 0):
         return []
     assert slip is not None
     text = (
-        f"labels do not belong to their samples: nearest neighbours share {agreement.shares[0]:.0%} of their labels (by"
-        f" chance {agreement.chance:.0%}), and {agreement.shares[slip]:.0%} where each takes the label"
+        f"labels do not belong to their samples: nearest neighbors share {agreement.shares[0]:.0%} of their labels"
+        f" (chance: {agreement.chance:.0%}), but {agreement.shares[slip]:.0%} if each sample takes the label"
         f" {label_alignment.format_slip(slip)}"
     )
-    return [("fail", text, "see how samples and labels are put together: one list has slipped against the other")]
+    return [("fail", text, "check how samples and labels are paired: one list is shifted against the other")]
 
 
 def format_sample(sample: Any, subject: Subject) -> str:
-    """One sample in a line: text as text, numbers by their range."""
+    """Return one sample as a line: text as text, larger tensors by their range."""
     inputs, target = _split_pair(sample)
     is_bytes = subject.recipe.data_kind in ("text", "pairs") and subject.recipe.model.vocab_size == 256
     input_text = ", ".join(_format_tensor(t, is_bytes) for t in _as_tensors(inputs))

@@ -1,5 +1,4 @@
-"""Float64 throughout: code that asks for float32 by name gets float64, so that a gradient can be compared to ten
-digits."""
+"""A mode that computes in float64 even where code requests float32, for gradient checks to ten digits."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def _has_narrower_dtype(args: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def force_float64() -> Iterator[None]:
-    """Around the forward pass of a model in float64."""
+    """Make float64 the default type, and the result of every request for a narrower one, inside the ``with``."""
     previous_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -1,12 +1,11 @@
-"""Gradients against central differences, in float64 on the CPU and on few samples.
+"""Compare gradients with central differences, in float64 on the CPU and on few samples.
 
-Along a random direction of each parameter (and along its element of the largest gradient) the loss is taken a little
-before and behind: their difference is the gradient without autograd. Where one is wrong, each module is tried by
-itself, with the inputs that it got, from the inside out: the first that is wrong has the mistake.
+The loss is evaluated on both sides of each parameter, along a random direction and along the element with the largest
+gradient; the difference gives the slope without autograd. If a gradient is wrong, each module is checked alone with
+its recorded inputs, innermost first: the first wrong module contains the bug.
 
-Initial values are often special ones: a weight of 0 behind a rectifier puts every unit on its kink, where there is no
-gradient to compare. So the parameters are moved a little first, and where the slopes ahead and behind differ, any value
-between them is right.
+Initial values are often special: a weight of 0 before a rectifier puts every unit at its kink, where no gradient
+exists. The parameters are therefore perturbed first, and if the one-sided slopes differ, any value between them passes.
 """
 
 from __future__ import annotations
@@ -27,27 +26,29 @@ from clustertrain.train.core import step_types
 from clustertrain.train.trainer import Trainer
 
 PASS_BELOW, FAIL_ABOVE = 1e-7, 1e-5  # of the relative error
-STEP_SIZES = (1e-4, 1e-5, 1e-6)  # of the difference, relative to the parameter: too long bends, too short rounds
-MAX_PARAMETERS = 20_000_000  # of a model that is tried as it is; in float64 and many times over
+STEP_SIZES = (1e-4, 1e-5, 1e-6)  # relative to the parameter: larger steps add curvature, smaller ones rounding
+MAX_PARAMETERS = 20_000_000  # of a user's model, which runs in float64 and many times
 MAX_TENSORS = 60
-PERTURBATION = 0.02  # added to each element times a normal random number
-ROUNDING_FACTOR = 8  # times the rounding of one number: the loss is a sum of many
-KINK_TOLERANCE = 1e-3  # the relative difference of the slopes ahead and behind
-MIN_RELATIVE_SLOPE = 1e-4  # of the usual slope; a slope below it is lost in the rounding of the loss
+PERTURBATION = 0.02  # standard deviation of the noise added to each element
+ROUNDING_FACTOR = 8  # times the rounding error of one number: the loss is a sum of many
+KINK_TOLERANCE = 1e-3  # relative difference of the one-sided slopes
+MIN_RELATIVE_SLOPE = 1e-4  # of the typical slope; a smaller slope is lost in the rounding of the loss
 SAMPLES = 2
 MAX_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Slope:
-    """Of the loss along one direction; ``rounding`` is what float64 leaves open of the numeric one."""
+    """The slope of the loss along one direction."""
 
     name: str
     numeric: float
     analytic: float
     rounding: float = 0.0
+    """The error of ``numeric`` due to float64 rounding."""
 
     def error(self, typical: float) -> float:
+        """Return the relative error beyond rounding; ``typical`` is the slope of a typical direction."""
         largest = max(abs(self.numeric), abs(self.analytic), MIN_RELATIVE_SLOPE * typical)
         difference = abs(self.numeric - self.analytic)
         if math.isnan(difference):
@@ -63,15 +64,15 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
             return Finding(
                 check="gradients",
                 verdict="skipped",
-                text=f"the model has {num_params:,} parameters, and is tried {4 * MAX_TENSORS} times over in float64",
-                fix="try a small copy: --set model.args.…=… for fewer layers and a smaller width",
+                text=f"the model has {num_params:,} parameters; this check runs at most {MAX_PARAMETERS:,} in float64",
+                fix="check a small copy: --set model.args.…=… for fewer layers and a smaller width",
                 evidence={"parameters": num_params},
             )
         return _check_gradients(trainer, subject, on_progress)
 
 
 def _shrink_model(subject: Subject) -> Subject:
-    """A built-in model's code is the same at any size."""
+    """Return a subject with a small built-in model; its code is the same at any size."""
     spec = subject.recipe.model
     if spec.entry or spec.kind == "convnet":
         return subject
@@ -104,8 +105,8 @@ def _check_gradients(trainer: Trainer, subject: Subject, on_progress: ProgressCa
         return Finding(
             check="gradients",
             verdict="skipped",
-            text=f"the loss comes in {initial_loss.dtype} from a model in float64, so that nothing can be compared",
-            fix="let the model compute in the type of its parameters",
+            text=f"the loss of a float64 model is {initial_loss.dtype}, too coarse to compare",
+            fix="compute in the dtype of the model's parameters",
         )
     named_params = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel()]
     stride = max(1, -(-len(named_params) // MAX_TENSORS))
@@ -140,19 +141,20 @@ def _check_gradients(trainer: Trainer, subject: Subject, on_progress: ProgressCa
 
 
 def assess(worst_error: float, parameter: str, faulty_module: tuple[str, float] | None) -> tuple[Verdict, str, str]:
-    """(verdict, text, fix); ``faulty_module`` is the module that has the mistake, and its error."""
+    """Return (verdict, text, fix); ``faulty_module`` is the module with the bug, and its error."""
     if not math.isfinite(worst_error):
-        return "fail", f"the gradient of {parameter} is not finite", "look for a division by 0, or a root or log of 0"
+        return "fail", f"the gradient of {parameter} is NaN or Inf", "look for a division by 0, or a root or log of 0"
     if worst_error > FAIL_ABOVE:
         location = f"in the backward pass of {faulty_module[0]}" if faulty_module else f"at {parameter}"
-        fix = "correct the backward() of its autograd.Function; torch.autograd.gradcheck tries one by itself"
+        fix = "correct the backward() of its autograd.Function; torch.autograd.gradcheck checks one alone"
         if faulty_module is None:
-            fix = "no module is wrong by itself: look at the loss, at detach() and no_grad, and at what is random"
+            fix = "check the loss, detach(), no_grad and randomness: each module alone has correct gradients"
         return "fail", f"the gradients are wrong, {location}: relative error {worst_error:.1e}", fix
     if worst_error > PASS_BELOW:
-        text = f"a relative error of {worst_error:.1e} at {parameter}"
-        return "warn", text, "a kink (relu, abs, max) near these samples explains it, and so does float32 inside"
-    return "pass", f"all are right, to a relative error of {worst_error:.1e}", ""
+        text = f"relative error {worst_error:.1e} at {parameter}"
+        fix = "look for a kink (relu, abs, max) near these samples or for float32 inside the model; both explain it"
+        return "warn", text, fix
+    return "pass", f"all gradients are correct to a relative error of {worst_error:.1e}", ""
 
 
 @torch.no_grad()
@@ -171,6 +173,7 @@ def _to_float64(batch: Any, device: torch.device) -> Any:
 
 
 def typical_slope(slopes: Sequence[Slope]) -> float:
+    """Return the median magnitude of the analytic slopes."""
     magnitudes = sorted(abs(s.analytic) for s in slopes)
     return magnitudes[len(magnitudes) // 2] if magnitudes else 0.0
 
@@ -181,6 +184,7 @@ def compute_slopes(
     initial_loss: torch.Tensor,
     on_progress: ProgressCallback,
 ) -> list[Slope]:
+    """Return the slopes of ``loss`` along a random direction and the largest gradient element of each parameter."""
     grads = torch.autograd.grad(initial_loss, [p for _, p in named_params], allow_unused=True)
     generator = torch.Generator().manual_seed(1)
     slopes = []
@@ -208,7 +212,7 @@ def _compute_slope(
     loss: Callable[[], torch.Tensor],
     loss_value: float,
 ) -> Slope:
-    """At the step of the difference that agrees best; ``loss_value`` is the loss without a step."""
+    """Return the slope for the step size that agrees best; ``loss_value`` is the loss at the current parameters."""
     analytic, candidates = float((grad * direction).sum()), []
     size = max(1.0, float(p.norm()))
     for h in (s * size for s in STEP_SIZES):
@@ -228,7 +232,7 @@ def _compute_slope(
 
 
 def find_faulty_module(model: nn.Module, batch: Any, loss: Callable[[], torch.Tensor]) -> tuple[str, float] | None:
-    """The innermost module whose own gradients are wrong, with its error."""
+    """Return the innermost module with wrong gradients and its error, or None."""
     calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -243,7 +247,7 @@ def find_faulty_module(model: nn.Module, batch: Any, loss: Callable[[], torch.Te
     innermost_first = sorted(model.named_modules(), key=lambda named: -(named[0].count(".") + bool(named[0])))
     for name, module in innermost_first:
         if module in calls and (error := module_gradient_error(module, *calls[module])) > FAIL_ABOVE:
-            return f"{name or 'the model itself'} ({type(module).__name__})", error
+            return f"{name or 'the root module'} ({type(module).__name__})", error
     return None
 
 
@@ -256,7 +260,7 @@ def _detach(value: Any) -> Any:
 
 
 def module_gradient_error(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """The relative error of one module's gradients, of its parameters and of its inputs; 0 where it has none."""
+    """Return the relative error of a module's parameter and input gradients; 0 if it has none."""
     weights: list[torch.Tensor] = []
 
     def loss() -> torch.Tensor:

@@ -1,6 +1,8 @@
-"""The loss before any training. A model that knows nothing gives every class the same probability, so its loss is known
-beforehand; another one tells of initial values that shout, of a wrong number of classes, or of inputs that hold the
-answer."""
+"""Compare the loss before any training with its expected value.
+
+An untrained model gives every class the same probability, so its loss is known. Another value means that the initial
+outputs are too large, the number of classes is wrong, or the inputs contain the answer.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from clustertrain.train.models.initial_loss import ExpectedLoss, initial_loss
 
 BATCHES = 8
 TOLERANCE = 0.1  # of the expected loss
-MIN_TOLERANCE = 0.25  # what logits of a usual spread, 0.6, add to it is half their variance
-FAIL_TOLERANCE = 0.5  # of the expected loss: so far off nothing but a mistake explains it
+MIN_TOLERANCE = 0.25  # logits add half their variance to the loss, and a usual standard deviation is 0.6
+FAIL_TOLERANCE = 0.5  # of the expected loss: only a bug explains a larger difference
 MAX_SHOWN = 5
 
 
 def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
-    """The optimizer is never stepped."""
+    """Measure the loss of a few batches without an optimizer step."""
     losses, outputs = [], []
     with subject.with_overrides(data={"workers": 0}).trainer() as trainer, torch.no_grad():
         for i in range(BATCHES):
@@ -46,7 +48,7 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     }
     rows = [("loss", f"{evidence['loss']:.4g} over {BATCHES} batches ({min(losses):.4g} to {max(losses):.4g})")]
     if expected is not None:
-        rows.append(("expected", f"{expected.loss:.4g} = {expected.formula}, give or take {evidence['tolerance']:.2g}"))
+        rows.append(("expected", f"{expected.loss:.4g} = {expected.formula}, ± {evidence['tolerance']:.2g}"))
     breakdown = _loss_breakdown(subject, outputs)
     if breakdown:
         name, group_losses = breakdown
@@ -63,33 +65,33 @@ def _tolerance(expected: float) -> float:
 
 
 def assess(loss: float, expected: ExpectedLoss | None, *, has_model_loss: bool = False) -> tuple[Verdict, str, str]:
-    """(verdict, text, fix) of the mean ``loss``."""
+    """Return (verdict, text, fix) for the mean ``loss``."""
     if not math.isfinite(loss):
         return "fail", f"the loss is {loss} before any training", "look for a division by 0, a log of 0, or bad data"
     if expected is None:
-        return "skipped", f"the loss is {loss:.4g}, and what it should be is not known of this objective", ""
+        return "skipped", f"the loss is {loss:.4g}; its expected value is unknown for this objective", ""
     difference = loss - expected.loss
-    text = f"the loss is {loss:.4g}, and should be about {expected.loss:.4g} ({expected.formula})"
+    text = f"the loss is {loss:.4g}; expected about {expected.loss:.4g} ({expected.formula})"
     if abs(difference) <= _tolerance(expected.loss):
         return "pass", text, ""
     verdict: Verdict = (
         "warn" if has_model_loss or abs(difference) <= max(FAIL_TOLERANCE * expected.loss, MIN_TOLERANCE) else "fail"
     )
     if difference < 0:
-        fix = "a model that has learned nothing cannot know: see whether the inputs hold the target"
+        fix = "check whether the inputs contain the target: an untrained model cannot predict it"
         return verdict, f"{text}: too low", fix
     return (
         verdict,
         f"{text}: too high",
         (
-            "the first outputs are too large: initialise the last layer smaller (a standard deviation of 0.02, say), "
-            "look for a norm that is missing, scale the inputs or targets to about 1"
+            "make the initial outputs smaller: initialize the last layer with a standard deviation of about 0.02, "
+            "add a missing norm, or scale the inputs or targets to about 1"
         ),
     )
 
 
 def _loss_breakdown(subject: Subject, outputs: list[tuple[Any, Any]]) -> tuple[str, dict[str, float]] | None:
-    """The mean loss of each class, or of each bit of a binary target."""
+    """Return ("class" or "bit", mean loss per class or per bit of a binary target), or None for other objectives."""
     objective = subject.recipe.objective_kind
     if infer_num_classes(*outputs[0]) is not None and objective == "cross-entropy":
         logits = torch.cat([o.flatten(0, -2).float() for o, _ in outputs])

@@ -1,9 +1,8 @@
-"""Whether targets belong to their inputs. A model learns wrong pairs by heart as well as right ones, and its first loss
-is the same: only the data itself tells.
+"""Detect targets that do not match their inputs.
 
-Of tokens the targets are looked for in the inputs, some places on. Of samples with one label each the nearest
-neighbours are asked: where they agree better with the labels of the samples before or behind than with a sample's own,
-the labels have slipped.
+A model memorizes wrong pairs as well as right ones, from the same initial loss, so only the data reveals them. For
+tokens, the targets are searched in the inputs at several shifts. For samples with one label each, nearest neighbors
+are compared: if they agree only after every label moves by one or two samples, the labels are shifted (a "slip").
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from dataclasses import dataclass
 
 import torch
 
-SHIFTS = (1, 0, 2, 3, -1, -2, -3)  # of tokens, the right one first
-MIN_MATCH = 0.99  # of the targets, for a shift to be one
-SLIPS = (0, 1, -1, 2, -2)  # of labels, by samples
-MIN_SLIP_DEVIATIONS = 6.0  # standard deviations above chance, for a slip
-MIN_ALIGNED_DEVIATIONS = 3.0  # of the labels as they are: at least some agreement
+SHIFTS = (1, 0, 2, 3, -1, -2, -3)  # tokens, the correct shift first
+MIN_MATCH = 0.99  # share of the targets that must match at a shift
+SLIPS = (0, 1, -1, 2, -2)  # samples
+MIN_SLIP_DEVIATIONS = 6.0  # standard deviations above chance that prove a slip
+MIN_ALIGNED_DEVIATIONS = 3.0  # standard deviations above chance that prove unshifted labels
 MAX_FEATURES = 512
 NEIGHBOURS = 1
 
 
 def find_token_shift(inputs: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> int | None:
-    """How many places the targets are ahead of the inputs, both (samples, length); None where they are no such copy."""
+    """Return how many tokens the targets are ahead of the inputs, both (samples, length); None if no shift matches."""
     for shift in SHIFTS:
         if abs(shift) >= inputs.shape[1]:
             continue
@@ -39,16 +38,17 @@ def find_token_shift(inputs: torch.Tensor, targets: torch.Tensor, ignore_index: 
 
 @dataclass(frozen=True)
 class Agreement:
-    """With the nearest neighbour, by slip: ``share`` of the classes or the correlation of numbers, and how many
-    standard deviations above ``chance`` that is."""
+    """Agreement between the labels of nearest neighbors, by slip."""
 
     shares: dict[int, float]
+    """Share of equal classes, or correlation of numeric targets."""
     deviations: dict[int, float]
+    """Standard deviations above ``chance``."""
     chance: float
 
     @property
     def slip(self) -> int | None:
-        """0 where the labels are the samples' own as far as can be told; None where nothing can be."""
+        """Return the slip of the labels, 0 if they match their samples, None if the data does not tell."""
         best = max(self.deviations, key=lambda slip: self.deviations[slip])
         if self.deviations[0] >= MIN_ALIGNED_DEVIATIONS or self.deviations[best] < MIN_SLIP_DEVIATIONS:
             return 0 if self.deviations[0] >= MIN_ALIGNED_DEVIATIONS else None
@@ -56,8 +56,11 @@ class Agreement:
 
 
 def measure_agreement(features: torch.Tensor, labels: torch.Tensor) -> Agreement | None:
-    """Of neighbouring samples of the data set: ``features`` (samples, …), ``labels`` (samples,) classes, or numbers
-    (samples, …). None where all labels are alike or there are too few samples."""
+    """Measure how well the labels of nearest neighbors agree, for consecutive samples of the dataset.
+
+    ``features`` is (samples, …); ``labels`` are classes (samples,) or numbers (samples, …). Return None if all labels
+    are equal or there are too few samples.
+    """
     size = len(labels)
     if size < 64:
         return None
@@ -70,7 +73,7 @@ def measure_agreement(features: torch.Tensor, labels: torch.Tensor) -> Agreement
     shares, deviations = {}, {}
     chance = 0.0
     for slip in SLIPS:
-        # labels[i + slip] is what sample i would have if they had slipped by it.
+        # labels[i + slip] is the right label of sample i if the labels are shifted by ``slip``.
         own_labels, neighbour_labels = labels[interior + slip], labels[nearest[interior] + slip]
         if labels.is_floating_point():
             share, deviation = _correlation(own_labels, neighbour_labels)
@@ -85,7 +88,7 @@ def measure_agreement(features: torch.Tensor, labels: torch.Tensor) -> Agreement
 
 
 def _correlation(own_labels: torch.Tensor, neighbour_labels: torch.Tensor) -> tuple[float, float]:
-    """The mean over the columns, and its standard deviations above none."""
+    """Return the correlation averaged over the columns, and its standard deviations above 0."""
     a, b = (
         x.double().reshape(len(x), -1) - x.double().reshape(len(x), -1).mean(0) for x in (own_labels, neighbour_labels)
     )
@@ -97,7 +100,7 @@ def _correlation(own_labels: torch.Tensor, neighbour_labels: torch.Tensor) -> tu
 
 
 def _reduce_features(features: torch.Tensor) -> torch.Tensor:
-    """(samples, at most MOST_FEATURES), each of the spread 1: neighbours that are each a mean, so that noise goes."""
+    """Return (samples, at most MAX_FEATURES) with unit variance; adjacent features are averaged to reduce noise."""
     flat = features.double().flatten(1)
     if flat.shape[1] > MAX_FEATURES:
         flat = torch.nn.functional.adaptive_avg_pool1d(flat[:, None], MAX_FEATURES)[:, 0]
@@ -106,5 +109,6 @@ def _reduce_features(features: torch.Tensor) -> torch.Tensor:
 
 
 def format_slip(slip: int) -> str:
+    """Return the slip as text, such as "1 sample after"."""
     nouns: Sequence[str] = ("sample", "samples")
-    return f"{abs(slip)} {nouns[abs(slip) > 1]} {'further on' if slip > 0 else 'before'}"
+    return f"{abs(slip)} {nouns[abs(slip) > 1]} {'after' if slip > 0 else 'before'}"

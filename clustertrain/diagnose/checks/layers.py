@@ -1,5 +1,4 @@
-"""What happens layer by layer in the first steps: gradient norms that should be of one size, units that never answer,
-activations that grow or vanish on the way."""
+"""Check the first steps layer by layer: gradient norms of similar size, dead units, activations that grow or vanish."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ from clustertrain.diagnose.registry import Finding, Verdict, worst_verdict
 from clustertrain.diagnose.subject import Subject, collect_tensors, load_batch, mean_loss
 from clustertrain.train.distributed.data_parallel import repeated_layers
 
-WARMUP_STEPS = 3  # before anything is measured: a block that begins as its shortcut has no gradient inside
+WARMUP_STEPS = 3  # before the measurement: a residual block initialized to 0 has no gradient inside at first
 BATCHES = 4
-SAMPLES = 32  # that a unit must answer to none of to be dead; more where a batch has more
-WARN_FACTOR, FAIL_FACTOR = 10.0, 100.0  # of a layer's gradient norm to the middle one
+SAMPLES = 32  # at least; a unit that is 0 on all of them is dead
+WARN_FACTOR, FAIL_FACTOR = 10.0, 100.0  # a layer's gradient norm relative to the median
 FAIL_DEAD_SHARE, WARN_DEAD_SHARE = 0.5, 0.25  # of a layer's units
-MAX_RMS, MIN_RMS = 1e3, 1e-5  # of the root mean square of an activation
+MAX_RMS, MIN_RMS = 1e3, 1e-5  # of an activation
 MAX_SHOWN = 8
 _RECTIFIERS = frozenset({"relu", "relu_", "relu6", "hardtanh", "hardtanh_", "threshold", "threshold_"})
 
@@ -59,7 +58,7 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     evidence: dict[str, Any] = {"gradient_norms": norms, "dead_share": dead_shares, "activation_rms": rms}
     rows = [
         ("gradient norm", _format_row(norms, "{:.2e}")),
-        ("dead units", _format_row(dead_shares, "{:.0%}") or "no rectifier seen"),
+        ("dead units", _format_row(dead_shares, "{:.0%}") or "no rectifiers"),
     ]
     rows.append(("activation rms", _format_row(rms, "{:.2g}")))
     return Finding(
@@ -79,12 +78,12 @@ def _format_row(values: dict[str, float], template: str) -> str:
 
 
 def _find_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What is compared: the repeated layers, and where there are none the modules with a matrix of their own."""
+    """Return the repeated layers, or, if there are none, the modules that hold a trainable matrix directly."""
     repeated = list(repeated_layers(model))
     if len(repeated) > 1:
         return repeated
     return [
-        (name or "the model itself", m)
+        (name or "the root module", m)
         for name, m in model.named_modules()
         if any(p.dim() > 1 and p.requires_grad for p in m.parameters(recurse=False))
     ]
@@ -96,22 +95,23 @@ def _gradient_norm(module: nn.Module) -> float:
 
 
 class _ActivationRecorder(TorchFunctionMode):
-    """Sees each rectifier's output and each layer's activation, by the name of the module that is at work."""
+    """Records rectifier outputs and layer activations by the name of the module that runs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.unit_max: dict[str, torch.Tensor] = {}  # by unit, over all samples
-        self.square_sums: dict[str, tuple[float, int]] = {}
+        self.unit_max: dict[str, torch.Tensor] = {}  # largest magnitude per unit, over all samples
+        self.square_sums: dict[str, tuple[float, int]] = {}  # (sum of squares, elements)
         self._module_stack: list[str] = []
         self._unit_axis = -1
-        self._last_layer = ""  # the last one with parameters
+        self._last_layer = ""  # the last module with parameters
 
     @contextmanager
     def record(self, model: nn.Module) -> Iterator[None]:
+        """Record the forward passes of ``model`` inside the ``with``."""
         hooks = []
         for name, module in model.named_modules():
-            hooks.append(module.register_forward_pre_hook(self._pre_hook(name or "the model itself")))
-            hooks.append(module.register_forward_hook(self._post_hook(name or "the model itself"), always_call=True))
+            hooks.append(module.register_forward_pre_hook(self._pre_hook(name or "the root module")))
+            hooks.append(module.register_forward_hook(self._post_hook(name or "the root module"), always_call=True))
         try:
             with self:
                 yield
@@ -143,7 +143,7 @@ class _ActivationRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") in _RECTIFIERS and isinstance(output, torch.Tensor) and output.dim() > 1:
-            module_name = self._module_stack[-1] if self._module_stack else "the model itself"
+            module_name = self._module_stack[-1] if self._module_stack else "the root module"
             name = f"{module_name} after {self._last_layer}" if self._last_layer else module_name
             flat = output.detach().movedim(1 if output.dim() > 3 else self._unit_axis, -1).flatten(0, -2)
             unit_max = flat.abs().amax(0)
@@ -152,52 +152,53 @@ class _ActivationRecorder(TorchFunctionMode):
 
 
 def assess_norms(norms: dict[str, float]) -> tuple[Verdict, str, str]:
-    """(verdict, text, fix) of gradient norms by layer."""
+    """Return (verdict, text, fix) for gradient norms by layer."""
     values = sorted(norms.values())
     if not all(map(math.isfinite, values)):
         name = next(n for n, v in norms.items() if not math.isfinite(v))
-        return "fail", f"the gradient of {name} is not finite", "see `clustertrain diagnose gradients`"
+        return "fail", f"the gradient of {name} is NaN or Inf", "run `clustertrain diagnose gradients`"
     if len(values) < 2:
-        return "pass", "one layer has a gradient", ""
+        return "pass", "only one layer has a gradient", ""
     median = values[len(values) // 2] or values[-1]
     if median == 0:
-        return "fail", "no layer has a gradient", "the loss does not depend on the parameters: see `modes`"
+        fix = "run `clustertrain diagnose modes`: the loss does not depend on the parameters"
+        return "fail", "no layer has a gradient", fix
     name, value = max(norms.items(), key=lambda kv: abs(math.log(kv[1] / median)) if kv[1] else math.inf)
     factor = value / median
     if WARN_FACTOR >= factor >= 1 / WARN_FACTOR:
         spread = values[-1] / values[0]
-        return "pass", f"gradient norms lie within a factor of {spread:.1f}", ""
+        return "pass", f"gradient norms are within a factor of {spread:.1f}", ""
     ratio_text = "zero" if value == 0 else f"{factor:.1f} times" if factor > 1 else f"1/{1 / factor:.0f} of"
     verdict: Verdict = "warn" if FAIL_FACTOR >= factor >= 1 / FAIL_FACTOR else "fail"
-    fix = "its initial values, a norm that is missing before it, or a residual branch that is not scaled"
-    return verdict, f"the gradient norm of {name} is {ratio_text}{'' if value == 0 else ' the middle one'}", fix
+    fix = "check its initial values, a missing norm before it, and unscaled residual branches"
+    return verdict, f"the gradient norm of {name} is {ratio_text}{'' if value == 0 else ' the median'}", fix
 
 
 def assess_dead_units(dead_shares: dict[str, float]) -> tuple[Verdict, str, str]:
-    """(verdict, text, fix) of the shares of units that are 0 on all samples."""
+    """Return (verdict, text, fix) for the shares of units that are 0 on all samples."""
     if not dead_shares:
-        return "pass", "no rectifier, so no dead units", ""
+        return "pass", "no rectifiers, so no dead units", ""
     name, share = max(dead_shares.items(), key=lambda kv: kv[1])
     text = f"{share:.0%} of the units of {name} are dead"
-    fix = "a lower rate, biases that begin at 0, weights drawn for rectifiers (He et al.), leaky_relu or gelu"
+    fix = "use a lower learning rate, biases of 0, He initialization (He et al.), leaky_relu or gelu"
     if share >= FAIL_DEAD_SHARE:
         return "fail", text, fix
-    return ("warn", text, fix) if share >= WARN_DEAD_SHARE else ("pass", f"{share:.0%} dead units at most", "")
+    return ("warn", text, fix) if share >= WARN_DEAD_SHARE else ("pass", f"at most {share:.0%} dead units", "")
 
 
 def assess_activation_rms(rms: dict[str, float]) -> tuple[Verdict, str, str]:
-    """(verdict, text, fix) of the root mean squares of activations."""
+    """Return (verdict, text, fix) for the root mean squares of activations."""
     bad = [name for name, v in rms.items() if not math.isfinite(v)]
     if bad:
-        return "fail", f"the activations of {bad[0]} are not finite", "look for a division by 0, or an overflow"
+        return "fail", f"the activations of {bad[0]} contain NaN or Inf", "look for a division by 0 or an overflow"
     for description, names in (
         ("large", _layers_beyond(rms, MAX_RMS, above=True)),
         ("small", _layers_beyond(rms, MIN_RMS, above=False)),
     ):
         if names:
-            fix = "scale its initial values, or normalise before it"
+            fix = "scale its initial values, or normalize its inputs"
             return "warn", f"the activations of {names[0]} are {description}: {rms[names[0]]:.2g}", fix
-    return "pass", "activations of ordinary size", ""
+    return "pass", "activations have ordinary sizes", ""
 
 
 def _layers_beyond(rms: dict[str, float], limit: float, *, above: bool) -> Sequence[str]:

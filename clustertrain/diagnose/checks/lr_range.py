@@ -1,6 +1,9 @@
 """The learning-rate range test (Smith, "Cyclical Learning Rates for Training Neural Networks", arXiv 1506.01186,
-section 3.3): the rate grows exponentially from step to step, and where the loss turns up it is too high. Then short
-trainings at rates around the suggestion."""
+section 3.3).
+
+The rate grows exponentially from step to step; it is too high where the loss starts to rise. Short trainings at rates
+around the suggestion follow.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,16 @@ from clustertrain.diagnose.subject import Subject
 from clustertrain.train.optim.lr_schedule import set_lr
 
 MIN_LR, MAX_LR = 1e-7, 10.0
-SWEEP_STEPS = 120  # of the sweep, fifteen a decade
-SMOOTHING = 0.8  # of the running mean of the loss
-DIVERGENCE_FACTOR = 1.5  # times the lowest smoothed loss, of what fell: the end of the sweep
-SUGGESTION_FACTOR = 0.1  # of the rate at which the loss turns up
-TRIAL_FACTORS = (0.1, 10**-0.5, 1.0, 10**0.5, 10.0)  # times the suggestion: rates of the short trainings
-TRIAL_STEPS = 40  # steps of each
-MIN_FALL = 0.02  # of the first loss: a fall by less is none
-NEGLIGIBLE_LR = 1e-5  # rates below it change no loss that could be seen: what it does there is noise
-MAX_RISE = 1.1  # times the first loss, of a short training
-HIGH_FACTOR, LOW_FACTOR = 10.0, 0.01  # optim.lr against the suggestion
+SWEEP_STEPS = 120  # 15 per decade
+SMOOTHING = 0.8  # decay of the running mean of the loss
+DIVERGENCE_FACTOR = 1.5  # the sweep ends once the loss has risen by this factor of its fall
+SUGGESTION_FACTOR = 0.1  # of the rate at which the loss starts to rise
+TRIAL_FACTORS = (0.1, 10**-0.5, 1.0, 10**0.5, 10.0)  # rates of the short trainings, relative to the suggestion
+TRIAL_STEPS = 40
+MIN_FALL = 0.02  # of the first loss; a smaller fall does not count
+NEGLIGIBLE_LR = 1e-5  # below this rate the loss only changes by noise
+MAX_RISE = 1.1  # of the loss in a short training
+HIGH_FACTOR, LOW_FACTOR = 10.0, 0.01  # limits of optim.lr relative to the suggestion
 
 
 def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
@@ -42,7 +45,7 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     rows, trials = [], {}
     if turning_lr is not None:
         suggestion = SUGGESTION_FACTOR * turning_lr
-        marks |= {"suggestion": suggestion, "turns up": turning_lr}
+        marks |= {"suggestion": suggestion, "rises": turning_lr}
         for i, rate in enumerate(sorted({*(suggestion * f for f in TRIAL_FACTORS), subject.recipe.optim.lr})):
             offset = SWEEP_STEPS + i * TRIAL_STEPS
             trials[rate] = _run_trial(
@@ -50,7 +53,7 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
             )
         evidence |= {"turns_up_at": turning_lr, "suggestion": suggestion}
         evidence["short_trainings"] = [{"lr": r, "first_loss": a, "last_loss": b} for r, (a, b) in trials.items()]
-        rows.append(("turns up at", f"{turning_lr:.2g}; a tenth of it, {suggestion:.2g}, is the suggestion"))
+        rows.append(("rises at", f"{turning_lr:.2g}; the suggestion is a tenth of it, {suggestion:.2g}"))
         rows += [
             (f"lr {r:.2g}", f"{a:.4g} to {b:.4g} in {TRIAL_STEPS} steps{_mark_suffix(r, marks)}")
             for r, (a, b) in trials.items()
@@ -65,7 +68,7 @@ def _mark_suffix(rate: float, marks: dict[str, float]) -> str:
 
 
 def _run_sweep(subject: Subject, on_progress: Any) -> tuple[list[float], list[float]]:
-    """Rates and losses, up to where the loss is lost for good."""
+    """Return the rates and their losses, up to the rate at which the loss diverges."""
     rates: list[float] = []
     losses: list[float] = []
     with subject.trainer() as trainer:
@@ -84,7 +87,7 @@ def _run_sweep(subject: Subject, on_progress: Any) -> tuple[list[float], list[fl
 
 
 def _run_trial(subject: Subject, rate: float, on_progress: Any) -> tuple[float, float]:
-    """The loss of the first step and the mean of the last quarter of a short training, inf where it was lost."""
+    """Return a short training's first loss and the mean loss of its last quarter, inf if the loss diverged."""
     losses: list[float] = []
     with subject.with_overrides(optim={"lr": rate}).trainer() as trainer:
         for i in range(TRIAL_STEPS):
@@ -98,7 +101,7 @@ def _run_trial(subject: Subject, rate: float, on_progress: Any) -> tuple[float, 
 
 
 def smooth_losses(losses: list[float]) -> list[float]:
-    """A running mean that forgets, without the pull towards 0 of its first values."""
+    """Return the exponential moving average of ``losses``, corrected for its start at 0."""
     mean, averages = 0.0, []
     for i, loss in enumerate(losses, 1):
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
@@ -107,7 +110,7 @@ def smooth_losses(losses: list[float]) -> list[float]:
 
 
 def has_diverged(smoothed_losses: list[float]) -> bool:
-    """Whether the loss has risen so far above its lowest that no higher rate can bring it back."""
+    """Return whether the loss has risen too far above its minimum to recover at a higher rate."""
     lowest = min(smoothed_losses)
     return (
         smoothed_losses[-1]
@@ -117,20 +120,22 @@ def has_diverged(smoothed_losses: list[float]) -> bool:
 
 
 def loss_noise(rates: list[float], losses: list[float]) -> float:
-    """The standard deviation of the loss from batch to batch."""
+    """Return the standard deviation of the loss between batches."""
     flat_losses = [loss for rate, loss in zip(rates, losses, strict=True) if rate < NEGLIGIBLE_LR]
     return statistics.pstdev(flat_losses) if len(flat_losses) > 1 else 0.0
 
 
 def find_turning_point(rates: list[float], losses: list[float]) -> float | None:
-    """The rate at which the smoothed loss is lowest, after which it rises; None where it never falls by more than the
-    noise. The highest rate where it never rises."""
+    """Return the rate with the lowest smoothed loss, or None if the loss never falls by more than its noise.
+
+    The result is the highest rate if the loss never rises.
+    """
     if not losses:
         return None
     smoothed_losses = smooth_losses(losses)
     initial_loss = statistics.fmean(losses[: max(1, sum(rate < NEGLIGIBLE_LR for rate in rates))])
     lowest_index = min(range(len(smoothed_losses)), key=smoothed_losses.__getitem__)
-    # The lowest of some hundred smoothed values lies one standard deviation of the raw ones below by chance.
+    # By chance, the minimum of about 100 smoothed values is one standard deviation of the raw values below the mean.
     if initial_loss - smoothed_losses[lowest_index] < max(MIN_FALL * abs(initial_loss), loss_noise(rates, losses)):
         return None
     return rates[lowest_index]
@@ -139,24 +144,24 @@ def find_turning_point(rates: list[float], losses: list[float]) -> float | None:
 def assess(
     lr: float, turning_lr: float | None, smoothed_losses: list[float], trials: dict[float, tuple[float, float]]
 ) -> tuple[Verdict, str, str]:
-    """(verdict, text, fix) of the recipe's rate."""
+    """Return (verdict, text, fix) for the recipe's learning rate."""
     if not smoothed_losses:
-        return "fail", "the loss is not finite at the lowest rate", "see `clustertrain diagnose init-loss` and `data`"
+        fix = "run `clustertrain diagnose init-loss` and `clustertrain diagnose data`"
+        return "fail", "the loss is NaN or Inf at the lowest rate", fix
     if turning_lr is None and max(smoothed_losses) - min(smoothed_losses) < MIN_FALL * abs(smoothed_losses[0]):
         text = "the loss is the same at all rates"
-        return "fail", text, "the optimizer does not reach the model: see `clustertrain diagnose modes` and `overfit`"
+        fix = "run `clustertrain diagnose modes` and `overfit`: the optimizer does not change the model"
+        return "fail", text, fix
     if turning_lr is None:
-        text = f"in {len(smoothed_losses)} steps the loss falls at no rate by more than it differs from batch to batch"
-        fix = (
-            "a larger train.micro_batch shows more; where `clustertrain diagnose overfit` fails too, it is not the rate"
-        )
+        text = f"in {len(smoothed_losses)} steps the loss falls at no rate by more than its noise between batches"
+        fix = "use a larger train.micro_batch; if `clustertrain diagnose overfit` fails too, the rate is not the cause"
         return "warn", text, fix
     suggestion = SUGGESTION_FACTOR * turning_lr
     fix = f"set optim.lr = {suggestion:.1g}"
     first_loss, last_loss = trials.get(lr, (math.inf, 0.0))
-    summary = f"optim.lr = {lr:.3g}, the suggestion is {suggestion:.2g}"
+    summary = f"optim.lr = {lr:.3g}; suggestion: {suggestion:.2g}"
     if lr > HIGH_FACTOR * suggestion:
-        return "fail", f"{summary}: it is {lr / suggestion:.0f} times too high", fix
+        return "fail", f"{summary}; optim.lr is {lr / suggestion:.0f} times too high", fix
     if last_loss > MAX_RISE * first_loss:
         return (
             "warn",
@@ -164,5 +169,5 @@ def assess(
             fix,
         )
     if lr < LOW_FACTOR * suggestion:
-        return "warn", f"{summary}: it is {suggestion / lr:.0f} times lower", f"{fix}, unless it is for fine-tuning"
+        return "warn", f"{summary}; optim.lr is {suggestion / lr:.0f} times lower", f"{fix}, except for fine-tuning"
     return "pass", summary, ""

@@ -1,4 +1,4 @@
-"""What a step leaves behind, and what evaluation does: modes, gradients that add up, parameters that never move."""
+"""Check the state after a step and after evaluation: modes, accumulating gradients, parameters that never change."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from clustertrain.diagnose.subject import (
 from clustertrain.train.optim.lr_schedule import set_lr
 from clustertrain.train.trainer import Trainer
 
-TOLERANCE = 1e-3  # relative difference of two gradient norms that should be one
+TOLERANCE = 1e-3  # relative difference of two gradient norms that should be equal
 MAX_SHOWN = 5
 
-Note = tuple[Verdict, str, str]
+Note = tuple[Verdict, str, str]  # (verdict, text, fix)
 
 
 def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
@@ -45,17 +45,16 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     verdict = worst_verdict(v for v, _, _ in notes)
     reported = [n for n in notes if n[0] == verdict] if verdict != "pass" else []
     rows = [
-        ("modules", f"{evidence['modules']}, {len(evidence['in_eval_mode'])} in eval mode after a step of training"),
+        ("modules", f"{evidence['modules']}, {len(evidence['in_eval_mode'])} in eval mode after a training step"),
         ("parameters", f"{evidence['parameters']} tensors, {len(evidence['frozen'])} frozen, "
-                       f"{len(evidence['unused'])} without a gradient, {len(evidence['unmoved'])} that a step leaves"),
-        ("gradient norm", "{:.4g}, and {:.4g} when the step is done again".format(*evidence["gradient_norms"])),
+                       f"{len(evidence['unused'])} without a gradient, {len(evidence['unmoved'])} unchanged by a step"),
+        ("gradient norm", "{:.4g}; {:.4g} when the step is repeated".format(*evidence["gradient_norms"])),
     ]  # fmt: skip
     rows += [(v, text) for v, text, _ in notes if v not in (verdict, "pass")]
     return Finding(
         check="modes",
         verdict=verdict,
-        text="; ".join(t for _, t, _ in reported)
-        or "train and eval mode, gradients and parameters are as they should be",
+        text="; ".join(t for _, t, _ in reported) or "train and eval mode, gradients and parameters are correct",
         fix="; ".join(f for _, _, f in reported if f),
         evidence=evidence,
         rows=rows,
@@ -67,7 +66,7 @@ def _format_names(names: list[str]) -> str:
 
 
 def _modules_in_mode(model: nn.Module, training: bool) -> list[str]:
-    """The modules that are in the mode, the outermost ones alone."""
+    """Return the names of the outermost modules in the given mode."""
     matching = [name for name, m in model.named_modules() if m.training is training]
     nested = {n for n in matching if any(n.startswith(f"{o}.") if o else n for o in matching)}
     return [n or "the model" for n in matching if n not in nested]
@@ -80,7 +79,7 @@ def _all_frozen(model: nn.Module, names: list[str]) -> bool:
 
 
 def _assess_training_mode(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[str, Any]]:
-    """What the trainer finds, before anybody has set a mode, and after one step."""
+    """Check the modes of a newly built model and of the model after one step."""
     model = unwrap(trainer.model)
     initially_eval = _modules_in_mode(model, training=False)
     trainer.step()
@@ -91,21 +90,16 @@ def _assess_training_mode(trainer: Trainer, batch: Any) -> tuple[list[Note], dic
             (
                 "warn",
                 f"in eval mode while training: {_format_names(eval_after_step)}",
-                "as it should be where they are frozen on purpose",
+                "ignore this if they are frozen on purpose",
             )
         )
     elif initially_eval:
-        fix = "return model.train() from model.entry; what is loaded pretrained comes in eval mode"
-        notes.append(("fail", f"made in eval mode, and would train so: {_format_names(initially_eval)}", fix))
+        fix = "return model.train() from model.entry; pretrained models load in eval mode"
+        notes.append(("fail", f"built in eval mode and would train in it: {_format_names(initially_eval)}", fix))
     elif eval_after_step:
         fix = "call train() again after eval(), best in a `finally`"
-        notes.append(
-            (
-                "fail",
-                f"in eval mode after a step, and so for the rest of the run: {_format_names(eval_after_step)}",
-                fix,
-            )
-        )
+        text = f"in eval mode after a step and for the rest of the run: {_format_names(eval_after_step)}"
+        notes.append(("fail", text, fix))
     return notes, {
         "modules": len(list(model.modules())),
         "in_eval_mode": eval_after_step,
@@ -115,7 +109,7 @@ def _assess_training_mode(trainer: Trainer, batch: Any) -> tuple[list[Note], dic
 
 @torch.no_grad()
 def _assess_evaluation(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[str, Any]]:
-    """Two passes in eval mode must be one and the same, and leave nothing behind."""
+    """Check that two passes in eval mode give equal outputs and change no buffer, and that train() undoes eval()."""
     model = unwrap(trainer.model)
     model.eval()
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
@@ -131,18 +125,17 @@ def _assess_evaluation(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[s
     still_eval = _modules_in_mode(model, training=False)
     notes: list[Note] = []
     if still_training:
-        fix = "do not call train() in forward; let train(mode) hand its mode on"
+        fix = "do not call train() in forward; make train(mode) pass its mode to submodules"
         notes.append(("fail", f"in train mode after eval(): {_format_names(still_training)}", fix))
     if not is_repeatable:
-        fix = "dropout by function needs training=self.training; noise belongs under `if self.training`"
+        fix = "pass training=self.training to F.dropout; add noise only `if self.training`"
         notes.append(("fail", "two passes in eval mode give different outputs: dropout or noise is active", fix))
     if changed_buffers:
-        fix = "a norm that still gathers statistics would learn from what it is measured on: use self.training"
+        fix = "update running statistics only `if self.training`; else the model learns from validation data"
         notes.append(("fail", f"evaluation changes the buffers {_format_names(changed_buffers)}", fix))
     if still_eval and not _all_frozen(model, still_eval):
-        notes.append(
-            ("fail", f"in eval mode after train(): {_format_names(still_eval)}", "let train(mode) hand its mode on")
-        )
+        fix = "make train(mode) pass its mode to submodules"
+        notes.append(("fail", f"in eval mode after train(): {_format_names(still_eval)}", fix))
     return notes, {
         "evaluation_repeats": is_repeatable,
         "buffers_changed": changed_buffers,
@@ -151,7 +144,7 @@ def _assess_evaluation(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[s
 
 
 def _assess_parameters(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[str, Any]]:
-    """Which ones get a gradient, and which ones a step moves."""
+    """Check that every trainable parameter gets a gradient and changes in a step."""
     model = unwrap(trainer.model)
     named_params = list(model.named_parameters())
     frozen = [n for n, p in named_params if not p.requires_grad]
@@ -166,16 +159,16 @@ def _assess_parameters(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[s
     unmoved = [n for n, p in named_params if n in nonzero_grad and torch.equal(values_before[n], p.detach())]
     notes: list[Note] = []
     if len(frozen) == len(named_params):
-        notes.append(("fail", "all parameters are frozen", "set requires_grad, or see optim.freeze"))
+        notes.append(("fail", "all parameters are frozen", "set requires_grad, or check optim.freeze"))
     elif not nonzero_grad:
         fix = "look for detach(), .item(), no_grad or argmax between the parameters and the loss"
-        notes.append(("fail", "no parameter has a gradient other than 0", fix))
+        notes.append(("fail", "no parameter has a nonzero gradient", fix))
     if unused:
-        fix = "use them in forward, remove or freeze them; DistributedDataParallel waits for their gradients for ever"
+        fix = "use them in forward, remove or freeze them; DistributedDataParallel waits for their gradients forever"
         notes.append(("fail", f"without a gradient: {_format_names(unused)}", fix))
     if unmoved:
-        fix = "see that the optimizer is given these parameters, and not copies of them"
-        notes.append(("fail", f"with a gradient, and not moved by a step: {_format_names(unmoved)}", fix))
+        fix = "pass these parameters to the optimizer, not copies of them"
+        notes.append(("fail", f"with a gradient, but unchanged by a step: {_format_names(unmoved)}", fix))
     evidence = {
         "frozen": frozen,
         "unused": unused,
@@ -187,7 +180,7 @@ def _assess_parameters(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[s
 
 
 def _assess_zero_grad(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[str, Any]]:
-    """The same step twice, at a rate of 0: what is left of the first gradient shows in the second."""
+    """Repeat one step at a learning rate of 0; a larger gradient norm means that gradients accumulate."""
     disable_dropout(trainer.model)
     repeated = repeat_batch(trainer, batch)
     norms = []
@@ -197,6 +190,6 @@ def _assess_zero_grad(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[st
     remaining = [n for n, p in unwrap(trainer.model).named_parameters() if p.grad is not None and bool(p.grad.any())]
     notes: list[Note] = []
     if norms[1] > norms[0] * (1 + TOLERANCE) and norms[1] > 1.5 * norms[0]:
-        fix = "something keeps gradients from step to step: a hook, a parameter outside of the model, retain_graph"
-        notes.append(("fail", "the gradients of one step are in the next one", fix))
+        fix = "look for a hook, a parameter outside of the model, or retain_graph that keeps gradients between steps"
+        notes.append(("fail", "the gradients of one step carry over to the next", fix))
     return notes, {"gradient_norms": norms, "gradients_left": remaining}

@@ -1,5 +1,7 @@
-"""Whether the model can learn eight samples by heart. It tries model, loss, gradients and optimizer together, in little
-time: what cannot do this will not learn more of them either."""
+"""Check that the model can memorize eight samples.
+
+This quickly tests model, loss, gradients and optimizer together: a model that cannot do it will not learn more samples.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,23 @@ from clustertrain.diagnose.subject import Subject, disable_dropout, load_batch, 
 from clustertrain.train.optim.lr_schedule import set_lr
 
 STEPS = 300
-PASS_FRACTION = 0.1  # of the first loss
-STOP_FRACTION = 0.01  # of it: the rest of the steps would show nothing more
+# Fractions of the first loss:
+PASS_FRACTION = 0.1
+STOP_FRACTION = 0.01  # further steps would show nothing more
 WARN_FRACTION = 0.5
-MIN_FALL = 0.02  # of the first loss; a fall by less is none
-LR_FACTORS = (1.0, 10.0, 0.1)  # times optim.lr, until one of them gets there
-NOISY_SPREAD = 0.25  # of the first loss, of the last steps' spread
+MIN_FALL = 0.02  # a smaller fall does not count
+NOISY_SPREAD = 0.25  # between the largest and smallest loss of the last steps
+LR_FACTORS = (1.0, 10.0, 0.1)  # times optim.lr, tried until one passes
 
 
 @dataclass(frozen=True)
 class OverfitTrial:
+    """One training on the same batch at one learning rate."""
+
     lr: float
     losses: list[float]
     floor: float
+    """The lowest possible loss."""
 
     @property
     def initial_loss(self) -> float:
@@ -35,7 +41,7 @@ class OverfitTrial:
 
     @property
     def remaining_fraction(self) -> float:
-        """What is left of the first loss, as a fraction; of the last tenth of the steps the middle one."""
+        """Return the median loss of the last tenth of the steps over the first loss, both measured from the floor."""
         tail = sorted(self.losses[-max(1, len(self.losses) // 10) :])
         if not all(map(math.isfinite, (self.initial_loss, *tail))):
             return math.inf
@@ -43,7 +49,7 @@ class OverfitTrial:
 
 
 def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
-    """Without dropout, weight decay, augmentation and label smoothing."""
+    """Train on one batch without dropout, weight decay, augmentation and label smoothing."""
     unregularized, trials = subject.without_regularization(), []
     for i, factor in enumerate(LR_FACTORS):
         trials.append(_run_trial(unregularized, subject.recipe.optim.lr * factor, on_progress, i))
@@ -69,7 +75,7 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     rows = [
         (
             f"lr {a.lr:.3g}",
-            f"{a.losses[0]:.4g} to {a.losses[-1]:.4g} in {len(a.losses)} steps ({a.remaining_fraction:.1%} is left)",
+            f"{a.losses[0]:.4g} to {a.losses[-1]:.4g} in {len(a.losses)} steps ({a.remaining_fraction:.1%} remains)",
         )
         for a in trials
     ]
@@ -95,7 +101,7 @@ def _run_trial(subject: Subject, lr: float, on_progress: ProgressCallback, trial
 
 
 def _loss_floor(target: Any) -> float:
-    """What the loss cannot fall below: of targets that are probabilities their entropy."""
+    """Return the lowest possible loss: the entropy of targets that are probabilities, else 0."""
     if isinstance(target, torch.Tensor) and target.is_floating_point() and target.dim() > 1:
         sums = target.sum(-1)
         if bool((target >= 0).all()) and bool(torch.isclose(sums, torch.ones_like(sums)).all()):
@@ -104,50 +110,50 @@ def _loss_floor(target: Any) -> float:
 
 
 def assess(trials: list[OverfitTrial], samples: int) -> tuple[Verdict, str, str]:
-    """(verdict, text, fix) of what each rate has brought."""
+    """Return (verdict, text, fix) for the trials, the first of which used the recipe's learning rate."""
     best, configured = min(trials, key=lambda trial: trial.remaining_fraction), trials[0]
     samples_text = f"{samples} samples"
     if configured.remaining_fraction <= PASS_FRACTION:
-        return "pass", f"{samples_text} are learned by heart in {len(configured.losses)} steps", ""
+        return "pass", f"{samples_text} are memorized in {len(configured.losses)} steps", ""
     if best.remaining_fraction <= PASS_FRACTION:
         text = (
-            f"{samples_text} are learned by heart at lr = {best.lr:.3g}; at optim.lr = {configured.lr:.3g}"
-            f" {configured.remaining_fraction:.0%} of "
+            f"{samples_text} are memorized at lr = {best.lr:.3g}; at optim.lr = {configured.lr:.3g},"
+            f" {configured.remaining_fraction:.0%} of the loss remains"
         )
-        return "warn", f"{text}the loss is left", "find the rate with `clustertrain diagnose lr-range`"
+        return "warn", text, "find the learning rate with `clustertrain diagnose lr-range`"
     if best.remaining_fraction <= WARN_FRACTION:
         text = (
-            f"the loss of {samples_text} falls, but {best.remaining_fraction:.0%} of it is left after"
+            f"the loss of {samples_text} falls, but {best.remaining_fraction:.0%} of it remains after"
             f" {len(best.losses)} steps"
         )
-        return "warn", text, "a model that is too small, a loss that clips, or samples with one input and two targets"
+        return "warn", text, "look for a too small model, a clipped loss, or equal inputs with different targets"
     if not math.isfinite(best.remaining_fraction):
-        fix = "see `clustertrain diagnose gradients`, and look for a log or a root of 0"
-        return "fail", f"the loss of {samples_text} is not finite at any rate", fix
+        fix = "run `clustertrain diagnose gradients`, and look for a log or a root of 0"
+        return "fail", f"the loss of {samples_text} becomes NaN or Inf at every rate", fix
     tail = best.losses[-len(best.losses) // 4 :]
     if max(tail) - min(tail) > NOISY_SPREAD * best.losses[0]:
         return (
             "fail",
             f"the loss of {samples_text} jumps and does not fall, at {len(trials)} rates",
             (
-                "something random in the step (dropout of one's own, noise), or a gradient with a wrong sign: see "
+                "look for randomness in the step (custom dropout, noise) or a gradient with the wrong sign: run "
                 "`clustertrain diagnose gradients`"
             ),
         )
     if best.remaining_fraction >= 1 - MIN_FALL:
         return (
             "fail",
-            f"the loss of {samples_text} stays where it is",
+            f"the loss of {samples_text} does not change",
             (
-                "the targets do not reach the loss or the gradient not the parameters: look for detach(), .item(), "
-                "no_grad, argmax, frozen parameters; see `clustertrain diagnose modes`"
+                "look for detach(), .item(), no_grad, argmax and frozen parameters; run `clustertrain diagnose modes`: "
+                "either the targets do not affect the loss, or the gradients do not reach the parameters"
             ),
         )
     return (
         "fail",
-        f"the loss of {samples_text} hardly falls: {best.remaining_fraction:.0%} of it is left",
+        f"the loss of {samples_text} barely falls: {best.remaining_fraction:.0%} of it remains",
         (
-            "inputs with one value and several targets, a model that cannot see its input, or wrong gradients: "
-            "see `clustertrain diagnose gradients` and `data`"
+            "look for equal inputs with different targets, a model that ignores its input, or wrong gradients: "
+            "run `clustertrain diagnose gradients` and `data`"
         ),
     )

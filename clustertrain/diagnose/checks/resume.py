@@ -1,6 +1,8 @@
-"""A rehearsal of a resume: one run to its end, and one that is killed and started again from its checkpoint. What
-follows must be the same, to the last bit: loss, gradient norm and learning rate of each step, and then all that a
-checkpoint holds of model and optimizer."""
+"""Compare an uninterrupted run with one that is killed and resumed from its checkpoint.
+
+Loss, gradient norm and learning rate of each step after the resume must be equal to the last bit, and so must the model
+and optimizer state in a later checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.submit.transaction import format_spec
 
-CHECKPOINT_EVERY = 3  # steps between checkpoints
-TIMEOUT_S = 900.0  # of one process
+CHECKPOINT_EVERY = 3  # steps
+TIMEOUT_S = 900.0  # for one process
 POLL_S = 0.05
 COMPARED_SCALARS = ("loss", "grad_norm", "lr")
 
@@ -36,7 +38,7 @@ Rows = dict[int, dict[str, Any]]
 def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     interval = min(CHECKPOINT_EVERY, (subject.recipe.train.steps - 3) // 2)
     if interval < 1:
-        text = f"train.steps = {subject.recipe.train.steps} are too few to be interrupted"
+        text = f"train.steps = {subject.recipe.train.steps} is too short for an interruption"
         return Finding(check="resume", verdict="skipped", text=text, fix="--set train.steps=9")
     last_step = 2 * interval + 2
     reference = _TrialRun(subject, "whole", interval)
@@ -71,9 +73,9 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
         ("interrupted", f"checkpoint at step {interval}, SIGKILL after step {killed_at}, "
                         f"resumed from step {evidence['resumed_from_step']}"),
         (
-            "compared", f"{', '.join(COMPARED_SCALARS)} of the steps {min(resumed_rows, default=0)} "
+            "compared", f"{', '.join(COMPARED_SCALARS)} of steps {min(resumed_rows, default=0)} "
             f"to {max(resumed_rows, default=0)}"),
-        ("state", f"model and optimizer after step {2 * interval}: {'the same' if is_state_equal else 'different'}"),
+        ("state", f"model and optimizer after step {2 * interval}: {'equal' if is_state_equal else 'different'}"),
     ]  # fmt: skip
     verdict, text, fix = assess(
         resumed_rows, interval, differences, is_state_equal=is_state_equal, is_reproducible=is_reproducible
@@ -82,7 +84,7 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
 
 
 def find_differences(reference: Rows, resumed_rows: Rows) -> list[dict[str, Any]]:
-    """The scalars that are not the same to the last bit."""
+    """Return the scalars that are not equal to the last bit."""
     return [
         {"step": step, "name": name, "uninterrupted": reference[step].get(name), "resumed": row.get(name)}
         for step, row in sorted(resumed_rows.items())
@@ -100,37 +102,44 @@ def assess(
     is_state_equal: bool,
     is_reproducible: bool | None,
 ) -> tuple[Verdict, str, str]:
-    """(verdict, text, fix); ``resumed_rows`` are the rows behind the resume, ``is_reproducible`` says whether a run
-    that nothing interrupts does the same twice."""
+    """Return (verdict, text, fix).
+
+    Args:
+        resumed_rows: the metric rows after the resume.
+        interval: the step of the checkpoint to resume from.
+        differences: see :func:`find_differences`.
+        is_state_equal: whether model and optimizer are equal in a later checkpoint.
+        is_reproducible: whether two uninterrupted runs are equal; None if that was not measured.
+    """
     if min(resumed_rows, default=0) != interval + 1:
-        text = f"it went on with step {min(resumed_rows, default=0)} and not with {interval + 1}"
-        return "fail", text, "see whether the checkpoint verifies: clustertrain checkpoint verify"
+        text = f"training resumed at step {min(resumed_rows, default=0)} instead of {interval + 1}"
+        return "fail", text, "run `clustertrain checkpoint verify` on the checkpoint"
     if not differences and is_state_equal:
         return (
             "pass",
-            f"killed and resumed, it goes on bit by bit ({len(resumed_rows)} steps, then model and optimizer)",
+            f"the resumed run is bit-exact ({len(resumed_rows)} steps, then model and optimizer)",
             "",
         )
     first = differences[0] if differences else None
-    message = "model or optimizer differ after a resume"
+    message = "the model or optimizer state differs after a resume"
     if first is not None:
-        values = f"{first['resumed']} after a resume and {first['uninterrupted']} without"
+        values = f"{first['resumed']} after a resume, {first['uninterrupted']} without"
         message = f"{first['name']} of step {first['step']} is {values}"
     if is_reproducible is False:
-        fix = "train.deterministic = true takes algorithms that repeat, where one needs that"
-        return "warn", f"{message}; but two runs without any interruption differ as well", fix
+        fix = "set train.deterministic = true if you need reproducible runs"
+        return "warn", f"{message}; two uninterrupted runs differ too", fix
     return (
         "fail",
         message,
         (
-            "something in the model or the data set is in no checkpoint: random numbers of a generator of its own, "
-            "counters or caches that are no buffers, an order that depends on time"
+            "look for state of the model or the dataset that no checkpoint holds: a separate random generator, "
+            "counters or caches that are not buffers, an order that depends on time"
         ),
     )
 
 
 class _TrialRun:
-    """A run in a folder of its own below the scratch run."""
+    """A run in a subfolder of the scratch run."""
 
     def __init__(self, subject: Subject, name: str, interval: int) -> None:
         self._run = RunDir(subject.run.path / name)
@@ -143,10 +152,10 @@ class _TrialRun:
         fsio.write_json(self._run.plan, json.loads(subject.run.plan.read_text()))
 
     def run_attempt(self, n: int, kill_step: int, checkpoint_step: int) -> None:
-        """A rank that is killed before step ``kill_step``, once ``checkpoint_step`` is saved.
+        """Run a rank that kills itself before step ``kill_step``, once the checkpoint of ``checkpoint_step`` exists.
 
         Raises:
-            ClusterTrainError: it ends in any other way.
+            ClusterTrainError: the rank ended in any other way.
         """
         attempt = self._run.attempt(n)
         for folder in (attempt.events, attempt.logs):
@@ -164,14 +173,14 @@ class _TrialRun:
         child = proc.start(argv, env=env, log=attempt.rank_log(0))
         try:
             if not clock.wait_until(lambda: child.poll() is not None, TIMEOUT_S, POLL_S):
-                raise ClusterTrainError(f"a rank has not done {kill_step} steps in {TIMEOUT_S:g} s")
+                raise ClusterTrainError(f"a rank did not complete {kill_step} steps in {TIMEOUT_S:g} s")
         finally:
             if child.poll() is None:
                 child.kill()
                 child.wait()
         if child.returncode != -signal.SIGKILL:
             raise ClusterTrainError(
-                f"attempt {n} of the rehearsal failed: {_failure_reason(rank_dir, attempt.rank_log(0), child)}"
+                f"attempt {n} of the resume check failed: {_failure_reason(rank_dir, attempt.rank_log(0), child)}"
             )
 
     def read_rows(self, attempt: int) -> Rows:

@@ -1,5 +1,4 @@
-"""Where the time of a step goes, and how fast the data set is read: whether the device waits for the rest of the
-system."""
+"""Measure where a step's time goes and how fast the dataset is read: whether the device waits for data."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from clustertrain.train.data.loader import Loader
 from clustertrain.train.profiling.profiler import Profiler
 from clustertrain.train.trainer import Trainer
 
-WARMUP_STEPS, TIMED_STEPS = 3, 7  # steps
+WARMUP_STEPS, TIMED_STEPS = 3, 7
 WORKER_COUNTS = (0, 1, 2, 4)
-READ_TIME_S = 1.5  # of each number of workers, at most
-MAX_BATCHES = 40  # of each, at most; at least two
-WARN_DATA_SHARE, FAIL_DATA_SHARE = 0.2, 0.5  # of a step, for data
-HEADROOM = 1.2  # times what the step needs, for a number of workers to be enough
+READ_TIME_S = 1.5  # at most, per number of workers
+MAX_BATCHES = 40  # per number of workers; at least two
+WARN_DATA_SHARE, FAIL_DATA_SHARE = 0.2, 0.5  # of a step's time
+HEADROOM = 1.2  # read rate over the rate that a step needs, for workers to suffice
 
 
 def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
@@ -49,7 +48,7 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     }
     rows = [("step", f"{step_s * 1e3:.2f} ms for {subject.batch.micro_batch} samples")]
     rows += [("", f"{name.replace('_', ' '):<15}{s * 1e3:9.2f} ms {s / step_s:6.1%}") for name, s in parts.items()]
-    rows.append(("needed", f"{needed_rate:,.0f} samples/s, without waiting for data"))
+    rows.append(("needed", f"{needed_rate:,.0f} samples/s if no step waits for data"))
     rows += [(f"{n} workers", f"{rate:,.0f} samples/s{'  <- data.workers' if n == configured_workers else ''}")
              for n, rate in read_rates.items()]  # fmt: skip
     verdict, text, fix = assess(data_share, configured_workers, read_rates, needed_rate)
@@ -57,27 +56,27 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
 
 
 def sufficient_workers(read_rates: dict[int, float], needed_rate: float) -> int | None:
-    """The fewest workers that read fast enough beside the step; 0 reads inside it, and is never beside it."""
+    """Return the fewest workers that read fast enough, or None; 0 workers read inside the step and never suffice."""
     return next((n for n, rate in sorted(read_rates.items()) if n and rate >= HEADROOM * needed_rate), None)
 
 
 def assess(
     data_share: float, configured_workers: int, read_rates: dict[int, float], needed_rate: float
 ) -> tuple[Verdict, str, str]:
-    """(verdict, text, fix).
+    """Return (verdict, text, fix).
 
     Args:
-        waiting: the share of a step that data takes.
-        asked: ``data.workers``.
-        reading: samples per second by workers.
-        need: samples per second of a step that waits for no data.
+        data_share: the share of a step that waits for data.
+        configured_workers: ``data.workers``.
+        read_rates: samples per second by number of workers.
+        needed_rate: samples per second of a step that does not wait for data.
     """
     if data_share <= WARN_DATA_SHARE:
         return "pass", f"{data_share:.0%} of a step waits for data", ""
     verdict: Verdict = "fail" if data_share >= FAIL_DATA_SHARE else "warn"
     rates_text = (
-        f"with {configured_workers} workers {read_rates[configured_workers]:,.0f} samples/s are read, and"
-        f" {needed_rate:,.0f} could be learned from"
+        f"{configured_workers} workers read {read_rates[configured_workers]:,.0f} samples/s, and a step could use"
+        f" {needed_rate:,.0f}"
     )
     text = f"{data_share:.0%} of a step waits for data: {rates_text}"
     suggested = sufficient_workers(read_rates, needed_rate)
@@ -85,14 +84,14 @@ def assess(
         return verdict, text, f"set data.workers = {suggested}"
     best = max(read_rates, key=lambda n: read_rates[n])
     if best == 0 and read_rates[0] >= needed_rate:
-        fix = "samples are read quickly, but inside the step, and a process that reads costs more here than it saves"
-        return verdict, text, f"{fix}: a larger train.micro_batch, or a data set that hands over whole batches"
-    fix = "the data set itself is too slow: do its work once and beforehand, read fewer and larger files"
+        fix = "use a larger train.micro_batch, or a dataset that returns whole batches"
+        return verdict, text, f"{fix}: reading is fast, and worker processes cost more here than they save"
+    fix = "preprocess the dataset once, or read fewer and larger files: the dataset is too slow"
     return verdict, text, f"data.workers = {best} is the fastest here; {fix}" if best != configured_workers else fix
 
 
 def _measure_parts(trainer: Trainer, subject: Subject, on_progress: Any) -> dict[str, float]:
-    """The median of each part of a step, and of the step, in seconds."""
+    """Return the median seconds of each part of a step and of the whole step."""
     measurements: list[dict[str, float]] = []
     for i in range(WARMUP_STEPS + TIMED_STEPS):
         if i < WARMUP_STEPS:
@@ -107,7 +106,7 @@ def _measure_parts(trainer: Trainer, subject: Subject, on_progress: Any) -> dict
 
 @contextmanager
 def _timed_step(trainer: Trainer, step: int, folder: Path) -> Iterator[dict[str, float]]:
-    """Fills the dictionary at the end of the ``with``."""
+    """Yield a dictionary that holds the seconds of each part after the ``with``."""
     parts: dict[str, float] = {}
     profiler = Profiler(range(step, step + 1), folder, step, trainer.session.device, lambda name, **fields: None)
     profiler.begin(step)
@@ -119,7 +118,7 @@ def _timed_step(trainer: Trainer, step: int, folder: Path) -> Iterator[dict[str,
 
 
 def _measure_samples_per_s(subject: Subject, workers: int) -> float:
-    """What a loader with ``workers`` reads when nobody else has anything to do. Its start does not count."""
+    """Return the samples per second that a loader with ``workers`` reads on an idle machine, without its startup."""
     dataset = subject.build_task().dataset
     micro_batch = subject.batch.micro_batch
     loader = Loader(
@@ -135,7 +134,7 @@ def _measure_samples_per_s(subject: Subject, workers: int) -> float:
     try:
         next(loader)
         started, batches_read = clock.monotonic(), 0
-        # What the workers have read ahead while they were waited for must not count as read in no time.
+        # Batches that workers prefetched during startup must not count as read in no time.
         prefetched = 2 * workers
         while batches_read < prefetched + MAX_BATCHES:
             next(loader)

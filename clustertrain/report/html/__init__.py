@@ -1,4 +1,4 @@
-"""The per-job report as one HTML file that opens offline: what ``clustertrain telemetry RUN --html FILE`` writes."""
+"""The per-job report as one HTML file that opens offline: ``clustertrain telemetry RUN --html FILE``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from clustertrain.report.html import page
 from clustertrain.telemetry.analysis.curves import Curves
 from clustertrain.telemetry.report_schema import Summary
 
-_PATH_FIX = "give --html the name of a file in a folder of yours"
+_PATH_FIX = "pass --html a file name in a writable folder"
 
 
 def check_path(path: Path) -> None:
-    """Raises ConfigError when ``path`` is something that must not be replaced, or its folder is missing: worth asking
-    before minutes of reading."""
+    """Raise ConfigError if ``path`` must not be replaced or its folder is missing.
+
+    Called early, because reading the run can take minutes.
+    """
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is not a regular file, and would be replaced", fix=_PATH_FIX)
+        raise ConfigError(f"{path} is not a regular file and will not be replaced", fix=_PATH_FIX)
     if not path.parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}", fix=_PATH_FIX)
+        raise ConfigError(f"{path} cannot be written: no such folder: {path.parent}", fix=_PATH_FIX)
 
 
 def write(summary: Summary, curves: Curves, path: Path) -> int:
-    """Write the page, whole or not at all; returns its bytes.
+    """Write the page atomically and return its size in bytes.
 
     Raises:
         ConfigError: ``path`` cannot be written, or is a folder or a device; the installation is incomplete.
@@ -33,11 +35,11 @@ def write(summary: Summary, curves: Curves, path: Path) -> int:
 
 
 def write_page(path: Path, text: str) -> int:
-    """As :func:`write`, of a page that is rendered."""
+    """Write a rendered page as :func:`write` does."""
     check_path(path)
-    data = text.encode("utf-8", "replace")  # a lone surrogate of a file's name
+    data = text.encode("utf-8", "replace")  # file names may contain lone surrogates
     try:
-        # As any program of the user's would: as open to others as the umask says.
+        # The umask decides who else may read the file, as for any other program.
         with fsio.atomic_write(path, mode=0o666) as f:
             f.write(data)
     except OSError as e:

@@ -1,4 +1,4 @@
-"""What the page draws: title, unit and scale of each curve, and the marks of the timeline."""
+"""The page's charts and timeline: title, unit and scale of each curve, events and phases."""
 
 from __future__ import annotations
 
@@ -19,22 +19,26 @@ _MAX_SPANS = 3000
 
 
 class Chart(msgspec.Struct, frozen=True):
-    """``curve`` of the tables named ``of`` (``gpus`` with ``nodes`` and ``overall``; ``hosts``; ``training``), shown
-    times ``scale``. ``span``: ``percent`` is 0-100, ``zero`` begins at 0, ``data`` is as wide as the values."""
+    """One chart."""
 
     of: str
+    """The tables: ``gpus`` (with ``nodes`` and ``overall``), ``hosts`` or ``training``."""
     curve: str
+    """The column of the tables."""
     title: str
     unit: str
     scale: float
+    """Factor from the recorded values to ``unit``."""
     span: str
+    """The y axis: ``percent`` is 0-100, ``zero`` starts at 0, ``data`` fits the values."""
     places: int
+    """Decimals."""
 
 
 CHARTS = (
     Chart("training", "step_s", "Step time", "s", 1, "zero", 3),
     Chart("training", "tokens_per_s", "Tokens per second", "tokens/s", 1, "zero", 0),
-    Chart("training", "data_wait_s", "Wait for data, of a step", "s", 1, "zero", 3),
+    Chart("training", "data_wait_s", "Data wait per step", "s", 1, "zero", 3),
     Chart("training", "loss", "Loss", "", 1, "data", 4),
     Chart("training", "grad_norm", "Gradient norm", "", 1, "zero", 3),
     Chart("gpus", "utilization", "GPU utilization", "%", 100, "percent", 0),
@@ -47,7 +51,7 @@ CHARTS = (
     Chart("gpus", "sm_clock_mhz", "SM clock", "MHz", 1, "zero", 0),
     Chart("gpus", "pcie_bytes_per_s", "PCIe, both directions", "GB/s", _GB, "zero", 2),
     Chart("gpus", "nvlink_bytes_per_s", "NVLink, both directions", "GB/s", _GB, "zero", 2),
-    Chart("hosts", "cpu", "Host processors", "%", 100, "percent", 0),
+    Chart("hosts", "cpu", "Host CPU", "%", 100, "percent", 0),
     Chart("hosts", "memory_used_bytes", "Host memory", "GiB", _GIB, "zero", 1),
     Chart("hosts", "job_memory_bytes", "Memory of the job's processes", "GiB", _GIB, "zero", 1),
     Chart("hosts", "network_bytes_per_s", "Network, both directions", "GB/s", _GB, "zero", 3),
@@ -61,12 +65,12 @@ def scales(table: str) -> dict[str, float]:
 
 
 def charts_with_data(curves: Curves) -> list[Chart]:
-    """The charts that have something to show."""
+    """Return the charts whose curve was recorded."""
     tables: dict[str, CurveTable] = {"gpus": curves.overall, "hosts": curves.hosts, "training": curves.training}
     return [c for c in CHARTS if c.curve in tables[c.of].values]
 
 
-# The timeline's lanes from top to bottom, and the sign that each draws: meaning is not by colour alone.
+# The timeline's lanes from top to bottom with their sign, so that color is never the only meaning.
 _LANES = {
     "Faults": ("cross", ("xid", "ecc", "gpu_lost", "gpu_back", "telemetry_failed", "save_given_up")),
     "Alerts": ("diamond", ("alert",)),
@@ -80,17 +84,18 @@ _ROUTINE = ("Checkpoints", "Evaluations", "Restores")
 
 
 class LaneEvent(msgspec.Struct, frozen=True):
-    """A mark in its lane. ``loud`` ones are drawn across every chart."""
+    """An event in its lane of the timeline."""
 
     mark: TimelineEvent
     attempt: int
     lane: str
     sign: str
     loud: bool
+    """Whether it is also drawn across every chart."""
 
 
 def lane_events(summary: Summary) -> tuple[list[LaneEvent], str | None]:
-    """All marks by time, and in words what was left out: of very many only every so many routine ones are kept."""
+    """Return the events by time, and a note if some are left out; routine events are thinned out first."""
     events = [_assign_lane(m, a.n) for a in summary.attempts for m in a.events]
     events.sort(key=lambda p: p.mark.t)
     if len(events) <= _MAX_EVENTS:
@@ -101,7 +106,7 @@ def lane_events(summary: Summary) -> tuple[list[LaneEvent], str | None]:
         routine, max(_MAX_EVENTS - len(prominent), _MAX_EVENTS // 3)
     )
     selected.sort(key=lambda p: p.mark.t)
-    return selected, f"{len(selected)} of {len(events)} events are shown: of frequent ones only every so many."
+    return selected, f"{len(selected)} of {len(events)} events are shown; frequent kinds are thinned out."
 
 
 def _decimate(marks: list[LaneEvent], max_events: int) -> list[LaneEvent]:
@@ -116,7 +121,7 @@ def _assign_lane(mark: TimelineEvent, attempt: int) -> LaneEvent:
 
 
 def used_lanes(marks: Iterable[LaneEvent]) -> list[str]:
-    """Those that have a mark, from top to bottom."""
+    """Return the lanes with at least one event, from top to bottom."""
     present = {p.lane for p in marks}
     return [lane for lane in (*_LANES, _OTHER) if lane in present]
 
@@ -129,15 +134,15 @@ def events_to_json(marks: Iterable[LaneEvent]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-PhaseSpan = tuple[float, float, str]  # from, to, phase
+PhaseSpan = tuple[float, float, str]  # (start, end, phase)
 
 
 def phase_spans(summary: Summary) -> tuple[list[PhaseSpan], str | None]:
-    """What the run was in, and in words what was left out: of very many stretches the shortest."""
+    """Return the phases of the run, and a note if the shortest ones are left out."""
     spans = timeline.phase_spans(summary.attempts)
     if len(spans) <= _MAX_SPANS:
         return spans, None
-    # One that goes is laid to the one before it, which then often meets its like: half as many have to go.
+    # A dropped span is merged into the one before it, which often merges with the next too: half the excess suffices.
     lengths = sorted(end - start for start, end, _ in spans)
     min_s = lengths[(len(spans) - _MAX_SPANS) // 2]
     merged: list[PhaseSpan] = []

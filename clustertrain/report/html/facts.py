@@ -1,4 +1,4 @@
-"""The words and figures of the page that need no script: header, meters, goodput, cells of the GPU table."""
+"""The page's static content: header, meters, goodput, cells of the GPU table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clustertrain.telemetry.report_schema import GpuSummary, Stats, Summary
 
 
 class Meter(msgspec.Struct, frozen=True):
-    """``ratio`` None: not known."""
+    """A labeled bar; without a bar if ``ratio`` is None."""
 
     label: str
     ratio: float | None
@@ -24,16 +24,20 @@ class Meter(msgspec.Struct, frozen=True):
 
 
 class LedgerPart(msgspec.Struct, frozen=True):
-    """One part of the ledger's bar, in per cent of its width."""
+    """One part of the goodput bar."""
 
     name: str
     key: str
     at: float
+    """Left edge in percent of the bar."""
     width: float
+    """Width in percent of the bar."""
     duration: str
 
 
 class PageSummary(msgspec.Struct, frozen=True):
+    """The static content above the curves."""
+
     rows: list[tuple[str, str]]
     meters: list[Meter]
     goodput: list[LedgerPart]
@@ -58,7 +62,7 @@ def format_ranks(gpu: GpuSummary) -> str:
 
 
 def format_timestamp(t: float | None) -> str:
-    """In UTC, as the page may be read anywhere."""
+    """Format a time in UTC, because the page may be read in any time zone."""
     if t is None:
         return "–"
     try:
@@ -84,14 +88,14 @@ def format_energy(joules: float | None) -> str:
 
 
 FILTERS: dict[str, Callable[..., Any]] = {
-    "moment": format_timestamp,
+    "timestamp": format_timestamp,
     "percent": format_percent,
     "number": format_number,
     "stat": get_stat,
     "energy": format_energy,
     "duration": terminal.format_duration,
     "ranks": format_ranks,
-    "unsaid": insights.unmentioned_ids,
+    "unmentioned_ids": insights.unmentioned_ids,
 }
 
 
@@ -123,18 +127,18 @@ def _training_rows(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("Steps", f"{training.steps:,}{median_text}"))
         if training.tokens_per_s is not None:
             per_gpu = (
-                f", {training.tokens_per_s_per_gpu:,.0f} a GPU" if training.tokens_per_s_per_gpu is not None else ""
+                f", {training.tokens_per_s_per_gpu:,.0f} per GPU" if training.tokens_per_s_per_gpu is not None else ""
             )
             rows.append(("Tokens/s", f"{training.tokens_per_s:,.0f}{per_gpu}"))
         if training.loss is not None:
             rows.append(("Loss", f"{training.loss:.4g}"))
         if training.joules_per_token is not None:
-            rows.append(("Energy a token", f"{training.joules_per_token:.3g} J"))
+            rows.append(("Energy per token", f"{training.joules_per_token:.3g} J"))
     if summary.waste is not None:
         waste = summary.waste
         share = f" ({waste.wasted_gpu_hours / waste.gpu_hours:.0%})" if waste.gpu_hours else ""
         rows.append(
-            ("GPU-hours", f"{waste.gpu_hours:,.2f}, of them {waste.wasted_gpu_hours:,.2f}{share} trained nothing")
+            ("GPU-hours", f"{waste.gpu_hours:,.2f}, including {waste.wasted_gpu_hours:,.2f}{share} without training")
         )
     return rows
 
@@ -160,18 +164,17 @@ def _meters(summary: Summary) -> list[Meter]:
         utilization = _mean_known([get_stat(g.utilization, "mean") for g in gpus])
         measured = [g for g in gpus if g.utilization]
         num_used = sum(1 for g in measured if g.utilization and g.utilization.max > 0)
-        coverage = f"{num_used} of {len(measured)} GPUs used" if measured else "no figures"
+        coverage = f"{num_used} of {len(measured)} GPUs used" if measured else "no metrics"
         if 0 < len(measured) < len(summary.gpus):
-            coverage += f", {len(summary.gpus) - len(measured)} not known"
+            coverage += f", {len(summary.gpus) - len(measured)} unknown"
         meters.append(Meter("GPU utilization", utilization, format_percent(utilization), coverage))
         memory = _mean_known([memory_ratio(g) for g in gpus])
-        meters.append(Meter("GPU memory", memory, format_percent(memory), "at its peak, mean of the GPUs"))
+        meters.append(Meter("GPU memory", memory, format_percent(memory), "peak, mean over GPUs"))
     if summary.training is not None and summary.training.mfu is not None:
         meters.append(Meter("MFU", summary.training.mfu, f"{summary.training.mfu:.1%}", "model FLOPs utilization"))
     if summary.goodput is not None and summary.goodput.ratio is not None and summary.goodput.wall_s > 0:
-        meters.append(
-            Meter("Goodput", summary.goodput.ratio, format_percent(summary.goodput.ratio), "productive of wall time")
-        )
+        ratio = summary.goodput.ratio
+        meters.append(Meter("Goodput", ratio, format_percent(ratio), "productive share of wall time"))
     if summary.coverage is not None:
         meters.append(Meter("Coverage", summary.coverage, f"{summary.coverage:.1%}", "of the expected samples"))
     return [*meters, *_power_meter(gpus)]
@@ -182,9 +185,9 @@ def _power_meter(gpus: Sequence[GpuSummary]) -> list[Meter]:
     energies_j = [g.energy_j for g in gpus if g.energy_j is not None]
     if mean_power_w is None and not energies_j:
         return []
-    coverage = f", known of {len(energies_j)} of {len(gpus)} GPUs" if 0 < len(energies_j) < len(gpus) else ""
-    text = f"{format_energy(sum(energies_j))} in all{coverage}" if energies_j else "energy not known"
-    return [Meter("Power of a GPU", None, f"{format_number(mean_power_w)} W", text)]
+    coverage = f", known for {len(energies_j)} of {len(gpus)} GPUs" if 0 < len(energies_j) < len(gpus) else ""
+    text = f"{format_energy(sum(energies_j))} in total{coverage}" if energies_j else "energy unknown"
+    return [Meter("Power per GPU", None, f"{format_number(mean_power_w)} W", text)]
 
 
 def _ledger_parts(ledger: Goodput | None) -> list[LedgerPart]:

@@ -1,6 +1,6 @@
-"""Numbers small enough to be carried in a page: rounded to steps of their range, differences, deflated, base64.
+"""Pack numbers to embed them in a page: quantize to their range, delta-encode, deflate, base64.
 
-``templates/telemetry/data.js`` undoes it.
+``templates/telemetry/data.js`` unpacks them.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ import numpy.typing as npt
 
 from clustertrain.telemetry.analysis.resample import CurveTable, Matrix
 
-_MAX_16_BIT_VALUES = 40_000  # values up to which a matrix is kept in 16 bits; more in 8, which is 0.4 % of the range
+_MAX_16_BIT_VALUES = 40_000  # a larger matrix is stored in 8 bits, a resolution of 0.4 % of the range
 
 
 class Packer:
-    """Takes tables, and gives where in :meth:`encode` each matrix is."""
+    """Collects matrices into one blob, see :meth:`encode`, and returns the offset of each."""
 
     def __init__(self) -> None:
         self._chunks: list[bytes] = []
         self._offset = 0
 
     def add(self, table: CurveTable, scales: dict[str, float]) -> dict[str, Any]:
-        """What the page has to know of ``table``; values are multiplied by ``scales``, curves without one left out."""
+        """Add ``table`` and return its description; values are multiplied by ``scales``, other curves are left out."""
         curves = {name: self._add_matrix(m * scales[name]) for name, m in table.values.items() if name in scales}
         return {"start": table.start, "step": table.step_s, "points": table.points, "curves": curves}
 
     def encode(self) -> str:
+        """Return all matrices, deflated and in base64."""
         return base64.b64encode(zlib.compress(b"".join(self._chunks), 9)).decode()
 
     def _add_matrix(self, matrix: Matrix) -> dict[str, Any]:
@@ -44,8 +45,10 @@ class Packer:
 
 
 def _delta_encode(matrix: Matrix, finite: npt.NDArray[np.bool_], low: float, high: float, bits: int) -> bytes:
-    """Of neighbours in time, modulo 2^bits; the highest number stands for a missing value. 16 bits: all low bytes,
-    then all high ones, which deflate better apart."""
+    """Return the differences in time modulo 2^bits; the highest code is a missing value.
+
+    With 16 bits, all low bytes come before all high bytes, which deflates better.
+    """
     dtype: Any = np.uint16 if bits == 16 else np.uint8
     max_code = 2**bits - 2
     value_range = (high - low) or 1.0

@@ -1,5 +1,8 @@
-"""Fills ``templates/telemetry/page.html.j2``. Nothing that the run chose is markup or script: Jinja escapes it, the
-page's script puts it in as text, and a Content-Security-Policy allows no other script and no request at all."""
+"""Render ``templates/telemetry/page.html.j2``.
+
+Content from the run can never become markup or script: Jinja escapes it, the page's script inserts it as text, and a
+Content-Security-Policy allows no other script and no request.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,11 @@ STYLES = ("page.css",)
 
 
 def render(summary: Summary, curves: Curves) -> str:
-    """The page. Raises ConfigError when the installation is incomplete."""
+    """Return the page as HTML.
+
+    Raises:
+        ConfigError: the installation is incomplete.
+    """
     from markupsafe import Markup
 
     template_dir = templates.find_template_folder() / "telemetry"
@@ -60,7 +67,7 @@ def render(summary: Summary, curves: Curves) -> str:
 
 
 def make_environment(template_dir: Path) -> jinja2.Environment:
-    """Escapes all that is not marked as safe."""
+    """Return an environment that escapes everything not marked as safe."""
     import jinja2
 
     return jinja2.Environment(
@@ -82,7 +89,7 @@ def _wrap_in_iife(template_dir: Path) -> str:
 
 
 def content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """Only what the page brings along may run, and nothing may be fetched."""
+    """Return a policy that allows only the given scripts and styles, and no request."""
     return "; ".join(
         [
             "default-src 'none'",
@@ -99,13 +106,13 @@ def _csp_hash(text: str) -> str:
 
 
 def to_script_json(value: Any) -> str:
-    """JSON that cannot end the element that it stands in."""
+    """Return JSON that cannot close the script element around it."""
     text = json.dumps(_replace_non_finite(value), separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """Replace NaN and Inf, which JSON lacks, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The page of ``clustertrain runs compare --html``: the runs' curves over each other. Opens offline."""
+"""The page of ``clustertrain runs compare --html``: the curves of several runs in shared charts. Opens offline."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from clustertrain.submit import templates
 
 
 def write(comparison: RunsComparison, path: Path) -> int:
-    """Write the page, whole or not at all; returns its bytes. Raises as :func:`clustertrain.report.html.write`."""
+    """Write the page atomically and return its size in bytes; raise as :func:`clustertrain.report.html.write`."""
     return html.write_page(path, render(comparison))
 
 
 def render(comparison: RunsComparison) -> str:
-    """The page. Raises ConfigError when the installation is incomplete."""
+    """Return the page as HTML.
+
+    Raises:
+        ConfigError: the installation is incomplete.
+    """
     from markupsafe import Markup
 
     template_dir = templates.find_template_folder() / "compare"
@@ -28,9 +32,9 @@ def render(comparison: RunsComparison) -> str:
         page.read_text(templates.find_template_folder() / "telemetry" / "page.css"),
     ]
     environment = page.make_environment(template_dir)
-    environment.filters["shown"] = _format_value
-    environment.filters["brief"] = lambda value: "–" if value is None else braille_plot.format_compact(value)
-    environment.filters["said"] = lambda value: compare_text.format_setting(value, "–")
+    environment.filters["number"] = _format_value
+    environment.filters["compact"] = lambda value: "–" if value is None else braille_plot.format_compact(value)
+    environment.filters["setting"] = lambda value: compare_text.format_setting(value, "–")
     data = {
         "axis": compare_text.AXIS_LABELS[comparison.by],
         "runs": [

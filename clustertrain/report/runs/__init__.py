@@ -1,1 +1,1 @@
-"""Compares the runs of a sweep."""
+"""Comparison of several runs and of the runs of a sweep."""

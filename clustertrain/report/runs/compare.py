@@ -1,4 +1,7 @@
-"""Several runs by one scalar: the shape of ``runs compare --json``. Keys are stable, more may follow."""
+"""Compare several runs by one metric, in the shape of ``runs compare --json``.
+
+Keys of the JSON are stable; more may be added.
+"""
 
 from __future__ import annotations
 
@@ -22,68 +25,80 @@ from clustertrain.run.state import RUNNING
 from clustertrain.scheduler.run_status import RunStatus, Unreadable, run_statuses
 from clustertrain.telemetry.analysis.settings_diff import load_settings
 
-MAX_RUNS = 26  # one letter each
-MAX_POINTS = 2000  # of a curve in the JSON and on the page
+MAX_RUNS = 26  # each run is shown as a letter
+MAX_POINTS = 2000  # per curve, in the JSON and on the page
 
 
 class MetricValue(msgspec.Struct, frozen=True):
+    """A metric's value at a step."""
+
     step: int
     value: float
 
 
 class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. ``final`` and ``best`` are of the metric that decides, ``at_common`` its value at the last step that all
-    have; ``missing`` says why there are none. ``gpu_hours`` count the ranks of device cpu."""
+    """One run of the comparison."""
 
     letter: str
     run: str
     state: str
     recipe_hash: str
-    own_metric: str  # that its recipe is judged by
+    own_metric: str
+    """The deciding metric of the run's recipe."""
     steps: int | None
     steps_per_s: float | None
     tokens: float | None
     gpu_hours: float
+    """Allocated hours times ranks, on CPUs too."""
     attempts: int
     final: MetricValue | None
+    """The last value of the comparison's metric."""
     best: MetricValue | None
+    """The best value of the comparison's metric."""
     at_common: float | None
+    """The metric at the last step that all runs reached."""
     missing: str | None
-    curves: dict[str, Curve]  # by the scalar's name
+    """Why the run has no value of the metric."""
+    curves: dict[str, Curve]
+    """Curves by metric name."""
 
 
 class SettingDiff(msgspec.Struct, frozen=True):
-    """``values`` in the order of the runs; None where a run does not have it."""
+    """A setting that differs between the runs."""
 
     key: str
     values: list[Any]
+    """One per run; None if the run lacks the setting."""
 
 
 class RunsComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """``winner`` is the run whose best value is best, None where fewer than two have one or the best two are equal."""
+    """The result of comparing several runs."""
 
     metric: str
     higher_is_better: bool
     by: Axis
     common_step: int | None
+    """The last step that all runs reached."""
     runs: list[ComparedRun]
     winner: str | None
+    """The run with the best value; None if fewer than two runs have a value or the best two are equal."""
     settings: list[SettingDiff]
     notes: list[str]
-    shown: list[str]  # the scalars whose curves are shown
+    shown: list[str]
+    """The metrics whose curves are shown."""
 
 
 def compare_runs(runs: Sequence[RunDir], metrics: Sequence[str] = (), by: Axis = "step") -> RunsComparison:
-    """``metrics``: the first decides; without one the metric of the first run's recipe.
+    """Compare runs by the first of ``metrics``, by default the deciding metric of the first run's recipe.
 
     Raises:
-        UsageError: fewer than two different runs, or too many; a scalar that no run has.
-        ConfigError, PermissionDenied: a run's spec does not read.
+        UsageError: fewer than two different runs, too many runs, or a metric that no run logged.
+        ConfigError, PermissionDenied: a run's spec cannot be read.
     """
     if len({run.path for run in runs}) < len(runs) or len(runs) < 2:
-        raise UsageError("runs compare: it takes two runs or more, each once")
+        raise UsageError("runs compare: needs two or more different runs")
     if len(runs) > MAX_RUNS:
-        raise UsageError(f"runs compare: {len(runs)} runs, more than {MAX_RUNS}", fix="compare a part of them")
+        raise UsageError(f"runs compare: {len(runs)} runs, more than {MAX_RUNS}", fix="compare fewer runs")
     recipes = [load_spec(run).recipe for run in runs]
     metric = metrics[0] if metrics else recipes[0].deciding_metric
     scalars = list(dict.fromkeys([metric, *metrics]))
@@ -125,11 +140,11 @@ def _check_metrics(runs: Sequence[RunDir], metrics: Sequence[str]) -> None:
     known = list(dict.fromkeys(name for run in runs for name in metric_curves.list_scalars(run)))
     for name in metrics:
         if name not in known:
-            raise UsageError(f"--metric {name}: no run has logged it", fix=did_you_mean(name, known) if known else None)
+            raise UsageError(f"--metric {name}: no run logged it", fix=did_you_mean(name, known) if known else None)
 
 
 def _is_higher_better(metric: str, recipe_metrics: Sequence[tuple[str, bool]]) -> bool:
-    """As the first recipe says that is judged by it, else by its name."""
+    """Return the direction from the first recipe whose deciding metric this is, else from the metric's name."""
     for name, higher_is_better in recipe_metrics:
         if name == metric:
             return higher_is_better
@@ -178,13 +193,13 @@ def _missing_reason(run: RunDir, metric: str, has_rows: bool) -> str:
     if not run.attempts():
         return "has not started yet"
     if not has_rows:
-        return "has no rows: no step has ended"
+        return "has no metrics: no step has completed"
     names = ", ".join(metric_curves.list_scalars(run))
-    return f"has no {metric} in its rows; they have {names}"
+    return f"did not log {metric}; it logged {names}"
 
 
 def decimate(curve: Curve) -> Curve:
-    """At most ``MAX_POINTS`` points, the last one among them."""
+    """Return at most ``MAX_POINTS`` evenly spaced points of the curve, including the last one."""
     count = len(curve.y)
     if count <= MAX_POINTS:
         return curve
@@ -221,7 +236,7 @@ def _metric_conflict_notes(compared: Sequence[ComparedRun], higher_is_better: Se
         f"{s.letter} by {s.own_metric} ({'higher' if h else 'lower'} is better)"
         for s, h in zip(compared, higher_is_better, strict=True)
     )
-    return [f"the recipes are not judged alike: {criteria_text}; compared by {metric}"]
+    return [f"the recipes have different deciding metrics: {criteria_text}; compared by {metric}"]
 
 
 def _notes(compared: Sequence[ComparedRun], by: Axis, scalars: Sequence[str]) -> list[str]:
@@ -229,12 +244,10 @@ def _notes(compared: Sequence[ComparedRun], by: Axis, scalars: Sequence[str]) ->
     for name in scalars:
         without_curve = [s.letter for s in compared if s.steps is not None and not s.missing and not s.curves[name].y]
         if without_curve:
-            missing_data = "tokens in its rows" if by == "tokens" else name
-            notes.append(f"{', '.join(without_curve)}: no {missing_data}, and no curve")
+            missing_data = "tokens" if by == "tokens" else name
+            notes.append(f"{', '.join(without_curve)}: logged no {missing_data}, so there is no curve")
     last_steps = {s.final.step for s in compared if s.final}
     if len(last_steps) > 1:
         lengths_text = ", ".join(f"{s.letter} {pluralize(s.final.step, 'step')}" for s in compared if s.final)
-        notes.append(
-            f"the runs are of different length ({lengths_text}): see the values at the last step that all have"
-        )
+        notes.append(f"the runs have different lengths ({lengths_text}): compare the values at the last common step")
     return notes

@@ -1,4 +1,4 @@
-"""``clustertrain runs compare`` as text."""
+"""Text output of ``clustertrain runs compare``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from clustertrain.report.runs.compare import ComparedRun, RunsComparison
 from clustertrain.report.tables import Column, fit_table
 from clustertrain.report.terminal import Glyphs
 
-PLOT_HEIGHT, WIDE_COLUMNS, WIDE_PLOT_HEIGHT = 16, 120, 22  # rows of a plot; from so many columns on the other one
+PLOT_HEIGHT, WIDE_PLOT_HEIGHT = 16, 22  # rows
+WIDE_COLUMNS = 120  # terminal width from which plots are higher
 AXIS_LABELS = {"step": "steps", "tokens": "tokens", "hours": "hours with nodes"}
 MAX_SETTINGS = 40
 
@@ -44,7 +45,7 @@ def render(comparison: RunsComparison, width: int, signs: Glyphs, *, colours: bo
 
 
 def _run_lines(comparison: RunsComparison, width: int, *, colours: bool) -> Group:
-    """A line for each, or two where one has no room for the id and the recipe's hash."""
+    """Return one line per run, or two if the terminal is too narrow for the id and the recipe's hash."""
     id_width, state_width = (max(len(getattr(s, name)) for s in comparison.runs) for name in ("run", "state"))
     lines: list[Text] = []
     for i, side in enumerate(comparison.runs):
@@ -61,17 +62,17 @@ def _run_lines(comparison: RunsComparison, width: int, *, colours: bool) -> Grou
         )
     for line in lines:
         line.no_wrap, line.overflow = True, "ignore"
-    return Group(*lines)  # of texts by themselves rich would make one that wraps
+    return Group(*lines)  # rich would join separate texts into one that wraps
 
 
 def verdict(comparison: RunsComparison) -> Text:
-    """Which run is best, by what."""
+    """Return which run is best by the deciding metric."""
     rule = f"{comparison.metric}, {'higher' if comparison.higher_is_better else 'lower'} is better"
     best = next((s for s in comparison.runs if s.run == comparison.winner), None)
     if best is None or best.best is None:
         num_with_value = sum(1 for s in comparison.runs if s.best)
         reason = "the best values are equal" if num_with_value > 1 else "fewer than two runs have a value"
-        return Text(f"By {rule}: none is best, {reason}")
+        return Text(f"By {rule}: no best run, {reason}")
     return Text.assemble(
         f"By {rule}: ", (f"{best.letter} ({best.run})", "bold"), f" is best, {best.best.value:.6g} at step ",
         f"{best.best.step:,}",
@@ -106,7 +107,7 @@ def _result_cells(side: ComparedRun, signs: Glyphs, *, has_common_step: bool) ->
 
 def _settings_table(comparison: RunsComparison, signs: Glyphs) -> list[RenderableType]:
     if not comparison.settings:
-        return [Text("The settings are the same")] if not any("settings" in note for note in comparison.notes) else []
+        return [Text("The settings are equal")] if not any("settings" in note for note in comparison.notes) else []
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for title in ("Settings that differ", *(s.letter for s in comparison.runs)):
         table.add_column(title, overflow="fold")
@@ -117,7 +118,7 @@ def _settings_table(comparison: RunsComparison, signs: Glyphs) -> list[Renderabl
 
 
 def format_setting(value: Any, dash: str) -> str:
-    """A setting, as a recipe has it but for the quotes around a word."""
+    """Format a setting as in a recipe, but without quotes around strings."""
     if value is None or value in ("", [], ()):
         return dash
     return value if isinstance(value, str) else format_value(value)

@@ -1,4 +1,4 @@
-"""The results of a sweep, while it runs and afterwards: the shape of ``sweep show --json``, and its table."""
+"""The results of a sweep, during and after it: the shape of ``sweep show --json`` and its table."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ FINAL_STATES = state.FINAL
 
 
 class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. ``attempts`` are all its starts, requeues and resubmissions among them; ``best`` and ``last`` are of the
-    metric that decides."""
+    """One run of the sweep."""
 
     task: int
     run: str
@@ -37,23 +36,29 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     set: dict[str, Any]
     state: str
     attempts: int
+    """All starts, including requeues and resubmissions."""
     step: int | None
     total_steps: int | None
     best: MetricValue | None = None
+    """The best value of the deciding metric."""
     last: MetricValue | None = None
-    error: str | None = None  # why the run does not read
+    """The last value of the deciding metric."""
+    error: str | None = None
+    """Why the run cannot be read."""
 
 
 class SweepResults(msgspec.Struct, frozen=True, kw_only=True):
-    """``runs`` with the best one first; ``gone`` is how many of them were deleted. ``best`` is None where no run has a
-    value."""
+    """The results of a sweep."""
 
     sweep: str
     metric: str
     higher_is_better: bool
     runs: list[SweepRow]
+    """The runs, best first."""
     best: str | None
+    """The best run; None if no run has a value."""
     gone: int
+    """The number of deleted runs."""
     notes: list[str]
 
     @property
@@ -62,14 +67,18 @@ class SweepResults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweepReader:
-    """Reads a sweep again and again: the rows of a run that has ended only once."""
+    """Reads a sweep repeatedly; metric files that have not changed are not read again."""
 
     def __init__(self, sweep_dir: Path) -> None:
         self._sweep_dir = sweep_dir
         self._cached_values: dict[str, tuple[tuple[int, ...], tuple[MetricValue | None, MetricValue | None]]] = {}
 
     def read(self) -> SweepResults:
-        """Raises ConfigError, PermissionDenied: no run's spec reads."""
+        """Return the current results.
+
+        Raises:
+            ConfigError, PermissionDenied: no run's spec can be read.
+        """
         runs = list_sweep_runs(self._sweep_dir)
         recipes = _load_recipes(runs)
         first_recipe = next(iter(recipes.values()), Recipe())
@@ -84,7 +93,8 @@ class SweepReader:
                 r.best is None, (-1 if higher_is_better else 1) * (r.best.value if r.best else worst), r.task)
         )  # fmt: skip
         other_metrics = sorted({r.deciding_metric for r in recipes.values()} - {metric})
-        notes = [f"some recipes are judged by {', '.join(other_metrics)}; shown is {metric}"] if other_metrics else []
+        other_text = f"the deciding metric of some recipes is {', '.join(other_metrics)}; shown is {metric}"
+        notes = [other_text] if other_metrics else []
         return SweepResults(
             sweep=self._sweep_dir.name,
             metric=metric,
@@ -153,7 +163,7 @@ def _read_sweep_record(run: RunDir) -> dict[str, Any]:
 
 
 def _load_recipes(runs: Sequence[RunDir]) -> dict[str, Recipe]:
-    """Of those that read; the error of the first where none does."""
+    """Return the recipes that can be read by run id; raise the first error if none can."""
     recipes: dict[str, Recipe] = {}
     first_error: ClusterTrainError | None = None
     for run in runs:
@@ -167,6 +177,7 @@ def _load_recipes(runs: Sequence[RunDir]) -> dict[str, Recipe]:
 
 
 def render(results: SweepResults, width: int, signs: Glyphs) -> list[RenderableType]:
+    """Render the results as a table with one row per run."""
     num_ended = sum(1 for row in results.runs if row.state in FINAL_STATES)
     rule = f"{results.metric}, {'higher' if results.higher_is_better else 'lower'} is better"
     header = Text.assemble((results.sweep, "bold"), f"  {num_ended} of {len(results.runs)} runs have ended; by {rule}")
@@ -181,7 +192,7 @@ def render(results: SweepResults, width: int, signs: Glyphs) -> list[RenderableT
     ]
     lines += [Text(f"{row.run}: {row.error}") for row in results.runs if row.error]
     lines += [Text(f"note: {note}") for note in results.notes]
-    return lines + ([Text(f"note: {results.gone} runs of the sweep are gone")] if results.gone else [])
+    return lines + ([Text(f"note: {results.gone} runs of the sweep were deleted")] if results.gone else [])
 
 
 _LEFT_ALIGNED = ("", "state", "run")

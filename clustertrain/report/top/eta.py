@@ -1,4 +1,4 @@
-"""How fast a running job is now, and when it will be done: from its newest rows and events."""
+"""Estimate a running job's speed and remaining time from its newest metric rows and events."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from typing import Any
 
 from clustertrain.run.events import Event
 
-RECENT_S = 600.0  # the steps that a rate is taken from
+RECENT_S = 600.0  # the window over which the rate is averaged
 
 
 def recent_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that the rate is taken from."""
+    """Return the rows of the last ``RECENT_S`` seconds."""
     return [r for r in rows if float(r["t"]) >= float(rows[-1]["t"]) - RECENT_S]
 
 
 def estimate(
     rows: list[dict[str, Any]], log: list[Event], step: int | None, total: int | None, now: float | None
 ) -> dict[str, Any]:
-    """The rate of the recent steps, and how long the rest will take, as fields of ``live.View``.
+    """Return the current speed and the estimated remaining time, as fields of ``RunView``.
 
     Args:
-        rows: the recent ones, oldest first.
+        rows: the recent metric rows, oldest first.
         log: the events of the attempt, by time.
-        step: how many are done, of ``total``.
+        step: the number of completed steps.
+        total: the number of steps to complete.
         now: UTC epoch s; None for a run that has ended.
     """
     if not rows:
@@ -48,13 +49,15 @@ def _step_s(rows: list[dict[str, Any]]) -> float | None:
     times = [float(r["step_s"]) for r in rows if isinstance(r.get("step_s"), int | float)]
     if times:
         return sum(times) / len(times)
-    steps = int(rows[-1]["step"]) - int(rows[0]["step"])  # a script that logs now and then
+    steps = int(rows[-1]["step"]) - int(rows[0]["step"])  # a script may not log every step
     return (float(rows[-1]["t"]) - float(rows[0]["t"])) / steps if steps > 0 else None
 
 
 def _overhead(log: list[Event], until: float) -> float | None:
-    """Seconds of checkpoints and evaluations a second of steps, since the first step or as far back as the log's end
-    reaches; None where there were none."""
+    """Return seconds of checkpoints and evaluations per second of training, or None if there were none.
+
+    The period starts at the first step, or at the oldest event if ``log`` does not reach back to it.
+    """
     pauses = [(float(e["t"]), float(e.get("stall_s") or e.get("eval_s") or 0.0)) for e in log
              if e["event"] in ("checkpoint", "evaluation")]  # fmt: skip
     if not pauses:

@@ -1,6 +1,6 @@
-"""``clustertrain top`` as lines of text that fit a terminal: head, rows of GPUs and ranks, events.
+"""The screen of ``clustertrain top`` as lines that fit a terminal: header, rows of GPUs and ranks, events.
 
-Every line is built by itself and never wrapped: a table of rich would cost ten times as much, each second.
+Each line is built separately and never wrapped: a rich table would take ten times as long, every second.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from clustertrain.report.top.state import EventView, GpuRow, NodeView, RunView
 WIDE_COLUMNS = 120
 SORTS = ("node", "utilization", "memory", "power", "temperature", "step")
 MIN_ROWS, MAX_EVENTS = 3, 6
-MAX_LINES = 4  # of one event, or one trouble
+MAX_LINES = 4  # per event or problem
 _NODE_WIDTH = 14
 _NODE_COLUMNS = ("Node", "CPU", "Host GiB", "Age")
 
 
 class ViewOptions(msgspec.Struct):
-    """What the reader has chosen: the sorting, and how many rows are scrolled away."""
+    """The user's choices."""
 
     sort: str = SORTS[0]
     scroll: int = 0
+    """Rows above the visible ones."""
 
 
 def render_frame(view: RunView, width: int, height: int | None, signs: Glyphs, options: ViewOptions) -> list[Text]:
-    """The frame; ``height`` None: as long as it takes. Moves ``options.scroll`` back into what there is."""
+    """Return the lines of the frame, without a limit if ``height`` is None; clamp ``options.scroll`` to the rows."""
     header, rows = _header(view, width, signs), _sort_rows(view.rows, options.sort)
     columns, dropped_titles = _fit_columns(_columns(view, width, signs), width)
     titles = [_title_row(columns)] if rows else [Text(_empty_text(view))]
@@ -46,7 +47,7 @@ def render_frame(view: RunView, width: int, height: int | None, signs: Glyphs, o
         min_rows = min(len(rows), MIN_ROWS)
         problems = problems[: max(0, free - min_rows)]
         free -= len(problems)
-        # Rows come first, but for some lines of events where the terminal is not tiny.
+        # Rows come first, but events get a quarter of the free lines.
         events = _event_lines(view.events, width, max(free - len(rows), free // 4))
         num_visible = max(0, free - len(events))
         options.scroll = max(0, min(options.scroll, len(rows) - num_visible))
@@ -84,7 +85,7 @@ def _header(view: RunView, width: int, signs: Glyphs) -> list[Text]:
         header.append(_progress(view, width, signs))
     header += _join_parts(_progress_parts(view), width, signs)
     if view.scheduler_silent:
-        header.append(Text(f"the scheduler gave no answer: {view.scheduler_silent.splitlines()[0]}", style="red"))
+        header.append(Text(f"the scheduler did not answer: {view.scheduler_silent.splitlines()[0]}", style="red"))
     return header
 
 
@@ -93,11 +94,11 @@ def _status_text(view: RunView) -> str:
         start_text = (
             f", expected to start {terminal.format_timestamp(view.start_estimate)}" if view.start_estimate else ""
         )
-        return f"waits for {view.pending_reason or 'the scheduler'}{start_text}"
+        return f"waiting for {view.pending_reason or 'the scheduler'}{start_text}"
     if view.state in ("completed", "failed", "cancelled"):
         return f"the run has ended ({view.ending or view.state}); this is its last state"
     if view.state == "requeued":
-        return "between two attempts; this is the state of the last one"
+        return "between two attempts; this is the last state of the previous one"
     if not view.telemetry:
         return "telemetry is off in the recipe ([telemetry] enabled = false)"
     return ""
@@ -117,13 +118,13 @@ def _progress(view: RunView, width: int, signs: Glyphs) -> Text:
 
 
 def _format_eta(view: RunView) -> str:
-    """What it counts is said, as an estimate without the checkpoints to come would be too early."""
+    """Return the remaining time and whether it includes checkpoints and evaluations, without which it is too short."""
     overhead_text = "saves, evals not counted" if view.overhead is None else f"{view.overhead:.0%} for saves, evals"
     return f"about {format_duration(view.eta_s or 0.0)} left ({overhead_text})"
 
 
 def _join_parts(parts: Sequence[str], width: int, signs: Glyphs) -> list[Text]:
-    """In as few lines as they fit."""
+    """Join the parts into as few lines as possible."""
     joined: list[str] = []
     for part in parts:
         if joined and len(joined[-1]) + len(signs.dot) + len(part) <= width:
@@ -136,7 +137,7 @@ def _join_parts(parts: Sequence[str], width: int, signs: Glyphs) -> list[Text]:
 def _progress_parts(view: RunView) -> list[str]:
     parts = []
     if view.step_s is not None:
-        parts.append(f"{format_step_time(view.step_s)} a step")
+        parts.append(f"{format_step_time(view.step_s)} per step")
     if view.tokens_per_s is not None:
         parts.append(f"{view.tokens_per_s:,.0f} tokens/s")
     if view.loss is not None:
@@ -147,14 +148,14 @@ def _progress_parts(view: RunView) -> list[str]:
         parts.append(f"no step for {format_duration(view.since_step_s)}")
     if view.allocation_ends is not None:
         left_s = view.allocation_ends - view.t
-        limit_text = " (before the end)" if view.eta_s is not None and 0 < left_s < view.eta_s else ""
+        limit_text = " (before the run ends)" if view.eta_s is not None and 0 < left_s < view.eta_s else ""
         if left_s > 0:
             parts.append(f"time limit in {format_duration(left_s)}{limit_text}")
     return parts
 
 
 def _problem_lines(view: RunView, width: int) -> list[Text]:
-    """Nodes that have something to say, and why GPUs have no figures; alike ones in one line."""
+    """Return the problems of nodes and the reasons for missing GPU metrics, one line per distinct message."""
     nodes_by_problem: dict[str, list[str]] = {}
     for node in view.nodes:
         if node.trouble:
@@ -173,11 +174,11 @@ def _problem_lines(view: RunView, width: int) -> list[Text]:
 def _dropped_columns_text(titles: Sequence[str], width: int) -> list[Text]:
     if not titles:
         return []
-    return [Text(line) for line in _wrap(f"no room for {', '.join(titles)}: a wider terminal has them", width, 2)]
+    return [Text(line) for line in _wrap(f"no room for {', '.join(titles)}: widen the terminal", width, 2)]
 
 
 def _wrap(text: str, width: int, indent: int, max_lines: int = MAX_LINES) -> list[str]:
-    """At spaces, the lines after the first indented; what goes beyond ``max_lines`` lines is cut, with a sign."""
+    """Wrap at spaces and indent the continuation lines; text beyond ``max_lines`` is cut and marked with ``..``."""
     lines = textwrap.wrap(text, max(width, indent + 8), subsequent_indent=" " * indent)
     if len(lines) > max_lines:
         lines = [*lines[: max_lines - 1], lines[max_lines - 1][: width - 3].rstrip() + " .."]
@@ -194,7 +195,7 @@ _Column = tuple[str, int, Callable[[GpuRow], "str | Text"], bool]
 def _empty_text(view: RunView) -> str:
     if view.attempt is None:
         return "no attempt has started yet"
-    return "nothing has been recorded yet" if view.telemetry else "no figures: telemetry is off"
+    return "nothing has been recorded yet" if view.telemetry else "no metrics: telemetry is off"
 
 
 def _title_row(columns: Sequence[_Column]) -> Text:
@@ -202,7 +203,7 @@ def _title_row(columns: Sequence[_Column]) -> Text:
 
 
 def _render_rows(rows: Sequence[GpuRow], columns: Sequence[_Column]) -> list[Text]:
-    """A line each; what is of the node stands in the first of its lines."""
+    """Return one line per row; node columns are filled only in a node's first line."""
     rendered, previous_node = [], None
     for row in rows:
         cells = []
@@ -226,7 +227,7 @@ def _pad(value: str | Text, width: int, left_aligned: bool) -> Text:
 
 
 def _columns(view: RunView, width: int, signs: Glyphs) -> list[_Column]:
-    """Title, cells, what is shown, aligned left."""
+    """Return (title, width, cell, left-aligned) of each column."""
     is_wide = width >= WIDE_COLUMNS
     nodes = {n.node: n for n in view.nodes}
     node_width = min(max((len(r.node) for r in view.rows), default=4), 24 if is_wide else _NODE_WIDTH)
@@ -263,13 +264,13 @@ def _columns(view: RunView, width: int, signs: Glyphs) -> list[_Column]:
     return columns
 
 
-# What goes first where the columns do not fit; "bar" is that of the utilization, and what is not named here stays.
+# Columns in the order in which a narrow terminal drops them; "bar" is the utilization bar. Others always stay.
 _DROP_ORDER = ("Age", "Host GiB", "CPU", "Wait", "s/step", "Tens", "SM", "MHz", "°C", "C", "Held", "W", "bar", "GiB",
             "Rank", "Phase")  # fmt: skip
 
 
 def _fit_columns(columns: Sequence[_Column], width: int) -> tuple[list[_Column], list[str]]:
-    """Those that fit, and the titles of the others."""
+    """Return the columns that fit and the titles of the dropped ones."""
     fitting, dropped = list(columns), []
     for title in _DROP_ORDER:
         if sum(cells + 1 for _, cells, _, _ in fitting) - 1 <= width:
@@ -287,7 +288,7 @@ def _find_node(nodes: dict[str, NodeView], row: GpuRow) -> NodeView:
 
 
 def _shorten_node(node: str, width: int, signs: Glyphs) -> str:
-    """A long name without its domain; else its end, which is what differs between nodes."""
+    """Return the name without its domain if it is too long, else its end, which differs between nodes."""
     if len(node) > width:
         node = node.partition(".")[0]
     return node if len(node) <= width else ".." + node[-(width - 2) :]
@@ -303,14 +304,14 @@ def _format_float(value: float | None, signs: Glyphs) -> str:
 
 def _utilization_bar(row: GpuRow, width: int, signs: Glyphs) -> Text:
     if row.utilization is None:
-        return Text((row.reason or signs.dash).partition(":")[0][: width + 5])  # in full among the troubles
+        return Text((row.reason or signs.dash).partition(":")[0][: width + 5])  # the problem lines show it in full
     style = terminal.utilization_style(row.utilization)
     return meter(row.utilization, width, style, signs) + Text(f"{row.utilization:>5.0%}", style=style)
 
 
 def _utilization_cell(row: GpuRow) -> Text:
     if row.utilization is None:
-        return Text("none")  # why stands among the troubles
+        return Text("none")  # the problem lines show the reason
     return Text(f"{row.utilization:.0%}", style=terminal.utilization_style(row.utilization))
 
 
@@ -321,8 +322,8 @@ def _memory_cell(row: GpuRow, signs: Glyphs) -> Text:
 
 
 def _throttle_cell(row: GpuRow, signs: Glyphs) -> Text:
-    """P, T, H: held down by the power limit, by heat, by the hardware. The power limit is common and no fault."""
-    letters = "".join({"power": "P", "thermal": "T", "hardware": "H"}[w] for w in row.throttled)
+    """Return the throttle causes: P for the power limit, which is common and harmless, T for heat, H for hardware."""
+    letters = "".join({"power": "P", "thermal": "T", "hardware": "H"}[cause] for cause in row.throttled)
     return Text(letters or signs.dash, style="bold red" if set(letters) & {"T", "H"} else "")
 
 
@@ -344,7 +345,7 @@ def _age_cell(node: NodeView, signs: Glyphs) -> str:
 
 
 def _sort_rows(rows: Sequence[GpuRow], column: str) -> list[GpuRow]:
-    """By node as the run has them; by a figure with the highest first, by step with the one farthest behind."""
+    """Sort the rows: by node in the run's order, by a metric with the highest first, by step with the lowest first."""
     keys: dict[str, Callable[[GpuRow], float | None]] = {
         "utilization": lambda r: r.utilization,
         "memory": lambda r: r.memory_used_gib,
@@ -363,8 +364,7 @@ _SEVERITY = {"critical": "bold red", "warning": "bold yellow"}
 
 
 def _event_lines(events: Sequence[EventView], width: int, max_lines: int | None = None) -> list[Text]:
-    """The last ones in at most ``max_lines`` lines; alerts that were not cleared since stay, whatever came after
-    them."""
+    """Return the newest events in at most ``max_lines`` lines; alerts stay until they are cleared."""
     cleared_texts: set[str] = set()
     active_alerts = []
     for e in reversed(events):

@@ -1,8 +1,8 @@
-"""What is true of a running job now, for ``clustertrain top``: reads the ends of the files of its run directory.
+"""The current state of a running job for ``clustertrain top``, read from the ends of the files in its run directory.
 
-However long the run, a look costs the same: of metrics and events the last kilobytes are read, of the telemetry the
-newest segment's newest sums. What takes a question to the scheduler, or all of a run's files (its goodput), is asked in
-a thread and rarely.
+The cost of a poll does not grow with the run: it reads the last kilobytes of metrics and events and the newest
+aggregates of the newest telemetry segment. Scheduler queries, and goodput, which needs all files, run rarely and in a
+thread.
 """
 
 from __future__ import annotations
@@ -31,26 +31,24 @@ from clustertrain.telemetry.store.latest import LatestReader, NodeStatus
 from clustertrain.telemetry.store.writer import GpuFacts
 
 GIB = 1 << 30
-STATUS_INTERVAL_S, MAX_STATUS_SHARE = (
-    15.0,
-    1 / 200,
-)  # how often the scheduler is asked at most, and the share of time that it may take
-CLOSE_TIMEOUT_S = 1.0  # a look takes a tenth of that, where the scheduler answers
+STATUS_INTERVAL_S = 15.0  # at least, between two status queries
+MAX_STATUS_SHARE = 1 / 200  # of the time, for status queries
+CLOSE_TIMEOUT_S = 1.0  # a status query takes a tenth of this if the scheduler answers
 METRICS_BYTES, EVENTS_BYTES = 16384, 32768
 MAX_EVENTS = 50
-MAX_NODES_PER_S = 16  # of which the files are looked at: a run of a thousand nodes must not load the filesystem
+MAX_NODES_PER_S = 16  # whose files are read: a run on a thousand nodes must not load the file system
 
 
 class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU and its rank; a rank without a GPU has no ``uuid``, a GPU without a rank no ``rank``. None: not known, for
-    the GPU's figures with the ``reason``. ``throttled``: power, thermal, hardware. ``behind``: steps that the rank is
-    behind the one farthest on. ``step_s``, ``data_wait_share``: since the look before."""
+    """A GPU and its rank; unknown values are None."""
 
     node: str
     gpu: int | None = None
     uuid: str | None = None
+    """None for a rank without a GPU."""
     name: str | None = None
     rank: int | None = None
+    """None for a GPU without a rank."""
     utilization: float | None = None
     sm_activity: float | None = None
     tensor_activity: float | None = None
@@ -60,27 +58,36 @@ class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
     temperature_c: float | None = None
     sm_clock_mhz: float | None = None
     throttled: list[str] = []
+    """Causes among power, thermal and hardware."""
     reason: str | None = None
+    """Why the GPU's metrics are unknown."""
     phase: str | None = None
     step: int | None = None
     behind: int | None = None
+    """Steps behind the most advanced rank."""
     step_s: float | None = None
+    """Seconds per step since the previous poll."""
     data_wait_share: float | None = None
+    """Share of the time since the previous poll that the rank waited for data."""
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """``age_s``: of its newest sample. ``trouble``: why there is nothing, or no GPU figures, or nothing new."""
+    """The state of one node."""
 
     node: str
     age_s: float | None = None
+    """Age of the newest sample."""
     cpu: float | None = None
     memory_used_gib: float | None = None
     memory_total_gib: float | None = None
     ended: bool = False
     trouble: str | None = None
+    """Why there are no samples, no GPU metrics, or no new samples."""
 
 
 class EventView(msgspec.Struct, frozen=True):
+    """One event as text; ``t`` is UTC epoch s."""
+
     t: float
     event: str
     text: str
@@ -88,8 +95,7 @@ class EventView(msgspec.Struct, frozen=True):
 
 
 class RunView(msgspec.Struct, frozen=True, kw_only=True):
-    """One frame. Times are UTC epoch s. ``eta_s`` counts the steps left at the recent rate, with the share of time that
-    checkpoints and evaluations took (``overhead``, of the steps' time; None while there was none of them yet)."""
+    """One frame. Times are UTC epoch s; durations end in ``_s``."""
 
     t: float
     run: str
@@ -103,8 +109,11 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float | None = None
     loss: float | None = None
     since_step_s: float | None = None
+    """Seconds since the last step."""
     eta_s: float | None = None
+    """Time for the remaining steps at the recent rate, including ``overhead``."""
     overhead: float | None = None
+    """Time of checkpoints and evaluations relative to training time; None before the first of them."""
     allocation_ends: float | None = None
     goodput: float | None = None
     wall_s: float | None = None
@@ -119,17 +128,17 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunMonitor:
-    """Looks at one run again and again."""
+    """Polls the state of one run."""
 
     def __init__(self, run: RunDir, *, now: Callable[[], float] = clock.now) -> None:
-        """Raises ConfigError when the run's spec.toml does not read."""
+        """Raise ConfigError if the run's spec.toml cannot be read."""
         self._run, self._now = run, now
         self._telemetry = load_spec(run).recipe.telemetry.enabled
         self._status_poller = _StatusPoller(lambda: run_status(run))
         self._attempt_files: _AttemptFiles | None = None
 
     def poll(self, *, wait: bool = False) -> RunView:
-        """``wait``: for the scheduler's answer, where it would otherwise be in a later frame."""
+        """Return the current frame; ``wait`` for the scheduler's answer instead of showing it in a later frame."""
         status, error = self._status_poller.get(wait)
         attempt = _latest_attempt(self._run)
         if attempt is not None and (self._attempt_files is None or self._attempt_files.dir.n != attempt.n):
@@ -142,8 +151,7 @@ class RunMonitor:
         return frame if self._attempt_files is None else self._attempt_files.extend_view(frame, now, is_running)
 
     def close(self) -> bool:
-        """Whether the question to the scheduler that was under way, if any, is over: waits :data:`CLOSE_TIMEOUT_S` at
-        most."""
+        """Wait at most :data:`CLOSE_TIMEOUT_S` for a pending status query; return whether none is pending."""
         return self._status_poller.wait_idle(CLOSE_TIMEOUT_S)
 
 
@@ -173,8 +181,10 @@ def _with_status(frame: RunView, status: RunStatus, error: str | None) -> RunVie
 
 
 class _StatusPoller:
-    """What is too dear for every frame: asked in a thread, at most every :data:`STATUS_INTERVAL_S`, and more rarely
-    where it takes long."""
+    """Queries the run status, which is too expensive for every frame, in a thread.
+
+    A query starts at most every :data:`STATUS_INTERVAL_S`, and less often if it is slow.
+    """
 
     def __init__(self, fetch: Callable[[], RunStatus]) -> None:
         self._fetch = fetch
@@ -184,9 +194,13 @@ class _StatusPoller:
         self._thread: threading.Thread | None = None
 
     def get(self, wait: bool) -> tuple[RunStatus | None, str | None]:
-        """The newest answer, and why there is none newer. Raises PermissionDenied where there will be none."""
+        """Return the newest status and the error of the last query, if it failed.
+
+        Raises:
+            PermissionDenied: the first query was refused.
+        """
         if (self._thread is None or not self._thread.is_alive()) and clock.monotonic() >= self._next_poll:
-            self._thread = threading.Thread(target=self._poll_once, name="look", daemon=True)
+            self._thread = threading.Thread(target=self._poll_once, name="run-status", daemon=True)
             self._thread.start()
         if wait and self._thread is not None:
             self._thread.join()
@@ -195,7 +209,7 @@ class _StatusPoller:
         return self._latest
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Whether nothing is being asked, after waiting so long for it."""
+        """Wait at most ``timeout_s`` for a pending query; return whether none is pending."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
@@ -210,7 +224,7 @@ class _StatusPoller:
             self._latest = self._latest[0], e.message
         except ClusterTrainError as e:
             self._latest = self._latest[0], e.message
-        except Exception as e:  # the thread's edge: files that are not what was written
+        except Exception as e:  # the thread's edge: files may be corrupt in any way
             self._latest = self._latest[0], f"{type(e).__name__}: {e}"
         elapsed_s = clock.monotonic() - start
         self._next_poll = clock.monotonic() + max(STATUS_INTERVAL_S, elapsed_s / MAX_STATUS_SHARE)
@@ -233,6 +247,7 @@ class _AttemptFiles:
         self._metric_rows: list[dict[str, Any]] = []
 
     def extend_view(self, frame: RunView, now: float, is_running: bool) -> RunView:
+        """Return ``frame`` with the attempt's nodes, rows, events and speed."""
         self._read_nodes()
         self._read_metrics()
         events_log = self._read_events()
@@ -295,7 +310,7 @@ class _AttemptFiles:
             ]
 
     def _read_events(self) -> list[Event]:
-        """The ends of all writers' files, by time."""
+        """Return the last events of all writers, by time."""
         try:
             files = sorted(self.dir.events.glob("*.jsonl"))
         except OSError:
@@ -373,7 +388,7 @@ def _gpu_fields(node: NodeStatus, index: int, facts: GpuFacts) -> dict[str, Any]
         "power_w": _value(values, device, "power_w"),
         "temperature_c": _value(values, device, "temperature_c"),
         "sm_clock_mhz": _value(values, device, "sm_clock_mhz"),
-        "throttled": [w for w in ("power", "thermal", "hardware") if _value(values, device, f"throttle_{w}")],
+        "throttled": [c for c in ("power", "thermal", "hardware") if _value(values, device, f"throttle_{c}")],
         "reason": None
         if utilization is not None
         else node.reasons.get(column_name(device, "utilization")) or facts.reason,
@@ -390,7 +405,7 @@ def _node_view(record: NodeStatus, now: float, is_running: bool) -> NodeView:
     age = None if snapshot is None else max(0.0, now - snapshot.t)
     problem = record.read_error or record.failure or header.nvml
     if is_running and problem is None and record.end is None and age is not None and age > 60:
-        problem = f"nothing new for {age:.0f} s: its agent is gone, hangs, or its clock differs"
+        problem = f"no new samples for {age:.0f} s: its agent is gone or hangs, or its clock differs"
     total = header.memory_total_bytes
     return NodeView(
         node=record.node,

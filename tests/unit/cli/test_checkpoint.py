@@ -288,7 +288,7 @@ def test_diff_of_other_models(run: Path, command: Command, tmp_path: Path) -> No
     make_run(tmp_path / "home" / "runs" / "other-abcdef", decoder(recipe_of(tie_embeddings=True, kv_heads=4)), (6,))
     said = command("diff", "net", "other")
     assert said.code == 1
-    assert "6 of another dtype or shape; " in " ".join(said.out.split())
+    assert "6 with another dtype or shape; " in " ".join(said.out.split())
     assert "only in A" in said.out and "model/head.weight" in said.out and "only in B" in said.out
     assert "float32 [64, 128]" in said.out
 

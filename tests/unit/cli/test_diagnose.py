@@ -36,7 +36,7 @@ def test_without_a_check_it_lists_them() -> None:
         (["overfit", "fine.toml", "--set", "optim.lr=-1"], ConfigError, "lr"),
         (["overfit", "fine.toml", "--set", 'data.path="nowhere"'], ConfigError, "nowhere"),
         (["overfit", "fine.toml", "--plot", "curve.png"], UsageError, ".svg"),
-        (["overfit", "fine.toml", "--plot", "no/such/curve.svg"], UsageError, "there is no folder no/such"),
+        (["overfit", "fine.toml", "--plot", "no/such/curve.svg"], UsageError, "no such folder: no/such"),
     ],
 )
 def test_what_cannot_be_checked(

@@ -56,7 +56,7 @@ def check(run: RunDir) -> None:
             done = CliRunner().invoke(command, [*argv, *more])
             assert done.exit_code == 0, (command.name, more, done.exception)
             assert run.id in done.stdout and "unreadable:" not in done.stdout and '"error"' not in done.stdout
-            assert "gave no answer" not in done.stdout
+            assert "did not answer" not in done.stdout
 
 
 @pytest.mark.parametrize("t", [None, "now", [], True, float("nan"), float("inf"), -1e300, 1e300])

@@ -80,7 +80,7 @@ def test_the_contracts_metric_decides(type_: Type, pair: Any, capsys: pytest.Cap
         "recipe.optim.lr": [1e-3, 3e-4], "recipe.train.steps": [200, 12]
     }  # fmt: skip
     assert found["notes"] == [
-        "the runs are of different length (A 10 steps, B 12 steps): see the values at the last step that all have"
+        "the runs have different lengths (A 10 steps, B 12 steps): compare the values at the last common step"
     ]
 
 
@@ -118,7 +118,7 @@ def test_without_tokens_there_is_no_curve_by_tokens(
     write(run, 1, 1, 10)
     run.metrics_path(1).write_text(run.metrics_path(1).read_text().replace("sum_tokens", "sum_samples"))
     found = compared(type_, capsys, "a-a", "c-c", "--by", "tokens")
-    assert found["notes"] == ["B: no tokens in its rows, and no curve"]
+    assert found["notes"] == ["B: logged no tokens, so there is no curve"]
     assert found["runs"][1]["tokens"] is None and found["runs"][1]["final"] == {"step": 10, "value": loss(10)}
 
 
@@ -145,7 +145,7 @@ def test_other_metrics_and_their_direction(
     assert found["shown"] == ["validation_accuracy", "loss"]
     assert type_("runs", "compare", "c-c", "d-d", "--metric", "validation_acuracy") == 2
     said = capsys.readouterr().err
-    assert "no run has logged it" in said and "did you mean validation_accuracy" in said
+    assert "no run logged it" in said and "did you mean validation_accuracy" in said
 
 
 def test_recipes_that_are_not_judged_alike(
@@ -156,7 +156,7 @@ def test_recipes_that_are_not_judged_alike(
     write(run, 1, 1, 3, validation_accuracy=0.5)
     found = compared(type_, capsys, "a-a", "c-c")
     assert found["metric"] == "loss" and (
-        "the recipes are not judged alike: A by loss (lower is better), C by validation_accuracy"
+        "the recipes have different deciding metrics: A by loss (lower is better), C by validation_accuracy"
     ).replace("C by", "B by") in " ".join(found["notes"])
 
 
@@ -174,11 +174,11 @@ def test_runs_that_have_nothing_to_compare(
     assert found["winner"] is None
     assert found["notes"] == [
         "B has not started yet",
-        "C has no rows: no step has ended",
-        "D has no loss in its rows; they have nll, lr",
+        "C has no metrics: no step has completed",
+        "D did not log loss; it logged nll, lr",
     ]
     assert type_("runs", "compare", "a-a", "new", "silent", "other") == 0
-    assert "none is best, fewer than two runs have a value" in capsys.readouterr().out
+    assert "no best run, fewer than two runs have a value" in capsys.readouterr().out
     assert type_("runs", "compare", "a-a", "a-aaaa") == 2 and "given twice" in capsys.readouterr().err
     assert type_("runs", "compare", "a-a") == 2
 

@@ -55,7 +55,7 @@ def test_neither_steps_nor_goodput_are_said_to_be_nothing(said: Said, tmp_path: 
     run = new_script_run(tmp_path, "script-abc234")
     shown = said("status", run.id)
     assert "the script has reported no steps; see docs/guides/training-scripts.md" in shown
-    assert "goodput not known" in shown and "0%;" not in shown
+    assert "goodput unknown" in shown and "0%;" not in shown
     assert "to 0" not in shown and " - " not in shown
     found = json.loads(said("status", run.id, "--json"))
     assert (found["goodput"]["ratio"], found["goodput"]["effective_ratio"], found["step"]) == (None, None, None)

@@ -1,4 +1,4 @@
-"""What detect adds to a profile, and what of a person's it leaves alone."""
+"""Merging detected values into a profile without changing what the user wrote."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clustertrain.config.cluster import MeasuredRates
 from clustertrain.config.node_facts import Cpus, Interface, NodeFacts
 from clustertrain.errors import ConfigError
 
-FOUND = {
+DETECTED = {
     "partition": DetectedValue("gpu", "the default partition"),
     "gpus_per_node": DetectedValue(8, "Gres of 4 of 4 nodes"),
     "grace_s": DetectedValue(20.0, "GraceTime of partition gpu"),
@@ -24,7 +24,7 @@ FOUND = {
 MEASURED = MeasuredRates(
     gemm_tflops=612.5, gemm_dtype="bf16", node_bus_gb_s=360.0, device="NVIDIA H100", ranks=8, nodes=1, measured_at=1e9
 )
-PERSONS = """\
+USER_PROFILE = """\
 # ours
 account = "p1"  # the group's
 grace_s = 60  # agreed with the site
@@ -37,10 +37,10 @@ NCCL_DEBUG = "WARN"
 """
 
 
-def test_a_new_profile_reads_back(tmp_path: Path) -> None:
+def test_new_profile_round_trips(tmp_path: Path) -> None:
     path = tmp_path / "clusters" / "big.toml"
     node = NodeFacts(interfaces=(Interface(name="eth0", addresses=("10.0.0.7/16",)),), cpus=Cpus(sockets=2))
-    merged = profile_file.merge(None, FOUND, {"measured": MEASURED, "node": node}, header=["one", "two"])
+    merged = profile_file.merge(None, DETECTED, {"measured": MEASURED, "node": node}, header=["one", "two"])
     profile_file.write(path, merged.text)
     assert merged.written == ("partition", "gpus_per_node", "grace_s", "measured", "node") and merged.conflicts == ()
     profile = cluster.load_profile("big", {"CLUSTERTRAIN_CLUSTER_PATH": str(path.parent)})
@@ -52,39 +52,39 @@ def test_a_new_profile_reads_back(tmp_path: Path) -> None:
     assert "fabric_bus_gb_s" not in merged.text  # not measured, and TOML has no null
 
 
-def test_what_a_person_wrote_stays_and_is_told() -> None:
-    merged = profile_file.merge(PERSONS, FOUND, {"measured": None})
+def test_user_values_are_kept_and_reported() -> None:
+    merged = profile_file.merge(USER_PROFILE, DETECTED, {"measured": None})
     assert merged.conflicts == (KeyConflict("grace_s", 60, 20.0),)
     assert merged.written == ("partition", "gpus_per_node")
     added = {'partition = "gpu" # the default partition', "gpus_per_node = 8 # Gres of 4 of 4 nodes"}
     lines = merged.text.splitlines()
-    assert [line for line in lines if line not in added] == PERSONS.splitlines()
+    assert [line for line in lines if line not in added] == USER_PROFILE.splitlines()
     assert all(lines.index(line) < lines.index("[env]") for line in added)
 
 
-def test_force_takes_what_was_found() -> None:
-    merged = profile_file.merge(PERSONS, FOUND, {}, force=True)
+def test_force_overwrites_values() -> None:
+    merged = profile_file.merge(USER_PROFILE, DETECTED, {}, force=True)
     assert merged.conflicts == () and "grace_s" in merged.written
     assert 'account = "p1"  # the group\'s\ngrace_s = 20.0 # GraceTime of partition gpu\n' in merged.text
     assert tomllib.loads(merged.text)["setup"] == ["module load cuda"]
 
 
-def test_the_same_again_changes_nothing() -> None:
-    text = profile_file.merge(PERSONS, FOUND, {}, force=True).text
+def test_repeated_merge_changes_nothing() -> None:
+    text = profile_file.merge(USER_PROFILE, DETECTED, {}, force=True).text
     again = profile_file.merge(
-        text, {**FOUND, "grace_s": DetectedValue(20, "an integer is the same")}, {"measured": None}
+        text, {**DETECTED, "grace_s": DetectedValue(20, "an integer is the same")}, {"measured": None}
     )
     assert (again.text, again.written, again.conflicts) == (text, (), ())
 
 
-def test_measured_rates_are_replaced_whole() -> None:
-    old = profile_file.merge(PERSONS, {}, {"measured": MEASURED}).text
+def test_measured_rates_are_replaced() -> None:
+    old = profile_file.merge(USER_PROFILE, {}, {"measured": MEASURED}).text
     new = msgspec.structs.replace(MEASURED, gemm_tflops=None, node_bus_gb_s=100.0)
     profile = profile_file.parse_profile(profile_file.merge(old, {}, {"measured": new}).text, "x")
     assert profile.measured == new and profile.env == {"NCCL_DEBUG": "WARN"}
 
 
-def test_a_rate_across_nodes_outlives_a_measurement_on_one_node() -> None:
+def test_fabric_rate_is_kept_by_a_one_node_measurement() -> None:
     two = msgspec.structs.replace(MEASURED, fabric_bus_gb_s=45.0, nodes=2)
     kept = profile_file.carry_over_fabric_rate(two, MEASURED)
     assert kept == msgspec.structs.replace(MEASURED, fabric_bus_gb_s=45.0, nodes=2)
@@ -95,13 +95,13 @@ def test_a_rate_across_nodes_outlives_a_measurement_on_one_node() -> None:
     assert profile_file.carry_over_fabric_rate(None, MEASURED) == MEASURED
 
 
-def test_hostile_words_of_a_site_stay_in_their_comment() -> None:
-    found = {"partition": DetectedValue('a"b\n[env]', 'x\ngrace_s = 1\r\n"""')}
-    merged = profile_file.merge(None, found, {}, header=["two\nlines = 1"])
+def test_hostile_text_stays_in_its_comment() -> None:
+    detected = {"partition": DetectedValue('a"b\n[env]', 'x\ngrace_s = 1\r\n"""')}
+    merged = profile_file.merge(None, detected, {}, header=["two\nlines = 1"])
     assert tomllib.loads(merged.text) == {"partition": 'a"b\n[env]'}
 
 
-def test_a_link_and_permissions_are_kept(tmp_path: Path) -> None:
+def test_link_and_permissions_are_kept(tmp_path: Path) -> None:
     real, link = tmp_path / "real.toml", tmp_path / "link.toml"
     real.write_text("")
     real.chmod(0o664)
@@ -111,14 +111,14 @@ def test_a_link_and_permissions_are_kept(tmp_path: Path) -> None:
     assert real.stat().st_mode & 0o777 == 0o664
 
 
-def test_a_profile_that_does_not_read() -> None:
+def test_invalid_profile_raises() -> None:
     with pytest.raises(ConfigError, match="partitoin"):
         profile_file.parse_profile('partitoin = "x"', "x")
     with pytest.raises(ConfigError, match="x: not valid TOML"):
         profile_file.parse_profile("partition = [", "x")
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_in_words(tmp_path: Path) -> None:
+def test_unwritable_folder_raises(tmp_path: Path) -> None:
     (tmp_path / "config").write_text("a file where a folder should be")
     with pytest.raises(ConfigError, match=r"x\.toml cannot be written"):
         profile_file.write(tmp_path / "config" / "clusters" / "x.toml", "partition = 'a'\n")

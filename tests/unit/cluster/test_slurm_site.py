@@ -1,4 +1,4 @@
-"""Slurm's answers as they were printed, and what a profile takes from them."""
+"""Recorded scontrol output and the profiles derived from it."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ def testbed() -> Site:
     )
 
 
-def values(found: DetectedProfile) -> dict[str, Any]:
-    return {key: it.value for key, it in found.keys.items()}
+def values(detected: DetectedProfile) -> dict[str, Any]:
+    return {key: entry.value for key, entry in detected.keys.items()}
 
 
-def with_fields(of: Site, **fields: str) -> Site:
-    """The same with other fields in every partition."""
-    return replace(of, partitions=tuple(replace(p, fields={**p.fields, **fields}) for p in of.partitions))
+def with_fields(site: Site, **fields: str) -> Site:
+    """Return the site with ``fields`` changed in every partition."""
+    return replace(site, partitions=tuple(replace(p, fields={**p.fields, **fields}) for p in site.partitions))
 
 
-def with_gres(of: Site, *gres: str) -> Site:
-    """The same with the Gres of its first nodes changed, as many as are given; the others have none."""
-    texts = [*gres, *[""] * (len(of.nodes) - len(gres))]
+def with_gres(site: Site, *gres: str) -> Site:
+    """Return the site with ``gres`` on its first nodes and none on the others."""
+    texts = [*gres, *[""] * (len(site.nodes) - len(gres))]
     return replace(
-        of, nodes=tuple(replace(n, gres=slurm_site.parse_gres(t)) for n, t in zip(of.nodes, texts, strict=True))
+        site, nodes=tuple(replace(n, gres=slurm_site.parse_gres(t)) for n, t in zip(site.nodes, texts, strict=True))
     )
 
 
-def test_a_site_of_22_05(testbed: Site) -> None:
+def test_site_22_05(testbed: Site) -> None:
     assert testbed.cluster_name == "testbed"
     assert [(p.name, p.is_default, p.is_open) for p in testbed.partitions] == [
         ("low", True, True),
@@ -49,8 +49,8 @@ def test_a_site_of_22_05(testbed: Site) -> None:
     assert [n.name for n in testbed.nodes_in_partition("high")] == ["node01", "node02", "node03", "node04"]
     first = testbed.nodes[0]
     assert (first.cpus, first.memory_mib, first.gpus) == (16, 128000, (Gres("gpu", "h100", 8),))
-    found = slurm_site_profile.detect_profile(testbed)
-    assert values(found) == {
+    detected = slurm_site_profile.detect_profile(testbed)
+    assert values(detected) == {
         "partition": "low",
         "device": "cuda",
         "gpus_per_node": 8,
@@ -59,54 +59,54 @@ def test_a_site_of_22_05(testbed: Site) -> None:
         "cpus_per_gpu": 2,
         "grace_s": 20.0,
     }
-    assert any("125 GiB" in note and "DefMemPerCPU=2000" in note for note in found.notes)
-    assert any("01:00:00" in note for note in found.notes)
+    assert any("125 GiB" in note and "DefMemPerCPU=2000" in note for note in detected.notes)
+    assert any("01:00:00" in note for note in detected.notes)
 
 
-def test_a_partition_that_is_not_preempted_has_no_grace_time(testbed: Site) -> None:
-    found = slurm_site_profile.detect_profile(testbed, "high")
-    assert "grace_s" not in found.keys
-    assert any("not preempted" in note for note in found.notes)
+def test_partition_without_preemption_has_no_grace_time(testbed: Site) -> None:
+    detected = slurm_site_profile.detect_profile(testbed, "high")
+    assert "grace_s" not in detected.keys
+    assert any("not preempted" in note for note in detected.notes)
 
 
-def test_nodes_of_23_11_without_types_and_of_different_sizes() -> None:
+def test_nodes_23_11_without_types_and_of_different_sizes() -> None:
     nodes = slurm_site.parse_nodes(said("node-23.11.0"))
     assert [n.gpus for n in nodes] == [(Gres("gpu", "", 2),), (Gres("gpu", "", 5),)]
     partition = replace(slurm_site.parse_partitions(said("partition-24.11.3"))[0], name="debug")
-    found = slurm_site_profile.detect_profile(Site({"GresTypes": "gpu"}, (partition,), nodes))
-    assert "gpu_type" not in found.keys
-    assert values(found)["gpus_per_node"] == 5
-    assert any("1 nodes with 2 x GPU" in note for note in found.notes)
-    assert any("no type" in note for note in found.notes)
+    detected = slurm_site_profile.detect_profile(Site({"GresTypes": "gpu"}, (partition,), nodes))
+    assert "gpu_type" not in detected.keys
+    assert values(detected)["gpus_per_node"] == 5
+    assert any("1 nodes with 2 x GPU" in note for note in detected.notes)
+    assert any("no type" in note for note in detected.notes)
 
 
-def test_24_11_with_a_type_of_autodetect_and_cores_kept_for_the_system() -> None:
+def test_site_24_11_with_autodetected_type_and_reserved_cores() -> None:
     nodes = slurm_site.parse_nodes(said("node-24.11.3"))
-    here = Site(
+    site = Site(
         slurm_site.parse_config(said("config-25.05.5")), slurm_site.parse_partitions(said("partition-24.11.3")), nodes
     )
-    found = slurm_site_profile.detect_profile(here)
-    assert values(found) == {
+    detected = slurm_site_profile.detect_profile(site)
+    assert values(detected) == {
         "partition": "normal",
         "device": "cuda",
         "gpus_per_node": 2,
-        "gpu_type": "nvidia_a100_80gb_pcie",  # the site's word, since sbatch is asked for it
+        "gpu_type": "nvidia_a100_80gb_pcie",  # the site's name, which sbatch needs
         "gpus_flag": "gpus-per-node",
         "cpus_per_gpu": 112,  # of CPUEfctv=224, not CPUTot=256
     }
-    assert "a100-pcie-80gb with 80 GiB" in found.keys["gpu_type"].source
-    assert any("no time limit" in note for note in found.notes)
-    assert any("no default" in note for note in found.notes)
+    assert "a100-pcie-80gb with 80 GiB" in detected.keys["gpu_type"].source
+    assert any("no time limit" in note for note in detected.notes)
+    assert any("no default" in note for note in detected.notes)
 
 
-def test_defaults_of_the_site_are_left_to_it(testbed: Site) -> None:
+def test_site_defaults_are_not_overridden(testbed: Site) -> None:
     (h100,) = slurm_site.parse_partitions(said("partition-23.11"))
     nodes = tuple(replace(n, partitions=("h100",)) for n in testbed.nodes)
-    found = slurm_site_profile.detect_profile(Site(testbed.config, (h100,), nodes))
-    assert "cpus_per_gpu" not in found.keys and "grace_s" not in found.keys  # GraceTime=0
-    assert any("DefCpuPerGPU=32" in note for note in found.notes)
-    assert any("at most 3-00:00:00" in note for note in found.notes)
-    assert any("DefMemPerCPU=12000" in note for note in found.notes)  # the partition's, not the site's 2000
+    detected = slurm_site_profile.detect_profile(Site(testbed.config, (h100,), nodes))
+    assert "cpus_per_gpu" not in detected.keys and "grace_s" not in detected.keys  # GraceTime=0
+    assert any("DefCpuPerGPU=32" in note for note in detected.notes)
+    assert any("at most 3-00:00:00" in note for note in detected.notes)
+    assert any("DefMemPerCPU=12000" in note for note in detected.notes)  # the partition's, not the site's 2000
 
 
 @pytest.mark.parametrize(
@@ -122,11 +122,11 @@ def test_defaults_of_the_site_are_left_to_it(testbed: Site) -> None:
         ("gpu", []),
     ],
 )  # fmt: skip
-def test_gres(text: str, gres: list[tuple[str, str, int]]) -> None:
+def test_parse_gres(text: str, gres: list[tuple[str, str, int]]) -> None:
     assert [(g.name, g.type, g.count) for g in slurm_site.parse_gres(text)] == gres
 
 
-def test_names_and_reasons_with_blanks_and_equal_signs() -> None:
+def test_values_with_blanks_and_equal_signs() -> None:
     # skypilot's tests have a partition of this name.
     text = (
         "PartitionName=dev AllowGroups=ALL Default=YES State=UP\n"
@@ -140,17 +140,17 @@ def test_names_and_reasons_with_blanks_and_equal_signs() -> None:
     assert node.gpus == (Gres("gpu", "", 2),) and node.cpus == 4  # before 22.05 there was no CPUEfctv
 
 
-def test_the_partition_with_most_gpus_where_the_default_one_has_none(testbed: Site) -> None:
+def test_partition_with_most_gpus_if_default_has_none(testbed: Site) -> None:
     big, small = testbed.partitions
     nodes = tuple(replace(n, partitions=("high",)) for n in testbed.nodes)
-    here = replace(testbed, nodes=nodes)
-    assert slurm_site_profile.choose_partition(here)[0].name == "high"
-    assert "32" in slurm_site_profile.choose_partition(here)[1]
+    site = replace(testbed, nodes=nodes)
+    assert slurm_site_profile.choose_partition(site)[0].name == "high"
+    assert "32" in slurm_site_profile.choose_partition(site)[1]
     closed = replace(small, fields={**small.fields, "State": "DOWN"})
-    assert slurm_site_profile.choose_partition(replace(here, partitions=(big, closed)))[0].name == "low"
+    assert slurm_site_profile.choose_partition(replace(site, partitions=(big, closed)))[0].name == "low"
 
 
-def test_no_gpus_anywhere_is_a_cpu_cluster(testbed: Site) -> None:
+def test_site_without_gpus_is_a_cpu_cluster(testbed: Site) -> None:
     assert values(slurm_site_profile.detect_profile(with_gres(testbed))) == {
         "partition": "low",
         "device": "cpu",
@@ -158,40 +158,42 @@ def test_no_gpus_anywhere_is_a_cpu_cluster(testbed: Site) -> None:
     }
 
 
-def test_a_type_that_is_not_in_the_catalogue_stays_the_sites_word(testbed: Site) -> None:
-    found = slurm_site_profile.detect_profile(with_gres(testbed, *["gpu:a100_3g.20gb:4"] * 4))
-    assert values(found)["gpu_type"] == "a100_3g.20gb"
-    assert any("'a100_3g.20gb' is the site's word" in note for note in found.notes)
+def test_unknown_gpu_type_keeps_the_site_name(testbed: Site) -> None:
+    detected = slurm_site_profile.detect_profile(with_gres(testbed, *["gpu:a100_3g.20gb:4"] * 4))
+    assert values(detected)["gpu_type"] == "a100_3g.20gb"
+    assert any("'a100_3g.20gb' is site-specific" in note for note in detected.notes)
 
 
-def test_of_several_types_the_one_with_most_gpus(testbed: Site) -> None:
-    found = slurm_site_profile.detect_profile(
+def test_gpu_type_with_most_gpus_is_chosen(testbed: Site) -> None:
+    detected = slurm_site_profile.detect_profile(
         with_gres(testbed, "gpu:v100:4", "gpu:v100:4", "gpu:h100:8", "gpu:h100:8")
     )
-    assert (values(found)["gpu_type"], values(found)["gpus_per_node"]) == ("h100", 8)
-    assert found.keys["gpus_per_node"].source == "Gres of 2 of 4 nodes"
-    assert any("2 nodes with 4 x v100" in note for note in found.notes)
+    assert (values(detected)["gpu_type"], values(detected)["gpus_per_node"]) == ("h100", 8)
+    assert detected.keys["gpus_per_node"].source == "Gres of 2 of 4 nodes"
+    assert any("2 nodes with 4 x v100" in note for note in detected.notes)
 
 
-def test_other_select_plugins_take_gres_only(testbed: Site) -> None:
-    here = replace(testbed, config={**testbed.config, "SelectType": "select/linear", "GresTypes": "mps"})
-    found = slurm_site_profile.detect_profile(here)
-    assert values(found)["gpus_flag"] == "gres"
-    assert any("GresTypes=mps" in note for note in found.notes)
+def test_other_select_plugins_use_gres(testbed: Site) -> None:
+    site = replace(testbed, config={**testbed.config, "SelectType": "select/linear", "GresTypes": "mps"})
+    detected = slurm_site_profile.detect_profile(site)
+    assert values(detected)["gpus_flag"] == "gres"
+    assert any("GresTypes=mps" in note for note in detected.notes)
 
 
-def test_processors_are_shared_within_the_partitions_limit(testbed: Site) -> None:
+def test_cpus_per_gpu_respect_the_partition_limit(testbed: Site) -> None:
     assert values(slurm_site_profile.detect_profile(with_fields(testbed, MaxCPUsPerNode="8")))["cpus_per_gpu"] == 1
     assert "cpus_per_gpu" not in slurm_site_profile.detect_profile(with_fields(testbed, MaxCPUsPerNode="4")).keys
 
 
-def test_grace_by_qos_is_not_the_partitions(testbed: Site) -> None:
-    found = slurm_site_profile.detect_profile(replace(testbed, config={**testbed.config, "PreemptType": "preempt/qos"}))
-    assert "grace_s" not in found.keys
-    assert any("QOS" in note for note in found.notes)
+def test_qos_preemption_has_no_partition_grace_time(testbed: Site) -> None:
+    detected = slurm_site_profile.detect_profile(
+        replace(testbed, config={**testbed.config, "PreemptType": "preempt/qos"})
+    )
+    assert "grace_s" not in detected.keys
+    assert any("QOS" in note for note in detected.notes)
 
 
-def test_an_unknown_partition_suggests(testbed: Site) -> None:
+def test_unknown_partition_raises_with_a_suggestion(testbed: Site) -> None:
     with pytest.raises(UsageError, match="did you mean high"):
         slurm_site_profile.detect_profile(testbed, "hihg")
     with pytest.raises(UsageError, match="no partition that is up"):

@@ -1,4 +1,4 @@
-"""Makes a run that goes on, with telemetry, metrics and events, for the tests of `top`."""
+"""A running run with telemetry, metrics and events, for the tests of `top`."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Change = Callable[[str, int, dict[str, float]], None]
 
 
 def alive(job_id: str, run: RunDir, state: str = "RUNNING", reason: str = "", start: float | None = None) -> None:
-    """A job of the local backend, whose supervisor is this process."""
+    """Create a job of the local backend whose supervisor is this process."""
     folder = job_folder(job_id)
     folder.path.mkdir(parents=True, exist_ok=True)
-    me = psutil.Process()
+    this_process = psutil.Process()
     folder.write(
         LocalJob(
             job_id=job_id,
             run_dir=str(run.path),
             nodes=1,
             host=socket.gethostname(),
-            pid=me.pid,
-            pid_created=me.create_time(),
+            pid=this_process.pid,
+            pid_created=this_process.create_time(),
             state=state,
             reason=reason,
             start_time=start,
@@ -58,7 +58,7 @@ def new_run(home: Path, now: float, *, name: str = "llama-abc234", spec: str = "
 def begin(
     run: RunDir, now: float, nodes: list[str], *, steps: int = 1200, total: int = 10_000, step_s: float = 0.5
 ) -> None:
-    """Attempt 1, whose last step was just now."""
+    """Create attempt 1, whose last step ends at ``now``."""
     attempt = run.attempt(1)
     attempt.path.mkdir(parents=True)
     start = now - steps * step_s
@@ -85,7 +85,7 @@ def record(
     run: RunDir, node: str, now: float, *, gpus: int = 8, first: int = 0, steps: int = 1200, seconds: int = 40,
     change: Change = lambda node, s, v: None, ranks: int | None = None, end: bool = False, nvml: str | None = None,
 ) -> None:  # fmt: skip
-    """One node's telemetry up to ``now``."""
+    """Record the telemetry of one node up to ``now``."""
     numbers = [first + i for i in range(gpus if ranks is None else ranks)]
     facts = [
         GpuFacts(

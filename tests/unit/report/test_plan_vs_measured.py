@@ -1,4 +1,4 @@
-"""What was predicted beside what was measured: the numbers, the text and the JSON."""
+"""Predicted and measured values: numbers, text and JSON."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ TOKENS = 64 * 2048
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    made = run_dir.create_run("gpt")
-    made.spec.write_text('version = 1\n[job]\nbackend = "local"\n')
-    return made
+    run = run_dir.create_run("gpt")
+    run.spec.write_text('version = 1\n[job]\nbackend = "local"\n')
+    return run
 
 
-def planned(run: RunDir, device: str = "cuda") -> dict[str, Any]:
-    """Writes the plan of a decoder on one node of H100s; returns its JSON."""
+def write_plan(run: RunDir, device: str = "cuda") -> dict[str, Any]:
+    """Write the plan of a decoder on one node of H100s and return its JSON."""
     recipe = Recipe(
         model=ModelSpec(dim=2048, layers=24, heads=16, kv_heads=8, vocab_size=32000),
         data=DataSpec(seq_len=2048),
@@ -48,12 +48,12 @@ def planned(run: RunDir, device: str = "cuda") -> dict[str, Any]:
     )
     gpu_type = "h100" if device == "cuda" else ""
     job = JobSpec(gpus=RANKS, gpu_type=gpu_type, layout="fsdp")
-    made: dict[str, Any] = msgspec.to_builtins(plan(RunSpec(job=job, recipe=recipe), ClusterProfile(), device))
-    fsio.write_json(run.plan, made)
-    return made
+    document: dict[str, Any] = msgspec.to_builtins(plan(RunSpec(job=job, recipe=recipe), ClusterProfile(), device))
+    fsio.write_json(run.plan, document)
+    return document
 
 
-def trained(run: RunDir, n: int, step_s: float, *, steps: int = 20, world_size: int = RANKS) -> None:
+def write_attempt(run: RunDir, n: int, step_s: float, *, steps: int = 20, world_size: int = RANKS) -> None:
     attempt = new_attempt(run, n)
     log = fsio.JsonlAppender(attempt.events_path("rank-0"))
     log.append({"t": 1.0, "event": "session_started", "world_size": world_size}, {"t": 2.0, "event": "first_step"})
@@ -69,71 +69,73 @@ def trained(run: RunDir, n: int, step_s: float, *, steps: int = 20, world_size: 
     rows.close()
 
 
-def shown(found: PlanAccuracy, width: int = 80, signs: Glyphs = UNICODE) -> str:
+def render_text(accuracy: PlanAccuracy, width: int = 80, signs: Glyphs = UNICODE) -> str:
     out = io.StringIO()
-    emit(make_console(out, width), *plan_accuracy_table(found, signs))
+    emit(make_console(out, width), *plan_accuracy_table(accuracy, signs))
     return out.getvalue()
 
 
-def test_a_gpu_run_has_both_sides_of_every_row(run: RunDir) -> None:
-    asked = planned(run)
-    trained(run, 1, 2.0)
+def test_gpu_run_has_predictions_and_measurements(run: RunDir) -> None:
+    planned = write_plan(run)
+    write_attempt(run, 1, 2.0)
     record(run.attempt(1), [(gpu(0), busy(used_gib=40.0))])
-    found = plan_vs_measured.compare_run(run)
-    assert found.step_s == Pair(asked["time"]["step_s"], 2.0) and found.step_s.predicted
-    assert found.tokens_per_s_per_gpu == Pair(asked["time"]["tokens_per_s_per_gpu"], TOKENS / 2.0 / RANKS)
-    assert found.peak_gib == Pair(asked["memory"]["peak_gib"], 40.0)
-    in_allocator = asked["memory"]["peak_gib"] - asked["memory"]["overhead_gib"]
-    assert found.allocated_gib == Pair(in_allocator, 31.0) and in_allocator > 0
-    assert (found.steps, found.attempts, found.other_attempts) == (20, (1,), ())
-    assert found.step_s.ratio == pytest.approx(2.0 / asked["time"]["step_s"])
+    accuracy = plan_vs_measured.compare_run(run)
+    assert accuracy.step_s == Pair(planned["time"]["step_s"], 2.0) and accuracy.step_s.predicted
+    assert accuracy.tokens_per_s_per_gpu == Pair(planned["time"]["tokens_per_s_per_gpu"], TOKENS / 2.0 / RANKS)
+    assert accuracy.peak_gib == Pair(planned["memory"]["peak_gib"], 40.0)
+    allocated_gib = planned["memory"]["peak_gib"] - planned["memory"]["overhead_gib"]
+    assert accuracy.allocated_gib == Pair(allocated_gib, 31.0) and allocated_gib > 0
+    assert (accuracy.steps, accuracy.attempts, accuracy.other_attempts) == (20, (1,), ())
+    assert accuracy.step_s.ratio == pytest.approx(2.0 / planned["time"]["step_s"])
 
 
-def test_on_cpus_nothing_was_predicted_and_memory_is_not_compared(run: RunDir) -> None:
-    planned(run, "cpu")
-    trained(run, 1, 2.0)
-    found = plan_vs_measured.compare_run(run)
-    assert found.step_s == Pair(None, 2.0) and found.step_s.ratio is None
-    assert found.peak_gib == found.allocated_gib == Pair(None, None)
+def test_cpu_run_has_no_predictions_and_no_memory(run: RunDir) -> None:
+    write_plan(run, "cpu")
+    write_attempt(run, 1, 2.0)
+    accuracy = plan_vs_measured.compare_run(run)
+    assert accuracy.step_s == Pair(None, 2.0) and accuracy.step_s.ratio is None
+    assert accuracy.peak_gib == accuracy.allocated_gib == Pair(None, None)
 
 
 def test_attempts_on_fewer_ranks_do_not_count(run: RunDir) -> None:
-    planned(run)
-    trained(run, 1, 2.0)
-    trained(run, 2, 7.0, world_size=6, steps=100)
-    found = plan_vs_measured.compare_run(run)
-    assert (found.step_s.measured, found.attempts, found.other_attempts) == (2.0, (1,), (2,))
-    assert "not counted: attempt 2, on another number of ranks than the plan's" in shown(found)
+    write_plan(run)
+    write_attempt(run, 1, 2.0)
+    write_attempt(run, 2, 7.0, world_size=6, steps=100)
+    accuracy = plan_vs_measured.compare_run(run)
+    assert (accuracy.step_s.measured, accuracy.attempts, accuracy.other_attempts) == (2.0, (1,), (2,))
+    assert "not counted: attempt 2, whose number of ranks is not the plan's" in render_text(accuracy)
 
 
-@pytest.mark.parametrize("plan_json", [None, "{}", "{", '{"world_size": "many"}'])
-def test_without_a_plan_that_reads_there_is_nothing_to_say(run: RunDir, plan_json: str | None) -> None:
+@pytest.mark.parametrize(
+    "plan_json", [None, "{}", "{", '{"world_size": "many"}'], ids=["missing", "empty", "truncated", "wrong-type"]
+)
+def test_unreadable_plan_gives_an_empty_comparison(run: RunDir, plan_json: str | None) -> None:
     if plan_json is not None:
         run.plan.write_text(plan_json)
-    trained(run, 1, 2.0)
+    write_attempt(run, 1, 2.0)
     assert plan_vs_measured.compare_run(run) == PlanAccuracy()
     assert plan_accuracy_table(PlanAccuracy(), UNICODE) == []
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])
-def test_the_table(width: int) -> None:
-    found = PlanAccuracy(
+def test_table_layout(width: int) -> None:
+    accuracy = PlanAccuracy(
         step_s=Pair(0.412, 0.4532),
         tokens_per_s_per_gpu=Pair(39_768.9, 36_153.6),
         peak_gib=Pair(61.24, None),
         allocated_gib=Pair(None, 55.0),
         steps=115,
     )
-    text = shown(found, width)
+    text = render_text(accuracy, width)
     assert text.splitlines() == [
-        "The plan and the run (median of 115 steps)",
+        "Plan and run (median of 115 steps)",
         "                   predicted  measured  ratio",
         "step                  412 ms    453 ms   1.10",
-        "tokens/s a rank       39,769    36,154   0.91",
+        "tokens/s per rank     39,769    36,154   0.91",
         "GPU memory in use   61.2 GiB         –      –",
-        "of it by torch             –  55.0 GiB      –",
+        "torch allocations          –  55.0 GiB      –",
     ]
-    assert "–" not in shown(found, width, ASCII)
+    assert "–" not in render_text(accuracy, width, ASCII)
 
 
 @pytest.mark.parametrize(
@@ -147,17 +149,17 @@ def test_the_table(width: int) -> None:
         (1440, "1440 s"),
     ],
 )
-def test_the_time_of_a_step(seconds: float, text: str) -> None:
+def test_format_step_time(seconds: float, text: str) -> None:
     assert format_step_time(seconds) == text
 
 
-def test_status_has_it_as_text_and_as_json(run: RunDir) -> None:
-    asked = planned(run)
-    waiting = json.loads(CliRunner().invoke(status, [run.id, "--json"]).stdout)["prediction"]
-    assert waiting["step_s"] == {"predicted": asked["time"]["step_s"], "measured": None}
-    trained(run, 1, 2.0)
+def test_status_shows_predictions_as_text_and_json(run: RunDir) -> None:
+    planned = write_plan(run)
+    prediction = json.loads(CliRunner().invoke(status, [run.id, "--json"]).stdout)["prediction"]
+    assert prediction["step_s"] == {"predicted": planned["time"]["step_s"], "measured": None}
+    write_attempt(run, 1, 2.0)
     answer = json.loads(CliRunner().invoke(status, [run.id, "--json"]).stdout)
-    assert answer["prediction"]["step_s"] == {"predicted": asked["time"]["step_s"], "measured": 2.0}
+    assert answer["prediction"]["step_s"] == {"predicted": planned["time"]["step_s"], "measured": 2.0}
     assert set(answer["prediction"]) >= {"step_s", "tokens_per_s_per_gpu", "peak_gib"}
     text = CliRunner().invoke(status, [run.id]).stdout
-    assert "The plan and the run (median of 20 steps)" in text and "2.00 s" in text
+    assert "Plan and run (median of 20 steps)" in text and "2.00 s" in text

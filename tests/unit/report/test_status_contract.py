@@ -1,4 +1,4 @@
-"""What `status` and the head of `telemetry` say of the contract."""
+"""The contract rows of `status` and `telemetry`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from clustertrain.run.contract_status import ContractStatus, SliceStatus
 
 
 def test_task_metric_slices_and_budget() -> None:
-    found = ContractStatus(
+    contract = ContractStatus(
         task="tell cats from dogs",
         target="research",
         metric="validation_accuracy",
@@ -24,16 +24,14 @@ def test_task_metric_slices_and_budget() -> None:
         used=BudgetUsage(gpu_hours=4.0, wall_hours=1.0),
         left={"gpu_hours": 6.0},
     )
-    assert contract_rows(found) == [
+    assert contract_rows(contract) == [
         ("task", "tell cats from dogs, research"),
-        ("judged by", "validation_accuracy: best 0.7 at step 20, last 0.6 at step 30"),
-        ("slices", "night 0.5, worse by 0.25 than its best 0.75; day 0.9"),
+        ("metric", "validation_accuracy: best 0.7 at step 20, last 0.6 at step 30"),
+        ("slices", "night 0.5, 0.25 worse than its best 0.75; day 0.9"),
         ("budget", "4 GPU-hours used, 6 left"),
     ]
 
 
-def test_a_run_without_a_contract_and_one_before_its_first_evaluation() -> None:
+def test_no_contract_and_no_evaluation_yet() -> None:
     assert contract_rows(None) == [] == contract_rows(ContractStatus(metric="loss"))
-    assert contract_rows(ContractStatus(metric="validation_loss")) == [
-        ("judged by", "validation_loss, not evaluated yet")
-    ]
+    assert contract_rows(ContractStatus(metric="validation_loss")) == [("metric", "validation_loss, not evaluated yet")]

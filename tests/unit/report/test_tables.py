@@ -1,4 +1,4 @@
-"""Tables that leave columns out where a terminal is too narrow."""
+"""Tables that drop columns in a narrow terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLUMNS = [
         (20, ["run", "at step"], True),
     ],
 )
-def test_titles_are_wrapped_then_columns_go_and_nothing_is_cut(width: int, titles: list[str], wrapped: bool) -> None:
+def test_narrow_table_wraps_titles_then_drops_columns(width: int, titles: list[str], wrapped: bool) -> None:
     table = fit_table(COLUMNS, width, drop_order=("started", "state"))
     assert [column.header for column in table.columns] == titles
     out = io.StringIO()
@@ -42,5 +42,5 @@ def test_titles_are_wrapped_then_columns_go_and_nothing_is_cut(width: int, title
     assert first.split(maxsplit=len(titles) - 1) == shown and second.startswith("b-bbbbbb ")
 
 
-def test_of_no_rows() -> None:
+def test_table_without_rows() -> None:
     assert fit_table([Column("run", []), Column("at step", [])], 80).row_count == 0

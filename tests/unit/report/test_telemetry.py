@@ -1,3 +1,5 @@
+"""The telemetry report of recorded runs."""
+
 from __future__ import annotations
 
 import io
@@ -11,7 +13,7 @@ from clustertrain.telemetry.report_schema import Summary
 from tests.unit.telemetry.runs import T0, Reason, busy, event, gpu, new_attempt, new_run, record
 
 
-def printed(summary: Summary, width: int) -> str:
+def render_text(summary: Summary, width: int) -> str:
     out = io.StringIO()
     telemetry.show(summary, terminal.make_console(out, width))
     return out.getvalue()
@@ -19,7 +21,7 @@ def printed(summary: Summary, width: int) -> str:
 
 @pytest.fixture
 def summary(tmp_path: Path) -> Summary:
-    """Two nodes, two attempts; one GPU idle, one without power, one lost."""
+    """Two nodes and two attempts; one GPU is idle, one node has no power readings, one GPU is lost."""
     run = new_run(tmp_path)
     for n in (1, 2):
         attempt = new_attempt(run, n, str(40 + n), ["gpu-node-01", "gpu-node-02"])
@@ -32,8 +34,8 @@ def summary(tmp_path: Path) -> Summary:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 160, 200])
-def test_it_fits_its_width(summary: Summary, width: int) -> None:
-    text = printed(summary, width)
+def test_report_fits_its_width(summary: Summary, width: int) -> None:
+    text = render_text(summary, width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert "…" not in text, "a cell was cut off"
     assert "\x1b" not in text
@@ -41,38 +43,38 @@ def test_it_fits_its_width(summary: Summary, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 160])
-def test_what_it_says(summary: Summary, width: int) -> None:
-    text = printed(summary, width)
+def test_report_content(summary: Summary, width: int) -> None:
+    text = render_text(summary, width)
     for expected in ("2 attempts · job 41, 42", "4 GPUs allocated", "unused", "3 of 4 used", "100.0%", "!! GPU 1 of"):
         assert expected in text
     assert ("UUID" in text) == (width == 160)
 
 
-def test_long_names_of_nodes_are_folded_and_not_cut(tmp_path: Path) -> None:
+def test_long_node_names_are_folded(tmp_path: Path) -> None:
     node = "an-unusually-long-name-of-a-node.cluster.example.org"
     run = new_run(tmp_path)
     record(new_attempt(run, nodes=[node]), [(gpu(0, node=node), busy())], node=node)
-    text = printed(summarize(run), 80)
+    text = render_text(summarize(run), 80)
     assert max(len(line) for line in text.splitlines()) <= 80
     assert "…" not in text
 
 
-def test_without_nvml(tmp_path: Path) -> None:
+def test_report_without_nvml(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     record(new_attempt(run), [], nvml="LIBRARY_NOT_FOUND: no NVIDIA driver")
-    text = printed(summarize(run), 80)
-    assert "no GPU figures" in text
+    text = render_text(summarize(run), 80)
+    assert "no GPU metrics" in text
     assert "LIBRARY_NOT_FOUND" in text
     assert "25%" in text
 
 
-def test_without_anything(tmp_path: Path) -> None:
-    assert "nothing has been recorded yet" in printed(summarize(new_run(tmp_path)), 80)
+def test_report_without_records(tmp_path: Path) -> None:
+    assert "nothing has been recorded yet" in render_text(summarize(new_run(tmp_path)), 80)
 
 
 def test_many_notes_of_one_kind_are_counted(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     record(new_attempt(run), [(gpu(i), busy(0.0)) for i in range(8)])
-    text = printed(summarize(run), 80)
+    text = render_text(summarize(run), 80)
     assert text.count("was not used") == 3
     assert "and 5 more like these" in text

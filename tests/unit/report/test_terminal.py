@@ -1,3 +1,5 @@
+"""The console, glyphs and formatting of the terminal reports."""
+
 from __future__ import annotations
 
 import io
@@ -8,7 +10,7 @@ from clustertrain.report import terminal
 from clustertrain.report.terminal import ASCII, UNICODE
 
 
-def test_rows_go_whole_into_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_not_wrapped_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     out = io.StringIO()
     terminal.emit(terminal.make_console(out, rows=True), "word " * 1000)
@@ -17,7 +19,7 @@ def test_rows_go_whole_into_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.make_console(out, rows=True).width == 100
 
 
-def test_a_pipe_gets_plain_text_and_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipe_gets_plain_text_and_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
     out = io.StringIO()
@@ -28,7 +30,7 @@ def test_a_pipe_gets_plain_text_and_80_columns(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("columns", "width"), [("160", 160), ("9999", 200), ("3", 60), ("wide", 80)])
-def test_columns_decides(monkeypatch: pytest.MonkeyPatch, columns: str, width: int) -> None:
+def test_columns_sets_the_width(monkeypatch: pytest.MonkeyPatch, columns: str, width: int) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert terminal.make_console(io.StringIO()).width == width
 
@@ -39,19 +41,19 @@ class Tty(io.StringIO):
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_colour_can_be_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_color_can_be_disabled(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     for known in ("NO_COLOR", "FORCE_COLOR", "COLORTERM"):
         monkeypatch.delenv(known, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
-    coloured, plain = Tty(), Tty()
-    terminal.emit(terminal.make_console(coloured, 80), terminal.meter(1, 4, "red", UNICODE))
-    assert "\x1b[31m" in coloured.getvalue()
+    colored, plain = Tty(), Tty()
+    terminal.emit(terminal.make_console(colored, 80), terminal.meter(1, 4, "red", UNICODE))
+    assert "\x1b[31m" in colored.getvalue()
     monkeypatch.setenv(name, value)
     terminal.emit(terminal.make_console(plain, 80), terminal.meter(1, 4, "red", UNICODE))
     assert "\x1b[31m" not in plain.getvalue()
 
 
-def test_an_output_without_block_characters() -> None:
+def test_ascii_encoding_replaces_characters() -> None:
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii")
     console = terminal.make_console(out)
@@ -61,14 +63,14 @@ def test_an_output_without_block_characters() -> None:
     assert raw.getvalue() == b"gr??er ?\n"
 
 
-def test_sparklines() -> None:
+def test_sparkline() -> None:
     assert terminal.sparkline([0.0, 0.5, 1.0, None, 0.99], 10, UNICODE) == "▁▄▇ ▇"
     assert terminal.sparkline([0.0] * 50 + [1.0] * 50, 4, UNICODE) == "▁▁▇▇"
     assert terminal.sparkline([None, 1.0, None, None], 2, UNICODE) == "▇ "
     assert terminal.sparkline([], 10, UNICODE) == ""
 
 
-def test_meters_do_not_overflow() -> None:
+def test_meter_does_not_overflow() -> None:
     assert terminal.meter(1.7, 4, "", ASCII).plain == "####"
     assert terminal.meter(None, 4, "", ASCII).plain == "...."
 
@@ -76,16 +78,16 @@ def test_meters_do_not_overflow() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0s"), (59, "59s"), (725, "12m05s"), (11220, "3h07m"), (187200, "2d04h")]
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_format_duration(seconds: float, text: str) -> None:
     assert terminal.format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(("joules", "text"), [(None, "–"), (900, "900 J"), (36000, "10.0 Wh"), (7.2e6, "2.00 kWh")])
-def test_energy(joules: float | None, text: str) -> None:
+def test_format_energy(joules: float | None, text: str) -> None:
     assert terminal.format_energy(joules, UNICODE) == text
 
 
-def test_used_of() -> None:
+def test_format_used() -> None:
     assert terminal.format_used(61.4, 80.0, UNICODE) == "61/80"
     assert terminal.format_used(0.5, 5.0, UNICODE) == "0.5/5.0"
     assert terminal.format_used(None, 80.0, UNICODE) == "–/80"

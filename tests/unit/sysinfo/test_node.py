@@ -1,4 +1,4 @@
-"""Eight kinds of node read from their files, and nodes whose files are broken."""
+"""Node facts of eight kinds of nodes, and of nodes with broken files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from clustertrain.sysinfo.node import read_node
 from tests.fixtures.nodes.expand import KINDS, Tree, expand
 
 
-def facts(kind: str, root: Path) -> NodeFacts:
+def read_facts(kind: str, root: Path) -> NodeFacts:
     node = expand(kind, root)
     return read_node(node.root, node.ip, node.gpus, {})
 
 
-# hcas, efa, GPUs; sockets, cores, threads; NUMA nodes with processors; NUMA nodes of the GPUs
+# hcas, efa, GPUs; sockets, cores, threads; NUMA nodes with CPUs; NUMA nodes of the GPUs
 COUNTS = {
     "cpu-only": (0, 0, 0, 2, 32, 32, [0, 1], []),
     "dgx-a100": (12, 0, 8, 2, 128, 256, list(range(8)), [3, 3, 1, 1, 7, 7, 5, 5]),
@@ -30,43 +30,44 @@ COUNTS = {
 }
 
 
-def test_the_library_has_eight_kinds() -> None:
+def test_counts_cover_all_kinds() -> None:
     assert set(KINDS) == set(COUNTS)
 
 
 @pytest.mark.parametrize("kind", COUNTS)
-def test_each_kind_is_read_whole(kind: str, tmp_path: Path) -> None:
-    seen = facts(kind, tmp_path)
-    numa = [n.index for n in seen.cpus.numa_nodes]
-    counted = (len(seen.hcas), len(seen.efa), len(seen.gpus), seen.cpus.sockets, seen.cpus.cores, seen.cpus.threads)
-    assert (*counted, numa, [g.numa_node for g in seen.gpus]) == COUNTS[kind]
-    assert seen.unread == ()
+def test_each_kind_is_read_completely(kind: str, tmp_path: Path) -> None:
+    facts = read_facts(kind, tmp_path)
+    numa = [n.index for n in facts.cpus.numa_nodes]
+    cpus = facts.cpus
+    counts = (len(facts.hcas), len(facts.efa), len(facts.gpus), cpus.sockets, cpus.cores, cpus.threads)
+    assert (*counts, numa, [g.numa_node for g in facts.gpus]) == COUNTS[kind]
+    assert facts.unread == ()
 
 
 def test_kinds_and_states_of_interfaces(tmp_path: Path) -> None:
-    seen = {i.name: i for i in facts("dgx-h100", tmp_path).interfaces}
-    assert {n: i.kind for n, i in seen.items() if i.kind != "ethernet" and not n.startswith("ibp")} == {
+    interfaces = {i.name: i for i in read_facts("dgx-h100", tmp_path).interfaces}
+    assert {n: i.kind for n, i in interfaces.items() if i.kind != "ethernet" and not n.startswith("ibp")} == {
         "bond0": "bond", "docker0": "virtual", "enx72d1a0e1f2c3": "usb", "lo": "loopback",
     }  # fmt: skip
-    assert seen["ibp24s0"].kind == "infiniband" and seen["ibp24s0"].addresses == ()
-    assert seen["ens1f1np1"].state == "down" and seen["lo"].state == "up"
-    assert seen["enp41s0f0np0"].master == "bond0"
-    bond = seen["bond0"]
+    assert interfaces["ibp24s0"].kind == "infiniband" and interfaces["ibp24s0"].addresses == ()
+    assert interfaces["ens1f1np1"].state == "down" and interfaces["lo"].state == "up"
+    assert interfaces["enp41s0f0np0"].master == "bond0"
+    bond = interfaces["bond0"]
     assert (bond.addresses, bond.speed_gbit, bond.default_route) == (("10.150.0.21/21",), 400, True)
 
 
-def test_an_rdma_port_gives_its_interface_a_speed(tmp_path: Path) -> None:
-    seen = {i.name: i for i in facts("dgx-a100", tmp_path).interfaces}
-    assert seen["ibp12s0"].speed_gbit == 200  # IPoIB of older kernels names none
-    assert {i.name: i.speed_gbit for i in facts("pcie-a100", tmp_path / "2").interfaces}["ens5f1np1"] == 40
+def test_rdma_rate_is_the_speed_of_its_interface(tmp_path: Path) -> None:
+    interfaces = {i.name: i for i in read_facts("dgx-a100", tmp_path).interfaces}
+    assert interfaces["ibp12s0"].speed_gbit == 200  # IPoIB of older kernels reports none
+    assert {i.name: i.speed_gbit for i in read_facts("pcie-a100", tmp_path / "2").interfaces}["ens5f1np1"] == 40
 
 
-def test_a_link_local_address_is_none(tmp_path: Path) -> None:
-    seen = {i.name: i for i in facts("cpu-only", tmp_path).interfaces}
-    assert seen["ens2f0"].addresses == () and seen["ens2f0.40"].kind == "vlan"
+def test_link_local_addresses_are_ignored(tmp_path: Path) -> None:
+    interfaces = {i.name: i for i in read_facts("cpu-only", tmp_path).interfaces}
+    assert interfaces["ens2f0"].addresses == () and interfaces["ens2f0.40"].kind == "vlan"
 
 
-def test_a_bridge_over_a_real_port_is_no_bridge_of_containers(tmp_path: Path) -> None:
+def test_bridge_over_a_physical_port_is_not_virtual(tmp_path: Path) -> None:
     tree = Tree(tmp_path)
     tree.net("eno1", {"pci": "0000:02:00.0", "master": "br0"})
     tree.net("br0", {"ports": "eno1"})
@@ -78,11 +79,11 @@ def test_a_bridge_over_a_real_port_is_no_bridge_of_containers(tmp_path: Path) ->
 
 
 def test_ports_of_rdma_devices(tmp_path: Path) -> None:
-    first, *_, last = facts("hgx-h200-roce", tmp_path).hcas
+    first, *_, last = read_facts("hgx-h200-roce", tmp_path).hcas
     assert (first.name, first.state, first.link_layer, first.rate_gbit) == ("mlx5_0", "active", "Ethernet", 400)
     assert (first.netdev, first.numa_node, first.roce_v2_ipv4_gid_index) == ("rail0", 0, 3)
     assert (last.name, last.rate_gbit, last.pci_address) == ("mlx5_8", 200, "0000:2a:00.0")
-    assert facts("dgx-h100", tmp_path / "2").hcas[0].roce_v2_ipv4_gid_index is None  # InfiniBand has no such thing
+    assert read_facts("dgx-h100", tmp_path / "2").hcas[0].roce_v2_ipv4_gid_index is None  # InfiniBand has none
 
 
 def test_two_routable_gids_are_ambiguous(tmp_path: Path) -> None:
@@ -99,19 +100,19 @@ def test_two_routable_gids_are_ambiguous(tmp_path: Path) -> None:
     assert read_node(tmp_path, IpOutput()).hcas[0].roce_v2_ipv4_gid_index is None
 
 
-def test_libraries_are_seen_where_installers_put_them(tmp_path: Path) -> None:
-    seen = facts("p5", tmp_path)
-    assert seen.libfabric == "/opt/amazon/efa/lib/libfabric.so.1"
-    assert seen.aws_ofi_nccl == "/opt/amazon/ofi-nccl/lib/x86_64-linux-gnu/libnccl-net-ofi.so"
-    own = tmp_path / "home/me/lib"
-    own.mkdir(parents=True)
-    (own / "libnccl-net.so").touch()
+def test_libraries_are_found_in_known_folders_and_library_path(tmp_path: Path) -> None:
+    facts = read_facts("p5", tmp_path)
+    assert facts.libfabric == "/opt/amazon/efa/lib/libfabric.so.1"
+    assert facts.aws_ofi_nccl == "/opt/amazon/ofi-nccl/lib/x86_64-linux-gnu/libnccl-net-ofi.so"
+    user_folder = tmp_path / "home/me/lib"
+    user_folder.mkdir(parents=True)
+    (user_folder / "libnccl-net.so").touch()
     assert read_node(tmp_path, IpOutput(), environ={"LD_LIBRARY_PATH": ":/home/me/lib"}).aws_ofi_nccl == (
         "/home/me/lib/libnccl-net.so"
     )
 
 
-def test_names_in_nccls_own_files(tmp_path: Path) -> None:
+def test_variables_in_nccl_conf_files(tmp_path: Path) -> None:
     tree = Tree(tmp_path)
     tree.write("/etc/nccl.conf", "# by the site\nNCCL_IB_HCA=mlx5_0\nNCCL_DEBUG=WARN\nno setting")
     tree.write("/home/me/.nccl.conf", "NCCL_SOCKET_IFNAME==ib0")
@@ -123,7 +124,7 @@ def test_names_in_nccls_own_files(tmp_path: Path) -> None:
     assert read_node(tmp_path, IpOutput(), environ=chosen).nccl_conf == ("NCCL_ALGO", "NCCL_IB_HCA", "NCCL_DEBUG")
 
 
-def test_garbage_in_files_is_noted_and_hurts_nothing_else(tmp_path: Path) -> None:
+def test_unparsable_files_are_noted(tmp_path: Path) -> None:
     node = expand("dgx-h100", tmp_path)
     tree = Tree(tmp_path)
     tree.write("/sys/class/infiniband/mlx5_0/ports/1/rate", "fast\x00")
@@ -132,38 +133,38 @@ def test_garbage_in_files_is_noted_and_hurts_nothing_else(tmp_path: Path) -> Non
     tree.write("/sys/devices/system/node/node1/cpulist", "56-x")
     tree.write("/sys/devices/system/cpu/online", "all of them")
     (tmp_path / "sys/class/net/eno3/operstate").write_bytes(b"\xff\xfe")
-    seen = read_node(tmp_path, IpOutput('{"not": "a list"}', "[1,"), node.gpus, {})
-    assert seen.hcas[0].rate_gbit is None and seen.hcas[0].state == "active"
-    assert seen.hcas[3].state == "unknown" and seen.hcas[4].rate_gbit == 400
-    assert [n.index for n in seen.cpus.numa_nodes] == [0] and seen.cpus.cores is None
-    assert {i.state for i in seen.interfaces if i.name == "eno3"} == {"down"}
+    facts = read_node(tmp_path, IpOutput('{"not": "a list"}', "[1,"), node.gpus, {})
+    assert facts.hcas[0].rate_gbit is None and facts.hcas[0].state == "active"
+    assert facts.hcas[3].state == "unknown" and facts.hcas[4].rate_gbit == 400
+    assert [n.index for n in facts.cpus.numa_nodes] == [0] and facts.cpus.cores is None
+    assert {i.state for i in facts.interfaces if i.name == "eno3"} == {"down"}
     for part in ("mlx5_0/ports/1/rate", "bond0/speed", "node1/cpulist", "cpu/online", "ip -j address", "ip -j route"):
-        assert any(part in note for note in seen.unread), (part, seen.unread)
+        assert any(part in note for note in facts.unread), (part, facts.unread)
 
 
-def test_a_sysfs_that_cannot_be_read_leaves_nothing_but_notes(tmp_path: Path) -> None:
+def test_unreadable_sysfs_leaves_only_notes(tmp_path: Path) -> None:
     for folder in ("sys/class/net", "sys/class/infiniband", "sys/devices/system/node"):
         (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / folder).symlink_to(tmp_path / folder)  # a link to itself: ELOOP, for root too
-    seen = read_node(tmp_path, IpOutput(), environ={})
-    assert (seen.interfaces, seen.hcas, seen.cpus.numa_nodes) == ((), (), ())
-    assert len(seen.unread) == 3 and all("symbolic links" in note for note in seen.unread)
+    facts = read_node(tmp_path, IpOutput(), environ={})
+    assert (facts.interfaces, facts.hcas, facts.cpus.numa_nodes) == ((), (), ())
+    assert len(facts.unread) == 3 and all("symbolic links" in note for note in facts.unread)
 
 
-def test_an_empty_root_is_a_node_of_which_nothing_is_known(tmp_path: Path) -> None:
+def test_empty_root_has_no_facts(tmp_path: Path) -> None:
     assert read_node(tmp_path, IpOutput(), environ={}) == NodeFacts()
 
 
-def test_without_the_ip_command_only_addresses_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ip_command_only_loses_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expand("pcie-a100", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    seen = read_node(tmp_path, environ={})
-    assert {i.name: i.speed_gbit for i in seen.interfaces}["ens5f0np0"] == 100
-    assert [note for note in seen.unread if "ip: command not found" in note] == list(seen.unread)
+    facts = read_node(tmp_path, environ={})
+    assert {i.name: i.speed_gbit for i in facts.interfaces}["ens5f0np0"] == 100
+    assert [note for note in facts.unread if "ip: command not found" in note] == list(facts.unread)
 
 
 def test_this_machine_is_read() -> None:
-    """The real files and, where there is one, the real ``ip``."""
-    seen = read_node()
-    assert "lo" in {i.name for i in seen.interfaces}
-    assert seen.cpus.threads and not any("is not a" in note for note in seen.unread)
+    """Read the files of this machine and run its ``ip``, if installed."""
+    facts = read_node()
+    assert "lo" in {i.name for i in facts.interfaces}
+    assert facts.cpus.threads and not any("is not a" in note for note in facts.unread)

@@ -1,4 +1,4 @@
-"""What trackers hold, read with their own libraries: (step, value) of a scalar, in the order of the store."""
+"""Read the contents of trackers with their libraries: (step, value) of a scalar, in the order of the store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain.run.run_dir import RunDir
-from clustertrain.tracking import wandb as to_wandb
+from clustertrain.tracking import wandb as wandb_tracker
 
 Points = list[tuple[int, float]]
 
@@ -15,35 +15,35 @@ Points = list[tuple[int, float]]
 def tensorboard(run: RunDir, tag: str = "loss") -> Points:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(run.tracking / "tensorboard"), size_guidance={"scalars": 0})
-    found.Reload()
-    return [(s.step, s.value) for s in found.Scalars(tag)] if tag in found.Tags()["scalars"] else []
+    events = EventAccumulator(str(run.tracking / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(s.step, s.value) for s in events.Scalars(tag)] if tag in events.Tags()["scalars"] else []
 
 
 def mlflow(run: RunDir, uri: str = "", tag: str = "loss") -> Points:
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(uri or f"sqlite:///{run.tracking}/mlflow.db")
-    found = of_mlflow(client)
-    return [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, tag)]
+    mlflow_run = only_mlflow_run(client)
+    return [(m.step, m.value) for m in client.get_metric_history(mlflow_run.info.run_id, tag)]
 
 
-def of_mlflow(client: Any) -> Any:
-    """The one run that there is."""
-    (one,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
-    return one
+def only_mlflow_run(client: Any) -> Any:
+    """Return the only run in the store."""
+    (mlflow_run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    return mlflow_run
 
 
 def wandb_records(run: RunDir) -> list[Any]:
-    """All records of the offline files, which W&B syncs in the order of their names."""
+    """Return all records of the offline files, which W&B syncs in the order of their names."""
     from wandb.proto import wandb_internal_pb2
 
-    found = []
+    records = []
     for path in wandb_files(run):
-        for data in to_wandb.read_records(path.read_bytes()):
-            found.append(wandb_internal_pb2.Record())
-            found[-1].ParseFromString(data)
-    return found
+        for data in wandb_tracker.read_records(path.read_bytes()):
+            records.append(wandb_internal_pb2.Record())
+            records[-1].ParseFromString(data)
+    return records
 
 
 def wandb_files(run: RunDir) -> list[Path]:
@@ -51,9 +51,9 @@ def wandb_files(run: RunDir) -> list[Path]:
 
 
 def wandb(run: RunDir, tag: str = "loss") -> Points:
-    found = []
+    points = []
     for record in wandb_records(run):
         if record.WhichOneof("record_type") == "history":
             values = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
-            found += [(values["_step"], values[tag])] if tag in values else []
-    return found
+            points += [(values["_step"], values[tag])] if tag in values else []
+    return points

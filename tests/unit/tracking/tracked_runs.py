@@ -1,4 +1,4 @@
-"""Runs with rows, as trackers find them."""
+"""Runs with metric rows, for the tests of trackers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T0 = 1_800_000_000.0
 def make(
     folder: Path, run_id: str = "lm-abcdef", *, script: ScriptSpec | None = None, **recipe: dict[str, Any]
 ) -> RunDir:
-    """A run without attempts; ``recipe`` are its tables."""
+    """Create a run without attempts; ``recipe`` holds the tables of its recipe."""
     run = RunDir(folder / run_id)
     for inner in ("attempts", "events", "metrics", "checkpoints"):
         (run.path / inner).mkdir(parents=True)
@@ -31,7 +31,7 @@ def make(
 
 
 def write(run: RunDir, attempt: int, first: int, last: int, **more: Any) -> None:
-    """Rows of the steps from ``first`` to ``last``, behind those that the attempt has."""
+    """Append rows of the steps ``first`` to ``last`` to the attempt."""
     folder = run.attempt(attempt)
     for path in (folder.events, folder.logs):
         path.mkdir(parents=True, exist_ok=True)
@@ -48,5 +48,5 @@ def row(step: int, attempt: int = 1) -> dict[str, Any]:
 
 
 def loss(step: int, attempt: int = 1) -> float:
-    """Exact in 32 bits, and another one in each attempt."""
+    """Return a loss that is exact in float32 and differs between attempts."""
     return 8.0 - step / 64 + attempt

@@ -1,4 +1,4 @@
-"""What the data check sees in samples."""
+"""The data check on single samples and labels."""
 
 from __future__ import annotations
 
@@ -16,52 +16,52 @@ from clustertrain.run.run_dir import RunDir
 SUBJECT = Subject(Recipe(), Batch(), RunDir(Path("nowhere")), torch.device("cpu"))
 
 
-def seen(*samples: object) -> SampleStats:
-    found = SampleStats(list(range(len(samples))))
+def collect_stats(*samples: object) -> SampleStats:
+    stats = SampleStats(list(range(len(samples))))
     for i, sample in enumerate(samples):
-        add_sample(found, i, sample)
-    return found
+        add_sample(stats, i, sample)
+    return stats
 
 
-def labelled(*labels: int) -> SampleStats:
-    return seen(*((torch.tensor([float(i)]), label) for i, label in enumerate(labels)))
+def label_stats(*labels: int) -> SampleStats:
+    return collect_stats(*((torch.tensor([float(i)]), label) for i, label in enumerate(labels)))
 
 
-def test_what_is_not_finite_is_named_by_its_number() -> None:
+def test_nan_sample_fails_with_its_index() -> None:
     samples = [(torch.tensor([1.0, i]), i) for i in (0.0, 1.0, float("nan"), 3.0)]
-    [(verdict, text, _)] = assess_values(seen(*samples), samples)
+    [(verdict, text, _)] = assess_values(collect_stats(*samples), samples)
     assert verdict == "fail" and text.endswith(": sample 2")
 
 
-def test_duplicates_and_inputs_with_two_targets() -> None:
+def test_duplicates_and_ambiguous_targets_are_reported() -> None:
     x = torch.arange(3.0)
-    notes = assess_values(seen((x, 0), (x, 1), (x + 1, 0), (x + 2, 0)), [])
+    notes = assess_values(collect_stats((x, 0), (x, 1), (x + 1, 0), (x + 2, 0)), [])
     assert [n[0] for n in notes] == ["warn", "warn"] and "different targets" in notes[1][1]
-    assert [n[0] for n in assess_values(seen((x, 0), (x, 1), (x + 1, 0), (x + 2, 0)), [], has_unique_target=False)] == [
-        "warn"
-    ]
-    [(verdict, text, _)] = assess_values(seen((x, 0), (x, 0)), [])
+    notes = assess_values(collect_stats((x, 0), (x, 1), (x + 1, 0), (x + 2, 0)), [], has_unique_target=False)
+    assert [n[0] for n in notes] == ["warn"]
+    [(verdict, text, _)] = assess_values(collect_stats((x, 0), (x, 0)), [])
     assert verdict == "fail" and "same inputs" in text
-    assert assess_values(seen((x, 0), (x + 1, 0)), []) == []
+    assert assess_values(collect_stats((x, 0), (x + 1, 0)), []) == []
 
 
 @pytest.mark.parametrize(
-    ("labels", "verdict", "words"),
+    ("labels", "verdict", "expected_fix"),
     [((0, 1, 2), None, ""), ((1, 2, 3), "fail", "from 0 to 2"), ((-1, 0, 1), "fail", "ignore_index"),
      ((1, 1, 1), "fail", "nothing to learn"), ((0,) * 19 + (1,), "warn", "accuracy")],
+    ids=["correct", "out-of-range", "negative", "single-class", "imbalanced"],
 )  # fmt: skip
-def test_labels(labels: tuple[int, ...], verdict: str | None, words: str) -> None:
-    notes = assess_labels(labelled(*labels), 3, SUBJECT)
+def test_labels(labels: tuple[int, ...], verdict: str | None, expected_fix: str) -> None:
+    notes = assess_labels(label_stats(*labels), 3, SUBJECT)
     assert [n[0] for n in notes] == ([verdict] if verdict else [])
-    assert all(words in n[2] for n in notes)
+    assert all(expected_fix in n[2] for n in notes)
 
 
-def test_masked_targets_are_no_labels() -> None:
-    found = seen((torch.arange(4), torch.tensor([-100, 1, 2, 0])))
-    assert assess_labels(found, 3, SUBJECT) == []
+def test_masked_targets_are_not_labels() -> None:
+    stats = collect_stats((torch.arange(4), torch.tensor([-100, 1, 2, 0])))
+    assert assess_labels(stats, 3, SUBJECT) == []
 
 
-def test_a_sample_in_a_line() -> None:
+def test_sample_is_formatted_as_one_line() -> None:
     text = torch.tensor(list(b"def main():\n"))
     assert format_sample((text[:-1], text[1:]), SUBJECT) == "'def main():' -> 'ef main():\\n'"
     image = (torch.zeros(8, 8, 3, dtype=torch.uint8), 4)

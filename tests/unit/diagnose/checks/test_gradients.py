@@ -1,4 +1,4 @@
-"""Gradients by central differences, in float64."""
+"""Gradient checks by central differences in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clustertrain.diagnose.checks.float64_mode import force_float64
 
 
 class Square(torch.autograd.Function):
-    """Its gradient is ``factor`` times the right one."""
+    """A square whose gradient is ``factor`` times the correct one."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -32,33 +32,34 @@ class Squared(nn.Module):
         self.factor = factor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = Square.apply(x, self.factor)
-        return found
+        output: torch.Tensor = Square.apply(x, self.factor)
+        return output
 
 
-def model(factor: float = 1.0) -> nn.Sequential:
+def build_model(factor: float = 1.0) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Squared(factor), nn.Linear(4, 2)).double()
 
 
-def inputs() -> torch.Tensor:
+def random_inputs() -> torch.Tensor:
     return torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("factor", [-1.0, 0.0, 1.001])
-def test_the_module_with_a_wrong_gradient_is_named(factor: float) -> None:
-    wrong = model(factor)
-    found = gradients.find_faulty_module(wrong, (inputs(), None), lambda: wrong(inputs()).sum())
-    assert found is not None and found[0] == "2 (Squared)" and found[1] > gradients.FAIL_ABOVE
+def test_module_with_wrong_gradient_is_named(factor: float) -> None:
+    model = build_model(factor)
+    faulty_module = gradients.find_faulty_module(model, (random_inputs(), None), lambda: model(random_inputs()).sum())
+    assert faulty_module is not None
+    assert faulty_module[0] == "2 (Squared)" and faulty_module[1] > gradients.FAIL_ABOVE
 
 
-def test_right_gradients_agree_to_many_digits() -> None:
-    right = model()
-    assert gradients.module_gradient_error(right, (inputs().requires_grad_(),), {}) < gradients.PASS_BELOW
-    assert gradients.find_faulty_module(right, (inputs(), None), lambda: right(inputs()).sum()) is None
+def test_correct_gradients_agree_to_many_digits() -> None:
+    model = build_model()
+    assert gradients.module_gradient_error(model, (random_inputs().requires_grad_(),), {}) < gradients.PASS_BELOW
+    assert gradients.find_faulty_module(model, (random_inputs(), None), lambda: model(random_inputs()).sum()) is None
 
 
-def test_a_kink_is_no_mistake() -> None:
+def test_kink_is_not_an_error() -> None:
     weight = torch.zeros(4, dtype=torch.float64, requires_grad=True)
 
     def loss() -> torch.Tensor:
@@ -69,9 +70,9 @@ def test_a_kink_is_no_mistake() -> None:
     assert [v for v, _, _ in (gradients.assess(e, "w", None) for e in (1e-9, 1e-6, 1e-3))] == ["pass", "warn", "fail"]
 
 
-def test_what_asks_for_float32_gets_float64() -> None:
+def test_force_float64_overrides_narrower_dtypes() -> None:
     with force_float64():
         x = torch.ones(2)
-        made = (x, x.float(), x.to(torch.float32), torch.zeros(1, dtype=torch.float32), x.half())
-        assert {t.dtype for t in made} == {torch.float64}
+        tensors = (x, x.float(), x.to(torch.float32), torch.zeros(1, dtype=torch.float32), x.half())
+        assert {t.dtype for t in tensors} == {torch.float64}
     assert torch.ones(1).dtype == torch.float32

@@ -1,3 +1,5 @@
+"""The HTML report: content, safety, size, and what is left out of large runs."""
+
 from __future__ import annotations
 
 import base64
@@ -32,52 +34,52 @@ EVIL = '</script></title></style>--><img src=x onerror="alert(1)"><script>alert(
 
 
 class Elements(html.parser.HTMLParser):
-    """Every element with its attributes, and all that stands between the tags."""
+    """The elements of a page with their attributes and text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.texts: dict[str, list[str]] = {}
-        self.words: list[str] = []
+        self.visible: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
 
     def handle_data(self, data: str) -> None:
-        tag = self.found[-1][0] if self.found else ""
+        tag = self.tags[-1][0] if self.tags else ""
         self.texts.setdefault(tag, []).append(data)
         if tag not in ("script", "style"):
-            self.words.append(data)
+            self.visible.append(data)
 
 
 @pytest.fixture(scope="module")
-def made() -> tuple[Summary, Curves]:
+def report_data() -> tuple[Summary, Curves]:
     return pages.page(nodes=2, gpus=2, hours=4)
 
 
-def nothing(summary: Summary) -> Curves:
+def empty_curves() -> Curves:
     table = CurveTable(0.0, 1.0, 0)
     return Curves(table, [], table, table, table, table, [], table, "", None)
 
 
-def carried(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(
+def embedded_data(text: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(
         re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1]  # type: ignore[index]
     )
-    return found
+    return data
 
 
-def test_it_says_what_the_summary_says_without_a_script(made: tuple[Summary, Curves]) -> None:
-    words = " ".join(Elements(page.render(*made)).words)
+def test_static_content_has_the_summary(report_data: tuple[Summary, Curves]) -> None:
+    words = " ".join(Elements(page.render(*report_data)).visible)
     header = ("llama-8b-pretrain-k3v7xq", "8812", "99.8%", "hybrid_shard")
     for expected in (*header, "critical", "was not used", "ask for one GPU less", "preempted", "productive steps",
                      "GPU-00000002-77aa-4b1e-9c3d", "Xid 94"):  # fmt: skip
         assert expected in words, expected
 
 
-def test_everything_from_the_run_is_inert(made: tuple[Summary, Curves]) -> None:
-    summary, curves = made
+def test_run_content_cannot_inject_markup(report_data: tuple[Summary, Curves]) -> None:
+    summary, curves = report_data
     evil = msgspec.structs.replace(
         summary,
         run=EVIL,
@@ -91,30 +93,30 @@ def test_everything_from_the_run_is_inert(made: tuple[Summary, Curves]) -> None:
         attempts=[AttemptSummary(1, EVIL, TimeWindow(0, 1), [EVIL], 0.0, 1.0, EVIL, [TimelineEvent(0.5, EVIL, EVIL)])],
     )
     named = Curves(**{**vars(curves), "node_names": [EVIL] * 2, "choice": EVIL, "source": EVIL})
-    expected = [tag for tag, _ in Elements(page.render(*made)).found]
+    expected = [tag for tag, _ in Elements(page.render(*report_data)).tags]
     elements = Elements(text := page.render(evil, named))
-    tags = [tag for tag, _ in elements.found]
+    tags = [tag for tag, _ in elements.tags]
     assert "img" not in tags
     for one in ("script", "style", "title", "meta"):
         assert tags.count(one) == expected.count(one)
-    assert not [a for _, attributes in elements.found for a in attributes if a.startswith("on")]
-    assert carried(text)["nodes"] == [EVIL] * 2, "and yet it says it"
-    assert carried(text)["marks"][0]["text"] == EVIL
+    assert not [a for _, attributes in elements.tags for a in attributes if a.startswith("on")]
+    assert embedded_data(text)["nodes"] == [EVIL] * 2, "the text itself is kept"
+    assert embedded_data(text)["marks"][0]["text"] == EVIL
 
 
-def test_the_policy_allows_its_own_scripts_and_nothing_else(made: tuple[Summary, Curves]) -> None:
-    elements = Elements(text := page.render(*made))
-    policy = next(a["content"] for _, a in elements.found if a.get("http-equiv") == "Content-Security-Policy")
+def test_policy_allows_only_embedded_scripts(report_data: tuple[Summary, Curves]) -> None:
+    elements = Elements(text := page.render(*report_data))
+    policy = next(a["content"] for _, a in elements.tags if a.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None and policy.startswith("default-src 'none'; ") and "unsafe" not in policy
-    run = re.findall(r"<script>(.*?)</script>", text, re.S) + re.findall(r"<style>(.*?)</style>", text, re.S)
-    hashes = [f"sha256-{base64.b64encode(hashlib.sha256(x.encode()).digest()).decode()}" for x in run]
+    embedded = re.findall(r"<script>(.*?)</script>", text, re.S) + re.findall(r"<style>(.*?)</style>", text, re.S)
+    hashes = [f"sha256-{base64.b64encode(hashlib.sha256(x.encode()).digest()).decode()}" for x in embedded]
     assert sorted(hashes) == sorted(re.findall(r"'(sha256-[^']+)'", policy))
-    for tag, attributes in elements.found:
+    for tag, attributes in elements.tags:
         assert not {"src", "style", "href", "action"} & attributes.keys(), (tag, attributes)
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-def test_packed_numbers_come_out_as_they_went_in(rows: int) -> None:
+def test_packed_numbers_round_trip(rows: int) -> None:
     rng = np.random.default_rng(3)
     values = rng.uniform(-50, 700, (rows, 1500))
     values[rng.random(values.shape) < 0.1] = np.nan
@@ -130,28 +132,28 @@ def test_packed_numbers_come_out_as_they_went_in(rows: int) -> None:
     levels = np.cumsum(steps.reshape(values.shape), axis=1) % 2 ** one["bits"]
     top = 2 ** one["bits"] - 2
     assert np.array_equal(levels > top, np.isnan(values))
-    found = np.where(levels > top, np.nan, one["low"] + levels * (one["high"] - one["low"]) / top)
-    assert np.nanmax(np.abs(found - 2 * values)) <= 1500 / top / 2 + 1e-6
+    decoded = np.where(levels > top, np.nan, one["low"] + levels * (one["high"] - one["low"]) / top)
+    assert np.nanmax(np.abs(decoded - 2 * values)) <= 1500 / top / 2 + 1e-6
     assert one["bits"] == (16 if rows == 1 else 8)
 
 
 @pytest.mark.parametrize(
     "values", [[[5.0, 5.0]], [[np.nan, np.nan]], [[np.inf, 1.0]]], ids=["flat", "none", "infinite"]
 )
-def test_odd_curves_are_packed(values: list[list[float]]) -> None:
+def test_degenerate_curves_are_packed(values: list[list[float]]) -> None:
     place = Packer().add(CurveTable(0.0, 1.0, 2, {"loss": np.array(values)}), {"loss": 1.0})["curves"]["loss"]
     assert np.isfinite([place["low"], place["high"]]).all()
 
 
-def test_a_day_of_32_gpus_is_under_a_megabyte(tmp_path: Path) -> None:
-    made = pages.page()
+def test_page_of_32_gpus_for_a_day_is_under_1_mb(tmp_path: Path) -> None:
+    report_data = pages.page()
     before = time.perf_counter()
-    size = report.write(*made, tmp_path / "page.html")
+    size = report.write(*report_data, tmp_path / "page.html")
     print(f"\n32 GPUs for a day: {size / 1e6:.3f} MB in {time.perf_counter() - before:.2f} s")
     assert size == (tmp_path / "page.html").stat().st_size < 1_000_000
 
 
-def test_a_thousand_gpus_for_a_week(tmp_path: Path) -> None:
+def test_page_of_1024_gpus_for_a_week_is_under_3_mb(tmp_path: Path) -> None:
     summary, curves = pages.page(nodes=128, gpus=8, hours=168, step_s=3600)
     chosen = list(range(64))
     names = curves.node_names[:64]
@@ -172,22 +174,29 @@ def test_a_thousand_gpus_for_a_week(tmp_path: Path) -> None:
     print(f"\n1,024 GPUs for a week: {size / 1e6:.3f} MB")
     assert size < 3_000_000
     assert "64 of 1024 GPUs have curves of their own" in text
-    assert carried(text)["tables"]["heat"]["curves"]["power_w"]["rows"] == 1024
+    assert embedded_data(text)["tables"]["heat"]["curves"]["power_w"]["rows"] == 1024
     assert len(re.findall(r'<td class="uuid">', text)) == 1024
 
 
-def test_without_samples_it_is_still_a_page(made: tuple[Summary, Curves]) -> None:
+def test_page_without_samples(report_data: tuple[Summary, Curves]) -> None:
     summary = msgspec.structs.replace(
-        made[0], gpus=[], hosts=[], attempts=[], window=TimeWindow(None, None), goodput=None, training=None, waste=None
+        report_data[0],
+        gpus=[],
+        hosts=[],
+        attempts=[],
+        window=TimeWindow(None, None),
+        goodput=None,
+        training=None,
+        waste=None,
     )
-    elements = Elements(page.render(summary, nothing(summary)))
-    words = " ".join(elements.words)
+    elements = Elements(page.render(summary, empty_curves()))
+    words = " ".join(elements.visible)
     assert "No samples were recorded" in words and "was not used" in words
-    assert "need JavaScript" not in words, "there is nothing that a script would add"
+    assert "need JavaScript" not in words, "a script would add nothing"
 
 
-def test_figures_that_are_missing_are_dashes(made: tuple[Summary, Curves]) -> None:
-    summary, curves = made
+def test_missing_values_are_dashes(report_data: tuple[Summary, Curves]) -> None:
+    summary, curves = report_data
     gpu = msgspec.structs.replace(
         summary.gpus[0], utilization=None, power_w=None, memory_used_gib=None, energy_j=None, index=None, expected=0
     )
@@ -196,35 +205,35 @@ def test_figures_that_are_missing_are_dashes(made: tuple[Summary, Curves]) -> No
     assert row.count(">–<") >= 8 and "None" not in row and "nan" not in text.split("<script>")[0]
 
 
-def test_of_very_many_events_the_rare_ones_stay(made: tuple[Summary, Curves]) -> None:
-    often = [TimelineEvent(float(i), "checkpoint", f"step {i}") for i in range(6000)]
+def test_rare_events_are_kept_among_many(report_data: tuple[Summary, Curves]) -> None:
+    frequent = [TimelineEvent(float(i), "checkpoint", f"step {i}") for i in range(6000)]
     rare = [TimelineEvent(i + 0.5, "xid", f"Xid {i}") for i in range(200)]
-    attempt = msgspec.structs.replace(made[0].attempts[0], events=often + rare)
-    marks, left_out = charts.lane_events(msgspec.structs.replace(made[0], attempts=[attempt]))
+    attempt = msgspec.structs.replace(report_data[0].attempts[0], events=frequent + rare)
+    marks, left_out = charts.lane_events(msgspec.structs.replace(report_data[0], attempts=[attempt]))
     assert sum(p.mark.kind == "xid" for p in marks) == 200 and len(marks) == 1500
     assert [p.mark.t for p in marks] == sorted(p.mark.t for p in marks)
     assert left_out is not None and "1500 of 6200 events" in left_out
 
 
-def test_where_it_cannot_be_written(made: tuple[Summary, Curves], tmp_path: Path) -> None:
+def test_unwritable_path_raises(report_data: tuple[Summary, Curves], tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     for name in ("folder", "pipe"):
-        with pytest.raises(ConfigError, match="is not a regular file, and would be replaced"):
-            report.write(*made, tmp_path / name)
+        with pytest.raises(ConfigError, match="is not a regular file and will not be replaced"):
+            report.write(*report_data, tmp_path / name)
     with pytest.raises(ConfigError, match="is not a regular file"):
-        report.write(*made, Path("/dev/null"))
-    with pytest.raises(ConfigError, match="there is no folder"):
-        report.write(*made, tmp_path / "missing" / "page.html")
-    with pytest.raises(ConfigError, match="cannot be written: File name too long") as told:
-        report.write(*made, tmp_path / ("x" * 250))
-    assert told.value.fix
+        report.write(*report_data, Path("/dev/null"))
+    with pytest.raises(ConfigError, match="no such folder"):
+        report.write(*report_data, tmp_path / "missing" / "page.html")
+    with pytest.raises(ConfigError, match="cannot be written: File name too long") as error:
+        report.write(*report_data, tmp_path / ("x" * 250))
+    assert error.value.fix
 
 
-def test_an_older_page_is_replaced_whole(made: tuple[Summary, Curves], tmp_path: Path) -> None:
+def test_existing_page_is_replaced_atomically(report_data: tuple[Summary, Curves], tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text("old")
-    size = report.write(*made, path)
+    size = report.write(*report_data, path)
     assert path.stat().st_size == size and [p.name for p in tmp_path.iterdir()] == ["page.html"]
 
 
@@ -240,12 +249,12 @@ def test_uplot_is_the_published_file() -> None:
     assert f"(v{page.UPLOT})" in (folder / "uPlot.iife.min.js").read_text()[:100]
 
 
-def test_its_licence_is_in_the_page(made: tuple[Summary, Curves]) -> None:
-    words = " ".join(Elements(page.render(*made)).words)
+def test_uplot_license_is_in_the_page(report_data: tuple[Summary, Curves]) -> None:
+    words = " ".join(Elements(page.render(*report_data)).visible)
     assert "Leon Sorokin" in words and "Permission is hereby granted" in words
 
 
-def test_the_templates_are_shipped() -> None:
+def test_wheel_includes_the_templates() -> None:
     root = Path(page.__file__).parents[3]
     shipped = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert shipped["force-include"]["templates"] == "clustertrain/templates"
@@ -254,54 +263,57 @@ def test_the_templates_are_shipped() -> None:
     }  # fmt: skip
 
 
-def test_the_header_and_the_notes_tell_the_same_gpu_hours(made: tuple[Summary, Curves]) -> None:
-    summary, curves = made
+def test_header_shows_wasted_gpu_hours(report_data: tuple[Summary, Curves]) -> None:
+    summary, curves = report_data
     waste = Waste(gpu_hours=0.104, wasted_gpu_hours=0.0385, by_cause={})
-    words = " ".join(Elements(page.render(msgspec.structs.replace(summary, waste=waste), curves)).words)
-    assert "0.10, of them 0.04 (37%) trained nothing" in words
+    words = " ".join(Elements(page.render(msgspec.structs.replace(summary, waste=waste), curves)).visible)
+    assert "0.10, including 0.04 (37%) without training" in words
 
 
-def test_a_note_names_its_rank_and_its_gpu_in_full(made: tuple[Summary, Curves]) -> None:
+def test_note_names_rank_and_full_uuid_once(report_data: tuple[Summary, Curves]) -> None:
     uuid = "GPU-5b1c9f0e-77aa-4b1e-9c3d-0123456789ab"
     notes = [
         Insight(severity="warning", code="a", text="GPU 3 of n1 is slow, rank 31 waits", uuid=uuid, rank=3),
         Insight(severity="info", code="b", text=f"Rank 7 on {uuid} is late", uuid=uuid, rank=7),
     ]
-    text = page.render(msgspec.structs.replace(made[0], notes=notes), made[1])
+    text = page.render(msgspec.structs.replace(report_data[0], notes=notes), report_data[1])
     assert f'rank 31 waits <span class="of">rank 3</span> <span class="of">{uuid}</span></p>' in text
-    assert f"Rank 7 on {uuid} is late</p>" in text, "what the words say is not said again"
+    assert f"Rank 7 on {uuid} is late</p>" in text, "ids in the text are not repeated"
 
 
-def test_every_part_of_the_ledger_has_the_words_of_the_terminal_and_a_colour(made: tuple[Summary, Curves]) -> None:
+def test_goodput_parts_have_the_terminal_labels_and_a_color(report_data: tuple[Summary, Curves]) -> None:
     ledger = Goodput(**dict.fromkeys(TIME_CATEGORIES, 10.0), wall_s=10.0 * len(TIME_CATEGORIES))
-    text = page.render(msgspec.structs.replace(made[0], goodput=ledger), made[1])
-    words = " ".join(Elements(text).words)
+    text = page.render(msgspec.structs.replace(report_data[0], goodput=ledger), report_data[1])
+    words = " ".join(Elements(text).visible)
     for part in TIME_CATEGORIES:
         assert f".part-{part.removesuffix('_s')} {{" in text
         assert GOODPUT_LABELS[part] in words
     assert "between steps" in words
 
 
-def test_the_page_has_the_phases_of_the_terminal(made: tuple[Summary, Curves]) -> None:
-    phases = carried(page.render(*made))["phases"]
+def test_page_has_the_phases_of_the_terminal(report_data: tuple[Summary, Curves]) -> None:
+    phases = embedded_data(page.render(*report_data))["phases"]
     assert {p[2] for p in phases} == {"start-up", "training", "restore", "evaluation", "checkpoint", "shutdown"}
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(phases))
-    script = Elements(page.render(*made)).texts["script"]
+    script = Elements(page.render(*report_data)).texts["script"]
     assert all(p[2] in "".join(script) for p in phases)
-    bare = [msgspec.structs.replace(a, events=[]) for a in made[0].attempts]
-    assert carried(page.render(msgspec.structs.replace(made[0], attempts=bare), made[1]))["phases"] == []
+    bare = [msgspec.structs.replace(a, events=[]) for a in report_data[0].attempts]
+    assert (
+        embedded_data(page.render(msgspec.structs.replace(report_data[0], attempts=bare), report_data[1]))["phases"]
+        == []
+    )
 
 
-def test_of_very_many_phases_the_shortest_are_left_out_and_that_is_told(made: tuple[Summary, Curves]) -> None:
+def test_shortest_of_many_phases_are_dropped_with_a_note(report_data: tuple[Summary, Curves]) -> None:
     marks = [TimelineEvent(10.0, "first_step", "")]
     marks += [
         TimelineEvent(20.0 + 10 * i, "checkpoint", "", 20.0 + 10 * i + (2 if i % 100 else 6)) for i in range(20_000)
     ]
     attempt = AttemptSummary(1, "1", TimeWindow(0.0, 200_100.0), ["n"], 0.0, 200_100.0, "completed", marks)
-    summary = msgspec.structs.replace(made[0], attempts=[attempt], window=attempt.window)
-    text = page.render(summary, made[1])
-    found = carried(text)["phases"]
-    assert 100 < len(found) <= 3000
-    assert (found[0][0], found[-1][1]) == (0.0, 200_100.0)
-    assert {p[1] - p[0] for p in found if p[2] == "checkpoint"} == {6.0}
+    summary = msgspec.structs.replace(report_data[0], attempts=[attempt], window=attempt.window)
+    text = page.render(summary, report_data[1])
+    phases = embedded_data(text)["phases"]
+    assert 100 < len(phases) <= 3000
+    assert (phases[0][0], phases[-1][1]) == (0.0, 200_100.0)
+    assert {p[1] - p[0] for p in phases if p[2] == "checkpoint"} == {6.0}
     assert "Phases of 2.00 s or less are left out." in text

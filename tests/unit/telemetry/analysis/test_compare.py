@@ -190,7 +190,7 @@ def test_as_text(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     assert "\x1b" not in text
-    for words in ("8 and 16 GPUs", "tokens/s a GPU", "worse", "B: not known for this model", "Notes that only A has"):
+    for words in ("8 and 16 GPUs", "tokens/s a GPU", "worse", "B: not known for this model", "Notes only in A"):
         assert words in text
     assert ("B - A" in text) == (width >= 76)
 
@@ -221,4 +221,4 @@ def test_of_runs_of_unequal_length_it_says_what_is_not_scaled() -> None:
     assert b.training is not None
     b = replace(b, training=replace(b.training, steps=450))
     text = " ".join(printed(compare.compare_summaries(healthy(), b), 80).split())
-    assert "8 and 4 GPUs, 9,000 and 450 steps: steps, GPU-hours and the energy of a GPU are of the whole run" in text
+    assert "8 and 4 GPUs, 9,000 and 450 steps: steps, GPU-hours and energy per GPU are totals of the run" in text
