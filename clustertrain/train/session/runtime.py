@@ -20,7 +20,7 @@ from clustertrain.run import heartbeat
 from clustertrain.train.core import context as environment
 from clustertrain.train.core import out_of_memory, result, seeds
 from clustertrain.train.core.context import RankContext
-from clustertrain.train.core.result import RankResult
+from clustertrain.train.core.result import RankResultWriter
 from clustertrain.train.core.stop import StopAgreement, StopFlag
 from clustertrain.train.data.loader import Loader
 from clustertrain.train.distributed import data_parallel, mesh
@@ -83,7 +83,7 @@ class SessionRuntime:
     agreement: StopAgreement
     exit_policy: ExitPolicy
     budget: BudgetTracker
-    result: RankResult
+    result: RankResultWriter
     events: SessionEvents
     progress: ProgressReporter
     warning_reporter: WarningReporter
