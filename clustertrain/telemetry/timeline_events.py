@@ -1,4 +1,4 @@
-"""What happened to a run, as marks on the timeline of its report."""
+"""Events of a run as marks on the timeline of its report."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from clustertrain.telemetry.report_schema import TimelineEvent
 
 
 def timeline_from_events(events: Iterable[Event]) -> list[TimelineEvent]:
-    """The marks of one attempt's events, oldest first; what nobody looks for on a timeline is left out, and what is
-    told twice: an alert of what is an event itself, and every agent's word of the signal that ends the attempt."""
+    """Return the timeline marks of one attempt's events, oldest first.
+
+    Duplicates are dropped: alerts about something that is an event itself, and all but the first report of the signal
+    that ends the attempt (every agent writes one).
+    """
     timeline = [_BUILDERS[str(e["event"])](e) for e in events if e["event"] in _BUILDERS and not _is_duplicate_alert(e)]
     timeline.sort(key=lambda m: m.t)
     first = next((m for m in timeline if m.kind == "signal"), None)
@@ -28,7 +31,7 @@ def _instant(describe: Callable[[Event], str]) -> Callable[[Event], TimelineEven
 
 
 def _interval(duration_key: str, describe: Callable[[Event], str]) -> Callable[[Event], TimelineEvent]:
-    """Events are written at the end of what they tell of; ``t_begin`` says when it began, else its length does."""
+    """Return a builder of intervals; an event is written at the end, and starts at ``t_begin`` or by its duration."""
 
     def build_event(e: Event) -> TimelineEvent:
         end = float(e["t"])
@@ -58,13 +61,13 @@ def _format_gpu(e: Event) -> str:
 
 
 def _gpu_event(e: Event) -> TimelineEvent:
-    """Under the kind ``xid``, or ``ecc`` of memory errors."""
+    """Return a mark of kind ``xid``, or ``ecc`` for memory errors."""
     repeats = f" {count} times" if (count := int(e.get("count") or 1)) > 1 else ""
     if e.get("kind") == "xid" and e.get("xid") is not None:
         return TimelineEvent(
             float(e["t"]), "xid", f"XID {e['xid']}{repeats} on {_format_gpu(e)}: {xids.lookup_xid(int(e['xid'])).name}"
         )
-    return TimelineEvent(float(e["t"]), "ecc", f"memory error not corrected{repeats} on {_format_gpu(e)}")
+    return TimelineEvent(float(e["t"]), "ecc", f"uncorrected memory error{repeats} on {_format_gpu(e)}")
 
 
 def _format_alert(e: Event) -> str:
@@ -77,7 +80,7 @@ _BUILDERS: dict[str, Callable[[Event], TimelineEvent]] = {
     "restored": _interval("restore_s", lambda e: f"restored step {e.get('step')}"),
     "checkpoint": _checkpoint_event,
     "evaluation": _interval("eval_s", lambda e: f"evaluation at step {e.get('step')}"),
-    "signal": _instant(lambda e: f"asked to stop ({e.get('source') or e.get('signal')})"),
+    "signal": _instant(lambda e: f"stop requested ({e.get('source') or e.get('signal')})"),
     "stop_agreed": _instant(lambda e: f"all ranks stop at step {e.get('step')}"),
     "save_given_up": _instant(lambda e: f"no time for the checkpoint of step {e.get('step')}"),
     "gpu_lost": _instant(lambda e: f"{_format_gpu(e)} was lost"),

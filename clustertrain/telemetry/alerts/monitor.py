@@ -73,10 +73,10 @@ class AlertMonitor:
         if alerts:
             self._send(alerts)
 
-    def listening(self, uuids: Sequence[str]) -> None:
+    def watch_errors(self, uuids: Sequence[str]) -> None:
         """The driver tells errors of these devices; nothing hangs on it here."""
 
-    def event(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
+    def record_error(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
         """From the sampler's thread: ``xid``, ``ecc_uncorrected``, ``gpu_lost``, ``gpu_back``. That it happened
         ``count`` times is one alert."""
         self._send(self._rules.event(kind, uuid, clock.now(), clock.monotonic(), xid=xid))

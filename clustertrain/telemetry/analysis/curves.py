@@ -18,7 +18,7 @@ from clustertrain.telemetry import fields
 from clustertrain.telemetry.analysis.resample import CurveTable, Grid, GridSums, Matrix, SampleSeries, load_series
 from clustertrain.telemetry.report_schema import Summary
 from clustertrain.telemetry.store import reader
-from clustertrain.telemetry.store.reader import Segment
+from clustertrain.telemetry.store.reader import RecordedSegment
 
 # A curve's name and the fields it is the sum of; of counters it is the rate per second.
 GPU_CURVES: dict[str, tuple[str, ...]] = {
@@ -132,7 +132,7 @@ class _CurvePlan:
         return _CurvePlan(grid, grid, rollup, rollup)
 
     def read(
-        self, segment: Segment, gpu: Sequence[str], host: Sequence[str]
+        self, segment: RecordedSegment, gpu: Sequence[str], host: Sequence[str]
     ) -> tuple[Mapping[str, SampleSeries], Mapping[str, SampleSeries]]:
         """Both kinds of columns, in one go where they are of one roll-up."""
         if self.gpu_s == self.host_s:
@@ -150,7 +150,7 @@ def _columns(devices: Iterable[str], curve_fields: Mapping[str, Sequence[str]]) 
     return [fields.column_name(d, f) for d in devices for parts in curve_fields.values() for f in parts]
 
 
-def _iter_segments(run: RunDir, summary: Summary, node_names: Sequence[str]) -> Iterator[tuple[str, Segment]]:
+def _iter_segments(run: RunDir, summary: Summary, node_names: Sequence[str]) -> Iterator[tuple[str, RecordedSegment]]:
     for attempt in summary.attempts:
         for node in node_names:
             for segment in reader.drop_overlapping(reader.open_node(run.attempt(attempt.n).telemetry / node)):

@@ -39,7 +39,7 @@ class _Time(msgspec.Struct, frozen=True):
     flops_per_step: float | None = None
 
 
-class _PlanFile(msgspec.Struct, frozen=True):
+class _TrainingPlan(msgspec.Struct, frozen=True):
     """Of ``plan.json`` what is needed here."""
 
     device: str = ""
@@ -110,11 +110,11 @@ def summarize_training(
     )
 
 
-def _load_plan(run: RunDir) -> _PlanFile:
+def _load_plan(run: RunDir) -> _TrainingPlan:
     try:
-        return schema.convert(json_files.poll_document(run.plan), _PlanFile)
+        return schema.convert(json_files.poll_document(run.plan), _TrainingPlan)
     except msgspec.ValidationError:  # of another version
-        return _PlanFile()
+        return _TrainingPlan()
 
 
 def _steps_by_attempt(
@@ -155,7 +155,7 @@ def _token_rates(attempt_steps: Sequence[_StepColumns]) -> tuple[float | None, f
     return (tokens / seconds, tokens / rank_seconds) if tokens > 0 and seconds > 0 else (None, None)
 
 
-def _mfu(plan: _PlanFile, tokens_per_s_per_gpu: float | None, gpus: Sequence[GpuSummary]) -> float | None:
+def _mfu(plan: _TrainingPlan, tokens_per_s_per_gpu: float | None, gpus: Sequence[GpuSummary]) -> float | None:
     """Model FLOPs utilisation, against the dense 16-bit rate of the data sheet, as the plan's; None of a model whose
     FLOPs nobody has counted, and of a GPU that the catalogue does not have."""
     flops, tokens = plan.time.flops_per_step, plan.batch.tokens_per_step

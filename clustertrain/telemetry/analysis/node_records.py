@@ -15,7 +15,7 @@ from clustertrain.run import events
 from clustertrain.run.run_dir import AttemptDir
 from clustertrain.telemetry.fields import FAST, SLOW, Pace
 from clustertrain.telemetry.report_schema import TimeWindow
-from clustertrain.telemetry.store.reader import Segment, drop_overlapping, open_node
+from clustertrain.telemetry.store.reader import RecordedSegment, drop_overlapping, open_node
 from clustertrain.telemetry.store.totals import Total, TotalsAccumulator, totals_by_column
 from clustertrain.telemetry.store.writer import GpuFacts
 
@@ -39,7 +39,7 @@ class NodeRecord:
     start: float
     until: float
     interval_s: float = 1.0
-    segment: Segment | None = None
+    segment: RecordedSegment | None = None
     since: float | None = None
     agents: int = 1  # samplers of the node that wrote at the same time; the others are not counted
     silent_s: float = 0.0  # at its end, while the attempt went on: its agent is gone
@@ -88,7 +88,7 @@ class NodeRecord:
             return {}
         return self.segment.totals() if self.since is None else self._totals_since(self.segment, self.since)
 
-    def _totals_since(self, segment: Segment, since: float) -> Mapping[str, Total]:
+    def _totals_since(self, segment: RecordedSegment, since: float) -> Mapping[str, Total]:
         adder = TotalsAccumulator(segment.header)
         for pace, columns in segment.header.paces().items():
             frame = segment.samples(pace, since=since)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.store.reader import Segment
+from clustertrain.telemetry.store.reader import RecordedSegment
 
 Column = npt.NDArray[np.float64]
 Matrix = npt.NDArray[np.float64]  # [rows, points], NaN where nothing was recorded
@@ -62,7 +62,7 @@ class SampleSeries:
     weights: Column
 
 
-def load_series(segment: Segment, columns: Sequence[str], step_s: float) -> dict[str, SampleSeries]:
+def load_series(segment: RecordedSegment, columns: Sequence[str], step_s: float) -> dict[str, SampleSeries]:
     """Those of the columns ``columns`` that the segment has, from its roll-up of ``step_s``."""
     rollup = segment.rollup(step_s, columns)
     midpoints = rollup.t + rollup.step_s / 2

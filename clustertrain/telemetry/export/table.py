@@ -24,7 +24,7 @@ from clustertrain.printable import printable, unwrap_stream
 from clustertrain.run.heartbeat import PHASES
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
-from clustertrain.telemetry.store.reader import Frame, Segment
+from clustertrain.telemetry.store.reader import Frame, RecordedSegment
 from clustertrain.telemetry.store.writer import GpuFacts
 
 FIELDS = list(dict.fromkeys(f.name for f in (*fields.GPU, *fields.HOST, *fields.RANK)))
@@ -50,7 +50,7 @@ class AttemptSegment(NamedTuple):
     """A segment and the attempt that it is of."""
 
     attempt: int
-    segment: Segment
+    segment: RecordedSegment
 
 
 class RowFilter(NamedTuple):
@@ -256,9 +256,9 @@ class _SegmentExport:
         return table
 
 
-def _reopen(segment: Segment) -> Segment:
+def _reopen(segment: RecordedSegment) -> RecordedSegment:
     """The same one, without what it keeps of its files once it was asked: 9 MB, for each of a thousand."""
-    return Segment(segment.folder, segment.header, segment.read_error)
+    return RecordedSegment(segment.folder, segment.header, segment.read_error)
 
 
 class _FrameRows(NamedTuple):

@@ -19,7 +19,7 @@ from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.sampler import Sampler
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store import jsonl_blocks
-from clustertrain.telemetry.store.reader import Segment, find_overlapping, open_node
+from clustertrain.telemetry.store.reader import RecordedSegment, find_overlapping, open_node
 from tests.fakes.nvml.build import Stub
 
 CHILD = Path(__file__).with_name("sampler_child.py")
@@ -44,10 +44,10 @@ class Child:
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def segment(self) -> Segment:
+    def segment(self) -> RecordedSegment:
         return open_node(self.folder)[-1]
 
-    def until(self, condition: Callable[[Segment], bool]) -> None:
+    def until(self, condition: Callable[[RecordedSegment], bool]) -> None:
         assert clock.wait_until(lambda: bool(open_node(self.folder)) and condition(self.segment()), 60, 0.02)
 
     def stop(self) -> None:
@@ -254,13 +254,13 @@ def test_a_bug_in_the_thread_ends_in_an_event_and_a_reason(tmp_path: Path, monke
 class Broken:
     """An observer that fails at once."""
 
-    def listening(self, uuids: object) -> None:
+    def watch_errors(self, uuids: object) -> None:
         raise ValueError("deaf")
 
     def observe(self, snapshot: Snapshot) -> None:
         raise ValueError("blind")
 
-    def event(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
+    def record_error(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
         raise ValueError("numb")
 
 
@@ -268,7 +268,7 @@ class Keeps(Broken):
     def __init__(self) -> None:
         self.seen: list[Snapshot] = []
 
-    def listening(self, uuids: object) -> None: ...
+    def watch_errors(self, uuids: object) -> None: ...
 
     def observe(self, snapshot: Snapshot) -> None:
         self.seen.append(snapshot)
@@ -283,7 +283,7 @@ def test_an_observer_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path)
     sampler.start()
     assert clock.wait_until(lambda: len(keeps.seen) >= 3, 60, 0.01)
     assert sampler.stop(60)
-    assert told == [("telemetry_failed", {"node": "n", "reason": "Broken is off: ValueError: blind"})]
+    assert told == [("telemetry_failed", {"node": "n", "reason": "Broken disabled: ValueError: blind"})]
     assert keeps.seen[0].values is not keeps.seen[1].values
     assert keeps.seen[-1].values["host.memory_used_bytes"] > 0
 

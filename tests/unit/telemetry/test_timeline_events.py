@@ -29,7 +29,7 @@ def test_an_error_of_the_driver_is_a_fault_on_both_timelines() -> None:
 
 def test_a_memory_error_is_no_xid() -> None:
     mark = only([event("gpu_event", uuid="GPU-b", index=1, kind="ecc_uncorrected", xid=None, count=1)])
-    assert (mark.kind, mark.text) == ("ecc", "memory error not corrected on GPU 1 of n1")
+    assert (mark.kind, mark.text) == ("ecc", "uncorrected memory error on GPU 1 of n1")
 
 
 def test_what_lasts_begins_when_it_began() -> None:
@@ -71,4 +71,4 @@ def test_what_is_told_twice_stands_once() -> None:
     found = timeline_events.timeline_from_events(log)
     assert [m.kind for m in found] == ["xid", "alert", "signal"]
     assert found[0].text == "XID 79 on GPU 1 of node02: GPU fell off the bus"
-    assert found[2].text == "asked to stop (signal:SIGTERM)"
+    assert found[2].text == "stop requested (signal:SIGTERM)"

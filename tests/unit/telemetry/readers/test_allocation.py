@@ -95,7 +95,7 @@ def test_an_allocated_gpu_that_has_left_the_bus_is_still_listed() -> None:
 
 def test_a_shortened_uuid_that_fits_several() -> None:
     (unclear,) = find_allocation({"CUDA_VISIBLE_DEVICES": "GPU-"}, node(2)).devices
-    assert "2 devices begin so" in str(unclear.reason)
+    assert "ambiguous prefix of 2 devices" in str(unclear.reason)
 
 
 GIB = 1 << 30

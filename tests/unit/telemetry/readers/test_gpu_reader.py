@@ -66,7 +66,7 @@ def test_a_field_that_fails_is_none_with_its_reason_and_costs_the_others_nothing
     found = values(gpu)
     assert found[POWER] is None
     assert found.count(0.5) == len(FIELDS) - 1
-    assert gpu.reasons == {"power_w": "NOT_SUPPORTED: this GPU or its driver does not offer it"}
+    assert gpu.reasons == {"power_w": "NOT_SUPPORTED: this GPU or its driver does not support it"}
 
 
 def test_it_is_tried_again_ever_more_rarely_and_comes_back() -> None:

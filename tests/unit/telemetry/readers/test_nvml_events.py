@@ -52,7 +52,7 @@ def test_a_driver_without_events_is_a_reason(nvml_stub: Stub) -> None:
     assert found == [listening]
     nvml_stub.drive(TWO + "fail * nvmlEventSetCreate 13\n")
     listening, found = steps(nvml_stub.environ(), ["listen"], ["poll"])
-    assert listening == dict.fromkeys(["GPU-a", "GPU-b"], "FUNCTION_NOT_FOUND: the driver is too old for it")
+    assert listening == dict.fromkeys(["GPU-a", "GPU-b"], "FUNCTION_NOT_FOUND: the driver is too old")
     assert found == [listening]
 
 

@@ -225,7 +225,7 @@ def test_what_cannot_be_right_is_no_figure(nvml_stub: Stub) -> None:
     """A byte counter of 32 bits turns over within a second, and no memory is at 0 °C (rezolus#1196)."""
     nvml_stub.drive("device 0 narrow 1\ndevice 0 pcie_tx 123456789012\ndevice 0 memory_temperature 0\n")
     (values,) = ask(nvml_stub.environ())["values"].values()
-    assert values["pcie_tx_bytes"].startswith("NOT_SUPPORTED: the driver counts it in 32 bits")
+    assert values["pcie_tx_bytes"].startswith("NOT_SUPPORTED: the driver's 32-bit counter")
     assert values["memory_temperature_c"].startswith("NOT_SUPPORTED: the driver says 0 °C")
 
 
@@ -270,7 +270,7 @@ def test_mig_slices(nvml_stub: Stub) -> None:
     values = found["values"]["MIG-x"]
     assert values["processes"] == 1
     assert values["utilization"].startswith("NOT_SUPPORTED")
-    assert values["power_w"] == "NOT_SUPPORTED: NVML tells it of whole GPUs, and this is a MIG slice of one"
+    assert values["power_w"] == "NOT_SUPPORTED: NVML reports it only for whole GPUs, and this is a MIG slice"
 
 
 def test_slices_named_by_uuid_are_what_is_read(nvml_stub: Stub) -> None:

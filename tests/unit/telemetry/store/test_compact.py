@@ -12,12 +12,12 @@ import pytest
 
 from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.store import compact, jsonl_blocks, parquet, rollup, totals
-from clustertrain.telemetry.store.reader import Segment, open_node
+from clustertrain.telemetry.store.reader import RecordedSegment, open_node
 from clustertrain.telemetry.store.writer import Writer
 from tests.unit.telemetry.recordings import T0, fill, header, record, working
 
 
-def only(node: Path) -> Segment:
+def only(node: Path) -> RecordedSegment:
     (segment,) = open_node(node)
     return segment
 

@@ -77,7 +77,7 @@ def test_samples_that_were_cut_are_told(run: RunDir) -> None:
     samples.write_bytes(samples.read_bytes()[:-200])
     found = summarize(run)
     assert found.gpus[0].utilization is not None
-    assert "cut short or damaged, 0 of 100 are left" in note(found, "unreadable").text
+    assert "truncated or damaged, only 0 of 100 readable" in note(found, "unreadable").text
 
 
 def test_totals_that_are_damaged_are_made_from_the_samples(run: RunDir) -> None:

@@ -14,12 +14,12 @@ import pytest
 from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.store import jsonl_blocks, rollup, totals
 from clustertrain.telemetry.store import writer as store
-from clustertrain.telemetry.store.reader import Segment, find_overlapping, open_node
+from clustertrain.telemetry.store.reader import RecordedSegment, find_overlapping, open_node
 from clustertrain.telemetry.store.writer import Header, Writer
 from tests.unit.telemetry.recordings import CHECKPOINT, T0, TRAIN, fill, header, record, row, working
 
 
-def only(node: Path) -> Segment:
+def only(node: Path) -> RecordedSegment:
     (segment,) = open_node(node)
     return segment
 
