@@ -12,13 +12,13 @@ HIGH_CPU_UTILIZATION = 0.9  # share of the processors
 # 200 Gbit/s port.
 NVLINK_BUSY, PCIE_BUSY, INFINIBAND_BUSY = 30e9, 3e9, 2.5e9
 
-FIX_DATA_LOADING = "more data-loader workers (data.workers), data on faster or local storage, or prepared beforehand"
-FIX_CPU_CORES = "more cores with --cpus-per-gpu"
+FIX_DATA_LOADING = "use more data-loader workers (data.workers), faster or local storage, or preprocessed data"
+FIX_CPU_CORES = "request more cores with --cpus-per-gpu"
 FIX_NETWORK = (
-    "a larger micro batch or more gradient accumulation, a layout that keeps its traffic inside a node "
-    "(`clustertrain plan` says what each costs), and see docs/nccl.md for the network"
+    "use a larger micro batch, more gradient accumulation, or a layout that keeps its traffic inside a node "
+    "(`clustertrain plan` shows the cost of each); see docs/nccl.md for the network"
 )
-FIX_SMALL_KERNELS = "a larger micro batch, compile = true or CUDA graphs, or fewer GPUs"
+FIX_SMALL_KERNELS = "use a larger micro batch, compile = true or CUDA graphs, or fewer GPUs"
 
 
 def join_words(items: Sequence[str], conjunction: str) -> str:

@@ -63,7 +63,7 @@ GPU = (
     _counter("ecc_uncorrected", "errors", "memory errors not corrected since the driver was loaded", SLOW),
     _gauge("remapped_rows", "rows", 1e5, "memory rows replaced for good", SLOW),
     _gauge("remap_pending", "ratio", 1.0, "1 while a row waits to be replaced by a reset", SLOW),
-    _gauge("remap_failed", "ratio", 1.0, "1 once a row could not be replaced: the board is to be exchanged", SLOW),
+    _gauge("remap_failed", "ratio", 1.0, "1 once a row could not be replaced: the board must be replaced", SLOW),
     _gauge("nvlinks_active", "links", 1e3, "NVLinks that are up", SLOW),
     _counter("nvlink_errors", "errors", "NVLink replays, recoveries and CRC errors", SLOW),
     _counter("pcie_replays", "errors", "PCIe packets sent again", SLOW),

@@ -346,7 +346,7 @@ def _unreadable_segment(folder: Path, node: str, e: Exception) -> RecordedSegmen
 def _describe_error(e: Exception) -> str:
     match e:
         case PermissionError():
-            return "permission denied for this user"
+            return "this user may not read it"
         case FileNotFoundError():
             return "no header: the sampler has just started, or was killed at once"
         case msgspec.DecodeError():
