@@ -201,8 +201,8 @@ def _summary(
         Insight(
             severity="warning",
             code="throttled",
-            text=f"GPU {hot.index} of {hot.node} was held down by heat in 38 % of its samples.",
-            fix=f"tell the administrators; until then --exclude {hot.node}",
+            text=f"GPU {hot.index} of {hot.node} was throttled by heat in 38 % of its samples.",
+            fix=f"notify the administrators; until then --exclude {hot.node}",
             node=hot.node,
             uuid=hot.uuid,
             rank=hot.ranks[0],

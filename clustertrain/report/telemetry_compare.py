@@ -56,7 +56,7 @@ def _size_warning(comparison: TelemetryComparison) -> str:
         return ""
     return (
         f"{', '.join(parts)}: steps, GPU-hours and the energy of a GPU are of the whole run and not scaled; "
-        "compare tokens/s a GPU, the energy a token, and shares"
+        "compare tokens/s per GPU, energy per token, and shares"
     )
 
 

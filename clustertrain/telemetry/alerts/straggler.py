@@ -1,4 +1,4 @@
-"""Limits for slow GPUs and ranks, shared by the rules of one node (:mod:`.rules`) and of several (:mod:`.cross_node`)."""
+"""Limits for slow GPUs and ranks, shared by the rules of a node (:mod:`.rules`) and the :mod:`.cross_node` rules."""
 
 from __future__ import annotations
 

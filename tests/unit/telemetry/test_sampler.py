@@ -68,7 +68,7 @@ def sampling(folder: Path, env: dict[str, str], *more: Path) -> Iterator[Child]:
             process.kill()
 
 
-def test_every_allocated_gpu_is_sampled_used_or_not(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_every_allocated_gpu_is_sampled(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS + "\n device 2 uuid GPU-of-another-job")
     with sampling(tmp_path / "t", nvml_stub.environ(SLURM_STEP_GPUS="0,1")) as child:
         assert [(g["uuid"], g["ranks"]) for g in child.ready["gpus"]] == [("GPU-a", [4]), ("GPU-b", [5])]
@@ -89,7 +89,7 @@ def test_every_allocated_gpu_is_sampled_used_or_not(nvml_stub: Stub, tmp_path: P
     assert not {"host.memory_used_bytes", "host.load1", "host.job_memory_bytes"} & found.reasons().keys()
 
 
-def test_what_the_ranks_tell_stands_beside_the_gpus(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_heartbeats_are_recorded(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     (tmp_path / "beats").mkdir()
     writer = heartbeat.HeartbeatWriter(tmp_path / "beats", 5)
@@ -108,7 +108,7 @@ def test_what_the_ranks_tell_stands_beside_the_gpus(nvml_stub: Stub, tmp_path: P
     assert heartbeat.TRAIN in found.totals()["gpu1.utilization"].by_phase
 
 
-def test_a_gpu_that_is_lost_while_running_is_an_event_and_not_the_end(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_lost_gpu_is_event(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
         child.until(lambda s: s.sample_count >= 2)
@@ -126,7 +126,7 @@ def test_a_gpu_that_is_lost_while_running_is_an_event_and_not_the_end(nvml_stub:
     assert found.reasons()["gpu1.power_w"].startswith("GPU_IS_LOST")
 
 
-def test_an_error_of_the_driver_is_an_event(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_driver_error_is_event(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
         child.until(lambda s: s.sample_count >= 2)
@@ -136,7 +136,7 @@ def test_an_error_of_the_driver_is_an_event(nvml_stub: Stub, tmp_path: Path) -> 
     assert (event["event"], event["uuid"], event["kind"], event["xid"]) == ("gpu_event", "GPU-b", "xid", 79)
 
 
-def test_a_reason_is_written_when_it_changes_and_not_with_every_row(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_reason_is_written_only_on_change(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS + "\n fail 0 nvmlDeviceGetPowerUsage 3")
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
         child.until(lambda s: s.sample_count >= 20)
@@ -146,7 +146,7 @@ def test_a_reason_is_written_when_it_changes_and_not_with_every_row(nvml_stub: S
     assert [(r.column, str(r.reason).partition(":")[0]) for r in reasons] == [("gpu0.power_w", "NOT_SUPPORTED")]
 
 
-def test_nvml_that_goes_away_is_opened_again(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_lost_nvml_is_reopened(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
         child.until(lambda s: s.sample_count >= 2)
@@ -159,7 +159,7 @@ def test_nvml_that_goes_away_is_opened_again(nvml_stub: Stub, tmp_path: Path) ->
     assert len(open_node(tmp_path / "t")) == 1
 
 
-def test_without_nvml_the_host_is_still_sampled(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_host_is_sampled_without_nvml(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive("fail * nvmlInitWithFlags 9")
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
         assert child.ready["gpus"] == []
@@ -171,7 +171,7 @@ def test_without_nvml_the_host_is_still_sampled(nvml_stub: Stub, tmp_path: Path)
     assert np.isfinite(found.samples(SLOW).values["host.load1"]).all()
 
 
-def test_a_driver_that_answers_nothing_leaves_reasons(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_failing_driver_leaves_reasons(nvml_stub: Stub, tmp_path: Path) -> None:
     """Every call about a device is NOT_SUPPORTED; which devices there are is known."""
     names = (
         "UtilizationRates",
@@ -196,7 +196,7 @@ def test_a_driver_that_answers_nothing_leaves_reasons(nvml_stub: Stub, tmp_path:
         assert found.reasons()[f"gpu0.{field}"].startswith("NOT_SUPPORTED"), field
 
 
-def test_a_kill_leaves_a_file_that_can_be_read(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_killed_sampler_leaves_readable_file(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
         child.until(lambda s: s.sample_count >= 3)
@@ -207,7 +207,7 @@ def test_a_kill_leaves_a_file_that_can_be_read(nvml_stub: Stub, tmp_path: Path) 
     assert found.end is None
 
 
-def test_two_agents_on_one_node_have_a_segment_each(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_two_agents_have_separate_segments(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as one, sampling(tmp_path / "t", nvml_stub.environ()) as other:
         assert clock.wait_until(
@@ -220,7 +220,7 @@ def test_two_agents_on_one_node_have_a_segment_each(nvml_stub: Stub, tmp_path: P
     assert len(find_overlapping(segments)) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_an_event(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_unwritable_folder_is_event(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     (tmp_path / "file").write_text("in the way")
     with sampling(tmp_path / "file" / "t", nvml_stub.environ()) as child:
@@ -235,7 +235,7 @@ def test_a_folder_that_cannot_be_written_is_an_event(nvml_stub: Stub, tmp_path: 
 Told = list[tuple[str, dict[str, Any]]]
 
 
-def test_a_bug_in_the_thread_ends_in_an_event_and_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_in_thread_is_event_and_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Sampler, beats: object) -> None:
         raise ZeroDivisionError("a bug")
 
@@ -274,7 +274,7 @@ class Keeps(Broken):
         self.seen.append(snapshot)
 
 
-def test_an_observer_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
+def test_failing_observer_is_removed(tmp_path: Path) -> None:
     told: Told = []
     keeps = Keeps()
     sampler = Sampler(
@@ -288,11 +288,11 @@ def test_an_observer_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path)
     assert keeps.seen[-1].values["host.memory_used_bytes"] > 0
 
 
-def test_stopping_one_that_never_started(tmp_path: Path) -> None:
+def test_stop_without_start(tmp_path: Path) -> None:
     assert Sampler(tmp_path, "n", {}).stop()
 
 
-def test_ranks_stop_where_the_node_has_fewer_than_gpus(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_node_with_fewer_ranks_than_gpus(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     done = subprocess.run(
         [sys.executable, "-c", _ONE_RANK, str(tmp_path)],

@@ -45,7 +45,7 @@ def _values(change: Change) -> dict[str, float]:
     return values
 
 
-def test_it_is_told_after_minutes_of_training_and_cleared(alerts: AlertRules) -> None:
+def test_alert_is_raised_after_minutes_and_cleared(alerts: AlertRules) -> None:
     job = Job(2)
     assert job.run(alerts, 300, busy(0.43)) == []  # three minutes of them are the warm-up
     (alert,) = job.run(alerts, 120, busy(0.43))
@@ -59,42 +59,42 @@ def test_it_is_told_after_minutes_of_training_and_cleared(alerts: AlertRules) ->
 @pytest.mark.parametrize(
     ("change", "why", "fix"),
     [
-        (busy(0.5, wait=0.3), "training waits for its data for 30% of a step", "more data-loader workers"),
+        (busy(0.5, wait=0.3), "training waits for data during 30% of a step", "more data-loader workers"),
         (
             busy(0.5, wait=0.3, cpu=0.97),
-            "waits for its data for 30% of a step, with 97% of the node's processors busy",
-            "more cores with --cpus-per-gpu; else more data-loader workers",
+            "waits for data during 30% of a step, with 97% of the node's processors busy",
+            "more cores with --cpus-per-gpu; otherwise use more data-loader workers",
         ),
         (busy(0.5, cpu=0.97), "97% of the node's processors busy", "more cores with --cpus-per-gpu"),
         (
             busy(0.5, nvlink=60e9, infiniband=2 * FIVE_GB),
-            "waiting on communication, with NVLink at 60.0 GB/s and InfiniBand at 5.0 GB/s a GPU",
-            "a larger micro batch or more gradient accumulation",
+            "waiting for communication, with NVLink at 60.0 GB/s and InfiniBand at 5.0 GB/s per GPU",
+            "a larger micro batch, more gradient accumulation",
         ),
-        (busy(0.5, pcie=FIVE_GB), "with PCIe at 5.0 GB/s a GPU", "docs/nccl.md"),
-        (busy(0.5, pcie=1e9), "not for data or the processors, so the kernels may be too small", "compile = true"),
-        (busy(0.5, cpu=None), "nothing that is recorded says why", "a larger micro batch"),
-        # Of a node with many more processors than the job's eight.
+        (busy(0.5, pcie=FIVE_GB), "with PCIe at 5.0 GB/s per GPU", "docs/nccl.md"),
+        (busy(0.5, pcie=1e9), "data and processors are not the cause; kernels may be too small", "compile = true"),
+        (busy(0.5, cpu=None), "the recorded data does not show the cause", "a larger micro batch"),
+        # On a node with many more processors than the job's eight.
         (busy(0.5, cpu=0.04, job_cores=7.9), "99% of the job's processors busy", "more cores with --cpus-per-gpu"),
-        (busy(0.5, cpu=0.97, job_cores=2), "not for data or the processors", "a larger micro batch"),
+        (busy(0.5, cpu=0.97, job_cores=2), "data and processors are not the cause", "a larger micro batch"),
     ],
 )  # fmt: skip
-def test_the_likely_cause_is_named(alerts: AlertRules, change: Change, why: str, fix: str) -> None:
+def test_likely_cause_is_named(alerts: AlertRules, change: Change, why: str, fix: str) -> None:
     job = Job(2)
     job.cores = 8 if "host.job_cpu_s" in _values(change) else None
     (alert,) = job.run(alerts, 480, change)
     assert why in alert.text and alert.fix is not None and fix in alert.fix
 
 
-def test_one_gpu_a_node_waits_for_the_other_nodes(alerts: AlertRules) -> None:
-    """Its PCIe carries what it copies from the host as well, so that alone says nothing."""
+def test_single_gpu_per_node_waits_for_others(alerts: AlertRules) -> None:
+    """PCIe alone is no evidence, because it also carries copies from the host."""
     (alert,) = Job(1).run(alerts, 480, busy(0.5, infiniband=4 * FIVE_GB, pcie=FIVE_GB))
-    assert "waiting on communication, with InfiniBand at 20.0 GB/s a GPU" in alert.text
+    assert "waiting for communication, with InfiniBand at 20.0 GB/s per GPU" in alert.text
     (alert,) = Job(1).run(AlertRules(AlertsSpec(), "n1"), 480, busy(0.5, pcie=FIVE_GB))
     assert "GB/s" not in alert.text
 
 
-def test_a_counter_that_is_missing_for_a_moment_is_no_traffic(alerts: AlertRules) -> None:
+def test_missing_counter_is_no_traffic(alerts: AlertRules) -> None:
     since_boot, change = 5e15, busy(0.5, nvlink=1e9)
 
     def half(now: float, values: dict[str, float]) -> None:
@@ -107,14 +107,14 @@ def test_a_counter_that_is_missing_for_a_moment_is_no_traffic(alerts: AlertRules
     assert "GB/s" not in alert.text
 
 
-def test_a_counter_that_begins_anew_is_no_traffic(alerts: AlertRules) -> None:
+def test_counter_reset_is_no_traffic(alerts: AlertRules) -> None:
     job = Job(2)
     job.run(alerts, 230, busy(0.5, nvlink=60e9))
     (alert,) = job.run(alerts, 300, lambda now, values: busy(0.5, nvlink=1e6)(now - 230, values))
     assert alert.code == "low_utilization" and "GB/s" not in alert.text
 
 
-def test_time_out_of_training_does_not_count(alerts: AlertRules) -> None:
+def test_time_outside_training_does_not_count(alerts: AlertRules) -> None:
     """Evaluations and checkpoints take three of five minutes; in training the GPUs are busy."""
     job, found = Job(2), []
     for _ in range(10):
@@ -133,7 +133,7 @@ def test_time_out_of_training_does_not_count(alerts: AlertRules) -> None:
     assert codes(found) == [("low_utilization", "raised")]
 
 
-def test_the_node_of_rank_0_tells_it_of_gpus_that_are_used_and_0_turns_it_off(alerts: AlertRules) -> None:
+def test_only_rank_0_node_reports_and_0_disables(alerts: AlertRules) -> None:
     assert Job(2, first=8).run(alerts, 1000, busy(0.5)) == []
     assert Job(2).run(AlertRules(AlertsSpec(utilization=0.0), "n1"), 1000, busy(0.5)) == []
     one_of_two = Job(2, ranks=1)

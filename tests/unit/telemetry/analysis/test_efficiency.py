@@ -51,7 +51,7 @@ def of(history: History, energy_j: float | None = None, *gpus: GpuSummary) -> Tr
     return found
 
 
-def test_a_step_that_was_repeated_counts_once_and_its_energy_is_paid(tmp_path: Path) -> None:
+def test_repeated_step_counts_once_but_costs_energy(tmp_path: Path) -> None:
     history = History(tmp_path)
     plan(history)
     train(history, 1, 1, 20, 1.0)
@@ -66,7 +66,7 @@ def test_a_step_that_was_repeated_counts_once_and_its_energy_is_paid(tmp_path: P
     assert found.samples == 300
 
 
-def test_mfu_is_the_plans_flops_over_the_data_sheets_rate(tmp_path: Path) -> None:
+def test_mfu_uses_plan_flops_and_data_sheet_rate(tmp_path: Path) -> None:
     history = History(tmp_path)
     plan(history)
     train(history, 1, 1, 20, 0.1)
@@ -81,9 +81,7 @@ def test_mfu_is_the_plans_flops_over_the_data_sheets_rate(tmp_path: Path) -> Non
     [([], FLOPS), ([gpu("Some Card 9000")], FLOPS), ([gpu(), gpu(None)], FLOPS), ([gpu(parent="GPU-1")], FLOPS),
      ([gpu()], None)],
 )  # fmt: skip
-def test_without_known_gpus_or_flops_there_is_no_mfu(
-    tmp_path: Path, gpus: list[GpuSummary], flops: float | None
-) -> None:
+def test_no_mfu_without_known_gpus_or_flops(tmp_path: Path, gpus: list[GpuSummary], flops: float | None) -> None:
     history = History(tmp_path)
     plan(history, flops=flops)
     train(history, 1, 1, 20, 0.1)
@@ -92,7 +90,7 @@ def test_without_known_gpus_or_flops_there_is_no_mfu(
     assert (found.tokens_per_s_per_gpu is None) == (not gpus)
 
 
-def test_attempts_on_unlike_numbers_of_ranks_are_weighed(tmp_path: Path) -> None:
+def test_attempts_are_weighted_by_ranks(tmp_path: Path) -> None:
     history = History(tmp_path)
     plan(history, ranks=4)
     train(history, 1, 1, 15, 1.0, ranks=4)
@@ -101,7 +99,7 @@ def test_attempts_on_unlike_numbers_of_ranks_are_weighed(tmp_path: Path) -> None
     assert found.tokens_per_s_per_gpu == pytest.approx(20 * TOKENS / (10 * 1.0 * 4 + 10 * 2.0 * 2))
 
 
-def test_images_have_samples_and_no_tokens(tmp_path: Path) -> None:
+def test_images_have_samples_but_no_tokens(tmp_path: Path) -> None:
     history = History(tmp_path)
     plan(history, tokens=0, flops=None)
     train(history, 1, 1, 3, 0.5, tokens_per_s=None)
@@ -110,7 +108,7 @@ def test_images_have_samples_and_no_tokens(tmp_path: Path) -> None:
     assert found.samples == 30 and found.samples_per_s == pytest.approx(10 / 0.5)
 
 
-def test_the_wait_for_data_is_a_share_of_the_steps(tmp_path: Path) -> None:
+def test_data_wait_is_share_of_steps(tmp_path: Path) -> None:
     history = History(tmp_path)
     plan(history)
     told = history.attempt(1, 0.0)
@@ -120,14 +118,14 @@ def test_the_wait_for_data_is_a_share_of_the_steps(tmp_path: Path) -> None:
     assert of(history).data_wait_share == pytest.approx(0.25)
 
 
-def test_a_loss_that_is_no_number_is_not_one(tmp_path: Path) -> None:
+def test_nonfinite_loss_is_none(tmp_path: Path) -> None:
     history = History(tmp_path)
     train(history, 1, 1, 3, 0.5, loss=float("nan"))
     found = of(history)
     assert found.loss is None and found.steps == 3 and found.samples is None
 
 
-def test_a_run_without_a_step_has_no_summary(tmp_path: Path) -> None:
+def test_run_without_steps_has_no_summary(tmp_path: Path) -> None:
     history = History(tmp_path)
     history.attempt(1, 1.0).write()
     assert summarize_training(history.run, attempts.load_attempts(history.run), 5.0, []) is None

@@ -49,7 +49,7 @@ def names(found: Mapping[Series, float]) -> set[str]:
 GPU1 = {"gpu": "1", "uuid": "GPU-1", "rank": "9"}
 
 
-def test_values_are_in_base_units_under_names_that_say_so() -> None:
+def test_values_are_in_base_units() -> None:
     values = {
         "gpu1.utilization": 0.87,
         "gpu1.sm_clock_mhz": 1980.0,
@@ -75,7 +75,7 @@ def test_values_are_in_base_units_under_names_that_say_so() -> None:
     assert found[series("clustertrain_gpu_info", **GPU1, name="H100", minor="1", parent="")] == 1
 
 
-def test_what_is_missing_is_absent_and_a_zero_is_a_zero() -> None:
+def test_missing_value_is_absent_and_zero_is_kept() -> None:
     """rezolus#1196, slurm-job-exporter#53: what is not known must not be shown as 0."""
     found = of(snapshot({"gpu0.utilization": math.nan, "gpu1.utilization": 0.0, "gpu0.power_w": math.nan}))
     assert [v for (name, _), v in found.items() if name == "clustertrain_gpu_utilization_ratio"] == [0.0]
@@ -83,7 +83,7 @@ def test_what_is_missing_is_absent_and_a_zero_is_a_zero() -> None:
     assert b"clustertrain_gpu_power_watts" not in render(Feed(LABELS, 1.0))
 
 
-def test_columns_of_later_versions_and_of_gpus_that_are_not_there_are_left_out() -> None:
+def test_unknown_columns_are_left_out() -> None:
     found = of(snapshot({"gpu0.aura": 1.0, "gpu7.utilization": 1.0, "moon0.phase": 1.0, "rank99.step": 1.0}))
     assert names(found) == {
         "clustertrain_gpu_info",
@@ -94,7 +94,7 @@ def test_columns_of_later_versions_and_of_gpus_that_are_not_there_are_left_out()
     }
 
 
-def test_figures_of_a_sampler_that_hangs_go_and_its_last_word_stays() -> None:
+def test_stale_snapshot_is_not_exported() -> None:
     feed = Feed(LABELS, 1.0)
     old = snapshot(full(), age_s=STALE_S + 1)
     feed.observe(old)
@@ -105,7 +105,7 @@ def test_figures_of_a_sampler_that_hangs_go_and_its_last_word_stays() -> None:
     assert series("clustertrain_gpu_utilization_ratio", **GPU1) in said(feed)
 
 
-def test_samples_that_were_due_and_did_not_come_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missed_samples_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     feed = Feed(LABELS, 2.0)
     now = clock.monotonic()
     monkeypatch.setattr(clock, "monotonic", lambda: now)
@@ -122,7 +122,7 @@ def test_samples_that_were_due_and_did_not_come_are_counted(monkeypatch: pytest.
     assert feed.missed == 5
 
 
-def test_xids_count_by_number_and_repeats_can_be_told() -> None:
+def test_xids_are_counted_by_number() -> None:
     """dcgm-exporter#500, #190: a gauge with the last number hides that it came again."""
     feed = Feed(LABELS, 1.0)
     feed.observe(snapshot({}))
@@ -138,13 +138,13 @@ def test_xids_count_by_number_and_repeats_can_be_told() -> None:
     assert found[series("clustertrain_gpu_xids_by_number_total", **GPU1, xid="31")] == 1
 
 
-def test_a_mig_slice_tells_whose_it_is() -> None:
+def test_mig_slice_names_its_gpu() -> None:
     snap = Snapshot(1.0, snapshot({}).mono, "node1", [mig_slice("GPU-7")], [], {})
     (info,) = [dict(labels) for name, labels in of(snap) if name == "clustertrain_gpu_info"]
     assert (info["uuid"], info["parent"]) == ("MIG-1", "GPU-7")
 
 
-def test_a_gpu_that_could_not_be_opened_is_there_without_what_is_not_known() -> None:
+def test_unopened_gpu_is_exported_without_values() -> None:
     snap = Snapshot(1.0, snapshot({}).mono, "node1", [GpuFacts("GPU-x", reason="GPU_IS_LOST")], [], {})
     found = of(snap)
     unknown = {"gpu": "", "uuid": "GPU-x", "rank": "", "name": "", "minor": "", "parent": ""}
@@ -159,13 +159,13 @@ def test_hostile_labels_are_escaped() -> None:
     assert labels == [{"run": 'a"b\\c\nd', "job_id": "", "attempt": "1", "node": "n"}]
 
 
-def test_every_field_has_a_metric_of_its_own() -> None:
+def test_every_field_has_distinct_metric() -> None:
     found = [m.name for known in METRICS.values() for m in known.values()]
     assert len(found) == len(set(found)) == len(fields.GPU) + len(fields.HOST) + len(fields.RANK)
     assert names(of(snapshot(full()))) >= set(found)
 
 
-def test_the_manual_has_what_is_no_recorded_field() -> None:
+def test_docs_list_extra_metrics() -> None:
     text = (ROOT / "docs" / "export.md").read_text()
     for own in EXTRA_METRICS:
         short = own.metric.name.removeprefix("clustertrain_sampler")
@@ -190,14 +190,14 @@ def _everything() -> Feed:
     return feed
 
 
-def test_it_is_valid_openmetrics_too() -> None:
+def test_output_is_valid_openmetrics() -> None:
     """What Prometheus asks for first."""
     text = openmetrics(build_registry(_everything())).decode()
     families = {f.name for f in parse_openmetrics(text)}
     assert "clustertrain_gpu_energy_joules" in families and "clustertrain_gpu_utilization_ratio" in families
 
 
-def test_promtool_finds_nothing_to_say() -> None:
+def test_promtool_reports_no_problems() -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed: slurm/install-packages")
     text = render(_everything())

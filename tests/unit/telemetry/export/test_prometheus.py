@@ -109,7 +109,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 @pytest.mark.long
-def test_prometheus_has_the_values_with_their_labels(prometheus: Prometheus) -> None:
+def test_prometheus_has_values_with_labels(prometheus: Prometheus) -> None:
     (target,) = prometheus.get("/api/v1/targets")["data"]["activeTargets"]
     assert (target["health"], target["lastError"]) == ("up", "")
     found = {r["metric"]["uuid"]: r for r in prometheus.query("clustertrain_gpu_utilization_ratio")}
@@ -131,7 +131,7 @@ def _expressions() -> list[str]:
 
 
 @pytest.mark.long
-def test_it_answers_every_question_of_the_dashboard(prometheus: Prometheus) -> None:
+def test_dashboard_queries_have_results(prometheus: Prometheus) -> None:
     silent = []
     filled = {"$__rate_interval": "30s", "$__range": "30s", "$run": ".*", "$job": ".*", "$node": ".*"}
     for expr in _expressions():
@@ -146,7 +146,7 @@ def test_it_answers_every_question_of_the_dashboard(prometheus: Prometheus) -> N
 
 
 @pytest.mark.long
-def test_it_answers_the_questions_of_the_manual(prometheus: Prometheus) -> None:
+def test_documented_queries_have_results(prometheus: Prometheus) -> None:
     lines = re.findall(r"^(?:clustertrain_|sum by).*$", (ROOT / "docs" / "export.md").read_text(), re.MULTILINE)
     assert len(lines) == 2
     assert [line for line in lines if not prometheus.query(line)] == []
@@ -154,11 +154,11 @@ def test_it_answers_the_questions_of_the_manual(prometheus: Prometheus) -> None:
     assert joined["metric"]["rank"] == "8"
 
 
-def test_the_dashboard_is_what_the_script_writes() -> None:
+def test_dashboard_matches_its_script() -> None:
     assert json.loads(DASHBOARD.read_text()) == dashboard.build(), "python slurm/grafana/dashboard.py"
 
 
-def test_the_dashboard_is_laid_out() -> None:
+def test_dashboard_layout() -> None:
     found = dashboard.build()
     ids = [p["id"] for p in found["panels"]]
     assert len(ids) == len(set(ids))

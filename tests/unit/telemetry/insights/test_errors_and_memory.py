@@ -43,17 +43,17 @@ def only(summary: Summary, code: str) -> Any:
         (ErrorCounts(pcie_replays=1000), "warning", "pcie_replays"),
     ],
 )
-def test_errors_of_a_gpu(errors: ErrorCounts, severity: str, code: str) -> None:
+def test_gpu_errors(errors: ErrorCounts, severity: str, code: str) -> None:
     note = only(with_gpu(healthy(), "n2", 0, errors=errors), code)
     assert (note.severity, note.node, note.uuid, note.rank) == (severity, "n2", "GPU-n2-0-5b1c9f0e", 2)
 
 
-def test_errors_that_are_usual() -> None:
+def test_usual_errors_are_ignored() -> None:
     usual = ErrorCounts(ecc_corrected=3, ecc_uncorrected=0, remapped_rows=0, nvlink_errors=5, pcie_replays=12)
     assert codes(with_gpus(healthy(), errors=usual), info=True) == ["energy", "power_limited"]
 
 
-def test_xids_are_one_note_a_number_and_gpu() -> None:
+def test_one_note_per_xid_and_gpu() -> None:
     found = with_gpu(
         healthy(), "n2", 0, errors=ErrorCounts(xids=[XidRecord(T0, 79), XidRecord(T0 + 1, 79), XidRecord(T0 + 2, 63)])
     )
@@ -72,11 +72,11 @@ def test_xids_are_one_note_a_number_and_gpu() -> None:
         (ErrorCounts(remap_pending=True, xids=[XidRecord(T0, 63)]), "row_remap_pending"),
     ],
 )
-def test_an_xid_and_its_counter_are_said_once(errors: ErrorCounts, code: str) -> None:
+def test_xid_and_its_counter_give_one_note(errors: ErrorCounts, code: str) -> None:
     assert codes(with_gpu(healthy(), "n2", 0, errors=errors)) == [code]
 
 
-def test_nvlinks_that_are_down() -> None:
+def test_nvlinks_down() -> None:
     assert (
         "2 of 18 NVLinks of GPU 0 of n2 went down"
         in only(with_gpu(healthy(), "n2", 0, nvlinks_active_min=16), "nvlink_down").text
@@ -85,14 +85,14 @@ def test_nvlinks_that_are_down() -> None:
     assert "has 12 NVLinks up, the others of its kind 18" in only(fewer, "nvlink_down").text
 
 
-def test_a_lost_gpu_is_told_once_and_not_judged() -> None:
+def test_lost_gpu_is_reported_once() -> None:
     gone = "GPU_IS_LOST: the GPU has fallen off the bus"
     found = with_gpu(healthy(), "n2", 0, utilization=stats(0.2), nulls={"power_w": gone, "sm_clock_mhz": gone})
     assert codes(found) == ["gpu_lost"]
     assert "submit --exclude n2" in only(found, "gpu_lost").fix
 
 
-def test_memory_that_nobody_needed() -> None:
+def test_gpu_memory_over_requested() -> None:
     note = only(with_gpus(healthy(), memory_used_gib=stats(12.0)), "memory_over_requested")
     assert note.severity == "info"
     assert "12.4 of 80.0 GiB (15%) on the fullest of 8 GPUs" in note.text
@@ -105,7 +105,7 @@ def test_memory_that_nobody_needed() -> None:
     assert codes(one, info=True) == ["energy", "power_limited"]
 
 
-def test_host_memory_and_cores_that_nobody_needed() -> None:
+def test_host_memory_and_cores_over_requested() -> None:
     found = healthy()
     small = ProcessSummary(stats(20.0), stats(2.0), 9)
     found = replace(found, hosts=[replace(h, processes=small) for h in found.hosts])
@@ -117,7 +117,7 @@ def test_host_memory_and_cores_that_nobody_needed() -> None:
     assert codes(whole, info=True) == ["energy", "power_limited"], "a whole node has no smaller size"
 
 
-def test_host_memory_that_is_nearly_full() -> None:
+def test_host_memory_nearly_full() -> None:
     found = healthy(1, 2)
     found = replace(found, hosts=[replace(found.hosts[0], processes=ProcessSummary(stats(126.0), None, 9))])
     assert only(found, "host_memory_nearly_full").node == "n1"
@@ -133,7 +133,7 @@ def test_gpu_hours() -> None:
     assert only(replace(found, waste=idle), "gpu_hours_wasted").severity == "info", "each of them has a note already"
 
 
-def test_work_that_was_lost() -> None:
+def test_lost_work() -> None:
     found = healthy()
     assert found.goodput is not None
     assert codes(replace(found, goodput=replace(found.goodput, repeated_s=700.0, lost_s=300.0))) == ["work_lost"]
@@ -145,7 +145,7 @@ def test_energy() -> None:
     assert "(7 of 8 GPUs told)" in only(some, "energy").text
 
 
-def test_what_happened_to_the_recording() -> None:
+def test_recording_problems() -> None:
     found = healthy(1, 2)
     (host,) = found.hosts
     assert only(replace(found, hosts=[replace(host, agents_max=2)]), "two_agents").node == "n1"
@@ -157,7 +157,7 @@ def test_what_happened_to_the_recording() -> None:
     assert "and 3 more" in unreadable.text
 
 
-def test_fields_that_the_driver_does_not_have_are_one_note() -> None:
+def test_unsupported_fields_give_one_note() -> None:
     nulls = dict.fromkeys(("power_w", "energy_j", "temperature_c"), "NOT_SUPPORTED: no")
     found = with_gpus(healthy(), nulls=nulls)
     assert only(found, "field_missing").text == (
@@ -174,7 +174,7 @@ def test_fields_that_the_driver_does_not_have_are_one_note() -> None:
         ({"unreadable": ["attempts/1/telemetry: permission denied"]}, "nothing that this user may read"),
     ],
 )
-def test_a_run_without_samples_says_why(changes: dict[str, Any], words: str) -> None:
+def test_run_without_samples_gives_reason(changes: dict[str, Any], words: str) -> None:
     empty: dict[str, Any] = dict.fromkeys(("coverage", "training", "goodput", "waste"))
     lists: dict[str, Any] = {name: [] for name in ("attempts", "gpus", "hosts", "ranks")}
     found = replace(healthy(), window=TimeWindow(None, None), **{**empty, **lists, **changes})
@@ -187,7 +187,7 @@ def test_out_of_memory() -> None:
     assert "memory_nearly_full" in codes(with_gpu(healthy(), "n1", 0, memory_used_gib=Stats(60, 60, 60, 60, 79)))
 
 
-def test_alerts_that_were_not_delivered() -> None:
+def test_undelivered_alerts() -> None:
     told = {"event": "alert_not_delivered", "way": "webhook", "to": "https://chat/…", "reason": "404 Not Found"}
     log = [{"t": T0, "host": "n1", **told}, {"t": T0 + 1, "host": "n2", **told}]
     log.append({"t": T0 + 2, "host": "n2", **told, "reason": "no answer in 10 s"})
@@ -199,7 +199,7 @@ def test_alerts_that_were_not_delivered() -> None:
     )
 
 
-def test_an_exporter_that_failed() -> None:
+def test_failed_exporter() -> None:
     port = {"event": "exporter_failed", "reason": "127.0.0.1 port 9: Permission denied", "fix": "set port to 1024"}
     file = {"event": "exporter_failed", "reason": "/x/a.prom: No space left on device"}
     log = [{"t": T0, "host": "n1", **port}, {"t": T0, "host": "n2", **port}, {"t": T0 + 1, "host": "n1", **file}]
@@ -213,7 +213,7 @@ def test_an_exporter_that_failed() -> None:
     assert [n.severity for n in again] == ["info"]
 
 
-def test_a_comment_that_slurm_refused() -> None:
+def test_comment_refused_by_slurm() -> None:
     log = [{"t": T0, "host": "n1", "event": "comment_refused", "reason": "Access denied"}] * 2
     (note,) = (n for n in noted(healthy(), log) if n.code == "comment_refused")
     assert (note.severity, note.text) == (

@@ -19,11 +19,11 @@ import pytest
         (pynvml.c_nvmlProcessInfo_v2_t, 24, {}),
     ],
 )
-def test_layout(structure: Any, size: int, offsets: dict[str, int]) -> None:
+def test_structure_layout(structure: Any, size: int, offsets: dict[str, int]) -> None:
     assert ctypes.sizeof(structure) == size
     assert {name: getattr(structure, name).offset for name in offsets} == offsets
 
 
-def test_the_two_samples_lie_side_by_side() -> None:
+def test_two_samples_are_adjacent() -> None:
     question = pynvml.c_nvmlGpmMetricsGet_t
     assert question.sample2.offset == question.sample1.offset + ctypes.sizeof(ctypes.c_void_p)

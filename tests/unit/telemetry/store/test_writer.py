@@ -24,7 +24,7 @@ def only(node: Path) -> RecordedSegment:
     return segment
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_round_trip(tmp_path: Path) -> None:
     record(tmp_path, 130)
     segment = only(tmp_path)
     fast, slow = segment.samples(FAST), segment.samples(SLOW)
@@ -36,14 +36,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert (segment.sample_count, segment.end, segment.failure, segment.read_error) == (130, T0 + 130, None, None)
 
 
-def test_a_window_and_some_columns(tmp_path: Path) -> None:
+def test_read_window_and_columns(tmp_path: Path) -> None:
     record(tmp_path, 200)
     frame = only(tmp_path).samples(FAST, ["rank0.step", "gpu9.power_w"], since=T0 + 150, until=T0 + 153)
     assert frame.t.tolist() == [T0 + 150, T0 + 151, T0 + 152]
     assert {c: v.tolist() for c, v in frame.values.items()} == {"rank0.step": [75, 75, 76]}
 
 
-def test_values_keep_what_the_sensor_has(tmp_path: Path) -> None:
+def test_values_keep_sensor_precision(tmp_path: Path) -> None:
     exact = {"gpu0.memory_used_bytes": 2.0**45 + 1, "rank0.tokens": 2.0**50 + 1, "gpu0.utilization": 0.123}
     record(tmp_path, 2, values=lambda s: exact | {"gpu0.power_w": 123.456, "gpu0.sm_clock_mhz": float("inf")})
     newest = only(tmp_path).newest()
@@ -52,15 +52,13 @@ def test_values_keep_what_the_sensor_has(tmp_path: Path) -> None:
     assert np.isnan(newest["gpu0.sm_clock_mhz"])
 
 
-def test_zcat_and_json_read_the_samples(tmp_path: Path) -> None:
+def test_samples_are_readable_by_zcat_and_json(tmp_path: Path) -> None:
     folder = record(tmp_path, 25)
     lines = gzip.decompress((folder / jsonl_blocks.NAME).read_bytes()).splitlines()
     assert {json.loads(line)["kind"] for line in lines} == {"samples", "end"}
 
 
-def test_it_is_readable_while_it_grows_and_newest_reads_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segment_is_readable_while_it_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of, writer = header(), Writer(tmp_path)
     writer.begin(of)
     fill(writer, of, 0, 1000)
@@ -74,7 +72,7 @@ def test_it_is_readable_while_it_grows_and_newest_reads_the_end(
 
 
 @pytest.mark.parametrize("seconds", [0, 1, 59, 60, 61, 185, 1000])
-def test_sums_of_a_killed_segment_are_those_of_one_that_ended(tmp_path: Path, seconds: int) -> None:
+def test_totals_of_killed_segment_match_ended_one(tmp_path: Path, seconds: int) -> None:
     record(tmp_path / "killed", seconds, end=False)
     record(tmp_path / "ended", seconds)
     killed, ended = only(tmp_path / "killed"), only(tmp_path / "ended")
@@ -113,7 +111,7 @@ def test_totals_by_phase_and_rates(tmp_path: Path) -> None:
     )
 
 
-def test_rollups_are_what_the_samples_say(tmp_path: Path) -> None:
+def test_rollups_match_samples(tmp_path: Path) -> None:
     record(tmp_path, 200)
     segment = only(tmp_path)
     found = segment.rollup(60, ["gpu0.utilization", "host.network_rx_bytes", "gpu0.energy_j"])
@@ -127,7 +125,7 @@ def test_rollups_are_what_the_samples_say(tmp_path: Path) -> None:
     assert segment.rollup(25).count[:, 0].tolist() == [25] * 8
 
 
-def test_a_counter_that_falls_begins_anew_and_one_that_was_away_catches_up(tmp_path: Path) -> None:
+def test_counter_reset_and_gap(tmp_path: Path) -> None:
     def values(s: int) -> dict[str, float]:
         away = {} if 70 <= s < 80 else {"gpu0.energy_j": 100.0 * s}
         return away | {"rank0.step": float(s if s < 90 else s - 90)}
@@ -139,7 +137,7 @@ def test_a_counter_that_falls_begins_anew_and_one_that_was_away_catches_up(tmp_p
     assert only(tmp_path).rollup(60).mean[1, header().fast.index("gpu0.energy_j")] == pytest.approx(100)
 
 
-def test_reasons_stay_known_and_null_is_not_zero(tmp_path: Path) -> None:
+def test_reasons_persist_and_null_is_not_zero(tmp_path: Path) -> None:
     of, writer = header(), Writer(tmp_path)
     writer.begin(of)
     writer.null(0.0, "gpu0.temperature_c", "NOT_SUPPORTED: no")
@@ -155,7 +153,7 @@ def test_reasons_stay_known_and_null_is_not_zero(tmp_path: Path) -> None:
     assert (segment.reasons(), segment.failure) == (told, "the driver hung")
 
 
-def test_each_sampler_has_a_segment_of_its_own(tmp_path: Path) -> None:
+def test_each_sampler_has_its_segment(tmp_path: Path) -> None:
     first, second = Writer(tmp_path), Writer(tmp_path)
     for writer, t in ((first, T0), (second, T0 + 50)):
         writer.begin(header(t=t))
@@ -168,7 +166,7 @@ def test_each_sampler_has_a_segment_of_its_own(tmp_path: Path) -> None:
     assert (a.end, b.end, len(c.header.gpus)) == (T0 + 99, None, 2)
 
 
-def test_a_full_disk_loses_nothing_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_loses_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of, writer = header(), Writer(tmp_path)
     writer.begin(of)
     fill(writer, of, 0, 100)
@@ -198,14 +196,14 @@ def test_a_full_disk_loses_nothing_and_repeats_nothing(tmp_path: Path, monkeypat
     assert segment.totals()["gpu0.power_w"].count == 260
 
 
-def test_a_disk_that_stays_full_does_not_eat_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_bounds_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_MOST_ROWS", 10)
     record(tmp_path, 100, flush=0)
     assert only(tmp_path).samples(FAST).t.tolist() == [T0 + s for s in range(90, 100)]
     assert only(tmp_path).totals()["gpu0.power_w"].count == 100
 
 
-def test_no_disk_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_missing_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = store.fsio.write_bytes
 
     def refuse(*_: object) -> None:
@@ -256,7 +254,7 @@ def test_kill_9_loses_at_most_the_last_flush(tmp_path: Path) -> None:
     assert (segment.end, segment.read_error) == (None, None)
 
 
-def test_a_segment_cut_at_any_byte_is_read_up_to_the_last_whole_flush(tmp_path: Path) -> None:
+def test_truncated_segment_is_read_to_last_flush(tmp_path: Path) -> None:
     folder = record(tmp_path / "n1", 30, end=False)
     (folder / totals.NAME).unlink()
     data = (folder / jsonl_blocks.NAME).read_bytes()
@@ -273,7 +271,7 @@ def test_a_segment_cut_at_any_byte_is_read_up_to_the_last_whole_flush(tmp_path: 
 
 
 @pytest.mark.parametrize("name", [totals.NAME, "rollup-60.bin", "rollup-900.bin"])
-def test_sums_that_are_cut_or_gone_are_made_from_the_samples(tmp_path: Path, name: str) -> None:
+def test_damaged_totals_are_rebuilt_from_samples(tmp_path: Path, name: str) -> None:
     folder = record(tmp_path, 1000, end=False)
     right = only(tmp_path)
     power, minutes, quarters = right.totals()["gpu0.power_w"], right.rollup(60), right.rollup(900)
@@ -289,7 +287,7 @@ def test_sums_that_are_cut_or_gone_are_made_from_the_samples(tmp_path: Path, nam
         assert np.array_equal(segment.rollup(900).count, quarters.count)
 
 
-def test_one_bad_segment_does_not_hide_the_others(tmp_path: Path) -> None:
+def test_bad_segment_does_not_hide_others(tmp_path: Path) -> None:
     for k in range(4):
         record(tmp_path, 20, of=header(t=T0 + 100 * k))
     (tmp_path / "0" / store.HEADER).write_bytes(b'{"node": "n1", "t"')
@@ -305,14 +303,14 @@ def test_one_bad_segment_does_not_hide_the_others(tmp_path: Path) -> None:
     assert find_overlapping([damaged, headless, good]) == []
 
 
-def test_a_format_of_a_later_version_is_not_guessed_at(tmp_path: Path) -> None:
+def test_newer_format_is_rejected(tmp_path: Path) -> None:
     folder = record(tmp_path, 5)
     found = json.loads((folder / store.HEADER).read_text()) | {"format": 99}
     (folder / store.HEADER).write_text(json.dumps(found))
     assert "later version" in (only(tmp_path).read_error or "")
 
 
-def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record(tmp_path / "n1", 5)
     record(tmp_path / "n2", 5)
 
@@ -329,11 +327,11 @@ def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "may not read" in (only(tmp_path / "n2").read_error or "")
 
 
-def test_no_folder_is_no_segment(tmp_path: Path) -> None:
+def test_missing_folder_has_no_segments(tmp_path: Path) -> None:
     assert open_node(tmp_path / "n7") == []
 
 
-def test_a_row_that_does_not_fit_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
+def test_row_of_wrong_length_raises(tmp_path: Path) -> None:
     writer = Writer(tmp_path)
     with pytest.raises(RuntimeError, match="begin"):
         writer.fast(0.0, np.zeros(1))
@@ -342,7 +340,7 @@ def test_a_row_that_does_not_fit_is_a_mistake_of_the_caller(tmp_path: Path) -> N
         writer.fast(0.0, np.zeros(2))
 
 
-def test_a_file_that_no_sampler_writes_is_not_read_to_its_end(tmp_path: Path) -> None:
+def test_foreign_file_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / jsonl_blocks.NAME
     path.write_bytes(jsonl_blocks._MAGIC + bytes(100))
     os.truncate(path, 50 << 30)  # sparse: reading all of it would take minutes
