@@ -1,4 +1,4 @@
-"""The sampler in a process of its own, over the real nvidia-ml-py and the stub."""
+"""The sampler in a separate process, with the real nvidia-ml-py and the stub."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_heartbeats_are_recorded(nvml_stub: Stub, tmp_path: Path) -> None:
     (found,) = open_node(tmp_path / "t")
     newest = found.newest()
     assert (newest["rank5.phase"], newest["rank5.tokens"]) == (heartbeat.TRAIN, 4096.0)
-    assert newest["rank5.memory_bytes"] != newest["rank5.memory_bytes"]  # this process is none of the child's
+    assert newest["rank5.memory_bytes"] != newest["rank5.memory_bytes"]  # this process is not a descendant of the child
     assert np.isnan(newest["rank4.step"])
     assert heartbeat.TRAIN in found.totals()["gpu1.utilization"].by_phase
 
@@ -172,7 +172,7 @@ def test_host_is_sampled_without_nvml(nvml_stub: Stub, tmp_path: Path) -> None:
 
 
 def test_failing_driver_leaves_reasons(nvml_stub: Stub, tmp_path: Path) -> None:
-    """Every call about a device is NOT_SUPPORTED; which devices there are is known."""
+    """Every call about a device is NOT_SUPPORTED, but devices are listed."""
     names = (
         "UtilizationRates",
         "MemoryInfo",
@@ -228,11 +228,11 @@ def test_unwritable_folder_is_event(nvml_stub: Stub, tmp_path: Path) -> None:
         events = [first, child.event()]
         (failed,) = (e for e in events if e["event"] == "telemetry_failed")
         (ready,) = (e for e in events if e["event"] == "ready")
-        assert "could not be written, and are kept" in failed["reason"]
+        assert "cannot write the samples, kept in memory" in failed["reason"]
         assert len(ready["gpus"]) == 2
 
 
-Told = list[tuple[str, dict[str, Any]]]
+EventLog = list[tuple[str, dict[str, Any]]]
 
 
 def test_exception_in_thread_is_event_and_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,12 +240,12 @@ def test_exception_in_thread_is_event_and_reason(tmp_path: Path, monkeypatch: py
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(Sampler, "_fast", broken)
-    told: Told = []
-    sampler = Sampler(tmp_path, "n", {}, on_event=lambda name, **fields: told.append((name, fields)))
+    events: EventLog = []
+    sampler = Sampler(tmp_path, "n", {}, on_event=lambda name, **fields: events.append((name, fields)))
     sampler.start()
-    assert clock.wait_until(lambda: bool(told), 60, 0.01)
+    assert clock.wait_until(lambda: bool(events), 60, 0.01)
     assert sampler.stop(60)
-    ((name, fields),) = told
+    ((name, fields),) = events
     assert name == "telemetry_failed"
     assert fields["reason"].startswith("ZeroDivisionError: a bug (test_sampler.py:")
     assert open_node(tmp_path)[-1].failure == fields["reason"]
@@ -275,15 +275,15 @@ class Keeps(Broken):
 
 
 def test_failing_observer_is_removed(tmp_path: Path) -> None:
-    told: Told = []
+    events: EventLog = []
     keeps = Keeps()
     sampler = Sampler(
-        tmp_path, "n", {}, 0.02, lambda name, **fields: told.append((name, fields)), observers=[Broken(), keeps]
+        tmp_path, "n", {}, 0.02, lambda name, **fields: events.append((name, fields)), observers=[Broken(), keeps]
     )
     sampler.start()
     assert clock.wait_until(lambda: len(keeps.seen) >= 3, 60, 0.01)
     assert sampler.stop(60)
-    assert told == [("telemetry_failed", {"node": "n", "reason": "Broken disabled: ValueError: blind"})]
+    assert events == [("telemetry_failed", {"node": "n", "reason": "Broken disabled: ValueError: blind"})]
     assert keeps.seen[0].values is not keeps.seen[1].values
     assert keeps.seen[-1].values["host.memory_used_bytes"] > 0
 

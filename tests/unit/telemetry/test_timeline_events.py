@@ -1,4 +1,4 @@
-"""What stands on the timelines of the report, from the events as they are written."""
+"""Marks on the timelines of the report, from recorded events."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_interval_starts_at_its_begin() -> None:
 
 
 def test_every_mark_has_lane_and_sign() -> None:
-    """But for a kind that a later version writes."""
+    """Only kinds of later versions have none."""
     kinds = {"xid", "ecc", *timeline_events._BUILDERS} - {"gpu_event"}
     laned = {kind for _, of in charts._LANES.values() for kind in of}
     assert kinds <= laned

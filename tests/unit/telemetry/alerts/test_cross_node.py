@@ -1,4 +1,4 @@
-"""Nodes compared with each other, and all that watches a node as one observer of its sampler."""
+"""Comparison of nodes, and the monitor as an observer of the sampler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Change = Callable[[str, dict[str, float]], None]
 
 
 def snapshots(minute: int, nodes: int, gpus: int, change: Change = lambda node, v: None) -> list[Snapshot]:
-    """Every node after so many minutes of steps of half a second."""
+    """Return snapshots of all nodes after ``minute`` minutes of half-second steps."""
     found, steps = [], minute * 120
     for n in range(nodes):
         ranks = [n * gpus + i for i in range(gpus)]
@@ -126,7 +126,7 @@ def test_monitor_raises_alert_of_snapshot(events: Events) -> None:
         it.observe(
             Snapshot(T0 + s, float(s), "n0", [GpuFacts("GPU-0", 0, 0, "H100", 80 << 30, ranks=[0])], [0], values)
         )
-    it.event("xid", "GPU-0", xid=79)
+    it.record_error("xid", "GPU-0", xid=79)
     assert it.stop()
     assert [(e["event"], e["code"]) for e in events] == [("alert", "memory_nearly_full"), ("alert", "xid")]
 

@@ -1,4 +1,4 @@
-"""Where alerts go, with a real server and real commands, and all the ways in which these fail."""
+"""Delivery of alerts with a real server and real commands, and their failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOST = Alert(
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with ``codes`` in turn, the last one for ever; 0: not at all."""
+    """Server that responds with ``codes`` in turn, repeating the last one; 0 means no response."""
 
     daemon_threads = True
 
@@ -182,7 +182,10 @@ def test_webhook_is_retried_once(events: Events, server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("server", "tries", "word"), [((500,), 2, "500"), ((404,), 1, "404"), ((302,), 1, "redirect")], indirect=["server"]
+    ("server", "tries", "word"),
+    [((500,), 2, "500"), ((404,), 1, "404"), ((302,), 1, "redirect")],
+    indirect=["server"],
+    ids=["error", "not-found", "redirect"],
 )
 def test_refusal_is_one_event_without_secret(
     events: Events, server: Server, tries: int, word: str, capsys: pytest.CaptureFixture[str]
@@ -223,7 +226,7 @@ def test_credentials_in_url_are_sent_as_header(events: Events, server: Server) -
     assert server.got[0][1]["Authorization"] == "Basic bWU6cEBzcw=="
 
 
-@pytest.mark.parametrize("server", [(0,)], indirect=True)
+@pytest.mark.parametrize("server", [(0,)], indirect=True, ids=["silent"])
 def test_server_without_response(events: Events, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notify.post, "__defaults__", (0.2,))
     it = notifier(events, webhook=server.url)
@@ -232,7 +235,7 @@ def test_server_without_response(events: Events, server: Server, monkeypatch: py
     assert it.stop()
 
 
-@pytest.mark.parametrize("server", [(0,)], indirect=True)
+@pytest.mark.parametrize("server", [(0,)], indirect=True, ids=["silent"])
 def test_full_queue_drops_and_stop_does_not_wait(
     events: Events, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +246,7 @@ def test_full_queue_drops_and_stop_does_not_wait(
     it.send([LOST] * (notify.QUEUE_SIZE + 10))
     assert [e["way"] for e in events.named("alert_not_delivered")] == ["queue"]
     assert len(events.named("alert")) == notify.QUEUE_SIZE + 11
-    assert not it.stop()  # the thread hangs in the server, and nobody waits for it
+    assert not it.stop()  # the thread hangs in the server
 
 
 def test_command_gets_alert_on_stdin(events: Events, tmp_path: Path) -> None:

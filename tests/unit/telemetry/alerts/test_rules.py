@@ -1,4 +1,4 @@
-"""The alerts of a node: each rule's case, a healthy day without one, and input that no healthy driver gives."""
+"""Alert rules of a node: each rule, a healthy day without alerts, and input of broken drivers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Change = Callable[[float, dict[str, float]], None]
 
 
 def facts(count: int, ranks: int | None = None) -> list[GpuFacts]:
-    of = count if ranks is None else ranks
+    rank_count = count if ranks is None else ranks
     return [
-        GpuFacts(f"GPU-{i}", i, i, "H100", 80 * GIB, ranks=[i] if i < of else [])
+        GpuFacts(f"GPU-{i}", i, i, "H100", 80 * GIB, ranks=[i] if i < rank_count else [])
         for i in range(count)
     ]  # fmt: skip
 
 
 class Job:
-    """A node whose ranks train together: a step takes ``step_s``, with noise in all figures."""
+    """A node whose ranks train together with steps of ``step_s``, with noise in all values."""
 
     def __init__(
         self, gpus: int = 4, ranks: int | None = None, *, step_s: float = 0.5, seed: int = 0, first: int = 0
@@ -43,7 +43,7 @@ class Job:
         self.step_s, self.random = step_s, random.Random(seed)
         self.now = self.done = self.waited = self.forward = 0.0
         self.phase = heartbeat.TRAIN
-        self.cores: int | None = None  # that the job has
+        self.cores: int | None = None  # of the job
 
     def tick(self, dt: float = 1.0) -> dict[str, float]:
         self.now += dt
@@ -430,7 +430,7 @@ def test_limit_0_disables_rule() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_arbitrary_snapshots_never_raise(seed: int) -> None:
-    """Values of broken drivers, columns that are missing, GPUs and ranks that come and go, clocks that step back."""
+    """Snapshots have invalid values, missing columns, changing GPUs and ranks, and clocks that step back."""
     rng = random.Random(seed)
     alerts = AlertRules(AlertsSpec(idle_min=0.1, throttle_min=0.1), "n1")
     job = Job(4, seed=seed)

@@ -1,4 +1,4 @@
-"""What rank 0 warns of becomes an alert of its node, once."""
+"""A warning of rank 0 becomes one alert of its node."""
 
 from __future__ import annotations
 

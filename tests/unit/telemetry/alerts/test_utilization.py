@@ -1,4 +1,4 @@
-"""GPUs that have little to do while they train: when it is told, and which cause is named."""
+"""Alert for low GPU utilization in training: when it is raised, and its cause."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ def alerts() -> AlertRules:
 def busy(
     share: float, *, wait: float = 0.0, cpu: float | None = 0.3, job_cores: float | None = None, **per_s: float
 ) -> Change:
-    """``wait``: the share of a step that its data take. ``job_cores``: of eight, those that the job keeps busy.
-    ``per_s``: bytes/s of a GPU's link, or of ``infiniband``."""
+    """Return a change of the samples to a given utilization.
+
+    ``wait`` is the share of a step spent waiting for data, ``job_cores`` the busy ones of eight cores, ``per_s`` the
+    bytes/s of a GPU's link or of ``infiniband``.
+    """
 
     def change(now: float, values: dict[str, float]) -> None:
         for name in [name for name in values if name.endswith(".utilization")]:
@@ -47,7 +50,7 @@ def _values(change: Change) -> dict[str, float]:
 
 def test_alert_is_raised_after_minutes_and_cleared(alerts: AlertRules) -> None:
     job = Job(2)
-    assert job.run(alerts, 300, busy(0.43)) == []  # three minutes of them are the warm-up
+    assert job.run(alerts, 300, busy(0.43)) == []  # including three minutes of warm-up
     (alert,) = job.run(alerts, 120, busy(0.43))
     assert (alert.code, alert.severity, alert.node, alert.uuid) == ("low_utilization", "warning", "n1", None)
     assert alert.value == pytest.approx(0.43) and alert.limit == 0.7
@@ -78,6 +81,7 @@ def test_alert_is_raised_after_minutes_and_cleared(alerts: AlertRules) -> None:
         (busy(0.5, cpu=0.04, job_cores=7.9), "99% of the job's processors busy", "more cores with --cpus-per-gpu"),
         (busy(0.5, cpu=0.97, job_cores=2), "data and processors are not the cause", "a larger micro batch"),
     ],
+    ids=["data", "data-and-cpu", "cpu", "nvlink-and-infiniband", "pcie", "none", "unknown", "job-cpu", "other-jobs-cpu"],
 )  # fmt: skip
 def test_likely_cause_is_named(alerts: AlertRules, change: Change, why: str, fix: str) -> None:
     job = Job(2)
@@ -139,6 +143,6 @@ def test_only_rank_0_node_reports_and_0_disables(alerts: AlertRules) -> None:
     one_of_two = Job(2, ranks=1)
     found = one_of_two.run(AlertRules(AlertsSpec(idle_min=0), "n1"), 480, busy(0.5))
     assert found[0].text.startswith("GPU 0 of n1 was busy 50% of the time in training")
-    # A GPU that does nothing at all is told as such, and does not make the others look lazy.
+    # An idle GPU has its alert and does not lower the utilization of the others.
     idle, alerts = Job(2), AlertRules(AlertsSpec(), "n1")
     assert codes(idle.run(alerts, 700, lambda _, v: v.update({"gpu1.utilization": 0.0}))) == [("gpu_idle", "raised")]

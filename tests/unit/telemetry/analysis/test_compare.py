@@ -63,7 +63,7 @@ def test_different_sizes_are_compared_per_gpu() -> None:
 
 
 def longer(factor: float, gpus: int = 8) -> Summary:
-    """The healthy run with ``factor`` times the steps, at the same cost a step."""
+    """Return the healthy run with ``factor`` times the steps, at the same cost per step."""
     found = healthy(gpus)
     assert found.training is not None and found.waste is not None and found.training.tokens is not None
     more = replace(
@@ -194,7 +194,7 @@ def test_text_output(width: int) -> None:
 
 
 def row_of(found: compare.TelemetryComparison, title: str) -> list[str]:
-    """The cells of a row of the printed table."""
+    """Return the cells of a row of the printed table."""
     (line,) = (x for x in printed(found, 160).splitlines() if x.startswith(f"{title}  "))
     return [cell for cell in line.removeprefix(title).split("  ") if cell]
 

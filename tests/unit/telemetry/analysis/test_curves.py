@@ -27,7 +27,7 @@ T0 = 1_790_000_000.0
 
 
 def record(run: RunDir, node: str, uuids: list[str], seconds: int, *, start: float = T0, attempt: int = 1) -> None:
-    """Samples of a node: GPU i at a utilization of (i + 1) / 10 and 100 (i + 1) W, sending 5 MB/s over PCIe."""
+    """Record a node: GPU i has a utilization of (i + 1) / 10, uses 100 (i + 1) W and sends 5 MB/s over PCIe."""
     fast, slow = fields.column_names(len(uuids), [], fields.FAST), fields.column_names(len(uuids), [], fields.SLOW)
     folder = run.attempt(attempt).telemetry / node
     gpus = [GpuFacts(uuid) for uuid in uuids]
@@ -199,7 +199,7 @@ def test_worst_of_many_gpus_have_curves(run: RunDir) -> None:
     assert 9 * 8 + 3 in found.chosen, "a note names it"
     assert set(range(8)) <= set(found.chosen), "the least used"
     assert 100 in found.chosen, "nobody knows how much it was used"
-    assert found.choice is not None and "64 of 160 GPUs" in found.choice and "notes name" in found.choice
+    assert found.choice is not None and "64 of 160 GPUs" in found.choice and "named in notes" in found.choice
 
 
 def test_heat_map_has_every_gpu(run: RunDir) -> None:
@@ -224,7 +224,7 @@ def test_missing_and_damaged_samples(run: RunDir) -> None:
 
 
 def test_million_steps_take_bounded_memory(run: RunDir) -> None:
-    """Not of their rows, each with all that was logged."""
+    """Memory does not grow with the number of logged rows."""
     row = '{"step":%d,"t":%f,"step_s":1.0,"loss":2.5,' + ",".join(f'"layer{i}":0.125' for i in range(10)) + "}\n"
     steps = 50_000
     path = run.metrics_path(1)

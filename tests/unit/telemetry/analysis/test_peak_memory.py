@@ -1,4 +1,4 @@
-"""How full the GPUs are, from the totals alone."""
+"""Peak GPU memory from the totals."""
 
 from __future__ import annotations
 

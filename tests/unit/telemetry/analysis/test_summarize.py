@@ -56,7 +56,7 @@ def test_values_and_units(run: RunDir) -> None:
     assert found.memory_used_gib is not None
     use = found.utilization
     assert (use.mean, use.max) == (0.495, 0.99)
-    # From a histogram with bins of 2 %, and whole hundredths to lie in it.
+    # From a histogram with 2 % bins.
     assert (use.p5, use.p50, use.p95) == pytest.approx((0.04, 0.49, 0.94), rel=0.02)
     assert found.memory_used_gib.max == 49.5
     assert found.memory_total_gib == 80.0
@@ -105,7 +105,7 @@ def test_energy_from_power_without_counter(run: RunDir) -> None:
     def no_counter(s: int) -> Row:
         return [0.8, GIB, 200.0, 40, 1500, 2619, None]
 
-    # A gap of 40 s in the middle: what was drawn then is not known, and not made up.
+    # The energy in a gap of 40 s in the middle is unknown and not interpolated.
     record(new_attempt(run), [(gpu(0), no_counter)], skip=lambda s: 30 <= s < 70)
     (entry,) = summarize(run).gpus
     assert (entry.energy_j, entry.energy_source) == (200.0 * (30 + 30), "power")
@@ -210,6 +210,7 @@ def test_run_without_telemetry(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("wanted", "uuids"),
     [("1", ["GPU-n1-1", "GPU-n2-1"]), ("n2:1", ["GPU-n2-1"]), ("gpu-N1", ["GPU-n1-0", "GPU-n1-1"])],
+    ids=["index", "node-and-index", "uuid-prefix"],
 )
 def test_select_gpus(run: RunDir, wanted: str, uuids: list[str]) -> None:
     attempt = new_attempt(run)
@@ -277,7 +278,7 @@ def test_longer_recording_of_two_agents_counts(run: RunDir) -> None:
     attempt = new_attempt(run)
     record(attempt, [(gpu(0), busy(0.1))], seconds=60)
     record(attempt, [(gpu(0), busy(0.7))], start=T0 + 1, seconds=500)
-    record(attempt, [(gpu(0), busy(0.7))], start=T0 + 502, seconds=100)  # the driver came back
+    record(attempt, [(gpu(0), busy(0.7))], start=T0 + 502, seconds=100)  # the driver returned
     found = summarize(run)
     assert found.gpus[0].samples == found.gpus[0].expected == 600
     assert found.gpus[0].utilization is not None and found.gpus[0].utilization.mean == pytest.approx(0.7)
@@ -334,14 +335,14 @@ def test_energy_from_power_with_missed_ticks(run: RunDir) -> None:
     def no_counter(s: int) -> Row:
         return [0.8, GIB, 200.0, 40, 1500, 2619, None]
 
-    # A driver that answers every third second; and for 100 s not at all.
+    # The driver responds every third second, and not at all for 100 s.
     record(new_attempt(run), [(gpu(0), no_counter)], seconds=400, skip=lambda s: s % 3 != 0 or 201 <= s < 300)
     (entry,) = summarize(run).gpus
     assert entry.energy_j == pytest.approx(200.0 * 300, rel=0.02)
 
 
 def with_steps(run: RunDir, attempt: int, start: float, steps: int, tokens: int = 1000) -> None:
-    """A step a second."""
+    """Write metrics with one step per second."""
     log = fsio.JsonlAppender(run.metrics_path(attempt))
     log.append(*({"step": s, "t": start + s, "step_s": 1.0, "tokens_per_s": tokens} for s in range(1, steps + 1)))
     log.close()
@@ -379,7 +380,7 @@ def test_energy_per_token_needs_all_gpus(run: RunDir) -> None:
 
 
 def test_waste_of_selected_part(run: RunDir) -> None:
-    """Attempt 1 trains from its 20th second on; 2 all the time, and does its steps once more."""
+    """Attempt 1 trains from its 20th second on; attempt 2 repeats its steps all the time."""
     for n in (1, 2):
         start = T0 + 1000 * n
         attempt = new_attempt(run, n)

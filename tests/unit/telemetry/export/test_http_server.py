@@ -1,4 +1,4 @@
-"""The exporter's page and file, over real sockets and folders."""
+"""The exporter's HTTP page and file, with real sockets and folders."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def export() -> Iterator[Callable[..., Watched]]:
 
 
 def free_port(count: int = 1) -> int:
-    """The first of so many ports in a row that are free: below those of clients, apart from other processes'."""
+    """Return the first of ``count`` consecutive free ports, below the range of client ports."""
     slots = 440
     for slot in range(slots):
         first = 10000 + 50 * ((os.getpid() + slot) % slots)
@@ -136,7 +136,7 @@ def test_ipv6(export: Callable[..., Watched]) -> None:
 
 def test_server_listens_only_on_loopback(export: Callable[..., Watched]) -> None:
     port = export(port=free_port(PORT_ATTEMPTS)).started()
-    with socket.create_server(("127.0.0.2", port)):  # else this would be "address already in use"
+    with socket.create_server(("127.0.0.2", port)):  # otherwise "address already in use"
         pass
 
 
@@ -218,10 +218,10 @@ def test_no_imports_without_exporter() -> None:
 
 
 class Files:
-    """A TextfileWriter whose thread is the test's own, but for the wait between two writes."""
+    """A TextfileWriter with a short interval, run in a thread."""
 
     def __init__(self, path: Path) -> None:
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
         self.written = threading.Semaphore(0)
         self.feed = Feed(LABELS, 1.0)
         self.feed.observe(snapshot(full()))
@@ -229,7 +229,7 @@ class Files:
         self.thread = threading.Thread(target=self.file.run, daemon=True)
 
     def _tell(self, name: str, **fields: Any) -> None:
-        self.told.append((name, fields))
+        self.events.append((name, fields))
         self.written.release()
 
     def begin(self) -> None:
@@ -247,23 +247,23 @@ def test_textfile_is_readable_and_removed_at_end(tmp_path: Path) -> None:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert path.name == "clustertrain-4711-node1.prom"
-    for _ in range(50):  # replaced all the while
+    for _ in range(50):  # it is replaced meanwhile
         assert path.read_text().rstrip().splitlines()[-1].startswith("clustertrain_sampler_last_sample")
-        # node_exporter reads whatever ends in .prom.
+        # node_exporter reads every file that ends in .prom.
         assert [p for p in tmp_path.iterdir() if p.suffix == ".prom"] == [path]
     assert files.file.stop(WAIT_S)
     assert list(tmp_path.iterdir()) == []
-    assert files.told == [("exporter_started", {"textfile": str(path)})]
+    assert files.events == [("exporter_started", {"textfile": str(path)})]
 
 
 def test_missing_folder_is_reported_once_and_retried(tmp_path: Path) -> None:
     folder = tmp_path / "later"
     files = Files(folder / "x.prom")
     files.begin()
-    assert files.told[0] == ("exporter_failed", {"reason": f"{folder / 'x.prom'}: No such file or directory"})
+    assert files.events[0] == ("exporter_failed", {"reason": f"{folder / 'x.prom'}: No such file or directory"})
     folder.mkdir()
     assert files.written.acquire(timeout=WAIT_S)
-    assert [name for name, _ in files.told] == ["exporter_failed", "exporter_started"]
+    assert [name for name, _ in files.events] == ["exporter_failed", "exporter_started"]
     assert files.file.stop(WAIT_S)
 
 
@@ -271,7 +271,7 @@ def test_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     files = Files(tmp_path / "file" / "x.prom")
     files.begin()
-    assert files.told[0][0] == "exporter_failed" and "Not a directory" in files.told[0][1]["reason"]
+    assert files.events[0][0] == "exporter_failed" and "Not a directory" in files.events[0][1]["reason"]
     assert files.file.stop(WAIT_S)
 
 
@@ -292,8 +292,8 @@ def test_http_and_textfile_together(tmp_path: Path, export: Callable[..., Watche
     watched = export(port=free_port(PORT_ATTEMPTS), textfile=str(tmp_path))
     watched.exporter.start()
     watched.exporter.observe(snapshot(full()))
-    told = [watched.next_event() for _ in range(2)]
-    assert sorted(next(iter(fields)) for _, fields in told) == ["address", "textfile"]
+    events = [watched.next_event() for _ in range(2)]
+    assert sorted(next(iter(fields)) for _, fields in events) == ["address", "textfile"]
 
 
 @pytest.mark.parametrize(
@@ -302,6 +302,7 @@ def test_http_and_textfile_together(tmp_path: Path, export: Callable[..., Watche
         (Labels("gpt-abcdef", "12_3", 1, "n1.site.org"), "clustertrain-12_3-n1.site.org.prom"),
         (Labels("gpt-abcdef", "", 1, "a/../b c"), "clustertrain-gpt-abcdef-a_.._b_c.prom"),
     ],
+    ids=["job-id", "no-job-id"],
 )
 def test_textfile_names(labels: Labels, name: str) -> None:
     assert textfile.file_name(labels) == name

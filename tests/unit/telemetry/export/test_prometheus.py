@@ -1,4 +1,4 @@
-"""A real Prometheus reads the exporter, and answers every question of the Grafana dashboard."""
+"""A real Prometheus scrapes the exporter and evaluates every query of the Grafana dashboard."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Prometheus:
             nonlocal found
             try:
                 found = self.query(expr)
-            except OSError:  # it does not listen, or is not up yet
+            except OSError:  # it is not up yet
                 return False
             return bool(found)
 
@@ -70,7 +70,7 @@ class Prometheus:
 
 
 def _feed(exporter: Exporter, over: threading.Event) -> None:
-    """A node at work: every counter grows by 10 a tick."""
+    """Feed a working node: every counter grows by 10 per tick."""
     for tick in itertools.count():
         values = {c: 0.5 if "ratio" in c or "utilization" in c else 10.0 * tick for c in full()}
         values |= {"gpu0.utilization": 0.87, "gpu1.utilization": 0.0, "rank8.phase": float(PHASES.index("train"))}
@@ -120,7 +120,7 @@ def test_prometheus_has_values_with_labels(prometheus: Prometheus) -> None:
     assert [r["metric"]["uuid"] for r in prometheus.query("clustertrain_gpu_power_watts")] == ["GPU-0"]
     (xid,) = prometheus.query("clustertrain_gpu_xids_by_number_total")
     assert xid["metric"]["xid"] == "79" and xid["value"][1] == "1"
-    # Counters are counters: they have a rate.
+    # Counters have a rate.
     (joined,) = prometheus.query('rate(clustertrain_rank_tokens_total{rank="8"}[30s]) > 0')
     assert joined["metric"]["rank"] == "8"
 

@@ -1,4 +1,4 @@
-"""``--csv`` and ``--parquet``: every sample, once, under its name."""
+"""``--csv`` and ``--parquet`` export every sample once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLOW = ["gpu0.processes", "gpu1.processes", "host.cpu", "rank4.memory_bytes"]
 
 
 def record(folder: Path, node: str = "node1", *, t: float = T0, seconds: int = 25) -> Path:
-    """Utilization is the second / 100, of the other GPU missing in the odd ones; slow figures at 0, 10, 20 …"""
+    """Record a segment: utilization is second / 100 (GPU 1: missing in odd seconds), slow fields at 0, 10, 20 …"""
     here = folder / node
     writer = Writer(here)
     gpus = [GpuFacts("GPU-a", 0, ranks=[4]), GpuFacts("GPU-b", 1)]
@@ -56,8 +56,8 @@ Write = Callable[..., list[Row]]
 def _by_csv(found: list[AttemptSegment], path: Path, choice: RowFilter = table.ALL_ROWS) -> list[Row]:
     write_csv(found, path, choice)
     rows = list(csv.DictReader(io.StringIO(path.read_text())))
-    words = {"node", "device", "uuid", "phase"}
-    return [{k: (v if k in words else float(v)) if v else None for k, v in row.items()} for row in rows]
+    text_fields = {"node", "device", "uuid", "phase"}
+    return [{k: (v if k in text_fields else float(v)) if v else None for k, v in row.items()} for row in rows]
 
 
 def _by_parquet(found: list[AttemptSegment], path: Path, choice: RowFilter = table.ALL_ROWS) -> list[Row]:
@@ -92,7 +92,7 @@ def test_every_sample_once_with_empty_missing_values(
 ) -> None:
     found = parts(record(tmp_path))
     whole = write(found, tmp_path / "whole")
-    monkeypatch.setattr(table, "_CELLS", 40)  # windows of some seconds, in pieces of some rows
+    monkeypatch.setattr(table, "_CELLS", 40)  # windows of a few seconds, pieces of a few rows
     monkeypatch.setattr(table, "_ROWS", 7)
     rows = write(found, tmp_path / "out")
     assert rows == whole

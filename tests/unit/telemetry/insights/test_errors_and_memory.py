@@ -42,6 +42,7 @@ def only(summary: Summary, code: str) -> Any:
         (ErrorCounts(nvlink_errors=1000), "warning", "nvlink_errors"),
         (ErrorCounts(pcie_replays=1000), "warning", "pcie_replays"),
     ],
+    ids=["uncorrected", "corrected", "remap-failed", "remap-pending", "remapped", "nvlink", "pcie"],
 )
 def test_gpu_errors(errors: ErrorCounts, severity: str, code: str) -> None:
     note = only(with_gpu(healthy(), "n2", 0, errors=errors), code)
@@ -71,6 +72,7 @@ def test_one_note_per_xid_and_gpu() -> None:
         (ErrorCounts(ecc_uncorrected=1, xids=[XidRecord(T0, 48)]), "ecc_uncorrected"),
         (ErrorCounts(remap_pending=True, xids=[XidRecord(T0, 63)]), "row_remap_pending"),
     ],
+    ids=["xid48", "xid63"],
 )
 def test_xid_and_its_counter_give_one_note(errors: ErrorCounts, code: str) -> None:
     assert codes(with_gpu(healthy(), "n2", 0, errors=errors)) == [code]
@@ -82,7 +84,7 @@ def test_nvlinks_down() -> None:
         in only(with_gpu(healthy(), "n2", 0, nvlinks_active_min=16), "nvlink_down").text
     )
     fewer = with_gpu(healthy(), "n2", 0, nvlinks_active_min=12, nvlinks_active_max=12)
-    assert "has 12 NVLinks up, the others of its kind 18" in only(fewer, "nvlink_down").text
+    assert "has 12 NVLinks up, the others of its model have 18" in only(fewer, "nvlink_down").text
 
 
 def test_lost_gpu_is_reported_once() -> None:
@@ -110,8 +112,8 @@ def test_host_memory_and_cores_over_requested() -> None:
     small = ProcessSummary(stats(20.0), stats(2.0), 9)
     found = replace(found, hosts=[replace(h, processes=small) for h in found.hosts])
     memory, cores = only(found, "host_memory_over_requested"), only(found, "cores_over_requested")
-    assert memory.fix == "--mem=25G is the peak and a fifth more"
-    assert cores.fix == "--cpus-per-gpu=2 is that and a fifth more"
+    assert memory.fix == "use --mem=25G, the peak plus 20 %"
+    assert cores.fix == "use --cpus-per-gpu=2, the usage plus 20 %"
     assert "2.0 of the 16 cores" in cores.text
     whole = replace(found, hosts=[replace(h, cpu_allocated=96, memory_allocated_gib=1024.0) for h in found.hosts])
     assert codes(whole, info=True) == ["energy", "power_limited"], "a whole node has no smaller size"
@@ -128,7 +130,7 @@ def test_gpu_hours() -> None:
     waste = Waste(gpu_hours=16.0, wasted_gpu_hours=10.0, by_cause={"lost": 7.0, "startup": 3.0})
     note = only(replace(found, waste=waste), "gpu_hours_wasted")
     assert note.severity == "warning"
-    assert note.text == "10.00 of 16.00 GPU-hours (62%) trained nothing: steps that were lost 7.00, start-up 3.00"
+    assert note.text == "10.00 of 16.00 GPU-hours (62%) trained nothing: lost steps 7.00, start-up 3.00"
     idle = Waste(gpu_hours=16.0, wasted_gpu_hours=10.0, by_cause={"idle_gpus": 9.0, "startup": 1.0})
     assert only(replace(found, waste=idle), "gpu_hours_wasted").severity == "info", "each of them has a note already"
 
@@ -140,9 +142,9 @@ def test_lost_work() -> None:
 
 
 def test_energy() -> None:
-    assert only(healthy(), "energy").text == "the GPUs drew 9.84 kWh, 0.0079 J a token"
+    assert only(healthy(), "energy").text == "the GPUs used 9.84 kWh, 0.0079 J per token"
     some = with_gpu(healthy(), "n1", 0, energy_j=None)
-    assert "(7 of 8 GPUs told)" in only(some, "energy").text
+    assert "(7 of 8 GPUs measured)" in only(some, "energy").text
 
 
 def test_recording_problems() -> None:
@@ -166,19 +168,20 @@ def test_unsupported_fields_give_one_note() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "text"),
     [
         ({}, "no attempt has started"),
-        ({"attempts": [AttemptSummary(1, "7", TimeWindow(None, None), [])]}, "though 1 attempt began"),
-        ({"enabled": False}, "the recipe turns telemetry off"),
-        ({"unreadable": ["attempts/1/telemetry: permission denied"]}, "nothing that this user may read"),
+        ({"attempts": [AttemptSummary(1, "7", TimeWindow(None, None), [])]}, "although 1 attempt began"),
+        ({"enabled": False}, "the recipe disables telemetry"),
+        ({"unreadable": ["attempts/1/telemetry: permission denied"]}, "no recording that this user may read"),
     ],
+    ids=["not-started", "no-agent", "disabled", "unreadable"],
 )
-def test_run_without_samples_gives_reason(changes: dict[str, Any], words: str) -> None:
+def test_run_without_samples_gives_reason(changes: dict[str, Any], text: str) -> None:
     empty: dict[str, Any] = dict.fromkeys(("coverage", "training", "goodput", "waste"))
     lists: dict[str, Any] = {name: [] for name in ("attempts", "gpus", "hosts", "ranks")}
     found = replace(healthy(), window=TimeWindow(None, None), **{**empty, **lists, **changes})
-    assert words in only(found, "no_telemetry").text
+    assert text in only(found, "no_telemetry").text
 
 
 def test_out_of_memory() -> None:
@@ -188,9 +191,9 @@ def test_out_of_memory() -> None:
 
 
 def test_undelivered_alerts() -> None:
-    told = {"event": "alert_not_delivered", "way": "webhook", "to": "https://chat/…", "reason": "404 Not Found"}
-    log = [{"t": T0, "host": "n1", **told}, {"t": T0 + 1, "host": "n2", **told}]
-    log.append({"t": T0 + 2, "host": "n2", **told, "reason": "no answer in 10 s"})
+    failure = {"event": "alert_not_delivered", "way": "webhook", "to": "https://chat/…", "reason": "404 Not Found"}
+    log = [{"t": T0, "host": "n1", **failure}, {"t": T0 + 1, "host": "n2", **failure}]
+    log.append({"t": T0 + 2, "host": "n2", **failure, "reason": "no answer in 10 s"})
     (note,) = (n for n in noted(healthy(), log) if n.code == "alerts_not_delivered")
     assert note.severity == "warning"
     assert note.fix
@@ -218,5 +221,5 @@ def test_comment_refused_by_slurm() -> None:
     (note,) = (n for n in noted(healthy(), log) if n.code == "comment_refused")
     assert (note.severity, note.text) == (
         "info",
-        "Slurm refused the line of figures in the job's comment: Access denied",
+        "Slurm rejected the job's comment with the metrics: Access denied",
     )

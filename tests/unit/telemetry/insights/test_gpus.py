@@ -40,7 +40,7 @@ def test_idle_throttled_and_slow_gpu_are_named() -> None:
     texts = {n.code: n.text for n in broken().notes}
     assert texts["gpu_unused"] == "GPU 1 of n2 was not used: its utilization stayed at 0"
     assert (
-        "heat held its clock down for 40% of the training, to 1,410 MHz where the others run at 1,905"
+        "heat lowered its clock for 40% of the training, to 1,410 MHz while the others run at 1,905"
         in (texts["throttled"])
     )
     assert "it ran at 1,681 MHz, 12% below the 1,905 of the others" in texts["slow_gpu"]
@@ -49,7 +49,7 @@ def test_idle_throttled_and_slow_gpu_are_named() -> None:
 
 
 def test_outliers_without_rank_data() -> None:
-    """No phases, no goodput, no training: a script that does not use the session."""
+    """A script without the session has no phases, goodput or training summary."""
     found = with_gpus(broken(), phases={})
     found = with_gpu(found, "n3", 0, sm_clock_mhz=stats(1410.0))
     found = with_gpu(found, "n4", 1, sm_clock_mhz=stats(1680.0))
@@ -73,7 +73,7 @@ def test_several_unused_gpus() -> None:
 
 def test_unused_gpu_holding_memory() -> None:
     found = with_gpu(idle(healthy(), "n2", 1), "n2", 1, memory_used_gib=stats(40.0))
-    assert "though 41.2 GiB of its memory were taken" in noted(found)[0].text
+    assert "although 41.2 GiB of its memory were in use" in noted(found)[0].text
 
 
 def test_idle_gpu_before_training_is_no_failure() -> None:
@@ -90,7 +90,7 @@ def test_mig_slice_is_judged_by_sm_activity() -> None:
 
 def test_slow_gpu_at_power_limit_has_reason() -> None:
     found = in_training(healthy(), "n1", 0, sm_clock_mhz=1600.0)
-    assert noted(found)[0].text.endswith("of the others, at its power limit, as they are")
+    assert noted(found)[0].text.endswith("of the others, at its power limit, like them")
 
 
 @pytest.mark.parametrize("by", [0.02, 0.04])
@@ -175,7 +175,7 @@ def test_outliers_exclude_themselves() -> None:
 def test_clock_of_other_gpu_is_named() -> None:
     (note,) = (n for n in noted(throttling(healthy(1, 2), "n1", 0)) if n.code == "throttled")
     others = in_clock(healthy(1, 2))
-    assert f"where the others run at {others:,.0f}" in note.text
+    assert f"while the others run at {others:,.0f}" in note.text
 
 
 def in_clock(summary: Summary) -> float:

@@ -27,7 +27,7 @@ from tests.unit.telemetry.summaries import (
 
 
 def low(mean: float = 0.35, in_train: float = 0.36) -> Summary:
-    """A job whose GPUs are not busy, for no reason that is recorded."""
+    """Return a job with low utilization and no recorded cause."""
     found = with_gpus(healthy(), utilization=Stats(mean, 0.0, mean, 0.9, 1.0), nvlink_bytes_per_s=None)
     for g in found.gpus:
         found = in_training(found, g.node, g.index or 0, utilization=in_train)
@@ -76,7 +76,7 @@ def test_data_wait_is_reported_with_busy_gpus() -> None:
     ("part", "code", "word"),
     [
         ("evaluation_s", "evaluation_often", "evaluation took 42%"),
-        ("checkpoint_stall_s", "checkpoint_often", "stood still for 42% of the job's time over 4 checkpoints"),
+        ("checkpoint_stall_s", "checkpoint_often", "stalled for 42% of the job's time over 4 checkpoints"),
         ("startup_s", "startup_dominated", "start-up and restore took 42%"),
         ("restore_s", "startup_dominated", "took 45%"),
     ],
@@ -87,7 +87,7 @@ def test_time_outside_training(part: str, code: str, word: str) -> None:
     assert note.severity == "warning"
     assert word in note.text
     assert codes(found) == [code]
-    assert codes(goodput(healthy(), **{part: 3000.0})) == [code], "and it is told where the GPUs look busy"
+    assert codes(goodput(healthy(), **{part: 3000.0})) == [code], "and it is reported where the GPUs look busy"
 
 
 def test_short_job_is_not_blamed_for_startup() -> None:
@@ -131,17 +131,17 @@ def test_communication_from_waiting_kernels() -> None:
     (note,) = (n for n in noted(found) if n.severity != "info")
     assert note.code == "communication_bound"
     assert "utilization 97%, 12% of the multiprocessors active, tensor cores active 3%" in note.text
-    alone = with_gpus(healthy(1, 1), sm_activity=stats(0.12), phases={})
-    assert codes(alone) == ["small_kernels"]
+    single_gpu = with_gpus(healthy(1, 1), sm_activity=stats(0.12), phases={})
+    assert codes(single_gpu) == ["small_kernels"]
 
 
 def test_single_measured_gpu_is_not_working_alone() -> None:
     three = with_gpus(healthy(1, 3), sm_activity=None, tensor_activity=None, utilization=None, phases={})
-    told = with_gpu(three, "n1", 0, sm_activity=stats(0.12), utilization=stats(0.97))
-    (note,) = (n for n in noted(told) if n.severity == "warning")
+    one_measured = with_gpu(three, "n1", 0, sm_activity=stats(0.12), utilization=stats(0.97))
+    (note,) = (n for n in noted(one_measured) if n.severity == "warning")
     assert note.code == "communication_bound"
-    assert "do little (1 of 3 told)" in note.text
-    others_idle = idle(idle(with_gpu(told, "n1", 0, phases={}), "n1", 1), "n1", 2)
+    assert "do little (1 of 3 measured)" in note.text
+    others_idle = idle(idle(with_gpu(one_measured, "n1", 0, phases={}), "n1", 1), "n1", 2)
     assert "small_kernels" in codes(others_idle)
 
 
@@ -153,7 +153,7 @@ def test_power_is_used_without_gpm() -> None:
 
 
 def hung(gpu: GpuSummary) -> GpuSummary:
-    """It spins in a collective from the first step on."""
+    """The GPU spins in a collective from the first step on."""
     return replace(
         gpu,
         utilization=Stats(0.99, 0.97, 1.0, 1.0, 1.0),
@@ -186,14 +186,14 @@ def test_hung() -> None:
 def test_attempt_ended_by_hang() -> None:
     found = replace(healthy(), attempts=[AttemptSummary(2, "4711", TimeWindow(T0, T0 + 9), ["n1"], ending="hang")])
     assert [(n.severity, n.text) for n in noted(found) if n.code == "hung"] == [
-        ("critical", "attempt 2 ended because no step was done any more")
+        ("critical", "attempt 2 ended because steps stopped")
     ]
 
 
 def test_unknown_cause_lists_excluded_ones() -> None:
     (note,) = (n for n in noted(low()) if n.severity != "info")
     assert note.code == "low_utilization"
-    assert "not for data, checkpoints, evaluation or start-up" in note.text
+    assert "data, checkpoints, evaluation and start-up are not the cause" in note.text
     bare = replace(with_gpus(low(), phases={}), training=None, goodput=None, waste=None, ranks=[])
     (note,) = (n for n in noted(bare) if n.severity != "info")
     assert note.text.endswith("nothing that was recorded says why")
@@ -209,7 +209,7 @@ def test_few_low_gpus_are_named() -> None:
 
 
 def test_rules_are_independent() -> None:
-    """Whatever figure is missing, the others' notes stay and nothing raises."""
+    """A missing value affects only its notes, and nothing raises."""
     full = training(low(), data_wait_share=0.42)
     for name in ("memory_used_gib", "power_w", "temperature_c", "sm_clock_mhz", "sm_activity", "energy_j", "name"):
         assert "waiting_on_data" in codes(with_gpus(full, **{name: None})), name

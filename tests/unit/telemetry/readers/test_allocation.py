@@ -20,7 +20,7 @@ def chosen(environ: dict[str, str], devices: list[Device]) -> list[int | None]:
 
 
 def test_cgroup_renumbers_visible_gpus() -> None:
-    """slurm-job-exporter#63: the job's numbers are the node's, NVML's indices the cgroup's."""
+    """slurm-job-exporter#63: the job's numbers count on the node, NVML's indices in the cgroup."""
     inside = node(2, minors=[4, 5])
     assert chosen({"SLURM_STEP_GPUS": "4,5", "CUDA_VISIBLE_DEVICES": "0,1"}, inside) == [0, 1]
     assert chosen({"SLURM_JOB_GPUS": "4,5"}, inside) == [0, 1]
@@ -34,7 +34,7 @@ def test_minor_number_differs_from_index() -> None:
 
 @pytest.mark.parametrize("value", ["GPU-2aaa-bbb,GPU-0aaa-bbb", "GPU-2,GPU-0", "gpu-2aaa,gpu-0aaa"])
 def test_uuids_take_precedence_in_order(value: str) -> None:
-    """slurm-operator#112: Slurm 25.11 names GPUs by UUID; CUDA takes shortened ones too."""
+    """slurm-operator#112: Slurm 25.11 names GPUs by UUID; CUDA also accepts prefixes."""
     assert chosen({"CUDA_VISIBLE_DEVICES": value, "SLURM_STEP_GPUS": "1,3"}, node(4)) == [2, 0]
 
 
@@ -46,7 +46,7 @@ def test_mig_slices_selected_by_uuid() -> None:
     ]
     found = find_allocation({"CUDA_VISIBLE_DEVICES": "MIG-2222"}, devices)
     assert [d.uuid for d in found.devices] == ["MIG-2222"]
-    # A GPU in MIG mode cannot be allocated whole: with nothing said, its slices stand for it.
+    # A GPU in MIG mode cannot be allocated whole: without variables, its slices replace it.
     assert [d.uuid for d in find_allocation({}, devices).devices] == ["GPU-0aaa-bbb", "MIG-1111", "MIG-2222"]
 
 
@@ -71,7 +71,7 @@ def test_number_ranges() -> None:
 
 def test_indices_outside_slurm() -> None:
     assert chosen({"CUDA_VISIBLE_DEVICES": "3,1"}, node(4)) == [3, 1]
-    # As many as there are, numbered as on the whole node.
+    # As many as NVML lists, numbered as on the whole node.
     assert chosen({"CUDA_VISIBLE_DEVICES": "4,5"}, node(2)) == [0, 1]
 
 
@@ -107,9 +107,10 @@ GIB = 1 << 30
         ({"SLURM_CPUS_ON_NODE": "32", "SLURM_MEM_PER_NODE": "65536"}, 32, 64 * GIB),
         ({"SLURM_CPUS_ON_NODE": "8", "SLURM_MEM_PER_CPU": "2048"}, 8, 16 * GIB),
         ({"SLURM_CPUS_ON_NODE": "8", "SLURM_GPUS_ON_NODE": "4", "SLURM_MEM_PER_GPU": "4096"}, 8, 16 * GIB),
-        ({"SLURM_CPUS_ON_NODE": "8", "SLURM_MEM_PER_NODE": "0"}, 8, None),  # all that there is
+        ({"SLURM_CPUS_ON_NODE": "8", "SLURM_MEM_PER_NODE": "0"}, 8, None),  # all memory
         ({"SLURM_CPUS_ON_NODE": "8", "SLURM_MEM_PER_NODE": "many"}, 8, None),
     ],
+    ids=["per-node", "per-cpu", "per-gpu", "zero-is-all", "invalid"],
 )
 def test_host_allocation_from_slurm(tmp_path: Path, environ: dict[str, str], cpus: int, memory: int | None) -> None:
     assert read_host_allocation(environ, tmp_path) == (cpus, memory)

@@ -1,4 +1,4 @@
-"""A load that the stub plays: what the readers see of it, moment by moment."""
+"""Readings over time of a load played by the stub."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.fakes.nvml.build import Stub
 from tests.unit.telemetry.nvml_asking import steps
 
-# Four GPUs of a job in which one idles, one gets too hot and one is slow, for no reason that the driver tells.
+# Four GPUs of a job: one idles, one overheats and one is slow without a reason from the driver.
 LOAD = """
     device 0 uuid GPU-good
     device 1 uuid GPU-idle
@@ -53,7 +53,7 @@ def test_each_gpu_follows_its_load(nvml_stub: Stub) -> None:
 
 
 def test_energy_is_the_integral_of_power(nvml_stub: Stub) -> None:
-    """What the whole file has drawn until then, whatever was read in between."""
+    """Energy follows from the whole file, regardless of readings in between."""
     ramp = "device 0 uuid GPU-a\ndevice 0 power 100000\nat 0 power 10 300000\nramp 0 power 30 500000\n"
     nvml_stub.drive(f"start {time.time() - 40}\n{ramp}")
     (first,) = steps(nvml_stub.environ(), ["read", "fast"])
@@ -95,7 +95,7 @@ def test_activity_is_mean_since_last_reading(nvml_stub: Stub) -> None:
     assert first["GPU-a"]["sm_activity"] == "NO_DATA: a mean needs two samples"
     activity = [second["GPU-a"][name] for name in ("sm_activity", "tensor_activity", "dram_activity")]
     assert activity == pytest.approx([0.8, 0.4, 0.0], abs=0.01)
-    # Within 0.1 s the last pair stands: a shorter one would be wrong (NVIDIA/DCGM#310).
+    # Within 0.1 s the last means are kept: a shorter interval would be wrong (NVIDIA/DCGM#310).
     assert soon["GPU-a"]["sm_activity"] == pytest.approx(0.8, abs=0.01)
     assert left == 0, "samples of NVML's that nobody has freed"
 

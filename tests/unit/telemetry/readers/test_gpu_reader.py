@@ -10,7 +10,7 @@ POWER = FIELDS.index("power_w")
 
 
 class FakeCalls:
-    """One call a field; ``errors`` names what fails."""
+    """Queries with one call per field; ``errors`` holds the fields that fail."""
 
     def __init__(self) -> None:
         self.errors: dict[str, str] = {}

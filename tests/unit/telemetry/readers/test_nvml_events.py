@@ -19,7 +19,7 @@ def short(poll: list[Any]) -> list[tuple[str, str, int | None, int]]:
 
 
 def test_every_occurrence_counts(nvml_stub: Stub) -> None:
-    """dcgm-exporter#500, #190: a gauge of the last number cannot tell that it came again."""
+    """dcgm-exporter#500, #190: a gauge with the last XID hides repetitions."""
     nvml_stub.drive(TWO)
     happened = TWO + "event 1 0 xid 79\n" + "event 0 0 xid 31\n" * 3 + "event 0 0 sbe\nevent 1 0 dbe\n"
     listening, quiet, _, found, after, _, again = steps(
@@ -47,7 +47,7 @@ def test_every_occurrence_counts(nvml_stub: Stub) -> None:
 def test_driver_without_events_gives_reason(nvml_stub: Stub) -> None:
     nvml_stub.drive(TWO + "device 0 events 0\nfail 1 nvmlDeviceRegisterEvents 4\n")
     listening, found = steps(nvml_stub.environ(), ["listen"], ["poll"])
-    assert listening["GPU-a"].startswith("NOT_SUPPORTED: the driver tells no errors")
+    assert listening["GPU-a"].startswith("NOT_SUPPORTED: the driver reports no error events")
     assert listening["GPU-b"].startswith("NO_PERMISSION")
     assert found == [listening]
     nvml_stub.drive(TWO + "fail * nvmlEventSetCreate 13\n")
@@ -85,7 +85,7 @@ def test_mig_events_reach_affected_slices(nvml_stub: Stub) -> None:
     env = nvml_stub.environ(CUDA_VISIBLE_DEVICES="MIG-1,MIG-2")
     happened = board + "event 2 0 xid 94\nevent 3 0 xid 31\nevent 0 0 xid 79\n"
     *_, found = steps(env, ["listen"], ["drive", happened], ["poll"])
-    # MIG-3 is another job's; what hits the board hits all.
+    # MIG-3 belongs to another job; an event of the board affects all slices.
     assert short(found) == [("MIG-2", "xid", 94, 1), ("MIG-1", "xid", 79, 1), ("MIG-2", "xid", 79, 1)]
 
 

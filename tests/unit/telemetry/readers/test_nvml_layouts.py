@@ -1,4 +1,4 @@
-"""What is read as plain numbers lies where nvidia-ml-py, which follows nvml.h, has it."""
+"""Structures read as plain numbers have the layout of nvidia-ml-py, which follows nvml.h."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
         (pynvml.c_nvmlTemperature_v1_t, 3 * 4, {"version": 0, "sensorType": 1 * 4, "temperature": 2 * 4}),
         (pynvml.c_nvmlProcessInfo_v2_t, 24, {}),
     ],
+    ids=["memory", "field-value", "gpm-metric", "temperature", "process-info"],
 )
 def test_structure_layout(structure: Any, size: int, offsets: dict[str, int]) -> None:
     assert ctypes.sizeof(structure) == size

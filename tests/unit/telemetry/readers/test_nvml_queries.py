@@ -1,4 +1,4 @@
-"""Down to ctypes: the real nvidia-ml-py, in a child that loads the stub."""
+"""All queries through the real nvidia-ml-py, in a child process that loads the stub."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CODES = {
 
 
 def ask(env: dict[str, str]) -> dict[str, Any]:
-    """The devices and one reading of all their fields."""
+    """Return the devices and one reading of all their fields."""
     found = steps(env, ["devices"], ["read", "fast"], ["read", "slow"])
     if isinstance(found, dict):
         return found
@@ -76,7 +76,7 @@ def test_all_fields_in_expected_units(nvml_stub: Stub) -> None:
     values = found["values"]["GPU-a"]
     known = {
         "utilization": 0.57,
-        "memory_used_bytes": 42949672960,  # NVML's second call: without the 500 MB that the driver reserves
+        "memory_used_bytes": 42949672960,  # NVML's second version excludes the driver's reserve of 500 MB
         "power_w": 412.345,
         "temperature_c": 61,
         "sm_clock_mhz": 1980,
@@ -154,7 +154,7 @@ def test_failure_gives_reason_not_zero(nvml_stub: Stub) -> None:
     assert values["sm_clock_mhz"].startswith("UNKNOWN")
     assert values["temperature_c"] == 30
     assert found["devices"][0]["minor"] is None
-    # A GPU that has left the bus hides neither itself nor the ones after it.
+    # A GPU off the bus stays listed, and so do the GPUs after it.
     assert [d["uuid"] for d in found["devices"]] == ["GPU-a", "unreadable-1", "GPU-c"]
     assert found["devices"][1]["reason"].startswith("GPU_IS_LOST")
     assert found["values"]["GPU-c"]["power_w"] == 70
@@ -222,11 +222,11 @@ def test_nvlink5_uses_other_field_ids(nvml_stub: Stub) -> None:
 
 
 def test_implausible_values_are_rejected(nvml_stub: Stub) -> None:
-    """A byte counter of 32 bits turns over within a second, and no memory is at 0 °C (rezolus#1196)."""
+    """A 32-bit byte counter overflows within a second, and no memory is at 0 °C (rezolus#1196)."""
     nvml_stub.drive("device 0 narrow 1\ndevice 0 pcie_tx 123456789012\ndevice 0 memory_temperature 0\n")
     (values,) = ask(nvml_stub.environ())["values"].values()
     assert values["pcie_tx_bytes"].startswith("NOT_SUPPORTED: the driver's 32-bit counter")
-    assert values["memory_temperature_c"].startswith("NOT_SUPPORTED: the driver says 0 °C")
+    assert values["memory_temperature_c"].startswith("NOT_SUPPORTED: the driver returned 0 °C")
 
 
 def test_gpu_without_nvlink_and_gpm(nvml_stub: Stub) -> None:
@@ -282,7 +282,7 @@ def test_slices_named_by_uuid_are_read(nvml_stub: Stub) -> None:
 def test_no_library(nvml_stub: Stub) -> None:
     env = nvml_stub.environ(LD_LIBRARY_PATH=str(nvml_stub.folder / "empty"))
     reason = ask(env).get("error")
-    if reason is not None:  # a machine with a driver of its own finds that one
+    if reason is not None:  # a machine with an installed driver finds it
         assert reason == "LIBRARY_NOT_FOUND: libnvidia-ml.so.1 not found: no NVIDIA driver on this machine"
 
 

@@ -1,4 +1,4 @@
-"""The job's processes, from trees of files as the kernel writes them, and on this machine."""
+"""The job's processes, from fake /proc trees and on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
 class Proc:
-    """A folder as /proc, with one file for each process."""
+    """A fake /proc with one stat file per process."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -62,7 +62,7 @@ def test_cpu_time_does_not_fall_when_children_end(tmp_path: Path) -> None:
     proc.end(WORKER)  # its parent waited for it
     proc.put(RANK1, TORCHRUN, 31, waited_s=8, mib=2000)
     second = proc.reader.read(ranks)
-    proc.end(RANK0)  # nobody knows its time any more
+    proc.end(RANK0)  # its time is lost
     third, fourth = proc.reader.read(ranks), proc.reader.read(ranks)
     proc.put(RANK1, TORCHRUN, 41, waited_s=8, mib=2000)
     last = proc.reader.read(ranks)
@@ -82,7 +82,7 @@ def test_missing_or_foreign_rank_has_no_usage(tmp_path: Path) -> None:
 def test_unrelated_processes_are_read_once_per_minute(tmp_path: Path) -> None:
     proc = job(tmp_path)
     proc.reader.read()
-    proc.put(STRANGER, AGENT, 1)  # its number was given to one of ours
+    proc.put(STRANGER, AGENT, 1)  # its pid was reused by a process of the job
     proc.now = 10.0
     within = proc.reader.read()
     proc.now = 60.0

@@ -1,4 +1,4 @@
-"""Counters of a node from trees of files as kernels write them."""
+"""Counters of a node from fake /sys trees."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sums(kind: sysfs.DeviceClass, root: Path) -> tuple[float, float]:
 
 
 def interface(name: str, received: int, sent: int, **more: object) -> dict[str, object]:
-    """``a__b`` stands for the file ``a/b``."""
+    """Return the files of an interface; a keyword ``a__b`` is the file ``a/b``."""
     base = {"statistics/rx_bytes": received, "statistics/tx_bytes": sent}
     return {f"class/net/{name}/{file.replace('__', '/')}": value for file, value in {**base, **more}.items()}
 
@@ -33,7 +33,7 @@ PORT = {"device__vendor": "0x15b3"}
 
 
 def test_stacked_interfaces_count_once(tmp_path: Path) -> None:
-    """A bond of two ports with a VLAN on it, a bridge with a container's end on it, and the loopback."""
+    """There are a bond of two ports with a VLAN, a bridge with a container's interface, and the loopback."""
     tree(
         tmp_path,
         {
@@ -89,7 +89,7 @@ def test_extended_counters_of_old_hardware(tmp_path: Path) -> None:
 
 
 def test_saturated_counter_is_unusable(tmp_path: Path) -> None:
-    with pytest.raises(sysfs.NotAvailable, match="64 bits"):
+    with pytest.raises(sysfs.NotAvailable, match="64-bit"):
         sums(sysfs.INFINIBAND, tree(tmp_path, rdma("mthca0", 1, 2**32 - 1, 17)))
     tree(tmp_path, rdma("mlx5_0", 1, 10, 20))
     assert sums(sysfs.INFINIBAND, tmp_path) == (40, 80)
@@ -123,7 +123,7 @@ def test_only_whole_disks_count(tmp_path: Path) -> None:
 
 
 def test_node_without_disks(tmp_path: Path) -> None:
-    with pytest.raises(sysfs.NotAvailable, match="no disk"):
+    with pytest.raises(sysfs.NotAvailable, match="no local disk"):
         sums(sysfs.DISKS, tree(tmp_path, disk("loop0", 1, 1)))
 
 

@@ -1,4 +1,4 @@
-"""Down to ctypes: how the GPUs are attached, through the real nvidia-ml-py in a child that loads the stub."""
+"""GPU topology through the real nvidia-ml-py, in a child process that loads the stub."""
 
 from __future__ import annotations
 

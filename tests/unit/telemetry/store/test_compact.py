@@ -23,14 +23,15 @@ def only(node: Path) -> RecordedSegment:
 
 
 def everything(node: Path) -> list[object]:
-    """All that a reader can get of a segment, NaN as None."""
+    """Return everything that a reader can get from a segment, NaN as None."""
     segment = only(node)
     found: list[object] = [segment.sample_count, segment.end, segment.failure, segment.reasons(), segment.read_error]
     for frame in (segment.samples(FAST), segment.samples(SLOW, since=T0 + 100, until=T0 + 555)):
         found.append((frame.t.tolist(), {c: plain(v) for c, v in frame.values.items()}))
     for step_s in (*rollup.LEVELS, 120):
-        of = segment.rollup(step_s)
-        found.append([of.t.tolist(), *(plain(np.round(v, 2)) for v in (of.count, of.mean / 1e3, of.low, of.high))])
+        buckets = segment.rollup(step_s)
+        tables = (buckets.count, buckets.mean / 1e3, buckets.low, buckets.high)
+        found.append([buckets.t.tolist(), *(plain(np.round(v, 2)) for v in tables)])
     for column, total in segment.totals().items():
         found.append((column, total.count, round(total.sum, 3), total.increase, total.by_phase, total.quantile(0.5)))
     found.append(plain(np.array(list(segment.newest().values()))))
@@ -79,10 +80,10 @@ def test_compaction_loses_nothing(tmp_path: Path, end: bool) -> None:
 
 
 def test_parquet_is_readable_by_other_tools(tmp_path: Path) -> None:
-    of, writer = header(), Writer(tmp_path)
-    writer.begin(of)
+    segment_header, writer = header(), Writer(tmp_path)
+    writer.begin(segment_header)
     writer.null(0.0, "gpu0.temperature_c", "NOT_SUPPORTED: no")
-    fill(writer, of, 0, 50)
+    fill(writer, segment_header, 0, 50)
     folder = writer.segment
     assert folder is not None
     writer.end(50.0)
@@ -104,7 +105,7 @@ _CHANGES = ("write_bytes", "replace", "unlink", "fsync_folder")
 def test_killed_compaction_is_readable_and_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: bool
 ) -> None:
-    """A kill is what stops it before each change of the folder, in turn."""
+    """Compaction is killed before each change of the folder, in turn."""
     folder = record(tmp_path / "n1", 700, end=end, flush=70)
     before = everything(tmp_path / "n1")
     original = {p: p.read_bytes() for p in folder.iterdir()}
@@ -163,7 +164,7 @@ def test_verification_detects_difference(tmp_path: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(parquet, "_group", flipped)
-        with pytest.raises(ValueError, match="read back"):
+        with pytest.raises(ValueError, match="verification failed"):
             compact.compact(folder)
     assert everything(tmp_path) == before
     assert (folder / jsonl_blocks.NAME).exists()
@@ -211,7 +212,7 @@ def test_damage_after_compaction_is_local(tmp_path: Path, name: str) -> None:
     got = (len(segment.samples(FAST)), len(segment.rollup(60)), segment.totals()["gpu0.power_w"].count)
     right = {"fast.parquet": (0, 5, 300), "rollup-60.packed": (300, 0, 300), totals.NAME: (300, 5, 300)}
     assert got == right[name]
-    assert (segment.read_error is None) == (name == totals.NAME)  # that one is made from the samples
+    assert (segment.read_error is None) == (name == totals.NAME)  # totals are rebuilt from the samples
 
 
 def test_command_line(tmp_path: Path) -> None:

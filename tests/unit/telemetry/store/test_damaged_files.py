@@ -1,4 +1,4 @@
-"""Nodes that fell silent, files that are damaged, and telemetry that was never asked for: none of it is silent."""
+"""Reports on silent nodes, damaged files and disabled telemetry."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def warnings(summary: Summary) -> list[str]:
 
 
 def two_nodes(run: RunDir, monkeypatch: pytest.MonkeyPatch, *, killed: bool) -> AttemptDir:
-    """100 s on both, but for the agent of n2, which is killed after 20."""
+    """Record 100 s on two nodes; the agent of n2 ends, or is killed, after 20 s."""
     attempt = new_attempt(run, nodes=("n1", "n2"))
     record(attempt, [(gpu(0), busy())], ended=100.0)
     if killed:
@@ -46,7 +46,7 @@ def test_missing_agent_lowers_coverage(run: RunDir, monkeypatch: pytest.MonkeyPa
     assert found.coverage == pytest.approx(0.594, abs=0.001)
     gone = note(found, "agent_gone")
     assert (gone.severity, gone.node) == ("critical", "n2")
-    assert "fell silent 81 s before" in gone.text
+    assert "was silent for the last 81 s" in gone.text
     assert warnings(found) == ["agent_gone"]
 
 
@@ -63,7 +63,7 @@ def test_disabled_telemetry_gives_no_warning(run: RunDir) -> None:
     event(attempt, "ranks_ended", "n1", T0 + 60, ending="completed", exit_code=0)
     found = summarize(run)
     assert (found.enabled, found.coverage) == (False, None)
-    assert "the recipe turns telemetry off" in note(found, "no_telemetry").text
+    assert "the recipe disables telemetry" in note(found, "no_telemetry").text
     assert warnings(found) == []
 
 
@@ -93,9 +93,9 @@ def test_garbage_segment_is_reported(run: RunDir) -> None:
         (folder / name).write_bytes(b"garbage" * 100)
     found = summarize(run)
     assert found.gpus[0].samples == 0
-    said = note(found, "unreadable")
-    assert "samples: damaged" in said.text
-    assert "share" not in (said.fix or "")
+    unreadable_note = note(found, "unreadable")
+    assert "samples: damaged" in unreadable_note.text
+    assert "share" not in (unreadable_note.fix or "")
 
 
 def test_unreadable_node_is_not_called_empty(run: RunDir) -> None:

@@ -59,10 +59,10 @@ def test_samples_are_readable_by_zcat_and_json(tmp_path: Path) -> None:
 
 
 def test_segment_is_readable_while_it_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of, writer = header(), Writer(tmp_path)
-    writer.begin(of)
-    fill(writer, of, 0, 1000)
-    writer.fast(1000, row(of.fast, working(1000)))  # lost in a kill: never flushed
+    segment_header, writer = header(), Writer(tmp_path)
+    writer.begin(segment_header)
+    fill(writer, segment_header, 0, 1000)
+    writer.fast(1000, row(segment_header.fast, working(1000)))  # lost in a kill: never flushed
     segment = only(tmp_path)
     assert (segment.sample_count, segment.end) == (1000, None)
     monkeypatch.setattr(jsonl_blocks, "read", None)  # the whole file
@@ -138,19 +138,19 @@ def test_counter_reset_and_gap(tmp_path: Path) -> None:
 
 
 def test_reasons_persist_and_null_is_not_zero(tmp_path: Path) -> None:
-    of, writer = header(), Writer(tmp_path)
-    writer.begin(of)
+    segment_header, writer = header(), Writer(tmp_path)
+    writer.begin(segment_header)
     writer.null(0.0, "gpu0.temperature_c", "NOT_SUPPORTED: no")
-    fill(writer, of, 0, 70)
+    fill(writer, segment_header, 0, 70)
     writer.null(70.0, "gpu0.power_w", "GPU_IS_LOST: gone")
     writer.null(75.0, "gpu0.power_w", None)
     writer.flush()
-    told = {"gpu0.temperature_c": "NOT_SUPPORTED: no", "gpu0.power_w": "GPU_IS_LOST: gone"}
-    assert only(tmp_path).reasons() == told
+    reasons = {"gpu0.temperature_c": "NOT_SUPPORTED: no", "gpu0.power_w": "GPU_IS_LOST: gone"}
+    assert only(tmp_path).reasons() == reasons
     writer.end(80.0, "the driver hung")
     writer.close()
     segment = only(tmp_path)
-    assert (segment.reasons(), segment.failure) == (told, "the driver hung")
+    assert (segment.reasons(), segment.failure) == (reasons, "the driver hung")
 
 
 def test_each_sampler_has_its_segment(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_each_sampler_has_its_segment(tmp_path: Path) -> None:
     for writer, t in ((first, T0), (second, T0 + 50)):
         writer.begin(header(t=t))
         fill(writer, header(t=t), 0, 100)
-    first.begin(header(gpus=2, t=T0 + 200))  # its driver came back with another GPU
+    first.begin(header(gpus=2, t=T0 + 200))  # the driver returned with another GPU
     first.flush()
     a, b, c = open_node(tmp_path)
     assert [s.folder.name for s in (a, b, c)] == ["0", "1", "2"]
@@ -167,9 +167,9 @@ def test_each_sampler_has_its_segment(tmp_path: Path) -> None:
 
 
 def test_full_disk_loses_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of, writer = header(), Writer(tmp_path)
-    writer.begin(of)
-    fill(writer, of, 0, 100)
+    segment_header, writer = header(), Writer(tmp_path)
+    writer.begin(segment_header)
+    fill(writer, segment_header, 0, 100)
     real, room = os.pwrite, [100]
 
     def short_of_space(fd: int, data: bytes, at: int) -> int:
@@ -180,14 +180,14 @@ def test_full_disk_loses_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest
         return written
 
     monkeypatch.setattr(os, "pwrite", short_of_space)
-    monkeypatch.setattr(os, "ftruncate", lambda fd, size: None)  # not even that: the half stays
-    fill(writer, of, 100, 200, flush=0)
+    monkeypatch.setattr(os, "ftruncate", lambda fd, size: None)  # fails too, so the partial piece stays
+    fill(writer, segment_header, 100, 200, flush=0)
     for _ in range(3):
         with pytest.raises(OSError, match="No space"):
             writer.flush()
     assert only(tmp_path).samples(FAST).t.tolist() == [T0 + s for s in range(100)]
     monkeypatch.setattr(os, "pwrite", real)
-    fill(writer, of, 200, 260, flush=0)
+    fill(writer, segment_header, 200, 260, flush=0)
     writer.end(260.0)
     writer.close()
     segment = only(tmp_path)
@@ -210,9 +210,9 @@ def test_disk_missing_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(store.fsio, "write_bytes", refuse)
-    of, writer = header(), Writer(tmp_path)
-    writer.begin(of)
-    fill(writer, of, 0, 5, flush=0)
+    segment_header, writer = header(), Writer(tmp_path)
+    writer.begin(segment_header)
+    fill(writer, segment_header, 0, 5, flush=0)
     with pytest.raises(OSError, match="quota"):
         writer.flush()
     (empty,) = open_node(tmp_path)
@@ -240,14 +240,14 @@ while True:
 def test_kill_9_loses_at_most_the_last_flush(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", _CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
-    told = [int(child.stdout.readline()) for _ in range(30)]
+    flushed = [int(child.stdout.readline()) for _ in range(30)]
     child.kill()
-    told += [int(line) for line in child.stdout.read().splitlines()]
+    flushed += [int(line) for line in child.stdout.read().splitlines()]
     child.wait()
     child.stdout.close()
     segment = only(tmp_path)
     frame = segment.samples(FAST)
-    assert told[-1] <= segment.sample_count <= told[-1] + 10
+    assert flushed[-1] <= segment.sample_count <= flushed[-1] + 10
     assert frame.t.tolist() == [T0 + s for s in range(segment.sample_count)]
     assert segment.totals()["gpu0.energy_j"].increase == 400.0 * (segment.sample_count - 1)
     assert segment.rollup(60).count[:, 0].sum() == segment.sample_count
@@ -267,7 +267,7 @@ def test_truncated_segment_is_read_to_last_flush(tmp_path: Path) -> None:
         assert (segment.sample_count, segment.read_error) == (whole, None), size
     for size in starts:
         (folder / jsonl_blocks.NAME).write_bytes(data[:size] + b"\x1f\x8b\x08" + data[5:50] + data[size:])
-        assert only(tmp_path / "n1").sample_count == 30  # damage in between costs nothing else
+        assert only(tmp_path / "n1").sample_count == 30  # damage in between affects nothing else
 
 
 @pytest.mark.parametrize("name", [totals.NAME, "rollup-60.bin", "rollup-900.bin"])
@@ -289,7 +289,7 @@ def test_damaged_totals_are_rebuilt_from_samples(tmp_path: Path, name: str) -> N
 
 def test_bad_segment_does_not_hide_others(tmp_path: Path) -> None:
     for k in range(4):
-        record(tmp_path, 20, of=header(t=T0 + 100 * k))
+        record(tmp_path, 20, segment_header=header(t=T0 + 100 * k))
     (tmp_path / "0" / store.HEADER).write_bytes(b'{"node": "n1", "t"')
     (tmp_path / "1" / store.HEADER).unlink()
     (tmp_path / "2" / jsonl_blocks.NAME).write_bytes(b"")
@@ -307,7 +307,7 @@ def test_newer_format_is_rejected(tmp_path: Path) -> None:
     folder = record(tmp_path, 5)
     found = json.loads((folder / store.HEADER).read_text()) | {"format": 99}
     (folder / store.HEADER).write_text(json.dumps(found))
-    assert "later version" in (only(tmp_path).read_error or "")
+    assert "newer version" in (only(tmp_path).read_error or "")
 
 
 def test_unreadable_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
