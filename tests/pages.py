@@ -211,7 +211,7 @@ def _summary(
             severity="warning",
             code="straggler",
             text=f"Rank {slow.ranks[0]} on GPU {slow.index} of {slow.node} is 14 % slower than the median.",
-            fix=f"clustertrain requeue --exclude {slow.node} goes on without the node",
+            fix=f"clustertrain requeue --exclude {slow.node} continues without the node",
             node=slow.node,
             uuid=slow.uuid,
             rank=slow.ranks[0],

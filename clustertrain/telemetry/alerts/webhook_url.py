@@ -12,7 +12,7 @@ _MAX_BYTES = 8192
 
 
 class WebhookUrlError(Exception):
-    """The URL is missing or invalid; the message does not contain it."""
+    """Missing or invalid webhook URL; the message does not contain the URL."""
 
 
 def resolve(spec: AlertsSpec) -> str:

@@ -110,7 +110,7 @@ def _side(s: Summary) -> Side:
 
 
 class MetricRule(msgspec.Struct, frozen=True):
-    """How to get a metric from a summary, or the reason why it is missing."""
+    """Display name and unit of a metric, and functions for its value and the reason why it is missing."""
 
     title: str  # for display
     unit: str

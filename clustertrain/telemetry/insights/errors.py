@@ -19,7 +19,7 @@ from clustertrain.telemetry.insights.context import (
 )
 from clustertrain.telemetry.report_schema import GpuSummary, Insight
 
-_TELL_ADMINS = "notify the administrators"
+_NOTIFY = "notify the administrators"
 MIN_CORRECTED_ERRORS = 1000  # memory errors; correcting a few is normal for ECC
 MIN_REPLAYS_PER_HOUR = 60  # of PCIe packets; also the minimum for shorter runs
 MIN_LINK_ERRORS_PER_HOUR = 100  # replays and CRC errors of NVLink; also the minimum for shorter runs
@@ -30,7 +30,7 @@ def _missing_gpus(job: JobContext) -> Iterable[Insight]:
         reason = gpu.nulls.get("utilization", "")
         if reason.startswith("NOT_FOUND"):
             text = f"{gpu_label(gpu)} is allocated, but not visible in NVML ({reason})"
-            yield gpu_insight(gpu, CRITICAL, "gpu_missing", text, f"{job.exclude_hint(gpu.node)}; {_TELL_ADMINS}")
+            yield gpu_insight(gpu, CRITICAL, "gpu_missing", text, f"{job.exclude_hint(gpu.node)}; {_NOTIFY}")
 
 
 def _lost_gpus(job: JobContext) -> Iterable[Insight]:
@@ -40,7 +40,7 @@ def _lost_gpus(job: JobContext) -> Iterable[Insight]:
         if gpu_key(gpu) in job.lost_gpus:
             returned = gpu.uuid in lost_at and returned_at.get(gpu.uuid, 0.0) > lost_at[gpu.uuid]
             text = f"{gpu_label(gpu)} was lost{' for a while' if returned else ''} ({job.lost_gpus[gpu_key(gpu)]})"
-            yield gpu_insight(gpu, CRITICAL, "gpu_lost", text, f"{job.exclude_hint(gpu.node)}; {_TELL_ADMINS}")
+            yield gpu_insight(gpu, CRITICAL, "gpu_lost", text, f"{job.exclude_hint(gpu.node)}; {_NOTIFY}")
 
 
 def _xids(job: JobContext) -> Iterable[Insight]:
@@ -77,11 +77,11 @@ def _ecc(job: JobContext) -> Iterable[Insight]:
         if errors.ecc_uncorrected:
             number = pluralize(errors.ecc_uncorrected, "memory error")
             text = f"{gpu_label(gpu)} had {number} that ECC could not correct: its results may be wrong"
-            fix = f"go back to an earlier checkpoint; {job.exclude_hint(gpu.node)}; {_TELL_ADMINS}"
+            fix = f"go back to an earlier checkpoint; {job.exclude_hint(gpu.node)}; {_NOTIFY}"
             yield gpu_insight(gpu, CRITICAL, "ecc_uncorrected", text, fix)
         elif (errors.ecc_corrected or 0) >= MIN_CORRECTED_ERRORS:
             text = f"ECC corrected {errors.ecc_corrected:,} memory errors of {gpu_label(gpu)}; none did harm"
-            yield gpu_insight(gpu, INFO, "ecc_corrected", text, f"{_TELL_ADMINS}: the memory may be failing")
+            yield gpu_insight(gpu, INFO, "ecc_corrected", text, f"{_NOTIFY}: the memory may be failing")
 
 
 def _row_remaps(job: JobContext) -> Iterable[Insight]:
@@ -89,10 +89,10 @@ def _row_remaps(job: JobContext) -> Iterable[Insight]:
         errors = gpu.errors
         if errors.remap_failed:
             text = f"{gpu_label(gpu)} could not replace a memory row: the board must be replaced"
-            yield gpu_insight(gpu, CRITICAL, "row_remap_failed", text, f"{job.exclude_hint(gpu.node)}; {_TELL_ADMINS}")
+            yield gpu_insight(gpu, CRITICAL, "row_remap_failed", text, f"{job.exclude_hint(gpu.node)}; {_NOTIFY}")
         elif errors.remap_pending:
             text = f"{gpu_label(gpu)} has a memory row to replace, which needs a reset of the GPU"
-            yield gpu_insight(gpu, WARNING, "row_remap_pending", text, f"{_TELL_ADMINS}: drain the node, reset the GPU")
+            yield gpu_insight(gpu, WARNING, "row_remap_pending", text, f"{_NOTIFY}: drain the node, reset the GPU")
         elif errors.remapped_rows:
             text = f"{gpu_label(gpu)} replaced {pluralize(errors.remapped_rows, 'memory row')} during the run"
             yield gpu_insight(gpu, INFO, "rows_remapped", text, None)
@@ -106,14 +106,14 @@ def _nvlink(job: JobContext) -> Iterable[Insight]:
             continue
         if min_active < max_active:
             text = f"{max_active - min_active} of {max_active} NVLinks of {gpu_label(gpu)} went down during the run"
-            yield gpu_insight(gpu, WARNING, "nvlink_down", text, f"{job.exclude_hint(gpu.node)}; {_TELL_ADMINS}")
+            yield gpu_insight(gpu, WARNING, "nvlink_down", text, f"{job.exclude_hint(gpu.node)}; {_NOTIFY}")
         elif max_active < max_links and _peers_have_links(job, gpu, max_links):
             text = f"{gpu_label(gpu)} has {max_active} NVLinks up, the others of its model have {max_links}"
-            yield gpu_insight(gpu, WARNING, "nvlink_down", text, f"{job.exclude_hint(gpu.node)}; {_TELL_ADMINS}")
+            yield gpu_insight(gpu, WARNING, "nvlink_down", text, f"{job.exclude_hint(gpu.node)}; {_NOTIFY}")
     for gpu in job.summary.gpus:
         if _exceeds_hourly(job, gpu.errors.nvlink_errors, MIN_LINK_ERRORS_PER_HOUR):
             text = f"NVLink of {gpu_label(gpu)} had {gpu.errors.nvlink_errors:,} errors, each with a retransmission"
-            yield gpu_insight(gpu, WARNING, "nvlink_errors", text, f"{_TELL_ADMINS}; {job.exclude_hint(gpu.node)}")
+            yield gpu_insight(gpu, WARNING, "nvlink_errors", text, f"{_NOTIFY}; {job.exclude_hint(gpu.node)}")
 
 
 def _peers_have_links(job: JobContext, gpu: GpuSummary, num_links: int) -> bool:
@@ -126,7 +126,7 @@ def _pcie(job: JobContext) -> Iterable[Insight]:
     for gpu in job.summary.gpus:
         if _exceeds_hourly(job, gpu.errors.pcie_replays, MIN_REPLAYS_PER_HOUR):
             text = f"PCIe of {gpu_label(gpu)} resent {gpu.errors.pcie_replays:,} packets: the slot may be faulty"
-            yield gpu_insight(gpu, WARNING, "pcie_replays", text, f"{_TELL_ADMINS}; {job.exclude_hint(gpu.node)}")
+            yield gpu_insight(gpu, WARNING, "pcie_replays", text, f"{_NOTIFY}; {job.exclude_hint(gpu.node)}")
 
 
 def _exceeds_hourly(job: JobContext, errors: int | None, per_hour: int) -> bool:

@@ -40,7 +40,7 @@ class SampleBlock(msgspec.Struct, frozen=True, tag="samples", tag_field="kind"):
 
 
 class MissingReason(msgspec.Struct, frozen=True, tag="null", tag_field="kind"):
-    """The column is missing from ``d`` on for ``reason``; None if it is back."""
+    """Note that a column is missing from ``d`` on for ``reason``; None if it is back."""
 
     d: float
     column: str
@@ -48,7 +48,7 @@ class MissingReason(msgspec.Struct, frozen=True, tag="null", tag_field="kind"):
 
 
 class SegmentEnd(msgspec.Struct, frozen=True, tag="end", tag_field="kind"):
-    """The sampler stopped; ``reason`` is None if it was asked to."""
+    """Note that the sampler stopped; ``reason`` is None if it was asked to."""
 
     d: float
     reason: str | None = None

@@ -106,7 +106,7 @@ def test_a_run_on_processors() -> None:
     assert "no GPU figures" in text
     assert "676,000 tokens/s" in text and "tokens/s a " not in text
     assert "GPU utilization" not in text
-    assert "i  2 nodes have no GPU figures" in text, "which is no fault of a run on processors"
+    assert "i  2 nodes have no GPU samples" in text, "not a fault of a run on CPUs"
 
 
 def test_colours_are_the_terminals_own_and_never_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_alert_is_raised_after_minutes_and_cleared(alerts: AlertRules) -> None:
         (busy(0.5, cpu=0.04, job_cores=7.9), "99% of the job's processors busy", "more cores with --cpus-per-gpu"),
         (busy(0.5, cpu=0.97, job_cores=2), "data and processors are not the cause", "a larger micro batch"),
     ],
-    ids=["data", "data-and-cpu", "cpu", "nvlink-and-infiniband", "pcie", "none", "unknown", "job-cpu", "other-jobs-cpu"],
+    ids=["data", "data-and-cpu", "cpu", "two-links", "pcie", "kernels", "unknown", "job-cpu", "other-jobs-cpu"],
 )  # fmt: skip
 def test_likely_cause_is_named(alerts: AlertRules, change: Change, why: str, fix: str) -> None:
     job = Job(2)
