@@ -173,12 +173,12 @@ class _ExporterObserver:
     def __init__(self, exporter: Exporter) -> None:
         self.exporter = exporter
 
-    def listening(self, uuids: Sequence[str]) -> None:
+    def watch_errors(self, uuids: Sequence[str]) -> None:
         self.exporter.watch_xids(uuids)
 
     def observe(self, snapshot: Snapshot) -> None:
         self.exporter.observe(snapshot)
 
-    def event(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
+    def record_error(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
         if kind == "xid" and xid is not None:
             self.exporter.record_xid(uuid, xid, count)

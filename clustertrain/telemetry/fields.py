@@ -1,7 +1,7 @@
-"""Every figure that is recorded: its name in files, JSON and exports, its unit, and how often it is read.
+"""Registry of recorded fields: name in files, JSON and exports, unit, and sampling pace.
 
 A column is a device and a field: ``gpu0.utilization`` (numbered as in the header), ``host.cpu``, ``rank5.step``. A
-value that is missing is NaN, never 0, with its reason beside it.
+missing value is NaN, never 0; the reason is recorded with it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import msgspec
 MetricType = Literal["gauge", "counter"]
 Pace = Literal["fast", "slow"]
 
-FAST: Pace = "fast"  # at every tick, as a rule 1 Hz
-SLOW: Pace = "slow"  # every 10 s: what takes the driver or psutil milliseconds
+FAST: Pace = "fast"  # every tick, 1 Hz by default
+SLOW: Pace = "slow"  # every 10 s: these take the driver or psutil milliseconds
 
 
 class Field(msgspec.Struct, frozen=True):
-    """``metric_type``: a gauge has a value at a moment; of a counter only differences mean something, and it may begin
-    anew. ``max_valid``: the highest value that can be (blanks of broken drivers arrive as enormous numbers)."""
+    """One recorded field of a GPU, the host or a rank."""
 
     name: str
     metric_type: MetricType
+    """A gauge has a value at a moment; only differences of a counter are meaningful, and it may restart at 0."""
     pace: Pace
     unit: str
     max_valid: float
+    """Highest plausible value; broken drivers return huge numbers for missing values."""
     description: str
 
 
@@ -34,7 +35,7 @@ def _gauge(name: str, unit: str, max_valid: float, description: str, pace: Pace 
 
 
 def _counter(name: str, unit: str, description: str, pace: Pace = FAST, max_valid: float = 9e18) -> Field:
-    return Field(name, "counter", pace, unit, max_valid, description)  # NVIDIA's blank of 64 bits is 2**63 - 16
+    return Field(name, "counter", pace, unit, max_valid, description)  # NVIDIA's 64-bit "no value" is 2**63 - 16
 
 
 GPU = (
@@ -62,7 +63,7 @@ GPU = (
     _counter("ecc_uncorrected", "errors", "memory errors not corrected since the driver was loaded", SLOW),
     _gauge("remapped_rows", "rows", 1e5, "memory rows replaced for good", SLOW),
     _gauge("remap_pending", "ratio", 1.0, "1 while a row waits to be replaced by a reset", SLOW),
-    _gauge("remap_failed", "ratio", 1.0, "1 once a row could not be replaced: the board is to be exchanged", SLOW),
+    _gauge("remap_failed", "ratio", 1.0, "1 once a row could not be replaced: the board must be replaced", SLOW),
     _gauge("nvlinks_active", "links", 1e3, "NVLinks that are up", SLOW),
     _counter("nvlink_errors", "errors", "NVLink replays, recoveries and CRC errors", SLOW),
     _counter("pcie_replays", "errors", "PCIe packets sent again", SLOW),
@@ -72,8 +73,8 @@ HOST = (
     _gauge("cpu", "ratio", 1.0, "busy share of all processors, of all users", SLOW),
     _gauge("memory_used_bytes", "bytes", 1e16, "memory in use without the page cache, of all users", SLOW),
     _gauge("load1", "processes", 1e7, "mean run queue of one minute", SLOW),
-    _counter("network_rx_bytes", "bytes", "received by all interfaces but the loopback", SLOW),
-    _counter("network_tx_bytes", "bytes", "sent by all interfaces but the loopback", SLOW),
+    _counter("network_rx_bytes", "bytes", "received by all interfaces except the loopback", SLOW),
+    _counter("network_tx_bytes", "bytes", "sent by all interfaces except the loopback", SLOW),
     _counter("infiniband_rx_bytes", "bytes", "received by all InfiniBand and RoCE ports", SLOW),
     _counter("infiniband_tx_bytes", "bytes", "sent by all InfiniBand and RoCE ports", SLOW),
     _counter("disk_read_bytes", "bytes", "read from this node's disks", SLOW),
@@ -83,10 +84,10 @@ HOST = (
     _gauge("job_processes", "processes", 1e7, "processes below the agent", SLOW),
 )
 
-# What a rank says of itself (run/heartbeat.py), and what the kernel says of its process.
+# From the rank's heartbeat (run/heartbeat.py) and from the kernel's accounting of its process.
 RANK = (
     _counter("step", "steps", "optimizer steps done"),
-    _gauge("phase", "phase", 100.0, "what the rank is in: run/heartbeat.py PHASES"),
+    _gauge("phase", "phase", 100.0, "current phase of the rank, an index into PHASES of run/heartbeat.py"),
     _counter("tokens", "tokens", "tokens of this rank's steps"),
     _counter("data_wait_s", "s", "time in which the step waited for its data"),
     _counter("forward_s", "s", "time of forward passes, where no collective is part of one"),
@@ -102,40 +103,42 @@ _FIELDS_BY_DEVICE = {
 
 
 def column_name(device: str, field: str) -> str:
-    """``gpu0``, ``utilization`` -> ``gpu0.utilization``."""
+    """Return the column of a device's field: ``gpu0``, ``utilization`` -> ``gpu0.utilization``."""
     return f"{device}.{field}"
 
 
 def split_column(column: str) -> tuple[str, str]:
-    """``gpu0.utilization`` -> ``gpu0``, ``utilization``."""
+    """Split a column into device and field: ``gpu0.utilization`` -> ``gpu0``, ``utilization``."""
     device, _, field = column.partition(".")
     return device, field
 
 
 def find_field(column: str) -> Field | None:
-    """The field of a column; None where a later version knows it and this one does not."""
+    """Return the field of a column; None if a later version added it."""
     device, field = split_column(column)
     return _FIELDS_BY_DEVICE.get(device.rstrip("0123456789"), {}).get(field)
 
 
 def column_names(gpu_count: int, ranks: list[int], pace: Pace) -> list[str]:
-    """All columns of a node with so many GPUs and these global ranks."""
+    """Return all columns of one pace for a node with ``gpu_count`` GPUs and these global ranks."""
     names = [column_name(f"gpu{i}", f.name) for i in range(gpu_count) for f in GPU if f.pace == pace]
     names += [column_name("host", f.name) for f in HOST if f.pace == pace]
     names += [column_name(f"rank{r}", f.name) for r in ranks for f in RANK if f.pace == pace]
     return names
 
 
-_SCALE_BY_UNIT = {"ratio": 1e3, "W": 10.0, "J": 10.0, "s": 1e3}  # by unit
+_SCALE_BY_UNIT = {"ratio": 1e3, "W": 10.0, "J": 10.0, "s": 1e3}
 _SCALE_BY_FIELD = {"load1": 100.0} | dict.fromkeys(
-    # NVML counts NVLink's traffic in KiB, and so much is exact enough of a counter that grows by megabytes.
+    # NVML counts NVLink traffic in KiB, which is precise enough for counters that grow by megabytes.
     ("pcie_tx_bytes", "pcie_rx_bytes", "nvlink_tx_bytes", "nvlink_rx_bytes"),
     1 / 1024,
 )
 
 
 def scale(column: str) -> float:
-    """What a column's values are multiplied by to make whole numbers: they are kept to the nearest of those, which is
-    what the sensor has and a reader can use."""
+    """Return the factor that turns a column's values into integers for storage.
+
+    Values are rounded to the nearest integer after scaling, which matches the precision of the sensors.
+    """
     field = find_field(column)
     return 1e3 if field is None else _SCALE_BY_FIELD.get(field.name, _SCALE_BY_UNIT.get(field.unit, 1.0))

@@ -1,4 +1,4 @@
-"""What the sampler says to others while it samples: events of the attempt, and those who watch."""
+"""Dispatch of samples and GPU errors from the sampler to the attempt's events and to observers."""
 
 from __future__ import annotations
 
@@ -13,26 +13,33 @@ from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store.writer import GpuFacts
 
 OnEvent = Callable[..., Any]
-RECOVERY_NOTICE_S = 120.0  # an alert is cleared when all was well for a while
-_NEVER_VISIBLE = ("NOT_FOUND", "NO_PERMISSION")  # not lost: it is not shown to this job
+RECOVERY_NOTICE_S = 120.0  # an alert clears only after the device was healthy for a while
+_NEVER_VISIBLE = ("NOT_FOUND", "NO_PERMISSION")  # not lost: the device is hidden from this job
 
 
 class Observer(Protocol):
-    """Sees every sample and every error that the driver tells, in the sampler's thread: must be quick."""
+    """Receiver of every sample and every driver error; called in the sampler's thread, so it must be quick."""
 
-    def listening(self, uuids: Sequence[str]) -> object:
-        """The driver will tell errors of these devices."""
+    def watch_errors(self, uuids: Sequence[str]) -> object:
+        """Take note that the driver reports errors of these devices from now on."""
 
-    def observe(self, snapshot: Snapshot) -> object: ...
+    def observe(self, snapshot: Snapshot) -> object:
+        """Process one sample."""
 
-    def event(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> object:
-        """``gpu_lost``, ``gpu_back``, or as of :class:`.GpuEvent`: ``xid``, ``ecc_corrected``, ``ecc_uncorrected``."""
+    def record_error(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> object:
+        """Process a device event.
+
+        ``kind`` is ``gpu_lost``, ``gpu_back``, or one of :class:`.GpuEvent`: ``xid``, ``ecc_corrected``,
+        ``ecc_uncorrected``.
+        """
 
 
 class EventDispatcher:
-    """Args:
-    on_event: called as ``on_event(name, node=…, **fields)``; None: nobody listens.
-    observers: one that raises is told of and left out from then on.
+    """Passes samples and errors on to observers and to the attempt's events.
+
+    Args:
+        on_event: called as ``on_event(name, node=…, **fields)``; None discards events.
+        observers: an observer that raises is removed, and an event reports it.
     """
 
     def __init__(self, on_event: OnEvent | None, node: str, observers: Sequence[Observer]) -> None:
@@ -41,41 +48,45 @@ class EventDispatcher:
         self.observers = list(observers)
         self._storm = EventRateLimiter()
         self._lost_uuids: set[str] = set()
-        self._recovered_until: dict[str, float] = {}  # until when it is told again and again
+        self._recovered_until: dict[str, float] = {}  # by UUID, until when ``gpu_back`` is repeated
 
     def write_event(self, name: str, **fields: Any) -> None:
+        """Write an event of this node; a write error is ignored."""
         if self._on_event is None:
             return
-        with contextlib.suppress(OSError):  # the disk that refuses the samples refuses the events too
+        with contextlib.suppress(OSError):  # a disk that refuses samples refuses events too
             self._on_event(name, node=self._node, **fields)
 
     def notify_sample(self, snapshot: Snapshot) -> None:
         self._notify("observe", snapshot)
 
     def notify_watched(self, uuids: Sequence[str]) -> None:
-        self._notify("listening", uuids)
+        self._notify("watch_errors", uuids)
 
     def report_errors(self, events: Sequence[GpuEvent], gpus: Sequence[GpuFacts], now: float) -> None:
-        """What the driver told until ``now`` (monotonic s): all of it to who watches, to the events no storm."""
+        """Pass driver errors to the observers, and rate-limited to the events; ``now`` is monotonic s."""
         for e in events:
-            self._notify("event", e.kind, e.uuid, xid=e.xid, count=e.count)
+            self._notify("record_error", e.kind, e.uuid, xid=e.xid, count=e.count)
         if events or self._storm.has_pending:
             self._write_gpu_events(self._storm.take_due(events, now), gpus)
 
     def flush(self, gpus: Sequence[GpuFacts]) -> None:
-        """At the end: the errors that were held back."""
+        """Write the errors that the rate limiter still holds."""
         self._write_gpu_events(self._storm.drain(), gpus)
 
     def update_health(self, device: Device, lost_reason: str | None) -> bool:
-        """``lost_reason``: why the device cannot be reached, None where it can. Whether it has just come back."""
+        """Report the loss or the return of a device; return whether it has just come back.
+
+        ``lost_reason`` says why the device is unreachable; None if it is reachable.
+        """
         uuid = device.uuid
         if (device.reason or "").startswith(_NEVER_VISIBLE):
-            return False  # the report tells it from the allocation
+            return False  # the report derives it from the allocation
         if lost_reason is not None and uuid not in self._lost_uuids:
             self._lost_uuids.add(uuid)
             self._recovered_until.pop(uuid, None)
             self.write_event("gpu_lost", uuid=uuid, index=device.index, reason=lost_reason)
-            self._notify("event", "gpu_lost", uuid)
+            self._notify("record_error", "gpu_lost", uuid)
         elif lost_reason is None and uuid in self._lost_uuids:
             self._lost_uuids.remove(uuid)
             self._recovered_until[uuid] = clock.monotonic() + RECOVERY_NOTICE_S
@@ -84,9 +95,9 @@ class EventDispatcher:
         return False
 
     def notify_recovered(self, now: float) -> None:
-        """To who watches, again and again for a while: an alert is cleared by what lasts."""
+        """Repeat ``gpu_back`` to the observers for a while: an alert clears only if recovery lasts."""
         for uuid, until in list(self._recovered_until.items()):
-            self._notify("event", "gpu_back", uuid)
+            self._notify("record_error", "gpu_back", uuid)
             if now > until:
                 del self._recovered_until[uuid]
 
@@ -101,8 +112,8 @@ class EventDispatcher:
         for observer in list(self.observers):
             try:
                 getattr(observer, method)(*args, **kwargs)
-            except Exception as e:  # one who watches must not end the sampling
+            except Exception as e:  # an observer must not end sampling
                 self.observers.remove(observer)
                 self.write_event(
-                    "telemetry_failed", reason=f"{type(observer).__name__} is off: {type(e).__name__}: {e}"
+                    "telemetry_failed", reason=f"{type(observer).__name__} disabled: {type(e).__name__}: {e}"
                 )

@@ -1,4 +1,4 @@
-"""The shape of ``clustertrain telemetry --json``; scripts lean on these names. Ratios are 0-1, times UTC epoch s."""
+"""Schema of ``clustertrain telemetry --json``; scripts rely on these names. Ratios are 0-1, times UTC epoch seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from clustertrain.run.goodput import Goodput
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """Over all samples that have a value. The percentiles come from histograms with bins of 2 %."""
+    """Statistics over all samples that have a value; percentiles come from histograms with 2 % bins."""
 
     mean: float
     p5: float
@@ -19,21 +19,21 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 class TimeWindow(msgspec.Struct, frozen=True):
-    """First and last moment with telemetry, None where there is none."""
+    """First and last moment with telemetry; None without telemetry."""
 
     start: float | None
     end: float | None
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """Mean utilization in equal steps over the job's window; None where nothing was recorded."""
+    """Mean utilization in equal steps over the job's window; None for steps without samples."""
 
     step_s: float
     utilization: list[float | None]
 
 
 class ThrottleShares(msgspec.Struct, frozen=True):
-    """Shares of the samples in which the clock was held down; None where the driver does not tell."""
+    """Shares of the samples in which the clock was throttled, by cause; None if the driver does not report it."""
 
     power: float | None = None
     thermal: float | None = None
@@ -41,10 +41,9 @@ class ThrottleShares(msgspec.Struct, frozen=True):
 
 
 class PhaseStats(msgspec.Struct, frozen=True):
-    """A GPU while its rank was in one phase (``run/heartbeat.py``). ``share`` is of the GPU's samples; the others are
-    means over those of the phase."""
+    """One GPU while its rank was in one phase (``run/heartbeat.py``); values are means over the phase's samples."""
 
-    share: float
+    share: float  # of the GPU's samples
     utilization: float | None
     power_w: float | None
     sm_clock_mhz: float | None
@@ -54,7 +53,7 @@ class PhaseStats(msgspec.Struct, frozen=True):
 
 
 class ErrorCounts(msgspec.Struct, frozen=True):
-    """Increases over the run, None where the driver does not tell; ``xids`` with their times, oldest first."""
+    """Increases of error counters over the run; None if the driver does not report them."""
 
     ecc_corrected: int | None = None
     ecc_uncorrected: int | None = None
@@ -63,24 +62,19 @@ class ErrorCounts(msgspec.Struct, frozen=True):
     remap_failed: bool | None = None
     nvlink_errors: int | None = None
     pcie_replays: int | None = None
-    xids: list[XidRecord] = []
+    xids: list[XidRecord] = []  # oldest first
 
 
 class XidRecord(msgspec.Struct, frozen=True):
-    """``count``: so many came by ``t``, since the driver was asked before."""
+    """Occurrences of one XID between two polls of the driver."""
 
-    t: float
+    t: float  # of the later poll
     xid: int
     count: int = 1
 
 
 class GpuSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One allocated GPU, over all attempts that had it.
-
-    A figure is None when no sample has it; ``nulls`` then gives the reason, and also where only some samples lack it.
-    ``energy_source`` is ``counter`` (the GPU's own), ``power`` (integrated from the power samples) or ``mixed``.
-    ``phases`` has what its rank was in, by name; empty where no rank told.
-    """
+    """One allocated GPU, over all attempts that used it. A value is None if no sample has it."""
 
     node: str
     uuid: str
@@ -96,11 +90,13 @@ class GpuSummary(msgspec.Struct, frozen=True, kw_only=True):
     power_w: Stats | None
     energy_j: float | None
     energy_source: str | None
+    """``counter`` (the GPU's energy counter), ``power`` (integrated from power samples) or ``mixed``."""
     temperature_c: Stats | None
     sm_clock_mhz: Stats | None
     memory_clock_mhz: Stats | None
     timeline: Timeline
     nulls: dict[str, str]
+    """Reason by field, for fields that all or some samples lack."""
     sm_activity: Stats | None = None
     tensor_activity: Stats | None = None
     dram_activity: Stats | None = None
@@ -112,13 +108,13 @@ class GpuSummary(msgspec.Struct, frozen=True, kw_only=True):
     throttled: ThrottleShares = ThrottleShares()
     errors: ErrorCounts = ErrorCounts()
     phases: dict[str, PhaseStats] = {}
-    parent: str | None = None  # of a MIG slice: the GPU's UUID
-    power_limit_w: float | None = None  # that the board keeps to
+    """Statistics by phase name; empty without heartbeats of a rank."""
+    parent: str | None = None  # for a MIG slice, the GPU's UUID
+    power_limit_w: float | None = None  # enforced by the board
 
 
 class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank in the newest attempt that it told of itself. Times are a step's mean; ``forward_s`` is None where the
-    layout has collectives in the forward pass."""
+    """One rank in the newest attempt with heartbeats of it. Times are means per step."""
 
     rank: int
     node: str
@@ -126,12 +122,13 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     data_wait_s: float | None
     forward_s: float | None
+    """None if the layout has collectives in the forward pass."""
     memory_gib: Stats | None = None
     cpu_cores: float | None = None
 
 
 class ProcessSummary(msgspec.Struct, frozen=True):
-    """The processes below the agent, taken every 10 s. Shared pages count once for each process that maps them."""
+    """The agent's descendant processes, sampled every 10 s. Shared pages count once for each process that maps them."""
 
     rss_gib: Stats
     cpu_cores: Stats | None
@@ -139,17 +136,14 @@ class ProcessSummary(msgspec.Struct, frozen=True):
 
 
 class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One node. ``nvml`` says why it had no GPU figures for ``nvml_missing_s``, else None. ``cpu_allocated`` and
-    ``memory_allocated_gib`` are the job's on this node, None where nothing says. ``agents_max``: so many samplers
-    recorded it at the same time, of which the longest recording is counted; ``silent_s``: its agent was gone for so
-    long while the attempt went on; ``clock_steps_s``: by how much its wall clock was set forward (or, below 0, back),
-    each time."""
+    """One node, over all attempts that used it."""
 
     node: str
     attempts: list[int]
     samples: int
     expected: int
     nvml: str | None
+    """Why GPU samples are missing for ``nvml_missing_s``; None if none are missing."""
     driver: str | None
     allocation: str | None
     cpu: Stats | None
@@ -160,18 +154,23 @@ class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
     processes: ProcessSummary | None
     nulls: dict[str, str]
     cpu_allocated: int | None = None
+    """Processors of the job on this node; None if unknown."""
     memory_allocated_gib: float | None = None
+    """Memory of the job on this node; None if unknown."""
     network_bytes_per_s: Stats | None = None
     infiniband_bytes_per_s: Stats | None = None
     disk_bytes_per_s: Stats | None = None
     agents_max: int = 1
+    """Most samplers that recorded the node at the same time; only the longest recording counts."""
     silent_s: float = 0.0
+    """Seconds without an agent on this node while the attempt continued."""
     clock_steps_s: list[float] = []
+    """Steps of the wall clock, in seconds; negative if it was set back."""
     nvml_missing_s: float = 0.0
 
 
 class AttemptSummary(msgspec.Struct, frozen=True):
-    """``events`` are what stands on the timeline: (time, name, words)."""
+    """One attempt of the run and the events on its timeline."""
 
     n: int
     job_id: str | None
@@ -184,19 +183,16 @@ class AttemptSummary(msgspec.Struct, frozen=True):
 
 
 class TimelineEvent(msgspec.Struct, frozen=True):
-    """Something that happened, or with ``end`` lasted: ``kind`` is the event's name."""
+    """One event on the timeline, or an interval if ``end`` is set."""
 
     t: float
-    kind: str
+    kind: str  # the event's name
     text: str
     end: float | None = None
 
 
 class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What the watts bought, over the steps that count. ``energy_j`` is of the GPUs and the time that were asked for,
-    ``joules_per_token`` is None where those are not all GPUs, or some do not tell what they draw; a step that was
-    repeated costs energy and counts once. Of what has no tokens, images say, ``samples`` are counted; None for a script
-    that splits its batch itself."""
+    """Training progress and its energy cost. A repeated step costs energy but counts once."""
 
     steps: int
     tokens: float | None
@@ -205,27 +201,32 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s_per_gpu: float | None
     mfu: float | None
     energy_j: float | None
+    """Energy of the selected GPUs in the selected time."""
     joules_per_token: float | None
+    """None if only some GPUs are selected, or if some do not report their energy."""
     data_wait_share: float | None  # of the step time of rank 0
     loss: float | None
     samples: float | None = None
+    """Samples, for data without tokens such as images; None for a script that splits its batch itself."""
     samples_per_s: float | None = None  # while training
 
 
 class Waste(msgspec.Struct, frozen=True, kw_only=True):
-    """GPU-hours allocated while the agents were up, and those of them that trained nothing: idle GPUs whole; of the
-    others the share that the ledger has outside of productive steps, but for ``other_s``: a script without
-    ``session.steps`` trains in it. ``by_cause``: ``idle_gpus``, else the name in :class:`Goodput` without ``_s``."""
+    """GPU-hours without training progress, while the agents were up.
 
-    gpu_hours: float
+    All hours of an idle GPU are wasted. Of the other GPUs, the share outside productive steps in the goodput ledger is
+    wasted, except ``other_s``: a script without ``session.steps`` trains in it.
+    """
+
+    gpu_hours: float  # allocated
     wasted_gpu_hours: float
-    by_cause: dict[str, float]
+    by_cause: dict[str, float]  # GPU-hours by ``idle_gpus`` or a field of :class:`Goodput` without ``_s``
 
 
 class Insight(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that the user should know. ``severity`` is ``critical``, ``warning`` or ``info``."""
+    """A finding for the user."""
 
-    severity: str
+    severity: str  # ``critical``, ``warning`` or ``info``
     code: str
     text: str
     fix: str | None = None
@@ -235,14 +236,13 @@ class Insight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """``coverage`` is samples received / samples expected while the agents were up, None when none was expected.
-    ``goodput`` and ``waste`` are of the attempt and the time that were asked for. ``enabled``: the recipe has telemetry
-    on. ``device``: ``cuda`` or ``cpu``, as planned."""
+    """Telemetry report of a run, limited to the selected attempt and time."""
 
     run: str
     job_id: str | None
     window: TimeWindow
     coverage: float | None
+    """Received / expected samples while the agents were up; None if none were expected."""
     attempts: list[AttemptSummary]
     gpus: list[GpuSummary]
     hosts: list[HostSummary]
@@ -254,7 +254,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     training: TrainingSummary | None = None
     goodput: Goodput | None = None
     waste: Waste | None = None
-    unreadable: list[str] = []  # files that this user may not read, or that are damaged, and why
-    enabled: bool = True
-    device: str | None = None
+    unreadable: list[str] = []  # files that this user cannot read or that are damaged, each with the reason
+    enabled: bool = True  # whether the recipe enables telemetry
+    device: str | None = None  # ``cuda`` or ``cpu``, as planned
     contract: ContractStatus | None = None

@@ -1,6 +1,6 @@
-"""The thread of the agent that samples the node once a second into the attempt's folder.
+"""Agent thread that samples the node, once per second by default, into the attempt's folder.
 
-It never harms the run: whatever goes wrong in it ends in an event and a reason in the file, not in the agent.
+Sampling never harms the run: a failure becomes an event and a recorded reason, and never reaches the agent.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ _NO_VALUES = {pace: [None] * sum(f.pace == pace for f in fields.GPU) for pace in
 
 
 class Intervals(msgspec.Struct, frozen=True):
-    """Seconds between samples, between readings of what is slow to read, and between writes to the file."""
+    """Sampling intervals in seconds."""
 
-    sample_s: float = 1.0
-    slow_s: float = 10.0
-    flush_s: float = 10.0
+    sample_s: float = 1.0  # between samples
+    slow_s: float = 10.0  # between readings of slow fields
+    flush_s: float = 10.0  # between writes to the files
 
 
 class Sampler:
-    """Samples all allocated GPUs of this node, the host, and what the node's ranks tell of themselves.
+    """Samples all allocated GPUs of this node, the host, and the heartbeats of the node's ranks.
 
     Args:
-        folder: where the segments go, ``attempt.telemetry / node``.
+        folder: parent of the segments, ``attempt.telemetry / node``.
         node: the node's name.
-        environ: the agent's environment, which says what is allocated.
+        environ: the agent's environment, which determines the allocated devices.
         interval_s: seconds between samples.
         on_event: called as ``on_event(name, **fields)`` from the sampler's thread: ``gpu_lost``, ``gpu_back``,
             ``gpu_event``, ``telemetry_failed``.
-        first_rank: global rank of local rank 0; local rank i runs on the i-th allocated GPU. None: not known.
-        rank_count: how many ranks the node has, where that may be fewer than GPUs.
-        beats: the folder in which the ranks tell of themselves.
-        observers: are handed each sample.
-        intervals: the other intervals; ``interval_s`` wins over its ``sample_s``.
+        first_rank: global rank of local rank 0; local rank i runs on the i-th allocated GPU. None if unknown.
+        rank_count: number of ranks on the node; by default one per allocated GPU.
+        heartbeat_dir: folder of the ranks' heartbeats.
+        observers: receive each sample and each GPU error.
+        intervals: the other intervals; ``interval_s`` overrides its ``sample_s``.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Sampler:
         self._gpu_facts: list[GpuFacts] = []
         self._columns: dict[fields.Pace, list[str]] = {}
         self._latest: dict[fields.Pace, array[float]] = {}
-        self._recorded_reasons: dict[str, dict[str, str]] = {}  # by device, the reasons that stand in the file
+        self._recorded_reasons: dict[str, dict[str, str]] = {}  # by device, the reasons already in the file
         self._write_failed = False
         self._allocated_cpus: int | None = None  # of the job
         self._segment_start = 0.0
@@ -101,24 +101,27 @@ class Sampler:
 
     @property
     def nvml_error(self) -> str | None:
-        """Why there are no GPU figures; None while there are."""
+        """Reason why GPUs cannot be sampled; None while they can."""
         return self._nvml_error
 
     def start(self, timeout_s: float = 20.0) -> None:
-        """Start sampling, and wait until ``gpus`` is known: NVML takes seconds to open where no daemon keeps it up."""
+        """Start sampling and wait until ``gpus`` is known.
+
+        NVML takes seconds to open unless the persistence daemon keeps the driver loaded.
+        """
         try:
             self._thread.start()
-        except RuntimeError as e:  # the limit on processes is reached
-            self._dispatcher.write_event("telemetry_failed", reason=f"no thread could be started: {e}")
+        except RuntimeError as e:  # the process limit is reached
+            self._dispatcher.write_event("telemetry_failed", reason=f"cannot start the sampler thread: {e}")
             return
         self._ready.wait(timeout_s)
 
     def request_stop(self) -> None:
-        """Let the thread end, and do not wait for it."""
+        """Request the thread to end, without waiting for it."""
         self._stop.set()
 
     def stop(self, timeout_s: float = 5.0) -> bool:
-        """Write what waits and end. False when the driver or the disk held the thread longer than ``timeout_s``."""
+        """Write pending samples and end; return False if the driver or the disk blocks longer than ``timeout_s``."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
@@ -138,17 +141,17 @@ class Sampler:
             try:
                 self._writer.close()
             except OSError as e:
-                self._dispatcher.write_event("telemetry_failed", reason=f"the samples could not be written: {e}")
+                self._dispatcher.write_event("telemetry_failed", reason=f"cannot write the samples: {e}")
 
     def _end_after_failure(self, reason: str) -> None:
-        with contextlib.suppress(Exception):  # the writer may be what failed
+        with contextlib.suppress(Exception):  # the writer itself may have failed
             self._writer.end(self._elapsed(), reason)
 
     def _loop(self) -> None:
         host, processes = HostReader(), JobProcessReader(os.getpid())
         self._open_nvml(host)
         self._ready.set()
-        self._flush()  # who looks in the first seconds finds what was allocated
+        self._flush()  # so that readers see the allocated devices in the first seconds
         intervals = self._intervals
         start = next_slow = clock.monotonic()
         next_flush = start + intervals.flush_s
@@ -166,7 +169,7 @@ class Sampler:
                 next_flush = now + intervals.flush_s
             self._observe()
             self._recover_nvml(host)
-            # From the start, so that nothing drifts. Ticks that a slow driver made us miss show as missing coverage.
+            # Ticks count from the start, so they do not drift. Ticks missed because of a slow driver lower coverage.
             tick = max(tick + 1, int((clock.monotonic() - start) / intervals.sample_s))
         self._dispatcher.flush(self._gpu_facts)
         self._writer.end(self._elapsed())
@@ -175,7 +178,7 @@ class Sampler:
         return clock.monotonic() - self._segment_start
 
     def _open_nvml(self, host: HostReader) -> None:
-        """Open NVML, find the allocated GPUs and begin a segment that says what follows."""
+        """Open NVML, find the allocated GPUs and begin a segment with their header."""
         driver, allocated = None, allocation.Allocation([], None)
         try:
             driver = self._nvml.open()
@@ -286,7 +289,7 @@ class Sampler:
         self._dispatcher.notify_sample(snapshot)
 
     def _record_reasons(self, elapsed_s: float, device: str, reasons: Mapping[str, str]) -> None:
-        """Write the reasons that have changed."""
+        """Write the reasons that changed."""
         recorded = self._recorded_reasons.get(device, {})
         if recorded == reasons:
             return
@@ -297,7 +300,7 @@ class Sampler:
         self._recorded_reasons[device] = dict(reasons)
 
     def _recover_nvml(self, host: HostReader) -> None:
-        """Open NVML again when it went away under us, or was not there at first. Rarely: opening takes seconds."""
+        """Reopen NVML if it was lost or failed to open, with backoff because opening takes seconds."""
         now = clock.monotonic()
         if self._nvml_error is not None:
             no_driver = self._nvml_error.startswith("LIBRARY_NOT_FOUND")
@@ -309,7 +312,7 @@ class Sampler:
             try:
                 self._nvml.open()
             except NvmlError:
-                return  # each field goes on telling its reason
+                return  # each field keeps its reason
             for reader in self._readers:
                 reader.on_reopen()
             self._watch_events()
@@ -326,7 +329,7 @@ class Sampler:
         self._open_nvml(host)
 
     def _watch_events(self) -> None:
-        """To what the driver tells by itself."""
+        """Subscribe to the driver's error events."""
         devices = [r.device for r in self._readers]
         self._gpu_events = GpuEvents(self._nvml, devices) if devices else None
         if self._gpu_events is not None:
@@ -342,5 +345,5 @@ class Sampler:
             if not self._write_failed:
                 self._write_failed = True
                 self._dispatcher.write_event(
-                    "telemetry_failed", reason=f"the samples could not be written, and are kept: {e}"
+                    "telemetry_failed", reason=f"cannot write the samples, kept in memory: {e}"
                 )

@@ -1,4 +1,4 @@
-"""The newest value of every column of a node, as those who watch the sampler get it: alerts, exporter."""
+"""Newest value of every column of a node, for the sampler's observers (alerts, exporter)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from clustertrain.telemetry.store.writer import GpuFacts
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """``t`` UTC epoch s, ``mono`` monotonic s; ``values`` by column (``gpu0.utilization``, :mod:`.fields`), NaN where
-    missing. What is read every 10 s keeps its value in between. ``gpus[i]`` is the device ``gpu<i>``.
-    ``cpu_allocated``: processors of the job here, where that is known."""
+    """One sample of a node. Slow fields keep their value between readings."""
 
-    t: float
-    mono: float
+    t: float  # UTC epoch s
+    mono: float  # monotonic s
     node: str
-    gpus: list[GpuFacts]
+    gpus: list[GpuFacts]  # ``gpus[i]`` is the device ``gpu<i>``
     ranks: list[int]
     values: Mapping[str, float]
+    """Value by column (``gpu0.utilization``, see :mod:`.fields`); NaN if missing."""
     cpu_allocated: int | None = None
+    """Processors of the job on this node; None if unknown."""

@@ -52,7 +52,7 @@ def _describe_instant(e: event_types.Event) -> str | None:
         case event_types.FirstStep():
             return f"first step, number {e.step}"
         case event_types.Signal():
-            return f"asked to stop ({e.source or e.signal})"
+            return f"stop requested ({e.source or e.signal})"
         case event_types.StopAgreed():
             return f"all ranks stop at step {e.step}"
         case event_types.SaveGivenUp():

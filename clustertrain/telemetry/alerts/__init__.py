@@ -1,1 +1,1 @@
-"""Rules that look at a running job."""
+"""Alert rules for a running job and their delivery."""

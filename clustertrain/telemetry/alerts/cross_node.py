@@ -1,7 +1,7 @@
-"""The rule that takes more than one node: a GPU, a rank or a whole node that is slower than those of the other nodes.
+"""Rules that compare nodes: a GPU, a rank or a whole node that is slower than those of the other nodes.
 
-The agent of the first node reads the newest figures of all nodes from the run directory once a minute, in a thread of
-its own (:mod:`.watch`): a shared filesystem may take its time.
+The agent of the first node reads the newest samples of all nodes from the run directory once per minute, in a separate
+thread (:mod:`.monitor`) because a shared filesystem may be slow.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from clustertrain.telemetry.alerts.window import finite_or_none
 from clustertrain.telemetry.fields import column_name
 from clustertrain.telemetry.snapshot import Snapshot
 
-MAX_SAMPLES = 6  # looks, a minute apart: five minutes
+MAX_SAMPLES = 6  # one per minute, spanning five minutes
 MIN_SAMPLES = 4
-# Half of a node's GPUs or ranks: then it is the node that is slow.
-SLOW_NODE_SHARE = 0.5
+SLOW_NODE_SHARE = 0.5  # with more slow GPUs or ranks than this share, the node itself is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ class _RankSample:
 
 @dataclass(frozen=True, slots=True)
 class _RankRates:
-    """A rank, with its GPU where it has one."""
+    """Rates of a rank, and of its GPU if it has one."""
 
     suspect: Suspect
     model: str | None
@@ -51,17 +50,20 @@ class _RankRates:
 
 
 class CrossNodeRules:
-    """Compares the nodes of a run. Of nodes with three comparable GPUs or ranks their own agents name the slow ones; a
-    node that is slow as a whole, and the slow ones of smaller nodes, are named here."""
+    """Comparison of the nodes of a run.
+
+    It reports slow nodes, and slow GPUs and ranks of nodes with fewer than three. On larger nodes, the node's agent
+    reports slow GPUs and ranks.
+    """
 
     def __init__(self, spec: AlertsSpec, node: str) -> None:
         self._spec = spec
         self._gate = AlertGate(node)
         self._samples: dict[tuple[str, int], deque[_RankSample]] = {}
-        self.steps: dict[int, int] = {}  # by rank, for Alerts.elsewhere
+        self.steps: dict[int, int] = {}  # by rank, for AlertRules.remote_steps
 
     def observe(self, snapshots: Sequence[Snapshot], t: float, mono: float) -> list[Alert]:
-        """Once a minute, with the newest of each node. An alert's ``node`` is the one that it is about."""
+        """Compare the newest snapshots of all nodes, once per minute; an alert's ``node`` is the slow one."""
         steps: dict[int, int] = {}
         rank_rates = [s for snapshot in snapshots for s in self._rank_rates(snapshot, steps)]
         self.steps = steps
@@ -83,7 +85,7 @@ class CrossNodeRules:
                 steps[rank] = int(sample.step)
             samples = self._samples.setdefault((snapshot.node, rank), deque(maxlen=MAX_SAMPLES))
             if samples and sample.t <= samples[-1].t:
-                continue  # nothing new of this node
+                continue  # no new snapshot of this node
             if not sample.training or (samples and (sample.step or 0) < (samples[-1].step or 0)):
                 samples.clear()
             if not sample.training:
@@ -134,7 +136,7 @@ def _compare_nodes(
         node_is_slow = len(members) > 1 and num_slow > SLOW_NODE_SHARE * len(members)
         if len(members) > 1:
             middle, value = sorted(members, key=lambda m: m[1])[len(members) // 2]
-            node_suspect = Suspect(f"node {node} (the middle one of its {len(members)})", node, None, None)
+            node_suspect = Suspect(f"node {node} (median of {len(members)})", node, None, None)
             yield node, metric, rule(node_suspect, middle, value, median) if node_is_slow else _node_result(results)
         if len(members) < MIN_COMPARABLE:
             for (rank, _), verdict in zip(members, results, strict=True):
@@ -142,7 +144,7 @@ def _compare_nodes(
 
 
 def _node_result(results: Sequence[RuleResult]) -> RuleResult:
-    """Of a node with some slow members the node itself is well."""
+    """Return the result of a node that is not slow as a whole: healthy if any member is."""
     return False if any(v is False for v in results) else None
 
 

@@ -1,5 +1,4 @@
-"""An alert, and the gate that keeps a flapping figure from filling a chat: each is raised once and cleared once, and of
-one rule there are at most so many an hour."""
+"""Alerts, and a gate against flapping: each alert is raised once and cleared once, with an hourly limit per rule."""
 
 from __future__ import annotations
 
@@ -12,19 +11,17 @@ import msgspec
 CRITICAL, WARNING = "critical", "warning"
 RAISED, CLEARED = "raised", "cleared"
 
-CLEAR_AFTER_S = 60.0  # so long must all be well before an alert is cleared
-COOLDOWN_S = 600.0  # after that it is not raised again for so long
+CLEAR_AFTER_S = 60.0  # healthy time before an alert clears
+COOLDOWN_S = 600.0  # time after which a cleared alert may be raised again
 HOUR_S = 3600.0
-MAX_PER_HOUR = 10  # of one rule on one node
+MAX_PER_HOUR = 10  # per rule and node
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
-    """``t`` UTC epoch s. ``code`` is the rule's, as in the notes of the report. ``value`` is what was measured and
-    ``limit`` what it was held against, in the unit that the text names. ``lasted_s``: of a cleared one. ``held_back``:
-    how many of this rule were not told since the last one that was."""
+    """A raised or cleared alert."""
 
-    t: float
-    code: str
+    t: float  # UTC epoch s
+    code: str  # of the rule, as in the notes of the report
     severity: str
     text: str
     node: str
@@ -32,15 +29,14 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     fix: str | None = None
     uuid: str | None = None
     rank: int | None = None
-    value: float | None = None
-    limit: float | None = None
-    lasted_s: float | None = None
-    held_back: int = 0
+    value: float | None = None  # measured, in the unit of the text
+    limit: float | None = None  # for ``value``
+    lasted_s: float | None = None  # duration of a cleared alert
+    held_back: int = 0  # alerts of this rule suppressed since the last one sent
 
 
 class AlertFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rule says while it holds; the fields as in :class:`Alert`. ``confirm_s``: for how long it must have held
-    before it is told. ``one_shot``: it happened, and is never over: an XID, say."""
+    """Result of a rule whose condition holds; fields as in :class:`Alert`."""
 
     code: str
     severity: str
@@ -51,10 +47,12 @@ class AlertFinding(msgspec.Struct, frozen=True, kw_only=True):
     value: float | None = None
     limit: float | None = None
     confirm_s: float = 0.0
+    """Seconds for which the condition must hold before the alert is raised."""
     one_shot: bool = False
+    """An incident that is never cleared, such as an XID."""
 
 
-# A rule's word: it holds; all is well; or neither (no figure, or between the two limits), which changes nothing.
+# A finding (the condition holds), HEALTHY, or None (no data, or between the two limits), which changes nothing.
 RuleResult = AlertFinding | bool | None
 HEALTHY = False
 
@@ -70,7 +68,7 @@ class _AlertState:
 
 
 class AlertGate:
-    """Turns verdicts into alerts. ``mono`` is monotonic s, and may stand still or jump."""
+    """Turns rule results into alerts. ``mono`` is monotonic s and may stand still or jump."""
 
     def __init__(self, node: str) -> None:
         self._node = node
@@ -79,7 +77,7 @@ class AlertGate:
         self._suppressed_counts: dict[str, int] = {}
 
     def update(self, key: Hashable, result: RuleResult, t: float, mono: float) -> Alert | None:
-        """``key`` names the rule and what it is about (a GPU, a rank)."""
+        """Return the alert to send for a rule's result, if any; ``key`` identifies the rule and its GPU or rank."""
         if result is None:
             return None
         state = self._states.get(key)
@@ -94,7 +92,7 @@ class AlertGate:
         return None if state is None else self._clear_if_healthy(state, t, mono)
 
     def _raise_one_shot(self, state: _AlertState, finding: AlertFinding, t: float, mono: float) -> Alert | None:
-        state.is_suppressed = False  # each one counts
+        state.is_suppressed = False  # each incident counts
         alert = self._raise_if_confirmed(state, finding, t, mono)
         if alert is not None:
             state.active, state.cooldown_until = None, mono + COOLDOWN_S
@@ -117,7 +115,7 @@ class AlertGate:
                 self._suppressed_counts[finding.code] = self._suppressed_counts.get(finding.code, 0) + 1
             return None
         sent_times.append(mono)
-        if state.is_suppressed:  # it is told after all
+        if state.is_suppressed:  # it is sent after all
             state.is_suppressed = False
             self._suppressed_counts[finding.code] = max(0, self._suppressed_counts.get(finding.code, 0) - 1)
         state.active, state.raised_at = self._build_alert(finding, t), mono

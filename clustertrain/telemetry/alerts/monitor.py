@@ -1,4 +1,4 @@
-"""All that watches a running job from one node: the rules, the comparison with other nodes, and where alerts go."""
+"""Monitoring of a running job from one node: its rules, the comparison with other nodes, and alert delivery."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from clustertrain.telemetry.alerts.training_events import TrainingEventReader
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store.latest import LatestReader
 
-COMPARE_INTERVAL_S = 60.0  # and more rarely where there are so many nodes that it would cost more than
+COMPARE_INTERVAL_S = 60.0  # longer if there are so many nodes that comparing exceeds MAX_CPU_SHARE
 MAX_CPU_SHARE = 0.001  # of a core
 
 
 class AlertMonitor:
-    """An observer of the sampler.
+    """Observer of the sampler that raises alerts.
 
     Args:
-        on_event: as of :class:`.Notifier`; called from several threads.
-        telemetry: ``attempt.telemetry`` on the first node of a run on several; None elsewhere.
-        events: rank 0's, on its node; None elsewhere.
+        on_event: see :class:`.Notifier`; called from several threads.
+        telemetry: ``attempt.telemetry`` on the first node of a multi-node run; None on other nodes.
+        events: file of rank 0's events on its node; None on other nodes.
     """
 
     def __init__(
@@ -56,38 +56,42 @@ class AlertMonitor:
         if self._snapshots is not None:
             try:
                 self._thread.start()
-            except RuntimeError as e:  # the limit on processes is reached
-                self._on_event("telemetry_failed", reason=f"nodes are not compared: no thread could be started: {e}")
+            except RuntimeError as e:  # the process limit is reached
+                self._on_event("telemetry_failed", reason=f"nodes are not compared: cannot start a thread: {e}")
 
     def observe(self, snapshot: Snapshot) -> None:
-        """From the sampler's thread, after each tick. Never raises: a rule that fails is told once, and the others
-        with it are asked again at the next tick."""
+        """Evaluate the rules. Called in the sampler's thread after each tick.
+
+        Never raises: the first failure is reported, and all rules are evaluated again at the next tick.
+        """
         try:
             alerts = self._rules.observe(snapshot)
             for finding in self._training_events.read(snapshot.mono) if self._training_events is not None else ():
                 alert = self._rules.add_finding(finding, snapshot.t, snapshot.mono)
                 alerts += [] if alert is None else [alert]
-        except Exception as e:  # the sampler's thread must go on
+        except Exception as e:  # must not end the sampler's thread
             self._report_failure(e)
             return
         if alerts:
             self._send(alerts)
 
-    def listening(self, uuids: Sequence[str]) -> None:
-        """The driver tells errors of these devices; nothing hangs on it here."""
+    def watch_errors(self, uuids: Sequence[str]) -> None:
+        """Ignore which devices report errors; the rules do not depend on it."""
 
-    def event(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
-        """From the sampler's thread: ``xid``, ``ecc_uncorrected``, ``gpu_lost``, ``gpu_back``. That it happened
-        ``count`` times is one alert."""
+    def record_error(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
+        """Raise or clear the alert of a device event; ``count`` occurrences give one alert.
+
+        Called in the sampler's thread. ``kind`` is ``xid``, ``ecc_uncorrected``, ``gpu_lost`` or ``gpu_back``.
+        """
         self._send(self._rules.event(kind, uuid, clock.now(), clock.monotonic(), xid=xid))
 
     def quiet(self) -> None:
-        """The ranks are told to stop: nothing is sent or compared any more, events and log go on."""
+        """Stop sending alerts and comparing nodes, because the ranks are stopping; events and log continue."""
         self._stop.set()
         self._notifier.quiet()
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
-        """False where a thread did not end in time; they hold nothing and end with the process."""
+        """Stop the threads; return False if one does not end in time. They end with the process."""
         self._stop.set()
         notifier_stopped = self._notifier.stop(timeout_s)
         if self._thread.ident is not None:
@@ -97,13 +101,13 @@ class AlertMonitor:
     def _send(self, alerts: list[Alert]) -> None:
         try:
             self._notifier.send(alerts)
-        except Exception as e:  # a log that is closed, say
+        except Exception as e:  # such as a closed log
             self._report_failure(e)
 
     def _report_failure(self, error: Exception) -> None:
         if not self._failed:
             self._failed = True
-            self._on_event("telemetry_failed", reason=f"an alert's rule failed: {type(error).__name__}: {error}")
+            self._on_event("telemetry_failed", reason=f"an alert rule failed: {type(error).__name__}: {error}")
 
     def _compare_loop(self) -> None:
         pause_s = COMPARE_INTERVAL_S

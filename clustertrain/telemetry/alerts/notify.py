@@ -1,7 +1,7 @@
-"""Where alerts go: into the events and the agent's log, and to the command and the webhook that the user named.
+"""Delivery of alerts to the events, the agent's log, and the user's command and webhook.
 
-Command and webhook have a thread of their own and a short queue. Whatever goes wrong with them is an event
-``alert_not_delivered``, and never the run's trouble.
+Command and webhook have a separate thread and a short queue. A failure becomes an event ``alert_not_delivered`` and
+never affects the run.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from clustertrain.errors import CommandFailed
 from clustertrain.telemetry.alerts import webhook_url
 from clustertrain.telemetry.alerts.gate import CLEARED, Alert
 
-QUEUE_SIZE = 50  # alerts in the queue; more are dropped and counted
+QUEUE_SIZE = 50  # more alerts are dropped
 COMMAND_TIMEOUT_S, WEBHOOK_TIMEOUT_S, RETRY_DELAY_S, STOP_TIMEOUT_S = 30.0, 10.0, 1.0, 2.0
-_MAX_RESPONSE_BYTES = 4096  # bytes of an answer that are read
+_MAX_RESPONSE_BYTES = 4096  # bytes read of a response
 
 OnEvent = Callable[..., Any]
 
 
 class _DeliveryError(Exception):
-    """``again``: a second try may do."""
+    """Delivery failed; ``again`` says whether a retry may succeed."""
 
     def __init__(self, reason: str, *, retryable: bool = False) -> None:
         super().__init__(reason)
@@ -39,12 +39,13 @@ class _DeliveryError(Exception):
 
 
 class Notifier:
-    """Hands alerts on.
+    """Sender of alerts.
 
     Args:
-        on_event: called as ``on_event(name, **fields)``: ``alert``, ``alert_not_delivered``. From the caller's thread
-            and from the notifier's own, so it must be safe in both.
-        run, job_id: stand in what is sent, since one chat may get the alerts of many runs.
+        on_event: called as ``on_event(name, **fields)`` with ``alert`` and ``alert_not_delivered``, in the caller's and
+            the notifier's thread, so it must be thread-safe.
+        run: included in each message, as one chat may receive alerts of many runs.
+        job_id: included in each message.
     """
 
     def __init__(self, spec: AlertsSpec, on_event: OnEvent, *, run: str, job_id: str | None = None) -> None:
@@ -53,12 +54,12 @@ class Notifier:
         self._run, self._job_id = run, job_id
         self._queue: queue.Queue[Alert | None] = queue.Queue(QUEUE_SIZE)
         self._quiet = threading.Event()
-        self._last_failures: dict[str, str] = {}  # by way: the reason that was told last
+        self._last_failures: dict[str, str] = {}  # by channel, the last reported reason
         self._start_lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def send(self, alerts: Iterable[Alert]) -> None:
-        """Hand over, from any thread; returns at once but for the line in the events."""
+        """Write alerts to the events and the log, and queue them for delivery. Thread-safe."""
         for alert in alerts:
             if (self._spec.command or self._spec.has_webhook) and not self._quiet.is_set():
                 with self._start_lock:
@@ -67,17 +68,19 @@ class Notifier:
             print(f"clustertrain agent: {format_alert(alert)}", file=sys.stderr, flush=True)
 
     def quiet(self) -> None:
-        """The ranks have been told to stop: from here on nothing is sent, and what is under way is given up. The grace
-        time belongs to the checkpoint. Events and log go on."""
+        """Stop sending and abandon deliveries in progress, because the grace period is for the checkpoint.
+
+        Events and log continue.
+        """
         self._quiet.set()
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
-        """Give up what waits. False when a webhook held the thread for more than two seconds; it ends by itself."""
+        """Drop queued alerts; return False if a webhook blocks the thread longer than ``timeout_s``."""
         self._quiet.set()
         thread = self._thread
         if thread is None:
             return True
-        with contextlib.suppress(queue.Full):  # then it looks at the flag after each
+        with contextlib.suppress(queue.Full):  # the thread then checks the flag after each alert
             self._queue.put_nowait(None)
         thread.join(timeout_s)
         return not thread.is_alive()
@@ -87,14 +90,14 @@ class Notifier:
             thread = threading.Thread(target=self._deliver_loop, name="alerts", daemon=True)
             try:
                 thread.start()
-            except RuntimeError as e:  # the limit on processes is reached; the next alert tries again
-                self._report_failure("thread", f"no thread could be started: {e}")
+            except RuntimeError as e:  # the process limit is reached; the next alert tries again
+                self._report_failure("thread", f"cannot start a thread: {e}")
                 return
             self._thread = thread
         try:
             self._queue.put_nowait(alert)
         except queue.Full:
-            self._report_failure("queue", f"more than {QUEUE_SIZE} alerts wait")
+            self._report_failure("queue", f"more than {QUEUE_SIZE} alerts queued")
 
     def _deliver_loop(self) -> None:
         while not self._quiet.is_set():
@@ -114,22 +117,20 @@ class Notifier:
             send(body)
         except (CommandFailed, _DeliveryError) as e:
             self._report_failure(channel, str(e))
-        except Exception as e:  # the thread's edge. The type alone: the message may quote the URL, which is a secret
+        except Exception as e:  # the thread's edge. Only the type: the message may quote the secret URL
             self._report_failure(channel, f"unexpected {type(e).__name__}")
         else:
             self._last_failures.pop(channel, None)
             self._last_failures.pop("queue", None)
 
     def _report_failure(self, channel: str, reason: str) -> None:
-        """One event until it works again, or fails for another reason."""
+        """Report a failure once, until delivery works again or fails for another reason."""
         if self._quiet.is_set() or self._last_failures.get(channel) == reason:
             return
         self._last_failures[channel] = reason
         target = {"command": self._spec.command[:1], "webhook": [webhook_url.redacted(self._spec)]}.get(channel, [])
         self._on_event("alert_not_delivered", way=channel, to="".join(target), reason=reason)
-        print(
-            f"clustertrain agent: an alert was not delivered by {channel} {''.join(target)}: {reason}", file=sys.stderr
-        )
+        print(f"clustertrain agent: cannot deliver an alert by {channel} {''.join(target)}: {reason}", file=sys.stderr)
 
     def _run_command(self, body: bytes) -> None:
         proc.run_with_stdin(
@@ -150,12 +151,12 @@ class Notifier:
 
 
 def post(url: str, body: bytes, timeout_s: float = WEBHOOK_TIMEOUT_S) -> None:
-    """POST JSON. Redirects are not followed: they would turn it into a GET, or take the secret of the URL elsewhere.
+    """POST JSON without following redirects, which would change it to GET or leak the secret URL.
 
     Raises:
-        _NotDelivered: in words that do not contain the URL.
+        _DeliveryError: the request failed; the message does not contain the URL.
     """
-    # Here: importing it takes some 30 ms, which an agent without a webhook need not spend.
+    # Imported here because it takes about 30 ms, only needed with a webhook.
     import http.client
     from urllib.error import HTTPError, URLError
     from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -175,18 +176,18 @@ def post(url: str, body: bytes, timeout_s: float = WEBHOOK_TIMEOUT_S) -> None:
     except HTTPError as e:
         e.close()
         if 300 <= e.code < 400:
-            raise _DeliveryError(f"it answered {e.code}, a redirect: name the URL that it leads to") from None
-        raise _DeliveryError(f"it answered {e.code}", retryable=e.code >= 500 or e.code == 429) from None
+            raise _DeliveryError(f"HTTP status {e.code}, a redirect: set the URL to its target") from None
+        raise _DeliveryError(f"HTTP status {e.code}", retryable=e.code >= 500 or e.code == 429) from None
     except TimeoutError:
-        raise _DeliveryError(f"no answer in {timeout_s:g} s", retryable=True) from None
+        raise _DeliveryError(f"no response in {timeout_s:g} s", retryable=True) from None
     except URLError as e:
         timed_out = isinstance(e.reason, TimeoutError)
         reason = (
-            f"no answer in {timeout_s:g} s" if timed_out else getattr(e.reason, "strerror", None) or "no connection"
+            f"no response in {timeout_s:g} s" if timed_out else getattr(e.reason, "strerror", None) or "no connection"
         )
         raise _DeliveryError(reason, retryable=True) from None
     except (OSError, http.client.HTTPException, ValueError) as e:
-        raise _DeliveryError(f"the answer broke off ({type(e).__name__})", retryable=True) from None
+        raise _DeliveryError(f"the response was interrupted ({type(e).__name__})", retryable=True) from None
 
 
 def _strip_credentials(parts: SplitResult) -> str:
@@ -201,25 +202,25 @@ def _auth_header(parts: SplitResult) -> dict[str, str]:
 
 
 def format_alert(alert: Alert) -> str:
-    """One line, without the fix."""
+    """Format an alert as one line, without its fix."""
     if alert.state == CLEARED:
         return f"cleared after {_format_duration(alert.lasted_s or 0.0)}: {alert.text}"
-    suppressed = f" ({alert.held_back} more of this kind were not told)" if alert.held_back else ""
+    suppressed = f" ({alert.held_back} more of this kind were suppressed)" if alert.held_back else ""
     return f"{alert.severity}: {alert.text}{suppressed}"
 
 
 def alert_payload(alert: Alert, run: str, job_id: str | None) -> dict[str, Any]:
-    """What is sent. Slack, Mattermost, Rocket.Chat and Zulip show ``text``; the other keys are for programs."""
+    """Return the message body. Slack, Mattermost, Rocket.Chat and Zulip show ``text``; programs use the other keys."""
     fix = f"\nfix: {alert.fix}" if alert.fix and alert.state != CLEARED else ""
     text = f"{run}: {format_alert(alert)}{fix}"
-    # <, > and & begin links and mentions there.
+    # <, > and & start links and mentions in chats.
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     fields = {k: v for k, v in msgspec.to_builtins(alert).items() if k != "text"}
     return {"text": text, "run": run, "job_id": job_id, "message": alert.text, **fields}
 
 
 def _event_fields(alert: Alert) -> dict[str, Any]:
-    """For the event, which has a ``t`` and a name of its own."""
+    """Return the alert's fields for its event, without ``t``, which the event has already."""
     return {k: v for k, v in msgspec.to_builtins(alert).items() if k != "t" and v is not None}
 
 

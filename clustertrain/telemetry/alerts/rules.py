@@ -1,9 +1,7 @@
-"""The rules that watch a node while its job runs. The sampler hands in every snapshot; what is found goes to
-:mod:`.notify`.
+"""Alert rules of one node during its job. The sampler passes every snapshot; alerts go to :mod:`.notify`.
 
-A rule sees its own node. What is true of the run as a whole (GPUs have little to do, steps become slow, or none is done
-any more) only the node of rank 0 says, as all ranks step together: a job of a hundred nodes would say it a hundred
-times. What takes other nodes to compare with is :mod:`.across`'s.
+A rule sees only its node. Conditions of the whole run (low utilization, slow steps, no steps) are reported only by the
+node of rank 0, because all ranks step together and each node would report them. :mod:`.cross_node` compares nodes.
 """
 
 from __future__ import annotations
@@ -23,24 +21,20 @@ from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store.writer import GpuFacts
 
 GIB = 1 << 30
-MIN_COMPARABLE = 3  # so many are needed before one of them can be called slower than the others
-MIN_TRAIN_S = 180.0  # and each must have trained for so long
-MAX_TICK_S = 10.0  # a longer pause between two snapshots tells nothing of what was in between
-STARTUP_HANG_S = 1800.0  # until steps have been seen: the first one compiles
-MIN_STEP_S = 0.02  # shorter steps are a toy's, and vary
-_NON_TRAINING_PHASES = (
-    heartbeat.STARTUP,
-    heartbeat.RESTORE,
-    heartbeat.SHUTDOWN,
-)  # where nobody expects a GPU to be busy
+MIN_COMPARABLE = 3  # GPUs or ranks needed before one can be called slower than the others
+MIN_TRAIN_S = 180.0  # training time that each of them needs
+MAX_TICK_S = 10.0  # nothing is known about a longer pause between two snapshots
+STARTUP_HANG_S = 1800.0  # before the first steps: the first one compiles
+MIN_STEP_S = 0.02  # shorter steps vary too much
+_NON_TRAINING_PHASES = (heartbeat.STARTUP, heartbeat.RESTORE, heartbeat.SHUTDOWN)  # no GPU is expected to be busy
 
 AlertKey = tuple[str, object]
 
 
 class AlertRules:
-    """The alerts of one node. Not thread-safe: one thread calls :meth:`observe` and :meth:`event`, or a lock is held.
+    """Alert rules of one node. Not thread-safe.
 
-    ``remote_steps`` (rank -> step) may be set from any thread; it names the rank that is behind when the run hangs.
+    ``remote_steps`` (step by rank) may be set by any thread; it identifies the rank that is behind when the run hangs.
     """
 
     def __init__(self, spec: AlertsSpec, node: str) -> None:
@@ -60,7 +54,7 @@ class AlertRules:
         self.remote_steps: Mapping[int, int] = {}
 
     def observe(self, snapshot: Snapshot) -> list[Alert]:
-        """What has begun or ended to be wrong. Adds up; the rules are asked every ten seconds."""
+        """Add a snapshot and return raised and cleared alerts; the rules are evaluated every ten seconds."""
         if snapshot.gpus is not self._gpu_facts or snapshot.ranks is not self._snapshot_ranks:
             self._update_devices(snapshot)
         previous, self._last_mono = self._last_mono, snapshot.mono
@@ -76,8 +70,10 @@ class AlertRules:
         return self._close_bucket(snapshot)
 
     def event(self, kind: str, uuid: str, t: float, mono: float, *, xid: int | None = None) -> list[Alert]:
-        """What the sampler is told by the driver: ``xid``, ``ecc_uncorrected``, ``gpu_lost`` or ``gpu_back``.
-        What else it tells is no alert."""
+        """Return the alerts of a device event; kinds other than the following give none.
+
+        ``kind`` is ``xid``, ``ecc_uncorrected``, ``gpu_lost`` or ``gpu_back``.
+        """
         gpu = next((g for g in self._gpus if g.facts.uuid == uuid), None)
         rank = gpu.rank if gpu is not None else None
         where = f"{gpu.label if gpu is not None else f'GPU {uuid}'} of {self._node}"
@@ -85,7 +81,7 @@ class AlertRules:
             lost = AlertFinding(
                 code="gpu_lost",
                 severity=CRITICAL,
-                text=f"{where} does not answer any more",
+                text=f"{where} no longer responds",
                 fix=exclude_hint(self._node),
                 uuid=uuid,
                 rank=rank,
@@ -104,11 +100,11 @@ class AlertRules:
         return [] if alert is None else [alert]
 
     def add_finding(self, finding: AlertFinding, t: float, mono: float) -> Alert | None:
-        """What rank 0 has written among its events."""
+        """Return the alert of a warning from rank 0's events, if it is to be sent."""
         return self._gate.update((finding.code, "training"), finding, t, mono)
 
     def _update_devices(self, snapshot: Snapshot) -> None:
-        """Other GPUs, as after the driver came back; those that stayed keep what is known of them."""
+        """Adopt a changed list of GPUs, as after a driver restart; unchanged GPUs keep their windows."""
         unchanged = snapshot.gpus == self._gpu_facts and snapshot.ranks == self._snapshot_ranks
         self._gpu_facts, self._snapshot_ranks = snapshot.gpus, snapshot.ranks
         if unchanged:
@@ -163,7 +159,7 @@ class AlertRules:
             yield ("hung", 0), self._hung()
 
     def _rank_of(self, gpu: GpuWindow) -> RankWindow | None:
-        """The rank of a GPU, where it says something of itself."""
+        """Return the rank of a GPU if it has sent a heartbeat."""
         rank = self._ranks.get(gpu.rank) if gpu.rank is not None else None
         return rank if rank is not None and rank.phase is not None else None
 
@@ -175,14 +171,14 @@ class AlertRules:
             gpu.idle_s = 0.0
             return HEALTHY
         if rank is not None and (not rank.has_trained or rank.phase in _NON_TRAINING_PHASES):
-            return None  # training has not begun, or is over
+            return None  # training has not started, or is over
         gpu.idle_s += bucket.busy_known
         if gpu.idle_s < 60 * self._spec.idle_min:
             return None
         activity = "no rank uses it" if gpu.rank is None else f"rank {gpu.rank} runs on it"
         if rank is not None and rank.phase is not None and 0 <= rank.phase < len(heartbeat.PHASES):
             activity = f"its rank {rank.rank} is in the phase {heartbeat.PHASES[rank.phase]}"
-        fix = "ask for fewer GPUs" if gpu.rank is None else f"see `clustertrain logs --rank {gpu.rank}`"
+        fix = "request fewer GPUs" if gpu.rank is None else f"see `clustertrain logs --rank {gpu.rank}`"
         text = f"{gpu.label} of {self._node} has been at 0 % for {_format_minutes(gpu.idle_s)}; {activity}"
         return _gpu_finding("gpu_idle", WARNING, text, fix, gpu, gpu.idle_s / 60, self._spec.idle_min)
 
@@ -195,7 +191,7 @@ class AlertRules:
             return HEALTHY if share < self._spec.memory - 0.02 else None
         usage = f"{bucket.max_memory_bytes / GIB:.1f} of {total / GIB:.1f} GiB"
         text = f"the memory of {gpu.label} of {self._node} is nearly full: {usage}"
-        fix = "a smaller micro batch, activation checkpointing, or more sharding, before a longer batch runs out"
+        fix = "use a smaller micro batch, activation checkpointing or more sharding, before a longer batch fails"
         return _gpu_finding("memory_nearly_full", WARNING, text, fix, gpu, share, self._spec.memory)
 
     def _throttled(self, gpu: GpuWindow, bucket: GpuBucket) -> RuleResult:
@@ -206,8 +202,8 @@ class AlertRules:
         if minutes < self._spec.throttle_min:
             return HEALTHY if minutes < self._spec.throttle_min / 2 else None
         reason = "heat" if thermal >= hardware else "the hardware (power supply or power brake)"
-        text = f"{gpu.label} of {self._node} was held down by {reason} for {minutes:.1f} of the last 10 minutes"
-        fix = f"tell the administrators; {exclude_hint(self._node)}"
+        text = f"{gpu.label} of {self._node} was throttled by {reason} for {minutes:.1f} of the last 10 minutes"
+        fix = f"notify the administrators; {exclude_hint(self._node)}"
         return _gpu_finding("throttled", WARNING, text, fix, gpu, minutes, self._spec.throttle_min, CONFIRM_S)
 
     def _ecc_and_row_remap(self, gpu: GpuWindow, values: Mapping[str, float]) -> Iterator[tuple[AlertKey, RuleResult]]:
@@ -221,12 +217,12 @@ class AlertRules:
                 yield ("ecc_uncorrected", uuid), _ecc_finding(where, self._node, uuid, gpu.rank, count - previous)
         remap_failed = finite_or_none(values.get(gpu.remap_failed))
         if remap_failed is not None:
-            text = f"a memory row of {where} could not be replaced: the board is to be exchanged"
+            text = f"a memory row of {where} could not be replaced: the board must be replaced"
             finding = _gpu_finding("row_remap_failed", CRITICAL, text, exclude_hint(self._node), gpu, remap_failed, 0.0)
             yield ("row_remap_failed", uuid), finding if remap_failed else HEALTHY
 
     def _slow_gpus_and_ranks(self) -> Iterator[tuple[AlertKey, RuleResult]]:
-        """A GPU that throttles is slower, and its rank is late: that is one thing to say and not three."""
+        """Report slow GPUs and ranks; a throttled GPU, its low clock and its late rank give a single alert."""
         if not self._spec.straggler:
             return
         throttle_limit_s = 60 * self._spec.throttle_min
@@ -248,7 +244,7 @@ class AlertRules:
     def _slow_ranks(
         self, counter: str, rule: straggler.StragglerRule, explained: set[str]
     ) -> Iterator[tuple[AlertKey, RuleResult]]:
-        """``explained``: the GPUs of which a cause has been named."""
+        """Report slow ranks, except those whose GPU is in ``explained``."""
         times = {r: s for r, w in self._ranks.items() if (s := w.per_step(counter, MIN_TRAIN_S)) is not None}
         if len(times) < MIN_COMPARABLE:
             return
@@ -269,10 +265,8 @@ class AlertRules:
         limit = median * (1 + self._spec.slowdown)
         if recent < max(limit, MIN_STEP_S):
             return HEALTHY if recent < max(median * (1 + self._spec.slowdown / 2), MIN_STEP_S) else None
-        text = (
-            f"a step takes {recent:.3g} s, {recent / median - 1:.0%} longer than the run's own median of {median:.3g} s"
-        )
-        fix = "see `clustertrain top` for what it waits on: data, a slow GPU, the network"
+        text = f"a step takes {recent:.3g} s, {recent / median - 1:.0%} longer than the run's median of {median:.3g} s"
+        fix = "check `clustertrain top` for the cause: data, a slow GPU or the network"
         return AlertFinding(
             code="slow_steps",
             severity=WARNING,
@@ -296,8 +290,8 @@ class AlertRules:
         return AlertFinding(
             code="hung",
             severity=CRITICAL,
-            text=f"no step for {_format_minutes(self._stalled_s)}, though all ranks are in training; {text}",
-            fix=f"see `{logs}`; `clustertrain requeue` goes on from the newest checkpoint",
+            text=f"no step for {_format_minutes(self._stalled_s)}, although all ranks are in training; {text}",
+            fix=f"see `{logs}`; `clustertrain requeue` continues from the newest checkpoint",
             uuid=gpu.facts.uuid if gpu is not None else None,
             rank=slow_rank,
             value=self._stalled_s,
@@ -305,17 +299,21 @@ class AlertRules:
         )
 
     def _hang_limit_s(self) -> float:
-        """How long a run that is well may go without a step."""
+        """Return the longest time that a healthy run may take for a step."""
         median_s, early = self._step_times.median(require_min=False), self._step_times.early()
         if median_s is not None:
             return 10 * median_s
         if early is None:
             return STARTUP_HANG_S
         early_median_s, early_max_s = early
-        return max(10 * early_median_s, 2 * early_max_s)  # another shape compiles about as long as the first one did
+        return max(10 * early_median_s, 2 * early_max_s)  # compiling another shape takes about as long as the first
 
     def _find_slow_rank(self) -> tuple[int | None, str]:
-        """By its step; where all are at the same step by its GPU, as those that wait for it spin in a collective."""
+        """Return the rank that the others wait for, and a text.
+
+        It is the rank with the lowest step; if all are at the same step, the rank whose GPU does not spin in a
+        collective.
+        """
         steps = {**self.remote_steps, **{r: int(w.step) for r, w in self._ranks.items() if w.step is not None}}
         spinning = [g for g in self._gpus if g.is_spinning()]
         not_spinning = [g for g in self._gpus if g.rank is not None and g not in spinning]
@@ -332,14 +330,13 @@ class AlertRules:
             return late[0], f"rank {late[0]}{more} is at step {steps[late[0]]}, the others are at {high}{waiting_text}"
         step_text = f"all are at step {low}" if low == high else f"they are at steps {low} to {high}"
         if spinning and len(not_spinning) == 1:
-            return not_spinning[
-                0
-            ].rank, f"{step_text}{waiting_text} for rank {not_spinning[0].rank} ({not_spinning[0].label})"
-        return None, f"{step_text}{waiting_text}; which rank the others wait for is not known"
+            slow = not_spinning[0]
+            return slow.rank, f"{step_text}{waiting_text} for rank {slow.rank} ({slow.label})"
+        return None, f"{step_text}{waiting_text}; the rank that the others wait for is unknown"
 
 
 def _group_by_model(gpus: list[GpuWindow]) -> dict[str | None, list[GpuWindow]]:
-    """Clocks of two models of GPU say nothing of each other."""
+    """Group GPUs by model, because clocks of different models are not comparable."""
     groups: dict[str | None, list[GpuWindow]] = {}
     for gpu in gpus:
         groups.setdefault(gpu.facts.name, []).append(gpu)
@@ -379,7 +376,7 @@ def _ecc_finding(where: str, node: str, uuid: str, rank: int | None, count: floa
         code="ecc_uncorrected",
         severity=CRITICAL,
         text=f"{errors_text} of {where} could not be corrected",
-        fix=f"what was computed since is in doubt; {exclude_hint(node)}",
+        fix=f"results since then may be wrong; {exclude_hint(node)}",
         uuid=uuid,
         rank=rank,
         value=count,

@@ -1,5 +1,4 @@
-"""What rank 0 warns of, on its way to where alerts go: read from its events, since the agent has no other word of the
-ranks than files."""
+"""Warnings of rank 0 as alerts. They are read from its events file because agent and ranks share only files."""
 
 from __future__ import annotations
 
@@ -11,13 +10,13 @@ from clustertrain.run import events
 from clustertrain.telemetry.alerts.gate import CRITICAL, WARNING, AlertFinding
 
 READ_INTERVAL_S = 10.0
-MAX_BYTES = 1 << 20  # at a time; the file has a line every few minutes
+MAX_BYTES = 1 << 20  # per reading; the file grows by a line every few minutes
 EVENT = "training_warning"
 _CRITICAL = frozenset({"non_finite"})
 
 
 class TrainingEventReader:
-    """Reads on in the events of rank 0 of one attempt. Not thread-safe."""
+    """Incremental reader of the events of rank 0 in one attempt. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -25,7 +24,7 @@ class TrainingEventReader:
         self._next_read_s = float("-inf")
 
     def read(self, mono: float) -> Iterator[AlertFinding]:
-        """What was written since, where it is time to look again. A file that cannot be read now is read later."""
+        """Yield the new warnings, at most every READ_INTERVAL_S; an unreadable file is retried later."""
         if mono < self._next_read_s:
             return
         self._next_read_s = mono + READ_INTERVAL_S

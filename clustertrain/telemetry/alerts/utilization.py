@@ -1,4 +1,4 @@
-"""GPUs that have little to do while they train, and why as far as their node tells: data, host or communication."""
+"""Alert for low GPU utilization in training, with the cause visible on the node: data, host or communication."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from clustertrain.telemetry.alerts.window import RECENT_BUCKETS, GpuWindow, Rank
 from clustertrain.telemetry.fields import column_name
 from clustertrain.telemetry.snapshot import Snapshot
 
-MIN_TRAIN_S = 120.0  # of the last five minutes must have been training; checkpoints and evaluations may take the others
-_CLEAR_MARGIN = 0.05  # by so much above the limit all is well
-_IDLE_UTILIZATION = 0.005  # that a GPU does nothing at all is another rule's to say
+MIN_TRAIN_S = 120.0  # training within the last five minutes; checkpoints and evaluations may take the rest
+_CLEAR_MARGIN = 0.05  # above the limit, to clear the alert
+_IDLE_UTILIZATION = 0.005  # another rule reports idle GPUs
 
 
 class _CounterRate:
-    """What counters grew by together in a second over the recent minutes."""
+    """Combined rate of several counters over the recent minutes."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=RECENT_BUCKETS + 1)
 
     def close(self, values: Mapping[str, float], columns: Sequence[str], mono: float) -> None:
         totals = [total for name in columns if (total := finite_or_none(values.get(name))) is not None]
-        if len(totals) < len(columns):  # the sum of the others would fall, and then jump
+        if len(totals) < len(columns):  # the sum of the others would fall and then jump
             return
-        if self._samples and sum(totals) < self._samples[-1][1]:  # it began anew
+        if self._samples and sum(totals) < self._samples[-1][1]:  # a counter restarted
             self._samples.clear()
         self._samples.append((mono, sum(totals)))
 
@@ -40,7 +40,7 @@ class _CounterRate:
 
 
 class UtilizationRule:
-    """The rule, on the node of rank 0. ``limit``: the mean share of time, in training, below which it is told."""
+    """Low-utilization rule on the node of rank 0; it fires if the mean utilization in training is below ``limit``."""
 
     def __init__(self, limit: float, node: str) -> None:
         self._limit = limit
@@ -53,7 +53,7 @@ class UtilizationRule:
         self._cpu: deque[float] = deque(maxlen=RECENT_BUCKETS)
 
     def close(self, gpus: Sequence[GpuWindow], snapshot: Snapshot) -> None:
-        """Once in ten seconds."""
+        """Record the rates of the last bucket, every ten seconds."""
         cpu = finite_or_none(snapshot.values.get(column_name("host", "cpu")))
         if cpu is not None:
             self._cpu.append(cpu)
@@ -93,7 +93,7 @@ class UtilizationRule:
         )
 
     def _cause(self, gpus: Sequence[GpuWindow], ranks: Sequence[RankWindow]) -> tuple[str, str]:
-        """The evidence, and what helps. The first cause that has evidence is told."""
+        """Return the evidence and the fix of the first cause that has evidence."""
         cpu, cores_owner = self._cores_busy()
         cores_text = f"{cpu or 0.0:.0%} of {cores_owner} busy"
         cores_saturated = cpu is not None and cpu >= causes.HIGH_CPU_UTILIZATION
@@ -104,22 +104,21 @@ class UtilizationRule:
             and (step_s := rank.per_step("train_s", MIN_TRAIN_S))
         ]
         if shares and (share := statistics.fmean(shares)) >= causes.HIGH_DATA_WAIT:
-            evidence = f"training waits for its data for {share:.0%} of a step"
+            evidence = f"training waits for data during {share:.0%} of a step"
             if not cores_saturated:
                 return evidence, causes.FIX_DATA_LOADING
-            return f"{evidence}, with {cores_text}", f"{causes.FIX_CPU_CORES}; else {causes.FIX_DATA_LOADING}"
+            return f"{evidence}, with {cores_text}", f"{causes.FIX_CPU_CORES}; otherwise {causes.FIX_DATA_LOADING}"
         if cores_saturated:
-            return cores_text, f"{causes.FIX_CPU_CORES}, or a node of one's own"
+            return cores_text, f"{causes.FIX_CPU_CORES}, or an exclusive node"
         if busy_links := self._busy_links(gpus, single_rank=len(ranks) == 1):
-            return f"waiting on communication, with {causes.join_words(busy_links, 'and')} a GPU", causes.FIX_NETWORK
+            return f"waiting for communication, with {causes.join_words(busy_links, 'and')} per GPU", causes.FIX_NETWORK
         if not shares or cpu is None:
-            return "nothing that is recorded says why", causes.FIX_SMALL_KERNELS
-        evidence = "not for data or the processors, so the kernels may be too small, or Python too slow for them"
+            return "the recorded data does not show the cause", causes.FIX_SMALL_KERNELS
+        evidence = "data and processors are not the cause; kernels may be too small, or Python too slow"
         return evidence, causes.FIX_SMALL_KERNELS
 
     def _cores_busy(self) -> tuple[float | None, str]:
-        """The share of the processors that are busy, and of which ones: of those that the job has, as far as that is
-        known, or, where it has not only some of them, of the node."""
+        """Return the busy share of the job's processors, or of the node's if the job's are unknown, and a label."""
         rate = self._job_cpu.per_s()
         if self._cores and rate is not None:
             return rate / self._cores, "the job's processors"
@@ -128,7 +127,10 @@ class UtilizationRule:
         return statistics.fmean(self._cpu), "the node's processors"
 
     def _busy_links(self, gpus: Sequence[GpuWindow], *, single_rank: bool) -> list[str]:
-        """``single_rank``: one rank on its node, whose PCIe carries what it copies from and to the host."""
+        """Return phrases for the busy links.
+
+        PCIe does not count with a single rank on the node: it carries only copies to and from the host.
+        """
 
         def mean(link: str) -> float | None:
             rates = [rate for gpu in gpus if (rate := self._rates[gpu.facts.uuid, link].per_s()) is not None]

@@ -1,4 +1,4 @@
-"""Where the webhook is: in the recipe, or kept out of the run's folder in an environment variable or a file."""
+"""Lookup of the webhook's URL: in the recipe, or, to keep it out of the run's folder, in a variable or a file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _MAX_BYTES = 8192
 
 
 class WebhookUrlError(Exception):
-    """In words that do not contain what was found."""
+    """Missing or invalid webhook URL; the message does not contain the URL."""
 
 
 def resolve(spec: AlertsSpec) -> str:
-    """The webhook's URL, looked up anew for each alert, so that a file may be replaced while the run goes on.
+    """Return the webhook's URL, read again for each alert so that a file may be replaced during the run.
 
     Raises:
-        WebhookUrlError: the variable or the file is not there, or holds no URL.
+        WebhookUrlError: the variable or the file is missing, or contains no URL.
     """
     if spec.webhook:
         return spec.webhook
@@ -31,7 +31,7 @@ def resolve(spec: AlertsSpec) -> str:
     else:
         url, source = _first_line(spec.webhook_file), spec.webhook_file
     if not is_http_url(url.strip()):
-        raise WebhookUrlError(f"{source} holds no URL, as https://host/path")
+        raise WebhookUrlError(f"{source} contains no URL of the form https://host/path")
     return url.strip()
 
 
@@ -44,7 +44,7 @@ def _first_line(path: str) -> str:
 
 
 def redacted(spec: AlertsSpec) -> str:
-    """``https://host/…``, as of a URL all but the host may be a secret; or where it is kept."""
+    """Return ``https://host/…`` without the parts that may be secret, or the variable or file with the URL."""
     if spec.webhook:
         parts = urlsplit(spec.webhook)
         return f"{parts.scheme}://{parts.hostname}/…"

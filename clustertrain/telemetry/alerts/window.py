@@ -1,5 +1,7 @@
-"""The last minutes of a node in sums of ten seconds, for the rules of :mod:`.alerts`. Plain floats: a tick adds some
-dozens of them, for which numpy would cost more than it saves."""
+"""Sliding windows over the last minutes of a node, in buckets of ten seconds, for the rules in :mod:`.rules`.
+
+Plain floats: a tick adds a few dozen of them, for which numpy would be slower.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +16,38 @@ from clustertrain.telemetry.fields import column_name
 from clustertrain.telemetry.store.writer import GpuFacts
 
 BUCKET_S = 10.0
-WINDOW_BUCKETS = 60  # buckets: ten minutes
+WINDOW_BUCKETS = 60  # ten minutes
 WARMUP_S = 180.0  # of training
-RECENT_BUCKETS = 30  # of them the five minutes in which figures are compared
+RECENT_BUCKETS = 30  # the five minutes used for comparisons
 
 _BIN_LOG_WIDTH = math.log(1.02)
 
 
 def finite_or_none(value: float | None) -> float | None:
+    """Return the value, or None if it is NaN or infinite."""
     return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass(slots=True)
 class GpuBucket:
-    """Seconds, and sums of figure x seconds. ``busy_known``: seconds in which the utilization was known;
-    ``clock_known_s``:
-    in which the clock was, while the GPU's rank trained; ``train_busy_known_s``: the same of the utilization, without
-    the first minutes, in which kernels are compiled."""
+    """Sums of one GPU over one bucket. ``*known*`` fields are the seconds for which the value was known."""
 
     busy_known: float = 0.0
     busy_s: float = 0.0
-    max_memory_bytes: float = 0.0  # the highest
+    max_memory_bytes: float = 0.0
     throttle_known_s: float = 0.0
     thermal_s: float = 0.0
     hardware_s: float = 0.0
-    clock_known_s: float = 0.0
-    clock_mhz_s: float = 0.0
-    train_busy_known_s: float = 0.0
+    clock_known_s: float = 0.0  # only while the GPU's rank trained
+    clock_mhz_s: float = 0.0  # clock x seconds
+    train_busy_known_s: float = 0.0  # only in training, after the first minutes, which compile kernels
     train_busy_s: float = 0.0
     power_known_s: float = 0.0
     energy_j: float = 0.0
 
 
 class GpuWindow:
-    """One GPU. Its columns are named once: building the names would be most of a tick."""
+    """Window of one GPU. Column names are built once because building them would dominate a tick."""
 
     def __init__(self, index: int, facts: GpuFacts) -> None:
         self.facts = facts
@@ -74,7 +74,7 @@ class GpuWindow:
         return f"GPU {self.facts.uuid if self.facts.index is None else self.facts.index}"
 
     def add(self, values: Mapping[str, float], dt: float, training: bool, warmed_up: bool) -> None:
-        """``warmed_up``: the first minutes of its training are over."""
+        """Add a sample that stands for ``dt`` seconds; ``warmed_up``: the first minutes of training are over."""
         bucket = self.bucket
         busy = finite_or_none(values.get(self._util))
         if busy is not None:
@@ -102,7 +102,7 @@ class GpuWindow:
                 bucket.clock_mhz_s += clock * dt
 
     def close(self) -> GpuBucket:
-        """End the bucket and begin another."""
+        """End the open bucket, return it and begin another."""
         closed, self.bucket = self.bucket, GpuBucket()
         self.history.append(closed)
         if closed.clock_known_s >= BUCKET_S / 2 and closed.power_known_s:
@@ -111,7 +111,7 @@ class GpuWindow:
         return closed
 
     def clock_mhz(self, min_s: float) -> float | None:
-        """Mean over the recent buckets while training; None where fewer seconds than ``min_s`` are known."""
+        """Return the mean clock in training over the recent buckets; None if known for less than ``min_s``."""
         known_s = clock = 0.0
         for b in _recent_buckets(self.history):
             known_s += b.clock_known_s
@@ -119,7 +119,7 @@ class GpuWindow:
         return clock / known_s if known_s >= min_s else None
 
     def utilization(self, min_s: float) -> float | None:
-        """Mean over the recent buckets while training, as :meth:`clock_mhz`."""
+        """Return the mean utilization in training over the recent buckets; None if known for less than ``min_s``."""
         known_s = busy_s = 0.0
         for b in _recent_buckets(self.history):
             known_s += b.train_busy_known_s
@@ -127,7 +127,7 @@ class GpuWindow:
         return busy_s / known_s if known_s >= min_s else None
 
     def throttled_s(self) -> tuple[float, float]:
-        """Seconds held down by heat, and by the hardware, in the last ten minutes."""
+        """Return the seconds throttled by heat and by hardware in the last ten minutes."""
         thermal = hardware = 0.0
         for b in self.history:
             thermal += b.thermal_s
@@ -135,7 +135,7 @@ class GpuWindow:
         return thermal, hardware
 
     def is_spinning(self) -> bool:
-        """Busy without drawing what it draws in training: it waits in a collective, which is a kernel that polls."""
+        """Return whether the GPU is busy at low power: it waits in a collective, whose kernel polls."""
         seconds, joules = self.train_power
         if not self.history or not seconds:
             return False
@@ -158,14 +158,14 @@ class RankSample:
 
 
 class RankWindow:
-    """One rank. ``train_s`` counts the seconds in which it trained."""
+    """Window of one rank. ``train_s`` counts its seconds of training."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.phase: int | None = None
         self.step: float | None = None
         self.train_s = 0.0
-        self.has_trained = False  # it has been seen training
+        self.has_trained = False  # in any sample so far
         self.samples: deque[RankSample] = deque(maxlen=RECENT_BUCKETS + 1)
         device = f"rank{rank}"
         self._step, self._phase = column_name(device, "step"), column_name(device, "phase")
@@ -177,11 +177,11 @@ class RankWindow:
 
     @property
     def is_warmed_up(self) -> bool:
-        """The first minutes, in which kernels are compiled and caches fill, are over."""
+        """Whether the first minutes, which compile kernels and fill caches, are over."""
         return self.train_s >= WARMUP_S
 
     def add(self, values: Mapping[str, float], dt: float) -> bool:
-        """Whether the step advanced."""
+        """Add a sample that stands for ``dt`` seconds; return whether the step advanced."""
         phase = finite_or_none(values.get(self._phase))
         self.phase = None if phase is None else int(phase)
         if self.is_training:
@@ -196,13 +196,13 @@ class RankWindow:
     def close(self, values: Mapping[str, float]) -> None:
         if self.step is None or not self.is_training:
             return
-        if self.samples and self.step < self.samples[-1].step:  # another process began
+        if self.samples and self.step < self.samples[-1].step:  # the process restarted
             self.samples.clear()
         data_wait, forward = finite_or_none(values.get(self._data_wait)), finite_or_none(values.get(self._forward))
         self.samples.append(RankSample(self.step, data_wait, forward, self.train_s))
 
     def per_step(self, counter: str, min_s: float) -> float | None:
-        """``data_wait_s``, ``forward_s`` or ``train_s`` of a step, over the recent marks."""
+        """Return the increase per step of ``data_wait_s``, ``forward_s`` or ``train_s`` over the recent samples."""
         if len(self.samples) < 2:
             return None
         first, last = self.samples[0], self.samples[-1]
@@ -213,31 +213,31 @@ class RankWindow:
 
 
 class StepTimes:
-    """The time of a step over the last minutes of training, and its median over all of the attempt.
+    """Step time over the last minutes of training, and its median over the attempt.
 
-    Time counts while the rank trains, so that neither a checkpoint nor an evaluation makes a step slow. The first
-    minutes count in neither; :meth:`early` is what they show.
+    Only training time counts, so checkpoints and evaluations do not slow a step. The first minutes count only in
+    :meth:`early`.
     """
 
     RECENT_S, RECENT_STEPS, MIN_S, MIN_STEPS = 300.0, 10, 600.0, 20
-    MIN_EARLY = 3  # advances: two of them may be of the first step
+    MIN_EARLY = 3  # advances; two of them may belong to the first step
 
     def __init__(self) -> None:
-        self._early: list[float] = []  # seconds a step at each advance of the first minutes
-        self._last_advance: tuple[float, float] | None = None  # training seconds and step when it last advanced
+        self._early: list[float] = []  # seconds per step at each advance of the first minutes
+        self._last_advance: tuple[float, float] | None = None  # training seconds and step of the last advance
         self._samples: deque[tuple[float, float]] = deque()
         self._bins: dict[int, float] = {}
         self._seconds = self._steps = 0.0
 
     def add(self, train_s: float, step: float) -> None:
-        """At each advance; cheap."""
+        """Record an advance of the step; cheap."""
         if train_s < WARMUP_S or len(self._early) < self.MIN_EARLY:
             previous_s, previous_step = self._last_advance or (0.0, step - 1)
             self._early.append((train_s - previous_s) / max(1.0, step - previous_step))
         self._last_advance = train_s, step
 
     def close(self) -> None:
-        """Once in ten seconds."""
+        """Update the window and the median, every ten seconds."""
         current = self._last_advance
         if current is None or current[0] < WARMUP_S or (self._samples and current[1] == self._samples[-1][1]):
             return
@@ -262,20 +262,20 @@ class StepTimes:
         return last[0] - sample[0] >= self.RECENT_S and last[1] - sample[1] >= self.RECENT_STEPS
 
     def recent(self) -> float | None:
-        """Seconds a step over five minutes of training and ten steps at least."""
+        """Return the seconds per step over at least five minutes of training and ten steps; None until then."""
         if not self._samples or not self._spans_window(self._samples[0]):
             return None
         first, last = self._samples[0], self._samples[-1]
         return (last[0] - first[0]) / (last[1] - first[1])
 
     def early(self) -> tuple[float, float] | None:
-        """The median and the longest time of a step in the first minutes; None until some have been seen."""
+        """Return the median and the longest step time of the first minutes; None before enough steps."""
         if len(self._early) < self.MIN_EARLY:
             return None
         return statistics.median(self._early), max(self._early)
 
     def median(self, *, require_min: bool = True) -> float | None:
-        """Within 2 %. With ``require_min`` None until ten minutes and twenty steps are known."""
+        """Return the median step time within 2 %; with ``require_min``, None before ten minutes and twenty steps."""
         if not self._steps or (require_min and (self._seconds < self.MIN_S or self._steps < self.MIN_STEPS)):
             return None
         cumulative_steps = 0.0

@@ -1,1 +1,1 @@
-"""Figures from the samples of a job."""
+"""Analysis of a job's samples for reports."""

@@ -1,4 +1,4 @@
-"""The totals of a GPU, a host or a rank over all segments that have it, as the report shows them."""
+"""Totals of a GPU, a host or a rank over all its segments, in the form of the report."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from clustertrain.telemetry.store.totals import Total
 from clustertrain.telemetry.store.writer import GpuFacts
 
 GIB = 1 << 30
-# Names that differ between the files and the report, where also the units do.
+# Names that differ between files and report because the unit differs.
 _REPORT_NAMES = {"memory_used_bytes": "memory_used_gib"}
 
 
 @dataclass
 class GpuRecord:
-    """One GPU in one part; ``device`` is its name in the part's columns."""
+    """One GPU in one record of its node."""
 
     node_record: NodeRecord
     facts: GpuFacts
-    device: str
+    device: str  # its name in the record's columns
 
     def total(self, field: str) -> Total | None:
         return self.node_record.totals.get(fields.column_name(self.device, field))
 
     def has_field(self, field: str) -> bool:
-        """Whether the field was asked for; where nothing was recorded it would have been."""
+        """Return whether the field was sampled, or would have been if nothing was recorded."""
         segment = self.node_record.segment
         column = fields.column_name(self.device, field)
         return segment is None or column in segment.header.fast or column in segment.header.slow
 
     @property
     def reasons(self) -> dict[str, str]:
-        """By field."""
+        """Reasons for missing values by field."""
         if self.node_record.nvml_error is not None:
             return dict.fromkeys((f.name for f in fields.GPU), f"no NVML: {self.node_record.nvml_error}")
         all_reasons = {} if self.node_record.segment is None else self.node_record.segment.reasons()
@@ -75,7 +75,7 @@ def _stats(total: Total, scale: float = 1.0) -> Stats | None:
 
 
 def _sum_directions(totals: Mapping[str, Total], *names: str) -> Stats | None:
-    """What goes in and out together. Of the sum only the mean is known; the rest is of the larger direction."""
+    """Return the traffic of both directions: the mean of the sum, other statistics of the larger direction."""
     present = [totals[n] for n in names if totals[n].count]
     if not present:
         return None
@@ -91,7 +91,7 @@ def summarize_gpu(
     timeline: Timeline | None,
     xids: list[XidRecord],
 ) -> GpuSummary:
-    """``owned_records``: the pieces whose energy counts here."""
+    """Summarize a GPU; ``owned_records`` are the records whose energy counts for this node."""
     facts = records[-1].facts
     totals = {f.name: _merge_totals(p.total(f.name) for p in records) for f in fields.GPU}
     energy_j, energy_source = _total_energy(owned_records)
@@ -100,9 +100,9 @@ def summarize_gpu(
     if energy_j is not None:
         nulls.pop("energy_j", None)
     elif len(owned_records) < len(records):
-        nulls["energy_j"] = "counted with another node, which has the same GPU"
+        nulls["energy_j"] = "counted for another node that has the same GPU"
     if total_bytes is None:
-        nulls["memory_total_gib"] = facts.reason or "the driver did not say"
+        nulls["memory_total_gib"] = facts.reason or "not reported by the driver"
     return GpuSummary(
         node=key[0],
         uuid=key[1],
@@ -193,8 +193,8 @@ def _phases(totals: Mapping[str, Total]) -> dict[str, PhaseStats]:
 
 
 def _nulls(records: list[GpuRecord], totals: Mapping[str, Total], lost_reason: str | None) -> dict[str, str]:
-    """Why a field is missing, with the share of samples where it is not missing throughout."""
-    # What NVML says of a field tells more than that there was no NVML for a while.
+    """Return the reasons for missing fields, with the number of samples if only some are missing."""
+    # NVML's reason for a field is more specific than a temporary lack of NVML.
     ordered = sorted(records, key=lambda p: p.node_record.nvml_error is None)
     reasons = {field: why for p in ordered for field, why in p.reasons.items()}
     nulls = {}
@@ -217,12 +217,14 @@ def _nulls(records: list[GpuRecord], totals: Mapping[str, Total], lost_reason: s
 
 
 def find_owners(records: Mapping[tuple[str, str], list[GpuRecord]]) -> dict[tuple[str, int], str]:
-    """By UUID and attempt the node with which a GPU's energy and hours count, of several the one that had it longest: a
-    UUID is one GPU, though all nodes of the local backend list it."""
+    """Return the node for which a GPU's energy and hours count, by UUID and attempt: the one that held it longest.
+
+    A UUID is a single GPU, but all nodes of the local backend list it.
+    """
     held_seconds: dict[tuple[str, int], dict[str, float]] = {}
     for (node, uuid), gpu_records in records.items():
         for record in gpu_records:
-            if uuid.startswith(("GPU-", "MIG-")):  # others are names for what NVML does not list
+            if uuid.startswith(("GPU-", "MIG-")):  # others stand for devices that NVML does not list
                 by_node = held_seconds.setdefault((uuid, record.node_record.attempt), {})
                 by_node[node] = by_node.get(node, 0.0) + record.node_record.held_s
     return {gpu_attempt: max(by_node, key=lambda node: by_node[node]) for gpu_attempt, by_node in held_seconds.items()}
@@ -231,13 +233,13 @@ def find_owners(records: Mapping[tuple[str, str], list[GpuRecord]]) -> dict[tupl
 def select_owned(
     key: tuple[str, str], records: list[GpuRecord], owner: Mapping[tuple[str, int], str]
 ) -> list[GpuRecord]:
-    """Those that count with this node."""
+    """Return the records that count for this node."""
     node, uuid = key
     return [p for p in records if owner.get((uuid, p.node_record.attempt), node) == node]
 
 
 def has_energy_data(records: Iterable[GpuRecord]) -> bool:
-    """Whether next to all the time of all these GPUs has an energy figure, so that it can be set against the tokens."""
+    """Return whether energy is known for almost all time of all these GPUs, as needed for energy per token."""
     held_s = covered_s = 0.0
     for record in records:
         held_s += record.node_record.held_s
@@ -247,7 +249,7 @@ def has_energy_data(records: Iterable[GpuRecord]) -> bool:
 
 
 def _total_energy(records: list[GpuRecord]) -> tuple[float | None, str | None]:
-    """Joules over all pieces, and where they come from."""
+    """Return the joules over all records and their source."""
     total, sources = 0.0, set()
     for record in records:
         counter, power = record.total("energy_j"), record.total("power_w")
@@ -263,6 +265,7 @@ def _total_energy(records: list[GpuRecord]) -> tuple[float | None, str | None]:
 
 
 def summarize_host(node: str, records: list[NodeRecord], clock_steps_s: list[float]) -> HostSummary:
+    """Summarize a node."""
     recorded = [p for p in records if p.segment is not None]
     header = recorded[-1].segment.header if recorded and recorded[-1].segment else None
     totals = {
@@ -301,12 +304,12 @@ def summarize_host(node: str, records: list[NodeRecord], clock_steps_s: list[flo
 
 def _summarize_processes(totals: Mapping[str, Total]) -> ProcessSummary | None:
     rss = _stats(totals["job_memory_bytes"], GIB)
-    cores = _stats(totals["job_cpu_s"])  # seconds of processor time a second
+    cores = _stats(totals["job_cpu_s"])  # processor time per second
     return None if rss is None else ProcessSummary(rss, cores, int(totals["job_processes"].high))
 
 
 def summarize_ranks(records: list[NodeRecord]) -> list[RankSummary]:
-    """Each rank in the newest attempt that it told of itself."""
+    """Summarize each rank in the newest attempt with heartbeats of it."""
     summaries: dict[int, RankSummary] = {}
     for record in sorted(records, key=lambda p: (p.attempt, p.start)):
         if record.segment is None:

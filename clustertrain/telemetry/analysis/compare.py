@@ -1,4 +1,4 @@
-"""Two runs side by side: the shape of ``telemetry compare --json``. Keys are stable, more may follow."""
+"""Comparison of two runs, with the schema of ``telemetry compare --json``. Keys are stable; more may be added."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from clustertrain.telemetry.report_schema import GpuSummary, Insight, Stats, Sum
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the two runs."""
+
     run: str
     job_id: str | None
     state: str | None
@@ -27,35 +29,36 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MetricComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """``difference`` is b - a and ``ratio`` b / a, None where one is missing; ``missing`` says why, by side. ``better``
-    is ``lower`` or ``higher``, None where neither is, or where the runs had different numbers of GPUs and the figure is
-    of all of them, or batches of different sizes and it is of a step."""
+    """One metric of both runs."""
 
     unit: str
     a: float | None
     b: float | None
-    difference: float | None
-    ratio: float | None
+    difference: float | None  # b - a
+    ratio: float | None  # b / a
     better: str | None = None
+    """``lower`` or ``higher``; None if neither, or if the number of GPUs or the batch size makes them incomparable."""
     missing: dict[str, str] = {}
+    """Why a value is missing, by side (``a``, ``b``)."""
 
 
 class TelemetryComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """``figures`` are of whole runs, and of one GPU, a step or tokens where they grow with those; ``goodput`` has
-    shares of the wall time. ``only_a`` and ``only_b`` are the notes whose kind the other run does not have."""
+    """Comparison of two runs."""
 
     a: Side
     b: Side
     figures: dict[str, MetricComparison]
+    """Metrics of the whole runs, some normalized per GPU, step or token."""
     goodput: dict[str, MetricComparison]
+    """Shares of the wall time."""
     settings: list[ConfigDiff]
-    only_a: list[Insight]
-    only_b: list[Insight]
-    unknown: list[str] = []  # whose settings could not be read, and why
+    only_a: list[Insight]  # notes with a code that b lacks
+    only_b: list[Insight]  # notes with a code that a lacks
+    unknown: list[str] = []  # runs whose settings could not be read, with the reason
 
 
 def compare_runs(a: RunDir, b: RunDir) -> TelemetryComparison:
-    """Raises what :func:`summarize` raises."""
+    """Compare two runs; raises the errors of :func:`summarize`."""
     comparison = compare_summaries(summarize(a), summarize(b))
     settings, unknown = [], []
     for run in (a, b):
@@ -69,7 +72,7 @@ def compare_runs(a: RunDir, b: RunDir) -> TelemetryComparison:
 
 
 def compare_summaries(a: Summary, b: Summary) -> TelemetryComparison:
-    """Without the settings, which a summary does not have."""
+    """Compare two summaries, without settings, which summaries do not contain."""
     codes = [{n.code for n in s.notes} for s in (a, b)]
     figures = {name: _compare_metric(rule, a, b) for name, rule in METRIC_RULES.items()}
     unjudged = [
@@ -107,9 +110,9 @@ def _side(s: Summary) -> Side:
 
 
 class MetricRule(msgspec.Struct, frozen=True):
-    """A figure of a summary, and why it has none; its ``title`` for people."""
+    """Display name and unit of a metric, and functions for its value and the reason why it is missing."""
 
-    title: str
+    title: str  # for display
     unit: str
     better: str | None
     value: Callable[[Summary], float | None]
@@ -152,7 +155,7 @@ def _training_value(name: str) -> Callable[[Summary], float | None]:
 def _why_no_steps(s: Summary) -> str:
     if s.training is None or not s.training.steps:
         return "no step was recorded"
-    return "not known for this model, data or GPU" if s.training.step_s is not None else "its steps told no times"
+    return "unknown for this model, data or GPU" if s.training.step_s is not None else "no step time was recorded"
 
 
 def _gpu_mean(stats: Callable[[GpuSummary], Stats | None]) -> Callable[[Summary], float | None]:
@@ -160,7 +163,7 @@ def _gpu_mean(stats: Callable[[GpuSummary], Stats | None]) -> Callable[[Summary]
 
 
 def _why_no_gpu_value(*fields: str) -> Callable[[Summary], str]:
-    """Why a figure of the GPUs is missing."""
+    """Return a function that gives the reason why a GPU metric is missing."""
 
     def why(s: Summary) -> str:
         if not s.gpus:
@@ -187,7 +190,7 @@ def _gpu_hours(s: Summary) -> float | None:
 
 
 def _energy_j(s: Summary) -> float | None:
-    """None where a GPU does not tell what it drew, or nobody could ask it."""
+    """Return the energy of all GPUs; None if any of them was not measured."""
     if not s.gpus or any(g.energy_j is None for g in s.gpus) or any(h.nvml for h in s.hosts):
         return None
     return s.training.energy_j if s.training is not None else sum(g.energy_j or 0.0 for g in s.gpus)
@@ -215,7 +218,7 @@ def _why_not_per_step(reason: Callable[[Summary], str]) -> Callable[[Summary], s
 
 
 def _step_size(s: Summary) -> float | None:
-    """Tokens, or of what has none samples, in a step."""
+    """Return the tokens per step, or the samples for data without tokens."""
     if s.training is None or not s.training.steps:
         return None
     total = s.training.tokens or s.training.samples
@@ -234,18 +237,20 @@ def _why_no_goodput(s: Summary) -> str:
     return "no attempt has started" if s.goodput is None else "the script has reported no steps"
 
 
-# In the order in which they are shown.
+# In display order.
 METRIC_RULES: dict[str, MetricRule] = {
     "step_p50_s": MetricRule("step time", "s", "lower", _training_value("step_s.p50"), _why_no_steps),
     "step_p95_s": MetricRule("step time, p95", "s", "lower", _training_value("step_s.p95"), _why_no_steps),
     "tokens_per_s_per_gpu": MetricRule(
-        "tokens/s a GPU", "tokens/s", "higher", _training_value("tokens_per_s_per_gpu"), _why_no_steps
+        "tokens/s per GPU", "tokens/s", "higher", _training_value("tokens_per_s_per_gpu"), _why_no_steps
     ),
     "tokens_per_s": MetricRule("tokens/s", "tokens/s", "higher", _training_value("tokens_per_s"), _why_no_steps),
     "mfu": MetricRule("MFU", "ratio", "higher", _training_value("mfu"), _why_no_steps),
-    "joules_per_token": MetricRule("energy a token", "J", "lower", _training_value("joules_per_token"), _why_no_steps),
+    "joules_per_token": MetricRule(
+        "energy per token", "J", "lower", _training_value("joules_per_token"), _why_no_steps
+    ),
     "data_wait_share": MetricRule(
-        "waiting on data", "ratio", "lower", _training_value("data_wait_share"), _why_no_steps
+        "waiting for data", "ratio", "lower", _training_value("data_wait_share"), _why_no_steps
     ),
     "steps": MetricRule("steps", "steps", None, _training_value("steps"), _why_no_steps),
     "loss": MetricRule("loss", "", "lower", _training_value("loss"), _why_no_steps),
@@ -253,7 +258,7 @@ METRIC_RULES: dict[str, MetricRule] = {
         "GPU utilization", "ratio", "higher", _gpu_mean(lambda g: g.utilization), _why_no_gpu_value("utilization")
     ),
     "utilization_training": MetricRule(
-        "while training", "ratio", "higher", _training_utilization, lambda s: "no rank told its phases"
+        "while training", "ratio", "higher", _training_utilization, lambda s: "no rank reported its phases"
     ),
     "sm_activity": MetricRule(
         "SM activity", "ratio", "higher", _gpu_mean(lambda g: g.sm_activity), _why_no_gpu_value("sm_activity")
@@ -265,13 +270,17 @@ METRIC_RULES: dict[str, MetricRule] = {
         _gpu_mean(lambda g: g.tensor_activity),
         _why_no_gpu_value("tensor_activity"),
     ),
-    "power_w": MetricRule("power a GPU", "W", None, _gpu_mean(lambda g: g.power_w), _why_no_gpu_value("power_w")),
+    "power_w": MetricRule("power per GPU", "W", None, _gpu_mean(lambda g: g.power_w), _why_no_gpu_value("power_w")),
     "energy_j": MetricRule("energy", "J", None, _energy_j, _why_no_gpu_value("energy_j", "power_w")),
     "energy_per_step_j": MetricRule(
-        "energy a step", "J", "lower", _per_step(_energy_j), _why_not_per_step(_why_no_gpu_value("energy_j", "power_w"))
+        "energy per step",
+        "J",
+        "lower",
+        _per_step(_energy_j),
+        _why_not_per_step(_why_no_gpu_value("energy_j", "power_w")),
     ),
     "energy_per_gpu_j": MetricRule(
-        "energy a GPU", "J", None, _energy_per_gpu_j, _why_no_gpu_value("energy_j", "power_w")
+        "energy per GPU", "J", None, _energy_per_gpu_j, _why_no_gpu_value("energy_j", "power_w")
     ),
     "sm_clock_mhz": MetricRule(
         "SM clock", "MHz", None, _gpu_mean(lambda g: g.sm_clock_mhz), _why_no_gpu_value("sm_clock_mhz")
@@ -284,7 +293,7 @@ METRIC_RULES: dict[str, MetricRule] = {
     ),
     "gpu_hours": MetricRule("GPU-hours", "h", None, _gpu_hours, _why_no_gpu_value()),
     "gpu_s_per_step": MetricRule(
-        "GPU time a step", "s", "lower", _per_step(_gpu_s), _why_not_per_step(_why_no_gpu_value())
+        "GPU time per step", "s", "lower", _per_step(_gpu_s), _why_not_per_step(_why_no_gpu_value())
     ),
     "gpu_s_per_million_tokens": MetricRule(
         "GPU time, 1M tokens", "s", "lower", _gpu_s_per_million_tokens, _why_not_per_step(_why_no_gpu_value())
@@ -292,11 +301,11 @@ METRIC_RULES: dict[str, MetricRule] = {
     "goodput": MetricRule("goodput", "ratio", "higher", _goodput_ratio, _why_no_goodput),
 }
 
-# More GPUs make these better or worse by themselves.
+# Incomparable between different numbers of GPUs.
 _GPU_COUNT_DEPENDENT = ("step_p50_s", "step_p95_s", "tokens_per_s")
-# And a larger batch these.
+# Incomparable between different batch sizes.
 _BATCH_SIZE_DEPENDENT = ("gpu_s_per_step", "energy_per_step_j")
-_STEP_SIZE_TOLERANCE = 0.02  # rows that were lost, or the last batch of an epoch
+_STEP_SIZE_TOLERANCE = 0.02  # for lost rows, or the last batch of an epoch
 
 
 def _goodput_rule(part: str) -> MetricRule:

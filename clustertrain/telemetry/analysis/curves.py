@@ -1,6 +1,6 @@
-"""A run's telemetry as curves over time for the HTML page: means in equal steps, few enough to be sent along.
+"""Telemetry of a run as curves over time for the HTML page: means in equal steps, few enough to embed.
 
-Which GPUs have curves of their own is bounded; :attr:`Curves.choice` says in words which, for the page to show.
+The number of GPUs with individual curves is limited; :attr:`Curves.choice` describes the selection for the page.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from clustertrain.telemetry import fields
 from clustertrain.telemetry.analysis.resample import CurveTable, Grid, GridSums, Matrix, SampleSeries, load_series
 from clustertrain.telemetry.report_schema import Summary
 from clustertrain.telemetry.store import reader
-from clustertrain.telemetry.store.reader import Segment
+from clustertrain.telemetry.store.reader import RecordedSegment
 
-# A curve's name and the fields it is the sum of; of counters it is the rate per second.
+# Fields whose sum each curve shows; counters as rates per second.
 GPU_CURVES: dict[str, tuple[str, ...]] = {
     "utilization": ("utilization",),
     "sm_activity": ("sm_activity",),
@@ -42,42 +42,48 @@ HOST_CURVES: dict[str, tuple[str, ...]] = {
     "disk_bytes_per_s": ("disk_read_bytes", "disk_write_bytes"),
 }
 TRAINING_CURVES = ("step_s", "tokens_per_s", "data_wait_s", "loss", "grad_norm")
-# What the heat map can show where not every GPU has curves of its own.
+# Curves of the heat map if not every GPU has individual curves.
 HEAT_CURVES = ("utilization", "power_w", "temperature_c", "memory_used_bytes", "sm_clock_mhz")
 
 _MAX_POINTS = 1500  # of one curve
-_MAX_CELLS = 500_000  # values of all single GPUs' curves together, about a byte each on the page
-_MAX_ROWS = 64  # GPUs, and nodes, that have curves of their own
-_FINE, _COARSE = 60, 900  # s, the steps of the roll-ups
-_MIN_POINTS = 240  # points that a roll-up has to give, to be taken in place of the samples
-_MAX_SAMPLES = 500_000  # GPU-seconds of which the samples are read; more take seconds
+_MAX_CELLS = 500_000  # values of all individual GPU curves, about a byte each on the page
+_MAX_ROWS = 64  # GPUs, and nodes, with individual curves
+_FINE, _COARSE = 60, 900  # s, steps of the roll-ups
+_MIN_POINTS = 240  # points that a roll-up must provide to be used instead of samples
+_MAX_SAMPLES = 500_000  # GPU-seconds read from samples; more would take seconds
 _SEVERITY_ORDER = {"critical": 0, "warning": 1, "info": 2}
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Rows of ``gpus`` are the GPUs of the summary numbered in ``chosen``; ``heat`` has all of them, in fewer steps
-    where ``chosen`` has not. Rows of ``overall`` are the mean, the lowest and the highest GPU; of ``nodes`` (means of
-    a node's GPUs) and ``hosts`` the nodes of ``node_names``; ``training`` has one row.
-
-    ``source`` says in words what a point is, ``choice`` which GPUs and nodes have curves of their own (None: all).
-    """
+    """Curves of a run."""
 
     gpus: CurveTable
+    """One row for each GPU in ``chosen``."""
     chosen: list[int]
+    """Indices of the summary's GPUs with individual curves."""
     heat: CurveTable
+    """One row for each GPU, with fewer steps if not all are in ``chosen``."""
     overall: CurveTable
+    """Three rows: mean, lowest and highest GPU."""
     nodes: CurveTable
+    """Means over the GPUs of each node in ``node_names``."""
     hosts: CurveTable
+    """One row for each node in ``node_names``."""
     node_names: list[str]
     training: CurveTable
+    """One row."""
     source: str
+    """Description of a point."""
     choice: str | None
+    """Description of the GPUs and nodes with individual curves; None if all have them."""
 
 
 def build_curves(run: RunDir, summary: Summary) -> Curves:
-    """The curves of what ``summary`` covers: its window, attempts and GPUs. A file that this user may not read is left
-    out, which ``summary.unreadable`` tells."""
+    """Build the curves for the window, attempts and GPUs of ``summary``.
+
+    Unreadable files are left out; ``summary.unreadable`` lists them.
+    """
     chosen, node_names = _choose_gpus(summary), _node_names(summary)
     nodes = _choose_nodes(summary, node_names, chosen)
     plan = _CurvePlan.for_summary(summary, len(chosen))
@@ -109,7 +115,7 @@ def build_curves(run: RunDir, summary: Summary) -> Curves:
 
 @dataclass(frozen=True)
 class _CurvePlan:
-    """The grids, and the steps of the roll-ups that are read for them."""
+    """Grids of the curves, and the steps of the roll-ups read for them."""
 
     gpu_grid: Grid
     host_grid: Grid
@@ -124,7 +130,7 @@ class _CurvePlan:
         span = max(end - start, 1.0)
         step = span / min(_MAX_POINTS, max(_MAX_CELLS // max(1, rows * len(GPU_CURVES)), _MIN_POINTS))
         if span / _FINE < _MIN_POINTS and span * max(1, len(summary.gpus)) <= _MAX_SAMPLES:
-            # Two samples a point, so that none is empty because a sample came a little late; hosts are read every 10 s.
+            # Two samples per point, so that a late sample leaves no point empty; hosts are sampled every 10 s.
             gpu, host = Grid.covering(start, span, max(step, 2.0)), Grid.covering(start, span, max(step, 20.0))
             return _CurvePlan(gpu, host, gpu.step_s, host.step_s)
         rollup = _FINE if span / _COARSE < 2 * _MIN_POINTS else _COARSE
@@ -132,9 +138,9 @@ class _CurvePlan:
         return _CurvePlan(grid, grid, rollup, rollup)
 
     def read(
-        self, segment: Segment, gpu: Sequence[str], host: Sequence[str]
+        self, segment: RecordedSegment, gpu: Sequence[str], host: Sequence[str]
     ) -> tuple[Mapping[str, SampleSeries], Mapping[str, SampleSeries]]:
-        """Both kinds of columns, in one go where they are of one roll-up."""
+        """Read the columns of GPUs and host, at once if they use the same roll-up."""
         if self.gpu_s == self.host_s:
             both = load_series(segment, [*gpu, *host], self.gpu_s)
             return both, both
@@ -150,7 +156,7 @@ def _columns(devices: Iterable[str], curve_fields: Mapping[str, Sequence[str]]) 
     return [fields.column_name(d, f) for d in devices for parts in curve_fields.values() for f in parts]
 
 
-def _iter_segments(run: RunDir, summary: Summary, node_names: Sequence[str]) -> Iterator[tuple[str, Segment]]:
+def _iter_segments(run: RunDir, summary: Summary, node_names: Sequence[str]) -> Iterator[tuple[str, RecordedSegment]]:
     for attempt in summary.attempts:
         for node in node_names:
             for segment in reader.drop_overlapping(reader.open_node(run.attempt(attempt.n).telemetry / node)):
@@ -162,7 +168,7 @@ def _node_names(summary: Summary) -> list[str]:
 
 
 def _choose_gpus(summary: Summary) -> list[int]:
-    """All; where they are too many those that notes name, the worst note first, then the least used ones."""
+    """Return all GPUs or, if there are too many, those with the most severe notes, then the least used ones."""
     gpus = summary.gpus
     if len(gpus) <= _MAX_ROWS:
         return list(range(len(gpus)))
@@ -180,7 +186,7 @@ def _choose_gpus(summary: Summary) -> list[int]:
 
 
 def _choose_nodes(summary: Summary, node_names: list[str], chosen: Sequence[int]) -> list[str]:
-    """All; where they are too many those of the chosen GPUs first."""
+    """Return all nodes or, if there are too many, first those of the chosen GPUs."""
     if len(node_names) <= _MAX_ROWS:
         return node_names
     first = dict.fromkeys([summary.gpus[i].node for i in chosen] + node_names)
@@ -194,18 +200,16 @@ def _describe_selection(
     sentences = []
     if len(chosen) < len(summary.gpus):
         sentences.append(
-            f"{len(chosen)} of {len(summary.gpus)} GPUs have curves of their own: those that notes name, then those "
-            "with the lowest mean utilization. The heat map, the table and the curves of the whole job are of all."
+            f"{len(chosen)} of {len(summary.gpus)} GPUs have individual curves: those named in notes, then those "
+            "with the lowest mean utilization. The heat map, the table and the curves of the whole job cover all GPUs."
         )
     if len(nodes) < len(node_names):
-        sentences.append(
-            f"{len(nodes)} of {len(node_names)} nodes have curves of their own, those of these GPUs first."
-        )
+        sentences.append(f"{len(nodes)} of {len(node_names)} nodes have individual curves, first those of these GPUs.")
     return " ".join(sentences) or None
 
 
 def _heat(gpus: GridSums) -> CurveTable:
-    """All GPUs, in so few steps that the page stays small."""
+    """Return the curves of all GPUs, with few enough steps to keep the page small."""
     most = max(1, _MAX_CELLS * 2 // (gpus.rows * len(HEAT_CURVES)))
     return gpus.table(HEAT_CURVES, group_size=max(1, math.ceil(gpus.grid.points / most)))
 
@@ -220,7 +224,7 @@ def _rows_by_node(summary: Summary, nodes: Sequence[str]) -> list[list[int]]:
 
 
 def _over_rows(matrix: Matrix, reduce: Callable[..., Matrix]) -> Matrix:
-    """``reduce`` over the rows that have a value; NaN where none has."""
+    """Reduce over the rows, ignoring NaN; NaN if no row has a value."""
     if not len(matrix):
         return np.full(matrix.shape[1], np.nan)
     with warnings.catch_warnings():
@@ -241,7 +245,7 @@ def _high(matrix: Matrix) -> Matrix:
 
 
 def _training_curves(run: RunDir, summary: Summary, grid: Grid) -> CurveTable:
-    """Of the rows that rank 0 logged in all attempts, repeated steps included."""
+    """Return the curves of the metrics that rank 0 logged in all attempts, including repeated steps."""
     logs = []
     for path in (path for attempt in summary.attempts for path in run.metrics_files(attempt.n)):
         try:
@@ -252,7 +256,7 @@ def _training_curves(run: RunDir, summary: Summary, grid: Grid) -> CurveTable:
         logs.append({name: column[np.isfinite(log["t"])] for name, column in log.items()})
     intervals = np.concatenate([np.diff(log["t"]) for log in logs] or [np.empty(0)])
     if len(intervals) and grid.points:
-        # A step may take longer than a point of the GPUs' curves, and a line of lone points is none.
+        # A step may be longer than a point of the GPU curves, and isolated points draw no line.
         span = grid.points * grid.step_s
         grid = Grid.covering(grid.start, span, min(max(grid.step_s, 1.5 * float(np.median(intervals))), span))
     sums = GridSums(grid, 1)

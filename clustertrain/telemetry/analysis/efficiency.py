@@ -1,4 +1,4 @@
-"""What the energy bought: steps, tokens and floating point operations, from the rows of rank 0 and the plan."""
+"""Training progress and its energy: steps, tokens and FLOPs, from the metrics of rank 0 and the plan."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Column = npt.NDArray[np.float64]
 
 
 class Energy(NamedTuple):
-    """``joules`` that the GPUs drew, None where none told; ``is_complete``: all of them did, over the whole time."""
+    """Energy used by the GPUs."""
 
     joules: float | None = None
-    is_complete: bool = True
+    is_complete: bool = True  # whether it covers all GPUs over the whole time
 
 
 class _Batch(msgspec.Struct, frozen=True):
@@ -39,8 +39,8 @@ class _Time(msgspec.Struct, frozen=True):
     flops_per_step: float | None = None
 
 
-class _PlanFile(msgspec.Struct, frozen=True):
-    """Of ``plan.json`` what is needed here."""
+class _TrainingPlan(msgspec.Struct, frozen=True):
+    """Required fields of ``plan.json``."""
 
     device: str = ""
     world_size: int = 0
@@ -50,11 +50,11 @@ class _PlanFile(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _StepColumns:
-    """One attempt's steps that count, in their order; a column each of :data:`KEYS`."""
+    """The counted steps of one attempt, in order; one column for each of :data:`KEYS`."""
 
     columns: dict[str, Column]
     ranks: int
-    warm: npt.NDArray[np.bool_]  # done when compilation and the like were over
+    warm: npt.NDArray[np.bool_]  # steps after the warm-up, which includes compilation
 
     def column(self, key: str) -> Column:
         return self.columns[key]
@@ -66,15 +66,15 @@ class _StepColumns:
 def summarize_training(
     run: RunDir, attempts: Sequence[Attempt], energy: Energy, gpus: Sequence[GpuSummary], since: float | None = None
 ) -> TrainingSummary | None:
-    """None where no step is on record.
+    """Summarize the training of a run; None if no step is recorded.
 
-    Speeds are over the steps that count, without the first ones of each attempt where there are more: tokens over the
-    seconds within steps, so neither checkpoints nor evaluation slow them down.
+    Speeds exclude the warm-up steps of each attempt if there are others. They divide tokens by the time within steps,
+    so checkpoints and evaluations do not lower them.
 
     Args:
-        energy: what was drawn over all ``attempts``; a token costs energy only if it is that of all GPUs.
-        gpus: those that the run had; their names tell what they could do. Empty where it ran on CPUs.
-        since: only steps done from there on (UTC s).
+        energy: energy over all ``attempts``; the energy per token is set only if it is complete.
+        gpus: GPUs of the run, whose names give their peak speed; empty for a run on CPUs.
+        since: count only steps from this time on (UTC s).
     """
     plan = _load_plan(run)
     attempt_steps = _steps_by_attempt(run, attempts, plan.world_size, since)
@@ -110,17 +110,17 @@ def summarize_training(
     )
 
 
-def _load_plan(run: RunDir) -> _PlanFile:
+def _load_plan(run: RunDir) -> _TrainingPlan:
     try:
-        return schema.convert(json_files.poll_document(run.plan), _PlanFile)
+        return schema.convert(json_files.poll_document(run.plan), _TrainingPlan)
     except msgspec.ValidationError:  # of another version
-        return _PlanFile()
+        return _TrainingPlan()
 
 
 def _steps_by_attempt(
     run: RunDir, attempts: Sequence[Attempt], planned_ranks: int, since: float | None
 ) -> list[_StepColumns]:
-    """By attempt. A step that several attempts did counts as the last of them did it."""
+    """Return the counted steps by attempt; a repeated step counts for the last attempt that did it."""
     attempt_steps: list[_StepColumns] = []
     for attempt, path in ((a, path) for a in attempts for path in run.metrics_files(a.n)):
         columns = {key: np.asarray(c) for key, c in metrics_file.read_columns(path, KEYS).items()}
@@ -144,7 +144,7 @@ def _total_tokens(attempt_steps: Sequence[_StepColumns]) -> float | None:
 
 
 def _token_rates(attempt_steps: Sequence[_StepColumns]) -> tuple[float | None, float | None]:
-    """Tokens a second of all ranks, and of one; attempts may have had unlike numbers of them."""
+    """Return tokens per second of all ranks, and per rank; attempts may differ in their number of ranks."""
     tokens = seconds = rank_seconds = 0.0
     for p in attempt_steps:
         has_rate = np.isfinite(p.column("tokens_per_s"))
@@ -155,9 +155,11 @@ def _token_rates(attempt_steps: Sequence[_StepColumns]) -> tuple[float | None, f
     return (tokens / seconds, tokens / rank_seconds) if tokens > 0 and seconds > 0 else (None, None)
 
 
-def _mfu(plan: _PlanFile, tokens_per_s_per_gpu: float | None, gpus: Sequence[GpuSummary]) -> float | None:
-    """Model FLOPs utilisation, against the dense 16-bit rate of the data sheet, as the plan's; None of a model whose
-    FLOPs nobody has counted, and of a GPU that the catalogue does not have."""
+def _mfu(plan: _TrainingPlan, tokens_per_s_per_gpu: float | None, gpus: Sequence[GpuSummary]) -> float | None:
+    """Return the model FLOPs utilization relative to the data sheet's dense 16-bit rate, as in the plan.
+
+    None if the model's FLOPs are unknown or the catalog lacks the GPU.
+    """
     flops, tokens = plan.time.flops_per_step, plan.batch.tokens_per_step
     gpu_types = [hardware.find_gpu_type(gpu.name or "") if gpu.parent is None else None for gpu in gpus]
     peaks = [gpu_type.tflops for gpu_type in gpu_types if gpu_type is not None and gpu_type.tflops > 0]
@@ -175,7 +177,7 @@ def _stats(values: Column) -> Stats | None:
 
 
 def _latest_loss(run: RunDir, attempts: Sequence[Attempt]) -> float | None:
-    """Of the newest step; None where it has none, or one that is no number."""
+    """Return the loss of the newest step; None if missing, NaN or infinite."""
     for attempt in reversed(attempts):
         row = metrics.find_newest_row(run, attempt.n)
         if row is not None:

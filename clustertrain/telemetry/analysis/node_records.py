@@ -1,4 +1,4 @@
-"""Which nodes recorded telemetry in an attempt, and while which time they should have."""
+"""Telemetry recorded by each node in an attempt, and the time for which it is expected."""
 
 from __future__ import annotations
 
@@ -15,38 +15,37 @@ from clustertrain.run import events
 from clustertrain.run.run_dir import AttemptDir
 from clustertrain.telemetry.fields import FAST, SLOW, Pace
 from clustertrain.telemetry.report_schema import TimeWindow
-from clustertrain.telemetry.store.reader import Segment, drop_overlapping, open_node
+from clustertrain.telemetry.store.reader import RecordedSegment, drop_overlapping, open_node
 from clustertrain.telemetry.store.totals import Total, TotalsAccumulator, totals_by_column
 from clustertrain.telemetry.store.writer import GpuFacts
 
-GAP_INTERVALS = 5  # intervals
-SLACK_S = 15.0  # of a network filesystem, and of a node that is busy
-FULL_COVERAGE = 0.99  # of the samples: what is less than that away from all makes no difference
+GAP_INTERVALS = 5  # sampling intervals; longer pauses are gaps
+SLACK_S = 15.0  # delay of a network filesystem or a busy node
+FULL_COVERAGE = 0.99  # share of the samples that counts as all
 
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """One node in one attempt, from one start of its sampler. ``until`` is when its agent was last known to be up.
-
-    ``gpus`` are those that the node held; a segment without NVML has none of its own, then those of the node's others.
-    ``segment`` is None where the agent came up and no file is there. ``limit_to_last``: only what was sampled from
-    there on.
-    """
+    """One segment of a node in one attempt."""
 
     attempt: int
     node: str
     gpus: list[GpuFacts]
+    """GPUs of the node; for a segment without NVML, those of the node's other segments."""
     start: float
     until: float
+    """Time at which the agent was last known to be up."""
     interval_s: float = 1.0
-    segment: Segment | None = None
+    segment: RecordedSegment | None = None
+    """None if the agent started but wrote no file."""
     since: float | None = None
-    agents: int = 1  # samplers of the node that wrote at the same time; the others are not counted
-    silent_s: float = 0.0  # at its end, while the attempt went on: its agent is gone
+    """Only samples from this time on count (see :func:`limit_to_last`)."""
+    agents: int = 1  # samplers of the node that wrote at the same time; the others do not count
+    silent_s: float = 0.0  # seconds at the end without an agent while the attempt continued
 
     @property
     def nvml_error(self) -> str | None:
-        """Why there are no GPU figures; None where there are."""
+        """Reason why GPUs were not sampled; None if they were."""
         return None if self.segment is None else self.segment.header.nvml
 
     @property
@@ -55,13 +54,13 @@ class NodeRecord:
 
     @property
     def read_error(self) -> str | None:
-        """What of it could not be read, and why; known once it was tried."""
+        """Part that could not be read, with the reason; known only after reading."""
         return None if self.segment is None else self.segment.read_error
 
     @property
     def expected(self) -> int:
         full = int((self.until - self.start) / self.interval_s + 1e-6) + 1
-        # A part that was cut begins and ends between two samples.
+        # A limited record starts and ends between two samples.
         return full if self.since is None else max(full - 1, min(self.received, full))
 
     @property
@@ -70,25 +69,27 @@ class NodeRecord:
 
     @cached_property
     def sample_s(self) -> float:
-        """How many seconds a sample stands for: the interval, more where a slow driver made ticks be missed. What lies
-        in gaps of more than ``GAP_INTERVALS`` intervals is not known, and not counted."""
+        """Seconds that a sample stands for: the interval, or more if a slow driver caused missed ticks.
+
+        Gaps of more than ``GAP_INTERVALS`` intervals do not count.
+        """
         n, step_s = self.received, self.interval_s
         if self.segment is None or n < 2:
             return step_s
         span_s = (self.segment.newest_t or self.start) - self.start + step_s
-        if n * step_s >= FULL_COVERAGE * span_s:  # as a rule, and then no sample need be read
+        if n * step_s >= FULL_COVERAGE * span_s:  # the usual case, without reading samples
             return step_s
         intervals = np.diff(self.segment.samples(FAST, (), self.since).t)
         return float(np.where(intervals > GAP_INTERVALS * step_s, step_s, intervals).sum() + step_s) / n
 
     @cached_property
     def totals(self) -> Mapping[str, Total]:
-        """By column."""
+        """Totals by column."""
         if self.segment is None:
             return {}
         return self.segment.totals() if self.since is None else self._totals_since(self.segment, self.since)
 
-    def _totals_since(self, segment: Segment, since: float) -> Mapping[str, Total]:
+    def _totals_since(self, segment: RecordedSegment, since: float) -> Mapping[str, Total]:
         adder = TotalsAccumulator(segment.header)
         for pace, columns in segment.header.paces().items():
             frame = segment.samples(pace, since=since)
@@ -106,15 +107,16 @@ class NodeRecord:
         return {FAST: len(self.segment.samples(FAST, columns=(), since=self.since).t), SLOW: slow_rows}
 
     def rows(self, pace: Pace) -> int:
-        """How many samples there are of the pace."""
+        """Return the number of samples of the pace."""
         return self._rows[pace]
 
 
 def load_node_records(attempt: AttemptDir, log: list[events.Event], flush_s: float = 10.0) -> list[NodeRecord]:
-    """All parts of an attempt, given its events; also of nodes whose agent came up and left no file.
+    """Load the records of an attempt, including nodes whose agent started but wrote no file.
 
     Args:
-        flush_s: between two writes of a sampler: a node that is silent for longer has lost its agent.
+        log: events of the attempt.
+        flush_s: flush interval of the sampler; a node that is silent for much longer has lost its agent.
     """
     records = _collect_records(attempt, log)
     last_seen = max([_last_event_time(log), *(p.until for p in records)])
@@ -133,7 +135,7 @@ def load_node_records(attempt: AttemptDir, log: list[events.Event], flush_s: flo
 
 
 def _last_event_time(log: list[events.Event]) -> float:
-    """The attempt's own. One that died without a word is closed by the next, which says when it was seen last."""
+    """Return the time of the last event. The next attempt closes a killed one with an event that has its last time."""
     return max((float(e["at"] if e.get("at") is not None else e["t"]) for e in log), default=0.0)
 
 
@@ -169,15 +171,17 @@ def _collect_records(attempt: AttemptDir, log: list[events.Event]) -> list[NodeR
 
 
 def _elapsed(t: float, mono: float | None, event: events.Event) -> float:
-    """Seconds from a moment, by both clocks, to an event of the same node: by its monotonic clock, as the other one may
-    have been set meanwhile."""
+    """Return the seconds from a time, given by both clocks, to an event of the same node.
+
+    The monotonic clock is preferred because the wall clock may have been set in between.
+    """
     if mono is None or event.get("mono") is None:
         return float(event["t"]) - t
     return float(event["mono"]) - mono
 
 
 def list_unreadable(attempt: AttemptDir) -> list[str]:
-    """Segments that cannot even be opened, each with the reason."""
+    """List the segments that cannot be opened, each with the reason."""
     folders = [attempt.telemetry / node for node in sorted(_list_nodes(attempt))]
     return [s.read_error for folder in folders for s in open_node(folder) if s.read_error and math.isnan(s.header.t)]
 
@@ -197,10 +201,11 @@ def _gpus_from_event(event: events.Event) -> list[GpuFacts]:
 
 
 def limit_to_last(records: list[NodeRecord], since_s: float) -> tuple[list[NodeRecord], float]:
-    """Only the last ``since_s`` seconds before the newest sample, and when (UTC s) they begin."""
+    """Limit records to the last ``since_s`` seconds before the newest sample; also return their start (UTC s)."""
     cutoff = max((p.until for p in records), default=0.0) - since_s
     return [replace(p, start=max(p.start, cutoff), since=cutoff) for p in records if p.until >= cutoff], cutoff
 
 
 def time_window(records: Sequence[NodeRecord]) -> TimeWindow:
+    """Return the time covered by the records."""
     return TimeWindow(min((p.start for p in records), default=None), max((p.until for p in records), default=None))

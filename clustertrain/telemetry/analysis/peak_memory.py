@@ -1,4 +1,4 @@
-"""How full the GPUs of a run were, from the totals of its nodes: ``status`` reads no samples and imports no numpy."""
+"""Peak GPU memory of a run from the totals of its nodes, so that ``status`` reads no samples and imports no numpy."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ _MOST_BYTES = 256 * reading.MIB  # unpacked
 
 
 class _PeakTotals(msgspec.Struct):
-    """Of :class:`clustertrain.telemetry.store.totals.SegmentTotals` what is needed."""
+    """Required fields of :class:`clustertrain.telemetry.store.totals.SegmentTotals`."""
 
     columns: list[str]
     high: list[float | None]
 
 
 def read_peak_memory_gib(attempts: Sequence[AttemptDir]) -> float | None:
-    """The most that NVML saw in use on any GPU, in the newest attempt that tells; at most a minute old.
+    """Return the peak memory use of any GPU in the newest attempt with totals, which are at most a minute old.
 
-    It counts what torch's allocator keeps in reserve, the CUDA context, NCCL's buffers, and whoever else uses the GPU.
+    The value, measured by NVML, includes the reserve of torch's allocator, the CUDA context, NCCL's buffers and other
+    users of the GPU.
     """
     for attempt in reversed(attempts):
         files = sorted(attempt.telemetry.glob("*/*/totals.json.gz"))

@@ -1,4 +1,4 @@
-"""Roll-ups of many segments, brought onto one grid of equal steps."""
+"""Resampling of many segments' roll-ups onto one grid of equal steps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.store.reader import Segment
+from clustertrain.telemetry.store.reader import RecordedSegment
 
 Column = npt.NDArray[np.float64]
-Matrix = npt.NDArray[np.float64]  # [rows, points], NaN where nothing was recorded
+Matrix = npt.NDArray[np.float64]  # [rows, points], NaN if nothing was recorded
 
 _STEPS = (1, 2, 5, 10, 20, 30, 60, 120, 180, 300, 600, 900, 1800, 2700, 3600, 7200, 10800, 21600, 43200, 86400)
 _DAY = 86400
@@ -20,15 +20,16 @@ _DAY = 86400
 
 @dataclass(frozen=True)
 class CurveTable:
-    """Means in equal steps from ``start`` (UTC epoch s) on, by curve: [rows, points]. Only curves that have a value."""
+    """Means of several curves in equal steps."""
 
-    start: float
+    start: float  # UTC epoch s
     step_s: float
     points: int
     values: dict[str, Matrix] = field(default_factory=dict)
+    """[rows, points] by curve; only curves with a value."""
 
     def rows(self, indices: Sequence[int]) -> CurveTable:
-        """Those rows, and the curves that still have a value."""
+        """Return the table with these rows, without curves that have no value in them."""
         selected = {name: m[list(indices)] for name, m in self.values.items()}
         return CurveTable(
             self.start, self.step_s, self.points, {k: m for k, m in selected.items() if np.isfinite(m).any()}
@@ -37,33 +38,35 @@ class CurveTable:
 
 @dataclass(frozen=True)
 class Grid:
+    """Equal steps in time."""
+
     start: float
     step_s: float
     points: int
 
     @staticmethod
     def covering(start: float, span: float, min_step_s: float) -> Grid:
-        """With the least of the usual steps that is ``min_step_s`` so long."""
+        """Return a grid over ``span`` seconds with the shortest usual step that is at least ``min_step_s``."""
         step = float(next((s for s in _STEPS if s >= min_step_s - 1e-9), np.ceil(min_step_s / _DAY) * _DAY))
         return Grid(start, step, int(span / step + 1e-6) + 1 if span else 0)
 
     def bins(self, t: Column) -> npt.NDArray[np.int64]:
-        """The point of each moment; -1 outside."""
+        """Return the point of each time; -1 outside the grid."""
         index = np.floor((t - self.start) / self.step_s + 1e-6).astype(np.int64)
         return np.where((index >= 0) & (index < self.points), index, -1)
 
 
 @dataclass(frozen=True)
 class SampleSeries:
-    """One column: moments (UTC epoch s), values (of counters the rate per second), and of how many samples each is."""
+    """Values of one column over time."""
 
-    t: Column
-    values: Column
-    weights: Column
+    t: Column  # UTC epoch s
+    values: Column  # counters as rates per second
+    weights: Column  # number of samples of each value
 
 
-def load_series(segment: Segment, columns: Sequence[str], step_s: float) -> dict[str, SampleSeries]:
-    """Those of the columns ``columns`` that the segment has, from its roll-up of ``step_s``."""
+def load_series(segment: RecordedSegment, columns: Sequence[str], step_s: float) -> dict[str, SampleSeries]:
+    """Load the columns that the segment has from its roll-up of ``step_s``."""
     rollup = segment.rollup(step_s, columns)
     midpoints = rollup.t + rollup.step_s / 2
     count, mean = np.asarray(rollup.count, dtype=np.float64), np.asarray(rollup.mean, dtype=np.float64)
@@ -75,7 +78,7 @@ def load_series(segment: Segment, columns: Sequence[str], step_s: float) -> dict
 
 
 class GridSums:
-    """Sums and numbers of samples by curve, row and point."""
+    """Accumulator of values and sample counts by curve, row and point."""
 
     def __init__(self, grid: Grid, rows: int) -> None:
         self.grid, self.rows = grid, rows
@@ -84,7 +87,7 @@ class GridSums:
     def add(
         self, row: int, columns: Mapping[str, SampleSeries], device: str, curves: Mapping[str, Sequence[str]]
     ) -> None:
-        """``curves``: the curve's name and the fields of ``device`` that it is the sum of."""
+        """Add a device's columns to a row; ``curves`` maps a curve to the device's fields whose sum it shows."""
         for name, field_names in curves.items():
             series = [columns[c] for c in (fields.column_name(device, part) for part in field_names) if c in columns]
             if series:
@@ -93,6 +96,7 @@ class GridSums:
                 )
 
     def add_series(self, row: int, name: str, series: SampleSeries) -> None:
+        """Add a series to a curve of a row."""
         bins = self.grid.bins(series.t)
         valid = np.isfinite(series.values) & (series.weights > 0) & (bins >= 0)
         if not valid.any():
@@ -106,7 +110,7 @@ class GridSums:
         sample_count[row] += np.bincount(bins, weights=weights, minlength=self.grid.points)
 
     def table(self, names: Sequence[str] | None = None, group_size: int = 1) -> CurveTable:
-        """Means of all curves, or those of ``names``, ``group_size`` points in one."""
+        """Return the means of all curves (or of ``names``), merging ``group_size`` points into one."""
         values = {}
         for name, (total, sample_count) in self._sums.items():
             if names is None or name in names:
@@ -116,7 +120,7 @@ class GridSums:
 
 
 def _sum_groups(matrix: Matrix, group_size: int) -> Matrix:
-    """Sums of ``group_size`` neighbours; the last of what is left."""
+    """Sum groups of ``group_size`` neighbors; the last group may be smaller."""
     if group_size == 1:
         return matrix
     return np.add.reduceat(matrix, np.arange(0, matrix.shape[1], group_size), axis=1)

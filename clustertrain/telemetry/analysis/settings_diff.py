@@ -1,4 +1,4 @@
-"""What was planned and set for a run, and where two runs differ in it."""
+"""Planned and configured settings of a run, and the differences between two runs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from clustertrain.run.run_spec import load_spec
 
 
 class ConfigDiff(msgspec.Struct, frozen=True):
-    """Something that was set or planned otherwise, by its name in ``plan --json`` or in the recipe."""
+    """One setting that differs between two runs."""
 
-    key: str
+    key: str  # as in ``plan --json`` or in the recipe
     a: Any
     b: Any
 
 
 _RECIPE = "recipe."
 _PLAN_KEYS = ("device", "precision", "nodes", "gpus_per_node", "world_size", "batch")
-# What is set to choose a plan, not what came of it; where and how a run is kept and watched; and its name.
+# Inputs of the planner (its results are compared), storage, tracking and telemetry of a run, and its name.
 _IGNORED_PREFIXES = (
     "recipe.telemetry.",
     "recipe.tracking.",
@@ -37,20 +37,17 @@ _IGNORED_PREFIXES = (
     "env.",
     "secret_env",
 )
-_SUPERSEDED_BY_PLAN = (
-    "recipe.train.micro_batch",
-    "recipe.train.global_batch",
-    "recipe.train.precision",
-)  # by the plan's
+_SUPERSEDED_BY_PLAN = ("recipe.train.micro_batch", "recipe.train.global_batch", "recipe.train.precision")
 _JOB_KEYS = ("job.gpu_type", "job.cluster", "job.partition", "job.constraint", "job.cpus_per_gpu", "job.mem")
 
 
 def load_settings(run: RunDir) -> dict[str, Any]:
-    """What was planned and set and the run goes by, by dotted names; of environment variables the names alone, as they
-    may be secrets.
+    """Load the effective settings of a run by dotted key.
+
+    Of environment variables, only the names are included, because values may be secrets.
 
     Raises:
-        ConfigError: ``spec.toml`` or ``plan.json`` does not read.
+        ConfigError: ``spec.toml`` or ``plan.json`` cannot be read.
     """
     plan, error = json_files.load_document(run.plan)
     if error is not None:
@@ -93,6 +90,6 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def diff_settings(a: dict[str, Any], b: dict[str, Any]) -> list[ConfigDiff]:
-    """What the two do not share; a setting that one of them does not have is None there."""
+    """Return the settings that differ; a setting missing on one side is None there."""
     names = list(dict.fromkeys([*a, *b]))
     return [ConfigDiff(name, a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)]

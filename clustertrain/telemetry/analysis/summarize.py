@@ -1,4 +1,4 @@
-"""What a run's telemetry adds up to: totals of all nodes and attempts, pooled by GPU and by node."""
+"""Telemetry summary of a run: totals of all nodes and attempts, pooled by GPU and by node."""
 
 from __future__ import annotations
 
@@ -40,27 +40,29 @@ from clustertrain.telemetry.report_schema import (
 )
 from clustertrain.telemetry.store.writer import GpuFacts
 
-CLOCK_STEP_S = 1.0  # what is less is the time service at work
+CLOCK_STEP_S = 1.0  # smaller steps are normal corrections by the time service
 
 
 class SummaryRequest(NamedTuple):
-    """What of a run is wanted.
+    """Selection of the part of a run to summarize.
 
-    ``attempt``: None for all. ``gpu``: only GPUs that fit, a UUID or its beginning, an index, or ``node:index``.
-    ``since_s``: only the last so many seconds of what was recorded. ``state``, ``goodput`` and ``contract``: what is
-    known of the run with the scheduler's help; None: its own files decide.
+    ``state``, ``goodput`` and ``contract`` come from the scheduler if known; by default the run's files decide.
     """
 
-    attempt: int | None = None
-    gpu: str | None = None
-    since_s: float | None = None
+    attempt: int | None = None  # default: all attempts
+    gpu: str | None = None  # a UUID or its prefix, an index, or ``node:index``
+    since_s: float | None = None  # only the last seconds of the recording
     state: str | None = None
     goodput: Goodput | None = None
     contract: ContractStatus | None = None
 
 
 def select_attempts(run: RunDir, attempt: int | None) -> list[AttemptDir]:
-    """Raises NotFound where there is no such attempt."""
+    """Return the given attempt, or all by default.
+
+    Raises:
+        NotFound: there is no such attempt.
+    """
     selected = [a for a in run.attempts() if attempt in (None, a.n)]
     if attempt is not None and not selected:
         existing = ", ".join(str(a.n) for a in run.attempts()) or "none"
@@ -71,10 +73,10 @@ def select_attempts(run: RunDir, attempt: int | None) -> list[AttemptDir]:
 def select_records(
     run: RunDir, request: SummaryRequest
 ) -> tuple[list[NodeRecord], Callable[[str, GpuFacts], bool] | None]:
-    """What fits a request, and which of its GPUs do (None: all).
+    """Return the records of a request and a filter for its GPUs (None: all GPUs).
 
     Raises:
-        NotFound, UsageError: as :func:`summarize`.
+        NotFound, UsageError: see :func:`summarize`.
     """
     selection = _select(run, request, _load_settings(run)[0])
     if request.gpu is None:
@@ -83,14 +85,13 @@ def select_records(
 
 
 class _Selection(NamedTuple):
-    """What fits a request: ``logs`` by attempt, ``gpu_records`` by GPU; ``cutoff``: from when on, UTC s, None for
-    all."""
+    """Part of a run that a request selects."""
 
     attempts: list[AttemptDir]
-    logs: dict[int, list[events.Event]]
+    logs: dict[int, list[events.Event]]  # by attempt
     records: list[NodeRecord]
-    gpu_records: dict[tuple[str, str], list[GpuRecord]]
-    cutoff: float | None
+    gpu_records: dict[tuple[str, str], list[GpuRecord]]  # by node and UUID
+    cutoff: float | None  # start of the selected time, UTC s
 
 
 def _select(run: RunDir, request: SummaryRequest, settings: TelemetrySpec) -> _Selection:
@@ -98,7 +99,7 @@ def _select(run: RunDir, request: SummaryRequest, settings: TelemetrySpec) -> _S
     logs = {a.n: events.for_attempt(a) for a in selected}
     records = [p for a in selected for p in load_node_records(a, logs[a.n], settings.flush_s)]
     if not settings.enabled:
-        records = [p for p in records if p.segment is not None]  # nobody who is missing was to record anything
+        records = [p for p in records if p.segment is not None]  # nodes without a file were not expected to record
     cutoff = None
     if request.since_s is not None:
         records, cutoff = limit_to_last(records, request.since_s)
@@ -109,7 +110,9 @@ def _select(run: RunDir, request: SummaryRequest, settings: TelemetrySpec) -> _S
         key: found for key, found in gpu_records.items() if gpu_filter is None or _matches(gpu_filter, key, found)
     }
     if gpu_filter is not None and not matching:
-        raise UsageError(f"--gpu {gpu_filter}: no allocated GPU of {run.id} fits", fix=_format_known_gpus(gpu_records))
+        raise UsageError(
+            f"--gpu {gpu_filter}: no allocated GPU of {run.id} matches", fix=_format_known_gpus(gpu_records)
+        )
     return _Selection(selected, logs, records, matching, cutoff)
 
 
@@ -117,11 +120,11 @@ WHOLE_RUN = SummaryRequest()
 
 
 def summarize(run: RunDir, request: SummaryRequest = WHOLE_RUN) -> Summary:
-    """The per-job report, over all attempts or one of them.
+    """Summarize a run, over all attempts or one of them.
 
     Raises:
         NotFound: there is no such attempt.
-        UsageError: no GPU fits.
+        UsageError: no GPU matches.
     """
     settings, spec_error = _load_settings(run)
     selected, logs, records, gpu_records, cutoff = _select(run, request, settings)
@@ -175,7 +178,7 @@ def summarize(run: RunDir, request: SummaryRequest = WHOLE_RUN) -> Summary:
 
 
 def _goodput(run: RunDir, history: Sequence[Attempt], request: SummaryRequest, cutoff: float | None) -> Goodput:
-    """Of the part of the run that is asked for."""
+    """Return the goodput of the selected part of the run."""
     if request.goodput is not None and request.attempt is None and cutoff is None:
         return request.goodput
     finished = state.is_settled(history) if request.state is None else request.state in state.FINAL
@@ -187,7 +190,7 @@ def _goodput(run: RunDir, history: Sequence[Attempt], request: SummaryRequest, c
 def _owner(run: RunDir) -> str | None:
     try:
         return run.path.owner()
-    except (OSError, KeyError):  # a user that this machine does not know
+    except (OSError, KeyError):  # a user unknown to this machine
         return None
 
 
@@ -208,7 +211,7 @@ def _load_plan_info(run: RunDir) -> _PlanInfo:
 
 
 def _load_settings(run: RunDir) -> tuple[TelemetrySpec, str | None]:
-    """The defaults where spec.toml does not read, and why it does not."""
+    """Load the telemetry settings; if spec.toml cannot be read, return the defaults and the reason."""
     try:
         return load_spec(run).recipe.telemetry, None
     except ClusterTrainError as e:
@@ -216,10 +219,10 @@ def _load_settings(run: RunDir) -> tuple[TelemetrySpec, str | None]:
 
 
 def _clock_steps(logs: Mapping[int, list[events.Event]]) -> dict[str, list[float]]:
-    """By node, by how many seconds its wall clock was set while its monotonic one ran on."""
+    """Return the steps of each node's wall clock relative to its monotonic clock, in seconds."""
     steps: dict[str, list[float]] = {}
     for log in logs.values():
-        # After a reboot the monotonic clock begins anew, and in containers the same numbers of processes do.
+        # Offsets are compared within an attempt: a reboot resets the monotonic clock, and containers reuse pids.
         offsets: dict[tuple[str, int], float] = {}
         for e in sorted(log, key=lambda e: float(e.get("mono") or 0.0)):
             if e.get("mono") is None or e.get("host") is None:
@@ -271,11 +274,11 @@ def _matches(gpu_filter: str, key: tuple[str, str], records: list[GpuRecord]) ->
 def _format_known_gpus(gpu_records: dict[tuple[str, str], list[GpuRecord]]) -> str:
     names = [f"{node}:{found[-1].facts.index} ({uuid})" for (node, uuid), found in gpu_records.items()]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ("give one of " + ", ".join(names[:8]) + more) if names else "the run recorded no GPU at all"
+    return ("give one of " + ", ".join(names[:8]) + more) if names else "omit --gpu: the run recorded no GPU"
 
 
 def _collect_xids(logs: Mapping[int, list[events.Event]]) -> dict[str, list[XidRecord]]:
-    """By the GPU's UUID."""
+    """Return the XIDs by the GPU's UUID."""
     xids: dict[str, list[XidRecord]] = {}
     for log in logs.values():
         for e in events.filter_by_name(log, "gpu_event"):
@@ -287,12 +290,12 @@ def _collect_xids(logs: Mapping[int, list[events.Event]]) -> dict[str, list[XidR
 
 
 def _is_before(event: events.Event, cutoff: float) -> bool:
-    """What the driver told of a GPU before what is asked for."""
+    """Return whether the event is about a GPU and before the selected time."""
     return event["event"] in ("gpu_event", "gpu_lost", "gpu_back") and float(event["t"]) < cutoff
 
 
 def _coverage(gpus: Sequence[GpuSummary], hosts: Sequence[HostSummary]) -> float | None:
-    """Over GPUs where there are any, since a lost one is what it must show; over hosts else."""
+    """Return the coverage over GPUs, so that a lost GPU lowers it, and over hosts without GPUs."""
     with_gpu = {g.node for g in gpus}
     samples = [(g.samples, g.expected) for g in gpus]
     samples += [(h.samples, h.expected) for h in hosts if h.node not in with_gpu]
@@ -319,7 +322,7 @@ def _total_energy(
 def _waste(
     gpus: Sequence[GpuSummary], owned: Mapping[tuple[str, str], list[GpuRecord]], goodput: Goodput
 ) -> Waste | None:
-    """As :class:`Waste` defines it; without the queue, in which the job held no GPU."""
+    """Return the wasted GPU-hours, without the time in the queue, in which the job holds no GPU."""
     if not gpus:
         return None
     held_hours = {key: sum(p.node_record.held_s for p in pieces) / 3600 for key, pieces in owned.items()}

@@ -1,4 +1,4 @@
-"""Utilization in equal steps over the window of the job, from roll-ups where it is long, else from samples."""
+"""Utilization in equal steps over the job's window, from roll-ups for long jobs, else from samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_STEPS = 160  # as many as the widest terminal shows
 
 
 def build_timelines(records: Sequence[NodeRecord], window: TimeWindow) -> dict[tuple[str, str], Timeline]:
-    """By node and UUID."""
+    """Return the timelines by node and UUID."""
     if window.start is None or window.end is None:
         return {}
     step = max((window.end - window.start) / MAX_STEPS, 1.0)
@@ -41,19 +41,19 @@ def _timeline(step: float, sample_count: Column, total: Column) -> Timeline:
 
 
 def coarsest_level(step_s: float) -> int | None:
-    """The coarsest roll-up that still tells steps of ``step_s`` apart; None: only the samples do."""
+    """Return the coarsest roll-up that resolves steps of ``step_s``; None if only samples do."""
     return max((one for one in LEVELS if one <= step_s), default=None)
 
 
 def _utilization_points(record: NodeRecord, step_s: float) -> tuple[Column, Table, Table]:
-    """When, and for each GPU of the part its utilization and how many samples that stands for."""
+    """Return times [n], and utilization and number of samples by GPU [n, GPUs]."""
     columns = [fields.column_name(f"gpu{i}", "utilization") for i in range(len(record.gpus))]
     if record.segment is None or not columns or record.nvml_error is not None:
         return np.empty(0), np.empty((0, len(columns))), np.empty((0, len(columns)))
     rollup_s = coarsest_level(step_s)
     if rollup_s is None:
         frame = record.segment.samples(fields.FAST, columns, since=record.since)
-        missing = np.full(len(frame), np.nan)  # of a column that is damaged
+        missing = np.full(len(frame), np.nan)  # for a damaged column
         values = np.column_stack([frame.values.get(c, missing) for c in columns])
         return frame.t, values, np.ones(values.shape)
     rollup = record.segment.rollup(rollup_s, columns)

@@ -1,1 +1,1 @@
-"""What leaves a run: Prometheus's text format while it goes on, tables of all samples afterwards."""
+"""Export of telemetry: Prometheus metrics during a run, tables of all samples afterwards."""

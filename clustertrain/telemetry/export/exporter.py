@@ -1,7 +1,7 @@
-"""The exporter of an agent: a page in Prometheus's text format over HTTP, a file for node_exporter, or both.
+"""Prometheus exporter of an agent: over HTTP, as a file for node_exporter, or both.
 
-Each has a thread of its own. Whatever goes wrong in them ends in an event and not in the run, and the sampler, which
-calls :meth:`Exporter.observe`, never waits for them.
+Each endpoint has a separate thread. A failure becomes an event and never affects the run, and the sampler, which calls
+:meth:`Exporter.observe`, never waits for them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ OnEvent = Callable[..., Any]
 
 
 class Exporter:
-    """Does nothing, and imports nothing, where ``spec`` has neither a port nor a folder.
+    """Exporter of the newest snapshot. Without a port and a folder in ``spec``, it does and imports nothing.
 
     Args:
         spec: the recipe's ``[telemetry.prometheus]``.
-        labels: of every metric.
+        labels: labels of every metric.
         on_event: called as ``on_event(name, **fields)`` from the exporter's threads: ``exporter_started`` with
             ``address`` and ``port``, or with ``textfile``; ``exporter_failed`` with ``reason``, and for a port ``fix``.
-        interval_s: between two snapshots; one that is missing is counted.
+        interval_s: seconds between snapshots, to count missed ones.
     """
 
     def __init__(
@@ -45,28 +45,28 @@ class Exporter:
             self._endpoints.append(textfile.TextfileWriter(self._feed, path, self._write_event))
 
     def start(self) -> None:
-        """Returns at once: a name to be resolved and a folder that hangs are the threads' affair. Never raises."""
+        """Start the threads without waiting for name resolution or a hanging folder. Never raises."""
         for endpoint in self._endpoints:
             try:
                 threading.Thread(target=endpoint.run, name="exporter", daemon=True).start()
                 self._running.append(endpoint)
-            except RuntimeError as e:  # the limit on processes is reached
-                self._write_event("exporter_failed", reason=f"no thread could be started: {e}")
+            except RuntimeError as e:  # the process limit is reached
+                self._write_event("exporter_failed", reason=f"cannot start a thread: {e}")
 
     def observe(self, snapshot: Snapshot) -> None:
-        """The newest figures, from the sampler's thread. The snapshot is kept, and must not change afterwards."""
+        """Store the newest snapshot, which must not change afterwards. Called in the sampler's thread."""
         self._feed.observe(snapshot)
 
     def watch_xids(self, uuids: Iterable[str]) -> None:
-        """The driver tells the errors of these devices, so that none is a 0. From the sampler's thread."""
+        """Start the error counts of these devices at 0. Called in the sampler's thread."""
         self._feed.watch_xids(uuids)
 
     def record_xid(self, uuid: str, xid: int, count: int = 1) -> None:
-        """The driver reported this error of that device, so often since the last time. From the sampler's thread."""
+        """Count ``count`` new occurrences of an error on a device. Called in the sampler's thread."""
         self._feed.record_xid(uuid, xid, count)
 
     def stop(self, timeout_s: float = 2.0) -> bool:
-        """Give the port back and take the file away. False where the disk held a thread longer than that."""
+        """Release the port and remove the file; return False if a thread does not end within ``timeout_s``."""
         stopped = [endpoint.stop(timeout_s) for endpoint in self._running]
         return all(stopped)
 

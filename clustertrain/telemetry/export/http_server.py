@@ -1,4 +1,4 @@
-"""The exporter's page over HTTP, in a thread that waits without polling."""
+"""HTTP endpoint of the exporter, in a thread that waits without polling."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from clustertrain.config.telemetry import PORT_ATTEMPTS
 from clustertrain.telemetry.export.feed import Feed
 
-CLIENT_TIMEOUT_S = 10.0  # for a client to ask, and to take the answer; Prometheus's own scrape timeout
-MAX_CLIENTS = (
-    8  # served at a time; one more drops the oldest: everybody who reaches the port may connect and say nothing
-)
+CLIENT_TIMEOUT_S = 10.0  # per request and response, Prometheus's default scrape timeout
+MAX_CLIENTS = 8  # served at a time; one more drops the oldest, as anybody may connect to the port and send nothing
 
 
 class MetricsServer:
+    """HTTP server of the metrics page, run in a thread."""
+
     def __init__(self, feed: Feed, address: str, port: int, on_event: Callable[..., None]) -> None:
         self._feed = feed
         self._address = address
@@ -31,7 +31,7 @@ class MetricsServer:
         self._server: _Server | None = None
 
     def run(self) -> None:
-        """Until :meth:`stop`."""
+        """Serve until :meth:`stop`."""
         try:
             self._serve()
         except Exception as e:  # the thread's edge: an exporter must not end the run
@@ -40,6 +40,7 @@ class MetricsServer:
             self._finished.set()
 
     def stop(self, timeout_s: float) -> bool:
+        """Stop serving; return whether the thread ended within ``timeout_s``."""
         self._stopping.set()
         if self._server is not None:
             self._server.wake()
@@ -56,13 +57,13 @@ class MetricsServer:
             )
             return
         with server:
-            # Not at the top: 60 ms and 11 MB, for a run that exports.
+            # Imported here because it costs 60 ms and 11 MB, only for runs that export.
             from prometheus_client import make_wsgi_app
 
             from clustertrain.telemetry.export.prometheus import build_registry
 
             server.set_app(make_wsgi_app(build_registry(self._feed)))
-            self._server = server  # before the look at `_stopping`: one of the two threads sees the other
+            self._server = server  # before `_stopping` is read, so that stop() or this thread sees the other
             if not self._stopping.is_set():
                 address, port = server.server_address[:2]
                 self._on_event("exporter_started", address=str(address), port=port)
@@ -71,17 +72,17 @@ class MetricsServer:
 
 
 _FIXES = {
-    errno.EADDRINUSE: f"set telemetry.prometheus.port to one with {PORT_ATTEMPTS} free ports from it on",
+    errno.EADDRINUSE: f"set telemetry.prometheus.port to the first of {PORT_ATTEMPTS} ports with a free one",
     errno.EACCES: "set telemetry.prometheus.port to 1024 or more",
-    errno.EADDRNOTAVAIL: "set telemetry.prometheus.address to one of the node's own, or to 0.0.0.0",
+    errno.EADDRNOTAVAIL: "set telemetry.prometheus.address to an address of the node, or to 0.0.0.0",
 }
 
 
 def _bind(address: str, port: int) -> _Server:
-    """On the first free port from ``port`` on.
+    """Bind a server to the first free port from ``port`` on.
 
     Raises:
-        OSError: there is none, or the address is not this machine's.
+        OSError: no port is free, or the address does not belong to this machine.
     """
     family, _, _, _, sockaddr = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     last_port = min(port + PORT_ATTEMPTS - 1, 65535)
@@ -98,7 +99,7 @@ class _Handler(WSGIRequestHandler):
     timeout = CLIENT_TIMEOUT_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Not into the agent's log, every 15 s."""
+        """Log nothing: a scrape every 15 s would fill the agent's log."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -106,13 +107,13 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, family: int, address: str, port: int) -> None:
         self.address_family = family
-        self._clients: dict[Any, None] = {}  # their sockets, the oldest first
+        self._clients: dict[Any, None] = {}  # sockets, oldest first
         self._lock = threading.Lock()
         super().__init__((address, port), _Handler)
 
     def server_bind(self) -> None:
-        # HTTPServer's own asks DNS for its name, which takes seconds where nobody answers. SO_REUSEADDR: the port is
-        # free again as soon as it was given back; a second listener is refused all the same.
+        # HTTPServer.server_bind queries DNS for the host name, which takes seconds without an answer. SO_REUSEADDR
+        # frees the port as soon as it is released; a second listener is still refused.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -120,7 +121,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def wake(self) -> None:
-        """Let ``handle_request`` return, which waits for a client."""
+        """Make ``handle_request``, which waits for a client, return."""
         with contextlib.suppress(OSError):  # closed already
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -129,11 +130,11 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._clients[request] = None
             dropped = list(self._clients)[:-MAX_CLIENTS]
         for client in dropped:
-            with contextlib.suppress(OSError):  # closed meanwhile
-                client.shutdown(socket.SHUT_RDWR)  # its thread stops waiting for it
+            with contextlib.suppress(OSError):  # closed in the meantime
+                client.shutdown(socket.SHUT_RDWR)  # ends the wait of its thread
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # the limit on processes is reached: no thread was started
+        except RuntimeError:  # the process limit is reached: no thread was started
             self.shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
@@ -142,4 +143,4 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no affair of the log."""
+        """Ignore errors of clients that disconnect."""

@@ -1,7 +1,7 @@
-"""The name in Prometheus of each recorded field: base units, ``_total`` for counters, ratios 0-1.
+"""Prometheus names of the recorded fields: base units, ``_total`` for counters, ratios 0-1.
 
-Derived from :mod:`clustertrain.telemetry.fields`, so that a field that is added there is exported, and checked by a
-test against ``promtool``.
+The names are derived from :mod:`clustertrain.telemetry.fields`, so new fields are exported automatically. A test checks
+them with ``promtool``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import Field
 
 PREFIX = "clustertrain"
-# unit: (the end of our name that says it, the end that Prometheus wants, what to multiply by).
+# unit: (suffix of our name, suffix for Prometheus, scale).
 # https://prometheus.io/docs/practices/naming/#base-units
 _UNITS = {
     "ratio": ("", "_ratio", 1.0),
@@ -27,22 +27,22 @@ _UNITS = {
 
 
 class PrometheusMetric(NamedTuple):
-    """``name`` as it stands in the exposition; a sample is the recorded value times ``scale``."""
+    """One exported metric."""
 
-    name: str
+    name: str  # as in the exposition format
     is_counter: bool
-    scale: float
+    scale: float  # factor for the recorded value
     help_text: str
 
 
 def metric_for_field(device: str, field: Field) -> PrometheusMetric:
-    """``device`` is ``gpu``, ``host`` or ``rank``."""
+    """Return the metric of a field; ``device`` is ``gpu``, ``host`` or ``rank``."""
     suffix, prometheus_suffix, scale = _UNITS.get(field.unit, ("", "", 1.0))
     name = f"{PREFIX}_{device}_{field.name.removesuffix(suffix)}{prometheus_suffix}"
     is_counter = field.metric_type == "counter"
     help_text = field.description[0].upper() + field.description[1:]
     if field.unit == "phase":
-        help_text = "What the rank is in: " + ", ".join(f"{code} {word}" for code, word in enumerate(PHASES))
+        help_text = "Current phase of the rank: " + ", ".join(f"{code} {phase}" for code, phase in enumerate(PHASES))
     return PrometheusMetric(f"{name}_total" if is_counter else name, is_counter, scale, help_text)
 
 

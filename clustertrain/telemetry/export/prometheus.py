@@ -1,4 +1,4 @@
-"""The newest snapshot as Prometheus's metrics. Imports prometheus-client: only for a run that exports."""
+"""Newest snapshot as Prometheus metrics. Imports prometheus-client, so it is loaded only for runs that export."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LABELS_BY_DEVICE = {"gpu": (*BASE_LABELS, "gpu", "uuid", "rank"), "host": BASE_L
 
 
 class _ExtraMetric(NamedTuple):
-    """A metric that is no recorded field."""
+    """Metric that is not a recorded field."""
 
     metric: PrometheusMetric
     labels: tuple[str, ...]
@@ -32,25 +32,27 @@ def _extra_metric(name: str, help_text: str, labels: tuple[str, ...], *, is_coun
     return _ExtraMetric(PrometheusMetric(f"{PREFIX}_{name}", is_counter, 1.0, help_text), labels)
 
 
-_INFO = _extra_metric("gpu_info", "What the GPU is, always 1", (*LABELS_BY_DEVICE["gpu"], "name", "minor", "parent"))
-_MEMORY = _extra_metric("gpu_memory_total_bytes", "Device memory that there is", LABELS_BY_DEVICE["gpu"])
+_INFO = _extra_metric(
+    "gpu_info", "Properties of the GPU as labels, always 1", (*LABELS_BY_DEVICE["gpu"], "name", "minor", "parent")
+)
+_MEMORY = _extra_metric("gpu_memory_total_bytes", "Total device memory", LABELS_BY_DEVICE["gpu"])
 _XIDS = _extra_metric(
-    "gpu_xids_total", "Errors that the driver reported of the GPU (XID)", LABELS_BY_DEVICE["gpu"], is_counter=True
+    "gpu_xids_total", "Errors of the GPU reported by the driver (XID)", LABELS_BY_DEVICE["gpu"], is_counter=True
 )
 _XIDS_BY_NUMBER = _extra_metric(
     "gpu_xids_by_number_total",
-    "The same by the number of the error",
+    "Errors of the GPU reported by the driver, by XID",
     (*LABELS_BY_DEVICE["gpu"], "xid"),
     is_counter=True,
 )
 _SAMPLES = _extra_metric("sampler_samples_total", "Samples taken of the node", BASE_LABELS, is_counter=True)
-_MISSED = _extra_metric("sampler_missed_total", "Samples that were due and not taken", BASE_LABELS, is_counter=True)
-_LAST = _extra_metric("sampler_last_sample_timestamp_seconds", "When the newest sample was taken", BASE_LABELS)
+_MISSED = _extra_metric("sampler_missed_total", "Samples that were due but not taken", BASE_LABELS, is_counter=True)
+_LAST = _extra_metric("sampler_last_sample_timestamp_seconds", "Time of the newest sample", BASE_LABELS)
 EXTRA_METRICS = (_INFO, _MEMORY, _XIDS, _XIDS_BY_NUMBER, _SAMPLES, _MISSED, _LAST)
 
 
 class SnapshotCollector(Collector):
-    """Reads ``feed`` when it is scraped. It takes no lock: the sampler never waits for a scrape."""
+    """Collector that reads ``feed`` on each scrape, without a lock: the sampler never waits for a scrape."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -88,14 +90,14 @@ class SnapshotCollector(Collector):
                 _add_sample(families, _MEMORY.metric, labels, gpu.memory_total_bytes)
             xids = self._feed.xid_counts(gpu.uuid)
             if xids is not None:
-                # From 0 on, or rate() and increase() would not see the first. A number's own series begins at 1.
+                # The total starts at 0 so that rate() and increase() see the first error. Series by XID start at 1.
                 _add_sample(families, _XIDS.metric, labels, sum(xids.values()))
                 for xid, count in sorted(xids.items()):
                     _add_sample(families, _XIDS_BY_NUMBER.metric, (*labels, str(xid)), count)
 
 
 def _build_families() -> dict[str, Family]:
-    """Every metric without samples, by name, in the order in which they are shown."""
+    """Return every metric without samples, by name, in display order."""
     families = {
         m.name: _build_family(m, LABELS_BY_DEVICE[device])
         for device, metrics in METRICS.items()
@@ -116,7 +118,7 @@ def _add_field_metrics(families: Mapping[str, Family], base_labels: tuple[str, .
     for column, value in snapshot.values.items():
         device, name = fields.split_column(column)
         labels, metric = devices.get(device), METRICS.get(device.rstrip("0123456789"), {}).get(name)
-        if labels is not None and metric is not None and not math.isnan(value):  # what is missing is absent
+        if labels is not None and metric is not None and not math.isnan(value):  # missing values are not exported
             _add_sample(families, metric, labels, value * metric.scale)
 
 
@@ -124,7 +126,7 @@ def _add_sample(
     families: Mapping[str, Family], metric: PrometheusMetric, labels: tuple[str, ...], value: float
 ) -> None:
     family = families[metric.name]
-    family.add_metric(labels, value)  # type: ignore[attr-defined]  # of both kinds, and of their base not
+    family.add_metric(labels, value)  # type: ignore[attr-defined]  # both subclasses have it, their base does not
 
 
 def _base_label_values(labels: Labels) -> tuple[str, ...]:
@@ -140,12 +142,12 @@ def _format_int(value: int | None) -> str:
 
 
 def build_registry(feed: Feed) -> CollectorRegistry:
-    """With our metrics alone: none of the agent's own process and of Python."""
+    """Return a registry with only our metrics, without those of the agent's process and of Python."""
     registry = CollectorRegistry()
     registry.register(SnapshotCollector(feed))
     return registry
 
 
 def render(feed: Feed) -> bytes:
-    """Prometheus's text format, version 0.0.4."""
+    """Render the metrics in Prometheus's text format, version 0.0.4."""
     return generate_latest(build_registry(feed))

@@ -1,6 +1,6 @@
-"""All samples of a run as one table, in CSV or Parquet: a row a moment and device, a column a field.
+"""All samples of a run as one table in CSV or Parquet: one row per time and device, one column per field.
 
-Written in pieces, so that a week of a thousand GPUs takes no more memory than an hour of eight.
+The table is written in pieces, so a week of a thousand GPUs takes no more memory than an hour of eight.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from clustertrain.printable import printable, unwrap_stream
 from clustertrain.run.heartbeat import PHASES
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
-from clustertrain.telemetry.store.reader import Frame, Segment
+from clustertrain.telemetry.store.reader import Frame, RecordedSegment
 from clustertrain.telemetry.store.writer import GpuFacts
 
 FIELDS = list(dict.fromkeys(f.name for f in (*fields.GPU, *fields.HOST, *fields.RANK)))
 STDOUT = "-"
-_CELLS = 8_000_000  # that are read at a time: 64 MB
-_ROWS = 200_000  # of a piece that is written, in Parquet a row group: 80 MB
+_CELLS = 8_000_000  # values read at a time: 64 MB
+_ROWS = 200_000  # rows written at a time (a row group in Parquet): 80 MB
 
 _CATEGORY = pa.dictionary(pa.int32(), pa.string())
 SCHEMA = pa.schema(
@@ -39,40 +39,40 @@ SCHEMA = pa.schema(
         ("attempt", pa.int32()),
         ("node", _CATEGORY),
         ("device", _CATEGORY),  # gpu0, host, rank5
-        ("uuid", _CATEGORY),  # of the GPU, or of the GPU of the rank
-        ("rank", pa.int32()),  # of the rank, or the first of the GPU
+        ("uuid", _CATEGORY),  # of the GPU, or of the rank's GPU
+        ("rank", pa.int32()),  # the rank, or the GPU's first rank
         *((name, _CATEGORY if name == "phase" else pa.float64()) for name in FIELDS),
     ]
 )
 
 
 class AttemptSegment(NamedTuple):
-    """A segment and the attempt that it is of."""
+    """A segment and its attempt."""
 
     attempt: int
-    segment: Segment
+    segment: RecordedSegment
 
 
 class RowFilter(NamedTuple):
-    """What of it is wanted. ``gpu_filter(node, facts)``: these GPUs and their ranks alone, and no hosts. ``since``,
-    ``until``: UTC epoch s, from the one until before the other."""
+    """Selection of the rows to export."""
 
     gpu_filter: Callable[[str, GpuFacts], bool] | None = None
-    since: float | None = None
-    until: float | None = None
+    """``gpu_filter(node, facts)`` selects GPUs and their ranks; hosts are then left out."""
+    since: float | None = None  # UTC epoch s, inclusive
+    until: float | None = None  # UTC epoch s, exclusive
 
 
 ALL_ROWS = RowFilter()
 
 
 class TableExportResult(NamedTuple):
-    """``errors``: what could not be read, and why."""
+    """Result of an export."""
 
     rows: int
-    errors: list[str]
+    errors: list[str]  # parts that could not be read, with the reason
 
 
-ProgressCallback = Callable[[int, int], object]  # bytes that are read, and all there are
+ProgressCallback = Callable[[int, int], object]  # bytes read, bytes in total
 
 
 def write_csv(
@@ -81,16 +81,19 @@ def write_csv(
     row_filter: RowFilter = ALL_ROWS,
     progress: ProgressCallback | None = None,
 ) -> TableExportResult:
-    """``path`` ``-`` is standard output, whose reader may leave before the end. What is missing is an empty cell.
+    """Write the samples as CSV with empty cells for missing values.
+
+    Args:
+        path: output file; ``-`` is standard output, whose reader may exit before the end.
 
     Raises:
-        ConfigError: ``path`` cannot be written, or is no regular file.
+        ConfigError: ``path`` cannot be written, or is not a regular file.
     """
     from pyarrow import csv
 
     with _open_output(path) as f, csv.CSVWriter(f, SCHEMA) as writer:
         return _write(segments, row_filter, writer, progress)
-    return TableExportResult(0, [])  # the reader left
+    return TableExportResult(0, [])  # the reader exited early
 
 
 def write_parquet(
@@ -99,15 +102,16 @@ def write_parquet(
     row_filter: RowFilter = ALL_ROWS,
     progress: ProgressCallback | None = None,
 ) -> TableExportResult:
-    """What is missing is null. Raises as :func:`write_csv`.
+    """Write the samples as Parquet with null for missing values.
 
     Raises:
+        ConfigError: ``path`` cannot be written, or is not a regular file.
         UsageError: ``path`` is ``-``.
     """
     from pyarrow import parquet
 
     if str(path) == STDOUT:
-        raise UsageError("--parquet -: a Parquet file cannot go to standard output", fix="name a file, or take --csv -")
+        raise UsageError("--parquet -: cannot write Parquet to standard output", fix="give a file name, or use --csv -")
     with _open_output(path) as f, parquet.ParquetWriter(f, SCHEMA, compression="zstd") as writer:
         return _write(segments, row_filter, writer, progress)
 
@@ -116,30 +120,30 @@ def write_parquet(
 def _open_output(path: str | Path) -> Iterator[IO[bytes]]:
     if str(path) == STDOUT:
         with _ignore_broken_pipe():
-            stdout = unwrap_stream(sys.stdout).buffer  # the text in the table is escaped
+            stdout = unwrap_stream(sys.stdout).buffer  # text in the table is already escaped
             yield stdout
             stdout.flush()
         return
     out = Path(path)
     if out.exists() and not out.is_file():
-        raise ConfigError(f"{out} is not a regular file, and would be replaced", fix="give the name of a file")
+        raise ConfigError(f"{out} is not a regular file and would be replaced", fix="give the name of a file")
     try:
-        # As any program of the user's would: as open to others as the umask says.
+        # Permissions follow the umask, as with any program.
         with fsio.atomic_write(out, mode=0o666, durable=False) as f:
             yield f
     except OSError as e:
         raise ConfigError(
-            f"{out} cannot be written: {e.strerror or e}", fix="give a path in a folder of yours, on a disk with room"
+            f"{out} cannot be written: {e.strerror or e}", fix="give a path in a writable folder with enough disk space"
         ) from e
 
 
 @contextlib.contextmanager
 def _ignore_broken_pipe() -> Iterator[None]:
-    """``clustertrain telemetry RUN --csv - | head`` is no error."""
+    """Suppress the error of a closed pipe, as in ``clustertrain telemetry RUN --csv - | head``."""
     try:
         yield
     except BrokenPipeError:
-        # Python flushes standard output once more when it ends.
+        # Python flushes standard output again at exit.
         with Path(os.devnull).open("wb") as devnull:
             os.dup2(devnull.fileno(), sys.stdout.fileno())
 
@@ -167,7 +171,7 @@ class _Device(NamedTuple):
 
 
 class _SegmentExport:
-    """One segment, in the part of the time that is wanted."""
+    """Export of one segment within the selected time."""
 
     def __init__(self, source: AttemptSegment, row_filter: RowFilter) -> None:
         self.source = source
@@ -186,7 +190,7 @@ class _SegmentExport:
         self.begin = self.end = 0.0
         if newest is not None and self._devices:
             self.begin = header.t if row_filter.since is None else max(header.t, row_filter.since)
-            exclusive_end = newest + header.interval_s  # `until` is exclusive
+            exclusive_end = newest + header.interval_s  # so that the newest sample is included
             self.end = max(
                 self.begin, exclusive_end if row_filter.until is None else min(exclusive_end, row_filter.until)
             )
@@ -205,7 +209,7 @@ class _SegmentExport:
         return int((high - low) * self._bytes_per_s) if high > low else 0
 
     def windows(self) -> Iterator[tuple[float, float]]:
-        """The time, cut so that what is read at once fits into memory."""
+        """Yield windows of time whose samples fit into memory."""
         if self.end <= self.begin:
             return
         count = max(1, -(-self.size_bytes // (8 * _CELLS)))
@@ -213,6 +217,7 @@ class _SegmentExport:
         yield from itertools.pairwise(edges)
 
     def batches(self, low: float, high: float) -> Iterator[pa.RecordBatch]:
+        """Yield the rows with ``low <= t < high``."""
         segment = _reopen(self.source.segment)
         frames = [segment.samples(pace, columns, low, high) for pace, columns in self._columns.items()]
         self.read_error = self.read_error or segment.read_error
@@ -222,7 +227,7 @@ class _SegmentExport:
             yield self._build_batch(times[first : first + batch_rows], frames)
 
     def _build_batch(self, times: npt.NDArray[np.float64], frames: list[Frame]) -> pa.RecordBatch:
-        """The rows of these moments: of each the devices that were read then, in their order."""
+        """Build the rows of these times, one for each device read at that time."""
         frame_rows = [_select_rows(frame, times) for frame in frames]
         present = np.zeros((len(times), len(self._devices)), dtype=bool)
         for positions, values, _ in frame_rows:
@@ -245,7 +250,7 @@ class _SegmentExport:
     def _field_table(
         self, name: str, frame_rows: list[_FrameRows], shape: tuple[int, int]
     ) -> npt.NDArray[np.float64] | None:
-        """Moments x devices; None where the segment has no such field."""
+        """Return the field's values [times, devices]; None if the segment lacks the field."""
         table = None
         for positions, values, rows in frame_rows:
             for j, device in enumerate(self._devices):
@@ -256,13 +261,13 @@ class _SegmentExport:
         return table
 
 
-def _reopen(segment: Segment) -> Segment:
-    """The same one, without what it keeps of its files once it was asked: 9 MB, for each of a thousand."""
-    return Segment(segment.folder, segment.header, segment.read_error)
+def _reopen(segment: RecordedSegment) -> RecordedSegment:
+    """Return the segment without its cached files, which take 9 MB for each of up to a thousand segments."""
+    return RecordedSegment(segment.folder, segment.header, segment.read_error)
 
 
 class _FrameRows(NamedTuple):
-    """Where the rows ``rows`` of a frame stand among a batch's moments."""
+    """Positions of the rows ``rows`` of a frame among a batch's times."""
 
     positions: npt.NDArray[np.intp]
     values: dict[str, npt.NDArray[np.float64]]

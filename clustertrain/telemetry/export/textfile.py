@@ -1,4 +1,4 @@
-"""The exporter's file, for the textfile collector of a node_exporter that the site runs."""
+"""File of the exporter, for the textfile collector of the site's node_exporter."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from clustertrain import clock, fsio
 from clustertrain.telemetry.export.feed import Feed, Labels
 
 WRITE_INTERVAL_S = 15.0
-STALE_FILE_S = 600.0  # a file of ours that nobody has replaced for so long is of an agent that was killed
+STALE_FILE_S = 600.0  # a file not replaced for this long belongs to a killed agent
 
 
 def file_name(labels: Labels) -> str:
-    """``clustertrain-<job or run>-<node>.prom``, the same for all attempts of a job on a node."""
+    """Return ``clustertrain-<job or run>-<node>.prom``, the same for all attempts of a job on a node."""
     stem = f"clustertrain-{labels.job_id or labels.run}-{labels.node}"
     return re.sub(r"[^A-Za-z0-9._-]", "_", stem) + ".prom"
 
 
 class TextfileWriter:
+    """Periodic writer of the metrics file, run in a thread."""
+
     def __init__(
         self, feed: Feed, path: Path, on_event: Callable[..., None], interval_s: float = WRITE_INTERVAL_S
     ) -> None:
@@ -35,10 +37,10 @@ class TextfileWriter:
         self._finished = threading.Event()
 
     def run(self) -> None:
-        """Until :meth:`stop`. A disk that is full, or not there yet, is tried again each time."""
+        """Write until :meth:`stop`; a write that fails is retried after each interval."""
         try:
             _remove_stale_files(self._path.parent)
-            # The first figures come a tick after the start.
+            # The first snapshot arrives one tick after the start.
             wait_s = min(1.0, self._interval_s)
             while not self._stopping.wait(wait_s):
                 if self._feed.newest is not None:
@@ -47,21 +49,22 @@ class TextfileWriter:
         except Exception as e:  # the thread's edge: an exporter must not end the run
             self._on_event("exporter_failed", reason=f"{type(e).__name__}: {e}")
         finally:
-            with contextlib.suppress(OSError):  # the folder is gone, or not ours: said above
+            with contextlib.suppress(OSError):  # the folder is missing or not writable, already reported
                 self._path.unlink(missing_ok=True)
             self._finished.set()
 
     def stop(self, timeout_s: float) -> bool:
+        """Stop writing and remove the file; return whether the thread ended within ``timeout_s``."""
         self._stopping.set()
         return self._finished.wait(timeout_s)
 
     def _write(self) -> None:
-        # Not at the top: 60 ms and 11 MB, for a run that exports.
+        # Imported here because it costs 60 ms and 11 MB, only for runs that export.
         from clustertrain.telemetry.export.prometheus import render
 
         try:
-            # node_exporter runs as a user of its own, whatever the umask of this one's; the figures are of no use after
-            # a crash of the machine, so nothing waits for the disk.
+            # node_exporter runs as another user, so the mode must not depend on the umask. The values are useless after
+            # a crash of the machine, so the write is not durable.
             with fsio.atomic_write(self._path, durable=False) as f:
                 os.fchmod(f.fileno(), 0o644)
                 f.write(render(self._feed))
@@ -71,7 +74,7 @@ class TextfileWriter:
             self._report("exporter_started", textfile=str(self._path))
 
     def _report(self, name: str, **fields: str) -> None:
-        """Only what is new: the disk that is full now is full in 15 s."""
+        """Write an event unless it repeats the last one: a full disk stays full."""
         event = f"{name} {fields}"
         if event != self._last_event:
             self._last_event = event
@@ -79,11 +82,11 @@ class TextfileWriter:
 
 
 def _remove_stale_files(folder: Path) -> None:
-    """Remove what killed agents of this user left in the folder: node_exporter would show it for ever."""
+    """Remove files of this user's killed agents, which node_exporter would export forever."""
     for path in folder.glob("clustertrain-*.prom"):
         try:
             stat = path.stat()
             if stat.st_uid == os.getuid() and clock.now() - stat.st_mtime > STALE_FILE_S:
                 path.unlink()
         except OSError:
-            continue  # another agent was quicker
+            continue  # another agent was faster

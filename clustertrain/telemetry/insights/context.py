@@ -1,4 +1,4 @@
-"""What the rules share: the figures of a job in the form in which they are compared, and words for its parts."""
+"""Shared context of the rules: comparable metrics of a job, and labels for its parts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from clustertrain.telemetry.report_schema import GpuSummary, Insight, PhaseStats
 
 CRITICAL, WARNING, INFO = "critical", "warning", "info"
 
-SETTLED_SAMPLES = 60  # before that many, a low mean may be nothing but the start
-SHORT_S = 600.0  # a job of less is mostly start-up, whatever it does then
-_IDLE_UTILIZATION = 0.01  # utilization below which a GPU counts as idle: a driver's own work shows as some per mille
+SETTLED_SAMPLES = 60  # before, a low mean may only reflect the start
+SHORT_S = 600.0  # a shorter job is mostly start-up
+_IDLE_UTILIZATION = 0.01  # below it a GPU counts as idle: the driver's work causes a utilization of about 0.001
 
 K = TypeVar("K", bound=Hashable)
-GpuKey = tuple[str, str]  # node and UUID: of a container, or by mistake, two nodes may name the same
+GpuKey = tuple[str, str]  # node and UUID; in containers or by mistake, two nodes may list the same UUID
 
 
 class JobContext:
-    """A summary and its events, with what several rules need. Figures of a GPU are those of the time in which its rank
-    trained where ranks told of it, else of all samples."""
+    """A summary and its events, with values that several rules use.
+
+    Metrics of a GPU cover the time in which its rank trained, or all samples without heartbeats.
+    """
 
     def __init__(self, summary: Summary, log: Iterable[events.Event]) -> None:
         self.summary = summary
@@ -31,8 +33,7 @@ class JobContext:
 
     @cached_property
     def lost_gpus(self) -> dict[GpuKey, str]:
-        """GPUs that fell off the bus, and the driver's words: from the events or from the samples' reasons, since
-        either may be all that a dying node left behind."""
+        """Lost GPUs with the driver's reason, from events or samples: a dying node may leave only one of them."""
         lost_reasons = {str(e.get("uuid")): str(e.get("reason")) for e in events.filter_by_name(self.log, "gpu_lost")}
         lost = {}
         for gpu in self.summary.gpus:
@@ -45,12 +46,12 @@ class JobContext:
 
     @cached_property
     def idle_gpus(self) -> list[GpuSummary]:
-        """Allocated, there, and never at work."""
+        """Allocated and visible GPUs that were never used."""
         return [g for g in self.summary.gpus if gpu_key(g) not in self.lost_gpus and is_idle(g)]
 
     @cached_property
     def working_gpus(self) -> list[GpuSummary]:
-        """Those whose speed can be judged."""
+        """GPUs whose speed can be judged."""
         idle_keys = {gpu_key(g) for g in self.idle_gpus}
         return [
             g
@@ -60,7 +61,7 @@ class JobContext:
 
     @cached_property
     def training_began(self) -> bool:
-        """Whether training has begun, as far as anybody told."""
+        """Whether training has begun, according to metrics or heartbeats."""
         training = self.summary.training
         return bool(training and training.steps) or any("train" in g.phases for g in self.summary.gpus)
 
@@ -74,7 +75,7 @@ class JobContext:
 
     @cached_property
     def allocated_s(self) -> float | None:
-        """Seconds in which the job had its nodes."""
+        """Seconds for which the job held its nodes."""
         goodput = self.summary.goodput
         if goodput is not None:
             return max(0.0, goodput.wall_s - goodput.queue_s)
@@ -83,7 +84,7 @@ class JobContext:
         return sum(durations) if durations else None
 
     def share(self, *components: str) -> float | None:
-        """Of the allocated time, over parts of the goodput ledger."""
+        """Return the share of the allocated time of some components of the goodput ledger."""
         if self.summary.goodput is None or not self.allocated_s:
             return None
         return float(sum(getattr(self.summary.goodput, component) for component in components)) / self.allocated_s
@@ -94,15 +95,15 @@ class JobContext:
 
     @cached_property
     def step_s(self) -> float | None:
-        """A typical step's seconds."""
+        """Median step time in seconds."""
         training = self.summary.training
         return training.step_s.p50 if training is not None and training.step_s is not None else None
 
     def exclude_hint(self, node: str) -> str:
-        """The command that goes on without a node, or begins without it next time."""
+        """Return a hint with the command to continue, or to start the next run, without a node."""
         if self.summary.state in ("completed", "cancelled"):
             return f"`clustertrain submit --exclude {node}` leaves the node out next time"
-        return f"`clustertrain requeue {self.summary.run} --exclude {node}` goes on without the node"
+        return f"`clustertrain requeue {self.summary.run} --exclude {node}` continues without the node"
 
 
 def gpu_key(gpu: GpuSummary) -> GpuKey:
@@ -122,7 +123,7 @@ def gpu_insight(gpu: GpuSummary, severity: str, code: str, text: str, fix: str |
 
 
 def utilization_stats(gpu: GpuSummary) -> Stats | None:
-    """Utilization; of a MIG slice, which has none, the share of its multiprocessors that were active."""
+    """Return the utilization, or the SM activity of a MIG slice, which has no utilization."""
     return gpu.utilization or gpu.sm_activity
 
 
@@ -143,7 +144,7 @@ def train_utilization(gpu: GpuSummary) -> float | None:
 
 
 def train_clock_mhz(gpu: GpuSummary) -> float | None:
-    """Of a job without phases the median: its mean would tell how long the start took."""
+    """Return the mean clock in training; without phases the median, because start-up distorts the mean."""
     phase = train_phase(gpu)
     if gpu.phases:
         return None if phase is None else phase.sm_clock_mhz
@@ -151,8 +152,10 @@ def train_clock_mhz(gpu: GpuSummary) -> float | None:
 
 
 def throttled_share(gpu: GpuSummary, cause: str) -> float | None:
-    """The share of the training in which ``cause`` held the clock down; where only the whole job's is known, as if it
-    had been so while training only."""
+    """Return the share of the training time in which ``cause`` throttled the clock.
+
+    If only the share of the whole job is known, all throttling is attributed to training.
+    """
     phase = train_phase(gpu)
     if phase is not None and (share := getattr(phase.throttled, cause)) is not None:
         return float(share)
@@ -172,24 +175,26 @@ def pluralize(count: int, noun: str) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``412 ms`` or ``2.35 s``."""
+    """Format seconds as ``412 ms`` or ``2.35 s``."""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 class Outlier(NamedTuple):
+    """Value that differs from its peers."""
+
     value: float
-    peer_median: float  # their median
+    peer_median: float
 
 
-MIN_GROUP_SIZE = 4  # members below which one of them may differ twice as much: there is no telling what is usual
+MIN_GROUP_SIZE = 4  # in smaller groups the margin is doubled because the typical value is uncertain
 _NUM_SIGMAS, _SIGMA_OF_MAD, _MIN_SPREAD_GROUP = 4.0, 1.4826, 5
 
 
 def outliers(values: Mapping[K, float], margin: float, *, floor: float = 0.0, above: bool) -> dict[K, Outlier]:
-    """Those that lie above (or below) the median of all others by ``margin`` of it, by ``floor``, and by four standard
-    deviations as the median absolute deviation estimates them, which an outlier itself hardly moves.
+    """Return the values above (or below) the median of all others by ``margin`` of it, ``floor`` and four sigmas.
 
-    Two or three members are compared with twice the margin.
+    Sigma is estimated by the median absolute deviation, which an outlier hardly affects. In groups of two or three the
+    margin is doubled.
     """
     if len(values) < 2:
         return {}
@@ -208,7 +213,7 @@ def outliers(values: Mapping[K, float], margin: float, *, floor: float = 0.0, ab
 
 
 def _median_without(ordered: Sequence[float], excluded: float) -> float:
-    """The median of all but one ``excluded``; ``ordered`` is sorted."""
+    """Return the median of the sorted values without one occurrence of ``excluded``."""
     excluded_index, num_left = bisect.bisect_left(ordered, excluded), len(ordered) - 1
 
     def nth(i: int) -> float:

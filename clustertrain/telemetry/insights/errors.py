@@ -1,4 +1,4 @@
-"""What the driver reports of a GPU's health: lost, XIDs, memory errors, links."""
+"""Notes on GPU health as reported by the driver: lost GPUs, XIDs, memory errors, links."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from clustertrain.telemetry.insights.context import (
 )
 from clustertrain.telemetry.report_schema import GpuSummary, Insight
 
-_TELL_ADMINS = "tell the administrators"
-MIN_CORRECTED_ERRORS = 1000  # memory errors: the ECC is there to correct some
-MIN_REPLAYS_PER_HOUR = 60  # of PCIe packets, an hour; and at least so many
-MIN_LINK_ERRORS_PER_HOUR = 100  # replays and CRC errors of NVLink, an hour; and at least so many
+_NOTIFY = "notify the administrators"
+MIN_CORRECTED_ERRORS = 1000  # memory errors; correcting a few is normal for ECC
+MIN_REPLAYS_PER_HOUR = 60  # of PCIe packets; also the minimum for shorter runs
+MIN_LINK_ERRORS_PER_HOUR = 100  # replays and CRC errors of NVLink; also the minimum for shorter runs
 
 
 def _missing_gpus(job: JobContext) -> Iterable[Insight]:
     for gpu in job.summary.gpus:
         reason = gpu.nulls.get("utilization", "")
         if reason.startswith("NOT_FOUND"):
-            text = f"{gpu_label(gpu)} is allocated, but NVML does not show it ({reason})"
-            yield gpu_insight(gpu, CRITICAL, "gpu_missing", text, f"{job.exclude_hint(gpu.node)}; {_TELL_ADMINS}")
+            text = f"{gpu_label(gpu)} is allocated, but not visible in NVML ({reason})"
+            yield gpu_insight(gpu, CRITICAL, "gpu_missing", text, f"{job.exclude_hint(gpu.node)}; {_NOTIFY}")
 
 
 def _lost_gpus(job: JobContext) -> Iterable[Insight]:
@@ -40,11 +40,11 @@ def _lost_gpus(job: JobContext) -> Iterable[Insight]:
         if gpu_key(gpu) in job.lost_gpus:
             returned = gpu.uuid in lost_at and returned_at.get(gpu.uuid, 0.0) > lost_at[gpu.uuid]
             text = f"{gpu_label(gpu)} was lost{' for a while' if returned else ''} ({job.lost_gpus[gpu_key(gpu)]})"
-            yield gpu_insight(gpu, CRITICAL, "gpu_lost", text, f"{job.exclude_hint(gpu.node)}; {_TELL_ADMINS}")
+            yield gpu_insight(gpu, CRITICAL, "gpu_lost", text, f"{job.exclude_hint(gpu.node)}; {_NOTIFY}")
 
 
 def _xids(job: JobContext) -> Iterable[Insight]:
-    """One note for each number on each GPU, but for those that another note of the GPU says already."""
+    """Return one note for each XID and GPU, except those covered by another note of the GPU."""
     for gpu in job.summary.gpus:
         counts: collections.Counter[int] = collections.Counter()
         for x in gpu.errors.xids:
@@ -76,25 +76,23 @@ def _ecc(job: JobContext) -> Iterable[Insight]:
         errors = gpu.errors
         if errors.ecc_uncorrected:
             number = pluralize(errors.ecc_uncorrected, "memory error")
-            text = (
-                f"{gpu_label(gpu)} had {number} that ECC could not correct: what it computed then is not to be trusted"
-            )
-            fix = f"go back to a checkpoint from before; {job.exclude_hint(gpu.node)}; {_TELL_ADMINS}"
+            text = f"{gpu_label(gpu)} had {number} that ECC could not correct: its results may be wrong"
+            fix = f"go back to an earlier checkpoint; {job.exclude_hint(gpu.node)}; {_NOTIFY}"
             yield gpu_insight(gpu, CRITICAL, "ecc_uncorrected", text, fix)
         elif (errors.ecc_corrected or 0) >= MIN_CORRECTED_ERRORS:
             text = f"ECC corrected {errors.ecc_corrected:,} memory errors of {gpu_label(gpu)}; none did harm"
-            yield gpu_insight(gpu, INFO, "ecc_corrected", text, f"{_TELL_ADMINS}, as so many may be a beginning")
+            yield gpu_insight(gpu, INFO, "ecc_corrected", text, f"{_NOTIFY}: the memory may be failing")
 
 
 def _row_remaps(job: JobContext) -> Iterable[Insight]:
     for gpu in job.summary.gpus:
         errors = gpu.errors
         if errors.remap_failed:
-            text = f"{gpu_label(gpu)} could not replace a memory row: the board is to be exchanged"
-            yield gpu_insight(gpu, CRITICAL, "row_remap_failed", text, f"{job.exclude_hint(gpu.node)}; {_TELL_ADMINS}")
+            text = f"{gpu_label(gpu)} could not replace a memory row: the board must be replaced"
+            yield gpu_insight(gpu, CRITICAL, "row_remap_failed", text, f"{job.exclude_hint(gpu.node)}; {_NOTIFY}")
         elif errors.remap_pending:
-            text = f"{gpu_label(gpu)} has a memory row to replace, which takes a reset of the GPU"
-            yield gpu_insight(gpu, WARNING, "row_remap_pending", text, f"{_TELL_ADMINS}: drain the node, reset the GPU")
+            text = f"{gpu_label(gpu)} has a memory row to replace, which needs a reset of the GPU"
+            yield gpu_insight(gpu, WARNING, "row_remap_pending", text, f"{_NOTIFY}: drain the node, reset the GPU")
         elif errors.remapped_rows:
             text = f"{gpu_label(gpu)} replaced {pluralize(errors.remapped_rows, 'memory row')} during the run"
             yield gpu_insight(gpu, INFO, "rows_remapped", text, None)
@@ -108,18 +106,18 @@ def _nvlink(job: JobContext) -> Iterable[Insight]:
             continue
         if min_active < max_active:
             text = f"{max_active - min_active} of {max_active} NVLinks of {gpu_label(gpu)} went down during the run"
-            yield gpu_insight(gpu, WARNING, "nvlink_down", text, f"{job.exclude_hint(gpu.node)}; {_TELL_ADMINS}")
+            yield gpu_insight(gpu, WARNING, "nvlink_down", text, f"{job.exclude_hint(gpu.node)}; {_NOTIFY}")
         elif max_active < max_links and _peers_have_links(job, gpu, max_links):
-            text = f"{gpu_label(gpu)} has {max_active} NVLinks up, the others of its kind {max_links}"
-            yield gpu_insight(gpu, WARNING, "nvlink_down", text, f"{job.exclude_hint(gpu.node)}; {_TELL_ADMINS}")
+            text = f"{gpu_label(gpu)} has {max_active} NVLinks up, the others of its model have {max_links}"
+            yield gpu_insight(gpu, WARNING, "nvlink_down", text, f"{job.exclude_hint(gpu.node)}; {_NOTIFY}")
     for gpu in job.summary.gpus:
         if _exceeds_hourly(job, gpu.errors.nvlink_errors, MIN_LINK_ERRORS_PER_HOUR):
-            text = f"NVLink of {gpu_label(gpu)} had {gpu.errors.nvlink_errors:,} errors, each of them sent again"
-            yield gpu_insight(gpu, WARNING, "nvlink_errors", text, f"{_TELL_ADMINS}; {job.exclude_hint(gpu.node)}")
+            text = f"NVLink of {gpu_label(gpu)} had {gpu.errors.nvlink_errors:,} errors, each with a retransmission"
+            yield gpu_insight(gpu, WARNING, "nvlink_errors", text, f"{_NOTIFY}; {job.exclude_hint(gpu.node)}")
 
 
 def _peers_have_links(job: JobContext, gpu: GpuSummary, num_links: int) -> bool:
-    """By NVML's name for the kind: parts of one may be bridged in pairs, so most must have them all."""
+    """Return whether most GPUs of the same model have all links; some models may be bridged in pairs."""
     peer_links = [g.nvlinks_active_max for g in job.summary.gpus if g is not gpu and g.name == gpu.name]
     return len(peer_links) > 1 and sum(n == num_links for n in peer_links) >= 0.9 * len(peer_links)
 
@@ -127,8 +125,8 @@ def _peers_have_links(job: JobContext, gpu: GpuSummary, num_links: int) -> bool:
 def _pcie(job: JobContext) -> Iterable[Insight]:
     for gpu in job.summary.gpus:
         if _exceeds_hourly(job, gpu.errors.pcie_replays, MIN_REPLAYS_PER_HOUR):
-            text = f"PCIe of {gpu_label(gpu)} sent {gpu.errors.pcie_replays:,} packets again: the slot is not sound"
-            yield gpu_insight(gpu, WARNING, "pcie_replays", text, f"{_TELL_ADMINS}; {job.exclude_hint(gpu.node)}")
+            text = f"PCIe of {gpu_label(gpu)} resent {gpu.errors.pcie_replays:,} packets: the slot may be faulty"
+            yield gpu_insight(gpu, WARNING, "pcie_replays", text, f"{_NOTIFY}; {job.exclude_hint(gpu.node)}")
 
 
 def _exceeds_hourly(job: JobContext, errors: int | None, per_hour: int) -> bool:

@@ -1,4 +1,4 @@
-"""GPUs and ranks that differ from the others, named by node, UUID and rank, each once and with one cause."""
+"""Notes on GPUs and ranks that differ from the others: each is reported once, with one cause."""
 
 from __future__ import annotations
 
@@ -19,29 +19,32 @@ from clustertrain.telemetry.insights.context import (
 )
 from clustertrain.telemetry.report_schema import GpuSummary, Insight, RankSummary
 
-THROTTLED = 0.05  # of the training
+THROTTLED = 0.05  # of the training time
 SLOW_MARGIN = 0.05  # of the others' clock
-LESS_BUSY_MARGIN, LESS_BUSY_FLOOR = 0.2, 0.15  # of the others' utilization, and at least so much of the time
-LATE_MARGIN = 0.15  # of the others' forward pass, or wait for data
-_FORWARD_FLOOR = _WAIT_FLOOR = 0.05  # of a step: what is later by less delays nobody
+LESS_BUSY_MARGIN, LESS_BUSY_FLOOR = 0.2, 0.15  # of the others' utilization, and at least this share of the time
+LATE_MARGIN = 0.15  # of the others' forward pass or wait for data
+_FORWARD_FLOOR = _WAIT_FLOOR = 0.05  # of a step; shorter delays do not matter
 _FORWARD_FLOOR_S = 0.001
-_WAIT_FLOOR_S = 0.01  # where no step's time is known
-_POWER_CAPPED = 0.5  # of the training
+_WAIT_FLOOR_S = 0.01  # if the step time is unknown
+_POWER_CAPPED = 0.5  # of the training time
 
 Explained = Mapping[GpuKey, Insight]
-GpuModel = tuple[str | None, bool]  # the name, and whether it is a slice
+GpuModel = tuple[str | None, bool]  # the name, and whether it is a MIG slice
 
 
 def gpu_outliers(job: JobContext) -> Iterable[Insight]:
-    """In this order: what explains a GPU first keeps the later rules silent about it, and out of the comparison. A GPU
-    that throttles is slower, and its rank late: that is one thing to say and not three."""
+    """Return the notes of all rules, in their order.
+
+    The first rule that explains a GPU excludes it from the later ones: a throttled GPU, its low clock and its late rank
+    give a single note.
+    """
     explained: dict[GpuKey, Insight] = {}
     for rule in _RULES:
         explained.update({k: note for k, note in rule(job, explained).items() if k not in explained})
     unused = [n for n in explained.values() if n.code == "gpu_unused"]
     if len(unused) > 1:
         text = f"the job did not use {len(unused):,} of {len(job.summary.gpus):,} allocated GPUs"
-        fix = "ask for fewer GPUs, or start a rank for each: --nodes times --gpus is the number of ranks"
+        fix = "request fewer GPUs, or start a rank for each: the number of ranks is --nodes times --gpus"
         yield Insight(severity=CRITICAL, code="gpus_unused", text=text, fix=fix)
     yield from explained.values()
 
@@ -59,16 +62,16 @@ def _unused_note(job: JobContext, gpu: GpuSummary) -> Insight:
     )
     memory_text = ""
     if memory is not None and memory.max >= 1.0:
-        memory_text = f", though {memory.max:.1f} GiB of its memory were taken: its rank computes elsewhere, or hangs"
+        memory_text = f", although {memory.max:.1f} GiB of its memory were in use: its rank computes elsewhere or hangs"
     logs_hint = (
-        "" if rank is None else f", or see in `clustertrain logs {job.summary.run} --rank {rank}` why its rank idles"
+        "" if rank is None else f", or check `clustertrain logs {job.summary.run} --rank {rank}` why its rank idles"
     )
     text = f"{gpu_label(gpu)} was not used: its utilization {idle_text}{memory_text}"
-    return gpu_insight(gpu, CRITICAL, "gpu_unused", text, f"ask for fewer GPUs{logs_hint}")
+    return gpu_insight(gpu, CRITICAL, "gpu_unused", text, f"request fewer GPUs{logs_hint}")
 
 
 def _throttled(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
-    """Also of a GPU that was lost in the end: heat may be why."""
+    """Report throttled GPUs, including lost ones, because heat may be the cause of the loss."""
     notes = {}
     clocks = {
         _gpu_model(gpus[0]): _values_by_gpu(gpus, ctx.train_clock_mhz) for gpus in _unexplained_by_model(job, explained)
@@ -82,23 +85,23 @@ def _throttled(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
         reason = "heat" if cause == "thermal" else "its board or power supply (hardware slowdown)"
         temperature = gpu.temperature_c
         peak_text = f"; it reached {temperature.max:.0f} °C" if temperature is not None and cause == "thermal" else ""
-        text = f"{gpu_label(gpu)} throttles: {reason} held its clock down for {share:.0%} of the training"
+        text = f"{gpu_label(gpu)} throttles: {reason} lowered its clock for {share:.0%} of the training"
         text += _clock_text(gpu, clocks.get(_gpu_model(gpu), {}))
         component = "the cooling of the node" if cause == "thermal" else "power cables and power brake of the node"
-        fix = f"{job.exclude_hint(gpu.node)}; ask the administrators to look at {component}"
+        fix = f"{job.exclude_hint(gpu.node)}; ask the administrators to check {component}"
         notes[gpu_key(gpu)] = gpu_insight(gpu, WARNING, "throttled", text + peak_text, fix)
     return notes
 
 
 def _clock_text(gpu: GpuSummary, clocks: Mapping[GpuKey, float]) -> str:
-    """Its clock beside that of the others of its kind, in words."""
+    """Return a phrase that compares its clock with the others of its model."""
     clock_mhz = ctx.train_clock_mhz(gpu)
     if clock_mhz is None:
         return ""
     peer_clocks = [clock for peer, clock in clocks.items() if peer != gpu_key(gpu)]
     peer_median = statistics.median(peer_clocks) if peer_clocks else None
     return f", to {clock_mhz:,.0f} MHz" + (
-        f" where the others run at {peer_median:,.0f}" if peer_median and peer_median > clock_mhz else ""
+        f" while the others run at {peer_median:,.0f}" if peer_median and peer_median > clock_mhz else ""
     )
 
 
@@ -115,7 +118,7 @@ def _unexplained_by_model(job: JobContext, explained: Explained) -> list[list[Gp
 
 
 def _power_capped(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
-    """Held down by its power limit where the others are not. That all are is usual at full load."""
+    """Report GPUs throttled by their power limit while the others are not; all being throttled is normal."""
     notes = {}
     for gpus in _unexplained_by_model(job, explained):
         slow = outliers(_values_by_gpu(gpus, ctx.train_clock_mhz), SLOW_MARGIN, above=False)
@@ -125,8 +128,8 @@ def _power_capped(job: JobContext, explained: Explained) -> dict[GpuKey, Insight
             if gpu_key(gpu) in slow and gpu_key(gpu) in capped_outliers:
                 clock_mhz, peer_mhz = slow[gpu_key(gpu)]
                 text = (
-                    f"{gpu_label(gpu)} is held down by its power limit for {capped[gpu_key(gpu)]:.0%} of the training,"
-                    f" the others for {capped_outliers[gpu_key(gpu)].peer_median:.0%}: {clock_mhz:,.0f} MHz where they"
+                    f"{gpu_label(gpu)} is throttled by its power limit for {capped[gpu_key(gpu)]:.0%} of the training,"
+                    f" the others for {capped_outliers[gpu_key(gpu)].peer_median:.0%}: {clock_mhz:,.0f} MHz while they"
                     f" run at {peer_mhz:,.0f}"
                 )
                 fix = f"compare the limits with `nvidia-smi -q -d POWER`; {job.exclude_hint(gpu.node)}"
@@ -146,13 +149,13 @@ def _slow_clock(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
             if gpu_key(gpu) in slow:
                 clock_mhz, peer_mhz = slow[gpu_key(gpu)]
                 at_power_limit = (ctx.throttled_share(gpu, "power") or 0.0) >= _POWER_CAPPED
-                reason = "at its power limit, as they are" if at_power_limit else "and the driver gives no reason"
+                reason = "at its power limit, like them" if at_power_limit else "and the driver reports no reason"
                 text = (
                     f"{gpu_label(gpu)} is slow: it ran at {clock_mhz:,.0f} MHz, {1 - clock_mhz / peer_mhz:.0%} below"
                     f" the {peer_mhz:,.0f} of the others, {reason}"
                 )
                 fix = (
-                    "compare the clocks that were set with `nvidia-smi -q -d CLOCK`, and tell the administrators; "
+                    "compare the configured clocks with `nvidia-smi -q -d CLOCK`, and notify the administrators; "
                     f"{job.exclude_hint(gpu.node)}"
                 )
                 notes[gpu_key(gpu)] = gpu_insight(gpu, WARNING, "slow_gpu", text, fix)
@@ -166,12 +169,12 @@ def _data_stragglers(job: JobContext, explained: Explained) -> dict[GpuKey, Insi
 
 def _describe_data_wait(job: JobContext, rank: RankSummary, wait_s: float, peer_wait_s: float) -> tuple[str, str]:
     text = (
-        f"waits {ctx.format_seconds(wait_s)} a step for its data, the others {ctx.format_seconds(peer_wait_s)}: all"
+        f"waits {ctx.format_seconds(wait_s)} per step for data, the others {ctx.format_seconds(peer_wait_s)}: all"
         " wait for it"
     )
     fix = (
-        f"look at what else {rank.node} does and where it reads from; more data-loader workers; "
-        f"{job.exclude_hint(rank.node)} if it stays so"
+        f"check the load and the storage of {rank.node}; use more data-loader workers; "
+        f"{job.exclude_hint(rank.node)} if it persists"
     )
     return text, fix
 
@@ -183,10 +186,13 @@ def _forward_stragglers(job: JobContext, explained: Explained) -> dict[GpuKey, I
 
 def _describe_forward(job: JobContext, rank: RankSummary, forward_s: float, peer_forward_s: float) -> tuple[str, str]:
     text = (
-        f"needs {ctx.format_seconds(forward_s)} for its forward passes of a step, {forward_s / peer_forward_s - 1:.0%}"
+        f"needs {ctx.format_seconds(forward_s)} per step for forward passes, {forward_s / peer_forward_s - 1:.0%}"
         " more than the others: all wait for it"
     )
-    return text, f"{job.exclude_hint(rank.node)} if it is always this rank; if it changes, the samples differ in length"
+    return (
+        text,
+        f"{job.exclude_hint(rank.node)} if it is always this rank; if the rank changes, samples differ in length",
+    )
 
 
 def _stragglers(
@@ -229,9 +235,9 @@ def _imbalanced(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
                 utilization, peer_utilization = less_busy[gpu_key(gpu)]
                 text = (
                     f"{gpu_label(gpu)} was busy {utilization:.0%} of the time, the others {peer_utilization:.0%}: the"
-                    " work is not even"
+                    " work is unevenly distributed"
                 )
-                fix = "compare what its rank does with its peers': its layers, its samples, its logs"
+                fix = "compare its rank with the others: layers, samples, logs"
                 notes[gpu_key(gpu)] = gpu_insight(gpu, WARNING, "imbalance", text, fix)
     return notes
 

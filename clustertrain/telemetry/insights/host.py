@@ -1,4 +1,4 @@
-"""The hosts: memory and cores beside what the job was given, and clocks that were set."""
+"""Notes on hosts: memory and cores compared with the allocation, clock steps, and missing NVML."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from clustertrain.telemetry.insights.context import INFO, WARNING, JobContext, pluralize
 from clustertrain.telemetry.report_schema import HostSummary, Insight
 
-LOW_USAGE_SHARE = 0.5  # of what was allocated
+LOW_USAGE_SHARE = 0.5  # of the allocation
 NEARLY_FULL_SHARE = 0.95
-HEADROOM = 1.2  # over the peak, in what is suggested
-_WHOLE_NODE_SHARE = 0.95  # of the node: then nobody else could use what is left over
+HEADROOM = 1.2  # suggested allocation relative to the peak
+_WHOLE_NODE_SHARE = 0.95  # of the node; other jobs could not use the rest
 _MIN_CLOCK_STEP_S = 1.0
 
 
@@ -26,10 +26,8 @@ def _memory_over_requested(job: JobContext) -> Iterable[Insight]:
     if not usage or not _is_peak_known(job) or any(used >= LOW_USAGE_SHARE * allocated for used, allocated in usage):
         return
     used, allocated = max(usage)
-    text = (
-        f"the job used {used:.1f} of the {allocated:.1f} GiB of memory that it had on a node ({used / allocated:.0%})"
-    )
-    fix = f"--mem={max(1, math.ceil(used * HEADROOM))}G is the peak and a fifth more"
+    text = f"the job used {used:.1f} of {allocated:.1f} GiB of memory allocated on a node ({used / allocated:.0%})"
+    fix = f"use --mem={max(1, math.ceil(used * HEADROOM))}G, the peak plus 20 %"
     yield Insight(severity=INFO, code="host_memory_over_requested", text=text, fix=fix)
 
 
@@ -38,7 +36,7 @@ def _is_whole_node(allocated: float, total: float | None) -> bool:
 
 
 def _is_peak_known(job: JobContext) -> bool:
-    """Long enough to know the peak."""
+    """Return whether the job ran long enough to know its peak usage."""
     return job.training_began and not job.is_short
 
 
@@ -56,27 +54,27 @@ def _cores_over_requested(job: JobContext) -> Iterable[Insight]:
     cores_per_gpu = max(1, math.ceil(used * HEADROOM / max(gpus, 1)))
     if gpus and cores_per_gpu * gpus >= allocated:
         return
-    text = f"the job used {used:.1f} of the {allocated} cores that it had on a node ({used / allocated:.0%})"
+    text = f"the job used {used:.1f} of {allocated} cores allocated on a node ({used / allocated:.0%})"
     fix = (
-        f"--cpus-per-gpu={cores_per_gpu} is that and a fifth more"
+        f"use --cpus-per-gpu={cores_per_gpu}, the usage plus 20 %"
         if gpus
-        else f"{cores_per_gpu} cores are that and a fifth more"
+        else f"use {cores_per_gpu} cores, the usage plus 20 %"
     )
     yield Insight(severity=INFO, code="cores_over_requested", text=text, fix=fix)
 
 
 def _memory_nearly_full(job: JobContext) -> Iterable[Insight]:
-    """Of the allocation where it is known, since the kernel kills at that; else of the node."""
+    """Compare with the allocation, at which the kernel kills processes, or with the node if it is unknown."""
     for h in job.summary.hosts:
         if h.processes is not None and h.memory_allocated_gib:
-            used, limit, limit_text = h.processes.rss_gib.max, h.memory_allocated_gib, "the job had"
+            used, limit, limit_text = h.processes.rss_gib.max, h.memory_allocated_gib, "allocated"
         elif h.memory_used_gib is not None and h.memory_total_gib:
-            used, limit, limit_text = h.memory_used_gib.max, h.memory_total_gib, "there are"
+            used, limit, limit_text = h.memory_used_gib.max, h.memory_total_gib, "installed"
         else:
             continue
         if used >= NEARLY_FULL_SHARE * limit:
-            text = f"the memory of {h.node} was nearly full: {used:.1f} of the {limit:.1f} GiB that {limit_text}"
-            fix = "more with --mem, fewer data-loader workers (shared pages count once a process here)"
+            text = f"the memory of {h.node} was nearly full: {used:.1f} of {limit:.1f} GiB {limit_text}"
+            fix = "request more with --mem, or use fewer data-loader workers (shared pages count once per process here)"
             yield Insight(severity=WARNING, code="host_memory_nearly_full", text=text, fix=fix, node=h.node)
 
 
@@ -87,7 +85,7 @@ def _clock_steps(job: JobContext) -> Iterable[Insight]:
             largest_step = max(steps, key=abs)
             step_text = f"{abs(largest_step):,.1f} s {'forward' if largest_step > 0 else 'back'}"
             count_text = f"{pluralize(len(steps), 'time')}, by up to " if len(steps) > 1 else ""
-            text = f"the clock of {h.node} was set {count_text}{step_text}; its samples stand by the monotonic clock"
+            text = f"the clock of {h.node} was set {count_text}{step_text}; samples use the monotonic clock"
             fix = "ask the administrators whether the node keeps time (chronyc tracking)"
             yield Insight(severity=INFO, code="clock_stepped", text=text, fix=fix, node=h.node)
 
@@ -95,30 +93,30 @@ def _clock_steps(job: JobContext) -> Iterable[Insight]:
 def _duplicate_agents(job: JobContext) -> Iterable[Insight]:
     for h in job.summary.hosts:
         if h.agents_max > 1:
-            text = f"{h.agents_max} agents recorded {h.node} at the same time; the longer recording is counted"
-            fix = "start one agent a node: in a job script of one's own, srun with --ntasks-per-node=1"
+            text = f"{h.agents_max} agents recorded {h.node} at the same time; only the longest recording counts"
+            fix = "start one agent per node: in a custom job script, use srun with --ntasks-per-node=1"
             yield Insight(severity=WARNING, code="two_agents", text=text, fix=fix, node=h.node)
 
 
 def _no_nvml(job: JobContext) -> Iterable[Insight]:
-    """Nodes with the same reason together: a cluster without GPUs has it on all of them."""
+    """Report nodes without NVML, grouped by reason: on a cluster without GPUs all nodes have the same."""
     nodes_with_gpus = {g.node for g in job.summary.gpus if g.samples}
     by_reason: dict[str, list[HostSummary]] = {}
     for h in job.summary.hosts:
         if h.nvml is not None and h.node not in nodes_with_gpus:
             by_reason.setdefault(h.nvml, []).append(h)
         elif h.nvml is not None:
-            text = f"{h.node} had no GPU figures for {h.nvml_missing_s:,.0f} s: {h.nvml}"
-            fix = "the GPUs' figures are of the other time; what they drew and did in this one is not known"
+            text = f"{h.node} had no GPU samples for {h.nvml_missing_s:,.0f} s: {h.nvml}"
+            fix = "note that GPU metrics cover only the other time"
             yield Insight(severity=WARNING, code="no_nvml", text=text, fix=fix, node=h.node)
     fix = (
-        "where the node has GPUs, check that nvidia-smi works in the job; a container needs --nv, or the NVIDIA "
+        "if the node has GPUs, check that nvidia-smi works in the job; a container needs --nv, or the NVIDIA "
         "runtime with the capability 'utility'"
     )
     for reason, hosts in by_reason.items():
         only_node = hosts[0].node if len(hosts) == 1 else None
         subject = f"{only_node} has" if only_node else f"{len(hosts):,} nodes have"
-        text = f"{subject} no GPU figures: {reason}"
+        text = f"{subject} no GPU samples: {reason}"
         on_cpu = job.summary.device == "cpu"
         severity = INFO if on_cpu else WARNING
         yield Insight(severity=severity, code="no_nvml", text=text, fix=None if on_cpu else fix, node=only_node)

@@ -1,4 +1,4 @@
-"""Memory of the GPUs: nearly full, or far more than is used."""
+"""Notes on GPU memory: nearly full, or far more than needed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ LOW_USAGE_SHARE = 0.3
 
 
 def _peak_share(gpu: GpuSummary) -> float | None:
-    """The most that was used, as a share."""
+    """Return the peak memory use as a share of the total."""
     used, total = gpu.memory_used_gib, gpu.memory_total_gib
     return None if used is None or not total else used.max / total
 
 
 def _nearly_full(job: JobContext) -> Iterable[Insight]:
-    fix = "a smaller micro batch, activation checkpointing, or more sharding, before a longer batch runs out"
+    fix = "use a smaller micro batch, activation checkpointing or more sharding, before a longer batch fails"
     for gpu in job.summary.gpus:
         if (share := _peak_share(gpu)) is not None and share >= NEARLY_FULL_SHARE and gpu.memory_used_gib is not None:
             usage = f"{gpu.memory_used_gib.max:.1f} of {gpu.memory_total_gib:.1f} GiB"
@@ -33,14 +33,14 @@ def _out_of_memory(job: JobContext) -> Iterable[Insight]:
     if oom_attempts:
         attempts_text = f"attempt{'s' * (len(oom_attempts) > 1)} {', '.join(map(str, oom_attempts))}"
         fix = (
-            "of a GPU: a smaller micro batch, activation checkpointing, more sharding; of the host: more with --mem, "
-            f"fewer data-loader workers; `clustertrain logs {job.summary.run}` says which"
+            "on a GPU, use a smaller micro batch, activation checkpointing or more sharding; on the host, more --mem "
+            f"or fewer data-loader workers; check `clustertrain logs {job.summary.run}` for which"
         )
         yield Insight(severity=WARNING, code="out_of_memory", text=f"{attempts_text} ran out of memory", fix=fix)
 
 
 def _over_requested(job: JobContext) -> Iterable[Insight]:
-    """Of all GPUs that work; one that needs little beside others that do not is an imbalance of the model."""
+    """Report low memory use of all working GPUs; a single one with low use is an imbalance of the model."""
     shares = [(share, g) for g in job.working_gpus if (share := _peak_share(g)) is not None]
     if not shares or not job.training_began or len(shares) < len(job.working_gpus):
         return
@@ -51,13 +51,13 @@ def _over_requested(job: JobContext) -> Iterable[Insight]:
         return
     slice_gib = fullest.memory_used_gib.max * 1.2
     alternative = (
-        f", or a MIG slice of {slice_gib:.0f} GiB where the site has them" if len(shares) == 1 else ", or fewer GPUs"
+        f", or a MIG slice of {slice_gib:.0f} GiB if the site has them" if len(shares) == 1 else ", or fewer GPUs"
     )
     text = (
         f"little of the GPUs' memory was used: {fullest.memory_used_gib.max:.1f} of {fullest.memory_total_gib:.1f} GiB "
         f"({share:.0%}) on the fullest of {pluralize(len(shares), 'GPU')}"
     )
-    yield Insight(severity=INFO, code="memory_over_requested", text=text, fix=f"a larger micro batch{alternative}")
+    yield Insight(severity=INFO, code="memory_over_requested", text=text, fix=f"use a larger micro batch{alternative}")
 
 
 RULES: tuple[Callable[[JobContext], Iterable[Insight]], ...] = (_nearly_full, _out_of_memory, _over_requested)

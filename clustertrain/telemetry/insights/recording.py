@@ -1,4 +1,4 @@
-"""What is missing from the record, or did not reach whom it was for, and why."""
+"""Notes on missing recordings, and on alerts and metrics that were not delivered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clustertrain.telemetry.insights.context import (
 from clustertrain.telemetry.report_schema import GpuSummary, Insight
 
 MIN_COVERAGE = 0.9
-_SEE_LOG = "the figures stand for what was recorded; the agent's log and events say what held the sampler up"
+_SEE_LOG = "the report covers only recorded samples; check the agent's log and events for the cause"
 _PERMANENT_REASONS = ("NOT_SUPPORTED", "NO_PERMISSION", "FUNCTION_NOT_FOUND", "IMPLAUSIBLE")
 _MAX_LISTED = 6  # fields, files or reasons
 
@@ -29,31 +29,28 @@ def _no_telemetry(job: JobContext) -> Iterable[Insight]:
         return
     fix = None
     if summary.unreadable:
-        text = "nothing that this user may read has been recorded"
+        text = "there is no recording that this user may read"
         fix = "ask the owner of the run, or the administrators, for read access to its folder"
     elif not summary.enabled:
-        text, fix = "nothing was recorded: the recipe turns telemetry off", "telemetry.enabled = true in the recipe"
+        text, fix = "nothing was recorded: the recipe disables telemetry", "set telemetry.enabled = true in the recipe"
     elif not summary.attempts:
         text = "nothing has been recorded yet: no attempt has started"
-        fix = f"`clustertrain status {summary.run}` says what the run waits for"
+        fix = f"check `clustertrain status {summary.run}` for the reason"
     else:
         text = (
-            f"nothing has been recorded yet, though {pluralize(len(summary.attempts), 'attempt')} began: no agent"
-            " came up"
+            f"nothing has been recorded yet, although {pluralize(len(summary.attempts), 'attempt')} began: no agent"
+            " started"
         )
-        fix = (
-            f"`clustertrain status {summary.run}` and `clustertrain logs {summary.run}` say how far the newest attempt"
-            " came"
-        )
+        fix = f"check `clustertrain status {summary.run}` and `clustertrain logs {summary.run}` for the newest attempt"
     yield Insight(severity=INFO, code="no_telemetry", text=text, fix=fix)
 
 
 def _silent_agents(job: JobContext) -> Iterable[Insight]:
     for host in job.summary.hosts:
         if host.silent_s:
-            text = f"the agent of {host.node} fell silent {host.silent_s:,.0f} s before the attempt's last sign of life"
+            text = f"the agent of {host.node} was silent for the last {host.silent_s:,.0f} s of the attempt"
             fix = (
-                f"`clustertrain logs {job.summary.run} --node {host.node}` and --job say how it ended; requeue the run"
+                f"check `clustertrain logs {job.summary.run} --node {host.node}` and --job for its end; requeue the run"
             )
             yield Insight(severity=CRITICAL, code="agent_gone", text=text, fix=fix, node=host.node)
 
@@ -66,7 +63,7 @@ def _low_coverage(job: JobContext) -> Iterable[Insight]:
         if host.samples >= MIN_COVERAGE * host.expected:
             continue
         if not host.samples:
-            text = f"{host.node} recorded nothing, though its agent ran"
+            text = f"{host.node} recorded nothing, although its agent ran"
             yield Insight(severity=WARNING, code="no_telemetry", text=text, fix=_SEE_LOG, node=host.node)
             continue
         share = host.samples / host.expected
@@ -85,19 +82,19 @@ def _unreadable(job: JobContext) -> Iterable[Insight]:
     if files:
         more = f" and {len(files) - _MAX_LISTED:,} more" if len(files) > _MAX_LISTED else ""
         text = f"{pluralize(len(files), 'file')} could not be read: {'; '.join(files[:_MAX_LISTED])}{more}"
-        fix = "the figures are those of the other files"
+        fix = "the report covers only the other files"
         if any("may not read" in file for file in files):
             fix += "; the run's owner can open it to its group (submit --share)"
         yield Insight(severity=WARNING, code="unreadable", text=text, fix=fix)
 
 
 def _is_whole_run(reason: str) -> bool:
-    """Not of some samples alone, and not because there were none."""
+    """Return whether a reason applies to all samples, and samples exist."""
     return "samples)" not in reason and not reason.startswith(("NOT_FOUND", "no sample"))
 
 
 def _missing_fields(job: JobContext) -> Iterable[Insight]:
-    """One note for all fields that the same GPUs lack for the same reason, throughout or for good."""
+    """Return one note for all fields that the same GPUs lack for the same reason in the whole run."""
     gpus_by_field: dict[tuple[str, str], list[GpuSummary]] = {}
     for gpu in job.summary.gpus:
         for name, reason in gpu.nulls.items():
@@ -116,7 +113,7 @@ def _missing_fields(job: JobContext) -> Iterable[Insight]:
 
 
 def _alerts_not_delivered(job: JobContext) -> Iterable[Insight]:
-    """One note for each way, with what the nodes told."""
+    """Return one note for each channel, with the reasons of all nodes."""
     by_channel: dict[tuple[str, str], list[events.Event]] = {}
     for event in events.filter_by_name(job.log, "alert_not_delivered"):
         by_channel.setdefault((str(event.get("way")), str(event.get("to") or "")), []).append(event)
@@ -125,12 +122,12 @@ def _alerts_not_delivered(job: JobContext) -> Iterable[Insight]:
             f"alerts were not delivered by {way}{f' {to}' if to else ''}{_on_hosts(failures)}:"
             f" {_format_reasons(failures)}"
         )
-        fix = "the events have the alerts all the same; docs/guides/monitor.md describes the delivery"
+        fix = "read the alerts in the run's events; see docs/guides/monitor.md for messages and timeouts"
         yield Insight(severity=WARNING, code="alerts_not_delivered", text=text, fix=fix)
 
 
 def _exporter_failures(job: JobContext) -> Iterable[Insight]:
-    """What has worked since is information."""
+    """Report failures of the exporter; they are informational if it recovered."""
     by_failure: dict[tuple[str, str | None, bool], list[events.Event]] = {}
     for event in events.filter_by_name(job.log, "exporter_failed"):
         fix = event.get("fix")
@@ -142,7 +139,7 @@ def _exporter_failures(job: JobContext) -> Iterable[Insight]:
 
 
 def _has_recovered(job: JobContext, failure: events.Event) -> bool:
-    """Of a file, which is tried again: a reason begins with its path. A port is tried once."""
+    """Return whether a file was written later; its path starts the reason. A port is tried only once."""
     return any(
         e.get("host") == failure.get("host") and float(e["t"]) > float(failure["t"])
         for e in events.filter_by_name(job.log, "exporter_started")
@@ -153,8 +150,10 @@ def _has_recovered(job: JobContext, failure: events.Event) -> bool:
 def _comment_refused(job: JobContext) -> Iterable[Insight]:
     refusals = list(events.filter_by_name(job.log, "comment_refused"))
     if refusals:
-        text = f"Slurm refused the line of figures in the job's comment: {_format_reasons(refusals)}"
-        yield Insight(severity=INFO, code="comment_refused", text=text, fix="telemetry.comment = false asks for none")
+        text = f"Slurm rejected the job's comment with the metrics: {_format_reasons(refusals)}"
+        yield Insight(
+            severity=INFO, code="comment_refused", text=text, fix="set telemetry.comment = false to disable it"
+        )
 
 
 def _on_hosts(failures: Iterable[events.Event]) -> str:

@@ -1,4 +1,4 @@
-"""What the job's time and energy went into."""
+"""Notes on the use of the job's time and energy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from clustertrain.telemetry.report_schema import Insight
 
 LOST_SHARE = 0.1  # of the allocated time
 WASTED_SHARE, HIGH_WASTED_SHARE = 0.1, 0.5  # of the GPU-hours
-_MIN_GPU_HOURS = 1.0  # GPU-hours, below which nobody minds
-POWER_LIMITED_SHARE = 0.5  # of the training
+_MIN_GPU_HOURS = 1.0  # less waste is not worth a warning
+POWER_LIMITED_SHARE = 0.5  # of the training time
 _JOULES_PER_KWH = 3.6e6
 
-# For people: the causes of summary.Waste.
+# Display names of the causes in report_schema.Waste.
 WASTE_LABELS = {
     "idle_gpus": "idle GPUs",
     "startup": "start-up",
@@ -23,20 +23,20 @@ WASTE_LABELS = {
     "checkpoint_stall": "checkpoint stalls",
     "evaluation": "evaluation",
     "shutdown": "shutdown",
-    "lost": "steps that were lost",
+    "lost": "lost steps",
 }
 
 
 def _lost_work(job: JobContext) -> Iterable[Insight]:
     share = job.share("repeated_s", "lost_s")
     if share is not None and share >= LOST_SHARE and not job.is_short:
-        text = f"{share:.0%} of the job's time went into steps that were lost and done again"
-        fix = 'checkpoint more often, or with checkpoint.every = "auto", which knows how often attempts end'
+        text = f"{share:.0%} of the job's time went into steps that were lost and repeated"
+        fix = 'checkpoint more often, or set checkpoint.every = "auto", which adapts to how often attempts end'
         yield Insight(severity=WARNING, code="work_lost", text=text, fix=fix)
 
 
 def _waste(job: JobContext) -> Iterable[Insight]:
-    """Idle GPUs are named elsewhere, so what they waste makes nothing worse here."""
+    """Report wasted GPU-hours; idle GPUs do not raise the severity because other notes report them."""
     waste = job.summary.waste
     if waste is None or not waste.gpu_hours or waste.wasted_gpu_hours < WASTED_SHARE * waste.gpu_hours:
         return
@@ -61,12 +61,12 @@ def _energy(job: JobContext) -> Iterable[Insight]:
         return
     amount = f"{total_j / _JOULES_PER_KWH:,.2f} kWh" if total_j >= _JOULES_PER_KWH else f"{total_j / 3600:,.1f} Wh"
     num_gpus = len({g.uuid if g.index is not None else ctx.gpu_key(g) for g in job.summary.gpus})
-    coverage = f" ({len(energies_j):,} of {pluralize(num_gpus, 'GPU')} told)" if len(energies_j) < num_gpus else ""
+    coverage = f" ({len(energies_j):,} of {pluralize(num_gpus, 'GPU')} measured)" if len(energies_j) < num_gpus else ""
     training = job.summary.training
     per_token = (
-        f", {training.joules_per_token:.3g} J a token" if training and training.joules_per_token is not None else ""
+        f", {training.joules_per_token:.3g} J per token" if training and training.joules_per_token is not None else ""
     )
-    yield Insight(severity=INFO, code="energy", text=f"the GPUs drew {amount}{coverage}{per_token}")
+    yield Insight(severity=INFO, code="energy", text=f"the GPUs used {amount}{coverage}{per_token}")
 
 
 def _power_limited(job: JobContext) -> Iterable[Insight]:
@@ -74,10 +74,8 @@ def _power_limited(job: JobContext) -> Iterable[Insight]:
     limited = [s for s in shares if s >= POWER_LIMITED_SHARE]
     if limited and 2 * len(limited) >= len(shares):
         gpus_text = f"{len(limited):,} of {pluralize(len(shares), 'GPU')}" if len(limited) < len(shares) else "the GPUs"
-        text = (
-            f"the power limit held down the clock of {gpus_text} for {sum(limited) / len(limited):.0%} of the training"
-        )
-        yield Insight(severity=INFO, code="power_limited", text=f"{text}, which is usual at full load")
+        text = f"the power limit lowered the clock of {gpus_text} for {sum(limited) / len(limited):.0%} of the training"
+        yield Insight(severity=INFO, code="power_limited", text=f"{text}, which is normal at full load")
 
 
 RULES: tuple[Callable[[JobContext], Iterable[Insight]], ...] = (_lost_work, _waste, _energy, _power_limited)

@@ -1,4 +1,4 @@
-"""Low utilization and why, by the evidence that there is; and the same causes where they cost much all the same."""
+"""Notes on low utilization and its causes, and on the same causes if they are costly at high utilization."""
 
 from __future__ import annotations
 
@@ -20,34 +20,33 @@ from clustertrain.telemetry.insights.context import (
 from clustertrain.telemetry.report_schema import GpuSummary, Insight
 
 VERY_LOW_UTILIZATION, LOW_UTILIZATION, HIGH_UTILIZATION = 0.15, shared_causes.LOW_UTILIZATION, 0.8  # mean utilization
-# Shares from which a cause explains a low utilization, and from which it is told in any case.
+# Shares from which a cause explains low utilization, and from which it is reported in any case.
 DATA_SHARE, HIGH_DATA_SHARE = shared_causes.HIGH_DATA_WAIT, 0.2  # of a step
 CHECKPOINT_SHARE, HIGH_CHECKPOINT_SHARE = 0.05, 0.1  # of the allocated time
 EVALUATION_SHARE, HIGH_EVALUATION_SHARE = 0.1, 0.3
 STARTUP_SHARE, HIGH_STARTUP_SHARE = 0.25, 0.4
 
-_MIN_WAIT_S = 0.002  # of a step: a toy's batch takes as long to be handed over
+_MIN_WAIT_S = 0.002  # per step: handing over even a tiny batch takes this long
 _NEAR_IDLE_POWER = 0.3  # of the board's limit; an idle H100 or A100 draws a tenth to a sixth of it
 _WAITING_POWER = 0.45  # kernels that spin in a collective
 _HUNG_ACTIVITY, _WAITING_ACTIVITY = 0.05, 0.3  # of the multiprocessors
-_HUNG_SAMPLES = 300  # before that many, a compilation or the loading of a model may look so
-_GPU_QUORUM = 0.9  # of the GPUs that tell
+_HUNG_SAMPLES = 300  # before, compiling or loading a model may look like a hang
+_GPU_QUORUM = 0.9  # of the measured GPUs
 
 
 @dataclass(frozen=True)
 class Cause:
-    """``text`` is the evidence. ``standalone``: worth a note even where the utilization is not low; ``is_minor``:
-    where the job is too short for another verdict."""
+    """Cause of low utilization."""
 
     code: str
-    text: str
+    text: str  # the evidence
     fix: str
-    standalone: bool = False
-    is_minor: bool = False
+    standalone: bool = False  # worth a note even if utilization is not low
+    is_minor: bool = False  # the job is too short for a stronger verdict
 
 
 def low_utilization(job: JobContext) -> Iterable[Insight]:
-    """The first cause that has evidence explains a low utilization; the other ones are told where they cost much."""
+    """Explain low utilization by the first cause with evidence, and report other causes that are costly."""
     yield from _hung(job)
     causes = [cause for rule in _CAUSE_RULES if (cause := rule(job)) is not None]
     low_gpus = [
@@ -74,7 +73,7 @@ def _capitalize(cause: Cause) -> str:
 
 
 def _low_utilization_insights(job: JobContext, low_gpus: list[GpuSummary], cause: Cause) -> list[Insight]:
-    """One note for the job where it is most GPUs' state, else one for each."""
+    """Return one note for the job if most GPUs are affected, else one for each GPU."""
     if len(low_gpus) > 1 and 2 * len(low_gpus) >= len(job.working_gpus):
         mean = sum(_mean_utilization(g) for g in low_gpus) / len(low_gpus)
         is_early = all(g.samples < ctx.SETTLED_SAMPLES for g in low_gpus)
@@ -99,22 +98,23 @@ def _severity(mean: float, cause: Cause, is_early: bool) -> str:
 
 
 def _unknown_cause(job: JobContext) -> Cause:
-    text = "nothing that was recorded says why"
+    text = "the recorded data does not show the cause"
     ruled_out = []
     if _data_wait_share(job) is not None:
         ruled_out.append("data")
     if job.summary.goodput is not None:
         ruled_out += ["checkpoints", "evaluation", "start-up"]
     if ruled_out:
+        verb = "is" if len(ruled_out) == 1 else "are"
         text = (
-            f"not for {shared_causes.join_words(ruled_out, 'or')}, so the kernels may be too small, or Python too slow"
-            " for them"
+            f"{shared_causes.join_words(ruled_out, 'and')} {verb} not the cause; kernels may be too small, or Python"
+            " too slow"
         )
     return Cause("low_utilization", text, shared_causes.FIX_SMALL_KERNELS)
 
 
 def _data_wait_share(job: JobContext) -> float | None:
-    """Of a step: as rank 0 tells it, or on the mean of the ranks if that is more."""
+    """Return the share of a step spent waiting for data: of rank 0, or the mean of all ranks if larger."""
     training = job.summary.training
     reported = training.data_wait_share if training is not None else None
     mean_wait_s = ctx.mean_known(r.data_wait_s for r in job.summary.ranks)
@@ -126,11 +126,11 @@ def _data_cause(job: JobContext) -> Cause | None:
     share = _data_wait_share(job)
     if share is None or share < DATA_SHARE or (job.step_s is not None and share * job.step_s < _MIN_WAIT_S):
         return None
-    text = f"training waits for its data for {share:.0%} of a step"
+    text = f"training waits for data during {share:.0%} of a step"
     fix = shared_causes.FIX_DATA_LOADING
     if (cores := _cpu_utilization(job)) is not None and cores >= shared_causes.HIGH_CPU_UTILIZATION:
         text += f", with {cores:.0%} of the allocated cores busy"
-        fix = f"{shared_causes.FIX_CPU_CORES}; else {fix}"
+        fix = f"{shared_causes.FIX_CPU_CORES}; otherwise {fix}"
     return Cause("waiting_on_data", text, fix, standalone=share >= HIGH_DATA_SHARE)
 
 
@@ -147,7 +147,7 @@ def _evaluation_cause(job: JobContext) -> Cause | None:
     if share is None or share < EVALUATION_SHARE:
         return None
     text = f"evaluation took {share:.0%} of the job's time"
-    fix = "evaluate less often, or on fewer samples, or in a job of its own from the checkpoints"
+    fix = "evaluate less often, on fewer samples, or in a separate job from the checkpoints"
     return Cause("evaluation_often", text, fix, standalone=share >= HIGH_EVALUATION_SHARE, is_minor=job.is_short)
 
 
@@ -157,10 +157,10 @@ def _checkpoint_cause(job: JobContext) -> Cause | None:
         return None
     num_checkpoints = sum(1 for a in job.summary.attempts for m in a.events if m.kind == "checkpoint")
     text = (
-        f"training stood still for {share:.0%} of the job's"
+        f"training was stalled for {share:.0%} of the job's"
         f" time{f' over {num_checkpoints:,} checkpoints' if num_checkpoints else ''}"
     )
-    fix = 'checkpoint.every = "auto" weighs the cost against what a failure loses; checkpoint.background = true'
+    fix = 'set checkpoint.every = "auto", which balances cost and lost work, or checkpoint.background = true'
     return Cause("checkpoint_often", text, fix, standalone=share >= HIGH_CHECKPOINT_SHARE, is_minor=job.is_short)
 
 
@@ -176,23 +176,23 @@ def _startup_cause(job: JobContext) -> Cause | None:
     text = f"start-up and restore{several} took {share:.0%} of the job's time"
     if job.is_short:
         text += ", which was short"
-    fix = "judge it by a longer job; cache what is compiled and downloaded; a longer --time makes fewer attempts"
+    fix = "judge by a longer job; cache compiled and downloaded files; use a longer --time for fewer attempts"
     return Cause("startup_dominated", text, fix, standalone=share >= HIGH_STARTUP_SHARE, is_minor=job.is_short)
 
 
 def _communication_cause(job: JobContext) -> Cause | None:
-    """Utilization low with busy links: the GPU waits for what they carry."""
+    """Blame communication if links are busy while utilization is low."""
     if len(job.working_gpus) < 2:
         return None
     busy_links = _busy_links(job)
     if not busy_links:
         return None
-    text = f"waiting on communication, with {shared_causes.join_words(busy_links, 'and')} a GPU"
+    text = f"waiting for communication, with {shared_causes.join_words(busy_links, 'and')} per GPU"
     return Cause("communication_bound", text, shared_causes.FIX_NETWORK)
 
 
 def _busy_links(job: JobContext) -> list[str]:
-    """The links that are busy, in words."""
+    """Return phrases for the busy links."""
     gpus_per_node: dict[str, int] = {}
     for gpu in job.working_gpus:
         gpus_per_node[gpu.node] = gpus_per_node.get(gpu.node, 0) + 1
@@ -222,7 +222,7 @@ _CAUSE_RULES: tuple[Callable[[JobContext], Cause | None], ...] = (
 
 
 def _power_share(gpu: GpuSummary) -> float | None:
-    """Of the board's limit, while training."""
+    """Return the mean power in training as a share of the board's limit."""
     phase = ctx.train_phase(gpu)
     power = phase.power_w if phase is not None else None
     if power is None and gpu.power_w is not None:
@@ -238,7 +238,7 @@ def _mean_sm_activity(gpu: GpuSummary) -> float | None:
 
 
 def _is_underused(gpu: GpuSummary, max_activity: float, max_power_share: float) -> bool | None:
-    """Although it is busy by its utilization, which a kernel that only waits raises as well. None: nothing tells."""
+    """Return whether a busy GPU does little work, as a kernel that only waits counts as busy; None if unknown."""
     sm_activity, power_share = _mean_sm_activity(gpu), _power_share(gpu)
     if sm_activity is not None:
         return sm_activity < max_activity
@@ -246,7 +246,7 @@ def _is_underused(gpu: GpuSummary, max_activity: float, max_power_share: float) 
 
 
 def _busy_but_underused(job: JobContext) -> Iterable[Insight]:
-    """Busy by the driver's word, on all GPUs, while their multiprocessors are not."""
+    """Report GPUs that are busy according to the driver while their multiprocessors are not."""
     training = job.summary.training
     measured = [
         (g, underused)
@@ -263,15 +263,15 @@ def _busy_but_underused(job: JobContext) -> Iterable[Insight]:
         return
     gpus = [g for g, _ in measured]
     evidence = _format_evidence(gpus)
-    if len(job.summary.gpus) - len(job.idle_gpus) == 1:  # nobody to wait for
+    if len(job.summary.gpus) - len(job.idle_gpus) == 1:  # no other GPU to wait for
         text = f"{gpu_label(gpus[0])} is busy, but does little: {evidence}: its kernels are small"
         yield gpu_insight(
-            gpus[0], WARNING, "small_kernels", text, "a larger micro batch, compile = true, or a MIG slice"
+            gpus[0], WARNING, "small_kernels", text, "use a larger micro batch, compile = true, or a MIG slice"
         )
         return
     busy_links = _busy_links(job)
-    links = f", with {shared_causes.join_words(busy_links, 'and')} a GPU" if busy_links else ""
-    coverage = f" ({len(gpus):,} of {len(job.summary.gpus):,} told)" if len(gpus) < len(job.summary.gpus) else ""
+    links = f", with {shared_causes.join_words(busy_links, 'and')} per GPU" if busy_links else ""
+    coverage = f" ({len(gpus):,} of {len(job.summary.gpus):,} measured)" if len(gpus) < len(job.summary.gpus) else ""
     text = (
         f"the GPUs are busy, but do little{coverage}: {evidence}{links}: they wait for each other, or for small kernels"
     )
@@ -294,8 +294,8 @@ def _format_evidence(gpus: list[GpuSummary]) -> str:
 
 def _hung(job: JobContext) -> Iterable[Insight]:
     fix = (
-        f"see where each rank stands in `clustertrain logs {job.summary.run}` and in torch's flight records beside "
-        "the logs; most often one rank has left a collective that the others wait in"
+        f"see where each rank is in `clustertrain logs {job.summary.run}` and in torch's flight records next to "
+        "the logs; usually one rank has left a collective in which the others wait"
     )
     hung_attempts = [a.n for a in job.summary.attempts if a.ending == endings.HANG]
     training = job.summary.training
@@ -317,6 +317,4 @@ def _hung(job: JobContext) -> Iterable[Insight]:
             yield Insight(severity=CRITICAL, code="hung", text=text, fix=fix)
     elif hung_attempts:
         attempts_text = f"attempt{'s' * (len(hung_attempts) > 1)} {', '.join(map(str, hung_attempts))}"
-        yield Insight(
-            severity=CRITICAL, code="hung", text=f"{attempts_text} ended because no step was done any more", fix=fix
-        )
+        yield Insight(severity=CRITICAL, code="hung", text=f"{attempts_text} ended because steps stopped", fix=fix)

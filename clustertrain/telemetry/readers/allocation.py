@@ -1,11 +1,12 @@
-"""What of a node belongs to the job: GPUs, processors, memory. A GPU that no process uses is allocated all the same.
+"""GPUs, processors and memory of the node that are allocated to the job, whether used or not.
 
-What the variables mean, and why plain indices go wrong:
+Meaning of the variables, and why indices alone are ambiguous:
 
-- CUDA_VISIBLE_DEVICES holds UUIDs (Slurm 25.11 and later, MIG), or CUDA's indices, which count inside the cgroup where
-  Slurm constrains devices and on the whole node where it does not.
+- CUDA_VISIBLE_DEVICES holds UUIDs (Slurm 25.11 and later, MIG), or CUDA indices. Indices count inside the cgroup if
+  Slurm constrains devices, and on the whole node otherwise.
 - SLURM_STEP_GPUS and SLURM_JOB_GPUS hold the N of /dev/nvidiaN, the minor number, which differs from NVML's index on
-  some boards and inside a cgroup. srun hands SLURM_JOB_GPUS of the batch host to every node, so the step's come first.
+  some boards and inside a cgroup. srun passes the batch host's SLURM_JOB_GPUS to every node, so SLURM_STEP_GPUS takes
+  precedence.
 """
 
 from __future__ import annotations
@@ -24,17 +25,16 @@ _NO_DEVICE = ("-1", "NoDevFiles", "void", "none")
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """The job's devices in the order of the local ranks, and in ``source`` what named them.
-
-    A device that is allocated but that NVML does not list stands in it with its ``reason``.
-    """
+    """GPUs allocated to the job on this node."""
 
     devices: list[Device]
+    """In the order of the local ranks; a device that NVML does not list has a ``reason``."""
     source: str | None
+    """Description of the variable that names the devices."""
 
 
 def find_allocation(environ: Mapping[str, str], devices: Sequence[Device]) -> Allocation:
-    """The allocated ones of ``devices`` (what NVML lists), by the rules above. Pure."""
+    """Select the allocated ones of NVML's ``devices`` by the rules above. Pure."""
     visible = environ.get(settings.CUDA_VISIBLE_DEVICES)
     tokens = _split_tokens(visible or "")
     if tokens and not all(reading.is_unsigned_int(t) or t in _NO_DEVICE for t in tokens):
@@ -46,7 +46,7 @@ def find_allocation(environ: Mapping[str, str], devices: Sequence[Device]) -> Al
         if numbers:
             return _allocate_by_number(numbers, variable, gpus)
     if visible is None:
-        return Allocation(gpus, "no variable names them: all that NVML lists")
+        return Allocation(gpus, "all devices that NVML lists, as no variable names any")
     return _select_devices(
         _parse_numbers(visible), {d.index: d for d in gpus}, gpus, "index", settings.CUDA_VISIBLE_DEVICES
     )
@@ -57,7 +57,7 @@ def _split_tokens(value: str) -> list[str]:
 
 
 def _parse_numbers(value: str) -> list[int]:
-    """``0,2-3`` as [0, 2, 3]; what is no number is left out."""
+    """Parse ``0,2-3`` as [0, 2, 3]; skip tokens that are not numbers."""
     numbers: list[int] = []
     for token in _split_tokens(value):
         first, _, last = token.partition("-")
@@ -71,7 +71,7 @@ def _deduplicate(devices: list[Device]) -> list[Device]:
 
 
 def _allocatable_devices(devices: Sequence[Device]) -> list[Device]:
-    """The GPUs, with a GPU in MIG mode replaced by its slices: only those can be allocated."""
+    """Return the GPUs, each GPU in MIG mode replaced by its slices, which alone can be allocated."""
     mig_parents = {d.parent for d in devices}
     return [d for d in devices if d.uuid not in mig_parents]
 
@@ -82,12 +82,14 @@ def _find_by_uuid(token: str, devices: Sequence[Device]) -> Device:
         return next((d for d in _allocatable_devices(devices) if d.index == index), None) or _missing_device(
             "index", index
         )
-    # CUDA takes any prefix that is unique; upper and lower case both occur.
+    # CUDA accepts any unique prefix; upper and lower case both occur.
     matches = [d for d in devices if d.uuid.lower().startswith(token.lower())]
     exact = [d for d in matches if d.uuid.lower() == token.lower()]
     if len(exact or matches) == 1:
         return (exact or matches)[0]
-    reason = "NOT_FOUND: NVML does not list it" if not matches else f"NOT_FOUND: {len(matches)} devices begin so"
+    reason = (
+        "NOT_FOUND: NVML does not list it" if not matches else f"NOT_FOUND: ambiguous prefix of {len(matches)} devices"
+    )
     return Device(uuid=token, reason=reason)
 
 
@@ -102,8 +104,8 @@ def _select_devices(
     numbers: list[int], devices_by_number: Mapping[int | None, Device], gpus: list[Device], id_type: str, variable: str
 ) -> Allocation:
     if not all(n in devices_by_number for n in numbers) and len(numbers) == len(gpus):
-        # A cgroup hides the others and counts anew; or the numbers are the batch host's, handed on by srun.
-        return Allocation(gpus, f"all that NVML lists, which is as many as {variable} names")
+        # A cgroup hides the other GPUs and renumbers; or srun passed on the batch host's numbers.
+        return Allocation(gpus, f"all devices that NVML lists, as many as in {variable}")
     return Allocation(
         [devices_by_number.get(n) or _missing_device(id_type, n) for n in numbers], f"{variable}, by {id_type}"
     )
@@ -114,20 +116,20 @@ def _missing_device(id_type: str, number: int) -> Device:
 
 
 class HostAllocation(NamedTuple):
-    """Processors and bytes of memory that the job has on this node; None where nothing limits or tells them."""
+    """Processors and bytes of memory of the job on this node; None if unlimited or unknown."""
 
     cpus: int | None
     memory_bytes: int | None
 
 
 def read_host_allocation(environ: Mapping[str, str], root: Path = Path("/")) -> HostAllocation:
-    """What Slurm says, else what this process is limited to. ``root`` holds ``proc`` and ``sys``."""
+    """Return Slurm's allocation, or without Slurm this process's limits; ``root`` contains ``proc`` and ``sys``."""
     cpus = _parse_count(environ, settings.SLURM_CPUS_ON_NODE) or len(os.sched_getaffinity(0))
     return HostAllocation(cpus, _slurm_memory_bytes(environ) or _cgroup_memory_bytes(root))
 
 
 def _slurm_memory_bytes(environ: Mapping[str, str]) -> int | None:
-    """Bytes on this node; None where Slurm does not say, or says 0 for all that there is."""
+    """Return the bytes on this node; None if Slurm does not set them, or sets 0 (all memory)."""
     per_node = _parse_count(environ, settings.SLURM_MEM_PER_NODE)
     per_cpu, cpus = (
         _parse_count(environ, settings.SLURM_MEM_PER_CPU),
@@ -142,13 +144,13 @@ def _slurm_memory_bytes(environ: Mapping[str, str]) -> int | None:
 
 
 def _parse_count(environ: Mapping[str, str], name: str) -> int:
-    """0 where it is not set, or is no number."""
+    """Return the variable's value; 0 if it is unset or not a number."""
     value = environ.get(name, "")
     return int(value) if reading.is_unsigned_int(value) else 0
 
 
 def _cgroup_memory_bytes(root: Path) -> int | None:
-    """The tightest limit of this process's cgroups and those above them, in bytes."""
+    """Return the lowest memory limit of this process's cgroups and their ancestors, in bytes."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -175,5 +177,5 @@ def _read_limit(path: Path) -> int | None:
         text = path.read_text().strip()
     except OSError:
         return None
-    # "max" in version 2; in version 1 no limit is the highest number of pages.
+    # No limit is "max" in cgroup v2, and the highest number of pages in v1.
     return int(text) if reading.is_unsigned_int(text) and int(text) < 1 << 60 else None

@@ -1,4 +1,4 @@
-"""Reads one GPU again and again: a field that fails is None with its reason, and is tried again, ever more rarely."""
+"""Repeated reading of one GPU: a field that fails is None with a recorded reason, and is retried with backoff."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Values = list[float | NvmlError | None]
 
 
 class QuerySource(Protocol):
-    """What is needed of :class:`~clustertrain.telemetry.readers.nvml_queries.GpuQueries`."""
+    """Interface that :class:`GpuReader` needs of :class:`~clustertrain.telemetry.readers.nvml_queries.GpuQueries`."""
 
     @property
     def queries(self) -> Mapping[Pace, tuple[Query, ...]]: ...
@@ -40,7 +40,7 @@ class QuerySource(Protocol):
 
 
 class Backoff:
-    """When to try again: the wait doubles from ``first_s`` to ``most_s``."""
+    """Retry schedule whose wait doubles from ``initial_s`` to ``max_s``."""
 
     def __init__(self, initial_s: float, max_s: float) -> None:
         self._wait_s = initial_s
@@ -56,10 +56,12 @@ class Backoff:
 
 
 class GpuReader:
-    """One allocated GPU, or a MIG slice of one.
+    """Reader of one allocated GPU or MIG slice.
 
-    ``reasons`` says for each field that has no value why; ``lost_reason`` why the whole device cannot be reached, else
-    None; ``needs_reopen`` that NVML itself must be opened again. ``queries`` stands in for NVML in tests.
+    Attributes:
+        reasons: by field, why it has no value.
+        lost_reason: why the whole device cannot be reached; None if it can.
+        needs_reopen: whether NVML must be reopened.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class GpuReader:
         queries: QuerySource | None = None,
     ) -> None:
         self._queries: QuerySource = GpuQueries(nvml, device) if queries is None else queries
-        # By pace, in the order of the calls: the fields' places in the registry, and the highest values that can be.
+        # By pace, in the order of the queries: each field's index in the row and its highest valid value.
         self._slots = {
             pace: tuple((_FIELD_INDEX[f], _MAX_VALID[f]) for query in pace_queries for f in query.fields)
             for pace, pace_queries in self._queries.queries.items()
@@ -86,7 +88,7 @@ class GpuReader:
             self._mark_lost(device.reason)
 
     def read(self, pace: Pace = FAST) -> list[float | None] | None:
-        """The values of the fields of this pace in the order of the registry, or None while the device is lost."""
+        """Return the values of this pace's fields in the order of the registry; None while the device is lost."""
         now = self._now()
         if self.lost_reason is not None and not self._has_recovered(now):
             return None
@@ -105,12 +107,12 @@ class GpuReader:
         return row
 
     def on_reopen(self) -> None:
-        """NVML was opened again: try everything at once."""
+        """Retry all fields at once, after NVML was reopened."""
         self._retries.clear()
         self.needs_reopen = False
 
     def _run_queries(self, pace: Pace, now: float) -> _Values:
-        """What the calls said, in their order; None where it was not time to ask. Ends with the error of a lost GPU."""
+        """Return the results in query order, None for fields not yet due; stop at the error of a lost GPU."""
         results: _Values = []
         handle = None
         for query in self._queries.queries[pace]:
@@ -155,7 +157,7 @@ class GpuReader:
             self._queries.refresh()
             probe.read(self._queries.handle(), probe.fields)
         except NvmlError as e:
-            # With a handle, a field that this GPU never offered says nothing about its health; without one, all does.
+            # With a handle, an error for an unsupported field does not mean that the GPU is lost.
             if not (self._queries.has_handle() and e.name in _PERMANENT_ERRORS):
                 self._recovery.record_failure(now)
                 return False

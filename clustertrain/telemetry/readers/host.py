@@ -1,4 +1,4 @@
-"""The node itself: processors, memory, load, network and disks, of all users and jobs."""
+"""Host-wide metrics of the node, for all users and jobs: processors, memory, load, network and disks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clustertrain import clock
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.readers import sysfs
 
-# What HostReader reads, in this order; the figures of the job's own processes are of :mod:`.processes`.
+# Order of HostReader's values; :mod:`.processes` reads the fields of the job's processes.
 HOST_FIELDS = tuple(f.name for f in fields.HOST if not f.name.startswith("job_"))
 
 _MIN_INTERVAL_S = 0.05  # the kernel counts processor time in ticks of 10 ms
@@ -30,7 +30,11 @@ class HostFacts(msgspec.Struct, frozen=True):
 
 
 class HostReader:
-    """Host-wide figures. One that cannot be read is None, with its reason in ``reasons``. ``root`` holds ``sys``."""
+    """Reader of host-wide fields. A field that cannot be read is None, with its reason in ``reasons``.
+
+    Args:
+        root: folder that contains ``sys``.
+    """
 
     def __init__(self, root: Path = Path("/")) -> None:
         self.reasons: dict[str, str] = {}
@@ -48,7 +52,7 @@ class HostReader:
         return HostFacts(psutil.cpu_count(), total)
 
     def read(self) -> list[float | None]:
-        """The values in the order of HOST_FIELDS."""
+        """Return the values in the order of HOST_FIELDS."""
         values: dict[str, float | None] = {
             "cpu": self._read_cpu_busy(),
             "memory_used_bytes": self._read_or_none("memory_used_bytes", _read_memory_used),
@@ -82,7 +86,7 @@ class HostReader:
         return dict.fromkeys(names)
 
     def _read_cpu_busy(self) -> float | None:
-        """Busy share of all processors since the last call; None for the first."""
+        """Return the busy share of all processors since the last call; None on the first call."""
         now = clock.monotonic()
         busy_total = self._read_cpu_times()
         if busy_total is None:
@@ -104,14 +108,14 @@ class HostReader:
             self.reasons["cpu"] = f"{type(e).__name__}: {e}"
             return None
         self.reasons.pop("cpu", None)
-        # Linux counts guest time inside user time already.
+        # Linux includes guest time in user time.
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
         return total - times.idle - getattr(times, "iowait", 0.0), total
 
 
 def _read_memory_used() -> float:
     memory = psutil.virtual_memory()
-    # Without the page cache, which the kernel gives back: psutil's "available" is what matters to a job.
+    # Without the page cache, which the kernel can reclaim: psutil's "available" is what a job can use.
     return float(memory.total - memory.available)
 
 

@@ -1,7 +1,7 @@
-"""The one door to NVML. Nothing else imports pynvml, and nothing here imports torch.
+"""The only interface to NVML. No other module imports pynvml, and this one does not import torch.
 
-Errors come out as :class:`NvmlError` under NVML's own names (``NOT_SUPPORTED``, ``GPU_IS_LOST`` …), so a caller can
-store why a figure is missing. Not thread-safe: one thread opens, reads and closes.
+Errors are raised as :class:`NvmlError` with NVML's names (``NOT_SUPPORTED``, ``GPU_IS_LOST`` …), so a caller can record
+why a value is missing. Not thread-safe: one thread opens, reads and closes.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ import msgspec
 
 from clustertrain.telemetry import fields
 
-# The figures of one device at each tick, in the order in which it is read.
+# Fields of one device per tick, in reading order.
 FIELDS = tuple(f.name for f in fields.GPU if f.pace == fields.FAST)
 
 _ERROR_TEXT = {
     "UNINITIALIZED": "NVML was shut down",
-    "INVALID_ARGUMENT": "NVML does not know this device any more",
-    "NOT_SUPPORTED": "this GPU or its driver does not offer it",
+    "INVALID_ARGUMENT": "NVML no longer knows this device",
+    "NOT_SUPPORTED": "this GPU or its driver does not support it",
     "NO_PERMISSION": "the driver does not let this user read it",
     "NOT_FOUND": "NVML does not list it",
     "DRIVER_NOT_LOADED": "the NVIDIA driver is not loaded",
-    "TIMEOUT": "the driver gave no answer in time",
+    "TIMEOUT": "the driver did not respond in time",
     "LIBRARY_NOT_FOUND": "libnvidia-ml.so.1 not found: no NVIDIA driver on this machine",
-    "FUNCTION_NOT_FOUND": "the driver is too old for it",
+    "FUNCTION_NOT_FOUND": "the driver is too old",
     "GPU_IS_LOST": "the GPU has fallen off the bus or cannot be reached",
     "RESET_REQUIRED": "the GPU needs a reset",
     "LIB_RM_VERSION_MISMATCH": "libnvidia-ml and the kernel driver differ in version; the node needs a reboot",
     "NO_DATA": "the driver has no value yet",
-    "IMPLAUSIBLE": "the driver returned a value that cannot be",
+    "IMPLAUSIBLE": "the driver returned an impossible value",
     "UNKNOWN": "the driver reported an unknown error",
 }
 
 _FUNCTION_NOT_FOUND = 13  # nvmlReturn_t
-# nvmlMemory_v2_t as numbers of 64 bits: the version in the lower half of the first, then bytes in total, reserved, free
-# and used. Read so, since nvidia-ml-py's structures look at each value for strings.
+# nvmlMemory_v2_t as 64-bit words: version (in the lower half of the first word), then total, reserved, free and used
+# bytes. nvidia-ml-py's structure is slower because it checks each value for strings.
 _MEMORY_V2 = ctypes.c_uint64 * 5
 _TOTAL_WORD, _USED_WORD = 1, 4
 
 
 class NvmlError(Exception):
-    """A call that NVML refused. ``name`` is NVML's, without ``NVML_ERROR_``; ``reason`` adds plain words."""
+    """Failed NVML call. ``name`` is NVML's name without ``NVML_ERROR_``; ``reason`` adds an explanation."""
 
     def __init__(self, name: str, text: str | None = None) -> None:
         self.name = name
@@ -54,40 +54,40 @@ class NvmlError(Exception):
 
 
 class Device(msgspec.Struct, frozen=True):
-    """What does not change about a GPU, or a MIG slice of one (``parent`` is then the GPU's UUID).
+    """Constant properties of a GPU or a MIG slice.
 
-    ``minor`` is the N of /dev/nvidiaN and ``index`` NVML's ordinal among the devices it shows to this process; the two
-    differ on some machines and inside cgroups. ``reason`` says why a device could not be opened.
+    ``minor`` and ``index`` differ on some machines and inside cgroups.
     """
 
     uuid: str
-    index: int | None = None
-    minor: int | None = None
+    index: int | None = None  # NVML's ordinal among the devices visible to this process
+    minor: int | None = None  # the N of /dev/nvidiaN
     name: str | None = None
     memory_total_bytes: int | None = None
-    memory_includes_reserved: bool = False  # only NVML's first memory call works: "used" is some 100 MB too high
-    parent: str | None = None
-    power_limit_w: float | None = None  # that the board keeps to
-    reason: str | None = None
+    memory_includes_reserved: bool = False  # only NVML's first memory call works: "used" is about 100 MB too high
+    parent: str | None = None  # for a MIG slice, the GPU's UUID
+    power_limit_w: float | None = None  # enforced by the board
+    reason: str | None = None  # why the device could not be opened
 
 
 class MemoryInfo(NamedTuple):
-    """Bytes."""
+    """Device memory in bytes."""
 
     total: int
     used: int
 
 
 class NvLinks(NamedTuple):
-    """``nvswitch``: whether an active one leads to a switch; None where NVML does not say."""
+    """NVLinks of one GPU."""
 
     active: int
     total: int
     nvswitch: bool | None
+    """Whether an active link leads to a switch; None if NVML does not report it."""
 
 
 class _HandleCache(dict[str, Any]):
-    """What has been looked up; a name that is not in it is looked up when it is asked for."""
+    """Cache of NVML handles by UUID; a missing handle is looked up on access."""
 
     def __init__(self, look_up: Callable[[str], Any]) -> None:
         self._look_up = look_up
@@ -102,10 +102,10 @@ def _function_not_found(*args: Any) -> int:
 
 
 class Nvml:
-    """NVML, opened and closed.
+    """An NVML session.
 
-    ``lib`` is nvidia-ml-py while it is open, for its constants and structures. ``handles[uuid]`` is NVML's own name of
-    a device; where it cannot be reached, NvmlError is raised.
+    ``lib`` is nvidia-ml-py while the session is open, for its constants and structures. ``handles[uuid]`` is the NVML
+    handle of a device; access raises NvmlError if the device cannot be reached.
     """
 
     def __init__(self) -> None:
@@ -118,10 +118,10 @@ class Nvml:
         self._close_callbacks: list[Callable[[], None]] = []
 
     def open(self) -> str | None:
-        """Initialise NVML; returns the driver's version, None where it cannot be read.
+        """Initialize NVML and return the driver's version; None if the version cannot be read.
 
         Raises:
-            NvmlError: there is no driver, or it does not start.
+            NvmlError: there is no driver, or NVML does not start.
         """
         try:
             lib = importlib.import_module("pynvml")
@@ -143,15 +143,15 @@ class Nvml:
         while self._close_callbacks:
             self._close_callbacks.pop()()
         self.handles.clear()
-        with contextlib.suppress(NvmlError):  # already shut down, or never up: nothing is held
+        with contextlib.suppress(NvmlError):  # already shut down or never initialized
             self.call("nvmlShutdown")
         self.lib = None
 
     def devices(self) -> list[Device]:
-        """All GPUs that this process may see, and their MIG slices. One that does not open is listed with its reason.
+        """Return all GPUs visible to this process and their MIG slices; a device that does not open has a ``reason``.
 
         Raises:
-            NvmlError: the devices cannot even be counted.
+            NvmlError: the devices cannot be counted.
         """
         devices = []
         for index in range(int(self.call("nvmlDeviceGetCount"))):
@@ -166,36 +166,36 @@ class Nvml:
         return devices
 
     def refresh_handle(self, uuid: str) -> None:
-        """Look the device up anew; its old handle is dead after a loss or a reopening.
+        """Look up the device again; its handle is invalid after the device was lost or NVML was reopened.
 
         Raises:
-            NvmlError: it cannot be reached.
+            NvmlError: the device cannot be reached.
         """
         self.handles.pop(uuid, None)
         self.handles[uuid] = self._lookup_handle(uuid)
 
     def before_close(self, release: Callable[[], None]) -> None:
-        """``release`` will be called once, when NVML is about to be closed, to give back what it holds of NVML's."""
+        """Register ``release``, which is called once before NVML closes to free NVML resources."""
         self._close_callbacks.append(release)
 
     def has_handle(self, uuid: str) -> bool:
-        """Whether there is a handle for the device."""
+        """Return whether the device's handle is cached."""
         return uuid in self.handles
 
     def pci_address(self, uuid: str) -> str:
-        """As sysfs writes it: ``0000:1b:00.0``.
+        """Return the PCI address in the format of sysfs: ``0000:1b:00.0``.
 
         Raises:
-            NvmlError: NVML does not tell.
+            NvmlError: NVML does not report it.
         """
         pci = self.call("nvmlDeviceGetPciInfo_v3", self.handles[uuid])
         return f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0"
 
     def nvlinks(self, uuid: str) -> NvLinks:
-        """All NVLinks of a GPU; (0, 0, None) where it has none.
+        """Return the NVLinks of a GPU; (0, 0, None) without NVLink.
 
         Raises:
-            NvmlError: NVML does not tell, which is so in MIG mode.
+            NvmlError: NVML does not report them, as in MIG mode.
         """
         handle, states = self.handles[uuid], self.link_states(uuid)
         remote_types = [
@@ -212,10 +212,10 @@ class Nvml:
         return NvLinks(sum(states), len(states), switch)
 
     def link_states(self, uuid: str) -> list[bool]:
-        """Whether each NVLink of a GPU is up; empty where it has none.
+        """Return for each NVLink of a GPU whether it is up; empty without NVLink.
 
         Raises:
-            NvmlError: NVML does not tell.
+            NvmlError: NVML does not report them.
         """
         handle, states = self.handles[uuid], list[bool]()
         get_state, state = self.function("nvmlDeviceGetNvLinkState"), ctypes.c_uint()
@@ -228,15 +228,16 @@ class Nvml:
             error = self.error(code)
             if error.name not in ("NOT_SUPPORTED", "INVALID_ARGUMENT"):
                 raise error
-            break  # past the last link of this GPU
+            break  # after the last link of this GPU
         return states
 
     def nvlink_domain(self, uuid: str) -> str:
-        """What all GPUs share that reach each other over NVLink across nodes: ``<cluster UUID>.<clique>``. Empty where
-        the fabric is not up, or is a single node's (its cluster UUID is zero).
+        """Return ``<cluster UUID>.<clique>``, shared by all GPUs that reach each other over NVLink across nodes.
+
+        The result is empty if the fabric is down or spans a single node (its cluster UUID is zero).
 
         Raises:
-            NvmlError: the driver does not know of such fabrics.
+            NvmlError: the driver does not support multi-node NVLink.
         """
         info = self.lib.c_nvmlGpuFabricInfo_t()
         self.call("nvmlDeviceGetGpuFabricInfo", self.handles[uuid], ctypes.byref(info))
@@ -273,7 +274,7 @@ class Nvml:
         return devices
 
     def read_memory(self, uuid: str, handle: Any) -> MemoryInfo:
-        """``used``: without what the driver reserves, where NVML tells them apart.
+        """Return the device's memory; ``used`` excludes the driver's reserve if NVML reports it separately.
 
         Raises:
             NvmlError: NVML has no value.
@@ -284,7 +285,7 @@ class Nvml:
             except NvmlError as e:
                 if e.name not in ("FUNCTION_NOT_FOUND", "NOT_SUPPORTED", "ARGUMENT_VERSION_MISMATCH"):
                     raise
-        # The first version counts what the driver reserves as used.
+        # The first version counts the driver's reserve as used.
         memory = self.call("nvmlDeviceGetMemoryInfo", handle)
         self._without_memory_v2.add(uuid)
         return MemoryInfo(memory.total, memory.used)
@@ -305,27 +306,26 @@ class Nvml:
             return None
 
     def call(self, name: str, *args: Any) -> Any:
-        """One function of nvidia-ml-py.
+        """Call a function of nvidia-ml-py.
 
         Raises:
-            NvmlError: NVML refused, or does not have it.
+            NvmlError: the call failed, or the function does not exist.
         """
         if self.lib is None:
             raise NvmlError("UNINITIALIZED")
         function = getattr(self.lib, name, None)
         if function is None:
-            raise NvmlError("FUNCTION_NOT_FOUND", "the installed nvidia-ml-py is too old for it")
+            raise NvmlError("FUNCTION_NOT_FOUND", "the installed nvidia-ml-py is too old")
         try:
             return function(*args)
         except self.lib.NVMLError as e:
             raise self.error(e.value) from e
 
     def function(self, name: str) -> Callable[..., int]:
-        """The C function itself, which returns a code for :meth:`error`; one that NVML lacks returns the code for that.
-        It may be kept as long as this is.
+        """Return a C function, which returns a code for :meth:`error`; a missing one returns FUNCTION_NOT_FOUND.
 
-        What is asked every second is asked this way: nvidia-ml-py's wrappers take more of the sampler's time than all
-        the rest.
+        The function stays valid as long as this object. Use it for calls made every second: nvidia-ml-py's wrappers
+        would take most of the sampler's time.
         """
         function: Callable[..., int] | None = getattr(self.lib and self.lib.nvmlLib, name, None)
         return _function_not_found if function is None else function
@@ -334,5 +334,5 @@ class Nvml:
         return self.call("nvmlDeviceGetHandleByUUID", uuid.encode())
 
     def error(self, code: int) -> NvmlError:
-        """NVML's return code in words, where it comes inside an answer."""
+        """Return the error for an NVML return code."""
         return NvmlError(self._names.get(code, f"code {code}"))

@@ -1,8 +1,7 @@
-"""Errors that the driver tells as they happen: XIDs and ECC errors.
+"""NVML error events: XIDs and ECC errors.
 
-They are asked for in the sampler's own thread, without waiting: NVML then only looks whether something is queued, so a
-thread of its own, which would have to be ended while it waits inside the driver, gains nothing but a better time than
-that of the tick. The queue keeps what comes between two ticks.
+The sampler's thread polls for them with a zero timeout, and NVML queues events between ticks. A separate thread would
+only give more exact times, and would have to be interrupted inside the driver.
 """
 
 from __future__ import annotations
@@ -23,28 +22,27 @@ GpuEventType = Literal["xid", "ecc_corrected", "ecc_uncorrected"]
 # nvmlEventType*
 _EVENT_TYPES: dict[int, GpuEventType] = {0x1: "ecc_corrected", 0x2: "ecc_uncorrected", 0x8: "xid"}
 _EVENT_MASK = 0x1 | 0x2 | 0x8
-_TIMEOUT = 10  # nvmlReturn_t: nothing has happened
+_TIMEOUT = 10  # nvmlReturn_t: no event
 REPORT_INTERVAL_S = 60.0
 _LOST_ERRORS = ("GPU_IS_LOST", "RESET_REQUIRED")
-_WHOLE_GPU = 0xFFFFFFFF  # as the number of a GPU instance: the event is not of a MIG slice
-_MAX_EVENTS_PER_POLL = 1000  # a storm of ECC errors must not hold up the samples; the rest waits in the queue
+_WHOLE_GPU = 0xFFFFFFFF  # GPU instance id of an event that does not concern a single MIG slice
+_MAX_EVENTS_PER_POLL = 1000  # a storm of ECC errors must not delay samples; the rest stays queued
 
 
 class GpuEvent(msgspec.Struct, frozen=True):
-    """``count`` occurrences on the device ``uuid`` since the last time; ``t`` (UTC epoch s) is when they were read, at
-    most a tick later. ``xid`` is the number, None of ECC errors."""
+    """Occurrences of one error on one device since the last poll."""
 
-    t: float
+    t: float  # UTC epoch s of the poll, at most one tick late
     uuid: str
     kind: GpuEventType
-    xid: int | None
+    xid: int | None  # None for ECC errors
     count: int
 
 
 class GpuEvents:
-    """The events of the job's devices; those of a board that has been split come to the slices that they concern.
+    """Error events of the job's devices; events of a board in MIG mode are attributed to the affected slices.
 
-    ``reasons`` says for each device that tells none why.
+    ``reasons`` holds, by UUID, why a device reports no events.
     """
 
     def __init__(self, nvml: Nvml, devices: Sequence[Device], now: Callable[[], float] = clock.now) -> None:
@@ -60,12 +58,14 @@ class GpuEvents:
         self.reasons: dict[str, str] = {}
 
     def open(self) -> None:
-        """Begin to listen, anew where it did already: after NVML was opened again, or a device was lost or has come
-        back. Events until then are gone."""
+        """Subscribe to events; call it again after NVML was reopened or a device was lost or returned.
+
+        Events queued before the call are dropped.
+        """
         self._register_all(set())
 
     def _register_all(self, lost: set[str]) -> None:
-        """To all boards but the lost ones."""
+        """Subscribe to the events of all boards except the lost ones."""
         self._release()
         self.reasons = {}
         try:
@@ -87,7 +87,7 @@ class GpuEvents:
                 self.reasons |= {d.uuid: e.reason for d in self._devices if board in (d.uuid, d.parent)}
 
     def poll(self) -> list[GpuEvent]:
-        """What has happened since the last time. A board that cannot be asked any more stops being listened to."""
+        """Return the events since the last poll; unsubscribe from boards that no longer respond."""
         if not self._boards_by_handle:
             return []
         counts: dict[tuple[str, GpuEventType, int | None], int] = {}
@@ -111,7 +111,7 @@ class GpuEvents:
         handle = self._nvml.handles[board]
         types = _EVENT_MASK & self._nvml.call("nvmlDeviceGetSupportedEventTypes", handle)
         if not types:
-            raise NvmlError("NOT_SUPPORTED", "the driver tells no errors of this GPU as they happen")
+            raise NvmlError("NOT_SUPPORTED", "the driver reports no error events for this GPU")
         self._nvml.call("nvmlDeviceRegisterEvents", handle, types, self._event_set)
         self._boards_by_handle[_handle_address(handle)] = board
         self._mig_slices[board] = [(self._gpu_instance_id(d), d.uuid) for d in self._devices if d.parent == board]
@@ -123,7 +123,7 @@ class GpuEvents:
             return None
 
     def _affected_devices(self, data: Any) -> list[str]:
-        """The devices of the job that an event is about."""
+        """Return the UUIDs of the job's devices that an event affects."""
         board = self._boards_by_handle.get(_handle_address(data.device))
         if board is None:
             return []
@@ -133,7 +133,7 @@ class GpuEvents:
         return affected + [uuid for instance, uuid in slices if is_whole_gpu or instance in (None, data.gpuInstanceId)]
 
     def _handle_wait_error(self, error: NvmlError) -> None:
-        """One lost GPU makes the wait fail for all: listen to the others, from now on."""
+        """Resubscribe without the lost GPUs: one lost GPU makes the wait fail for all."""
         if error.name not in _LOST_ERRORS:
             self.reasons = {d.uuid: error.reason for d in self._devices}
             self._release()
@@ -146,7 +146,7 @@ class GpuEvents:
                 lost.add(board)
         if lost:
             self._register_all(lost)
-        else:  # it is not told which
+        else:  # NVML does not report which GPU is lost
             self.reasons = {d.uuid: error.reason for d in self._devices}
             self._release()
 
@@ -163,10 +163,10 @@ class GpuEvents:
 
 
 class EventRateLimiter:
-    """Holds back what comes again and again: a line for each of thousands of errors tells no more than their number.
+    """Limits repeated events: one line per error adds nothing to their number.
 
-    The first of its kind is due at once, what follows once a minute, summed up. Corrected errors are never due: their
-    counter has them.
+    The first event of a kind is due at once; later ones are summed and due once per minute. Corrected errors are never
+    due because a counter records them.
     """
 
     def __init__(self) -> None:
@@ -175,11 +175,11 @@ class EventRateLimiter:
 
     @property
     def has_pending(self) -> bool:
-        """Whether something is held back."""
+        """Whether events are held back."""
         return bool(self._pending)
 
     def take_due(self, events: Sequence[GpuEvent], now: float) -> list[GpuEvent]:
-        """What is to be told at ``now`` (monotonic s), of ``events`` and of what was held back."""
+        """Add ``events`` and return all events due at ``now`` (monotonic s)."""
         for e in events:
             key = (e.uuid, e.kind, e.xid)
             pending = self._pending.get(key)
@@ -190,7 +190,7 @@ class EventRateLimiter:
         return [self._pending.pop(k) for k in ready]
 
     def drain(self) -> list[GpuEvent]:
-        """At the end, what was held back."""
+        """Return and clear all held-back events."""
         remaining = list(self._pending.values())
         self._pending.clear()
         return remaining

@@ -1,7 +1,7 @@
-"""Figures that NVML hands out by number, several in one call (``nvmlDeviceGetFieldValues``).
+"""Fields that NVML returns by id, several per call (``nvmlDeviceGetFieldValues``).
 
-A figure has several numbers over the generations of GPUs. Which of them a device knows is found out at the first
-answer; from then on only that one is asked for, so that a counter never changes its meaning.
+The id of a field depends on the GPU generation. The first answer shows which id a device supports; later calls request
+only that id, so a counter never changes its meaning.
 """
 
 from __future__ import annotations
@@ -16,27 +16,26 @@ from typing import Any, NamedTuple
 from clustertrain.telemetry.readers.nvml import Nvml, NvmlError
 
 _DEVICE_SCOPE = 0
-_ALL_LINKS_SCOPE = 0xFFFFFFFF  # as the scope of a figure of NVLinks: the sum over all of them
-# nvmlFieldValue_t: the number, its scope, two times that are not used, nvmlValueType_t, nvmlReturn_t, 8 bytes of value
+_ALL_LINKS_SCOPE = 0xFFFFFFFF  # scope of an NVLink field: the sum over all links
+# nvmlFieldValue_t: id, scope, two unused times, nvmlValueType_t, nvmlReturn_t, 8 bytes of value
 _FIELD_VALUE = struct.Struct("=II16xiI8s")
 _VALUE_FORMATS = [struct.Struct(s) for s in ("=d", "=I4x", "=Q", "=Q", "=q", "=i4x", "=H6x")]  # by nvmlValueType_t
 _UNSIGNED_INT = 1
-# The fourth word of a nvmlFieldValue_t whose fifth is a whole number of 64 bits: nvmlValueType_t unsigned long or long
-# long, and above it the nvmlReturn_t of success.
+# Fourth 64-bit word of a successful nvmlFieldValue_t with a 64-bit integer value: nvmlValueType_t unsigned long or
+# unsigned long long in the lower half, nvmlReturn_t success (0) in the upper half.
 _U64_TYPES = frozenset({2, 3})
 
 
 class FieldSource(NamedTuple):
-    """The sum of these numbers (NVML_FI_DEV_*), times ``scale``. ``needs_64_bit``: a 32-bit counter would overflow
-    within a second, and is worth nothing."""
+    """NVML ids whose values, summed and scaled, give a field."""
 
-    field_ids: tuple[int, ...]
+    field_ids: tuple[int, ...]  # NVML_FI_DEV_*
     scale: float = 1.0
     scope: int = _DEVICE_SCOPE
-    needs_64_bit: bool = False
+    needs_64_bit: bool = False  # a 32-bit counter would overflow within a second
 
 
-# In the order in which they are preferred. The COUNT fields of NVLink 5 answer to the sum's scope alone.
+# In order of preference. The COUNT fields of NVLink 5 support only the scope of all links.
 SOURCES: Mapping[str, tuple[FieldSource, ...]] = {
     "energy_j": (FieldSource((83,), 1e-3),),  # TOTAL_ENERGY_CONSUMPTION, mJ
     "pcie_tx_bytes": (FieldSource((197,), needs_64_bit=True),),  # PCIE_COUNT_TX_BYTES, since driver 555
@@ -54,25 +53,24 @@ SOURCES: Mapping[str, tuple[FieldSource, ...]] = {
     "nvlink_errors": (
         FieldSource((161, 162, 163), scope=_ALL_LINKS_SCOPE),  # NVLINK_ERROR_DL_REPLAY, _RECOVERY, _CRC: Hopper
         FieldSource((38, 45, 52, 59)),  # totals of flit CRC, data CRC, replay and recovery: before
-        FieldSource(
-            (208, 211, 215), scope=_ALL_LINKS_SCOPE
-        ),  # receive errors, link integrity, recoveries: from Blackwell on
+        # Receive errors, link integrity errors, recoveries: from Blackwell on.
+        FieldSource((208, 211, 215), scope=_ALL_LINKS_SCOPE),
     ),
 }
 
 
 class FieldRequest(NamedTuple):
-    """What NVML is asked for several figures at once, and the memory in which it answers."""
+    """Request for several fields at once, and the buffer for NVML's answer."""
 
-    sources: tuple[tuple[FieldSource, ...], ...]  # of each name those that are tried
-    scales: tuple[float, ...]  # where each is known to have one number: theirs
+    sources: tuple[tuple[FieldSource, ...], ...]  # candidates per name
+    scales: tuple[float, ...]  # scale per name once each has a single known id, else empty
     field_count: int
     buffer: ctypes.Array[ctypes.c_char]
-    u64_view: ctypes.Array[ctypes.c_uint64]  # the same memory, 5 a number
+    u64_view: ctypes.Array[ctypes.c_uint64]  # the same memory, 5 words per id
 
 
 class FieldValues:
-    """The figures of one device."""
+    """Reader of the field values of one device."""
 
     def __init__(self, nvml: Nvml) -> None:
         self._nvml = nvml
@@ -81,15 +79,15 @@ class FieldValues:
         self._requests: dict[tuple[str, ...], FieldRequest] = {}
 
     def reset(self) -> None:
-        """The device has come back, perhaps as another one."""
+        """Forget the resolved ids, after the device returned, possibly as another one."""
         self._resolved.clear()
         self._requests.clear()
 
     def read(self, handle: Any, names: tuple[str, ...]) -> list[float | NvmlError]:
-        """Of each name the value, or why there is none.
+        """Return for each name its value or the error that explains why it is missing.
 
         Raises:
-            NvmlError: the call as a whole failed.
+            NvmlError: the whole call failed.
         """
         request = self._requests.get(names) or self._build_request(names)
         code = self._get_field_values(handle, request.field_count, request.buffer)
@@ -124,7 +122,7 @@ class FieldValues:
                 continue
             succeeded = [(number, value_type, raw) for number, _, value_type, code, raw in answers if not code]
             if source.needs_64_bit and succeeded[0][1] == _UNSIGNED_INT:
-                return NvmlError("NOT_SUPPORTED", "the driver counts it in 32 bits, which overflow within a second")
+                return NvmlError("NOT_SUPPORTED", "the driver's 32-bit counter overflows within a second")
             if name not in self._resolved:
                 self._resolved[name] = source._replace(field_ids=tuple(number for number, _, _ in succeeded))
                 self._requests.clear()

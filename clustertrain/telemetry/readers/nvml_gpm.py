@@ -1,7 +1,7 @@
-"""GPU performance monitoring (GPM), which Hopper and later GPUs have: how busy the parts of the chip were.
+"""GPU performance monitoring (GPM) of Hopper and later GPUs: activity of the parts of the chip.
 
-NVML gives means between two samples. The newer one of a pair is kept as the older of the next, so that the figures
-cover the whole time, and not a slice of it.
+NVML computes means between two samples. The newer sample of a pair is the older one of the next pair, so the means
+cover the whole time.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from clustertrain import clock
 from clustertrain.telemetry.readers.nvml import Nvml, NvmlError
 
-MIN_INTERVAL_S = 0.1  # below it the counters have nothing new, and the means are wrong (NVIDIA/DCGM#310)
-_MAX_ROUNDING = 1.02  # how far above the whole a share may come out
+MIN_INTERVAL_S = 0.1  # the counters update no faster, and the means would be wrong (NVIDIA/DCGM#310)
+_MAX_ROUNDING = 1.02  # rounding may push a share this far above 1
 
-# nvmlGpmMetricId_t; NVML's are per cent.
+# nvmlGpmMetricId_t, in percent.
 METRICS: Mapping[str, int] = {"sm_activity": 2, "tensor_activity": 5, "dram_activity": 10}
-GRAPHICS_UTIL = 1  # of a MIG slice, what nvmlDeviceGetUtilizationRates is of a whole GPU
+GRAPHICS_UTIL = 1  # the equivalent of nvmlDeviceGetUtilizationRates for a MIG slice
 
 
 class _Sample(NamedTuple):
@@ -28,22 +28,23 @@ class _Sample(NamedTuple):
 
 
 class _MetricsRequest(NamedTuple):
-    """nvmlGpmMetricsGet_t, and parts of its memory."""
+    """nvmlGpmMetricsGet_t, and views of its memory."""
 
     pointer: Any
-    samples: ctypes.Array[ctypes.c_void_p]  # the older sample and the newer
-    codes: ctypes.Array[ctypes.c_uint]  # of nvmlGpmMetric_t, which has 40 bytes: the second of 10 is the nvmlReturn_t
-    values: ctypes.Array[ctypes.c_double]  # and the second of 5 the value
+    samples: ctypes.Array[ctypes.c_void_p]  # the older and the newer sample
+    codes: ctypes.Array[ctypes.c_uint]  # nvmlGpmMetric_t as 10 words of 32 bits: the second is the nvmlReturn_t
+    values: ctypes.Array[ctypes.c_double]  # nvmlGpmMetric_t as 5 words of 64 bits: the second is the value
 
 
 class GpmSampler:
-    """The activities of one device.
+    """Reader of the GPM metrics of one device.
 
     Args:
-        nvml: the door, open.
-        metrics: the figures' names and NVML's numbers.
-        take: fills a sample of NVML's for a handle, and returns NVML's code.
-        device: gives the handle that is asked whether it supports GPM, where it is not that which is read.
+        nvml: NVML, opened.
+        metrics: NVML's metric number by field.
+        sample_get: fills an NVML sample for a handle and returns NVML's code.
+        support_handle: returns the handle to query for GPM support; by default the handle that is read.
+        now: monotonic clock.
     """
 
     def __init__(
@@ -67,11 +68,12 @@ class GpmSampler:
         self._values: list[float | NvmlError] = []
 
     def read(self, handle: Any) -> list[float | NvmlError]:
-        """Means since the last call that was at least :data:`MIN_INTERVAL_S` ago, in the order of the metrics; the last
-        ones again where it was not.
+        """Return the means since the last sample, in the order of the metrics.
+
+        Within :data:`MIN_INTERVAL_S` of the last sample, the last means are returned again.
 
         Raises:
-            NvmlError: NOT_SUPPORTED; NO_DATA at the first call, which begins the first pair; or any other.
+            NvmlError: NOT_SUPPORTED; NO_DATA on the first call, which takes the first sample; or any other NVML error.
         """
         now = self._now()
         if self._last_sample_at is not None and now - self._last_sample_at < MIN_INTERVAL_S:
@@ -93,7 +95,7 @@ class GpmSampler:
         return self._values
 
     def reset(self) -> None:
-        """The device has been away: the next sample begins a new pair."""
+        """Start a new pair of samples, after the device was lost."""
         self._last_sample_at = None
         self._values = []
         self._supported = False
@@ -112,7 +114,7 @@ class GpmSampler:
                 "nvmlGpmQueryDeviceSupport", self._support_handle() if self._support_handle else handle
             )
             if not support.isSupportedDevice:
-                raise NvmlError("NOT_SUPPORTED", "this GPU has no performance monitoring (GPM); Hopper and later do")
+                raise NvmlError("NOT_SUPPORTED", "GPU performance monitoring (GPM) needs a Hopper or later GPU")
             self._supported = True
         if not self._samples:
             self._nvml.before_close(self.close)

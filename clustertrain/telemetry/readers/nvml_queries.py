@@ -1,6 +1,6 @@
-"""Which call of NVML gives which figures of :mod:`.fields`, for a GPU and for a MIG slice of one.
+"""NVML calls that provide the fields of :mod:`.fields`, for a GPU and for a MIG slice.
 
-Figures that come together are read together. What a call costs differs by a thousand times between GPUs and drivers;
+One call may provide several fields. Its cost differs by a factor of 1000 between GPUs and drivers;
 ``python -m benchmarks nvml_calls`` measures it.
 """
 
@@ -17,34 +17,39 @@ from clustertrain.telemetry.readers.nvml_field_values import FieldValues
 from clustertrain.telemetry.readers.nvml_gpm import GRAPHICS_UTIL, METRICS, GpmSampler
 
 Values = Sequence[float | NvmlError]
-# Nothing of another kind is a reason to try the older call.
+# Only these errors are a reason to try the older call.
 _UNSUPPORTED_ERRORS = ("FUNCTION_NOT_FOUND", "NOT_SUPPORTED", "INVALID_ARGUMENT", "ARGUMENT_VERSION_MISMATCH")
-# nvmlClocksEventReason*. Hardware slowdown is the roof over heat, the power brake and a draw that rises too fast: alone
-# it is the last, or a GPU from before the finer ones.
+# nvmlClocksEventReason*. Hardware slowdown covers heat, the power brake and power that rises too fast. Without a finer
+# reason it means the last of these, or an older GPU that has no finer reasons.
 _SW_POWER, _HW_SLOWDOWN, _SW_THERMAL, _HW_THERMAL, _POWER_BRAKE, _BOARD_LIMIT = 0x4, 0x8, 0x20, 0x40, 0x80, 0x200
 _COUNTER_FIELDS = ("energy_j", "pcie_tx_bytes", "pcie_rx_bytes", "nvlink_tx_bytes", "nvlink_rx_bytes")
 _SLOW_FIELDS = ("memory_temperature_c", "nvlink_errors")
 _VOLATILE, _CORRECTED, _UNCORRECTED = 0, 0, 1
 _PROCESS_BYTES = 24  # nvmlProcessInfo_v2_t
-_INSUFFICIENT_SIZE = 7  # nvmlReturn_t: the list has no room for all
+_INSUFFICIENT_SIZE = 7  # nvmlReturn_t: the list is too short
 _SENSOR_GPU = 0  # NVML_TEMPERATURE_GPU
 _NAN = float("nan")
 
 
 class Query(NamedTuple):
-    """``read(handle, wanted)`` returns of each of ``fields``, in their order, the value or why there is none, or raises
-    NvmlError for all. What is not wanted need not be asked for: anything may stand in its place."""
+    """One NVML call and the fields it provides.
+
+    ``read(handle, requested)`` returns a value or an NvmlError for each of ``fields``, in their order, or raises
+    NvmlError for all of them. The result for a field that is not requested is undefined.
+    """
 
     fields: tuple[str, ...]
     read: Callable[[Any, tuple[str, ...]], Values]
 
 
 class _ScalarQuery:
-    """A figure that NVML answers with one number, times ``scale``; the memory for it is kept.
+    """NVML function that returns one number, into a reused buffer.
 
     Args:
-        args: of the function, between the handle and the answer.
-        kind: of the answer.
+        function: name of the C function.
+        args: its arguments between the handle and the result pointer.
+        scale: factor for the result.
+        ctype: type of the result.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class _ScalarQuery:
         self._args = (*args, ctypes.byref(self._value))
 
     def read(self, handle: Any, requested: tuple[str, ...] = ()) -> tuple[float]:
-        """Raises NvmlError where there is none."""
+        """Return the scaled number; raise NvmlError if NVML has none."""
         code = self._function(handle, *self._args)
         if code:
             raise self._error(code)
@@ -63,7 +68,7 @@ class _ScalarQuery:
 
 
 class GpuQueries:
-    """All calls for one device. ``unsupported`` says why a slice lacks a field, which is not asked for then."""
+    """All NVML calls for one device. ``unsupported`` holds, by field, why a MIG slice lacks it."""
 
     def __init__(self, nvml: Nvml, device: Device) -> None:
         self._nvml = nvml
@@ -93,24 +98,24 @@ class GpuQueries:
         self._counters = FieldValues(nvml)
         self.queries: dict[Pace, tuple[Query, ...]] = self._mig_queries() if device.parent else self._gpu_queries()
         supported = {name for calls in self.queries.values() for call in calls for name in call.fields}
-        reason = NvmlError("NOT_SUPPORTED", "NVML tells it of whole GPUs, and this is a MIG slice of one").reason
+        reason = NvmlError("NOT_SUPPORTED", "NVML reports it only for whole GPUs, and this is a MIG slice").reason
         self.unsupported = {f.name: reason for f in fields.GPU if f.name not in supported}
 
     def refresh(self) -> None:
-        """Look the device up anew.
+        """Look up the device again.
 
         Raises:
-            NvmlError: it cannot be reached.
+            NvmlError: the device cannot be reached.
         """
         self._counters.reset()
         self._gpm.reset()
         self._nvml.refresh_handle(self._uuid)
 
     def handle(self) -> Any:
-        """What the calls take; found anew where NVML was opened again.
+        """Return the NVML handle, looked up again if NVML was reopened.
 
         Raises:
-            NvmlError: it cannot be reached.
+            NvmlError: the device cannot be reached.
         """
         return self._nvml.handles[self._uuid]
 
@@ -164,7 +169,7 @@ class GpuQueries:
         return (float(self._nvml.read_memory(self._uuid, handle).used),)
 
     def _temperature(self, handle: Any, requested: tuple[str, ...]) -> Values:
-        # nvmlDeviceGetTemperature goes with CUDA 14, and is all that drivers before 570 have.
+        # CUDA 14 removes nvmlDeviceGetTemperature; drivers before 570 have nothing else.
         if self._temperature_v1 is not None:
             code = self._get_temperature_v(handle, self._temperature_v1)
             if not code:
@@ -177,7 +182,7 @@ class GpuQueries:
         return value
 
     def _throttling(self, handle: Any, requested: tuple[str, ...]) -> Values:
-        # The call of the second name goes with CUDA 14, and is all that drivers before 535 have.
+        # CUDA 14 removes the call by the old name (ThrottleReasons); drivers before 535 have nothing else.
         try:
             return decode_throttle_reasons(int(self._clock_event_reasons.read(handle)[0]))
         except NvmlError as e:
@@ -212,7 +217,7 @@ class GpuQueries:
     def _slow_fields(self, handle: Any, requested: tuple[str, ...]) -> Values:
         values = self._counters.read(handle, requested)
         if requested[0] == "memory_temperature_c" and values[0] == 0.0:
-            values[0] = NvmlError("NOT_SUPPORTED", "the driver says 0 °C, for want of a sensor")
+            values[0] = NvmlError("NOT_SUPPORTED", "the driver returned 0 °C because there is no sensor")
         return _align(_SLOW_FIELDS, requested, values)
 
     def _processes(self, handle: Any, requested: tuple[str, ...]) -> Values:
@@ -225,7 +230,7 @@ class GpuQueries:
         return (float(self._process_count.value),)
 
     def _list_processes(self, handle: Any) -> int:
-        """NVML's code; their number is then in ``_process_count``."""
+        """Store the number of processes in ``_process_count`` and return NVML's code."""
         count = self._process_count
         for _ in range(2):
             count.value = len(self._process_list) // _PROCESS_BYTES
@@ -247,7 +252,7 @@ class GpuQueries:
 
 
 def _align(fields: tuple[str, ...], requested: tuple[str, ...], values: list[float | NvmlError]) -> Values:
-    """The values of those wanted in the order of all fields."""
+    """Return the values of the requested fields in the order of all fields, NaN for the others."""
     if requested == fields:
         return values
     value_by_field = dict(zip(requested, values, strict=True))
@@ -255,7 +260,7 @@ def _align(fields: tuple[str, ...], requested: tuple[str, ...], values: list[flo
 
 
 def decode_throttle_reasons(reasons: int) -> tuple[float, float, float]:
-    """nvmlClocksEventReasons, decoded: by power, by heat, by the hardware, each 0 or 1."""
+    """Decode nvmlClocksEventReasons into throttling by power, by heat and by hardware, each 0 or 1."""
     hardware = reasons & (_POWER_BRAKE | _BOARD_LIMIT) or (reasons & _HW_SLOWDOWN and not reasons & _HW_THERMAL)
     return (
         float(bool(reasons & _SW_POWER)),

@@ -1,6 +1,6 @@
-"""The processes of the job on this node: all below the agent, and those of each rank.
+"""Usage of the job's processes on this node: all descendants of the agent, and those of each rank.
 
-Read from ``/proc`` itself: psutil takes some ten times as long, and a node has a thousand processes that are not ours.
+Reads ``/proc`` directly: psutil takes about ten times as long, and a node has a thousand unrelated processes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import msgspec
 
 from clustertrain import clock
 
-_RESCAN_S = 60.0  # a number may come to stand for another process
+_RESCAN_S = 60.0  # the kernel reuses process ids
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class _Process(msgspec.Struct, frozen=True):
-    """``cpu_s`` counts the children that it has waited for, which hold no time of their own any more."""
+    """One process; ``cpu_s`` includes the children that it has waited for."""
 
     parent: int
     cpu_s: float
@@ -28,41 +28,46 @@ class _Process(msgspec.Struct, frozen=True):
 
 
 class ProcessUsage(msgspec.Struct, frozen=True):
-    """Of some processes. Pages that several of them share count once in each: the sum is never too low.
-
-    ``cpu_s`` never falls: it counts the processes that have ended. Only differences mean something.
-    """
+    """Usage of a group of processes."""
 
     processes: int
     memory_bytes: int
+    """Resident memory; pages shared by several processes count once for each, so the sum is never too low."""
     cpu_s: float
+    """Processor time, including ended processes, so it never falls. Only differences are meaningful."""
 
 
 class JobUsage(msgspec.Struct, frozen=True):
-    """``ranks``: of each rank whose process is there, its own and what it started: data workers, compilers."""
+    """Usage of the job on this node."""
 
     job: ProcessUsage
     ranks: dict[int, ProcessUsage]
+    """By rank, its process and its descendants (data workers, compilers); only ranks whose process exists."""
 
 
 class JobProcessReader:
-    """Reads all descendants of a process. Looks at every process of the node: once in ten seconds is enough.
+    """Reader of the usage of all descendants of a process. A reading scans every process of the node.
 
     Args:
-        root: the agent. It counts as none of them.
-        proc: the kernel's folder.
+        root: process id of the agent, which itself does not count.
+        proc: mount point of procfs.
+        now: monotonic clock.
     """
 
     def __init__(self, root: int, proc: Path = Path("/proc"), now: Callable[[], float] = clock.monotonic) -> None:
         self._root = root
         self._proc = proc
         self._now = now
-        self._unrelated_pids: set[int] = set()  # known not to be ours
+        self._unrelated_pids: set[int] = set()  # not descendants of the root
         self._rescan_at = now() + _RESCAN_S
         self._cpu_totals: dict[int | None, _MonotonicTotal] = {}
 
     def read(self, ranks: Mapping[int, int] | None = None) -> JobUsage | None:
-        """``ranks``: the process of each rank, as its beat tells it. None when the root is gone."""
+        """Return the current usage; None if the root process is gone.
+
+        Args:
+            ranks: process id of each rank, from its heartbeat.
+        """
         if self._now() >= self._rescan_at:
             self._unrelated_pids.clear()
             self._rescan_at = self._now() + _RESCAN_S
@@ -82,7 +87,7 @@ class JobProcessReader:
             children.setdefault(process.parent, []).append(pid)
         descendants = _find_descendants(self._root, children)
         self._unrelated_pids |= processes.keys() - descendants
-        # The root's own time is not the job's, but that of its children that have ended is.
+        # The root's time does not count for the job, but the time of its ended children does.
         job = self._sum_usage(None, (processes[p] for p in descendants), self._ended_children_s())
         rank_usage = {}
         for rank, pid in (ranks or {}).items():
@@ -111,8 +116,8 @@ class JobProcessReader:
         stat = self._read_stat(pid)
         if stat is None:
             return None
-        # The fields of proc_pid_stat(5), without the first two: 1 ppid, 11 to 14 user and system time of the process
-        # and of its children that were waited for, 21 resident pages.
+        # Fields of proc_pid_stat(5) without the first two: 1 ppid, 11 to 14 user and system time of the process and of
+        # its waited-for children, 21 resident pages.
         ticks = int(stat[11]) + int(stat[12]) + int(stat[13]) + int(stat[14])
         return _Process(int(stat[1]), ticks / _TICKS_PER_S, int(stat[21]) * _PAGE_BYTES, stat[0] == b"Z")
 
@@ -131,15 +136,15 @@ class JobProcessReader:
             return None
         finally:
             os.close(fd)
-        # The name, in brackets, may hold anything.
+        # The name, in parentheses, may contain any character.
         fields = text[text.rfind(b")") + 2 :].split()
         return fields if len(fields) > 21 else None
 
 
 class _MonotonicTotal:
-    """A sum that must not fall when a process ends whose time nobody inherits (one that was left behind).
+    """Total that does not fall when a process ends without a parent that waits for it.
 
-    One that falls once may only have been caught between a child's end and its parent's taking note of it.
+    A single fall is ignored: the reading may lie between a child's end and its parent's wait.
     """
 
     def __init__(self) -> None:
@@ -148,6 +153,7 @@ class _MonotonicTotal:
         self._fell = False
 
     def update(self, value: float) -> float:
+        """Return the total after a new sum over the existing processes."""
         value += self._left_behind
         if value < self._highest and self._fell:
             self._left_behind += self._highest - value

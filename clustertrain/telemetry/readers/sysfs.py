@@ -1,8 +1,8 @@
 """Counters of this node's network interfaces, RDMA ports and disks, from the kernel's files under ``/sys``.
 
-What is stacked on something else is left out, so that no byte counts twice: bonds, bridges, VLANs, tunnels, software
-RAID, LVM, partitions. Files and their meaning: the kernel's Documentation/ABI (sysfs-class-net-statistics,
-sysfs-class-infiniband) and Documentation/block/stat.rst.
+Stacked devices (bonds, bridges, VLANs, tunnels, software RAID, LVM, partitions) are left out so that no byte counts
+twice. The kernel documents the files in Documentation/ABI (sysfs-class-net-statistics, sysfs-class-infiniband) and
+Documentation/block/stat.rst.
 """
 
 from __future__ import annotations
@@ -17,31 +17,34 @@ from typing import NamedTuple
 from clustertrain import clock
 
 _RESCAN_S = 60.0
-_SECTOR_BYTES = 512  # in block/*/stat, whatever the disk's own is
-_WORD_BYTES = 4  # port_rcv_data and port_xmit_data count words of 32 bits
-_SATURATED_U32 = 0xFFFFFFFF  # where a counter of old hardware stays once it is there
-# The host's end of a virtual function or subfunction: its traffic passes the physical port too.
+_SECTOR_BYTES = 512  # unit of block/*/stat, whatever the disk's sector size
+_WORD_BYTES = 4  # port_rcv_data and port_xmit_data count 32-bit words
+_SATURATED_U32 = 0xFFFFFFFF  # counters of old hardware stop at this value
+# The host's end of a virtual function or subfunction; the physical port counts its traffic too.
 _REPRESENTOR = re.compile(r"(c\d+)?pf\d+(vf|sf)\d+")
 
 
 class NotAvailable(Exception):
-    """There is nothing to read; the message says why."""
+    """A counter does not exist on this node; the message gives the reason."""
 
 
 class DeviceClass(NamedTuple):
-    """A kind of devices: ``list_devices(root)`` lists the folders of those that count, ``read_counters(folder)`` gives
-    two counters of one, None where it has none that can be used."""
+    """One class of devices and how to read it."""
 
     list_devices: Callable[[Path], list[str]]
+    """Lists the folders of the devices to count, below a root."""
     read_counters: Callable[[str], tuple[int, int] | None]
-    none_reason: str  # why there is no figure where none is chosen
-    unusable_reason: str = ""  # and where none of the chosen can be used
+    """Reads the two counters of a device folder; None if they are unusable."""
+    none_reason: str
+    """Reason given if there is no device."""
+    unusable_reason: str = ""
+    """Reason given if no device has usable counters."""
 
 
 class DeviceCounters:
-    """The sums over all devices of a kind.
+    """Sums of the counters over all devices of a class.
 
-    Which devices count is looked up once a minute, and when one is gone: that takes ten times as long as to read them.
+    Devices are listed once per minute and when one disappears: listing takes ten times as long as reading.
     """
 
     def __init__(self, device_class: DeviceClass, root: Path, now: Callable[[], float] = clock.monotonic) -> None:
@@ -50,17 +53,17 @@ class DeviceCounters:
         self._rescan_at = -math.inf
 
     def read(self) -> tuple[float, float]:
-        """Bytes received and sent, or read and written.
+        """Return bytes received and sent, or read and written.
 
         Raises:
-            Missing: there is nothing to read.
-            OSError, ValueError, IndexError: what there is cannot be read.
+            NotAvailable: there are no usable devices.
+            OSError, ValueError, IndexError: a device cannot be read.
         """
         if self._now() < self._rescan_at:
             try:
                 return self._read_sums()
             except (OSError, ValueError, IndexError):
-                pass  # one of them may be gone
+                pass  # a device may have disappeared
         self._devices = self._device_class.list_devices(self._root)
         self._rescan_at = self._now() + _RESCAN_S
         return self._read_sums()
@@ -75,7 +78,7 @@ class DeviceCounters:
 
 
 def _list_interfaces(root: Path) -> list[str]:
-    """Those that belong to hardware; where there is none (a container with a virtual one), those at the bottom."""
+    """List the interfaces of hardware; if there are none (in a container), the ones not stacked on others."""
     folder = root / "sys/class/net"
     names = [n for n in _list_dir(folder) if (folder / n / "statistics").is_dir() and n != "lo"]
     chosen = [n for n in names if _is_port(folder / n)] or [n for n in names if _is_unstacked(folder / n)]
@@ -89,7 +92,7 @@ def _read_interface(folder: str) -> tuple[int, int]:
 def _is_port(interface: Path) -> bool:
     if not (interface / "device").exists():
         return False
-    if (interface / "master/device").exists():  # a cloud's fast path below an interface that counts it already
+    if (interface / "master/device").exists():  # a cloud's fast path, already counted by the interface above it
         return False
     return not _REPRESENTOR.fullmatch(_read_text(interface / "phys_port_name"))
 
@@ -113,7 +116,7 @@ def _read_port(port: str) -> tuple[int, int] | None:
     ):
         try:
             values = int(_read_bytes(f"{port}/{folder}/{received}")), int(_read_bytes(f"{port}/{folder}/{sent}"))
-        except (OSError, ValueError):  # "N/A (no PMA)" is one of the answers
+        except (OSError, ValueError):  # the kernel may write "N/A (no PMA)"
             continue
         if _SATURATED_U32 not in values:
             return values[0] * scale, values[1] * scale
@@ -134,16 +137,16 @@ def _read_disk(folder: str) -> tuple[int, int]:
     return _SECTOR_BYTES * int(stat[2]), _SECTOR_BYTES * int(stat[6])
 
 
-NETWORK = DeviceClass(_list_interfaces, _read_interface, "this node has no network interface but the loopback")
+NETWORK = DeviceClass(_list_interfaces, _read_interface, "this node has no network interface except the loopback")
 # InfiniBand, RoCE, EFA.
 INFINIBAND = DeviceClass(
-    _list_ports, _read_port, "this node has no RDMA device", "no RDMA port of this node has counters of 64 bits"
+    _list_ports, _read_port, "this node has no RDMA device", "no RDMA port of this node has 64-bit counters"
 )
-DISKS = DeviceClass(_list_disks, _read_disk, "this node has no disk of its own")
+DISKS = DeviceClass(_list_disks, _read_disk, "this node has no local disk")
 
 
 def _read_bytes(path: str) -> bytes:
-    """Of a file of the kernel's, which are short. Without a Path and without buffers, which take ten times as long."""
+    """Read a short kernel file. Path and buffered files would take ten times as long."""
     fd = os.open(path, os.O_RDONLY)
     try:
         return os.read(fd, 4096)

@@ -1,4 +1,4 @@
-"""How the GPUs of a job are attached to their node: PCI, NVLink, NVSwitch."""
+"""Topology of the job's GPUs on this node: PCI, NVLink, NVSwitch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
 
 
 def read_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """The allocated GPUs in the order of the local ranks; outside of a job all of them. A slice of a GPU in MIG mode
-    is listed with the place of its GPU.
+    """Return the allocated GPUs in the order of the local ranks; outside a job, all GPUs.
+
+    A MIG slice has the PCI address and the links of its GPU.
 
     Raises:
-        NvmlError: there is no driver, or it does not start.
+        NvmlError: there is no driver, or NVML does not start.
     """
     nvml = Nvml()
     nvml.open()
@@ -34,7 +35,7 @@ def _read_gpu(nvml: Nvml, position: int, device: Device, board: Device | None) -
     gpu = Gpu(index=position if device.index is None else device.index, name=device.name or "")
     if board is None or not nvml.has_handle(board.uuid):
         return gpu
-    # Each on its own: what one driver does not tell must not hide the rest.
+    # Separate blocks: one missing fact must not hide the others.
     with contextlib.suppress(NvmlError):
         gpu = msgspec.structs.replace(gpu, pci_address=nvml.pci_address(board.uuid))
     with contextlib.suppress(NvmlError):

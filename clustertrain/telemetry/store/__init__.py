@@ -1,1 +1,1 @@
-"""The files of a node's samples: written by the sampler, read by reports."""
+"""Files of a node's samples, written by the sampler and read by reports."""

@@ -1,10 +1,10 @@
-"""After an attempt: Parquet in the place of a segment's samples.
+"""Compaction of a segment after its attempt: Parquet replaces the samples.
 
 ``python -m clustertrain.telemetry.store.compact FOLDER…``
 
-A process of its own, at the lowest priority, which may be killed at any moment: the samples are removed last, after
-what replaces them was read back and is durable, and readers prefer them as long as they are there. A second run
-completes what the first began. Never within a grace time: whoever starts it sees to that.
+Runs as a separate process at the lowest priority and may be killed at any time: the samples are removed last, after
+their replacement was verified and is durable, and readers prefer the samples while they exist. A second run completes
+an interrupted one. The caller must not start it within a grace period.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from clustertrain.telemetry.fields import FAST, SLOW, Pace
 from clustertrain.telemetry.store import jsonl_blocks, parquet, rollup, totals
 from clustertrain.telemetry.store import writer as store
 from clustertrain.telemetry.store.histogram import Column
-from clustertrain.telemetry.store.reader import Segment
+from clustertrain.telemetry.store.reader import RecordedSegment
 from clustertrain.telemetry.store.rollup import LEVELS, Table
 
 Outcome = Literal["compacted", "nothing to do", "still written"]
-_ROWS = 16_384  # a row group; of 8 GPUs 330 MB of memory in all. Twice as many save 0.2 % of the bytes and take 485 MB
-_QUIET_S = 1200.0  # twice the longest time between two flushes
+_ROWS = 16_384  # per row group: 330 MB of memory for 8 GPUs. Twice as many save 0.2 % of the bytes but need 485 MB
+_QUIET_S = 1200.0  # twice the longest flush interval
 
 
 def compact(folder: Path, *, ended: bool = False) -> Outcome:
     """Compact a segment (``attempts/<n>/telemetry/<node>/<k>``).
 
     Args:
-        ended: its sampler is gone, also where it did not say so. Else such a segment is left alone until nothing was
-            written for 20 minutes, for what a sampler appends to a file that was removed is lost.
+        ended: the sampler is known to be gone. Otherwise a segment without an end record is skipped until 20 minutes
+            after its last write, because samples appended to a removed file would be lost.
 
     Raises:
-        OSError: it cannot be read or written; it is as it was.
-        ValueError: it is damaged, or what was read back is not what was written; it is as it was.
+        OSError: the segment cannot be read or written; it is unchanged.
+        ValueError: the segment is damaged, or verification failed; it is unchanged.
     """
     samples = folder / jsonl_blocks.NAME
     header = store.read_header(folder)
-    segment = Segment(folder, header)
+    segment = RecordedSegment(folder, header)
     try:
         quiet_s = clock.now() - samples.stat().st_mtime
     except FileNotFoundError:
@@ -59,15 +59,15 @@ def compact(folder: Path, *, ended: bool = False) -> Outcome:
     except FileNotFoundError:
         if samples.exists():
             raise
-        return "nothing to do"  # another process was quicker
+        return "nothing to do"  # another process was faster
     fsio.fsync_folder(folder)
-    samples.unlink(missing_ok=True)  # last: as long as it is there, a second run begins at the beginning
+    samples.unlink(missing_ok=True)  # last: while it exists, a second run starts over
     _remove_leftovers(folder)
     return "compacted"
 
 
-def _write_rollups_and_totals(segment: Segment) -> None:
-    """Write the roll-ups as they are packed, and first what a killed sampler did not add up any more."""
+def _write_rollups_and_totals(segment: RecordedSegment) -> None:
+    """Write the packed roll-ups and the totals, including samples that a killed sampler had not aggregated."""
     folder, header = segment.folder, segment.header
     for step in LEVELS:
         segment_rollup = segment.rollup(step)
@@ -91,7 +91,7 @@ def _write_rollups_and_totals(segment: Segment) -> None:
     fsio.write_bytes(folder / totals.NAME, totals.dump(sums))
 
 
-def _to_parquet(segment: Segment) -> None:
+def _to_parquet(segment: RecordedSegment) -> None:
     folder, header = segment.folder, segment.header
     records = jsonl_blocks.read(folder, notes_only=True)
     reasons = [(r.d, r.column, r.reason) for r in records if isinstance(r, jsonl_blocks.MissingReason)]
@@ -109,7 +109,7 @@ def _to_parquet(segment: Segment) -> None:
 def _row_groups(
     records: Iterable[jsonl_blocks.Record], widths: dict[Pace, int]
 ) -> Iterator[tuple[Pace, Column, Table]]:
-    """The samples in pieces of ``_ROWS`` or a little more, so that a week does not have to fit into memory."""
+    """Yield the samples in groups of at least ``_ROWS`` rows, so that a week need not fit into memory."""
     pending: dict[Pace, list[tuple[Column, Table]]] = {pace: [] for pace in widths}
     newest = dict.fromkeys(widths, -np.inf)
     for record in records:
@@ -135,23 +135,23 @@ def _concatenate(chunks: list[tuple[Column, Table]]) -> tuple[Column, Table]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what a run that was killed left half written."""
-    for leftover in folder.glob(".[frst]*"):  # and not .nfs…, which is a file that somebody reads
+    """Remove partial files of a killed run."""
+    for leftover in folder.glob(".[frst]*"):  # not .nfs…, a removed file that is still open
         leftover.unlink(missing_ok=True)
 
 
 def list_segments(folder: Path) -> list[Path]:
-    """The folders of segments at ``folder`` or below it: a segment, a node's folder, or an attempt's telemetry."""
+    """List the segments at or below ``folder``: a segment, a node's folder, or an attempt's telemetry."""
     return sorted(header.parent for header in folder.rglob(store.HEADER))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 where a segment could not be compacted."""
+    """Compact the segments in the given folders; return exit status 1 if a segment failed, else 0."""
     parser = argparse.ArgumentParser(prog="python -m clustertrain.telemetry.store.compact", description=__doc__)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a segment's, node's or attempt's")
-    parser.add_argument("--ended", action="store_true", help="the samplers are gone, also those that did not say so")
-    parser.add_argument("--at-least", type=int, default=0, metavar="BYTES", help="leave fewer samples as they are")
-    parser.add_argument("--quiet", action="store_true", help="tell of failures alone")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of a segment, a node or an attempt")
+    parser.add_argument("--ended", action="store_true", help="all samplers have ended, including killed ones")
+    parser.add_argument("--at-least", type=int, default=0, metavar="BYTES", help="skip segments with fewer bytes")
+    parser.add_argument("--quiet", action="store_true", help="report only failures")
     options = parser.parse_args(argv)
     os.nice(19)
     failed = 0
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sample_bytes(folder: Path) -> int:
-    """Of the samples; what of a compaction is to be completed counts as well."""
+    """Return the size of the samples, including the output of an interrupted compaction."""
     files = [folder / jsonl_blocks.NAME, *folder.glob("*.parquet")]
     return sum(f.stat().st_size for f in files if f.exists())
 

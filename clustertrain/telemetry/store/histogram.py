@@ -1,4 +1,4 @@
-"""Histograms with logarithmic bins that differ by 2 %, so that any two can be merged and a quantile is within 1 %."""
+"""Histograms with fixed logarithmic bins, 2 % apart: any two can be merged, and quantiles are exact to 1 %."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ Column = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 GROWTH = 1.02
-MIN_VALUE = 1e-6  # below it a value counts as 0; the registered fields have none that is negative
+MIN_VALUE = 1e-6  # lower values count as 0; no registered field is negative
 _LOG_GROWTH = math.log(GROWTH)
-# Bin 0 holds zeros; bin i > 0 holds SMALLEST * GROWTH**(i - 1) up to the next; the last all from about 1e19 on.
+# Bin 0 holds zeros; bin i > 0 starts at MIN_VALUE * GROWTH**(i - 1); the last holds all values from about 1e19.
 BINS = 2 + math.ceil(math.log(1e19 / MIN_VALUE) / _LOG_GROWTH)
 
 
 def bin_indices(values: npt.NDArray[np.floating]) -> npt.NDArray[np.intp]:
-    """The bin of each value; none may be NaN."""
+    """Return the bin of each value; no value may be NaN."""
     clamped = np.maximum(values, MIN_VALUE * (1 - 1e-12))
     indices: npt.NDArray[np.intp] = np.floor(np.log(clamped / MIN_VALUE) / _LOG_GROWTH).astype(np.intp) + 1
     return np.clip(indices, 0, BINS - 1)
 
 
 class Histogram:
-    """How often values fell into each bin."""
+    """Counts of values per bin."""
 
     __slots__ = ("bins", "counts")
 
     def __init__(self, bins: Counts | None = None, counts: Counts | None = None) -> None:
-        """``bins`` ascending, without repeats; ``counts`` beside them."""
+        """Create a histogram from unique ascending ``bins`` and their ``counts``; empty by default."""
         self.bins = np.empty(0, dtype=np.int64) if bins is None else bins
         self.counts = np.empty(0, dtype=np.int64) if counts is None else counts
 
@@ -39,13 +39,13 @@ class Histogram:
         return int(self.counts.sum())
 
     def add(self, values: Column) -> None:
-        """Count ``values``, without those that are NaN."""
+        """Count ``values``, ignoring NaN."""
         finite = values[np.isfinite(values)]
         bins, counts = np.unique(bin_indices(finite), return_counts=True)
         self.merge(Histogram(bins.astype(np.int64), counts.astype(np.int64)))
 
     def merge(self, other: Histogram) -> None:
-        """Count all that ``other`` counted."""
+        """Add the counts of ``other``."""
         if not len(other.bins):
             return
         if not len(self.bins):
@@ -58,11 +58,11 @@ class Histogram:
         self.bins, self.counts = bins, counts
 
     def quantile(self, q: float, low: float = 0.0, high: float = math.inf) -> float:
-        """The value below which the share ``q`` lies, within 1 %; NaN of nothing.
+        """Return the quantile ``q`` within 1 %; NaN for an empty histogram.
 
         Args:
-            low: the least and ``high`` the greatest value that was counted, where they are known: the answer is
-                between them, and exact where they are the same.
+            low: the smallest value counted, if known.
+            high: the largest value counted, if known; the result is clamped to both.
         """
         if not len(self.counts):
             return math.nan

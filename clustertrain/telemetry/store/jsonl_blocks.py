@@ -1,7 +1,7 @@
-"""The form of ``samples.jsonl.gz``: whole gzip members, one a flush, each with lines of JSON.
+"""Format of ``samples.jsonl.gz``: one gzip member per flush, each with lines of JSON.
 
-``zcat`` reads it. A member that was cut off, by a kill or a full disk, is skipped, because its checksum is wrong; the
-next is found by its first ten bytes, which are always the same.
+``zcat`` reads it. A member truncated by a kill or a full disk fails its checksum and is skipped; the next one is found
+by its first ten bytes, which are constant.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from clustertrain.telemetry.store.limits import MAX_BYTES, MAX_MAGNITUDE, MAX_SE
 from clustertrain.telemetry.store.rollup import Table
 
 NAME = "samples.jsonl.gz"
-_MAGIC = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"  # no name, no time
+_MAGIC = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"  # gzip header without name and time
 _TRAILER = struct.Struct("<II")  # CRC-32 and size
 _MAX_MEMBER_BYTES = 1 << 24
 _CHUNK_BYTES = 1 << 18
 _SAMPLES_PREFIX = b'{"kind":"samples"'
-_MAX_EXACT_INT = 2.0**53  # whole numbers of double precision
+_MAX_EXACT_INT = 2.0**53  # up to here a double represents every integer
 
 
 class SampleBlock(msgspec.Struct, frozen=True, tag="samples", tag_field="kind"):
-    """Rows of one pace: ``d`` [n] s, and by column, in the header's order, n values, or one that they all have. Null
-    where missing."""
+    """Rows of one pace."""
 
     pace: Pace
-    d: list[float]
+    d: list[float]  # [n], s
     v: list[float | list[float | None] | None]
+    """For each column of the header, n values, or one value common to all rows; null if missing."""
 
 
 class MissingReason(msgspec.Struct, frozen=True, tag="null", tag_field="kind"):
-    """From ``d`` on the column is missing for ``reason``; None: it is back."""
+    """Note that a column is missing from ``d`` on for ``reason``; None if it is back."""
 
     d: float
     column: str
@@ -48,7 +48,7 @@ class MissingReason(msgspec.Struct, frozen=True, tag="null", tag_field="kind"):
 
 
 class SegmentEnd(msgspec.Struct, frozen=True, tag="end", tag_field="kind"):
-    """The sampler stopped; ``reason`` is None when it was told to."""
+    """Note that the sampler stopped; ``reason`` is None if it was asked to."""
 
     d: float
     reason: str | None = None
@@ -60,20 +60,19 @@ _encode = msgspec.json.Encoder().encode
 
 
 def build_block(pace: Pace, d: list[float], rows: Table) -> SampleBlock:
-    """``rows`` [n, columns], NaN where missing, as a block."""
+    """Build a block from ``rows`` [n, columns], NaN if missing."""
     is_constant = np.all((rows == rows[0]) | (np.isnan(rows) & np.isnan(rows[0])), axis=0)
     with np.errstate(invalid="ignore"):
         as_integers = rows.astype(np.int64)
         is_whole = np.all((rows == as_integers) & (np.abs(rows) < _MAX_EXACT_INT), axis=0)
-    # 65 and not 65.0. All columns at once, as to turn them into lists one by one takes longer than all the rest.
+    # Integers are shorter (65, not 65.0). All columns are converted at once: one by one would dominate the time.
     columns = zip(rows.T.tolist(), as_integers.T.tolist(), is_whole.tolist(), is_constant.tolist(), strict=True)
     column_values = [(integers if exact else floats, one) for floats, integers, exact, one in columns]
     return SampleBlock(pace, d, [values[0] if one else values for values, one in column_values])
 
 
 def decode_block(block: SampleBlock, columns: list[int]) -> Table:
-    """The block's values [n, chosen columns]; a column that it lacks, or has not a value a row of, is
-    NaN."""
+    """Return the block's values [n, selected columns]; NaN for a column that is absent or has the wrong length."""
     out = np.full((len(block.d), len(columns)), np.nan)
     for i, index in enumerate(columns):
         values = block.v[index] if index < len(block.v) else None
@@ -84,14 +83,14 @@ def decode_block(block: SampleBlock, columns: list[int]) -> Table:
 
 
 def encode_member(records: list[Record]) -> bytes:
-    """A gzip member with a line a record."""
+    """Encode records as a gzip member with one line per record."""
     return compress_member(b"".join(_encode(r) + b"\n" for r in records))  # NaN is encoded as null
 
 
 def compress_member(text: bytes) -> bytes:
-    """``text`` as a gzip member."""
-    # A window no wider than the text: zlib's full tables are four times as large as what a flush of a node writes, and
-    # to clear them took longer than to compress it.
+    """Compress ``text`` as a gzip member."""
+    # The window is no wider than the text: zlib's full tables are four times as large as a typical flush, and clearing
+    # them took longer than compressing it.
     bits = min(max(len(text).bit_length(), 9), zlib.MAX_WBITS)
     compressor = zlib.compressobj(6, zlib.DEFLATED, -bits, min(bits - 6, zlib.DEF_MEM_LEVEL))
     return (
@@ -103,7 +102,7 @@ def compress_member(text: bytes) -> bytes:
 
 
 def _decompress_member(data: memoryview) -> bytes | None:
-    """What a member holds; None where it is not whole. What follows it is not looked at."""
+    """Return the contents of a member, ignoring data after it; None if it is incomplete."""
     decompressor = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
         text = decompressor.decompress(data[len(_MAGIC) :], MAX_BYTES)
@@ -122,13 +121,13 @@ def _decode_records(text: bytes, *, notes_only: bool = False) -> Iterator[Record
         try:
             record = _decode(line)
         except (msgspec.DecodeError, RecursionError):
-            continue  # of a kind that a later version knows
+            continue  # a record type of a later version
         if _is_valid(record):
             yield record
 
 
 def _is_valid(record: Record) -> bool:
-    """Its seconds are of a segment, and of a block in order."""
+    """Return whether all times are within a segment and, in a block, ascending."""
     d = record.d
     if not isinstance(d, list):
         return is_within(d, 0.0, MAX_SECONDS)
@@ -138,16 +137,16 @@ def _is_valid(record: Record) -> bool:
 
 
 def is_empty_or_gzip(folder: Path) -> bool:
-    """Whether the file is empty or begins as one does, if only with the first bytes."""
+    """Return whether the file is empty or starts like a gzip file, possibly truncated."""
     with reading.open_regular(folder / NAME) as f:
         return b"\x1f\x8b".startswith(f.read(2))
 
 
 def read(folder: Path, *, notes_only: bool = False) -> Iterator[Record]:
-    """All records, oldest first; ``notes_only``: without the samples, which is far quicker.
+    """Yield all records, oldest first; ``notes_only`` skips samples, which is much faster.
 
     Raises:
-        OSError: the file cannot be read; FileNotFoundError where there is none.
+        OSError: the file cannot be read; FileNotFoundError if it does not exist.
     """
     with reading.open_regular(folder / NAME) as f:
         for data in _iter_members(f):
@@ -157,8 +156,7 @@ def read(folder: Path, *, notes_only: bool = False) -> Iterator[Record]:
 
 
 def _iter_members(f: BinaryIO) -> Iterator[memoryview]:
-    """From each beginning of a member up to the next, or to the end of the file; of a file that no sampler writes,
-    in its first bytes."""
+    """Yield the data from each member's start to the next member or the end; read at most ``MAX_BYTES``."""
     data, remaining = b"", MAX_BYTES
     while True:
         chunk = f.read(min(_CHUNK_BYTES, remaining))
@@ -168,21 +166,21 @@ def _iter_members(f: BinaryIO) -> Iterator[memoryview]:
         while start >= 0:
             next_start = data.find(_MAGIC, start + len(_MAGIC))
             if next_start < 0 and chunk:
-                break  # it may go on
+                break  # the member may continue in the next chunk
             yield memoryview(data)[start : next_start if next_start >= 0 else len(data)]
             start = next_start
         if not chunk:
             return
-        # A flush is much smaller: what goes on longer is damaged.
+        # A flush is much smaller: a longer member is damaged.
         is_incomplete = start >= 0 and len(data) - start <= _MAX_MEMBER_BYTES
         data = data[start:] if is_incomplete else data[1 - len(_MAGIC) :]
 
 
 def read_backwards(folder: Path) -> Iterator[list[Record]]:
-    """The records of each member, newest member first; reads no more of the file than is asked for.
+    """Yield the records of each member, newest member first; reads the file only as far as needed.
 
     Raises:
-        OSError: the file cannot be read; FileNotFoundError where there is none.
+        OSError: the file cannot be read; FileNotFoundError if it does not exist.
     """
     with reading.open_regular(folder / NAME) as f:
         start = end = f.seek(0, 2)
@@ -197,7 +195,7 @@ def read_backwards(folder: Path) -> Iterator[list[Record]]:
             elif start == 0:
                 return
             else:
-                # A member that reaches over the border keeps its end.
+                # Keep the end of a member that crosses the chunk boundary.
                 chunk_start = max(0, start - chunk)
                 f.seek(chunk_start)
                 data = f.read(start - chunk_start) + data[: end - start]

@@ -1,4 +1,4 @@
-"""The newest figures of all nodes of an attempt, read from the run directory: for who looks at a running job."""
+"""Newest samples of all nodes of an attempt, read from the run directory, to monitor a running job."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ FileSignature = tuple[tuple[str, int, int], ...]
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """A node's newest sample, None where there is none. ``end``: when its sampler stopped, UTC s; None where it did
-    not say so. ``failure``: why, where nobody told it to. ``read_error``: what could not be read of it, and why."""
+    """Newest state of a node's sampler."""
 
     node: str
-    snapshot: Snapshot | None
+    snapshot: Snapshot | None  # the newest sample
     header: Header
     end: float | None
+    """When the sampler stopped, UTC s; None if it runs or was killed."""
     failure: str | None
+    """Why the sampler stopped, unless it was asked to."""
     read_error: str | None
+    """Which part could not be read, and why."""
     reasons: dict[str, str]
+    """Last reason for a missing value, by column."""
 
 
 class LatestReader:
-    """Reads again and again, and of each node only when its files have changed."""
+    """Repeated reader that rereads a node only if its files changed."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder``: ``attempt.telemetry``."""
+        """Create a reader of ``folder``, which is ``attempt.telemetry``."""
         self._folder = folder
         self._cache: dict[str, tuple[FileSignature, NodeStatus | None]] = {}
 
     def read(self) -> list[NodeStatus]:
-        """By name; without nodes that have recorded nothing yet. Never raises for what another process does."""
+        """Return the nodes with samples, by name. Never raises because of another process's changes."""
         try:
             nodes = sorted(p for p in self._folder.iterdir() if p.is_dir())
         except OSError:
@@ -54,7 +57,7 @@ class LatestReader:
 
 
 def _file_signature(folder: Path) -> FileSignature:
-    """Names, sizes and times of what is in the newest segment's folder."""
+    """Return names, sizes and times of the files in the newest segment's folder."""
     try:
         segment = max((p for p in folder.iterdir() if reading.is_unsigned_int(p.name)), key=lambda p: int(p.name))
         files = [(p.name, p.stat()) for p in sorted(segment.iterdir())]
@@ -83,6 +86,6 @@ def _read_node(folder: Path) -> NodeStatus | None:
             values=values,
             cpu_allocated=header.cpu_allocated,
         )
-    # "trouble" comes last: it is known when all has been read.
+    # read_error is read last: it is complete only after everything else was read.
     reasons, end, failure = segment.reasons(), segment.end, segment.failure
     return NodeStatus(folder.name, snapshot, header, end, failure, segment.read_error, reasons)

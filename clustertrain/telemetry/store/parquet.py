@@ -1,11 +1,12 @@
-"""The form of a segment for the time after the attempt: its samples in Parquet, which other tools read too.
+"""Parquet files with the samples of a compacted segment, readable by other tools.
 
-``fast.parquet`` and ``slow.parquet`` have ``d`` in ms and the columns of the header as whole numbers: the value is the
-number divided by the field's ``scale`` in its metadata, beside ``unit`` and ``kind``; null where it is missing. The
-header and the reasons are in the schema's metadata, so that a file that was copied away explains itself.
+``fast.parquet`` and ``slow.parquet`` contain ``d`` in ms and the header's columns as integers. A value is the integer
+divided by ``scale`` in the field's metadata, which also has ``unit`` and ``kind``; null if missing. The schema's
+metadata contains the header and the reasons for missing values, so a copied file is self-describing.
 
-Measured on a day of 8 GPUs, in bytes a value after zstd: byte-stream-split of whole numbers is within 5 % of the best
-for gauges (a dictionary is better for few values and worse for many), delta for counters; doubles take twice as much.
+Measured in bytes per value after zstd on a day of 8 GPUs: byte-stream-split of integers is within 5 % of the best
+encoding for gauges (dictionaries are better for few distinct values and worse for many), delta for counters; doubles
+take twice as much.
 """
 
 from __future__ import annotations
@@ -41,11 +42,10 @@ def parquet_path(folder: Path, pace: Pace) -> Path:
 
 
 class ParquetWriter:
-    """Writes the rows of one pace, piece by piece, into a file that is not there under its name before it is whole and
-    was read back."""
+    """Incremental writer for the rows of one pace; the file gets its name only when it is complete and verified."""
 
     def __init__(self, folder: Path, header: Header, pace: Pace, reasons: list[tuple[float, str, str | None]]) -> None:
-        """``read_reasons``: (d, column, reason) for ``header.json``'s columns of any pace."""
+        """Create the temporary file; ``reasons`` has (d, column, reason) for the header's columns of any pace."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -72,20 +72,20 @@ class ParquetWriter:
             compression_level=_COMPRESSION_LEVEL,
             use_dictionary=False,
             column_encoding={"d": _DELTA} | {c: _encoding(c) for c in self._columns},
-            write_statistics=["d"],  # by which a reader skips what lies outside of its window
+            write_statistics=["d"],  # so that readers skip row groups outside their window
         )
 
     def add(self, d: Column, rows: Table) -> None:
-        """A row group.
+        """Write a row group.
 
         Raises:
-            ValueError: a value is too great for 64 bits.
-            OSError: the disk refused it.
+            ValueError: a value does not fit into a 64-bit integer.
+            OSError: writing failed.
         """
         pa = self._pa
         integers = np.rint(rows * self._scale)
         if np.nanmax(np.abs(integers), initial=0.0) >= _MAX_INTEGER:
-            raise ValueError("a value is too great for whole numbers of 64 bits")
+            raise ValueError("a value does not fit into a 64-bit integer")
         missing = np.isnan(integers)
         numbers = np.where(missing, 0.0, integers).astype(np.int64)
         arrays = [pa.array(np.rint(d * _D_SCALE).astype(np.int64))]
@@ -94,24 +94,24 @@ class ParquetWriter:
         self._digests.append(_digest(d, rows))
 
     def finish(self) -> None:
-        """Verify the file and give it its name, durably but for the folder.
+        """Verify the file and rename it; the caller must sync the folder.
 
         Raises:
-            ValueError: what was read back is not what was written.
-            OSError: the disk refused it.
+            ValueError: the file does not contain what was written.
+            OSError: writing failed.
         """
         self._writer.close()
         with self._temp_path.open("rb") as f:
-            os.fchmod(f.fileno(), os.fstat(f.fileno()).st_mode & 0o640)  # pyarrow asks for 0666
+            os.fchmod(f.fileno(), os.fstat(f.fileno()).st_mode & 0o640)  # pyarrow creates it with mode 0666
             os.fsync(f.fileno())
             file = self._pq.ParquetFile(f)
             digests = [_digest(*_group(file, i, self._columns)) for i in range(file.num_row_groups)]
         if digests != self._digests:
-            raise ValueError(f"{self._path}: what was read back is not what was written")
+            raise ValueError(f"{self._path}: verification failed: the file does not contain what was written")
         self._temp_path.replace(self._path)
 
     def drop(self) -> None:
-        """Leave nothing behind, unless it was finished."""
+        """Close the writer and remove the temporary file."""
         self._writer.close()
         self._temp_path.unlink(missing_ok=True)
 
@@ -131,16 +131,16 @@ def _field_metadata(column: str) -> dict[str, str]:
 
 
 def _digest(d: Column, rows: Table) -> bytes:
-    normalized = np.where(np.isnan(rows), np.nan, rows + 0.0)  # one NaN, and no -0.0
+    normalized = np.where(np.isnan(rows), np.nan, rows + 0.0)  # a single NaN pattern, and no -0.0
     return hashlib.blake2b(np.ascontiguousarray(d).tobytes() + np.ascontiguousarray(normalized).tobytes()).digest()
 
 
 def read(folder: Path, pace: Pace, columns: list[str], low: float, high: float) -> tuple[Column, Table]:
-    """``d`` [n] and the values [n, columns] with ``low <= d < high``.
+    """Read ``d`` [n] and the values [n, columns] with ``low <= d < high``.
 
     Raises:
-        OSError: it cannot be read; FileNotFoundError where there is none.
-        ValueError: it is damaged.
+        OSError: the file cannot be read; FileNotFoundError if it does not exist.
+        ValueError: the file is damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -160,11 +160,11 @@ def read(folder: Path, pace: Pace, columns: list[str], low: float, high: float) 
 
 
 def read_reasons(folder: Path) -> dict[str, str]:
-    """The last reason for a missing value of each column.
+    """Read the last reason for a missing value by column.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is damaged.
+        ValueError: the file is damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

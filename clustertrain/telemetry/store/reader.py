@@ -1,7 +1,7 @@
-"""Reads what a node recorded, segment by segment, as columns: live, after a kill, or compacted.
+"""Reader of a node's segments by column: of a running, a killed or a compacted one.
 
-Missing values are NaN, times are UTC epoch s. Damage costs what is damaged: a segment that cannot be read says why in
-``trouble`` and is empty, others are not touched by it.
+Missing values are NaN, times are UTC epoch s. Damage stays local: a segment that cannot be read is empty and gives the
+reason in ``read_error``; other segments are not affected.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from clustertrain.telemetry.store.rollup import LEVELS, Buckets, Table
 from clustertrain.telemetry.store.totals import SegmentTotals, Total, TotalsAccumulator, load_totals, totals_by_column
 from clustertrain.telemetry.store.writer import Header
 
-_LEAD_INTERVALS = 5  # intervals before what is asked for, so that the first difference of a counter is known
+_LEAD_INTERVALS = 5  # intervals read before the requested time, for the first difference of a counter
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Samples of one pace: ``t`` [n] and by column n values."""
+    """Samples of one pace."""
 
-    t: Column
-    values: dict[str, Column]
+    t: Column  # [n], UTC epoch s
+    values: dict[str, Column]  # [n] by column
 
     def __len__(self) -> int:
         return len(self.t)
@@ -40,10 +40,12 @@ class Frame:
 
 @dataclass(frozen=True)
 class Rollup:
-    """Buckets of ``step_s``: ``t`` [n] where each begins; ``count``, ``mean``, ``low``, ``high`` [n, columns], NaN
-    where the count is 0. Counters are rates per second. Buckets without a sample are left out."""
+    """Buckets of ``step_s``, without empty ones. Tables are [n, columns], NaN where the count is 0.
 
-    t: Column
+    Counters are rates per second.
+    """
+
+    t: Column  # [n], start of each bucket
     step_s: float
     columns: list[str]
     count: Table
@@ -63,31 +65,31 @@ class _Rows:
 
 @dataclass
 class _Tail:
-    """What was recorded from ``d`` on: rows by pace, all columns, and the notes between them."""
+    """Records after the totals: rows of all columns, and the notes between them."""
 
     paces: dict[Pace, _Rows]
     reasons: dict[str, str] = field(default_factory=dict)
     end: jsonl_blocks.SegmentEnd | None = None
 
 
-class Segment:
-    """One segment of a node. Nothing here raises OSError: see ``trouble``."""
+class RecordedSegment:
+    """One recorded segment of a node. Read errors are not raised but stored in ``read_error``."""
 
     def __init__(self, folder: Path, header: Header, read_error: str | None = None) -> None:
-        """``read_error``: why it, or a part of it, could not be read."""
+        """Create a segment; ``read_error`` says why it, or a part of it, cannot be read."""
         self.folder, self.header, self.read_error = folder, header, read_error
-        self.unknown_columns = frozenset[str]()  # columns that reports leave out
-        self._has_no_header = math.isnan(header.t)  # no header could be read, and without it nothing means anything
+        self.unknown_columns = frozenset[str]()  # columns left out of reports
+        self._has_no_header = math.isnan(header.t)  # without a header, no file of the segment can be interpreted
 
     @property
     def sample_count(self) -> int:
-        """How many samples of the fast pace there are."""
+        """Number of samples of the fast pace."""
         before = self._sums.n if self._sums is not None else 0
         return before + len(self._tail.paces[FAST].d)
 
     @property
     def newest_d(self) -> float | None:
-        """The newest sample's seconds after the header; None where there is none."""
+        """Seconds from the header to the newest sample; None without samples."""
         newest = [float(part.d[-1]) for part in self._tail.paces.values() if len(part.d)]
         if self._sums is not None and self._sums.upto is not None:
             newest.append(self._sums.upto)
@@ -95,18 +97,18 @@ class Segment:
 
     @property
     def newest_t(self) -> float | None:
-        """When the newest sample was taken; None where there is none."""
+        """Time of the newest sample; None without samples."""
         return None if self.newest_d is None else self.header.t + self.newest_d
 
     @property
     def end(self) -> float | None:
-        """When the sampler stopped; None where it did not say so: it runs, or was killed."""
+        """Time at which the sampler stopped; None if it runs or was killed."""
         d = self._tail.end.d if self._tail.end is not None else self._sums.end if self._sums is not None else None
         return None if d is None else self.header.t + d
 
     @property
     def failure(self) -> str | None:
-        """Why it stopped, where nobody told it to."""
+        """Reason why the sampler stopped, unless it was asked to."""
         if self._tail.end is not None:
             return self._tail.end.reason
         return None if self._sums is None else self._sums.failure
@@ -118,7 +120,7 @@ class Segment:
         since: float | None = None,
         until: float | None = None,
     ) -> Frame:
-        """The samples from ``since`` until before ``until`` (UTC s). Columns that the segment lacks are left out."""
+        """Read samples with ``since <= t < until`` (UTC s); columns that the segment lacks are left out."""
         selected = self._select_columns(self.header.columns(pace), columns)
         low = -math.inf if since is None else since - self.header.t
         high = math.inf if until is None else until - self.header.t
@@ -127,12 +129,16 @@ class Segment:
             rows = self._read_rows(pace, selected, low, high)
         expected = self._sums.n if self._sums is not None else 0
         if pace == FAST and since is None and until is None and len(rows.d) < expected:
-            self.read_error = f"{self.folder}: samples: cut short or damaged, {len(rows.d):,} of {expected:,} are left"
+            self.read_error = (
+                f"{self.folder}: samples: truncated or damaged, only {len(rows.d):,} of {expected:,} readable"
+            )
         return Frame(self.header.t + rows.d, {c: rows.rows[:, i] for i, c in enumerate(selected)})
 
     def rollup(self, step_s: float, columns: Sequence[str] | None = None) -> Rollup:
-        """The segment in buckets of ``step_s``, aligned to the segment's beginning; quick for multiples of ``LEVELS``.
-        Columns that the segment lacks are left out."""
+        """Return the segment in buckets of ``step_s``, aligned to its start; fast for multiples of ``LEVELS``.
+
+        Columns that the segment lacks are left out.
+        """
         selected = self._select_columns(self.header.fast + self.header.slow, columns)
         buckets = rollup.concat_buckets([], len(selected))
         with self._recording_read_errors("roll-ups"):
@@ -142,11 +148,11 @@ class Segment:
         )
 
     def totals(self) -> dict[str, Total]:
-        """What each column adds up to."""
+        """Return the totals by column."""
         return {c: total for c, total in totals_by_column(self.sums()).items() if c not in self.unknown_columns}
 
     def sums(self) -> SegmentTotals:
-        """As :meth:`totals`, as it is in the file."""
+        """Return the totals of the whole segment in the file's format."""
         tail = self._tail.paces
         if self._sums is not None and not any(len(part.d) for part in tail.values()):
             sums = msgspec.structs.replace(self._sums)
@@ -160,7 +166,7 @@ class Segment:
         return sums
 
     def newest(self) -> dict[str, float]:
-        """The last sample of each pace by column, NaN where missing; empty where there is none."""
+        """Return the last sample of each pace by column, NaN if missing; empty without samples."""
         newest: dict[str, float] = {}
         if self._sums is not None and self._sums.n:
             values = (math.nan if v is None else v for v in self._sums.newest)
@@ -171,11 +177,11 @@ class Segment:
         return {c: value for c, value in newest.items() if c not in self.unknown_columns}
 
     def reasons(self) -> dict[str, str]:
-        """The last reason for a missing value of each column, also where it came back."""
+        """Return the last reason for a missing value by column, even if the value returned since."""
         return (self._sums.reasons if self._sums is not None else {}) | self._tail.reasons
 
     def _select_columns(self, available: list[str], columns: Sequence[str] | None) -> list[str]:
-        """Those of ``columns`` (None: all) that are there and known, in the order of the file."""
+        """Return the available and known ones of ``columns`` (default: all), in the order of the file."""
         requested = set(available if columns is None else columns) - self.unknown_columns
         return [c for c in available if c in requested]
 
@@ -189,7 +195,7 @@ class Segment:
 
     @cached_property
     def _tail(self) -> _Tail:
-        """What the totals do not have yet."""
+        """Records that the totals do not include yet."""
         paces = self.header.paces().items()
         tail = _Tail({pace: _Rows(np.empty(0), np.empty((0, len(columns)))) for pace, columns in paces})
         since = 0.0 if self._sums is None else self._sums.d
@@ -198,7 +204,7 @@ class Segment:
         with self._recording_read_errors("samples"):
             try:
                 records = self._records_since(since)
-            except FileNotFoundError:  # compacted, and the totals are damaged; or nothing was written
+            except FileNotFoundError:  # compacted with damaged totals, or nothing was written
                 tail.paces = {pace: self._read_rows(pace, columns, since, math.inf) for pace, columns in paces}
                 tail.reasons = parquet.read_reasons(self.folder)
                 return tail
@@ -229,7 +235,7 @@ class Segment:
             return _Rows(np.empty(0), np.empty((0, len(columns))))
 
     def _records_since(self, since: float) -> list[jsonl_blocks.Record]:
-        """All records from ``since`` on, and some before, read from the file's end."""
+        """Read the file from its end back to ``since``; the result includes some earlier records."""
         members = []
         for records in jsonl_blocks.read_backwards(self.folder):
             members.append(records)
@@ -263,7 +269,7 @@ class Segment:
             return rollup.concat_buckets([], len(columns))
 
     def _buckets_from_samples(self, step_s: float, columns: list[str], since: float) -> Buckets:
-        """Buckets from the samples, from ``since`` on."""
+        """Compute buckets that start at ``since`` or later from the samples."""
         buckets, widths, names = [], [], []
         for pace, interval_s in ((FAST, self.header.interval_s), (SLOW, self.header.slow_s)):
             selected = [c for c in self.header.columns(pace) if c in set(columns)]
@@ -300,9 +306,11 @@ def _rows_from_records(
     return _Rows(np.concatenate(ds), np.concatenate(tables))
 
 
-def open_node(folder: Path) -> list[Segment]:
-    """The segments of a node and attempt (``attempts/<n>/telemetry/<node>``) in the order in which they began; none
-    where there is no such folder. What cannot be read is there with its ``trouble`` and without samples."""
+def open_node(folder: Path) -> list[RecordedSegment]:
+    """Open the segments of a node's folder (``attempts/<n>/telemetry/<node>``), oldest first.
+
+    A missing folder has no segments. An unreadable segment is included with its ``read_error`` and without samples.
+    """
     try:
         names = [p.name for p in folder.iterdir()]
     except FileNotFoundError:
@@ -315,22 +323,22 @@ def open_node(folder: Path) -> list[Segment]:
     ]
 
 
-def _open_segment(folder: Path, node: str) -> Segment:
+def _open_segment(folder: Path, node: str) -> RecordedSegment:
     try:
         header = writer.read_header(folder)
     except (OSError, ValueError) as e:
         return _unreadable_segment(folder, node, e)
     if header.format > writer.FORMAT:
-        return _unreadable_segment(folder, node, ValueError(f"written by a later version (format {header.format})"))
-    segment = Segment(folder, header)
+        return _unreadable_segment(folder, node, ValueError(f"written by a newer version (format {header.format})"))
+    segment = RecordedSegment(folder, header)
     if unknown := writer.find_unknown_columns(header):
         segment.unknown_columns = frozenset(unknown)
-        segment.read_error = f"{folder}: left out columns that are not known here: {', '.join(unknown)}"
+        segment.read_error = f"{folder}: unknown columns left out: {', '.join(unknown)}"
     return segment
 
 
-def _unreadable_segment(folder: Path, node: str, e: Exception) -> Segment:
-    return Segment(
+def _unreadable_segment(folder: Path, node: str, e: Exception) -> RecordedSegment:
+    return RecordedSegment(
         folder, Header(node=node, t=math.nan, mono=math.nan, interval_s=math.nan), f"{folder}: {_describe_error(e)}"
     )
 
@@ -340,7 +348,7 @@ def _describe_error(e: Exception) -> str:
         case PermissionError():
             return "this user may not read it"
         case FileNotFoundError():
-            return "has no header: its sampler has just begun, or was killed at once"
+            return "no header: the sampler has just started, or was killed at once"
         case msgspec.DecodeError():
             return f"damaged: {e}"
         case OSError():
@@ -348,18 +356,18 @@ def _describe_error(e: Exception) -> str:
     return str(e)
 
 
-def find_overlapping(segments: Sequence[Segment]) -> list[tuple[Segment, Segment]]:
-    """Pairs of a node's segments that were written at the same time: two agents by mistake.
+def find_overlapping(segments: Sequence[RecordedSegment]) -> list[tuple[RecordedSegment, RecordedSegment]]:
+    """Return pairs of a node's segments written at the same time, by two agents that were started by mistake.
 
-    By the monotonic clock: the wall clock may have been set back between one and the next.
+    Times are compared by the monotonic clock because the wall clock may have been set back in between.
     """
     spans = [(s.header.mono, s.header.mono + s.newest_d, s) for s in segments if s.newest_d is not None]
     spans.sort(key=lambda span: span[0])
     return [(a, b) for i, (_, end, a) in enumerate(spans) for start, _, b in spans[i + 1 :] if start < end]
 
 
-def drop_overlapping(segments: Sequence[Segment]) -> list[Segment]:
-    """Those that count where two agents recorded a node: of segments written at the same time the longest."""
+def drop_overlapping(segments: Sequence[RecordedSegment]) -> list[RecordedSegment]:
+    """Return the segments without overlaps, keeping the longest of those written at the same time."""
     if len(segments) < 2:
         return list(segments)
     conflicts: dict[int, set[int]] = {}

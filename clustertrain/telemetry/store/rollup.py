@@ -1,11 +1,11 @@
-"""Samples summed up in buckets of a minute and of a quarter of an hour; and the file that keeps them.
+"""Roll-ups: samples aggregated in buckets of 1 and 15 minutes, and their file format.
 
-Buckets lie on multiples of their length in ``d``, the seconds since the segment's header. Gauges are summed up as they
-are, counters as rates per second. Writer and reader share this code, so what a killed writer left out is made up for
-from the samples.
+Buckets start at multiples of their length in ``d``, the seconds since the segment's header. Gauges are aggregated as
+they are, counters as rates per second. Writer and reader share this code: the reader computes the buckets that a killed
+writer left out from the samples.
 
-The file is an array of fixed records, one a bucket. After the attempt that of the finest level is packed, column by
-column. Neither is Parquet, since a report would then spend 0.2 s on importing its reader before it read the first byte.
+The file is an array of fixed-size records, one per bucket. After the attempt, the file of the finest level is packed by
+column. Neither is Parquet, because importing its reader would add 0.2 s to every report.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _STATISTICS = ("mean", "low", "high")
 
 @dataclass(frozen=True)
 class Buckets:
-    """``d`` [n] where each bucket begins, s; the others are [n, columns], NaN where ``count`` is 0."""
+    """Aggregates by bucket. Tables are [n, columns], NaN where ``count`` is 0."""
 
-    d: Column
+    d: Column  # [n], start of each bucket in s
     count: Table
     mean: Table
     low: Table
@@ -48,22 +48,19 @@ class Buckets:
 
 @dataclass(frozen=True)
 class PreparedSamples:
-    """Rows of samples made ready to be summed up.
+    """Rows of samples ready for aggregation. Missing values are NaN, with weight 0."""
 
-    ``values`` [n, columns]: gauges as they are, of counters the rate per second since the value before. ``increase``:
-    of counters the difference, else NaN. ``weight``: of counters the seconds of the difference, of gauges 1. NaN (in
-    ``weight`` 0) where there is no value.
-    """
-
-    d: Column
+    d: Column  # [n], s
     values: Table
+    """[n, columns]: gauges as they are, counters as rates per second since the previous value."""
     increase: Table
+    """[n, columns]: differences of counters, NaN for gauges."""
     weight: Table
+    """[n, columns]: seconds of the difference for counters, 1 for gauges."""
 
 
 class CounterDifferencer:
-    """Turns the rows of one pace into :class:`PreparedSamples`, and remembers the last value of each counter in
-    between."""
+    """Turns rows of one pace into :class:`PreparedSamples`; keeps the last value of each counter between calls."""
 
     def __init__(self, columns: list[str], last: Column | None = None, last_d: Column | None = None) -> None:
         self.counter: Mask = np.array([_is_counter(c) for c in columns], dtype=bool)
@@ -71,7 +68,7 @@ class CounterDifferencer:
         self.last_d = np.full(len(columns), np.nan) if last_d is None else last_d.copy()
 
     def prepare(self, d: Column, rows: Table) -> PreparedSamples:
-        """``d`` [n] ascending, ``rows`` [n, columns]."""
+        """Prepare rows for aggregation; ``d`` [n] ascending, ``rows`` [n, columns]."""
         values = rows.copy()
         weight = np.isfinite(rows).astype(np.float64)
         increase = np.full(rows.shape, np.nan)
@@ -86,7 +83,7 @@ class CounterDifferencer:
         return PreparedSamples(d, values, increase, weight)
 
     def _differences_to_previous(self, d: Column, rows: Table) -> tuple[Table, Table]:
-        """Of each counter the difference to the last value that was there, and over how many seconds."""
+        """Return for each counter the difference to its previous value, and the seconds in between."""
         counter = self.counter
         values = np.vstack((self.last[counter], rows[:, counter]))
         times = np.vstack((self.last_d[counter], np.broadcast_to(d[:, None], (len(d), int(counter.sum())))))
@@ -109,7 +106,7 @@ def _is_counter(column: str) -> bool:
 
 
 def build_buckets(samples: PreparedSamples, step_s: float) -> Buckets:
-    """Sum up by buckets of ``step_s``; buckets without a row are left out."""
+    """Aggregate samples into buckets of ``step_s``; omit buckets without a row."""
     bucket_index = np.floor(samples.d / step_s)
     first = np.flatnonzero(np.diff(bucket_index, prepend=np.nan))
     return _aggregate(
@@ -124,7 +121,7 @@ def build_buckets(samples: PreparedSamples, step_s: float) -> Buckets:
 
 
 def coarsen(buckets: Buckets, step_s: float) -> Buckets:
-    """Sum up buckets by longer ones, ``step_s`` a multiple of theirs; buckets without a row are left out."""
+    """Aggregate buckets into longer ones; ``step_s`` is a multiple of their length. Omit buckets without a row."""
     bucket_index = np.floor(buckets.d / step_s)
     first = np.flatnonzero(np.diff(bucket_index, prepend=np.nan))
     b = buckets
@@ -146,7 +143,7 @@ def _aggregate(first: npt.NDArray[np.intp], d: Column, count: Table, weight: Tab
 
 
 def concat_buckets(buckets: list[Buckets], width: int) -> Buckets:
-    """Side by side in time; where two have the same bucket, of which each saw a part, they are summed up."""
+    """Concatenate buckets in time, merging partial buckets with the same start."""
     d = np.concatenate([np.empty(0), *(p.d for p in buckets)])
     empty = np.empty((0, width))
     tables = [np.vstack((empty, *(getattr(p, name) for p in buckets))) for name in ("count", "mean", "low", "high")]
@@ -160,7 +157,7 @@ def concat_buckets(buckets: list[Buckets], width: int) -> Buckets:
 
 
 def join_columns(buckets: list[Buckets], widths: list[int]) -> Buckets:
-    """The columns of ``buckets`` next to each other; of a bucket that one of them lacks, its columns are missing."""
+    """Join buckets with different columns; columns are missing for buckets that their source lacks."""
     d = np.unique(np.concatenate([p.d for p in buckets]))
     tables = []
     for name, blank in (("count", 0.0), ("mean", np.nan), ("low", np.nan), ("high", np.nan)):
@@ -174,14 +171,14 @@ def join_columns(buckets: list[Buckets], widths: list[int]) -> Buckets:
 
 
 def buckets_since(buckets: Buckets, d: float) -> Buckets:
-    """Those that begin at ``d`` or later."""
+    """Return the buckets that start at ``d`` or later."""
     keep = buckets.d >= d
     b = buckets
     return Buckets(b.d[keep], b.count[keep], b.mean[keep], b.low[keep], b.high[keep])
 
 
 def select_columns(buckets: Buckets, indices: list[int]) -> Buckets:
-    """The columns ``indices``, in that order."""
+    """Return the columns ``indices``, in that order."""
     b = buckets
     return Buckets(b.d, b.count[:, indices], b.mean[:, indices], b.low[:, indices], b.high[:, indices])
 
@@ -195,12 +192,12 @@ def packed_path(folder: Path, step_s: int) -> Path:
 
 
 def record_type(width: int) -> np.dtype[Any]:
-    """A bucket on disk."""
+    """Return the type of a bucket's record on disk."""
     return np.dtype([("d", "<f8"), ("count", "<u2", (width,)), *((name, "<f4", (width,)) for name in _STATISTICS)])
 
 
 def _rounded(values: Table) -> npt.NDArray[np.float32]:
-    """To 15 bits, 3e-5 of the value: what lies below is noise, and noise cannot be packed."""
+    """Round to 15 bits, a relative precision of 3e-5: lower bits are noise, which does not compress."""
     bits = np.ascontiguousarray(values, dtype="<f4").view("<u4")
     half = np.uint32(1 << (_BITS_DROPPED - 1))
     mask = np.uint32(0xFFFFFFFF << _BITS_DROPPED & 0xFFFFFFFF)
@@ -217,11 +214,16 @@ def to_records(buckets: Buckets) -> npt.NDArray[Any]:
 
 
 def read(folder: Path, step_s: int, width: int, columns: npt.NDArray[np.intp]) -> Buckets:
-    """What was stored, of those of the ``width`` columns; half a record at the end of the file is left out.
+    """Read selected columns of the stored buckets, except a partial record at the end of the file.
+
+    Args:
+        step_s: length of the buckets.
+        width: number of columns in the file.
+        columns: indices of the columns to read.
 
     Raises:
-        OSError: it cannot be read; FileNotFoundError where there is none.
-        ValueError: it is damaged.
+        OSError: the file cannot be read; FileNotFoundError if it does not exist.
+        ValueError: the file is damaged.
     """
     try:
         data = reading.read_bytes(rollup_path(folder, step_s), limits.MAX_BYTES)
@@ -229,19 +231,19 @@ def read(folder: Path, step_s: int, width: int, columns: npt.NDArray[np.intp]) -
         return _read_packed(packed_path(folder, step_s), width, columns)
     dtype = record_type(width)
     records = np.frombuffer(data, dtype=dtype, count=len(data) // dtype.itemsize)
-    # A machine that went down can leave zeros at the end of a file.
+    # A crashed machine can leave zeros at the end of a file.
     return _buckets_from_records(records[: _count_valid(records["d"])], columns)
 
 
 def _count_valid(d: npt.NDArray[Any]) -> int:
-    """How many of the buckets, from the first on, lie within a segment and one after the other."""
+    """Return the number of leading buckets with valid, ascending times."""
     with np.errstate(invalid="ignore"):
         valid = (d >= 0) & (d <= limits.MAX_SECONDS) & (np.diff(d, prepend=-1.0) > 0)
     return len(d) if valid.all() else int(np.argmin(valid))
 
 
 def _buckets_from_records(records: npt.NDArray[Any], columns: npt.NDArray[np.intp] | slice) -> Buckets:
-    with np.errstate(invalid="ignore"):  # a nan that signals becomes a quiet one
+    with np.errstate(invalid="ignore"):  # signaling NaNs become quiet ones
         tables = [records[name][:, columns].astype(np.float64) for name in ("count", *_STATISTICS)]
     for table in tables[1:]:
         table[~np.isfinite(table)] = np.nan
@@ -249,14 +251,14 @@ def _buckets_from_records(records: npt.NDArray[Any], columns: npt.NDArray[np.int
 
 
 class _Index(msgspec.Struct):
-    """The first line of a packed file: ``rows`` buckets; ``sizes`` [1 + columns] bytes of ``d`` and of each column."""
+    """First line of a packed file."""
 
-    rows: int
-    sizes: list[int]
+    rows: int  # number of buckets
+    sizes: list[int]  # [1 + columns], bytes of ``d`` and of each column
 
 
 def pack(records: npt.NDArray[Any]) -> bytes:
-    """The same records by column, each compressed for itself, so that a report unpacks only those that it shows."""
+    """Pack records by column; each is compressed separately so that a report unpacks only the columns it shows."""
     columns = [_byte_shuffle(records["d"])]
     for i in range(records["count"].shape[1]):
         columns.append(b"".join(_byte_shuffle(records[name][:, i]) for name in ("count", *_STATISTICS)))
@@ -266,7 +268,7 @@ def pack(records: npt.NDArray[Any]) -> bytes:
 
 
 def _byte_shuffle(values: npt.NDArray[Any]) -> bytes:
-    """First bytes, second bytes, …: those of like meaning beside each other are packed better."""
+    """Order the values by byte position: similar bytes next to each other compress better."""
     return np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1).T.tobytes()
 
 

@@ -1,6 +1,6 @@
-"""What each column of a segment adds up to, with a histogram, so that a report needs no sample; and the file of it.
+"""Totals and histograms of a segment's columns, from which a report is made without reading samples; and their file.
 
-The file is replaced as a whole and says up to which ``d`` it counts; who reads it adds the samples from there on.
+The file is replaced as a whole and records the ``d`` up to which it counts; readers add the samples from there on.
 """
 
 from __future__ import annotations
@@ -25,44 +25,41 @@ from clustertrain.telemetry.store.rollup import CounterDifferencer, PreparedSamp
 if TYPE_CHECKING:
     from clustertrain.telemetry.store.writer import Header
 
-_MAX_PHASES = 16  # codes that are told apart; run/heartbeat.py has fewer
+_MAX_PHASES = 16  # distinct phase codes; run/heartbeat.py has fewer
 NAME = "totals.json.gz"
 
 
 @dataclass
 class Total:
-    """Of one column. Counters are given as rates per second, of which ``count`` is the number of differences.
-
-    ``increase``: what a counter grew by, without the differences where it began anew; 0 of a gauge. ``first`` and
-    ``last``: the values that were read first and last. ``low``, ``high``, ``first``, ``last`` are NaN where there is
-    none. ``by_phase``: for a GPU's columns (count, sum) by the code of the phase (``run/heartbeat.py``) of the GPU's
-    rank.
-    """
+    """Totals of one column. Counters are aggregated as rates per second."""
 
     count: int = 0
+    """Number of values; for a counter, of differences."""
     sum: float = 0.0
     low: float = math.nan
     high: float = math.nan
     increase: float = 0.0
-    first: float = math.nan
-    last: float = math.nan
+    """Increase of a counter without resets; 0 for a gauge."""
+    first: float = math.nan  # first raw value
+    last: float = math.nan  # last raw value
     histogram: Histogram = field(default_factory=Histogram)
     by_phase: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """For a GPU's columns, (count, sum) by the phase code (``run/heartbeat.py``) of the GPU's rank."""
 
     @property
     def mean(self) -> float:
         return self.sum / self.count if self.count else math.nan
 
     def quantile(self, q: float) -> float:
-        """The value below which the share ``q`` lies, within 1 %; NaN where nothing was counted."""
+        """Return the quantile ``q`` within 1 %; NaN without values."""
         return self.histogram.quantile(q, self.low, self.high)
 
     def merge(self, other: Total) -> None:
-        """Add what ``other``, which came later, counted."""
+        """Add the totals of ``other``, which are later in time."""
         self.count += other.count
         self.sum += other.sum
         self.increase += other.increase
-        if not other.low >= self.low:  # also where one of them is NaN
+        if not other.low >= self.low:  # also true if one of them is NaN
             self.low = self.low if math.isnan(other.low) else other.low
         if not other.high <= self.high:
             self.high = self.high if math.isnan(other.high) else other.high
@@ -75,18 +72,12 @@ class Total:
 
 
 class SegmentTotals(msgspec.Struct):
-    """The file, columns side by side. ``d``: samples before it are counted, s. ``n``: rows of the fast pace;
-    ``upto``: the ``d`` of the last row, None before the first. ``ended``: nothing follows, and if not None at which
-    ``d``, for ``failure`` where not told to.
-
-    ``bins`` and ``counts`` have the histograms one after the other, ``sizes`` bins a column; ``phases`` has column,
-    phase, count and sum for each phase that occurred.
-    """
+    """Contents of the totals file. Lists have one entry per column unless noted."""
 
     columns: list[str]
-    d: float
-    n: int
-    upto: float | None
+    d: float  # samples before it are counted, s
+    n: int  # rows of the fast pace
+    upto: float | None  # ``d`` of the last row
     count: list[int]
     sum: list[float]
     low: list[float | None]
@@ -96,21 +87,21 @@ class SegmentTotals(msgspec.Struct):
     last: list[float | None]
     last_d: list[float | None]
     newest: list[float | None]
-    sizes: list[int]
-    bins: list[int]
-    counts: list[int]
-    phases: list[tuple[int, int, int, float]]
-    reasons: dict[str, str] = {}
-    complete: bool = False
-    end: float | None = None
-    failure: str | None = None
+    sizes: list[int]  # number of histogram bins
+    bins: list[int]  # histogram bins of all columns, concatenated
+    counts: list[int]  # counts of ``bins``
+    phases: list[tuple[int, int, int, float]]  # (column, phase, count, sum) for each phase that occurred
+    reasons: dict[str, str] = {}  # by column, the last reason for a missing value
+    complete: bool = False  # no samples follow
+    end: float | None = None  # ``d`` at which the sampler stopped
+    failure: str | None = None  # why it stopped, unless it was asked to
 
 
 def load_totals(folder: Path) -> SegmentTotals | None:
-    """None where there is none, or where it was damaged.
+    """Load the totals of a segment; None if the file is missing or damaged.
 
     Raises:
-        PermissionError: it may not be read.
+        PermissionError: this user may not read the file.
     """
     try:
         data = reading.read_bytes(folder / NAME, limits.MAX_BYTES)
@@ -129,7 +120,7 @@ _COLUMN_LISTS = ("count", "sum", "low", "high", "increase", "first", "last", "la
 
 
 def _is_valid(sums: SegmentTotals) -> bool:
-    """Its lists fit each other, and its numbers are those of samples."""
+    """Return whether the lists have matching lengths and all numbers are in range."""
     lists: dict[str, list[Any]] = {name: getattr(sums, name) for name in _COLUMN_LISTS}
     numbers = [v for values in lists.values() for v in values if v is not None]
     integers = [*sums.count, *sums.sizes, *sums.counts, *(count for _, _, count, _ in sums.phases), sums.n]
@@ -150,7 +141,7 @@ def dump(sums: SegmentTotals) -> bytes:
 
 
 def totals_by_column(sums: SegmentTotals) -> dict[str, Total]:
-    """The file's content by column."""
+    """Return the totals by column."""
     bins, counts = np.array(sums.bins, dtype=np.int64), np.array(sums.counts, dtype=np.int64)
     nan = math.nan
     totals, begin = {}, 0
@@ -170,7 +161,7 @@ def totals_by_column(sums: SegmentTotals) -> dict[str, Total]:
 
 
 class _PaceTotals:
-    """What the columns of one pace have added up to so far."""
+    """Running totals of the columns of one pace."""
 
     def __init__(self, header: Header, columns: list[str]) -> None:
         n = len(columns)
@@ -180,7 +171,7 @@ class _PaceTotals:
         self.sum, self.increase = np.zeros(n), np.zeros(n)
         self.low, self.high = np.full(n, np.nan), np.full(n, np.nan)
         self.first, self.newest = np.full(n, np.nan), np.full(n, np.nan)
-        self.histogram = np.zeros((n, BINS), dtype=np.uint32)  # pages that are never touched take no memory
+        self.histogram = np.zeros((n, BINS), dtype=np.uint32)  # untouched pages take no memory
         self._phase_columns, self._gpu_columns = _find_phase_columns(header, columns)
         self.phase_count = np.zeros((_MAX_PHASES, n), dtype=np.int64)
         self.phase_sum = np.zeros((_MAX_PHASES, n))
@@ -199,7 +190,7 @@ class _PaceTotals:
             has_value = np.isfinite(rows)
             self.first[unset] = rows[np.argmax(has_value, axis=0), np.arange(rows.shape[1])][unset]
         bins = np.nonzero(present)[1] * BINS + bin_indices(values[present])
-        np.add.at(self.histogram.reshape(-1), bins, np.uint32(1))  # flat: numpy is ten times as fast at it
+        np.add.at(self.histogram.reshape(-1), bins, np.uint32(1))  # numpy is ten times as fast on a flat array
         if len(self._gpu_columns):
             self._add_phases(values[:, self._gpu_columns], rows[:, self._phase_columns])
 
@@ -213,7 +204,7 @@ class _PaceTotals:
 
 
 def _find_phase_columns(header: Header, columns: list[str]) -> tuple[list[int], list[int]]:
-    """Of each GPU's column that has a rank, where the rank's phase stands, and where the column itself does."""
+    """Return, for all columns of GPUs with a rank, the indices of the rank's phase column and of the column itself."""
     index_by_column = {c: i for i, c in enumerate(columns)}
     phase_columns, gpu_columns = [], []
     for gpu, facts in enumerate(header.gpus):
@@ -228,10 +219,10 @@ def _find_phase_columns(header: Header, columns: list[str]) -> tuple[list[int], 
 
 
 class TotalsAccumulator:
-    """Adds up a segment, row by row of its two paces."""
+    """Accumulates the totals of a segment."""
 
     def __init__(self, header: Header, previous: SegmentTotals | None = None) -> None:
-        """``previous``: go on from there."""
+        """Start from ``previous`` if given, else from zero."""
         self.by_pace = {pace: _PaceTotals(header, columns) for pace, columns in header.paces().items()}
         self.n = 0
         self.d = 0.0
@@ -240,7 +231,7 @@ class TotalsAccumulator:
             self._resume(previous)
 
     def add(self, pace: Pace, d: Column, rows: Table) -> PreparedSamples:
-        """``d`` [n] ascending, ``rows`` [n, columns of the pace]; what they come to, for the roll-ups."""
+        """Add rows, and return them prepared for the roll-ups; ``d`` [n] ascending, ``rows`` [n, columns]."""
         pace_totals = self.by_pace[pace]
         samples = pace_totals.differencer.prepare(d, rows)
         if len(d):
@@ -251,11 +242,11 @@ class TotalsAccumulator:
         return samples
 
     def build_totals(self, d: float, reasons: Mapping[str, str]) -> SegmentTotals:
-        """What was added, which are the samples before ``d``."""
+        """Return the totals of all added rows, which are the samples before ``d``."""
         by_pace = list(self.by_pace.values())
         columns = [c for pace_totals in by_pace for c in pace_totals.columns]
         dense = [pace_totals.histogram.reshape(-1) for pace_totals in by_pace]
-        nonzero = [np.flatnonzero(counts > 0) for counts in dense]  # of booleans it is four times as quick
+        nonzero = [np.flatnonzero(counts > 0) for counts in dense]  # four times as fast on booleans
         sizes = [np.bincount(at // BINS, minlength=len(x.columns)) for at, x in zip(nonzero, by_pace, strict=True)]
         phases: list[tuple[int, int, int, float]] = []
         for pace_totals, offset in zip(by_pace, (0, len(by_pace[0].columns)), strict=True):

@@ -1,14 +1,14 @@
-"""A node's telemetry of an attempt: ``telemetry/<node>/<k>/``, a segment for each time that a sampler began.
+"""Writer of a node's telemetry: ``telemetry/<node>/<k>/``, one segment per start of a sampler.
 
-A segment is a folder that one process claims by mkdir, so that two agents on a node by mistake never share a file:
+A segment is a folder claimed with mkdir, so two agents started on a node by mistake never share a file:
 
-- ``header.json``: what was allocated, and which columns follow (:class:`Header`).
-- ``samples.jsonl.gz``: the samples, append-only (:mod:`.blocks`).
-- ``rollup-60.bin``, ``rollup-900.bin``: the same in buckets (:mod:`.rollup`).
-- ``totals.json.gz``: what each column adds up to (:mod:`.totals`).
+- ``header.json``: allocated devices and columns (:class:`Header`).
+- ``samples.jsonl.gz``: the samples, append-only (:mod:`.jsonl_blocks`).
+- ``rollup-60.bin``, ``rollup-900.bin``: aggregates in buckets (:mod:`.rollup`).
+- ``totals.json.gz``: totals by column (:mod:`.totals`).
 
-``d`` is seconds since the header by the monotonic clock, so a clock that steps does not matter. All may be read while
-they grow, without locks. After the attempt, :mod:`.compact` puts Parquet in the place of the samples.
+``d`` is the seconds since the header by the monotonic clock, so steps of the wall clock do not matter. Readers need no
+locks while the files grow. After the attempt, :mod:`.compact` replaces the samples with Parquet.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from clustertrain.telemetry.store.rollup import LEVELS, Buckets
 FORMAT = 1
 HEADER = "header.json"
 Row: TypeAlias = "Column | array[float]"  # of double precision
-_MOST_ROWS = 3600  # held back while the disk refuses them
+_MOST_ROWS = 3600  # kept in memory while writing fails
 _MOST_REASONS = 10_000
 _MOST_BUCKETS = 1440
 _MOST_SEGMENTS = 10_000
 _BOUNDS = (
-    ("t", 0.0, 253_402_300_000.0),  # until the year 10000, where Python's calendar ends
+    ("t", 0.0, 253_402_300_000.0),  # up to the year 10000, the end of Python's calendar
     ("mono", 0.0, 1e12),
     ("interval_s", 1e-3, 86_400.0),
     ("slow_s", 1e-3, 86_400.0),
@@ -45,7 +45,7 @@ _BOUNDS = (
 
 
 class GpuFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An allocated GPU as it was at the start; ``reason`` where it could not be opened."""
+    """An allocated GPU at the start of the segment; ``reason`` says why it could not be opened."""
 
     uuid: str
     index: int | None = None
@@ -60,26 +60,24 @@ class GpuFacts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """``t`` UTC epoch s and ``mono`` monotonic s of d = 0; ``interval_s`` and ``slow_s`` between the samples of the two
-    paces. ``gpus[i]`` is the device ``gpu<i>``, ``ranks`` the global ranks of the node. ``nvml`` says why there are no
-    GPU figures, else None. ``fast`` and ``slow``: the columns (:mod:`.fields`), in the order of the samples."""
+    """Contents of ``header.json``."""
 
     node: str
-    t: float
-    mono: float
-    interval_s: float
-    slow_s: float = 10.0
-    gpus: list[GpuFacts] = []
-    ranks: list[int] = []
-    nvml: str | None = None
+    t: float  # UTC epoch s at d = 0
+    mono: float  # monotonic s at d = 0
+    interval_s: float  # between fast samples
+    slow_s: float = 10.0  # between slow samples
+    gpus: list[GpuFacts] = []  # ``gpus[i]`` is the device ``gpu<i>``
+    ranks: list[int] = []  # global ranks of the node
+    nvml: str | None = None  # why GPUs are not sampled
     driver: str | None = None
-    allocation: str | None = None
+    allocation: str | None = None  # source of the allocated devices
     cpu_count: int | None = None
     cpu_allocated: int | None = None
     memory_total_bytes: int | None = None
     memory_allocated_bytes: int | None = None
-    fast: list[str] = []
-    slow: list[str] = []
+    fast: list[str] = []  # columns (:mod:`.fields`) in the order of the fast samples
+    slow: list[str] = []  # columns in the order of the slow samples
     format: int = FORMAT
 
     def columns(self, pace: Pace) -> list[str]:
@@ -90,53 +88,53 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Writer:
-    """Collects what a sampler reads and appends it in batches; a kill loses what was added since the last flush.
+    """Buffers samples and appends them in batches; a kill loses the samples since the last flush.
 
-    :meth:`fast`, :meth:`slow` and :meth:`null` touch no file and never fail. One thread uses it.
+    :meth:`fast`, :meth:`slow` and :meth:`null` do no I/O. Not thread-safe.
     """
 
     def __init__(self, folder: Path) -> None:
-        """``folder``: the node's, ``telemetry/<node>``; it need not exist."""
+        """Create a writer for the node's ``folder`` (``telemetry/<node>``), which need not exist."""
         self._folder = folder
         self._open_segment: _OpenSegment | None = None
 
     @property
     def segment(self) -> Path | None:
-        """The folder of the segment, once it was claimed by the first flush."""
+        """Folder of the segment; None until the first flush claims it."""
         return None if self._open_segment is None else self._open_segment.folder
 
     def begin(self, header: Header) -> None:
-        """Begin a segment; one that is open is ended first."""
+        """Begin a segment, ending an open one first."""
         if self._open_segment is not None:
-            with contextlib.suppress(OSError):  # a disk that refuses it now costs what it has not taken so far
+            with contextlib.suppress(OSError):  # loses only the unwritten samples
                 self._open_segment.end(self._open_segment.newest_d, None)
                 self._open_segment.flush(sync=True)
             self._open_segment.close()
         self._open_segment = _OpenSegment(self._folder, header)
 
     def fast(self, d: float, row: Row) -> None:
-        """A sample at ``d`` s after the header, in the order of ``header.fast``; NaN where missing."""
+        """Add a sample at ``d`` s after the header, in the order of ``header.fast``; NaN if missing."""
         self._require_open().add(FAST, d, row)
 
     def slow(self, d: float, row: Row) -> None:
-        """As :meth:`fast`, of ``header.slow``."""
+        """Add a sample in the order of ``header.slow``; see :meth:`fast`."""
         self._require_open().add(SLOW, d, row)
 
     def null(self, d: float, column: str, reason: str | None) -> None:
-        """From ``d`` on the column is missing for ``reason``; None: it is back."""
+        """Record that the column is missing from ``d`` on for ``reason``; None if it is back."""
         self._require_open().null(d, column, reason)
 
     def flush(self, *, sync: bool = False) -> None:
-        """Append what waits; with ``sync`` durably.
+        """Append the buffered samples, durably with ``sync``.
 
         Raises:
-            OSError: the disk refused it. It is kept, an hour of samples at most, and written with the next flush.
+            OSError: writing failed. At most an hour of samples is kept and written with the next flush.
         """
         if self._open_segment is not None:
             self._open_segment.flush(sync=sync)
 
     def end(self, d: float, reason: str | None = None) -> None:
-        """The sampler stops at ``d``, for ``reason`` where it was not told to; the next flush writes the last sums."""
+        """End the segment at ``d``, with a ``reason`` if the sampler failed; the next flush writes the last totals."""
         if self._open_segment is not None:
             self._open_segment.end(d, reason)
 
@@ -144,7 +142,7 @@ class Writer:
         """Flush durably and close.
 
         Raises:
-            OSError: the disk refused it.
+            OSError: writing failed.
         """
         try:
             self.flush(sync=True)
@@ -155,12 +153,12 @@ class Writer:
 
     def _require_open(self) -> _OpenSegment:
         if self._open_segment is None:
-            raise RuntimeError("begin() comes before the first sample")
+            raise RuntimeError("call begin() before adding samples")
         return self._open_segment
 
 
 class _PendingRows:
-    """Rows of one pace: those that wait for the next flush, and those of the bucket that is open."""
+    """Buffered rows of one pace: those of the next flush, and those of the open bucket."""
 
     def __init__(self, pace: Pace, columns: list[str]) -> None:
         self.pace, self.columns = pace, columns
@@ -171,14 +169,13 @@ class _PendingRows:
         self.bucket: list[bytes] = []
 
     def add(self, d: float, row: Row) -> None:
-        row_bytes = (
-            row.tobytes()
-        )  # no more than that at each tick: a thread that wakes once a second finds all caches cold
+        # Only this at each tick: a thread that wakes once per second finds all caches cold.
+        row_bytes = row.tobytes()
         self.d.append(d)
         self.rows.append(row_bytes)
         self.bucket_d.append(d)
         self.bucket.append(row_bytes)
-        if len(self.d) > _MOST_ROWS:  # a disk that stays full must not eat the node's memory
+        if len(self.d) > _MOST_ROWS:  # a full disk must not exhaust the node's memory
             del self.d[0], self.rows[0]
 
     def to_block(self) -> jsonl_blocks.SampleBlock:
@@ -211,8 +208,8 @@ class _OpenSegment:
         self._accumulator = totals.TotalsAccumulator(header)
         self._totals_due = True
         self._end: jsonl_blocks.SegmentEnd | None = None
-        self._bucket_index = 0  # of the finest level: the number of the one that is open
-        self._minute_buckets: list[Buckets] = []  # of the coarsest bucket that is open
+        self._bucket_index = 0  # index of the open bucket of the finest level
+        self._minute_buckets: list[Buckets] = []  # of the open bucket of the coarsest level
         self._pending_records: dict[int, list[bytes]] = {step: [] for step in LEVELS}
         self._files: dict[str, _AppendOnlyFile] = {}
 
@@ -261,13 +258,13 @@ class _OpenSegment:
             file.close()
 
     def _clamp_time(self, d: float) -> float:
-        # Never before the bucket that is open: what the roll-ups have must be what lies before it.
+        # Never before the open bucket: the roll-ups must contain exactly the samples before it.
         d = max(round(float(d), 3), float(self._bucket_index * LEVELS[0]))
         self.newest_d = max(d, self.newest_d)
         return d
 
     def _close_bucket(self) -> None:
-        """Sum up the open bucket of the finest level."""
+        """Aggregate the open bucket of the finest level."""
         buckets = []
         for p in self._pending.values():
             d, rows = p.take_bucket()
@@ -314,20 +311,20 @@ class _OpenSegment:
 
 
 def claim_segment(node_folder: Path) -> Path:
-    """A new segment's folder, which nobody else has.
+    """Create the folder of a new segment, exclusively.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     fsio.make_folder(node_folder)
     for k in range(_MOST_SEGMENTS):
         if fsio.claim_folder(node_folder / str(k)):
             return node_folder / str(k)
-    raise OSError(f"{node_folder}: has {_MOST_SEGMENTS} segments")
+    raise OSError(f"{node_folder}: too many segments: {_MOST_SEGMENTS}")
 
 
 class _AppendOnlyFile:
-    """Grows by whole pieces: of one that the disk took only half of, the next append writes over the half."""
+    """File that grows by complete pieces; the next append overwrites a partially written piece."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
@@ -342,7 +339,7 @@ class _AppendOnlyFile:
             if sync:
                 os.fsync(self._fd)
         except OSError:
-            with contextlib.suppress(OSError):  # readers skip a half, too
+            with contextlib.suppress(OSError):  # readers also skip a partial piece
                 os.ftruncate(self._fd, self._size)
             raise
         self._size = offset
@@ -352,8 +349,8 @@ class _AppendOnlyFile:
 
 
 def _replace_file(path: Path, data: bytes) -> None:
-    """Replace without waiting for the disk: after a crash of the machine the reader does without a damaged one."""
-    temp_path = path.with_name(f".{path.name}")  # a killed one's is written over by the next
+    """Replace a file without fsync: readers do without a file damaged by a machine crash."""
+    temp_path = path.with_name(f".{path.name}")  # a leftover of a killed process is overwritten
     try:
         with open(temp_path, "wb", opener=lambda name, flags: os.open(name, flags, 0o640)) as f:
             f.write(data)
@@ -364,26 +361,26 @@ def _replace_file(path: Path, data: bytes) -> None:
 
 
 def read_header(folder: Path) -> Header:
-    """The header of a segment.
+    """Read the header of a segment.
 
     Raises:
-        OSError: it cannot be read; FileNotFoundError where there is none.
-        ValueError: it is damaged.
+        OSError: the file cannot be read; FileNotFoundError if it does not exist.
+        ValueError: the file is damaged.
     """
     header = schema.decode(reading.read_bytes(folder / HEADER, limits.MAX_BYTES), Header)
     for name, low, high in _BOUNDS:
         if not limits.is_within(getattr(header, name), low, high):
             raise ValueError(f"{HEADER} is damaged: {name} is {getattr(header, name):g}, not {low:g} to {high:g}")
     if any(not 0 <= rank < limits.MAX_RANKS for rank in (*header.ranks, *(r for g in header.gpus for r in g.ranks))):
-        raise ValueError(f"{HEADER} is damaged: it names a rank that cannot be")
+        raise ValueError(f"{HEADER} is damaged: a rank is out of range")
     columns = header.fast + header.slow
     if len(set(columns)) < len(columns):
-        raise ValueError(f"{HEADER} is damaged: it names a column twice")
+        raise ValueError(f"{HEADER} is damaged: a column occurs twice")
     return header
 
 
 def find_unknown_columns(header: Header) -> list[str]:
-    """Those of a later version, or damaged: of no field that is known here, or of no device that the header names."""
+    """Return the columns with an unknown field or device, from a later version or because of damage."""
     devices = {f"gpu{i}" for i in range(len(header.gpus))} | {f"rank{r}" for r in header.ranks} | {"host"}
     return [
         c for c in header.fast + header.slow if fields.find_field(c) is None or fields.split_column(c)[0] not in devices

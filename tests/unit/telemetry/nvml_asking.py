@@ -1,4 +1,4 @@
-"""Runs nvml_child over a stub."""
+"""Runner of nvml_child with the NVML stub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.paths import ROOT
 
 
 def steps(env: dict[str, str], *wanted: list[Any]) -> Any:
-    """What each step found; ``{"error": …}`` where NVML did not open."""
+    """Return the result of each step; ``{"error": …}`` if NVML did not open."""
     argv = [sys.executable, "-W", "error", "-m", "tests.unit.telemetry.nvml_child"]
     done = subprocess.run(
         argv, input=json.dumps(wanted), env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120

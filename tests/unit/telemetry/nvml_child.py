@@ -35,7 +35,7 @@ class Child:
         self.events = GpuEvents(self.nvml, self.allocated)
 
     def read(self, pace: fields.Pace = fields.FAST) -> dict[str, Any]:
-        """By UUID: each field's value, or the reason why there is none; the reason alone of a lost device."""
+        """Return by UUID each field's value or the reason why it is missing; for a lost device, only the reason."""
         names = [f.name for f in fields.GPU if f.pace == pace]
         found: dict[str, Any] = {}
         for reader in self.readers:

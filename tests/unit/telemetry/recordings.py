@@ -1,4 +1,4 @@
-"""Makes segments of a node, for the tests of the store."""
+"""Builder of a node's segments, for tests of the store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def header(gpus: int = 1, t: float = T0) -> Header:
 
 
 def working(second: int) -> dict[str, float]:
-    """A GPU of 400 W that trains 50 s and saves 10 s, in turn; its byte counters are never asked for."""
+    """Return the sample of a 400 W GPU that alternates 50 s of training and 10 s of saving, without byte counters."""
     saving = second % 60 >= 50
     return {
         "gpu0.utilization": 0.0 if saving else 0.95 + (second % 3) / 100,
@@ -49,24 +49,32 @@ def row(columns: list[str], values: dict[str, float]) -> np.ndarray[tuple[int], 
     return np.array([values.get(c, np.nan) for c in columns])
 
 
-def fill(writer: Writer, of: Header, start: int, stop: int, values: Values = working, flush: int = 10) -> None:
-    """A sample a second, the slow ones every ten, written every ``flush`` s."""
+def fill(
+    writer: Writer, segment_header: Header, start: int, stop: int, values: Values = working, flush: int = 10
+) -> None:
+    """Write one sample per second, slow ones every ten seconds, with a flush every ``flush`` s."""
     for s in range(start, stop):
-        writer.fast(s, row(of.fast, values(s)))
+        writer.fast(s, row(segment_header.fast, values(s)))
         if s % 10 == 0:
-            writer.slow(s, row(of.slow, values(s)))
+            writer.slow(s, row(segment_header.slow, values(s)))
         if flush and s % flush == flush - 1:
             writer.flush()
 
 
 def record(
-    node: Path, seconds: int, *, of: Header | None = None, values: Values = working, end: bool = True, flush: int = 10
+    node: Path,
+    seconds: int,
+    *,
+    segment_header: Header | None = None,
+    values: Values = working,
+    end: bool = True,
+    flush: int = 10,
 ) -> Path:
-    """A whole segment; its folder. Without ``end`` as a kill leaves it after the last flush."""
-    of = of or header()
+    """Write a segment and return its folder; without ``end``, as left by a kill after the last flush."""
+    segment_header = segment_header or header()
     writer = Writer(node)
-    writer.begin(of)
-    fill(writer, of, 0, seconds, values, flush)
+    writer.begin(segment_header)
+    fill(writer, segment_header, 0, seconds, values, flush)
     writer.flush()
     folder = writer.segment
     assert folder is not None

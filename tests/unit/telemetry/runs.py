@@ -1,4 +1,4 @@
-"""Makes run directories with telemetry, for the tests of the summary, the report and the command."""
+"""Builder of run directories with telemetry, for tests of the summary, the report and the command."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def event(attempt: AttemptDir, name: str, node: str, t: float, **fields: Any) ->
 
 
 class Reason(NamedTuple):
-    """From ``d`` on the field of GPU number ``gpu`` (None: of the host) is missing; None: it is back."""
+    """Missing field of GPU number ``gpu`` (None: of the host) from ``d`` on; a reason of None means it is back."""
 
     d: float
     gpu: int | None
@@ -75,16 +75,17 @@ def record(
     ranks: Mapping[int, Callable[[int], list[float]]] | None = None,
     more: Mapping[str, float] | None = None,
 ) -> None:
-    """One node's segment. ``ended``: seconds after the start when its ranks ended, as the events tell it.
+    """Write a segment of one node.
 
     Args:
-        mono: what the node's monotonic clock said at ``start``; else as :func:`event` counts it.
-        ranks: by global rank, what it tells at a second: step, phase, tokens, data_wait_s, forward_s.
-        more: a value by column that stays the same, ``gpu0.throttle_thermal`` say.
+        mono: the node's monotonic clock at ``start``; by default consistent with :func:`event`.
+        ended: seconds after the start at which an event reports the end of its ranks.
+        ranks: by global rank, its values at a second: step, phase, tokens, data_wait_s, forward_s.
+        more: constant values by column, such as ``gpu0.throttle_thermal``.
     """
-    told, fixed = ranks or {}, more or {}
+    rank_values, fixed = ranks or {}, more or {}
     fast, slow = (
-        [c for c in fields.column_names(len(gpus), list(told), pace) if c in fixed or _is_told(c)]
+        [c for c in fields.column_names(len(gpus), list(rank_values), pace) if c in fixed or _is_reported(c)]
         for pace in (fields.FAST, fields.SLOW)
     )
     writer = Writer(attempt.telemetry / node)
@@ -95,7 +96,7 @@ def record(
             mono=start - T0 if mono is None else mono,
             interval_s=1.0,
             gpus=[facts for facts, _ in gpus],
-            ranks=list(told),
+            ranks=list(rank_values),
             nvml=nvml,
             driver="570.1",
             cpu_count=96,
@@ -110,11 +111,11 @@ def record(
         if skip(s):
             continue
         values = dict(fixed)
-        for i, (_, of) in enumerate(gpus):
-            row = of(s)
+        for i, (_, sample_at) in enumerate(gpus):
+            row = sample_at(s)
             values |= {} if row is None else _named(f"gpu{i}", FIELDS, row)
-        for rank, tells in told.items():
-            values |= _named(f"rank{rank}", [f.name for f in fields.RANK], tells(s))
+        for rank, values_at in rank_values.items():
+            values |= _named(f"rank{rank}", [f.name for f in fields.RANK], values_at(s))
         writer.fast(float(s), _row(fast, values))
         if s % 10 == 0:
             job = [90 + s // 5, 7.5 * s, 33 + s // 5]
@@ -138,7 +139,7 @@ FIELDS = (
 HOST_FIELDS = ("cpu", "memory_used_bytes", "load1", "job_memory_bytes", "job_cpu_s", "job_processes")
 
 
-def _is_told(column: str) -> bool:
+def _is_reported(column: str) -> bool:
     device, field = fields.split_column(column)
     return field in (FIELDS if device.startswith("gpu") else HOST_FIELDS) or device.startswith("rank")
 

@@ -1,4 +1,4 @@
-"""Runs a sampler until a line comes in on standard input; tells its events on standard output as JSON lines."""
+"""Run a sampler until a line arrives on standard input; print its events as JSON lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clustertrain.telemetry.sampler import Intervals, Sampler
 
 
 def tell(name: str, **fields: Any) -> None:
-    # One write: the sampler's thread and this one must not mix their lines.
+    # A single write, so that the lines of two threads do not mix.
     sys.stdout.write(json.dumps({"event": name, **fields}) + "\n")
     sys.stdout.flush()
 

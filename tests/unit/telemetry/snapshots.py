@@ -1,4 +1,4 @@
-"""Snapshots as a sampler hands them out."""
+"""Snapshots as passed to the sampler's observers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gpu(number: int) -> GpuFacts:
 
 
 def full(gpus: int = 2) -> dict[str, float]:
-    """A value for every column of a node."""
+    """Return a value for every column of a node."""
     ranks = [8 + i for i in range(gpus)]
     columns = [*fields.column_names(gpus, ranks, fields.FAST), *fields.column_names(gpus, ranks, fields.SLOW)]
     return dict.fromkeys(columns, 0.5)

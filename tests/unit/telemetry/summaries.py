@@ -1,4 +1,4 @@
-"""Summaries by hand, for the tests of the rules and of the reports: a healthy job, and what may be wrong with it."""
+"""Handwritten summaries for tests of rules and reports: a healthy job and possible problems."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def stats(mean: float, spread: float = 0.02, most: float | None = None) -> Stats
 
 
 def gpu(number: int, node: str = "n1", rank: int | None = None, **changes: Any) -> GpuSummary:
-    """A GPU that trains: warm-up at the start, an evaluation and some checkpoints, at its power limit."""
+    """Return a GPU that trains at its power limit, with warm-up, an evaluation and some checkpoints."""
     clock = 1905.0 + 3 * number  # chips differ
     phases = {
         "startup": PhaseStats(0.03, 0.02, 120.0, 1200.0),
@@ -101,7 +101,7 @@ def host(node: str, **changes: Any) -> HostSummary:
 
 
 def healthy(nodes: int = 4, gpus: int = 2, **changes: Any) -> Summary:
-    """Two hours of training with what belongs to it; without notes."""
+    """Return a summary of two hours of healthy training, without notes."""
     names = [f"n{i + 1}" for i in range(nodes)]
     all_gpus = [gpu(i, node, n * gpus + i) for n, node in enumerate(names) for i in range(gpus)]
     ranks = [
@@ -166,7 +166,7 @@ def healthy(nodes: int = 4, gpus: int = 2, **changes: Any) -> Summary:
 
 
 def with_gpu(summary: Summary, node: str, number: int, **changes: Any) -> Summary:
-    """``summary`` with one GPU changed."""
+    """Return ``summary`` with one GPU changed."""
     gpus = [replace(g, **changes) if (g.node, g.index) == (node, number) else g for g in summary.gpus]
     return replace(summary, gpus=gpus)
 
@@ -176,7 +176,7 @@ def with_gpus(summary: Summary, **changes: Any) -> Summary:
 
 
 def in_training(summary: Summary, node: str, number: int, **changes: Any) -> Summary:
-    """``summary`` with the figures of one GPU while it trained changed."""
+    """Return ``summary`` with changed training statistics of one GPU."""
     (one,) = (g for g in summary.gpus if (g.node, g.index) == (node, number))
     train = replace(one.phases["train"], **changes)
     return with_gpu(summary, node, number, phases={**one.phases, "train": train})
@@ -225,14 +225,14 @@ def noted(summary: Summary, log: list[dict[str, Any]] | None = None) -> list[Ins
 
 
 def codes(summary: Summary, *, info: bool = False) -> list[str]:
-    """Of the critical notes and the warnings."""
+    """Return the codes of critical notes and warnings."""
     return [n.code for n in noted(summary) if info or n.severity != "info"]
 
 
 def broken() -> Summary:
-    """Four nodes with two GPUs each: one is idle, one throttles, one is slow; with its notes."""
+    """Return a summary with notes of four nodes with two GPUs each: one is idle, one throttled, one slow."""
     found = slow(throttling(idle(healthy(), "n2", 1), "n3", 0), "n4", 1)
-    # The slow ones' ranks are late as well: another way to say the same.
+    # The ranks of the slow GPUs are late too, which is the same problem.
     found = with_rank(with_rank(found, 4, forward_s=0.29), 7, forward_s=0.26)
     found = with_rank(found, 3, forward_s=None, data_wait_s=0.5)
     waste = Waste(gpu_hours=16.0, wasted_gpu_hours=3.2, by_cause={"idle_gpus": 2.0, "startup": 1.2})

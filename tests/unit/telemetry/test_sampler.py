@@ -1,4 +1,4 @@
-"""The sampler in a process of its own, over the real nvidia-ml-py and the stub."""
+"""The sampler in a separate process, with the real nvidia-ml-py and the stub."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.sampler import Sampler
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store import jsonl_blocks
-from clustertrain.telemetry.store.reader import Segment, find_overlapping, open_node
+from clustertrain.telemetry.store.reader import RecordedSegment, find_overlapping, open_node
 from tests.fakes.nvml.build import Stub
 
 CHILD = Path(__file__).with_name("sampler_child.py")
@@ -44,10 +44,10 @@ class Child:
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def segment(self) -> Segment:
+    def segment(self) -> RecordedSegment:
         return open_node(self.folder)[-1]
 
-    def until(self, condition: Callable[[Segment], bool]) -> None:
+    def until(self, condition: Callable[[RecordedSegment], bool]) -> None:
         assert clock.wait_until(lambda: bool(open_node(self.folder)) and condition(self.segment()), 60, 0.02)
 
     def stop(self) -> None:
@@ -68,7 +68,7 @@ def sampling(folder: Path, env: dict[str, str], *more: Path) -> Iterator[Child]:
             process.kill()
 
 
-def test_every_allocated_gpu_is_sampled_used_or_not(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_every_allocated_gpu_is_sampled(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS + "\n device 2 uuid GPU-of-another-job")
     with sampling(tmp_path / "t", nvml_stub.environ(SLURM_STEP_GPUS="0,1")) as child:
         assert [(g["uuid"], g["ranks"]) for g in child.ready["gpus"]] == [("GPU-a", [4]), ("GPU-b", [5])]
@@ -89,7 +89,7 @@ def test_every_allocated_gpu_is_sampled_used_or_not(nvml_stub: Stub, tmp_path: P
     assert not {"host.memory_used_bytes", "host.load1", "host.job_memory_bytes"} & found.reasons().keys()
 
 
-def test_what_the_ranks_tell_stands_beside_the_gpus(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_heartbeats_are_recorded(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     (tmp_path / "beats").mkdir()
     writer = heartbeat.HeartbeatWriter(tmp_path / "beats", 5)
@@ -103,12 +103,12 @@ def test_what_the_ranks_tell_stands_beside_the_gpus(nvml_stub: Stub, tmp_path: P
     (found,) = open_node(tmp_path / "t")
     newest = found.newest()
     assert (newest["rank5.phase"], newest["rank5.tokens"]) == (heartbeat.TRAIN, 4096.0)
-    assert newest["rank5.memory_bytes"] != newest["rank5.memory_bytes"]  # this process is none of the child's
+    assert newest["rank5.memory_bytes"] != newest["rank5.memory_bytes"]  # this process is not a descendant of the child
     assert np.isnan(newest["rank4.step"])
     assert heartbeat.TRAIN in found.totals()["gpu1.utilization"].by_phase
 
 
-def test_a_gpu_that_is_lost_while_running_is_an_event_and_not_the_end(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_lost_gpu_is_event(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
         child.until(lambda s: s.sample_count >= 2)
@@ -126,7 +126,7 @@ def test_a_gpu_that_is_lost_while_running_is_an_event_and_not_the_end(nvml_stub:
     assert found.reasons()["gpu1.power_w"].startswith("GPU_IS_LOST")
 
 
-def test_an_error_of_the_driver_is_an_event(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_driver_error_is_event(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
         child.until(lambda s: s.sample_count >= 2)
@@ -136,7 +136,7 @@ def test_an_error_of_the_driver_is_an_event(nvml_stub: Stub, tmp_path: Path) -> 
     assert (event["event"], event["uuid"], event["kind"], event["xid"]) == ("gpu_event", "GPU-b", "xid", 79)
 
 
-def test_a_reason_is_written_when_it_changes_and_not_with_every_row(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_reason_is_written_only_on_change(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS + "\n fail 0 nvmlDeviceGetPowerUsage 3")
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
         child.until(lambda s: s.sample_count >= 20)
@@ -146,7 +146,7 @@ def test_a_reason_is_written_when_it_changes_and_not_with_every_row(nvml_stub: S
     assert [(r.column, str(r.reason).partition(":")[0]) for r in reasons] == [("gpu0.power_w", "NOT_SUPPORTED")]
 
 
-def test_nvml_that_goes_away_is_opened_again(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_lost_nvml_is_reopened(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
         child.until(lambda s: s.sample_count >= 2)
@@ -159,7 +159,7 @@ def test_nvml_that_goes_away_is_opened_again(nvml_stub: Stub, tmp_path: Path) ->
     assert len(open_node(tmp_path / "t")) == 1
 
 
-def test_without_nvml_the_host_is_still_sampled(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_host_is_sampled_without_nvml(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive("fail * nvmlInitWithFlags 9")
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
         assert child.ready["gpus"] == []
@@ -171,8 +171,8 @@ def test_without_nvml_the_host_is_still_sampled(nvml_stub: Stub, tmp_path: Path)
     assert np.isfinite(found.samples(SLOW).values["host.load1"]).all()
 
 
-def test_a_driver_that_answers_nothing_leaves_reasons(nvml_stub: Stub, tmp_path: Path) -> None:
-    """Every call about a device is NOT_SUPPORTED; which devices there are is known."""
+def test_failing_driver_leaves_reasons(nvml_stub: Stub, tmp_path: Path) -> None:
+    """Every call about a device is NOT_SUPPORTED, but devices are listed."""
     names = (
         "UtilizationRates",
         "MemoryInfo",
@@ -196,7 +196,7 @@ def test_a_driver_that_answers_nothing_leaves_reasons(nvml_stub: Stub, tmp_path:
         assert found.reasons()[f"gpu0.{field}"].startswith("NOT_SUPPORTED"), field
 
 
-def test_a_kill_leaves_a_file_that_can_be_read(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_killed_sampler_leaves_readable_file(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
         child.until(lambda s: s.sample_count >= 3)
@@ -207,7 +207,7 @@ def test_a_kill_leaves_a_file_that_can_be_read(nvml_stub: Stub, tmp_path: Path) 
     assert found.end is None
 
 
-def test_two_agents_on_one_node_have_a_segment_each(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_two_agents_have_separate_segments(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     with sampling(tmp_path / "t", nvml_stub.environ()) as one, sampling(tmp_path / "t", nvml_stub.environ()) as other:
         assert clock.wait_until(
@@ -220,7 +220,7 @@ def test_two_agents_on_one_node_have_a_segment_each(nvml_stub: Stub, tmp_path: P
     assert len(find_overlapping(segments)) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_an_event(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_unwritable_folder_is_event(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     (tmp_path / "file").write_text("in the way")
     with sampling(tmp_path / "file" / "t", nvml_stub.environ()) as child:
@@ -228,24 +228,24 @@ def test_a_folder_that_cannot_be_written_is_an_event(nvml_stub: Stub, tmp_path: 
         events = [first, child.event()]
         (failed,) = (e for e in events if e["event"] == "telemetry_failed")
         (ready,) = (e for e in events if e["event"] == "ready")
-        assert "could not be written, and are kept" in failed["reason"]
+        assert "cannot write the samples, kept in memory" in failed["reason"]
         assert len(ready["gpus"]) == 2
 
 
-Told = list[tuple[str, dict[str, Any]]]
+EventLog = list[tuple[str, dict[str, Any]]]
 
 
-def test_a_bug_in_the_thread_ends_in_an_event_and_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_in_thread_is_event_and_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Sampler, beats: object) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(Sampler, "_fast", broken)
-    told: Told = []
-    sampler = Sampler(tmp_path, "n", {}, on_event=lambda name, **fields: told.append((name, fields)))
+    events: EventLog = []
+    sampler = Sampler(tmp_path, "n", {}, on_event=lambda name, **fields: events.append((name, fields)))
     sampler.start()
-    assert clock.wait_until(lambda: bool(told), 60, 0.01)
+    assert clock.wait_until(lambda: bool(events), 60, 0.01)
     assert sampler.stop(60)
-    ((name, fields),) = told
+    ((name, fields),) = events
     assert name == "telemetry_failed"
     assert fields["reason"].startswith("ZeroDivisionError: a bug (test_sampler.py:")
     assert open_node(tmp_path)[-1].failure == fields["reason"]
@@ -254,13 +254,13 @@ def test_a_bug_in_the_thread_ends_in_an_event_and_a_reason(tmp_path: Path, monke
 class Broken:
     """An observer that fails at once."""
 
-    def listening(self, uuids: object) -> None:
+    def watch_errors(self, uuids: object) -> None:
         raise ValueError("deaf")
 
     def observe(self, snapshot: Snapshot) -> None:
         raise ValueError("blind")
 
-    def event(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
+    def record_error(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
         raise ValueError("numb")
 
 
@@ -268,31 +268,31 @@ class Keeps(Broken):
     def __init__(self) -> None:
         self.seen: list[Snapshot] = []
 
-    def listening(self, uuids: object) -> None: ...
+    def watch_errors(self, uuids: object) -> None: ...
 
     def observe(self, snapshot: Snapshot) -> None:
         self.seen.append(snapshot)
 
 
-def test_an_observer_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
-    told: Told = []
+def test_failing_observer_is_removed(tmp_path: Path) -> None:
+    events: EventLog = []
     keeps = Keeps()
     sampler = Sampler(
-        tmp_path, "n", {}, 0.02, lambda name, **fields: told.append((name, fields)), observers=[Broken(), keeps]
+        tmp_path, "n", {}, 0.02, lambda name, **fields: events.append((name, fields)), observers=[Broken(), keeps]
     )
     sampler.start()
     assert clock.wait_until(lambda: len(keeps.seen) >= 3, 60, 0.01)
     assert sampler.stop(60)
-    assert told == [("telemetry_failed", {"node": "n", "reason": "Broken is off: ValueError: blind"})]
+    assert events == [("telemetry_failed", {"node": "n", "reason": "Broken disabled: ValueError: blind"})]
     assert keeps.seen[0].values is not keeps.seen[1].values
     assert keeps.seen[-1].values["host.memory_used_bytes"] > 0
 
 
-def test_stopping_one_that_never_started(tmp_path: Path) -> None:
+def test_stop_without_start(tmp_path: Path) -> None:
     assert Sampler(tmp_path, "n", {}).stop()
 
 
-def test_ranks_stop_where_the_node_has_fewer_than_gpus(nvml_stub: Stub, tmp_path: Path) -> None:
+def test_node_with_fewer_ranks_than_gpus(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     done = subprocess.run(
         [sys.executable, "-c", _ONE_RANK, str(tmp_path)],

@@ -1,4 +1,4 @@
-"""What stands on the timelines of the report, from the events as they are written."""
+"""Marks on the timelines of the report, from recorded events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def only(log: list[dict[str, Any]]) -> TimelineEvent:
     return mark
 
 
-def test_an_error_of_the_driver_is_a_fault_on_both_timelines() -> None:
+def test_driver_error_is_fault_on_both_timelines() -> None:
     mark = only([event("gpu_event", uuid="GPU-b", index=1, kind="xid", xid=79, count=3)])
     assert (mark.kind, mark.text) == ("xid", "XID 79 3 times on GPU 1 of n1: GPU fell off the bus")
     assert timeline._event_style(mark).label == "XID"
@@ -28,19 +28,19 @@ def test_an_error_of_the_driver_is_a_fault_on_both_timelines() -> None:
     assert charts.used_lanes([charts._assign_lane(m, attempt.n) for m in attempt.events]) == ["Faults"]
 
 
-def test_a_memory_error_is_no_xid() -> None:
+def test_memory_error_is_not_xid() -> None:
     mark = only([event("gpu_event", uuid="GPU-b", index=1, kind="ecc_uncorrected", xid=None, count=1)])
-    assert (mark.kind, mark.text) == ("ecc", "memory error not corrected on GPU 1 of n1")
+    assert (mark.kind, mark.text) == ("ecc", "uncorrected memory error on GPU 1 of n1")
 
 
-def test_what_lasts_begins_when_it_began() -> None:
+def test_interval_starts_at_its_begin() -> None:
     saved = only([event("checkpoint", t=110.0, t_begin=104.0, step=5, save_s=6.0, stall_s=0.5, reason="stop")])
     assert (saved.t, saved.end, saved.text) == (104.0, 110.0, "checkpoint of step 5 (stop)")
     older = only([event("evaluation", t=110.0, step=5, eval_s=4.0)])
     assert (older.t, older.end) == (106.0, 110.0)
 
 
-def test_every_kind_of_mark_has_a_lane_and_a_sign_of_its_own() -> None:
+def test_every_mark_has_lane_and_sign() -> None:
     marks = (timeline_events.timeline_from_events([event(name, step=1)]) for name in event_types.EVENTS)
     kinds = {"xid", *(mark.kind for found in marks for mark in found)}
     laned = {kind for _, lane_kinds in charts._LANES.values() for kind in lane_kinds}
@@ -51,7 +51,7 @@ def test_every_kind_of_mark_has_a_lane_and_a_sign_of_its_own() -> None:
     assert len(set(signs)) == len(signs)
 
 
-def test_what_nobody_looks_for_is_left_out_and_the_rest_is_in_order() -> None:
+def test_marks_are_filtered_and_sorted() -> None:
     log = [event("ended", t=9.0, ending="completed", reason="all ranks completed"), event("agent_started", t=2.0)]
     log.append(event("started", t=1.0, nodes=["n1", "n2"]))
     assert [m.text for m in timeline_events.timeline_from_events(log)] == [
@@ -60,7 +60,7 @@ def test_what_nobody_looks_for_is_left_out_and_the_rest_is_in_order() -> None:
     ]
 
 
-def test_what_is_told_twice_stands_once() -> None:
+def test_duplicate_marks_are_dropped() -> None:
     log = [
         event("gpu_event", t=5.0, uuid="GPU-b", index=1, kind="xid", xid=79, count=1, node="node02"),
         event("alert", t=5.1, code="xid", text="XID 79"),
@@ -72,4 +72,4 @@ def test_what_is_told_twice_stands_once() -> None:
     found = timeline_events.timeline_from_events(log)
     assert [m.kind for m in found] == ["xid", "alert", "signal"]
     assert found[0].text == "XID 79 on GPU 1 of node02: GPU fell off the bus"
-    assert found[2].text == "asked to stop (signal:SIGTERM)"
+    assert found[2].text == "stop requested (signal:SIGTERM)"

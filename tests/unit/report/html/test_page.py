@@ -167,13 +167,13 @@ def test_page_of_1024_gpus_for_a_week_is_under_3_mb(tmp_path: Path) -> None:
         node_names=names,
         training=curves.training,
         source=curves.source,
-        choice="64 of 1024 GPUs have curves of their own",
+        choice="64 of 1024 GPUs have individual curves",
     )
     size = report.write(summary, curves, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     print(f"\n1,024 GPUs for a week: {size / 1e6:.3f} MB")
     assert size < 3_000_000
-    assert "64 of 1024 GPUs have curves of their own" in text
+    assert "64 of 1024 GPUs have individual curves" in text
     assert embedded_data(text)["tables"]["heat"]["curves"]["power_w"]["rows"] == 1024
     assert len(re.findall(r'<td class="uuid">', text)) == 1024
 

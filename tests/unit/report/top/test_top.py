@@ -268,7 +268,7 @@ def test_json_keys(run: RunDir) -> None:
     assert row["phase"] in heartbeat.PHASES
 
 
-ALERT = "warning: GPU 3 of gpu-node-01 (rank 7) was held down by heat for 2.3 of the last 10 minutes, more than 2 min"
+ALERT = "warning: GPU 3 of gpu-node-01 (rank 7) was throttled by heat for 2.3 of the last 10 minutes, more than 2 min"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])

@@ -1,4 +1,4 @@
-"""Nodes compared with each other, and all that watches a node as one observer of its sampler."""
+"""Comparison of nodes, and the monitor as an observer of the sampler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Change = Callable[[str, dict[str, float]], None]
 
 
 def snapshots(minute: int, nodes: int, gpus: int, change: Change = lambda node, v: None) -> list[Snapshot]:
-    """Every node after so many minutes of steps of half a second."""
+    """Return snapshots of all nodes after ``minute`` minutes of half-second steps."""
     found, steps = [], minute * 120
     for n in range(nodes):
         ranks = [n * gpus + i for i in range(gpus)]
@@ -51,16 +51,16 @@ def looks(nodes: int, gpus: int, change: Change = lambda node, v: None, minutes:
     return found
 
 
-def test_nodes_that_are_alike_raise_nothing() -> None:
+def test_similar_nodes_raise_nothing() -> None:
     assert looks(4, 8, minutes=60) == []
 
 
-def test_one_gpu_a_node_is_compared_with_the_other_nodes() -> None:
+def test_single_gpus_are_compared_across_nodes() -> None:
     found = looks(4, 1, lambda node, v: v.update({"gpu0.sm_clock_mhz": 1400.0}) if node == "n2" else None)
     assert [(a.code, a.node, a.uuid, a.rank) for a in found] == [("slow_gpu", "n2", "GPU-n2-0", 2)]
 
 
-def test_a_node_that_is_slow_as_a_whole_is_one_alert() -> None:
+def test_slow_node_is_one_alert() -> None:
     def slow(node: str, v: dict[str, float]) -> None:
         if node == "n1":
             v |= {f"gpu{i}.sm_clock_mhz": 1400.0 for i in range(8)}
@@ -70,11 +70,11 @@ def test_a_node_that_is_slow_as_a_whole_is_one_alert() -> None:
     assert "node n1" in found[0].text
 
 
-def test_one_slow_gpu_among_eight_is_left_to_its_own_agent() -> None:
+def test_single_slow_gpu_is_left_to_its_agent() -> None:
     assert looks(4, 8, lambda node, v: v.update({"gpu3.sm_clock_mhz": 1400.0}) if node == "n2" else None) == []
 
 
-def test_a_node_whose_ranks_wait_for_their_data() -> None:
+def test_node_waiting_for_data() -> None:
     def waiting(node: str, v: dict[str, float]) -> None:
         if node == "n3":
             v |= {k: x * 30 for k, x in v.items() if k.endswith("data_wait_s")}
@@ -84,7 +84,7 @@ def test_a_node_whose_ranks_wait_for_their_data() -> None:
     assert "data" in found[0].text and len(found) == 1
 
 
-def test_it_is_cleared_when_the_node_is_well_again() -> None:
+def test_alert_clears_when_node_recovers() -> None:
     across, found = CrossNodeRules(AlertsSpec(), "n0"), []
     for minute in range(1, 31):
         values = {"gpu0.sm_clock_mhz": 1400.0 if minute < 12 else 1900.0}
@@ -93,7 +93,7 @@ def test_it_is_cleared_when_the_node_is_well_again() -> None:
     assert [(a.state, a.node) for a in found] == [("raised", "n2"), ("cleared", "n2")]
 
 
-def test_nodes_that_are_silent_damaged_or_not_training_are_no_stragglers() -> None:
+def test_silent_or_idle_nodes_are_no_stragglers() -> None:
     def odd(node: str, v: dict[str, float]) -> None:
         if node == "n1":
             v.clear()
@@ -118,7 +118,7 @@ def events() -> Events:
     return Events()
 
 
-def test_a_watch_tells_what_its_sampler_sees(events: Events) -> None:
+def test_monitor_raises_alert_of_snapshot(events: Events) -> None:
     it = AlertMonitor(AlertsSpec(), "n0", events, run="r")
     it.start()
     for s in range(30):
@@ -126,12 +126,12 @@ def test_a_watch_tells_what_its_sampler_sees(events: Events) -> None:
         it.observe(
             Snapshot(T0 + s, float(s), "n0", [GpuFacts("GPU-0", 0, 0, "H100", 80 << 30, ranks=[0])], [0], values)
         )
-    it.event("xid", "GPU-0", xid=79)
+    it.record_error("xid", "GPU-0", xid=79)
     assert it.stop()
     assert [(e["event"], e["code"]) for e in events] == [("alert", "memory_nearly_full"), ("alert", "xid")]
 
 
-def test_a_rule_that_fails_is_told_once_and_harms_nobody(events: Events) -> None:
+def test_failing_rule_is_reported_once(events: Events) -> None:
     it = AlertMonitor(AlertsSpec(), "n0", events, run="r")
     for _ in range(5):
         it.observe(None)  # type: ignore[arg-type]
@@ -139,9 +139,7 @@ def test_a_rule_that_fails_is_told_once_and_harms_nobody(events: Events) -> None
     assert it.stop()
 
 
-def test_the_first_node_reads_the_others_from_the_run_directory(
-    events: Events, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_node_reads_others_from_run_dir(events: Events, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "COMPARE_INTERVAL_S", 0.01)
     for n in range(3):
         writer = Writer(tmp_path / f"n{n}")

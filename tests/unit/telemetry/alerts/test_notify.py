@@ -1,4 +1,4 @@
-"""Where alerts go, with a real server and real commands, and all the ways in which these fail."""
+"""Delivery of alerts with a real server and real commands, and their failures."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from clustertrain.telemetry.alerts.notify import Notifier
 
 SECRET = "T000/B000/very-secret"
 LOST = Alert(
-    t=1.79e9, code="gpu_lost", severity="critical", text="GPU 3 of n1 does not answer any more", fix="leave <n1> out",
+    t=1.79e9, code="gpu_lost", severity="critical", text="GPU 3 of n1 no longer responds", fix="leave <n1> out",
     node="n1", uuid="GPU-3", rank=3,
 )  # fmt: skip
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with ``codes`` in turn, the last one for ever; 0: not at all."""
+    """Server that responds with ``codes`` in turn, repeating the last one; 0 means no response."""
 
     daemon_threads = True
 
@@ -101,9 +101,7 @@ def notifier(events: Events, **spec: Any) -> Notifier:
     return Notifier(AlertsSpec(**spec), events, run="gpt-abc234", job_id="4711")
 
 
-def test_without_a_command_or_webhook_it_is_an_event_and_a_line(
-    events: Events, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_alert_without_channels_is_event_and_log_line(events: Events, capsys: pytest.CaptureFixture[str]) -> None:
     it = notifier(events)
     it.send([LOST])
     assert it.stop()
@@ -116,7 +114,7 @@ def test_without_a_command_or_webhook_it_is_an_event_and_a_line(
     assert not [t for t in threading.enumerate() if t.name == "alerts"]
 
 
-def test_a_webhook_gets_json_with_a_text(events: Events, server: Server) -> None:
+def test_webhook_gets_json_with_text(events: Events, server: Server) -> None:
     it = notifier(events, webhook=server.url)
     it.send([LOST])
     assert clock.wait_until(lambda: len(server.got) > 0, 20, 0.01)
@@ -129,7 +127,7 @@ def test_a_webhook_gets_json_with_a_text(events: Events, server: Server) -> None
     assert events.named("alert_not_delivered") == []
 
 
-def test_a_webhook_that_a_variable_holds(events: Events, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_webhook_from_variable(events: Events, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_HOOK", f"{server.url}\n")
     it = notifier(events, webhook_env="MY_HOOK")
     it.send([LOST])
@@ -139,7 +137,7 @@ def test_a_webhook_that_a_variable_holds(events: Events, server: Server, monkeyp
     assert events.named("alert_not_delivered") == []
 
 
-def test_a_webhook_in_a_file_that_changes(events: Events, server: Server, tmp_path: Path) -> None:
+def test_webhook_from_changing_file(events: Events, server: Server, tmp_path: Path) -> None:
     file = tmp_path / "hook"
     file.write_text(f"{server.url}/old\nmore\n")
     it = notifier(events, webhook_file=str(file))
@@ -155,7 +153,7 @@ def test_a_webhook_in_a_file_that_changes(events: Events, server: Server, tmp_pa
     ("content", "word"), [(None, "No such file"), ("very-secret words", "no URL"), ("", "no URL"), ("\0\xff", "no URL")]
 )
 @pytest.mark.parametrize("kind", ["webhook_env", "webhook_file"])
-def test_a_webhook_that_is_not_where_it_should_be(
+def test_missing_webhook_is_reported(
     events: Events, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str,
     content: str | None, word: str,
 ) -> None:  # fmt: skip
@@ -175,7 +173,7 @@ def test_a_webhook_that_is_not_where_it_should_be(
 
 
 @pytest.mark.parametrize("server", [(503, 200), (429, 200)], indirect=True, ids=str)
-def test_it_tries_once_more(events: Events, server: Server) -> None:
+def test_webhook_is_retried_once(events: Events, server: Server) -> None:
     it = notifier(events, webhook=server.url)
     it.send([LOST])
     assert clock.wait_until(lambda: len(server.got) == 2, 20, 0.01)
@@ -184,9 +182,12 @@ def test_it_tries_once_more(events: Events, server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("server", "tries", "word"), [((500,), 2, "500"), ((404,), 1, "404"), ((302,), 1, "redirect")], indirect=["server"]
+    ("server", "tries", "word"),
+    [((500,), 2, "500"), ((404,), 1, "404"), ((302,), 1, "redirect")],
+    indirect=["server"],
+    ids=["error", "not-found", "redirect"],
 )
-def test_what_a_server_refuses_is_one_event_without_the_secret(
+def test_refusal_is_one_event_without_secret(
     events: Events, server: Server, tries: int, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     it = notifier(events, webhook=server.url)
@@ -201,7 +202,7 @@ def test_what_a_server_refuses_is_one_event_without_the_secret(
     assert "secret" not in json.dumps(events) + capsys.readouterr().err
 
 
-def test_nobody_listens(events: Events) -> None:
+def test_closed_port_is_reported(events: Events) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -213,29 +214,29 @@ def test_nobody_listens(events: Events) -> None:
     assert "pass" not in json.dumps(failed) and "secret" not in json.dumps(failed)
 
 
-def test_a_name_that_does_not_exist_or_is_broken(events: Events) -> None:
+def test_unknown_or_invalid_host(events: Events) -> None:
     for url in ("http://no-such-host.invalid/secret", "http://127.0.0.1:99999/secret", "http://[::1/secret"):
         with pytest.raises((notify._DeliveryError, ValueError)) as e:
             notify.post(url, b"{}", 5.0)
         assert "secret" not in str(e.value)
 
 
-def test_a_login_in_the_url_is_sent_as_one(events: Events, server: Server) -> None:
+def test_credentials_in_url_are_sent_as_header(events: Events, server: Server) -> None:
     notify.post(server.url.replace("http://", "http://me:p%40ss@"), b"{}")
     assert server.got[0][1]["Authorization"] == "Basic bWU6cEBzcw=="
 
 
-@pytest.mark.parametrize("server", [(0,)], indirect=True)
-def test_a_server_that_never_answers(events: Events, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("server", [(0,)], indirect=True, ids=["silent"])
+def test_server_without_response(events: Events, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notify.post, "__defaults__", (0.2,))
     it = notifier(events, webhook=server.url)
     it.send([LOST])
-    assert events.wait_for("alert_not_delivered")[0]["reason"] == "no answer in 0.2 s"
+    assert events.wait_for("alert_not_delivered")[0]["reason"] == "no response in 0.2 s"
     assert it.stop()
 
 
-@pytest.mark.parametrize("server", [(0,)], indirect=True)
-def test_more_than_the_queue_holds_is_dropped_and_stopping_does_not_wait(
+@pytest.mark.parametrize("server", [(0,)], indirect=True, ids=["silent"])
+def test_full_queue_drops_and_stop_does_not_wait(
     events: Events, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notify, "STOP_TIMEOUT_S", 0.05)
@@ -245,10 +246,10 @@ def test_more_than_the_queue_holds_is_dropped_and_stopping_does_not_wait(
     it.send([LOST] * (notify.QUEUE_SIZE + 10))
     assert [e["way"] for e in events.named("alert_not_delivered")] == ["queue"]
     assert len(events.named("alert")) == notify.QUEUE_SIZE + 11
-    assert not it.stop()  # the thread hangs in the server, and nobody waits for it
+    assert not it.stop()  # the thread hangs in the server
 
 
-def test_a_command_gets_the_alert_on_its_input(events: Events, tmp_path: Path) -> None:
+def test_command_gets_alert_on_stdin(events: Events, tmp_path: Path) -> None:
     out = tmp_path / "a file; with $odd 'signs'"
     program = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.stdin.read())"
     it = notifier(events, command=[sys.executable, "-c", program, str(out)])
@@ -268,7 +269,7 @@ def test_a_command_gets_the_alert_on_its_input(events: Events, tmp_path: Path) -
     ],
     ids=["missing", "fails", "a-folder"],
 )
-def test_a_command_that_fails_is_one_event(events: Events, command: list[str], reason: str) -> None:
+def test_failing_command_is_one_event(events: Events, command: list[str], reason: str) -> None:
     it = notifier(events, command=command)
     it.send([LOST, LOST])
     (failed,) = events.wait_for("alert_not_delivered")
@@ -279,7 +280,7 @@ def test_a_command_that_fails_is_one_event(events: Events, command: list[str], r
     assert len(events.named("alert_not_delivered")) == 1
 
 
-def test_a_command_that_does_not_end_is_killed_with_what_it_started(
+def test_hanging_command_is_killed_with_children(
     events: Events, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notify, "COMMAND_TIMEOUT_S", 0.5)
@@ -290,7 +291,7 @@ def test_a_command_that_does_not_end_is_killed_with_what_it_started(
     _gone(int((tmp_path / "pid").read_text()))
 
 
-def test_no_command_outlives_the_word_to_be_quiet(events: Events, tmp_path: Path) -> None:
+def test_quiet_ends_running_command(events: Events, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     it = notifier(events, command=["sh", "-c", f"echo $$ > {pid}; exec sleep 600"])
     it.send([LOST])
@@ -314,6 +315,6 @@ def _gone(pid: int) -> None:
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://host/x", "hooks.example.org/x", "https://"])
-def test_what_is_no_webhook_is_refused_in_the_recipe(url: str) -> None:
+def test_invalid_webhook_in_recipe_raises(url: str) -> None:
     with pytest.raises(ValueError, match="webhook"):
         AlertsSpec(webhook=url)

@@ -1,4 +1,4 @@
-"""What rank 0 warns of becomes an alert of its node, once."""
+"""A warning of rank 0 becomes one alert of its node."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def codes(training: TrainingEventReader, mono: float) -> list[str]:
     return [f.code for f in training.read(mono)]
 
 
-def test_it_reads_on_where_it_was_and_only_now_and_then(tmp_path: Path) -> None:
+def test_reader_resumes_and_limits_its_rate(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.jsonl"
     training = TrainingEventReader(path)
     assert codes(training, 0.0) == []  # there is no file yet
@@ -44,7 +44,7 @@ def test_it_reads_on_where_it_was_and_only_now_and_then(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_node_tells_it_where_its_alerts_go(tmp_path: Path, asked: bool) -> None:
+def test_training_warning_becomes_alert(tmp_path: Path, asked: bool) -> None:
     path = tmp_path / "rank-0.jsonl"
     told: list[dict[str, Any]] = []
     it = AlertMonitor(

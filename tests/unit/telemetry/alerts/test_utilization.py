@@ -1,4 +1,4 @@
-"""GPUs that have little to do while they train: when it is told, and which cause is named."""
+"""Alert for low GPU utilization in training: when it is raised, and its cause."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ def alerts() -> AlertRules:
 def busy(
     share: float, *, wait: float = 0.0, cpu: float | None = 0.3, job_cores: float | None = None, **per_s: float
 ) -> Change:
-    """``wait``: the share of a step that its data take. ``job_cores``: of eight, those that the job keeps busy.
-    ``per_s``: bytes/s of a GPU's link, or of ``infiniband``."""
+    """Return a change of the samples to a given utilization.
+
+    ``wait`` is the share of a step spent waiting for data, ``job_cores`` the busy ones of eight cores, ``per_s`` the
+    bytes/s of a GPU's link or of ``infiniband``.
+    """
 
     def change(now: float, values: dict[str, float]) -> None:
         for name in [name for name in values if name.endswith(".utilization")]:
@@ -45,9 +48,9 @@ def _values(change: Change) -> dict[str, float]:
     return values
 
 
-def test_it_is_told_after_minutes_of_training_and_cleared(alerts: AlertRules) -> None:
+def test_alert_is_raised_after_minutes_and_cleared(alerts: AlertRules) -> None:
     job = Job(2)
-    assert job.run(alerts, 300, busy(0.43)) == []  # three minutes of them are the warm-up
+    assert job.run(alerts, 300, busy(0.43)) == []  # including three minutes of warm-up
     (alert,) = job.run(alerts, 120, busy(0.43))
     assert (alert.code, alert.severity, alert.node, alert.uuid) == ("low_utilization", "warning", "n1", None)
     assert alert.value == pytest.approx(0.43) and alert.limit == 0.7
@@ -59,42 +62,43 @@ def test_it_is_told_after_minutes_of_training_and_cleared(alerts: AlertRules) ->
 @pytest.mark.parametrize(
     ("change", "why", "fix"),
     [
-        (busy(0.5, wait=0.3), "training waits for its data for 30% of a step", "more data-loader workers"),
+        (busy(0.5, wait=0.3), "training waits for data during 30% of a step", "more data-loader workers"),
         (
             busy(0.5, wait=0.3, cpu=0.97),
-            "waits for its data for 30% of a step, with 97% of the node's processors busy",
-            "more cores with --cpus-per-gpu; else more data-loader workers",
+            "waits for data during 30% of a step, with 97% of the node's processors busy",
+            "more cores with --cpus-per-gpu; otherwise use more data-loader workers",
         ),
         (busy(0.5, cpu=0.97), "97% of the node's processors busy", "more cores with --cpus-per-gpu"),
         (
             busy(0.5, nvlink=60e9, infiniband=2 * FIVE_GB),
-            "waiting on communication, with NVLink at 60.0 GB/s and InfiniBand at 5.0 GB/s a GPU",
-            "a larger micro batch or more gradient accumulation",
+            "waiting for communication, with NVLink at 60.0 GB/s and InfiniBand at 5.0 GB/s per GPU",
+            "a larger micro batch, more gradient accumulation",
         ),
-        (busy(0.5, pcie=FIVE_GB), "with PCIe at 5.0 GB/s a GPU", "docs/explanation/nccl.md"),
-        (busy(0.5, pcie=1e9), "not for data or the processors, so the kernels may be too small", "compile = true"),
-        (busy(0.5, cpu=None), "nothing that is recorded says why", "a larger micro batch"),
-        # Of a node with many more processors than the job's eight.
+        (busy(0.5, pcie=FIVE_GB), "with PCIe at 5.0 GB/s per GPU", "docs/explanation/nccl.md"),
+        (busy(0.5, pcie=1e9), "data and processors are not the cause; kernels may be too small", "compile = true"),
+        (busy(0.5, cpu=None), "the recorded data does not show the cause", "a larger micro batch"),
+        # On a node with many more processors than the job's eight.
         (busy(0.5, cpu=0.04, job_cores=7.9), "99% of the job's processors busy", "more cores with --cpus-per-gpu"),
-        (busy(0.5, cpu=0.97, job_cores=2), "not for data or the processors", "a larger micro batch"),
+        (busy(0.5, cpu=0.97, job_cores=2), "data and processors are not the cause", "a larger micro batch"),
     ],
+    ids=["data", "data-and-cpu", "cpu", "two-links", "pcie", "kernels", "unknown", "job-cpu", "other-jobs-cpu"],
 )  # fmt: skip
-def test_the_likely_cause_is_named(alerts: AlertRules, change: Change, why: str, fix: str) -> None:
+def test_likely_cause_is_named(alerts: AlertRules, change: Change, why: str, fix: str) -> None:
     job = Job(2)
     job.cores = 8 if "host.job_cpu_s" in _values(change) else None
     (alert,) = job.run(alerts, 480, change)
     assert why in alert.text and alert.fix is not None and fix in alert.fix
 
 
-def test_one_gpu_a_node_waits_for_the_other_nodes(alerts: AlertRules) -> None:
-    """Its PCIe carries what it copies from the host as well, so that alone says nothing."""
+def test_single_gpu_per_node_waits_for_others(alerts: AlertRules) -> None:
+    """PCIe alone is no evidence, because it also carries copies from the host."""
     (alert,) = Job(1).run(alerts, 480, busy(0.5, infiniband=4 * FIVE_GB, pcie=FIVE_GB))
-    assert "waiting on communication, with InfiniBand at 20.0 GB/s a GPU" in alert.text
+    assert "waiting for communication, with InfiniBand at 20.0 GB/s per GPU" in alert.text
     (alert,) = Job(1).run(AlertRules(AlertsSpec(), "n1"), 480, busy(0.5, pcie=FIVE_GB))
     assert "GB/s" not in alert.text
 
 
-def test_a_counter_that_is_missing_for_a_moment_is_no_traffic(alerts: AlertRules) -> None:
+def test_missing_counter_is_no_traffic(alerts: AlertRules) -> None:
     since_boot, change = 5e15, busy(0.5, nvlink=1e9)
 
     def half(now: float, values: dict[str, float]) -> None:
@@ -107,14 +111,14 @@ def test_a_counter_that_is_missing_for_a_moment_is_no_traffic(alerts: AlertRules
     assert "GB/s" not in alert.text
 
 
-def test_a_counter_that_begins_anew_is_no_traffic(alerts: AlertRules) -> None:
+def test_counter_reset_is_no_traffic(alerts: AlertRules) -> None:
     job = Job(2)
     job.run(alerts, 230, busy(0.5, nvlink=60e9))
     (alert,) = job.run(alerts, 300, lambda now, values: busy(0.5, nvlink=1e6)(now - 230, values))
     assert alert.code == "low_utilization" and "GB/s" not in alert.text
 
 
-def test_time_out_of_training_does_not_count(alerts: AlertRules) -> None:
+def test_time_outside_training_does_not_count(alerts: AlertRules) -> None:
     """Evaluations and checkpoints take three of five minutes; in training the GPUs are busy."""
     job, found = Job(2), []
     for _ in range(10):
@@ -133,12 +137,12 @@ def test_time_out_of_training_does_not_count(alerts: AlertRules) -> None:
     assert codes(found) == [("low_utilization", "raised")]
 
 
-def test_the_node_of_rank_0_tells_it_of_gpus_that_are_used_and_0_turns_it_off(alerts: AlertRules) -> None:
+def test_only_rank_0_node_reports_and_0_disables(alerts: AlertRules) -> None:
     assert Job(2, first=8).run(alerts, 1000, busy(0.5)) == []
     assert Job(2).run(AlertRules(AlertsSpec(utilization=0.0), "n1"), 1000, busy(0.5)) == []
     one_of_two = Job(2, ranks=1)
     found = one_of_two.run(AlertRules(AlertsSpec(idle_min=0), "n1"), 480, busy(0.5))
     assert found[0].text.startswith("GPU 0 of n1 was busy 50% of the time in training")
-    # A GPU that does nothing at all is told as such, and does not make the others look lazy.
+    # An idle GPU has its alert and does not lower the utilization of the others.
     idle, alerts = Job(2), AlertRules(AlertsSpec(), "n1")
     assert codes(idle.run(alerts, 700, lambda _, v: v.update({"gpu1.utilization": 0.0}))) == [("gpu_idle", "raised")]

@@ -53,7 +53,7 @@ def test_differences_and_ratios() -> None:
     assert sum(f.a or 0.0 for f in found.goodput.values()) == pytest.approx(1.0)
 
 
-def test_runs_of_different_sizes_are_compared_by_gpu() -> None:
+def test_different_sizes_are_compared_per_gpu() -> None:
     found = compare.compare_summaries(healthy(4), healthy(8))
     assert (found.a.gpus, found.b.gpus) == (8, 16)
     assert found.figures["tokens_per_s_per_gpu"].ratio == 0.5
@@ -63,7 +63,7 @@ def test_runs_of_different_sizes_are_compared_by_gpu() -> None:
 
 
 def longer(factor: float, gpus: int = 8) -> Summary:
-    """The healthy run with ``factor`` times the steps, at the same cost a step."""
+    """Return the healthy run with ``factor`` times the steps, at the same cost per step."""
     found = healthy(gpus)
     assert found.training is not None and found.waste is not None and found.training.tokens is not None
     more = replace(
@@ -77,7 +77,7 @@ def longer(factor: float, gpus: int = 8) -> Summary:
     return replace(with_gpus(found, energy_j=1000.0), training=more, waste=waste)
 
 
-def test_what_runs_of_unlike_length_cost_a_step_and_a_token() -> None:
+def test_cost_per_step_and_token_of_different_lengths() -> None:
     figures = compare.compare_summaries(longer(1), longer(4)).figures
     assert figures["gpu_hours"].ratio == pytest.approx(4.0) and figures["energy_j"].ratio == pytest.approx(4.0)
     for name in ("gpu_s_per_step", "gpu_s_per_million_tokens", "energy_per_step_j", "joules_per_token"):
@@ -89,7 +89,7 @@ def test_what_runs_of_unlike_length_cost_a_step_and_a_token() -> None:
     assert figures["gpu_s_per_step"].a == pytest.approx(first.waste.gpu_hours * 3600 / first.training.steps)
 
 
-def test_steps_of_unlike_sizes_are_none_better_than_the_other() -> None:
+def test_steps_of_different_sizes_have_no_better() -> None:
     large = longer(1)
     assert large.training is not None
     large = replace(large, training=replace(large.training, steps=large.training.steps // 2))
@@ -98,7 +98,7 @@ def test_steps_of_unlike_sizes_are_none_better_than_the_other() -> None:
     assert figures["gpu_s_per_million_tokens"].better == "lower"
 
 
-def test_energy_that_some_gpus_did_not_tell_is_not_that_of_a_step() -> None:
+def test_incomplete_energy_gives_no_energy_per_step() -> None:
     some = longer(1)
     some = replace(some, gpus=[replace(some.gpus[0], energy_j=None), *some.gpus[1:]])
     figures = compare.compare_summaries(longer(1), some).figures
@@ -106,7 +106,7 @@ def test_energy_that_some_gpus_did_not_tell_is_not_that_of_a_step() -> None:
     assert figures["energy_j"].b is None
 
 
-def test_a_missing_figure_has_its_reason() -> None:
+def test_missing_metric_has_reason() -> None:
     bare = replace(with_gpus(healthy(), power_w=None, nulls={"power_w": "NOT_SUPPORTED: no"}), training=None)
     found = compare.compare_summaries(healthy(), bare)
     power = found.figures["power_w"]
@@ -116,14 +116,14 @@ def test_a_missing_figure_has_its_reason() -> None:
     assert compare.compare_summaries(no_gpus, healthy()).figures["utilization"].missing == {"a": "no driver"}
 
 
-def test_notes_that_only_one_has() -> None:
+def test_notes_of_only_one_run() -> None:
     good = replace(healthy(), notes=noted(healthy()))
     found = compare.compare_summaries(broken(), good)
     assert {n.code for n in found.only_a} == {"gpu_unused", "slow_gpu", "throttled", "gpu_hours_wasted"}
     assert found.only_b == []
 
 
-def test_settings_that_matter(tmp_path: Path) -> None:
+def test_relevant_settings(tmp_path: Path) -> None:
     a = a_run(tmp_path, "one-aaaaaa", 3e-4, "100G", 4, interval=1.0)
     b = a_run(tmp_path, "two-bbbbbb", 1e-4, "100G", 8, interval=5.0)
     for run in (a, b):
@@ -153,9 +153,7 @@ def test_settings_that_matter(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_only_what_a_run_goes_by_is_a_setting_of_it(
-    more: str, there: set[str], not_there: set[str], tmp_path: Path
-) -> None:
+def test_only_effective_settings_are_compared(more: str, there: set[str], not_there: set[str], tmp_path: Path) -> None:
     run = a_run(tmp_path, "one-aaaaaa", 3e-4, "", 4)
     with run.spec.open("a") as file:
         file.write(more)
@@ -163,7 +161,7 @@ def test_only_what_a_run_goes_by_is_a_setting_of_it(
     assert there <= found and not not_there & found
 
 
-def test_a_spec_that_does_not_read_is_told(tmp_path: Path) -> None:
+def test_unreadable_spec_is_reported(tmp_path: Path) -> None:
     a, b = (a_run(tmp_path, name, 3e-4, "", 4) for name in ("one-aaaaaa", "two-bbbbbb"))
     b.spec.write_text("job = 3")
     found = compare.compare_runs(a, b)
@@ -179,7 +177,7 @@ def printed(found: compare.TelemetryComparison, width: int) -> str:
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])
-def test_as_text(width: int) -> None:
+def test_text_output(width: int) -> None:
     good = healthy(8)
     assert good.training is not None
     good = replace(good, training=replace(good.training, mfu=None), run="a-longer-name-of-a-run-xyz234")
@@ -190,31 +188,31 @@ def test_as_text(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     assert "\x1b" not in text
-    for words in ("8 and 16 GPUs", "tokens/s a GPU", "worse", "B: not known for this model", "Notes only in A"):
+    for words in ("8 and 16 GPUs", "tokens/s per GPU", "worse", "B: unknown for this model", "Notes that only A has"):
         assert words in text
     assert ("B - A" in text) == (width >= 76)
 
 
 def row_of(found: compare.TelemetryComparison, title: str) -> list[str]:
-    """The cells of a row of the printed table."""
+    """Return the cells of a row of the printed table."""
     (line,) = (x for x in printed(found, 160).splitlines() if x.startswith(f"{title}  "))
     return [cell for cell in line.removeprefix(title).split("  ") if cell]
 
 
-def test_a_row_has_one_unit_and_as_many_digits_as_say_something() -> None:
+def test_row_has_one_unit_and_enough_digits() -> None:
     a, b = with_gpus(healthy(), energy_j=7560.0), with_gpus(healthy(), energy_j=9461.0)
     hosts = [replace(h, processes=ProcessSummary(stats(0.5, most=0.8902), None, 1)) for h in a.hosts]
     found = compare.compare_summaries(replace(a, hosts=hosts), replace(b, hosts=hosts))
-    assert [c.strip() for c in row_of(found, "energy a GPU")][:3] == ["2.10 Wh", "2.63 Wh", "+0.53 Wh"]
+    assert [c.strip() for c in row_of(found, "energy per GPU")][:3] == ["2.10 Wh", "2.63 Wh", "+0.53 Wh"]
     assert [c.strip() for c in row_of(found, "host memory, peak")][:2] == ["0.89 GiB", "0.89 GiB"]
     assert b.training is not None
     slower = replace(b, training=replace(b.training, step_s=stats(1.25), joules_per_token=2e-6))
     found = compare.compare_summaries(a, slower)
     assert [c.strip() for c in row_of(found, "step time")][:3] == ["0.73 s", "1.25 s", "+0.52 s"]
-    assert [c.strip() for c in row_of(found, "energy a token")][:2] == ["7.90 mJ", "0.002 mJ"], "nothing becomes 0"
+    assert [c.strip() for c in row_of(found, "energy per token")][:2] == ["7.90 mJ", "0.002 mJ"], "nothing becomes 0"
 
 
-def test_of_runs_of_unequal_length_it_says_what_is_not_scaled() -> None:
+def test_unequal_lengths_give_scaling_warning() -> None:
     same = printed(compare.compare_summaries(healthy(), healthy()), 160)
     assert "not scaled" not in same
     b = healthy(2)

@@ -27,7 +27,7 @@ T0 = 1_790_000_000.0
 
 
 def record(run: RunDir, node: str, uuids: list[str], seconds: int, *, start: float = T0, attempt: int = 1) -> None:
-    """Samples of a node: GPU i at a utilization of (i + 1) / 10 and 100 (i + 1) W, sending 5 MB/s over PCIe."""
+    """Record a node: GPU i has a utilization of (i + 1) / 10, uses 100 (i + 1) W and sends 5 MB/s over PCIe."""
     fast, slow = fields.column_names(len(uuids), [], fields.FAST), fields.column_names(len(uuids), [], fields.SLOW)
     folder = run.attempt(attempt).telemetry / node
     gpus = [GpuFacts(uuid) for uuid in uuids]
@@ -131,7 +131,7 @@ def test_samples_of_two_nodes_on_one_grid(run: RunDir) -> None:
     assert "2 s" in found.source and found.choice is None
 
 
-def test_whole_job_and_nodes_are_over_the_gpus_that_have_a_value(run: RunDir) -> None:
+def test_pooled_curves_ignore_missing_gpus(run: RunDir) -> None:
     record(run, "a", ["U0", "U1"], 200)
     record(run, "b", ["U2", "U3", "U4"], 100)
     gpus = [gpu("a", "U0"), gpu("a", "U1"), *(gpu("b", f"U{i}") for i in (2, 3, 4))]
@@ -145,7 +145,7 @@ def test_whole_job_and_nodes_are_over_the_gpus_that_have_a_value(run: RunDir) ->
     assert np.isnan(found.nodes.values["power_w"][1, late])
 
 
-def test_a_long_run_is_read_from_its_rollup_in_few_points(run: RunDir) -> None:
+def test_long_run_uses_rollup(run: RunDir) -> None:
     record(run, "a", ["U0"], 4 * 3600 + 600)
     found = build_curves(run, summary([gpu("a", "U0")], 4 * 3600 + 600))
     assert found.gpus.step_s == 60 and found.source == "Each point is the mean of 1 min."
@@ -154,7 +154,7 @@ def test_a_long_run_is_read_from_its_rollup_in_few_points(run: RunDir) -> None:
     assert known(use) == pytest.approx(0.1, rel=1e-3)
 
 
-def test_two_attempts_and_the_pause_between_them(run: RunDir) -> None:
+def test_two_attempts_with_pause(run: RunDir) -> None:
     record(run, "a", ["U0"], 100)
     record(run, "a", ["U0"], 100, start=T0 + 300, attempt=2)
     found = build_curves(run, summary([gpu("a", "U0")], 400, attempts=2))
@@ -163,7 +163,7 @@ def test_two_attempts_and_the_pause_between_them(run: RunDir) -> None:
     assert there[5] and there[-5] and not there[pause].any()
 
 
-def test_only_what_the_summary_covers(run: RunDir) -> None:
+def test_curves_cover_only_the_summary(run: RunDir) -> None:
     record(run, "a", ["U0", "U1"], 200)
     record(run, "b", ["U2"], 200)
     found = build_curves(run, summary([gpu("a", "U1")], 50, start=T0 + 100))
@@ -172,7 +172,7 @@ def test_only_what_the_summary_covers(run: RunDir) -> None:
     assert found.gpus.points * found.gpus.step_s <= 60 and found.node_names == ["a"]
 
 
-def test_steps_of_training(run: RunDir) -> None:
+def test_training_curves(run: RunDir) -> None:
     record(run, "a", ["U0"], 100)
     rows = [{"step": i, "t": T0 + 10 * i, "step_s": 10.0, "loss": 3.0 - i / 10, "lr": 1e-4} for i in range(10)]
     rows += [{"step": 10, "t": T0 + 99, "step_s": "broken", "loss": None}, {"step": 11, "t": None, "loss": 1.0}]
@@ -189,7 +189,7 @@ def many(nodes: int, each: int) -> list[GpuSummary]:
     return [gpu(f"n{n:03d}", f"U{n}-{i}", 0.9 if n else 0.2) for n in range(nodes) for i in range(each)]
 
 
-def test_of_many_gpus_the_worst_have_curves_and_the_page_is_told(run: RunDir) -> None:
+def test_worst_of_many_gpus_have_curves(run: RunDir) -> None:
     gpus = many(20, 8)
     gpus[100] = msgspec.structs.replace(gpus[100], utilization=None)
     whole = summary(gpus, 7 * 86400)
@@ -199,10 +199,10 @@ def test_of_many_gpus_the_worst_have_curves_and_the_page_is_told(run: RunDir) ->
     assert 9 * 8 + 3 in found.chosen, "a note names it"
     assert set(range(8)) <= set(found.chosen), "the least used"
     assert 100 in found.chosen, "nobody knows how much it was used"
-    assert found.choice is not None and "64 of 160 GPUs" in found.choice and "notes name" in found.choice
+    assert found.choice is not None and "64 of 160 GPUs" in found.choice and "named in notes" in found.choice
 
 
-def test_the_heat_map_has_every_gpu_also_of_many(run: RunDir) -> None:
+def test_heat_map_has_every_gpu(run: RunDir) -> None:
     for n in range(70):
         record(run, f"n{n:03d}", [f"U{n}-0"], 70)
     found = build_curves(run, summary(many(70, 1), 600))
@@ -212,7 +212,7 @@ def test_the_heat_map_has_every_gpu_also_of_many(run: RunDir) -> None:
     assert found.choice is not None and "64 of 70 GPUs" in found.choice and "64 of 70 nodes" in found.choice
 
 
-def test_without_samples_and_with_damaged_ones(run: RunDir) -> None:
+def test_missing_and_damaged_samples(run: RunDir) -> None:
     nothing = msgspec.structs.replace(summary([], 0), window=TimeWindow(None, None))
     assert build_curves(run, nothing).overall.values == {}
     record(run, "a", ["U0"], 60)
@@ -223,8 +223,8 @@ def test_without_samples_and_with_damaged_ones(run: RunDir) -> None:
     assert not np.isfinite(found.gpus.values["power_w"][1]).any()
 
 
-def test_a_million_steps_take_the_memory_of_their_curves(run: RunDir) -> None:
-    """Not of their rows, each with all that was logged."""
+def test_million_steps_take_bounded_memory(run: RunDir) -> None:
+    """Memory does not grow with the number of logged rows."""
     row = '{"step":%d,"t":%f,"step_s":1.0,"loss":2.5,' + ",".join(f'"layer{i}":0.125' for i in range(10)) + "}\n"
     steps = 50_000
     path = run.metrics_path(1)

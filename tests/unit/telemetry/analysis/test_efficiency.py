@@ -1,4 +1,4 @@
-"""What a run's training got for its time and energy."""
+"""Training progress per time and energy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clustertrain.telemetry.report_schema import GpuSummary, Timeline, TrainingS
 from tests.unit.run.histories import History
 
 TOKENS = 1000
-FLOPS = 6e12  # a step
+FLOPS = 6e12  # per step
 
 
 def gpu(name: str | None = "NVIDIA H100 80GB HBM3", parent: str | None = None) -> GpuSummary:
@@ -37,40 +37,40 @@ def plan(history: History, *, tokens: int = TOKENS, flops: float | None = FLOPS,
 
 
 def train(history: History, n: int, first: int, last: int, seconds: float, *, ranks: int = 2, **more: Any) -> None:
-    told = history.attempt(n, 100.0 * n)
-    told.t = 100.0 * n
-    told.event("session_started", world_size=ranks)
+    attempt_log = history.attempt(n, 100.0 * n)
+    attempt_log.t = 100.0 * n
+    attempt_log.event("session_started", world_size=ranks)
     for step in range(first, last + 1):
-        told.step(step, seconds, tokens=TOKENS, **{"tokens_per_s": TOKENS / seconds, "loss": 1.0 / step, **more})
-    told.write()
+        attempt_log.step(step, seconds, tokens=TOKENS, **{"tokens_per_s": TOKENS / seconds, "loss": 1.0 / step, **more})
+    attempt_log.write()
 
 
-def of(history: History, energy_j: float | None = None, *gpus: GpuSummary) -> TrainingSummary:
+def summarize(history: History, energy_j: float | None = None, *gpus: GpuSummary) -> TrainingSummary:
     found = summarize_training(history.run, attempts.load_attempts(history.run), Energy(energy_j), gpus)
     assert found is not None
     return found
 
 
-def test_a_step_that_was_repeated_counts_once_and_its_energy_is_paid(tmp_path: Path) -> None:
+def test_repeated_step_counts_once_but_costs_energy(tmp_path: Path) -> None:
     history = History(tmp_path)
     plan(history)
     train(history, 1, 1, 20, 1.0)
     train(history, 2, 11, 30, 0.5)
-    found = of(history, 60_000.0, gpu(), gpu())
+    found = summarize(history, 60_000.0, gpu(), gpu())
     assert found.steps == 30 and found.tokens == pytest.approx(30 * TOKENS)
     assert found.joules_per_token == pytest.approx(2.0)
     assert found.loss == pytest.approx(1 / 30)
-    # Steps 6 to 10 of the first attempt and 16 to 30 of the second: five to warm up are left out of each.
+    # Steps 6 to 10 of the first attempt and 16 to 30 of the second: each without five warm-up steps.
     assert found.tokens_per_s == pytest.approx(20 * TOKENS / (5 * 1.0 + 15 * 0.5))
     assert found.step_s is not None and (found.step_s.p50, found.step_s.max) == pytest.approx((0.5, 1.0))
     assert found.samples == 300
 
 
-def test_mfu_is_the_plans_flops_over_the_data_sheets_rate(tmp_path: Path) -> None:
+def test_mfu_uses_plan_flops_and_data_sheet_rate(tmp_path: Path) -> None:
     history = History(tmp_path)
     plan(history)
     train(history, 1, 1, 20, 0.1)
-    found = of(history, None, gpu(), gpu())
+    found = summarize(history, None, gpu(), gpu())
     assert found.tokens_per_s_per_gpu == pytest.approx(TOKENS / 0.1 / 2)
     assert found.mfu == pytest.approx(FLOPS / 0.1 / 2 / 989.4e12, rel=0.001)
     assert found.energy_j is None and found.joules_per_token is None
@@ -80,54 +80,53 @@ def test_mfu_is_the_plans_flops_over_the_data_sheets_rate(tmp_path: Path) -> Non
     ("gpus", "flops"),
     [([], FLOPS), ([gpu("Some Card 9000")], FLOPS), ([gpu(), gpu(None)], FLOPS), ([gpu(parent="GPU-1")], FLOPS),
      ([gpu()], None)],
+    ids=["no-gpu", "unknown-gpu", "one-unnamed-gpu", "mig-slice", "unknown-flops"],
 )  # fmt: skip
-def test_without_known_gpus_or_flops_there_is_no_mfu(
-    tmp_path: Path, gpus: list[GpuSummary], flops: float | None
-) -> None:
+def test_no_mfu_without_known_gpus_or_flops(tmp_path: Path, gpus: list[GpuSummary], flops: float | None) -> None:
     history = History(tmp_path)
     plan(history, flops=flops)
     train(history, 1, 1, 20, 0.1)
-    found = of(history, None, *gpus)
+    found = summarize(history, None, *gpus)
     assert found.mfu is None and found.tokens_per_s == pytest.approx(TOKENS / 0.1)
     assert (found.tokens_per_s_per_gpu is None) == (not gpus)
 
 
-def test_attempts_on_unlike_numbers_of_ranks_are_weighed(tmp_path: Path) -> None:
+def test_attempts_are_weighted_by_ranks(tmp_path: Path) -> None:
     history = History(tmp_path)
     plan(history, ranks=4)
     train(history, 1, 1, 15, 1.0, ranks=4)
     train(history, 2, 16, 30, 2.0, ranks=2)
-    found = of(history, None, gpu())
+    found = summarize(history, None, gpu())
     assert found.tokens_per_s_per_gpu == pytest.approx(20 * TOKENS / (10 * 1.0 * 4 + 10 * 2.0 * 2))
 
 
-def test_images_have_samples_and_no_tokens(tmp_path: Path) -> None:
+def test_images_have_samples_but_no_tokens(tmp_path: Path) -> None:
     history = History(tmp_path)
     plan(history, tokens=0, flops=None)
     train(history, 1, 1, 3, 0.5, tokens_per_s=None)
-    found = of(history, 500.0, gpu())
+    found = summarize(history, 500.0, gpu())
     assert found.tokens is None and found.tokens_per_s is None and found.joules_per_token is None
     assert found.samples == 30 and found.samples_per_s == pytest.approx(10 / 0.5)
 
 
-def test_the_wait_for_data_is_a_share_of_the_steps(tmp_path: Path) -> None:
+def test_data_wait_is_share_of_steps(tmp_path: Path) -> None:
     history = History(tmp_path)
     plan(history)
-    told = history.attempt(1, 0.0)
+    attempt_log = history.attempt(1, 0.0)
     for step in range(1, 11):
-        told.step(step, 2.0, wait_s=0.5)
-    told.write()
-    assert of(history).data_wait_share == pytest.approx(0.25)
+        attempt_log.step(step, 2.0, wait_s=0.5)
+    attempt_log.write()
+    assert summarize(history).data_wait_share == pytest.approx(0.25)
 
 
-def test_a_loss_that_is_no_number_is_not_one(tmp_path: Path) -> None:
+def test_nonfinite_loss_is_none(tmp_path: Path) -> None:
     history = History(tmp_path)
     train(history, 1, 1, 3, 0.5, loss=float("nan"))
-    found = of(history)
+    found = summarize(history)
     assert found.loss is None and found.steps == 3 and found.samples is None
 
 
-def test_a_run_without_a_step_has_no_summary(tmp_path: Path) -> None:
+def test_run_without_steps_has_no_summary(tmp_path: Path) -> None:
     history = History(tmp_path)
     history.attempt(1, 1.0).write()
     assert summarize_training(history.run, attempts.load_attempts(history.run), 5.0, []) is None

@@ -1,4 +1,4 @@
-"""How full the GPUs are, from the totals alone."""
+"""Peak GPU memory from the totals."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from clustertrain.telemetry.analysis.peak_memory import read_peak_memory_gib
 from tests.unit.telemetry.runs import busy, gpu, new_attempt, new_run, record
 
 
-def test_the_fullest_gpu_of_all_nodes(tmp_path: Path) -> None:
+def test_fullest_gpu_of_all_nodes(tmp_path: Path) -> None:
     attempt = new_attempt(new_run(tmp_path), nodes=("n1", "n2"))
     record(attempt, [(gpu(0), busy(used_gib=60.0)), (gpu(1), busy(used_gib=61.5))])
     record(attempt, [(gpu(0, node="n2"), busy(used_gib=58.0)), (gpu(1, node="n2"), lambda s: None)], node="n2")
     assert read_peak_memory_gib([attempt]) == 61.5
 
 
-def test_the_newest_attempt_that_has_figures_counts(tmp_path: Path) -> None:
+def test_newest_attempt_with_totals_counts(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     first, second, third = (new_attempt(run, n) for n in (1, 2, 3))
     record(first, [(gpu(0), busy(used_gib=70.0))])
@@ -29,7 +29,7 @@ def test_the_newest_attempt_that_has_figures_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x1f\x8b\x08", b"not gzip at all"])
-def test_totals_that_cannot_be_read_are_left_out(tmp_path: Path, damage: bytes) -> None:
+def test_unreadable_totals_are_skipped(tmp_path: Path, damage: bytes) -> None:
     attempt = new_attempt(new_run(tmp_path), nodes=("n1", "n2"))
     record(attempt, [(gpu(0), busy(used_gib=60.0))])
     record(attempt, [(gpu(0, node="n2"), busy(used_gib=70.0))], node="n2")

@@ -25,7 +25,7 @@ def codes(summary: Summary) -> list[str]:
     return [n.code for n in summary.notes if n.code != "energy"]
 
 
-def test_one_entry_for_every_allocated_gpu_on_all_nodes_over_all_attempts(run: RunDir) -> None:
+def test_one_entry_per_allocated_gpu(run: RunDir) -> None:
     first, second = new_attempt(run, 1, "10", ["n1", "n2"]), new_attempt(run, 2, "11", ["n1", "n3"])
     for attempt, nodes, start in ((first, ("n1", "n2"), T0), (second, ("n1", "n3"), T0 + 500)):
         for node in nodes:
@@ -49,14 +49,14 @@ def test_one_entry_for_every_allocated_gpu_on_all_nodes_over_all_attempts(run: R
     assert only.window.start == T0 + 500
 
 
-def test_figures_and_units(run: RunDir) -> None:
+def test_values_and_units(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), lambda s: [s / 100, s * GIB / 2, 100.0 + s, 40, 1500, 2619, 7.0 * s])])
     (found,) = summarize(run).gpus
     assert found.utilization is not None
     assert found.memory_used_gib is not None
     use = found.utilization
     assert (use.mean, use.max) == (0.495, 0.99)
-    # From a histogram with bins of 2 %, and whole hundredths to lie in it.
+    # From a histogram with 2 % bins.
     assert (use.p5, use.p50, use.p95) == pytest.approx((0.04, 0.49, 0.94), rel=0.02)
     assert found.memory_used_gib.max == 49.5
     assert found.memory_total_gib == 80.0
@@ -71,7 +71,7 @@ def test_figures_and_units(run: RunDir) -> None:
     assert (host.processes.rss_gib.max, host.processes.count_max) == (108.0, 51)
 
 
-def test_the_json_has_the_documented_keys(run: RunDir) -> None:
+def test_json_has_documented_keys(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), busy(0.0))])
     found = msgspec.json.decode(msgspec.json.encode(summarize(run)))
     assert set(found) >= {"run", "job_id", "window", "coverage", "attempts", "gpus", "hosts", "notes"}
@@ -84,7 +84,7 @@ def test_the_json_has_the_documented_keys(run: RunDir) -> None:
     assert set(found["notes"][0]) == {"severity", "code", "text", "fix", "node", "uuid", "rank"}
 
 
-def test_a_field_that_failed_is_null_with_its_reason_and_the_notes_stay(run: RunDir) -> None:
+def test_failed_field_is_null_with_reason(run: RunDir) -> None:
     def no_power(s: int) -> Row:
         return [0.0, GIB, None, 40, None if s < 25 else 300, 2619, None]
 
@@ -101,17 +101,17 @@ def test_a_field_that_failed_is_null_with_its_reason_and_the_notes_stay(run: Run
     assert codes(found) == ["gpu_unused", "field_missing", "gpu_hours_wasted"]
 
 
-def test_energy_from_power_where_there_is_no_counter(run: RunDir) -> None:
+def test_energy_from_power_without_counter(run: RunDir) -> None:
     def no_counter(s: int) -> Row:
         return [0.8, GIB, 200.0, 40, 1500, 2619, None]
 
-    # A gap of 40 s in the middle: what was drawn then is not known, and not made up.
+    # The energy in a gap of 40 s in the middle is unknown and not interpolated.
     record(new_attempt(run), [(gpu(0), no_counter)], skip=lambda s: 30 <= s < 70)
     (entry,) = summarize(run).gpus
     assert (entry.energy_j, entry.energy_source) == (200.0 * (30 + 30), "power")
 
 
-def test_the_energy_counter_that_begins_anew(run: RunDir) -> None:
+def test_energy_counter_reset(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), lambda s: [0.8, GIB, 10.0, 40, 1, 1, 1e6 + 10 * s if s < 50 else 10.0 * s])])
     (entry,) = summarize(run).gpus
     assert entry.energy_j == 10.0 * (49 + 49)
@@ -124,7 +124,7 @@ def test_energy_adds_up_per_attempt(run: RunDir) -> None:
     assert entry.energy_j == 2 * 99 * 400.0
 
 
-def test_coverage_counts_what_the_agent_was_up_for(run: RunDir) -> None:
+def test_coverage_counts_agent_uptime(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), busy())], seconds=80, skip=lambda s: s >= 40 and s < 60, ended=99.5)
     found = summarize(run)
     assert found.coverage == 0.6
@@ -134,7 +134,7 @@ def test_coverage_counts_what_the_agent_was_up_for(run: RunDir) -> None:
     assert "60% of its samples (60 of 100)" in found.notes[0].text
 
 
-def test_a_lost_gpu_lowers_the_coverage_and_is_a_note(run: RunDir) -> None:
+def test_lost_gpu_lowers_coverage(run: RunDir) -> None:
     attempt = new_attempt(run)
     reason = "GPU_IS_LOST: gone"
     reasons = [Reason(50.0, 1, f, reason) for f in ("utilization", "power_w")]
@@ -165,7 +165,7 @@ def test_nearly_full_memory(run: RunDir) -> None:
     assert "78.0 of 80.0 GiB" in found.notes[0].text
 
 
-def test_without_nvml_the_reason_is_told_and_the_host_stays(run: RunDir) -> None:
+def test_missing_nvml_gives_reason_and_keeps_host(run: RunDir) -> None:
     reason = "LIBRARY_NOT_FOUND: libnvidia-ml.so.1 not found: no NVIDIA driver on this machine"
     record(new_attempt(run), [], nvml=reason)
     found = summarize(run)
@@ -176,7 +176,7 @@ def test_without_nvml_the_reason_is_told_and_the_host_stays(run: RunDir) -> None
     assert reason in found.notes[0].text
 
 
-def test_a_node_whose_file_is_missing_counts_with_its_gpus(run: RunDir) -> None:
+def test_node_without_file_counts_its_gpus(run: RunDir) -> None:
     attempt = new_attempt(run)
     event(attempt, "agent_started", "n1", T0, gpus=[msgspec.to_builtins(gpu(0))])
     event(attempt, "ranks_ended", "n1", T0 + 59.5, ending="failed", exit_code=1)
@@ -188,7 +188,7 @@ def test_a_node_whose_file_is_missing_counts_with_its_gpus(run: RunDir) -> None:
     assert codes(found) == ["no_telemetry"]
 
 
-def test_an_allocated_gpu_that_nvml_does_not_list(run: RunDir) -> None:
+def test_allocated_gpu_missing_in_nvml(run: RunDir) -> None:
     reason = "NOT_FOUND: NVML lists no device with minor 2"
     missing = msgspec.structs.replace(gpu(2), uuid="missing-minor-2", index=None, name=None, reason=reason)
     missing = msgspec.structs.replace(missing, memory_total_bytes=None)
@@ -199,7 +199,7 @@ def test_an_allocated_gpu_that_nvml_does_not_list(run: RunDir) -> None:
     assert "gpu_missing" in codes(found)
 
 
-def test_a_run_without_telemetry(run: RunDir) -> None:
+def test_run_without_telemetry(run: RunDir) -> None:
     found = summarize(run)
     assert (found.gpus, found.hosts, found.coverage, found.window.start) == ([], [], None, None)
     assert codes(found) == ["no_telemetry"]
@@ -210,8 +210,9 @@ def test_a_run_without_telemetry(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("wanted", "uuids"),
     [("1", ["GPU-n1-1", "GPU-n2-1"]), ("n2:1", ["GPU-n2-1"]), ("gpu-N1", ["GPU-n1-0", "GPU-n1-1"])],
+    ids=["index", "node-and-index", "uuid-prefix"],
 )
-def test_choosing_gpus(run: RunDir, wanted: str, uuids: list[str]) -> None:
+def test_select_gpus(run: RunDir, wanted: str, uuids: list[str]) -> None:
     attempt = new_attempt(run)
     for node in ("n1", "n2"):
         record(attempt, [(gpu(i, node=node), busy()) for i in range(2)], node=node)
@@ -220,7 +221,7 @@ def test_choosing_gpus(run: RunDir, wanted: str, uuids: list[str]) -> None:
     assert {h.node for h in found.hosts} == {g.node for g in found.gpus}
 
 
-def test_what_cannot_be_chosen(run: RunDir) -> None:
+def test_invalid_selection_raises(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), busy())])
     with pytest.raises(UsageError, match="no allocated GPU") as e:
         summarize(run, SummaryRequest(gpu="n1:7"))
@@ -230,7 +231,7 @@ def test_what_cannot_be_chosen(run: RunDir) -> None:
     assert missing.value.fix == "attempts so far: 1"
 
 
-def test_since_counts_from_the_newest_sample(run: RunDir) -> None:
+def test_since_counts_from_newest_sample(run: RunDir) -> None:
     record(new_attempt(run, 1), [(gpu(0), busy(0.1))])
     record(new_attempt(run, 2), [(gpu(0), lambda s: busy(0.2 if s < 89.5 else 0.9)(s))], start=T0 + 1000)
     (entry,) = summarize(run, SummaryRequest(since_s=9.5)).gpus
@@ -247,14 +248,14 @@ def test_two_samplers_in_one_attempt(run: RunDir) -> None:
     assert (entry.samples, entry.expected, entry.utilization.mean) == (100, 100, 0.4)
 
 
-def test_the_samplers_failure_is_a_note(run: RunDir) -> None:
+def test_sampler_failure_is_note(run: RunDir) -> None:
     attempt = new_attempt(run)
     record(attempt, [(gpu(0), busy())], ended=400)
     event(attempt, "telemetry_failed", "n1", T0 + 100, reason="ValueError: a bug")
     assert codes(summarize(run)) == ["low_coverage", "telemetry_failed"]
 
 
-def test_a_clock_that_was_set_changes_no_coverage(run: RunDir) -> None:
+def test_clock_step_keeps_coverage(run: RunDir) -> None:
     attempt = new_attempt(run)
     record(attempt, [(gpu(0), busy())], seconds=600)
     # An hour forward, between the last sample and the end.
@@ -264,7 +265,7 @@ def test_a_clock_that_was_set_changes_no_coverage(run: RunDir) -> None:
     assert found.waste is not None and found.waste.gpu_hours == pytest.approx(600 / 3600, abs=0.001)
 
 
-def test_a_clock_that_was_set_makes_no_second_agent(run: RunDir) -> None:
+def test_clock_step_makes_no_second_agent(run: RunDir) -> None:
     attempt = new_attempt(run)
     record(attempt, [], nvml="DRIVER_NOT_LOADED: not yet", seconds=30)
     record(attempt, [(gpu(0), busy())], start=T0 + 28.0, mono=31.0, seconds=500)
@@ -273,11 +274,11 @@ def test_a_clock_that_was_set_makes_no_second_agent(run: RunDir) -> None:
     assert "two_agents" not in codes(found)
 
 
-def test_of_two_agents_the_longer_recording_counts(run: RunDir) -> None:
+def test_longer_recording_of_two_agents_counts(run: RunDir) -> None:
     attempt = new_attempt(run)
     record(attempt, [(gpu(0), busy(0.1))], seconds=60)
     record(attempt, [(gpu(0), busy(0.7))], start=T0 + 1, seconds=500)
-    record(attempt, [(gpu(0), busy(0.7))], start=T0 + 502, seconds=100)  # the driver came back
+    record(attempt, [(gpu(0), busy(0.7))], start=T0 + 502, seconds=100)  # the driver returned
     found = summarize(run)
     assert found.gpus[0].samples == found.gpus[0].expected == 600
     assert found.gpus[0].utilization is not None and found.gpus[0].utilization.mean == pytest.approx(0.7)
@@ -286,7 +287,7 @@ def test_of_two_agents_the_longer_recording_counts(run: RunDir) -> None:
     assert shown[np.isfinite(shown)] == pytest.approx(0.7)
 
 
-def test_nvml_that_came_late_is_missed(run: RunDir) -> None:
+def test_late_nvml_is_reported(run: RunDir) -> None:
     attempt = new_attempt(run)
     record(attempt, [], nvml="DRIVER_NOT_LOADED: not yet", seconds=500)
     record(attempt, [(gpu(0), busy()), (gpu(1), busy())], start=T0 + 500, seconds=100)
@@ -297,12 +298,12 @@ def test_nvml_that_came_late_is_missed(run: RunDir) -> None:
     assert found.waste is not None and found.waste.gpu_hours == pytest.approx(2 * 598 / 3600, abs=0.001)
     (note,) = (n for n in found.notes if n.code == "no_nvml")
     assert (note.severity, note.node) == ("warning", "n1")
-    assert note.text == "n1 had no GPU figures for 499 s: DRIVER_NOT_LOADED: not yet"
+    assert note.text == "n1 had no GPU samples for 499 s: DRIVER_NOT_LOADED: not yet"
     assert [v is not None for v in found.gpus[0].timeline.utilization].count(True) < 40
     assert build_curves(run, found).gpus.values["utilization"].shape[0] == 2
 
 
-def test_xids_are_counted_and_those_before_the_window_are_not(run: RunDir) -> None:
+def test_xids_before_window_are_not_counted(run: RunDir) -> None:
     attempt = new_attempt(run)
     record(attempt, [(gpu(0), busy())], seconds=300)
     event(attempt, "gpu_event", "n1", T0 + 10, uuid="GPU-n1-0", kind="xid", xid=94, count=1)
@@ -318,36 +319,36 @@ def test_xids_are_counted_and_those_before_the_window_are_not(run: RunDir) -> No
     assert "gpu_lost" not in codes(late)
 
 
-def test_a_gpu_that_two_nodes_of_one_machine_list_counts_once(run: RunDir) -> None:
+def test_gpu_listed_by_two_nodes_counts_once(run: RunDir) -> None:
     attempt = new_attempt(run, nodes=("n1", "n2"))
     for node in ("n1", "n2"):
         record(attempt, [(gpu(0, node="same"), busy())], node=node, seconds=101)
     found = summarize(run)
     assert [g.energy_j for g in found.gpus] == [400.0 * 100, None]
-    assert found.gpus[1].nulls["energy_j"] == "counted with another node, which has the same GPU"
+    assert found.gpus[1].nulls["energy_j"] == "counted for another node that has the same GPU"
     assert found.waste is not None and found.waste.gpu_hours == pytest.approx(100 / 3600, abs=0.0001)
     assert not any("of 2 GPUs told" in n.text for n in found.notes)
     assert summarize(run, SummaryRequest(gpu="n2:0")).gpus[0].energy_j == 400.0 * 100
 
 
-def test_energy_from_power_where_ticks_were_missed(run: RunDir) -> None:
+def test_energy_from_power_with_missed_ticks(run: RunDir) -> None:
     def no_counter(s: int) -> Row:
         return [0.8, GIB, 200.0, 40, 1500, 2619, None]
 
-    # A driver that answers every third second; and for 100 s not at all.
+    # The driver responds every third second, and not at all for 100 s.
     record(new_attempt(run), [(gpu(0), no_counter)], seconds=400, skip=lambda s: s % 3 != 0 or 201 <= s < 300)
     (entry,) = summarize(run).gpus
     assert entry.energy_j == pytest.approx(200.0 * 300, rel=0.02)
 
 
 def with_steps(run: RunDir, attempt: int, start: float, steps: int, tokens: int = 1000) -> None:
-    """A step a second."""
+    """Write metrics with one step per second."""
     log = fsio.JsonlAppender(run.metrics_path(attempt))
     log.append(*({"step": s, "t": start + s, "step_s": 1.0, "tokens_per_s": tokens} for s in range(1, steps + 1)))
     log.close()
 
 
-def test_energy_a_token_is_of_the_same_gpus_and_the_same_time(run: RunDir) -> None:
+def test_energy_per_token_uses_selected_time(run: RunDir) -> None:
     def joules(request: SummaryRequest = WHOLE_RUN) -> float | None:
         found = summarize(run, request).training
         return None if found is None else found.joules_per_token
@@ -366,7 +367,7 @@ def test_energy_a_token_is_of_the_same_gpus_and_the_same_time(run: RunDir) -> No
     assert found is not None and found.energy_j == 2 * 100 * 400.0
 
 
-def test_energy_a_token_needs_all_gpus(run: RunDir) -> None:
+def test_energy_per_token_needs_all_gpus(run: RunDir) -> None:
     def mute(s: int) -> Row:
         return [0.8, GIB, None, 40, 1500, 2619, None]
 
@@ -378,8 +379,8 @@ def test_energy_a_token_needs_all_gpus(run: RunDir) -> None:
     assert found is not None and (found.energy_j, found.joules_per_token) == (400.0 * 100, None)
 
 
-def test_the_waste_of_a_part_of_the_run_is_its_own(run: RunDir) -> None:
-    """Attempt 1 trains from its 20th second on; 2 all the time, and does its steps once more."""
+def test_waste_of_selected_part(run: RunDir) -> None:
+    """Attempt 1 trains from its 20th second on; attempt 2 repeats its steps all the time."""
     for n in (1, 2):
         start = T0 + 1000 * n
         attempt = new_attempt(run, n)
@@ -398,7 +399,7 @@ def test_the_waste_of_a_part_of_the_run_is_its_own(run: RunDir) -> None:
     assert late.wasted_gpu_hours == 0.0
 
 
-def test_the_waste_of_the_run_is_not_shown_as_that_of_a_part_of_it(run: RunDir) -> None:
+def test_waste_of_run_is_not_used_for_a_part(run: RunDir) -> None:
     for n in (1, 2):
         record(new_attempt(run, n), [(gpu(0), busy())], start=T0 + 1000 * n, seconds=101)
     whole = summarize(run)
@@ -410,14 +411,14 @@ def test_the_waste_of_the_run_is_not_shown_as_that_of_a_part_of_it(run: RunDir) 
         assert found.goodput is not None and found.goodput != known
 
 
-def test_time_whose_use_nobody_told_is_no_waste(run: RunDir) -> None:
+def test_unexplained_time_is_no_waste(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), busy())], seconds=101)
     goodput = Goodput(wall_s=100.0, queue_s=20.0, startup_s=8.0, other_s=72.0)
     waste = summarize(run, SummaryRequest(goodput=goodput)).waste
     assert waste is not None and waste.by_cause == {"startup": pytest.approx(0.1 * 100 / 3600, abs=0.0001)}
 
 
-def test_a_reboot_between_two_attempts_sets_no_clock(run: RunDir) -> None:
+def test_reboot_is_no_clock_step(run: RunDir) -> None:
     for n, start in ((1, T0), (2, T0 + 1000)):
         attempt = new_attempt(run, n)
         record(attempt, [(gpu(0), busy())], start=start, mono=50.0)

@@ -1,4 +1,4 @@
-"""What the exporter says of a snapshot, as Prometheus's own parser reads it."""
+"""Metrics of a snapshot as parsed by Prometheus's parser."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from tests.unit.telemetry.snapshots import GIB, LABELS, full, mig_slice, snapsho
 Series = tuple[str, frozenset[tuple[str, str]]]
 
 
-def said(feed: Feed) -> dict[Series, float]:
+def scrape(feed: Feed) -> dict[Series, float]:
     families = parse(render(feed).decode())
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 
 
-def of(snap: Snapshot) -> dict[Series, float]:
+def scrape_snapshot(snap: Snapshot) -> dict[Series, float]:
     feed = Feed(LABELS, 1.0)
     feed.observe(snap)
-    return said(feed)
+    return scrape(feed)
 
 
 def series(name: str, /, **labels: str) -> Series:
@@ -49,7 +49,7 @@ def names(found: Mapping[Series, float]) -> set[str]:
 GPU1 = {"gpu": "1", "uuid": "GPU-1", "rank": "9"}
 
 
-def test_values_are_in_base_units_under_names_that_say_so() -> None:
+def test_values_are_in_base_units() -> None:
     values = {
         "gpu1.utilization": 0.87,
         "gpu1.sm_clock_mhz": 1980.0,
@@ -61,7 +61,7 @@ def test_values_are_in_base_units_under_names_that_say_so() -> None:
         "rank9.step": 120.0,
         "rank9.phase": float(PHASES.index("train")),
     }
-    found = of(snapshot(values))
+    found = scrape_snapshot(snapshot(values))
     assert found[series("clustertrain_gpu_utilization_ratio", **GPU1)] == 0.87
     assert found[series("clustertrain_gpu_sm_clock_hertz", **GPU1)] == 1.98e9
     assert found[series("clustertrain_gpu_power_watts", **GPU1)] == 512.5
@@ -75,16 +75,18 @@ def test_values_are_in_base_units_under_names_that_say_so() -> None:
     assert found[series("clustertrain_gpu_info", **GPU1, name="H100", minor="1", parent="")] == 1
 
 
-def test_what_is_missing_is_absent_and_a_zero_is_a_zero() -> None:
-    """rezolus#1196, slurm-job-exporter#53: what is not known must not be shown as 0."""
-    found = of(snapshot({"gpu0.utilization": math.nan, "gpu1.utilization": 0.0, "gpu0.power_w": math.nan}))
+def test_missing_value_is_absent_and_zero_is_kept() -> None:
+    """rezolus#1196, slurm-job-exporter#53: unknown values must not be shown as 0."""
+    found = scrape_snapshot(snapshot({"gpu0.utilization": math.nan, "gpu1.utilization": 0.0, "gpu0.power_w": math.nan}))
     assert [v for (name, _), v in found.items() if name == "clustertrain_gpu_utilization_ratio"] == [0.0]
     assert "clustertrain_gpu_power_watts" not in names(found)
     assert b"clustertrain_gpu_power_watts" not in render(Feed(LABELS, 1.0))
 
 
-def test_columns_of_later_versions_and_of_gpus_that_are_not_there_are_left_out() -> None:
-    found = of(snapshot({"gpu0.aura": 1.0, "gpu7.utilization": 1.0, "moon0.phase": 1.0, "rank99.step": 1.0}))
+def test_unknown_columns_are_left_out() -> None:
+    found = scrape_snapshot(
+        snapshot({"gpu0.aura": 1.0, "gpu7.utilization": 1.0, "moon0.phase": 1.0, "rank99.step": 1.0})
+    )
     assert names(found) == {
         "clustertrain_gpu_info",
         "clustertrain_gpu_memory_total_bytes",
@@ -94,25 +96,25 @@ def test_columns_of_later_versions_and_of_gpus_that_are_not_there_are_left_out()
     }
 
 
-def test_figures_of_a_sampler_that_hangs_go_and_its_last_word_stays() -> None:
+def test_stale_snapshot_is_not_exported() -> None:
     feed = Feed(LABELS, 1.0)
     old = snapshot(full(), age_s=STALE_S + 1)
     feed.observe(old)
-    found = said(feed)
+    found = scrape(feed)
     assert not any(name.startswith(("clustertrain_gpu", "clustertrain_rank", "clustertrain_host")) for name, _ in found)
     assert found[series("clustertrain_sampler_last_sample_timestamp_seconds")] == old.t
     feed.observe(snapshot(full()))
-    assert series("clustertrain_gpu_utilization_ratio", **GPU1) in said(feed)
+    assert series("clustertrain_gpu_utilization_ratio", **GPU1) in scrape(feed)
 
 
-def test_samples_that_were_due_and_did_not_come_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missed_samples_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     feed = Feed(LABELS, 2.0)
     now = clock.monotonic()
     monkeypatch.setattr(clock, "monotonic", lambda: now)
     for ago in (10.0, 7.9, 6.1, 0.0):
         feed.observe(snapshot({}, mono=now - ago))
     assert (feed.samples, feed.missed) == (4, 2)
-    # A sampler that hangs in the driver says nothing: its samples are missing as time goes by, and are counted once.
+    # The missed samples of a sampler that hangs in the driver are counted as time passes, and only once.
     missed = []
     for ahead in (1.9, 2.1, 3.9, 6.1, 7.9):
         monkeypatch.setattr(clock, "monotonic", lambda ahead=ahead: now + ahead)
@@ -122,31 +124,31 @@ def test_samples_that_were_due_and_did_not_come_are_counted(monkeypatch: pytest.
     assert feed.missed == 5
 
 
-def test_xids_count_by_number_and_repeats_can_be_told() -> None:
-    """dcgm-exporter#500, #190: a gauge with the last number hides that it came again."""
+def test_xids_are_counted_by_number() -> None:
+    """dcgm-exporter#500, #190: a gauge with the last XID hides repetitions."""
     feed = Feed(LABELS, 1.0)
     feed.observe(snapshot({}))
-    assert not {n for n in names(said(feed)) if "xid" in n}  # nobody watches: not known is not none
+    assert not {n for n in names(scrape(feed)) if "xid" in n}  # not watched: unknown differs from 0
     feed.watch_xids(["GPU-1"])
-    assert said(feed)[series("clustertrain_gpu_xids_total", **GPU1)] == 0
+    assert scrape(feed)[series("clustertrain_gpu_xids_total", **GPU1)] == 0
     for xid, count in ((79, 1), (31, 1), (79, 3)):
         feed.record_xid("GPU-1", xid, count)
-    feed.watch_xids(["GPU-1"])  # NVML was opened again
-    found = said(feed)
+    feed.watch_xids(["GPU-1"])  # NVML was reopened
+    found = scrape(feed)
     assert [v for (name, _), v in found.items() if name == "clustertrain_gpu_xids_total"] == [5]
     assert found[series("clustertrain_gpu_xids_by_number_total", **GPU1, xid="79")] == 4
     assert found[series("clustertrain_gpu_xids_by_number_total", **GPU1, xid="31")] == 1
 
 
-def test_a_mig_slice_tells_whose_it_is() -> None:
+def test_mig_slice_names_its_gpu() -> None:
     snap = Snapshot(1.0, snapshot({}).mono, "node1", [mig_slice("GPU-7")], [], {})
-    (info,) = [dict(labels) for name, labels in of(snap) if name == "clustertrain_gpu_info"]
+    (info,) = [dict(labels) for name, labels in scrape_snapshot(snap) if name == "clustertrain_gpu_info"]
     assert (info["uuid"], info["parent"]) == ("MIG-1", "GPU-7")
 
 
-def test_a_gpu_that_could_not_be_opened_is_there_without_what_is_not_known() -> None:
+def test_unopened_gpu_is_exported_without_values() -> None:
     snap = Snapshot(1.0, snapshot({}).mono, "node1", [GpuFacts("GPU-x", reason="GPU_IS_LOST")], [], {})
-    found = of(snap)
+    found = scrape_snapshot(snap)
     unknown = {"gpu": "", "uuid": "GPU-x", "rank": "", "name": "", "minor": "", "parent": ""}
     assert found[series("clustertrain_gpu_info", **unknown)] == 1
     assert "clustertrain_gpu_memory_total_bytes" not in names(found)
@@ -155,17 +157,17 @@ def test_a_gpu_that_could_not_be_opened_is_there_without_what_is_not_known() -> 
 def test_hostile_labels_are_escaped() -> None:
     feed = Feed(LABELS.__class__('a"b\\c\nd', "", 1, "n"), 1.0)
     feed.observe(snapshot({"host.cpu": 0.5}))
-    labels = [dict(labels) for name, labels in said(feed) if name == "clustertrain_host_cpu_ratio"]
+    labels = [dict(labels) for name, labels in scrape(feed) if name == "clustertrain_host_cpu_ratio"]
     assert labels == [{"run": 'a"b\\c\nd', "job_id": "", "attempt": "1", "node": "n"}]
 
 
-def test_every_field_has_a_metric_of_its_own() -> None:
+def test_every_field_has_distinct_metric() -> None:
     found = [m.name for known in METRICS.values() for m in known.values()]
     assert len(found) == len(set(found)) == len(fields.GPU) + len(fields.HOST) + len(fields.RANK)
-    assert names(of(snapshot(full()))) >= set(found)
+    assert names(scrape_snapshot(snapshot(full()))) >= set(found)
 
 
-def test_the_manual_has_what_is_no_recorded_field() -> None:
+def test_docs_list_extra_metrics() -> None:
     text = (ROOT / "docs" / "guides" / "metrics-export.md").read_text()
     for own in EXTRA_METRICS:
         short = own.metric.name.removeprefix("clustertrain_sampler")
@@ -174,12 +176,12 @@ def test_the_manual_has_what_is_no_recorded_field() -> None:
 
 
 def test_labels_are_bounded() -> None:
-    """One series a metric and device: nothing in a label changes from one sample to the next."""
+    """There is one series per metric and device: labels do not change between samples."""
     feed = Feed(LABELS, 1.0)
     shapes = []
     for step in range(3):
         feed.observe(snapshot({c: float(step) for c in full()}))
-        shapes.append(set(said(feed)))
+        shapes.append(set(scrape(feed)))
     assert shapes[0] == shapes[1] == shapes[2]
 
 
@@ -190,20 +192,20 @@ def _everything() -> Feed:
     return feed
 
 
-def test_it_is_valid_openmetrics_too() -> None:
-    """What Prometheus asks for first."""
+def test_output_is_valid_openmetrics() -> None:
+    """Prometheus requests OpenMetrics first."""
     text = openmetrics(build_registry(_everything())).decode()
     families = {f.name for f in parse_openmetrics(text)}
     assert "clustertrain_gpu_energy_joules" in families and "clustertrain_gpu_utilization_ratio" in families
 
 
-def test_promtool_finds_nothing_to_say() -> None:
+def test_promtool_reports_no_problems() -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed: slurm/install-packages")
     text = render(_everything())
     argv = ["promtool", "check", "metrics"]
     done = subprocess.run(argv, input=text, capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
-    # It does look.
+    # promtool does report errors.
     wrong = text.replace(b"_joules_total", b"_joules")
     assert subprocess.run(argv, input=wrong, capture_output=True, timeout=60, check=False).returncode != 0

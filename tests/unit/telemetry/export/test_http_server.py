@@ -1,4 +1,4 @@
-"""The exporter's page and file, over real sockets and folders."""
+"""The exporter's HTTP page and file, with real sockets and folders."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def export() -> Iterator[Callable[..., Watched]]:
 
 
 def free_port(count: int = 1) -> int:
-    """The first of so many ports in a row that are free: below those of clients, apart from other processes'."""
+    """Return the first of ``count`` consecutive free ports, below the range of client ports."""
     slots = 440
     for slot in range(slots):
         first = 10000 + 50 * ((os.getpid() + slot) % slots)
@@ -79,7 +79,7 @@ def get(port: int, host: str = "127.0.0.1") -> str:
         return text
 
 
-def test_a_scrape_has_the_newest_snapshot(export: Callable[..., Watched]) -> None:
+def test_scrape_has_newest_snapshot(export: Callable[..., Watched]) -> None:
     watched = export(port=free_port(PORT_ATTEMPTS))
     port = watched.started()
     assert get(port) == ""  # before the first tick
@@ -88,7 +88,7 @@ def test_a_scrape_has_the_newest_snapshot(export: Callable[..., Watched]) -> Non
         assert f'node="node1",run="demo-abcdef"}} {value}' in get(port)
 
 
-def test_nothing_of_the_agents_own_process(export: Callable[..., Watched]) -> None:
+def test_no_metrics_of_agent_process(export: Callable[..., Watched]) -> None:
     watched = export(port=free_port(PORT_ATTEMPTS))
     port = watched.started()
     watched.exporter.observe(snapshot(full()))
@@ -96,16 +96,14 @@ def test_nothing_of_the_agents_own_process(export: Callable[..., Watched]) -> No
     assert lines and all(line.startswith("clustertrain_") for line in lines)
 
 
-def test_a_port_that_is_taken_moves_it_to_the_next(export: Callable[..., Watched]) -> None:
+def test_taken_port_moves_to_next(export: Callable[..., Watched]) -> None:
     first = free_port(PORT_ATTEMPTS)
     with socket.create_server(("127.0.0.1", first)):
         assert export(port=first).started() == first + 1
         assert export(port=first).started() == first + 2
 
 
-def test_where_all_ports_are_taken_the_run_goes_on(
-    export: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ports_taken_is_event(export: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clustertrain.telemetry.export.http_server.PORT_ATTEMPTS", 1)
     first = free_port()
     with socket.create_server(("127.0.0.1", first)):
@@ -118,7 +116,7 @@ def test_where_all_ports_are_taken_the_run_goes_on(
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "no-such-host.invalid"])
-def test_an_address_of_somebody_else(address: str, export: Callable[..., Watched]) -> None:
+def test_foreign_address_is_event(address: str, export: Callable[..., Watched]) -> None:
     watched = export(port=free_port(), address=address)
     watched.exporter.start()
     name, fields = watched.next_event()
@@ -136,13 +134,13 @@ def test_ipv6(export: Callable[..., Watched]) -> None:
     assert "clustertrain_gpu_info" in get(port, "[::1]")
 
 
-def test_it_listens_on_the_loopback_alone(export: Callable[..., Watched]) -> None:
+def test_server_listens_only_on_loopback(export: Callable[..., Watched]) -> None:
     port = export(port=free_port(PORT_ATTEMPTS)).started()
-    with socket.create_server(("127.0.0.2", port)):  # else this would be "address already in use"
+    with socket.create_server(("127.0.0.2", port)):  # otherwise "address already in use"
         pass
 
 
-def test_the_port_is_given_back(export: Callable[..., Watched]) -> None:
+def test_port_is_released(export: Callable[..., Watched]) -> None:
     first = free_port(PORT_ATTEMPTS)
     for _ in range(2):
         watched = export(port=first)
@@ -152,7 +150,7 @@ def test_the_port_is_given_back(export: Callable[..., Watched]) -> None:
         assert watched.exporter.stop(WAIT_S)
 
 
-def test_it_ends_before_it_has_begun(export: Callable[..., Watched]) -> None:
+def test_stop_before_start_completes(export: Callable[..., Watched]) -> None:
     watched = export(port=free_port(PORT_ATTEMPTS))
     watched.exporter.start()
     assert watched.exporter.stop(WAIT_S)
@@ -160,7 +158,7 @@ def test_it_ends_before_it_has_begun(export: Callable[..., Watched]) -> None:
     assert never.exporter.stop(0.0)
 
 
-def test_clients_that_ask_nothing_hold_up_neither_the_sampler_nor_a_scrape(export: Callable[..., Watched]) -> None:
+def test_silent_clients_do_not_block(export: Callable[..., Watched]) -> None:
     watched = export(port=free_port(PORT_ATTEMPTS))
     port = watched.started()
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
@@ -175,7 +173,7 @@ def test_clients_that_ask_nothing_hold_up_neither_the_sampler_nor_a_scrape(expor
 
 
 @pytest.mark.parametrize("says", [b"", b"GET /metrics HTT", b"GET /metrics HTTP/1.0\r\nX: "])
-def test_a_scrape_is_served_beside_twenty_slow_clients(says: bytes, export: Callable[..., Watched]) -> None:
+def test_scrape_with_twenty_slow_clients(says: bytes, export: Callable[..., Watched]) -> None:
     watched = export(port=free_port(PORT_ATTEMPTS))
     port = watched.started()
     watched.exporter.observe(snapshot({"host.cpu": 0.125}))
@@ -191,7 +189,7 @@ def test_a_scrape_is_served_beside_twenty_slow_clients(says: bytes, export: Call
             client.close()
 
 
-def test_there_is_an_end_to_the_clients_that_it_takes(export: Callable[..., Watched]) -> None:
+def test_number_of_clients_is_limited(export: Callable[..., Watched]) -> None:
     watched = export(port=free_port(PORT_ATTEMPTS))
     port = watched.started()
     clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_CLIENTS + 4)]
@@ -208,7 +206,7 @@ def test_there_is_an_end_to_the_clients_that_it_takes(export: Callable[..., Watc
             client.close()
 
 
-def test_a_run_that_exports_nothing_imports_nothing_for_it() -> None:
+def test_no_imports_without_exporter() -> None:
     program = (
         "import sys; from clustertrain.telemetry.export.exporter import Exporter;"
         "from clustertrain.telemetry.export.feed import Labels; from clustertrain.config.telemetry import ExporterSpec;"
@@ -220,10 +218,10 @@ def test_a_run_that_exports_nothing_imports_nothing_for_it() -> None:
 
 
 class Files:
-    """A TextfileWriter whose thread is the test's own, but for the wait between two writes."""
+    """A TextfileWriter with a short interval, run in a thread."""
 
     def __init__(self, path: Path) -> None:
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
         self.written = threading.Semaphore(0)
         self.feed = Feed(LABELS, 1.0)
         self.feed.observe(snapshot(full()))
@@ -231,7 +229,7 @@ class Files:
         self.thread = threading.Thread(target=self.file.run, daemon=True)
 
     def _tell(self, name: str, **fields: Any) -> None:
-        self.told.append((name, fields))
+        self.events.append((name, fields))
         self.written.release()
 
     def begin(self) -> None:
@@ -239,7 +237,7 @@ class Files:
         assert self.written.acquire(timeout=WAIT_S)
 
 
-def test_the_file_is_whole_for_everybody_and_gone_at_the_end(tmp_path: Path) -> None:
+def test_textfile_is_readable_and_removed_at_end(tmp_path: Path) -> None:
     path = tmp_path / textfile.file_name(LABELS)
     files = Files(path)
     before = os.umask(0o077)
@@ -249,35 +247,35 @@ def test_the_file_is_whole_for_everybody_and_gone_at_the_end(tmp_path: Path) -> 
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert path.name == "clustertrain-4711-node1.prom"
-    for _ in range(50):  # replaced all the while
+    for _ in range(50):  # it is replaced meanwhile
         assert path.read_text().rstrip().splitlines()[-1].startswith("clustertrain_sampler_last_sample")
-        # node_exporter reads whatever ends in .prom.
+        # node_exporter reads every file that ends in .prom.
         assert [p for p in tmp_path.iterdir() if p.suffix == ".prom"] == [path]
     assert files.file.stop(WAIT_S)
     assert list(tmp_path.iterdir()) == []
-    assert files.told == [("exporter_started", {"textfile": str(path)})]
+    assert files.events == [("exporter_started", {"textfile": str(path)})]
 
 
-def test_a_folder_that_is_not_there_is_told_once_and_tried_again(tmp_path: Path) -> None:
+def test_missing_folder_is_reported_once_and_retried(tmp_path: Path) -> None:
     folder = tmp_path / "later"
     files = Files(folder / "x.prom")
     files.begin()
-    assert files.told[0] == ("exporter_failed", {"reason": f"{folder / 'x.prom'}: No such file or directory"})
+    assert files.events[0] == ("exporter_failed", {"reason": f"{folder / 'x.prom'}: No such file or directory"})
     folder.mkdir()
     assert files.written.acquire(timeout=WAIT_S)
-    assert [name for name, _ in files.told] == ["exporter_failed", "exporter_started"]
+    assert [name for name, _ in files.events] == ["exporter_failed", "exporter_started"]
     assert files.file.stop(WAIT_S)
 
 
-def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
+def test_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     files = Files(tmp_path / "file" / "x.prom")
     files.begin()
-    assert files.told[0][0] == "exporter_failed" and "Not a directory" in files.told[0][1]["reason"]
+    assert files.events[0][0] == "exporter_failed" and "Not a directory" in files.events[0][1]["reason"]
     assert files.file.stop(WAIT_S)
 
 
-def test_what_killed_agents_left_is_swept_away(tmp_path: Path) -> None:
+def test_files_of_killed_agents_are_removed(tmp_path: Path) -> None:
     old, fresh, others = (tmp_path / f"clustertrain-{n}-n.prom" for n in ("1", "2", "3"))
     foreign = tmp_path / "node.prom"
     for path in (old, fresh, others, foreign):
@@ -290,12 +288,12 @@ def test_what_killed_agents_left_is_swept_away(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {fresh.name, others.name, foreign.name}
 
 
-def test_both_at_once(tmp_path: Path, export: Callable[..., Watched]) -> None:
+def test_http_and_textfile_together(tmp_path: Path, export: Callable[..., Watched]) -> None:
     watched = export(port=free_port(PORT_ATTEMPTS), textfile=str(tmp_path))
     watched.exporter.start()
     watched.exporter.observe(snapshot(full()))
-    told = [watched.next_event() for _ in range(2)]
-    assert sorted(next(iter(fields)) for _, fields in told) == ["address", "textfile"]
+    events = [watched.next_event() for _ in range(2)]
+    assert sorted(next(iter(fields)) for _, fields in events) == ["address", "textfile"]
 
 
 @pytest.mark.parametrize(
@@ -304,6 +302,7 @@ def test_both_at_once(tmp_path: Path, export: Callable[..., Watched]) -> None:
         (Labels("gpt-abcdef", "12_3", 1, "n1.site.org"), "clustertrain-12_3-n1.site.org.prom"),
         (Labels("gpt-abcdef", "", 1, "a/../b c"), "clustertrain-gpt-abcdef-a_.._b_c.prom"),
     ],
+    ids=["job-id", "no-job-id"],
 )
-def test_file_names(labels: Labels, name: str) -> None:
+def test_textfile_names(labels: Labels, name: str) -> None:
     assert textfile.file_name(labels) == name

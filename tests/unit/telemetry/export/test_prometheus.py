@@ -1,4 +1,4 @@
-"""A real Prometheus reads the exporter, and answers every question of the Grafana dashboard."""
+"""A real Prometheus scrapes the exporter and evaluates every query of the Grafana dashboard."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Prometheus:
             nonlocal found
             try:
                 found = self.query(expr)
-            except OSError:  # it does not listen, or is not up yet
+            except OSError:  # it is not up yet
                 return False
             return bool(found)
 
@@ -70,7 +70,7 @@ class Prometheus:
 
 
 def _feed(exporter: Exporter, over: threading.Event) -> None:
-    """A node at work: every counter grows by 10 a tick."""
+    """Feed a working node: every counter grows by 10 per tick."""
     for tick in itertools.count():
         values = {c: 0.5 if "ratio" in c or "utilization" in c else 10.0 * tick for c in full()}
         values |= {"gpu0.utilization": 0.87, "gpu1.utilization": 0.0, "rank8.phase": float(PHASES.index("train"))}
@@ -109,7 +109,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 @pytest.mark.long
-def test_prometheus_has_the_values_with_their_labels(prometheus: Prometheus) -> None:
+def test_prometheus_has_values_with_labels(prometheus: Prometheus) -> None:
     (target,) = prometheus.get("/api/v1/targets")["data"]["activeTargets"]
     assert (target["health"], target["lastError"]) == ("up", "")
     found = {r["metric"]["uuid"]: r for r in prometheus.query("clustertrain_gpu_utilization_ratio")}
@@ -120,7 +120,7 @@ def test_prometheus_has_the_values_with_their_labels(prometheus: Prometheus) -> 
     assert [r["metric"]["uuid"] for r in prometheus.query("clustertrain_gpu_power_watts")] == ["GPU-0"]
     (xid,) = prometheus.query("clustertrain_gpu_xids_by_number_total")
     assert xid["metric"]["xid"] == "79" and xid["value"][1] == "1"
-    # Counters are counters: they have a rate.
+    # Counters have a rate.
     (joined,) = prometheus.query('rate(clustertrain_rank_tokens_total{rank="8"}[30s]) > 0')
     assert joined["metric"]["rank"] == "8"
 
@@ -131,7 +131,7 @@ def _expressions() -> list[str]:
 
 
 @pytest.mark.long
-def test_it_answers_every_question_of_the_dashboard(prometheus: Prometheus) -> None:
+def test_dashboard_queries_have_results(prometheus: Prometheus) -> None:
     silent = []
     filled = {"$__rate_interval": "30s", "$__range": "30s", "$run": ".*", "$job": ".*", "$node": ".*"}
     for expr in _expressions():
@@ -146,7 +146,7 @@ def test_it_answers_every_question_of_the_dashboard(prometheus: Prometheus) -> N
 
 
 @pytest.mark.long
-def test_it_answers_the_questions_of_the_manual(prometheus: Prometheus) -> None:
+def test_documented_queries_have_results(prometheus: Prometheus) -> None:
     lines = re.findall(
         r"^(?:clustertrain_|sum by).*$", (ROOT / "docs" / "guides" / "metrics-export.md").read_text(), re.MULTILINE
     )
@@ -156,11 +156,11 @@ def test_it_answers_the_questions_of_the_manual(prometheus: Prometheus) -> None:
     assert joined["metric"]["rank"] == "8"
 
 
-def test_the_dashboard_is_what_the_script_writes() -> None:
+def test_dashboard_matches_its_script() -> None:
     assert json.loads(DASHBOARD.read_text()) == dashboard.build(), "python slurm/grafana/dashboard.py"
 
 
-def test_the_dashboard_is_laid_out() -> None:
+def test_dashboard_layout() -> None:
     found = dashboard.build()
     ids = [p["id"] for p in found["panels"]]
     assert len(ids) == len(set(ids))

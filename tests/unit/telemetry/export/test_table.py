@@ -1,4 +1,4 @@
-"""``--csv`` and ``--parquet``: every sample, once, under its name."""
+"""``--csv`` and ``--parquet`` export every sample once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLOW = ["gpu0.processes", "gpu1.processes", "host.cpu", "rank4.memory_bytes"]
 
 
 def record(folder: Path, node: str = "node1", *, t: float = T0, seconds: int = 25) -> Path:
-    """Utilization is the second / 100, of the other GPU missing in the odd ones; slow figures at 0, 10, 20 …"""
+    """Record a segment: utilization is second / 100 (GPU 1: missing in odd seconds), slow fields at 0, 10, 20 …"""
     here = folder / node
     writer = Writer(here)
     gpus = [GpuFacts("GPU-a", 0, ranks=[4]), GpuFacts("GPU-b", 1)]
@@ -56,8 +56,8 @@ Write = Callable[..., list[Row]]
 def _by_csv(found: list[AttemptSegment], path: Path, choice: RowFilter = table.ALL_ROWS) -> list[Row]:
     write_csv(found, path, choice)
     rows = list(csv.DictReader(io.StringIO(path.read_text())))
-    words = {"node", "device", "uuid", "phase"}
-    return [{k: (v if k in words else float(v)) if v else None for k, v in row.items()} for row in rows]
+    text_fields = {"node", "device", "uuid", "phase"}
+    return [{k: (v if k in text_fields else float(v)) if v else None for k, v in row.items()} for row in rows]
 
 
 def _by_parquet(found: list[AttemptSegment], path: Path, choice: RowFilter = table.ALL_ROWS) -> list[Row]:
@@ -72,7 +72,7 @@ def write(request: pytest.FixtureRequest) -> Write:
     return found
 
 
-def test_a_row_a_moment_and_device(write: Write, tmp_path: Path) -> None:
+def test_one_row_per_time_and_device(write: Write, tmp_path: Path) -> None:
     rows = write(parts(record(tmp_path)), tmp_path / "out")
     assert list(rows[0]) == ["time_s", "attempt", "node", "device", "uuid", "rank", *FIELDS]
     assert [(r["time_s"] - T0, r["device"]) for r in rows[:8]] == [
@@ -87,12 +87,12 @@ def test_a_row_a_moment_and_device(write: Write, tmp_path: Path) -> None:
     assert rank["phase"] == "train" and gpu0["phase"] is None and rank["utilization"] is None
 
 
-def test_every_sample_once_and_what_is_missing_is_empty(
+def test_every_sample_once_with_empty_missing_values(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = parts(record(tmp_path))
     whole = write(found, tmp_path / "whole")
-    monkeypatch.setattr(table, "_CELLS", 40)  # windows of some seconds, in pieces of some rows
+    monkeypatch.setattr(table, "_CELLS", 40)  # windows of a few seconds, pieces of a few rows
     monkeypatch.setattr(table, "_ROWS", 7)
     rows = write(found, tmp_path / "out")
     assert rows == whole
@@ -112,7 +112,7 @@ def test_several_nodes_and_attempts(write: Write, tmp_path: Path) -> None:
     assert seen == {(1, "a", 0), (1, "a", 1), (1, "a", 2), (1, "b", 0), (1, "b", 1), (2, "a", 100)}
 
 
-def test_the_choice(write: Write, tmp_path: Path) -> None:
+def test_row_filter(write: Write, tmp_path: Path) -> None:
     found = parts(record(tmp_path))
     only = RowFilter(gpu_filter=lambda node, gpu: node == "node1" and gpu.uuid == "GPU-a", since=T0 + 5, until=T0 + 11)
     rows = write(found, tmp_path / "out", only)
@@ -123,7 +123,7 @@ def test_the_choice(write: Write, tmp_path: Path) -> None:
     assert write([], tmp_path / "out") == []
 
 
-def test_fields_of_later_versions_are_left_out(write: Write, tmp_path: Path) -> None:
+def test_unknown_fields_are_left_out(write: Write, tmp_path: Path) -> None:
     writer = Writer(tmp_path / "n")
     writer.begin(Header(node="n", t=T0, mono=0.0, interval_s=1.0, fast=["host.cpu", "host.aura", "moon0.phase"]))
     writer.fast(0.0, np.array([0.5, 1.0, 2.0]))
@@ -132,7 +132,7 @@ def test_fields_of_later_versions_are_left_out(write: Write, tmp_path: Path) -> 
     assert row["cpu"] == 0.5 and "aura" not in row
 
 
-def test_an_unknown_phase_is_missing(write: Write, tmp_path: Path) -> None:
+def test_unknown_phase_is_missing(write: Write, tmp_path: Path) -> None:
     writer = Writer(tmp_path / "n")
     writer.begin(Header(node="n", t=T0, mono=0.0, interval_s=1.0, ranks=[0], fast=["rank0.phase"]))
     for d, code in enumerate((0.0, 99.0, np.nan)):
@@ -141,7 +141,7 @@ def test_an_unknown_phase_is_missing(write: Write, tmp_path: Path) -> None:
     assert [r["phase"] for r in write(parts(tmp_path / "n"), tmp_path / "out")] == ["idle", None, None]
 
 
-def test_damage_costs_the_damaged_segment(tmp_path: Path) -> None:
+def test_damage_affects_only_its_segment(tmp_path: Path) -> None:
     good, bad = record(tmp_path, "good", seconds=4), record(tmp_path, "bad", seconds=4)
     (bad / "0" / "header.json").write_text("{")
     written = write_csv(parts(bad, good), tmp_path / "out.csv")
@@ -153,7 +153,7 @@ def test_every_field_has_a_column() -> None:
 
 
 @pytest.mark.parametrize("to", [write_csv, write_parquet], ids=["csv", "parquet"])
-def test_a_place_that_cannot_be_written(to: Callable[..., Any], tmp_path: Path) -> None:
+def test_unwritable_path_raises(to: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "no" / "x", tmp_path / "file" / "x", Path("/proc/x")):
         with pytest.raises(ConfigError, match="cannot be written") as e:
@@ -166,7 +166,7 @@ def test_a_place_that_cannot_be_written(to: Callable[..., Any], tmp_path: Path) 
     assert Path("/dev/null").is_char_device()
 
 
-def test_a_disk_that_gets_full_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_existing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.csv"
     path.write_text("old")
 
@@ -179,7 +179,7 @@ def test_a_disk_that_gets_full_leaves_what_was_there(tmp_path: Path, monkeypatch
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_the_file_is_as_open_as_the_umask_says(tmp_path: Path) -> None:
+def test_file_mode_follows_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         write_csv([], tmp_path / "out.csv")
@@ -188,12 +188,12 @@ def test_the_file_is_as_open_as_the_umask_says(tmp_path: Path) -> None:
     assert (tmp_path / "out.csv").stat().st_mode & 0o777 == 0o640
 
 
-def test_parquet_does_not_go_to_standard_output() -> None:
+def test_parquet_to_stdout_raises() -> None:
     with pytest.raises(UsageError, match="--csv -"):
         write_parquet([], "-")
 
 
-def test_progress_goes_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_reaches_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "_CELLS", 40)
     seen: list[tuple[int, int]] = []
     write_csv(parts(record(tmp_path)), tmp_path / "out.csv", progress=lambda done, total: seen.append((done, total)))
@@ -211,7 +211,7 @@ write_csv([AttemptSegment(1, s) for s in open_node(Path(sys.argv[1]))] * int(sys
 
 
 @pytest.mark.parametrize(("times", "lines"), [(1, None), (2000, 3)])
-def test_standard_output_whose_reader_may_leave(times: int, lines: int | None, tmp_path: Path) -> None:
+def test_stdout_reader_may_exit_early(times: int, lines: int | None, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", _TO_STDOUT, str(record(tmp_path)), str(times)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stderr is not None

@@ -42,18 +42,19 @@ def only(summary: Summary, code: str) -> Any:
         (ErrorCounts(nvlink_errors=1000), "warning", "nvlink_errors"),
         (ErrorCounts(pcie_replays=1000), "warning", "pcie_replays"),
     ],
+    ids=["uncorrected", "corrected", "remap-failed", "remap-pending", "remapped", "nvlink", "pcie"],
 )
-def test_errors_of_a_gpu(errors: ErrorCounts, severity: str, code: str) -> None:
+def test_gpu_errors(errors: ErrorCounts, severity: str, code: str) -> None:
     note = only(with_gpu(healthy(), "n2", 0, errors=errors), code)
     assert (note.severity, note.node, note.uuid, note.rank) == (severity, "n2", "GPU-n2-0-5b1c9f0e", 2)
 
 
-def test_errors_that_are_usual() -> None:
+def test_usual_errors_are_ignored() -> None:
     usual = ErrorCounts(ecc_corrected=3, ecc_uncorrected=0, remapped_rows=0, nvlink_errors=5, pcie_replays=12)
     assert codes(with_gpus(healthy(), errors=usual), info=True) == ["energy", "power_limited"]
 
 
-def test_xids_are_one_note_a_number_and_gpu() -> None:
+def test_one_note_per_xid_and_gpu() -> None:
     found = with_gpu(
         healthy(), "n2", 0, errors=ErrorCounts(xids=[XidRecord(T0, 79), XidRecord(T0 + 1, 79), XidRecord(T0 + 2, 63)])
     )
@@ -71,28 +72,29 @@ def test_xids_are_one_note_a_number_and_gpu() -> None:
         (ErrorCounts(ecc_uncorrected=1, xids=[XidRecord(T0, 48)]), "ecc_uncorrected"),
         (ErrorCounts(remap_pending=True, xids=[XidRecord(T0, 63)]), "row_remap_pending"),
     ],
+    ids=["xid48", "xid63"],
 )
-def test_an_xid_and_its_counter_are_said_once(errors: ErrorCounts, code: str) -> None:
+def test_xid_and_its_counter_give_one_note(errors: ErrorCounts, code: str) -> None:
     assert codes(with_gpu(healthy(), "n2", 0, errors=errors)) == [code]
 
 
-def test_nvlinks_that_are_down() -> None:
+def test_nvlinks_down() -> None:
     assert (
         "2 of 18 NVLinks of GPU 0 of n2 went down"
         in only(with_gpu(healthy(), "n2", 0, nvlinks_active_min=16), "nvlink_down").text
     )
     fewer = with_gpu(healthy(), "n2", 0, nvlinks_active_min=12, nvlinks_active_max=12)
-    assert "has 12 NVLinks up, the others of its kind 18" in only(fewer, "nvlink_down").text
+    assert "has 12 NVLinks up, the others of its model have 18" in only(fewer, "nvlink_down").text
 
 
-def test_a_lost_gpu_is_told_once_and_not_judged() -> None:
+def test_lost_gpu_is_reported_once() -> None:
     gone = "GPU_IS_LOST: the GPU has fallen off the bus"
     found = with_gpu(healthy(), "n2", 0, utilization=stats(0.2), nulls={"power_w": gone, "sm_clock_mhz": gone})
     assert codes(found) == ["gpu_lost"]
     assert "submit --exclude n2" in only(found, "gpu_lost").fix
 
 
-def test_memory_that_nobody_needed() -> None:
+def test_gpu_memory_over_requested() -> None:
     note = only(with_gpus(healthy(), memory_used_gib=stats(12.0)), "memory_over_requested")
     assert note.severity == "info"
     assert "12.4 of 80.0 GiB (15%) on the fullest of 8 GPUs" in note.text
@@ -105,19 +107,19 @@ def test_memory_that_nobody_needed() -> None:
     assert codes(one, info=True) == ["energy", "power_limited"]
 
 
-def test_host_memory_and_cores_that_nobody_needed() -> None:
+def test_host_memory_and_cores_over_requested() -> None:
     found = healthy()
     small = ProcessSummary(stats(20.0), stats(2.0), 9)
     found = replace(found, hosts=[replace(h, processes=small) for h in found.hosts])
     memory, cores = only(found, "host_memory_over_requested"), only(found, "cores_over_requested")
-    assert memory.fix == "--mem=25G is the peak and a fifth more"
-    assert cores.fix == "--cpus-per-gpu=2 is that and a fifth more"
+    assert memory.fix == "use --mem=25G, the peak plus 20 %"
+    assert cores.fix == "use --cpus-per-gpu=2, the usage plus 20 %"
     assert "2.0 of the 16 cores" in cores.text
     whole = replace(found, hosts=[replace(h, cpu_allocated=96, memory_allocated_gib=1024.0) for h in found.hosts])
     assert codes(whole, info=True) == ["energy", "power_limited"], "a whole node has no smaller size"
 
 
-def test_host_memory_that_is_nearly_full() -> None:
+def test_host_memory_nearly_full() -> None:
     found = healthy(1, 2)
     found = replace(found, hosts=[replace(found.hosts[0], processes=ProcessSummary(stats(126.0), None, 9))])
     assert only(found, "host_memory_nearly_full").node == "n1"
@@ -128,24 +130,24 @@ def test_gpu_hours() -> None:
     waste = Waste(gpu_hours=16.0, wasted_gpu_hours=10.0, by_cause={"lost": 7.0, "startup": 3.0})
     note = only(replace(found, waste=waste), "gpu_hours_wasted")
     assert note.severity == "warning"
-    assert note.text == "10.00 of 16.00 GPU-hours (62%) trained nothing: steps that were lost 7.00, start-up 3.00"
+    assert note.text == "10.00 of 16.00 GPU-hours (62%) trained nothing: lost steps 7.00, start-up 3.00"
     idle = Waste(gpu_hours=16.0, wasted_gpu_hours=10.0, by_cause={"idle_gpus": 9.0, "startup": 1.0})
     assert only(replace(found, waste=idle), "gpu_hours_wasted").severity == "info", "each of them has a note already"
 
 
-def test_work_that_was_lost() -> None:
+def test_lost_work() -> None:
     found = healthy()
     assert found.goodput is not None
     assert codes(replace(found, goodput=replace(found.goodput, repeated_s=700.0, lost_s=300.0))) == ["work_lost"]
 
 
 def test_energy() -> None:
-    assert only(healthy(), "energy").text == "the GPUs drew 9.84 kWh, 0.0079 J a token"
+    assert only(healthy(), "energy").text == "the GPUs used 9.84 kWh, 0.0079 J per token"
     some = with_gpu(healthy(), "n1", 0, energy_j=None)
-    assert "(7 of 8 GPUs told)" in only(some, "energy").text
+    assert "(7 of 8 GPUs measured)" in only(some, "energy").text
 
 
-def test_what_happened_to_the_recording() -> None:
+def test_recording_problems() -> None:
     found = healthy(1, 2)
     (host,) = found.hosts
     assert only(replace(found, hosts=[replace(host, agents_max=2)]), "two_agents").node == "n1"
@@ -157,7 +159,7 @@ def test_what_happened_to_the_recording() -> None:
     assert "and 3 more" in unreadable.text
 
 
-def test_fields_that_the_driver_does_not_have_are_one_note() -> None:
+def test_unsupported_fields_give_one_note() -> None:
     nulls = dict.fromkeys(("power_w", "energy_j", "temperature_c"), "NOT_SUPPORTED: no")
     found = with_gpus(healthy(), nulls=nulls)
     assert only(found, "field_missing").text == (
@@ -166,19 +168,20 @@ def test_fields_that_the_driver_does_not_have_are_one_note() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "text"),
     [
         ({}, "no attempt has started"),
-        ({"attempts": [AttemptSummary(1, "7", TimeWindow(None, None), [])]}, "though 1 attempt began"),
-        ({"enabled": False}, "the recipe turns telemetry off"),
-        ({"unreadable": ["attempts/1/telemetry: permission denied"]}, "nothing that this user may read"),
+        ({"attempts": [AttemptSummary(1, "7", TimeWindow(None, None), [])]}, "although 1 attempt began"),
+        ({"enabled": False}, "the recipe disables telemetry"),
+        ({"unreadable": ["attempts/1/telemetry: permission denied"]}, "no recording that this user may read"),
     ],
+    ids=["not-started", "no-agent", "disabled", "unreadable"],
 )
-def test_a_run_without_samples_says_why(changes: dict[str, Any], words: str) -> None:
+def test_run_without_samples_gives_reason(changes: dict[str, Any], text: str) -> None:
     empty: dict[str, Any] = dict.fromkeys(("coverage", "training", "goodput", "waste"))
     lists: dict[str, Any] = {name: [] for name in ("attempts", "gpus", "hosts", "ranks")}
     found = replace(healthy(), window=TimeWindow(None, None), **{**empty, **lists, **changes})
-    assert words in only(found, "no_telemetry").text
+    assert text in only(found, "no_telemetry").text
 
 
 def test_out_of_memory() -> None:
@@ -187,10 +190,10 @@ def test_out_of_memory() -> None:
     assert "memory_nearly_full" in codes(with_gpu(healthy(), "n1", 0, memory_used_gib=Stats(60, 60, 60, 60, 79)))
 
 
-def test_alerts_that_were_not_delivered() -> None:
-    told = {"event": "alert_not_delivered", "way": "webhook", "to": "https://chat/…", "reason": "404 Not Found"}
-    log = [{"t": T0, "host": "n1", **told}, {"t": T0 + 1, "host": "n2", **told}]
-    log.append({"t": T0 + 2, "host": "n2", **told, "reason": "no answer in 10 s"})
+def test_undelivered_alerts() -> None:
+    failure = {"event": "alert_not_delivered", "way": "webhook", "to": "https://chat/…", "reason": "404 Not Found"}
+    log = [{"t": T0, "host": "n1", **failure}, {"t": T0 + 1, "host": "n2", **failure}]
+    log.append({"t": T0 + 2, "host": "n2", **failure, "reason": "no answer in 10 s"})
     (note,) = (n for n in noted(healthy(), log) if n.code == "alerts_not_delivered")
     assert note.severity == "warning"
     assert note.fix
@@ -199,7 +202,7 @@ def test_alerts_that_were_not_delivered() -> None:
     )
 
 
-def test_an_exporter_that_failed() -> None:
+def test_failed_exporter() -> None:
     port = {"event": "exporter_failed", "reason": "127.0.0.1 port 9: Permission denied", "fix": "set port to 1024"}
     file = {"event": "exporter_failed", "reason": "/x/a.prom: No space left on device"}
     log = [{"t": T0, "host": "n1", **port}, {"t": T0, "host": "n2", **port}, {"t": T0 + 1, "host": "n1", **file}]
@@ -213,10 +216,10 @@ def test_an_exporter_that_failed() -> None:
     assert [n.severity for n in again] == ["info"]
 
 
-def test_a_comment_that_slurm_refused() -> None:
+def test_comment_refused_by_slurm() -> None:
     log = [{"t": T0, "host": "n1", "event": "comment_refused", "reason": "Access denied"}] * 2
     (note,) = (n for n in noted(healthy(), log) if n.code == "comment_refused")
     assert (note.severity, note.text) == (
         "info",
-        "Slurm refused the line of figures in the job's comment: Access denied",
+        "Slurm rejected the job's comment with the metrics: Access denied",
     )

@@ -27,7 +27,7 @@ from tests.unit.telemetry.summaries import (
 
 
 def low(mean: float = 0.35, in_train: float = 0.36) -> Summary:
-    """A job whose GPUs are not busy, for no reason that is recorded."""
+    """Return a job with low utilization and no recorded cause."""
     found = with_gpus(healthy(), utilization=Stats(mean, 0.0, mean, 0.9, 1.0), nvlink_bytes_per_s=None)
     for g in found.gpus:
         found = in_training(found, g.node, g.index or 0, utilization=in_train)
@@ -44,21 +44,21 @@ def goodput(summary: Summary, **changes: float) -> Summary:
     return replace(summary, goodput=replace(summary.goodput, **changes))
 
 
-def test_waiting_on_data() -> None:
+def test_waiting_for_data() -> None:
     (note,) = (n for n in noted(training(low(), data_wait_share=0.42)) if n.severity != "info")
     assert (note.code, note.severity, note.uuid) == ("waiting_on_data", "warning", None)
-    assert note.text == "the GPUs were busy 35% of the time: training waits for its data for 42% of a step"
+    assert note.text == "the GPUs were busy 35% of the time: training waits for data during 42% of a step"
     assert note.fix is not None
     assert "workers" in note.fix
 
 
-def test_waiting_on_data_is_told_by_the_ranks_too() -> None:
+def test_waiting_for_data_reported_by_ranks() -> None:
     found = low()
     found = replace(found, ranks=[replace(r, data_wait_s=0.3) for r in found.ranks])
     assert codes(found) == ["waiting_on_data"]
 
 
-def test_waiting_on_data_with_all_cores_busy_asks_for_cores() -> None:
+def test_waiting_for_data_with_busy_cores_requests_cores() -> None:
     found = training(low(), data_wait_share=0.42)
     found = replace(found, hosts=[replace(h, cpu_allocated=12) for h in found.hosts])
     (note,) = (n for n in noted(found) if n.code == "waiting_on_data")
@@ -67,7 +67,7 @@ def test_waiting_on_data_with_all_cores_busy_asks_for_cores() -> None:
     assert "--cpus-per-gpu" in note.fix
 
 
-def test_data_is_told_even_where_the_gpus_look_busy() -> None:
+def test_data_wait_is_reported_with_busy_gpus() -> None:
     assert codes(training(healthy(), data_wait_share=0.25)) == ["waiting_on_data"]
     assert codes(training(healthy(), data_wait_share=0.15)) == []
 
@@ -76,21 +76,21 @@ def test_data_is_told_even_where_the_gpus_look_busy() -> None:
     ("part", "code", "word"),
     [
         ("evaluation_s", "evaluation_often", "evaluation took 42%"),
-        ("checkpoint_stall_s", "checkpoint_often", "stood still for 42% of the job's time over 4 checkpoints"),
+        ("checkpoint_stall_s", "checkpoint_often", "stalled for 42% of the job's time over 4 checkpoints"),
         ("startup_s", "startup_dominated", "start-up and restore took 42%"),
         ("restore_s", "startup_dominated", "took 45%"),
     ],
 )
-def test_time_that_is_not_training(part: str, code: str, word: str) -> None:
+def test_time_outside_training(part: str, code: str, word: str) -> None:
     found = goodput(low(), **{part: 3000.0})
     (note,) = (n for n in noted(found) if n.code == code)
     assert note.severity == "warning"
     assert word in note.text
     assert codes(found) == [code]
-    assert codes(goodput(healthy(), **{part: 3000.0})) == [code], "and it is told where the GPUs look busy"
+    assert codes(goodput(healthy(), **{part: 3000.0})) == [code], "and it is reported where the GPUs look busy"
 
 
-def test_a_short_job_is_not_blamed_for_its_start() -> None:
+def test_short_job_is_not_blamed_for_startup() -> None:
     found = low()
     assert found.goodput is not None
     short = replace(found.goodput, wall_s=180.0, queue_s=20.0, startup_s=80.0, productive_s=60.0, ratio=0.3)
@@ -102,7 +102,7 @@ def test_a_short_job_is_not_blamed_for_its_start() -> None:
 @pytest.mark.parametrize(
     ("part", "code"), [("evaluation_s", "evaluation_often"), ("checkpoint_stall_s", "checkpoint_often")]
 )
-def test_a_short_job_is_not_blamed_for_its_checkpoints_and_evaluations(part: str, code: str) -> None:
+def test_short_job_is_not_blamed_for_checkpoints(part: str, code: str) -> None:
     found = healthy()
     assert found.goodput is not None
     short = replace(found.goodput, wall_s=180.0, queue_s=20.0, **{part: 100.0})
@@ -110,42 +110,42 @@ def test_a_short_job_is_not_blamed_for_its_checkpoints_and_evaluations(part: str
     assert note.severity == "info"
 
 
-def test_a_wait_of_a_millisecond_is_no_wait_for_data() -> None:
+def test_millisecond_wait_is_ignored() -> None:
     found = training(healthy(), data_wait_share=0.25, step_s=stats(0.004))
     found = replace(found, ranks=[replace(r, data_wait_s=0.001) for r in found.ranks])
     assert "waiting_on_data" not in codes(found)
 
 
-def test_communication_by_the_traffic() -> None:
+def test_communication_from_traffic() -> None:
     found = low()
     found = replace(found, hosts=[replace(h, infiniband_bytes_per_s=stats(40e9)) for h in found.hosts])
     (note,) = (n for n in noted(found) if n.code == "communication_bound")
-    assert note.text.endswith("waiting on communication, with InfiniBand at 20.0 GB/s a GPU")
+    assert note.text.endswith("waiting for communication, with InfiniBand at 20.0 GB/s per GPU")
     assert codes(found) == ["communication_bound"]
 
 
-def test_communication_by_kernels_that_wait() -> None:
+def test_communication_from_waiting_kernels() -> None:
     found = with_gpus(healthy(), sm_activity=stats(0.12), tensor_activity=stats(0.03))
     for g in found.gpus:
         found = in_training(found, g.node, g.index or 0, sm_activity=0.12, tensor_activity=0.03)
     (note,) = (n for n in noted(found) if n.severity != "info")
     assert note.code == "communication_bound"
     assert "utilization 97%, 12% of the multiprocessors active, tensor cores active 3%" in note.text
-    alone = with_gpus(healthy(1, 1), sm_activity=stats(0.12), phases={})
-    assert codes(alone) == ["small_kernels"]
+    single_gpu = with_gpus(healthy(1, 1), sm_activity=stats(0.12), phases={})
+    assert codes(single_gpu) == ["small_kernels"]
 
 
-def test_one_gpu_that_tells_does_not_work_alone() -> None:
+def test_single_measured_gpu_is_not_working_alone() -> None:
     three = with_gpus(healthy(1, 3), sm_activity=None, tensor_activity=None, utilization=None, phases={})
-    told = with_gpu(three, "n1", 0, sm_activity=stats(0.12), utilization=stats(0.97))
-    (note,) = (n for n in noted(told) if n.severity == "warning")
+    one_measured = with_gpu(three, "n1", 0, sm_activity=stats(0.12), utilization=stats(0.97))
+    (note,) = (n for n in noted(one_measured) if n.severity == "warning")
     assert note.code == "communication_bound"
-    assert "do little (1 of 3 told)" in note.text
-    others_idle = idle(idle(with_gpu(told, "n1", 0, phases={}), "n1", 1), "n1", 2)
+    assert "do little (1 of 3 measured)" in note.text
+    others_idle = idle(idle(with_gpu(one_measured, "n1", 0, phases={}), "n1", 1), "n1", 2)
     assert "small_kernels" in codes(others_idle)
 
 
-def test_the_power_tells_where_there_is_no_gpm() -> None:
+def test_power_is_used_without_gpm() -> None:
     found = with_gpus(healthy(), sm_activity=None, tensor_activity=None, phases={}, power_w=stats(230.0))
     assert codes(found) == ["communication_bound"]
     assert codes(with_gpus(found, power_w=stats(500.0))) == []
@@ -153,7 +153,7 @@ def test_the_power_tells_where_there_is_no_gpm() -> None:
 
 
 def hung(gpu: GpuSummary) -> GpuSummary:
-    """It spins in a collective from the first step on."""
+    """The GPU spins in a collective from the first step on."""
     return replace(
         gpu,
         utilization=Stats(0.99, 0.97, 1.0, 1.0, 1.0),
@@ -183,23 +183,23 @@ def test_hung() -> None:
     assert codes(young) == [], "a compilation looks alike at first"
 
 
-def test_an_attempt_that_ended_for_a_hang() -> None:
+def test_attempt_ended_by_hang() -> None:
     found = replace(healthy(), attempts=[AttemptSummary(2, "4711", TimeWindow(T0, T0 + 9), ["n1"], ending="hang")])
     assert [(n.severity, n.text) for n in noted(found) if n.code == "hung"] == [
-        ("critical", "attempt 2 ended because no step was done any more")
+        ("critical", "attempt 2 ended because steps stopped")
     ]
 
 
-def test_without_a_reason_it_says_which_were_ruled_out() -> None:
+def test_unknown_cause_lists_excluded_ones() -> None:
     (note,) = (n for n in noted(low()) if n.severity != "info")
     assert note.code == "low_utilization"
-    assert "not for data, checkpoints, evaluation or start-up" in note.text
+    assert "data, checkpoints, evaluation and start-up are not the cause" in note.text
     bare = replace(with_gpus(low(), phases={}), training=None, goodput=None, waste=None, ranks=[])
     (note,) = (n for n in noted(bare) if n.severity != "info")
     assert note.text.endswith("nothing that was recorded says why")
 
 
-def test_a_few_low_ones_are_named_each() -> None:
+def test_few_low_gpus_are_named() -> None:
     found = healthy()
     found = replace(
         found,
@@ -208,8 +208,8 @@ def test_a_few_low_ones_are_named_each() -> None:
     assert [(n.node, n.rank) for n in noted(found) if n.severity == "warning"] == [("n1", 0), ("n1", 1)]
 
 
-def test_each_rule_stands_alone() -> None:
-    """Whatever figure is missing, the others' notes stay and nothing raises."""
+def test_rules_are_independent() -> None:
+    """A missing value affects only its notes, and nothing raises."""
     full = training(low(), data_wait_share=0.42)
     for name in ("memory_used_gib", "power_w", "temperature_c", "sm_clock_mhz", "sm_activity", "energy_j", "name"):
         assert "waiting_on_data" in codes(with_gpus(full, **{name: None})), name

@@ -19,26 +19,26 @@ def chosen(environ: dict[str, str], devices: list[Device]) -> list[int | None]:
     return [d.index for d in found]
 
 
-def test_a_cgroup_hides_the_others_and_counts_anew() -> None:
-    """slurm-job-exporter#63: the job's numbers are the node's, NVML's indices the cgroup's."""
+def test_cgroup_renumbers_visible_gpus() -> None:
+    """slurm-job-exporter#63: the job's numbers count on the node, NVML's indices in the cgroup."""
     inside = node(2, minors=[4, 5])
     assert chosen({"SLURM_STEP_GPUS": "4,5", "CUDA_VISIBLE_DEVICES": "0,1"}, inside) == [0, 1]
     assert chosen({"SLURM_JOB_GPUS": "4,5"}, inside) == [0, 1]
 
 
-def test_the_minor_number_is_not_the_index() -> None:
+def test_minor_number_differs_from_index() -> None:
     """jobstats#34: boards where /dev/nvidia0 is not NVML's first."""
     crossed = node(4, minors=[2, 3, 0, 1])
     assert chosen({"SLURM_STEP_GPUS": "0,1"}, crossed) == [2, 3]
 
 
 @pytest.mark.parametrize("value", ["GPU-2aaa-bbb,GPU-0aaa-bbb", "GPU-2,GPU-0", "gpu-2aaa,gpu-0aaa"])
-def test_uuids_win_and_keep_their_order(value: str) -> None:
-    """slurm-operator#112: Slurm 25.11 names GPUs by UUID; CUDA takes shortened ones too."""
+def test_uuids_take_precedence_in_order(value: str) -> None:
+    """slurm-operator#112: Slurm 25.11 names GPUs by UUID; CUDA also accepts prefixes."""
     assert chosen({"CUDA_VISIBLE_DEVICES": value, "SLURM_STEP_GPUS": "1,3"}, node(4)) == [2, 0]
 
 
-def test_mig_slices_by_uuid() -> None:
+def test_mig_slices_selected_by_uuid() -> None:
     devices = [
         *node(2),
         Device("MIG-1111", index=1, parent="GPU-1aaa-bbb"),
@@ -46,45 +46,45 @@ def test_mig_slices_by_uuid() -> None:
     ]
     found = find_allocation({"CUDA_VISIBLE_DEVICES": "MIG-2222"}, devices)
     assert [d.uuid for d in found.devices] == ["MIG-2222"]
-    # A GPU in MIG mode cannot be allocated whole: with nothing said, its slices stand for it.
+    # A GPU in MIG mode cannot be allocated whole: without variables, its slices replace it.
     assert [d.uuid for d in find_allocation({}, devices).devices] == ["GPU-0aaa-bbb", "MIG-1111", "MIG-2222"]
 
 
-def test_the_step_comes_before_the_job() -> None:
+def test_step_gpus_precede_job_gpus() -> None:
     """srun hands the batch host's SLURM_JOB_GPUS to every node."""
     assert chosen({"SLURM_JOB_GPUS": "0,1", "SLURM_STEP_GPUS": "2,3"}, node(4)) == [2, 3]
 
 
-def test_the_batch_hosts_numbers_on_another_node_that_constrains_devices() -> None:
+def test_batch_host_numbers_on_constrained_node() -> None:
     assert chosen({"SLURM_JOB_GPUS": "0,1"}, node(2, minors=[6, 7])) == [0, 1]
 
 
-def test_without_minor_numbers_the_index_has_to_do() -> None:
+def test_index_used_without_minor_numbers() -> None:
     found = find_allocation({"SLURM_STEP_GPUS": "1,3"}, node(4, minors=[None] * 4))
     assert [d.index for d in found.devices] == [1, 3]
     assert found.source == "SLURM_STEP_GPUS, by index"
 
 
-def test_ranges() -> None:
+def test_number_ranges() -> None:
     assert chosen({"SLURM_STEP_GPUS": "0-2,5"}, node(8)) == [0, 1, 2, 5]
 
 
 def test_indices_outside_slurm() -> None:
     assert chosen({"CUDA_VISIBLE_DEVICES": "3,1"}, node(4)) == [3, 1]
-    # As many as there are, numbered as on the whole node.
+    # As many as NVML lists, numbered as on the whole node.
     assert chosen({"CUDA_VISIBLE_DEVICES": "4,5"}, node(2)) == [0, 1]
 
 
 @pytest.mark.parametrize("value", ["", "-1", "NoDevFiles"])
-def test_no_device_is_visible(value: str) -> None:
+def test_no_visible_devices(value: str) -> None:
     assert find_allocation({"CUDA_VISIBLE_DEVICES": value}, node(4)).devices == []
 
 
-def test_nothing_set_takes_all() -> None:
+def test_all_gpus_without_variables() -> None:
     assert chosen({}, node(3)) == [0, 1, 2]
 
 
-def test_an_allocated_gpu_that_has_left_the_bus_is_still_listed() -> None:
+def test_missing_allocated_gpu_is_listed() -> None:
     found = find_allocation({"SLURM_STEP_GPUS": "0,1,2,3"}, node(3, minors=[0, 1, 3])).devices
     assert [d.index for d in found] == [0, 1, None, 2]
     assert found[2].uuid == "missing-minor-2"
@@ -93,9 +93,9 @@ def test_an_allocated_gpu_that_has_left_the_bus_is_still_listed() -> None:
     assert (gone.uuid, gone.reason) == ("GPU-9999", "NOT_FOUND: NVML does not list it")
 
 
-def test_a_shortened_uuid_that_fits_several() -> None:
+def test_ambiguous_uuid_prefix() -> None:
     (unclear,) = find_allocation({"CUDA_VISIBLE_DEVICES": "GPU-"}, node(2)).devices
-    assert "2 devices begin so" in str(unclear.reason)
+    assert "ambiguous prefix of 2 devices" in str(unclear.reason)
 
 
 GIB = 1 << 30
@@ -107,15 +107,16 @@ GIB = 1 << 30
         ({"SLURM_CPUS_ON_NODE": "32", "SLURM_MEM_PER_NODE": "65536"}, 32, 64 * GIB),
         ({"SLURM_CPUS_ON_NODE": "8", "SLURM_MEM_PER_CPU": "2048"}, 8, 16 * GIB),
         ({"SLURM_CPUS_ON_NODE": "8", "SLURM_GPUS_ON_NODE": "4", "SLURM_MEM_PER_GPU": "4096"}, 8, 16 * GIB),
-        ({"SLURM_CPUS_ON_NODE": "8", "SLURM_MEM_PER_NODE": "0"}, 8, None),  # all that there is
+        ({"SLURM_CPUS_ON_NODE": "8", "SLURM_MEM_PER_NODE": "0"}, 8, None),  # all memory
         ({"SLURM_CPUS_ON_NODE": "8", "SLURM_MEM_PER_NODE": "many"}, 8, None),
     ],
+    ids=["per-node", "per-cpu", "per-gpu", "zero-is-all", "invalid"],
 )
-def test_what_slurm_says_of_the_host(tmp_path: Path, environ: dict[str, str], cpus: int, memory: int | None) -> None:
+def test_host_allocation_from_slurm(tmp_path: Path, environ: dict[str, str], cpus: int, memory: int | None) -> None:
     assert read_host_allocation(environ, tmp_path) == (cpus, memory)
 
 
-def test_outside_slurm_the_limits_of_the_process_itself(tmp_path: Path) -> None:
+def test_host_allocation_outside_slurm(tmp_path: Path) -> None:
     group = tmp_path / "sys/fs/cgroup/user.slice/job"
     group.mkdir(parents=True)
     (tmp_path / "proc/self").mkdir(parents=True)
@@ -129,7 +130,7 @@ def test_outside_slurm_the_limits_of_the_process_itself(tmp_path: Path) -> None:
     assert read_host_allocation({}, tmp_path) == (cpus, 4 * GIB)
 
 
-def test_the_limits_of_the_first_cgroups(tmp_path: Path) -> None:
+def test_cgroup_v1_limits(tmp_path: Path) -> None:
     group = tmp_path / "sys/fs/cgroup/memory/slurm/job_7"
     group.mkdir(parents=True)
     (tmp_path / "proc/self").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A load that the stub plays: what the readers see of it, moment by moment."""
+"""Readings over time of a load played by the stub."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.fakes.nvml.build import Stub
 from tests.unit.telemetry.nvml_asking import steps
 
-# Four GPUs of a job in which one idles, one gets too hot and one is slow, for no reason that the driver tells.
+# Four GPUs of a job: one idles, one overheats and one is slow without a reason from the driver.
 LOAD = """
     device 0 uuid GPU-good
     device 1 uuid GPU-idle
@@ -37,7 +37,7 @@ def moment(t: float) -> str:
     return f"start {time.time() - t}\n{LOAD}"
 
 
-def test_each_gpu_at_its_moments(nvml_stub: Stub) -> None:
+def test_each_gpu_follows_its_load(nvml_stub: Stub) -> None:
     nvml_stub.drive(moment(0))
     moments = (0, 30, 100)
     asked = [step for t in moments for step in (["drive", moment(t)], ["read", "fast"])]
@@ -53,14 +53,14 @@ def test_each_gpu_at_its_moments(nvml_stub: Stub) -> None:
 
 
 def test_energy_is_the_integral_of_power(nvml_stub: Stub) -> None:
-    """What the whole file has drawn until then, whatever was read in between."""
+    """Energy follows from the whole file, regardless of readings in between."""
     ramp = "device 0 uuid GPU-a\ndevice 0 power 100000\nat 0 power 10 300000\nramp 0 power 30 500000\n"
     nvml_stub.drive(f"start {time.time() - 40}\n{ramp}")
     (first,) = steps(nvml_stub.environ(), ["read", "fast"])
     assert first["GPU-a"]["energy_j"] == pytest.approx(10 * 100 + 20 * 400 + 10 * 500, rel=0.1)
 
 
-def test_a_counter_goes_on_where_the_file_changes(nvml_stub: Stub) -> None:
+def test_counter_continues_after_file_change(nvml_stub: Stub) -> None:
     nvml_stub.drive(f"start {time.time() - 100}\ndevice 0 pcie_tx_rate 1e9\n")
     later = f"start {time.time() - 10}\ndevice 0 pcie_tx_rate 2e9\n"
     before, _, after = steps(nvml_stub.environ(), ["read", "fast"], ["drive", later], ["read", "fast"])
@@ -69,7 +69,7 @@ def test_a_counter_goes_on_where_the_file_changes(nvml_stub: Stub) -> None:
     assert b["pcie_tx_bytes"] - a["pcie_tx_bytes"] == pytest.approx(2e10, rel=0.5)
 
 
-def test_a_gpu_that_is_lost_and_comes_back(nvml_stub: Stub) -> None:
+def test_gpu_lost_and_recovered(nvml_stub: Stub) -> None:
     lost = "device 0 uuid GPU-a\ndevice 1 uuid GPU-b\nfail 0 * 15 60 90\n"
 
     def at(t: float) -> list[str]:
@@ -88,19 +88,19 @@ def test_a_gpu_that_is_lost_and_comes_back(nvml_stub: Stub) -> None:
     assert back["GPU-a"]["power_w"] == 70
 
 
-def test_activity_is_a_mean_over_the_time_since_the_last_reading(nvml_stub: Stub) -> None:
+def test_activity_is_mean_since_last_reading(nvml_stub: Stub) -> None:
     nvml_stub.drive("device 0 uuid GPU-a\ndevice 0 sm_activity 80\ndevice 0 tensor_activity 40\n")
     read = ["read", "fast"]
     first, second, soon, left = steps(nvml_stub.environ(), read, ["read-until", "sm_activity"], read, ["close"])
     assert first["GPU-a"]["sm_activity"] == "NO_DATA: a mean needs two samples"
     activity = [second["GPU-a"][name] for name in ("sm_activity", "tensor_activity", "dram_activity")]
     assert activity == pytest.approx([0.8, 0.4, 0.0], abs=0.01)
-    # Within 0.1 s the last pair stands: a shorter one would be wrong (NVIDIA/DCGM#310).
+    # Within 0.1 s the last means are kept: a shorter interval would be wrong (NVIDIA/DCGM#310).
     assert soon["GPU-a"]["sm_activity"] == pytest.approx(0.8, abs=0.01)
     assert left == 0, "samples of NVML's that nobody has freed"
 
 
-def test_a_slice_has_the_activity_of_its_own_instance(nvml_stub: Stub) -> None:
+def test_slice_has_activity_of_its_instance(nvml_stub: Stub) -> None:
     nvml_stub.drive("""
         device 0 uuid GPU-a
         device 0 gpm 1
@@ -122,7 +122,7 @@ def test_a_slice_has_the_activity_of_its_own_instance(nvml_stub: Stub) -> None:
     assert left == 0
 
 
-def test_nvml_that_goes_away_and_is_opened_again(nvml_stub: Stub) -> None:
+def test_nvml_is_reopened(nvml_stub: Stub) -> None:
     well = "device 0 uuid GPU-a\ndevice 0 sm_activity 80\n"
     nvml_stub.drive(well)
     found = steps(

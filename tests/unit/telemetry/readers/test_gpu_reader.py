@@ -10,7 +10,7 @@ POWER = FIELDS.index("power_w")
 
 
 class FakeCalls:
-    """One call a field; ``errors`` names what fails."""
+    """Queries with one call per field; ``errors`` holds the fields that fail."""
 
     def __init__(self) -> None:
         self.errors: dict[str, str] = {}
@@ -60,16 +60,16 @@ def values(gpu: GpuReader) -> list[float | None]:
     return found
 
 
-def test_a_field_that_fails_is_none_with_its_reason_and_costs_the_others_nothing() -> None:
+def test_failed_field_is_none_with_reason() -> None:
     gpu, door, _ = reader()
     door.errors["power_w"] = "NOT_SUPPORTED"
     found = values(gpu)
     assert found[POWER] is None
     assert found.count(0.5) == len(FIELDS) - 1
-    assert gpu.reasons == {"power_w": "NOT_SUPPORTED: this GPU or its driver does not offer it"}
+    assert gpu.reasons == {"power_w": "NOT_SUPPORTED: this GPU or its driver does not support it"}
 
 
-def test_it_is_tried_again_ever_more_rarely_and_comes_back() -> None:
+def test_failed_field_is_retried_with_backoff() -> None:
     gpu, door, time = reader()
     door.errors["power_w"] = "TIMEOUT"
     tries = []
@@ -86,7 +86,7 @@ def test_it_is_tried_again_ever_more_rarely_and_comes_back() -> None:
     assert gpu.reasons == {}
 
 
-def test_what_is_not_supported_is_asked_for_once_a_minute_at_most() -> None:
+def test_unsupported_field_is_retried_once_per_minute() -> None:
     gpu, door, time = reader()
     door.errors["power_w"] = "NOT_SUPPORTED"
     for second in range(59):
@@ -95,7 +95,7 @@ def test_what_is_not_supported_is_asked_for_once_a_minute_at_most() -> None:
     assert door.asked.count("power_w") == 1
 
 
-def test_a_lost_gpu_and_its_return() -> None:
+def test_lost_gpu_recovers() -> None:
     gpu, door, time = reader()
     values(gpu)
     door.gone = True
@@ -113,14 +113,14 @@ def test_a_lost_gpu_and_its_return() -> None:
     assert (gpu.lost_reason, gpu.reasons) == (None, {})
 
 
-def test_a_gpu_that_was_missing_from_the_start_is_lost() -> None:
+def test_gpu_missing_at_start_is_lost() -> None:
     device = Device("missing-minor-2", reason="NOT_FOUND: no such device")
     gpu = GpuReader(Nvml(), device, Time(), FakeCalls())
     assert gpu.read() is None
     assert gpu.lost_reason == "NOT_FOUND: no such device"
 
 
-def test_nvml_that_was_shut_down_asks_to_be_opened_again() -> None:
+def test_nvml_shutdown_requests_reopen() -> None:
     gpu, door, _ = reader()
     door.errors["utilization"] = "UNINITIALIZED"
     values(gpu)
@@ -131,7 +131,7 @@ def test_nvml_that_was_shut_down_asks_to_be_opened_again() -> None:
     assert values(gpu) == [0.5] * len(FIELDS)
 
 
-def test_what_has_no_value_yet_is_asked_for_at_the_next_tick() -> None:
+def test_field_without_data_is_retried_next_tick() -> None:
     gpu, door, time = reader()
     door.errors["sm_activity"] = "NO_DATA"
     values(gpu)
@@ -142,7 +142,7 @@ def test_what_has_no_value_yet_is_asked_for_at_the_next_tick() -> None:
     assert gpu.reasons == {}
 
 
-def test_fast_and_slow_fields_are_each_read_at_their_own_pace() -> None:
+def test_fast_and_slow_fields_have_separate_paces() -> None:
     gpu, door, _ = reader()
     values(gpu)
     slow = {f.name for f in fields.GPU if f.pace == SLOW}

@@ -9,7 +9,7 @@ from clustertrain import clock
 from clustertrain.telemetry.readers.host import HOST_FIELDS, HostReader
 
 
-def test_the_figures_of_this_machine() -> None:
+def test_values_of_this_machine() -> None:
     host = HostReader()
     assert clock.wait_until(lambda: host.read()[0] is not None, 30, 0.1)
     facts = host.read_facts()
@@ -22,7 +22,7 @@ def test_the_figures_of_this_machine() -> None:
     assert not {"memory_used_bytes", "load1"} & set(host.reasons)
 
 
-def test_what_this_machine_lacks_has_a_reason_and_never_a_zero(tmp_path: Path) -> None:
+def test_missing_device_has_reason_not_zero(tmp_path: Path) -> None:
     host = HostReader(tmp_path)
     values = dict(zip(HOST_FIELDS, host.read(), strict=True))
     for name in ("network_rx_bytes", "infiniband_tx_bytes", "disk_read_bytes"):
@@ -30,7 +30,7 @@ def test_what_this_machine_lacks_has_a_reason_and_never_a_zero(tmp_path: Path) -
         assert host.reasons[name].startswith("NOT_SUPPORTED")
 
 
-def test_a_figure_that_cannot_be_read_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_field_has_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_proc() -> None:
         raise PermissionError("no /proc here")
 

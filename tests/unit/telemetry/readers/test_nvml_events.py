@@ -18,8 +18,8 @@ def short(poll: list[Any]) -> list[tuple[str, str, int | None, int]]:
     return [(e["uuid"], e["kind"], e["xid"], e["count"]) for e in poll[:-1]]
 
 
-def test_each_occurrence_counts(nvml_stub: Stub) -> None:
-    """dcgm-exporter#500, #190: a gauge of the last number cannot tell that it came again."""
+def test_every_occurrence_counts(nvml_stub: Stub) -> None:
+    """dcgm-exporter#500, #190: a gauge with the last XID hides repetitions."""
     nvml_stub.drive(TWO)
     happened = TWO + "event 1 0 xid 79\n" + "event 0 0 xid 31\n" * 3 + "event 0 0 sbe\nevent 1 0 dbe\n"
     listening, quiet, _, found, after, _, again = steps(
@@ -44,26 +44,26 @@ def test_each_occurrence_counts(nvml_stub: Stub) -> None:
     assert short(again) == short(found)
 
 
-def test_a_driver_without_events_is_a_reason(nvml_stub: Stub) -> None:
+def test_driver_without_events_gives_reason(nvml_stub: Stub) -> None:
     nvml_stub.drive(TWO + "device 0 events 0\nfail 1 nvmlDeviceRegisterEvents 4\n")
     listening, found = steps(nvml_stub.environ(), ["listen"], ["poll"])
-    assert listening["GPU-a"].startswith("NOT_SUPPORTED: the driver tells no errors")
+    assert listening["GPU-a"].startswith("NOT_SUPPORTED: the driver reports no error events")
     assert listening["GPU-b"].startswith("NO_PERMISSION")
     assert found == [listening]
     nvml_stub.drive(TWO + "fail * nvmlEventSetCreate 13\n")
     listening, found = steps(nvml_stub.environ(), ["listen"], ["poll"])
-    assert listening == dict.fromkeys(["GPU-a", "GPU-b"], "FUNCTION_NOT_FOUND: the driver is too old for it")
+    assert listening == dict.fromkeys(["GPU-a", "GPU-b"], "FUNCTION_NOT_FOUND: the driver is too old")
     assert found == [listening]
 
 
-def test_a_driver_that_tells_only_xids(nvml_stub: Stub) -> None:
+def test_driver_with_only_xids(nvml_stub: Stub) -> None:
     nvml_stub.drive("device 0 uuid GPU-a\ndevice 0 events 8\n")
     happened = "device 0 uuid GPU-a\ndevice 0 events 8\nevent 0 0 xid 48\nevent 0 0 dbe\n"
     *_, found = steps(nvml_stub.environ(), ["listen"], ["drive", happened], ["poll"])
     assert short(found) == [("GPU-a", "xid", 48, 1)]
 
 
-def test_a_lost_gpu_does_not_silence_the_others(nvml_stub: Stub) -> None:
+def test_lost_gpu_does_not_silence_others(nvml_stub: Stub) -> None:
     nvml_stub.drive(TWO)
     lost = TWO + "fail 0 * 15\n"
     *_, stumbled, _, found = steps(
@@ -78,38 +78,38 @@ def test_a_lost_gpu_does_not_silence_the_others(nvml_stub: Stub) -> None:
     assert short(found) == [("GPU-b", "xid", 63, 1)]
 
 
-def test_events_of_a_split_board_reach_the_slices_that_they_concern(nvml_stub: Stub) -> None:
+def test_mig_events_reach_affected_slices(nvml_stub: Stub) -> None:
     board = "device 0 uuid GPU-a\n"
     board += "".join(f"device {i} uuid MIG-{i}\ndevice {i} parent 0\ndevice {i} gpu_instance {i}\n" for i in (1, 2, 3))
     nvml_stub.drive(board)
     env = nvml_stub.environ(CUDA_VISIBLE_DEVICES="MIG-1,MIG-2")
     happened = board + "event 2 0 xid 94\nevent 3 0 xid 31\nevent 0 0 xid 79\n"
     *_, found = steps(env, ["listen"], ["drive", happened], ["poll"])
-    # MIG-3 is another job's; what hits the board hits all.
+    # MIG-3 belongs to another job; an event of the board affects all slices.
     assert short(found) == [("MIG-2", "xid", 94, 1), ("MIG-1", "xid", 79, 1), ("MIG-2", "xid", 79, 1)]
 
 
 @pytest.mark.parametrize("number", [13, 31, 43, 45, 48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 154])
-def test_what_the_number_means(number: int) -> None:
+def test_xid_meaning(number: int) -> None:
     known = xids.lookup_xid(number)
     assert known.number == number
     assert known.meaning and known.name
     assert "{" not in xids.format_fix(number, "node07")
 
 
-def test_what_a_program_did_is_told_from_what_the_hardware_did() -> None:
+def test_program_and_hardware_xids_differ() -> None:
     assert xids.lookup_xid(31).cause == "program"
     assert (xids.lookup_xid(79).cause, xids.lookup_xid(79).severity) == ("hardware", "critical")
     assert "--exclude node07" in xids.format_fix(79, "node07")
     assert "--exclude" not in xids.format_fix(31, "node07")
 
 
-def test_a_number_that_the_table_lacks() -> None:
+def test_unknown_xid() -> None:
     unknown = xids.lookup_xid(4711)
     assert (unknown.name, unknown.severity) == ("XID 4711", "warning")
 
 
-def test_a_storm_is_told_once_a_minute_with_its_number() -> None:
+def test_event_storm_is_reported_once_per_minute() -> None:
     def came(t: float, kind: GpuEventType = "xid", count: int = 1) -> GpuEvent:
         return GpuEvent(t, "GPU-a", kind, 74 if kind == "xid" else None, count)
 

@@ -1,4 +1,4 @@
-"""What is read as plain numbers lies where nvidia-ml-py, which follows nvml.h, has it."""
+"""Structures read as plain numbers have the layout of nvidia-ml-py, which follows nvml.h."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ import pytest
         (pynvml.c_nvmlTemperature_v1_t, 3 * 4, {"version": 0, "sensorType": 1 * 4, "temperature": 2 * 4}),
         (pynvml.c_nvmlProcessInfo_v2_t, 24, {}),
     ],
+    ids=["memory", "field-value", "gpm-metric", "temperature", "process-info"],
 )
-def test_layout(structure: Any, size: int, offsets: dict[str, int]) -> None:
+def test_structure_layout(structure: Any, size: int, offsets: dict[str, int]) -> None:
     assert ctypes.sizeof(structure) == size
     assert {name: getattr(structure, name).offset for name in offsets} == offsets
 
 
-def test_the_two_samples_lie_side_by_side() -> None:
+def test_two_samples_are_adjacent() -> None:
     question = pynvml.c_nvmlGpmMetricsGet_t
     assert question.sample2.offset == question.sample1.offset + ctypes.sizeof(ctypes.c_void_p)

@@ -1,4 +1,4 @@
-"""Down to ctypes: the real nvidia-ml-py, in a child that loads the stub."""
+"""All queries through the real nvidia-ml-py, in a child process that loads the stub."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CODES = {
 
 
 def ask(env: dict[str, str]) -> dict[str, Any]:
-    """The devices and one reading of all their fields."""
+    """Return the devices and one reading of all their fields."""
     found = steps(env, ["devices"], ["read", "fast"], ["read", "slow"])
     if isinstance(found, dict):
         return found
@@ -35,7 +35,7 @@ def ask(env: dict[str, str]) -> dict[str, Any]:
     return {"error": None, **about}
 
 
-def test_all_fields_in_our_units(nvml_stub: Stub) -> None:
+def test_all_fields_in_expected_units(nvml_stub: Stub) -> None:
     nvml_stub.drive("""
         driver 575.57.08
         device 0 uuid GPU-a
@@ -76,7 +76,7 @@ def test_all_fields_in_our_units(nvml_stub: Stub) -> None:
     values = found["values"]["GPU-a"]
     known = {
         "utilization": 0.57,
-        "memory_used_bytes": 42949672960,  # NVML's second call: without the 500 MB that the driver reserves
+        "memory_used_bytes": 42949672960,  # NVML's second version excludes the driver's reserve of 500 MB
         "power_w": 412.345,
         "temperature_c": 61,
         "sm_clock_mhz": 1980,
@@ -107,7 +107,7 @@ def test_all_fields_in_our_units(nvml_stub: Stub) -> None:
     assert values["sm_activity"].startswith("NO_DATA")
 
 
-def test_an_old_driver_without_the_newer_calls(nvml_stub: Stub) -> None:
+def test_old_driver_without_newer_calls(nvml_stub: Stub) -> None:
     nvml_stub.drive("""
         device 0 uuid GPU-a
         device 0 memory_used 1000
@@ -133,7 +133,7 @@ def test_an_old_driver_without_the_newer_calls(nvml_stub: Stub) -> None:
     assert values["sm_activity"].startswith("FUNCTION_NOT_FOUND")
 
 
-def test_each_failure_is_a_reason_and_never_a_zero(nvml_stub: Stub) -> None:
+def test_failure_gives_reason_not_zero(nvml_stub: Stub) -> None:
     nvml_stub.drive("""
         device 0 uuid GPU-a
         device 0 utilization 4000000
@@ -154,14 +154,14 @@ def test_each_failure_is_a_reason_and_never_a_zero(nvml_stub: Stub) -> None:
     assert values["sm_clock_mhz"].startswith("UNKNOWN")
     assert values["temperature_c"] == 30
     assert found["devices"][0]["minor"] is None
-    # A GPU that has left the bus hides neither itself nor the ones after it.
+    # A GPU off the bus stays listed, and so do the GPUs after it.
     assert [d["uuid"] for d in found["devices"]] == ["GPU-a", "unreadable-1", "GPU-c"]
     assert found["devices"][1]["reason"].startswith("GPU_IS_LOST")
     assert found["values"]["GPU-c"]["power_w"] == 70
     assert found["values"]["unreadable-1"].startswith("lost: GPU_IS_LOST")
 
 
-def test_every_code_of_nvml_is_a_reason_of_that_field_alone(nvml_stub: Stub) -> None:
+def test_error_code_affects_only_its_field(nvml_stub: Stub) -> None:
     nvml_stub.drive(
         "".join(
             f"device {c % 64} uuid GPU-{c}\nfail {c % 64} nvmlDeviceGetPowerUsage {c}\nfail {c % 64} field:197 {c}\n"
@@ -179,7 +179,7 @@ def test_every_code_of_nvml_is_a_reason_of_that_field_alone(nvml_stub: Stub) -> 
 
 
 @pytest.mark.parametrize("code", [3, 4])
-def test_a_driver_that_offers_nothing_gives_reasons_alone(nvml_stub: Stub, code: int) -> None:
+def test_driver_without_support_gives_only_reasons(nvml_stub: Stub, code: int) -> None:
     calls = ["nvmlDeviceGet" + n for n in ("MemoryInfo", "MemoryInfo_v2", "FieldValues", "PowerUsage", "TemperatureV")]
     calls += ["nvmlDeviceGet" + n for n in ("UtilizationRates", "Temperature", "ClockInfo", "TotalEnergyConsumption")]
     calls += ["nvmlDeviceGetCurrentClocks" + n for n in ("EventReasons", "ThrottleReasons")]
@@ -190,7 +190,7 @@ def test_a_driver_that_offers_nothing_gives_reasons_alone(nvml_stub: Stub, code:
     assert {name for name, v in values.items() if str(v).startswith(CODES[code])} == set(values)
 
 
-def test_blanks_of_broken_drivers_are_not_taken_for_values(nvml_stub: Stub) -> None:
+def test_blank_values_are_rejected(nvml_stub: Stub) -> None:
     """slurm-job-exporter#53: 1.4e16 per cent."""
     keys = ("utilization", "memory_busy", "memory_used", "power", "energy", "temperature", "sm_clock", "processes")
     drive = "".join(f"device 0 {key} 1.4e16\n" for key in keys if key != "processes")
@@ -209,7 +209,7 @@ def test_blanks_of_broken_drivers_are_not_taken_for_values(nvml_stub: Stub) -> N
     }
 
 
-def test_the_fifth_nvlink_counts_under_other_numbers(nvml_stub: Stub) -> None:
+def test_nvlink5_uses_other_field_ids(nvml_stub: Stub) -> None:
     nvml_stub.drive("""
         device 0 nvlinks 18
         device 0 nvlink5 1
@@ -221,15 +221,15 @@ def test_the_fifth_nvlink_counts_under_other_numbers(nvml_stub: Stub) -> None:
     assert (values["nvlink_tx_bytes"], values["nvlink_rx_bytes"], values["nvlink_errors"]) == (1000, 2000, 3)
 
 
-def test_what_cannot_be_right_is_no_figure(nvml_stub: Stub) -> None:
-    """A byte counter of 32 bits turns over within a second, and no memory is at 0 °C (rezolus#1196)."""
+def test_implausible_values_are_rejected(nvml_stub: Stub) -> None:
+    """A 32-bit byte counter overflows within a second, and no memory is at 0 °C (rezolus#1196)."""
     nvml_stub.drive("device 0 narrow 1\ndevice 0 pcie_tx 123456789012\ndevice 0 memory_temperature 0\n")
     (values,) = ask(nvml_stub.environ())["values"].values()
-    assert values["pcie_tx_bytes"].startswith("NOT_SUPPORTED: the driver counts it in 32 bits")
-    assert values["memory_temperature_c"].startswith("NOT_SUPPORTED: the driver says 0 °C")
+    assert values["pcie_tx_bytes"].startswith("NOT_SUPPORTED: the driver's 32-bit counter")
+    assert values["memory_temperature_c"].startswith("NOT_SUPPORTED: the driver returned 0 °C")
 
 
-def test_a_gpu_without_nvlink_and_without_gpm(nvml_stub: Stub) -> None:
+def test_gpu_without_nvlink_and_gpm(nvml_stub: Stub) -> None:
     nvml_stub.drive("device 0 uuid GPU-a\n")
     (values,) = ask(nvml_stub.environ())["values"].values()
     missing = {name: v for name, v in values.items() if isinstance(v, str)}
@@ -252,7 +252,7 @@ def test_a_gpu_without_nvlink_and_without_gpm(nvml_stub: Stub) -> None:
         (0xC8, 0, 1, 1),
     ],
 )
-def test_why_the_clock_is_held_down(mask: int, power: int, thermal: int, hardware: int) -> None:
+def test_throttle_reasons(mask: int, power: int, thermal: int, hardware: int) -> None:
     assert decode_throttle_reasons(mask) == (power, thermal, hardware)
 
 
@@ -270,10 +270,10 @@ def test_mig_slices(nvml_stub: Stub) -> None:
     values = found["values"]["MIG-x"]
     assert values["processes"] == 1
     assert values["utilization"].startswith("NOT_SUPPORTED")
-    assert values["power_w"] == "NOT_SUPPORTED: NVML tells it of whole GPUs, and this is a MIG slice of one"
+    assert values["power_w"] == "NOT_SUPPORTED: NVML reports it only for whole GPUs, and this is a MIG slice"
 
 
-def test_slices_named_by_uuid_are_what_is_read(nvml_stub: Stub) -> None:
+def test_slices_named_by_uuid_are_read(nvml_stub: Stub) -> None:
     nvml_stub.drive("device 0 uuid GPU-a\ndevice 1 uuid MIG-x\ndevice 1 parent 0\ndevice 2 uuid GPU-b\n")
     found = ask(nvml_stub.environ(CUDA_VISIBLE_DEVICES="GPU-b,MIG-x"))
     assert list(found["values"]) == ["GPU-b", "MIG-x"]
@@ -282,7 +282,7 @@ def test_slices_named_by_uuid_are_what_is_read(nvml_stub: Stub) -> None:
 def test_no_library(nvml_stub: Stub) -> None:
     env = nvml_stub.environ(LD_LIBRARY_PATH=str(nvml_stub.folder / "empty"))
     reason = ask(env).get("error")
-    if reason is not None:  # a machine with a driver of its own finds that one
+    if reason is not None:  # a machine with an installed driver finds it
         assert reason == "LIBRARY_NOT_FOUND: libnvidia-ml.so.1 not found: no NVIDIA driver on this machine"
 
 
@@ -291,7 +291,7 @@ def test_no_driver(nvml_stub: Stub) -> None:
     assert ask(nvml_stub.environ())["error"] == "DRIVER_NOT_LOADED: the NVIDIA driver is not loaded"
 
 
-def test_the_stub_makes_up_devices_of_its_host(nvml_stub: Stub) -> None:
+def test_stub_creates_devices_of_its_host(nvml_stub: Stub) -> None:
     env = nvml_stub.environ(NVML_STUB_FILE=str(nvml_stub.folder / "gpus-of-%h.txt"), NVML_STUB_DEVICES="8")
     found = ask(env)
     assert len({d["uuid"] for d in found["devices"]}) == 8

@@ -1,4 +1,4 @@
-"""The job's processes, from trees of files as the kernel writes them, and on this machine."""
+"""The job's processes, from fake /proc trees and on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
 class Proc:
-    """A folder as /proc, with one file for each process."""
+    """A fake /proc with one stat file per process."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -45,7 +45,7 @@ def job(tmp_path: Path) -> Proc:
     return proc
 
 
-def test_what_is_below_the_agent_and_below_each_rank(tmp_path: Path) -> None:
+def test_usage_of_agent_and_ranks(tmp_path: Path) -> None:
     found = job(tmp_path).reader.read({0: RANK0, 5: RANK1})
     assert found is not None
     assert (found.job.processes, found.job.memory_bytes, found.job.cpu_s) == (4, 3310 << 20, 58)
@@ -55,14 +55,14 @@ def test_what_is_below_the_agent_and_below_each_rank(tmp_path: Path) -> None:
     }
 
 
-def test_processor_time_does_not_fall_when_children_end(tmp_path: Path) -> None:
+def test_cpu_time_does_not_fall_when_children_end(tmp_path: Path) -> None:
     proc = job(tmp_path)
     ranks = {1: RANK1}
     first = proc.reader.read(ranks)
     proc.end(WORKER)  # its parent waited for it
     proc.put(RANK1, TORCHRUN, 31, waited_s=8, mib=2000)
     second = proc.reader.read(ranks)
-    proc.end(RANK0)  # nobody knows its time any more
+    proc.end(RANK0)  # its time is lost
     third, fourth = proc.reader.read(ranks), proc.reader.read(ranks)
     proc.put(RANK1, TORCHRUN, 41, waited_s=8, mib=2000)
     last = proc.reader.read(ranks)
@@ -71,7 +71,7 @@ def test_processor_time_does_not_fall_when_children_end(tmp_path: Path) -> None:
     assert [f.job.cpu_s for f in (first, second, third, fourth, last)] == [58, 60, 60, 60, 70]
 
 
-def test_a_rank_that_is_gone_or_not_below_the_agent_has_no_figures(tmp_path: Path) -> None:
+def test_missing_or_foreign_rank_has_no_usage(tmp_path: Path) -> None:
     proc = job(tmp_path)
     proc.end(RANK0)
     found = proc.reader.read({0: RANK0, 1: STRANGER, 2: 0})
@@ -79,10 +79,10 @@ def test_a_rank_that_is_gone_or_not_below_the_agent_has_no_figures(tmp_path: Pat
     assert found.ranks == {}
 
 
-def test_processes_of_others_are_looked_at_once_a_minute(tmp_path: Path) -> None:
+def test_unrelated_processes_are_read_once_per_minute(tmp_path: Path) -> None:
     proc = job(tmp_path)
     proc.reader.read()
-    proc.put(STRANGER, AGENT, 1)  # its number was given to one of ours
+    proc.put(STRANGER, AGENT, 1)  # its pid was reused by a process of the job
     proc.now = 10.0
     within = proc.reader.read()
     proc.now = 60.0
@@ -91,7 +91,7 @@ def test_processes_of_others_are_looked_at_once_a_minute(tmp_path: Path) -> None
     assert (within.job.processes, later.job.processes) == (4, 5)
 
 
-def test_a_process_that_has_ended_and_waits_for_its_parent_is_none(tmp_path: Path) -> None:
+def test_zombie_is_not_counted(tmp_path: Path) -> None:
     proc = job(tmp_path)
     proc.put(40, RANK0, 3, mib=0, state="Z")
     found = proc.reader.read()
@@ -99,11 +99,11 @@ def test_a_process_that_has_ended_and_waits_for_its_parent_is_none(tmp_path: Pat
     assert (found.job.processes, found.job.cpu_s) == (4, 61)
 
 
-def test_an_agent_that_is_gone(tmp_path: Path) -> None:
+def test_missing_agent(tmp_path: Path) -> None:
     assert Proc(tmp_path).reader.read() is None
 
 
-def test_on_this_machine() -> None:
+def test_usage_on_this_machine() -> None:
     reader = JobProcessReader(os.getpid())
     program = "import sys; print(sum(range(10**6)), flush=True); sys.stdin.read()"
     argv = [sys.executable, "-c", program]

@@ -1,4 +1,4 @@
-"""Counters of a node from trees of files as kernels write them."""
+"""Counters of a node from fake /sys trees."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sums(kind: sysfs.DeviceClass, root: Path) -> tuple[float, float]:
 
 
 def interface(name: str, received: int, sent: int, **more: object) -> dict[str, object]:
-    """``a__b`` stands for the file ``a/b``."""
+    """Return the files of an interface; a keyword ``a__b`` is the file ``a/b``."""
     base = {"statistics/rx_bytes": received, "statistics/tx_bytes": sent}
     return {f"class/net/{name}/{file.replace('__', '/')}": value for file, value in {**base, **more}.items()}
 
@@ -32,8 +32,8 @@ def interface(name: str, received: int, sent: int, **more: object) -> dict[str, 
 PORT = {"device__vendor": "0x15b3"}
 
 
-def test_no_byte_counts_twice(tmp_path: Path) -> None:
-    """A bond of two ports with a VLAN on it, a bridge with a container's end on it, and the loopback."""
+def test_stacked_interfaces_count_once(tmp_path: Path) -> None:
+    """There are a bond of two ports with a VLAN, a bridge with a container's interface, and the loopback."""
     tree(
         tmp_path,
         {
@@ -50,23 +50,23 @@ def test_no_byte_counts_twice(tmp_path: Path) -> None:
     assert sums(sysfs.NETWORK, tmp_path) == (300, 30)
 
 
-def test_a_virtual_function_below_an_interface_that_counts_it(tmp_path: Path) -> None:
+def test_virtual_function_below_interface(tmp_path: Path) -> None:
     files = {**interface("eth0", 100, 10, **PORT), **interface("enP1", 90, 9, **PORT, master__device__vendor="x")}
     assert sums(sysfs.NETWORK, tree(tmp_path, files)) == (100, 10)
 
 
-def test_the_host_s_end_of_a_virtual_function(tmp_path: Path) -> None:
+def test_virtual_function_representor(tmp_path: Path) -> None:
     uplink = interface("p0", 100, 10, **PORT, phys_port_name="p0")
     virtual = interface("pf0vf1", 40, 4, **PORT, phys_port_name="pf0vf1")
     assert sums(sysfs.NETWORK, tree(tmp_path, {**uplink, **virtual})) == (100, 10)
 
 
-def test_inside_a_container_the_virtual_interface_is_all_there_is(tmp_path: Path) -> None:
+def test_virtual_interface_in_container(tmp_path: Path) -> None:
     files = {**interface("lo", 7, 7), **interface("eth0", 100, 10), **interface("vlan5", 100, 10, lower_eth0="")}
     assert sums(sysfs.NETWORK, tree(tmp_path, files)) == (100, 10)
 
 
-def test_only_the_loopback(tmp_path: Path) -> None:
+def test_only_loopback(tmp_path: Path) -> None:
     with pytest.raises(sysfs.NotAvailable, match="loopback"):
         sums(sysfs.NETWORK, tree(tmp_path, interface("lo", 7, 7)))
 
@@ -78,18 +78,18 @@ def rdma(device: str, port: int, received: object, sent: object, folder: str = "
     return {f"{here}/{folder}/{rx}": received, f"{here}/{folder}/{tx}": sent, f"{here}/state": "4: ACTIVE"}
 
 
-def test_infiniband_counts_words_of_four_bytes(tmp_path: Path) -> None:
+def test_infiniband_counts_4_byte_words(tmp_path: Path) -> None:
     tree(tmp_path, {**rdma("mlx5_0", 1, 1000, 10), **rdma("mlx5_1", 1, 2**40, 5), **rdma("mlx5_1", 2, 0, 0)})
     assert sums(sysfs.INFINIBAND, tmp_path) == (4 * (1000 + 2**40), 60)
 
 
-def test_old_hardware_counts_on_in_the_extended_counters(tmp_path: Path) -> None:
+def test_extended_counters_of_old_hardware(tmp_path: Path) -> None:
     tree(tmp_path, {**rdma("mlx4_0", 1, 2**32 - 1, 17), **rdma("mlx4_0", 1, 2**33, 17, "counters_ext")})
     assert sums(sysfs.INFINIBAND, tmp_path) == (4 * 2**33, 68)
 
 
-def test_a_counter_that_is_full_is_no_figure(tmp_path: Path) -> None:
-    with pytest.raises(sysfs.NotAvailable, match="64 bits"):
+def test_saturated_counter_is_unusable(tmp_path: Path) -> None:
+    with pytest.raises(sysfs.NotAvailable, match="64-bit"):
         sums(sysfs.INFINIBAND, tree(tmp_path, rdma("mthca0", 1, 2**32 - 1, 17)))
     tree(tmp_path, rdma("mlx5_0", 1, 10, 20))
     assert sums(sysfs.INFINIBAND, tmp_path) == (40, 80)
@@ -106,7 +106,7 @@ def disk(name: str, read: int, written: int, **more: object) -> dict[str, object
     return {f"block/{name}/{file.replace('__', '/')}": value for file, value in {"stat": stat, **more}.items()}
 
 
-def test_whole_disks_only(tmp_path: Path) -> None:
+def test_only_whole_disks_count(tmp_path: Path) -> None:
     tree(
         tmp_path,
         {
@@ -122,12 +122,12 @@ def test_whole_disks_only(tmp_path: Path) -> None:
     assert sums(sysfs.DISKS, tmp_path) == (512 * 12, 512 * 3)
 
 
-def test_a_node_without_disks(tmp_path: Path) -> None:
-    with pytest.raises(sysfs.NotAvailable, match="no disk"):
+def test_node_without_disks(tmp_path: Path) -> None:
+    with pytest.raises(sysfs.NotAvailable, match="no local disk"):
         sums(sysfs.DISKS, tree(tmp_path, disk("loop0", 1, 1)))
 
 
-def test_which_disks_count_is_looked_up_again_after_a_minute_and_when_one_is_gone(tmp_path: Path) -> None:
+def test_disks_are_rescanned(tmp_path: Path) -> None:
     now = 0.0
     counters = sysfs.DeviceCounters(sysfs.DISKS, tree(tmp_path, disk("sda", 8, 2, device__model="x")), lambda: now)
     assert counters.read() == (512 * 8, 512 * 2)

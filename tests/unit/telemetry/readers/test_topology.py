@@ -1,4 +1,4 @@
-"""Down to ctypes: how the GPUs are attached, through the real nvidia-ml-py in a child that loads the stub."""
+"""GPU topology through the real nvidia-ml-py, in a child process that loads the stub."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ask(env: dict[str, str]) -> Any:
     return json.loads(done.stdout)
 
 
-def test_links_and_places_in_the_order_of_the_ranks(nvml_stub: Stub) -> None:
+def test_links_and_addresses_in_rank_order(nvml_stub: Stub) -> None:
     nvml_stub.drive("""
         device 0 uuid GPU-a
         device 0 bus 1b
@@ -48,7 +48,7 @@ def test_links_and_places_in_the_order_of_the_ranks(nvml_stub: Stub) -> None:
     ]
 
 
-def test_an_nvlink_domain_across_nodes_has_a_name(nvml_stub: Stub) -> None:
+def test_multi_node_nvlink_domain(nvml_stub: Stub) -> None:
     nvml_stub.drive("""
         device 0 uuid GPU-a
         device 0 nvlinks 18
@@ -60,7 +60,7 @@ def test_an_nvlink_domain_across_nodes_has_a_name(nvml_stub: Stub) -> None:
     assert gpu["nvlink_domain"] == "00" * 15 + "07.4"
 
 
-def test_a_gpu_without_nvlink_and_a_driver_that_tells_nothing(nvml_stub: Stub) -> None:
+def test_gpu_without_nvlink_or_driver_support(nvml_stub: Stub) -> None:
     nvml_stub.drive("""
         device 0 uuid GPU-a
         device 1 uuid GPU-b
@@ -72,7 +72,7 @@ def test_a_gpu_without_nvlink_and_a_driver_that_tells_nothing(nvml_stub: Stub) -
     assert set(mute) == {"index", "name"}
 
 
-def test_a_slice_stands_where_its_gpu_does(nvml_stub: Stub) -> None:
+def test_slice_has_address_of_its_gpu(nvml_stub: Stub) -> None:
     nvml_stub.drive("""
         device 0 uuid GPU-a
         device 0 bus 4e
@@ -83,6 +83,6 @@ def test_a_slice_stands_where_its_gpu_does(nvml_stub: Stub) -> None:
     assert gpu["pci_address"] == "0000:4e:00.0"
 
 
-def test_no_driver_is_an_error_with_its_reason(nvml_stub: Stub) -> None:
+def test_missing_driver_raises_with_reason(nvml_stub: Stub) -> None:
     nvml_stub.drive("fail * nvmlInitWithFlags 9")
     assert ask(nvml_stub.environ()) == "DRIVER_NOT_LOADED: the NVIDIA driver is not loaded"

@@ -12,25 +12,26 @@ import pytest
 
 from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.store import compact, jsonl_blocks, parquet, rollup, totals
-from clustertrain.telemetry.store.reader import Segment, open_node
+from clustertrain.telemetry.store.reader import RecordedSegment, open_node
 from clustertrain.telemetry.store.writer import Writer
 from tests.unit.telemetry.recordings import T0, fill, header, record, working
 
 
-def only(node: Path) -> Segment:
+def only(node: Path) -> RecordedSegment:
     (segment,) = open_node(node)
     return segment
 
 
 def everything(node: Path) -> list[object]:
-    """All that a reader can get of a segment, NaN as None."""
+    """Return everything that a reader can get from a segment, NaN as None."""
     segment = only(node)
     found: list[object] = [segment.sample_count, segment.end, segment.failure, segment.reasons(), segment.read_error]
     for frame in (segment.samples(FAST), segment.samples(SLOW, since=T0 + 100, until=T0 + 555)):
         found.append((frame.t.tolist(), {c: plain(v) for c, v in frame.values.items()}))
     for step_s in (*rollup.LEVELS, 120):
-        of = segment.rollup(step_s)
-        found.append([of.t.tolist(), *(plain(np.round(v, 2)) for v in (of.count, of.mean / 1e3, of.low, of.high))])
+        buckets = segment.rollup(step_s)
+        tables = (buckets.count, buckets.mean / 1e3, buckets.low, buckets.high)
+        found.append([buckets.t.tolist(), *(plain(np.round(v, 2)) for v in tables)])
     for column, total in segment.totals().items():
         found.append((column, total.count, round(total.sum, 3), total.increase, total.by_phase, total.quantile(0.5)))
     found.append(plain(np.array(list(segment.newest().values()))))
@@ -50,7 +51,7 @@ DONE = {"header.json", "totals.json.gz", "fast.parquet", "slow.parquet", "rollup
 
 @pytest.mark.parametrize("mode", [0o700, 0o750])
 @pytest.mark.parametrize("compacted", [False, True])
-def test_the_group_may_read_what_is_in_an_open_run_and_nobody_else(tmp_path: Path, compacted: bool, mode: int) -> None:
+def test_file_modes_follow_the_run(tmp_path: Path, compacted: bool, mode: int) -> None:
     tmp_path.chmod(mode)
     before = os.umask(0o022)
     try:
@@ -65,7 +66,7 @@ def test_the_group_may_read_what_is_in_an_open_run_and_nobody_else(tmp_path: Pat
 
 
 @pytest.mark.parametrize("end", [True, False])
-def test_nothing_is_lost(tmp_path: Path, end: bool) -> None:
+def test_compaction_loses_nothing(tmp_path: Path, end: bool) -> None:
     def values(s: int) -> dict[str, float]:
         return {} if 300 <= s < 400 else working(s)
 
@@ -78,11 +79,11 @@ def test_nothing_is_lost(tmp_path: Path, end: bool) -> None:
     assert everything(tmp_path) == before
 
 
-def test_other_tools_read_it(tmp_path: Path) -> None:
-    of, writer = header(), Writer(tmp_path)
-    writer.begin(of)
+def test_parquet_is_readable_by_other_tools(tmp_path: Path) -> None:
+    segment_header, writer = header(), Writer(tmp_path)
+    writer.begin(segment_header)
     writer.null(0.0, "gpu0.temperature_c", "NOT_SUPPORTED: no")
-    fill(writer, of, 0, 50)
+    fill(writer, segment_header, 0, 50)
     folder = writer.segment
     assert folder is not None
     writer.end(50.0)
@@ -101,10 +102,10 @@ _CHANGES = ("write_bytes", "replace", "unlink", "fsync_folder")
 
 
 @pytest.mark.parametrize("end", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_killed_at_any_moment_it_is_readable_and_a_second_run_completes_it(
+def test_killed_compaction_is_readable_and_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: bool
 ) -> None:
-    """A kill is what stops it before each change of the folder, in turn."""
+    """Compaction is killed before each change of the folder, in turn."""
     folder = record(tmp_path / "n1", 700, end=end, flush=70)
     before = everything(tmp_path / "n1")
     original = {p: p.read_bytes() for p in folder.iterdir()}
@@ -151,7 +152,7 @@ def _kill_after(patch: pytest.MonkeyPatch, changes: int) -> None:
     patch.setattr(parquet.ParquetWriter, "drop", lambda self: None)  # a kill cleans up nothing
 
 
-def test_what_is_read_back_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_detects_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = record(tmp_path, 100)
     before = everything(tmp_path)
     real = parquet._group
@@ -163,14 +164,14 @@ def test_what_is_read_back_is_compared(tmp_path: Path, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patch:
         patch.setattr(parquet, "_group", flipped)
-        with pytest.raises(ValueError, match="read back"):
+        with pytest.raises(ValueError, match="verification failed"):
             compact.compact(folder)
     assert everything(tmp_path) == before
     assert (folder / jsonl_blocks.NAME).exists()
     assert compact.compact(folder) == "compacted"
 
 
-def test_a_segment_that_is_still_written_is_left_alone(tmp_path: Path) -> None:
+def test_open_segment_is_skipped(tmp_path: Path) -> None:
     folder = record(tmp_path, 100, end=False)
     assert compact.compact(folder) == "still written"
     assert (folder / jsonl_blocks.NAME).exists()
@@ -179,7 +180,7 @@ def test_a_segment_that_is_still_written_is_left_alone(tmp_path: Path) -> None:
     assert compact.compact(folder) == "compacted"
 
 
-def test_a_reader_that_was_there_before_reads_on(tmp_path: Path) -> None:
+def test_existing_reader_continues(tmp_path: Path) -> None:
     folder = record(tmp_path, 700, end=False)
     before = everything(tmp_path)
     (early,) = open_node(tmp_path)
@@ -190,7 +191,7 @@ def test_a_reader_that_was_there_before_reads_on(tmp_path: Path) -> None:
     assert everything(tmp_path) == before
 
 
-def test_row_groups_are_read_where_the_window_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_row_groups_in_window_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compact, "_ROWS", 100)
     folder = record(tmp_path, 1000)
     before = only(tmp_path).samples(FAST, since=T0 + 450, until=T0 + 455)
@@ -202,7 +203,7 @@ def test_row_groups_are_read_where_the_window_is(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ["fast.parquet", "rollup-60.packed", totals.NAME])
-def test_damage_after_compaction_is_told_and_costs_only_what_is_damaged(tmp_path: Path, name: str) -> None:
+def test_damage_after_compaction_is_local(tmp_path: Path, name: str) -> None:
     folder = record(tmp_path, 300)
     compact.compact(folder)
     data = (folder / name).read_bytes()
@@ -211,10 +212,10 @@ def test_damage_after_compaction_is_told_and_costs_only_what_is_damaged(tmp_path
     got = (len(segment.samples(FAST)), len(segment.rollup(60)), segment.totals()["gpu0.power_w"].count)
     right = {"fast.parquet": (0, 5, 300), "rollup-60.packed": (300, 0, 300), totals.NAME: (300, 5, 300)}
     assert got == right[name]
-    assert (segment.read_error is None) == (name == totals.NAME)  # that one is made from the samples
+    assert (segment.read_error is None) == (name == totals.NAME)  # totals are rebuilt from the samples
 
 
-def test_as_a_command(tmp_path: Path) -> None:
+def test_command_line(tmp_path: Path) -> None:
     record(tmp_path / "n1", 20)
     record(tmp_path / "n2", 20, end=False)
     bad = record(tmp_path / "n3", 20)

@@ -1,4 +1,4 @@
-"""Nodes that fell silent, files that are damaged, and telemetry that was never asked for: none of it is silent."""
+"""Reports on silent nodes, damaged files and disabled telemetry."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def warnings(summary: Summary) -> list[str]:
 
 
 def two_nodes(run: RunDir, monkeypatch: pytest.MonkeyPatch, *, killed: bool) -> AttemptDir:
-    """100 s on both, but for the agent of n2, which is killed after 20."""
+    """Record 100 s on two nodes; the agent of n2 ends, or is killed, after 20 s."""
     attempt = new_attempt(run, nodes=("n1", "n2"))
     record(attempt, [(gpu(0), busy())], ended=100.0)
     if killed:
@@ -39,31 +39,31 @@ def two_nodes(run: RunDir, monkeypatch: pytest.MonkeyPatch, *, killed: bool) -> 
     return attempt
 
 
-def test_an_agent_that_is_gone_lowers_the_coverage_and_is_told(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_agent_lowers_coverage(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     two_nodes(run, monkeypatch, killed=True)
     found = summarize(run)
     assert [(g.node, g.samples, g.expected) for g in found.gpus] == [("n1", 100, 101), ("n2", 20, 101)]
     assert found.coverage == pytest.approx(0.594, abs=0.001)
     gone = note(found, "agent_gone")
     assert (gone.severity, gone.node) == ("critical", "n2")
-    assert "fell silent 81 s before" in gone.text
+    assert "was silent for the last 81 s" in gone.text
     assert warnings(found) == ["agent_gone"]
 
 
-def test_a_node_that_ended_by_itself_is_not_silent(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_node_is_not_silent(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = two_nodes(run, monkeypatch, killed=False)
     event(attempt, "ended", "n1", T0 + 400, ending="completed", reason="all ranks completed")
     assert warnings(summarize(run)) == []
 
 
-def test_telemetry_that_is_off_accuses_nobody(run: RunDir) -> None:
+def test_disabled_telemetry_gives_no_warning(run: RunDir) -> None:
     run.spec.write_text("version = 1\n[recipe.telemetry]\nenabled = false\n")
     attempt = new_attempt(run)
     event(attempt, "agent_started", "n1", T0, gpus=[])
     event(attempt, "ranks_ended", "n1", T0 + 60, ending="completed", exit_code=0)
     found = summarize(run)
     assert (found.enabled, found.coverage) == (False, None)
-    assert "the recipe turns telemetry off" in note(found, "no_telemetry").text
+    assert "the recipe disables telemetry" in note(found, "no_telemetry").text
     assert warnings(found) == []
 
 
@@ -72,40 +72,40 @@ def recorded(run: RunDir) -> Path:
     return run.attempt(1).telemetry / "n1" / "0"
 
 
-def test_samples_that_were_cut_are_told(run: RunDir) -> None:
+def test_truncated_samples_are_reported(run: RunDir) -> None:
     samples = recorded(run) / jsonl_blocks.NAME
     samples.write_bytes(samples.read_bytes()[:-200])
     found = summarize(run)
     assert found.gpus[0].utilization is not None
-    assert "cut short or damaged, 0 of 100 are left" in note(found, "unreadable").text
+    assert "truncated or damaged, only 0 of 100 readable" in note(found, "unreadable").text
 
 
-def test_totals_that_are_damaged_are_made_from_the_samples(run: RunDir) -> None:
+def test_damaged_totals_are_rebuilt(run: RunDir) -> None:
     (recorded(run) / totals.NAME).write_bytes(b"garbage")
     found = summarize(run)
     assert found.gpus[0].samples == 100
     assert found.unreadable == []
 
 
-def test_a_segment_that_is_all_garbage_is_told(run: RunDir) -> None:
+def test_garbage_segment_is_reported(run: RunDir) -> None:
     folder = recorded(run)
     for name in (totals.NAME, jsonl_blocks.NAME):
         (folder / name).write_bytes(b"garbage" * 100)
     found = summarize(run)
     assert found.gpus[0].samples == 0
-    said = note(found, "unreadable")
-    assert "samples: damaged" in said.text
-    assert "share" not in (said.fix or "")
+    unreadable_note = note(found, "unreadable")
+    assert "samples: damaged" in unreadable_note.text
+    assert "share" not in (unreadable_note.fix or "")
 
 
-def test_a_node_of_which_nothing_can_be_read_is_not_said_to_have_recorded_nothing(run: RunDir) -> None:
+def test_unreadable_node_is_not_called_empty(run: RunDir) -> None:
     folder = recorded(run)
     event(run.attempt(1), "agent_started", "n1", T0, gpus=[])
     (folder / "header.json").write_text("{")
     assert warnings(summarize(run)) == ["unreadable"]
 
 
-def test_errors_that_stay_at_nought_are_no_missing_figure(run: RunDir) -> None:
+def test_zero_errors_are_not_missing(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), busy())], seconds=5, more={"gpu0.ecc_corrected": 0.0})
     (entry,) = summarize(run).gpus
     assert entry.errors.ecc_corrected == 0
@@ -113,11 +113,11 @@ def test_errors_that_stay_at_nought_are_no_missing_figure(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("since_s", [5.0, 50.0, 99.0])
-def test_the_last_part_of_a_whole_record_is_whole(run: RunDir, since_s: float) -> None:
+def test_limited_complete_record_has_full_coverage(run: RunDir, since_s: float) -> None:
     record(new_attempt(run), [(gpu(0), busy())], ended=99.0)
     assert summarize(run, SummaryRequest(since_s=since_s)).coverage == 1.0
 
 
-def test_a_file_with_one_member_is_read_by_any_gzip(run: RunDir) -> None:
+def test_single_member_file_is_standard_gzip(run: RunDir) -> None:
     samples = recorded(run) / jsonl_blocks.NAME
     assert b'"samples"' in gzip.decompress(samples.read_bytes())

@@ -9,14 +9,14 @@ from clustertrain.telemetry.store.histogram import BINS, Histogram, bin_indices
 from clustertrain.telemetry.store.totals import Total
 
 
-def of(values: list[float]) -> Histogram:
+def build_histogram(values: list[float]) -> Histogram:
     found = Histogram()
     found.add(np.array(values))
     return found
 
 
 @pytest.mark.parametrize("q", [0.0, 0.05, 0.5, 0.95, 1.0])
-def test_a_quantile_is_within_one_per_cent(q: float) -> None:
+def test_quantile_is_within_one_percent(q: float) -> None:
     values = np.random.default_rng(3).lognormal(5, 2, 10_000)
     found = Histogram()
     found.add(values)
@@ -24,10 +24,10 @@ def test_a_quantile_is_within_one_per_cent(q: float) -> None:
     assert found.quantile(q, values.min(), values.max()) == pytest.approx(right, rel=0.0101)
 
 
-def test_merged_is_as_if_it_had_been_one() -> None:
-    a, b = of([0.0, 1.0, 5e9, math.nan]), of([1.0, 2.0, 3.0])
+def test_merge_equals_single_histogram() -> None:
+    a, b = build_histogram([0.0, 1.0, 5e9, math.nan]), build_histogram([1.0, 2.0, 3.0])
     a.merge(b)
-    whole = of([0.0, 1.0, 5e9, 1.0, 2.0, 3.0])
+    whole = build_histogram([0.0, 1.0, 5e9, 1.0, 2.0, 3.0])
     assert (a.bins.tolist(), a.counts.tolist(), a.count) == (whole.bins.tolist(), whole.counts.tolist(), 6)
     empty = Histogram()
     empty.merge(b)
@@ -35,21 +35,21 @@ def test_merged_is_as_if_it_had_been_one() -> None:
     assert (empty.count, b.count) == (3, 4)  # a copy
 
 
-def test_the_ends_have_bins() -> None:
+def test_extreme_values_have_bins() -> None:
     assert bin_indices(np.array([-1.0, 0.0, 1e-7, 1.1e19, 1e30])).tolist() == [0, 0, 0, BINS - 1, BINS - 1]
-    assert of([0.0] * 9 + [1.0]).quantile(0.5) == 0.0
+    assert build_histogram([0.0] * 9 + [1.0]).quantile(0.5) == 0.0
 
 
-def test_of_nothing_there_is_no_quantile_and_of_a_constant_it_is_exact() -> None:
+def test_quantile_of_empty_and_constant() -> None:
     assert math.isnan(Histogram().quantile(0.5))
-    assert of([0.97, 0.97]).quantile(0.5, 0.97, 0.97) == 0.97
+    assert build_histogram([0.97, 0.97]).quantile(0.5, 0.97, 0.97) == 0.97
 
 
 @pytest.mark.parametrize(("low", "high"), [(1.0, 9.0), (5.0, 5.0), (math.nan, math.nan)])
-def test_totals_merge_their_ends(low: float, high: float) -> None:
-    """Also where one of them has none."""
+def test_totals_merge_extremes(low: float, high: float) -> None:
+    """Extremes may be missing on one side."""
     whole = Total(count=1, sum=5.0, low=low, high=high)
-    whole.merge(Total(count=2, sum=6.0, low=2.0, high=4.0, histogram=of([2.0, 4.0])))
+    whole.merge(Total(count=2, sum=6.0, low=2.0, high=4.0, histogram=build_histogram([2.0, 4.0])))
     assert (whole.low, whole.high) == (np.fmin(low, 2.0), np.fmax(high, 4.0))
     whole.merge(Total())
     assert (whole.count, whole.sum, whole.histogram.count) == (3, 11.0, 2)

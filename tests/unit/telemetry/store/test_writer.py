@@ -14,17 +14,17 @@ import pytest
 from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.store import jsonl_blocks, rollup, totals
 from clustertrain.telemetry.store import writer as store
-from clustertrain.telemetry.store.reader import Segment, find_overlapping, open_node
+from clustertrain.telemetry.store.reader import RecordedSegment, find_overlapping, open_node
 from clustertrain.telemetry.store.writer import Header, Writer
 from tests.unit.telemetry.recordings import CHECKPOINT, T0, TRAIN, fill, header, record, row, working
 
 
-def only(node: Path) -> Segment:
+def only(node: Path) -> RecordedSegment:
     (segment,) = open_node(node)
     return segment
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_round_trip(tmp_path: Path) -> None:
     record(tmp_path, 130)
     segment = only(tmp_path)
     fast, slow = segment.samples(FAST), segment.samples(SLOW)
@@ -36,14 +36,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert (segment.sample_count, segment.end, segment.failure, segment.read_error) == (130, T0 + 130, None, None)
 
 
-def test_a_window_and_some_columns(tmp_path: Path) -> None:
+def test_read_window_and_columns(tmp_path: Path) -> None:
     record(tmp_path, 200)
     frame = only(tmp_path).samples(FAST, ["rank0.step", "gpu9.power_w"], since=T0 + 150, until=T0 + 153)
     assert frame.t.tolist() == [T0 + 150, T0 + 151, T0 + 152]
     assert {c: v.tolist() for c, v in frame.values.items()} == {"rank0.step": [75, 75, 76]}
 
 
-def test_values_keep_what_the_sensor_has(tmp_path: Path) -> None:
+def test_values_keep_sensor_precision(tmp_path: Path) -> None:
     exact = {"gpu0.memory_used_bytes": 2.0**45 + 1, "rank0.tokens": 2.0**50 + 1, "gpu0.utilization": 0.123}
     record(tmp_path, 2, values=lambda s: exact | {"gpu0.power_w": 123.456, "gpu0.sm_clock_mhz": float("inf")})
     newest = only(tmp_path).newest()
@@ -52,19 +52,17 @@ def test_values_keep_what_the_sensor_has(tmp_path: Path) -> None:
     assert np.isnan(newest["gpu0.sm_clock_mhz"])
 
 
-def test_zcat_and_json_read_the_samples(tmp_path: Path) -> None:
+def test_samples_are_readable_by_zcat_and_json(tmp_path: Path) -> None:
     folder = record(tmp_path, 25)
     lines = gzip.decompress((folder / jsonl_blocks.NAME).read_bytes()).splitlines()
     assert {json.loads(line)["kind"] for line in lines} == {"samples", "end"}
 
 
-def test_it_is_readable_while_it_grows_and_newest_reads_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of, writer = header(), Writer(tmp_path)
-    writer.begin(of)
-    fill(writer, of, 0, 1000)
-    writer.fast(1000, row(of.fast, working(1000)))  # lost in a kill: never flushed
+def test_segment_is_readable_while_it_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment_header, writer = header(), Writer(tmp_path)
+    writer.begin(segment_header)
+    fill(writer, segment_header, 0, 1000)
+    writer.fast(1000, row(segment_header.fast, working(1000)))  # lost in a kill: never flushed
     segment = only(tmp_path)
     assert (segment.sample_count, segment.end) == (1000, None)
     monkeypatch.setattr(jsonl_blocks, "read", None)  # the whole file
@@ -74,7 +72,7 @@ def test_it_is_readable_while_it_grows_and_newest_reads_the_end(
 
 
 @pytest.mark.parametrize("seconds", [0, 1, 59, 60, 61, 185, 1000])
-def test_sums_of_a_killed_segment_are_those_of_one_that_ended(tmp_path: Path, seconds: int) -> None:
+def test_totals_of_killed_segment_match_ended_one(tmp_path: Path, seconds: int) -> None:
     record(tmp_path / "killed", seconds, end=False)
     record(tmp_path / "ended", seconds)
     killed, ended = only(tmp_path / "killed"), only(tmp_path / "ended")
@@ -113,7 +111,7 @@ def test_totals_by_phase_and_rates(tmp_path: Path) -> None:
     )
 
 
-def test_rollups_are_what_the_samples_say(tmp_path: Path) -> None:
+def test_rollups_match_samples(tmp_path: Path) -> None:
     record(tmp_path, 200)
     segment = only(tmp_path)
     found = segment.rollup(60, ["gpu0.utilization", "host.network_rx_bytes", "gpu0.energy_j"])
@@ -127,7 +125,7 @@ def test_rollups_are_what_the_samples_say(tmp_path: Path) -> None:
     assert segment.rollup(25).count[:, 0].tolist() == [25] * 8
 
 
-def test_a_counter_that_falls_begins_anew_and_one_that_was_away_catches_up(tmp_path: Path) -> None:
+def test_counter_reset_and_gap(tmp_path: Path) -> None:
     def values(s: int) -> dict[str, float]:
         away = {} if 70 <= s < 80 else {"gpu0.energy_j": 100.0 * s}
         return away | {"rank0.step": float(s if s < 90 else s - 90)}
@@ -139,28 +137,28 @@ def test_a_counter_that_falls_begins_anew_and_one_that_was_away_catches_up(tmp_p
     assert only(tmp_path).rollup(60).mean[1, header().fast.index("gpu0.energy_j")] == pytest.approx(100)
 
 
-def test_reasons_stay_known_and_null_is_not_zero(tmp_path: Path) -> None:
-    of, writer = header(), Writer(tmp_path)
-    writer.begin(of)
+def test_reasons_persist_and_null_is_not_zero(tmp_path: Path) -> None:
+    segment_header, writer = header(), Writer(tmp_path)
+    writer.begin(segment_header)
     writer.null(0.0, "gpu0.temperature_c", "NOT_SUPPORTED: no")
-    fill(writer, of, 0, 70)
+    fill(writer, segment_header, 0, 70)
     writer.null(70.0, "gpu0.power_w", "GPU_IS_LOST: gone")
     writer.null(75.0, "gpu0.power_w", None)
     writer.flush()
-    told = {"gpu0.temperature_c": "NOT_SUPPORTED: no", "gpu0.power_w": "GPU_IS_LOST: gone"}
-    assert only(tmp_path).reasons() == told
+    reasons = {"gpu0.temperature_c": "NOT_SUPPORTED: no", "gpu0.power_w": "GPU_IS_LOST: gone"}
+    assert only(tmp_path).reasons() == reasons
     writer.end(80.0, "the driver hung")
     writer.close()
     segment = only(tmp_path)
-    assert (segment.reasons(), segment.failure) == (told, "the driver hung")
+    assert (segment.reasons(), segment.failure) == (reasons, "the driver hung")
 
 
-def test_each_sampler_has_a_segment_of_its_own(tmp_path: Path) -> None:
+def test_each_sampler_has_its_segment(tmp_path: Path) -> None:
     first, second = Writer(tmp_path), Writer(tmp_path)
     for writer, t in ((first, T0), (second, T0 + 50)):
         writer.begin(header(t=t))
         fill(writer, header(t=t), 0, 100)
-    first.begin(header(gpus=2, t=T0 + 200))  # its driver came back with another GPU
+    first.begin(header(gpus=2, t=T0 + 200))  # the driver returned with another GPU
     first.flush()
     a, b, c = open_node(tmp_path)
     assert [s.folder.name for s in (a, b, c)] == ["0", "1", "2"]
@@ -168,10 +166,10 @@ def test_each_sampler_has_a_segment_of_its_own(tmp_path: Path) -> None:
     assert (a.end, b.end, len(c.header.gpus)) == (T0 + 99, None, 2)
 
 
-def test_a_full_disk_loses_nothing_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of, writer = header(), Writer(tmp_path)
-    writer.begin(of)
-    fill(writer, of, 0, 100)
+def test_full_disk_loses_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment_header, writer = header(), Writer(tmp_path)
+    writer.begin(segment_header)
+    fill(writer, segment_header, 0, 100)
     real, room = os.pwrite, [100]
 
     def short_of_space(fd: int, data: bytes, at: int) -> int:
@@ -182,14 +180,14 @@ def test_a_full_disk_loses_nothing_and_repeats_nothing(tmp_path: Path, monkeypat
         return written
 
     monkeypatch.setattr(os, "pwrite", short_of_space)
-    monkeypatch.setattr(os, "ftruncate", lambda fd, size: None)  # not even that: the half stays
-    fill(writer, of, 100, 200, flush=0)
+    monkeypatch.setattr(os, "ftruncate", lambda fd, size: None)  # fails too, so the partial piece stays
+    fill(writer, segment_header, 100, 200, flush=0)
     for _ in range(3):
         with pytest.raises(OSError, match="No space"):
             writer.flush()
     assert only(tmp_path).samples(FAST).t.tolist() == [T0 + s for s in range(100)]
     monkeypatch.setattr(os, "pwrite", real)
-    fill(writer, of, 200, 260, flush=0)
+    fill(writer, segment_header, 200, 260, flush=0)
     writer.end(260.0)
     writer.close()
     segment = only(tmp_path)
@@ -198,23 +196,23 @@ def test_a_full_disk_loses_nothing_and_repeats_nothing(tmp_path: Path, monkeypat
     assert segment.totals()["gpu0.power_w"].count == 260
 
 
-def test_a_disk_that_stays_full_does_not_eat_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_bounds_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_MOST_ROWS", 10)
     record(tmp_path, 100, flush=0)
     assert only(tmp_path).samples(FAST).t.tolist() == [T0 + s for s in range(90, 100)]
     assert only(tmp_path).totals()["gpu0.power_w"].count == 100
 
 
-def test_no_disk_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_missing_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = store.fsio.write_bytes
 
     def refuse(*_: object) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(store.fsio, "write_bytes", refuse)
-    of, writer = header(), Writer(tmp_path)
-    writer.begin(of)
-    fill(writer, of, 0, 5, flush=0)
+    segment_header, writer = header(), Writer(tmp_path)
+    writer.begin(segment_header)
+    fill(writer, segment_header, 0, 5, flush=0)
     with pytest.raises(OSError, match="quota"):
         writer.flush()
     (empty,) = open_node(tmp_path)
@@ -242,21 +240,21 @@ while True:
 def test_kill_9_loses_at_most_the_last_flush(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", _CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
-    told = [int(child.stdout.readline()) for _ in range(30)]
+    flushed = [int(child.stdout.readline()) for _ in range(30)]
     child.kill()
-    told += [int(line) for line in child.stdout.read().splitlines()]
+    flushed += [int(line) for line in child.stdout.read().splitlines()]
     child.wait()
     child.stdout.close()
     segment = only(tmp_path)
     frame = segment.samples(FAST)
-    assert told[-1] <= segment.sample_count <= told[-1] + 10
+    assert flushed[-1] <= segment.sample_count <= flushed[-1] + 10
     assert frame.t.tolist() == [T0 + s for s in range(segment.sample_count)]
     assert segment.totals()["gpu0.energy_j"].increase == 400.0 * (segment.sample_count - 1)
     assert segment.rollup(60).count[:, 0].sum() == segment.sample_count
     assert (segment.end, segment.read_error) == (None, None)
 
 
-def test_a_segment_cut_at_any_byte_is_read_up_to_the_last_whole_flush(tmp_path: Path) -> None:
+def test_truncated_segment_is_read_to_last_flush(tmp_path: Path) -> None:
     folder = record(tmp_path / "n1", 30, end=False)
     (folder / totals.NAME).unlink()
     data = (folder / jsonl_blocks.NAME).read_bytes()
@@ -269,11 +267,11 @@ def test_a_segment_cut_at_any_byte_is_read_up_to_the_last_whole_flush(tmp_path: 
         assert (segment.sample_count, segment.read_error) == (whole, None), size
     for size in starts:
         (folder / jsonl_blocks.NAME).write_bytes(data[:size] + b"\x1f\x8b\x08" + data[5:50] + data[size:])
-        assert only(tmp_path / "n1").sample_count == 30  # damage in between costs nothing else
+        assert only(tmp_path / "n1").sample_count == 30  # damage in between affects nothing else
 
 
 @pytest.mark.parametrize("name", [totals.NAME, "rollup-60.bin", "rollup-900.bin"])
-def test_sums_that_are_cut_or_gone_are_made_from_the_samples(tmp_path: Path, name: str) -> None:
+def test_damaged_totals_are_rebuilt_from_samples(tmp_path: Path, name: str) -> None:
     folder = record(tmp_path, 1000, end=False)
     right = only(tmp_path)
     power, minutes, quarters = right.totals()["gpu0.power_w"], right.rollup(60), right.rollup(900)
@@ -289,9 +287,9 @@ def test_sums_that_are_cut_or_gone_are_made_from_the_samples(tmp_path: Path, nam
         assert np.array_equal(segment.rollup(900).count, quarters.count)
 
 
-def test_one_bad_segment_does_not_hide_the_others(tmp_path: Path) -> None:
+def test_bad_segment_does_not_hide_others(tmp_path: Path) -> None:
     for k in range(4):
-        record(tmp_path, 20, of=header(t=T0 + 100 * k))
+        record(tmp_path, 20, segment_header=header(t=T0 + 100 * k))
     (tmp_path / "0" / store.HEADER).write_bytes(b'{"node": "n1", "t"')
     (tmp_path / "1" / store.HEADER).unlink()
     (tmp_path / "2" / jsonl_blocks.NAME).write_bytes(b"")
@@ -305,14 +303,14 @@ def test_one_bad_segment_does_not_hide_the_others(tmp_path: Path) -> None:
     assert find_overlapping([damaged, headless, good]) == []
 
 
-def test_a_format_of_a_later_version_is_not_guessed_at(tmp_path: Path) -> None:
+def test_newer_format_is_rejected(tmp_path: Path) -> None:
     folder = record(tmp_path, 5)
     found = json.loads((folder / store.HEADER).read_text()) | {"format": 99}
     (folder / store.HEADER).write_text(json.dumps(found))
-    assert "later version" in (only(tmp_path).read_error or "")
+    assert "newer version" in (only(tmp_path).read_error or "")
 
 
-def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record(tmp_path / "n1", 5)
     record(tmp_path / "n2", 5)
 
@@ -329,11 +327,11 @@ def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "may not read" in (only(tmp_path / "n2").read_error or "")
 
 
-def test_no_folder_is_no_segment(tmp_path: Path) -> None:
+def test_missing_folder_has_no_segments(tmp_path: Path) -> None:
     assert open_node(tmp_path / "n7") == []
 
 
-def test_a_row_that_does_not_fit_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
+def test_row_of_wrong_length_raises(tmp_path: Path) -> None:
     writer = Writer(tmp_path)
     with pytest.raises(RuntimeError, match="begin"):
         writer.fast(0.0, np.zeros(1))
@@ -342,7 +340,7 @@ def test_a_row_that_does_not_fit_is_a_mistake_of_the_caller(tmp_path: Path) -> N
         writer.fast(0.0, np.zeros(2))
 
 
-def test_a_file_that_no_sampler_writes_is_not_read_to_its_end(tmp_path: Path) -> None:
+def test_foreign_file_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / jsonl_blocks.NAME
     path.write_bytes(jsonl_blocks._MAGIC + bytes(100))
     os.truncate(path, 50 << 30)  # sparse: reading all of it would take minutes
