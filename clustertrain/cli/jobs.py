@@ -325,7 +325,7 @@ def requeue(name: str, as_json: bool, **options: str | None) -> None:
     if overrides.keys() - {"time"} and current.backend == "local":
         raise UsageError(f"--{next(iter(overrides.keys() - {'time'}))} means nothing to the local backend")
     if overrides.get("time"):
-        from clustertrain.config.time_limits import parse_time_limit_s
+        from clustertrain.config.parsing.time_limits import parse_time_limit_s
 
         parse_time_limit_s(overrides["time"])
     if current.state == "completed":

@@ -61,7 +61,7 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         # click, where it suggests at all, suggests from `commands`, which holds nothing here.
         if args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
-            from clustertrain.config.parsing import did_you_mean
+            from clustertrain.config.parsing.documents import did_you_mean
 
             raise click.UsageError(f"No such command {args[0]!r}: {did_you_mean(args[0], list(COMMANDS))}", ctx)
         return super().resolve_command(ctx, args)

@@ -10,12 +10,12 @@ from typing import Literal
 import msgspec
 
 from clustertrain import settings
-from clustertrain.config import fabrics
+from clustertrain.config import hardware
+from clustertrain.config.checks.ranges import check_positive
 from clustertrain.config.hardware import GpuType
 from clustertrain.config.job import Device
 from clustertrain.config.node_facts import NodeFacts
-from clustertrain.config.parsing import build, did_you_mean, load_toml
-from clustertrain.config.ranges import check_positive
+from clustertrain.config.parsing.documents import build, did_you_mean, load_toml
 from clustertrain.errors import ConfigError
 
 
@@ -59,7 +59,7 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     gpus_per_node: int = 0  # that a node has; 0: not known
     gpus_flag: str = "gpus-per-node"  # or "gres": some sites refuse one of them
     cpus_per_gpu: int = 0
-    fabric: str = ""  # what joins the nodes, as "8 x ndr" or "efa-p5" (config/fabrics.py); "": as the GPU type comes
+    fabric: str = ""  # what joins the nodes, as "8 x ndr" or "efa-p5" (config/hardware.py); "": as the GPU type comes
     fabric_interface: str = ""  # network interface of the training traffic, where it cannot be told
     env: dict[str, str] = {}
     sbatch: dict[str, str] = {}
@@ -78,7 +78,7 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             for name in ("memory_gib", "tflops", "memory_gb_s", "fabric_gb_s", "power"):
                 check_positive(f"gpu.{name}", getattr(self.gpu, name))
         if self.fabric:
-            fabrics.parse_node_gb_s(self.fabric)
+            hardware.parse_node_gb_s(self.fabric)
         if self.gpus_per_node < 0:
             raise ValueError(f"gpus_per_node = {self.gpus_per_node}: must be 0 (not known) or more")
         if self.python and not self.python.startswith("/"):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from clustertrain.config.ranges import check_entry, check_positive, check_range
+from clustertrain.config.checks.ranges import check_entry, check_positive, check_range
 
 MAX_AUTO_WORKERS = 8  # more workers of one rank rarely read faster
 DIGITS = "digits"
@@ -41,8 +41,8 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     Of text ``path`` is a file, or a folder read recursively for ``pattern``; ``stdlib`` is the Python standard
     library's own source. Of pairs it may be ``digits`` too: the upper and lower halves of images. Of tokens it is a
-    folder of shards (:mod:`clustertrain.config.token_shards`). Of images it is an ``.npz`` file or a folder with a
-    folder for each class; ``shapes`` are drawn, ``digits`` are scikit-learn's. An entry gets it as an argument
+    folder of shards (:mod:`clustertrain.config.parsing.token_shards`). Of images it is an ``.npz`` file or a folder
+    with a folder for each class; ``shapes`` are drawn, ``digits`` are scikit-learn's. An entry gets it as an argument
     ``path``, as it stands here.
     """
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.config.ranges import check_positive
+from clustertrain.config.checks.ranges import check_positive
 from clustertrain.config.recipe import Recipe
 
 BackendName = Literal["auto", "slurm", "local"]

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.config.ranges import check_positive
+from clustertrain.config.checks.ranges import check_positive
 
 PipelineSchedule = Literal["auto", "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 ActivationCheckpointing = Literal["auto", "none", "selective", "full"]

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.config.ranges import check_positive, check_range
+from clustertrain.config.checks.ranges import check_positive, check_range
 
 ScheduleKind = Literal["cosine", "linear", "step", "one-cycle", "plateau", "wsd", "constant"]
 

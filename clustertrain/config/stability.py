@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.config.ranges import check_positive, check_range
+from clustertrain.config.checks.ranges import check_positive, check_range
 
 DivergenceAction = Literal["stop", "roll-back"]
 

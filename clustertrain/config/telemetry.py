@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from clustertrain.config.ranges import check_positive, check_range, is_host
+from clustertrain.config.checks.ranges import check_positive, check_range, is_host
 
 PORT_ATTEMPTS = (
     33  # the one that was asked for and the 32 after it: agents of other jobs, and of this one, on the same machine

@@ -6,9 +6,10 @@ import math
 from itertools import pairwise
 
 from clustertrain.config.hardware import GpuType
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.parsing import did_you_mean as nearest_word
-from clustertrain.config.recipe import ModelSpec, Precision
+from clustertrain.config.parsing.documents import did_you_mean as nearest_word
+from clustertrain.config.train import Precision
 from clustertrain.errors import ConfigError
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.batch import divisors, nearest_multiples

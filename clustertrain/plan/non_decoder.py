@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from clustertrain.config.recipe import ModelSpec, Recipe
+from clustertrain.config.model import ModelSpec
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan.batch import nearest_multiples
 from clustertrain.plan.cost.memory import GIB, GRAD_BYTES, WEIGHT_BYTES, MemoryEstimate

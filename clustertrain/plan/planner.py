@@ -8,7 +8,7 @@ import msgspec
 
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import RunSpec
-from clustertrain.config.time_limits import parse_time_limit_s
+from clustertrain.config.parsing.time_limits import parse_time_limit_s
 from clustertrain.errors import ConfigError
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.memory import MemoryEstimate

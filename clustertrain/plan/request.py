@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import msgspec
 
-from clustertrain.config import presets
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import RunSpec
+from clustertrain.config.parsing import presets
 from clustertrain.plan import batch as batches
 from clustertrain.plan import checks, non_decoder, pipeline_schedules
 from clustertrain.plan.cost import frameworks, memory, optimizer_state, user_model

@@ -14,15 +14,18 @@ from typing import Any, Literal
 import msgspec
 
 from clustertrain import settings
-from clustertrain.config import cluster, image_checks, presets, storage_paths, unused_keys
+from clustertrain.config import cluster
+from clustertrain.config.checks import image_checks, storage_paths, unused_keys
+from clustertrain.config.checks.cross_checks import check_contract
+from clustertrain.config.checks.script_keys import is_trainer_key
+from clustertrain.config.checks.unused_keys import KeyCondition
 from clustertrain.config.cluster import ClusterProfile
-from clustertrain.config.cross_checks import check_contract
-from clustertrain.config.dotted_keys import split_key, type_at
 from clustertrain.config.job import Device, JobSpec, RunSpec, ScriptSpec
-from clustertrain.config.parsing import build, load_toml, parse_assignment, parse_value, set_value_at
-from clustertrain.config.recipe import Recipe, RehearsalSpec
-from clustertrain.config.script_keys import is_trainer_key
-from clustertrain.config.unused_keys import KeyCondition
+from clustertrain.config.parsing import presets
+from clustertrain.config.parsing.documents import build, load_toml, parse_assignment, parse_value, set_value_at
+from clustertrain.config.parsing.dotted_keys import split_key, type_at
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.rehearsal import RehearsalSpec
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.plan import checks
 from clustertrain.plan import script_checks as scripts

@@ -15,7 +15,7 @@ import msgspec
 import tomli_w
 
 from clustertrain import fsio, settings
-from clustertrain.config import storage_paths
+from clustertrain.config.checks import storage_paths
 from clustertrain.config.job import RunSpec
 from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError, UnsuitableEnvironment
 from clustertrain.plan.layout import pluralize

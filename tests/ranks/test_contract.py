@@ -15,7 +15,7 @@ import torch
 from clustertrain import fsio
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.offline import inspect
-from clustertrain.config.parsing import load_toml
+from clustertrain.config.parsing.documents import load_toml
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, contract_status, metrics
 from clustertrain.run.run_dir import RunDir

@@ -15,7 +15,7 @@ from clustertrain import proc
 from clustertrain.config.cluster import ClusterProfile, MeasuredRates
 from clustertrain.config.data import AugmentSpec, DataSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.config.tracking import TrackingSpec

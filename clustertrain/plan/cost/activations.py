@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.recipe import Precision
+from clustertrain.config.train import Precision
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN, Framework
 from clustertrain.plan.cost.model_shape import DecoderShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from clustertrain.config import fabrics, hardware
+from clustertrain.config import hardware
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.hardware import GpuType
 from clustertrain.plan.cost import collectives, compute
@@ -25,7 +25,7 @@ def estimate_fabric_gb_s(profile: ClusterProfile, gpus_per_node: int) -> float:
     """GB/s of one GPU across nodes: of the fabric that the profile names, else of the ports that were seen on a node;
     0: neither is there."""
     if profile.fabric:
-        return fabrics.parse_node_gb_s(profile.fabric) / gpus_per_node
+        return hardware.parse_node_gb_s(profile.fabric) / gpus_per_node
     if profile.node is None:
         return 0.0
     hcas = [port.rate_gbit for port in profile.node.hcas if port.state == "active" and port.rate_gbit]

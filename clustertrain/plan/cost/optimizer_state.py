@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from clustertrain.config.module_patterns import matches, suggest_modules
+from clustertrain.config.checks.module_patterns import matches, suggest_modules
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.optim import OptimizerName, OptimSpec
-from clustertrain.config.recipe import ModelSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.layout import Layout

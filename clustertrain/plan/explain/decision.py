@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from clustertrain.config import hardware, presets
+from clustertrain.config import hardware
+from clustertrain.config.parsing import presets
 from clustertrain.plan import checks, non_decoder, pipeline_schedules
 from clustertrain.plan.cost import optimizer_state, user_model
 from clustertrain.plan.explain import advice, node_crossing

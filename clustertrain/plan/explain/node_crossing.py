@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from clustertrain.config import hardware
 from clustertrain.config.hardware import GpuType
-from clustertrain.config.recipe import ModelSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.plan.cost.activations import PassConfig
 from clustertrain.plan.layout import Layout
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from clustertrain.config import cross_checks
+from clustertrain.config.checks import cross_checks
 from clustertrain.config.contract import ContractSpec
 from clustertrain.config.data import DataSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.recipe import ModelSpec, Precision, Recipe
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.train import Precision
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.layout import Batch, Layout, pluralize
 

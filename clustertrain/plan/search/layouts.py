@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.recipe import Precision
+from clustertrain.config.train import Precision
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.batch import divisors
 from clustertrain.plan.cost import memory, step_time

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from clustertrain.config import fabrics, hardware
+from clustertrain.config import hardware
 from clustertrain.config.hardware import GpuType
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.errors import ConfigError
@@ -161,7 +161,7 @@ def parse_fabric_gb_s(text: str, gpu: GpuType) -> float:
     """GB/s a GPU of the network that the words name for a node, as ``4x200Gb``, ``1600 Gbps`` or AWS's ``p5``; or 0."""
     cloud = re.search(r"\b(p3dn|p4d|p5)\b", text)
     if cloud:
-        return fabrics.parse_node_gb_s(f"efa-{cloud[1]}") / GPUS_PER_NODE
+        return hardware.parse_node_gb_s(f"efa-{cloud[1]}") / GPUS_PER_NODE
     per_nic = re.search(r"(\d{1,6})\s*x\s*(\d{1,6})\s*Gb", text)
     if per_nic:
         return int(per_nic[1]) * int(per_nic[2]) / 8 / GPUS_PER_NODE

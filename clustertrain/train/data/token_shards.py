@@ -1,5 +1,5 @@
 """Tokens that were made before, in shards that are mapped into memory: nothing is copied, and all processes of a node
-share what the kernel has read. The format is in :mod:`clustertrain.config.token_shards`."""
+share what the kernel has read. The format is in :mod:`clustertrain.config.parsing.token_shards`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import xxhash
 
-from clustertrain.config import token_shards as shard_format
 from clustertrain.config.data import DataSpec
+from clustertrain.config.parsing import token_shards as shard_format
 from clustertrain.errors import ConfigError
 from clustertrain.train.data import validation_split
 from clustertrain.train.data.packing import IntArray, Packing, pack

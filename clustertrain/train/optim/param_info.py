@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from clustertrain.checkpoint.core.state_dict import clean_fqn, unwrap
-from clustertrain.config.module_patterns import matches, suggest_modules
+from clustertrain.config.checks.module_patterns import matches, suggest_modules
 from clustertrain.errors import ConfigError
 from clustertrain.train.distributed import data_parallel, pipeline_stages
 

@@ -24,7 +24,8 @@ from clustertrain.checkpoint.format.manifest import CheckpointMetric, SaveReason
 from clustertrain.checkpoint.load.rollback import RollbackTarget
 from clustertrain.checkpoint.manager import CheckpointManager, CheckpointOrigin, RestoreResult, SaveResult
 from clustertrain.checkpoint.save.writer_client import JobOutcome
-from clustertrain.config.recipe import AUTO, Recipe
+from clustertrain.config.checkpoint import AUTO
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError, Diverged, UsageError
 from clustertrain.run import attempts
 from clustertrain.train.core import seeds

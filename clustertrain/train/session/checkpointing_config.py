@@ -9,8 +9,9 @@ from typing import Literal
 
 from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.manager import LocalTier, RemoteTier
-from clustertrain.config.recipe import KEEP_BEST_AUTO, CheckpointSpec, Recipe
-from clustertrain.config.storage_paths import resolve_node_folder
+from clustertrain.config.checkpoint import KEEP_BEST_AUTO, CheckpointSpec
+from clustertrain.config.checks.storage_paths import resolve_node_folder
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.run import attempts
 from clustertrain.train.core.context import RankContext

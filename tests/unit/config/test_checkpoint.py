@@ -9,8 +9,9 @@ import msgspec
 import pytest
 import tomli_w
 
-from clustertrain.config.parsing import build, load_toml, parse_value
-from clustertrain.config.recipe import CheckpointSpec, Recipe, check_interval, parse_interval_s
+from clustertrain.config.checkpoint import CheckpointSpec, check_interval, parse_interval_s
+from clustertrain.config.parsing.documents import build, load_toml, parse_value
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from tests.paths import ROOT
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clustertrain.config.parsing import build, parse_toml
+from clustertrain.config.parsing.documents import build, parse_toml
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.errors import ConfigError

@@ -12,7 +12,7 @@ import tomli_w
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.node_facts import NodeFacts, parse_cpu_list
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import plan
 from clustertrain.sysinfo.node import read_node

@@ -8,8 +8,8 @@ import pytest
 
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import JobSpec, RunSpec
-from clustertrain.config.parsing import build
-from clustertrain.config.presets import apply_preset
+from clustertrain.config.parsing.documents import build
+from clustertrain.config.parsing.presets import apply_preset
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import Plan, plan

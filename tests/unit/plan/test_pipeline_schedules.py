@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import schedules
 
-from clustertrain.config.recipe import ModelSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.activations import split_blocks
 from clustertrain.plan.layout import Layout

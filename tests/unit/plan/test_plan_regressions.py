@@ -12,9 +12,11 @@ from clustertrain.config import hardware
 from clustertrain.config.cluster import ClusterProfile, MeasuredRates
 from clustertrain.config.data import DataSpec
 from clustertrain.config.job import JobSpec, RunSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.presets import PRESETS
-from clustertrain.config.recipe import ModelSpec, Recipe, TrainSpec
+from clustertrain.config.parsing.presets import PRESETS
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.train import TrainSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.hardware_rates import build_machine

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan.cost.activations import PassConfig, activation_bytes, logits_bytes
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN
 from clustertrain.plan.cost.memory import GIB, MemoryEstimate, estimate_memory

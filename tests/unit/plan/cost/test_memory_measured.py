@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan.cost.activations import PassConfig, RankStage, activation_bytes, logits_bytes
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN
 from clustertrain.plan.cost.memory import GIB, estimate_memory

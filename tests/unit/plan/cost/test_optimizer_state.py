@@ -8,7 +8,7 @@ import pytest
 
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import JobSpec, RunSpec
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan.cost.optimizer_state import GATHER_BYTES

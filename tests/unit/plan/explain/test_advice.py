@@ -8,11 +8,12 @@ import pytest
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.data import DataSpec
 from clustertrain.config.job import JobSpec, RunSpec
-from clustertrain.config.model import ConvnetSpec
+from clustertrain.config.model import ConvnetSpec, ModelSpec
 from clustertrain.config.optim import OptimizerName, OptimSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.parsing import build
-from clustertrain.config.recipe import ModelSpec, Precision, Recipe, TrainSpec
+from clustertrain.config.parsing.documents import build
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.train import Precision, TrainSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan.explain import advice
 from clustertrain.plan.explain.advice import LINEAR_POWER, SQRT_POWER, scale_lr

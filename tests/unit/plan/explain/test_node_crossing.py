@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clustertrain.config.recipe import ModelSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.plan.cost.activations import PassConfig
 from clustertrain.plan.explain.node_crossing import RankWorkload, crossing_warnings
 from clustertrain.plan.layout import Layout

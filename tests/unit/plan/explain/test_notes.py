@@ -9,9 +9,11 @@ import pytest
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.contract import ContractSpec
 from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.parsing import build
-from clustertrain.config.recipe import ModelSpec, Recipe, TrainSpec
+from clustertrain.config.parsing.documents import build
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.train import TrainSpec
 from clustertrain.plan.explain import warnings
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.plan.planner import Plan, plan

@@ -14,7 +14,8 @@ from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.data import DataSpec
 from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.recipe import Recipe, TrainSpec
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.train import TrainSpec
 from clustertrain.plan.cost.model_shape import DecoderSizes
 from clustertrain.plan.explain import search_result
 from clustertrain.plan.planner import Plan, plan

@@ -9,8 +9,9 @@ import pytest
 
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import RunSpec, ScriptSpec
-from clustertrain.config.parsing import build
-from clustertrain.config.recipe import ModelSpec, Recipe
+from clustertrain.config.model import ModelSpec
+from clustertrain.config.parsing.documents import build
+from clustertrain.config.recipe import Recipe
 from clustertrain.plan.planner import plan
 
 OWN_MODEL = {"entry": "mine:Net"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clustertrain.config.recipe import ModelSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.step_time import estimate_step
 from clustertrain.plan.search.layouts import (

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.tracking import TrackingSpec
 from clustertrain.errors import ConfigError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import CheckpointError, ConfigError
 from clustertrain.train.data.augmentation import AugmentedImages

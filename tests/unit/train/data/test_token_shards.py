@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from clustertrain.config.data import DataSpec
-from clustertrain.config.token_shards import INDEX_FILE, load_index
+from clustertrain.config.parsing.token_shards import INDEX_FILE, load_index
 from clustertrain.errors import ConfigError
 from clustertrain.train.data.token_shards import PackedTokens, TokenCorpus, TokenWindows, build_token_datasets
 from clustertrain.train.data.tokenize import write

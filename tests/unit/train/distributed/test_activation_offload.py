@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from clustertrain.config.job import RunSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.recipe import ModelSpec, Recipe
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan import checks
 from clustertrain.plan.layout import Layout

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import clustertrain as ct
-from clustertrain.config.model import ConvnetSpec, TwoTowerSpec
+from clustertrain.config.model import ConvnetSpec, ModelSpec, TwoTowerSpec
 from clustertrain.config.optim import OptimSpec, UnfreezeSpec
-from clustertrain.config.recipe import ModelSpec
 from clustertrain.errors import ConfigError, UnsuitableEnvironment, UsageError
 from clustertrain.plan.cost.optimizer_state import (
     MATRIX_OPTIMIZERS,

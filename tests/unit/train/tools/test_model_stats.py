@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan.cost.user_model import ModelStats, ModuleStats
 from clustertrain.plan.layout import Layout

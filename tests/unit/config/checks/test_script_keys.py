@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 import clustertrain.train
+from clustertrain.config.checks.script_keys import TRAINER_KEYS, is_trainer_key
+from clustertrain.config.checks.unused_keys import is_key_used
 from clustertrain.config.job import RunSpec, ScriptSpec
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
-from clustertrain.config.script_keys import TRAINER_KEYS, is_trainer_key
-from clustertrain.config.unused_keys import is_key_used
 
 SCRIPT = ScriptSpec(path="train.py", cwd="/")
 # What reads the recipe where a script runs; all else in train/ that does is for the built-in trainer.

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from clustertrain.config import dotted_keys, synonyms, toml_parser
+from clustertrain.config.parsing import dotted_keys, synonyms, toml_parser
 from clustertrain.errors import ConfigError
 
 _BOOL_WORDS: Mapping[str, str] = {

@@ -1,4 +1,6 @@
-"""Lengths of time as people write them. :mod:`clustertrain.config.time_limits` reads Slurm's form of a time limit."""
+"""Durations as people write them.
+
+:mod:`clustertrain.config.parsing.time_limits` reads Slurm's time limits."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.config.storage_paths import check_node_folder, resolve_node_folder
+from clustertrain.config.checks.storage_paths import check_node_folder, resolve_node_folder
 from clustertrain.errors import UnsuitableEnvironment
 
 

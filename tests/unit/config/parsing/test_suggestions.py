@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clustertrain.config.parsing import build, parse_toml, parse_value, set_value_at
+from clustertrain.config.parsing.documents import build, parse_toml, parse_value, set_value_at
 from clustertrain.errors import ConfigError
 from clustertrain.submit.request import _RecipeFile
 

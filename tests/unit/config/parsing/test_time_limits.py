@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from clustertrain.config.time_limits import parse_time_limit_s
+from clustertrain.config.parsing.time_limits import parse_time_limit_s
 from clustertrain.errors import UsageError
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
+from clustertrain.config.checks.script_keys import is_trainer_key
 from clustertrain.config.data import DIGITS
 from clustertrain.config.job import RunSpec
-from clustertrain.config.parsing import format_value
+from clustertrain.config.parsing.documents import format_value
 from clustertrain.config.recipe import Recipe
-from clustertrain.config.script_keys import is_trainer_key
 from clustertrain.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 
-from clustertrain.config import toml_parser
+from clustertrain.config.parsing import toml_parser
 from clustertrain.errors import ConfigError
 
 

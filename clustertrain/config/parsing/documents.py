@@ -14,8 +14,15 @@ from typing import Any, TypeVar, get_args, get_origin
 import msgspec
 
 from clustertrain import reading, schema
-from clustertrain.config import bounds, suggestions, synonyms, toml_parser
-from clustertrain.config.dotted_keys import field_types, find_struct, parse_msgspec_path, split_key, type_at, value_at
+from clustertrain.config.parsing import bounds, suggestions, synonyms, toml_parser
+from clustertrain.config.parsing.dotted_keys import (
+    field_types,
+    find_struct,
+    parse_msgspec_path,
+    split_key,
+    type_at,
+    value_at,
+)
 from clustertrain.errors import ConfigError
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -88,7 +95,9 @@ def _check_finite(value: Any, path: str, source: str) -> None:
 
 
 def build(value: dict[str, Any], struct_type: type[S], source: str, prefix: str = "") -> S:
-    """``value`` as a ``struct_type``, whose keys stand below ``prefix`` in :data:`clustertrain.config.bounds.BOUNDS`.
+    """Return ``value`` as a ``struct_type``.
+
+    ``prefix``: where its keys stand in :data:`clustertrain.config.parsing.bounds.BOUNDS`.
 
     Raises:
         ConfigError: an unknown key, a wrong type or a value out of range; names the key and ``source``.

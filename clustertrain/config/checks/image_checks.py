@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from clustertrain.config.checks.slice_checks import BUILT_IN_CLASSES
 from clustertrain.config.data import DIGITS
 from clustertrain.config.recipe import Recipe
-from clustertrain.config.slice_checks import BUILT_IN_CLASSES
 from clustertrain.errors import ConfigError
 
 SHAPES = "shapes"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from clustertrain.config import synonyms
-from clustertrain.config.parsing import build, format_value, list_keys, set_value_at
+from clustertrain.config.parsing import synonyms
+from clustertrain.config.parsing.documents import build, format_value, list_keys, set_value_at
 from clustertrain.errors import ConfigError
 from clustertrain.submit.request import _RecipeFile
 

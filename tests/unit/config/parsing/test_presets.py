@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from clustertrain.config.parsing import build
-from clustertrain.config.presets import PRESETS, apply_preset
-from clustertrain.config.recipe import ModelSpec, Recipe
+from clustertrain.config.model import ModelSpec
+from clustertrain.config.parsing.documents import build
+from clustertrain.config.parsing.presets import PRESETS, apply_preset
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 
 

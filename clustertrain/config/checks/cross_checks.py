@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from clustertrain.config import slice_checks
+from clustertrain.config.checks import slice_checks
 from clustertrain.config.data import BUILT_IN_DATASETS, DIGIT_HALF_PIXELS, DIGITS
 from clustertrain.config.evaluation import SLICE_SEPARATOR, VALIDATION_PREFIX, MetricName
 from clustertrain.config.objective import ObjectiveKind
-from clustertrain.config.parsing import did_you_mean, format_value
+from clustertrain.config.parsing.documents import did_you_mean, format_value
 from clustertrain.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from clustertrain.config.parsing import build
+from clustertrain.config.checks.unused_keys import check_unused_keys, find_unused_keys
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
-from clustertrain.config.unused_keys import check_unused_keys, find_unused_keys
 from clustertrain.errors import ConfigError
 
 IMAGES, PAIRS, KEPT = {"kind": "convnet"}, {"kind": "two-tower"}, {"validation": 0.1}

@@ -9,16 +9,16 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from clustertrain.config import bounds
 from clustertrain.config.cluster import ClusterProfile
-from clustertrain.config.dotted_keys import element_types, field_types, find_struct
-from clustertrain.config.durations import parse_duration_s
 from clustertrain.config.job import JobSpec
 from clustertrain.config.node_facts import parse_cpu_list
-from clustertrain.config.parsing import build, load_toml, parse_toml, parse_value
+from clustertrain.config.parsing import bounds
+from clustertrain.config.parsing.documents import build, load_toml, parse_toml, parse_value
+from clustertrain.config.parsing.dotted_keys import element_types, field_types, find_struct
+from clustertrain.config.parsing.durations import parse_duration_s
+from clustertrain.config.parsing.time_limits import parse_time_limit_s
+from clustertrain.config.parsing.toml_parser import MAX_DEPTH
 from clustertrain.config.recipe import Recipe
-from clustertrain.config.time_limits import parse_time_limit_s
-from clustertrain.config.toml_parser import MAX_DEPTH
 from clustertrain.errors import ConfigError, UsageError
 
 # Checked against both ends in their own tables, by the 64 bits of TOML, or by what may be written there.

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from clustertrain.config.cross_checks import check_contract
-from clustertrain.config.parsing import build
+from clustertrain.config.checks.cross_checks import check_contract
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 
