@@ -1,7 +1,7 @@
-"""What to train. A recipe is a TOML file with these tables; every key has a default, unknown keys and those that
-nothing reads (:mod:`clustertrain.config.checks.unused_keys`) fail.
+"""Recipes: TOML files that describe what to train, one table per file of this package.
 
-The same file may carry ``[job]`` (see :mod:`clustertrain.config.job`) and ``[env]``; options of the command line win.
+Every key has a default. Unknown keys and keys that nothing reads (:mod:`clustertrain.config.checks.unused_keys`) are
+refused. The file may also contain ``[job]`` (:mod:`clustertrain.config.job`) and ``[env]``; command-line options win.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.config.tracking import TrackingSpec
 from clustertrain.config.train import TrainSpec
 
-# The first is what "auto" stands for.
+# "auto" stands for the first.
 DATA_KINDS_BY_MODEL: Mapping[ModelKind, tuple[DataKind, ...]] = {
     "decoder": ("text", "tokens", "own"),
     "convnet": ("images", "own"),
@@ -44,42 +44,58 @@ DATA_KINDS_BY_MODEL: Mapping[ModelKind, tuple[DataKind, ...]] = {
 
 
 def _is_higher_better(metric: str) -> bool:
-    """Whether more of it is better, by its name."""
+    """Return whether higher values of ``metric`` are better, by its name."""
     return metric.removeprefix(VALIDATION_PREFIX).partition(SLICE_SEPARATOR)[0] in HIGHER_IS_BETTER
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A recipe: all tables except ``[job]`` and ``[env]``, checked against each other."""
+
     contract: ContractSpec = ContractSpec()
+    """Purpose, deciding metric and budget of the run."""
     model: ModelSpec = ModelSpec()
+    """Architecture and sizes."""
     data: DataSpec = DataSpec()
+    """Training and validation data."""
     objective: ObjectiveSpec = ObjectiveSpec()
+    """Loss function."""
     optim: OptimSpec = OptimSpec()
+    """Optimizer, trained parameters, gradient clipping."""
     schedule: ScheduleSpec = ScheduleSpec()
+    """Learning-rate schedule."""
     parallel: ParallelSpec = ParallelSpec()
+    """Options of the parallel layout."""
     train: TrainSpec = TrainSpec()
+    """Steps, batch sizes, precision."""
     stability: StabilitySpec = StabilitySpec()
+    """Checks of each step and the reaction to divergence."""
     evaluation: EvaluationSpec = EvaluationSpec()
+    """Evaluation on the validation data."""
     checkpoint: CheckpointSpec = CheckpointSpec()
+    """Saving and retention of checkpoints."""
     telemetry: TelemetrySpec = TelemetrySpec()
+    """Recording, alerts and export of GPU and run metrics."""
     tracking: TrackingSpec = TrackingSpec()
+    """External experiment trackers."""
     rehearsal: RehearsalSpec = RehearsalSpec()
+    """Deliberate preemptions, for tests."""
 
     def __post_init__(self) -> None:
         cross_checks.check_recipe(self)
 
     @property
     def data_kind(self) -> DataKind:
-        """Never auto."""
+        """The kind of data, with ``"auto"`` resolved."""
         return DATA_KINDS_BY_MODEL[self.model.kind][0] if self.data.kind == "auto" else self.data.kind
 
     @property
     def data_path(self) -> Path | None:
-        """The file or folder that the data is read from; None: it needs none."""
+        """The file or folder of the training data; None for built-in data and entries."""
         return self._resolve_path("path")
 
     @property
     def validation_path(self) -> Path | None:
-        """That of the validation data; None: it needs none, or there is none."""
+        """The file or folder of the validation data; None for built-in data, entries and without validation data."""
         return self._resolve_path("validation_path")
 
     def _resolve_path(self, key: str) -> Path | None:
@@ -89,47 +105,47 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def tokens_per_sample(self) -> int:
-        """0 for images and for data of one's own."""
+        """Tokens per sample; 0 for images and for data entries."""
         sequences = {"text": 1, "tokens": 1, "pairs": 2}
         return sequences.get(self.data_kind, 0) * self.data.seq_len
 
     @property
     def is_text(self) -> bool:
-        """Whether the model reads tokens, so that what holds for language models holds for it."""
+        """The model reads tokens, so defaults for language models apply."""
         return self.data_kind in ("text", "tokens", "pairs")
 
     @property
     def objective_kind(self) -> ObjectiveKind:
-        """Never auto; of an entry with a loss of its own it does not count."""
+        """The loss function, with ``"auto"`` resolved. Unused if a model entry computes its loss itself."""
         if self.objective.kind != "auto":
             return self.objective.kind
         return "nt-xent" if self.model.kind == "two-tower" else "cross-entropy"
 
     @property
     def evaluated_metrics(self) -> tuple[MetricName, ...]:
-        """What an evaluation gives besides the loss."""
+        """Metrics of an evaluation in addition to the loss."""
         return self.evaluation.metrics or cross_checks.default_metrics(self.objective_kind, is_text=self.is_text)
 
     @property
     def evaluation_interval(self) -> int:
-        """Steps between evaluations, at least 1; there are none unless ``data.validates``."""
+        """Steps between evaluations, at least 1. Without validation data there are no evaluations."""
         return self.evaluation.every or max(1, self.train.steps // 10)
 
     @property
     def deciding_metric(self) -> str:
-        """The name in the rows of the scalar by which the run is judged."""
+        """Name of the scalar that judges the run."""
         return self.contract.metric or (f"{VALIDATION_PREFIX}loss" if self.data.has_validation else "loss")
 
     @property
     def higher_is_better(self) -> bool:
-        """Of the deciding metric."""
+        """Higher values of the deciding metric are better."""
         if self.contract.mode != "auto":
             return self.contract.mode == "max"
         return _is_higher_better(self.deciding_metric)
 
     @property
     def best_mode(self) -> Literal["min", "max"]:
-        """Of what decides which checkpoints are the best."""
+        """Direction of the scalar that ranks checkpoints."""
         checkpoint = self.checkpoint
         if checkpoint.best_mode != AUTO:
             return "max" if checkpoint.best_mode == "max" else "min"
@@ -139,6 +155,6 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def profiled_steps(self) -> range:
-        """Of ``train.profile``; empty where nothing is."""
+        """Steps that ``train.profile`` selects; empty if it is unset."""
         first, _, end = self.train.profile.partition(":")
         return range(int(first), int(end)) if self.train.profile else range(0)

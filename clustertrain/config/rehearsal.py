@@ -1,4 +1,4 @@
-"""The ``[rehearsal]`` table: preemptions on purpose, for tests of a recipe on one machine."""
+"""The ``[rehearsal]`` table: deliberate preemptions, to test a recipe on one machine."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from clustertrain.config.checks.ranges import check_positive
 
 
 class RehearsalSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Preemptions on purpose, delivered by the local backend as Slurm would: a warning, a grace time, a kill."""
+    """The ``[rehearsal]`` table: deliberate preemptions by the local backend.
+
+    They follow Slurm's protocol: a warning, a grace time, a kill.
+    """
 
     preempt_at_steps: tuple[int, ...] = ()
+    """Steps after which the run is preempted, once each. Empty: none."""
     grace_s: float = 20.0
+    """Seconds between the warning and the kill."""
 
     def __post_init__(self) -> None:
         for step in self.preempt_at_steps:

@@ -13,14 +13,25 @@ Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 
 
 class TrainSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The ``[train]`` table: steps, batch sizes, precision, logging."""
+
     steps: int = 200
-    global_batch: int = 0  # sequences an optimizer step, whatever the number of ranks; 0: chosen by the plan
-    micro_batch: int = 0  # sequences a rank and forward pass; 0: chosen by the plan
+    """Optimizer steps of the whole run, over all attempts."""
+    global_batch: int = 0
+    """Samples per optimizer step, over all ranks and micro-batches. 0: chosen by the plan."""
+    micro_batch: int = 0
+    """Samples per rank and forward pass. 0: chosen by the plan."""
     seed: int = 1
-    precision: Precision = "auto"  # auto: bf16 on GPUs that have it, else fp32; weights and optimizer are always fp32
+    """Seed of the initial weights, of the sample order, and of dropout and augmentation."""
+    precision: Precision = "auto"
+    """Format of the computation: ``"bf16"`` and ``"fp16"`` under autocast, ``"tf32"``, ``"fp32"``, or ``"fp8"`` matrix
+    products. ``"auto"``: bf16 on GPUs that support it, otherwise fp32. Weights and optimizer state are always fp32."""
     log_every: int = 10
-    deterministic: bool = False  # algorithms that give the same bits each time, slower: for debugging
-    profile: str = ""  # "10:20": steps 10 to 19 of the run are profiled, on rank 0
+    """Steps between metric rows that are printed and that include memory figures."""
+    deterministic: bool = False
+    """Use deterministic, slower algorithms, which give the same bits in every run. For debugging."""
+    profile: str = ""
+    """Steps to profile on rank 0, as ``"first:end"``: ``"10:20"`` profiles steps 10 to 19. Empty: none."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "log_every"):

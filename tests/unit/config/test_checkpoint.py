@@ -54,7 +54,7 @@ def test_what_the_command_line_sets_survives_spec_toml(text: str, tmp_path: Path
     [
         ({"every": 0}, "every = 0: must be greater than 0"),
         ({"every": "0s"}, "every = '0s': must be greater than 0"),
-        ({"every": "100"}, 'every = \'100\': must be a number of steps, a time ("30s", "10min", "2h") or "auto"'),
+        ({"every": "100"}, 'every = \'100\': must be a number of steps, a duration ("30s", "10min", "2h") or "auto"'),
         ({"every": "Auto"}, "every = 'Auto': must be"),
         ({"every": "10 minutes"}, "every = '10 minutes': must be"),
         ({"every": "h"}, "every = 'h': must be"),

@@ -46,8 +46,8 @@ def test_a_word_that_is_not_known_gets_those_that_are_the_nearest_first() -> Non
     [
         ({"schedul": "1f1b"}, "did you mean parallel.schedule"),
         ({"schedule": "1f2b"}, "parallel.schedule"),
-        ({"schedule": "1f1b", "virtual_stages": 2}, "takes one stage a rank"),
-        ({"schedule": "zbv", "virtual_stages": 3}, "takes two stages a rank"),
+        ({"schedule": "1f1b", "virtual_stages": 2}, "supports one stage per rank"),
+        ({"schedule": "zbv", "virtual_stages": 3}, "supports two stages per rank"),
         ({"virtual_stages": -1}, "must be 0"),
         ({"async_tp": True}, "needs compile = true"),
         ({"bucket_mib": 0}, "bucket_mib = 0"),

@@ -32,7 +32,7 @@ def recipe(**tables: Any) -> Recipe:
         ({"optim": {"unfreeze": [{"step": 200, "modules": ["a"]}]}}, "unfreeze: step 200"),
         (
             {"optim": {"unfreeze": [{"step": 3, "modules": ["a"]}, {"step": 9, "modules": ["b", "a"]}]}},
-            "unfreeze: 'a' is named twice, for steps 3 and 9",
+            "unfreeze: 'a' is listed twice, for steps 3 and 9",
         ),
         ({"contract": {"metric": "validation_accuracy"}}, "metric = 'validation_accuracy'.*set data.validation"),
         (
@@ -55,7 +55,7 @@ def recipe(**tables: Any) -> Recipe:
         ),
         ({"evaluation": {"metrics": ["recall_at_1"]}}, "'recall_at_1' cannot be told of objective.kind"),
         ({"data": {"kind": "images"}}, "a decoder learns from text or tokens or own"),
-        ({"data": {"kind": "own"}}, "kind = 'own' and entry go together"),
+        ({"data": {"kind": "own"}}, "kind = 'own' requires entry"),
         ({"data": {"kind": "tokens"}}, "kind = 'tokens' and no data.path"),
         ({"data": {"path": "a", "validation_path": "a"}}, "validation_path = 'a' is what is learned from"),
         ({"data": {"validation_path": "stdlib"}}, "validation_path = 'stdlib' is what is learned from"),
@@ -63,8 +63,8 @@ def recipe(**tables: Any) -> Recipe:
             {"model": {"kind": "convnet"}, "data": {"validation_path": "shapes"}},
             "validation_path = 'shapes' is what is learned from",
         ),
-        ({"schedule": {"kind": "one-cycle", "rise": 1.0}}, "rise = 1.0 leaves no step to go down in"),
-        ({"data": {"validation": 0.1, "validation_path": "a"}}, "give one of them"),
+        ({"schedule": {"kind": "one-cycle", "rise": 1.0}}, "rise = 1.0 leaves no steps for the decay"),
+        ({"data": {"validation": 0.1, "validation_path": "a"}}, "mutually exclusive"),
         ({"data": {"validation": 1.0}}, "validation = 1.0: must lie between 0 and 0.9"),
         ({"data": {"workers": -2}}, "workers = -2: must be 0"),
         ({"model": {"max_seq_len": 128}}, r"seq_len = 256 is more than the model takes: model\.max_seq_len = 128"),

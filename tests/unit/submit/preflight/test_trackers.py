@@ -43,7 +43,7 @@ def test_what_may_surprise_is_noted(spec: TrackingSpec, environ: dict[str, str],
     ("table", "said"),
     [
         ({"to": ["mlflow"], "uri": "https://me:hunter2@mlflow.example"}, "give them in the environment"),
-        ({"to": ["tensorboard", "tensorboard"]}, "one is named twice"),
+        ({"to": ["tensorboard", "tensorboard"]}, "contains a duplicate"),
         ({"to": ["neptune"]}, "tracking.to"),
     ],
 )
