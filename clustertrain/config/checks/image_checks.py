@@ -1,4 +1,4 @@
-"""What is known of images with classes, and what a built-in convnet must have for them."""
+"""Known image datasets, and the check that a built-in convnet fits the images."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ SHAPES = "shapes"
 
 @dataclass(frozen=True)
 class ImageDatasetInfo:
-    """``classes``, ``samples``: None where only reading the data tells."""
+    """Properties of a dataset of images with classes."""
 
     channels: int
     classes: int | None
+    """None if only reading the data can tell."""
     samples: int | None = None
+    """None if only reading the data can tell."""
 
 
-# By data.path.
+# Key: data.path
 BUILT_IN_IMAGES: Mapping[str, ImageDatasetInfo] = {
     "": ImageDatasetInfo(3, BUILT_IN_CLASSES, 50_000),
     SHAPES: ImageDatasetInfo(3, BUILT_IN_CLASSES, 50_000),
@@ -31,7 +33,7 @@ BUILT_IN_IMAGES: Mapping[str, ImageDatasetInfo] = {
 
 
 def check_images(recipe: Recipe, key: str, dataset: ImageDatasetInfo) -> None:
-    """Raises ConfigError where the built-in convnet of ``recipe`` cannot learn from what is at ``data.<key>``."""
+    """Raise ConfigError if the built-in convnet of ``recipe`` does not fit the images at ``data.<key>``."""
     spec = recipe.model.convnet
     if recipe.model.kind != "convnet" or recipe.model.entry:
         return
@@ -47,7 +49,7 @@ def check_images(recipe: Recipe, key: str, dataset: ImageDatasetInfo) -> None:
 
 
 def check_built_in_images(recipe: Recipe) -> None:
-    """Raises ConfigError as :func:`check_images`, for images that come with a package."""
+    """Raise ConfigError if the built-in convnet of ``recipe`` does not fit built-in images."""
     if recipe.data_kind != "images":
         return
     for key, path in (("path", recipe.data.path), ("validation_path", recipe.data.validation_path)):

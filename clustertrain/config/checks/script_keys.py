@@ -1,8 +1,8 @@
-"""Which keys of a recipe a script of the user's own goes by: those that its session reads."""
+"""Recipe keys that a user's training script ignores."""
 
 from __future__ import annotations
 
-# Tables and keys that are the built-in trainer's alone. A script brings all that by itself; its session reads the rest.
+# Tables and keys that only the built-in trainer reads. A script defines these itself; its session reads the others.
 TRAINER_KEYS = (
     "model",
     "data",
@@ -19,5 +19,5 @@ TRAINER_KEYS = (
 
 
 def is_trainer_key(key: str) -> bool:
-    """Whether a script does not go by ``key``, as ``optim.lr``."""
+    """Return whether only the built-in trainer reads ``key``, for example ``optim.lr``."""
     return f"{key}.".startswith(tuple(f"{name}." for name in TRAINER_KEYS))

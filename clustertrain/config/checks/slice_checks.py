@@ -1,4 +1,4 @@
-"""Slices of the validation data: which a recipe names, and which there can be, as far as it tells that itself."""
+"""Slices of the validation data: those a recipe names, checked against those it implies."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from clustertrain.config.evaluation import SLICE_SEPARATOR, VALIDATION_PREFIX
 if TYPE_CHECKING:
     from clustertrain.config.recipe import Recipe
 
-BUILT_IN_CLASSES = 10  # classes of the drawn shapes, and of the digits
+BUILT_IN_CLASSES = 10  # classes of the drawn shapes and of the digits
 _MAX_LISTED = 20
 
 
 def class_slices(classes: int) -> tuple[str, ...]:
-    """The slices of images whose classes have no names."""
+    """Return the slice names of images whose classes have no names."""
     return tuple(f"class-{i}" for i in range(classes))
 
 
 def list_slices(recipe: Recipe) -> tuple[str, ...] | None:
-    """Those that there can be; None where only the data tells."""
+    """Return the slices that the validation data has; None if only the data can tell."""
     path, kind = recipe.data.validation_path or recipe.data.path, recipe.data_kind
-    if recipe.model.kind == "two-tower":  # whose loss compares samples: none has a figure of its own
+    if recipe.model.kind == "two-tower":  # its loss compares samples, so no sample has a value by itself
         return ()
     if kind == "images" and path.endswith(".npz") and not recipe.model.entry:
         return class_slices(recipe.model.convnet.classes)
@@ -33,7 +33,7 @@ def list_slices(recipe: Recipe) -> tuple[str, ...] | None:
 
 
 def check_slices(recipe: Recipe, available: Sequence[str]) -> None:
-    """Raises ValueError for a slice that ``recipe`` names and that is none of those that are ``available``."""
+    """Raise ValueError for a slice that ``recipe`` names and that is not ``available``."""
     for key, name in _requested_slices(recipe):
         if name not in available:
             listed = ", ".join(available[:_MAX_LISTED]) + (
@@ -43,19 +43,17 @@ def check_slices(recipe: Recipe, available: Sequence[str]) -> None:
 
 
 def check_consistency(recipe: Recipe) -> None:
-    """Raises ValueError where one cannot be, or would not be told apart from the others."""
+    """Raise ValueError if a slice does not exist or would not be reported."""
     contract, available = recipe.contract, list_slices(recipe)
     if available is not None:
         check_slices(recipe, available)
     for key, name in _requested_slices(recipe):
         if contract.slices and name not in contract.slices:
-            raise ValueError(
-                f"{key}: only contract.slices = {list(contract.slices)} are told apart: name {name!r} there too"
-            )
+            raise ValueError(f"{key}: only contract.slices = {list(contract.slices)} are reported: add {name!r} there")
 
 
 def _requested_slices(recipe: Recipe) -> list[tuple[str, str]]:
-    """(where it is named, the slice)."""
+    """Return (key that names it, slice) pairs."""
     if not recipe.data.has_validation:
         return []
     requested = [("contract.slices", name) for name in recipe.contract.slices]

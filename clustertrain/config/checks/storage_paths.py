@@ -1,4 +1,4 @@
-"""Where a recipe says that files lie, besides the run's own folder: on a node's own disk, or behind a URL."""
+"""Storage outside the run folder that a recipe names: folders on the nodes' local disks, and URLs."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from clustertrain.errors import ConfigError, UnsuitableEnvironment
 
 INSTALL_HINT = "pip install 'clustertrain[object-storage]'"
 _NON_PERSISTENT_PROTOCOLS = {
-    "memory": "it is the memory of one process",
-    **dict.fromkeys(("http", "https", "data"), "it can only be read"),
+    "memory": "it is the memory of a single process",
+    **dict.fromkeys(("http", "https", "data"), "it is read-only"),
 }
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
 def is_url(text: str) -> bool:
+    """Return whether ``text`` is a URL rather than a path."""
     return "://" in text
 
 
 def check_node_folder(name: str, text: str) -> None:
-    """Raises ValueError where ``text`` can be no folder on any node."""
+    """Raise ValueError unless ``text`` can be a folder on a node."""
     unknown = re.search(r"\{(?!job\})\w*\}?", _VARIABLE.sub("", text))
     if unknown:
-        raise ValueError(f"{name} = {text!r}: {unknown[0]} is not known; {{job}} is, and $NAME of the node")
+        raise ValueError(f"{name} = {text!r}: {unknown[0]} is unknown; use {{job}} or $NAME of the node's environment")
     if not text.startswith(("/", "$", "~/")):
-        raise ValueError(f"{name} = {text!r}: must be a folder on the nodes, as /local/me, $TMPDIR or /tmp/{{job}}")
+        raise ValueError(
+            f"{name} = {text!r}: must be a folder on the nodes, for example /local/me, $TMPDIR or /tmp/{{job}}"
+        )
 
 
 def resolve_node_folder(text: str, environ: Mapping[str, str]) -> Path:
-    """``text`` with the environment's variables and the job's id in it.
+    """Return ``text`` with environment variables and ``{job}`` substituted.
 
     Raises:
-        UnsuitableEnvironment: a variable is not set here, or holds something else than a path.
+        UnsuitableEnvironment: a variable is unset, or the result is not an absolute path.
     """
     job = environ.get(settings.SLURM_JOB_ID) or f"local-{Path(environ.get(settings.LOCAL_JOB, '0')).name}"
 
@@ -47,18 +50,20 @@ def resolve_node_folder(text: str, environ: Mapping[str, str]) -> Path:
 
     path = settings.expand_user_path(_VARIABLE.sub(substitute, text).replace("{job}", job), "checkpoint.local")
     if not path.is_absolute():
-        raise UnsuitableEnvironment(f"{text}: {path} is no absolute path")
+        raise UnsuitableEnvironment(f"{text}: {path} is not an absolute path")
     return path
 
 
 def check_protocol(url: str) -> None:
-    """Raises ConfigError where fsspec knows no such protocol as that of ``url``, or nothing can be kept there. Whether
-    what it needs is installed is another matter: where a run is only planned it need not be."""
+    """Raise ConfigError if fsspec does not know the protocol of ``url`` or it cannot store files persistently.
+
+    The protocol's package need not be installed, since the run may be planned on another machine.
+    """
     problem = _NON_PERSISTENT_PROTOCOLS.get(_innermost_protocol(url))
     if problem:
         raise ConfigError(
-            f"checkpoint.remote = {url!r}: {problem}, so no checkpoint would be there after the run",
-            fix="name an object store or a folder, as s3://bucket/prefix or file:///folder",
+            f"checkpoint.remote = {url!r}: {problem}, so no checkpoint would outlive the run",
+            fix="give an object store or a folder, for example s3://bucket/prefix or file:///folder",
         )
     try:
         find_filesystem_class(url)
@@ -68,15 +73,15 @@ def check_protocol(url: str) -> None:
 
 
 def _innermost_protocol(url: str) -> str:
-    """Of several in each other, as ``simplecache::s3://``, the one that holds the bytes."""
+    """Return the protocol that stores the bytes, the last one of a chain such as ``simplecache::s3://``."""
     return url.partition("://")[0].split("::")[-1]
 
 
 def find_filesystem_class(url: str) -> Any:
-    """fsspec's class for ``url``.
+    """Return fsspec's class for ``url``.
 
     Raises:
-        ConfigError: fsspec, or what it needs for the protocol, is not installed, or there is no such protocol.
+        ConfigError: fsspec or the package of the protocol is not installed, or the protocol is unknown.
     """
     try:
         import fsspec
@@ -90,7 +95,9 @@ def find_filesystem_class(url: str) -> Any:
     except ImportError as e:
         raise ConfigError(
             f"{url}: the package for {protocol}:// is not installed: {e}",
-            fix=f"{INSTALL_HINT} for s3, else that package; here and where the ranks run",
+            fix=f"{INSTALL_HINT} for s3, otherwise that package; here and where the ranks run",
         ) from e
     except ValueError as e:
-        raise ConfigError(f"{url}: fsspec knows no protocol {protocol}://", fix="for example s3://bucket/prefix") from e
+        raise ConfigError(
+            f"{url}: fsspec does not know the protocol {protocol}://", fix="give a URL such as s3://bucket/prefix"
+        ) from e

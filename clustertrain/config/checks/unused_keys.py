@@ -1,5 +1,7 @@
-"""Which keys of a recipe a run goes by: those of its kind of model, schedule and so on. One that is written and that
-nothing reads is refused, or told of, as who has written it meant something by it."""
+"""Keys of a recipe that a run does not read because of its kind of model, schedule and so on.
+
+A key that is set but unused is refused or reported, since its author expected an effect.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,22 @@ from clustertrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class KeyCondition:
-    """What some recipes go by. ``describe_current`` says what stands against it in this one, ``fix`` what to do
-    besides removing the key."""
+    """A condition under which a key is read."""
 
     is_used: Callable[[Recipe], bool]
     describe_current: Callable[[Recipe], str]
+    """Return the setting of a recipe that contradicts the condition."""
     fix: str
+    """Alternative to removing the key."""
 
 
 def is_key_used(spec: RunSpec, key: str) -> bool:
-    """Whether a run goes by ``key`` of its recipe, as ``optim.lr``."""
+    """Return whether a run reads ``key`` of its recipe, for example ``optim.lr``."""
     return unused_reason(spec.recipe, key) is None if spec.script is None else not is_trainer_key(key)
 
 
 def unused_reason(recipe: Recipe, key: str) -> KeyCondition | None:
-    """Why a run of ``recipe`` does not go by ``key``, as ``optim.lr``; None where it does."""
+    """Return the condition that makes ``key`` unused in ``recipe``; None if the key is used."""
     return next(
         (
             condition
@@ -45,25 +48,27 @@ def unused_reason(recipe: Recipe, key: str) -> KeyCondition | None:
 
 
 def find_unused_keys(document: Mapping[str, Any], recipe: Recipe) -> dict[str, KeyCondition]:
-    """Keys of ``document``, from which ``recipe`` was made, that a run of it does not go by, and why. One whose value
-    says what holds without it too is none of them."""
+    """Return the unused keys of ``document``, from which ``recipe`` was built, with the unmet conditions.
+
+    Keys whose value changes nothing are not included.
+    """
     reasons = {key: unused_reason(recipe, key) for key, value in iter_keys(document) if not _is_noop_value(key, value)}
     return {key: condition for key, condition in reasons.items() if condition is not None}
 
 
 def check_unused_keys(unused: Mapping[str, KeyCondition], recipe: Recipe, source: str) -> None:
-    """Raises ConfigError for the first of ``unused``, with the others that are so for the same reason."""
+    """Raise ConfigError for the first unused key and the others unused for the same reason."""
     for message, keys, fix in _format_by_reason(unused, recipe):
         raise ConfigError(f"{source}: {message}", fix=f"remove {'it' if len(keys) == 1 else 'them'}, or {fix}")
 
 
 def format_notes(unused: Mapping[str, KeyCondition], recipe: Recipe) -> list[str]:
-    """A sentence for each reason."""
+    """Return one sentence per reason."""
     return [message for message, _, _ in _format_by_reason(unused, recipe)]
 
 
 def _format_by_reason(unused: Mapping[str, KeyCondition], recipe: Recipe) -> Iterator[tuple[str, list[str], str]]:
-    """(what is so, the keys, what to do besides removing them), a reason each."""
+    """Yield (message, keys, alternative to removing them) per reason."""
     keys_by_reason: dict[tuple[str, str], list[str]] = {}
     for key, condition in unused.items():
         keys_by_reason.setdefault((condition.describe_current(recipe), condition.fix), []).append(key)
@@ -72,7 +77,7 @@ def _format_by_reason(unused: Mapping[str, KeyCondition], recipe: Recipe) -> Ite
 
 
 def iter_keys(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys of ``document``, as ``optim.lr``, with their values."""
+    """Yield the dotted keys of ``document`` and their values."""
     for name, value in document.items():
         if isinstance(value, Mapping):
             yield from iter_keys(value, f"{prefix}{name}.")
@@ -80,7 +85,7 @@ def iter_keys(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield f"{prefix}{name}", value
 
 
-# Where 0 says that something is off, and the default is another number. Of a limit of alerts it does so too.
+# Keys, besides the limits of alerts, that 0 turns off and whose default is not 0.
 _ZERO_DISABLES = (
     "optim.clip_norm",
     "optim.momentum",
@@ -91,7 +96,7 @@ _ZERO_DISABLES = (
 
 
 def _is_noop_value(key: str, value: Any) -> bool:
-    """Whether ``value`` says what holds without it too: it is the default, or turns something off."""
+    """Return whether ``value`` changes nothing: it is the default or turns a feature off."""
     if value is False or (value == 0 and (key in _ZERO_DISABLES or key.startswith("telemetry.alerts."))):
         return True
     default: Any = msgspec.to_builtins(Recipe())
@@ -101,7 +106,7 @@ def _is_noop_value(key: str, value: Any) -> bool:
 
 
 def _when_value(key: str, get_value: Callable[[Recipe], str], *values: str) -> KeyCondition:
-    """Read where ``key`` has one of ``values``; ``get_value`` says which it has, and is never "auto"."""
+    """Return the condition that ``key`` has one of ``values``. ``get_value`` returns its value with "auto" resolved."""
     return KeyCondition(
         lambda recipe: get_value(recipe) in values,
         lambda recipe: f"{key} = {format_value(get_value(recipe))}",
@@ -142,7 +147,7 @@ def _when_tracking(*trackers: str) -> KeyCondition:
 
 
 def _has_fixed_size(recipe: Recipe) -> bool:
-    """Whether all data of ``recipe`` is of a size that nothing changes."""
+    """Return whether no key can change the size of the data of ``recipe``."""
     data, kind = recipe.data, recipe.data_kind
     return all(
         (kind in ("images", "pairs") and path == DIGITS) or (kind == "images" and path.endswith(".npz"))
@@ -153,7 +158,7 @@ def _has_fixed_size(recipe: Recipe) -> bool:
 _OWN_MODEL = KeyCondition(
     lambda recipe: not recipe.model.entry,
     lambda recipe: f"model.entry = {format_value(recipe.model.entry)}",
-    "give it in model.args, which the entry is called with",
+    "pass it in model.args, the arguments of the entry",
 )
 _SEQUENCE_DATA = KeyCondition(
     lambda recipe: recipe.is_text or recipe.model.is_decoder,
@@ -167,7 +172,7 @@ _TEMPERATURE = KeyCondition(
 )
 _VALIDATION = KeyCondition(
     lambda recipe: recipe.data.has_validation,
-    lambda recipe: "no data to validate on",
+    lambda recipe: "no validation data",
     "set data.validation or data.validation_path",
 )
 _BUDGET = KeyCondition(
@@ -205,8 +210,16 @@ _SIZES = (
     "vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim", "max_seq_len", "rope_theta", "norm_eps",
     "tie_embeddings", "dropout",
 )  # fmt: skip
-_ADAM = ("adamw", "adam", "lamb", "muon", "soap", "shampoo", "adamw8bit")  # or it is beside them
-# Of a key's several rules, and of those of the tables around it, the first one counts that stands against it.
+_ADAM = (
+    "adamw",
+    "adam",
+    "lamb",
+    "muon",
+    "soap",
+    "shampoo",
+    "adamw8bit",
+)  # including those that run AdamW on some parameters
+# A key may have several rules, and inherits those of its tables; the first unmet one is reported.
 _CONDITIONS: tuple[tuple[str, KeyCondition], ...] = (
     *((f"model.{name}", _OWN_MODEL) for name in (*_SIZES, "kind", "preset", "convnet", "two_tower")),
     ("model.tie_embeddings", _when_model("decoder")),
@@ -232,7 +245,7 @@ _CONDITIONS: tuple[tuple[str, KeyCondition], ...] = (
     ("optim.eps", _when_optimizer(*_ADAM)),
     ("optim.momentum", _when_optimizer("sgd", "lars", "muon")),
     ("optim.nesterov", _when_optimizer("sgd")),
-    ("optim.clip_norm", _when_clip("norm", "adaptive")),  # adaptive: until there are norms enough
+    ("optim.clip_norm", _when_clip("norm", "adaptive")),  # adaptive: until enough norms are known
     ("optim.clip_value", _when_clip("value")),
     ("optim.clip_quantile", _when_clip("adaptive")),
     ("schedule.warmup_steps", _when_schedule("cosine", "linear", "step", "plateau", "wsd", "constant")),

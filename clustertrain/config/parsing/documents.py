@@ -1,4 +1,4 @@
-"""Turn a plain mapping (TOML, JSON) into a frozen struct: unknown keys fail and suggest the nearest one."""
+"""Reading of TOML documents into frozen structs. An unknown key fails, and the error suggests the nearest one."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from clustertrain.config.parsing.dotted_keys import (
 from clustertrain.errors import ConfigError
 
 S = TypeVar("S", bound=msgspec.Struct)
-ENV_PREFIX = "env."  # of a recipe: names of variables stand behind it
+ENV_PREFIX = "env."  # of keys that are names of environment variables
 
 
 def did_you_mean(word: str, candidates: list[str]) -> str:
-    """A sentence that names the nearest known words, or all of them when none is near."""
+    """Return a sentence that lists the candidates nearest to ``word``, or all of them if none is near."""
     close = difflib.get_close_matches(word, candidates, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(close) + "?"
@@ -38,7 +38,7 @@ def did_you_mean(word: str, candidates: list[str]) -> str:
 
 
 def _check_keys(value: dict[str, Any], struct_type: type[msgspec.Struct], source: str) -> None:
-    """Raises ConfigError for the first key that ``struct_type`` does not have."""
+    """Raise ConfigError for the first key that ``struct_type`` does not have."""
 
     def check_table(table: dict[str, Any], table_type: type[msgspec.Struct], prefix: str) -> None:
         fields = field_types(table_type)
@@ -54,7 +54,7 @@ def _check_keys(value: dict[str, Any], struct_type: type[msgspec.Struct], source
 
 
 def list_keys(struct_type: type[msgspec.Struct], prefix: str = "") -> list[str]:
-    """All that may be written, with the tables themselves."""
+    """Return all dotted keys of ``struct_type``, including those of the tables themselves."""
     keys = []
     for name, annotation in field_types(struct_type).items():
         keys.append(prefix + name)
@@ -64,10 +64,11 @@ def list_keys(struct_type: type[msgspec.Struct], prefix: str = "") -> list[str]:
 
 
 def _suggest_key(key: str, siblings: list[str], prefix: str, all_keys: list[str]) -> str:
-    """A sentence that names what ``key`` may stand for.
+    """Return a sentence that lists what ``key`` may mean.
 
     Args:
-        beside: the keys of its table, ``prefix``; ``all_keys``: those of all tables.
+        siblings: keys of its table, whose dotted name is ``prefix``.
+        all_keys: dotted keys of all tables.
     """
     leaves = {name: name.rpartition(".")[2] for name in all_keys}
     similar = [prefix + name for name in difflib.get_close_matches(key, siblings, n=3, cutoff=0.75)]
@@ -84,7 +85,7 @@ def _suggest_key(key: str, siblings: list[str], prefix: str, all_keys: list[str]
 
 
 def _check_finite(value: Any, path: str, source: str) -> None:
-    """TOML has nan and inf, which pass half of all checks of a range."""
+    """Raise ConfigError for NaN or Inf, which TOML allows and which pass many range checks."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{source}: {path} = {value}: must be a finite number", fix=f"change {path}")
     children = (
@@ -97,10 +98,12 @@ def _check_finite(value: Any, path: str, source: str) -> None:
 def build(value: dict[str, Any], struct_type: type[S], source: str, prefix: str = "") -> S:
     """Return ``value`` as a ``struct_type``.
 
-    ``prefix``: where its keys stand in :data:`clustertrain.config.parsing.bounds.BOUNDS`.
+    Args:
+        prefix: prefix of its keys in :data:`clustertrain.config.parsing.bounds.BOUNDS`.
 
     Raises:
-        ConfigError: an unknown key, a wrong type or a value out of range; names the key and ``source``.
+        ConfigError: a key is unknown, or a value has the wrong type or is out of range; the message has the key and
+            ``source``.
     """
     _check_keys(value, struct_type, source)
     _check_finite(value, "", source)
@@ -120,7 +123,7 @@ def build(value: dict[str, Any], struct_type: type[S], source: str, prefix: str 
 
 
 def _prefix_with_key(struct_type: type[msgspec.Struct], key: str, text: str) -> str:
-    """``text`` with the key that it is of; what a table says of its own keys begins with the name of one."""
+    """Return ``text`` with the dotted key in front. A table's message about one of its keys starts with its name."""
     if not key:
         return text
     struct = find_struct(type_at(struct_type, parse_msgspec_path(key)))
@@ -130,7 +133,7 @@ def _prefix_with_key(struct_type: type[msgspec.Struct], key: str, text: str) -> 
 
 
 def _resolve_wildcard(value: dict[str, Any], struct_type: type[msgspec.Struct], key: str) -> str:
-    """``key`` with the name in place of ``[...]``, which is msgspec's for any key of a table that the user names."""
+    """Return ``key`` with the user's key in place of ``[...]``, msgspec's placeholder for it."""
     prefix, wildcard, suffix = key.partition("[...]")
     if not wildcard:
         return key
@@ -144,7 +147,7 @@ def _resolve_wildcard(value: dict[str, Any], struct_type: type[msgspec.Struct], 
 
 
 def format_key(name: str) -> str:
-    """As TOML writes it, in quotes where it has to."""
+    """Return ``name`` as a TOML key, quoted if necessary."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
@@ -159,17 +162,17 @@ def _suggest_change(value: dict[str, Any], key: str) -> str | None:
 
 
 def load_toml(path: Path) -> dict[str, Any]:
-    """Raises ConfigError for a missing, unreadable or malformed file."""
+    """Load a TOML file. Raise ConfigError if it is missing, unreadable or malformed."""
     return parse_toml(read_text(path), str(path))
 
 
 def read_text(path: Path) -> str:
-    """Raises ConfigError for a missing or unreadable file."""
+    """Read a UTF-8 file. Raise ConfigError if it is missing or unreadable."""
     try:
         content = reading.read_bytes(path)
         if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise ConfigError(f"{path}: is UTF-16", fix="save it as UTF-8, which is all that TOML may be")
-        return content.decode("utf-8-sig").replace("\r\n", "\n")  # editors of Windows begin UTF-8 with a BOM
+            raise ConfigError(f"{path}: is UTF-16", fix="save it as UTF-8, as TOML requires")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")  # editors on Windows start UTF-8 with a BOM
     except FileNotFoundError as e:
         raise ConfigError(f"{path}: no such file") from e
     except reading.UnusableFile as e:
@@ -179,7 +182,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:
-    """Raises ConfigError for what is not TOML; names ``source``."""
+    """Parse TOML. Raise ConfigError, which has ``source``, if ``text`` is not TOML."""
     try:
         return toml_parser.loads(text, source)
     except tomllib.TOMLDecodeError as e:
@@ -190,7 +193,7 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
 
 
 def parse_assignment(assignment: str, option: str = "--set") -> tuple[str, str]:
-    """``key.path=value`` as the path and the text of the value."""
+    """Split ``key.path=value`` into the path and the text of the value."""
     path, separator, text = assignment.partition("=")
     if not separator or not path.strip():
         raise ConfigError(f"{option} {assignment!r}: not of the form key.path=value")
@@ -198,7 +201,10 @@ def parse_assignment(assignment: str, option: str = "--set") -> tuple[str, str]:
 
 
 def parse_value(text: str, path: str = "") -> Any:
-    """The value of the command line for ``path``: TOML. What is not TOML is a string, and in the environment all is."""
+    """Parse a value of the command line for the key ``path`` as TOML.
+
+    Text that is not TOML is a string, and so is every value of an environment variable.
+    """
     try:
         value = toml_parser.loads(f"value = {text}", path or "the value")["value"]
     except tomllib.TOMLDecodeError:
@@ -207,7 +213,7 @@ def parse_value(text: str, path: str = "") -> Any:
 
 
 def format_value(value: Any) -> str:
-    """``value`` as it is written in a recipe. What TOML has no word for, None, is left as Python has it."""
+    """Return ``value`` as TOML; None, which TOML lacks, as Python writes it."""
     if isinstance(value, dict):
         return (
             "{ " + ", ".join(f"{key} = {format_value(inner)}" for key, inner in value.items()) + " }" if value else "{}"
@@ -218,10 +224,10 @@ def format_value(value: Any) -> str:
 
 
 def set_value_at(document: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at ``key.path`` in place; a part with dots in it is quoted, as in TOML.
+    """Set the value at ``key.path`` in place; a part that contains dots must be quoted, as in TOML.
 
     Raises:
-        ConfigError: a part of the path is a value; a quote is not closed.
+        ConfigError: a part of the path is a value, or a quote is not closed.
     """
     *tables, leaf = split_key(path)
     current = document

@@ -1,4 +1,4 @@
-"""Dotted keys, and the types and values that stand at them."""
+"""Dotted keys, and the types and values that they refer to."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from clustertrain.errors import ConfigError
 
 
 def find_struct(annotation: Any) -> type[msgspec.Struct] | None:
+    """Return the struct that ``annotation`` is or contains; None if there is no such struct."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, msgspec.Struct):
             return candidate
@@ -21,8 +22,10 @@ def find_struct(annotation: Any) -> type[msgspec.Struct] | None:
 
 
 def element_types(annotation: Any) -> tuple[Any, ...]:
-    """The types in the list that ``annotation`` is or may be, ``(type, ...)`` where there may be any number; () if it
-    is none."""
+    """Return the element types of the list that ``annotation`` is or may be.
+
+    ``(type, ...)`` for a list of any length, () if it is not a list.
+    """
     for candidate in (annotation, *get_args(annotation)):
         if get_origin(candidate) is tuple:
             return get_args(candidate)
@@ -32,22 +35,22 @@ def element_types(annotation: Any) -> tuple[Any, ...]:
 
 
 def field_types(struct_type: type[msgspec.Struct]) -> dict[str, Any]:
-    """Their types by name."""
+    """Return the types of the fields by TOML key."""
     return {f.encode_name: f.type for f in msgspec.structs.fields(struct_type)}
 
 
 def split_key(path: str) -> list[str]:
-    """``a."b.c".d`` as its three parts. Without quotes they need not be TOML's: ``layer*`` can stay as it is.
+    """Split ``a."b.c".d`` into its three parts. Unquoted parts need not be TOML keys, for example ``layer*``.
 
     Raises:
-        ConfigError: a quote without its other half.
+        ConfigError: a quote is not closed.
     """
     if '"' not in path and "'" not in path:
         return path.split(".")
     try:
         table: Any = toml_parser.loads(f"{path} = 0", path)
     except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"{path}: not a key in TOML", fix='quote the part with dots in it, as table."a.b"') from e
+        raise ConfigError(f"{path}: not a TOML key", fix='quote the part that contains dots, as in table."a.b"') from e
     keys = []
     while isinstance(table, dict):
         key, table = next(iter(table.items()))
@@ -56,12 +59,12 @@ def split_key(path: str) -> list[str]:
 
 
 def parse_msgspec_path(path: str) -> list[str | int]:
-    """``a.b[0].c`` of msgspec as its parts. ``[...]``, which stands for any key, is left out."""
+    """Split msgspec's ``a.b[0].c`` into its parts, without ``[...]``, its placeholder for any key."""
     return [int(index) if index else key for index, key in re.findall(r"\[(\d+)\]|([^.\[\]]+)", path)]
 
 
 def type_at(annotation: Any, path: Sequence[str | int]) -> Any:
-    """None where there is none."""
+    """Return the type at ``path`` in ``annotation``; None if the path does not exist."""
     for key in path:
         if isinstance(key, int):
             elements = element_types(annotation)
@@ -73,7 +76,7 @@ def type_at(annotation: Any, path: Sequence[str | int]) -> Any:
 
 
 def value_at(value: Any, path: Sequence[str | int]) -> Any:
-    """None where a part of the path is no table's."""
+    """Return the value at ``path`` in ``value``; None if the path does not exist."""
     for key in path:
         try:
             value = value[key]

@@ -11,8 +11,10 @@ _TERM = r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|min|m|h|d)\s*"
 
 
 def parse_duration_s(text: str) -> float | None:
-    """``30s``, ``10min`` (or ``10m``), ``2h``, ``1d`` and sums as ``1h30min``, in seconds; None where it is none of
-    these."""
+    """Return a duration in seconds: ``30s``, ``10min`` (or ``10m``), ``2h``, ``1d``, or a sum such as ``1h30min``.
+
+    None if ``text`` is not a duration.
+    """
     if not re.fullmatch(rf"(?:{_TERM})+", text):
         return None
     return sum(float(number) * _UNIT_S[unit] for number, unit in re.findall(_TERM, text))

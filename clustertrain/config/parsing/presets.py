@@ -1,9 +1,9 @@
-"""Decoders by name: the keys of ``[model]`` that stand for a published or a handy size.
+"""Named sizes of decoders: values for the keys of ``[model]``, published or convenient.
 
 Llama 3.1: table 3 and section 3.2 of Grattafiori et al., arXiv 2407.21783, and the released configurations for the
 vocabulary with its reserved tokens (128,256) and ``norm_eps``. These are the hyper-parameters of pre-training, at a
-``data.seq_len`` of up to 8192. What the released models have on top, the rescaled rotary frequencies that stretch them
-to 128k tokens, changes no shape and is left out, as are the masks between documents of one sequence.
+``data.seq_len`` of up to 8192. The rescaled rotary frequencies that extend the released models to 128k tokens change no
+shape and are omitted, as are the masks between documents of one sequence.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 _LLAMA_3 = {"vocab_size": 128_256, "kv_heads": 8, "rope_theta": 500_000.0, "norm_eps": 1e-5}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "tiny": {},  # what ModelSpec says of itself: seconds a run on a CPU
-    # Width and depth of GPT-3 Small (Brown et al., arXiv 2005.14165, table 2.1) in Llama's form, with its vocabulary.
+    "tiny": {},  # ModelSpec's defaults: a run takes seconds on a CPU
+    # Width, depth and vocabulary of GPT-3 Small (Brown et al., arXiv 2005.14165, table 2.1) in Llama's architecture.
     "125m": {"vocab_size": 50_257, "dim": 768, "layers": 12, "heads": 12, "kv_heads": 12, "tie_embeddings": True},
     # The released configuration of Llama 3.2 1B.
     "llama3.2-1b": {**_LLAMA_3, "dim": 2048, "layers": 16, "heads": 32, "ffn_dim": 8192, "tie_embeddings": True},
@@ -26,16 +26,18 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 class TrainingDefaults(NamedTuple):
-    """``seq_len``: the context of pre-training; ``global_batch``: sequences of a step."""
+    """Training settings of a preset, used if the recipe does not set them."""
 
     seq_len: int
+    """Context length of pre-training, in tokens."""
     global_batch: int
+    """Sequences per step."""
 
 
-# What a preset is trained with where the recipe does not say it; of ``tiny`` the defaults of the recipe.
+# ``tiny`` uses the recipe's defaults.
 TRAINING_DEFAULTS: Mapping[str, TrainingDefaults] = {
     "125m": TrainingDefaults(2048, 256),  # GPT-3 Small, table 2.1: half a million tokens
-    "llama3.2-1b": TrainingDefaults(8192, 128),  # a million tokens, for which both have a usual number of GPUs
+    "llama3.2-1b": TrainingDefaults(8192, 128),  # a million tokens, feasible on a usual number of GPUs for both
     "llama3.1-8b": TrainingDefaults(8192, 128),
     "llama3.1-70b": TrainingDefaults(8192, 512),
     "llama3.1-405b": TrainingDefaults(8192, 2048),  # section 3.4.1: up to 16 million tokens
@@ -43,13 +45,15 @@ TRAINING_DEFAULTS: Mapping[str, TrainingDefaults] = {
 
 
 def find_training_defaults(preset: str, kind: object = "decoder") -> TrainingDefaults | None:
-    """Of a decoder; the encoders of a two-tower model have other data."""
+    """Return the training settings of ``preset`` for a decoder; None for other kinds, whose data differs."""
     return TRAINING_DEFAULTS.get(preset) if kind == "decoder" else None
 
 
 def apply_preset(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe's document with the keys of ``model.preset`` in its ``[model]``, and the preset's context as
-    ``data.seq_len``; those that are given win. A name that is no preset's is left for ModelSpec to refuse."""
+    """Return a recipe's document with the preset's values in ``[model]`` and its context length as ``data.seq_len``.
+
+    Keys that the document sets win. An unknown preset is left for ModelSpec to refuse.
+    """
     model, data = document.get("model"), document.get("data", {})
     if not isinstance(model, dict) or not isinstance(model.get("preset"), str):
         return dict(document)

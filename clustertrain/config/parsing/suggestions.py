@@ -1,4 +1,4 @@
-"""What to write instead of a value that a recipe cannot have, as far as its type and the value tell."""
+"""Fixes for invalid values of a recipe, derived from the expected type and the value."""
 
 from __future__ import annotations
 
@@ -24,23 +24,27 @@ _NUMBERS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float)
 
 @dataclass(frozen=True)
 class _InvalidValue:
-    """``annotation`` is the type at ``key``; ``expected`` are msgspec's words for what may stand there."""
+    """An invalid value of a document."""
 
     key: str
     value: Any
     annotation: Any
+    """Type declared for ``key``."""
     expected: tuple[str, ...]
+    """Names that msgspec uses for the accepted types."""
 
     def suggest(self, text: str) -> str:
-        """``text`` as the value; of a list's tables the recipe's line has only the last part of the key."""
+        """Return the fix that writes ``text`` as the value."""
+        # In a list of tables the line has only the last part of the key.
         return f"write {text}" if self.key.endswith("]") else f"write {self.key.rpartition('].')[2]} = {text}"
 
 
 def suggest_fix(document: dict[str, Any], struct_type: type[msgspec.Struct], key: str, text: str) -> str | None:
-    """What to do about ``text``, which msgspec or a struct says of the value at ``key``; None where that is not known.
+    """Return a fix for the value at ``key``, or None if none is known.
 
     Args:
-        value: the whole document, which is to be a ``struct_type``.
+        document: the whole document, to be converted to ``struct_type``.
+        text: the error message of msgspec or of a struct.
     """
     path = dotted_keys.parse_msgspec_path(key)
     match = re.match(r"Expected `([^`]+)`", text)
@@ -61,19 +65,19 @@ def suggest_fix(document: dict[str, Any], struct_type: type[msgspec.Struct], key
 
 
 def suggest_for_bare_word(line: str) -> str | None:
-    """What to do about a line of TOML whose value is a word without quotes; None for other lines."""
+    """Return a fix for a line of TOML whose value is an unquoted word; None for other lines."""
     match = re.fullmatch(r"[^=#]+=\s*([A-Za-z_/~$][^\"'#\[\]{}]*?)\s*(#.*)?", line)
     if match is None:
         return None
     word = match[1]
     if word.lower() in ("none", "null"):
-        return "leave the key out: TOML has no word for none"
+        return "remove the key: TOML has no null"
     literal = _BOOL_WORDS.get(word.lower())
     return f"write {literal}" if literal else f'strings need quotes: "{word}"'
 
 
 def _suggest_choice(invalid: _InvalidValue) -> str | None:
-    """The words that the field takes, the nearest ones first."""
+    """Suggest the values that the field accepts, nearest first."""
     if get_origin(invalid.annotation) is not Literal:
         return None
     value = str(invalid.value)
@@ -84,10 +88,10 @@ def _suggest_choice(invalid: _InvalidValue) -> str | None:
 
 
 def _suggest_range(invalid: _InvalidValue, text: str) -> str | None:
-    """For what a table says of one of its own numbers, or the recipe of two."""
+    """Suggest a change of a number that is out of range, or of one of two conflicting numbers."""
     pair_match = re.match(r"(\S+) = \S+ is not less than (\S+) = ", text)
     if pair_match:
-        return f"make {pair_match[1]} less, or {pair_match[2]} more"
+        return f"decrease {pair_match[1]} or increase {pair_match[2]}"
     match = re.match(r"(\w+) = \S+: must (be|lie) ", text)
     struct = dotted_keys.find_struct(invalid.annotation)
     field = next((f for f in msgspec.structs.fields(struct) if match and f.name == match[1]), None) if struct else None
@@ -96,12 +100,12 @@ def _suggest_range(invalid: _InvalidValue, text: str) -> str | None:
     key = f"{invalid.key}.{field.name}" if invalid.key else field.name
     has_positive_default = isinstance(field.default, (int, float)) and field.default > 0
     return (
-        f"change {key}, or leave it out for the default, {field.default}" if has_positive_default else f"change {key}"
+        f"change {key}, or remove it to use the default, {field.default}" if has_positive_default else f"change {key}"
     )
 
 
 def _suggest_quoted_name(invalid: _InvalidValue) -> str | None:
-    """A name with dots in it, which TOML reads as tables: of the first one the name is put together again."""
+    """Suggest quotes for a name with dots, which TOML reads as nested tables."""
     tables = [key for key, inner in invalid.value.items() if isinstance(inner, dict)]
     if not tables:
         return None
@@ -110,7 +114,7 @@ def _suggest_quoted_name(invalid: _InvalidValue) -> str | None:
         keys.append(next(iter(inner)))
         inner = inner[keys[-1]]
     name, text = f"{invalid.key.removesuffix('[...]')}.{json.dumps('.'.join(keys))}", json.dumps(inner, default=str)
-    return f"quote the name: {name} = {text}, in a shell --set '{name}={text}'"
+    return f"quote the name: {name} = {text}, or in a shell --set '{name}={text}'"
 
 
 def _suggest_list(invalid: _InvalidValue) -> str | None:
@@ -120,7 +124,7 @@ def _suggest_list(invalid: _InvalidValue) -> str | None:
     if isinstance(invalid.value, dict):
         is_table_list = bool(element_types) and dotted_keys.find_struct(element_types[0]) is not None
         return (
-            f"write [[{invalid.key}]] with two brackets: there may be several"
+            f"write [[{invalid.key}]] with two brackets, because it is a list of tables"
             if is_table_list
             else invalid.suggest('["…"]')
         )
@@ -141,7 +145,9 @@ def _suggest_table(invalid: _InvalidValue) -> str | None:
         return None
     keys = [f"{invalid.key}.{name}" for name in dotted_keys.field_types(struct)][:3] if struct is not None else []
     return (
-        f"set its keys, as {', '.join(keys)}" if keys else f"write [{invalid.key}] and its keys below it, NAME = VALUE"
+        f"set its keys, for example {', '.join(keys)}"
+        if keys
+        else f"write [{invalid.key}] and below it its keys as NAME = VALUE"
     )
 
 
@@ -158,7 +164,7 @@ def _suggest_number(invalid: _InvalidValue) -> str | None:
     if isinstance(value, float):
         if value.is_integer():
             return invalid.suggest(str(int(value)))
-        return "write a whole number" + (": it is a count, not a share" if 0 < value < 1 else "")
+        return "write an integer" + (": it is a count, not a fraction" if 0 < value < 1 else "")
     try:
         parsed = toml_parser.loads(f"value = {value}", invalid.key)["value"] if isinstance(value, str) else None
     except (tomllib.TOMLDecodeError, ConfigError):

@@ -1,5 +1,8 @@
-"""What other trainers call the keys and words of a recipe: Hugging Face's TrainingArguments and model configurations,
-Lightning's Trainer, torchtitan's job configuration, torch itself."""
+"""Other trainers' names for the keys and values of a recipe.
+
+Sources: Hugging Face's TrainingArguments and model configurations, Lightning's Trainer, torchtitan's job configuration,
+torch.
+"""
 
 from __future__ import annotations
 
@@ -139,14 +142,14 @@ def _invert(names: Mapping[str, str]) -> dict[str, list[str]]:
     return inverted
 
 
-KEYS_BY_ALIAS, WORDS_BY_ALIAS = _invert(_KEYS), _invert(_WORDS)  # as others call it -> what may be meant here
+KEYS_BY_ALIAS, WORDS_BY_ALIAS = _invert(_KEYS), _invert(_WORDS)  # other name -> possible names here
 
 
 def find_keys(name: str) -> list[str]:
-    """The dotted keys that ``name`` may stand for."""
+    """Return the dotted keys that ``name`` may mean."""
     return KEYS_BY_ALIAS.get(name.lower().replace("-", "_"), [])
 
 
 def find_words(name: str) -> list[str]:
-    """The words that ``name`` may stand for, of any key."""
+    """Return the values, of any key, that ``name`` may mean."""
     return WORDS_BY_ALIAS.get(name.lower().replace("_", "-"), [])

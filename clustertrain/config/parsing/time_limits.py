@@ -1,4 +1,4 @@
-"""Slurm's time format."""
+"""Slurm's format of time limits."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _FORMATS = (
 
 
 def parse_time_limit_s(text: str) -> float | None:
-    """A time limit in seconds; None for an empty one and for UNLIMITED.
+    """Return a time limit in seconds; None for an empty one and for UNLIMITED.
 
     Raises:
-        UsageError: ``text`` is not in a format that sbatch takes.
+        UsageError: ``text`` is not in a format that sbatch accepts.
     """
     if not text or text.upper() in ("UNLIMITED", "INFINITE"):
         return None
     match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text.strip(), re.ASCII)
     if match is None:
-        raise UsageError(f"time limit {text!r} is not one that sbatch takes", fix=f"use {_FORMATS}")
+        raise UsageError(f"time limit {text!r}: not in a format that sbatch accepts", fix=f"use {_FORMATS}")
     days, first, second, third = (int(g) if g is not None else None for g in match.groups())
     if days is not None:
         hours, minutes, seconds = first or 0, second or 0, third or 0

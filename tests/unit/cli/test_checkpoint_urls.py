@@ -76,7 +76,7 @@ def test_damage_there_is_named(call: Call, root: Path) -> None:
     [
         (["list", "memory://bucket/nothing"], 1, "memory://bucket/nothing: nothing is there"),
         (["digest", f"{URL}@5"], 1, "no committed checkpoint of step 5; steps there: 3, 6"),
-        (["list", "nosuch://bucket/x"], 78, "fsspec knows no protocol nosuch://"),
+        (["list", "nosuch://bucket/x"], 78, "fsspec does not know the protocol nosuch://"),
         (["prune", URL, "--keep", "1"], 2, "are deleted by their run"),
     ],
 )

@@ -106,7 +106,7 @@ def test_the_webhooks_url_may_be_kept_elsewhere() -> None:
         ('webhook_env = "https://host/very-secret"', "the name of an environment variable"),
         ('webhook_env = "1X"', "the name of an environment variable"),
         ('webhook_file = "hook"', "absolute"),
-        ('webhook = "https://host/x"\nwebhook_env = "HOOK"', "webhook and webhook_env are given"),
+        ('webhook = "https://host/x"\nwebhook_env = "HOOK"', "webhook and webhook_env are mutually exclusive"),
         ('webhook_file = "/x"\nwebhook_env = "HOOK"', "keep one"),
     ],
 )

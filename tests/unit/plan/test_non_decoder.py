@@ -41,7 +41,7 @@ def test_the_states_are_counted_and_the_activations_are_not(kind: str) -> None:
     ("kind", "optim", "said", "fix"),
     [
         ("convnet", {"freeze": ["block.*"]}, "optim.freeze: no module with parameters fits 'block.*'", "blocks"),
-        ("convnet", {"lr_scale": {"zzz": 0.5}}, "optim.lr_scale: no module with parameters fits", "at the top"),
+        ("convnet", {"lr_scale": {"zzz": 0.5}}, "optim.lr_scale: no module with parameters fits", "top-level modules"),
         ("convnet", {"freeze": ["*"]}, "optim.freeze: nothing is left to train", "leave a module out"),
         ("two-tower", {"freeze": ["embed"]}, "optim.freeze: no module with parameters fits 'embed'", "first.embed"),
         (

@@ -88,7 +88,7 @@ def test_bytes_that_are_not_utf8_are_named(assignment: str, type_: Type) -> None
 @pytest.mark.parametrize("url", ["memory://x", "simplecache::memory://x", "http://host/x", "data://x"])
 def test_a_remote_where_nothing_stays_is_none(url: str, type_: Type) -> None:
     code, err = type_("plan", "--set", f"checkpoint.remote={url}")
-    assert code == 78 and f"checkpoint.remote = '{url}'" in err and "fix: name an object store" in err
+    assert code == 78 and f"checkpoint.remote = '{url}'" in err and "fix: give an object store" in err
 
 
 @pytest.mark.parametrize("asked", [("--device", "cuda"), ("--gpu-type", "h100")])

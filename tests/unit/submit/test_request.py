@@ -100,7 +100,7 @@ KEPT = "[data]\nvalidation = 0.1\n[evaluation]\nevery = 5\n[optim]\nbetas = [0.9
 @pytest.mark.parametrize(
     ("assignment", "said"),
     [
-        ("data.validation=0", "evaluation.every has no effect with no data to validate on"),
+        ("data.validation=0", "evaluation.every has no effect with no validation data"),
         ("optim.name=sgd", 'optim.betas has no effect with optim.name = "sgd"'),
         ("schedule.kind=constant", 'schedule.floor has no effect with schedule.kind = "constant"'),
     ],
@@ -266,7 +266,7 @@ def test_more_classes_than_the_images_have_are_no_error(ask: Prepare, tmp_path: 
 
 
 def test_a_url_of_no_known_protocol_is_refused_by_plan_too(ask: Prepare) -> None:
-    with pytest.raises(ConfigError, match="fsspec knows no protocol foo://"):
+    with pytest.raises(ConfigError, match="fsspec does not know the protocol foo://"):
         ask(assignments=("checkpoint.remote=foo://x",))
 
 

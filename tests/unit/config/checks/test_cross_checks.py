@@ -22,10 +22,10 @@ def recipe(**tables: Any) -> Recipe:
     ("tables", "words"),
     [
         ({"schedule": {"warmup_steps": 200}}, "warmup_steps = 200 is not less than train.steps = 200"),
-        ({"schedule": {"kind": "wsd", "warmup_steps": 100, "cooldown_steps": 101}}, "more than train.steps = 200"),
+        ({"schedule": {"kind": "wsd", "warmup_steps": 100, "cooldown_steps": 101}}, "exceed train.steps = 200"),
         (
             {"schedule": {"kind": "wsd", "cooldown_steps": 198}},
-            "warmup_steps = 4 and cooldown_steps = 198 are more than train.steps = 200",
+            "warmup_steps = 4 and cooldown_steps = 198 together exceed train.steps = 200",
         ),
         ({"schedule": {"kind": "step", "milestones": [50, 200]}}, "milestones = .*before train.steps = 200"),
         ({"schedule": {"kind": "plateau"}}, "plateau' follows a validation metric: set data.validation"),
@@ -37,41 +37,41 @@ def recipe(**tables: Any) -> Recipe:
         ({"contract": {"metric": "validation_accuracy"}}, "metric = 'validation_accuracy'.*set data.validation"),
         (
             {"contract": {"metric": "validation_acuracy"}, "data": {"validation": 0.1}},
-            "none that the evaluation gives: did you mean validation_accuracy",
+            "not produced by the evaluation: did you mean validation_accuracy",
         ),
         (
             {"contract": {"metric": "validation_top5"}, "data": {"validation": 0.1}},
-            "metric = 'validation_top5': name 'top5' in evaluation.metrics too",
+            "metric = 'validation_top5': add 'top5' to evaluation.metrics",
         ),
-        ({"contract": {"slices": ["a"]}}, "slices are of the validation data"),
-        ({"contract": {"cost": 10.0}}, "no limit without gpu_hour_cost"),
+        ({"contract": {"slices": ["a"]}}, "slices need validation data"),
+        ({"contract": {"cost": 10.0}}, "no effect without gpu_hour_cost"),
         (
             {"contract": {"metric": "loss"}, "checkpoint": {"keep_best": 1, "best": "grad_norm"}},
-            "metric = 'loss' and checkpoint.best = 'grad_norm': two scalars would decide",
+            "metric = 'loss' and checkpoint.best = 'grad_norm': two metrics would decide",
         ),
         (
             {"contract": {"metric": "loss", "mode": "max"}, "checkpoint": {"keep_best": 1, "best_mode": "min"}},
-            "mode = 'max' and checkpoint.best_mode = 'min' say the opposite of loss",
+            "mode = 'max' and checkpoint.best_mode = 'min' contradict each other for loss",
         ),
-        ({"evaluation": {"metrics": ["recall_at_1"]}}, "'recall_at_1' cannot be told of objective.kind"),
+        ({"evaluation": {"metrics": ["recall_at_1"]}}, "'recall_at_1' is not available for objective.kind"),
         ({"data": {"kind": "images"}}, "a decoder learns from text or tokens or own"),
         ({"data": {"kind": "own"}}, "kind = 'own' requires entry"),
-        ({"data": {"kind": "tokens"}}, "kind = 'tokens' and no data.path"),
-        ({"data": {"path": "a", "validation_path": "a"}}, "validation_path = 'a' is what is learned from"),
-        ({"data": {"validation_path": "stdlib"}}, "validation_path = 'stdlib' is what is learned from"),
+        ({"data": {"kind": "tokens"}}, "kind = 'tokens' needs data.path"),
+        ({"data": {"path": "a", "validation_path": "a"}}, "validation_path = 'a' is the training data"),
+        ({"data": {"validation_path": "stdlib"}}, "validation_path = 'stdlib' is the training data"),
         (
             {"model": {"kind": "convnet"}, "data": {"validation_path": "shapes"}},
-            "validation_path = 'shapes' is what is learned from",
+            "validation_path = 'shapes' is the training data",
         ),
         ({"schedule": {"kind": "one-cycle", "rise": 1.0}}, "rise = 1.0 leaves no steps for the decay"),
         ({"data": {"validation": 0.1, "validation_path": "a"}}, "mutually exclusive"),
         ({"data": {"validation": 1.0}}, "validation = 1.0: must lie between 0 and 0.9"),
         ({"data": {"workers": -2}}, "workers = -2: must be 0"),
-        ({"model": {"max_seq_len": 128}}, r"seq_len = 256 is more than the model takes: model\.max_seq_len = 128"),
+        ({"model": {"max_seq_len": 128}}, r"seq_len = 256 exceeds model\.max_seq_len = 128"),
         ({"model": {"max_seq_len": -1}}, "max_seq_len = -1: must be 0"),
         (
             {"model": {"kind": "two-tower"}, "data": {"path": "digits"}},
-            "seq_len = 256: half a digit has 32 pixels",
+            "seq_len = 256: must be 32, the pixels of half a digit",
         ),
         (
             {"model": {"kind": "convnet"}, "data": {"augment": {"mixup": 0.2}}, "objective": {"kind": "mse"}},
@@ -81,7 +81,7 @@ def recipe(**tables: Any) -> Recipe:
         ({"optim": {"lr": 0.0}}, "lr = 0.0: must be greater than 0"),
         ({"optim": {"lr_scale": {"head": -1.0}}}, "lr_scale.head = -1.0: must be greater than 0"),
         ({"optim": {"nesterov": True, "momentum": 0.0}}, "nesterov needs a momentum"),
-        ({"stability": {"spike_window": 4}}, "spike_window = 4: fewer than 16"),
+        ({"stability": {"spike_window": 4}}, "spike_window = 4: must be 16"),
     ],
 )
 def test_tables_that_do_not_fit_are_refused_by_name(tables: dict[str, Any], words: str) -> None:
@@ -117,7 +117,7 @@ def test_which_value_is_the_best_follows_from_the_contract() -> None:
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 def test_what_each_row_has_may_decide(name: str) -> None:
     assert recipe(contract={"metric": name}).deciding_metric == name
-    with pytest.raises(ConfigError, match=f"metric = '{name}' is one of training, .*name validation_loss"):
+    with pytest.raises(ConfigError, match=f"metric = '{name}' is a training metric, .*use validation_loss"):
         recipe(contract={"metric": name}, data={"validation": 0.1})
     recipe(checkpoint={"keep_best": 1, "best": name})
 
@@ -129,23 +129,23 @@ def test_what_each_row_has_may_decide(name: str) -> None:
         ({"contract": {"metric": "accuracy"}}, "did you mean validation_accuracy"),
         (
             {"contract": {"metric": "f1"}},
-            "'f1' is none that is measured without validation data: known: grad_norm, loss",
+            "'f1' is not measured without validation data: known: grad_norm, loss",
         ),
         ({"contract": {"metric": "lossy"}}, "did you mean loss"),
         ({"contract": {"metric": "loss/night"}}, "did you mean validation_loss"),
         ({"contract": {"metric": "val_loss"}, "data": {"validation": 0.1}}, "did you mean validation_loss"),
         ({"contract": {"metric": "eval_loss"}, "data": {"validation": 0.1}}, "did you mean validation_loss"),
         ({"checkpoint": {"keep_best": 1, "best": "f1"}, "data": {"validation": 0.1}}, "checkpoint.best = 'f1' is none"),
-        ({"objective": {"kind": "mse"}}, "a decoder on text is trained by cross-entropy"),
+        ({"objective": {"kind": "mse"}}, "a decoder on text is trained with cross-entropy"),
         (
             {"stability": {"then": "roll-back"}, "checkpoint": {"every": 5, "keep": 1}},
-            "goes back by up to 10 steps, and checkpoint.keep = 1 with every = 5",
+            "rolls back by up to 10 steps, but checkpoint.keep = 1 with every = 5",
         ),
-        ({"stability": {"spike": "roll-back"}, "checkpoint": {"every": 200}}, "nothing to go back to"),
+        ({"stability": {"spike": "roll-back"}, "checkpoint": {"every": 200}}, "no checkpoint to return to"),
         ({"stability": {"slowdown": 5.0}}, "slowdown = 5.0: must lie between 0 and 1"),
         (
             {"schedule": {"kind": "plateau"}, "data": {"validation": 0.1}, "evaluation": {"every": 200}},
-            "only the last one is evaluated",
+            "only the last of",
         ),
     ],
 )

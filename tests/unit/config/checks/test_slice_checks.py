@@ -49,7 +49,7 @@ def recipe(slices: Any = (), **tables: Any) -> Recipe:
         ({"checkpoint": {"keep_best": 1, "best": "validation_loss/night"}}, "checkpoint.best = .* it has none"),
         (
             {"slices": ["class-1"], "contract": {"metric": "validation_accuracy/class-2"}, "model": IMAGES},
-            r"only contract.slices = \['class-1'\] are told apart: name 'class-2' there too",
+            r"only contract.slices = \['class-1'\] are reported: add 'class-2' there",
         ),
     ],
 )

@@ -31,7 +31,7 @@ def test_variables_are_the_nodes(text: str, environ: dict[str, str], path: str) 
     [
         ("$SLURM_TMPDIR/x", {}, r"\$SLURM_TMPDIR is not set here"),
         ("$TMPDIR", {"TMPDIR": ""}, r"\$TMPDIR is not set here"),
-        ("$TMPDIR", {"TMPDIR": "tmp"}, "tmp is no absolute path"),
+        ("$TMPDIR", {"TMPDIR": "tmp"}, "tmp is not an absolute path"),
     ],
 )
 def test_what_is_not_set_is_named(text: str, environ: dict[str, str], said: str) -> None:

@@ -55,7 +55,7 @@ def test_every_preset_is_a_model() -> None:
         ({"entry": "a.b"}, "package.module:function"),
         ({"entry": "a/b.py:c"}, "package.module:function"),
         ({"entry": "a:b", "kind": "convnet"}, "remove kind"),
-        ({"args": {"x": 1}}, "there is none"),
+        ({"args": {"x": 1}}, "args needs an entry"),
         ({"kind": "resnet"}, "resnet"),
         ({"convnet": {"width": 20}}, "not divisible by groups = 8"),
         ({"convnet": {"blocks": []}}, "at least one"),

@@ -23,18 +23,18 @@ def fix_of(text: str) -> str | None:
         ('optim.lr = "1e-3"', "write optim.lr = 1e-3, without the quotes"),
         ('train.steps = "1e-3"', 'change train.steps = "1e-3"'),
         ("train.steps = 1e4", "write train.steps = 10000"),
-        ("schedule.warmup_steps = 0.05", "write a whole number: it is a count, not a share"),
-        ("schedule.milestones = [0.5, 0.75]", "write a whole number: it is a count, not a share"),
-        ("train.steps = 10.5", "write a whole number"),
+        ("schedule.warmup_steps = 0.05", "write an integer: it is a count, not a fraction"),
+        ("schedule.milestones = [0.5, 0.75]", "write an integer: it is a count, not a fraction"),
+        ("train.steps = 10.5", "write an integer"),
         ("job.time = 30", 'write job.time = "30", with the quotes'),
         ('data.pack = "yes"', "write data.pack = true"),
         ("optim.betas = 0.9", "write optim.betas = [0.9, …], a list of 2"),
         ("optim.betas = [0.9]", "write optim.betas = [0.9, …], a list of 2"),
         ("rehearsal.preempt_at_steps = 3", "write rehearsal.preempt_at_steps = [3]"),
-        ("[optim.unfreeze]\nstep = 1", "write [[optim.unfreeze]] with two brackets: there may be several"),
+        ("[optim.unfreeze]\nstep = 1", "write [[optim.unfreeze]] with two brackets, because it is a list of tables"),
         ('[[optim.unfreeze]]\nstep = 1\nmodules = "stem"', 'write modules = ["stem"]'),
-        ("optim.lr = 0", "change optim.lr, or leave it out for the default, 0.0003"),
-        ("train.steps = 0", "change train.steps, or leave it out for the default, 200"),
+        ("optim.lr = 0", "change optim.lr, or remove it to use the default, 0.0003"),
+        ("train.steps = 0", "change train.steps, or remove it to use the default, 200"),
         ("model.dropout = 2", "change model.dropout"),
         ("schedule.warmup_steps = 500", "make schedule.warmup_steps less, or train.steps more"),
     ],
@@ -50,7 +50,7 @@ def test_what_to_write_instead(text: str, fix: str) -> None:
         ("path = /data/a b  # here", 'strings need quotes: "/data/a b"'),
         ("pack = yes # packed", "write true"),
         ("pack = False", "write false"),
-        ("betas = None", "leave the key out: TOML has no word for none"),
+        ("betas = None", "remove the key: TOML has no null"),
         ("steps = 1,000", None),
     ],
 )
@@ -81,10 +81,10 @@ def test_a_part_of_a_key_may_be_quoted(path: str, document: dict[str, Any]) -> N
 
 
 def test_a_quote_without_its_other_half_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not a key in TOML"):
+    with pytest.raises(ConfigError, match="not a TOML key"):
         set_value_at({}, 'optim.lr_scale."layers.0', 0.1)
 
 
 def test_a_name_with_dots_is_to_be_quoted() -> None:
-    fix = """quote the name: optim.lr_scale."blocks.0.a" = 0.1, in a shell --set 'optim.lr_scale."blocks.0.a"=0.1'"""
+    fix = """quote the name: optim.lr_scale."blocks.0.a" = 0.1, or in a shell --set 'optim.lr_scale."blocks.0.a"=0.1'"""
     assert fix_of("optim.lr_scale.blocks.0.a = 0.1") == fix

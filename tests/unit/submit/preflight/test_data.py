@@ -43,7 +43,7 @@ def test_validation_data_that_is_not_here_is_a_note_and_alone_an_error(tmp_path:
 def test_what_is_learned_from_is_no_validation_data_under_another_name(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 1000)
     (tmp_path / "b.txt").symlink_to("a.txt")
-    with pytest.raises(ConfigError, match=r"data.validation_path = '.*b.txt' is what is learned from"):
+    with pytest.raises(ConfigError, match=r"data.validation_path = '.*b.txt' is the training data"):
         data_here.check_data(prepared(tmp_path, data={"path": "a.txt", "validation_path": "b.txt"}))
 
 
@@ -55,7 +55,7 @@ def shards(tmp_path: Path, count: int = 300) -> dict[str, str]:
 def test_tokens_that_the_model_does_not_know(tmp_path: Path) -> None:
     data = shards(tmp_path)
     assert data_here.check_data(prepared(tmp_path, data=data, model={"vocab_size": 300})) is None
-    with pytest.raises(ConfigError, match=r"tokens up to 299, and model.vocab_size = 256"):
+    with pytest.raises(ConfigError, match=r"tokens up to 299, but model.vocab_size = 256"):
         data_here.check_data(prepared(tmp_path, data=data))
     # Of a model of the user's own the size is not known yet.
     assert data_here.check_data(prepared(tmp_path, data=data, model={"entry": "mine:make"})) is None

@@ -42,7 +42,7 @@ def test_what_may_surprise_is_noted(spec: TrackingSpec, environ: dict[str, str],
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"to": ["mlflow"], "uri": "https://me:hunter2@mlflow.example"}, "give them in the environment"),
+        ({"to": ["mlflow"], "uri": "https://me:hunter2@mlflow.example"}, "set them in the environment"),
         ({"to": ["tensorboard", "tensorboard"]}, "contains a duplicate"),
         ({"to": ["neptune"]}, "tracking.to"),
     ],

@@ -131,7 +131,7 @@ def test_of_a_loss_of_ones_own_the_targets_are_not_known() -> None:
 def test_sequences_longer_than_the_model_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data.seq_len = 32 is more than the model takes: max_seq_len = 16"):
         made(model={"entry": "points_of_mine:Few"}, data={"seq_len": 32, "max_bytes": 10_000})
-    with pytest.raises(ConfigError, match=r"data.seq_len = 256 is more than the model takes: model.max_seq_len = 128"):
+    with pytest.raises(ConfigError, match=r"data.seq_len = 256 exceeds model.max_seq_len = 128"):
         made(model={"max_seq_len": 128})
 
 
@@ -165,7 +165,7 @@ def test_halves_of_digits_for_two_towers() -> None:
     image = made(model=DIGITS, data={"path": "digits"}).dataset[5][0]
     (upper, lower), i = found.dataset[5]
     assert i == 5 and torch.equal(torch.cat((upper, lower)), (image.flatten().double() * 16 / 255).round().long())
-    with pytest.raises(ConfigError, match="half a digit has 32 pixels"):
+    with pytest.raises(ConfigError, match="must be 32, the pixels of half a digit"):
         made(model=two_tower, data={"path": "digits"})
 
 

@@ -132,7 +132,7 @@ def test_what_the_users_code_gets_wrong_is_an_answer(entry: str, said: str) -> N
         (
             {"contract": {"metric": "validation_accuracy"}, "data": {"validation": 0.1}, "model": JUDGED},
             {},
-            "contract.metric = 'validation_accuracy': counted_nets:Judged has a loss of its own",
+            "contract.metric = 'validation_accuracy': counted_nets:Judged computes its loss itself",
         ),
         ({}, {"tp": 2}, "tp 2: Valued has no tp_plan"),
         ({}, {"stages": 2}, "Valued cannot be cut into pipeline stages"),
