@@ -1,4 +1,4 @@
-"""The layout and the batch split of a request, with what spoke for them and against others."""
+"""Choice of layout and batch split for a request, with the reasons for it and against the alternatives."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from clustertrain.plan.search.layouts import Candidate, SearchProblem, SearchRes
 
 
 class RejectedLayout(msgspec.Struct, frozen=True):
+    """A layout family that was not chosen, and why."""
+
     strategy: str
     why: str
 
 
 class PlanDecision:
-    """One decision in the making."""
+    """A decision under construction: the ``decide`` methods fill its attributes."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
-        self.result: SearchResult | None = None  # of a search
+        self.result: SearchResult | None = None  # if a search was done
         self.step: StepEstimate | None = None
         self.suggestion = ""
         self.layout = Layout()
@@ -37,7 +39,7 @@ class PlanDecision:
         self.rejected: list[RejectedLayout] = []
 
     def decide(self) -> None:
-        """For the built-in trainer, whose model is known."""
+        """Decide for the built-in trainer, whose model is known."""
         request = self.request
         strategy, reason = request.requested_strategy()
         self.warnings += decision.gpu_warnings(request)
@@ -54,23 +56,24 @@ class PlanDecision:
             self._decide_by_memory()
         decision.explain_batch(self)
         decision.explain_layout(self)
-        if problem is None or request.pp > 1:  # a pipeline that the search has taken by itself is worth its bubble
+        if problem is None or request.pp > 1:  # a pipeline that the search chose is worth its bubble
             fastest = problem is not None and not request.spec.recipe.train.micro_batch
             self.warnings += warnings.bubble_warnings(self.layout, self.batch, is_fastest=fastest)
         decision.explain_model_stats(self)
         decision.explain_memory(self)
 
     def decide_for_script(self) -> None:
+        """Decide for a user's script, whose model is unknown."""
         strategy, reason = self.request.requested_strategy()
         self.layout = self.request.build_layout(strategy or "ddp")
         if self.layout.strategy == "single":
             reason = decision.explain_single(self.request)
         elif strategy is None:
-            reason = "ddp: the model of a script is not known before it runs; --layout fsdp shards it"
+            reason = "ddp: the model of a script is unknown before it runs; --layout fsdp shards it"
         self.reasons.append(reason)
         decision.explain_layout(self)
 
-    # -- by memory alone: no rates are known
+    # -- by memory alone, if the GPU's rates are unknown
 
     def _decide_by_memory(self) -> None:
         replicated = self.request.build_layout("ddp")
@@ -82,7 +85,7 @@ class PlanDecision:
         name = replicated.strategy
         if need_gib <= self.request.limit_gib:
             self._choose(
-                replicated, f"{name}: {format_gib(need_gib)} a rank is within {limit_text}, and it communicates least"
+                replicated, f"{name}: {format_gib(need_gib)} per rank is within {limit_text}, and it communicates least"
             )
             self.rejected.append(
                 RejectedLayout(
@@ -91,9 +94,8 @@ class PlanDecision:
                 )
             )
             return
-        reason = (
-            f"a replica needs {format_gib(need_gib)} a rank at micro_batch {batch.micro_batch}, more than {limit_text}"
-        )
+        need_text = f"{format_gib(need_gib)} per rank at micro_batch {batch.micro_batch}"
+        reason = f"a replica needs {need_text}, more than {limit_text}"
         self.rejected.append(RejectedLayout(name, reason))
         shard_ranks = replicated.gradient_ranks
         self._choose(
@@ -113,10 +115,10 @@ class PlanDecision:
         """Take the fastest layout that fits, among those that the user leaves open."""
         request = self.request
         if strategy is not None or request.has_degrees():
-            checked = request.build_layout(strategy or "fsdp")  # refuses what cannot be
+            checked = request.build_layout(strategy or "fsdp")  # raises if impossible
             batches.check_divides(problem.global_batch, checked.data_parallel, request.spec.recipe.train.micro_batch)
         result = layouts.search(problem)
-        if result.best is None:  # then nearer to the border than one should go
+        if result.best is None:  # then without the safety margin
             result = layouts.search(dataclasses.replace(problem, limit_gib=request.capacity_gib or request.limit_gib))
         if result.best is None:
             self._choose_smallest(problem, result, strategy, reason)
@@ -141,8 +143,8 @@ class PlanDecision:
             self._choose(self.request.build_layout(strategy or "ddp"), reason or "ddp")
             return
         self._choose_candidate(smallest)
-        self.step = None  # how fast it would be does not matter
-        self.reasons.append(f"{reason or smallest.layout.describe()}: nothing fits; this needs least")
+        self.step = None  # irrelevant, because it does not fit
+        self.reasons.append(f"{reason or smallest.layout.describe()}: nothing fits; this needs the least")
         self.rejected += [
             RejectedLayout(family, explanation)
             for family, explanation in search_result.explain_rejected(problem, result)

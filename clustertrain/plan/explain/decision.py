@@ -1,4 +1,4 @@
-"""The words of a plan: why this batch, this precision and this memory; what to know of the layout."""
+"""Reasons and warnings of a plan: batch, precision, memory, layout."""
 
 from __future__ import annotations
 
@@ -19,41 +19,43 @@ if TYPE_CHECKING:
 
 _FSDP_PIPELINE_REASON = (
     "reshard_after_forward off: with pp the parameters would be gathered again for each micro-batch, so a stage keeps "
-    "its own whole until the step ends"
+    "them gathered until the step ends"
 )
 
 
 def explain_single(request: PlanRequest) -> str:
+    """Return why there is only one data-parallel rank."""
     if request.world_size == 1:
         return "single: one rank, nothing to share"
     degrees = " x ".join(f"{n} {d}" for n, d in (("tp", request.tp), ("cp", request.cp), ("pp", request.pp)) if d > 1)
-    return f"single: {degrees} takes all {request.world_size} ranks, one data-parallel rank is left"
+    return f"single: {degrees} uses all {request.world_size} ranks, which leaves one data-parallel rank"
 
 
 def gpu_warnings(request: PlanRequest) -> list[str]:
-    """A warning where the user names a type that is not known."""
+    """Return a warning if the user names an unknown GPU type."""
     if request.device != "cuda" or request.gpu is not None or not request.spec.job.gpu_type:
         return []
     known_types = ", ".join(gpu_type.name for gpu_type in hardware.CATALOGUE)
     return [
-        f"GPU type {request.spec.job.gpu_type!r} is not known, so no speed is predicted; known are {known_types};"
-        " another goes into the cluster profile, as [gpu] with name, memory_gib, tflops, memory_gb_s, link_gb_s and"
+        f"GPU type {request.spec.job.gpu_type!r} is unknown, so no speed is predicted; known: {known_types};"
+        " add another to the cluster profile as [gpu] with name, memory_gib, tflops, memory_gb_s, link_gb_s and"
         " fabric_gb_s"
     ]
 
 
 def explain_batch(decision: PlanDecision) -> None:
+    """Add the reasons for the batch split and the advice on the learning rate."""
     recipe, batch, layout = decision.request.spec.recipe, decision.batch, decision.layout
     if recipe.train.micro_batch:
-        micro_batch_reason = "asked for"
+        micro_batch_reason = "requested"
     elif decision.result is not None:
         micro_batch_reason = "the fastest that fits"
     elif decision.memory.fits is False:
-        micro_batch_reason = "with which it needs least"
+        micro_batch_reason = "the one that needs the least memory"
     elif layout.pp > 1:
         micro_batch_reason = (
             f"the largest that divides, fits and leaves {pipeline_schedules.min_micro_batches(layout)} micro-batches,"
-            " else 1"
+            " otherwise 1"
         )
     elif decision.request.decoder is None:
         micro_batch_reason = (
@@ -62,7 +64,7 @@ def explain_batch(decision: PlanDecision) -> None:
     else:
         micro_batch_reason = "the largest that divides and fits"
     defaults = presets.find_training_defaults(recipe.model.preset, recipe.model.kind)
-    note = "" if recipe.train.global_batch else "; the recipe names no global batch"
+    note = "" if recipe.train.global_batch else "; the recipe sets no global batch"
     if note and defaults is not None:
         note = f"; train.global_batch is not set: {defaults.global_batch} or more, for preset {recipe.model.preset}"
     if defaults is not None and recipe.data.seq_len == defaults.seq_len:
@@ -79,6 +81,7 @@ def explain_batch(decision: PlanDecision) -> None:
 
 
 def explain_layout(decision: PlanDecision) -> None:
+    """Add the reasons and warnings about layout, precision and optimizer."""
     request, layout = decision.request, decision.layout
     job, recipe = request.spec.job, request.spec.recipe
     if recipe.train.precision == "auto" and request.spec.script is None:
@@ -102,7 +105,7 @@ def explain_layout(decision: PlanDecision) -> None:
             estimate_note = "in the estimate" if request.decoder is not None else "not estimated"
             decision.reasons.append(
                 f"label smoothing with tp {layout.tp}: each rank gathers the logits of the whole vocabulary for the "
-                f"loss, since torch's loss of split logits knows no smoothing; that memory is {estimate_note}"
+                f"loss, since torch's loss on split logits does not support smoothing; that memory is {estimate_note}"
             )
         reasons, warnings = notes.alignment_notes(
             recipe.model, recipe.data, layout, decision.batch.micro_batch, request.precision, request.device
@@ -115,13 +118,14 @@ def explain_layout(decision: PlanDecision) -> None:
 
 def _precision_reason(request: PlanRequest) -> str:
     if request.precision == "bf16":
-        return "the matrix units are made for it; weights and optimizer stay fp32"
+        return "the matrix units support it; weights and optimizer state stay fp32"
     if request.gpu is not None:
-        return f"{request.gpu.name} has no bf16 in hardware; train.precision = 'fp16' is possible, with a scaled loss"
+        return f"{request.gpu.name} has no bf16 in hardware; train.precision = 'fp16' is possible, with loss scaling"
     return "bf16 is slower on CPUs"
 
 
 def explain_model_stats(decision: PlanDecision) -> None:
+    """Add the statistics of the model entry, if there are any, and their warnings."""
     request = decision.request
     if request.model_stats is None:
         return
@@ -137,18 +141,20 @@ def explain_model_stats(decision: PlanDecision) -> None:
 
 
 def explain_memory(decision: PlanDecision) -> None:
+    """Add reasons and warnings if the memory may not suffice."""
     request = decision.request
     peak = decision.memory.peak_gib or 0.0
     if request.device == "cuda" and request.gpu is None and peak > request.limit_gib:
-        decision.warnings.append(f"may not fit: {peak:.1f} GiB a rank, more than {request.format_limit()}")
+        decision.warnings.append(f"may not fit: {peak:.1f} GiB per rank, more than {request.format_limit()}")
     if decision.memory.fits is False:
-        decision.reasons.append(f"does not fit: {peak:.1f} GiB a rank of {request.capacity_gib:g} GiB")
+        decision.reasons.append(f"does not fit: {peak:.1f} GiB per rank of {request.capacity_gib:g} GiB")
     elif request.capacity_gib and peak > request.limit_gib:
         decision.warnings.append(
-            f"tight: {peak:.1f} GiB a rank, more than {request.format_limit()}; the estimate may be off by as much"
+            f"tight: {peak:.1f} GiB per rank, more than {request.format_limit()}; the estimate may be off by that much"
         )
 
 
 def fsdp_traffic_note(replicated: Layout) -> str:
-    # In a pipeline the parameters stay gathered for the step: one all-gather and one reduce-scatter, an all-reduce.
+    """Return a note on the traffic of fsdp compared with ddp."""
+    # In a pipeline parameters stay gathered for the step: one all-gather and one reduce-scatter equal an all-reduce.
     return ", and sharding sends 3/2 of ddp's volume" if replicated.pp == 1 else ""

@@ -54,7 +54,7 @@ class ParamTable:
         if not names:
             modules = {m for d in self.by_name.values() for m in d.modules}
             raise ConfigError(
-                f"{key}: no module with parameters fits {pattern!r}", fix=suggest_modules(pattern, modules)
+                f"{key}: no module with parameters matches {pattern!r}", fix=suggest_modules(pattern, modules)
             )
         return names
 

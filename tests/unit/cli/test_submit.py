@@ -211,7 +211,7 @@ def test_plan_shows_warnings_apart_and_all_of_the_layout(type_: Type, capsys: py
     options = ["--set", "parallel.schedule=interleaved", "--set", "parallel.activation_checkpointing=full"]
     assert type_("plan", *THREE_D, *options, "--set", "parallel.static_graph=true") == 0
     out = capsys.readouterr().out
-    assert "activation checkpointing full, 2 stages a rank" in out and "bubble" in out
+    assert "activation checkpointing full, 2 stages per rank" in out and "bubble" in out
     warnings, _, why = out.partition("\nWarnings\n")[2].partition("\nWhy\n")
     assert "static_graph has no effect" in warnings and "static_graph" not in why
     assert type_("plan", "--device", "cpu") == 0
@@ -303,7 +303,7 @@ def test_trials_are_refused_where_they_would_stand_for_nothing(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     assert type_("plan", "--find-micro-batch", "--nodes", "2", "--gpus", "2", "--layout", "fsdp") == 78
-    assert "fsdp is for 4 ranks, and 2 can be started here" in capsys.readouterr().err
+    assert "fsdp is for 4 ranks, but only 2 can start here" in capsys.readouterr().err
     assert type_("plan", "--find-micro-batch", "--gpus", "2", "--set", "train.global_batch=3") == 78
     assert "3 / 2 = 1.5" in capsys.readouterr().err
     Path("train.py").write_text("")

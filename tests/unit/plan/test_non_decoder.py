@@ -40,14 +40,19 @@ def test_the_states_are_counted_and_the_activations_are_not(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "optim", "said", "fix"),
     [
-        ("convnet", {"freeze": ["block.*"]}, "optim.freeze: no module with parameters fits 'block.*'", "blocks"),
-        ("convnet", {"lr_scale": {"zzz": 0.5}}, "optim.lr_scale: no module with parameters fits", "top-level modules"),
-        ("convnet", {"freeze": ["*"]}, "optim.freeze: nothing is left to train", "leave a module out"),
-        ("two-tower", {"freeze": ["embed"]}, "optim.freeze: no module with parameters fits 'embed'", "first.embed"),
+        ("convnet", {"freeze": ["block.*"]}, "optim.freeze: no module with parameters matches 'block.*'", "blocks"),
+        (
+            "convnet",
+            {"lr_scale": {"zzz": 0.5}},
+            "optim.lr_scale: no module with parameters matches",
+            "top-level modules",
+        ),
+        ("convnet", {"freeze": ["*"]}, "optim.freeze: nothing is left to train", "remove a module"),
+        ("two-tower", {"freeze": ["embed"]}, "optim.freeze: no module with parameters matches 'embed'", "first.embed"),
         (
             "two-tower",
             {"unfreeze": [{"step": 5, "modules": ["first.layer"]}]},
-            "optim.unfreeze.modules: no module with parameters fits 'first.layer'",
+            "optim.unfreeze.modules: no module with parameters matches 'first.layer'",
             "first.layers",
         ),
     ],
@@ -76,7 +81,7 @@ def test_tokens_are_counted_where_there_are_any() -> None:
 @pytest.mark.parametrize("degree", ["tp", "cp", "pp"])
 def test_what_only_the_decoder_can_be_split_by_is_refused(degree: str) -> None:
     for kind in ("convnet", "two-tower"):
-        with pytest.raises(ConfigError, match=f"{degree} 2: there is no plan of how a {kind}"):
+        with pytest.raises(ConfigError, match=f"{degree} 2: a {kind} cannot be split"):
             chosen({"kind": kind}, **{degree: 2})
     assert getattr(chosen({"entry": "package:function"}, **{degree: 2}).layout, degree) == 2
 

@@ -46,7 +46,7 @@ def test_a_small_model_is_replicated_and_fsdp_is_rejected_with_a_number() -> Non
     assert (made.layout.strategy, made.layout.dp_replicate, made.layout.dp_shard) == ("ddp", 16, 1)
     assert made.memory.capacity_gib == 80 and made.memory.fits is True
     rejected = {r.strategy: r.why for r in made.rejected}
-    assert "ddp" not in rejected and "s a step" in rejected["fsdp"]
+    assert "ddp" not in rejected and "s per step" in rejected["fsdp"]
 
 
 def test_a_model_that_does_not_fit_a_gpu_is_sharded() -> None:
@@ -79,7 +79,7 @@ def test_fsdp_keeps_whole_gradients_between_micro_batches_only_where_there_is_ro
 
 def test_a_recipe_without_a_global_batch_gets_one_that_divides() -> None:
     made = chosen(spec(batch=0))
-    assert made.batch.global_batch == 32 and any("the recipe names no global batch" in r for r in made.reasons)
+    assert made.batch.global_batch == 32 and any("the recipe sets no global batch" in r for r in made.reasons)
     assert chosen(spec(batch=0, nodes=3, gpus=7)).batch.global_batch == 42
     batch = chosen(spec(batch=0, micro=3, nodes=3, gpus=7)).batch
     assert (batch.global_batch, batch.micro_batch, batch.grad_accum) == (63, 3, 1)
@@ -102,7 +102,7 @@ def test_what_cannot_fit_is_said_in_the_plan_and_refused_at_submit() -> None:
     made = chosen(spec(LARGE, layout="ddp", gpu_type="a100", seq_len=2048))
     assert made.memory.fits is False
     assert any("does not fit" in reason for reason in made.reasons)
-    assert any("with which it needs least" in reason for reason in made.reasons)
+    assert any("needs the least memory" in reason for reason in made.reasons)
     with pytest.raises(ConfigError, match="--layout auto") as e:
         check_fits(made)
     assert e.value.exit_code == 78

@@ -43,8 +43,8 @@ def test_what_a_text_tells(source: str, drives: bool | None) -> None:
     [
         ({"pp": 2, "schedule": "1f1b"}, "fp32", "stages alternate"),
         ({"strategy": "zero1", "zero1": True, "dp_replicate": 2}, "fp32", "split over the ranks"),
-        ({"tp": 2}, "fp32", "the logits may be split"),
-        ({"cp": 2}, "fp32", "its part of every sequence"),
+        ({"tp": 2}, "fp32", "the logits, and thus the loss, may be split"),
+        ({"cp": 2}, "fp32", "a part of every sequence"),
         ({"strategy": "ddp", "dp_replicate": 2}, "fp16", "the loss is scaled"),
     ],
 )
@@ -54,7 +54,7 @@ def test_a_backward_of_its_own_cannot_drive_every_layout(fields: dict[str, Any],
         check_script(layout, precision, PLAIN, "train.py")
     assert why in str(e.value) and "session.optimizer" in str(e.value)
     assert check_script(layout, precision, PLAIN + "session.train_step(b, f)", "train.py") is None
-    assert "not known whether" in (check_script(layout, precision, PLAIN + "import mine", "train.py") or "")
+    assert "unknown whether" in (check_script(layout, precision, PLAIN + "import mine", "train.py") or "")
 
 
 def test_what_a_backward_of_its_own_drives_is_not_looked_at() -> None:

@@ -131,11 +131,11 @@ def test_a_file_that_is_no_recipe_alone_is_one_with_what_is_set(ask: Prepare, tm
 
 def test_patience_that_outlasts_the_run_is_told(ask: Prepare) -> None:
     asked = ("data.validation=0.1", "evaluation.every=40", "train.steps=100")
-    said = "evaluation.patience = 3 never ends the run, which has 3 evaluations, the last one at its end"
+    said = "evaluation.patience = 3 never ends the run, which has 3 evaluations, the last at its end"
     assert said in ask(assignments=(*asked, "evaluation.patience=3")).plan.warnings
     assert ask(assignments=(*asked, "evaluation.patience=2")).plan.warnings == ()
     asked = (*asked, "schedule.kind=plateau")
-    said = "evaluation 3 is the first that can, and the run has 3 evaluations, the last one at its end"
+    said = "evaluation 3 is the first that can, and the run has 3 evaluations, the last at its end"
     (note,) = ask(assignments=(*asked, "schedule.patience=1")).plan.warnings
     assert note == f"schedule.patience = 1 never lowers the rate: {said}"
     assert ask(assignments=(*asked, "schedule.patience=1", "evaluation.every=30")).plan.warnings == ()

@@ -135,7 +135,7 @@ def test_what_each_row_has_may_decide(name: str) -> None:
         ({"contract": {"metric": "loss/night"}}, "did you mean validation_loss"),
         ({"contract": {"metric": "val_loss"}, "data": {"validation": 0.1}}, "did you mean validation_loss"),
         ({"contract": {"metric": "eval_loss"}, "data": {"validation": 0.1}}, "did you mean validation_loss"),
-        ({"checkpoint": {"keep_best": 1, "best": "f1"}, "data": {"validation": 0.1}}, "checkpoint.best = 'f1' is none"),
+        ({"checkpoint": {"keep_best": 1, "best": "f1"}, "data": {"validation": 0.1}}, "checkpoint.best = 'f1' is not"),
         ({"objective": {"kind": "mse"}}, "a decoder on text is trained with cross-entropy"),
         (
             {"stability": {"then": "roll-back"}, "checkpoint": {"every": 5, "keep": 1}},

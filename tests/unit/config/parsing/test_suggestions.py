@@ -36,7 +36,7 @@ def fix_of(text: str) -> str | None:
         ("optim.lr = 0", "change optim.lr, or remove it to use the default, 0.0003"),
         ("train.steps = 0", "change train.steps, or remove it to use the default, 200"),
         ("model.dropout = 2", "change model.dropout"),
-        ("schedule.warmup_steps = 500", "make schedule.warmup_steps less, or train.steps more"),
+        ("schedule.warmup_steps = 500", "decrease schedule.warmup_steps or increase train.steps"),
     ],
 )
 def test_what_to_write_instead(text: str, fix: str) -> None:

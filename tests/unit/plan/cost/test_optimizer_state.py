@@ -70,11 +70,12 @@ def test_the_plan_names_groups_and_state() -> None:
              "unfreeze": [{"step": 5, "modules": ["layers.0"]}]}  # fmt: skip
     said = chosen(optim, job={"layout": "fsdp"}).training["optimizer"]
     for words in (
-        "muon: ", "bytes of state a parameter", "hidden matrices", "one rank that has its state", "weight decay 0.1",
+        "muon: ", "bytes of state per parameter", "hidden matrices", "the rank that holds its state",
+        "weight decay 0.1",
         "lr x 0.8 for each layer", "lr x 10 in head", "frozen: embed", "frozen until step 5: layers.0",
     ):  # fmt: skip
         assert words in said
-    assert "one rank that has its state" not in chosen(optim).training["optimizer"]
+    assert "the rank that holds its state" not in chosen(optim).training["optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_the_plan_names_groups_and_state() -> None:
         ({"freeze": ["layer.0"]}, r"optim\.freeze: no module .* fits 'layer\.0'", "layers.0"),
         ({"lr_scale": {"heed": 2.0}}, r"optim\.lr_scale: .*'heed'", "head"),
         ({"unfreeze": [{"step": 2, "modules": ["embedding"]}]}, r"optim\.unfreeze\.modules: .*'embedding'", "embed"),
-        ({"freeze": ["*"]}, "nothing is left to train", "leave a module out"),
+        ({"freeze": ["*"]}, "nothing is left to train", "remove a module"),
     ],
 )
 def test_a_pattern_is_checked_before_the_queue(optim: dict[str, Any], words: str, fix: str) -> None:
@@ -94,7 +95,7 @@ def test_a_pattern_is_checked_before_the_queue(optim: dict[str, Any], words: str
 
 @pytest.mark.parametrize("name", ["muon", "shampoo"])
 def test_an_optimizer_of_matrices_wants_some(name: str) -> None:
-    with pytest.raises(ConfigError, match="a convnet has none") as caught:
+    with pytest.raises(ConfigError, match="a convnet lacks") as caught:
         chosen({"name": name}, model={"kind": "convnet"})
     assert "'sgd'" in caught.value.fix
     assert chosen({"name": name}, model={"kind": "two-tower"}).memory.optimizer_gib is None

@@ -96,6 +96,6 @@ def test_states_that_are_too_much_alone_are_warned_of() -> None:
     memory = user_model.estimate_user_model(MODEL, Layout(), ONE, None)
     assert user_model.memory_warning(MODEL, memory, 3.0, Layout()) is None
     warning = user_model.memory_warning(MODEL, memory, 2.0, Layout())
-    assert warning is not None and "2.8 GiB a rank, more than 2.0 GiB; --layout fsdp" in warning
+    assert warning is not None and "2.8 GiB per rank, more than 2.0 GiB; --layout fsdp" in warning
     failed = msgspec.structs.replace(MODEL, untraced="it failed")
-    assert user_model.memory_warning(failed, memory, 3.0, Layout()) == "activations are not known: it failed"
+    assert user_model.memory_warning(failed, memory, 3.0, Layout()) == "activations are unknown: it failed"

@@ -39,4 +39,4 @@ def test_not_bound_where_it_cannot_be_told_or_makes_no_difference() -> None:
     assert bind_to_gpu_numa(node(0, 5), 2, range(16)).cpus == ()
     assert bind_to_gpu_numa(node(0), 2, range(16)).cpus == ()
     assert bind_to_gpu_numa(node(0, 0, cpus=("0-15",)), 2, range(16)).cpus == ()
-    assert bind_to_gpu_numa(node(0, 1), 2, (4, 5)).reason == "all the job's processors are on one NUMA node"
+    assert bind_to_gpu_numa(node(0, 1), 2, (4, 5)).reason == "all CPUs of the job are on one NUMA node"

@@ -31,7 +31,7 @@ def test_tensor_parallel_across_nodes_says_what_it_costs() -> None:
     # 4 micro-batches x 4 all-reduces of 4096 x 4096 bf16, each 2 x 15/16 of its size: 960 MiB a layer.
     assert "tp 16 crosses nodes of 8: 960.0 MiB" in warning
     # 32 layers: 32.2 GB over 50 GB/s.
-    assert "0.64 s a step at the 50 GB/s" in warning and "over its links 0.072 s" in warning
+    assert "0.64 s per step at the 50 GB/s" in warning and "over its links 0.072 s" in warning
     assert "NVLink" not in said(strategy="fsdp", dp_shard=2, tp=16, device="cpu")[0]
 
 
@@ -57,6 +57,6 @@ def test_a_shard_group_of_hybrid_shard_across_nodes() -> None:
 
 def test_shard_groups_that_lie_partly_across_a_border() -> None:
     (warning,) = said(nodes=3, gpus=8, strategy="hybrid-shard", dp_replicate=4, dp_shard=6)
-    assert "groups of 6 ranks" in warning and "do not line up with nodes of 8" in warning
+    assert "groups of 6 ranks" in warning and "do not align with nodes of 8" in warning
     (warning,) = said(nodes=3, gpus=8, strategy="fsdp", dp_shard=12, pp=2, schedule="1f1b")
     assert "groups of 12 ranks" in warning

@@ -82,7 +82,7 @@ def test_the_order_of_convolutions_is_for_images_of_ones_own_model() -> None:
 
     assert noted(entry="mine:make") == []
     assert noted(kind="convnet") == [
-        "parallel.channels_last has no effect on a convnet, which always computes so: it is for model.entry"
+        "parallel.channels_last has no effect on a convnet, which always uses it: it is for model.entry"
     ]
     assert planned({"layout": "ddp", "gpu_type": "h100"}, parallel={"channels_last": True}).warnings == tuple(noted())
     assert planned({}, parallel={"channels_last": True}, script=True).warnings == ()

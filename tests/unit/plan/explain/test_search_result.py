@@ -57,7 +57,7 @@ def test_every_kind_that_was_not_taken_has_a_number_against_it() -> None:
 def test_what_does_not_fit_needs_more_than_there_is() -> None:
     of = problem(LLAMA_8B, world=8, limit_gib=62.0)
     words = said(of)
-    found = re.search(r"needs ([\d.]+) GiB a rank, more than 62.0 GiB", words["ddp"])
+    found = re.search(r"needs ([\d.]+) GiB per rank, more than 62.0 GiB", words["ddp"])
     assert found is not None and float(found[1]) > 62
 
 
@@ -66,7 +66,7 @@ def test_what_is_slower_says_by_how_much_and_what_is_faster_why_it_was_not_taken
     found = search(of)
     assert found.best is not None
     for kind, words in said(of).items():
-        more = re.search(r"s a step, ([\d.]+)% (slower|faster)", words)
+        more = re.search(r"s per step, ([\d.]+)% (slower|faster)", words)
         if more is None:
             continue
         least = min(c.step_s for c in found.fitting if c.family == kind)
@@ -82,8 +82,8 @@ def test_what_is_slower_says_by_how_much_and_what_is_faster_why_it_was_not_taken
         ({"global_batch": 100}, "ddp", "train.global_batch = 100 does not divide over 16 ranks: 100 / 16 = 6.25"),
         ({"seq_len": 1001}, "context parallel", "cp 2 does not divide seq_len 1001"),
         ({"seq_len": 1001}, "tensor parallel", "tp 2 with sequence parallel does not divide seq_len 1001"),
-        ({"gpus_per_node": 1}, "tensor parallel", "these have 1 GPU"),
-        ({"world": 8}, "hybrid-shard", "one node of 8 has nothing to replicate across"),
+        ({"gpus_per_node": 1}, "tensor parallel", "these nodes have 1 GPU"),
+        ({"world": 8}, "hybrid-shard", "one node of 8 cannot replicate"),
         ({"world": 1024, "global_batch": 1024}, "fsdp", "1024 ranks would share parameters"),
     ],
 )
@@ -186,7 +186,7 @@ def test_an_odd_global_batch_that_rules_out_data_parallelism_is_a_warning() -> N
 
 def test_the_reasons_say_where_the_time_goes_and_the_runners_up_differ() -> None:
     made = planned({"nodes": 8, "gpus": 8, "gpu_type": "h100"}, {}, {})
-    (where,) = [r for r in made.reasons if r.startswith("a step goes into ")]
+    (where,) = [r for r in made.reasons if r.startswith("time of a step: ")]
     shares = [int(n) for n in re.findall(r"(\d+)%", where)]
     assert shares == sorted(shares, reverse=True) and 90 <= sum(shares) <= 102
     names = [runner.layout for runner in made.runners_up]

@@ -62,10 +62,10 @@ def test_a_schedule_by_its_rates(schedule: dict[str, Any], words: str) -> None:
             {"objective": {"label_smoothing": 0.1, "ignore_index": -1}},
             "cross-entropy, label smoothing 0.1, targets of -1 count nothing",
         ),
-        ({"model": {"kind": "two-tower"}}, "nt-xent, each sample told from the others of its group of 8"),
-        ({"model": OWN_MODEL}, "the model's own loss where it has one, else cross-entropy"),
+        ({"model": {"kind": "two-tower"}}, "nt-xent, each sample against the others of its group of 8"),
+        ({"model": OWN_MODEL}, "the model's loss if it computes one, otherwise cross-entropy"),
         ({"model": OWN_MODEL, "objective": {"kind": "huber", "delta": 2.0}}, "huber, linear from 2 on"),
-        ({"model": OWN_MODEL, "objective": {"kind": "nt-xent"}}, "nt-xent at temperature 0.1, of a micro-batch"),
+        ({"model": OWN_MODEL, "objective": {"kind": "nt-xent"}}, "nt-xent at temperature 0.1, within a micro-batch"),
         ({"model": OWN_MODEL, "objective": {"kind": "mse"}}, "mse"),
     ],
 )
@@ -87,7 +87,7 @@ def test_the_model() -> None:
         ({"clip": "value", "clip_value": 0.5}, "each element of the gradient between -0.5 and 0.5"),
         (
             {"clip": "adaptive"},
-            "global gradient norm at most the 0.95 quantile of the last ones, at first 1",
+            "global gradient norm at most the 0.95 quantile of recent norms, initially 1",
         ),
     ],
 )
@@ -98,10 +98,10 @@ def test_clipping(optim: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({}, "none, as data.validation is not set; loss decides, lower is better"),
+        ({}, "none, because data.validation is not set; loss decides, lower is better"),
         (
             {"data": HELD_OUT, "evaluation": {"samples": 64, "patience": 3}},
-            "every 20 steps and at the end, on 10% of the data, kept apart (at most 64 samples): loss, accuracy, "
+            "every 20 steps and at the end, on 10% of the data, held out (at most 64 samples): loss, accuracy, "
             "perplexity, bits_per_token; validation_loss decides, lower is better; the run ends after 3 evaluations "
             "without a better one",
         ),
@@ -117,7 +117,7 @@ def test_clipping(optim: dict[str, Any], words: str) -> None:
         ),
         (
             {"model": OWN_MODEL, "data": HELD_OUT},
-            "every 20 steps and at the end, on 10% of the data, kept apart: loss; validation_loss decides, lower is "
+            "every 20 steps and at the end, on 10% of the data, held out: loss; validation_loss decides, lower is "
             "better",
         ),
     ],
@@ -133,7 +133,7 @@ def test_when_and_by_what_it_is_evaluated(tables: dict[str, Any], words: str) ->
         ({"model": {"kind": "convnet"}}, "adamw: betas 0.9 and 0.999; weight decay 0.1"),
         (
             {"model": OWN_MODEL, "optim": {"name": "sgd", "nesterov": True, "freeze": ["a"]}},
-            "sgd: momentum 0.9, nesterov; weight decay 0.1 but for norms, biases and embeddings; frozen: a",
+            "sgd: momentum 0.9, nesterov; weight decay 0.1 except for norms, biases and embeddings; frozen: a",
         ),
         ({"optim": {"name": "adafactor"}}, "adafactor; "),
         ({"optim": {"name": "muon"}}, "muon: momentum 0.95, betas 0.9 and 0.95; "),
@@ -151,4 +151,4 @@ def test_of_packed_documents_where_their_padding_is_told() -> None:
 
 def test_of_a_script_that_it_has_its_own() -> None:
     (line,) = told(script="/home/me/train.py").values()
-    assert line.startswith("train.py has its own model, data, batch, objective, optimizer, schedule")
+    assert line.startswith("train.py defines model, data, batch, objective, optimizer, schedule")

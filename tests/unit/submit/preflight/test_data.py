@@ -43,7 +43,7 @@ def test_validation_data_that_is_not_here_is_a_note_and_alone_an_error(tmp_path:
 def test_what_is_learned_from_is_no_validation_data_under_another_name(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 1000)
     (tmp_path / "b.txt").symlink_to("a.txt")
-    with pytest.raises(ConfigError, match=r"data.validation_path = '.*b.txt' is the training data"):
+    with pytest.raises(ConfigError, match=r"data.validation_path = '.*b.txt' is what is learned from"):
         data_here.check_data(prepared(tmp_path, data={"path": "a.txt", "validation_path": "b.txt"}))
 
 

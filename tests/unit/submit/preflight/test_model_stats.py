@@ -81,7 +81,7 @@ def test_a_trace_is_asked_for_with_the_plans_step_and_not_of_a_split_model(folde
     assert '"step": {"micro_batch": 2, "precision": "bf16"' in (folder / "request").read_text()
     plan = asked(folder, "trace", gpus=4, tp=2).plan
     assert '"step": null' in (folder / "request").read_text()
-    assert any("activations are not known: a trace is of one process" in w for w in plan.warnings)
+    assert any("activations are unknown: a trace is of one process" in w for w in plan.warnings)
 
 
 def test_the_decoder_and_a_script_are_not_traced(tmp_path: Path, fake_slurm: FakeSlurm) -> None:

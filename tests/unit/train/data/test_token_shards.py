@@ -177,7 +177,7 @@ def damaged(folder: Path, **changed: Any) -> None:
         ({"ends": "nothing.npy"}, "not the ends of documents"),
         ({"file": "../00000.bin"}, "is not a file name"),
         ({"file": "00009.bin"}, "not a shard of tokens"),
-        ({"file": "a.txt"}, r"no \.npy or \.bin file"),
+        ({"file": "a.txt"}, r"not a \.npy or \.bin file"),
         ({"width": 3}, "unknown field `width`"),
     ],
 )

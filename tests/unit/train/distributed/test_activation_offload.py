@@ -53,7 +53,7 @@ def test_it_is_refused_where_it_would_do_nothing() -> None:
     checks.check_device("bf16", on, Layout(), "cuda", None)
     for layout, device, words in (
         (Layout(), "cpu", "no GPU memory to relieve"),
-        (Layout(activation_checkpointing="full"), "cuda", "keeps nothing for it to move"),
+        (Layout(activation_checkpointing="full"), "cuda", "keeps nothing to move"),
         (Layout(strategy="ddp", tp=2), "cuda", "split layers"),
     ):
         with pytest.raises(ConfigError, match=words):

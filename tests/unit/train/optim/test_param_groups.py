@@ -369,7 +369,7 @@ def test_adam_of_seven_thousand_million_parameters_takes_112_gb() -> None:
     assert whole / 16 == model.parameters() and 107e9 < whole < 112e9
     assert 0 < estimate_state(OptimSpec(name="adafactor"), model).bytes_per_param < 0.01
     assert estimate_state(OptimSpec(freeze=("layers.*",)), model).trained_fraction < 0.05
-    with pytest.raises(ConfigError, match=r"optim\.freeze: no module with parameters fits 'layer'"):
+    with pytest.raises(ConfigError, match=r"optim\.freeze: no module with parameters matches 'layer'"):
         estimate_state(OptimSpec(freeze=("layer",)), model)
 
 

@@ -128,7 +128,7 @@ def test_what_the_users_code_gets_wrong_is_an_answer(entry: str, said: str) -> N
     ("tables", "split", "said"),
     [
         ({"optim": {"layer_decay": 0.8}}, {}, "layer_decay = 0.8: Valued has no list of layers"),
-        ({"optim": {"freeze": ["layrs"]}}, {}, "optim.freeze: no module with parameters fits 'layrs'"),
+        ({"optim": {"freeze": ["layrs"]}}, {}, "optim.freeze: no module with parameters matches 'layrs'"),
         (
             {"contract": {"metric": "validation_accuracy"}, "data": {"validation": 0.1}, "model": JUDGED},
             {},
