@@ -35,13 +35,13 @@ def table(**values: Any) -> CheckpointSpec:
         ("1h 30 min", 5400.0),
     ],
 )
-def test_times(text: str, seconds: float) -> None:
+def test_durations(text: str, seconds: float) -> None:
     assert parse_interval_s("every", text) == seconds
     assert table(every=text).every == text
 
 
 @pytest.mark.parametrize("text", ["auto", "10min", "1h", "250"])
-def test_what_the_command_line_sets_survives_spec_toml(text: str, tmp_path: Path) -> None:
+def test_set_value_survives_spec_toml(text: str, tmp_path: Path) -> None:
     asked = table(every=parse_value(text))
     assert asked.every == (250 if text == "250" else text)
     frozen = tmp_path / "spec.toml"
@@ -78,18 +78,18 @@ def test_what_the_command_line_sets_survives_spec_toml(text: str, tmp_path: Path
         ({"remote_keep": 2}, "remote_keep = 2 has no effect without remote"),
     ],
 )
-def test_what_cannot_be_names_the_key_and_the_way_out(values: dict[str, Any], said: str) -> None:
+def test_invalid_value_names_key_and_fix(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as e:
         table(**values)
     assert said in str(e.value)
 
 
-def test_steps_times_and_auto_are_what_can_be() -> None:
+def test_every_accepts_steps_durations_and_auto() -> None:
     for every in (1, 100, "30s", "auto"):
         check_interval("every", every)
 
 
-def test_every_key_is_documented_with_its_default() -> None:
+def test_every_key_is_documented_with_default() -> None:
     text = (DOCS / "checkpoints.md").read_text()
     for field in msgspec.structs.fields(CheckpointSpec):
         shown = msgspec.json.encode(field.default).decode()

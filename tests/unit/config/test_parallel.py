@@ -27,11 +27,11 @@ def table(**values: Any) -> ParallelSpec:
         ({"schedule": "zbv"}, 2),
     ],
 )
-def test_stages_a_rank(values: dict[str, Any], stages: int) -> None:
+def test_stages_per_rank(values: dict[str, Any], stages: int) -> None:
     assert table(**values).stages_per_rank == stages
 
 
-def test_a_word_that_is_not_known_gets_those_that_are_the_nearest_first() -> None:
+def test_unknown_choice_lists_nearest_first() -> None:
     with pytest.raises(ConfigError) as e:
         table(schedule="zb")
     assert e.value.fix == "use one of zbv, 1f1b, zero-bubble, auto, gpipe, interleaved"
@@ -54,7 +54,7 @@ def test_a_word_that_is_not_known_gets_those_that_are_the_nearest_first() -> Non
         ({"offload": "yes"}, "parallel.offload"),
     ],
 )
-def test_what_cannot_be_names_the_key(values: dict[str, Any], said: str) -> None:
+def test_invalid_value_names_key(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as e:
         table(**values)
     assert said in str(e.value)

@@ -148,7 +148,7 @@ REFUSED: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_it_is_refused_with_its_arithmetic_and_a_way_out(case: str) -> None:
+def test_impossible_layout_shows_arithmetic_and_fix(case: str) -> None:
     job, rest, said, fix = REFUSED[case]
     with pytest.raises(ConfigError) as e:
         planned(job, **rest)
@@ -176,11 +176,11 @@ def test_it_is_refused_with_its_arithmetic_and_a_way_out(case: str) -> None:
         ({"pp": 16}, {"script": True}),
     ],
 )
-def test_what_can_run_is_not_refused(job: dict[str, Any], rest: dict[str, Any]) -> None:
+def test_possible_layout_is_accepted(job: dict[str, Any], rest: dict[str, Any]) -> None:
     planned(job, **rest)
 
 
-def test_what_runs_slowly_or_may_not_run_is_noted() -> None:
+def test_slow_or_uncertain_precision_is_noted() -> None:
     made = planned({}, train={"precision": "fp16"}, device="cpu")
     assert any("fp16 on the CPU" in note for note in made.warnings)
     made = planned({"gpu_type": "x9000"}, train={"precision": "fp8"})

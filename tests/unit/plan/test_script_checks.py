@@ -34,7 +34,7 @@ PLAIN = "import argparse\nimport torch\nfrom torch.nn import functional as F\nim
         ("\0", None),
     ],
 )
-def test_what_a_text_tells(source: str, drives: bool | None) -> None:
+def test_uses_train_step(source: str, drives: bool | None) -> None:
     assert uses_train_step(source) is drives
 
 
@@ -48,7 +48,7 @@ def test_what_a_text_tells(source: str, drives: bool | None) -> None:
         ({"strategy": "ddp", "dp_replicate": 2}, "fp16", "the loss is scaled"),
     ],
 )
-def test_a_backward_of_its_own_cannot_drive_every_layout(fields: dict[str, Any], precision: str, why: str) -> None:
+def test_custom_backward_cannot_drive_every_layout(fields: dict[str, Any], precision: str, why: str) -> None:
     layout = Layout(**fields)
     with pytest.raises(ConfigError, match=r"train.py does not call session.train_step") as e:
         check_script(layout, precision, PLAIN, "train.py")
@@ -57,11 +57,11 @@ def test_a_backward_of_its_own_cannot_drive_every_layout(fields: dict[str, Any],
     assert "unknown whether" in (check_script(layout, precision, PLAIN + "import mine", "train.py") or "")
 
 
-def test_what_a_backward_of_its_own_drives_is_not_looked_at() -> None:
+def test_drivable_layout_skips_source_check() -> None:
     for layout in (Layout(strategy="ddp", dp_replicate=2), Layout(strategy="fsdp", dp_shard=2), Layout()):
         assert check_script(layout, "bf16", "no Python", "train.py") is None
 
 
-def test_the_example_script_is_judged_rightly() -> None:
+def test_example_script_passes() -> None:
     source = (ROOT / "examples" / "train_script.py").read_text()
     assert uses_train_step(source) is (".train_step(" in source)

@@ -84,12 +84,12 @@ def recipe(**tables: Any) -> Recipe:
         ({"stability": {"spike_window": 4}}, "spike_window = 4: must be 16"),
     ],
 )
-def test_tables_that_do_not_fit_are_refused_by_name(tables: dict[str, Any], words: str) -> None:
+def test_contradictory_tables_are_refused(tables: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         recipe(**tables)
 
 
-def test_what_is_left_open_follows_from_the_other_tables() -> None:
+def test_defaults_follow_from_other_tables() -> None:
     text, images = recipe(), recipe(model={"kind": "convnet"})
     assert text.optim.resolve_betas(is_text=text.is_text) == (0.9, 0.95)
     assert images.optim.resolve_betas(is_text=images.is_text) == (0.9, 0.999)
@@ -104,7 +104,7 @@ def test_what_is_left_open_follows_from_the_other_tables() -> None:
     assert recipe(train={"profile": "10:20"}).profiled_steps == range(10, 20)
 
 
-def test_which_value_is_the_best_follows_from_the_contract() -> None:
+def test_best_mode_follows_from_contract() -> None:
     validated = {"validation": 0.1}
     assert recipe(data=validated).best_mode == "min"
     assert recipe(data=validated, contract={"metric": "validation_accuracy"}).best_mode == "max"
@@ -115,7 +115,7 @@ def test_which_value_is_the_best_follows_from_the_contract() -> None:
 
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
-def test_what_each_row_has_may_decide(name: str) -> None:
+def test_available_metric_is_accepted(name: str) -> None:
     assert recipe(contract={"metric": name}).deciding_metric == name
     with pytest.raises(ConfigError, match=f"metric = '{name}' is a training metric, .*use validation_loss"):
         recipe(contract={"metric": name}, data={"validation": 0.1})
@@ -149,7 +149,7 @@ def test_what_each_row_has_may_decide(name: str) -> None:
         ),
     ],
 )
-def test_what_would_fail_or_do_nothing_later_is_refused(tables: dict[str, Any], words: str) -> None:
+def test_unavailable_metric_is_refused(tables: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         recipe(**tables)
 
@@ -163,7 +163,7 @@ def test_what_would_fail_or_do_nothing_later_is_refused(tables: dict[str, Any], 
         ({"contract": {"target": "prod"}}, "use one of production, "),
     ],
 )
-def test_a_wrong_word_is_answered_with_the_right_ones(tables: dict[str, Any], fix: str) -> None:
+def test_invalid_choice_lists_valid_ones(tables: dict[str, Any], fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         recipe(**tables)
     assert str(caught.value.fix).startswith(fix) and ", ," not in str(caught.value.fix)

@@ -39,7 +39,7 @@ def used(script: ScriptSpec | None = None, **tables: Any) -> set[str]:
     return {key for key in keys(msgspec.to_builtins(spec.recipe)) if is_key_used(spec, key)}
 
 
-def test_what_a_session_reads_is_not_the_trainers() -> None:
+def test_session_keys_are_not_trainer_keys() -> None:
     folder = Path(str(clustertrain.train.__file__)).parent
     found = set()
     for name in OF_SESSION:
@@ -53,25 +53,25 @@ def test_what_a_session_reads_is_not_the_trainers() -> None:
     assert [key for key in sorted(found) if is_trainer_key(key)] == []
 
 
-def test_what_is_the_trainers_is_in_a_recipe() -> None:
+def test_trainer_keys_exist_in_recipe() -> None:
     known = keys(msgspec.to_builtins(Recipe()))
     assert [name for name in TRAINER_KEYS if not any(f"{key}.".startswith(f"{name}.") for key in known)] == []
 
 
-def test_a_script_goes_by_what_its_session_reads() -> None:
+def test_script_uses_session_keys() -> None:
     found = used(SCRIPT)
     assert {"train.seed", "train.precision", "checkpoint.keep", "contract.metric", "parallel.split"} <= found
     assert not {"optim.lr", "train.steps", "checkpoint.every", "model.dim", "evaluation.every"} & found
 
 
-def test_a_model_of_ones_own_goes_by_its_arguments() -> None:
+def test_model_entry_uses_its_args() -> None:
     found = used(model={"entry": "mine:Net", "args": {"dim": 3}})
     assert {"model.entry", "model.args.dim", "optim.lr"} <= found
     assert not {"model.dim", "model.kind", "model.convnet.width", "model.two_tower.group"} & found
     assert {"model.dim", "model.kind"} <= used()
 
 
-def test_a_recipe_goes_by_the_keys_of_its_kinds() -> None:
+def test_recipe_uses_keys_of_its_kinds() -> None:
     found = used(schedule={"kind": "step"}, optim={"name": "sgd"}, data={"validation": 0.1})
     assert {"schedule.gamma", "schedule.warmup_steps", "optim.momentum", "evaluation.every"} <= found
     assert (

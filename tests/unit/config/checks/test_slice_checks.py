@@ -53,7 +53,7 @@ def recipe(slices: Any = (), **tables: Any) -> Recipe:
         ),
     ],
 )
-def test_a_slice_that_cannot_be_is_refused_with_those_that_there_are(tables: dict[str, Any], said: str) -> None:
+def test_unknown_slice_lists_available_ones(tables: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         recipe(**tables)
 
@@ -66,5 +66,5 @@ def test_a_slice_that_cannot_be_is_refused_with_those_that_there_are(tables: dic
         {"slices": ["cats"], "model": IMAGES, "data": {"path": "folder"}},
     ],
 )
-def test_one_that_there_is_or_may_be_is_taken(tables: dict[str, Any]) -> None:
+def test_possible_slice_is_accepted(tables: dict[str, Any]) -> None:
     recipe(**tables)

@@ -21,7 +21,7 @@ from clustertrain.errors import UnsuitableEnvironment
         ("/tmp/$A/{job}", {"A": "{job}$B", "SLURM_JOB_ID": "12"}, "/tmp/12$B/12"),
     ],
 )
-def test_variables_are_the_nodes(text: str, environ: dict[str, str], path: str) -> None:
+def test_node_variables_are_substituted(text: str, environ: dict[str, str], path: str) -> None:
     check_node_folder("local", text)
     assert resolve_node_folder(text, environ) == Path(path)
 
@@ -34,11 +34,11 @@ def test_variables_are_the_nodes(text: str, environ: dict[str, str], path: str) 
         ("$TMPDIR", {"TMPDIR": "tmp"}, "tmp is not an absolute path"),
     ],
 )
-def test_what_is_not_set_is_named(text: str, environ: dict[str, str], said: str) -> None:
+def test_unset_variable_is_named(text: str, environ: dict[str, str], said: str) -> None:
     with pytest.raises(UnsuitableEnvironment, match=said):
         resolve_node_folder(text, environ)
 
 
-def test_home_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_expands_to_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert resolve_node_folder("~/x", {}) == Path("/home/me/x")

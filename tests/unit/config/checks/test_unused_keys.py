@@ -74,7 +74,7 @@ def looked_at(**tables: Any) -> None:
         ({"telemetry": {"prometheus": {"address": "0.0.0.0"}}}, "prometheus.address has", "set that port"),
     ],
 )
-def test_what_nothing_reads_is_refused_with_the_reason(tables: dict[str, Any], said: str, fix: str) -> None:
+def test_unused_key_is_refused_with_reason(tables: dict[str, Any], said: str, fix: str) -> None:
     with pytest.raises(ConfigError, match=f"^recipe.toml: .*{said}") as caught:
         looked_at(**tables)
     assert fix in str(caught.value.fix) and str(caught.value.fix).startswith("remove ")
@@ -90,7 +90,7 @@ def test_what_nothing_reads_is_refused_with_the_reason(tables: dict[str, Any], s
         {"objective": {"temperature": 0.1}, "contract": {"when_spent": "stop"}, "model": {"convnet": {"classes": 10}}},
     ],
 )
-def test_what_says_that_something_is_off_or_left_open_holds_without_it_too(tables: dict[str, Any]) -> None:
+def test_noop_value_of_unused_key_is_accepted(tables: dict[str, Any]) -> None:
     looked_at(**tables)
 
 
@@ -107,5 +107,5 @@ def test_what_says_that_something_is_off_or_left_open_holds_without_it_too(table
         {"model": {"preset": "125m", "layers": 2}},
     ],
 )
-def test_what_is_read_is_taken(tables: dict[str, Any]) -> None:
+def test_used_key_is_accepted(tables: dict[str, Any]) -> None:
     looked_at(**tables)

@@ -63,7 +63,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "at", "key", "whole", "lists"), CASES, ids=[at + key for _, at, key, _, _ in CASES])
-def test_every_number_has_a_largest_value(
+def test_every_number_has_a_bound(
     kind: type[msgspec.Struct], at: str, key: str, whole: bool, lists: list[bool]
 ) -> None:
     values: list[Any] = [2**62, 10**400, int("f" * 6000, 16), *([] if whole else [1e308])]
@@ -75,23 +75,23 @@ def test_every_number_has_a_largest_value(
             assert f"x.toml: {key} = " in caught.value.message and ": at most " in caught.value.message
 
 
-def test_no_bound_is_of_a_key_that_there_is_not() -> None:
+def test_every_bound_belongs_to_a_key() -> None:
     there = {at + key for _, at, key, _, _ in CASES} | {"optim.lr_scale"}
     assert set(bounds.BOUNDS) - there == set()
 
 
-def test_the_error_says_why() -> None:
+def test_bound_error_has_reason() -> None:
     with pytest.raises(ConfigError, match=r"model.layers = 1000000000: at most 10000; the deepest") as caught:
         build({"model": {"layers": 10**9}}, Recipe, "x.toml")
     assert caught.value.fix == "change model.layers"
 
 
-def test_factors_by_name_have_a_bound() -> None:
+def test_values_of_named_tables_have_a_bound() -> None:
     with pytest.raises(ConfigError, match=r"optim.lr_scale = 1e"):
         build({"optim": {"lr_scale": {"head": 1e30}}}, Recipe, "x.toml")
 
 
-def test_arguments_of_the_users_own_hold_what_toml_can_write() -> None:
+def test_entry_args_are_unbounded_but_64_bit() -> None:
     made = build({"model": {"entry": "a:b", "args": {"n": 2**63 - 1}}}, Recipe, "x.toml")
     assert made.model.args == {"n": 2**63 - 1}
     with pytest.raises(ConfigError, match=r"model.args.n = a number of about"):
@@ -99,24 +99,24 @@ def test_arguments_of_the_users_own_hold_what_toml_can_write() -> None:
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "1-" + "9" * 5000, "٣", "1:" + "9" * 400])
-def test_a_time_limit_has_few_digits(text: str) -> None:
+def test_time_limit_with_many_digits_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_time_limit_s(text)
 
 
-def test_a_length_of_time_has_few_digits() -> None:
+def test_duration_with_many_digits_is_refused() -> None:
     assert parse_duration_s("9" * 400 + "h") is None and parse_duration_s("999h") == 999 * 3600
 
 
 @pytest.mark.parametrize("cpus", ["0-99999999999", "0-" + "9" * 5000, "a", "5-2-1"])
-def test_processors_are_as_many_as_linux_has(cpus: str) -> None:
+def test_cpu_numbers_above_linux_limit_are_refused(cpus: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         parse_cpu_list(cpus)
     with pytest.raises(ConfigError, match=r"node.cpus"):
         build({"node": {"cpus": {"numa_nodes": [{"index": 0, "cpus": cpus}]}}}, ClusterProfile, "x.toml")
 
 
-def test_a_convnet_has_few_stages() -> None:
+def test_convnet_with_many_stages_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"blocks: 1000 stages, at most 14"):
         build({"model": {"kind": "convnet", "convnet": {"blocks": [1] * 1000}}}, Recipe, "x.toml")
 
@@ -125,7 +125,7 @@ DEEP = ("[" * 3000 + "]" * 3000, "[" * 400 + "]" * 400, "{a=" * 200 + "1" + "}" 
 
 
 @pytest.mark.parametrize("value", DEEP, ids=len)
-def test_what_is_nested_without_end_is_no_recipe(value: str) -> None:
+def test_deep_nesting_is_refused(value: str) -> None:
     for read in (lambda: parse_toml(f"x = {value}", "x.toml"), lambda: parse_value(value, "model.args.x")):
         with pytest.raises(ConfigError, match=f"nested more than {MAX_DEPTH} levels deep"):
             read()
@@ -133,7 +133,7 @@ def test_what_is_nested_without_end_is_no_recipe(value: str) -> None:
         parse_toml("[" + "a." * 2000 + "b]", "x.toml")
 
 
-def test_a_number_with_more_digits_than_python_reads_is_named() -> None:
+def test_number_with_too_many_digits_is_refused() -> None:
     for read in (lambda: parse_toml("x = " + "9" * 5000, "x"), lambda: parse_value("9" * 5000, "train.steps")):
         with pytest.raises(ConfigError, match="more than 4300 digits"):
             read()
@@ -141,7 +141,7 @@ def test_a_number_with_more_digits_than_python_reads_is_named() -> None:
         build({"train": {"steps": "9" * 5000}}, Recipe, "x.toml")
 
 
-def test_a_byte_order_mark_of_utf8_is_none_of_the_text(tmp_path: Path) -> None:
+def test_utf8_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
     path.write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 3\r\n")
     assert load_toml(path) == {"train": {"steps": 3}}
@@ -159,7 +159,7 @@ def test_a_byte_order_mark_of_utf8_is_none_of_the_text(tmp_path: Path) -> None:
         ({"optim": {"lr_scale": {"a.b": "x"}}}, 'optim.lr_scale."a.b": expected `float`, got `str`', ""),
     ],
 )
-def test_a_value_of_another_kind_is_named_in_words_of_toml(document: dict[str, Any], said: str, fix: str) -> None:
+def test_type_error_uses_toml_terms(document: dict[str, Any], said: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build(document, Recipe, "x.toml")
     assert said in caught.value.message and fix in str(caught.value.fix)

@@ -27,21 +27,21 @@ def of(**model: object) -> ModelSpec:
         ("llama3.1-405b", 405.85e9),
     ],
 )
-def test_a_preset_has_the_published_number_of_parameters(preset: str, published: float) -> None:
+def test_preset_has_published_parameter_count(preset: str, published: float) -> None:
     assert of(preset=preset).parameters() == pytest.approx(published, rel=1e-3)
 
 
-def test_tiny_is_the_default() -> None:
+def test_tiny_preset_is_the_default() -> None:
     assert of(preset="tiny") == ModelSpec(preset="tiny") and of() == ModelSpec()
 
 
-def test_what_the_recipe_says_wins_over_the_preset() -> None:
+def test_recipe_overrides_preset() -> None:
     model = of(preset="llama3.1-8b", layers=2, rope_theta=10_000.0)
     assert (model.layers, model.rope_theta) == (2, 10_000.0)
     assert (model.dim, model.kv_heads) == (4096, 8)
 
 
-def test_every_preset_is_a_model() -> None:
+def test_every_preset_is_valid() -> None:
     for name in PRESETS:
         assert of(preset=name).parameters() > 0
 
@@ -64,7 +64,7 @@ def test_every_preset_is_a_model() -> None:
         ({"two_tower": {"temperature": 0.0}}, "between 0.01 and 10"),
     ],
 )
-def test_what_makes_no_sense_is_refused(model: dict[str, object], said: str) -> None:
+def test_invalid_preset_use_is_refused(model: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError) as error:
         of(**model)
     assert said in str(error.value)
@@ -81,5 +81,5 @@ def test_what_makes_no_sense_is_refused(model: dict[str, object], said: str) -> 
         ({"model": {"dim": 4096}}, 256),
     ],
 )
-def test_a_preset_brings_its_context(document: dict[str, Any], seq_len: int) -> None:
+def test_preset_sets_seq_len(document: dict[str, Any], seq_len: int) -> None:
     assert build(apply_preset(document), Recipe, "x.toml").data.seq_len == seq_len

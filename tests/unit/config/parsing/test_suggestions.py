@@ -39,7 +39,7 @@ def fix_of(text: str) -> str | None:
         ("schedule.warmup_steps = 500", "decrease schedule.warmup_steps or increase train.steps"),
     ],
 )
-def test_what_to_write_instead(text: str, fix: str) -> None:
+def test_suggested_fix(text: str, fix: str) -> None:
     assert fix_of(text) == fix
 
 
@@ -54,14 +54,14 @@ def test_what_to_write_instead(text: str, fix: str) -> None:
         ("steps = 1,000", None),
     ],
 )
-def test_a_line_that_is_not_toml_is_shown(line: str, fix: str | None) -> None:
+def test_invalid_toml_line_is_shown(line: str, fix: str | None) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_toml(f"[table]\n{line}\n", "recipe.toml")
     assert caught.value.message.startswith("recipe.toml: not valid TOML: ")
     assert caught.value.message.endswith(f"): {line}") and caught.value.fix == fix
 
 
-def test_what_has_no_line_is_told_as_it_is() -> None:
+def test_toml_error_without_line() -> None:
     with pytest.raises(ConfigError, match=r"at end of document\)$"):
         parse_toml("[table", "recipe.toml")
 
@@ -74,17 +74,17 @@ def test_what_has_no_line_is_told_as_it_is() -> None:
         ("optim.lr_scale.head*", {"optim": {"lr_scale": {"head*": 0.1}}}),
     ],
 )
-def test_a_part_of_a_key_may_be_quoted(path: str, document: dict[str, Any]) -> None:
+def test_quoted_key_part(path: str, document: dict[str, Any]) -> None:
     made: dict[str, Any] = {}
     set_value_at(made, path, parse_value("0.1"))
     assert made == document
 
 
-def test_a_quote_without_its_other_half_is_refused() -> None:
+def test_unclosed_quote_is_refused() -> None:
     with pytest.raises(ConfigError, match="not a TOML key"):
         set_value_at({}, 'optim.lr_scale."layers.0', 0.1)
 
 
-def test_a_name_with_dots_is_to_be_quoted() -> None:
+def test_name_with_dots_suggests_quotes() -> None:
     fix = """quote the name: optim.lr_scale."blocks.0.a" = 0.1, or in a shell --set 'optim.lr_scale."blocks.0.a"=0.1'"""
     assert fix_of("optim.lr_scale.blocks.0.a = 0.1") == fix

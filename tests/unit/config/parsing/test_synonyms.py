@@ -39,15 +39,15 @@ def said(key: str, value: Any = 1) -> str:
         ("parallel.tensor_parallel_degree", "job.tp"),
     ],
 )
-def test_the_key_that_was_meant_is_named_whichever_table_it_is_in(key: str, meant: str) -> None:
+def test_alias_suggests_key_of_any_table(key: str, meant: str) -> None:
     assert said(key) == f"recipe.toml: unknown key {key!r}\n  fix: did you mean {meant}?"
 
 
-def test_another_unit_than_that_of_the_others_is_told() -> None:
+def test_different_unit_is_noted() -> None:
     assert said("schedule.eta_min").endswith("did you mean schedule.floor? It is a fraction of optim.lr.")
 
 
-def test_a_key_that_is_near_nothing_is_answered_with_its_table() -> None:
+def test_unknown_key_lists_its_table() -> None:
     assert said("train.foo").endswith(
         "fix: known: deterministic, global_batch, log_every, micro_batch, precision, profile, seed, steps"
     )
@@ -65,20 +65,20 @@ def test_a_key_that_is_near_nothing_is_answered_with_its_table() -> None:
         ("job.layout", "zero3", "fsdp"),
     ],
 )
-def test_the_word_that_was_meant_comes_first(key: str, word: str, meant: str) -> None:
+def test_intended_choice_comes_first(key: str, word: str, meant: str) -> None:
     assert f"fix: use one of {meant}, " in said(key, word)
 
 
-def test_what_others_say_leads_to_what_there_is() -> None:
+def test_aliases_lead_to_existing_keys() -> None:
     keys = list_keys(_RecipeFile)
     assert {meant for several in synonyms.KEYS_BY_ALIAS.values() for meant in several} <= set(keys)
     assert not synonyms.KEYS_BY_ALIAS.keys() & {name for name in keys if "." not in name}
 
 
-def test_values_are_shown_as_a_recipe_has_them() -> None:
+def test_values_are_formatted_as_toml() -> None:
     assert said("optim.lr", "x").endswith('optim.lr: expected `float`, got `str`\n  fix: change optim.lr = "x"')
     assert format_value({"a": (1, 2.5, "x"), "b": True}) == '{ a = [1, 2.5, "x"], b = true }'
 
 
-def test_what_several_tables_say_is_of_the_recipe_as_a_whole() -> None:
+def test_cross_table_error_has_no_key_prefix() -> None:
     assert said("schedule.warmup_steps", 200).startswith("recipe.toml: schedule.warmup_steps = 200 is not less")

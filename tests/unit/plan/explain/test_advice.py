@@ -57,17 +57,17 @@ def said(made: Plan, start: str) -> str:
         (2, SQRT_POWER, 1.41e-3),
     ],
 )
-def test_a_rate_scales_linearly_or_with_the_square_root(times: float, power: float, lr: float) -> None:
+def test_scale_lr(times: float, power: float, lr: float) -> None:
     assert scale_lr(1e-3, times, power) == lr
 
 
-def test_the_tokens_of_a_step_are_in_the_arithmetic() -> None:
+def test_batch_reason_shows_tokens() -> None:
     assert "64 x 128 = 8192 tokens per step" in said(planned(batch=64), "batch: 64 = ")
     images = planned(batch=64, model=ModelSpec(kind="convnet", convnet=ConvnetSpec()))
     assert "tokens" not in said(images, "batch: 64 = ")
 
 
-def test_a_batch_that_was_named_leaves_the_rate_alone_on_any_number_of_ranks() -> None:
+def test_set_batch_keeps_lr_on_any_ranks() -> None:
     for gpus in (1, 2, 8):
         made = planned(batch=64, gpus=gpus)
         assert made.batch.global_batch == 64
@@ -75,12 +75,12 @@ def test_a_batch_that_was_named_leaves_the_rate_alone_on_any_number_of_ranks() -
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8, 16])
-def test_the_effective_batch_is_the_one_that_was_named_on_any_number_of_ranks(gpus: int) -> None:
+def test_effective_batch_equals_set_batch(gpus: int) -> None:
     made = planned(batch=64, gpus=gpus)
     assert made.batch.micro_batch * made.batch.grad_accum * made.layout.data_parallel == 64
 
 
-def test_a_batch_that_follows_from_the_ranks_says_how_to_keep_it_and_how_to_follow_it() -> None:
+def test_derived_batch_explains_how_to_keep_it() -> None:
     made = planned(gpus=48)
     reason = said(made, "lr ")
     assert made.batch.global_batch == 48
@@ -91,7 +91,7 @@ def test_a_batch_that_follows_from_the_ranks_says_how_to_keep_it_and_how_to_foll
     assert "twice the batch sgd needs optim.lr = 0.0006 (x 2, arXiv 1706.02677)" in by_sgd
 
 
-def test_a_rate_for_another_batch_is_not_scaled_and_the_number_to_type_is_there() -> None:
+def test_lr_for_other_batch_suggests_scaled_lr() -> None:
     reason = said(planned(batch=64, lr_batch=16), "lr ")
     assert "4 times that. Nothing is scaled: set optim.lr = 0.0006 and optim.lr_batch = 64" in reason
     followed = OptimSpec(lr=6e-4, lr_batch=64)
@@ -99,14 +99,14 @@ def test_a_rate_for_another_batch_is_not_scaled_and_the_number_to_type_is_there(
     assert "unchanged" in said(plan(again, ClusterProfile(), "cpu"), "lr ")
 
 
-def test_a_smaller_batch_wants_a_smaller_rate() -> None:
+def test_smaller_batch_suggests_smaller_lr() -> None:
     assert "0.25 times that. Nothing is scaled: set optim.lr = 0.00015 and" in said(
         planned(batch=16, lr_batch=64), "lr "
     )
 
 
 @pytest.mark.parametrize(("batch", "warned"), [(512, False), (520, True), (1024, True)])
-def test_past_32_times_it_warns(batch: int, warned: bool) -> None:
+def test_batch_beyond_32_times_warns(batch: int, warned: bool) -> None:
     made = planned(batch=batch, lr_batch=16)
     found = [w for w in made.warnings if "optim.lr was tuned" in w]
     assert bool(found) is warned
@@ -115,7 +115,7 @@ def test_past_32_times_it_warns(batch: int, warned: bool) -> None:
         assert not any(r.startswith("lr ") for r in made.reasons)
 
 
-def test_the_key_must_be_a_batch() -> None:
+def test_negative_lr_batch_is_refused() -> None:
     assert build({"optim": {"lr_batch": 256}}, Recipe, "r.toml").optim.lr_batch == 256
     with pytest.raises(ConfigError, match="lr_batch = -1: must be 0"):
         build({"optim": {"lr_batch": -1}}, Recipe, "r.toml")
@@ -125,7 +125,7 @@ def names_of(fixes: list[str]) -> list[str]:
     return [fix.split(":")[0].split(" = ")[0] for fix in fixes]
 
 
-def test_what_needs_less_memory_comes_by_how_much_it_changes() -> None:
+def test_memory_advice_order() -> None:
     ddp = Layout(strategy="ddp", dp_replicate=4)
     found = advice.advise_memory(ddp, Batch(micro_batch=6, grad_accum=2, global_batch=48), ParallelSpec())
     assert names_of(found) == [
@@ -138,7 +138,7 @@ def test_what_needs_less_memory_comes_by_how_much_it_changes() -> None:
     assert found[0].startswith("train.micro_batch = 3: 4 micro-batches per step instead of 2")
 
 
-def test_what_is_done_already_is_not_advised() -> None:
+def test_memory_advice_skips_options_in_use() -> None:
     layout = Layout(
         strategy="fsdp", dp_shard=4, activation_checkpointing="full", reshard_after_forward=True, offload=True
     )
@@ -148,7 +148,7 @@ def test_what_is_done_already_is_not_advised() -> None:
 GPT2 = ModelSpec(dim=768, layers=2, heads=12, kv_heads=12, vocab_size=50257)
 
 
-def test_dimensions_that_matrix_units_cannot_use_well_are_named_with_the_next_that_they_can() -> None:
+def test_misaligned_dimensions_name_next_multiple() -> None:
     (found,) = [w for w in planned(model=GPT2, precision="bf16").warnings if "matrix units" in w]
     assert "not a multiple of 8" in found and "model.vocab_size 50257 (next: 50304)" in found
     assert "model.dim" not in found
@@ -157,7 +157,7 @@ def test_dimensions_that_matrix_units_cannot_use_well_are_named_with_the_next_th
     assert not any("matrix units" in w for w in planned(model=GPT2, precision="fp32").warnings)
 
 
-def test_each_rank_has_its_part_of_a_dimension() -> None:
+def test_alignment_is_checked_per_rank() -> None:
     odd = msgspec.structs.replace(GPT2, vocab_size=50304, ffn_dim=2080)
     assert "model.ffn_dim 2080" in said(planned(model=odd, precision="bf16"), "multiples of 8")
     found = [w for w in planned(model=odd, precision="bf16", gpus=4, tp=4).warnings if "matrix units" in w]

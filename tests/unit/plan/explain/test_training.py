@@ -24,7 +24,7 @@ def told(script: str = "", **tables: Any) -> dict[str, str]:
     return plan(RunSpec(recipe=build(tables, Recipe, "recipe"), script=own), ClusterProfile(), "cpu").training
 
 
-def test_a_plan_says_all_of_it_in_json_too() -> None:
+def test_json_has_all_descriptions() -> None:
     made = plan(RunSpec(), ClusterProfile(), "cpu")
     shown = msgspec.json.decode(msgspec.json.encode(made))["training"]
     assert list(shown) == ["model", "objective", "optimizer", "schedule", "clipping", "evaluation"]
@@ -50,7 +50,7 @@ def test_a_plan_says_all_of_it_in_json_too() -> None:
         ),
     ],
 )
-def test_a_schedule_by_its_rates(schedule: dict[str, Any], words: str) -> None:
+def test_schedule_description(schedule: dict[str, Any], words: str) -> None:
     assert told(schedule=schedule, optim={"lr": 1e-3}, data=HELD_OUT)["schedule"] == words
 
 
@@ -69,11 +69,11 @@ def test_a_schedule_by_its_rates(schedule: dict[str, Any], words: str) -> None:
         ({"model": OWN_MODEL, "objective": {"kind": "mse"}}, "mse"),
     ],
 )
-def test_the_objective(tables: dict[str, Any], words: str) -> None:
+def test_objective_description(tables: dict[str, Any], words: str) -> None:
     assert told(**tables)["objective"] == words
 
 
-def test_the_model() -> None:
+def test_model_description() -> None:
     assert told(model={"kind": "convnet"})["model"].startswith("convnet, ")
     assert told(model={"preset": "tiny"})["model"] == f"decoder, {ModelSpec().parameters():,} parameters"
     assert told(model=OWN_MODEL)["model"] == "made by mine:Net"
@@ -91,7 +91,7 @@ def test_the_model() -> None:
         ),
     ],
 )
-def test_clipping(optim: dict[str, Any], words: str) -> None:
+def test_clipping_description(optim: dict[str, Any], words: str) -> None:
     assert told(optim=optim)["clipping"] == words
 
 
@@ -122,7 +122,7 @@ def test_clipping(optim: dict[str, Any], words: str) -> None:
         ),
     ],
 )
-def test_when_and_by_what_it_is_evaluated(tables: dict[str, Any], words: str) -> None:
+def test_evaluation_description(tables: dict[str, Any], words: str) -> None:
     assert told(**tables)["evaluation"] == words
 
 
@@ -139,16 +139,16 @@ def test_when_and_by_what_it_is_evaluated(tables: dict[str, Any], words: str) ->
         ({"optim": {"name": "muon"}}, "muon: momentum 0.95, betas 0.9 and 0.95; "),
     ],
 )
-def test_the_optimizer_also_where_its_state_is_not_known(tables: dict[str, Any], words: str) -> None:
+def test_optimizer_description_with_unknown_state(tables: dict[str, Any], words: str) -> None:
     assert told(**tables)["optimizer"].startswith(words)
 
 
-def test_of_packed_documents_where_their_padding_is_told() -> None:
+def test_packing_description() -> None:
     packed = told(data={"kind": "tokens", "path": "/shards", "pack": True, "seq_len": 512})
     assert "samples of 512 tokens" in packed["data"] and "clustertrain diagnose data" in packed["data"]
     assert "data" not in told()
 
 
-def test_of_a_script_that_it_has_its_own() -> None:
+def test_script_description() -> None:
     (line,) = told(script="/home/me/train.py").values()
     assert line.startswith("train.py defines model, data, batch, objective, optimizer, schedule")
