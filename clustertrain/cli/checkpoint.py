@@ -21,7 +21,7 @@ from clustertrain.checkpoint.load import rollback
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.cli.common import find_run, json_option, print_json, required_run_argument, run_argument
 from clustertrain.cli.progress import ProgressBar
-from clustertrain.config.storage_paths import is_url
+from clustertrain.config.checks.storage_paths import is_url
 from clustertrain.errors import EXIT_FAILED, EXIT_SUCCESS, CheckpointError, NotFound, UsageError
 
 step_option = click.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint.  [default: see above]")

@@ -148,7 +148,7 @@ def _print_result(result: DetectResult, dry_run: bool) -> None:
 def _format_key(result: DetectResult, key: str) -> str:
     import msgspec
 
-    from clustertrain.config.parsing import format_value
+    from clustertrain.config.parsing.documents import format_value
 
     if key in result.detected.keys:
         return f"{key} = {format_value(result.detected.keys[key].value)}  ({result.detected.keys[key].source})"

@@ -11,7 +11,7 @@ import click
 from clustertrain.cli.common import json_option, print_json
 
 if TYPE_CHECKING:
-    from clustertrain.config.token_shards import TokenDtype
+    from clustertrain.config.parsing.token_shards import TokenDtype
 
 
 @click.group()

@@ -343,7 +343,7 @@ def requeue(name: str, as_json: bool, **options: str | None) -> None:
             f"--{next(iter(overrides.keys() - {'time'}))} has no effect on the local backend", fix="leave it out"
         )
     if overrides.get("time"):
-        from clustertrain.config.time_limits import parse_time_limit_s
+        from clustertrain.config.parsing.time_limits import parse_time_limit_s
 
         parse_time_limit_s(overrides["time"])
     if current.state == "completed":

@@ -64,7 +64,7 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         # click suggests names from `commands`, which is empty here.
         if args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
-            from clustertrain.config.parsing import did_you_mean
+            from clustertrain.config.parsing.documents import did_you_mean
 
             raise click.UsageError(f"No such command {args[0]!r}: {did_you_mean(args[0], list(COMMANDS))}", ctx)
         return super().resolve_command(ctx, args)

@@ -25,7 +25,7 @@ def parse_since(text: str) -> float:
     Raises:
         UsageError: it is neither, or not positive.
     """
-    from clustertrain.config.durations import parse_duration_s
+    from clustertrain.config.parsing.durations import parse_duration_s
 
     since_s = float(text) if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?", text) else parse_duration_s(text)
     if since_s is None:

@@ -16,7 +16,7 @@ from typing import Any
 from clustertrain import clock, proc
 from clustertrain.config.cluster import ClusterProfile, MeasuredRates
 from clustertrain.config.node_facts import NodeFacts
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.errors import ConfigError
 from clustertrain.plan.env import nccl
 

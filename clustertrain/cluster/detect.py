@@ -18,7 +18,7 @@ from clustertrain.cluster.slurm_site import Site
 from clustertrain.cluster.slurm_site_profile import DetectedProfile
 from clustertrain.config import cluster
 from clustertrain.config.cluster import ClusterProfile
-from clustertrain.config.parsing import read_text
+from clustertrain.config.parsing.documents import read_text
 from clustertrain.errors import UsageError
 from clustertrain.scheduler.slurm import SlurmBackend
 

@@ -14,7 +14,7 @@ import tomlkit
 from clustertrain import fsio
 from clustertrain.cluster.slurm_site_profile import DetectedValue
 from clustertrain.config.cluster import ClusterProfile, MeasuredRates
-from clustertrain.config.parsing import build, parse_toml
+from clustertrain.config.parsing.documents import build, parse_toml
 from clustertrain.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from clustertrain import reading
 from clustertrain.cluster.slurm_site import Node, Partition, Site
 from clustertrain.config import hardware
-from clustertrain.config.parsing import did_you_mean
+from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import UsageError
 from clustertrain.scheduler.slurm_parse import parse_field
 

@@ -1,4 +1,4 @@
-"""Cluster profiles: what a site needs before and around a job (TOML)."""
+"""Cluster profiles (TOML): a site's defaults for jobs, and the hardware of its nodes."""
 
 from __future__ import annotations
 
@@ -10,31 +10,42 @@ from typing import Literal
 import msgspec
 
 from clustertrain import settings
-from clustertrain.config import fabrics
+from clustertrain.config import hardware
+from clustertrain.config.checks.ranges import check_positive
 from clustertrain.config.hardware import GpuType
 from clustertrain.config.job import Device
 from clustertrain.config.node_facts import NodeFacts
-from clustertrain.config.parsing import build, did_you_mean, load_toml
-from clustertrain.config.ranges import check_positive
+from clustertrain.config.parsing.documents import build, did_you_mean, load_toml
 from clustertrain.errors import ConfigError
 
 
 class MeasuredRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The table ``[measured]``: rates that ``cluster detect`` saw in an allocation; None where it saw none.
+    """The ``[measured]`` table: rates that ``cluster detect`` measured in an allocation; None where it measured none.
 
-    Bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md): of an all-reduce of S bytes over n ranks in t seconds
-    S / t * 2 (n - 1) / n, here in GB/s = 1e9 bytes/s. It is what the slowest rank's links carry, whatever n.
+    Bus bandwidth is defined as in nccl-tests (doc/PERFORMANCE.md): for an all-reduce of S bytes over n ranks in t
+    seconds it is S / t * 2 (n - 1) / n, here in GB/s = 1e9 bytes/s. For any n it is the rate of the slowest rank's
+    links.
     """
 
-    gemm_tflops: float | None = None  # one device, the median of a few large matrix products
-    gemm_dtype: Literal["", "bf16", "fp16", "fp32"] = ""  # what they were multiplied in
-    node_bus_gb_s: float | None = None  # all-reduce over all devices of one node
-    fabric_bus_gb_s: float | None = None  # across nodes, each device with its peers of the same local rank, all at once
-    device: str = ""  # the driver's name of the GPU, or "cpu"
-    ranks: int = 0  # of one node
-    nodes: int = 0  # that took part
+    gemm_tflops: float | None = None
+    """TFLOP/s of dense matrix products on one device: the median of a few large ones."""
+    gemm_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
+    """Data type of these products. Empty: not measured."""
+    node_bus_gb_s: float | None = None
+    """Bus bandwidth in GB/s of an all-reduce over all devices of one node."""
+    fabric_bus_gb_s: float | None = None
+    """Bus bandwidth in GB/s across nodes: each device with its peers of the same local rank, all groups at once, the
+    slowest group."""
+    device: str = ""
+    """The driver's name of the GPU, or ``"cpu"``."""
+    ranks: int = 0
+    """Ranks per node in the measurement."""
+    nodes: int = 0
+    """Nodes in the measurement."""
     torch: str = ""
-    measured_at: float = 0.0  # UTC epoch seconds
+    """Version of torch."""
+    measured_at: float = 0.0
+    """Time of the measurement in seconds since the epoch, UTC."""
 
     def __post_init__(self) -> None:
         for name in ("gemm_tflops", "node_bus_gb_s", "fabric_bus_gb_s"):
@@ -43,31 +54,53 @@ class MeasuredRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``$XDG_CONFIG_HOME/clustertrain/clusters/NAME.toml``. Options of the command line win over it."""
+    """A cluster profile, ``$XDG_CONFIG_HOME/clustertrain/clusters/NAME.toml``. Command-line options and recipes win."""
 
-    setup: tuple[str, ...] = ()  # shell lines run in job.sh before anything else: module load, conda activate
-    python: str = ""  # absolute interpreter on the compute nodes; default: the one that runs submit
+    setup: tuple[str, ...] = ()
+    """Shell lines that the job script runs first, for example ``module load`` or ``conda activate``."""
+    python: str = ""
+    """Absolute path of the interpreter on the compute nodes. Empty: the one that runs ``submit``."""
     partition: str = ""
+    """Default partition. Empty: Slurm's."""
     account: str = ""
+    """Default account. Empty: Slurm's."""
     qos: str = ""
+    """Default quality of service. Empty: Slurm's."""
     time: str = ""
+    """Default time limit in sbatch's format. Empty: Slurm's."""
     mem: str = ""
-    grace_s: float | None = None  # what preemption leaves between the warning and the kill; None: not known
-    signal_lead_s: int = 120  # first `--signal` before the time limit
+    """Default host memory per node. Empty: Slurm's."""
+    grace_s: float | None = None
+    """Seconds between the warning of a preemption and the kill. Unset: unknown."""
+    signal_lead_s: int = 120
+    """Seconds before the time limit at which Slurm sends the first warning (``--signal``)."""
     device: Device = "auto"
+    """Default device."""
     gpu_type: str = ""
-    gpus_per_node: int = 0  # that a node has; 0: not known
-    gpus_flag: str = "gpus-per-node"  # or "gres": some sites refuse one of them
+    """Default GPU type, as the site's gres names it. Empty: any."""
+    gpus_per_node: int = 0
+    """GPUs of a node. 0: unknown."""
+    gpus_flag: str = "gpus-per-node"
+    """sbatch option that requests GPUs: ``"gpus-per-node"`` or ``"gres"``. Some sites refuse one of them."""
     cpus_per_gpu: int = 0
-    fabric: str = ""  # what joins the nodes, as "8 x ndr" or "efa-p5" (config/fabrics.py); "": as the GPU type comes
-    fabric_interface: str = ""  # network interface of the training traffic, where it cannot be told
+    """CPUs per GPU. 0: the site's default."""
+    fabric: str = ""
+    """Network between nodes, for example ``"8 x ndr"`` or ``"efa-p5"`` (names: config/hardware.py). Empty: the ports in
+    ``[node]``, otherwise the usual network of the GPU type."""
+    fabric_interface: str = ""
+    """Network interface for training traffic, where it cannot be detected. Empty: detected."""
     env: dict[str, str] = {}
+    """Environment variables of the ranks. A recipe's ``[env]`` wins."""
     sbatch: dict[str, str] = {}
+    """Further options for sbatch, passed as ``--KEY=VALUE``."""
     measured: MeasuredRates | None = None
-    # Measured over predicted step time of a run of yours, as ``status`` shows it: scales every prediction.
+    """Measured rates, written by ``cluster detect --measure``."""
     calibration: float = 1.0
-    gpu: GpuType | None = None  # a type that the catalogue lacks; its name is what --gpu-type says
-    node: NodeFacts | None = None  # what its nodes are made of; all alike, as far as the settings of NCCL go
+    """Measured over predicted step time of one of your runs, as ``status`` shows it. Scales every prediction."""
+    gpu: GpuType | None = None
+    """GPU type missing from the catalogue; ``--gpu-type`` selects it by its name."""
+    node: NodeFacts | None = None
+    """Hardware of the nodes, written by ``cluster detect``. NCCL settings assume that all nodes are alike."""
 
     def __post_init__(self) -> None:
         if self.grace_s is not None:
@@ -78,17 +111,19 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             for name in ("memory_gib", "tflops", "memory_gb_s", "fabric_gb_s", "power"):
                 check_positive(f"gpu.{name}", getattr(self.gpu, name))
         if self.fabric:
-            fabrics.parse_node_gb_s(self.fabric)
+            hardware.parse_node_gb_s(self.fabric)
         if self.gpus_per_node < 0:
-            raise ValueError(f"gpus_per_node = {self.gpus_per_node}: must be 0 (not known) or more")
+            raise ValueError(f"gpus_per_node = {self.gpus_per_node}: must be 0 (unknown) or more")
         if self.python and not self.python.startswith("/"):
-            raise ValueError(f"python = {self.python!r}: must be an absolute path, the nodes may have another PATH")
+            raise ValueError(
+                f"python = {self.python!r}: must be an absolute path, because PATH may differ on the nodes"
+            )
         if self.gpus_flag not in ("gpus-per-node", "gres"):
             raise ValueError(f"gpus_flag = {self.gpus_flag!r}: must be 'gpus-per-node' or 'gres'")
 
 
 def list_profiles(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
-    """All profiles by name."""
+    """Return the paths of all profiles by name."""
     profiles: dict[str, Path] = {}
     for folder in settings.profile_folders(environ):
         for path in sorted(folder.glob("*.toml")) if folder.is_dir() else []:
@@ -97,25 +132,25 @@ def list_profiles(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
 
 
 def default_profile_name(environ: Mapping[str, str] = os.environ) -> str:
-    """The profile that is used where none is named; empty where there is no such choice."""
+    """Return the name of the profile to use when none is given: ``$CLUSTERTRAIN_CLUSTER``, or an empty string."""
     return environ.get(settings.CLUSTER, "")
 
 
 def load_profile(name: str, environ: Mapping[str, str] = os.environ) -> ClusterProfile:
-    """The profile ``name``; with an empty name ``$CLUSTERTRAIN_CLUSTER``, else the built-in defaults.
+    """Load the profile ``name``; for an empty name ``$CLUSTERTRAIN_CLUSTER``'s, otherwise the built-in defaults.
 
     Raises:
-        ConfigError: no such profile (the known ones are named), or a bad one.
+        ConfigError: the profile is unknown (the message lists the known ones) or invalid.
     """
     profile_name = name or default_profile_name(environ)
     if not profile_name:
         return ClusterProfile()
     profiles = list_profiles(environ)
     if profile_name not in profiles:
-        suggestion = did_you_mean(profile_name, list(profiles)) if profiles else "there is none yet"
+        suggestion = did_you_mean(profile_name, list(profiles)) if profiles else "there are no profiles"
         folder = settings.profile_folders(environ)[-1]
         raise ConfigError(
             f"cluster profile {profile_name!r} not found: {suggestion}",
-            fix=f"write {folder / (profile_name + '.toml')}",
+            fix=f"create {folder / (profile_name + '.toml')}",
         )
     return build(load_toml(profiles[profile_name]), ClusterProfile, str(profiles[profile_name]))

@@ -1,4 +1,4 @@
-"""The ``[data]`` table: what is learned from, how it is read, and what is kept apart to validate on."""
+"""The ``[data]`` table: training data, how it is read, and validation data."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ from typing import Any, Literal
 
 import msgspec
 
-from clustertrain.config.ranges import check_entry, check_positive, check_range
+from clustertrain.config.checks.ranges import check_entry, check_positive, check_range
 
 MAX_AUTO_WORKERS = 8  # more workers of one rank rarely read faster
 DIGITS = "digits"
-# By kind the data that is no file; no path at all means the first.
+# Values of data.path that are not files, by kind; an empty path means the first.
 BUILT_IN_DATASETS = {"images": ("shapes", DIGITS), "pairs": ("stdlib", DIGITS), "text": ("stdlib",)}
-DIGIT_HALF_PIXELS = 32  # pixels of half a digit, and so tokens of each passage of a pair
+DIGIT_HALF_PIXELS = 32  # pixels in half a digit = tokens per passage of a pair
 
 DataKind = Literal["auto", "text", "pairs", "images", "tokens", "own"]
 
 
 class AugmentSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The ``[data.augment]`` table: random changes of training images, the same whatever the number of ranks."""
+    """The ``[data.augment]`` table: random changes of training images, independent of the number of ranks."""
 
-    crop: int = 0  # padded by so many pixels and cut back to size at a random place
-    flip: bool = False  # left and right, every other time
-    color: float = 0.0  # brightness, contrast and saturation change by up to this share
-    mixup: float = 0.0  # alpha of arXiv 1710.09412: each image is mixed with another one; 0: none
+    crop: int = 0
+    """Pixels of padding on each side before a random crop back to the original size. 0: none."""
+    flip: bool = False
+    """Mirror each image horizontally with probability 1/2."""
+    color: float = 0.0
+    """Largest relative change of brightness, contrast and saturation. 0: none."""
+    mixup: float = 0.0
+    """Alpha of mixup (arXiv 1710.09412), which blends each image with another one. 0: none."""
 
     def __post_init__(self) -> None:
         if self.crop < 0:
@@ -37,29 +41,44 @@ class AugmentSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Byte-level text, pairs of passages of it, tokens, images with classes, or a data set of one's own.
+    """The ``[data]`` table: text, pairs of text passages, tokens, images with classes, or your dataset."""
 
-    Of text ``path`` is a file, or a folder read recursively for ``pattern``; ``stdlib`` is the Python standard
-    library's own source. Of pairs it may be ``digits`` too: the upper and lower halves of images. Of tokens it is a
-    folder of shards (:mod:`clustertrain.config.token_shards`). Of images it is an ``.npz`` file or a folder with a
-    folder for each class; ``shapes`` are drawn, ``digits`` are scikit-learn's. An entry gets it as an argument
-    ``path``, as it stands here.
-    """
-
-    kind: DataKind = "auto"  # what the kind of the model learns from; for an entry: text
-    path: str = ""  # stdlib or shapes
+    kind: DataKind = "auto"
+    """Kind of data: ``"text"`` (bytes of files), ``"pairs"`` (neighboring passages), ``"tokens"`` (a folder of token
+    shards), ``"images"`` (with classes) or ``"own"`` (the dataset that ``entry`` returns). ``"auto"``: text for the
+    decoder and for a model entry, images for convnets, pairs for two-tower models."""
+    path: str = ""
+    """Source of the data. Text and pairs: a file, a folder searched recursively for ``pattern``, or ``"stdlib"`` (the
+    Python standard library). Pairs also: ``"digits"``, the halves of scikit-learn's images. Tokens: a folder of
+    shards. Images: an ``.npz`` file, a folder with one folder per class, ``"shapes"`` (drawn) or ``"digits"``. An
+    entry receives it unchanged as its argument ``path``. Empty: ``"stdlib"`` or ``"shapes"``."""
     pattern: str = "*.py"
-    entry: str = ""  # kind own: "package.module:function", called with args, returns a map-style data set
+    """Glob pattern of the files in a folder of text. Unused for other kinds."""
+    entry: str = ""
+    """Function that returns your map-style dataset, as ``"package.module:function"``, called with ``args``. Required by
+    ``kind = "own"``, unused otherwise."""
     args: dict[str, Any] = {}
-    seq_len: int = 256  # tokens of a sample; of a pair: of each passage
-    pack: bool = False  # tokens: whole documents in a sample, padded; else samples are cut from the stream of tokens
+    """Keyword arguments for ``entry``. Unused without an entry."""
+    seq_len: int = 256
+    """Tokens per sample; per passage for pairs. Unused for images."""
+    pack: bool = False
+    """Tokens only. Put whole documents into each sample and pad the rest. ``false``: cut samples from the stream of all
+    tokens."""
     max_bytes: int = 64 * 1024 * 1024
-    image_size: int = 32  # height and width; those in an .npz file have their own
+    """Most bytes of text to read. Unused for tokens and images."""
+    image_size: int = 32
+    """Height and width in pixels. Images in an ``.npz`` file and ``"digits"`` keep their size."""
     augment: AugmentSpec = AugmentSpec()
-    validation: float = 0.0  # this share is kept apart, the same one whatever the seed; 0: none
-    validation_path: str = ""  # or other data of the same kind
-    workers: int = 0  # processes of each rank that read ahead; -1: as many as its cores allow (READERS at most)
-    prefetch: int = 2  # micro-batches that each of them holds ready
+    """Augmentation of training images. Unused for other kinds."""
+    validation: float = 0.0
+    """Fraction of the samples held out for evaluation, the same one for every seed. 0: none."""
+    validation_path: str = ""
+    """Separate validation data of the same kind, instead of ``validation``. Empty: none."""
+    workers: int = 0
+    """Processes per rank that read ahead. 0: none, the rank reads the data itself. -1: on GPUs one per core of the rank
+    except one, at most 8; none on CPUs."""
+    prefetch: int = 2
+    """Micro-batches that each worker holds ready. Unused without workers."""
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "max_bytes", "image_size", "prefetch"):
@@ -68,17 +87,17 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ValueError(f"workers = {self.workers}: must be 0 (none) or more, or -1 (as many as the cores allow)")
         check_range("validation", self.validation, 0.0, 0.9)
         if self.validation and self.validation_path:
-            raise ValueError("validation and validation_path: give one of them")
+            raise ValueError("validation and validation_path are mutually exclusive: remove one")
         if self.entry:
             check_entry(self.entry)
         if (self.kind == "own") != bool(self.entry):
-            raise ValueError("kind = 'own' and entry go together: the entry names the function that makes the data set")
+            raise ValueError("kind = 'own' requires entry, and entry requires kind = 'own'")
         if self.args and not self.entry:
-            raise ValueError("args are those of an entry, and there is none")
+            raise ValueError("args needs an entry")
 
     @property
     def description(self) -> str:
-        """How messages name it."""
+        """The key and value that identify the data in messages."""
         return f"data.entry = {self.entry!r}" if self.entry else f"data.path = {self.path!r}"
 
     @property

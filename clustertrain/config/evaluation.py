@@ -1,4 +1,4 @@
-"""The ``[evaluation]`` table: when the model is measured on data that it does not learn from, and by what."""
+"""The ``[evaluation]`` table: when and by which metrics the model is evaluated on validation data."""
 
 from __future__ import annotations
 
@@ -7,25 +7,34 @@ from typing import Literal
 import msgspec
 
 MetricName = Literal["accuracy", "top5", "perplexity", "bits_per_token", "recall_at_1", "mae", "rmse"]
-# Whether more is better; validation_loss is there always.
+# validation_loss is always available in addition.
 HIGHER_IS_BETTER = frozenset({"accuracy", "top5", "recall_at_1"})
-VALIDATION_PREFIX = "validation_"  # of the names in the rows: validation_loss, validation_accuracy, …
-SLICE_SEPARATOR = "/"  # validation_accuracy/night is that of the slice night
+VALIDATION_PREFIX = "validation_"  # of metric names: validation_loss, validation_accuracy, …
+SLICE_SEPARATOR = "/"  # validation_accuracy/night is the accuracy on the slice night
 
 
 class EvaluationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """There is one where ``data.validation`` says what to evaluate on, and at the end of the run always."""
+    """The ``[evaluation]`` table. Unused without validation data.
 
-    every: int = 0  # steps; 0: ten times in the run
-    samples: int = 0  # at most so many; 0: all
-    micro_batch: int = 0  # samples a rank and forward pass; 0: as in training
-    metrics: tuple[MetricName, ...] = ()  # besides the loss; (): what goes with the objective
-    patience: int = 0  # evaluations without a better deciding metric after which the run ends; 0: none
-    rising: int = 3  # evaluations in a row with a rising loss that are worth a warning; 0: none
+    The last step of the run is always evaluated.
+    """
+
+    every: int = 0
+    """Steps between evaluations. 0: ten evaluations in the run."""
+    samples: int = 0
+    """Most samples per evaluation, from the first on. 0: all."""
+    micro_batch: int = 0
+    """Samples per rank and forward pass. 0: as in training."""
+    metrics: tuple[MetricName, ...] = ()
+    """Metrics in addition to the loss. Empty: those that fit the objective."""
+    patience: int = 0
+    """Consecutive evaluations without a better deciding metric after which the run ends. 0: never."""
+    rising: int = 3
+    """Consecutive evaluations with a rising loss after which to warn. 0: never."""
 
     def __post_init__(self) -> None:
         for name in ("every", "samples", "micro_batch", "patience", "rising"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 or more")
         if len(set(self.metrics)) < len(self.metrics):
-            raise ValueError(f"metrics = {list(self.metrics)}: one is named twice")
+            raise ValueError(f"metrics = {list(self.metrics)}: contains a duplicate")

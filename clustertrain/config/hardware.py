@@ -1,39 +1,54 @@
-"""GPU types: their memory, what their matrix units can do and how fast data moves, as data with a source a line.
+"""GPU types (memory, compute rates, bandwidths) and networks between nodes, with a source per line.
 
-Names are those that sites give their Slurm gres types. To add a type, add a line to ``CATALOGUE``.
+GPU names follow the sites' Slurm gres types. To add a type, add a line to ``CATALOGUE``.
 """
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 import msgspec
 
+from clustertrain.config.parsing.documents import did_you_mean
+from clustertrain.errors import ConfigError
+
 
 class GpuType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``memory_gib`` is what the vendor sells; ``usable_gib`` what CUDA reports as total, where it was seen.
+    """A GPU type: memory, compute rates and bandwidths; the ``[gpu]`` table of a cluster profile.
 
-    The rates are the vendor's dense ones, without sparsity, in TFLOP/s (1e12); 0: there is no such unit. ``tflops``:
-    of the 16-bit format that training uses, bf16 where there is one; ``fp32_tflops``: without matrix units of fewer
-    bits. ``memory_gb_s``: of the HBM. ``link_gb_s``: one GPU's NVLink (or its like) in one direction, 0 where the GPUs
-    of a node talk over PCIe; ``domain``: how many GPUs such links join, 0: those of a node. ``fabric_gb_s``: one GPU's
-    share of the network in the system that the type usually comes in. All GB are 1e9 bytes.
+    Rates are the vendor's dense ones, without sparsity, in TFLOP/s (1e12); 0: no such unit. GB are 1e9 bytes.
     """
 
     name: str
+    """Name in lower case, as ``--gpu-type`` takes it."""
     memory_gib: float
+    """Nominal memory in GiB, as the vendor sells it."""
     source: str = "the cluster profile"
+    """Source of the figures."""
     fp32_tflops: float = 0.0
+    """Rate in fp32 without reduced-precision matrix units."""
     tflops: float = 0.0
+    """Rate of the 16-bit format used for training: bf16 where it exists, otherwise fp16."""
     fp8_tflops: float = 0.0
+    """Rate in fp8. 0: not supported."""
     fp4_tflops: float = 0.0
+    """Rate in fp4. 0: not supported."""
     memory_gb_s: float = 0.0
+    """Memory bandwidth in GB/s."""
     link_gb_s: float = 0.0
+    """Bandwidth of one GPU's NVLink (or equivalent) in one direction, in GB/s. 0: the GPUs of a node communicate over
+    PCIe."""
     domain: int = 0
+    """GPUs joined by such links. 0: those of a node."""
     fabric_gb_s: float = 12.5
-    power: float = 1.0  # of the rates, what a card with a lower power limit than its type's sustains
+    """One GPU's share of the network, in GB/s, in the system in which the type usually ships."""
+    power: float = 1.0
+    """Fraction of the rates that a card sustains whose power limit is below its type's."""
     bf16: bool = True
+    """The type supports bf16."""
     usable_gib: float | None = None
+    """Total memory that CUDA reports, in GiB. Unset: not observed, ``memory_gib`` is used."""
 
     @property
     def capacity_gib(self) -> float:
@@ -44,7 +59,7 @@ class GpuType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return self.fp8_tflops > 0
 
 
-_MIN_BF16_CAPABILITY = 8.0  # NVIDIA Ampere; and tf32
+_MIN_BF16_CAPABILITY = 8.0  # NVIDIA Ampere, which also added tf32
 
 
 def _nvidia(
@@ -61,8 +76,12 @@ def _nvidia(
     usable_gib: float | None = None,
     power: float = 1.0,
 ) -> GpuType:
-    """``capability``: from NVIDIA's table "CUDA GPU Compute Capability"; ``rates``: fp32 without tensor cores, 16, 8
-    and 4 bits."""
+    """Return the entry of an NVIDIA GPU.
+
+    Args:
+        capability: from NVIDIA's table "CUDA GPU Compute Capability".
+        rates: TFLOP/s of fp32 without tensor cores, and of 16, 8 and 4 bits with them.
+    """
     return GpuType(
         name=name,
         memory_gib=memory_gib,
@@ -81,10 +100,10 @@ def _nvidia(
     )
 
 
-# Vendors' "GB" of HBM and GDDR are binary: an "80 GB" A100 reports 81920 MiB in nvidia-smi. Data-centre cards reserve a
+# Vendors' "GB" of HBM and GDDR are binary: an "80 GB" A100 reports 81920 MiB in nvidia-smi. Data-center cards reserve a
 # little of it; the safety margin of the search covers that.
-# Networks: 12.5 GB/s a GPU is one 100 Gbit/s port a GPU. DGX A100: 8 x 200 Gbit/s (HDR); DGX H100, H200 and B200: 8 x
-# 400 (NDR); GB200 NVL72: 400 a GPU; DGX B300 and GB300: 800 (ConnectX-8): NVIDIA's guides of these systems.
+# Networks: 12.5 GB/s per GPU is one 100 Gbit/s port per GPU. DGX A100: 8 x 200 Gbit/s (HDR); DGX H100, H200 and B200:
+# 8 x 400 (NDR); GB200 NVL72: 400 per GPU; DGX B300 and GB300: 800 (ConnectX-8): NVIDIA's guides of these systems.
 # Data sheets that state rates with sparsity are halved here.
 CATALOGUE: tuple[GpuType, ...] = (
     _nvidia("p100", 6.0, 16, (10.6, 21.2, 0, 0), 732, 80, "Tesla P100"),
@@ -117,7 +136,7 @@ CATALOGUE: tuple[GpuType, ...] = (
     # NVL bridges join pairs.
     _nvidia("h100-nvl", 9.0, 94, (60, 835, 1671, 0), 3900, 300, "H100 NVL", fabric_gb_s=25, domain=2),
     _nvidia("h100-94gb", 9.0, 94, (67, 989, 1979, 0), 2400, 450, "H100", fabric_gb_s=50),
-    # HBM2e and 500 W, as torchtitan's benchmarks print it; power: set with the constants of plan/cost/compute.py.
+    # HBM2e and 500 W, as in torchtitan's benchmarks; power is fitted with plan/cost/compute.py's constants.
     _nvidia("h100-96gb", 9.0, 96, (67, 989, 1979, 0), 2400, 450, "H100", fabric_gb_s=50, usable_gib=95.0, power=0.92),
     _nvidia("h800", 9.0, 80, (67, 989, 1979, 0), 3350, 200, "H800", fabric_gb_s=50),
     _nvidia("h200", 9.0, 141, (67, 989, 1979, 0), 4800, 450, "H200", fabric_gb_s=50, usable_gib=139.8),
@@ -144,7 +163,7 @@ CATALOGUE: tuple[GpuType, ...] = (
 )  # fmt: skip
 
 _BY_NAME = {gpu.name: gpu for gpu in CATALOGUE}
-# Form factors and vendors' words that say nothing about the memory.
+# Form factors and vendor terms that do not distinguish types.
 _IGNORED_TOKENS = frozenset({
     "nvidia", "amd", "tesla", "quadro", "geforce", "instinct", "sxm", "sxm2", "sxm3", "sxm4", "sxm5",
                     "hbm2", "hbm2e", "hbm3", "hbm3e", "oam", "rtx", "gpu"})  # fmt: skip
@@ -159,16 +178,17 @@ _BY_TOKENS = {tuple(sorted(_name_tokens(gpu.name))): gpu for gpu in CATALOGUE}
 
 
 def _find_pcie_only(tokens: list[str]) -> GpuType | None:
-    """Of a name with "pcie" in it the type without, where that has no other form."""
+    """Return the type of a name without its "pcie" if that type exists only as a PCIe card."""
     gpu = _BY_TOKENS.get(tuple(sorted(w for w in tokens if w != "pcie"))) if "pcie" in tokens else None
     return gpu if gpu is not None and not gpu.link_gb_s else None
 
 
 def find_gpu_type(name: str) -> GpuType | None:
-    """The catalogue's entry for a site's or the driver's name (``a100``, ``nvidia_h100_80gb_hbm3``), or None.
+    """Return the type for a site's or the driver's name (``a100``, ``nvidia_h100_80gb_hbm3``), or None if unknown.
 
-    A memory size in the name decides between variants; one that contradicts the catalogue makes the type unknown, since
-    a guess would end in an out-of-memory error hours later. A MIG slice (``1g.10gb``) is unknown for the same reason.
+    A memory size in the name decides between variants; a size that contradicts the catalogue makes the type unknown,
+    since a guess could end in an out-of-memory error hours later. A MIG slice (``1g.10gb``) is unknown for the same
+    reason.
     """
     if not name or re.search(r"\d+g\.\d+gb", name.lower()):
         return None
@@ -182,3 +202,51 @@ def find_gpu_type(name: str) -> GpuType | None:
     if gpu is None or len(sizes) != 1 or gpu.memory_gib != sizes[0]:
         return None
     return gpu
+
+
+class Fabric(NamedTuple):
+    """A network between nodes, which a profile's ``fabric`` may name."""
+
+    name: str
+    gb_s: float
+    """1e9 bytes/s in one direction, per port, or per node if ``per_node``."""
+    per_node: bool
+    """The vendor sells the bandwidth of a whole node."""
+    source: str
+
+
+FABRICS: tuple[Fabric, ...] = (
+    Fabric("edr", 12.5, False, "InfiniBand Trade Association roadmap: 4x EDR 100 Gbit/s"),
+    Fabric("hdr", 25.0, False, "InfiniBand Trade Association roadmap: 4x HDR 200 Gbit/s"),
+    Fabric("ndr", 50.0, False, "InfiniBand Trade Association roadmap: 4x NDR 400 Gbit/s"),
+    Fabric("xdr", 100.0, False, "InfiniBand Trade Association roadmap: 4x XDR 800 Gbit/s"),
+    Fabric("opa", 12.5, False, "Omni-Path 100 series: 100 Gbit/s"),
+    Fabric("roce-100", 12.5, False, "100 Gbit/s Ethernet"),
+    Fabric("roce-200", 25.0, False, "200 Gbit/s Ethernet"),
+    Fabric("roce-400", 50.0, False, "400 Gbit/s Ethernet"),
+    Fabric("ethernet-10", 1.25, False, "10 Gbit/s Ethernet"),
+    Fabric("ethernet-25", 3.125, False, "25 Gbit/s Ethernet"),
+    Fabric("ethernet-100", 12.5, False, "100 Gbit/s Ethernet"),
+    Fabric("slingshot-11", 25.0, False, "HPE Slingshot 11: 200 Gbit/s per port"),
+    Fabric("efa-p3dn", 12.5, True, "AWS EC2 p3dn.24xlarge: 100 Gbit/s"),
+    Fabric("efa-p4d", 50.0, True, "AWS EC2 p4d.24xlarge: 4 x 100 Gbit/s"),
+    Fabric("efa-p5", 400.0, True, "AWS EC2 p5.48xlarge: 3200 Gbit/s"),
+    Fabric("gcp-a3", 200.0, True, "Google Cloud a3-highgpu-8g: 8 x 200 Gbit/s"),
+    Fabric("gcp-a3-mega", 400.0, True, "Google Cloud a3-megagpu-8g: 8 x 400 Gbit/s"),
+)
+_FABRICS_BY_NAME = {fabric.name: fabric for fabric in FABRICS}
+
+
+def parse_node_gb_s(text: str) -> float:
+    """Return the GB/s of a node with the fabric ``text``: a name, or several ports, as in ``8 x ndr``.
+
+    Raises:
+        ConfigError: the fabric is unknown; the message suggests known ones.
+    """
+    match = re.fullmatch(r"\s*(?:([0-9]{1,4})\s*x\s*)?([\w.-]+)\s*", text.lower())
+    fabric = _FABRICS_BY_NAME.get(match[2]) if match else None
+    if match is None or fabric is None or (fabric.per_node and match[1]):
+        raise ConfigError(
+            f"fabric = {text!r} is not known: {did_you_mean(match[2] if match else text, list(_FABRICS_BY_NAME))}",
+                          fix="give a name, or the ports per node, as in '8 x ndr'")  # fmt: skip
+    return fabric.gb_s * int(match[1] or 1)

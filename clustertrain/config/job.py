@@ -1,4 +1,4 @@
-"""Where and how to run: what ``submit`` was asked, after profile, recipe and command line are merged."""
+"""Where and how to run: the request to ``submit`` after profile, recipe and command line are merged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.config.ranges import check_positive
+from clustertrain.config.checks.ranges import check_positive
 from clustertrain.config.recipe import Recipe
 
 BackendName = Literal["auto", "slurm", "local"]
@@ -16,36 +16,66 @@ Device = Literal["auto", "cuda", "cpu"]
 
 
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The ``[job]`` table. ``gpus`` counts devices a node; on device ``cpu`` it is the number of ranks a node."""
+    """The ``[job]`` table: nodes, layout, and options for Slurm. Options of the command line win."""
 
     name: str = ""
+    """First part of the run id. Empty: the name of the recipe or script."""
     nodes: int = 1
+    """Number of nodes."""
     gpus: int = 1
-    layout: LayoutName = "auto"  # what the data-parallel ranks share: those that tp, cp and pp leave of nodes x gpus
-    tp: int = 0  # ranks that share each layer; 0: chosen with layout "auto" where no degree is given, else 1
-    cp: int = 0  # ranks that share each sequence
-    pp: int = 0  # ranks that each have some of the layers
-    dp_replicate: int = 0  # replicas; 0: from the other degrees
-    dp_shard: int = 0  # ranks that share a replica; 0: from the other degrees
+    """GPUs per node; ranks per node with ``device = "cpu"``."""
+    layout: LayoutName = "auto"
+    """Data-parallel layout of the ranks that tp, cp and pp leave. ``"auto"``: the fastest one predicted to fit,
+    otherwise ddp or fsdp by the memory estimate."""
+    tp: int = 0
+    """Tensor-parallel degree: ranks that share each layer. 0: chosen with ``layout = "auto"`` if no degree is given,
+    otherwise 1."""
+    cp: int = 0
+    """Context-parallel degree: ranks that share each sequence. 0: as for ``tp``."""
+    pp: int = 0
+    """Pipeline-parallel degree: ranks that each hold some of the layers. 0: as for ``tp``."""
+    dp_replicate: int = 0
+    """Number of replicas. 0: inferred from the other degrees."""
+    dp_shard: int = 0
+    """Ranks that share a replica. 0: inferred from the other degrees."""
     backend: BackendName = "auto"
+    """Where to run. ``"auto"``: Slurm if it is available, otherwise this machine."""
     cluster: str = ""
+    """Name of the cluster profile. Empty: ``$CLUSTERTRAIN_CLUSTER``, otherwise none."""
     device: Device = "auto"
+    """Device to train on. ``"auto"``: the profile's, otherwise what is available or ``gpu_type`` implies."""
     gpu_type: str = ""
+    """GPU type, as the site's gres names it. Empty: the profile's, otherwise any."""
     partition: str = ""
+    """Partition. Passed to sbatch. Empty: the profile's, otherwise Slurm's default."""
     account: str = ""
+    """Account. Passed to sbatch. Empty: the profile's, otherwise Slurm's default."""
     qos: str = ""
-    time: str = ""  # as sbatch takes it: minutes, H:M:S, D-H:M:S
+    """Quality of service. Passed to sbatch. Empty: the profile's, otherwise Slurm's default."""
+    time: str = ""
+    """Time limit in sbatch's format: minutes, H:M:S or D-H:M:S. Empty: the profile's, otherwise Slurm's default."""
     constraint: str = ""
+    """Node features. Passed to sbatch. Empty: none."""
     exclude: str = ""
+    """Nodes to exclude. Passed to sbatch. Empty: none."""
     nodelist: str = ""
+    """Nodes to use. Passed to sbatch. Empty: any."""
     reservation: str = ""
+    """Reservation. Passed to sbatch. Empty: none."""
     mem: str = ""
+    """Host memory per node. Passed to sbatch. Empty: the profile's, otherwise Slurm's default."""
     cpus_per_gpu: int = 0
+    """CPUs per GPU. 0: the profile's, otherwise Slurm's default."""
     dependency: str = ""
-    sbatch: dict[str, str] = {}  # anything else, passed through as --KEY=VALUE
+    """Jobs to wait for. Passed to sbatch. Empty: none."""
+    sbatch: dict[str, str] = {}
+    """Further options for sbatch, passed as ``--KEY=VALUE``."""
     checkpoint_dir: str = ""
+    """Folder for checkpoints, which are saved in ``<checkpoint_dir>/<run-id>``. Empty: the run folder."""
     max_requeues: int = 50
+    """Most requeues of the run. 0: never requeue."""
     share: bool = False
+    """Let the group read the run folder (mode 0750 instead of 0700)."""
 
     def __post_init__(self) -> None:
         check_positive("nodes", self.nodes)
@@ -53,13 +83,13 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.nodes * self.gpus > MAX_RANKS:
             raise ValueError(
                 f"nodes = {self.nodes} x gpus = {self.gpus}: {self.nodes * self.gpus} ranks, at most {MAX_RANKS}; the "
-                "largest clusters have some 200,000 GPUs, and gpus counts those of one node"
+                "largest clusters have some 200,000 GPUs, and gpus is per node"
             )
         for name in ("tp", "cp", "pp"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (chosen) or more")
+                raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (automatic) or more")
         if self.dp_replicate < 0 or self.dp_shard < 0:
-            raise ValueError("dp_replicate and dp_shard must be 0 (derived) or more")
+            raise ValueError("dp_replicate and dp_shard must be 0 (inferred) or more")
         if self.max_requeues < 0:
             raise ValueError(f"max_requeues = {self.max_requeues}: must be 0 or more")
         if self.cpus_per_gpu < 0:
@@ -67,20 +97,29 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class ScriptSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A script of the user's. ``path`` is relative to the snapshot in ``code/``; ``cwd`` is where submit was called."""
+    """The user's training script."""
 
     path: str
+    """Path relative to the code snapshot in ``code/``."""
     args: tuple[str, ...] = ()
+    """Arguments of the script."""
     cwd: str
+    """Working directory in which ``submit`` was called."""
 
 
 class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The frozen request in ``spec.toml``. ``secret_env`` names the variables of --env: before submission their values
-    stand in ``env``, afterwards in a file of the run that only its owner may read."""
+    """The frozen request of a run, as in ``spec.toml``."""
 
     version: int = 1
+    """Version of the format."""
     job: JobSpec = JobSpec()
+    """Merged job options."""
     recipe: Recipe = Recipe()
+    """Merged recipe."""
     script: ScriptSpec | None = None
+    """The user's script; None for the built-in trainer."""
     env: dict[str, str] = {}
+    """Environment variables of the ranks."""
     secret_env: tuple[str, ...] = ()
+    """Names of the ``--env`` variables. Before submission ``env`` holds their values; afterwards a file of the run that
+    only its owner can read."""

@@ -1,51 +1,58 @@
-"""Kinds of the built-in models, the data each learns from, and the sizes of all but the decoder."""
+"""The ``[model]`` table and its sub-tables: architecture and sizes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
+from clustertrain.config.checks.ranges import check_entry, check_positive, check_range
 from clustertrain.config.data import DataKind
-from clustertrain.config.ranges import check_positive, check_range
+from clustertrain.config.parsing.documents import did_you_mean
+from clustertrain.config.parsing.presets import PRESETS
 
 ModelKind = Literal["decoder", "convnet", "two-tower"]
-# "auto" is the first of them.
+# "auto" stands for the first.
 DATA_KINDS_BY_MODEL: Mapping[ModelKind, tuple[DataKind, ...]] = {
     "decoder": ("text", "tokens", "own"),
     "convnet": ("images", "own"),
     "two-tower": ("pairs", "own"),
 }
 
-MAX_STAGES = 14  # they would halve 16,384 pixels to one
+MAX_STAGES = 14  # halve 16,384 pixels to 1
 
 
 class ConvnetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``[model.convnet]``: a residual network for images (He et al., arXiv 1512.03385) with group norms."""
+    """The ``[model.convnet]`` table: a residual network for images (He et al., arXiv 1512.03385) with group norms."""
 
     classes: int = 10
+    """Number of classes: the outputs of the last layer."""
     channels: int = 3
-    width: int = 32  # of the first stage; each further one has twice the width, half the height and breadth
-    blocks: tuple[int, ...] = (2, 2, 2)  # in each stage
-    groups: int = 8  # of channels that are normalised together
+    """Channels of the input images."""
+    width: int = 32
+    """Channels of the first stage. Each further stage doubles the width and halves the height and the width of the
+    image."""
+    blocks: tuple[int, ...] = (2, 2, 2)
+    """Residual blocks in each stage; its length is the number of stages (at most 14)."""
+    groups: int = 8
+    """Channel groups of each group norm. Must divide ``width``."""
 
     def __post_init__(self) -> None:
         for name in ("classes", "channels", "width", "groups"):
             check_positive(name, getattr(self, name))
         if not self.blocks or min(self.blocks) < 1:
-            raise ValueError(f"blocks = {list(self.blocks)}: each stage needs at least one")
+            raise ValueError(f"blocks = {list(self.blocks)}: each stage needs at least one block")
         if len(self.blocks) > MAX_STAGES:
             raise ValueError(
-                f"blocks: {len(self.blocks)} stages, at most {MAX_STAGES}; each has half the size of the one before, "
-                "and twice its width"
+                f"blocks: {len(self.blocks)} stages, at most {MAX_STAGES}; each halves the image and doubles the width"
             )
         if self.width % self.groups:
             raise ValueError(f"width = {self.width} is not divisible by groups = {self.groups}")
 
     def block_shapes(self) -> list[tuple[int, int, int]]:
-        """(input channels, output channels, stride) of each block."""
+        """Return (input channels, output channels, stride) of each block."""
         shapes: list[tuple[int, int, int]] = []
         in_channels = self.width
         for stage, count in enumerate(self.blocks):
@@ -56,7 +63,7 @@ class ConvnetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return shapes
 
     def parameters(self) -> int:
-        """Number of parameters, counted from the shapes."""
+        """Return the number of parameters, counted from the shapes."""
         count = 9 * self.channels * self.width + 2 * self.width
         for in_channels, width, stride in self.block_shapes():
             count += 9 * (in_channels + width) * width + 4 * width
@@ -66,20 +73,131 @@ class ConvnetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class TwoTowerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``[model.two_tower]``: what two encoders have in common; each has the sizes in ``[model]``."""
+    """The ``[model.two_tower]`` table: what two encoders have in common. Both have the sizes in ``[model]``."""
 
-    embedding: int = 64  # dimensions that the encoders share
-    group: int = 8  # each text is told from the other group - 1 of its group, neighbours in the global batch
-    temperature: float = 0.5  # at first, if it is learned
+    embedding: int = 64
+    """Dimensions of the embedding space that both encoders share."""
+    group: int = 8
+    """Samples per contrastive group: each text is compared with the ``group - 1`` others of its group, which are
+    neighbors in the global batch."""
+    temperature: float = 0.5
+    """Temperature of the similarities; the initial one if ``learn_temperature``."""
     learn_temperature: bool = True
+    """Train the temperature as a parameter."""
 
     def __post_init__(self) -> None:
         check_positive("embedding", self.embedding)
         if self.group < 2:
-            raise ValueError(f"group = {self.group}: a text needs at least one other to be told from")
+            raise ValueError(f"group = {self.group}: must be 2 or more, to compare a text with at least one other")
         check_range("temperature", self.temperature, 0.01, 10.0)
 
     @property
     def log_scale(self) -> float:
-        """Of what the similarities are multiplied by at first."""
+        """Logarithm of the initial factor of the similarities."""
         return -math.log(self.temperature)
+
+
+class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The ``[model]`` table. The decoder is Llama-style: RMSNorm, RoPE, SwiGLU, grouped-query attention.
+
+    Each encoder of a two-tower model has the same architecture and sizes. A key that does not belong to the kind in use
+    is refused.
+    """
+
+    kind: ModelKind = "decoder"
+    """Built-in architecture. ``"decoder"``: a causal transformer. ``"convnet"``: a residual network for images.
+    ``"two-tower"``: two encoders trained with a contrastive loss. Unused with ``entry``."""
+    preset: str = ""
+    """Name of a published size, for example ``"llama3.1-8b"``, that sets the sizes below, ``data.seq_len`` and
+    ``train.global_batch``; keys given in the recipe win. Empty: no preset. Not for convnets and entries."""
+    entry: str = ""
+    """Function that builds your model, as ``"package.module:function"``. It is called with ``args`` and returns the
+    ``torch.nn.Module`` to train. Empty: the built-in model of ``kind``."""
+    args: dict[str, Any] = {}
+    """Keyword arguments for ``entry``. Unused without an entry."""
+    convnet: ConvnetSpec = ConvnetSpec()
+    """Sizes of the convnet. Unused by the other kinds."""
+    two_tower: TwoTowerSpec = TwoTowerSpec()
+    """Settings of the two-tower model. Unused by the other kinds."""
+    vocab_size: int = 256
+    """Entries of the token embedding. The default is one per byte."""
+    dim: int = 128
+    """Width of the residual stream. Must be a multiple of ``heads``, with an even quotient."""
+    layers: int = 4
+    """Number of transformer blocks (per encoder of a two-tower model)."""
+    heads: int = 4
+    """Attention heads for queries."""
+    kv_heads: int = 2
+    """Attention heads for keys and values. Must divide ``heads``; equal to ``heads``: multi-head attention."""
+    ffn_dim: int = 0
+    """Hidden width of the feed-forward layer. 0: 8/3 of ``dim``, rounded up to a multiple of 64."""
+    max_seq_len: int = 0
+    """Longest sequence, in tokens; longer samples are refused. 0: no limit, since rotary embeddings have none. An entry
+    states its limit itself."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary embedding's frequencies."""
+    norm_eps: float = 1e-5
+    """Epsilon of the RMS norms."""
+    tie_embeddings: bool = False
+    """Share one matrix between the token embedding and the output layer. Decoder only."""
+    dropout: float = 0.0
+    """Dropout probability on residual branches and embeddings. 0: none."""
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "rope_theta", "norm_eps"):
+            check_positive(name, getattr(self, name))
+        if self.dim % self.heads:
+            raise ValueError(f"dim = {self.dim} is not divisible by heads = {self.heads}")
+        if self.dim // self.heads % 2:
+            raise ValueError(f"dim / heads = {self.dim // self.heads} is odd: rotary embeddings need an even head size")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads = {self.heads} is not divisible by kv_heads = {self.kv_heads}")
+        if self.ffn_dim < 0:
+            raise ValueError(f"ffn_dim = {self.ffn_dim}: must be 0 (from dim) or more")
+        if self.max_seq_len < 0:
+            raise ValueError(f"max_seq_len = {self.max_seq_len}: must be 0 (no limit) or more")
+        check_range("dropout", self.dropout, 0.0, 0.9)
+
+    def _check_names(self) -> None:
+        if self.preset and self.preset not in PRESETS:
+            raise ValueError(f"preset = {self.preset!r}: {did_you_mean(self.preset, list(PRESETS))}")
+        if self.preset and (self.entry or self.kind == "convnet"):
+            raise ValueError(f"preset = {self.preset!r} is a transformer: remove preset")
+        if self.entry:
+            check_entry(self.entry)
+        if self.entry and self.kind != "decoder":
+            raise ValueError(
+                f"entry and kind = {self.kind!r} are mutually exclusive: the entry builds the model, remove kind"
+            )
+        if self.args and not self.entry:
+            raise ValueError("args needs an entry")
+
+    @property
+    def is_decoder(self) -> bool:
+        return self.kind == "decoder" and not self.entry
+
+    @property
+    def hidden(self) -> int:
+        """Width of the feed-forward layer."""
+        return self.ffn_dim or -(-(8 * self.dim // 3) // 64) * 64
+
+    @property
+    def gated(self) -> bool:
+        return True  # SwiGLU
+
+    def block_parameters(self) -> int:
+        """Return the number of parameters of one layer: attention, feed-forward and two norms."""
+        head_dim = self.dim // self.heads
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * head_dim
+        return attention + 3 * self.dim * self.hidden + 2 * self.dim
+
+    def parameters(self) -> int:
+        """Return the number of parameters of the built-in model, counted from the shapes."""
+        if self.kind == "convnet":
+            return self.convnet.parameters()
+        if self.kind == "two-tower":
+            tower = self.vocab_size * self.dim + self.layers * self.block_parameters() + self.dim
+            return 2 * (tower + self.dim * self.two_tower.embedding) + self.two_tower.learn_temperature
+        embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
+        return self.layers * self.block_parameters() + embeddings + self.dim

@@ -1,6 +1,6 @@
-"""What a node is made of: network, RDMA devices, GPUs, processors. Read by ``node/``, kept in cluster profiles (TOML).
+"""Hardware of a node: network, RDMA devices, GPUs, processors. ``sysinfo`` reads it; cluster profiles (TOML) keep it.
 
-A field that cannot be told stays at its default: None, an empty string or "unknown", never a guess.
+An unknown field keeps its default (None, an empty string or "unknown"); it is never guessed.
 """
 
 from __future__ import annotations
@@ -10,116 +10,157 @@ from typing import Literal
 
 import msgspec
 
-# "virtual" has no device behind it: veth, a bridge of containers or virtual machines alone, a tunnel. "usb" is how the
-# host sees its BMC.
 InterfaceKind = Literal["ethernet", "infiniband", "bond", "bridge", "vlan", "virtual", "usb", "wireless", "loopback"]
 LinkLayer = Literal["InfiniBand", "Ethernet", "unknown"]
-MAX_CPUS = 8192  # CONFIG_NR_CPUS of Linux at most
+MAX_CPUS = 8192  # largest CONFIG_NR_CPUS of Linux
 PortState = Literal["active", "down", "unknown"]
 
 
 class _Facts(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True, repr_omit_defaults=True
 ):
-    """Without its defaults when written: TOML has no null."""
+    """Base that omits default values when encoded, since TOML has no null."""
 
 
 class Interface(_Facts, frozen=True):
-    """A network interface. ``addresses`` carry their prefix (``10.0.0.7/16``), without link-local ones."""
+    """A network interface."""
 
     name: str
+    """Name of the interface, for example ``"eth0"``."""
     kind: InterfaceKind = "ethernet"
+    """Type. ``"virtual"``: no device behind it, for example veth, a bridge of containers only, or a tunnel. ``"usb"``:
+    usually the host's link to its BMC."""
     state: Literal["up", "down", "unknown"] = "unknown"
+    """Operational state."""
     addresses: tuple[str, ...] = ()
+    """IP addresses with prefix length (``10.0.0.7/16``), without link-local ones."""
     speed_gbit: float | None = None
+    """Speed in Gbit/s. Unset: unknown."""
     default_route: bool = False
-    master: str = ""  # the bond or bridge that it is a part of
+    """The default route uses this interface."""
+    master: str = ""
+    """Bond or bridge that contains this interface. Empty: none."""
     numa_node: int | None = None
+    """NUMA node of the device. Unset: unknown."""
 
 
 class Hca(_Facts, frozen=True):
-    """One port of an RDMA device (InfiniBand or RoCE). ``netdev``: its network interface."""
+    """One port of an RDMA device (InfiniBand or RoCE)."""
 
     name: str
+    """Name of the device, for example ``"mlx5_0"``."""
     port: int = 1
+    """Port number."""
     state: PortState = "unknown"
+    """State of the port."""
     link_layer: LinkLayer = "unknown"
+    """Link layer."""
     rate_gbit: float | None = None
+    """Rate in Gbit/s. Unset: unknown."""
     netdev: str = ""
-    roce_v2_ipv4_gid_index: int | None = None  # the only such entry of its GID table; None where there are more
+    """Network interface of the port. Empty: none."""
+    roce_v2_ipv4_gid_index: int | None = None
+    """Index of the only RoCE v2 IPv4 entry in the GID table. Unset: none or several."""
     pci_address: str = ""
+    """PCI address. Empty: unknown."""
     numa_node: int | None = None
+    """NUMA node of the device. Unset: unknown."""
 
 
 class EfaDevice(_Facts, frozen=True):
-    """An Elastic Fabric Adapter of AWS, spoken to through libfabric."""
+    """An AWS Elastic Fabric Adapter, used through libfabric."""
 
     name: str
+    """Name of the device."""
     state: PortState = "unknown"
+    """State of the port."""
     rate_gbit: float | None = None
+    """Rate in Gbit/s. Unset: unknown."""
     pci_address: str = ""
+    """PCI address. Empty: unknown."""
     numa_node: int | None = None
+    """NUMA node of the device. Unset: unknown."""
 
 
 class Gpu(_Facts, frozen=True):
-    """``nvlinks_active`` of ``nvlinks_total`` links are up; None where NVML cannot tell. ``nvlink_domain`` names the
-    GPUs that reach each other over NVLink across nodes (cluster UUID and clique of NVML), empty where there is none."""
+    """A GPU of the node."""
 
     index: int
+    """Index of the GPU in NVML."""
     name: str = ""
+    """The driver's name of the GPU. Empty: unknown."""
     pci_address: str = ""
+    """PCI address. Empty: unknown."""
     numa_node: int | None = None
+    """NUMA node of the device. Unset: unknown."""
     nvlinks_active: int | None = None
+    """NVLinks that are up. Unset: NVML cannot report it."""
     nvlinks_total: int | None = None
+    """NVLinks of the GPU. Unset: NVML cannot report it."""
     nvswitch: bool | None = None
+    """The NVLinks lead to a switch. Unset: unknown."""
     nvlink_domain: str = ""
+    """NVML's cluster UUID and clique, which GPUs share that reach each other over NVLink across nodes. Empty: none."""
 
 
 class NumaNode(_Facts, frozen=True):
-    """``cpus`` as the kernel writes them: ``0-47,96-143``."""
+    """A NUMA node with processors."""
 
     index: int
+    """Index of the NUMA node."""
     cpus: str
+    """Its logical CPUs in the kernel's list format: ``0-47,96-143``."""
 
     def __post_init__(self) -> None:
         parse_cpu_list(self.cpus)
 
 
 class Cpus(_Facts, frozen=True):
-    """``numa_nodes``: those with processors; GPU memory may form others."""
+    """The processors of the node."""
 
     sockets: int | None = None
-    cores: int | None = None  # physical ones
+    """Number of sockets. Unset: unknown."""
+    cores: int | None = None
+    """Number of physical cores. Unset: unknown."""
     threads: int | None = None
+    """Number of logical CPUs. Unset: unknown."""
     numa_nodes: tuple[NumaNode, ...] = ()
+    """NUMA nodes with processors; GPU memory may form others."""
 
 
 class NodeFacts(_Facts, frozen=True):
-    """The table ``[node]`` of a cluster profile. Lists are in the order of their names' numbers."""
+    """The ``[node]`` table of a cluster profile. Lists are sorted by the numbers in the devices' names."""
 
     interfaces: tuple[Interface, ...] = ()
+    """Network interfaces."""
     hcas: tuple[Hca, ...] = ()
+    """Ports of RDMA devices."""
     efa: tuple[EfaDevice, ...] = ()
+    """Elastic Fabric Adapters."""
     gpus: tuple[Gpu, ...] = ()
+    """GPUs."""
     cpus: Cpus = Cpus()
-    libfabric: str = ""  # where the library was seen
-    aws_ofi_nccl: str = ""  # where NCCL's plugin for libfabric was seen
-    nccl_conf: tuple[
-        str, ...
-    ] = ()  # names that NCCL's own configuration files set; the environment would win over them
-    unread: tuple[str, ...] = ()  # what could not be read, and why
+    """Processors."""
+    libfabric: str = ""
+    """Path of the libfabric library. Empty: not found."""
+    aws_ofi_nccl: str = ""
+    """Path of NCCL's plugin for libfabric. Empty: not found."""
+    nccl_conf: tuple[str, ...] = ()
+    """Names of variables that NCCL's configuration files set and that the environment would override."""
+    unread: tuple[str, ...] = ()
+    """Facts that could not be read, with the reason."""
 
 
 def parse_cpu_list(cpus: str) -> set[int]:
-    """``0-2,8`` as {0, 1, 2, 8}.
+    """Return the numbers in a list of CPUs: ``0-2,8`` gives {0, 1, 2, 8}.
 
     Raises:
-        ValueError: it is no such list, or has more processors than Linux knows.
+        ValueError: the list is malformed or has a number of ``MAX_CPUS`` or more.
     """
     numbers: set[int] = set()
     for item in cpus.split(",") if cpus.strip() else []:
         match = re.fullmatch(r"\s*([0-9]{1,5})(?:-([0-9]{1,5}))?\s*", item)
         if match is None or int(match[2] or match[1]) >= MAX_CPUS:
-            raise ValueError(f"cpus = {cpus[:100]!r}: must be a list as 0-47,96-143, of numbers below {MAX_CPUS}")
+            raise ValueError(f"cpus = {cpus[:100]!r}: must be a list such as 0-47,96-143 of numbers below {MAX_CPUS}")
         numbers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return numbers

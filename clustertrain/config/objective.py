@@ -1,4 +1,4 @@
-"""The ``[objective]`` table: what is minimised."""
+"""The ``[objective]`` table: the loss function."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.config.ranges import check_positive, check_range
+from clustertrain.config.checks.ranges import check_positive, check_range
 
 ObjectiveKind = Literal["auto", "cross-entropy", "binary-cross-entropy", "mse", "l1", "huber", "nt-xent"]
 
 
 class ObjectiveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What does not belong to the kind in use is refused."""
+    """The ``[objective]`` table. A key that does not belong to the kind in use is refused."""
 
-    kind: ObjectiveKind = "auto"  # cross-entropy; of a two-tower model nt-xent; of an entry its own loss, if it has one
-    label_smoothing: float = 0.0  # cross-entropy
-    ignore_index: int = -100  # cross-entropy: targets of this value count nothing
-    delta: float = 1.0  # huber: from here on linear
-    temperature: float = 0.1  # nt-xent of an entry that returns two embeddings; two-tower models have their own
+    kind: ObjectiveKind = "auto"
+    """Loss function. ``"auto"``: ``"nt-xent"`` for two-tower models, otherwise ``"cross-entropy"``; the loss that a
+    model entry computes itself takes precedence."""
+    label_smoothing: float = 0.0
+    """Cross-entropy: share of each target that is spread over all classes."""
+    ignore_index: int = -100
+    """Cross-entropy: targets with this value are excluded from the loss."""
+    delta: float = 1.0
+    """Huber: absolute error at which the loss turns from quadratic to linear."""
+    temperature: float = 0.1
+    """NT-Xent of a model entry that returns a pair of embeddings. Two-tower models use ``model.two_tower.temperature``.
+    """
 
     def __post_init__(self) -> None:
         check_range("label_smoothing", self.label_smoothing, 0.0, 0.9)

@@ -1,4 +1,4 @@
-"""The ``[optim]`` table: which optimizer, on which parameters, how the gradient is clipped."""
+"""The ``[optim]`` table: optimizer, trained parameters, gradient clipping."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.config.ranges import check_positive, check_range
+from clustertrain.config.checks.ranges import check_positive, check_range
 
 OptimizerName = Literal[
     "adamw", "adam", "sgd", "adafactor", "lion", "lamb", "lars", "muon", "soap", "shampoo", "adamw8bit"
@@ -16,37 +16,59 @@ ClipMethod = Literal["norm", "value", "adaptive"]
 
 
 class UnfreezeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One of ``[[optim.unfreeze]]``: from ``step`` on what ``modules`` name is trained; until then it is frozen."""
+    """An item of ``[[optim.unfreeze]]``: modules that are frozen until a step."""
 
     step: int
-    modules: tuple[str, ...]  # patterns of module names, as "encoder.layers.*"
+    """First step in which the modules are trained."""
+    modules: tuple[str, ...]
+    """Patterns of module names, for example ``"encoder.layers.*"``."""
 
     def __post_init__(self) -> None:
         check_positive("step", self.step)
         if not self.modules or "" in self.modules:
-            raise ValueError("modules: name at least one module")
+            raise ValueError("modules: must name at least one module")
 
 
 class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """No weight decay on norms, biases and embeddings, by the type of their module. What does not belong to the
-    optimizer in use is refused."""
+    """The ``[optim]`` table. A key that does not belong to the optimizer in use is refused.
+
+    Weight decay excludes norms, biases and embeddings, identified by the type of their module.
+    """
 
     name: OptimizerName = "adamw"
+    """Optimizer."""
     lr: float = 3e-4
-    lr_batch: int = 0  # the global batch that lr was found for; 0: not said. The plan tells what another one asks for
-    betas: tuple[float, float] | None = None  # None: see betas_for
+    """Peak learning rate; ``[schedule]`` scales it."""
+    lr_batch: int = 0
+    """Global batch for which ``lr`` was tuned; ``plan`` then suggests a rate for the actual one. 0: unknown."""
+    betas: tuple[float, float] | None = None
+    """Decay rates of the moment estimates. Unset: (0.9, 0.99) for lion, (0.95, 0.95) for soap; for all others (0.9,
+    0.95) on text and (0.9, 0.999) otherwise. Unused by adafactor, sgd and lars."""
     eps: float = 1e-8
+    """Term added to the denominator of Adam-type optimizers. Unused by sgd, lars, lion and adafactor."""
     weight_decay: float = 0.1
-    momentum: float | None = None  # sgd, lars: None is 0.9; muon: None is 0.95
-    nesterov: bool = False  # sgd
-    layer_decay: float = 1.0  # lr of a layer is that of the one above it times this; 1: the same for all
-    lr_scale: dict[str, float] = {}  # by pattern of module names what their lr is multiplied by
-    freeze: tuple[str, ...] = ()  # patterns of module names that are never trained
+    """Weight decay. 0: none."""
+    momentum: float | None = None
+    """Momentum of sgd, lars and muon. Unset: 0.95 for muon, otherwise 0.9. Unused by the others."""
+    nesterov: bool = False
+    """Use Nesterov momentum. SGD only."""
+    layer_decay: float = 1.0
+    """Ratio of a layer's learning rate to that of the layer above it. 1: the same rate for all layers."""
+    lr_scale: dict[str, float] = {}
+    """Multipliers of the learning rate by pattern of module names."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of the names of modules that are never trained."""
     unfreeze: tuple[UnfreezeSpec, ...] = ()
+    """Modules that are frozen until a given step."""
     clip: ClipMethod = "norm"
-    clip_norm: float = 1.0  # of clip = "norm"; 0: no clipping
-    clip_value: float = 1.0  # of clip = "value": each element lies between plus and minus this
-    clip_quantile: float = 0.95  # of clip = "adaptive": the limit is this quantile of the last norms
+    """Gradient clipping. ``"norm"``: by global norm. ``"value"``: by element. ``"adaptive"``: by global norm, at a
+    quantile of recent norms."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; with ``clip = "adaptive"`` only until enough norms are known. 0: no clipping."""
+    clip_value: float = 1.0
+    """Largest absolute value of a gradient element. Only with ``clip = "value"``."""
+    clip_quantile: float = 0.95
+    """Quantile of recent gradient norms that is the limit. Only with ``clip = "adaptive"``."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "clip_value"):
@@ -62,26 +84,29 @@ class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         for pattern, factor in self.lr_scale.items():
             check_positive(f"lr_scale.{pattern}", factor)
         if self.lr_batch < 0:
-            raise ValueError(f"lr_batch = {self.lr_batch}: must be 0 (not said) or more")
+            raise ValueError(f"lr_batch = {self.lr_batch}: must be 0 (unknown) or more")
         start_steps: dict[str, int] = {}
         for entry in self.unfreeze:
             for pattern in entry.modules:
                 if pattern in start_steps:
                     raise ValueError(
-                        f"unfreeze: {pattern!r} is named twice, for steps {start_steps[pattern]} and {entry.step}"
+                        f"unfreeze: {pattern!r} is listed twice, for steps {start_steps[pattern]} and {entry.step}"
                     )
                 start_steps[pattern] = entry.step
         if self.weight_decay < 0 or self.clip_norm < 0:
             raise ValueError("weight_decay and clip_norm must be 0 or more")
 
     def resolve_betas(self, *, is_text: bool) -> tuple[float, float]:
-        """The betas in use. (0.9, 0.95) is what language models take since GPT-3 (arXiv 2005.14165, appendix B); 0.999
-        is that of Adam (arXiv 1412.6980). Lion (arXiv 2302.06675) and SOAP (arXiv 2409.11321) have their authors'."""
+        """Return the betas to use.
+
+        Defaults: (0.9, 0.95) for language models since GPT-3 (arXiv 2005.14165, appendix B), (0.9, 0.999) from Adam
+        (arXiv 1412.6980); Lion (arXiv 2302.06675) and SOAP (arXiv 2409.11321) use their authors' values.
+        """
         return self.betas or _DEFAULT_BETAS.get(self.name) or ((0.9, 0.95) if is_text else (0.9, 0.999))
 
     @property
     def effective_momentum(self) -> float:
-        """0.95 is that of Muon's author (kellerjordan.github.io/posts/muon)."""
+        """The momentum to use; Muon's default is its author's (kellerjordan.github.io/posts/muon)."""
         return self.momentum if self.momentum is not None else 0.95 if self.name == "muon" else 0.9
 
 

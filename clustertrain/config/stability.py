@@ -1,4 +1,4 @@
-"""The ``[stability]`` table: what is watched in each step, and what follows when training goes wrong."""
+"""The ``[stability]`` table: checks of each step and the reaction to divergence."""
 
 from __future__ import annotations
 
@@ -6,28 +6,39 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.config.ranges import check_positive, check_range
+from clustertrain.config.checks.ranges import check_positive, check_range
 
 DivergenceAction = Literal["stop", "roll-back"]
 
 
 class StabilitySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A step whose loss or gradient is not finite is skipped, on all ranks alike."""
+    """The ``[stability]`` table. A step with a NaN or Inf loss or gradient is skipped on all ranks."""
 
-    max_skipped: int = 10  # so many steps skipped one after the other are too many
-    then: DivergenceAction = (
-        "stop"  # after too many: end the run, or go back to a checkpoint and leave out the data since
-    )
-    spike: Literal["off", "warn", "skip", "roll-back"] = "warn"  # a loss far above its recent ones
-    spike_deviations: float = 8.0  # how far: in robust standard deviations of the last spike_window losses
-    spike_window: int = 128  # steps
-    max_roll_backs: int = 3  # without a newer checkpoint between; one more ends the run
-    roll_back_margin: int = 0  # steps before the bad one whose data is left out too
-    layers_every: int = 200  # steps between norms of each layer's gradients and weights, and of activations; 0: never
-    grad_norm_limit: float = 10.0  # a warning above it; 0: none
-    vanishing: float = 1e-6  # a warning when the gradient norm stays below it; 0: none
-    clipped_share: float = 0.5  # a warning when more than this share of the last 100 steps was clipped; 0: none
-    slowdown: float = 0.1  # a warning when throughput falls by this share below the run's own; 0: none
+    max_skipped: int = 10
+    """Most consecutive steps that may be skipped before ``then`` applies."""
+    then: DivergenceAction = "stop"
+    """Action after too many skipped steps. ``"stop"``: end the run. ``"roll-back"``: return to a checkpoint and omit
+    the data since then."""
+    spike: Literal["off", "warn", "skip", "roll-back"] = "warn"
+    """Action after a loss far above the recent ones. ``"roll-back"``: as for ``then``."""
+    spike_deviations: float = 8.0
+    """Robust standard deviations above the median of recent losses that make a spike."""
+    spike_window: int = 128
+    """Steps whose losses count as recent, at least 16. Unused with ``spike = "off"``."""
+    max_roll_backs: int = 3
+    """Most rollbacks without a newer checkpoint in between; one more ends the run. Unused without a rollback."""
+    roll_back_margin: int = 0
+    """Steps before the bad one whose data is omitted as well. Unused without a rollback."""
+    layers_every: int = 200
+    """Steps between measurements of each layer's gradient, weight and activation norms. 0: never."""
+    grad_norm_limit: float = 10.0
+    """Gradient norm above which to warn. 0: never."""
+    vanishing: float = 1e-6
+    """Gradient norm below which, if it stays there, to warn. 0: never."""
+    clipped_share: float = 0.5
+    """Share of clipped steps among the last 100 above which to warn. 0: never."""
+    slowdown: float = 0.1
+    """Relative drop below the run's earlier throughput at which to warn. 0: never."""
 
     def __post_init__(self) -> None:
         for name in ("max_skipped", "spike_deviations", "spike_window"):
@@ -46,7 +57,7 @@ class StabilitySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         for name in ("clipped_share", "slowdown"):
             check_range(name, getattr(self, name), 0.0, 1.0)
         if self.spike_window < 16:
-            raise ValueError(f"spike_window = {self.spike_window}: fewer than 16 steps say nothing of the usual spread")
+            raise ValueError(f"spike_window = {self.spike_window}: must be 16 or more to estimate the usual spread")
 
     @property
     def can_roll_back(self) -> bool:

@@ -1,4 +1,4 @@
-"""The ``[tracking]`` table: where the run's scalars go besides its own folder."""
+"""The ``[tracking]`` table: external trackers that receive the run's scalars."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
 class TrackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A process beside the ranks reads the rows and hands them on; a tracker that fails never ends a run."""
+    """The ``[tracking]`` table.
+
+    A separate process reads the logged rows and uploads them; a failing tracker never ends a run.
+    """
 
     to: tuple[Tracker, ...] = ()
-    project: str = ""  # wandb's project, MLflow's experiment; "": the run's name
-    uri: str = ""  # MLflow's tracking URI; "": what the environment says, else a database in the run's folder
-    offline: bool = False  # wandb: keep everything in the run's folder, for `wandb sync`
+    """Trackers to use. Empty: none."""
+    project: str = ""
+    """Project in W&B, experiment in MLflow. Empty: ``WANDB_PROJECT`` or ``MLFLOW_EXPERIMENT_NAME``, otherwise the run's
+    name. Unused by TensorBoard."""
+    uri: str = ""
+    """MLflow tracking URI. Empty: ``MLFLOW_TRACKING_URI``, otherwise a database in the run folder. MLflow only."""
+    offline: bool = False
+    """Keep everything in the run folder, for ``wandb sync``. W&B only."""
 
     def __post_init__(self) -> None:
         if len(set(self.to)) < len(self.to):
-            raise ValueError(f"to = {list(self.to)}: one is named twice")
+            raise ValueError(f"to = {list(self.to)}: contains a duplicate")
         if "@" in urlsplit(self.uri).netloc:
             raise ValueError(
-                "uri: a name or password in it would be kept with the run; give them in the environment, as "
+                "uri: contains a user name or password, which the run would keep; set them in the environment, as "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI as a whole"
             )

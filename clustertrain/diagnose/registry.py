@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from clustertrain.config.parsing import did_you_mean
+from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import UsageError
 
 Verdict = Literal["pass", "warn", "fail", "skipped"]

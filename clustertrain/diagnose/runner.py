@@ -15,8 +15,10 @@ import msgspec
 
 from clustertrain import proc, schema
 from clustertrain.agent import scratch_run
+from clustertrain.config.checkpoint import CheckpointSpec
 from clustertrain.config.contract import ContractSpec
-from clustertrain.config.recipe import CheckpointSpec, Recipe, RehearsalSpec
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.rehearsal import RehearsalSpec
 from clustertrain.config.tracking import TrackingSpec
 from clustertrain.diagnose.registry import Finding, Verdict, overall_verdict
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, CommandFailed, ConfigError, UsageError

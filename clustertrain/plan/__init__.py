@@ -1,1 +1,1 @@
-"""Chooses the layout, the batch split and the environment of a job."""
+"""Choice of the layout, the batch split and the environment of a job."""

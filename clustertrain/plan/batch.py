@@ -1,4 +1,4 @@
-"""global_batch = micro_batch x grad_accum x data_parallel, in sequences."""
+"""Batch split: global_batch = micro_batch x grad_accum x data_parallel, in sequences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from clustertrain.plan.layout import Batch, pluralize
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The multiples of ``unit`` around ``value``, in words."""
+    """Return the multiples of ``unit`` next to ``value`` as text."""
     low, high = value // unit * unit, -(-value // unit) * unit
     return f"{low} or {high}" if low else str(high)
 
@@ -19,14 +19,17 @@ DEFAULT_GLOBAL_BATCH = 32
 
 
 def default_global_batch(unit: int, minimum: int = DEFAULT_GLOBAL_BATCH) -> int:
-    """For a recipe that names none: the smallest multiple of ``unit``, what all ranks do in one pass, that is at least
-    ``minimum`` sequences."""
+    """Return the global batch for a recipe without one: the smallest multiple of ``unit`` of at least ``minimum``.
+
+    ``unit`` is the number of sequences that all ranks process in one pass.
+    """
     return -(-minimum // unit) * unit
 
 
 def rank_sample_range(global_batch: int, data_parallel: int, rank: int) -> tuple[int, int]:
-    """(first, count) of the samples of one data-parallel rank in each global batch. Where it does not divide, the first
-    ranks take one more.
+    """Return (first, count) of the samples of one data-parallel rank in each global batch.
+
+    If the batch does not divide evenly, the first ranks take one more.
 
     Raises:
         ConfigError: there are fewer samples than ranks.
@@ -42,7 +45,7 @@ def rank_sample_range(global_batch: int, data_parallel: int, rank: int) -> tuple
 
 
 def samples_per_rank(global_batch: int, data_parallel: int) -> int:
-    """Sequences of one rank and step. Raises ConfigError when the global batch does not divide."""
+    """Return the sequences per rank and step. Raise ConfigError if the global batch does not divide evenly."""
     if global_batch % data_parallel:
         raise ConfigError(
             f"train.global_batch = {global_batch} does not divide over {data_parallel} data-parallel ranks: "
@@ -56,7 +59,7 @@ def samples_per_rank(global_batch: int, data_parallel: int) -> int:
 
 
 def check_divides(global_batch: int, data_parallel: int, micro_batch: int | None = None) -> None:
-    """Raises ConfigError with the arithmetic when the global batch does not divide over ranks and micro-batches."""
+    """Raise ConfigError, with the arithmetic, unless the global batch divides over ranks and micro-batches."""
     rank_batch = samples_per_rank(global_batch, data_parallel)
     if micro_batch and rank_batch % micro_batch:
         unit = micro_batch * data_parallel
@@ -84,18 +87,17 @@ def split_batch(
 ) -> Batch:
     """Split the global batch over the ranks.
 
-    ``micro_batch`` 0 takes the largest one that divides, for which ``fits`` is true and of which there are
-    ``min_micro_batches``,
-    else the smallest: fewer and larger passes keep the device busier. The result never changes what is learned, only
-    how it is computed.
+    The result changes how a step is computed, never its outcome.
 
     Args:
-        why_not: says of a number of micro-batches why the pipeline's schedule does not run it, or nothing.
-        way_out: what would run them.
+        micro_batch: 0 for the largest one that divides, ``fits`` and leaves ``min_micro_batches``, otherwise the
+            smallest: fewer and larger passes keep the device busier.
+        unsupported_reason: returns why the pipeline's schedule does not support a number of micro-batches, or ''.
+        alternative: a setting that would support it.
 
     Raises:
-        ConfigError: the numbers do not divide, or make a number of micro-batches that the schedule does not run; shows
-            the arithmetic and the nearest values that do.
+        ConfigError: the numbers do not divide, or the schedule does not support the number of micro-batches; the
+            message has the arithmetic and the nearest valid values.
     """
     check_divides(global_batch, data_parallel, micro_batch)
     rank_batch = global_batch // data_parallel
@@ -130,12 +132,12 @@ def _schedule_error(
     fixes += [f"a global batch of {larger_batch}", *([alternative] if alternative else [])]
     return ConfigError(
         f"train.global_batch = {global_batch} over {pluralize(data_parallel, 'data-parallel rank')} makes "
-        f"{pluralize(rank_batch // size, 'micro-batch')} of {size} a step: {unsupported_reason(rank_batch // size)}",
+        f"{pluralize(rank_batch // size, 'micro-batch')} of {size} per step: {unsupported_reason(rank_batch // size)}",
         fix="use " + ", or ".join(fixes),
     )
 
 
 def divisors(value: int) -> list[int]:
-    """All divisors, largest first."""
+    """Return all divisors of ``value``, largest first."""
     low = [d for d in range(1, int(value**0.5) + 1) if value % d == 0]
     return sorted({*low, *(value // d for d in low)}, reverse=True)

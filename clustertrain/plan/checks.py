@@ -1,4 +1,4 @@
-"""What cannot run, refused with the arithmetic before anything is made."""
+"""Checks that refuse impossible layouts, with the arithmetic, before anything is created."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import math
 from itertools import pairwise
 
 from clustertrain.config.hardware import GpuType
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.parsing import did_you_mean as nearest_word
-from clustertrain.config.recipe import ModelSpec, Precision
+from clustertrain.config.parsing.documents import did_you_mean as nearest_word
+from clustertrain.config.train import Precision
 from clustertrain.errors import ConfigError
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.batch import divisors, nearest_multiples
@@ -16,17 +17,17 @@ from clustertrain.plan.layout import Layout
 
 
 def check_zero1(tp: int, cp: int, pp: int) -> None:
-    """Raises ConfigError: ZeRO-1 splits the optimizer of whole models only."""
+    """Raise ConfigError if tp, cp or pp split the model, since ZeRO-1 replicates whole models."""
     splits = [f"{name} {degree}" for name, degree in (("tp", tp), ("cp", cp), ("pp", pp)) if degree > 1]
     if splits:
         raise ConfigError(
-            f"zero1 replicates whole models, and {', '.join(splits)} splits them",
-            fix="use --layout fsdp-grad-op or fsdp with it, which split the optimizer state too",
+            f"zero1 replicates whole models, but {', '.join(splits)} splits them",
+            fix="use --layout fsdp-grad-op or fsdp, which also split the optimizer state",
         )
 
 
 def check_decoder_layout(model: ModelSpec, seq_len: int, parallel: ParallelSpec, layout: Layout) -> None:
-    """Raises ConfigError where the built-in decoder cannot be split as ``layout`` wants."""
+    """Raise ConfigError if the built-in decoder cannot be split according to ``layout``."""
     _check_pipeline_stages(model, parallel, layout)
     if layout.tp > 1:
         _check_tensor_parallel(model, layout)
@@ -40,7 +41,7 @@ def _check_pipeline_stages(model: ModelSpec, parallel: ParallelSpec, layout: Lay
     if stages > units:
         per_rank = f" x virtual_stages {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
         raise ConfigError(
-            f"pp {layout.pp}{per_rank} = {stages} stages, and the model has {units} parts to put into them: the "
+            f"pp {layout.pp}{per_rank} = {stages} stages, but the model has only {units} parts: the "
             f"embedding, model.layers = {model.layers}, and norm with head",
             fix=_suggest_fewer_stages(units, layout),
         )
@@ -50,12 +51,12 @@ def _check_pipeline_stages(model: ModelSpec, parallel: ParallelSpec, layout: Lay
 
 def _suggest_fewer_stages(units: int, layout: Layout) -> str:
     fixes = [f"model.layers of at least {pipeline_schedules.num_stages(layout) - 2}"]
-    remaining_ranks = layout.world_size // (layout.tp * layout.cp)  # for pipeline and data parallel
+    remaining_ranks = layout.world_size // (layout.tp * layout.cp)  # pipeline and data parallel
     pp = next(d for d in divisors(remaining_ranks) if d <= max(1, units // layout.virtual_stages))
     if pp > 1:
         fixes.insert(0, f"--pp {pp}")
     if layout.virtual_stages > 1 and layout.pp <= units:
-        fixes.insert(0, "parallel.schedule = '1f1b' with one stage a rank")
+        fixes.insert(0, "parallel.schedule = '1f1b' with one stage per rank")
     return "use " + ", or ".join(fixes)
 
 
@@ -68,14 +69,14 @@ def _check_split_points(split: tuple[str, ...], layers: int, stages: int) -> Non
             )
     if len(split) != stages - 1:
         raise ConfigError(
-            f"parallel.split names {len(split)} parts, and {stages} stages begin at {stages - 1} after the first",
-            fix=f"name {stages - 1} of them, or leave parallel.split out for a balanced split",
+            f"parallel.split has {len(split)} parts, but {stages} stages need {stages - 1}",
+            fix=f"give {stages - 1} parts, or remove parallel.split for a balanced split",
         )
     starts = [0, *(unit_index[name] for name in split)]
     if any(after <= before for before, after in pairwise(starts)):
         raise ConfigError(
-            f"parallel.split = {list(split)}: a stage would begin before the one ahead of it",
-            fix="name the parts in the order of execution: layers.0, layers.1, ..., norm",
+            f"parallel.split = {list(split)}: a stage would start before the previous one",
+            fix="list the parts in the order of execution: layers.0, layers.1, ..., norm",
         )
 
 
@@ -92,7 +93,7 @@ def _check_tensor_parallel(model: ModelSpec, layout: Layout) -> None:
     ]
     if indivisible:
         valid_degrees = sorted(d for d in divisors(math.gcd(remaining_ranks, *widths.values())) if d > 1)
-        fix = f"use --tp {' or '.join(map(str, valid_degrees))}" if valid_degrees else "leave --tp out"
+        fix = f"use --tp {' or '.join(map(str, valid_degrees))}" if valid_degrees else "remove --tp"
         raise ConfigError(
             f"tp {tp} does not divide {', '.join(indivisible)}", fix=f"{fix}, or sizes that are multiples of {tp}"
         )
@@ -114,22 +115,22 @@ def _check_seq_len(seq_len: int, layout: Layout) -> None:
 def check_device(
     precision: Precision, parallel: ParallelSpec, layout: Layout, device: str, gpu: GpuType | None
 ) -> list[str]:
-    """Notes on what runs, but not well or not certainly.
+    """Return notes on settings that run slowly or may fail.
 
     Raises:
-        ConfigError: the device lacks what precision or layout need, or torch what two options together need.
+        ConfigError: the device does not support the precision or layout, or torch does not support a combination.
     """
     _check_split_backward(parallel, layout)
     _check_activation_offload(parallel, layout, device)
     if device == "cpu":
         _check_cpu_support(precision, parallel, layout)
         if precision == "fp16":
-            return ["precision fp16 on the CPU is for trying it out: matmuls take many times fp32's time"]
+            return ["precision fp16 on the CPU is for trials only: matmuls take many times as long as in fp32"]
         if precision == "tf32":
-            return ["precision tf32 is one of GPUs: on the CPU matmuls stay fp32"]
+            return ["precision tf32 exists on GPUs only: on the CPU matmuls stay fp32"]
     elif precision in ("bf16", "tf32") and gpu is not None and not gpu.bf16:
-        alternative = "train.precision = 'fp16' or 'fp32'" if precision == "bf16" else "its matmuls stay fp32"
-        return [f"precision {precision}: {gpu.name} has none in hardware (NVIDIA: from Ampere on); {alternative}"]
+        alternative = "train.precision = 'fp16' or 'fp32'" if precision == "bf16" else "matmuls stay fp32"
+        return [f"precision {precision}: {gpu.name} lacks it in hardware (NVIDIA: Ampere or later); {alternative}"]
     elif precision == "fp8":
         if layout.tp > 1:
             raise ConfigError(
@@ -138,13 +139,13 @@ def check_device(
             )
         if gpu is None:
             return [
-                "precision fp8 needs GPUs of compute capability 8.9 (Ada, Hopper) or later, or MI300; the type is not "
-                "known here"
+                "precision fp8 needs GPUs of compute capability 8.9 (Ada, Hopper) or later, or MI300; the GPU "
+                "type is unknown"
             ]
         if not gpu.fp8:
             raise ConfigError(
-                f"precision fp8: the matrix units of {gpu.name} have no 8-bit floating point (NVIDIA: from compute "
-                "capability 8.9 on, AMD: from MI300 on)",
+                f"precision fp8: the matrix units of {gpu.name} have no 8-bit floating point (NVIDIA: compute "
+                "capability 8.9 or later, AMD: MI300 or later)",
                 fix="use train.precision = 'bf16', or another --gpu-type",
             )
     return []
@@ -155,16 +156,16 @@ def _check_activation_offload(parallel: ParallelSpec, layout: Layout, device: st
         return
     checkpointed = layout.activation_checkpointing
     for applies, problem, fix in (
-        (device == "cpu", "there is no GPU memory to relieve, and the device is cpu", "leave it out"),
+        (device == "cpu", "there is no GPU memory to relieve on device cpu", "remove it"),
         (
             checkpointed != "none",
-            f"with activation checkpointing {checkpointed!r} a layer keeps nothing for it to move",
-            "use parallel.activation_checkpointing = 'none', or leave it out",
+            f"with activation checkpointing {checkpointed!r} a layer keeps nothing to move",
+            "use parallel.activation_checkpointing = 'none', or remove it",
         ),
-        (parallel.compile, "compiled layers do not tell what they keep", "use parallel.compile = false"),
+        (parallel.compile, "compiled layers hide the activations they keep", "use parallel.compile = false"),
         (
             layout.tp > 1 or layout.pp > 1,
-            "what split layers and pipeline stages keep is not moved",
+            "activations of split layers and pipeline stages are not moved",
             "use tp = 1 and pp = 1, or parallel.activation_checkpointing = 'full'",
         ),
     ):
@@ -173,29 +174,28 @@ def _check_activation_offload(parallel: ParallelSpec, layout: Layout, device: st
 
 
 def check_fp16(precision: Precision, device: str, requested_device: str) -> None:
-    """Raises ConfigError for fp16 on a CPU that nobody ``requested_device`` for: a matmul takes 60 times that of fp32
-    there."""
+    """Raise ConfigError for fp16 on a CPU that was not requested, where a matmul takes 60 times as long as in fp32."""
     if precision == "fp16" and device == "cpu" and requested_device != "cpu":
         raise ConfigError(
             "precision fp16: this machine has no GPU, and CPUs have no matrix units for it",
-            fix="use train.precision = 'auto' or 'fp32', or say job.device = 'cpu' to try it out slowly",
+            fix="use train.precision = 'auto' or 'fp32', or set job.device = 'cpu' for a slow trial",
         )
 
 
 def _check_split_backward(parallel: ParallelSpec, layout: Layout) -> None:
-    """Refuses what does not go with a backward pass in two parts, that of the inputs and that of the weights."""
+    """Raise ConfigError for options that cannot split the backward pass into its input and its weight half."""
     if layout.pp == 1 or layout.schedule not in pipeline_schedules.SPLIT_BACKWARD_SCHEDULES:
         return
     if parallel.compile:
         raise ConfigError(
-            f"parallel.compile with schedule {layout.schedule}: torch cannot take a compiled backward pass apart into "
+            f"parallel.compile with schedule {layout.schedule}: torch cannot split a compiled backward pass into "
             "its input and its weight half",
-            fix="leave one of them out",
+            fix="remove one of them",
         )
     if layout.activation_checkpointing == "selective":
         raise ConfigError(
-            f"selective activation checkpointing with schedule {layout.schedule}: it gives out what it kept once, and "
-            "the input and the weight half of the backward pass both ask for it",
+            f"selective activation checkpointing with schedule {layout.schedule}: it returns a kept tensor once, but "
+            "the input and the weight half of the backward pass both need it",
             fix="use parallel.activation_checkpointing = 'full' or 'none', or parallel.schedule = 'interleaved'",
         )
 
@@ -205,15 +205,15 @@ def _check_cpu_support(precision: Precision, parallel: ParallelSpec, layout: Lay
         (precision == "fp8", "precision fp8: CPUs have no fp8 matmul", "use train.precision = 'bf16' or 'fp32'"),
         (
             parallel.async_tp and layout.tp > 1,
-            "parallel.async_tp: it overlaps through memory that GPUs share over NVLink",
-            "leave it out",
+            "parallel.async_tp: it needs memory that GPUs share over NVLink",
+            "remove it",
         ),
         (
             parallel.context == "ring" and layout.cp > 1,
-            "parallel.context = 'ring': torch has ring attention for GPUs only",
+            "parallel.context = 'ring': torch supports ring attention on GPUs only",
             "use parallel.context = 'all-gather'",
         ),
-        (layout.offload, "parallel.offload: there is no GPU memory to relieve", "leave it out"),
+        (layout.offload, "parallel.offload: there is no GPU memory to relieve", "remove it"),
     ):
         if applies:
             raise ConfigError(f"{problem}, and the device is cpu", fix=fix)

@@ -15,6 +15,8 @@ from clustertrain.plan.search.layouts import SearchResult
 
 
 class RejectedLayout(msgspec.Struct, frozen=True):
+    """A layout family that was not chosen, and why."""
+
     strategy: str
     why: str
 

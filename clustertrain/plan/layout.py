@@ -1,4 +1,4 @@
-"""How the ranks share the work: the one description that planner, trainer and checkpoint use."""
+"""Parallel layout of the ranks: the single description that planner, trainer and checkpoints use."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ SHARDED_STRATEGIES = frozenset({"fsdp", "fsdp-grad-op", "hybrid-shard"})
 
 
 def pluralize(count: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``, ``2 batches``."""
+    """Return the count with its noun: ``1 rank``, ``2 ranks``, ``2 batches``."""
     suffix = "es" if noun.endswith("ch") else "s"
     return f"{count} {noun}" + ("" if count == 1 else suffix)
 
 
 def format_number(value: float) -> str:
-    """Three digits, or all before the point."""
+    """Return ``value`` with three significant digits, or as an integer from 1000 on."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def format_gib(value: float) -> str:
-    """``31.53 GiB``, ``24.4 MiB``."""
+    """Return ``value`` GiB as text: ``31.53 GiB``, ``24.4 MiB``."""
     return f"{value:.2f} GiB" if value >= 0.1 else f"{1024 * value:.3g} MiB"
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands, outermost dimension first. Neighbouring ranks share a node, so what communicates most is
-    innermost."""
+    """Coordinates of a rank in the layout, outermost dimension first.
+
+    Neighboring ranks share a node, so the dimension that communicates most is innermost.
+    """
 
     pp: int
     dp_replicate: int
@@ -41,15 +43,13 @@ class Coordinates(NamedTuple):
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Degrees of parallelism; their product is the world size. The keys are those of ``plan --json``.
-
-    ``strategy`` says what the data-parallel ranks do: ``ddp`` replicates, ``zero1`` replicates and splits the optimizer
-    state, ``fsdp`` shards parameters, gradients and optimizer state (ZeRO-3), ``fsdp-grad-op`` keeps the parameters
-    gathered between forward and backward (ZeRO-2), ``hybrid-shard`` shards over ``dp_shard`` ranks and replicates over
-    ``dp_replicate`` such groups. ``single``: there is one data-parallel rank.
-    """
+    """Degrees of parallelism; their product is the world size. The keys are those of ``plan --json``."""
 
     strategy: Strategy = "single"
+    """Data parallelism: ``ddp`` replicates; ``zero1`` replicates and splits the optimizer state; ``fsdp`` shards
+    parameters, gradients and optimizer state (ZeRO-3); ``fsdp-grad-op`` also keeps the parameters gathered between
+    forward and backward (ZeRO-2); ``hybrid-shard`` shards over ``dp_shard`` ranks and replicates over ``dp_replicate``
+    such groups; ``single``: one data-parallel rank."""
     dp_replicate: int = 1
     dp_shard: int = 1
     zero1: bool = False
@@ -61,17 +61,17 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     virtual_stages: int = 1
     activation_checkpointing: str = "none"
     reshard_after_forward: bool = True
-    defer_reduction: bool = True  # sharded: gradients are reduced once a step and kept whole until then
+    defer_reduction: bool = True  # sharded: reduce gradients once per step and keep them whole until then
     offload: bool = False
 
     @property
     def data_parallel(self) -> int:
-        """How many ranks (or groups of ranks) see different samples."""
+        """Number of ranks (or groups of ranks) that see different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def gradient_ranks(self) -> int:
-        """Over how many ranks a gradient is averaged: those of one sequence's parts count too."""
+        """Number of ranks over which a gradient is averaged, including those that share a sequence."""
         return self.data_parallel * self.cp
 
     @property
@@ -80,12 +80,12 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def is_model_parallel(self) -> bool:
-        """Whether a rank does less than the whole forward pass of its samples."""
+        """A rank computes only a part of the forward pass of its samples."""
         return self.tp * self.cp * self.pp > 1
 
     @property
     def is_fully_sharded(self) -> bool:
-        """Whether ``fully_shard`` handles the data-parallel ranks; plain replicas of whole models are DDP's."""
+        """``fully_shard`` handles the data-parallel ranks; DDP handles replicas of whole models."""
         return self.gradient_ranks > 1 and (self.is_sharded or self.is_model_parallel)
 
     @property
@@ -93,6 +93,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return self.strategy in SHARDED_STRATEGIES
 
     def coordinates(self, rank: int) -> Coordinates:
+        """Return the coordinates of ``rank``."""
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         rest, dp_shard = divmod(rest, self.dp_shard)
@@ -100,17 +101,17 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return Coordinates(pp, dp_replicate, dp_shard, cp, tp)
 
     def data_rank(self, rank: int) -> int:
-        """Which part of the global batch ``rank`` works on, 0 to ``data_parallel`` - 1."""
+        """Return the index, 0 to ``data_parallel`` - 1, of the part of the global batch that ``rank`` processes."""
         coords = self.coordinates(rank)
         return coords.dp_replicate * self.dp_shard + coords.dp_shard
 
     def format_degrees(self) -> str:
-        """The degrees above one, outermost first: ``8 ranks = pp 2 x dp_shard 2 x tp 2``."""
+        """Return the degrees above one, outermost first: ``8 ranks = pp 2 x dp_shard 2 x tp 2``."""
         degrees = [f"{name} {n}" for name in Coordinates._fields if (n := getattr(self, name)) > 1]
         return f"{pluralize(self.world_size, 'rank')} = {' x '.join(degrees) or '1'}"
 
     def describe(self) -> str:
-        """For people: ``hybrid-shard 2 x 4, tp 2, pp 2 (1f1b)``."""
+        """Return a short description: ``hybrid-shard 2 x 4, tp 2, pp 2 (1f1b)``."""
         strategy: str = self.strategy
         if self.strategy == "hybrid-shard":
             strategy += f" {self.dp_replicate} x {self.dp_shard}"
@@ -127,12 +128,15 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """global_batch = micro_batch x grad_accum x data_parallel, in sequences. ``submit`` refuses a batch that does not
-    divide; on the ranks that a loss of nodes has left it may not, and the last micro-batches are smaller there.
-    ``grad_accum`` is a pipeline's number of micro-batches."""
+    """Batch split: global_batch = micro_batch x grad_accum x data_parallel, in sequences.
+
+    ``submit`` refuses a batch that does not divide. After a loss of nodes it may not divide over the remaining ranks;
+    the last micro-batches are then smaller.
+    """
 
     micro_batch: int = 1
     grad_accum: int = 1
+    """Micro-batches per step and rank, or per step of a pipeline."""
     global_batch: int = 1
     tokens_per_step: int = 0
 
@@ -140,10 +144,10 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 def resolve_dp_degrees(
     strategy: Strategy, world: int, gpus_per_node: int, *, tp: int, cp: int, pp: int, dp_replicate: int, dp_shard: int
 ) -> tuple[int, int]:
-    """(dp_replicate, dp_shard) of ``world`` ranks under ``strategy``; a given degree of 0 is derived.
+    """Return (dp_replicate, dp_shard) of ``world`` ranks under ``strategy``; a degree of 0 is inferred.
 
     Raises:
-        ConfigError: the degrees do not multiply to the world size, or the strategy has no use for one of them.
+        ConfigError: the product of the degrees is not the world size, or the strategy does not use one of them.
     """
     model_ranks = tp * cp * pp
     product = f"tp {tp} x cp {cp} x pp {pp}"
@@ -157,7 +161,7 @@ def resolve_dp_degrees(
     if strategy in ("single", "ddp", "zero1"):
         replicate, shard = dp_replicate or dp_ranks, dp_shard or 1
     elif strategy == "hybrid-shard":
-        # As large as a group can be that lies inside a node wherever it begins.
+        # The largest group that lies inside a node wherever it starts.
         node_group = math.gcd(dp_ranks, max(1, gpus_per_node // (tp * cp)))
         shard = dp_shard or (max(1, dp_ranks // dp_replicate) if dp_replicate else node_group)
         replicate = dp_replicate or max(1, dp_ranks // shard)
@@ -166,7 +170,7 @@ def resolve_dp_degrees(
     _check_strategy_degrees(strategy, replicate, shard)
     if replicate * shard != dp_ranks:
         raise ConfigError(
-            f"dp_replicate {replicate} x dp_shard {shard} x {product} = {replicate * shard * model_ranks}, and there"
+            f"dp_replicate {replicate} x dp_shard {shard} x {product} = {replicate * shard * model_ranks}, but there"
             f" are {world} ranks",
             fix=f"dp_replicate x dp_shard must be {world} / {model_ranks} = {dp_ranks}",
         )
@@ -177,25 +181,27 @@ def resolve_dp_degrees(
 
 def _check_strategy_degrees(strategy: Strategy, replicate: int, shard: int) -> None:
     if strategy in ("ddp", "zero1") and shard > 1:
-        raise ConfigError(f"{strategy} shards no parameters, dp_shard is {shard}", fix="use --layout hybrid-shard")
+        raise ConfigError(
+            f"{strategy} does not shard parameters, but dp_shard is {shard}", fix="use --layout hybrid-shard"
+        )
     if strategy in ("fsdp", "fsdp-grad-op") and replicate > 1:
         raise ConfigError(
-            f"{strategy} shards over all data-parallel ranks, dp_replicate is {replicate}",
+            f"{strategy} shards over all data-parallel ranks, but dp_replicate is {replicate}",
             fix="use --layout hybrid-shard",
         )
 
 
 def _check_hybrid_shard(replicate: int, group: int, shard: int, world: int, gpus_per_node: int) -> None:
-    """``group``: the ranks that share a replica's parameters, which are also those that share a sequence."""
+    """Raise ConfigError if hybrid-shard degenerates. ``group``: ranks that share a replica's parameters, with cp."""
     if replicate == 1 and world <= gpus_per_node:
         raise ConfigError(
-            f"hybrid-shard shards inside a node and replicates across nodes: one node of {gpus_per_node} has nothing "
-            "to replicate across",
+            f"hybrid-shard shards inside a node and replicates across nodes: one node of {gpus_per_node} cannot "
+            "replicate",
             fix="use --layout fsdp, more --nodes, or --dp-replicate and --dp-shard",
         )
     if replicate == 1 or group == 1:
         equivalent = "fsdp" if replicate == 1 else "ddp"
         raise ConfigError(
-            f"hybrid-shard with dp_replicate {replicate} x dp_shard {shard} is {equivalent}",
+            f"hybrid-shard with dp_replicate {replicate} x dp_shard {shard} equals {equivalent}",
             fix=f"use --layout {equivalent}, or two degrees above 1",
         )

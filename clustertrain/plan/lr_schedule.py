@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step, for the plan that shows it and the trainer that sets it."""
+"""Learning rate as a function of the step; the plan shows it and the trainer sets it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ DEFAULT_MILESTONES = (1 / 3, 2 / 3)  # of the steps
 
 
 def resolve_milestones(spec: ScheduleSpec, total: int) -> tuple[int, ...]:
-    """Of ``step``."""
+    """Return the milestones of the ``step`` schedule."""
     return spec.milestones or tuple(round(fraction * total) for fraction in DEFAULT_MILESTONES)
 
 
 def peak_step(spec: ScheduleSpec, total: int) -> int:
-    """Of ``one-cycle``: the step with the peak."""
+    """Return the step at which ``one-cycle`` reaches the peak."""
     return max(1, round(spec.rise * total))
 
 
 def lr_at_step(spec: ScheduleSpec, step: int, total: int, *, peak: float, plateau_factor: float = 1.0) -> float:
-    """Of optimizer step number ``step``, 1 to ``total``.
+    """Return the learning rate of optimizer step ``step``, 1 to ``total``.
 
     Args:
-        plateau: what ``plateau_factor`` has come down to so far, as a fraction of the peak.
+        plateau_factor: current rate of ``plateau`` as a fraction of the peak.
     """
     if spec.kind == "one-cycle":
         return peak * _one_cycle(spec, step, total)
@@ -37,17 +37,17 @@ def lr_at_step(spec: ScheduleSpec, step: int, total: int, *, peak: float, platea
 
 
 def _progress(step: int, first: int, last: int) -> float:
-    """From 0 at ``first`` to 1 at ``last``; where nothing lies between them the last step counts."""
+    """Return the progress from 0 at ``first`` to 1 at ``last``; a step function at ``last`` if they are equal."""
     return min(1.0, max(0.0, (step - first) / (last - first))) if last > first else float(step > last)
 
 
 def _half_cosine(progress: float) -> float:
-    """From 1 down to 0."""
+    """Return a half cosine from 1 at progress 0 to 0 at progress 1."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def _cosine(spec: ScheduleSpec, step: int, warmup: int, total: int) -> float:
-    """arXiv 1608.03983, equation 5, without restarts."""
+    """Return the factor of cosine annealing without restarts (arXiv 1608.03983, equation 5)."""
     return spec.floor + (1.0 - spec.floor) * _half_cosine(_progress(step, warmup, total))
 
 
@@ -60,7 +60,7 @@ def _step_decay(spec: ScheduleSpec, step: int, warmup: int, total: int) -> float
 
 
 def _wsd(spec: ScheduleSpec, step: int, warmup: int, total: int) -> float:
-    """Warmup, stable, decay: arXiv 2404.06395, section 4."""
+    """Return the factor of warmup, stable, decay (arXiv 2404.06395, section 4)."""
     return 1.0 - (1.0 - spec.floor) * _progress(step, max(warmup, total - spec.resolve_cooldown_steps(total)), total)
 
 
@@ -69,8 +69,10 @@ def _constant(spec: ScheduleSpec, step: int, warmup: int, total: int) -> float:
 
 
 def _one_cycle(spec: ScheduleSpec, step: int, total: int) -> float:
-    """arXiv 1708.07120, with cosines as torch's OneCycleLR: from ``initial`` up to 1, then down to ``initial x
-    final``. The first step has the first rate and the last step the last."""
+    """Return the factor of one-cycle (arXiv 1708.07120) with cosines, as in torch's OneCycleLR.
+
+    It rises from ``initial`` in the first step to 1 and falls to ``initial x final`` in the last step.
+    """
     peak_at = peak_step(spec, total)
     if step < peak_at:
         return 1.0 - (1.0 - spec.initial) * _half_cosine(_progress(step, 1, peak_at))

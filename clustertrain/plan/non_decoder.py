@@ -1,34 +1,35 @@
-"""What differs in the plan of a model that is not the decoder: which layouts there are, how its batch may be cut."""
+"""Planning of models other than the decoder: valid layouts, batch splits and memory."""
 
 from __future__ import annotations
 
-from clustertrain.config.recipe import ModelSpec, Recipe
+from clustertrain.config.model import ModelSpec
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan.batch import nearest_multiples
 from clustertrain.plan.cost.memory import GIB, GRAD_BYTES, WEIGHT_BYTES, MemoryEstimate
 from clustertrain.plan.cost.optimizer_state import SHAPE_DEPENDENT_STATE, state_bytes
 from clustertrain.plan.layout import Layout
 
-MAX_UNESTIMATED_MICRO_BATCH = 32  # samples, where it is not known what a larger one needs
+MAX_UNESTIMATED_MICRO_BATCH = 32  # samples, if memory is not estimated
 
 
 def check_not_split(model: ModelSpec, layout: Layout) -> None:
-    """Raises ConfigError where ``layout`` splits a model that says nothing of how; an entry may say it when it runs."""
+    """Raise ConfigError if ``layout`` splits a built-in model; entries are checked when the run starts."""
     splits = [f"{n} {d}" for n, d in (("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp)) if d > 1]
     if splits and not model.entry:
         raise ConfigError(
-            f"{' x '.join(splits)}: there is no plan of how a {model.kind} would be split over ranks",
-            fix="leave the options out; --layout fsdp shards its parameters",
+            f"{' x '.join(splits)}: a {model.kind} cannot be split over ranks",
+            fix="remove these options; --layout fsdp shards its parameters",
         )
 
 
 def group_size(model: ModelSpec) -> int:
-    """So many neighbouring samples belong into one micro-batch."""
+    """Return the number of neighboring samples that must share a micro-batch."""
     return model.two_tower.group if model.kind == "two-tower" else 1
 
 
 def check_groups(model: ModelSpec, global_batch: int, micro_batch: int, data_parallel: int) -> None:
-    """Raises ConfigError, with the arithmetic, where a group would lie in two micro-batches or on two ranks."""
+    """Raise ConfigError, with the arithmetic, if a group would span two micro-batches or ranks."""
     size = group_size(model)
     samples_per_pass = size * data_parallel
     for value, unit, setting in (
@@ -48,8 +49,10 @@ def check_groups(model: ModelSpec, global_batch: int, micro_batch: int, data_par
 
 
 def estimate_states(recipe: Recipe, layout: Layout, capacity_gib: float | None) -> MemoryEstimate:
-    """The model states that a rank keeps; activations, and so the peak, are not estimated. Of an entry nothing is, and
-    no optimizer state where it depends on shapes that are not counted here."""
+    """Return the memory of the model states of a rank, without activations and thus without a peak.
+
+    Nothing is estimated for entries, and no optimizer state that depends on the shapes of the parameters.
+    """
     model = recipe.model
     if model.entry:
         return MemoryEstimate(capacity_gib=capacity_gib)

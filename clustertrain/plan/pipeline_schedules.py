@@ -1,4 +1,4 @@
-"""What a pipeline schedule asks of the number of micro-batches, and how many of them a rank holds at a time.
+"""Pipeline schedules: supported numbers of micro-batches, bubbles, and micro-batches in flight.
 
 The rules are those that the constructors in ``torch.distributed.pipelining.schedules`` enforce (torch 2.13).
 """
@@ -7,43 +7,43 @@ from __future__ import annotations
 
 from clustertrain.plan.layout import Layout
 
-# Micro-batches for each rank of the pipeline: from 4 on the bubble is negligible (GPipe, arXiv 1811.06965, section
-# 2.3).
+# From 4 micro-batches per pipeline rank on, the bubble is negligible (GPipe, arXiv 1811.06965, section 2.3).
 MIN_MICRO_BATCHES_PER_RANK = 4
-SPLIT_BACKWARD_SCHEDULES = ("zero-bubble", "zbv")  # schedules that do the gradients of inputs and of weights apart
+SPLIT_BACKWARD_SCHEDULES = ("zero-bubble", "zbv")  # separate gradients of inputs and weights
 
 
 def num_stages(layout: Layout) -> int:
+    """Return the number of stages over all ranks."""
     return layout.pp * layout.virtual_stages
 
 
 def unsupported_reason(layout: Layout, micro_batches: int) -> str:
-    """Why the schedule does not run ``micro_batches`` a step; empty where it does."""
+    """Return why the schedule does not support ``micro_batches`` per step; empty if it does."""
     if layout.pp == 1:
         return ""
     if layout.schedule == "1f1b" and micro_batches < layout.pp:
-        return f"1f1b needs as many micro-batches as stages, {layout.pp}, and there would be {micro_batches}"
+        return f"1f1b needs at least as many micro-batches as stages, {layout.pp}, but there would be {micro_batches}"
     if layout.schedule in ("interleaved", "zero-bubble"):
         rounds = max(1, micro_batches // layout.pp)
         if micro_batches % rounds:
             return (
-                f"{layout.schedule} runs in {micro_batches} // pp {layout.pp} = {rounds} rounds of equally many "
-                f"micro-batches, {micro_batches} / {rounds} = {micro_batches / rounds:g}"
+                f"{layout.schedule} runs in {micro_batches} // pp {layout.pp} = {rounds} rounds of equal "
+                f"size, but {micro_batches} / {rounds} = {micro_batches / rounds:g}"
             )
     return ""
 
 
 def min_micro_batches(layout: Layout) -> int:
-    """From how many micro-batches a step on the pipeline is well filled; 1 without one."""
+    """Return the number of micro-batches that fills the pipeline well; 1 without a pipeline."""
     return MIN_MICRO_BATCHES_PER_RANK * layout.pp if layout.pp > 1 else 1
 
 
 def bubble_micro_batches(layout: Layout, micro_batches: int) -> float:
-    """For how many micro-batches' work a rank of the pipeline waits in a step, while it fills and drains.
+    """Return the idle time of a rank per step while the pipeline fills and drains, in units of a micro-batch's time.
 
-    (p - 1) / v of it (arXiv 2205.05198, section 4.2.3); the schedules that split the backward pass leave a third or
-    nothing (arXiv 2401.10241, table 1). Of fewer micro-batches than ranks each comes back to a rank for its next stage
-    only after all p ranks, so interleaving saves nothing then: one micro-batch keeps one rank busy at a time.
+    It is (p - 1) / v (arXiv 2205.05198, section 4.2.3); the schedules that split the backward pass leave a third or
+    nothing (arXiv 2401.10241, table 1). With fewer micro-batches than ranks, interleaving saves nothing: a micro-batch
+    returns to a rank for its next stage only after all p ranks, so each keeps one rank busy at a time.
     """
     missing = max(0, layout.pp - micro_batches)
     bubble_factor = {"zero-bubble": 1 / 3, "zbv": 0.0}.get(layout.schedule or "", 1.0)
@@ -51,10 +51,10 @@ def bubble_micro_batches(layout: Layout, micro_batches: int) -> float:
 
 
 def bubble_fraction(layout: Layout, micro_batches: int) -> float | None:
-    """The part of a step in which a rank of the pipeline waits; None where that is not known.
+    """Return the fraction of a step in which a pipeline rank is idle; None if unknown.
 
-    ZBV leaves none where forward pass and both halves of the backward pass take equally long and there is enough to
-    fill it.
+    ZBV has no bubble if the forward pass and both halves of the backward pass take equally long and the pipeline is
+    filled.
     """
     if layout.pp == 1 or not micro_batches:
         return None
@@ -65,9 +65,9 @@ def bubble_fraction(layout: Layout, micro_batches: int) -> float | None:
 
 
 def in_flight_micro_batches(layout: Layout, micro_batches: int) -> tuple[float, float]:
-    """Of how many micro-batches the first and the last rank of the pipeline keep the activations at their peak.
+    """Return the micro-batches whose activations the first and the last pipeline rank keep at their peak.
 
-    Counted from the forward passes that a schedule does before the first backward. 1F1B and interleaved: arXiv
+    Counted from the forward passes that a schedule runs before the first backward pass. 1F1B and interleaved: arXiv
     2205.05198, section 4.2.3; zero-bubble and ZBV keep 1F1B's peak on every rank (arXiv 2401.10241, table 1).
     """
     p, v = layout.pp, layout.virtual_stages

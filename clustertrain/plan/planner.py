@@ -1,4 +1,4 @@
-"""RunSpec -> Plan: layout, batch split, memory and environment, each with its reason. No I/O."""
+"""Planning: turns a RunSpec into a Plan of layout, batch split, memory and environment, with reasons. No I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import RunSpec
-from clustertrain.config.time_limits import parse_time_limit_s
+from clustertrain.config.parsing.time_limits import parse_time_limit_s
 from clustertrain.errors import ConfigError
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.memory import MemoryEstimate
@@ -24,6 +24,8 @@ from clustertrain.plan.request import PlanRequest
 
 
 class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
+    """An alternative layout that fits and its prediction."""
+
     layout: str
     step_s: float
     tokens_per_s_per_gpu: float
@@ -31,16 +33,16 @@ class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimeEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """``flops_per_step`` is counted from the shapes, ``bubble_fraction`` follows from schedule and micro-batches; what
-    would be a guess stays None until it is predicted."""
+    """Predicted time of a step. Fields that cannot be predicted are None."""
 
     flops_per_step: float | None = None
+    """Counted from the shapes."""
     step_s: float | None = None
     tokens_per_s_per_gpu: float | None = None
     tflops_per_gpu: float | None = None
     mfu: float | None = None
     bubble_fraction: float | None = None
-    comm_s: dict[str, float] | None = None  # what nothing hides, a step
+    comm_s: dict[str, float] | None = None  # exposed communication per step
     compute_s: float | None = None
     recompute_s: float | None = None
     bubble_s: float | None = None
@@ -48,8 +50,7 @@ class TimeEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """``plan.json`` and ``plan --json``. ``nccl`` and ``env`` are exported by job.sh where not set by the user.
-    ``warnings`` are those of the ``reasons`` that a user should see without asking."""
+    """Contents of ``plan.json`` and of ``plan --json``."""
 
     device: str
     precision: str
@@ -57,20 +58,30 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_node: int
     world_size: int
     layout: Layout
-    batch: Batch  # all zero for a script of the user's, which splits its batch itself
+    batch: Batch
+    """All zero for a user's script, which splits its batch itself."""
     memory: MemoryEstimate
     time: TimeEstimate
     nccl: dict[str, EnvSetting]
+    """Communication variables that job.sh exports unless the user set them."""
     env: dict[str, EnvSetting]
-    training: dict[str, str]  # in words: model, objective, optimizer, schedule, clipping, evaluation; or script
-    signal_lead_s: int  # how long before the time limit Slurm warns
-    grace_s: float | None  # how long after the warning of a preemption the kill comes; None: not known
+    """Other variables that job.sh exports unless the user set them."""
+    training: dict[str, str]
+    """Descriptions of model, objective, optimizer, schedule, clipping and evaluation; or of the script."""
+    signal_lead_s: int
+    """Seconds before the time limit at which Slurm warns."""
+    grace_s: float | None
+    """Seconds between the warning of a preemption and the kill; None: unknown."""
     reasons: tuple[str, ...] = ()
+    """All reasons, including the warnings."""
     warnings: tuple[str, ...] = ()
-    counted: ModelStats | None = None  # of a model of the user's own, where it was asked for
+    """Reasons that a user should see without asking."""
+    counted: ModelStats | None = None
+    """Statistics of a model entry, if requested."""
     rejected: tuple[RejectedLayout, ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()
-    way_out: str = ""  # what would make a plan fit that does not
+    way_out: str = ""
+    """Changes that would make a plan fit that does not."""
 
 
 def plan(
@@ -91,9 +102,9 @@ def plan(
         notes: warnings of earlier phases, which become the plan's last ones.
 
     Raises:
-        ConfigError: the degrees do not make the world size, the batch or the model does not divide as they need, or
-            the device lacks what precision or layout ask for.
-        UsageError: a time limit that sbatch would not take.
+        ConfigError: the product of the degrees is not the world size, the batch or the model does not divide, or the
+            device does not support the precision or layout.
+        UsageError: the time limit is not one that sbatch accepts.
     """
     job = spec.job
     env_names = {*spec.env, *inherited_env}
@@ -184,7 +195,7 @@ def _estimate_time(spec: RunSpec, decision: PlanDecision) -> TimeEstimate:
 
 
 def list_runners_up(decision: PlanDecision) -> tuple[RunnerUp, ...]:
-    """The next three layouts by time, each of another kind or degree than those before."""
+    """Return the next three layouts by time that differ in kind or degree."""
     if decision.result is None:
         return ()
     tokens = decision.batch.tokens_per_step
@@ -208,8 +219,10 @@ def list_runners_up(decision: PlanDecision) -> tuple[RunnerUp, ...]:
 
 
 def flops_per_step(spec: RunSpec, global_batch: int) -> float:
-    """Forward and backward of the decoder in one optimizer step over all ranks: 6 a matmul parameter and token,
-    12 L s h for attention scores (arXiv 2205.05198, appendix A, without recomputation; causal masking not deducted).
+    """Return the FLOPs of the decoder in one optimizer step over all ranks, forward and backward.
+
+    6 per matmul parameter and token, 12 L s h for attention scores (arXiv 2205.05198, appendix A, without
+    recomputation; causal masking is not deducted).
     """
     model, seq_len = spec.recipe.model, spec.recipe.data.seq_len
     matmul = model.parameters() - model.vocab_size * model.dim * (0 if model.tie_embeddings else 1)
@@ -218,15 +231,15 @@ def flops_per_step(spec: RunSpec, global_batch: int) -> float:
 
 
 def check_fits(chosen: Plan) -> None:
-    """Raises ConfigError when the plan is known not to fit: better now than after hours in the queue."""
+    """Raise ConfigError if the plan is known not to fit, before hours in the queue."""
     if chosen.memory.fits is not False:
         return
     memory = chosen.memory
     states_gib = (memory.params_gib or 0) + (memory.grads_gib or 0) + (memory.optimizer_gib or 0)
     activations_gib = (memory.activations_gib or 0) + (memory.logits_gib or 0)
     raise ConfigError(
-        f"{chosen.layout.describe()} on {pluralize(chosen.world_size, 'rank')} needs {memory.peak_gib:.1f} GiB a rank"
-        f" (model states {states_gib:.1f}, activations {activations_gib:.1f}, overhead {memory.overhead_gib:.1f}), and"
+        f"{chosen.layout.describe()} on {pluralize(chosen.world_size, 'rank')} needs {memory.peak_gib:.1f} GiB per rank"
+        f" (model states {states_gib:.1f}, activations {activations_gib:.1f}, overhead {memory.overhead_gib:.1f}), but"
         f" has {memory.capacity_gib:g}",
         fix=chosen.way_out or _suggest_fix(chosen),
     )

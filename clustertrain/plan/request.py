@@ -1,4 +1,4 @@
-"""What a plan is made for: the request, the device and the model, and what follows from them for any one layout."""
+"""A planning request (job, device, model), and what follows from it for a given layout."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import msgspec
 
-from clustertrain.config import presets
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import RunSpec
+from clustertrain.config.parsing import presets
 from clustertrain.plan import batch as batches
 from clustertrain.plan import checks, non_decoder, pipeline_schedules
 from clustertrain.plan.cost import frameworks, memory, optimizer_state, user_model
@@ -20,12 +20,16 @@ from clustertrain.plan.cost.user_model import ModelStats
 from clustertrain.plan.layout import SHARDED_STRATEGIES, Batch, Layout, Strategy, resolve_dp_degrees
 from clustertrain.plan.search.layouts import SearchConstraints, SearchProblem
 
-DEFAULT_GPU_GIB = 16.0  # where the GPU is not known: the smallest memory of the data-centre GPUs in use
+DEFAULT_GPU_GIB = 16.0  # for an unknown GPU: the smallest memory of data-center GPUs in use
 DEFAULT_CPU_GIB = 4.0  # a rank's share of a host's memory
 
 
 class PlanRequest:
-    """Of one request. ``own``: what was counted of a model that the planner itself knows nothing of."""
+    """A planning request.
+
+    Args of the constructor:
+        model_stats: statistics of a model entry, whose shapes the planner does not know.
+    """
 
     def __init__(
         self, spec: RunSpec, device: str, profile: ClusterProfile, model_stats: ModelStats | None = None
@@ -43,7 +47,9 @@ class PlanRequest:
         self.assumed_gib = DEFAULT_CPU_GIB if device == "cpu" else DEFAULT_GPU_GIB
         self.limit_gib = SAFE_FRACTION * (self.capacity_gib or self.assumed_gib)
         model = spec.recipe.model
-        self.decoder = model if spec.script is None and model.is_decoder else None  # whose memory can be estimated
+        self.decoder = (
+            model if spec.script is None and model.is_decoder else None
+        )  # None: memory is not estimated from shapes
         self.model_kind = "" if model.entry else model.kind
         self.gpu_name = self.gpu.name if self.gpu else ""
         self.optimizer_state = (
@@ -60,17 +66,17 @@ class PlanRequest:
         )
 
     def requested_strategy(self) -> tuple[Strategy | None, str]:
-        """The strategy that the user asked for by name or by degrees, and those words; None: free to choose."""
+        """Return the strategy that the user requested by name or degrees, and the reason; (None, '') if none."""
         job = self.spec.job
         if job.layout != "auto":
-            return job.layout, f"{job.layout}: asked for with --layout or job.layout"
+            return job.layout, f"{job.layout}: requested with --layout or job.layout"
         if not job.dp_replicate and not job.dp_shard:
             return None, ""
         dp_ranks = self.world_size // (self.tp * self.cp * self.pp)
         shard = job.dp_shard or dp_ranks // job.dp_replicate
         replicate = job.dp_replicate or dp_ranks // job.dp_shard
         strategy: Strategy = "ddp" if shard == 1 else "fsdp" if replicate == 1 else "hybrid-shard"
-        return strategy, f"{strategy}: what --dp-replicate and --dp-shard make of {dp_ranks} data-parallel ranks"
+        return strategy, f"{strategy}: follows from --dp-replicate and --dp-shard for {dp_ranks} data-parallel ranks"
 
     @property
     def tp(self) -> int:
@@ -93,14 +99,15 @@ class PlanRequest:
         return "none" if mode == "auto" else mode
 
     def has_degrees(self) -> bool:
+        """Return whether the user requested any degree of parallelism."""
         job = self.spec.job
         return bool(job.tp or job.cp or job.pp or job.dp_replicate or job.dp_shard)
 
     def build_layout(self, strategy: Strategy) -> Layout:
-        """The whole layout with ``strategy`` for the data-parallel ranks, checked against model and device.
+        """Return the layout with ``strategy`` for the data-parallel ranks, checked against model and device.
 
         Raises:
-            ConfigError: it cannot be.
+            ConfigError: the layout is impossible.
         """
         job, parallel = self.spec.job, self.spec.recipe.parallel
         if strategy == "zero1":
@@ -109,7 +116,7 @@ class PlanRequest:
             strategy, self.world_size, job.gpus,
             tp=self.tp, cp=self.cp, pp=self.pp, dp_replicate=job.dp_replicate, dp_shard=job.dp_shard,
         )  # fmt: skip
-        # Parameters may be sharded over the ranks that share a sequence, where those are all there are.
+        # Parameters may also be sharded over only the ranks that share a sequence.
         if replicate * shard == 1 and not (strategy in SHARDED_STRATEGIES and self.cp > 1):
             strategy = "single"
         layout = Layout(
@@ -137,7 +144,7 @@ class PlanRequest:
         return layout
 
     def build_search_problem(self, strategy: Strategy | None) -> SearchProblem | None:
-        """For a search; None where there is no model or no GPU whose rates are known."""
+        """Return the problem for a search; None unless the model's shapes and the GPU's rates are known."""
         job, recipe, parallel = self.spec.job, self.spec.recipe, self.spec.recipe.parallel
         if self.decoder is None or self.gpu is None:
             return None
@@ -147,7 +154,7 @@ class PlanRequest:
             strategy=strategy,
             tp=self.tp if is_fixed else 0,
             cp=self.cp if is_fixed else 0,
-            # Names of modules that begin stages are for a pipeline that is asked for.
+            # parallel.split requires an explicitly requested pipeline.
             pp=self.pp if is_fixed or parallel.split else 0,
             dp_replicate=job.dp_replicate,
             dp_shard=job.dp_shard,
@@ -178,6 +185,7 @@ class PlanRequest:
         )
 
     def build_pass_config(self, layout: Layout, micro_batch: int) -> PassConfig:
+        """Return the configuration of one forward and backward pass."""
         is_half = self.precision in ("bf16", "fp16", "fp8")
         return PassConfig(
             seq_len=self.spec.recipe.data.seq_len,
@@ -190,8 +198,9 @@ class PlanRequest:
         )
 
     def resolve_global_batch(self, layout: Layout) -> int:
+        """Return the recipe's global batch, or the default for ``layout``."""
         train = self.spec.recipe.train
-        # Of a pipeline every schedule runs a multiple of its ranks.
+        # Every pipeline schedule supports multiples of its ranks.
         return train.global_batch or batches.default_global_batch(
             layout.data_parallel * (train.micro_batch or non_decoder.group_size(self.spec.recipe.model)) * layout.pp,
             self.min_global_batch,
@@ -199,12 +208,13 @@ class PlanRequest:
 
     @property
     def min_global_batch(self) -> int:
-        """Sequences of a step where the recipe does not say it: what its preset is trained with, else a few."""
+        """Smallest default for sequences per step: the preset's, otherwise a small one."""
         model = self.spec.recipe.model
         defaults = presets.find_training_defaults(model.preset, model.kind)
         return defaults.global_batch if defaults is not None else batches.DEFAULT_GLOBAL_BATCH
 
     def estimate_memory(self, layout: Layout, micro_batch: int) -> MemoryEstimate:
+        """Return the memory estimate of one rank."""
         if self.model_stats is not None:
             return user_model.estimate_user_model(
                 self.model_stats, layout, self.build_pass_config(layout, micro_batch), self.capacity_gib
@@ -216,7 +226,7 @@ class PlanRequest:
         )
 
     def split_and_estimate(self, layout: Layout) -> tuple[Batch, float]:
-        """The batch split under ``layout`` and the peak in GiB that goes with it."""
+        """Return the batch split under ``layout`` and its peak memory in GiB."""
         recipe, global_batch = self.spec.recipe, self.resolve_global_batch(layout)
         batches.check_divides(global_batch, layout.data_parallel, recipe.train.micro_batch)
         non_decoder.check_groups(recipe.model, global_batch, recipe.train.micro_batch, layout.data_parallel)
@@ -246,10 +256,11 @@ class PlanRequest:
         return batch, estimate_peak(batch.micro_batch)
 
     def format_limit(self) -> str:
+        """Return the memory limit of a rank and its origin as text."""
         prefix = f"{self.limit_gib:.1f} GiB ({SAFE_FRACTION:.0%} of"
         if self.gpu:
             return f"{prefix} the {self.capacity_gib:g} GiB of {self.gpu.name})"
         if self.device == "cpu":
-            return f"{prefix} {self.assumed_gib:g} GiB, assumed for a rank on the CPU)"
+            return f"{prefix} {self.assumed_gib:g} GiB, assumed for a CPU rank)"
         gpu_label = f"GPU type {self.spec.job.gpu_type!r}" if self.spec.job.gpu_type else "the GPU type"
-        return f"{prefix} {self.assumed_gib:g} GiB, assumed because {gpu_label} is not known; say --gpu-type)"
+        return f"{prefix} {self.assumed_gib:g} GiB, assumed because {gpu_label} is unknown; set --gpu-type)"

@@ -1,4 +1,4 @@
-"""Whether a script of the user's can drive a layout: a backward() of its own can not drive every one."""
+"""Check that a user's script can drive a layout, since some need ``session.train_step``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
 
-# Libraries that do not call clustertrain. What else is imported may be the user's own, and drive the step.
+# Libraries that do not call clustertrain. Any other import may be the user's code, which may drive the step.
 _KNOWN_LIBRARIES = frozenset({
     "clustertrain", "datasets", "einops", "matplotlib", "numpy", "pandas", "safetensors", "scipy", "tiktoken",
     "tokenizers", "torch", "torchaudio", "torchvision", "tqdm", "transformers", "wandb", "webdataset",
@@ -17,14 +17,14 @@ _DYNAMIC_IMPORTS = frozenset({"importlib", "runpy"})
 
 
 def train_step_requirements(layout: Layout, precision: str) -> list[str]:
-    """What of the plan only ``session.train_step`` can drive, each with its reason."""
+    """Return the features of the plan that need ``session.train_step``, each with its reason."""
     return [
         reason
         for needed, reason in (
-            (layout.pp > 1, f"pp {layout.pp}: forward and backward of the stages alternate"),
-            (layout.tp > 1, f"tp {layout.tp}: the logits may be split over the ranks, and with them the loss"),
+            (layout.pp > 1, f"pp {layout.pp}: forward and backward passes of the stages alternate"),
+            (layout.tp > 1, f"tp {layout.tp}: the logits, and thus the loss, may be split over the ranks"),
             (layout.zero1, "zero1: the optimizer is split over the ranks"),
-            (layout.cp > 1, f"cp {layout.cp}: each rank takes its part of every sequence"),
+            (layout.cp > 1, f"cp {layout.cp}: each rank processes a part of every sequence"),
             (precision == "fp16", "precision fp16: the loss is scaled"),
         )
         if needed
@@ -32,10 +32,10 @@ def train_step_requirements(layout: Layout, precision: str) -> list[str]:
 
 
 def uses_train_step(source: str) -> bool | None:
-    """Whether the script ``source`` mentions ``.train_step``; None where it cannot be known from this file alone."""
+    """Return whether the script ``source`` mentions ``.train_step``; None if this file alone cannot tell."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # for another version of Python, or not text
+    except (SyntaxError, ValueError):  # written for another Python version, or not text
         return None
     nodes = list(ast.walk(tree))
     if any(
@@ -48,17 +48,17 @@ def uses_train_step(source: str) -> bool | None:
 
 
 def _imported_modules(nodes: list[ast.AST]) -> set[str]:
-    """Top-level names of the imported modules; an empty one for relative imports."""
+    """Return the top-level names of the imported modules; an empty name for relative imports."""
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {"" if n.level else n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)}
     return {name.partition(".")[0] for name in names}
 
 
 def check_script(layout: Layout, precision: str, source: str, name: str) -> str | None:
-    """A note where it cannot be told whether the script ``name`` drives the plan; else None.
+    """Return a note if it is unknown whether the script ``name`` can drive the plan; otherwise None.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the script cannot drive the plan.
     """
     requirements = train_step_requirements(layout, precision)
     uses = uses_train_step(source) if requirements else True
@@ -66,9 +66,9 @@ def check_script(layout: Layout, precision: str, source: str, name: str) -> str 
         return None
     reasons = "; ".join(requirements)
     if uses is None:
-        return f"{name} imports modules of its own, so it is not known whether it calls session.train_step: {reasons}"
+        return f"{name} imports other modules, so it is unknown whether it calls session.train_step: {reasons}"
     raise ConfigError(
         f"{name} does not call session.train_step, which this plan needs: {reasons}",
-        fix="make the optimizer with session.optimizer(cls, ...) and call session.train_step(batch, loss_fn) in each "
-        "step, or leave these options out",
+        fix="create the optimizer with session.optimizer(cls, ...) and call session.train_step(batch, loss_fn) in each "
+        "step, or remove these options",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from clustertrain import reading
 from clustertrain.config.job import RunSpec
-from clustertrain.config.parsing import build, parse_toml
+from clustertrain.config.parsing.documents import build, parse_toml
 from clustertrain.errors import ClusterTrainError, ConfigError
 from clustertrain.run.run_dir import RunDir, permission_error
 

@@ -17,7 +17,7 @@ import msgspec
 import psutil
 
 from clustertrain import clock, fsio, proc, reading, schema, settings
-from clustertrain.config.time_limits import parse_time_limit_s
+from clustertrain.config.parsing.time_limits import parse_time_limit_s
 from clustertrain.errors import CommandFailed, SchedulerError
 from clustertrain.run.run_spec import load_spec
 from clustertrain.scheduler.backend import (

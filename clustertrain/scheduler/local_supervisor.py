@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from clustertrain import clock, fsio, proc, settings
-from clustertrain.config.time_limits import parse_time_limit_s
+from clustertrain.config.parsing.time_limits import parse_time_limit_s
 from clustertrain.errors import CommandFailed
 from clustertrain.run import metrics
 from clustertrain.run.run_dir import RunDir

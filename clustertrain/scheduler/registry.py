@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from clustertrain.config.job import JobSpec
-from clustertrain.config.parsing import format_value
+from clustertrain.config.parsing.documents import format_value
 from clustertrain.errors import CommandFailed, UnsuitableEnvironment
 from clustertrain.scheduler.backend import Backend
 

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from clustertrain.config import image_checks, storage_paths, time_limits, unused_keys
-from clustertrain.config.cross_checks import check_contract as check_contract_metric
+from clustertrain.config.checks import image_checks, storage_paths, unused_keys
+from clustertrain.config.checks.cross_checks import check_contract as check_contract_metric
+from clustertrain.config.checks.script_keys import is_trainer_key
+from clustertrain.config.parsing import time_limits
 from clustertrain.config.recipe import RehearsalSpec
-from clustertrain.config.script_keys import is_trainer_key
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.plan import checks as plan_checks
 from clustertrain.plan import script_checks

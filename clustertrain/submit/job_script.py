@@ -13,7 +13,7 @@ import msgspec
 from clustertrain import settings
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import JobSpec, RunSpec
-from clustertrain.config.time_limits import parse_time_limit_s
+from clustertrain.config.parsing.time_limits import parse_time_limit_s
 from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import Plan
 from clustertrain.run import run_dir

@@ -9,12 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from clustertrain.config import presets, unused_keys
-from clustertrain.config.dotted_keys import split_key, type_at
+from clustertrain.config.checks import unused_keys
+from clustertrain.config.checks.unused_keys import KeyCondition
 from clustertrain.config.job import JobSpec, ScriptSpec
-from clustertrain.config.parsing import build, load_toml, parse_assignment, parse_value, set_value_at
+from clustertrain.config.parsing import presets
+from clustertrain.config.parsing.documents import build, load_toml, parse_assignment, parse_value, set_value_at
+from clustertrain.config.parsing.dotted_keys import split_key, type_at
 from clustertrain.config.recipe import Recipe
-from clustertrain.config.unused_keys import KeyCondition
 from clustertrain.errors import ConfigError
 from clustertrain.submit.request import SubmitRequest
 

@@ -13,7 +13,7 @@ from clustertrain import settings
 from clustertrain.config import cluster
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import Device, JobSpec, RunSpec
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.scheduler import registry
 from clustertrain.scheduler.backend import Backend

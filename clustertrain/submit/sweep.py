@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from clustertrain import fsio
-from clustertrain.config import unused_keys
-from clustertrain.config.parsing import ENV_PREFIX, parse_assignment, parse_value
+from clustertrain.config.checks import unused_keys
+from clustertrain.config.parsing.documents import ENV_PREFIX, parse_assignment, parse_value
 from clustertrain.errors import ClusterTrainError, ConfigError, UsageError
 from clustertrain.run import run_dir
 from clustertrain.run.run_dir import RunDir

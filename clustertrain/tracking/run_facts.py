@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from clustertrain import fsio
+from clustertrain.config.checks.unused_keys import is_key_used
 from clustertrain.config.tracking import TrackingSpec
-from clustertrain.config.unused_keys import is_key_used
 from clustertrain.run import json_files
 from clustertrain.run.recipe_hash import load_recipe_hash
 from clustertrain.run.run_dir import RunDir

@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from clustertrain import fsio
 from clustertrain.checkpoint.offline import inspect
-from clustertrain.config.recipe import CheckpointSpec, RehearsalSpec
+from clustertrain.config.checkpoint import CheckpointSpec
+from clustertrain.config.rehearsal import RehearsalSpec
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec

@@ -15,7 +15,7 @@ import torch
 from clustertrain import fsio
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.offline import inspect
-from clustertrain.config.parsing import load_toml
+from clustertrain.config.parsing.documents import load_toml
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, contract_status, metrics
 from clustertrain.run.run_dir import RunDir
@@ -196,5 +196,5 @@ def test_a_metric_that_no_evaluation_gives_is_told_at_the_first_one(tmp_path: Pa
     ranks = Ranks(run, 2, setup=losses, args=FOUND)
     assert ranks.wait() == [78, 78]
     said = ranks.results()[0]["error"]["message"]
-    assert "contract.metric = 'validation_accuracy/night' is none that the evaluation gives" in said
+    assert "contract.metric = 'validation_accuracy/night' is not produced by the evaluation" in said
     assert "there are validation_loss, validation_accuracy" in said

@@ -13,7 +13,7 @@ import tomli_w
 import torch
 
 from clustertrain import fsio
-from clustertrain.config.parsing import load_toml
+from clustertrain.config.parsing.documents import load_toml
 from clustertrain.plan.layout import Layout
 from clustertrain.run import metrics
 from clustertrain.run.run_dir import RunDir

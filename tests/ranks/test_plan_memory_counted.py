@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from clustertrain.config.recipe import ModelSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.plan.cost.memory import PassConfig, activation_bytes
 from clustertrain.train.models.decoder import Decoder
 

@@ -16,15 +16,30 @@ import pytest
 from clustertrain import proc
 from clustertrain.config.cluster import ClusterProfile, MeasuredRates
 from clustertrain.config.data import AugmentSpec, DataSpec
+from clustertrain.config.job import JobSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
+from clustertrain.config.recipe import Recipe
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.config.tracking import TrackingSpec
+from docs import reference_pages
 from tests.paths import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SCRIPTS = ROOT / "docs" / "guides" / "training-scripts.md"
+
+
+@pytest.mark.parametrize("name", reference_pages.PAGES)
+def test_reference_page_is_current(name: str) -> None:
+    committed = (ROOT / "docs" / "reference" / name).read_text()
+    assert committed == reference_pages.PAGES[name](), "run: python docs/reference_pages.py"
+
+
+@pytest.mark.parametrize("struct", [Recipe, JobSpec, ClusterProfile])
+def test_every_key_has_a_description(struct: type[msgspec.Struct]) -> None:
+    tables = list(reference_pages.collect_tables(struct))
+    assert [f"{table.name}.{key.name}" for table in tables for key in table.keys if not key.description] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)

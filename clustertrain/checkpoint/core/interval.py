@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from clustertrain import clock
-from clustertrain.config.recipe import AUTO, check_interval, parse_interval_s
+from clustertrain.config.checkpoint import AUTO, check_interval, parse_interval_s
 from clustertrain.errors import ConfigError
 from clustertrain.run import endings
 from clustertrain.run.attempts import Attempt

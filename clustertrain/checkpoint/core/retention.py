@@ -40,7 +40,7 @@ BEST_REASON: index.SaveReason = "best"
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """What the ``[checkpoint]`` table asks for; see :class:`clustertrain.config.recipe.CheckpointSpec`."""
+    """What the ``[checkpoint]`` table asks for; see :class:`clustertrain.config.checkpoint.CheckpointSpec`."""
 
     keep: int = 3
     keep_every: int = 0  # steps; 0: none stays for ever

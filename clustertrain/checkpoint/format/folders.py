@@ -17,7 +17,7 @@ from clustertrain.checkpoint.format import fence as fences
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.fence import Fence
 from clustertrain.checkpoint.format.storage import RemoteFolder
-from clustertrain.config.storage_paths import is_url
+from clustertrain.config.checks.storage_paths import is_url
 
 log = logging.getLogger(__name__)
 

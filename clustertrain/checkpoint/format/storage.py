@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from clustertrain import reading
-from clustertrain.config.storage_paths import find_filesystem_class
+from clustertrain.config.checks.storage_paths import find_filesystem_class
 
 # Fills a buffer with the bytes of a file from an offset on; returns how many there were, 0 at its end.
 PreadFn = Callable[[memoryview, int], int]

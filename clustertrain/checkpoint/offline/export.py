@@ -24,7 +24,7 @@ from clustertrain.checkpoint.format.storage import Folder
 from clustertrain.checkpoint.offline import huggingface
 from clustertrain.checkpoint.offline.inspect import Progress, assemble_tensor, no_progress
 from clustertrain.checkpoint.offline.safetensors import ExportTensor, check_safetensors, write_safetensors
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import CheckpointError, ClusterTrainError, NotFound, UsageError
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clustertrain.config.recipe import ModelSpec
+from clustertrain.config.model import ModelSpec
 
 # Of a layer: our name, theirs.
 _LAYER_NAMES = {

@@ -1,1 +1,1 @@
-"""Estimates the time and the memory of a step."""
+"""Estimates of the time and memory of a step."""

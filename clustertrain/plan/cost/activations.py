@@ -1,8 +1,8 @@
-"""What autograd keeps on one rank between forward and backward, for the built-in decoder.
+"""Activation memory: bytes that autograd keeps on one rank between forward and backward of the built-in decoder.
 
-Counted the way of Korthikanti et al. (arXiv 2205.05198, sections 4 and 5). On the CPU the count is compared with the
-tensors that autograd really keeps, in tests/ranks/test_plan_memory_counted.py and tests/unit/plan; on CUDA it differs
-by the fused norm and attention, from their code.
+Counted as in Korthikanti et al. (arXiv 2205.05198, sections 4 and 5). Tests compare the count for CPUs with the tensors
+that autograd keeps (tests/ranks/test_plan_memory_counted.py, tests/unit/plan); for CUDA it accounts for the fused norm
+and attention according to their code.
 """
 
 from __future__ import annotations
@@ -11,29 +11,28 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.recipe import Precision
+from clustertrain.config.train import Precision
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN, Framework
 from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.layout import Layout
 
 SINGLE_RANK = Layout()
-_HALF_PRECISIONS = ("bf16", "fp16", "fp8")  # around fp8 matmuls everything is bf16
+_HALF_PRECISIONS = ("bf16", "fp16", "fp8")  # everything except fp8 matmuls is bf16
 
 
 @dataclass(frozen=True)
 class PassConfig:
-    """One forward and backward pass of a rank, and how often it is repeated before the optimizer's step.
-
-    ``autocast``: weights and residual stream stay fp32 and every linear layer casts its input; without it a
-    ``precision`` of two bytes casts the parameters themselves (FSDP's mixed precision).
-    """
+    """One forward and backward pass of a rank, and its repetitions per optimizer step."""
 
     seq_len: int
     micro_batch: int
     grad_accum: int = 1
+    """Repetitions before the optimizer step."""
     precision: Precision = "fp32"
     autocast: bool = False
+    """Weights and residual stream stay fp32, and every linear layer casts its input. False with a 2-byte precision: the
+    parameters themselves are cast (FSDP's mixed precision)."""
     device: str = "cpu"
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
 
@@ -48,20 +47,22 @@ class PassConfig:
 
 @dataclass(frozen=True)
 class RankStage:
-    """What of the model one rank holds, and of how many micro-batches it keeps the activations."""
+    """The part of the model that one rank holds."""
 
     blocks: int
     embedding: bool = True
     head: bool = True
     in_flight: float = 1.0
+    """Micro-batches whose activations it keeps."""
 
 
 def peak_memory_stages(
     model: DecoderShape, layout: Layout, micro_batches: int, *, even_stages: bool = False
 ) -> list[RankStage]:
-    """The ranks that may need most: all the same without a pipeline, else its first and its last one.
+    """Return the stages that may need the most memory: the first and the last of a pipeline, otherwise the only one.
 
-    ``even_stages``: every stage has as many blocks, whatever else it has, which is how Megatron deals them out.
+    Args:
+        even_stages: all stages have equally many blocks regardless of embedding and head, as in Megatron.
     """
     if layout.pp == 1:
         return [RankStage(model.layers)]
@@ -83,9 +84,9 @@ def peak_memory_stages(
 
 
 def split_blocks(model: DecoderShape, stages: int) -> tuple[int, int]:
-    """Blocks of the early stages, at most, and of the last one, which has the head's matrix to multiply with too: so
-    that the dearest stage is as cheap as can be, and then as evenly as can be, as
-    ``train/distributed/pipeline_stages.py`` cuts the model.
+    """Return the largest number of blocks in an early stage, and the number in the last one, which also has the head.
+
+    Minimizes the most expensive stage, then balances the others, as ``train/distributed/pipeline_stages.py`` does.
     """
     return _split_blocks(
         model.layers, model.vocab_size * model.dim / (model.block_parameters() - 2 * model.dim), stages
@@ -94,7 +95,7 @@ def split_blocks(model: DecoderShape, stages: int) -> tuple[int, int]:
 
 @cache
 def _split_blocks(layers: int, head: float, stages: int) -> tuple[int, int]:
-    """``head``: what the head costs, in blocks."""
+    """Return the split for a head that costs as much as ``head`` blocks."""
 
     def cost(last_blocks: int) -> tuple[float, float]:
         base, extra = divmod(layers - last_blocks, stages - 1)
@@ -106,17 +107,17 @@ def _split_blocks(layers: int, head: float, stages: int) -> tuple[int, int]:
 
 
 def _block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framework: Framework) -> float:
-    """Bytes per token of one block.
+    """Return the bytes per token that one block keeps.
 
-    Each of two norms keeps its input (where it is not fused, as on the CPU, two fp32 tensors) and its output once for
+    These are: for each of two norms its input (if unfused, as on the CPU, two fp32 tensors) and its output, once for
     all linear layers that share it (under autocast once for each of the five); queries, keys, values and attention's
-    output (on the CPU also as a contiguous copy); gate, up, their activation and product, or without a gate the
-    input and output of the activation; the softmax statistics or, of plain attention, the scores; with dropout the
-    masks of both branches.
+    output (on the CPU also a contiguous copy); gate, up, their activation and product, or without a gate the input and
+    output of the activation; the softmax statistics, or the scores of plain attention; with dropout the masks of both
+    branches.
 
-    Tensor parallel divides what lies inside attention and feed-forward, with sequence parallel also norms and masks.
-    The inputs of the linear layers stay whole: torch keeps the gathered tensor, where Megatron gathers it again
-    (section 4.2.2 of the paper). Context parallel by all-gather keeps keys and values of the whole sequence, and
+    Tensor parallelism divides the tensors inside attention and feed-forward, with sequence parallelism also norms and
+    masks. The inputs of the linear layers stay whole: torch keeps the gathered tensor, while Megatron gathers it again
+    (section 4.2.2 of the paper). Context parallelism by all-gather keeps keys and values of the whole sequence, and
     attention's mask, (length, seq_len) for all samples together.
     """
     cpu = config.device == "cpu"
@@ -144,18 +145,22 @@ def _feed_forward_elements(model: DecoderShape, framework: Framework) -> float:
 
 
 def _score_bytes(model: DecoderShape, config: PassConfig, framework: Framework) -> float:
-    """Of one token's scores against the whole sequence: the softmax's output and, with dropout, its mask and output
-    (arXiv 2205.05198, section 4.1)."""
+    """Return the bytes of one token's scores against the whole sequence.
+
+    The softmax's output and, with dropout, its mask and output (arXiv 2205.05198, section 4.1).
+    """
     if not framework.plain_attention:
         return 0.0
     return model.heads * config.seq_len * (5.0 if model.dropout else 2.0)
 
 
 def _saved_block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framework: Framework) -> float:
-    """Bytes per token of one block that stay until its backward pass, under the layout's activation checkpointing:
-    with ``full`` its input alone, with ``selective`` also what its matmuls and its attention have put out. Tables know
-    more: ``selective_op``, torchtitan's, keeps every second matmul's; ``selective_attn``, Megatron's, all but the
-    scores; ``selective_layer`` is ``full`` for every second block."""
+    """Return the bytes per token of one block that stay until its backward pass.
+
+    With ``full`` checkpointing its input, with ``selective`` also the outputs of its matmuls and its attention. Modes
+    in tables only: ``selective_op`` (torchtitan) keeps every second matmul's output; ``selective_attn`` (Megatron)
+    keeps all but the scores; ``selective_layer`` is ``full`` for every second block.
+    """
     mode = layout.activation_checkpointing
     if mode == "none":
         return _block_bytes(model, config, layout, framework)
@@ -182,8 +187,10 @@ def activation_bytes(
     stage: RankStage | None = None,
     framework: Framework = CLUSTERTRAIN,
 ) -> int:
-    """Without the logits. A block that is redone needs room for all of its own once; of those that wait in host memory
-    one is on the device."""
+    """Return the bytes of activations of a rank, without the logits.
+
+    Includes the full activations of one recomputed block; with offload one block is on the device.
+    """
     rank_stage = stage or RankStage(model.layers)
     cpu = config.device == "cpu"
     dtype_bytes = config.compute_bytes
@@ -195,7 +202,7 @@ def activation_bytes(
     if rank_stage.head:
         saved_bytes += (2 * 4 if cpu else config.residual_bytes) * model.dim / sp_degree + dtype_bytes * model.dim
     else:
-        saved_bytes += config.residual_bytes * model.dim / sp_degree  # what went to the next stage
+        saved_bytes += config.residual_bytes * model.dim / sp_degree  # sent to the next stage
     recompute_bytes = (
         _block_bytes(model, config, layout, framework) if layout.activation_checkpointing != "none" else 0.0
     )
@@ -205,9 +212,11 @@ def activation_bytes(
 def logits_bytes(
     model: DecoderShape, config: PassConfig, layout: Layout = SINGLE_RANK, framework: Framework = CLUSTERTRAIN
 ) -> int:
-    """At the start of a micro-batch's backward pass: the logits in the compute type, and in fp32 their log-softmax and
-    the gradients of the loss before and behind it; fused kernels hold fewer of these at once. What the loss gathers of
-    split logits lives as long as the fp32 ones need it."""
+    """Return the bytes of the logits and their copies at the start of a micro-batch's backward pass.
+
+    These are the logits in the compute type, and in fp32 their log-softmax and the gradients before and after it; fused
+    kernels hold fewer at once. Gathered copies of split logits live as long as the fp32 ones.
+    """
     vocab_shards = layout.tp if config.parallel.loss_parallel else 1
     loss_bytes = (framework.logit_bytes - 2) / (1 if framework.whole_logits else vocab_shards)
     return round(_tokens(config, layout) * model.vocab_size * (config.compute_bytes / vocab_shards + loss_bytes))

@@ -1,4 +1,4 @@
-"""Seconds of collectives on a network of two levels: links that join the GPUs of a node, a fabric across nodes.
+"""Time of collectives on a two-level network: links between the GPUs of a node, and a fabric across nodes.
 
 Rings: an all-gather or a reduce-scatter of S bytes among n ranks moves S (n - 1) / n through each rank's slowest link,
 an all-reduce twice that (nccl-tests, doc/PERFORMANCE.md).
@@ -10,26 +10,28 @@ from dataclasses import dataclass
 
 from clustertrain.config.hardware import GpuType
 
-# Of the data sheet's bandwidth, at the sizes of training's messages: at 16 GiB A100 and H200 reach 235 of 300 and 368
-# of 450 GB/s (stas00/ml-engineering). Set, like the latencies, with the constants of plan/cost/compute.py.
+# Fractions of the data sheet's bandwidth at the message sizes of training: at 16 GiB A100 and H200 reach 235 of 300 and
+# 368 of 450 GB/s (stas00/ml-engineering). Fitted, like the latencies, with the constants of plan/cost/compute.py.
 LINK_EFFICIENCY, FABRIC_EFFICIENCY = 0.72, 0.9
 PCIE_GB_S = 25.0  # PCIe 4 x16, 31.5 GB/s in one direction, shared among the GPUs of a switch
-LAUNCH_S = 70e-6  # of one collective, with the waiting for each other that it begins with
-HOP_S = 2.5e-6  # a step of the ring across nodes
+LAUNCH_S = 70e-6  # of one collective, including the initial synchronization
+HOP_S = 2.5e-6  # per step of the ring across nodes
 
 
 @dataclass(frozen=True)
 class Network:
-    """``domain_size``: how many ranks the fast links join, ``gpus_per_node``: how many a node has; ``link_bytes_s``
-    and ``fabric_bytes_s``: bytes/s a rank in one direction."""
+    """Bandwidths between ranks."""
 
     domain_size: int
+    """Ranks joined by the fast links."""
     link_bytes_s: float
+    """Bytes/s per rank in one direction."""
     fabric_bytes_s: float
+    """Bytes/s per rank in one direction."""
     gpus_per_node: int = 8
 
     def group(self, size: int, stride: int) -> RingGroup:
-        """Ranks that are ``stride`` apart in the order of the ranks."""
+        """Return the ring of ``size`` ranks that are ``stride`` apart."""
         ranks_per_domain = max(1, min(size, self.domain_size // stride))
         if ranks_per_domain >= size:
             return RingGroup(size, 1, self.link_bytes_s)
@@ -40,18 +42,20 @@ class Network:
 
 @dataclass(frozen=True)
 class RingGroup:
+    """Ranks that communicate in a ring."""
+
     size: int
     nodes: int
     bytes_s: float  # bytes/s through each rank of the ring
 
     def all_gather_s(self, size_bytes: float, calls: float = 1.0) -> float:
-        """Seconds of ``calls`` all-gathers, or reduce-scatters, of ``size_bytes`` (the whole) altogether."""
+        """Return the seconds of ``calls`` all-gathers or reduce-scatters of ``size_bytes`` (whole tensors) in total."""
         if self.size == 1:
             return 0.0
         return size_bytes * (self.size - 1) / self.size / self.bytes_s + calls * self.latency_s
 
     def all_reduce_s(self, size_bytes: float, calls: float = 1.0) -> float:
-        """Seconds of ``calls`` all-reduces of ``size_bytes`` altogether."""
+        """Return the seconds of ``calls`` all-reduces of ``size_bytes`` in total."""
         return 2.0 * self.all_gather_s(size_bytes, calls)
 
     @property
@@ -60,7 +64,7 @@ class RingGroup:
 
 
 def build_network(gpu: GpuType, gpus_per_node: int, fabric_gb_s: float = 0.0) -> Network:
-    """Of a cluster of ``gpu``; a fabric of 0 is that of the system the type usually comes in."""
+    """Return the network of a cluster of ``gpu``; a fabric of 0 stands for the type's usual one."""
     link = gpu.link_gb_s * LINK_EFFICIENCY or PCIE_GB_S
     fabric = (fabric_gb_s or gpu.fabric_gb_s) * FABRIC_EFFICIENCY
     return Network(gpu.domain or gpus_per_node, link * 1e9, fabric * 1e9, gpus_per_node)

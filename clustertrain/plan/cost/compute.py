@@ -1,4 +1,4 @@
-"""Seconds that one GPU computes: matmuls at a rate that their shape allows, the rest at the memory's bandwidth."""
+"""Compute time of one GPU: matmuls at a rate that depends on their shape, the rest at memory bandwidth."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from clustertrain.plan.cost.model_shape import DecoderShape
 
 @dataclass(frozen=True)
 class CostConstants:
-    """Set on one half of the published configurations by ``python -m benchmarks.planner_fit``; no source of the other
-    half has a say in them."""
+    """Constants fitted on one half of the published configurations by ``python -m benchmarks.planner_fit``.
 
-    # Of the achievable matmul rate, in a training step's heat and power: up to Ampere, Hopper, Blackwell.
+    The other half, with disjoint sources, is held out.
+    """
+
+    # Fraction of the achievable matmul rate sustained in training: up to Ampere, Hopper, Blackwell.
     sustained: tuple[float, float, float] = (0.85, 0.71, 0.72)
-    low_bits: tuple[float, float, float] = (1.1, 0.88, 0.80)  # more of it: 8 bit, 8 bit with block scales, 4 bit
-    wave: float = 0.308  # output elements that a GPU works on at a time, of 4e6: less leaves it partly idle
-    depth: float = 41.0  # the inner dimension at which a matmul runs at half its rate
-    unaligned: float = 1.65  # cost of dimensions that are no multiple of 64 (NVIDIA's matmul performance guide)
-    scores: float = 9.2  # bytes moved for one score of plain attention, forward
-    cast: float = 1.53  # of what 8 and 4 bit formats cast and scale
-    backward_host: float = 2.5  # launches of a backward pass, of a forward pass's
+    low_bits: tuple[float, float, float] = (1.1, 0.88, 0.80)  # further factor: 8 bit, 8 bit with block scales, 4 bit
+    wave: float = 0.308  # output elements per wave, in 4e6: fewer leave the GPU partly idle
+    depth: float = 41.0  # inner dimension at which a matmul runs at half its rate
+    unaligned: float = 1.65  # factor if dimensions are not multiples of 64 (NVIDIA's matmul performance guide)
+    scores: float = 9.2  # bytes moved per score of plain attention, forward
+    cast: float = 1.53  # factor for casts and scales of 8- and 4-bit formats
+    backward_host: float = 2.5  # launches of a backward pass relative to a forward pass
 
 
 FITTED_CONSTANTS = CostConstants()
@@ -30,38 +32,42 @@ FITTED_CONSTANTS = CostConstants()
 
 @dataclass(frozen=True)
 class GpuRates:
-    """``matmul``: FLOP/s of the linear layers, ``half``: of 16-bit matmuls, ``memory``: bytes/s; ``dtype_bytes``:
-    bytes of a number in the linear layers."""
+    """Sustained rates of a GPU."""
 
     matmul: float
+    """FLOP/s of the linear layers."""
     half: float
+    """FLOP/s of 16-bit matmuls."""
     memory: float
+    """Bytes/s of the memory."""
     dtype_bytes: int = 2
+    """Bytes per number in the linear layers."""
 
 
 @dataclass(frozen=True)
 class BlockTime:
-    """Of one rank and micro-batch, for one block: matmuls and attention and the rest, and the CPU's."""
+    """Time of one block for one rank and micro-batch."""
 
     forward_s: float
     backward_s: float
-    attention_s: float  # of forward: attention alone, what selective recomputation repeats
-    pointwise_s: float  # of forward: what is neither matmul nor attention
-    host_s: float
+    attention_s: float  # attention's part of forward
+    pointwise_s: float  # part of forward that is neither matmul nor attention
+    host_s: float  # time of the CPU per forward pass
 
 
-# Measured matmul rates of the data sheet's (stas00/ml-engineering): A100 271 of 312, H100 795 of 989, B200 1745 of
-# 2250; in 8 bit H100 1403 of 1979, B200 3433 of 4500. Others as their generation; 4 bit as 8 bit.
+# Measured fractions of the data sheet's matmul rates (stas00/ml-engineering): A100 271 of 312, H100 795 of 989, B200
+# 1745 of 2250; in 8 bit H100 1403 of 1979, B200 3433 of 4500. Other types as their generation; 4 bit as 8 bit.
 _ACHIEVABLE = ((0.87, 0.0), (0.80, 0.71), (0.775, 0.763))
 _LOW_PRECISION = {"fp8": 0, "mxfp8": 1, "fp4": 2}
 
 
 def gpu_generation(gpu: GpuType) -> int:
-    """0: without 8 bit (up to Ampere), 1: with it (Hopper, MI300), 2: with 4 bit (Blackwell)."""
+    """Return 0 without 8 bit (up to Ampere), 1 with 8 bit (Hopper, MI300), 2 with 4 bit (Blackwell)."""
     return 2 if gpu.fp4_tflops else 1 if gpu.fp8_tflops else 0
 
 
 def build_rates(gpu: GpuType, precision: str, constants: CostConstants = FITTED_CONSTANTS) -> GpuRates:
+    """Return the sustained rates of ``gpu`` in ``precision``."""
     index = gpu_generation(gpu)
     half_efficiency, fp8_efficiency = _ACHIEVABLE[index]
     sustained = constants.sustained[index] * gpu.power
@@ -72,7 +78,7 @@ def build_rates(gpu: GpuType, precision: str, constants: CostConstants = FITTED_
         low_rate = peak * fp8_efficiency * sustained * constants.low_bits[_LOW_PRECISION[precision]] * 1e12
         return GpuRates(low_rate, half, memory, 1)
     if precision in ("fp32", "tf32"):
-        full_rate = (gpu.fp32_tflops or gpu.tflops / 16) * 1e12 * sustained  # a profile's type may not say
+        full_rate = (gpu.fp32_tflops or gpu.tflops / 16) * 1e12 * sustained  # a profile's type may omit it
         if precision == "tf32" and gpu.bf16:
             full_rate = half / 2
         return GpuRates(full_rate, full_rate, memory, 4)
@@ -80,7 +86,7 @@ def build_rates(gpu: GpuType, precision: str, constants: CostConstants = FITTED_
 
 
 def matmul_s(m: float, n: float, k: float, rate: float, memory: float, dtype_bytes: int, c: CostConstants) -> float:
-    """Of (m, k) x (k, n), with what small and odd shapes cost."""
+    """Return the seconds of (m, k) x (k, n), including the cost of small and unaligned shapes."""
     flops = 2.0 * m * n * k
     slowdown = (1.0 + c.wave * 4e6 / (m * n)) * (1.0 + c.depth / k)
     if n % 64 or k % 64 or m % 8:
@@ -89,7 +95,7 @@ def matmul_s(m: float, n: float, k: float, rate: float, memory: float, dtype_byt
 
 
 def linear_s(tokens: float, inputs: float, outputs: float, r: GpuRates, c: CostConstants) -> tuple[float, float]:
-    """(forward, backward) of a linear layer: the backward pass has two matmuls of the same size."""
+    """Return the (forward, backward) seconds of a linear layer; backward has two matmuls of the same size."""
     m, rate, memory, dtype_bytes = tokens, r.matmul, r.memory, r.dtype_bytes
     forward = matmul_s(m, outputs, inputs, rate, memory, dtype_bytes, c)
     backward = matmul_s(m, inputs, outputs, rate, memory, dtype_bytes, c)
@@ -108,7 +114,13 @@ def block_s(
     *,
     is_masked: bool = False,
 ) -> BlockTime:
-    """One block over ``tokens`` of a rank, ``tp`` ranks a layer, norms and residuals split over ``sp_degree`` ranks."""
+    """Return the time of one block for the ``tokens`` of a rank.
+
+    Args:
+        tp: ranks that share each layer.
+        sp_degree: ranks over which norms and residuals are split.
+        is_masked: attention uses an explicit mask and computes its hidden half too.
+    """
     dim, hidden = model.dim, model.hidden
     qkv_width = dim + 2 * model.kv_heads * (dim // model.heads)
     up = (2 if model.gated else 1) * hidden
@@ -139,8 +151,11 @@ def block_s(
 def _attention_s(
     model: DecoderShape, tokens: float, seq_len: int, tp: int, framework: Framework, r: GpuRates, c: CostConstants
 ) -> tuple[float, float]:
-    """(forward, backward). Flash attention skips what a causal mask hides and redoes the scores in the backward pass:
-    five matmuls for two (arXiv 2307.08691, section 4.1)."""
+    """Return the (forward, backward) seconds of attention.
+
+    Flash attention skips the masked half and recomputes the scores in the backward pass: five matmuls instead of two
+    (arXiv 2307.08691, section 4.1).
+    """
     flops = 4.0 * tokens * seq_len * model.dim / tp
     if not framework.plain_attention:
         forward = flops / 2 / (r.half * framework.flash)
@@ -154,7 +169,7 @@ def _attention_s(
 def head_s(
     model: DecoderShape, tokens: float, tp: int, r: GpuRates, c: CostConstants = FITTED_CONSTANTS
 ) -> tuple[float, float]:
-    """(forward, backward) of the last matmul and the loss, in 16 bit and fp32."""
+    """Return the (forward, backward) seconds of the last matmul, in 16 bit, and the loss, in fp32."""
     width = model.vocab_size / tp
     half = GpuRates(r.half, r.half, r.memory)
     forward, backward = linear_s(tokens, model.dim, -(-width // 64) * 64, half, c)

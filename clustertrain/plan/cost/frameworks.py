@@ -1,7 +1,7 @@
-"""What a training framework makes of the same layout: bytes a parameter, kernels, overlap. Data, with sources.
+"""Properties of training frameworks: bytes per parameter, kernels, overlap. Data, with sources.
 
-``CLUSTERTRAIN`` is the built-in trainer. The others are there because published configurations name them: a table's
-row is predicted as what it was run with (:mod:`clustertrain.plan.table.rows`).
+``CLUSTERTRAIN`` is the built-in trainer. The others serve to predict published configurations, each as the framework
+with which it was run (:mod:`clustertrain.plan.table.rows`).
 """
 
 from __future__ import annotations
@@ -15,54 +15,43 @@ from clustertrain.plan.cost.optimizer_state import GATHER_BYTES, WHOLE_PARAM_OPT
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """Of a framework and its time.
-
-    ``weight_bytes`` and ``grad_bytes`` a parameter are what a rank keeps of its share through the step,
-    ``optimizer_bytes`` moments and, where the weights are 16 bit, the fp32 master copy. ``reduce_bytes``: of a
-    gradient on its way between ranks. ``logit_bytes``: of one logit with its gradient and copies at the peak.
-
-    ``plain_attention``: scores of s x s are written out (before FlashAttention, arXiv 2205.14135). ``traffic``: how
-    much memory traffic norms, residuals, activations and casts make, of fused kernels'. ``host_s``: what Python and
-    the launches of one block's forward pass take the CPU, below which no GPU gets the block done. ``tp_hidden``: the
-    part of tensor-parallel communication that runs under matmuls. ``overlaps``: whether data-parallel communication
-    runs under the backward pass.
-    """
+    """Memory and time properties of a framework."""
 
     name: str
-    pattern: str = ""  # regular expression that tells it from a table's source and note
-    weight_bytes: int = 4
-    grad_bytes: float = 4
-    optimizer_bytes: float = 8
-    reduce_bytes: int = 4
-    logit_bytes: float = 14
-    offloads_weights: bool = True  # with offload, besides gradients and optimizer
-    update_bytes: int = 0  # a parameter, that the optimizer's step takes for a moment, activations being gone by then
-    gathers: bool = False  # update_bytes are for whole parameters of which ranks have shards, if they do
-    largest_state: int = 0  # bytes of the parameter with the largest state, where that is on one rank as a whole
-    buffers_gib: float = 0.5  # buckets and NCCL's own, with more than one rank
-    plain_attention: bool = False
+    pattern: str = ""  # matches the source and note of a table's row
+    weight_bytes: int = 4  # per parameter of a rank's share, throughout the step
+    grad_bytes: float = 4  # per parameter of a rank's share, throughout the step
+    optimizer_bytes: float = 8  # per parameter: moments and, with 16-bit weights, the fp32 master copy
+    reduce_bytes: int = 4  # per gradient element sent between ranks
+    logit_bytes: float = 14  # per logit, with its gradient and copies, at the peak
+    offloads_weights: bool = True  # offload includes weights, in addition to gradients and optimizer
+    update_bytes: int = 0  # temporary, per parameter, in the optimizer step, when activations are freed
+    gathers: bool = False  # update_bytes count whole parameters even if they are sharded
+    largest_state: int = 0  # bytes of the largest state of a parameter, if one rank holds it whole
+    buffers_gib: float = 0.5  # buckets and NCCL's buffers, with more than one rank
+    plain_attention: bool = False  # writes the s x s scores to memory (before FlashAttention, arXiv 2205.14135)
     plain_norms: bool = False  # eager norms keep fp32 copies
-    repeats_kv: bool = False  # grouped keys and values are kept as one a head
-    fused_mlp: bool = False  # SwiGLU's activation is redone in the backward pass instead of kept
-    keeps_fp8: bool = False  # in 8 bit the inputs of linear layers are kept in 8 bit
-    whole_logits: bool = False  # its loss takes those of the whole vocabulary, which tensor parallel then gathers
-    regathers: bool = False  # sequence parallel keeps the split tensor and gathers it again (arXiv 2205.05198, 4.2.2)
+    repeats_kv: bool = False  # keeps grouped keys and values expanded to one per head
+    fused_mlp: bool = False  # recomputes SwiGLU's activation in the backward pass
+    keeps_fp8: bool = False  # in 8 bit, keeps the inputs of linear layers in 8 bit
+    whole_logits: bool = False  # the loss needs the whole vocabulary, which tp gathers
+    regathers: bool = False  # sp keeps the split tensor and gathers it again (arXiv 2205.05198, 4.2.2)
     sequence_parallel: bool = True
-    distributed_optimizer: bool = False  # also where its tables say DDP
-    even_stages: bool = False  # each stage of a pipeline has as many blocks, besides embedding or head
-    zero1_whole_params: bool = False  # ZeRO-1 deals out whole parameters, so no rank gets by with less than the largest
-    fully_shards_replicas: bool = False  # replicas of split models go through fully_shard too
-    shards_gradients: bool = False  # ZeRO-2: a rank keeps the gradients of its share of the optimizer
-    zero_group: int = 0  # ranks that split the optimizer; 0: all that average gradients
-    defer_reduction: bool = False  # reduces gradients once a step
-    counts_causal: bool = False  # its tables' FLOPs: half of attention's scores
-    dropout: float = 0.0  # of its usual recipes
-    traffic: float = 1.4  # the median of the eager ones that were measured
-    host_s: float = 0.6e-3
-    flash: float = 0.49  # the rate of its attention kernel, of its 16-bit matmuls'
-    tp_hidden: float = 0.0
-    overlaps: bool = True
-    fragmentation: float = 0.05  # of the allocator: reserved over allocated
+    distributed_optimizer: bool = False  # even if its tables state DDP
+    even_stages: bool = False  # all pipeline stages have equally many blocks, regardless of embedding and head
+    zero1_whole_params: bool = False  # ZeRO-1 assigns whole parameters, so a rank holds at least the largest
+    fully_shards_replicas: bool = False  # uses fully_shard also for replicas of split models
+    shards_gradients: bool = False  # ZeRO-2: keeps the gradients of its share of the optimizer
+    zero_group: int = 0  # ranks that share the optimizer state; 0: all that average gradients
+    defer_reduction: bool = False  # reduces gradients once per step
+    counts_causal: bool = False  # FLOPs in its tables include half of the attention scores
+    dropout: float = 0.0  # in its usual recipes
+    traffic: float = 1.4  # pointwise memory traffic relative to fused kernels; the median of measured eager frameworks
+    host_s: float = 0.6e-3  # CPU time for Python and launches per block and forward pass, a lower bound of its time
+    flash: float = 0.49  # rate of its attention kernel relative to its 16-bit matmuls
+    tp_hidden: float = 0.0  # fraction of tensor-parallel communication hidden by matmuls
+    overlaps: bool = True  # data-parallel communication overlaps the backward pass
+    fragmentation: float = 0.05  # of the allocator: reserved over allocated memory, minus 1
 
 
 # Its kernels are torchtitan's, eager PyTorch under fully_shard; no published table has it.
@@ -79,17 +68,17 @@ _OLD_MEGATRON = replace(
     _MEGATRON, plain_attention=True, sequence_parallel=False, regathers=True, host_s=1.0e-3, overlaps=False, dropout=0.1
 )
 
-# The first whose words occur wins. Bytes: the frameworks' documentation; traffic, host_s and tp_hidden are set with the
-# constants of plan/cost/compute.py.
+# The first whose pattern matches wins. Bytes: the frameworks' documentation; traffic, host_s and tp_hidden are fitted
+# with the constants of plan/cost/compute.py.
 FRAMEWORKS: tuple[Framework, ...] = (
-    # AdamW without fused kernels makes two lists of temporaries.
+    # AdamW without fused kernels creates two lists of temporaries.
     Framework(name="transformers", pattern=r"QwenLM", update_bytes=8, traffic=1.5, host_s=4.0e-3),
     replace(
         _MEGATRON, name="megatron-bridge", pattern=r"Megatron-Bridge|Megatron-LM (examples|README)",
         distributed_optimizer=True, grad_bytes=2, reduce_bytes=2, regathers=True, fused_mlp=True, keeps_fp8=True,
         logit_bytes=8, counts_causal=True, traffic=0.6, flash=0.87, host_s=0.0, tp_hidden=0.72,
     ),
-    # 16-bit weights and gradients; fp32 master weights, moments and, of its share, gradients (arXiv 1910.02054;
+    # 16-bit weights and gradients; fp32 master weights, moments and gradients of a rank's share (arXiv 1910.02054;
     # runtime/zero/stage_1_and_2.py). Its buckets are 5e8 elements by default.
     Framework(
         name="deepspeed", pattern=r"DeepSpeed ZeRO|DeepSpeed \(HF\)|microsoft/DeepSpeed", weight_bytes=2, grad_bytes=2,
@@ -105,7 +94,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
     ),
     replace(_OLD_MEGATRON, name="vtrain", pattern=r"vTrain", traffic=0.45, host_s=0.71e-3, overlaps=True),
     replace(_MEGATRON, name="megatron-llama", pattern=r"Megatron-LLaMA", regathers=True, sequence_parallel=False),
-    # Its step makes fp32 gradients, and torch's AdamW two lists of temporaries (internlm/solver/optimizer).
+    # Its step creates fp32 gradients, and torch's AdamW two lists of temporaries (internlm/solver/optimizer).
     replace(_MEGATRON, name="internevo", pattern=r"InternEvo", grad_bytes=2, reduce_bytes=2, update_bytes=12),
     replace(_MEGATRON, name="nanotron", pattern=r"nanotron", traffic=1.34, flash=0.6),
     # Its default loss works in place on 16-bit logits (flash-attn's fused cross-entropy).
@@ -119,16 +108,17 @@ FRAMEWORKS: tuple[Framework, ...] = (
 
 
 def find_framework(text: str) -> Framework:
-    """The framework that ``text`` names, else the built-in trainer's."""
+    """Return the framework that ``text`` names, otherwise the built-in trainer."""
     return next((framework for framework in FRAMEWORKS if re.search(framework.pattern, text)), CLUSTERTRAIN)
 
 
 def get_framework(name: str) -> Framework:
+    """Return the framework with this name."""
     return next(framework for framework in FRAMEWORKS if framework.name == name)
 
 
 def with_optimizer(framework: Framework, optim: OptimSpec, state: OptimizerStateSize) -> Framework:
-    """With the optimizer of a recipe; what is not trained has no gradient."""
+    """Return ``framework`` with a recipe's optimizer; frozen parameters have no gradient."""
     needs_gather = optim.name in WHOLE_PARAM_OPTIMIZERS
     return replace(
         framework,
@@ -141,18 +131,21 @@ def with_optimizer(framework: Framework, optim: OptimSpec, state: OptimizerState
 
 
 def with_compiled_blocks(framework: Framework) -> Framework:
-    """With torch.compile on each block, which fuses the pointwise kernels and makes half of the launches."""
+    """Return ``framework`` with torch.compile per block, which fuses pointwise kernels and halves the launches."""
     return replace(
         framework, traffic=framework.traffic / 2, host_s=framework.host_s / 2, fused_mlp=True, plain_norms=False
     )
 
 
 def with_compiled_model(framework: Framework) -> Framework:
-    """With the whole model under torch.compile, and the loss, which then makes one fp32 copy of the logits less."""
+    """Return ``framework`` with model and loss compiled, which saves one fp32 copy of the logits."""
     return replace(with_compiled_blocks(framework), logit_bytes=min(framework.logit_bytes, 10))
 
 
 def with_liger(framework: Framework) -> Framework:
-    """With Liger's kernels (arXiv 2410.10989): fused norms and SwiGLU; head and loss in chunks that are as much smaller
-    as the vocabulary is wider than the model, section 3.2: about 6 bytes of a 20th to a 30th of the logits."""
+    """Return ``framework`` with Liger's kernels (arXiv 2410.10989): fused norms and SwiGLU, chunked head and loss.
+
+    The chunks are smaller by the ratio of vocabulary to width (section 3.2): about 6 bytes for a 20th to a 30th of the
+    logits.
+    """
     return replace(framework, fused_mlp=True, plain_norms=False, logit_bytes=0.25)

@@ -1,10 +1,10 @@
-"""What the ranks run on, for the time model: the catalogue's figures, or a cluster's own where they were measured."""
+"""Hardware of the time model: the catalogue's figures, or those measured on the cluster."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from clustertrain.config import fabrics, hardware
+from clustertrain.config import hardware
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.hardware import GpuType
 from clustertrain.plan.cost import collectives, compute
@@ -15,27 +15,26 @@ MESSAGE_SIZE_FACTOR = 0.92
 
 
 def find_gpu_type(name: str, profile: ClusterProfile) -> GpuType | None:
-    """The type that the user or the profile names, from the profile's own ``[gpu]`` or the catalogue."""
+    """Return the GPU type ``name`` from the profile's ``[gpu]`` or the catalogue; None if unknown."""
     if profile.gpu is not None and name in ("", profile.gpu.name):
         return profile.gpu
     return hardware.find_gpu_type(name)
 
 
 def estimate_fabric_gb_s(profile: ClusterProfile, gpus_per_node: int) -> float:
-    """GB/s of one GPU across nodes: of the fabric that the profile names, else of the ports that were seen on a node;
-    0: neither is there."""
+    """Return the GB/s of one GPU across nodes, from the profile's fabric or its node's ports; 0 if unknown."""
     if profile.fabric:
-        return fabrics.parse_node_gb_s(profile.fabric) / gpus_per_node
+        return hardware.parse_node_gb_s(profile.fabric) / gpus_per_node
     if profile.node is None:
         return 0.0
     hcas = [port.rate_gbit for port in profile.node.hcas if port.state == "active" and port.rate_gbit]
     ports = hcas + [port.rate_gbit for port in profile.node.efa if port.state == "active" and port.rate_gbit]
-    fastest = [rate for rate in ports if rate == max(ports)]  # slower ones are for storage and management
+    fastest = [rate for rate in ports if rate == max(ports)]  # slower ports serve storage and management
     return sum(fastest if profile.node.efa else fastest[:gpus_per_node], start=0.0) / 8 / gpus_per_node
 
 
 def build_machine(gpu: GpuType, gpus_per_node: int, precision: str, profile: ClusterProfile) -> Machine:
-    """``precision``: one of the recipe's. A measured matmul rate counts for 16 bit and scales what rests on it."""
+    """Return the machine for a recipe's ``precision``; a measured matmul rate, in 16 bit, scales the others."""
     rates, network = (
         compute.build_rates(gpu, precision),
         collectives.build_network(gpu, gpus_per_node, estimate_fabric_gb_s(profile, gpus_per_node)),

@@ -1,4 +1,4 @@
-"""Bytes a rank needs, from the shapes of the model: formulas, nothing measured on the cluster.
+"""Memory of a rank, computed from the shapes of the model; nothing is measured on the cluster.
 
 Sources: model states after ZeRO (arXiv 1910.02054, section 3); the gathered units of fully sharded training after the
 PyTorch FSDP paper (arXiv 2304.11277, section 3.2.1). Activations are counted in
@@ -15,16 +15,20 @@ from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.layout import Layout
 
 GIB = 1024**3
-# What a search lets a rank need of its memory.
-SAFE_FRACTION = 0.8  # of 454 runs none whose estimate lay below 80 % of the memory ran out of it (arXiv 2411.06465)
-# Of the built-in trainer: fp32 weights, which bf16 training keeps too, fp32 gradients.
+# Fraction of the memory that a search lets a rank use: of 454 runs, none with an estimate below 80 % of the memory ran
+# out of it (arXiv 2411.06465).
+SAFE_FRACTION = 0.8
+# The built-in trainer keeps fp32 weights (also in bf16 training) and fp32 gradients.
 WEIGHT_BYTES, GRAD_BYTES = CLUSTERTRAIN.weight_bytes, CLUSTERTRAIN.grad_bytes
 CONTEXT_BYTES = GIB  # CUDA context and libraries: 0.5 to 0.9 GiB (stas00/ml-engineering)
 
 
 class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one rank, in GiB. Everything but ``capacity_gib`` is None where the model is unknown (a script of the user's);
-    ``capacity_gib`` and ``fits`` are None where the GPU is."""
+    """Memory of one rank in GiB.
+
+    For an unknown model (a user's script) all but ``capacity_gib`` is None; for an unknown GPU ``capacity_gib`` and
+    ``fits`` are None.
+    """
 
     params_gib: float | None = None
     grads_gib: float | None = None
@@ -37,7 +41,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool | None = None
 
 
-ActivationCache = dict[tuple[object, ...], tuple[int, int]]  # (activations, logits) that were counted already
+ActivationCache = dict[tuple[object, ...], tuple[int, int]]  # known (activations, logits)
 
 
 def estimate_memory(
@@ -48,10 +52,12 @@ def estimate_memory(
     framework: Framework = CLUSTERTRAIN,
     cache: ActivationCache | None = None,
 ) -> MemoryEstimate:
-    """The estimate for the rank of ``layout`` that needs most; ``fits`` means peak <= ``capacity_gib``.
+    """Return the estimate for the rank that needs the most memory; ``fits`` means peak <= ``capacity_gib``.
 
-    Of a pipeline's ranks the first keeps the most micro-batches and the last has the logits. ``cache`` spares a search
-    from counting the same activations for every way to shard the parameters.
+    In a pipeline the first rank keeps the most micro-batches and the last one has the logits.
+
+    Args:
+        cache: saves a search from counting the same activations for every way to shard the parameters.
     """
     stages = peak_memory_stages(model, layout, config.grad_accum, even_stages=framework.even_stages)
     estimates = [_estimate_stage(model, layout, config, stage, capacity_gib, framework, cache) for stage in stages]
@@ -79,7 +85,7 @@ def _estimate_stage(
         if cache is not None:
             cache[key] = cached
     activations, logits = cached
-    # That of activations is free again by the time of the update.
+    # Activations are freed before the update.
     allocated = params + grads + optimizer + max(activations + logits, _update_bytes(optimizer, layout, framework))
     overhead = overhead_bytes(allocated, layout, config, framework)
     peak = allocated + overhead
@@ -103,13 +109,12 @@ def _update_bytes(optimizer: float, layout: Layout, framework: Framework) -> flo
 
 
 def _has_param_shards(layout: Layout) -> bool:
-    """Whether ranks have shards of parameters."""
+    """Return whether parameters are sharded over ranks."""
     return layout.tp > 1 or (layout.is_sharded and layout.dp_shard * layout.cp > 1)
 
 
 def overhead_bytes(allocated: float, layout: Layout, config: PassConfig, framework: Framework = CLUSTERTRAIN) -> float:
-    """What a GPU holds besides tensors: the context, buffers of collectives, and what the allocator reserves more than
-    it gives out."""
+    """Return the bytes on a GPU in addition to tensors: context, collective buffers, fragmentation of the allocator."""
     if config.device != "cuda":
         return 0.0
     buffers = framework.buffers_gib * GIB if layout.world_size > 1 else 0.0
@@ -119,7 +124,7 @@ def overhead_bytes(allocated: float, layout: Layout, config: PassConfig, framewo
 def _state_bytes(
     model: DecoderShape, layout: Layout, config: PassConfig, stage: RankStage, framework: Framework
 ) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer state on the device."""
+    """Return the bytes of parameters, gradients and optimizer state on the device."""
     block_params, end_params = _block_parameters(model, layout.tp), _end_parameters(model, layout, stage)
     stage_params = stage.blocks * block_params + end_params
     # Ranks that share a sequence share its parameters too.
@@ -153,13 +158,13 @@ def _state_bytes(
 
 
 def _block_parameters(model: DecoderShape, tp: int) -> int:
-    """Of one block on one rank: tensor parallel divides the matrices and repeats the norms."""
+    """Return the parameters of one block on one rank; tp divides the matrices and replicates the norms."""
     norms = 2 * model.dim
     return (model.block_parameters() - norms) // tp + norms
 
 
 def _end_parameters(model: DecoderShape, layout: Layout, stage: RankStage) -> int:
-    """What is in no block: embeddings, head, last norm. Tied embeddings are one matrix where they are in one stage."""
+    """Return the parameters outside blocks: embeddings, head, last norm. Tied embeddings in one stage count once."""
     tables = stage.embedding + stage.head - (model.tie_embeddings and layout.pp == 1)
     return tables * model.vocab_size * model.dim // layout.tp + (model.dim if stage.head else 0)
 
@@ -167,11 +172,11 @@ def _end_parameters(model: DecoderShape, layout: Layout, stage: RankStage) -> in
 def _gathered_bytes(
     blocks: int, block: int, ends: int, layout: Layout, config: PassConfig, framework: Framework
 ) -> tuple[float, float]:
-    """Whole parameters and whole gradients that a sharded rank holds at its peak.
+    """Return the bytes of gathered parameters and of unsharded gradients that a sharded rank holds at its peak.
 
-    Embeddings and head are whole for the length of a pass; of the blocks the running and the prefetched one, or all
-    where they stay gathered until the backward pass. Gradients are reduced from an fp32 copy, and without reduction
-    between micro-batches they are kept whole, in fp32, for all parameters.
+    Embeddings and head are gathered during the whole pass; of the blocks, the running and the prefetched one, or all if
+    they stay gathered until the backward pass. Gradients are reduced from an fp32 copy; without reduction between
+    micro-batches all gradients are kept unsharded in fp32.
     """
     gathered_blocks = min(blocks, 2) if layout.reshard_after_forward else blocks
     params = (ends + gathered_blocks * block) * config.compute_bytes

@@ -1,4 +1,4 @@
-"""The sizes of a decoder that the estimates need, whoever trains it."""
+"""Sizes of a decoder that the estimates need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class DecoderShape(Protocol):
-    """What ``ModelSpec`` says of the built-in decoder, and ``DecoderSizes`` of anybody's."""
+    """Sizes of a decoder; ``ModelSpec`` has them for the built-in one, ``DecoderSizes`` for any other."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -34,7 +34,7 @@ class DecoderShape(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSizes:
-    """A decoder that is only described: ``gated`` has three matrices in its feed-forward layer (SwiGLU), else two."""
+    """Sizes of a decoder from a table. ``gated``: three matrices in the feed-forward layer (SwiGLU) instead of two."""
 
     vocab_size: int
     dim: int
@@ -61,12 +61,14 @@ class DecoderSizes:
 
 
 def matmul_parameters(model: DecoderShape) -> int:
-    """Those that every token is multiplied with: all but the embedding's and the norms'."""
+    """Return the number of parameters used in matmuls: all except the embedding's and the norms'."""
     blocks = model.layers * (model.block_parameters() - 2 * model.dim)
     return blocks + model.vocab_size * model.dim
 
 
 def attention_flops(model: DecoderShape, seq_len: int, *, causal: bool) -> float:
-    """Of queries times keys and weights times values, forward and backward, a token: 12 L s h (arXiv 2205.05198,
-    appendix A), of which a causal mask needs half."""
+    """Return the FLOPs per token of scores and weighted values, forward and backward.
+
+    12 L s h (arXiv 2205.05198, appendix A), half of it with a causal mask.
+    """
     return (6.0 if causal else 12.0) * model.layers * seq_len * model.dim

@@ -1,6 +1,6 @@
-"""Bytes of optimizer state, from the shapes of the parameters; what an optimizer asks of layout and model.
+"""Bytes of optimizer state from the shapes of the parameters, and requirements of optimizers on layout and model.
 
-They are what the classes of torch, pytorch-optimizer and torchao keep, and a test compares them with those.
+The bytes are those of the classes of torch, pytorch-optimizer and torchao; a test compares them.
 """
 
 from __future__ import annotations
@@ -9,31 +9,34 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from clustertrain.config.module_patterns import matches, suggest_modules
+from clustertrain.config.checks.module_patterns import matches, suggest_modules
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.optim import OptimizerName, OptimSpec
-from clustertrain.config.recipe import ModelSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.layout import Layout
 
 WHOLE_PARAM_OPTIMIZERS: frozenset[OptimizerName] = frozenset(
     {"adafactor", "lamb", "lars", "muon", "soap", "shampoo", "adamw8bit"}
-)  # their update needs whole parameters
+)  # updates need whole parameters
 COUPLED_DECAY_OPTIMIZERS: frozenset[OptimizerName] = frozenset(
     {"adam", "sgd", "lars", "shampoo"}
-)  # the decay goes into the gradient
+)  # weight decay is added to the gradient
 MAX_COUPLED_DECAY = 0.01
-MATRIX_OPTIMIZERS: frozenset[OptimizerName] = frozenset({"muon", "shampoo"})  # the rest of the model has AdamW
+MATRIX_OPTIMIZERS: frozenset[OptimizerName] = frozenset({"muon", "shampoo"})  # other parameters use AdamW
 SHAPE_DEPENDENT_STATE: frozenset[OptimizerName] = frozenset({"adafactor", "muon", "soap", "shampoo", "adamw8bit"})
-MAX_PRECONDITIONED_DIM = 10_000  # SOAP: a longer dimension is left alone
-_QUANT_BLOCK, _MIN_QUANTIZED = 256, 4096  # of 8-bit moments: elements a block, and fewer elements stay fp32
-# Where whole parameters are gathered: value and gradient of what a rank owns, and both on their way.
+MAX_PRECONDITIONED_DIM = 10_000  # SOAP skips longer dimensions
+_QUANT_BLOCK, _MIN_QUANTIZED = 256, 4096  # 8-bit moments: elements per block, and the smallest quantized size
+# With gathered parameters: value and gradient of those that a rank owns, and buffers for both in transit.
 GATHER_BYTES = 16
 
 
 def state_bytes(spec: OptimSpec, shape: Sequence[int], *, is_hidden_matrix: bool) -> int:
-    """Of one trained parameter; ``is_hidden_matrix``: it is a matrix of a layer. Counters of a few bytes are left
-    out."""
+    """Return the bytes of state of one trained parameter, without counters of a few bytes.
+
+    Args:
+        is_hidden_matrix: the parameter is a matrix of a layer.
+    """
     size, name = math.prod(shape), spec.name
     if name in MATRIX_OPTIMIZERS and not is_hidden_matrix:
         name = "adamw"
@@ -49,7 +52,7 @@ def state_bytes(spec: OptimSpec, shape: Sequence[int], *, is_hidden_matrix: bool
         case "soap" if len(shape) > 1:
             return 8 * size + 2 * sum(4 * n * n for n in shape if n <= MAX_PRECONDITIONED_DIM)
         case "shampoo":
-            return 2 * sum(4 * n * n for n in shape) + 4 * size  # and its last step, which it has no use for
+            return 2 * sum(4 * n * n for n in shape) + 4 * size  # including its last update, which it keeps
         case "adamw8bit" if size >= _MIN_QUANTIZED and size % _QUANT_BLOCK == 0:
             return 2 * (size + 4 * size // _QUANT_BLOCK)
         case _:
@@ -58,16 +61,17 @@ def state_bytes(spec: OptimSpec, shape: Sequence[int], *, is_hidden_matrix: bool
 
 @dataclass(frozen=True)
 class OptimizerStateSize:
-    """Of a whole model: bytes of state and how many parameters are trained, a parameter; ``largest_bytes``: bytes of
-    the parameter that has most, which one rank keeps however many there are."""
+    """Size of the optimizer state of a whole model."""
 
     bytes_per_param: float
     trained_fraction: float
+    """Fraction of the parameters that are trained."""
     largest_bytes: int
+    """Largest state of a single parameter, which one rank holds regardless of the number of ranks."""
 
 
 def estimate_state(spec: OptimSpec, model: DecoderShape) -> OptimizerStateSize:
-    """Raises ConfigError: a pattern that fits nothing, or nothing is left to train."""
+    """Return the size of the state of ``model``. Raise ConfigError as :func:`check_modules`."""
     module_shapes = list(_iter_shapes(model))
     trained_modules = check_modules(spec, [module for module, _ in module_shapes])
     trained = [
@@ -83,10 +87,10 @@ def estimate_state(spec: OptimSpec, model: DecoderShape) -> OptimizerStateSize:
 
 
 def check_modules(spec: OptimSpec, modules: Sequence[str]) -> set[str]:
-    """Those of ``list_modules``, which have parameters, that are trained at some time.
+    """Return those of ``modules`` (the modules with parameters) that are trained at some time.
 
     Raises:
-        ConfigError: a pattern that fits none of them, or nothing is left to train.
+        ConfigError: a pattern matches no module, or nothing is left to train.
     """
     unfrozen = [p for u in spec.unfreeze for p in u.modules]
     _check_patterns("optim.freeze", spec.freeze, modules)
@@ -96,7 +100,7 @@ def check_modules(spec: OptimSpec, modules: Sequence[str]) -> set[str]:
         m for m in modules if not any(matches(p, m) for p in spec.freeze) or any(matches(p, m) for p in unfrozen)
     }
     if not trained_modules:
-        raise ConfigError("optim.freeze: nothing is left to train", fix="leave a module out of it")
+        raise ConfigError("optim.freeze: nothing is left to train", fix="remove a module from it")
     return trained_modules
 
 
@@ -104,12 +108,12 @@ def _check_patterns(key: str, patterns: Sequence[str], modules: Sequence[str]) -
     for pattern in patterns:
         if not any(matches(pattern, module) for module in modules):
             raise ConfigError(
-                f"{key}: no module with parameters fits {pattern!r}", fix=suggest_modules(pattern, modules)
+                f"{key}: no module with parameters matches {pattern!r}", fix=suggest_modules(pattern, modules)
             )
 
 
 def _iter_shapes(model: DecoderShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The shapes of the decoder's parameters, with the module that each is in."""
+    """Yield (module, shape) of each parameter of the decoder."""
     dim, hidden, kv = model.dim, model.hidden, model.kv_heads * (model.dim // model.heads)
     yield "embed", (model.vocab_size, dim)
     feed_forward = {"gate": (hidden, dim)} if model.gated else {}
@@ -127,7 +131,7 @@ def _iter_shapes(model: DecoderShape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def list_modules(model: ModelSpec) -> list[str]:
-    """Names of the modules of a built-in model that is not the decoder that have parameters of their own."""
+    """Return the names of the modules with parameters of a convnet or a two-tower model."""
     if model.kind == "convnet":
         names = ["stem", "stem_norm", "head"]
         for i, (in_width, width, stride) in enumerate(model.convnet.block_shapes()):
@@ -136,68 +140,73 @@ def list_modules(model: ModelSpec) -> list[str]:
                 names += [f"blocks.{i}.{name}" for name in ("project", "project_norm")]
         return names
     tower = [*(module for module, _ in _iter_shapes(model) if module != "head"), "project"]
-    temperature = [""] if model.two_tower.learn_temperature else []  # the temperature is the model's own
+    temperature = [""] if model.two_tower.learn_temperature else []  # a parameter of the model itself
     return [f"{prefix}.{module}" for prefix in ("first", "second") for module in tower] + temperature
 
 
 def check_optimizer(spec: OptimSpec, layout: Layout, model_kind: str, device: str) -> list[str]:
-    """Notes on what runs, but not well.
+    """Return notes on settings that work poorly.
 
     Args:
-        kind: of the model, as ``model.model_kind``; empty where it is not known.
+        model_kind: as ``model.kind``; empty if unknown.
 
     Raises:
-        ConfigError: the optimizer cannot work with the layout or the model.
+        ConfigError: the optimizer does not support the layout or the model.
     """
     name = spec.name
     if name in MATRIX_OPTIMIZERS and model_kind == "convnet":
         raise ConfigError(
-            f"optim.name = {name!r} is for the matrices of hidden layers, and a convnet has none: its filters have "
+            f"optim.name = {name!r} is for the matrices of hidden layers, which a convnet lacks: its filters have "
             "four dimensions",
             fix="use optim.name = 'sgd' with momentum, 'lars' or 'adamw'",
         )
     if layout.offload and name in WHOLE_PARAM_OPTIMIZERS:
         raise ConfigError(
-            f"optim.name = {name!r} with parallel.offload: its update needs whole parameters, and in host memory they "
-            "would be gathered and updated by the processors",
+            f"optim.name = {name!r} with parallel.offload: its update needs whole parameters, which "
+            "would be gathered in host memory and updated by the CPUs",
             fix="use optim.name = 'adamw', 'adam', 'sgd' or 'lion', or parallel.offload = false",
         )
     notes = []
     if name == "adamw8bit" and device == "cpu":
-        notes.append("optim.name = 'adamw8bit' on the CPU: it runs without torch.compile there, slower than adamw")
+        notes.append("optim.name = 'adamw8bit' on the CPU: it runs without torch.compile, slower than adamw")
     elif name == "adamw8bit":
         notes.append(
-            "optim.name = 'adamw8bit' compiles its update for each shape of a parameter: the first step takes up to a "
+            "optim.name = 'adamw8bit' compiles its update for each parameter shape: the first step takes up to a "
             "minute longer"
         )
     if name in COUPLED_DECAY_OPTIMIZERS and spec.weight_decay > MAX_COUPLED_DECAY:
         notes.append(
             f"optim.weight_decay = {spec.weight_decay:g} with optim.name = {name!r}: it is added to the gradient (L2), "
-            "where adamw takes it off the weights (arXiv 1711.05101): far less is usual with this one, such as 1e-4"
+            "while adamw subtracts it from the weights (arXiv 1711.05101): far less is usual here, such as 1e-4"
         )
     if name == "shampoo":
         notes.append(
-            "optim.name = 'shampoo' decomposes both sides of every hidden matrix in every step: minutes where they are "
+            "optim.name = 'shampoo' decomposes both sides of every hidden matrix in every step: minutes if they are "
             "thousands wide; soap does so every tenth step"
         )
     return notes
 
 
 def describe_optimizer(spec: OptimSpec, layout: Layout, state: OptimizerStateSize | None, *, text: bool) -> str:
-    """``state``: where it is known. ``text``: the model reads tokens."""
+    """Return a one-line description.
+
+    Args:
+        state: size of the state; None if unknown.
+        text: the model reads tokens.
+    """
     parts = [f"{spec.name}{_describe_constants(spec, text=text)}"]
     if state is not None:
-        parts.append(f"{state.bytes_per_param:.3g} bytes of state a parameter")
+        parts.append(f"{state.bytes_per_param:.3g} bytes of state per parameter")
     if state is not None and state.trained_fraction < 1:
         parts.append(f"{state.trained_fraction:.0%} of the parameters are trained")
     if spec.name in MATRIX_OPTIMIZERS:
         parts.append("for the hidden matrices, adamw for the rest")
     if spec.name in WHOLE_PARAM_OPTIMIZERS and needs_gather(spec, layout):
         parts.append(
-            "each parameter is updated whole by the one rank that has its state, in two exchanges a step, "
-            "which the predicted time leaves out"
+            "each parameter is updated whole by the rank that holds its state, with two exchanges per step "
+            "that the predicted time excludes"
         )
-    parts.append(f"weight decay {spec.weight_decay:g} but for norms, biases and embeddings")
+    parts.append(f"weight decay {spec.weight_decay:g} except for norms, biases and embeddings")
     if spec.layer_decay != 1:
         parts.append(f"lr x {spec.layer_decay:g} for each layer below the head")
     parts += [f"lr x {factor:g} in {pattern}" for pattern, factor in spec.lr_scale.items()]
@@ -214,7 +223,7 @@ def _describe_constants(spec: OptimSpec, *, text: bool) -> str:
 
 
 def needs_gather(spec: OptimSpec, layout: Layout) -> bool:
-    """Whether parameters that lie in shards are gathered for the update."""
+    """Return whether sharded parameters are gathered for the update."""
     return spec.name in WHOLE_PARAM_OPTIMIZERS and (
         layout.tp > 1 or (layout.is_sharded and layout.dp_shard * layout.cp > 1)
     )

@@ -1,4 +1,4 @@
-"""Seconds of one optimizer step, and where they go."""
+"""Time of one optimizer step and its parts."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from clustertrain.plan.cost.frameworks import Framework
 from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.layout import Layout
 
-UPDATE_BYTES_PER_PARAM = (
-    30.0  # AdamW reads weight, gradient and two moments and writes three of them, and the 16-bit copy
-)
-# Shares that show beside what runs meanwhile, by eye: a ring's sends beside attention, replicas' all-reduces beside the
-# backward pass of fully sharded groups.
+# AdamW reads weight, gradient and two moments, and writes three of them and the 16-bit copy.
+UPDATE_BYTES_PER_PARAM = 30.0
+# Exposed fractions, set by eye: of a ring's sends during attention, and of replicas' all-reduces during the backward
+# pass of fully sharded groups.
 RING_EXPOSED, REPLICAS_EXPOSED = 0.3, 0.3
-HOST_BYTES_S = 200e9  # memory bandwidth that an optimizer on the processors of a two-socket node reaches
+HOST_BYTES_S = 200e9  # memory bandwidth that an optimizer on the CPUs of a two-socket node reaches
 
 
 @dataclass(frozen=True)
 class Machine:
-    """``slowdown``: what a measured run took of what was predicted."""
+    """Hardware of the ranks."""
 
     network: Network
     rates: GpuRates
     slowdown: float = 1.0
+    """Measured over predicted step time of an earlier run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepEstimate:
-    """Seconds of a step on the slowest rank. Communication: only what no computation hides."""
+    """Seconds of a step on the slowest rank. Communication counts only if exposed."""
 
     compute_s: float
     recompute_s: float
@@ -54,7 +54,7 @@ class StepEstimate:
 
 @dataclass(frozen=True)
 class ComputeTime:
-    """What a rank computes for one micro-batch: a block, and head with loss."""
+    """Compute time of a rank for one micro-batch: one block, and head with loss."""
 
     block: compute.BlockTime
     head_s: float
@@ -68,10 +68,10 @@ def estimate_compute(
     rates: GpuRates,
     c: CostConstants = FITTED_CONSTANTS,
 ) -> ComputeTime:
-    """Depends on tp, cp and micro-batch alone: a search asks once for many layouts."""
+    """Return the compute time, which depends only on tp, cp and micro-batch, so a search can reuse it."""
     tokens = config.micro_batch * config.seq_len / layout.cp
     sp_degree = layout.tp if layout.sequence_parallel else 1
-    # Gathered keys and values go with an explicit mask, whose hidden half is computed too.
+    # With gathered keys and values attention uses an explicit mask and computes its hidden half too.
     is_masked = layout.cp > 1 and config.parallel.context == "all-gather"
     return ComputeTime(
         compute.block_s(model, tokens, config.seq_len, layout.tp, sp_degree, framework, rates, c, is_masked=is_masked),
@@ -81,8 +81,7 @@ def estimate_compute(
 
 @dataclass(frozen=True)
 class StepWithoutDP:
-    """A step without what its data-parallel ranks do: the same for every way to shard. ``forward_s`` and
-    ``backward_s``: seconds of one micro-batch's blocks on a rank, under which parameters and gradients may travel."""
+    """Time of a step without data parallelism: the same for every way to shard."""
 
     compute_s: float
     recompute_s: float
@@ -90,8 +89,8 @@ class StepWithoutDP:
     tensor_s: float
     context_s: float
     pipeline_s: float
-    forward_s: float
-    backward_s: float
+    forward_s: float  # of one micro-batch's blocks; hides the transfer of parameters
+    backward_s: float  # of one micro-batch's blocks; hides the transfer of parameters and gradients
 
     @property
     def total_s(self) -> float:
@@ -108,6 +107,7 @@ def estimate_step(
     machine: Machine,
     constants: CostConstants = FITTED_CONSTANTS,
 ) -> StepEstimate:
+    """Return the predicted time of a step."""
     compute_time = estimate_compute(model, layout, config, framework, machine.rates, constants)
     without_dp = estimate_without_dp(model, layout, config, framework, machine, compute_time, constants)
     return add_data_parallel(without_dp, model, layout, config, framework, machine)
@@ -122,20 +122,21 @@ def estimate_without_dp(
     compute_time: ComputeTime,
     c: CostConstants = FITTED_CONSTANTS,
 ) -> StepWithoutDP:
+    """Return the predicted time of a step without data parallelism."""
     network, m, pp, mode = machine.network, config.grad_accum, layout.pp, layout.activation_checkpointing
     sp_degree = layout.tp if layout.sequence_parallel else 1
     block, head = compute_time.block, compute_time.head_s
     recomputed = _recompute_s(block, mode)
-    # torchtitan's and Megatron's selective modes keep what the collectives have brought; ours does not.
+    # The selective modes of torchtitan and Megatron keep the results of collectives; ours does not.
     tensor = _tensor_parallel_s(model, layout, config, network, mode in ("full", "selective", "selective_layer"))
     tensor *= 1.0 - framework.tp_hidden
     context = _context_parallel_s(model, layout, config, network, mode in ("full", "selective"))
     blocks = model.layers / pp
-    # What Python and the launches of a stage take, as if it had a block more: a floor below which no GPU gets it done.
+    # CPU time for Python and launches, as if a stage had one more block: a lower bound.
     host = block.host_s * (1.0 + (layout.virtual_stages / blocks if pp > 1 else 0.0))
     forward, backward = max(block.forward_s, host), max(block.backward_s, host * c.backward_host)
     recompute_s = max(recomputed, host if recomputed > 0.5 * block.forward_s else 0.0)
-    if tensor and block.forward_s < host:  # the GPU waits for the CPU anyway, and communicates meanwhile
+    if tensor and block.forward_s < host:  # the GPU waits for the CPU and communicates meanwhile
         tensor = max(0.0, tensor - (host * (1 + c.backward_host) - block.forward_s - block.backward_s))
     compute_s = blocks * (forward + backward)
     send_s = _pipeline_send_s(model, layout, config, network, sp_degree) if pp > 1 else 0.0
@@ -162,6 +163,7 @@ def add_data_parallel(
     framework: Framework,
     machine: Machine,
 ) -> StepEstimate:
+    """Return the step time with data-parallel communication and the optimizer added."""
     data_s, optimizer_s = _data_parallel_s(without_dp, model, layout, config, framework, machine)
     return StepEstimate(
         compute_s=without_dp.compute_s,
@@ -176,8 +178,12 @@ def add_data_parallel(
 
 
 def _imbalance(model: DecoderShape, layout: Layout, block: float, head: float, framework: Framework) -> float:
-    """Seconds of one micro-batch by which the slowest rank of a pipeline is behind the average, on which the others
-    wait. ``block``: one of its blocks, with all that goes with it."""
+    """Return the seconds per micro-batch by which the slowest pipeline rank exceeds the average.
+
+    Args:
+        block: seconds of one block, including communication.
+        head: seconds of the head.
+    """
     if layout.pp == 1:
         return 0.0
     average = (model.layers * block + head) / layout.pp
@@ -192,8 +198,11 @@ def _imbalance(model: DecoderShape, layout: Layout, block: float, head: float, f
 def _tensor_parallel_s(
     model: DecoderShape, layout: Layout, config: PassConfig, network: Network, is_recomputed: bool
 ) -> float:
-    """Of one block and micro-batch: two all-reduces forward, two backward (arXiv 1909.08053, section 3; with sequence
-    parallel as many bytes in other collectives), and forward's again where the block is redone."""
+    """Return the seconds of tensor-parallel communication per block and micro-batch.
+
+    Two all-reduces forward, two backward (arXiv 1909.08053, section 3; the same bytes in other collectives with
+    sequence parallel), and forward's again if the block is recomputed.
+    """
     if layout.tp == 1:
         return 0.0
     size = config.micro_batch * config.seq_len / layout.cp * model.dim * config.compute_bytes
@@ -203,8 +212,11 @@ def _tensor_parallel_s(
 def _context_parallel_s(
     model: DecoderShape, layout: Layout, config: PassConfig, network: Network, is_recomputed: bool
 ) -> float:
-    """Of one block and micro-batch: keys and values of the others gathered, their gradients scattered back, and
-    gathered again where the block is redone. A ring sends them in both passes, beside attention."""
+    """Return the seconds of context-parallel communication per block and micro-batch.
+
+    Keys and values are gathered, their gradients scattered back, and gathered again if the block is recomputed. A ring
+    sends them in both passes, during attention.
+    """
     if layout.cp == 1:
         return 0.0
     kv = (
@@ -223,7 +235,7 @@ def _context_parallel_s(
 
 
 def _recompute_s(block: compute.BlockTime, mode: str) -> float:
-    """Seconds of a block's forward pass that are done twice."""
+    """Return the seconds of a block's forward pass that are recomputed."""
     return {
         "none": 0.0,
         "full": block.forward_s,
@@ -237,7 +249,7 @@ def _recompute_s(block: compute.BlockTime, mode: str) -> float:
 def _pipeline_send_s(
     model: DecoderShape, layout: Layout, config: PassConfig, network: Network, sp_degree: int
 ) -> float:
-    """To and from the neighbouring stages, of one micro-batch."""
+    """Return the seconds of sends to and from the neighboring stages per micro-batch."""
     stride = layout.world_size // layout.pp
     neighbours = network.group(2, stride)
     bandwidth = network.link_bytes_s if neighbours.nodes == 1 else network.fabric_bytes_s
@@ -253,7 +265,7 @@ def _data_parallel_s(
     framework: Framework,
     machine: Machine,
 ) -> tuple[float, float]:
-    """(seconds of data-parallel communication that nothing hides, seconds of the optimizer)."""
+    """Return the seconds of (exposed data-parallel communication, optimizer)."""
     network, m = machine.network, config.grad_accum
     rank_params = model.parameters() / (layout.tp * layout.pp)
     shard_group = network.group(layout.dp_shard * layout.cp, layout.tp)
@@ -263,9 +275,7 @@ def _data_parallel_s(
         return 0.0, optimizer_s
     calls = max(1.0, model.layers / layout.pp)
     is_deferred = layout.defer_reduction or layout.pp > 1
-    if (
-        not layout.is_sharded
-    ):  # DDP and its like reduce once a step; fully_shard does so for replicas of split models too
+    if not layout.is_sharded:  # DDP reduces once per step; fully_shard does so for replicas of split models if deferred
         reduce_count = m if framework.fully_shards_replicas and layout.is_fully_sharded and not is_deferred else 1
         return reduce_count * _replica_reduce_s(rank_params, calls, without_dp, layout, framework, machine), optimizer_s
     reductions = 1 if framework.defer_reduction and is_deferred else m
@@ -278,7 +288,7 @@ def _data_parallel_s(
             gather + scatter, without_dp.backward_s, framework
         )
         exposed_s += (m - reductions) * _exposed_s(gather, without_dp.backward_s, framework)
-    else:  # in a pipeline once; else fully_shard reshards after each backward pass all the same
+    else:  # once in a pipeline; otherwise fully_shard reshards after each backward pass anyway
         gather_count = 1 if layout.pp > 1 else m
         exposed_s = gather_count * _exposed_s(gather, without_dp.forward_s, framework) + reductions * _exposed_s(
             scatter, without_dp.backward_s, framework
@@ -288,14 +298,17 @@ def _data_parallel_s(
         exposed_s += (
             reductions * REPLICAS_EXPOSED * replica_group.all_reduce_s(local_params * framework.reduce_bytes, calls)
         )
-    return exposed_s + gather / calls, optimizer_s  # nothing runs yet while the first block's parameters come
+    return exposed_s + gather / calls, optimizer_s  # nothing hides the gathering of the first block's parameters
 
 
 def _replica_reduce_s(
     rank_params: float, calls: float, without_dp: StepWithoutDP, layout: Layout, framework: Framework, machine: Machine
 ) -> float:
-    """One reduction of the gradients of replicas. ZeRO-1 here is DDP's all-reduce, and then each rank's share of the
-    parameters to all, with nothing to hide it; a distributed optimizer scatters the gradients and gathers 16 bit."""
+    """Return the exposed seconds of one reduction of the gradients of replicas.
+
+    ZeRO-1 here is DDP's all-reduce followed by an exposed all-gather of the updated parameters; a distributed optimizer
+    reduce-scatters the gradients and gathers 16-bit parameters.
+    """
     group = machine.network.group(layout.gradient_ranks, layout.tp)
     comm_s = group.all_reduce_s(rank_params * framework.reduce_bytes, calls)
     param_gather_s = 0.0
@@ -311,19 +324,21 @@ def _replica_reduce_s(
 def _optimizer_s(
     local_params: float, layout: Layout, config: PassConfig, framework: Framework, machine: Machine
 ) -> float:
-    """Seconds of its step, which moves more than it computes."""
+    """Return the seconds of the optimizer step, which is bound by memory traffic."""
     updated_params = local_params
     if layout.zero1:
         updated_params /= framework.zero_group or layout.gradient_ranks
     if not layout.offload:
         return updated_params * UPDATE_BYTES_PER_PARAM / machine.rates.memory
     host = updated_params * UPDATE_BYTES_PER_PARAM * machine.network.gpus_per_node / HOST_BYTES_S
-    # Gradients down; weights up once, or the whole shard for each gathering where it lives in the host's memory.
+    # Gradients go down; weights go up once, or for each gathering if they stay in host memory.
     up = 2.0 * config.grad_accum * framework.weight_bytes if framework.offloads_weights else 2.0
     return host + local_params * (framework.reduce_bytes + up) / (PCIE_GB_S * 1e9)
 
 
 def _exposed_s(comm_s: float, compute_s: float, framework: Framework) -> float:
-    """What shows of ``comm_s`` seconds beside ``compute_s`` seconds: what is longer, and a tenth for the memory and the
-    multiprocessors that both want."""
+    """Return the exposed part of ``comm_s`` seconds during ``compute_s`` seconds.
+
+    It is the excess, plus a tenth for the contention for memory and multiprocessors.
+    """
     return max(0.0, comm_s - compute_s * framework.overlaps) + 0.1 * min(comm_s, compute_s)

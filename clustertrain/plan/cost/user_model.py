@@ -1,4 +1,4 @@
-"""The memory of a model of the user's own, from what :mod:`clustertrain.train.tools.model_stats` has counted of it."""
+"""Memory of a model entry, from the statistics of :mod:`clustertrain.train.tools.model_stats`."""
 
 from __future__ import annotations
 
@@ -10,48 +10,55 @@ from clustertrain.plan.layout import Layout, pluralize
 
 
 class ModuleStats(msgspec.Struct, frozen=True):
-    """A module of the model by its name, and how many parameters it has."""
+    """Name of a module and its number of parameters."""
 
     name: str
     parameters: int
 
 
 class MemoryTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of the whole model on one process, without memory behind its tensors. ``peak_bytes`` by category at the
-    step's peak, in which parameters that are not trained are with the buffers; ``activations_bytes`` what forward and
-    backward pass hold besides parameters, buffers and gradients where they hold most."""
+    """Trace of one step of the whole model on one process with fake tensors."""
 
     micro_batch: int
     activations_bytes: int
+    """Peak of the bytes in addition to parameters, buffers and gradients."""
     peak_bytes: dict[str, int]
+    """Bytes by category at the peak of the step; frozen parameters count as buffers."""
 
 
 class ModelStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Shared parameters count once. ``units`` are the layers that are sharded one by one, ``largest`` the module with
-    most parameters of its own. ``built_on``: cpu where the model's constructor needs values. ``traced`` is None where
-    no trace was asked for, or it failed, as ``untraced`` says."""
+    """Statistics of a model. Shared parameters count once."""
 
     parameters: int
     parameter_bytes: int
     trainable: int
     trainable_bytes: int
-    state_bytes: int  # of the recipe's optimizer
+    state_bytes: int
+    """Bytes of state of the recipe's optimizer."""
     buffers: int
     buffer_bytes: int
-    dtypes: dict[str, int]  # parameters by type
+    dtypes: dict[str, int]
+    """Number of parameters by type."""
     largest: ModuleStats
+    """Module with the most direct parameters."""
     units: tuple[ModuleStats, ...] = ()
+    """Layers that are sharded one by one."""
     built_on: str = "meta"
+    """Device; cpu if the constructor needs values."""
     traced: MemoryTrace | None = None
+    """None if no trace was requested or it failed."""
     untraced: str = ""
+    """Why the trace failed."""
 
 
 def estimate_user_model(
     model: ModelStats, layout: Layout, config: PassConfig, capacity_gib: float | None
 ) -> MemoryEstimate:
-    """Of one rank. Parameters (with the buffers, which every rank has whole), gradients and optimizer state follow from
-    the count and the layout, with tensor and pipeline parallel taken as an even split; activations, and so the peak,
-    are those of the trace, else None."""
+    """Return the memory of one rank.
+
+    Parameters (including the buffers, which every rank has whole), gradients and optimizer state follow from statistics
+    and layout, assuming an even split over tp and pp. Activations, and thus the peak, are those of the trace, or None.
+    """
     model_split = layout.tp * layout.pp
     shards = layout.dp_shard * layout.cp if layout.is_sharded else 1
     shard_fraction = 0 if layout.offload else 1 / (model_split * shards)
@@ -81,10 +88,11 @@ def estimate_user_model(
 
 
 def _gathered_bytes(model: ModelStats, layout: Layout, config: PassConfig) -> tuple[float, float]:
-    """Whole parameters and gradients at the peak of a sharded rank, as
-    :mod:`clustertrain.plan.cost.estimate_user_model` counts
-    those of the decoder: what is in no unit, and the running and the prefetched unit, or all that stay gathered. A
-    model without units is gathered as one."""
+    """Return the bytes of gathered parameters and unsharded gradients at the peak of a sharded rank.
+
+    As :mod:`clustertrain.plan.cost.memory` counts them for the decoder: parameters outside units, and the running and
+    the prefetched unit, or all units that stay gathered. A model without units is gathered as a whole.
+    """
     in_units = sum(u.parameters for u in model.units)
     largest = max((u.parameters for u in model.units), default=0)
     ends = model.parameters - in_units
@@ -96,7 +104,7 @@ def _gathered_bytes(model: ModelStats, layout: Layout, config: PassConfig) -> tu
 
 
 def describe_stats(model: ModelStats, name: str, layout: Layout, micro_batch: int) -> str:
-    """What was counted, for the reasons of the plan."""
+    """Return a description of the statistics for the reasons of the plan."""
     types = ", ".join(model.dtypes)
     parts = [f"{name} has {model.parameters:,} parameters ({types})"]
     if model.trainable != model.parameters:
@@ -113,12 +121,12 @@ def describe_stats(model: ModelStats, name: str, layout: Layout, micro_batch: in
 
 
 def memory_warning(model: ModelStats, estimate: MemoryEstimate, limit_gib: float, layout: Layout) -> str | None:
-    """Where the model states alone are too much, or a trace was asked for and there is none."""
+    """Return a warning if the model states alone exceed the limit or a requested trace failed; otherwise None."""
     states = sum(g or 0.0 for g in (estimate.params_gib, estimate.grads_gib, estimate.optimizer_gib))
     if states > limit_gib:
         fix = "more ranks" if layout.is_fully_sharded else "--layout fsdp shards them"
         return (
-            f"may not fit: parameters, gradients and optimizer state alone are {states:.1f} GiB a rank, more than "
+            f"may not fit: parameters, gradients and optimizer state alone are {states:.1f} GiB per rank, more than "
             f"{limit_gib:.1f} GiB; {fix}"
         )
-    return f"activations are not known: {model.untraced}" if model.untraced else None
+    return f"activations are unknown: {model.untraced}" if model.untraced else None

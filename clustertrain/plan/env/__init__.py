@@ -1,1 +1,1 @@
-"""Chooses NCCL settings, network interfaces and CPU affinity."""
+"""Choice of NCCL settings, network interfaces and CPU affinity."""

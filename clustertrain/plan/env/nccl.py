@@ -1,16 +1,17 @@
-"""Environment of the ranks: each setting with its value and the reason. Only what there is evidence for, and never a
-name that the user has set, nor one that means the same.
+"""Environment of the ranks: settings with values and reasons.
 
-Left alone on purpose; docs/explanation/nccl.md says more:
+Only settings backed by evidence are made, and none that the user set under this or an equivalent name.
 
-- TORCH_NCCL_ASYNC_ERROR_HANDLING: 3 by default, tears the process down on an error, which is what the agent waits for;
-  the header of ProcessGroupNCCL asks not to set it. TORCH_NCCL_BLOCKING_WAIT would undo it.
-- TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, NCCL_IB_TIMEOUT, NCCL_IB_RETRY_CNT: nothing that a node shows argues for others.
-- NCCL_ALGO, NCCL_PROTO, NCCL_NVLS_ENABLE, NCCL_MNNVL_ENABLE: NCCL works out from the topology which algorithm is best
-  for each size, and finds NVLink SHARP and NVLink between nodes by itself; aws-ofi-nccl's tuner refuses to load beside
-  a pinned one (aws-ofi-nccl issue 982).
-- FI_PROVIDER, FI_EFA_USE_DEVICE_RDMA, FI_EFA_FORK_SAFE, RDMAV_FORK_SAFE, NCCL_PROTO=simple: were for aws-ofi-nccl up to
-  1.6; its doc/efa-env-var.md calls them not needed now, and RDMAV_FORK_SAFE harmful.
+Left unset on purpose (details: docs/explanation/nccl.md):
+
+- TORCH_NCCL_ASYNC_ERROR_HANDLING: the default 3 ends the process on an error, which the agent expects; the header of
+  ProcessGroupNCCL asks not to set it. TORCH_NCCL_BLOCKING_WAIT would undo it.
+- TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, NCCL_IB_TIMEOUT, NCCL_IB_RETRY_CNT: no facts of a node suggest other values.
+- NCCL_ALGO, NCCL_PROTO, NCCL_NVLS_ENABLE, NCCL_MNNVL_ENABLE: NCCL derives the best algorithm for each size from
+  the topology and detects NVLink SHARP and NVLink between nodes; aws-ofi-nccl's tuner refuses to load if an algorithm
+  is pinned (aws-ofi-nccl issue 982).
+- FI_PROVIDER, FI_EFA_USE_DEVICE_RDMA, FI_EFA_FORK_SAFE, RDMAV_FORK_SAFE, NCCL_PROTO=simple: for aws-ofi-nccl up to 1.6;
+  its doc/efa-env-var.md now calls them unnecessary, and RDMAV_FORK_SAFE harmful.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import msgspec
 from clustertrain.config.node_facts import NodeFacts
 from clustertrain.plan.env import interfaces
 
-# Names by which the user has decided the same thing: a former name of it, or a choice that ours would contradict.
+# Names that decide the same: a former name, or a choice that our setting would contradict.
 _OVERRIDDEN_BY = {
     "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE",),
     "TORCH_FR_DUMP_TEMP_FILE": ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",),
@@ -35,6 +36,8 @@ _OVERRIDDEN_BY = {
 
 
 class EnvSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Value of an environment variable and the reason for it."""
+
     value: str
     reason: str
 
@@ -42,17 +45,18 @@ class EnvSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def communication_env(
     device: str, fabric_interface: str, user_env: Collection[str], node: NodeFacts | None = None
 ) -> dict[str, EnvSetting]:
-    """Settings of NCCL, gloo and torch's process groups.
+    """Return the settings of NCCL, gloo and torch's process groups.
 
     Args:
-        fabric_interface: as the cluster profile names it; empty where it does not.
-        node: what the nodes are made of, where that is known and there are several of them.
+        fabric_interface: interface that the cluster profile names, or empty.
+        user_env: names that the user has set.
+        node: hardware of the nodes, if known and if there are several nodes.
     """
     settings: dict[str, EnvSetting] = {}
     if device == "cuda":
         settings["TORCH_FR_BUFFER_SIZE"] = EnvSetting(
             "2000",
-            "keeps the last 2000 collectives of each rank, so that a hang can be explained; torch's default, pinned",
+            "keeps the last 2000 collectives of each rank, to explain a hang; torch's default, pinned",
         )
         settings["TORCH_NCCL_DUMP_ON_TIMEOUT"] = EnvSetting("1", "writes that record when a collective times out")
     if node is not None:
@@ -74,23 +78,23 @@ def node_env(
     several_nodes: bool,
     dump_prefix: str,
 ) -> dict[str, EnvSetting]:
-    """What only the node itself can tell, when the job has started on it.
+    """Return the settings that only the node itself can determine, after the job has started on it.
 
     Args:
-        user: names that the environment has already, the plan's among them.
-        towards: the interface that leads to the other nodes.
-        dumps: where the Flight Recorder writes; torch appends the rank.
+        user_env: names that are already in the environment, including the plan's.
+        route_interface: interface that the kernel routes to the other nodes.
+        dump_prefix: path prefix of the Flight Recorder's dumps; torch appends the rank.
     """
     settings: dict[str, EnvSetting] = {}
     if device == "cuda":
         settings["TORCH_FR_DUMP_TEMP_FILE"] = EnvSetting(
             dump_prefix,
-            "the record of the last collectives lies with the logs of the attempt, and not in a cache of the home",
+            "writes the record of the last collectives to the logs of the attempt, not to a cache in the home folder",
         )
     if several_nodes:
         settings.update(_network_env(device, facts, route_interface))
         index = interfaces.select_gid_index(facts)
-        # Not from a profile: one GID table is no evidence for the next node's.
+        # Not from a profile: GID tables differ from node to node.
         if device == "cuda" and index is not None:
             settings["NCCL_IB_GID_INDEX"] = EnvSetting(*index)
     return _drop_overridden(settings, user_env, facts)
@@ -103,7 +107,7 @@ def _network_env(device: str, facts: NodeFacts, route_interface: str) -> dict[st
         settings["GLOO_SOCKET_IFNAME"] = EnvSetting(*interface)
     if device == "cuda":
         if interface is not None:
-            # "=": without it the name is a prefix, and eth1 means eth10 too.
+            # Without "=" the name is a prefix: eth1 would also match eth10.
             settings["NCCL_SOCKET_IFNAME"] = EnvSetting(f"={interface.value}", interface.reason)
         ports = interfaces.select_hcas(facts)
         if ports is not None:
@@ -121,16 +125,17 @@ def _drop_overridden(
 def process_env(
     device: str, cpus_per_gpu: int, ranks_per_node: int, user_env: Collection[str]
 ) -> dict[str, EnvSetting]:
-    """Settings of the allocator and of the thread pools. ``cpus_per_gpu`` is 0 where it was not asked for."""
+    """Return the settings of the allocator and the thread pools. ``cpus_per_gpu`` is 0 if not requested."""
     settings: dict[str, EnvSetting] = {}
     if device == "cuda":
         settings["PYTORCH_ALLOC_CONF"] = EnvSetting(
-            "expandable_segments:True", "less fragmentation: 58.8 of 80 GB ran out of memory without (Megatron-Bridge)"
+            "expandable_segments:True",
+            "less fragmentation: without it 58.8 of 80 GB ran out of memory (Megatron-Bridge)",
         )
     if cpus_per_gpu:
-        settings["OMP_NUM_THREADS"] = EnvSetting(str(cpus_per_gpu), "one thread for each core that a rank was given")
+        settings["OMP_NUM_THREADS"] = EnvSetting(str(cpus_per_gpu), "one thread per core of the rank")
     elif ranks_per_node > 1:
         settings["OMP_NUM_THREADS"] = EnvSetting(
-            "1", "several ranks share a node and cpus_per_gpu is not set; torchrun would choose 1 too, with a warning"
+            "1", "several ranks share a node and cpus_per_gpu is unset; torchrun would also choose 1, with a warning"
         )
     return _drop_overridden(settings, user_env)

@@ -1,1 +1,1 @@
-"""Writes the reasons and the warnings of a plan."""
+"""Reasons and warnings of a plan."""

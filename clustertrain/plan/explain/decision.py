@@ -1,10 +1,11 @@
-"""The words of a plan: why this batch, this precision and this memory; what to know of the layout."""
+"""Reasons and warnings of a plan: batch, precision, memory, layout."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from clustertrain.config import hardware, presets
+from clustertrain.config import hardware
+from clustertrain.config.parsing import presets
 from clustertrain.plan import checks, non_decoder, pipeline_schedules
 from clustertrain.plan.cost import optimizer_state, user_model
 from clustertrain.plan.decision import Explanation, PlanDecision
@@ -15,25 +16,26 @@ from clustertrain.plan.request import PlanRequest
 
 _FSDP_PIPELINE_REASON = (
     "reshard_after_forward off: with pp the parameters would be gathered again for each micro-batch, so a stage keeps "
-    "its own whole until the step ends"
+    "them gathered until the step ends"
 )
 
 
 def explain_single(request: PlanRequest) -> str:
+    """Return why there is only one data-parallel rank."""
     if request.world_size == 1:
         return "single: one rank, nothing to share"
     degrees = " x ".join(f"{n} {d}" for n, d in (("tp", request.tp), ("cp", request.cp), ("pp", request.pp)) if d > 1)
-    return f"single: {degrees} takes all {request.world_size} ranks, one data-parallel rank is left"
+    return f"single: {degrees} uses all {request.world_size} ranks, which leaves one data-parallel rank"
 
 
 def gpu_warnings(request: PlanRequest) -> list[str]:
-    """A warning where the user names a type that is not known."""
+    """Return a warning if the user names an unknown GPU type."""
     if request.device != "cuda" or request.gpu is not None or not request.spec.job.gpu_type:
         return []
     known_types = ", ".join(gpu_type.name for gpu_type in hardware.CATALOGUE)
     return [
-        f"GPU type {request.spec.job.gpu_type!r} is not known, so no speed is predicted; known are {known_types};"
-        " another goes into the cluster profile, as [gpu] with name, memory_gib, tflops, memory_gb_s, link_gb_s and"
+        f"GPU type {request.spec.job.gpu_type!r} is unknown, so no speed is predicted; known: {known_types};"
+        " add another to the cluster profile as [gpu] with name, memory_gib, tflops, memory_gb_s, link_gb_s and"
         " fabric_gb_s"
     ]
 
@@ -42,15 +44,15 @@ def explain_batch(decision: PlanDecision) -> Explanation:
     reasons: list[str] = []
     recipe, batch, layout = decision.request.spec.recipe, decision.batch, decision.layout
     if recipe.train.micro_batch:
-        micro_batch_reason = "asked for"
+        micro_batch_reason = "requested"
     elif decision.result is not None:
         micro_batch_reason = "the fastest that fits"
     elif decision.memory.fits is False:
-        micro_batch_reason = "with which it needs least"
+        micro_batch_reason = "the one that needs the least memory"
     elif layout.pp > 1:
         micro_batch_reason = (
             f"the largest that divides, fits and leaves {pipeline_schedules.min_micro_batches(layout)} micro-batches,"
-            " else 1"
+            " otherwise 1"
         )
     elif decision.request.decoder is None:
         micro_batch_reason = (
@@ -59,7 +61,7 @@ def explain_batch(decision: PlanDecision) -> Explanation:
     else:
         micro_batch_reason = "the largest that divides and fits"
     defaults = presets.find_training_defaults(recipe.model.preset, recipe.model.kind)
-    note = "" if recipe.train.global_batch else "; the recipe names no global batch"
+    note = "" if recipe.train.global_batch else "; the recipe sets no global batch"
     if note and defaults is not None:
         note = f"; train.global_batch is not set: {defaults.global_batch} or more, for preset {recipe.model.preset}"
     if defaults is not None and recipe.data.seq_len == defaults.seq_len:
@@ -100,7 +102,7 @@ def explain_layout(decision: PlanDecision) -> Explanation:
             estimate_note = "in the estimate" if request.decoder is not None else "not estimated"
             reasons.append(
                 f"label smoothing with tp {layout.tp}: each rank gathers the logits of the whole vocabulary for the "
-                f"loss, since torch's loss of split logits knows no smoothing; that memory is {estimate_note}"
+                f"loss, since torch's loss on split logits does not support smoothing; that memory is {estimate_note}"
             )
         alignment_reasons, alignment_warnings = notes.alignment_notes(
             recipe.model, recipe.data, layout, decision.batch.micro_batch, request.precision, request.device
@@ -114,9 +116,9 @@ def explain_layout(decision: PlanDecision) -> Explanation:
 
 def _precision_reason(request: PlanRequest) -> str:
     if request.precision == "bf16":
-        return "the matrix units are made for it; weights and optimizer stay fp32"
+        return "the matrix units support it; weights and optimizer state stay fp32"
     if request.gpu is not None:
-        return f"{request.gpu.name} has no bf16 in hardware; train.precision = 'fp16' is possible, with a scaled loss"
+        return f"{request.gpu.name} has no bf16 in hardware; train.precision = 'fp16' is possible, with loss scaling"
     return "bf16 is slower on CPUs"
 
 
@@ -151,5 +153,6 @@ def explain_memory(decision: PlanDecision) -> Explanation:
 
 
 def fsdp_traffic_note(replicated: Layout) -> str:
-    # In a pipeline the parameters stay gathered for the step: one all-gather and one reduce-scatter, an all-reduce.
+    """Return a note on the traffic of fsdp compared with ddp."""
+    # In a pipeline parameters stay gathered for the step: one all-gather and one reduce-scatter equal an all-reduce.
     return ", and sharding sends 3/2 of ddp's volume" if replicated.pp == 1 else ""

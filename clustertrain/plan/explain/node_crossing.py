@@ -1,4 +1,4 @@
-"""Groups of ranks that communicate much and do not lie inside a node: allowed, and said with what it costs."""
+"""Warnings for communication-heavy groups of ranks that cross nodes, with the cost."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from clustertrain.config import hardware
 from clustertrain.config.hardware import GpuType
-from clustertrain.config.recipe import ModelSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.plan.cost.activations import PassConfig
 from clustertrain.plan.layout import Layout
 
-# Where the GPU is not known, for an order of magnitude.
+# Used for an order of magnitude if the GPU is unknown.
 _DEFAULT_GPU = "h100"
 _MIB, _GIB = 1024**2, 1024**3
 
 
 @dataclass(frozen=True)
 class RankWorkload:
-    """What one rank does in a step; its ``model`` is a script's own business where there is no Work."""
+    """Work of one rank in a step, from which the traffic is computed."""
 
     model: ModelSpec
     config: PassConfig
@@ -25,7 +25,7 @@ class RankWorkload:
 
 
 def crossing_warnings(layout: Layout, nodes: int, gpus: int, device: str, workload: RankWorkload | None) -> list[str]:
-    """One sentence for each kind of group that crosses a border between nodes, ``gpus`` ranks each."""
+    """Return one sentence per kind of group that crosses nodes of ``gpus`` ranks."""
     if nodes == 1:
         return []
     messages = []
@@ -48,22 +48,25 @@ def crossing_warnings(layout: Layout, nodes: int, gpus: int, device: str, worklo
         )
     if layout.is_sharded and gpus % group and group % gpus:
         messages.append(
-            f"the groups of {group} ranks that share parameters do not line up with nodes of {gpus}: some lie across "
-            "a border and the others wait for them"
+            f"the groups of {group} ranks that share parameters do not align with nodes of {gpus}: some cross "
+            "nodes, and the others wait for them"
         )
     return messages
 
 
 def _tensor_bytes(layout: Layout, workload: RankWorkload) -> float:
-    """A rank's, of one layer in one step: four all-reduces of the activations a micro-batch (arXiv 1909.08053, section
-    3; with sequence parallel as many bytes), 2 (t - 1) / t of their size each on a ring."""
+    """Return the bytes that a rank sends per layer and step.
+
+    Four all-reduces of the activations per micro-batch (arXiv 1909.08053, section 3; the same bytes with sequence
+    parallel), each 2 (t - 1) / t of their size on a ring.
+    """
     config = workload.config
     activations = config.micro_batch * config.seq_len / layout.cp * workload.model.dim * config.compute_bytes
     return config.grad_accum * 4 * activations * 2 * (layout.tp - 1) / layout.tp
 
 
 def _context_bytes(layout: Layout, workload: RankWorkload) -> float:
-    """A rank's, of one layer in one step: keys and values of the others in the forward pass, their gradients back."""
+    """Return the bytes that a rank receives and sends per layer and step: keys and values, and their gradients."""
     config, model = workload.config, workload.model
     width = 2 * model.kv_heads * (model.dim // model.heads) / layout.tp
     chunk = config.micro_batch * config.seq_len / layout.cp * width * config.compute_bytes
@@ -72,9 +75,9 @@ def _context_bytes(layout: Layout, workload: RankWorkload) -> float:
 
 def _format_cost(moved_bytes: float | None, device: str, workload: RankWorkload | None) -> str:
     if moved_bytes is None or workload is None:
-        return "its activations go through the network in every layer; keep the product within a node where you can"
+        return "its activations cross the network in every layer; keep the product within a node if possible"
     size = f"{moved_bytes / _GIB:.1f} GiB" if moved_bytes >= _GIB else f"{moved_bytes / _MIB:.1f} MiB"
-    text = f"{size} of activations a rank, layer and step go through the network"
+    text = f"{size} of activations per rank, layer and step cross the network"
     if device == "cpu":
         return text
     gpu = workload.gpu or hardware.find_gpu_type(_DEFAULT_GPU)
@@ -83,6 +86,6 @@ def _format_cost(moved_bytes: float | None, device: str, workload: RankWorkload 
     total_gb = moved_bytes * workload.model.layers / 1e9
     link_note = f", over its links {total_gb / gpu.link_gb_s:.2g} s" if gpu.link_gb_s else ""
     return (
-        f"{text}; for {workload.model.layers} layers about {total_gb / gpu.fabric_gb_s:.2g} s a step at the "
+        f"{text}; for {workload.model.layers} layers about {total_gb / gpu.fabric_gb_s:.2g} s per step at the "
         f"{gpu.fabric_gb_s:g} GB/s that a GPU usually has across nodes ({gpu.name}){link_note}"
     )

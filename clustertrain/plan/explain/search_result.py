@@ -1,4 +1,4 @@
-"""The words for a search's result: why this layout, what the others would have cost, what would make it fit."""
+"""Explanations of a search result: the chosen layout, the rejected ones, and changes that would make it fit."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from clustertrain.plan.search.layouts import (
     indivisible_sizes,
 )
 
-MAX_HOST_GIB = 1500.0  # of a node with two terabytes
-_MIN_SHOWN_GAIN = 0.0005  # what is not 0.0%
-MAX_CLUSTER_GPUS = 16_384  # GPUs, of the largest published runs: where the search for a number that fits ends
+MAX_HOST_GIB = 1500.0  # available on a node with two terabytes
+_MIN_SHOWN_GAIN = 0.0005  # shown as 0.1% or more
+MAX_CLUSTER_GPUS = 16_384  # of the largest published runs; end of the search for a number that fits
 
 
 def explain_chosen(best: Candidate, result: SearchResult, gpu: str, reason: str) -> list[str]:
-    """Sentences on the best candidate: the first says what it is and how fast."""
+    """Return sentences on the best candidate; the first has its layout and speed."""
     subject = reason or best.layout.describe()
     sentences = [
-        f"{subject}: {format_number(best.step_s)} s a step predicted, {format_gib(best.peak_gib)} a rank on {gpu}"
+        f"{subject}: {format_number(best.step_s)} s per step predicted, {format_gib(best.peak_gib)} per rank on {gpu}"
     ]
     fastest = min(result.fitting, key=lambda c: c.step_s)
     gain = best.step_s / fastest.step_s - 1
@@ -42,11 +42,10 @@ def explain_chosen(best: Candidate, result: SearchResult, gpu: str, reason: str)
         best.layout
     ):
         sentences.append(
-            f"{describe_candidate(fastest)} would be {gain:.1%} faster; each further kind of parallelism has to earn"
-            f" {SIMPLICITY_MARGIN:.0%}, since the prediction is not better than that and the simpler layout is easier"
-            " to run"
+            f"{describe_candidate(fastest)} would be {gain:.1%} faster, but each further kind of parallelism must gain"
+            f" {SIMPLICITY_MARGIN:.0%}, because the prediction is no more accurate and a simple layout is easier to run"
         )
-    sentences.append("a step goes into " + format_time_shares(best))
+    sentences.append("time of a step: " + format_time_shares(best))
     if best.layout.activation_checkpointing != "none":
         sentences.append(
             f"activation checkpointing {best.layout.activation_checkpointing}: costs "
@@ -56,18 +55,18 @@ def explain_chosen(best: Candidate, result: SearchResult, gpu: str, reason: str)
 
 
 def describe_candidate(candidate: Candidate) -> str:
-    """``fsdp 16, tp 2 + sp, micro_batch 1, full checkpointing``."""
+    """Return a short description: ``fsdp 16, tp 2 + sp, micro_batch 1, full checkpointing``."""
     layout = candidate.layout
     parts = [layout.describe(), f"micro_batch {candidate.config.micro_batch}"]
     if layout.virtual_stages > 1:
-        parts.append(f"{layout.virtual_stages} stages a rank")
+        parts.append(f"{layout.virtual_stages} stages per rank")
     if layout.activation_checkpointing != "none":
         parts.append(f"{layout.activation_checkpointing} checkpointing")
     return ", ".join(parts)
 
 
 def format_time_shares(candidate: Candidate) -> str:
-    """Where the step's time goes, the largest first; what is below one percent is left out."""
+    """Return the shares of the step time, largest first, without those below one percent."""
     step = candidate.step
     parts = {
         "computing": step.compute_s,
@@ -86,7 +85,7 @@ def format_time_shares(candidate: Candidate) -> str:
 
 
 def explain_rejected(problem: SearchProblem, result: SearchResult) -> Iterator[tuple[str, str]]:
-    """(family, the number that spoke against it) of each family but the chosen one's."""
+    """Yield (family, reason for rejection) for each family except the chosen one."""
     chosen_family = classify_layout(result.best.layout) if result.best else ""
     for name in FAMILIES:
         if name == chosen_family or (name == "single") != (problem.world_size == 1):
@@ -100,18 +99,18 @@ def explain_rejected(problem: SearchProblem, result: SearchResult) -> Iterator[t
             yield (
                 name,
                 (
-                    f"{describe_candidate(smallest)} needs {smallest.peak_gib:.1f} GiB a rank, more than"
+                    f"{describe_candidate(smallest)} needs {smallest.peak_gib:.1f} GiB per rank, more than"
                     f" {problem.limit_gib:.1f} GiB"
                 ),
             )
         elif name in result.families_tried:
-            yield name, f"nothing of it that fits takes less than {MAX_SLOWDOWN:g} times as long as the fastest"
+            yield name, f"no layout of it that fits takes less than {MAX_SLOWDOWN:g} times as long as the fastest"
         elif reason := exclusion_reason(problem, name):
             yield name, reason
 
 
 def batch_warnings(problem: SearchProblem, best: Candidate) -> list[str]:
-    """A warning where nothing but an odd global batch has kept a layout from being data-parallel alone."""
+    """Return a warning if only an indivisible global batch prevented a purely data-parallel layout."""
     constraints, world_size, global_batch = problem.constraints, problem.world_size, problem.global_batch
     if (
         constraints.strategy
@@ -122,7 +121,7 @@ def batch_warnings(problem: SearchProblem, best: Candidate) -> list[str]:
     ):
         return []
     return [
-        f"{exclusion_reason(problem, 'ddp')}; so only layouts were looked at that split the model, too, and a global"
+        f"{exclusion_reason(problem, 'ddp')}; so only layouts that also split the model were considered, and a global"
         f" batch of {nearest_multiples(global_batch, world_size)} may be faster"
     ]
 
@@ -131,19 +130,19 @@ def _compare_speed(other: Candidate, best: Candidate) -> str:
     slowdown = other.step_s / best.step_s - 1
     if slowdown < 0:
         return (
-            f"{describe_candidate(other)}: {format_number(other.step_s)} s a step, {-slowdown:.1%} faster, which is"
+            f"{describe_candidate(other)}: {format_number(other.step_s)} s per step, {-slowdown:.1%} faster, which is"
             " within the error"
         )
-    return f"{describe_candidate(other)}: {format_number(other.step_s)} s a step, {slowdown:.1%} slower"
+    return f"{describe_candidate(other)}: {format_number(other.step_s)} s per step, {slowdown:.1%} slower"
 
 
 def exclusion_reason(problem: SearchProblem, name: str) -> str:
-    """Which size excludes a family altogether; empty where the user has."""
+    """Return which size excludes a family entirely; empty if the user's options exclude it."""
     constraints, world_size, global_batch = problem.constraints, problem.world_size, problem.global_batch
     if constraints.strategy or max(constraints.tp, constraints.cp, constraints.pp) > 1:
         return ""
     if name in ("tensor parallel", "context parallel", "pipeline"):
-        if constraints.tp:  # as the others, --tp 1 for one
+        if constraints.tp:  # excluded by options, for example --tp 1
             return ""
         reason = ""
         if name != "pipeline":
@@ -156,19 +155,16 @@ def exclusion_reason(problem: SearchProblem, name: str) -> str:
         )
     if name == "hybrid-shard":
         if world_size <= problem.gpus_per_node:
-            return f"one node of {problem.gpus_per_node} has nothing to replicate across"
-        return f"no group of ranks inside a node of {problem.gpus_per_node}, or of whole nodes, divides {world_size}"
-    return (
-        f"{world_size} ranks would share parameters, and no published run that went well has more than"
-        f" {MAX_SHARD_GROUP}"
-    )
+            return f"one node of {problem.gpus_per_node} cannot replicate"
+        return f"no group of ranks inside a node of {problem.gpus_per_node} or of whole nodes divides {world_size}"
+    return f"{world_size} ranks would share parameters, but no successful published run has more than {MAX_SHARD_GROUP}"
 
 
 def _tensor_exclusion(problem: SearchProblem) -> str:
     if problem.precision == "fp8":
         return "8-bit layers are not split over ranks"
     if problem.gpus_per_node == 1:
-        return "tp stays inside a node, and these have 1 GPU"
+        return "tp stays inside a node, and these nodes have 1 GPU"
     for tp in (n for n in range(2, problem.gpus_per_node + 1) if problem.gpus_per_node % n == 0):
         if sizes := indivisible_sizes(problem.model, tp):
             return f"tp {tp} does not divide {sizes}"
@@ -184,7 +180,7 @@ def _context_exclusion(problem: SearchProblem) -> str:
 
 
 def suggest_changes(problem: SearchProblem, gpu: str) -> str:
-    """The cheapest change that makes it fit on these GPUs, and the smallest number of them that would do as it is."""
+    """Return the cheapest change that fits on these GPUs, and the smallest number of GPUs that fits unchanged."""
     suggestions = list(islice(_iter_fitting_changes(problem), 1))
     nodes = -(-problem.world_size // problem.gpus_per_node)
     while nodes * problem.gpus_per_node < MAX_CLUSTER_GPUS:
@@ -195,7 +191,7 @@ def suggest_changes(problem: SearchProblem, gpu: str) -> str:
                 f"{pluralize(min_nodes, 'node')} of {problem.gpus_per_node} {gpu} ({min_nodes * problem.gpus_per_node}"
                 " GPUs)"
             )
-            suggestions.append(f"{cluster}, where it stays within the safety margin")
+            suggestions.append(f"{cluster}, where it is within the safety margin")
             break
     return (
         ", or ".join(["use " + suggestions[0], *suggestions[1:]])
@@ -205,10 +201,10 @@ def suggest_changes(problem: SearchProblem, gpu: str) -> str:
 
 
 def _fits_on(problem: SearchProblem, nodes: int) -> bool:
-    """With the sequences that these GPUs need at least, and no degree that the number of ranks decides."""
+    """Return whether the model fits on ``nodes`` nodes, with free data-parallel degrees and a batch that divides."""
     world_size = nodes * problem.gpus_per_node
     if not problem.parallel.offload and _states_gib(problem) / world_size > problem.limit_gib:
-        return False  # nothing shards further than over all ranks
+        return False  # no layout shards over more than all ranks
     constraints = dataclasses.replace(problem.constraints, dp_replicate=0, dp_shard=0)
     global_batch = -(-problem.global_batch // world_size) * world_size
     return (
@@ -220,7 +216,7 @@ def _fits_on(problem: SearchProblem, nodes: int) -> bool:
 
 
 def _find_min_nodes(problem: SearchProblem, sufficient: int) -> int:
-    """Between half of ``sufficient`` nodes, which do not do, and all of them."""
+    """Return the smallest sufficient number of nodes; half of ``sufficient`` is known not to suffice."""
     low, high = sufficient // 2, sufficient
     while high - low > 1:
         middle = (low + high) // 2
@@ -229,7 +225,7 @@ def _find_min_nodes(problem: SearchProblem, sufficient: int) -> int:
 
 
 def _states_gib(problem: SearchProblem) -> float:
-    """Weights, gradients and optimizer state of the whole model."""
+    """Return the GiB of weights, gradients and optimizer state of the whole model."""
     framework = problem.framework
     return (
         problem.model.parameters() * (framework.weight_bytes + framework.grad_bytes + framework.optimizer_bytes) / GIB
@@ -237,12 +233,12 @@ def _states_gib(problem: SearchProblem) -> float:
 
 
 def _host_gib(problem: SearchProblem) -> float:
-    """Of one node, for its share of the states."""
+    """Return the GiB that a node holds of the model states."""
     return _states_gib(problem) / -(-problem.world_size // problem.gpus_per_node)
 
 
 def _iter_fitting_changes(problem: SearchProblem) -> Iterator[str]:
-    """What makes it fit on the same GPUs, the cheapest first."""
+    """Yield the changes that make it fit on the same GPUs, cheapest first."""
     constraints = problem.constraints
     unconstrained = dataclasses.replace(constraints, strategy=None, tp=0, cp=0, pp=0, dp_replicate=0, dp_shard=0)
     memory_options = "train.micro_batch = 0 and parallel.activation_checkpointing = 'full'"

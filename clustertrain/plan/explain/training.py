@@ -1,4 +1,4 @@
-"""What is trained, and how, in a line each. Formulas and classes are the trainer's; nothing is decided here."""
+"""One-line descriptions of the training: model, objective, optimizer, schedule, clipping, evaluation."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from clustertrain.plan.layout import Layout, pluralize
 
 
 def describe_training(spec: RunSpec, layout: Layout, state: OptimizerStateSize | None) -> dict[str, str]:
-    """By what each line is about. ``state``: of the optimizer, where the shapes of the model are known."""
+    """Return the descriptions by subject.
+
+    Args:
+        state: size of the optimizer state; None if the shapes of the model are unknown.
+    """
     recipe = spec.recipe
     if spec.script is not None:
         parts = "model, data, batch, objective, optimizer, schedule, clipping and evaluation"
-        return {"script": f"{Path(spec.script.path).name} has its own {parts}"}
+        return {"script": f"{Path(spec.script.path).name} defines {parts} itself"}
     model = recipe.model
     return {
-        "model": f"made by {model.entry}" if model.entry else f"{model.kind}, {model.parameters():,} parameters",
+        "model": f"built by {model.entry}" if model.entry else f"{model.kind}, {model.parameters():,} parameters",
         **({"data": _describe_packing(recipe.data)} if recipe.data.pack else {}),
         "objective": _describe_objective(recipe),
         "optimizer": optimizer_state.describe_optimizer(recipe.optim, layout, state, text=recipe.is_text),
@@ -34,10 +38,10 @@ def describe_training(spec: RunSpec, layout: Layout, state: OptimizerStateSize |
 
 
 def _describe_packing(data: DataSpec) -> str:
-    """How much stays empty follows from the lengths of all documents, which are not read here."""
+    # The share of padding depends on the lengths of all documents, which are not read here.
     return (
         f"whole documents, packed into samples of {pluralize(data.seq_len, 'token')}; `clustertrain diagnose data`"
-        " tells how much of them is padding"
+        " reports the share of padding"
     )
 
 
@@ -46,24 +50,24 @@ def _describe_objective(recipe: Recipe) -> str:
     description = {
         "cross-entropy": _describe_cross_entropy(spec),
         "huber": f"huber, linear from {spec.delta:g} on",
-        "nt-xent": f"nt-xent at temperature {spec.temperature:g}, of a micro-batch",
+        "nt-xent": f"nt-xent at temperature {spec.temperature:g}, within a micro-batch",
     }.get(kind, kind)
     if recipe.model.kind == "two-tower":
-        return f"nt-xent, each sample told from the others of its group of {recipe.model.two_tower.group}"
+        return f"nt-xent, each sample against the others of its group of {recipe.model.two_tower.group}"
     has_own_loss = recipe.model.entry and spec.kind == "auto"
-    return f"the model's own loss where it has one, else {description}" if has_own_loss else description
+    return f"the model's loss if it computes one, otherwise {description}" if has_own_loss else description
 
 
 def _describe_cross_entropy(spec: ObjectiveSpec) -> str:
     parts = ["cross-entropy"]
     parts += [f"label smoothing {spec.label_smoothing:g}"] if spec.label_smoothing else []
     if spec.ignore_index != ObjectiveSpec().ignore_index:
-        parts.append(f"targets of {spec.ignore_index} count nothing")
+        parts.append(f"targets of {spec.ignore_index} are ignored")
     return ", ".join(parts)
 
 
 def _describe_schedule(recipe: Recipe) -> str:
-    """With the rates that the trainer sets: the first ones, the peak, the last one."""
+    """Describe the schedule with its first rates, its peak and its last rate."""
     spec, total, peak = recipe.schedule, recipe.train.steps, recipe.optim.lr
     end = f"{lr_schedule.lr_at_step(spec, total, total, peak=peak):.4g}"
     warmup = spec.resolve_warmup_steps(total)
@@ -98,7 +102,7 @@ def _describe_clipping(spec: OptimSpec) -> str:
         return f"each element of the gradient between -{spec.clip_value:g} and {spec.clip_value:g}"
     if spec.clip == "adaptive":
         initial = f"{spec.clip_norm:g}" if spec.clip_norm else "without a limit"
-        return f"global gradient norm at most the {spec.clip_quantile:g} quantile of the last ones, at first {initial}"
+        return f"global gradient norm at most the {spec.clip_quantile:g} quantile of recent norms, initially {initial}"
     return f"global gradient norm at most {spec.clip_norm:g}" if spec.clip_norm else "none"
 
 
@@ -107,23 +111,23 @@ def _describe_evaluation(recipe: Recipe) -> str:
     better = "higher" if recipe.higher_is_better else "lower"
     criterion = f"{recipe.deciding_metric} decides, {better} is better"
     if not data.has_validation:
-        return f"none, as data.validation is not set; {criterion}"
+        return f"none, because data.validation is not set; {criterion}"
     interval = (
         f"every {recipe.evaluation_interval} steps and at the end"
         if recipe.evaluation_interval < steps
         else "at the end"
     )
-    source = data.validation_path or f"{100 * data.validation:g}% of the data, kept apart"
+    source = data.validation_path or f"{100 * data.validation:g}% of the data, held out"
     limit = f" (at most {pluralize(evaluation.samples, 'sample')})" if evaluation.samples else ""
     parts = [f"{interval}, on {source}{limit}: {', '.join(_list_metrics(recipe))}", criterion]
     if recipe.contract.slices:
-        parts.append(f"slices {', '.join(recipe.contract.slices)} are told apart")
+        parts.append(f"slices {', '.join(recipe.contract.slices)} are reported")
     if evaluation.patience:
         parts.append(f"the run ends after {pluralize(evaluation.patience, 'evaluation')} without a better one")
     return "; ".join(parts)
 
 
 def _list_metrics(recipe: Recipe) -> list[str]:
-    """What a loss of the model's own is computed from is not known, and then only what is named is measured."""
+    # The inputs of a loss that the model computes are unknown, so only the listed metrics are measured.
     has_own_loss = recipe.model.entry and recipe.objective.kind == "auto"
     return ["loss", *(recipe.evaluation.metrics if has_own_loss else recipe.evaluated_metrics)]

@@ -1,28 +1,31 @@
-"""What runs, but not as one may expect: allowed, and said."""
+"""Warnings about settings that are allowed but may not do what the user expects."""
 
 from __future__ import annotations
 
-from clustertrain.config import cross_checks
+from clustertrain.config.checks import cross_checks
 from clustertrain.config.contract import ContractSpec
 from clustertrain.config.data import DataSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.recipe import ModelSpec, Precision, Recipe
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.train import Precision
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.layout import Batch, Layout, pluralize
 
 
 def layout_warnings(layout: Layout, parallel: ParallelSpec, nodes: int) -> list[str]:
+    """Return warnings about unused options and about hybrid-shard inside one node."""
     messages = unused_option_warnings(layout, parallel)
     if layout.strategy == "hybrid-shard" and nodes == 1:
         messages.append(
-            f"hybrid-shard {layout.dp_replicate} x {layout.dp_shard} inside one node: it saves traffic between nodes, "
-            "and here it only costs memory; fsdp shards over all ranks"
+            f"hybrid-shard {layout.dp_replicate} x {layout.dp_shard} inside one node only costs memory, since it saves "
+            "traffic between nodes; fsdp shards over all ranks"
         )
     return messages
 
 
 def unused_option_warnings(layout: Layout, parallel: ParallelSpec) -> list[str]:
-    """Options that were set and belong to other layouts."""
+    """Return warnings about options that are set but belong to other layouts."""
     sharded, default = layout.is_fully_sharded, ParallelSpec()
     for_sharded = ["offload", "prefetch", "defer_reduction"]
     for_replicas = ["bucket_mib", "find_unused_parameters", "static_graph", "compress_gradients"]
@@ -37,7 +40,7 @@ def unused_option_warnings(layout: Layout, parallel: ParallelSpec) -> list[str]:
     ):
         reasons |= dict.fromkeys(names, reason) if degree == 1 else {}
     if layout.tp > 1 and not layout.sequence_parallel:
-        reasons["async_tp"] = "has parallel.sequence_parallel = false, and so no all-gather that would overlap"
+        reasons["async_tp"] = "has parallel.sequence_parallel = false, and thus no all-gather to overlap"
     return [
         f"parallel.{name} has no effect: {layout.describe()} {reason}"
         for name, reason in reasons.items()
@@ -46,7 +49,7 @@ def unused_option_warnings(layout: Layout, parallel: ParallelSpec) -> list[str]:
 
 
 def layerless_warnings(layout: Layout, parallel: ParallelSpec, subject: str) -> list[str]:
-    """Of ``subject`` model, which has no list of layers: what is done layer by layer."""
+    """Return warnings about options that work layer by layer for a model without a list of layers."""
     requested = {
         "activation_checkpointing": layout.activation_checkpointing != "none",
         "activation_offload": parallel.activation_offload,
@@ -61,23 +64,27 @@ def layerless_warnings(layout: Layout, parallel: ParallelSpec, subject: str) -> 
 
 
 def channels_last_warnings(recipe: Recipe) -> list[str]:
-    """Of a recipe for the trainer."""
+    """Return a warning if ``channels_last`` has no effect on the built-in model of ``recipe``."""
     if not recipe.parallel.channels_last or recipe.model.entry:
         return []
     kind = recipe.model.kind
-    reason = "which always computes so" if kind == "convnet" else "which has no images"
+    reason = "which always uses it" if kind == "convnet" else "which has no images"
     return [f"parallel.channels_last has no effect on a {kind}, {reason}: it is for model.entry"]
 
 
 def _unused_reason(layout: Layout) -> str:
     if layout.gradient_ranks == 1:
-        return "has no data-parallel ranks that would share anything"
+        return "has only one data-parallel rank"
     return "averages gradients with fully_shard, not with DDP" if layout.is_fully_sharded else "shards no parameters"
 
 
 def unbuilt_model_warnings(layout: Layout, subject: str, *, is_counted: bool = False) -> list[str]:
-    """``subject`` model: one that is only made when the run starts, so that nothing here can say how it may be split.
-    ``is_counted``: it was made to be counted, and can be split over tp and pp."""
+    """Return warnings about a model that is built only when the run starts, so its support for ``layout`` is unknown.
+
+    Args:
+        subject: description of the model.
+        is_counted: the model was built to be counted and supports tp and pp.
+    """
     requirements = [
         requirement
         for degree, requirement in (
@@ -89,12 +96,15 @@ def unbuilt_model_warnings(layout: Layout, subject: str, *, is_counted: bool = F
     ]
     if not requirements:
         return []
-    return [f"{subject} is not seen before the run starts, and is refused then if it lacks {' or '.join(requirements)}"]
+    return [f"{subject} is unknown before the run starts and is then refused if it lacks {' or '.join(requirements)}"]
 
 
 def bubble_warnings(layout: Layout, batch: Batch, *, is_fastest: bool = False) -> list[str]:
-    """Where a pipeline has too few micro-batches to be well filled.
-    ``is_fastest``: smaller ones are slower, as a search has found."""
+    """Return a warning if the pipeline has too few micro-batches.
+
+    Args:
+        is_fastest: a search found that smaller micro-batches are slower.
+    """
     micro_batches, minimum = batch.grad_accum, pipeline_schedules.min_micro_batches(layout)
     if layout.pp == 1 or micro_batches >= minimum:
         return []
@@ -110,16 +120,18 @@ def bubble_warnings(layout: Layout, batch: Batch, *, is_fastest: bool = False) -
     ]
 
 
-# Elements in 16 bytes, which a dimension must be a multiple of for the matrix units to be used well; and in 128 bytes,
-# for the best tiles (NVIDIA, "Matrix Multiplication Background User's Guide", table "Tensor Core requirements").
+# Elements in 16 bytes, of which a dimension must be a multiple to use the matrix units well, and in 128 bytes, for the
+# best tiles (NVIDIA, "Matrix Multiplication Background User's Guide", table "Tensor Core requirements").
 _ALIGNMENT: dict[Precision, tuple[int, int]] = {"fp16": (8, 64), "bf16": (8, 64), "tf32": (4, 32), "fp8": (16, 128)}
 
 
 def alignment_notes(
     model: ModelSpec, data: DataSpec, layout: Layout, micro_batch: int, precision: Precision, device: str
 ) -> tuple[list[str], list[str]]:
-    """Reasons and warnings of the dimensions of the built-in transformers' matmuls that are no multiples of what matrix
-    units work in, each as one rank has it. Nothing for models whose matmuls are not known here."""
+    """Return reasons and warnings about matmul dimensions per rank that are not multiples of the matrix units' tiles.
+
+    Only for the built-in transformers.
+    """
     if device != "cuda" or precision not in _ALIGNMENT or model.entry or model.kind == "convnet":
         return [], []
     head = model.dim // model.heads
@@ -130,61 +142,61 @@ def alignment_notes(
         "model.vocab_size": model.vocab_size // layout.tp,
         "micro_batch x data.seq_len": micro_batch * data.seq_len // layout.cp,
     }
-    if precision != "fp8":  # which is for Linear layers, and attention is none
+    if precision != "fp8":  # fp8 applies to Linear layers, not to attention
         sizes["model.dim / model.heads"] = head
     required, preferred = _ALIGNMENT[precision]
-    per_rank = f", a rank's part of tp {layout.tp}" if layout.tp > 1 else ""
+    per_rank = f", per rank with tp {layout.tp}" if layout.tp > 1 else ""
     misaligned = [
         f"{name} {size} (next: {-(-size // preferred) * preferred})" for name, size in sizes.items() if size % required
     ]
     suboptimal = [f"{name} {size}" for name, size in sizes.items() if size % preferred and not size % required]
     warnings = [
-        f"no multiple of {required}, so the matrix units for {precision} work at a fraction of their rate: "
+        f"not a multiple of {required}, so the matrix units for {precision} run at a fraction of their rate: "
         f"{', '.join(misaligned)}{per_rank}"
     ]
     reasons = [
-        f"multiples of {required} and not of {preferred}, which {precision} likes better:"
+        f"multiples of {required} but not of {preferred}, which is faster in {precision}:"
         f" {', '.join(suboptimal)}{per_rank}"
     ]
     return reasons if suboptimal else [], warnings if misaligned else []
 
 
 def model_loss_warnings(recipe: Recipe) -> list[str]:
-    """Of a model of the user's own that nobody has looked at: what decides may be nothing that is measured."""
+    """Return a warning if a model entry that was not built may leave the deciding metric unmeasured."""
     metric = recipe.deciding_metric
     name = cross_checks.find_unmeasured_metric(recipe, metric)
     if not name:
         return []
     return [
-        f"contract.metric = {metric!r} is measured only if {recipe.model.entry} has no loss of its own, else the run "
-        f"ends as it starts: name {name!r} in evaluation.metrics"
+        f"contract.metric = {metric!r} is measured only if {recipe.model.entry} does not compute its "
+        f"loss itself; otherwise the run ends at its start: add {name!r} to evaluation.metrics"
     ]
 
 
 def patience_warnings(recipe: Recipe) -> list[str]:
-    """Where the run is over before so many evaluations could end it."""
+    """Return a warning if the run ends before ``evaluation.patience`` can take effect."""
     patience, interval, steps = recipe.evaluation.patience, recipe.evaluation_interval, recipe.train.steps
     if not patience or not recipe.data.has_validation or patience * interval < steps:
         return []
     evaluations = pluralize(-(-steps // interval), "evaluation")
-    return [f"evaluation.patience = {patience} never ends the run, which has {evaluations}, the last one at its end"]
+    return [f"evaluation.patience = {patience} never ends the run, which has {evaluations}, the last at its end"]
 
 
 def plateau_warnings(recipe: Recipe) -> list[str]:
-    """Where the run is over before so many evaluations could lower its rate."""
+    """Return a warning if the run ends before ``schedule.patience`` can take effect."""
     schedule, interval, steps = recipe.schedule, recipe.evaluation_interval, recipe.train.steps
-    first = schedule.patience + 2  # one to compare with, those that are borne, and the next one
+    first = schedule.patience + 2  # the reference, the tolerated ones, and the next one
     if schedule.kind != "plateau" or not recipe.data.has_validation or first * interval < steps:
         return []
     evaluations = pluralize(-(-steps // interval), "evaluation")
     return [
-        f"schedule.patience = {schedule.patience} never lowers the rate: evaluation {first} is the first that can, and "
-        f"the run has {evaluations}, the last one at its end"
+        f"schedule.patience = {schedule.patience} never lowers the rate: evaluation {first} is the first that can, but "
+        f"the run has {evaluations}, the last at its end"
     ]
 
 
 def budget_warnings(contract: ContractSpec, step_s: float | None, steps: int, ranks: int) -> list[str]:
-    """Where the predicted time is more than the contract allows. Nothing where no time is predicted."""
+    """Return a warning if the predicted time exceeds the contract's budget."""
     if step_s is None or not contract.has_budget:
         return []
     hours = steps * step_s / 3600
@@ -196,7 +208,7 @@ def budget_warnings(contract: ContractSpec, step_s: float | None, steps: int, ra
         f"contract.{name} = {getattr(contract, name):g} ({n:.4g} predicted)" for name, n in exceeded.items()
     )
     fraction = min(getattr(contract, name) / n for name, n in exceeded.items())
-    action = "it stops" if contract.when_spent == "stop" else "there is a warning"
+    action = "the run stops" if contract.when_spent == "stop" else "there is a warning"
     return [
         f"{steps} steps of {step_s:.3g} s on {pluralize(ranks, 'rank')} need more than {limits}: {action} at about step"
         f" {int(fraction * steps)}, sooner with start-up, evaluations and checkpoints"

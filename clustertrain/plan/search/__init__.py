@@ -1,1 +1,1 @@
-"""Searches the layouts and the micro-batches that fit."""
+"""Search for layouts and micro-batches that fit."""

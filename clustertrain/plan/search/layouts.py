@@ -1,6 +1,6 @@
-"""All the ways to share the work among the ranks, each with its predicted step time and memory; the best of them.
+"""Search over all layouts, with predicted step time and memory of each, for the best one.
 
-A search holds the global batch fixed: what is learned must not depend on how it is computed.
+The global batch stays fixed, since the result of training must not depend on the layout.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.recipe import Precision
+from clustertrain.config.train import Precision
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.batch import divisors
 from clustertrain.plan.cost import memory, step_time
@@ -24,14 +24,14 @@ from clustertrain.plan.cost.model_shape import DecoderShape
 from clustertrain.plan.cost.step_time import ComputeTime, Machine, StepEstimate, StepWithoutDP
 from clustertrain.plan.layout import Layout, Strategy
 
-# A difference below the cost model's own error (docs/explanation/planner.md) means little: another kind of
-# parallelism has to gain SIMPLICITY_MARGIN, another degree or sharding TIE_MARGIN.
+# Differences below the model's error mean little (docs/explanation/planner.md): another kind of parallelism must gain
+# SIMPLICITY_MARGIN, another degree or way to shard TIE_MARGIN.
 SIMPLICITY_MARGIN, TIE_MARGIN = 0.05, 0.03
 MAX_MICRO_BATCH = 64
 CHECKPOINTING_MODES = ("none", "selective", "full")
-MAX_SLOWDOWN = 2.0  # times the fastest: not looked at any more
-# Ranks that share parameters: the most for which there is a published run that went well (arXiv 2304.11277, section
-# 5.4); ZeRO-3 over 1536 lost two thirds of its speed (SC21, arXiv 2104.04473, table 2).
+MAX_SLOWDOWN = 2.0  # times the fastest; slower layouts are skipped
+# Most ranks that share parameters in a successful published run (arXiv 2304.11277, section 5.4); ZeRO-3 over 1536 ranks
+# lost two thirds of its speed (SC21, arXiv 2104.04473, table 2).
 MAX_SHARD_GROUP = 512
 VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8)
 FAMILIES = ("single", "ddp", "zero1", "fsdp", "hybrid-shard", "tensor parallel", "pipeline", "context parallel")
@@ -39,7 +39,7 @@ FAMILIES = ("single", "ddp", "zero1", "fsdp", "hybrid-shard", "tensor parallel",
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConstraints:
-    """What the user has fixed; 0 and empty are free."""
+    """Choices fixed by the user; 0 and empty are free."""
 
     strategy: Strategy | None = None
     tp: int = 0
@@ -55,7 +55,7 @@ class SearchConstraints:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchProblem:
-    """``limit_gib``: what a rank may need, the safety margin taken off."""
+    """Model, hardware and constraints of a search."""
 
     model: DecoderShape
     world_size: int
@@ -67,11 +67,14 @@ class SearchProblem:
     machine: Machine
     framework: Framework
     limit_gib: float
+    """Memory that a rank may use, without the safety margin."""
     constraints: SearchConstraints = field(default_factory=SearchConstraints)
 
 
 @dataclass(frozen=True)
 class Candidate:
+    """A layout and pass configuration with predictions."""
+
     layout: Layout
     config: PassConfig
     step: StepEstimate
@@ -92,14 +95,16 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """``fitting``: one candidate a layout (its fastest micro-batch and recomputation), the best first; ``smallest``: of
-    each family that fits nowhere the candidate that needs least; ``considered``: combinations looked at, and
-    ``families_tried`` their families."""
+    """Result of a search."""
 
     fitting: tuple[Candidate, ...]
+    """One candidate per layout (its fastest micro-batch and recomputation), best first."""
     smallest: tuple[Candidate, ...]
+    """For each family that does not fit, the candidate that needs the least memory."""
     considered: int
+    """Number of combinations examined."""
     families_tried: frozenset[str]
+    """Families of these combinations."""
 
     @property
     def best(self) -> Candidate | None:
@@ -107,7 +112,7 @@ class SearchResult:
 
 
 def classify_layout(layout: Layout) -> str:
-    """The most elaborate thing that a layout uses."""
+    """Return the family of a layout: the most elaborate parallelism that it uses."""
     return _classify(layout, layout.strategy)
 
 
@@ -122,24 +127,25 @@ def _classify(degrees: Layout, strategy: str) -> str:
 
 
 def _tie_key(layout: Layout, strategy: str) -> tuple[object, ...]:
-    """What two layouts have in common between which only time decides."""
+    """Return the key of layouts among which only time decides."""
     return strategy, layout.tp > 1, layout.pp > 1, layout.cp > 1, layout.virtual_stages > 1
 
 
 def count_parallelisms(layout: Layout) -> int:
-    """How many kinds of parallelism there are besides the data-parallel one. Split sequences count twice: they are the
-    rarest, and below very long sequences nobody else runs them."""
+    """Return the number of kinds of parallelism in addition to data parallelism.
+
+    Context parallelism counts twice, since it is rare except for very long sequences.
+    """
     return (layout.tp > 1) + (layout.pp > 1) + 2 * (layout.cp > 1)
 
 
 def penalized_step_s(candidate: Candidate) -> float:
-    """Seconds, with what each kind of parallelism has to earn."""
+    """Return the step time with a penalty for each kind of parallelism."""
     return candidate.step_s * (1 + SIMPLICITY_MARGIN) ** count_parallelisms(candidate.layout)
 
 
 def complexity_key(layout: Layout) -> tuple[int, ...]:
-    """What decides between layouts that cost about the same: the fewer and simpler kinds, the smaller degrees, then
-    less recomputation."""
+    """Return the sort key among layouts of similar cost: simpler kinds, smaller degrees, less recomputation."""
     strategy_order = ("single", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard")
     checkpointing_index = CHECKPOINTING_MODES.index(layout.activation_checkpointing)
     family_index = FAMILIES.index(classify_layout(layout))
@@ -153,15 +159,15 @@ def complexity_key(layout: Layout) -> tuple[int, ...]:
 
 
 def search(problem: SearchProblem) -> SearchResult:
-    """Look at every valid layout. Pure arithmetic: a thousand layouts take some hundredths of a second."""
+    """Search all valid layouts. Pure arithmetic: a thousand layouts take some hundredths of a second."""
     return _Search(problem).run()
 
 
 @dataclass(frozen=True)
 class _PartialCandidate:
-    """Degrees, micro-batch and recomputation with the seconds that do not depend on how parameters are sharded."""
+    """Degrees, micro-batch and recomputation, with the time that does not depend on how parameters are sharded."""
 
-    layout: Layout  # its data-parallel part is open
+    layout: Layout  # its data-parallel part is not chosen yet
     config: PassConfig
     without_dp: StepWithoutDP
 
@@ -171,18 +177,17 @@ class _Search:
         self.problem = problem
         self.compute_times: dict[tuple[int, int, int], ComputeTime] = {}
         self.activation_cache: memory.ActivationCache = {}
-        self.fastest_by_family: dict[str, float] = {}  # of each family, seconds
-        self.fastest_by_tie_key: dict[tuple[object, ...], float] = {}  # of layouts of the same kinds and strategy
+        self.fastest_by_family: dict[str, float] = {}  # seconds
+        self.fastest_by_tie_key: dict[tuple[object, ...], float] = {}  # seconds
         self.fitting: dict[tuple[object, ...], Candidate] = {}
-        self.not_fitting: dict[tuple[object, ...], Candidate] = {}  # of each layout the first that did not fit
-        self.min_states_gib: dict[
-            tuple[object, ...], float
-        ] = {}  # GiB of what did not fit, at least, without activations
+        self.not_fitting: dict[tuple[object, ...], Candidate] = {}  # the first one per layout
+        # Lower bound, without activations, of layouts that did not fit.
+        self.min_states_gib: dict[tuple[object, ...], float] = {}
         self.considered = 0
         self.families_tried: set[str] = set()
 
     def run(self) -> SearchResult:
-        """From the ways that are fast at best: the rest is mostly told from its best alone."""
+        """Run the search in the order of the best possible time, which rules out most of the rest."""
         partials = [
             partial for degrees in _parallel_degrees(self.problem) for partial in self._partial_candidates(*degrees)
         ]
@@ -226,7 +231,7 @@ class _Search:
                 yield _PartialCandidate(layout, config, without_dp)
 
     def _try_sharding(self, partial: _PartialCandidate) -> None:
-        """The way with each kind of data parallelism, as far as it could win."""
+        """Try each kind of data parallelism that could win."""
         open_layout, headroom_gib = partial.layout, self.problem.limit_gib - self._min_activations_gib(partial)
         for strategy, replicate, shard in _data_parallel_options(
             self.problem, open_layout.dp_replicate, open_layout.tp, open_layout.cp, open_layout.pp
@@ -250,8 +255,10 @@ class _Search:
             self._keep_fastest(partial, layout, family, layout_key)
 
     def _min_activations_gib(self, partial: _PartialCandidate) -> float:
-        """Of activations and logits, which no way to shard parameters makes less. Of a pipeline nothing: the stage that
-        holds most parameters need not be the one with the logits."""
+        """Return the GiB of activations and logits, which sharding does not reduce; 0 in a pipeline.
+
+        There, the stage with the most parameters need not be the one with the logits.
+        """
         if partial.layout.pp > 1:
             return 0.0
         config, problem = dataclasses.replace(partial.config, autocast=False), self.problem
@@ -260,8 +267,11 @@ class _Search:
         return kept_bytes / memory.GIB
 
     def _min_states_gib(self, layout: Layout, config: PassConfig) -> float:
-        """GiB of parameters, gradients and optimizer state, without what depends on recomputation and micro-batches:
-        casts of the weights, whole gradients between micro-batches."""
+        """Return the GiB of parameters, gradients and optimizer state.
+
+        Excludes the parts that depend on recomputation and micro-batches: casts of the weights, and unsharded gradients
+        between micro-batches.
+        """
         single_pass = dataclasses.replace(config, autocast=False, grad_accum=1)
         estimate = memory.estimate_memory(self.problem.model, layout, single_pass, None, self.problem.framework)
         return sum(
@@ -271,7 +281,7 @@ class _Search:
     def _keep_fastest(
         self, partial: _PartialCandidate, layout: Layout, family: str, layout_key: tuple[object, ...]
     ) -> None:
-        """Keep the fastest that fits; memory is dearer to count than time, so it is asked for last."""
+        """Keep the fastest candidate that fits; memory is more expensive to estimate than time, so it comes last."""
         problem, incumbent = self.problem, self.fitting.get(layout_key)
         config = dataclasses.replace(partial.config, autocast=False) if layout.is_fully_sharded else partial.config
         for defer in self._defer_options(layout, config):
@@ -308,7 +318,7 @@ class _Search:
         return (True, False) if layout.is_fully_sharded and config.grad_accum > 1 else (True,)
 
     def _smallest_variant(self, candidate: Candidate) -> Candidate:
-        """The same layout with as little memory as recomputation and the smallest micro-batch make it need."""
+        """Return the same layout with the least memory: recomputation and the smallest micro-batch."""
         problem, constraints = self.problem, self.problem.constraints
         rank_batch = candidate.config.micro_batch * candidate.config.grad_accum
         micro_batch = constraints.micro_batch or min(
@@ -332,7 +342,7 @@ class _Search:
             micro_batch=micro_batch,
             grad_accum=grad_accum,
             precision=problem.precision,
-            # As the time of its sends needs it; of the data-parallel alone, where a sharded one has none, see _take.
+            # For the time of pipeline sends; _keep_fastest turns it off for fully sharded layouts.
             autocast=problem.precision in ("bf16", "fp16", "fp8") and not layout.is_fully_sharded,
             device="cuda",
             parallel=problem.parallel,
@@ -348,6 +358,7 @@ class _Search:
         return self.compute_times[key]
 
     def build_result(self) -> SearchResult:
+        """Return the result of the search so far."""
         variants = [
             self._smallest_variant(c) for c in self.not_fitting.values() if c.family not in self.fastest_by_family
         ]
@@ -363,7 +374,7 @@ class _Search:
 
 
 def rank_candidates(candidates: list[Candidate]) -> list[Candidate]:
-    """By time; but first the simplest of those that cost about as little as the cheapest."""
+    """Return the candidates by time, after the simplest of those that cost about as little as the cheapest."""
     by_time = sorted(candidates, key=lambda c: c.step_s)
     if not by_time:
         return []
@@ -380,7 +391,7 @@ def _micro_batches(rank_batch: int) -> list[int]:
 
 
 def _parallel_degrees(problem: SearchProblem) -> Iterator[tuple[int, int, int, str | None, int]]:
-    """(tp, cp, pp, schedule, virtual stages) that divide the world and the model."""
+    """Yield (tp, cp, pp, schedule, virtual stages) that divide the world size and the model."""
     model, constraints, world_size = problem.model, problem.constraints, problem.world_size
     for tp in [constraints.tp] if constraints.tp else _tensor_degrees(problem):
         for cp in [constraints.cp] if constraints.cp else _context_degrees(problem, tp):
@@ -394,13 +405,13 @@ def _parallel_degrees(problem: SearchProblem) -> Iterator[tuple[int, int, int, s
 
 
 def indivisible_sizes(model: DecoderShape, tp: int) -> str:
-    """Which size of the model ``tp`` does not divide; empty: it divides all."""
+    """Return the sizes of the model that ``tp`` does not divide; empty if it divides all."""
     sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn_dim": model.hidden, "vocab_size": model.vocab_size}
     return ", ".join(f"{name} {size}" for name, size in sizes.items() if size % tp)
 
 
 def _tensor_degrees(problem: SearchProblem) -> list[int]:
-    """Inside a node only: the activations of every layer travel. The trainer does not split 8-bit layers."""
+    """Return the tensor-parallel degrees: inside a node only; the trainer does not split 8-bit layers."""
     if problem.precision == "fp8":
         return [1]
     sequence_parallel = problem.parallel.sequence_parallel
@@ -428,7 +439,7 @@ def _schedules(problem: SearchProblem, pp: int) -> list[tuple[str | None, int]]:
         return [(None, 1)]
     layers, split = problem.model.layers, problem.parallel.split
     if constraints.schedule in pipeline_schedules.SPLIT_BACKWARD_SCHEDULES and problem.parallel.compile:
-        return []  # plan/checks.py says why
+        return []  # reason: plan/checks.py
     if constraints.schedule:
         virtual_stages = constraints.virtual_stages or 1
         is_valid = pp * virtual_stages <= layers + 2 and (not split or pp * virtual_stages == len(split) + 1)
@@ -439,13 +450,13 @@ def _schedules(problem: SearchProblem, pp: int) -> list[tuple[str | None, int]]:
 def _data_parallel_options(
     problem: SearchProblem, dp_ranks: int, tp: int, cp: int, pp: int
 ) -> Iterator[tuple[Strategy, int, int]]:
-    """(strategy, dp_replicate, dp_shard) of ``dp_ranks`` data-parallel ranks."""
+    """Yield (strategy, dp_replicate, dp_shard) for ``dp_ranks`` data-parallel ranks."""
     constraints = problem.constraints
     options: list[tuple[Strategy, int, int]] = []
     if dp_ranks * cp == 1:
         options = [("single", 1, 1)]
     elif dp_ranks == 1:
-        options = [("single", 1, 1), ("fsdp", 1, 1)]  # the latter over the ranks that share a sequence
+        options = [("single", 1, 1), ("fsdp", 1, 1)]  # fsdp over the ranks that share a sequence
     else:
         options = [("ddp", dp_ranks, 1)]
         if constraints.strategy or dp_ranks * cp <= MAX_SHARD_GROUP:
@@ -472,7 +483,7 @@ def _data_parallel_options(
 
 
 def _shard_groups(problem: SearchProblem, dp_ranks: int, inner_ranks: int) -> list[int]:
-    """What the user says; else inside a node, or of whole nodes: other groups would lie across the border of one."""
+    """Return the sizes of shard groups: the user's, otherwise those inside a node or of whole nodes."""
     constraints = problem.constraints
     if constraints.dp_shard or constraints.dp_replicate:
         group = constraints.dp_shard or dp_ranks // constraints.dp_replicate

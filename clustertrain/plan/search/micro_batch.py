@@ -1,4 +1,4 @@
-"""The search for a micro-batch by trial: which ones to try, on which layout, what a trial says, which one to take."""
+"""Search for a micro-batch by trial: sizes to try, layout of a trial, evaluation, choice."""
 
 from __future__ import annotations
 
@@ -16,38 +16,43 @@ from clustertrain.plan.cost.memory import GIB, SAFE_FRACTION
 from clustertrain.plan.layout import Batch, Layout, pluralize
 from clustertrain.plan.planner import Plan
 
-MAX_FREE_MICRO_BATCH = 256  # sequences a rank, where the recipe names no global batch that would end the search
-# Micro-batches of a trial's step, at most: from the second one on gradients are there while the next is at work, and
-# more of them only take time. A pipeline gets all, since what it holds follows from their number.
+MAX_FREE_MICRO_BATCH = 256  # sequences per rank, if the recipe has no global batch to end the search
+# Most micro-batches in a trial's step: from the second one on gradients exist during the next pass, and more only take
+# time. A pipeline gets all, since its memory depends on their number.
 MAX_TRIAL_GRAD_ACCUM = 4
 
 TrialOutcome = Literal["fits", "over the margin", "out of memory"]
 
 
 class TrialMeasurement(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank saw of one trial. On a GPU ``peak_bytes`` is the most that torch has reserved and what the device
-    holds besides (context, NCCL), on the CPU the growth of resident memory since before the model was built.
-    ``allocated_bytes`` and ``capacity_bytes`` (of the device) are None on the CPU."""
+    """Measurement of one rank in one trial."""
 
     peak_bytes: int
+    """On a GPU the peak that torch reserved plus other memory in use (context, NCCL); on the CPU the growth of resident
+    memory since before the model was built."""
     allocated_bytes: int | None = None
+    """None on the CPU."""
     capacity_bytes: int | None = None
-    step_s: float  # the median of the steps that count
+    """Memory of the device; None on the CPU."""
+    step_s: float
+    """Median of the measured steps."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the table, of the rank that needs most. ``is_usable``: it divides a rank's share of the global batch,
-    and the pipeline's schedule runs it. Figures are None where it ran out of memory; of images there are no tokens."""
+    """A row of the table, for the rank that needs the most memory. Figures are None if it ran out of memory."""
 
     micro_batch: int
     outcome: TrialOutcome
     usable: bool
-    capacity_gib: float | None = None  # of the device; on the CPU what is assumed for a rank
+    """The micro-batch divides a rank's share of the global batch, and the pipeline's schedule supports it."""
+    capacity_gib: float | None = None
+    """Memory of the device; on the CPU the amount assumed for a rank."""
     peak_gib: float | None = None
     allocated_gib: float | None = None
     step_s: float | None = None
     samples_per_s_per_gpu: float | None = None
     tokens_per_s_per_gpu: float | None = None
+    """None for images."""
 
     @property
     def fits(self) -> bool:
@@ -56,20 +61,21 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class TrialSearch:
-    """What there is to try. ``layout`` is the one that is tried, ``rank_batch`` a data-parallel rank's sequences a
-    step (0:
-    the recipe names no global batch, so any micro-batch is usable), ``unit`` what a micro-batch must be a multiple of.
-    """
+    """The sizes to try."""
 
     layout: Layout
+    """Layout of the trials."""
     rank_batch: int
+    """Sequences per data-parallel rank and step; 0: the recipe sets no global batch, so any micro-batch is usable."""
     unit: int
+    """A micro-batch must be a multiple of this."""
 
     @property
     def max_micro_batch(self) -> int:
         return self.rank_batch or MAX_FREE_MICRO_BATCH // self.unit * self.unit
 
     def is_usable(self, micro_batch: int) -> bool:
+        """Return whether a run could use ``micro_batch``."""
         if micro_batch % self.unit:
             return False
         if not self.rank_batch:
@@ -79,15 +85,16 @@ class TrialSearch:
         )
 
     def next_micro_batch(self, tried: Sequence[Trial]) -> int | None:
-        """Twice the last one until one does not fit, then the usable ones between, halving the gap; None: found.
+        """Return the next size to try; None at the end of the search.
 
-        A pipeline's schedule runs the usable ones only.
+        Sizes double until one does not fit; then the gap is bisected over the usable ones. A pipeline tries usable ones
+        only.
         """
         largest_fitting = max((t.micro_batch for t in tried if t.fits), default=0)
         smallest_failing = min((t.micro_batch for t in tried if not t.fits), default=None)
         if smallest_failing is None:
             return self._grow(largest_fitting)
-        # Without a global batch every number is usable, and finer steps than quarters are not worth a trial.
+        # Without a global batch every size is usable; steps finer than a quarter are not worth a trial.
         step = self.unit if self.rank_batch else max(self.unit, largest_fitting // 4 // self.unit * self.unit)
         candidates = (
             [m for m in range(largest_fitting + step, smallest_failing, step) if self.is_usable(m)]
@@ -106,7 +113,7 @@ class TrialSearch:
         return within_double[-1] if within_double else next(iter(runnable), None)
 
     def build_batch(self, micro_batch: int, tokens_per_sample: int) -> Batch:
-        """The split of a trial's step."""
+        """Return the batch split of a trial's step."""
         data_parallel = self.layout.data_parallel
         if self.rank_batch:
             grad_accum = max(1, -(-self.rank_batch // micro_batch))
@@ -125,10 +132,10 @@ class TrialSearch:
 
 
 def build_trial_search(plan: Plan, recipe: Recipe, ranks: int) -> tuple[TrialSearch, str]:
-    """What to try on ``ranks`` ranks, and in words what the result stands for.
+    """Return the search on ``ranks`` ranks, and a description of what its result applies to.
 
     Raises:
-        ConfigError: a rank of so few would not hold what a rank of the plan does.
+        ConfigError: with so few ranks, a rank would need more memory than in the plan.
     """
     layout, description = fit_to_ranks(plan.layout, ranks)
     global_batch = recipe.train.global_batch
@@ -137,11 +144,12 @@ def build_trial_search(plan: Plan, recipe: Recipe, ranks: int) -> tuple[TrialSea
 
 
 def fit_to_ranks(layout: Layout, ranks: int) -> tuple[Layout, str]:
-    """``layout`` with as many replicas as ``ranks`` ranks have room for: replicas are alike, so the memory of each is
-    the same. Returns it with what it stands for, in words.
+    """Return ``layout`` with as many replicas as ``ranks`` ranks can hold, and a description.
+
+    Replicas are alike, so the memory of a rank is the same.
 
     Raises:
-        ConfigError: fewer ranks share what the replicas do not repeat.
+        ConfigError: fewer ranks would share the sharded state.
     """
     world_size = layout.world_size
     if ranks == world_size:
@@ -150,11 +158,11 @@ def fit_to_ranks(layout: Layout, ranks: int) -> tuple[Layout, str]:
     if layout.zero1 or ranks % replica_ranks:
         shared = "the optimizer state" if layout.zero1 else f"what {pluralize(replica_ranks, 'rank')} share"
         raise ConfigError(
-            f"{layout.describe()} is for {pluralize(world_size, 'rank')}, and {ranks} can be started here: {shared}"
-            " would be split over fewer, and each would need more memory than in the plan",
+            f"{layout.describe()} is for {pluralize(world_size, 'rank')}, but only {ranks} can start here: {shared}"
+            " would be split over fewer ranks, and each would need more memory than in the plan",
             fix=(
-                "look for it with --nodes 1: a rank needs at least as much there, so what fits there fits on more "
-                "nodes; or go by the estimate of plan"
+                "search with --nodes 1: a rank needs at least as much memory there, so what fits there fits on more "
+                "nodes; or use the estimate of plan"
             ),
         )
     scaled = msgspec.structs.replace(layout, dp_replicate=ranks // replica_ranks)
@@ -162,7 +170,7 @@ def fit_to_ranks(layout: Layout, ranks: int) -> tuple[Layout, str]:
         scaled,
         (
             f"{ranks} of the plan's {world_size} ranks, with {pluralize(scaled.dp_replicate, 'replica')} instead of "
-            f"{layout.dp_replicate}: a rank's memory is the same, the all-reduce across nodes is not in the time"
+            f"{layout.dp_replicate}: a rank's memory is the same, but the time excludes the all-reduce across nodes"
         ),
     )
 
@@ -170,7 +178,11 @@ def fit_to_ranks(layout: Layout, ranks: int) -> tuple[Layout, str]:
 def evaluate_trial(
     measurements: Sequence[TrialMeasurement], search: TrialSearch, batch: Batch, assumed_gib: float
 ) -> Trial:
-    """The verdict on a trial that ran. ``assumed_gib`` is the memory of a rank where the device does not say."""
+    """Return the result of a completed trial.
+
+    Args:
+        assumed_gib: memory of a rank if the device does not report it.
+    """
     worst = max(measurements, key=lambda m: m.peak_bytes)
     capacity = (worst.capacity_bytes or assumed_gib * GIB) / GIB
     step_s = max(m.step_s for m in measurements)
@@ -190,6 +202,6 @@ def evaluate_trial(
 
 
 def best_trial(tried: Sequence[Trial]) -> Trial | None:
-    """The fastest of the usable ones that leave the margin; None where there is none."""
+    """Return the fastest usable trial within the margin; None if there is none."""
     fitting = [t for t in tried if t.fits and t.usable]
     return max(fitting, key=lambda t: t.samples_per_s_per_gpu or 0.0, default=None)

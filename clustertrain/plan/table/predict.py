@@ -18,45 +18,47 @@ from clustertrain.plan.search import layouts
 from clustertrain.plan.table import rows
 from clustertrain.plan.table.rows import TableRow
 
-# From the least that is redone; what a row does not state takes the first that fits.
+# In the order of recomputation; an unstated mode is the first that fits.
 CHECKPOINTING_MODES = ("none", "selective_attn", "selective_op", "full")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-# What a note says where its FLOPs are those that the hardware did, recomputation included.
+# Notes that mark FLOPs as hardware FLOPs, including recomputation.
 _HARDWARE_FLOPS = re.compile(r"include recompute|recompute counted|are hardware|hardware FLOPs|\(hardware")
-LONG_SEQ_LEN = 16_384  # tokens: up to here nobody splits sequences
+LONG_SEQ_LEN = 16_384  # tokens; shorter sequences are not split
 CALIBRATION_NOTE = "sets the factor of its source"
-REQUIRED_COLUMNS = ("gpu", "seq", "n_gpus")  # every other column may be missing, as its cells may be empty
+REQUIRED_COLUMNS = ("gpu", "seq", "n_gpus")  # other columns may be missing
 COLUMNS = ("pred_tokens_per_s_per_gpu", "pred_tflops_per_gpu", "pred_peak_mem_gib", "pred_fits", "pred_note")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowPrediction:
-    """Of one row. ``peak_mem_gib`` is counted as the row's own note says: by the allocator, reserved (where nothing is
-    said), or by nvidia-smi. ``fits``: what the whole device needs is at most its memory. ``note``: what was taken for
-    an empty cell, or why there is no prediction."""
+    """Prediction for one row."""
 
     tokens_per_s_per_gpu: float | None = None
     tflops_per_gpu: float | None = None
     peak_mem_gib: float | None = None
+    """Counted as the row's note states: allocated, reserved (default), or by nvidia-smi."""
     fits: bool | None = None
+    """The memory of the whole device suffices."""
     note: str = ""
+    """Values used for empty cells, or why there is no prediction."""
 
     def values(self) -> tuple[float | bool | str | None, ...]:
-        """In the order of ``COLUMNS``."""
+        """Return the values in the order of ``COLUMNS``."""
         return self.tokens_per_s_per_gpu, self.tflops_per_gpu, self.peak_mem_gib, self.fits, self.note
 
     def cells(self) -> tuple[str, ...]:
-        """The same as text; an empty cell where there is nothing."""
+        """Return the values as text, None as an empty cell."""
         numbers = (self.tokens_per_s_per_gpu, self.tflops_per_gpu, self.peak_mem_gib)
         fits = "" if self.fits is None else "yes" if self.fits else "no"
         return (*("" if n is None else f"{n:.4g}" if n < 1000 else f"{n:.0f}" for n in numbers), fits, self.note)
 
 
 def predict(table: Sequence[Mapping[str, str]], *, calibrate: bool = False) -> list[RowPrediction]:
-    """One prediction a row, in the order of the rows; never an exception for a bad row.
+    """Return one prediction per row; an invalid row gets a note instead of an exception.
 
-    ``calibrate``: of the rows of a source that have a measured throughput the middle one sets a factor for the others,
-    as one measured run does for a cluster. Its own prediction is then its measurement, and its note says so.
+    Args:
+        calibrate: for each source, the middle one of the rows with a measured throughput sets a factor for the others,
+            as one measured run does for a cluster. Its prediction then equals its measurement, which its note states.
     """
     predictions = [_predict_or_note(row) for row in table]
     if not calibrate:
@@ -84,8 +86,7 @@ def _predict_or_note(row: Mapping[str, str]) -> RowPrediction:
 
 
 def _measured_ratio(row: Mapping[str, str], prediction: RowPrediction) -> float | None:
-    """Measured over predicted throughput, from the first of tokens, TFLOP/s and MFU that the row has; None where it has
-    neither, or what is no number."""
+    """Return measured over predicted throughput, from the first of tokens, TFLOP/s and MFU in the row; None without."""
     try:
         measured, predicted = compare_throughput(row, prediction)
     except ConfigError:
@@ -94,10 +95,10 @@ def _measured_ratio(row: Mapping[str, str], prediction: RowPrediction) -> float 
 
 
 def compare_throughput(row: Mapping[str, str], prediction: RowPrediction) -> tuple[float | None, float | None]:
-    """(measured, predicted) in the row's own unit: tokens/s, else TFLOP/s, else TFLOP/s from an MFU of the 16-bit peak.
+    """Return (measured, predicted) in tokens/s, otherwise TFLOP/s, otherwise TFLOP/s from an MFU of the 16-bit peak.
 
     Raises:
-        ConfigError: a cell is no number.
+        ConfigError: a cell is not a number.
     """
     if tokens := rows.parse_number(row, "tokens_per_s_per_gpu"):
         return tokens, prediction.tokens_per_s_per_gpu
@@ -119,7 +120,7 @@ def _scale(prediction: RowPrediction, factor: float) -> RowPrediction:
 
 
 def predict_row(row: Mapping[str, str], constants: CostConstants = FITTED_CONSTANTS) -> RowPrediction:
-    """Raises ConfigError where the row cannot be understood."""
+    """Return the prediction for a row. Raise ConfigError if the row is invalid."""
     parsed = rows.parse_row(row)
     filled, notes = _fill_defaults(parsed, constants)
     step, estimate = estimate_row_step(filled, constants), estimate_row_memory(filled)
@@ -135,31 +136,33 @@ def predict_row(row: Mapping[str, str], constants: CostConstants = FITTED_CONSTA
 
 
 def complete_row(row: Mapping[str, str]) -> TableRow:
-    """The row with defaults for what it leaves open. Raises ConfigError as :func:`predict_row`."""
+    """Return the parsed row with defaults for unstated values. Raise ConfigError as :func:`predict_row`."""
     return _fill_defaults(rows.parse_row(row), FITTED_CONSTANTS)[0]
 
 
 def estimate_row_step(row: TableRow, constants: CostConstants = FITTED_CONSTANTS) -> StepEstimate:
+    """Return the predicted step time of a row."""
     layout = msgspec.structs.replace(row.layout, activation_checkpointing=row.activation_checkpointing or "none")
     machine = step_time.Machine(row.network, compute.build_rates(row.gpu, row.precision, constants))
     return step_time.estimate_step(row.shape, layout, row.build_pass_config(), row.framework, machine, constants)
 
 
 def tokens_per_s(row: TableRow, step: StepEstimate) -> float:
-    """Of one GPU."""
+    """Return the tokens/s of one GPU."""
     config = row.build_pass_config()
     tokens = config.grad_accum * config.micro_batch * row.seq_len * row.layout.data_parallel
     return tokens / step.step_s / row.layout.world_size
 
 
 def estimate_row_memory(row: TableRow) -> MemoryEstimate:
+    """Return the predicted memory of a row."""
     layout = msgspec.structs.replace(row.layout, activation_checkpointing=row.activation_checkpointing or "none")
     shape = replace(row.shape, dropout=row.framework.dropout)
     return memory.estimate_memory(shape, layout, row.build_pass_config(), row.capacity_gib, row.framework)
 
 
 def peak_gib(estimate: MemoryEstimate, note: str) -> float:
-    """As a row's note counts it: the whole device, what the allocator has given out, or what it has reserved."""
+    """Return the peak as the row's note counts it: whole device, allocated, or reserved (default)."""
     device_gib = estimate.peak_gib or 0.0
     if "nvidia-smi" in note:
         return device_gib
@@ -169,10 +172,10 @@ def peak_gib(estimate: MemoryEstimate, note: str) -> float:
 
 
 def flops_per_token(row: TableRow, note: str) -> float:
-    """As the row's note counts them; where it says nothing, as the framework's own tables do.
+    """Return the FLOPs per token as the row's note counts them, by default as the framework's tables do.
 
-    The model's: 6 a parameter of a matmul, and attention's scores in full or, where "causal", their lower half. The
-    hardware's: forward pass and scores again where they are recomputed; "8N": eight a parameter, attention not counted.
+    Model FLOPs: 6 per matmul parameter, and attention's scores in full or, if "causal", half. Hardware FLOPs: also the
+    recomputed forward pass and scores. "8N": eight per parameter, without attention.
     """
     if "8N" in note:
         return 8.0 * row.shape.parameters()
@@ -188,7 +191,7 @@ def flops_per_token(row: TableRow, note: str) -> float:
 
 
 def _fill_defaults(row: TableRow, constants: CostConstants) -> tuple[TableRow, list[str]]:
-    """The row with what it leaves open, and the words for it."""
+    """Return the row with unstated values filled in, and notes on them."""
     notes: list[str] = []
     if not row.has_layout and row.gpus:
         row, note = _with_layout(row)
@@ -210,7 +213,7 @@ def _fill_defaults(row: TableRow, constants: CostConstants) -> tuple[TableRow, l
 
 
 def _with_layout(row: TableRow) -> tuple[TableRow, str]:
-    """Raises ConfigError: no layout of so many GPUs has room for the model."""
+    """Return the row with a layout, and a note. Raise ConfigError if the model fits in no layout."""
     problem = layouts.SearchProblem(
         model=row.shape,
         world_size=row.gpus,

@@ -1,7 +1,7 @@
-"""A row of a table of published configurations as the planner's own terms: model, layout, pass, framework, machine.
+"""Rows of a table of published configurations as model, layout, pass, framework and hardware.
 
-The columns and their conventions are those of the survey that the table comes with. An empty cell takes a default that
-stands here, beside the column; a row that cannot be understood raises ConfigError, which becomes its ``pred_note``.
+Columns and conventions are those of the survey behind the table. Empty cells get the defaults defined here. An invalid
+row raises ConfigError, which becomes its ``pred_note``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from clustertrain.config import fabrics, hardware
+from clustertrain.config import hardware
 from clustertrain.config.hardware import GpuType
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.errors import ConfigError
@@ -23,8 +23,8 @@ from clustertrain.plan.cost.model_shape import DecoderSizes
 from clustertrain.plan.layout import Layout, Strategy
 
 DEFAULT_SEQ_LEN, DEFAULT_VOCAB_SIZE = 2048, 50_304
-MAX_VALUE, MAX_LAYERS = 1e9, 10_000  # of any number, beyond which a cell is a mistake
-GPUS_PER_NODE = 8  # of DGX and HGX systems; 4 in the trays of an NVL72
+MAX_VALUE, MAX_LAYERS = 1e9, 10_000  # larger values are mistakes
+GPUS_PER_NODE = 8  # in DGX and HGX systems; 4 in a tray of an NVL72
 _STRATEGIES: Mapping[str, Strategy] = {
     "fsdp_full": "fsdp", "zero3": "fsdp", "fsdp_grad_op": "fsdp-grad-op", "hsdp": "hybrid-shard", "zero1": "zero1",
     "hier_zero1": "zero1", "zero2": "zero1", "zero2_like": "zero1", "ddp": "ddp", "none": "ddp",
@@ -37,14 +37,14 @@ _PRECISIONS = (
     (r"tf32", "tf32"),
     (r"fp32", "fp32"),
 )
-RING_ATTENTION = ParallelSpec(context="ring")  # how the frameworks of the table do context parallel
-# Families whose feed-forward layer is SwiGLU, where the number of parameters leaves it open.
+RING_ATTENTION = ParallelSpec(context="ring")  # context parallelism in the frameworks of the table
+# Model families with SwiGLU, if the number of parameters does not decide.
 _GATED_FAMILIES = re.compile(r"llama|qwen|mistral|internlm|gemma", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """``activation_checkpointing`` may be empty and ``micro_batch``, ``global_batch`` and ``gpus`` 0: not stated."""
+    """A row; empty ``activation_checkpointing`` and 0 in ``micro_batch``, ``global_batch``, ``gpus``: unstated."""
 
     shape: DecoderSizes
     layout: Layout
@@ -60,7 +60,7 @@ class TableRow:
     gpus_per_node: int
     fabric_gb_s: float
     gpus: int
-    has_layout: bool  # whether the layout is
+    has_layout: bool  # the layout is stated
 
     @property
     def grad_accum(self) -> int:
@@ -74,6 +74,7 @@ class TableRow:
         return collectives.build_network(self.gpu, self.gpus_per_node, self.fabric_gb_s)
 
     def build_pass_config(self) -> PassConfig:
+        """Return the configuration of one forward and backward pass."""
         return PassConfig(
             seq_len=self.seq_len,
             micro_batch=max(1, self.micro_batch),
@@ -85,6 +86,7 @@ class TableRow:
 
 
 def parse_number(row: Mapping[str, str], name: str, default: float = 0.0) -> float:
+    """Return the number in a cell, or ``default`` if it is empty. Raise ConfigError if it is not a valid number."""
     text = (row.get(name) or "").strip()
     if not text:
         return default
@@ -92,13 +94,13 @@ def parse_number(row: Mapping[str, str], name: str, default: float = 0.0) -> flo
         value = float(text)
     except ValueError:
         raise ConfigError(f"{name} = {text!r} is not a number") from None
-    if not 0 <= value <= MAX_VALUE:  # nan is not, either
+    if not 0 <= value <= MAX_VALUE:  # also rejects NaN
         raise ConfigError(f"{name} = {text!r} is not a number from 0 to {MAX_VALUE:g}")
     return value
 
 
 def parse_row(row: Mapping[str, str]) -> TableRow:
-    """Raises ConfigError: the GPU type is not known, a cell is no number, or the degrees contradict each other."""
+    """Parse a row. Raise ConfigError for an unknown GPU type, an invalid number or contradictory degrees."""
     text = f"{row.get('source', '')} {row.get('note', '')}"
     framework = _adjust_framework(row, frameworks.find_framework(text))
     gpu = find_row_gpu(row)
@@ -125,7 +127,7 @@ def parse_row(row: Mapping[str, str]) -> TableRow:
 
 
 def _adjust_framework(row: Mapping[str, str], framework: Framework) -> Framework:
-    """The framework with what the row says of its options: sequence parallel, the kind of ZeRO, fp32 gradients."""
+    """Return ``framework`` with the row's options: sequence parallelism, kind of ZeRO, fp32 gradients."""
     sharding, note = (row.get("fsdp_or_zero") or "").strip(), row.get("note") or ""
     if sharding.startswith("zero") and framework.name == "transformers":
         framework = frameworks.get_framework("deepspeed")
@@ -145,6 +147,7 @@ def _adjust_framework(row: Mapping[str, str], framework: Framework) -> Framework
 
 
 def find_row_gpu(row: Mapping[str, str]) -> GpuType:
+    """Return the row's GPU type. Raise ConfigError if it is unknown."""
     name, size = (row.get("gpu") or "").strip(), parse_number(row, "gpu_mem_gib")
     match = (hardware.find_gpu_type(f"{name}-{size:g}gb") if size else None) or hardware.find_gpu_type(name)
     if match is None:
@@ -158,10 +161,10 @@ def _parse_gpus_per_node(row: Mapping[str, str], gpu: GpuType) -> int:
 
 
 def parse_fabric_gb_s(text: str, gpu: GpuType) -> float:
-    """GB/s a GPU of the network that the words name for a node, as ``4x200Gb``, ``1600 Gbps`` or AWS's ``p5``; or 0."""
+    """Return the GB/s per GPU of the network in ``text`` (``4x200Gb``, ``1600 Gbps``, AWS's ``p5``), or 0."""
     cloud = re.search(r"\b(p3dn|p4d|p5)\b", text)
     if cloud:
-        return fabrics.parse_node_gb_s(f"efa-{cloud[1]}") / GPUS_PER_NODE
+        return hardware.parse_node_gb_s(f"efa-{cloud[1]}") / GPUS_PER_NODE
     per_nic = re.search(r"(\d{1,6})\s*x\s*(\d{1,6})\s*Gb", text)
     if per_nic:
         return int(per_nic[1]) * int(per_nic[2]) / 8 / GPUS_PER_NODE
@@ -185,6 +188,7 @@ def _parse_checkpointing(row: Mapping[str, str]) -> str:
 
 
 def parse_layout(row: Mapping[str, str], framework: Framework) -> Layout:
+    """Return the row's layout. Raise ConfigError if its degrees contradict each other."""
     tp, pp, cp = (max(1, int(parse_number(row, name, 1))) for name in ("tp", "pp", "cp"))
     gpus = int(parse_number(row, "n_gpus")) or _parse_gpus(row.get("note") or "")
     if gpus and gpus % (tp * pp * cp):
@@ -207,7 +211,7 @@ def parse_layout(row: Mapping[str, str], framework: Framework) -> Layout:
         raise ConfigError(f"hsdp_replicate = {groups} does not divide {dp} data-parallel ranks")
     sharded = strategy in ("fsdp", "fsdp-grad-op", "hybrid-shard")
     virtual_stages = max(1, int(parse_number(row, "vpp", 1)))
-    # Of a row that is said to be sharded, and not over how many, it is found out on how many it fits.
+    # If a row states sharding but not the number of ranks, a later step finds the number that fits.
     is_size_known = gpus or int(parse_number(row, "dp")) or not sharding
     if dp == 1 and not (sharded and (cp > 1 or not is_size_known)):
         strategy = "single"
@@ -228,19 +232,19 @@ def parse_layout(row: Mapping[str, str], framework: Framework) -> Layout:
 
 
 def _parse_gpus(note: str) -> int:
-    """The first of several numbers of GPUs, as in ``one of 128/256/512`` or ``128..512 GPUs``; 0: there is none."""
+    """Return the first number of GPUs in ``one of 128/256/512`` or ``128..512 GPUs``; 0 if there is none."""
     match = re.search(r"one of (\d{1,9})/", note) or re.search(r"(\d{1,9})\.\.\d+ GPUs", note)
     return int(match[1]) if match else 0
 
 
 def _parse_parameters(row: Mapping[str, str]) -> float:
-    """Where no column has it, what the model's name says: ``LLaMA-13B``."""
+    """Return the number of parameters from its column or the model's name (``LLaMA-13B``); 0 if unknown."""
     match = re.search(r"(\d{1,6}(?:\.\d+)?)\s*[bB]\b", row.get("model") or "")
     return (parse_number(row, "n_params_b") or (float(match[1]) if match else 0.0)) * 1e9
 
 
 def parse_shape(row: Mapping[str, str]) -> DecoderSizes:
-    """The model's sizes; what is missing follows from the number of parameters."""
+    """Return the model's sizes; missing ones are inferred from the number of parameters."""
     parameters = _parse_parameters(row)
     layers, dim = int(parse_number(row, "layers")), int(parse_number(row, "hidden"))
     vocab = int(parse_number(row, "vocab")) or DEFAULT_VOCAB_SIZE
@@ -272,10 +276,10 @@ def parse_shape(row: Mapping[str, str]) -> DecoderSizes:
 
 
 def _estimate_width(parameters: float) -> int:
-    """Of a decoder of so many parameters, 12 L h^2 with layers of about h / 128: a multiple of 128."""
+    """Return the width of a decoder with 12 L h^2 parameters and about h / 128 layers, a multiple of 128."""
     return max(1, round(math.cbrt(parameters * 128 / 12) / 128)) * 128
 
 
 def _estimate_heads(dim: int) -> int:
-    """Heads of 128, or of what divides the width and is next to it."""
+    """Return the number of heads whose size is 128 or the nearest that divides the width."""
     return min(divisors(dim), key=lambda n: abs(dim / n - 128))

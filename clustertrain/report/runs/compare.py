@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from clustertrain.config.evaluation import HIGHER_IS_BETTER, SLICE_SEPARATOR, VALIDATION_PREFIX
-from clustertrain.config.parsing import did_you_mean
+from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import ClusterTrainError, UsageError
 from clustertrain.plan.layout import pluralize
 from clustertrain.run import json_files, metric_curves

@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from clustertrain.config.parsing import format_value
+from clustertrain.config.parsing.documents import format_value
 from clustertrain.report import braille_plot, status, terminal
 from clustertrain.report.runs.compare import ComparedRun, RunsComparison
 from clustertrain.report.tables import Column, fit_table

@@ -8,9 +8,10 @@ import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from clustertrain.config import image_checks, slice_checks, token_shards
+from clustertrain.config.checks import image_checks, slice_checks
+from clustertrain.config.checks.image_checks import ImageDatasetInfo
 from clustertrain.config.data import BUILT_IN_DATASETS, DIGITS, DataKind
-from clustertrain.config.image_checks import ImageDatasetInfo
+from clustertrain.config.parsing import token_shards
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.submit.prepared_run import PreparedRun

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from clustertrain.config.parsing import did_you_mean
+from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import ConfigError
 from clustertrain.submit import code_snapshot, python_path
 from clustertrain.submit.prepared_run import PreparedRun

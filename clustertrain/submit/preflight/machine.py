@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from clustertrain import settings
-from clustertrain.config import storage_paths
+from clustertrain.config.checks import storage_paths
 from clustertrain.errors import ConfigError, UnsuitableEnvironment
 from clustertrain.plan.layout import pluralize
 from clustertrain.submit.preflight import filesystem

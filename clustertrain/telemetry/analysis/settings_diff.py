@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from clustertrain import schema
-from clustertrain.config.unused_keys import is_key_used
+from clustertrain.config.checks.unused_keys import is_key_used
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
 from clustertrain.run import json_files

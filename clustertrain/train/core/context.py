@@ -14,9 +14,9 @@ import torch
 from clustertrain import fsio, settings
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.parsing import build
-from clustertrain.config.recipe import Precision
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.stability import StabilitySpec
+from clustertrain.config.train import Precision
 from clustertrain.errors import ConfigError, UnsuitableEnvironment
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.run.run_dir import AttemptDir, RunDir

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from clustertrain.config.parsing import format_value
+from clustertrain.config.parsing.documents import format_value
 from clustertrain.errors import ConfigError
 
 

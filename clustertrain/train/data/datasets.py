@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from clustertrain.config import image_checks
+from clustertrain.config.checks import image_checks
+from clustertrain.config.checks.image_checks import SHAPES, ImageDatasetInfo
 from clustertrain.config.data import DIGITS, DataSpec
-from clustertrain.config.image_checks import SHAPES, ImageDatasetInfo
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.train.core import entry_points

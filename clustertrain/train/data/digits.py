@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from clustertrain.config.checks.slice_checks import BUILT_IN_CLASSES, class_slices
 from clustertrain.config.data import DIGIT_HALF_PIXELS, DIGITS
-from clustertrain.config.slice_checks import BUILT_IN_CLASSES, class_slices
 from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.train.data.images import LabelSlices
 

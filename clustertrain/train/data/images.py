@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import xxhash
 
-from clustertrain.config.image_checks import SHAPES
-from clustertrain.config.slice_checks import class_slices
+from clustertrain.config.checks.image_checks import SHAPES
+from clustertrain.config.checks.slice_checks import class_slices
 from clustertrain.errors import ConfigError, UnsuitableEnvironment
 from clustertrain.train.core.seeds import derive_seed
 

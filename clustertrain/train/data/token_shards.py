@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import xxhash
 
-from clustertrain.config import token_shards as shard_format
 from clustertrain.config.data import DataSpec
+from clustertrain.config.parsing import token_shards as shard_format
 from clustertrain.errors import ConfigError
 from clustertrain.train.data import validation_split
 from clustertrain.train.data.packing import IntArray, Packing, pack

@@ -13,7 +13,7 @@ import numpy as np
 
 from clustertrain import fsio, reading
 from clustertrain.config.data import DataSpec
-from clustertrain.config.token_shards import DTYPE_BYTES, INDEX_FILE, ShardIndex, TokenDtype, TokenShard
+from clustertrain.config.parsing.token_shards import DTYPE_BYTES, INDEX_FILE, ShardIndex, TokenDtype, TokenShard
 from clustertrain.errors import ConfigError
 from clustertrain.train.data.text_files import list_files
 

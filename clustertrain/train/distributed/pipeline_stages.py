@@ -10,7 +10,7 @@ from torch import nn
 
 from clustertrain.checkpoint.core.state_dict import clean_fqn
 from clustertrain.config.parallel import SINGLE_STAGE_SCHEDULES
-from clustertrain.config.parsing import did_you_mean
+from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clustertrain.config.evaluation import SLICE_SEPARATOR, VALIDATION_PREFIX
-from clustertrain.config.parsing import did_you_mean
+from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import ConfigError
 
 LOSS_METRIC = f"{VALIDATION_PREFIX}loss"

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from clustertrain.checkpoint.core.state_dict import is_dtensor
 from clustertrain.config.evaluation import SLICE_SEPARATOR, VALIDATION_PREFIX
-from clustertrain.config.parsing import did_you_mean
+from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.core.step_types import Loss, as_sum_and_count, call_model

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from clustertrain.checkpoint.core.state_dict import is_dtensor
-from clustertrain.config.parsing import did_you_mean
+from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import ConfigError
 
 # A sum on the device and its number of terms.

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from clustertrain.config import cross_checks
-from clustertrain.config.recipe import ModelSpec, Recipe
+from clustertrain.config.checks import cross_checks
+from clustertrain.config.model import ModelSpec
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.train.core import entry_points
 from clustertrain.train.core.step_types import Loss

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clustertrain.config.recipe import ModelSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.train.distributed.context_parallel import SelfAttention
 from clustertrain.train.distributed.dropout import Dropout
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clustertrain.config.recipe import ModelSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.errors import ConfigError
 from clustertrain.train.models.decoder import RotaryTable, TransformerBlock, init_transformer_parameter
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from clustertrain.checkpoint.core.state_dict import clean_fqn, unwrap
-from clustertrain.config.module_patterns import matches, suggest_modules
+from clustertrain.config.checks.module_patterns import matches, suggest_modules
 from clustertrain.errors import ConfigError
 from clustertrain.train.distributed import data_parallel, pipeline_stages
 
@@ -56,7 +56,7 @@ class ParamTable:
         if not names:
             modules = {m for d in self.by_name.values() for m in d.modules}
             raise ConfigError(
-                f"{key}: no module with parameters fits {pattern!r}", fix=suggest_modules(pattern, modules)
+                f"{key}: no module with parameters matches {pattern!r}", fix=suggest_modules(pattern, modules)
             )
         return names
 

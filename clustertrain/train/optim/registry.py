@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 
 from clustertrain.config.optim import OptimizerName, OptimSpec
-from clustertrain.config.parsing import did_you_mean
+from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import ConfigError, UnsuitableEnvironment
 
 OptimizerClass = type[torch.optim.Optimizer]

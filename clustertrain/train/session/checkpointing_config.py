@@ -17,8 +17,9 @@ from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format.fence import Fence
 from clustertrain.checkpoint.load.restore import LocalTier, RemoteTier
 from clustertrain.checkpoint.manager import CheckpointConfig
-from clustertrain.config.recipe import AUTO, KEEP_BEST_AUTO, CheckpointSpec, Recipe
-from clustertrain.config.storage_paths import resolve_node_folder
+from clustertrain.config.checkpoint import AUTO, KEEP_BEST_AUTO, CheckpointSpec
+from clustertrain.config.checks.storage_paths import resolve_node_folder
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import UnsuitableEnvironment
 from clustertrain.run import attempts
 from clustertrain.train.core.context import RankContext

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import torch
 
-from clustertrain.config.recipe import TrainSpec
+from clustertrain.config.train import TrainSpec
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train.core.async_copy import AsyncCopy
 from clustertrain.train.core.context import RankContext

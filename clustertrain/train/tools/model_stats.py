@@ -21,7 +21,7 @@ from torch import nn
 from clustertrain import schema
 from clustertrain.checkpoint.core.state_dict import clean_fqn
 from clustertrain.config.optim import OptimSpec
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ClusterTrainError
 from clustertrain.plan.cost.optimizer_state import state_bytes

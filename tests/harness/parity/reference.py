@@ -30,8 +30,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from clustertrain.config.data import DataSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.optim import OptimSpec
-from clustertrain.config.recipe import ModelSpec, TrainSpec
+from clustertrain.config.train import TrainSpec
 from clustertrain.train.core import seeds
 from clustertrain.train.data import permutation
 from clustertrain.train.data.text import ByteText

@@ -15,8 +15,8 @@ from clustertrain.checkpoint.core.retention import RetentionPolicy
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.storage import RemoteFolder
 from clustertrain.checkpoint.manager import CheckpointConfig, CheckpointManager
-from clustertrain.config.parsing import build
-from clustertrain.config.presets import apply_preset
+from clustertrain.config.parsing.documents import build
+from clustertrain.config.parsing.presets import apply_preset
 from clustertrain.config.recipe import Recipe
 from clustertrain.train.models.decoder import Decoder
 

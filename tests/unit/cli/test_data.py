@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from clustertrain.cli.data import data
-from clustertrain.config.token_shards import ShardIndex, load_index
+from clustertrain.config.parsing.token_shards import ShardIndex, load_index
 from clustertrain.errors import ClusterTrainError, ConfigError, UsageError
 
 WORDS = """

@@ -303,7 +303,7 @@ def test_trials_are_refused_where_they_would_stand_for_nothing(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     assert type_("plan", "--find-micro-batch", "--nodes", "2", "--gpus", "2", "--layout", "fsdp") == 78
-    assert "fsdp is for 4 ranks, and 2 can be started here" in capsys.readouterr().err
+    assert "fsdp is for 4 ranks, but only 2 can start here" in capsys.readouterr().err
     assert type_("plan", "--find-micro-batch", "--gpus", "2", "--set", "train.global_batch=3") == 78
     assert "3 / 2 = 1.5" in capsys.readouterr().err
     Path("train.py").write_text("")

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 import tomli_w
 
-from clustertrain.config.parsing import build, load_toml, parse_value
-from clustertrain.config.recipe import CheckpointSpec, Recipe, check_interval, parse_interval_s
+from clustertrain.config.checkpoint import CheckpointSpec, check_interval, parse_interval_s
+from clustertrain.config.parsing.documents import build, load_toml, parse_value
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from tests.paths import ROOT
 
@@ -34,13 +35,13 @@ def table(**values: Any) -> CheckpointSpec:
         ("1h 30 min", 5400.0),
     ],
 )
-def test_times(text: str, seconds: float) -> None:
+def test_durations(text: str, seconds: float) -> None:
     assert parse_interval_s("every", text) == seconds
     assert table(every=text).every == text
 
 
 @pytest.mark.parametrize("text", ["auto", "10min", "1h", "250"])
-def test_what_the_command_line_sets_survives_spec_toml(text: str, tmp_path: Path) -> None:
+def test_set_value_survives_spec_toml(text: str, tmp_path: Path) -> None:
     asked = table(every=parse_value(text))
     assert asked.every == (250 if text == "250" else text)
     frozen = tmp_path / "spec.toml"
@@ -53,7 +54,7 @@ def test_what_the_command_line_sets_survives_spec_toml(text: str, tmp_path: Path
     [
         ({"every": 0}, "every = 0: must be greater than 0"),
         ({"every": "0s"}, "every = '0s': must be greater than 0"),
-        ({"every": "100"}, 'every = \'100\': must be a number of steps, a time ("30s", "10min", "2h") or "auto"'),
+        ({"every": "100"}, 'every = \'100\': must be a number of steps, a duration ("30s", "10min", "2h") or "auto"'),
         ({"every": "Auto"}, "every = 'Auto': must be"),
         ({"every": "10 minutes"}, "every = '10 minutes': must be"),
         ({"every": "h"}, "every = 'h': must be"),
@@ -69,27 +70,27 @@ def test_what_the_command_line_sets_survives_spec_toml(text: str, tmp_path: Path
         ({"engine": "dpc"}, "use one of dcp"),
         ({"background": "yes"}, "checkpoint.background"),
         ({"local": "scratch/x"}, "local = 'scratch/x': must be a folder on the nodes"),
-        ({"local": "/tmp/{jobb}"}, "{jobb} is not known; {job} is"),
+        ({"local": "/tmp/{jobb}"}, "{jobb} is unknown; use {job}"),
         ({"local": "$TMPDIR", "background": False}, "local needs background = true"),
-        ({"remote": "bucket/prefix"}, "remote = 'bucket/prefix': must be a URL, as s3://bucket/prefix"),
+        ({"remote": "bucket/prefix"}, "remote = 'bucket/prefix': must be a URL, for example s3://bucket/prefix"),
         ({"remote": "s3://bucket", "background": False}, "remote needs background = true"),
         ({"remote": "s3://bucket", "remote_keep": -1}, "remote_keep = -1: must be 0 (as keep) or more"),
         ({"remote_keep": 2}, "remote_keep = 2 has no effect without remote"),
     ],
 )
-def test_what_cannot_be_names_the_key_and_the_way_out(values: dict[str, Any], said: str) -> None:
+def test_invalid_value_names_key_and_fix(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as e:
         table(**values)
     assert said in str(e.value)
 
 
-def test_steps_times_and_auto_are_what_can_be() -> None:
+def test_every_accepts_steps_durations_and_auto() -> None:
     for every in (1, 100, "30s", "auto"):
         check_interval("every", every)
 
 
-def test_every_key_is_documented_with_its_default() -> None:
-    text = (DOCS / "guides" / "checkpoints.md").read_text()
+def test_every_key_is_documented_with_default() -> None:
+    text = (DOCS / "checkpoints.md").read_text()
     for field in msgspec.structs.fields(CheckpointSpec):
         shown = msgspec.json.encode(field.default).decode()
         assert f"| `{field.name}` | `{shown}` |" in text, field.name

@@ -30,11 +30,11 @@ def test_measured_rates_are_read(tmp_path: Path) -> None:
         ('[measured]\ngemm_dtype = "tf32"', "use one of"),
     ],
 )
-def test_what_cannot_be_is_refused(text: str, words: str, tmp_path: Path) -> None:
+def test_invalid_profile_is_refused(text: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         load(tmp_path, text)
 
 
-def test_the_chosen_profile() -> None:
+def test_profile_selection() -> None:
     assert cluster.default_profile_name({"CLUSTERTRAIN_CLUSTER": "big"}) == "big"
     assert cluster.default_profile_name({}) == ""

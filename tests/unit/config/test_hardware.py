@@ -31,17 +31,17 @@ from clustertrain.config import hardware
         ("mi300x", "mi300x"),
     ],
 )
-def test_known_names(name: str, found: str) -> None:
+def test_known_gpu_names(name: str, found: str) -> None:
     gpu = hardware.find_gpu_type(name)
     assert gpu is not None and gpu.name == found
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "h100-20gb", "x9000", "a100_1g.10gb", "nvidia_a100_3g.20gb", "a100 h100"])
-def test_a_name_that_is_not_certain_is_unknown(name: str) -> None:
+def test_ambiguous_gpu_name_is_unknown(name: str) -> None:
     assert hardware.find_gpu_type(name) is None
 
 
-def test_every_type_has_a_source_and_plausible_memory() -> None:
+def test_every_gpu_has_source_and_plausible_memory() -> None:
     for gpu in hardware.CATALOGUE:
         assert gpu.source
         assert 8 <= gpu.capacity_gib <= gpu.memory_gib <= 512
@@ -53,12 +53,12 @@ def test_every_type_has_a_source_and_plausible_memory() -> None:
     [("v100", False), ("a100", False), ("a10", False), ("l40s", True), ("h100", True), ("b200", True),
      ("mi250x", False), ("mi300x", True)],
 )  # fmt: skip
-def test_which_types_multiply_in_fp8(name: str, fp8: bool) -> None:
+def test_fp8_support(name: str, fp8: bool) -> None:
     gpu = hardware.find_gpu_type(name)
     assert gpu is not None and gpu.fp8 is fp8
 
 
-def test_bf16_begins_with_ampere() -> None:
+def test_bf16_starts_with_ampere() -> None:
     without = {gpu.name for gpu in hardware.CATALOGUE if not gpu.bf16}
     assert without == {
         "p100",
@@ -73,7 +73,7 @@ def test_bf16_begins_with_ampere() -> None:
     }
 
 
-def test_every_type_has_rates_that_a_prediction_can_divide_by() -> None:
+def test_every_gpu_has_positive_rates() -> None:
     for gpu in hardware.CATALOGUE:
         assert min(gpu.tflops, gpu.memory_gb_s, gpu.fabric_gb_s, gpu.power) > 0, gpu.name
         assert gpu.link_gb_s >= 0 and gpu.power <= 1, gpu.name
@@ -83,7 +83,7 @@ def test_every_type_has_rates_that_a_prediction_can_divide_by() -> None:
         assert not gpu.link_gb_s or gpu.link_gb_s > gpu.fabric_gb_s, gpu.name
 
 
-def test_each_generation_of_data_centre_gpus_is_faster_than_the_last() -> None:
+def test_gpu_generations_get_faster() -> None:
     found = [hardware.find_gpu_type(name) for name in ("v100", "a100-80gb", "h100", "b200")]
     for older, newer in pairwise(found):
         assert older is not None and newer is not None

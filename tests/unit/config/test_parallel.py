@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 
@@ -27,11 +27,11 @@ def table(**values: Any) -> ParallelSpec:
         ({"schedule": "zbv"}, 2),
     ],
 )
-def test_stages_a_rank(values: dict[str, Any], stages: int) -> None:
+def test_stages_per_rank(values: dict[str, Any], stages: int) -> None:
     assert table(**values).stages_per_rank == stages
 
 
-def test_a_word_that_is_not_known_gets_those_that_are_the_nearest_first() -> None:
+def test_unknown_choice_lists_nearest_first() -> None:
     with pytest.raises(ConfigError) as e:
         table(schedule="zb")
     assert e.value.fix == "use one of zbv, 1f1b, zero-bubble, auto, gpipe, interleaved"
@@ -46,15 +46,15 @@ def test_a_word_that_is_not_known_gets_those_that_are_the_nearest_first() -> Non
     [
         ({"schedul": "1f1b"}, "did you mean parallel.schedule"),
         ({"schedule": "1f2b"}, "parallel.schedule"),
-        ({"schedule": "1f1b", "virtual_stages": 2}, "takes one stage a rank"),
-        ({"schedule": "zbv", "virtual_stages": 3}, "takes two stages a rank"),
+        ({"schedule": "1f1b", "virtual_stages": 2}, "supports one stage per rank"),
+        ({"schedule": "zbv", "virtual_stages": 3}, "supports two stages per rank"),
         ({"virtual_stages": -1}, "must be 0"),
         ({"async_tp": True}, "needs compile = true"),
         ({"bucket_mib": 0}, "bucket_mib = 0"),
         ({"offload": "yes"}, "parallel.offload"),
     ],
 )
-def test_what_cannot_be_names_the_key(values: dict[str, Any], said: str) -> None:
+def test_invalid_value_names_key(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as e:
         table(**values)
     assert said in str(e.value)

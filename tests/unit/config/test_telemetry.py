@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clustertrain.config.parsing import build, parse_toml
+from clustertrain.config.parsing.documents import build, parse_toml
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.errors import ConfigError
@@ -28,12 +28,12 @@ def read(text: str) -> TelemetrySpec:
         "optim.lr",
     ],
 )
-def test_what_is_no_finite_number_is_refused(key: str, value: str) -> None:
+def test_nonfinite_number_is_refused(key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=rf"it.toml: {key} = {value}"):
         read(f"{key} = {value}")
 
 
-def test_nor_is_it_taken_in_a_list() -> None:
+def test_nonfinite_number_in_list_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"optim\.betas = nan"):
         read("optim.betas = [0.9, nan]")
 
@@ -54,7 +54,7 @@ def test_nor_is_it_taken_in_a_list() -> None:
         "https://a..b/x",
     ],
 )
-def test_what_is_no_url_is_no_webhook(url: str) -> None:
+def test_invalid_webhook_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="webhook"):
         read(f'telemetry.alerts.webhook = "{url}"')
 
@@ -69,23 +69,23 @@ def test_what_is_no_url_is_no_webhook(url: str) -> None:
         "https://my_host.local./x",
     ],
 )
-def test_what_is_a_webhook(url: str) -> None:
+def test_valid_webhook_url_is_accepted(url: str) -> None:
     assert read(f'telemetry.alerts.webhook = "{url}"').alerts.webhook == url
 
 
 @pytest.mark.parametrize("address", ["nonsense host", "http://host", "host:9400", "a,b", "[::1]", "-x", " "])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="address"):
         read(f'telemetry.prometheus = {{port = 9400, address = "{address}"}}')
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::", "::1", "fe80::1%eth0", "node-1.example.org", "n1"])
-def test_what_is_an_address(address: str) -> None:
+def test_valid_address_is_accepted(address: str) -> None:
     assert read(f'telemetry.prometheus = {{port = 9400, address = "{address}"}}').prometheus.address == address
 
 
 @pytest.mark.parametrize(("port", "taken"), [(65503, True), (65504, False), (65535, False), (0, True), (-1, False)])
-def test_the_ports_after_it_exist_too(port: int, taken: bool) -> None:
+def test_port_leaves_room_for_retries(port: int, taken: bool) -> None:
     table: dict[str, Any] = {"telemetry": {"prometheus": {"port": port}}}
     if taken:
         assert build(table, Recipe, "it.toml").telemetry.prometheus.port == port
@@ -94,7 +94,7 @@ def test_the_ports_after_it_exist_too(port: int, taken: bool) -> None:
         build(table, Recipe, "it.toml")
 
 
-def test_the_webhooks_url_may_be_kept_elsewhere() -> None:
+def test_webhook_url_may_come_from_env_or_file() -> None:
     assert read('telemetry.alerts.webhook_env = "MY_HOOK"').alerts.has_webhook
     assert read('telemetry.alerts.webhook_file = "/home/me/.hook"').alerts.has_webhook
     assert not read("telemetry.alerts.xid = false").alerts.has_webhook
@@ -106,11 +106,11 @@ def test_the_webhooks_url_may_be_kept_elsewhere() -> None:
         ('webhook_env = "https://host/very-secret"', "the name of an environment variable"),
         ('webhook_env = "1X"', "the name of an environment variable"),
         ('webhook_file = "hook"', "absolute"),
-        ('webhook = "https://host/x"\nwebhook_env = "HOOK"', "webhook and webhook_env are given"),
+        ('webhook = "https://host/x"\nwebhook_env = "HOOK"', "webhook and webhook_env are mutually exclusive"),
         ('webhook_file = "/x"\nwebhook_env = "HOOK"', "keep one"),
     ],
 )
-def test_where_a_webhooks_url_cannot_be_kept(text: str, word: str) -> None:
+def test_invalid_webhook_source_is_refused(text: str, word: str) -> None:
     with pytest.raises(ConfigError, match=word) as e:
         read("\n".join(f"telemetry.alerts.{line}" for line in text.splitlines()))
     assert "very-secret" not in str(e.value)

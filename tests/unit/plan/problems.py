@@ -10,9 +10,9 @@ import msgspec
 
 from clustertrain.config import hardware
 from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.presets import PRESETS
-from clustertrain.config.recipe import ModelSpec
+from clustertrain.config.parsing.presets import PRESETS
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost import memory, step_time
 from clustertrain.plan.cost.activations import PassConfig

@@ -11,34 +11,34 @@ from clustertrain.plan.batch import divisors, split_batch
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16, 48])
 @pytest.mark.parametrize("global_batch", [48, 96, 480])
 @pytest.mark.parametrize("most", [1, 3, 1000])
-def test_the_product_is_the_global_batch(ranks: int, global_batch: int, most: int) -> None:
+def test_split_product_is_global_batch(ranks: int, global_batch: int, most: int) -> None:
     batch = split_batch(global_batch, ranks, 128, fits=lambda m: m <= most)
     assert batch.micro_batch * batch.grad_accum * ranks == global_batch
     assert batch.micro_batch <= most
     assert batch.tokens_per_step == global_batch * 128
 
 
-def test_the_largest_that_fits_is_taken() -> None:
+def test_largest_fitting_micro_batch_is_chosen() -> None:
     assert split_batch(64, 2, 1, fits=lambda m: m <= 9).micro_batch == 8
 
 
-def test_one_is_taken_where_none_fits() -> None:
+def test_smallest_micro_batch_if_none_fits() -> None:
     assert split_batch(64, 2, 1, fits=lambda m: False).micro_batch == 1
 
 
-def test_a_batch_that_does_not_divide_shows_the_arithmetic_and_its_neighbours() -> None:
+def test_indivisible_batch_shows_arithmetic() -> None:
     with pytest.raises(ConfigError) as e:
         split_batch(100, 8, 1, fits=lambda m: True)
     assert "100 / 8 = 12.5" in str(e.value)
     assert "96 or 104" in str(e.value)
 
 
-def test_a_batch_below_the_number_of_ranks_names_the_one_neighbour() -> None:
+def test_batch_below_ranks_suggests_one_multiple() -> None:
     with pytest.raises(ConfigError, match="global batch of 8,"):
         split_batch(4, 8, 1, fits=lambda m: True)
 
 
-def test_a_micro_batch_of_the_users_must_divide_too() -> None:
+def test_set_micro_batch_must_divide() -> None:
     assert split_batch(64, 4, 1, micro_batch=2, fits=lambda m: False).grad_accum == 8
     with pytest.raises(ConfigError) as e:
         split_batch(64, 4, 1, micro_batch=3, fits=lambda m: True)

@@ -9,8 +9,10 @@ import pytest
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.data import DataSpec
 from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.recipe import ModelSpec, Recipe, TrainSpec
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.train import TrainSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import Plan, plan
 
@@ -44,23 +46,23 @@ def planned(
 Case = tuple[dict[str, Any], dict[str, Any], str, str]
 REFUSED: dict[str, Case] = {
     "product": ({"tp": 3}, {}, "16 / 3 = 5.33333", "divides the world size"),
-    "dp-product": ({"layout": "hybrid-shard", "dp_shard": 3}, {}, "and there are 16 ranks", "= 16"),
+    "dp-product": ({"layout": "hybrid-shard", "dp_shard": 3}, {}, "but there are 16 ranks", "= 16"),
     "one-node": ({"layout": "hybrid-shard", "nodes": 1}, {}, "one node of 8", "--layout fsdp"),
     "zero1-tp": ({"layout": "zero1", "tp": 2}, {}, "tp 2 splits them", "fsdp-grad-op"),
     "zero1-cp-pp": ({"layout": "zero1", "cp": 2, "pp": 2}, {}, "cp 2, pp 2", "fsdp-grad-op"),
-    "deep": ({"pp": 16}, {}, "16 stages, and the model has 10 parts", "--pp 8, or model.layers"),
+    "deep": ({"pp": 16}, {}, "16 stages, but the model has only 10 parts", "--pp 8, or model.layers"),
     "deep-virtual": (
         {"pp": 8},
         {"parallel": {"schedule": "interleaved"}},
         "pp 8 x virtual_stages 2 = 16 stages",
-        "one stage a rank, or --pp 4, or model.layers of at least 14",
+        "one stage per rank, or --pp 4, or model.layers of at least 14",
     ),
     "split": ({"pp": 4}, {"parallel": {"split": ("layers.4",)}}, "begin at 3", "name 3 of them"),
     "split-name": ({"pp": 2}, {"parallel": {"split": ("layer.4",)}}, "no part 'layer.4'", "layers.4"),
     "split-order": (
         {"nodes": 1, "gpus": 6, "pp": 3},
         {"parallel": {"split": ("layers.4", "layers.2")}, "train": {"global_batch": 60}},
-        "before the one ahead",
+        "before the previous one",
         "order of execution",
     ),
     "heads": ({"tp": 16}, {}, "model.heads = 8 (8 / 16 = 0.5)", "--tp 2 or 4"),
@@ -69,7 +71,7 @@ REFUSED: dict[str, Case] = {
         {"tp": 2},
         {"model": ModelSpec(dim=64, heads=8, kv_heads=4, ffn_dim=99)},
         "model.ffn_dim = 99 (99 / 2 = 49.5)",
-        "leave --tp out",
+        "remove --tp",
     ),
     "vocabulary": (
         {"tp": 4},
@@ -88,14 +90,14 @@ REFUSED: dict[str, Case] = {
     "1f1b": (
         {"pp": 8},
         {"train": {"global_batch": 8}},
-        "1f1b needs as many micro-batches as stages, 8, and there would be 4",
+        "1f1b needs at least as many micro-batches as stages, 8, but there would be 4",
         "a global batch of 16",
     ),
     "1f1b-single": ({"pp": 8}, {"train": {"micro_batch": 32}}, "there would be 1", "micro_batch = 4 or 2 or 1"),
     "interleaved": (
         {"nodes": 1, "gpus": 4, "pp": 4},
         {"parallel": {"schedule": "interleaved"}, "train": {"global_batch": 11, "micro_batch": 1}},
-        "11 // pp 4 = 2 rounds of equally many micro-batches, 11 / 2 = 5.5",
+        "11 // pp 4 = 2 rounds of equal size, but 11 / 2 = 5.5",
         "parallel.schedule = 'gpipe'",
     ),
     "interleaved-virtual": (
@@ -114,10 +116,10 @@ REFUSED: dict[str, Case] = {
         {"tp": 2},
         {"parallel": {"async_tp": True, "compile": True}, "device": "cpu"},
         "parallel.async_tp",
-        "leave it out",
+        "remove it",
     ),
     "ring-cpu": ({"cp": 2}, {"parallel": {"context": "ring"}, "device": "cpu"}, "ring attention", "'all-gather'"),
-    "offload-cpu": ({"layout": "fsdp"}, {"parallel": {"offload": True}, "device": "cpu"}, "no GPU memory", "leave it"),
+    "offload-cpu": ({"layout": "fsdp"}, {"parallel": {"offload": True}, "device": "cpu"}, "no GPU memory", "remove it"),
     "compiled-halves": (
         {"pp": 2},
         {"parallel": {"compile": True, "schedule": "zero-bubble"}},
@@ -146,7 +148,7 @@ REFUSED: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_it_is_refused_with_its_arithmetic_and_a_way_out(case: str) -> None:
+def test_impossible_layout_shows_arithmetic_and_fix(case: str) -> None:
     job, rest, said, fix = REFUSED[case]
     with pytest.raises(ConfigError) as e:
         planned(job, **rest)
@@ -174,11 +176,11 @@ def test_it_is_refused_with_its_arithmetic_and_a_way_out(case: str) -> None:
         ({"pp": 16}, {"script": True}),
     ],
 )
-def test_what_can_run_is_not_refused(job: dict[str, Any], rest: dict[str, Any]) -> None:
+def test_possible_layout_is_accepted(job: dict[str, Any], rest: dict[str, Any]) -> None:
     planned(job, **rest)
 
 
-def test_what_runs_slowly_or_may_not_run_is_noted() -> None:
+def test_slow_or_uncertain_precision_is_noted() -> None:
     made = planned({}, train={"precision": "fp16"}, device="cpu")
     assert any("fp16 on the CPU" in note for note in made.warnings)
     made = planned({"gpu_type": "x9000"}, train={"precision": "fp8"})
@@ -188,6 +190,6 @@ def test_what_runs_slowly_or_may_not_run_is_noted() -> None:
     assert any("matmuls stay fp32" in note for note in made.warnings)
     for precision in ("bf16", "tf32"):
         made = planned({"gpu_type": "v100"}, train={"precision": precision})
-        assert any(f"precision {precision}: v100 has none in hardware" in note for note in made.warnings)
+        assert any(f"precision {precision}: v100 lacks it in hardware" in note for note in made.warnings)
         assert planned({"gpu_type": "a100"}, train={"precision": precision}).warnings == ()
     assert planned({"gpu_type": "h100"}, train={"precision": "fp8"}).warnings == ()

@@ -39,7 +39,7 @@ def degrees(strategy: Strategy, world: int, gpus: int = 8, **asked: int) -> tupl
         ("hybrid-shard", 8, {"tp": 8}, (1, 1)),
     ],
 )
-def test_degrees_that_were_not_asked_for_are_derived(
+def test_unset_degrees_are_inferred(
     strategy: Strategy, world: int, asked: dict[str, int], expected: tuple[int, int]
 ) -> None:
     assert degrees(strategy, world, **asked) == expected
@@ -50,29 +50,27 @@ def test_degrees_that_were_not_asked_for_are_derived(
     [
         ("ddp", 16, {"tp": 3}, "tp 3 x cp 1 x pp 1 = 3 does not divide the 16 ranks: 16 / 3 = 5.33"),
         ("fsdp", 4, {"tp": 8}, "4 / 8 = 0.5"),
-        ("hybrid-shard", 16, {"dp_shard": 3}, "= 15, and there are 16 ranks"),
+        ("hybrid-shard", 16, {"dp_shard": 3}, "= 15, but there are 16 ranks"),
         ("hybrid-shard", 4, {"dp_shard": 8}, "dp_replicate 1 x dp_shard 8"),
         ("fsdp", 16, {"dp_shard": 4}, "must be 16 / 1 = 16"),
         ("ddp", 16, {"dp_shard": 2, "dp_replicate": 8}, "shards no parameters"),
-        ("ddp", 16, {"dp_shard": 4}, "ddp shards no parameters, dp_shard is 4"),
+        ("ddp", 16, {"dp_shard": 4}, "ddp does not shard parameters, but dp_shard is 4"),
         ("fsdp", 16, {"dp_replicate": 3}, "dp_replicate is 3"),
         ("hybrid-shard", 16, {"gpus": 8, "tp": 8}, "dp_replicate 2 x dp_shard 1 is ddp"),
         ("hybrid-shard", 8, {"dp_shard": 1}, "dp_replicate 8 x dp_shard 1 is ddp"),
         ("hybrid-shard", 16, {"cp": 16}, "dp_replicate 1 x dp_shard 1 is fsdp"),
         ("fsdp", 16, {"dp_replicate": 2}, "use --layout hybrid-shard"),
-        ("hybrid-shard", 8, {}, "nothing to replicate across"),
+        ("hybrid-shard", 8, {}, "cannot replicate"),
         ("hybrid-shard", 16, {"pp": 2}, "dp_replicate 1 x dp_shard 8 is fsdp"),
     ],
 )
-def test_a_product_that_is_not_the_world_is_refused(
-    strategy: Strategy, world: int, asked: dict[str, int], said: str
-) -> None:
+def test_wrong_degree_product_is_refused(strategy: Strategy, world: int, asked: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError) as e:
         degrees(strategy, world, **asked)
     assert said in str(e.value) and "fix: " in str(e.value)
 
 
-def test_the_innermost_neighbours_are_those_that_talk_most() -> None:
+def test_innermost_dimension_is_tp() -> None:
     layout = Layout(strategy="hybrid-shard", dp_replicate=2, dp_shard=2, tp=2, cp=2, pp=2, schedule="1f1b")
     assert layout.world_size == 32
     assert layout.coordinates(0) == (0, 0, 0, 0, 0)
@@ -95,5 +93,5 @@ def test_the_innermost_neighbours_are_those_that_talk_most() -> None:
         ({"strategy": "fsdp", "dp_shard": 2, "cp": 4}, "fsdp 2, cp 4", "8 ranks = dp_shard 2 x cp 4"),
     ],
 )
-def test_words_for_people(fields: dict[str, Any], words: str, product: str) -> None:
+def test_describe(fields: dict[str, Any], words: str, product: str) -> None:
     assert (Layout(**fields).describe(), Layout(**fields).format_degrees()) == (words, product)

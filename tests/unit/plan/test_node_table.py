@@ -12,7 +12,7 @@ import tomli_w
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.node_facts import NodeFacts, parse_cpu_list
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import plan
 from clustertrain.sysinfo.node import read_node
@@ -30,12 +30,12 @@ def profile(found: NodeFacts) -> ClusterProfile:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_read_of_a_node_survives_a_profile(kind: str, tmp_path: Path) -> None:
+def test_node_facts_survive_profile(kind: str, tmp_path: Path) -> None:
     found = facts(kind, tmp_path)
     assert profile(found).node == found
 
 
-def test_the_plan_names_the_ports_of_several_nodes(tmp_path: Path) -> None:
+def test_plan_selects_ports_for_several_nodes(tmp_path: Path) -> None:
     known = profile(facts("dgx-h100", tmp_path))
 
     def planned(**job: object) -> set[str]:
@@ -46,12 +46,12 @@ def test_the_plan_names_the_ports_of_several_nodes(tmp_path: Path) -> None:
     assert planned(nodes=1) == planned(backend="local") == set()
 
 
-def test_a_typing_error_in_the_table_is_told() -> None:
+def test_typo_in_node_table_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"node\.hcas\[0\].*rate_gbits"):
         build({"node": {"hcas": [{"name": "mlx5_0", "rate_gbits": 400}]}}, ClusterProfile, "profile")
 
 
-def test_lists_of_processors() -> None:
+def test_cpu_lists() -> None:
     assert parse_cpu_list("0-2,8") == {0, 1, 2, 8} and parse_cpu_list("") == set()
     with pytest.raises(ValueError, match="x"):
         parse_cpu_list("0-x")

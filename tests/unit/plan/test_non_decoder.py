@@ -8,8 +8,8 @@ import pytest
 
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import JobSpec, RunSpec
-from clustertrain.config.parsing import build
-from clustertrain.config.presets import apply_preset
+from clustertrain.config.parsing.documents import build
+from clustertrain.config.parsing.presets import apply_preset
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import Plan, plan
@@ -26,7 +26,7 @@ def chosen(
 
 
 @pytest.mark.parametrize("kind", ["convnet", "two-tower"])
-def test_the_states_are_counted_and_the_activations_are_not(kind: str) -> None:
+def test_states_are_estimated_without_activations(kind: str) -> None:
     replicated, sharded = chosen({"kind": kind}), chosen({"kind": kind}, layout="fsdp")
     count = build({"model": {"kind": kind}}, Recipe, "recipe").model.parameters()
     assert replicated.layout.strategy == "ddp" and "not estimated" in replicated.reasons[0]
@@ -40,43 +40,46 @@ def test_the_states_are_counted_and_the_activations_are_not(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "optim", "said", "fix"),
     [
-        ("convnet", {"freeze": ["block.*"]}, "optim.freeze: no module with parameters fits 'block.*'", "blocks"),
-        ("convnet", {"lr_scale": {"zzz": 0.5}}, "optim.lr_scale: no module with parameters fits", "at the top"),
-        ("convnet", {"freeze": ["*"]}, "optim.freeze: nothing is left to train", "leave a module out"),
-        ("two-tower", {"freeze": ["embed"]}, "optim.freeze: no module with parameters fits 'embed'", "first.embed"),
+        ("convnet", {"freeze": ["block.*"]}, "optim.freeze: no module with parameters matches 'block.*'", "blocks"),
+        (
+            "convnet",
+            {"lr_scale": {"zzz": 0.5}},
+            "optim.lr_scale: no module with parameters matches",
+            "top-level modules",
+        ),
+        ("convnet", {"freeze": ["*"]}, "optim.freeze: nothing is left to train", "remove a module"),
+        ("two-tower", {"freeze": ["embed"]}, "optim.freeze: no module with parameters matches 'embed'", "first.embed"),
         (
             "two-tower",
             {"unfreeze": [{"step": 5, "modules": ["first.layer"]}]},
-            "optim.unfreeze.modules: no module with parameters fits 'first.layer'",
+            "optim.unfreeze.modules: no module with parameters matches 'first.layer'",
             "first.layers",
         ),
     ],
 )
-def test_a_pattern_that_fits_no_module_is_known_before_the_queue(
-    kind: str, optim: dict[str, Any], said: str, fix: str
-) -> None:
+def test_unmatched_pattern_is_refused(kind: str, optim: dict[str, Any], said: str, fix: str) -> None:
     with pytest.raises(ConfigError) as e:
         chosen({"kind": kind}, optim=optim)
     assert said in e.value.message and fix in str(e.value.fix)
     chosen({"kind": kind}, optim={"freeze": ["*"], "unfreeze": [{"step": 5, "modules": ["*norm"]}]})
 
 
-def test_of_an_entry_nothing_is_known() -> None:
+def test_entry_has_no_estimate() -> None:
     made = chosen({"entry": "package:function"})
     assert made.layout.strategy == "ddp" and made.memory.params_gib is None and made.memory.fits is None
     assert made.batch.tokens_per_step == made.batch.global_batch * 256
 
 
-def test_tokens_are_counted_where_there_are_any() -> None:
+def test_tokens_per_step_by_kind() -> None:
     assert chosen({"kind": "convnet"}).batch.tokens_per_step == 0
     made = chosen({"kind": "two-tower"})
     assert made.batch.tokens_per_step == made.batch.global_batch * 512
 
 
 @pytest.mark.parametrize("degree", ["tp", "cp", "pp"])
-def test_what_only_the_decoder_can_be_split_by_is_refused(degree: str) -> None:
+def test_splitting_non_decoder_is_refused(degree: str) -> None:
     for kind in ("convnet", "two-tower"):
-        with pytest.raises(ConfigError, match=f"{degree} 2: there is no plan of how a {kind}"):
+        with pytest.raises(ConfigError, match=f"{degree} 2: a {kind} cannot be split"):
             chosen({"kind": kind}, **{degree: 2})
     assert getattr(chosen({"entry": "package:function"}, **{degree: 2}).layout, degree) == 2
 
@@ -91,12 +94,12 @@ def test_groups_stay_in_one_micro_batch() -> None:
         chosen({"kind": "two-tower"}, train={"global_batch": 48})
 
 
-def test_a_large_batch_of_what_is_not_estimated_is_cut_up() -> None:
+def test_large_unestimated_batch_is_split() -> None:
     made = chosen({"kind": "convnet"}, train={"global_batch": 512})
     assert (made.batch.micro_batch, made.batch.grad_accum) == (32, 4)
 
 
-def test_405_billion_parameters_are_planned_from_formulas() -> None:
+def test_405b_model_is_planned() -> None:
     made = chosen({"preset": "llama3.1-405b"}, nodes=512, gpus=8, layout="fsdp", gpu_type="h100")
     assert made.world_size == 4096 and made.memory.params_gib is not None
     assert made.memory.params_gib > 405.85e9 * 4 / 4096 / GIB

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import schedules
 
-from clustertrain.config.recipe import ModelSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.activations import split_blocks
 from clustertrain.plan.layout import Layout
@@ -47,7 +47,7 @@ def torch_takes(layout: Layout, micro_batches: int) -> bool:
 
 
 @pytest.mark.parametrize("schedule", CLASSES)
-def test_what_is_refused_is_what_torch_refuses(schedule: str) -> None:
+def test_unsupported_micro_batches_match_torch(schedule: str) -> None:
     refused = 0
     for pp in (2, 3, 4):
         layout = Layout(pp=pp, schedule=schedule, virtual_stages=1 if schedule in ("gpipe", "1f1b") else 2)
@@ -58,7 +58,7 @@ def test_what_is_refused_is_what_torch_refuses(schedule: str) -> None:
     assert (refused > 0) is (schedule in ("1f1b", "interleaved", "zero-bubble"))
 
 
-def test_nothing_is_asked_of_the_batch_without_a_pipeline() -> None:
+def test_no_batch_constraint_without_pipeline() -> None:
     assert (
         pipeline_schedules.unsupported_reason(Layout(), 1) == "" and pipeline_schedules.min_micro_batches(Layout()) == 1
     )
@@ -92,7 +92,7 @@ def test_micro_batches_in_flight(schedule: str, virtual: int, first: float, last
         ("zbv", 2, 4, None),
     ],
 )
-def test_the_bubble(schedule: str, virtual: int, micro_batches: int, bubble: float | None) -> None:
+def test_bubble(schedule: str, virtual: int, micro_batches: int, bubble: float | None) -> None:
     layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual)
     assert pipeline_schedules.bubble_fraction(layout, micro_batches) == (
         None if bubble is None else pytest.approx(bubble)
@@ -105,7 +105,7 @@ def test_the_bubble(schedule: str, virtual: int, micro_batches: int, bubble: flo
 
 @pytest.mark.parametrize("vocab_size", [256, 8_000, 64_000])
 @pytest.mark.parametrize("tied", [False, True])
-def test_layers_are_dealt_as_the_trainer_cuts_them(vocab_size: int, tied: bool) -> None:
+def test_stage_split_matches_trainer(vocab_size: int, tied: bool) -> None:
     for layers in (4, 7, 12):
         spec = ModelSpec(vocab_size=vocab_size, dim=64, layers=layers, heads=4, kv_heads=4, tie_embeddings=tied)
         with torch.device("meta"):

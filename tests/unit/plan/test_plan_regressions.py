@@ -12,9 +12,11 @@ from clustertrain.config import hardware
 from clustertrain.config.cluster import ClusterProfile, MeasuredRates
 from clustertrain.config.data import DataSpec
 from clustertrain.config.job import JobSpec, RunSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.presets import PRESETS
-from clustertrain.config.recipe import ModelSpec, Recipe, TrainSpec
+from clustertrain.config.parsing.presets import PRESETS
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.train import TrainSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.hardware_rates import build_machine
@@ -45,7 +47,7 @@ def chosen(
     return plan(spec, profile or ClusterProfile(), "cuda")
 
 
-def test_8_bit_layers_are_never_split_by_the_plan_itself() -> None:
+def test_search_never_splits_fp8_layers() -> None:
     made = chosen("llama3.1-70b", "h100", nodes=16, precision="fp8")
     assert made.layout.tp == 1
     assert any(r.strategy == "tensor parallel" and "8-bit" in r.why for r in made.rejected)
@@ -53,40 +55,40 @@ def test_8_bit_layers_are_never_split_by_the_plan_itself() -> None:
 
 @pytest.mark.parametrize("schedule", ["zero-bubble", "zbv"])
 @pytest.mark.parametrize("set_with", [{"activation_checkpointing": "selective"}, {"compile": True}])
-def test_what_does_not_go_with_a_schedule_leaves_layouts_without_a_pipeline(schedule: str, set_with: Any) -> None:
+def test_schedule_conflict_excludes_pipelines(schedule: str, set_with: Any) -> None:
     made = chosen("llama3.1-8b", "h100", parallel={"schedule": schedule, **set_with})
     assert made.layout.pp == 1 and made.memory.fits is True
     with pytest.raises(ConfigError):
         chosen("llama3.1-8b", "h100", parallel={"schedule": schedule, **set_with}, pp=4)
 
 
-def test_a_schedule_that_was_given_gets_no_more_stages_than_there_are_parts() -> None:
+def test_given_schedule_has_at_most_as_many_stages_as_parts() -> None:
     for nodes, gpus in ((256, 8), (2, 8)):
         made = chosen("llama3.1-8b", "l40s", batch=8, seq_len=1024, nodes=nodes, gpus=gpus,
                       parallel={"schedule": "zero-bubble"})  # fmt: skip
         assert pipeline_schedules.num_stages(made.layout) <= 32 + 2
 
 
-def test_a_pipeline_never_counts_on_gradients_that_are_reduced_in_between() -> None:
+def test_pipeline_always_defers_reduction() -> None:
     for limit in (20.0, 40.0, 64.0):
         found = search(problem(LLAMA_8B, world=32, seq_len=2048, global_batch=64, limit_gib=limit))
         assert all(c.layout.defer_reduction for c in found.fitting if c.layout.pp > 1)
 
 
-def test_a_shard_group_of_the_users_own_is_searched_too() -> None:
+def test_requested_shard_group_is_searched() -> None:
     made = chosen("llama3.1-8b", "h100", batch=48, nodes=6, layout="hybrid-shard", dp_shard=3)
     assert (made.layout.dp_replicate, made.layout.dp_shard) == (16, 3)
     assert made.time.step_s is not None
 
 
-def test_zero1_is_not_predicted_to_communicate_less_than_ddp() -> None:
+def test_zero1_communicates_at_least_as_much_as_ddp() -> None:
     """It is DDP's all-reduce, and then the parameters once more."""
     ddp, zero1 = (chosen("llama3.2-1b", "a100-80gb", seq_len=2048, layout=kind) for kind in ("ddp", "zero1"))
     assert ddp.time.comm_s is not None and zero1.time.comm_s is not None
     assert zero1.time.comm_s["data"] > ddp.time.comm_s["data"]
 
 
-def test_a_measured_matmul_rate_speaks_for_16_bit_alone() -> None:
+def test_measured_matmul_rate_applies_to_16_bit() -> None:
     profile = ClusterProfile(
         measured=MeasuredRates(gemm_tflops=271.0, gemm_dtype="bf16", device="NVIDIA A100-SXM4-80GB")
     )
@@ -96,20 +98,20 @@ def test_a_measured_matmul_rate_speaks_for_16_bit_alone() -> None:
     assert build_machine(gpu, 8, "bf16", profile).rates.matmul == pytest.approx(271e12 * 0.85)
 
 
-def test_a_calibration_scales_all_of_a_step() -> None:
+def test_calibration_scales_whole_step() -> None:
     book, slower = (
         chosen("llama3.1-8b", "h100", layout="fsdp", profile=ClusterProfile(calibration=c)) for c in (1.0, 1.5)
     )
     assert book.time.step_s is not None and slower.time.step_s == pytest.approx(1.5 * book.time.step_s)
 
 
-def test_a_type_of_ones_own_is_predicted_with_its_figures() -> None:
+def test_profile_gpu_type_is_predicted() -> None:
     own = hardware.GpuType(name="x9000", memory_gib=80, tflops=500, memory_gb_s=2000, link_gb_s=200, fabric_gb_s=25)
     made = chosen("llama3.1-8b", "x9000", profile=ClusterProfile(gpu=own))
     assert made.memory.capacity_gib == 80 and made.time.mfu is not None and 0.1 < made.time.mfu < 0.8
 
 
-def test_a_type_of_ones_own_needs_its_rates() -> None:
+def test_profile_gpu_type_needs_rates() -> None:
     with pytest.raises(ValueError, match=r"gpu\.tflops = 0"):
         ClusterProfile(gpu=hardware.GpuType(name="x9000", memory_gib=80))
     own = hardware.GpuType(name="x9000", memory_gib=80, tflops=500, memory_gb_s=2000)
@@ -117,7 +119,7 @@ def test_a_type_of_ones_own_needs_its_rates() -> None:
 
 
 @pytest.mark.parametrize(("where", "words"), [("none/out.csv", "cannot be written"), ("folder", "not a regular file")])
-def test_predictions_that_cannot_be_written_are_an_error_in_words(tmp_path: Path, where: str, words: str) -> None:
+def test_unwritable_predictions_are_a_clear_error(tmp_path: Path, where: str, words: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "in.csv").write_text("gpu,seq,n_gpus,n_params_b\nH100,2048,8,8\n")
     with pytest.raises(ConfigError, match=words):
@@ -125,7 +127,7 @@ def test_predictions_that_cannot_be_written_are_an_error_in_words(tmp_path: Path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "in.csv"]
 
 
-def test_a_named_fabric_slows_what_crosses_nodes() -> None:
+def test_named_fabric_slows_cross_node_traffic() -> None:
     slow, fast = (
         chosen("llama3.1-8b", "h100", layout="fsdp", profile=ClusterProfile(fabric=fabric))
         for fabric in ("ethernet-10", "8 x ndr")
@@ -142,7 +144,7 @@ def test_a_pcie_card_has_no_nvlink() -> None:
     assert hardware.find_gpu_type("NVIDIA A30 PCIe") is hardware.find_gpu_type("a30")
 
 
-def test_what_would_fit_asks_for_no_more_host_memory_than_a_node_has() -> None:
+def test_offload_suggestion_respects_host_memory() -> None:
     way_out = chosen("llama3.1-405b", "h100", batch=64, nodes=1).way_out
     assert way_out and "offload" not in way_out
 
@@ -150,7 +152,7 @@ def test_what_would_fit_asks_for_no_more_host_memory_than_a_node_has() -> None:
 ROW = {"model": "Llama-3-8B", "n_params_b": "8.03", "gpu": "H100", "n_gpus": "16", "seq": "4096", "micro_bs": "1"}
 
 
-def test_one_stated_degree_is_a_stated_layout() -> None:
+def test_single_stated_degree_states_layout() -> None:
     for cells in ({"pp": "8"}, {"cp": "8"}, {"dp": "16"}, {"tp": "2"}):
         assert "layout is not stated" not in predict_row({**ROW, **cells}).note
     assert "the layout is not stated" in predict_row(ROW).note
@@ -165,12 +167,12 @@ def test_one_stated_degree_is_a_stated_layout() -> None:
         ({"act_ckpt": "sometimes"}, "act_ckpt = 'sometimes'"),
     ],
 )
-def test_a_row_that_contradicts_itself_gets_a_note(cells: dict[str, str], words: str) -> None:
+def test_contradictory_row_gets_note(cells: dict[str, str], words: str) -> None:
     (found,) = predict([{**ROW, **cells}], calibrate=True)
     assert found.tokens_per_s_per_gpu is None and words in found.note
 
 
-def test_flops_are_the_hardwares_only_where_the_note_says_so() -> None:
+def test_hardware_flops_need_a_note() -> None:
     row = {**ROW, "tp": "1", "act_ckpt": "full"}
     plain, modern, counted = (
         predict_row({**row, "note": note}).tflops_per_gpu or 0

@@ -11,9 +11,11 @@ import pytest
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.data import DataSpec
 from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.objective import ObjectiveSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.recipe import ModelSpec, Recipe, TrainSpec
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.train import TrainSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
 from clustertrain.plan.planner import Plan, check_fits, flops_per_step, plan
@@ -39,15 +41,15 @@ def test_one_rank_is_single() -> None:
         assert made.layout.strategy == "single" and made.layout.world_size == 1
 
 
-def test_a_small_model_is_replicated_and_fsdp_is_rejected_with_a_number() -> None:
+def test_small_model_is_replicated() -> None:
     made = chosen(spec(gpu_type="h100"))
     assert (made.layout.strategy, made.layout.dp_replicate, made.layout.dp_shard) == ("ddp", 16, 1)
     assert made.memory.capacity_gib == 80 and made.memory.fits is True
     rejected = {r.strategy: r.why for r in made.rejected}
-    assert "ddp" not in rejected and "s a step" in rejected["fsdp"]
+    assert "ddp" not in rejected and "s per step" in rejected["fsdp"]
 
 
-def test_a_model_that_does_not_fit_a_gpu_is_sharded() -> None:
+def test_large_model_is_sharded() -> None:
     made = chosen(spec(LARGE, gpu_type="h100", seq_len=2048))
     assert (made.layout.strategy, made.layout.dp_replicate, made.layout.dp_shard) == ("fsdp", 1, 16)
     assert made.memory.fits is True
@@ -55,7 +57,7 @@ def test_a_model_that_does_not_fit_a_gpu_is_sharded() -> None:
     assert "more than 64.0 GiB" in rejected["ddp"]
 
 
-def test_the_micro_batch_stays_within_the_memory() -> None:
+def test_micro_batch_fits_memory() -> None:
     micro_batches = []
     for gpu_type in ("h100", "h200", "b200"):
         made = chosen(spec(LARGE, layout="fsdp", gpu_type=gpu_type, seq_len=2048, batch=1024))
@@ -64,7 +66,7 @@ def test_the_micro_batch_stays_within_the_memory() -> None:
     assert micro_batches == sorted(micro_batches) and micro_batches[0] < micro_batches[-1]
 
 
-def test_fsdp_keeps_whole_gradients_between_micro_batches_only_where_there_is_room() -> None:
+def test_defer_reduction_needs_memory() -> None:
     for gpu_type, deferred in (("a100", False), ("b200", True)):
         made = chosen(spec(LARGE, layout="fsdp", gpu_type=gpu_type, seq_len=2048, batch=512))
         assert made.batch.grad_accum > 1 and made.memory.fits is True
@@ -75,15 +77,15 @@ def test_fsdp_keeps_whole_gradients_between_micro_batches_only_where_there_is_ro
     assert kept.layout.defer_reduction and (kept.memory.grads_gib or 0) * 2**30 > 4 * LARGE.parameters()
 
 
-def test_a_recipe_without_a_global_batch_gets_one_that_divides() -> None:
+def test_default_global_batch_divides() -> None:
     made = chosen(spec(batch=0))
-    assert made.batch.global_batch == 32 and any("the recipe names no global batch" in r for r in made.reasons)
+    assert made.batch.global_batch == 32 and any("the recipe sets no global batch" in r for r in made.reasons)
     assert chosen(spec(batch=0, nodes=3, gpus=7)).batch.global_batch == 42
     batch = chosen(spec(batch=0, micro=3, nodes=3, gpus=7)).batch
     assert (batch.global_batch, batch.micro_batch, batch.grad_accum) == (63, 3, 1)
 
 
-def test_an_unknown_gpu_is_taken_for_16_gib_and_the_reason_says_so() -> None:
+def test_unknown_gpu_is_assumed_16_gib() -> None:
     made = chosen(spec(gpu_type="x9000"))
     assert made.layout.strategy == "ddp"
     assert made.memory.capacity_gib is None and made.memory.fits is None
@@ -91,16 +93,16 @@ def test_an_unknown_gpu_is_taken_for_16_gib_and_the_reason_says_so() -> None:
     assert chosen(spec(LARGE, seq_len=2048)).layout.strategy == "fsdp"
 
 
-def test_a_layout_that_was_asked_for_is_taken() -> None:
+def test_requested_layout_is_used() -> None:
     made = chosen(spec(layout="fsdp", gpu_type="h100"))
     assert made.layout.strategy == "fsdp" and "asked for" in made.reasons[0]
 
 
-def test_what_cannot_fit_is_said_in_the_plan_and_refused_at_submit() -> None:
+def test_plan_that_does_not_fit_is_refused_at_submit() -> None:
     made = chosen(spec(LARGE, layout="ddp", gpu_type="a100", seq_len=2048))
     assert made.memory.fits is False
     assert any("does not fit" in reason for reason in made.reasons)
-    assert any("with which it needs least" in reason for reason in made.reasons)
+    assert any("needs the least memory" in reason for reason in made.reasons)
     with pytest.raises(ConfigError, match="--layout auto") as e:
         check_fits(made)
     assert e.value.exit_code == 78
@@ -109,7 +111,7 @@ def test_what_cannot_fit_is_said_in_the_plan_and_refused_at_submit() -> None:
         check_fits(tiny)
 
 
-def test_what_fits_without_the_margin_is_taken_and_said_to_be_tight() -> None:
+def test_fit_without_margin_is_tight() -> None:
     margin = chosen(spec(LARGE, nodes=1, gpus=4, gpu_type="a100", seq_len=2048))
     assert margin.memory.fits is True and (margin.memory.peak_gib or 0) <= 32 and margin.warnings == ()
     tight = chosen(spec(LARGE, nodes=1, gpus=8, gpu_type="rtx-4090", seq_len=2048, layout="fsdp"))
@@ -128,7 +130,7 @@ def test_the_global_batch_must_divide() -> None:
         chosen(spec(batch=100))
 
 
-def test_a_script_is_ddp_with_an_empty_batch() -> None:
+def test_script_gets_ddp_and_empty_batch() -> None:
     request = RunSpec(job=JobSpec(gpus=4), script=ScriptSpec(path="train.py", cwd="/"))
     made = chosen(request)
     assert made.layout.strategy == "ddp" and made.layout.dp_replicate == 4
@@ -139,7 +141,7 @@ def test_a_script_is_ddp_with_an_empty_batch() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_json_has_the_keys_of_the_contract(device: str) -> None:
+def test_json_keys(device: str) -> None:
     made = json.loads(msgspec.json.encode(chosen(spec(gpu_type="h100"), device)))
     assert {"layout", "batch", "memory", "time", "nccl", "reasons", "rejected"} <= set(made)
     assert {"strategy", "dp_replicate", "dp_shard", "zero1", "tp", "sequence_parallel", "cp", "pp", "schedule",
@@ -154,31 +156,31 @@ def test_the_json_has_the_keys_of_the_contract(device: str) -> None:
     assert made["world_size"] == 16 and made["precision"] == ("bf16" if device == "cuda" else "fp32")
 
 
-def test_nothing_is_predicted_that_is_not_known() -> None:
+def test_unknown_times_are_none() -> None:
     time = chosen(spec()).time
     assert time.step_s is None and time.mfu is None and time.comm_s is None
 
 
-def test_flops_are_about_six_a_parameter_and_token() -> None:
+def test_flops_are_about_six_per_parameter_and_token() -> None:
     request = spec(LARGE, batch=4, seq_len=2048)
     tokens = 4 * 2048
     # Llama 2 7B at 2048 tokens: attention adds about an eighth.
     assert 1.0 < flops_per_step(request, 4) / (6 * LARGE.parameters() * tokens) < 1.15
 
 
-def test_the_profiles_interface_is_used_on_slurm_only() -> None:
+def test_profile_interface_is_used_on_slurm_only() -> None:
     profile = ClusterProfile(fabric_interface="ib0")
     assert chosen(spec(backend="slurm"), profile=profile).nccl["NCCL_SOCKET_IFNAME"].value == "ib0"
     assert "NCCL_SOCKET_IFNAME" not in chosen(spec(backend="local"), profile=profile).nccl
 
 
-def test_names_that_the_user_has_set_are_not_planned() -> None:
+def test_user_env_names_are_not_planned() -> None:
     request = msgspec.structs.replace(spec(), env={"TORCH_FR_BUFFER_SIZE": "1"})
     made = plan(request, ClusterProfile(), "cuda", inherited_env={"OMP_NUM_THREADS"})
     assert "TORCH_FR_BUFFER_SIZE" not in made.nccl and "OMP_NUM_THREADS" not in made.env
 
 
-def test_the_lead_fits_the_time_limit() -> None:
+def test_signal_lead_fits_time_limit() -> None:
     assert chosen(spec()).signal_lead_s == 120
     assert chosen(spec(time="1:00:00")).signal_lead_s == 120
     short = chosen(spec(time="3"))
@@ -186,7 +188,7 @@ def test_the_lead_fits_the_time_limit() -> None:
     assert any("time limit of 180 s" in reason for reason in short.reasons)
 
 
-def test_the_whole_layout_reaches_the_plan() -> None:
+def test_plan_has_whole_layout() -> None:
     recipe = Recipe(
         model=SMALL,
         parallel=ParallelSpec(schedule="interleaved", activation_checkpointing="full", offload=True),
@@ -211,7 +213,7 @@ def test_the_whole_layout_reaches_the_plan() -> None:
         ("ddp", {"tp": 2}, {"dp_replicate": 8, "tp": 2, "schedule": None, "virtual_stages": 1}),
     ],
 )
-def test_a_strategy_that_was_asked_for(layout: str, degrees: dict[str, int], expected: dict[str, Any]) -> None:
+def test_requested_strategy(layout: str, degrees: dict[str, int], expected: dict[str, Any]) -> None:
     made = chosen(spec(layout=layout, gpu_type="h100", **degrees)).layout
     assert made.strategy == layout
     assert {name: getattr(made, name) for name in expected} == expected
@@ -229,13 +231,13 @@ def test_a_strategy_that_was_asked_for(layout: str, degrees: dict[str, int], exp
         ({"dp_shard": 8, "tp": 2}, "fsdp"),
     ],
 )
-def test_degrees_alone_say_which_strategy(degrees: dict[str, int], strategy: str) -> None:
+def test_strategy_follows_from_degrees(degrees: dict[str, int], strategy: str) -> None:
     made = chosen(spec(gpu_type="h100", **degrees))
     assert made.layout.strategy == strategy
     assert any("--dp-replicate and --dp-shard" in reason for reason in made.reasons)
 
 
-def test_auto_chooses_by_the_memory_that_the_other_degrees_leave() -> None:
+def test_auto_strategy_uses_memory_after_other_degrees() -> None:
     large = {"gpu_type": "h100", "seq_len": 2048}
     assert chosen(spec(LARGE, **large)).layout.strategy == "fsdp"
     split = chosen(spec(LARGE, tp=8, **large))
@@ -245,7 +247,7 @@ def test_auto_chooses_by_the_memory_that_the_other_degrees_leave() -> None:
     assert (still.layout.strategy, still.layout.dp_shard) == ("fsdp", 8)
 
 
-def test_a_smoothed_loss_needs_more_where_it_gathers_the_logits() -> None:
+def test_label_smoothing_with_tp_needs_more_memory() -> None:
     split = spec(nodes=1, gpus=2, tp=2)
     smoothed = msgspec.structs.replace(split.recipe, objective=ObjectiveSpec(label_smoothing=0.1))
     made, plain = chosen(msgspec.structs.replace(split, recipe=smoothed), "cpu"), chosen(split, "cpu")
@@ -261,7 +263,7 @@ def test_one_data_parallel_rank_is_single() -> None:
         assert "single: tp 2 x pp 4 takes all 8 ranks" in made.reasons[0]
 
 
-def test_ranks_that_share_a_sequence_may_share_the_parameters() -> None:
+def test_cp_ranks_may_share_parameters() -> None:
     job = {"nodes": 1, "gpu_type": "h100", "cp": 8, "seq_len": 2048}
     assert chosen(spec(nodes=1, cp=8, gpu_type="h100")).layout.strategy == "single"
     for layout in ("auto", "fsdp"):
@@ -282,7 +284,7 @@ def test_a_pipeline_gets_many_equal_micro_batches() -> None:
     assert searched.batch.grad_accum >= 16  # where computing counts a well filled pipeline wins
 
 
-def test_the_cost_of_crossing_nodes_is_a_reason_and_a_warning() -> None:
+def test_node_crossing_is_reason_and_warning() -> None:
     wide = ModelSpec(dim=1024, heads=16, kv_heads=16)
     made = chosen(spec(wide, tp=16, gpu_type="h100"))
     warning = next(w for w in made.warnings if w.startswith("tp 16 crosses nodes of 8: "))
@@ -290,7 +292,7 @@ def test_the_cost_of_crossing_nodes_is_a_reason_and_a_warning() -> None:
     assert chosen(spec(wide, tp=8, gpu_type="h100")).warnings == ()
 
 
-def test_what_does_not_fit_is_told_what_would_help() -> None:
+def test_plan_that_does_not_fit_suggests_changes() -> None:
     made = chosen(spec(LARGE, nodes=1, gpus=1, gpu_type="t4", seq_len=2048))
     with pytest.raises(ConfigError, match=r"\d+ nodes of 1 t4") as e:
         check_fits(made)

@@ -34,7 +34,7 @@ PLAIN = "import argparse\nimport torch\nfrom torch.nn import functional as F\nim
         ("\0", None),
     ],
 )
-def test_what_a_text_tells(source: str, drives: bool | None) -> None:
+def test_uses_train_step(source: str, drives: bool | None) -> None:
     assert uses_train_step(source) is drives
 
 
@@ -43,25 +43,25 @@ def test_what_a_text_tells(source: str, drives: bool | None) -> None:
     [
         ({"pp": 2, "schedule": "1f1b"}, "fp32", "stages alternate"),
         ({"strategy": "zero1", "zero1": True, "dp_replicate": 2}, "fp32", "split over the ranks"),
-        ({"tp": 2}, "fp32", "the logits may be split"),
-        ({"cp": 2}, "fp32", "its part of every sequence"),
+        ({"tp": 2}, "fp32", "the logits, and thus the loss, may be split"),
+        ({"cp": 2}, "fp32", "a part of every sequence"),
         ({"strategy": "ddp", "dp_replicate": 2}, "fp16", "the loss is scaled"),
     ],
 )
-def test_a_backward_of_its_own_cannot_drive_every_layout(fields: dict[str, Any], precision: str, why: str) -> None:
+def test_custom_backward_cannot_drive_every_layout(fields: dict[str, Any], precision: str, why: str) -> None:
     layout = Layout(**fields)
     with pytest.raises(ConfigError, match=r"train.py does not call session.train_step") as e:
         check_script(layout, precision, PLAIN, "train.py")
     assert why in str(e.value) and "session.optimizer" in str(e.value)
     assert check_script(layout, precision, PLAIN + "session.train_step(b, f)", "train.py") is None
-    assert "not known whether" in (check_script(layout, precision, PLAIN + "import mine", "train.py") or "")
+    assert "unknown whether" in (check_script(layout, precision, PLAIN + "import mine", "train.py") or "")
 
 
-def test_what_a_backward_of_its_own_drives_is_not_looked_at() -> None:
+def test_drivable_layout_skips_source_check() -> None:
     for layout in (Layout(strategy="ddp", dp_replicate=2), Layout(strategy="fsdp", dp_shard=2), Layout()):
         assert check_script(layout, "bf16", "no Python", "train.py") is None
 
 
-def test_the_example_script_is_judged_rightly() -> None:
+def test_example_script_passes() -> None:
     source = (ROOT / "examples" / "train_script.py").read_text()
     assert uses_train_step(source) is (".train_step(" in source)

@@ -16,7 +16,9 @@ from clustertrain.cli.jobs import status
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.data import DataSpec
 from clustertrain.config.job import JobSpec, RunSpec
-from clustertrain.config.recipe import ModelSpec, Recipe, TrainSpec
+from clustertrain.config.model import ModelSpec
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.train import TrainSpec
 from clustertrain.plan.planner import plan
 from clustertrain.report import plan_vs_measured
 from clustertrain.report.plan_vs_measured import Pair, PlanAccuracy

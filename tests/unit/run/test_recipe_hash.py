@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.run.recipe_hash import hash_run_spec
 

@@ -86,7 +86,7 @@ def test_non_utf8_argument_is_named(assignment: str, type_: Type) -> None:
 @pytest.mark.parametrize("url", ["memory://x", "simplecache::memory://x", "http://host/x", "data://x"])
 def test_remote_without_storage_is_refused(url: str, type_: Type) -> None:
     code, err = type_("plan", "--set", f"checkpoint.remote={url}")
-    assert code == 78 and f"checkpoint.remote = '{url}'" in err and "fix: name an object store" in err
+    assert code == 78 and f"checkpoint.remote = '{url}'" in err and "fix: give an object store" in err
 
 
 @pytest.mark.parametrize("asked", [("--device", "cuda"), ("--gpu-type", "h100")])

@@ -14,7 +14,8 @@ import pytest
 
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
-from clustertrain.config.recipe import Recipe, TrainSpec
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.train import TrainSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import plan
 from clustertrain.run.run_dir import RunDir

@@ -100,7 +100,7 @@ KEPT = "[data]\nvalidation = 0.1\n[evaluation]\nevery = 5\n[optim]\nbetas = [0.9
 @pytest.mark.parametrize(
     ("assignment", "said"),
     [
-        ("data.validation=0", "evaluation.every has no effect with no data to validate on"),
+        ("data.validation=0", "evaluation.every has no effect with no validation data"),
         ("optim.name=sgd", 'optim.betas has no effect with optim.name = "sgd"'),
         ("schedule.kind=constant", 'schedule.floor has no effect with schedule.kind = "constant"'),
     ],
@@ -131,11 +131,11 @@ def test_file_that_is_valid_only_with_set(ask: Prepare, tmp_path: Path) -> None:
 
 def test_patience_beyond_run_end_warns(ask: Prepare) -> None:
     asked = ("data.validation=0.1", "evaluation.every=40", "train.steps=100")
-    said = "evaluation.patience = 3 never ends the run, which has 3 evaluations, the last one at its end"
+    said = "evaluation.patience = 3 never ends the run, which has 3 evaluations, the last at its end"
     assert said in ask(assignments=(*asked, "evaluation.patience=3")).plan.warnings
     assert ask(assignments=(*asked, "evaluation.patience=2")).plan.warnings == ()
     asked = (*asked, "schedule.kind=plateau")
-    said = "evaluation 3 is the first that can, and the run has 3 evaluations, the last one at its end"
+    said = "evaluation 3 is the first that can, and the run has 3 evaluations, the last at its end"
     (note,) = ask(assignments=(*asked, "schedule.patience=1")).plan.warnings
     assert note == f"schedule.patience = 1 never lowers the rate: {said}"
     assert ask(assignments=(*asked, "schedule.patience=1", "evaluation.every=30")).plan.warnings == ()
@@ -267,8 +267,8 @@ def test_more_classes_than_images_have_are_allowed(ask: Prepare, tmp_path: Path)
     assert ask("net.toml").spec.recipe.model.convnet.classes == 12
 
 
-def test_unknown_remote_protocol_is_refused_by_plan(ask: Prepare) -> None:
-    with pytest.raises(ConfigError, match="fsspec knows no protocol foo://"):
+def test_a_url_of_no_known_protocol_is_refused_by_plan_too(ask: Prepare) -> None:
+    with pytest.raises(ConfigError, match="fsspec does not know the protocol foo://"):
         ask(assignments=("checkpoint.remote=foo://x",))
 
 

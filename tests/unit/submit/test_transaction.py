@@ -261,7 +261,7 @@ def test_failure_while_writing_leaves_nothing(
 
 def test_model_that_does_not_fit_is_refused_with_numbers(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     large = ("model.dim=8192", "model.heads=64", "model.layers=64")
-    with pytest.raises(ConfigError, match=r"needs \d+\.\d GiB a rank .*, and has 15") as e:
+    with pytest.raises(ConfigError, match=r"needs \d+\.\d GiB per rank .*, but has 15") as e:
         ask(tmp_path, job={"gpu_type": "t4"}, assignments=large)
     assert e.value.exit_code == 78 and re.search(r"\d+ nodes of 1 t4", e.value.fix or "")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from clustertrain import fsio
 from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.run.run_dir import RunDir
 from clustertrain.submit.transaction import format_spec

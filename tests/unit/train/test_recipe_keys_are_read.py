@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import torch
 
+from clustertrain.config.checks.unused_keys import unused_reason
 from clustertrain.config.objective import ObjectiveKind, ObjectiveSpec
 from clustertrain.config.optim import ClipMethod, OptimizerName, OptimSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.schedule import ScheduleKind, ScheduleSpec
-from clustertrain.config.unused_keys import unused_reason
 from clustertrain.train.models import losses
 from clustertrain.train.optim import registry
 from clustertrain.train.optim.lr_schedule import LearningRate

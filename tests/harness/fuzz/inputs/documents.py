@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from clustertrain.config.cluster import ClusterProfile
-from clustertrain.config.parsing import list_keys
+from clustertrain.config.parsing.documents import list_keys
 from clustertrain.config.recipe import Recipe
 from tests.harness.fuzz.inputs.damage import bytes_changed, change
 from tests.harness.fuzz.inputs.text import arguments, deep, numbers, values

@@ -162,7 +162,7 @@ def test_what_is_written_is_read_and_goes(tmp_path: Path) -> None:
     [
         ("s3://bucket/x", "s3fs", "the package for s3:// is not installed", "clustertrain[object-storage]"),
         ("s3://bucket/x", "fsspec", "needs the package fsspec", "pip install 'clustertrain[object-storage]'"),
-        ("s4://bucket/x", "", "fsspec knows no protocol s4://", "s3://bucket/prefix"),
+        ("s4://bucket/x", "", "fsspec does not know the protocol s4://", "s3://bucket/prefix"),
     ],
 )
 def test_a_missing_package_is_named(

@@ -60,7 +60,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
         assert group.all_reduce_s(LARGE, 3) == pytest.approx(2 * group.all_gather_s(LARGE, 3))
 
 
-def test_what_moves_grows_with_the_ranks_to_the_whole_and_no_further() -> None:
+def test_traffic_grows_with_ranks_up_to_whole() -> None:
     of = cluster("h100")
     assert of.group(1, 1).all_gather_s(LARGE) == of.group(1, 1).all_reduce_s(LARGE) == 0
     two, eight = of.group(2, 1).all_gather_s(LARGE), of.group(8, 1).all_gather_s(LARGE)
@@ -75,7 +75,7 @@ def test_many_small_messages_cost_latency_that_grows_with_the_nodes() -> None:
     assert few.all_gather_s(LARGE, calls=1000) - few.all_gather_s(LARGE, calls=1) == pytest.approx(999 * few.latency_s)
 
 
-def test_measured_rates_replace_those_of_the_catalogue() -> None:
+def test_measured_rates_replace_catalogue() -> None:
     measured = MeasuredRates(
         gemm_tflops=300.0, gemm_dtype="bf16", node_bus_gb_s=111.0, fabric_bus_gb_s=7.0, device="NVIDIA H100 80GB HBM3"
     )

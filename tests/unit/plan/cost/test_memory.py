@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan.cost.activations import PassConfig, activation_bytes, logits_bytes
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN
 from clustertrain.plan.cost.memory import GIB, MemoryEstimate, estimate_memory
@@ -24,11 +24,11 @@ def rank(
     return estimate_memory(model, layout, PassConfig(**given), capacity_gib)
 
 
-def test_llama_7b_has_the_published_number_of_parameters() -> None:
+def test_llama_7b_parameter_count() -> None:
     assert LLAMA_7B.parameters() == 6_738_415_616  # Llama 2 7B's own count
 
 
-def test_model_states_are_16_bytes_a_parameter() -> None:
+def test_model_states_are_16_bytes_per_parameter() -> None:
     single = rank(Layout(), precision="fp32")
     states = (single.params_gib or 0) + (single.grads_gib or 0) + (single.optimizer_gib or 0)
     assert states * GIB == pytest.approx(16 * LLAMA_7B.parameters())
@@ -48,7 +48,7 @@ def test_fsdp_keeps_whole_gradients_between_micro_batches() -> None:
     assert rank(Layout(), grad_accum=4) == rank(Layout())
 
 
-def test_ddp_needs_what_a_single_rank_needs_and_its_process_group() -> None:
+def test_ddp_adds_only_process_group() -> None:
     single, ddp = rank(Layout()), rank(Layout(strategy="ddp", dp_replicate=8))
     assert (ddp.peak_gib or 0) - (single.peak_gib or 0) == pytest.approx(1.0)
 
@@ -58,7 +58,7 @@ def test_a_7b_model_needs_sharding_on_80_gib() -> None:
     assert rank(Layout(strategy="fsdp", dp_shard=8)).fits is True
 
 
-def test_activations_are_of_the_size_that_korthikanti_count() -> None:
+def test_activations_match_korthikanti() -> None:
     """34 sbh a layer for a GELU MLP of width 4 h with dropout, without stored attention scores."""
     model = ModelSpec(dim=1024, layers=10, heads=16, kv_heads=16, ffn_dim=4096)
     counted = activation_bytes(model, PassConfig(512, 1, precision="bf16", device="cuda"))
@@ -80,7 +80,7 @@ def test_activations_grow_with_micro_batch_and_sequence() -> None:
     assert rank(Layout(), seq_len=4096).logits_gib == pytest.approx(2 * (base.logits_gib or 0))
 
 
-def test_a_smoothed_loss_gathers_split_logits() -> None:
+def test_label_smoothing_gathers_logits() -> None:
     """A rank has its part of them, and the loss those of the whole vocabulary."""
     model, run, split = ModelSpec(vocab_size=1000), PassConfig(10, 1, precision="bf16"), Layout(tp=4)
     smoothed = dataclasses.replace(CLUSTERTRAIN, whole_logits=True)
@@ -91,13 +91,13 @@ def test_a_smoothed_loss_gathers_split_logits() -> None:
     assert logits_bytes(model, whole, split, smoothed) == logits_bytes(model, whole, split)
 
 
-def test_dropout_costs_memory_and_logits_are_counted_in_fp32_too() -> None:
+def test_dropout_and_fp32_logits_cost_memory() -> None:
     dropped = ModelSpec(dropout=0.1)
     assert activation_bytes(dropped, PassConfig(8, 1)) > activation_bytes(ModelSpec(), PassConfig(8, 1))
     assert logits_bytes(ModelSpec(vocab_size=1000), PassConfig(10, 1, precision="bf16")) == 10 * 1000 * 14
 
 
-def test_the_peak_is_the_sum_of_its_parts_and_fits_means_that_it_is_there() -> None:
+def test_peak_is_sum_of_parts() -> None:
     memory = rank(Layout(strategy="fsdp", dp_shard=8))
     parts = ("params_gib", "grads_gib", "optimizer_gib", "activations_gib", "logits_gib", "overhead_gib")
     assert memory.peak_gib == pytest.approx(sum(getattr(memory, p) for p in parts))
@@ -105,7 +105,7 @@ def test_the_peak_is_the_sum_of_its_parts_and_fits_means_that_it_is_there() -> N
     assert rank(Layout(strategy="fsdp", dp_shard=8), capacity_gib=(memory.peak_gib or 0) / 1.01).fits is False
 
 
-def test_nothing_is_claimed_of_an_unknown_gpu_and_the_cpu_has_no_context() -> None:
+def test_unknown_gpu_and_cpu() -> None:
     assert rank(Layout(), capacity_gib=None).fits is None
     assert rank(Layout(), device="cpu").overhead_gib == 0
 
@@ -114,7 +114,7 @@ def states(memory: MemoryEstimate) -> float:
     return ((memory.params_gib or 0) + (memory.grads_gib or 0) + (memory.optimizer_gib or 0)) * GIB
 
 
-def test_zero_1_divides_the_optimizer_alone() -> None:
+def test_zero1_divides_optimizer_only() -> None:
     """4 Psi of weights and 4 of gradients in fp32, 8 Psi / N of AdamW (arXiv 1910.02054, section 5.1)."""
     memory = rank(Layout(strategy="zero1", zero1=True, dp_replicate=8), precision="fp32")
     assert states(memory) == pytest.approx((8 + 8 / 8) * LLAMA_7B.parameters(), rel=1e-6)
@@ -123,7 +123,7 @@ def test_zero_1_divides_the_optimizer_alone() -> None:
     assert (many.optimizer_gib or 0) * GIB == 8 * 32000 * 4096
 
 
-def test_zero_2_keeps_the_parameters_and_zero_3_gathers_two_layers() -> None:
+def test_zero2_keeps_and_zero3_gathers_parameters() -> None:
     zero3 = rank(Layout(strategy="fsdp", dp_shard=8))
     zero2 = rank(Layout(strategy="fsdp-grad-op", dp_shard=8, reshard_after_forward=False))
     assert (zero2.params_gib or 0) * GIB == pytest.approx(LLAMA_7B.parameters() * (4 / 8 + 2), rel=1e-3)
@@ -136,7 +136,7 @@ def test_hybrid_shard_divides_by_its_shard_group() -> None:
     assert (rank(Layout(strategy="fsdp", dp_shard=32)).optimizer_gib or 0) < (hybrid.optimizer_gib or 0)
 
 
-def test_ranks_that_share_a_sequence_share_its_parameters_too() -> None:
+def test_cp_ranks_share_parameters() -> None:
     together = rank(Layout(strategy="fsdp", dp_shard=4, cp=2))
     assert together.optimizer_gib == rank(Layout(strategy="fsdp", dp_shard=8)).optimizer_gib
     ring = ParallelSpec(context="ring")
@@ -144,7 +144,7 @@ def test_ranks_that_share_a_sequence_share_its_parameters_too() -> None:
     assert halved.activations_gib == pytest.approx((rank(Layout(strategy="fsdp", dp_shard=8)).activations_gib or 0) / 2)
 
 
-def test_attentions_mask_makes_gathered_context_dear_for_long_sequences() -> None:
+def test_attention_mask_is_expensive_for_long_sequences() -> None:
     layout = Layout(strategy="fsdp", dp_shard=1, cp=8)
     ring, gathered = (
         rank(layout, seq_len=65536, parallel=ParallelSpec(context=c)).activations_gib or 0
@@ -153,7 +153,7 @@ def test_attentions_mask_makes_gathered_context_dear_for_long_sequences() -> Non
     assert (gathered - ring) * GIB > 32 * 65536 * (65536 / 8) * 2
 
 
-def test_tensor_parallel_divides_matrices_and_sequence_parallel_the_rest() -> None:
+def test_tp_divides_matrices_and_sp_the_rest() -> None:
     one, two = rank(Layout(), precision="fp32"), rank(Layout(tp=2), precision="fp32")
     norms = 4096 * (2 * 32 + 1)
     assert states(two) == pytest.approx(16 * ((LLAMA_7B.parameters() - norms) / 2 + norms))
@@ -169,13 +169,13 @@ def piped(schedule: str = "1f1b", virtual: int = 1, **changes: Any) -> MemoryEst
     return rank(layout, **{"grad_accum": 16, **changes})
 
 
-def test_a_stage_has_its_layers_and_one_end() -> None:
+def test_stage_has_layers_and_one_end() -> None:
     table = 32000 * 4096
     blocks = 8 * LLAMA_7B.block_parameters()
     assert states(piped(precision="fp32")) == pytest.approx(16 * (blocks + table), rel=1e-4)
 
 
-def test_the_schedules_hold_what_their_papers_say() -> None:
+def test_in_flight_matches_papers() -> None:
     few = piped(precision="fp32").activations_gib or 0
     assert (piped("gpipe", precision="fp32").activations_gib or 0) == pytest.approx(4 * few, rel=0.01)
     assert (piped("interleaved", 2, precision="fp32").activations_gib or 0) == pytest.approx(
@@ -186,14 +186,14 @@ def test_the_schedules_hold_what_their_papers_say() -> None:
     assert (piped(precision="fp32", grad_accum=2).activations_gib or 0) == pytest.approx(few / 2, rel=0.01)
 
 
-def test_the_last_rank_counts_where_the_vocabulary_is_large() -> None:
+def test_last_rank_peaks_with_large_vocabulary() -> None:
     wide = ModelSpec(vocab_size=256_000, dim=256, layers=4, heads=4, kv_heads=4)
     layout = Layout(pp=2, schedule="1f1b", reshard_after_forward=False)
     assert (rank(layout, wide, grad_accum=8).logits_gib or 0) > 0
     assert rank(layout, LLAMA_7B, grad_accum=8, seq_len=8192).logits_gib == 0
 
 
-def test_checkpointing_leaves_the_inputs_and_one_layers_own() -> None:
+def test_checkpointing_keeps_inputs_and_one_layer() -> None:
     none, selective, full = (
         rank(Layout(activation_checkpointing=kind), precision="bf16").activations_gib or 0
         for kind in ("none", "selective", "full")
@@ -204,13 +204,13 @@ def test_checkpointing_leaves_the_inputs_and_one_layers_own() -> None:
     assert full * GIB == pytest.approx(2 * tokens * 4096 * layers + working, rel=0.05)  # 2 s b h a layer
 
 
-def test_offload_leaves_what_is_gathered_on_the_device() -> None:
+def test_offload_keeps_gathered_on_device() -> None:
     on, off = (rank(Layout(strategy="fsdp", dp_shard=8, offload=o)) for o in (False, True))
     assert off.optimizer_gib == 0 and 0 < (off.params_gib or 0) < (on.params_gib or 0)
     assert states(on) - states(off) == pytest.approx(16 * LLAMA_7B.parameters() / 8, rel=1e-6)
 
 
-def test_gradients_that_are_reduced_each_time_are_not_kept_whole() -> None:
+def test_immediate_reduction_keeps_no_whole_gradients() -> None:
     layout = Layout(strategy="fsdp", dp_shard=8)
     each = rank(Layout(strategy="fsdp", dp_shard=8, defer_reduction=False), grad_accum=4)
     assert each.grads_gib == rank(layout).grads_gib

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan.cost.activations import PassConfig, RankStage, activation_bytes, logits_bytes
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN
 from clustertrain.plan.cost.memory import GIB, estimate_memory
@@ -78,7 +78,7 @@ def held(layout: Layout, mode: str) -> dict[str, int]:
 @pytest.mark.parametrize("mode", ["fp32", pytest.param("cast", marks=pytest.mark.long)])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_count_is_what_torch_holds(name: str, checkpointing: str, mode: str) -> None:
+def test_activation_count_matches_torch(name: str, checkpointing: str, mode: str) -> None:
     plain = LAYOUTS[name]
     layout = msgspec.structs.replace(plain, activation_checkpointing=checkpointing)
     run = PassConfig(LENGTH, BATCH, precision="fp32" if mode == "fp32" else "bf16")
@@ -107,7 +107,7 @@ def peak_of_loss(dtype: torch.dtype) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_smoothed_loss_needs_the_logits_of_the_whole_vocabulary(dtype: torch.dtype) -> None:
+def test_label_smoothing_needs_whole_logits(dtype: torch.dtype) -> None:
     model, split = msgspec.structs.replace(MODEL, vocab_size=VOCABULARY), Layout(tp=2)
     run = PassConfig(LENGTH, BATCH, precision="fp32" if dtype == torch.float32 else "bf16")
     counted = logits_bytes(model, run, split, replace(CLUSTERTRAIN, whole_logits=True))
@@ -115,6 +115,6 @@ def test_a_smoothed_loss_needs_the_logits_of_the_whole_vocabulary(dtype: torch.d
 
 
 @pytest.mark.parametrize("name", ["single", "tp", "tp-sp"])
-def test_the_parameters_of_a_rank_are_those_that_torch_holds(name: str) -> None:
+def test_rank_parameters_match_torch(name: str) -> None:
     planned = estimate_memory(MODEL, LAYOUTS[name], PassConfig(LENGTH, BATCH), None)
     assert planned.params_gib == pytest.approx(held(LAYOUTS[name], "fp32")["params"] / GIB)

@@ -26,7 +26,7 @@ def states(layout: Layout, of: Framework) -> float:
     return held * GIB / GPT_7B5.parameters() * 7.5
 
 
-def test_zeros_table_of_a_7_5_billion_model_on_64_gpus() -> None:
+def test_zero_table_of_7_5b_on_64_gpus() -> None:
     """Figure 1 of arXiv 1910.02054: 120, 31.4, 16.6 and 1.9 GB."""
     zero1 = Layout(strategy="zero1", zero1=True, dp_replicate=64)
     assert states(Layout(strategy="ddp", dp_replicate=64), ZERO) == pytest.approx(120, abs=0.05)
@@ -56,7 +56,7 @@ def a_layer(kind: str, tp: int, *, along: bool = False, micro_batch: int = 1, of
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_a_layer_keeps_what_korthikanti_counts(tp: int) -> None:
+def test_layer_bytes_match_korthikanti(tp: int) -> None:
     """Table 2 of arXiv 2205.05198."""
     assert a_layer("none", tp) == pytest.approx(10 + 24 / tp + SCORES / tp, rel=0.001)
     assert a_layer("selective_attn", tp) == pytest.approx(10 + 24 / tp, rel=0.003)
@@ -67,7 +67,7 @@ def test_a_layer_keeps_what_korthikanti_counts(tp: int) -> None:
         assert a_layer("full", tp, along=True) == pytest.approx(2 / tp)
 
 
-def test_flash_attention_spares_the_scores_and_torch_keeps_what_megatron_gathers_again() -> None:
+def test_flash_attention_saves_scores() -> None:
     flash = replace(MEGATRON, plain_attention=False)
     assert a_layer("none", 1) - a_layer("none", 1, of=flash) == pytest.approx(SCORES)
     kept = replace(MEGATRON, regathers=False)  # the inputs of two linear layers, 2 + 2 s b h, whole
@@ -75,5 +75,5 @@ def test_flash_attention_spares_the_scores_and_torch_keeps_what_megatron_gathers
     assert more == pytest.approx(4 * (1 - 1 / 8))
 
 
-def test_a_layers_bytes_grow_with_the_micro_batch_alone() -> None:
+def test_layer_bytes_scale_with_micro_batch() -> None:
     assert a_layer("none", 8, along=True, micro_batch=4) == pytest.approx(a_layer("none", 8, along=True))

@@ -41,7 +41,7 @@ def block(
     return found.forward_s + found.backward_s
 
 
-def test_twice_the_tokens_take_about_twice_as_long() -> None:
+def test_time_scales_with_tokens() -> None:
     assert block(16_384) == pytest.approx(2 * block(8192), rel=0.05)
 
 
@@ -51,18 +51,18 @@ def test_small_pieces_run_less_efficiently() -> None:
     assert shares == sorted(shares) and shares[-1] > 1.02 * shares[0]
 
 
-def test_a_width_that_the_matrix_units_do_not_like_costs() -> None:
+def test_unaligned_width_is_slower() -> None:
     odd = dataclasses.replace(LLAMA_8B, hidden=14_336 + 1)
     assert block(8192, model=odd) > 1.2 * block(8192)
 
 
-def test_faster_gpus_and_fewer_bits_are_faster_and_fp32_is_slower() -> None:
+def test_speed_by_gpu_and_precision() -> None:
     assert block(8192, gpu="b200") < block(8192, gpu="h100") < block(8192, gpu="a100") < block(8192, gpu="v100")
     assert block(8192, precision="fp8") < block(8192) < block(8192, precision="tf32") < block(8192, precision="fp32")
     assert block(8192, gpu="a100", precision="fp8") == block(8192, gpu="a100")  # which has no 8 bit
 
 
-def test_no_gpu_is_predicted_faster_than_its_data_sheet() -> None:
+def test_no_gpu_exceeds_its_data_sheet() -> None:
     for gpu in hardware.CATALOGUE:
         for precision, peak in (("bf16", gpu.tflops), ("fp8", gpu.fp8_tflops or gpu.tflops)):
             rates = compute.build_rates(gpu, precision)
@@ -73,7 +73,7 @@ def test_no_gpu_is_predicted_faster_than_its_data_sheet() -> None:
             )
 
 
-def test_recomputing_all_costs_about_a_third_and_selective_recomputation_little() -> None:
+def test_recomputation_cost() -> None:
     none, selective, full = (
         step(msgspec_replace(FSDP, activation_checkpointing=kind)) for kind in ("none", "selective", "full")
     )
@@ -93,7 +93,7 @@ def piped(virtual: int = 1, schedule: str = "1f1b", accumulate: int = 16, vocab:
     return step(layout, model=dataclasses.replace(LLAMA_8B, vocab_size=vocab), grad_accum=accumulate)
 
 
-def test_a_pipelines_bubble_is_that_of_its_paper() -> None:
+def test_pipeline_bubble_matches_paper() -> None:
     """(p - 1) / (v m) of the working time: arXiv 2104.04473, section 2.2."""
     for virtual in (1, 2, 4):
         for micro_batches in (8, 16, 32):
@@ -101,7 +101,7 @@ def test_a_pipelines_bubble_is_that_of_its_paper() -> None:
             assert made.bubble_s / made.compute_s == pytest.approx(3 / (virtual * micro_batches), rel=0.1)
 
 
-def test_schedules_that_split_the_backward_pass_wait_less_and_interleaving_sends_more() -> None:
+def test_bubble_and_sends_by_schedule() -> None:
     plain, interleaved, zero_bubble, zbv = (
         piped(), piped(2, "interleaved"), piped(2, "zero-bubble"), piped(2, "zbv")
     )  # fmt: skip
@@ -109,7 +109,7 @@ def test_schedules_that_split_the_backward_pass_wait_less_and_interleaving_sends
     assert interleaved.pipeline_s == pytest.approx(2 * plain.pipeline_s)
 
 
-def test_interleaving_does_not_help_where_there_are_fewer_micro_batches_than_ranks() -> None:
+def test_interleaving_needs_micro_batches() -> None:
     """One micro-batch is at one rank at a time, however many stages it passes there."""
     for virtual, schedule in ((1, "gpipe"), (2, "interleaved"), (8, "interleaved"), (2, "zero-bubble"), (2, "zbv")):
         alone = piped(virtual, schedule, accumulate=1)
@@ -118,7 +118,7 @@ def test_interleaving_does_not_help_where_there_are_fewer_micro_batches_than_ran
     assert 2 * 0.9 < 2 * interleaved.bubble_s / interleaved.compute_s < 2 * plain.bubble_s / plain.compute_s
 
 
-def test_a_large_head_makes_the_other_stages_wait() -> None:
+def test_large_head_imbalances_stages() -> None:
     """Where the stages have equally many blocks besides it; ours has fewer blocks with the head."""
     wide = dataclasses.replace(LLAMA_8B, vocab_size=256_000)
     layout = Layout(pp=4, schedule="1f1b", reshard_after_forward=False)
@@ -130,7 +130,7 @@ def test_a_large_head_makes_the_other_stages_wait() -> None:
     assert even > 1.5 * dealt and dealt < 1.5 * piped().bubble_s
 
 
-def test_gathering_again_in_each_micro_batch_sends_more_than_keeping() -> None:
+def test_resharding_sends_more_than_keeping() -> None:
     slow = Machine(dataclasses.replace(machine().network, fabric_bytes_s=1e9), machine().rates)  # nothing hides it
     again, kept = (
         step_time.estimate_step(
@@ -146,20 +146,20 @@ def test_gathering_again_in_each_micro_batch_sends_more_than_keeping() -> None:
     assert again.compute_s == kept.compute_s
 
 
-def test_reducing_after_each_micro_batch_sends_more() -> None:
+def test_reduction_per_micro_batch_sends_more() -> None:
     each, once = (
         step(Layout(strategy="fsdp", dp_shard=64, defer_reduction=defer), grad_accum=8) for defer in (False, True)
     )
     assert each.data_s > once.data_s
 
 
-def test_sharding_inside_the_node_spares_the_network() -> None:
+def test_sharding_inside_node_saves_traffic() -> None:
     hybrid = Layout(strategy="hybrid-shard", dp_shard=8, dp_replicate=64)
     whole = Layout(strategy="fsdp", dp_shard=512)
     assert step(hybrid, seq_len=1024, grad_accum=4).data_s < step(whole, seq_len=1024, grad_accum=4).data_s
 
 
-def test_communication_hides_under_much_work_and_not_under_little() -> None:
+def test_communication_hides_under_enough_work() -> None:
     little, much = step(FSDP, seq_len=256), step(FSDP, seq_len=8192)
     assert much.data_s < 0.05 * much.step_s
     assert little.data_s > 0.2 * little.step_s
@@ -177,7 +177,7 @@ def test_communication_hides_under_much_work_and_not_under_little() -> None:
     ],
     ids=lambda layout: layout.describe(),
 )
-def test_the_parts_of_a_step_are_its_time_and_none_is_negative(layout: Layout) -> None:
+def test_step_time_is_sum_of_nonnegative_parts(layout: Layout) -> None:
     made = step(layout, grad_accum=4)
     parts = dataclasses.asdict(made)
     assert min(parts.values()) >= 0 and sum(parts.values()) == pytest.approx(made.step_s)
@@ -186,7 +186,7 @@ def test_the_parts_of_a_step_are_its_time_and_none_is_negative(layout: Layout) -
     assert {name for name in degrees if parts[name] > 0} == {name for name, degree in degrees.items() if degree > 1}
 
 
-def test_tensor_parallel_across_nodes_is_as_slow_as_their_network() -> None:
+def test_tp_across_nodes_is_network_bound() -> None:
     one_port = Machine(dataclasses.replace(machine().network, fabric_bytes_s=50e9 / 8), machine().rates)
     run = PassConfig(8192, 1, precision="bf16", device="cuda")
     inside, across = (
@@ -196,7 +196,7 @@ def test_tensor_parallel_across_nodes_is_as_slow_as_their_network() -> None:
     assert across.tensor_s > 5 * inside.tensor_s and across.step_s > inside.step_s
 
 
-def test_a_ring_hides_what_an_all_gather_shows() -> None:
+def test_ring_hides_communication() -> None:
     gathered, ring = (
         step(Layout(cp=8), seq_len=65_536, parallel=ParallelSpec(context=kind)) for kind in ("all-gather", "ring")
     )
@@ -204,7 +204,7 @@ def test_a_ring_hides_what_an_all_gather_shows() -> None:
     assert ring.compute_s < gathered.compute_s  # the mask's hidden half is not computed
 
 
-def test_offload_is_slower_and_needs_less_memory() -> None:
+def test_offload_is_slower_and_smaller() -> None:
     run = PassConfig(8192, 1, precision="bf16", device="cuda")
     on, off = (msgspec_replace(FSDP, offload=offload) for offload in (False, True))
     assert step(off).optimizer_s > 5 * step(on).optimizer_s
@@ -218,7 +218,7 @@ def test_each_rank_updates_its_share_of_the_optimizer() -> None:
     assert ddp == pytest.approx(8 * zero1)
 
 
-def test_a_tiny_model_waits_for_python_and_compiling_helps() -> None:
+def test_tiny_model_is_host_bound() -> None:
     tiny = DecoderSizes(vocab_size=256, dim=64, layers=4, heads=4, kv_heads=4, hidden=256)
     fast, slow = (step(Layout(), gpu, model=tiny, seq_len=64) for gpu in ("b200", "a100"))
     assert fast.compute_s == pytest.approx(slow.compute_s, rel=0.1)  # no GPU gets it done sooner
@@ -230,7 +230,7 @@ def test_a_tiny_model_waits_for_python_and_compiling_helps() -> None:
     assert fused.step_s < 0.7 * eager.step_s
 
 
-def test_the_predicted_rate_is_one_that_gpus_reach() -> None:
+def test_predicted_rate_is_realistic() -> None:
     """Published runs of dense models of this size reach 35 to 60 % of the peak: layout-tables' torchtitan rows on H100
     with 8192 tokens a rank."""
     made = step(FSDP, micro_batch=2)

@@ -43,11 +43,11 @@ def states(layout: Layout, run: PassConfig = ONE) -> tuple[float | None, float |
         (Layout(pp=4, schedule="1f1b"), (0.5, 0.125, 0.25)),
     ],
 )
-def test_states_by_layout(layout: Layout, expected: tuple[float, ...]) -> None:
+def test_states_per_layout(layout: Layout, expected: tuple[float, ...]) -> None:
     assert states(layout) == expected
 
 
-def test_a_sharded_rank_holds_its_part_and_what_is_gathered() -> None:
+def test_sharded_rank_holds_shard_and_gathered() -> None:
     layout = Layout(strategy="fsdp", dp_shard=4)
     params, grads, optimizer = states(layout)
     gathered = (56 + 2 * 20) * M * 4 / GIB  # the rest of the model, the running and the next unit
@@ -59,13 +59,13 @@ def test_a_sharded_rank_holds_its_part_and_what_is_gathered() -> None:
     assert late == pytest.approx(0.125 + 1.0 + 56 * M * 4 / GIB)  # nothing is reduced before the last micro-batch
 
 
-def test_a_model_without_units_is_gathered_as_one() -> None:
+def test_model_without_units_is_gathered_whole() -> None:
     model = msgspec.structs.replace(MODEL, units=())
     found = user_model.estimate_user_model(model, Layout(strategy="fsdp", dp_shard=4), ONE, None)
     assert found.params_gib == pytest.approx(0.25 + 0.25 + 1.0)
 
 
-def test_the_peak_is_known_where_a_step_was_traced() -> None:
+def test_traced_step_gives_peak() -> None:
     found = user_model.estimate_user_model(MODEL, Layout(), ONE, 8.0)
     assert (found.activations_gib, found.peak_gib, found.fits, found.capacity_gib) == (None, None, None, 8.0)
     model = msgspec.structs.replace(MODEL, traced=MemoryTrace(micro_batch=2, activations_bytes=3 * GIB, peak_bytes={}))
@@ -81,7 +81,7 @@ def test_the_peak_is_known_where_a_step_was_traced() -> None:
     )
 
 
-def test_it_says_what_was_counted() -> None:
+def test_describe_stats() -> None:
     words = user_model.describe_stats(MODEL, "nets:Net", Layout(tp=2), 2)
     assert words == (
         "counted: nets:Net has 268,435,456 parameters (float32); 134,217,728 of them trained; 268,435,456 bytes of "
@@ -92,10 +92,10 @@ def test_it_says_what_was_counted() -> None:
     )
 
 
-def test_states_that_are_too_much_alone_are_warned_of() -> None:
+def test_too_large_states_warn() -> None:
     memory = user_model.estimate_user_model(MODEL, Layout(), ONE, None)
     assert user_model.memory_warning(MODEL, memory, 3.0, Layout()) is None
     warning = user_model.memory_warning(MODEL, memory, 2.0, Layout())
-    assert warning is not None and "2.8 GiB a rank, more than 2.0 GiB; --layout fsdp" in warning
+    assert warning is not None and "2.8 GiB per rank, more than 2.0 GiB; --layout fsdp" in warning
     failed = msgspec.structs.replace(MODEL, untraced="it failed")
-    assert user_model.memory_warning(failed, memory, 3.0, Layout()) == "activations are not known: it failed"
+    assert user_model.memory_warning(failed, memory, 3.0, Layout()) == "activations are unknown: it failed"

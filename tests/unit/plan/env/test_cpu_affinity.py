@@ -16,15 +16,15 @@ def node(*homes: int | None, cpus: tuple[str, ...] = ("0-3,8-11", "4-7,12-15")) 
 FIRST, SECOND = (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)
 
 
-def test_each_rank_gets_the_processors_of_its_gpus_node() -> None:
+def test_ranks_bind_to_gpu_numa_node() -> None:
     assert bind_to_gpu_numa(node(1, 0, 0, 1), 4, range(16)).cpus == (SECOND, FIRST, FIRST, SECOND)
 
 
-def test_the_jobs_own_limits_hold() -> None:
+def test_binding_respects_job_cpus() -> None:
     assert bind_to_gpu_numa(node(0, 1), 2, (0, 1, 4, 5)).cpus == ((0, 1), (4, 5))
 
 
-def test_not_bound_where_a_rank_would_lose_processors() -> None:
+def test_no_binding_if_ranks_lose_cpus() -> None:
     both_on_one = bind_to_gpu_numa(node(0, 0), 2, range(16))
     assert both_on_one.cpus == () and "less than their share" in both_on_one.reason
     assert bind_to_gpu_numa(node(0, 1), 2, (0, 1, 2, 4)).cpus == ()
@@ -34,9 +34,9 @@ def test_not_bound_where_a_rank_would_lose_processors() -> None:
     assert bind_to_gpu_numa(node(0), 1, range(16)).cpus == ()
 
 
-def test_not_bound_where_it_cannot_be_told_or_makes_no_difference() -> None:
+def test_no_binding_if_unknown_or_pointless() -> None:
     assert bind_to_gpu_numa(node(0, None), 2, range(16)).cpus == ()
     assert bind_to_gpu_numa(node(0, 5), 2, range(16)).cpus == ()
     assert bind_to_gpu_numa(node(0), 2, range(16)).cpus == ()
     assert bind_to_gpu_numa(node(0, 0, cpus=("0-15",)), 2, range(16)).cpus == ()
-    assert bind_to_gpu_numa(node(0, 1), 2, (4, 5)).reason == "all the job's processors are on one NUMA node"
+    assert bind_to_gpu_numa(node(0, 1), 2, (4, 5)).reason == "all CPUs of the job are on one NUMA node"

@@ -43,7 +43,7 @@ def decided(facts: NodeFacts, user: tuple[str, ...] = (), towards: str = "", dev
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
-def test_each_kind_of_node(kind: str) -> None:
+def test_settings_per_node_kind(kind: str) -> None:
     interface, ports, gid = EXPECTED[kind]
     wanted = {
         "GLOO_SOCKET_IFNAME": interface,
@@ -58,7 +58,7 @@ def test_each_kind_of_node(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
-def test_nothing_retired_and_nothing_that_was_for_old_plugins(kind: str) -> None:
+def test_no_retired_settings(kind: str) -> None:
     facts = of(kind)
     names = {*decided(facts), *nccl.communication_env("cuda", "", (), facts), *nccl.process_env("cuda", 8, 8, ())}
     assert not {n for n in names if n.startswith(("FI_", "RDMAV_", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS"))}
@@ -68,7 +68,7 @@ def test_nothing_retired_and_nothing_that_was_for_old_plugins(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
-def test_the_way_to_the_others_stays_unless_it_is_management(kind: str) -> None:
+def test_route_interface_is_kept_unless_management(kind: str) -> None:
     facts = of(kind)
     management = {"dgx-a100": "enp226s0", "dgx-h100": "eno3", "gb200": "enP5p9s0", "hgx-h200-roce": "eno1"}
     slow = management.get(kind, "eno1")
@@ -79,7 +79,7 @@ def test_the_way_to_the_others_stays_unless_it_is_management(kind: str) -> None:
         assert decided(facts, towards="enp97s0f0")["GLOO_SOCKET_IFNAME"] == "enp97s0f0"
 
 
-def test_what_was_left_out_is_said() -> None:
+def test_reason_lists_excluded_interfaces() -> None:
     facts = of("pcie-a100")
     interface = interfaces.select_interface(facts)
     assert interface is not None
@@ -95,7 +95,7 @@ def with_(facts: NodeFacts, part: str, name: str, **changes: Any) -> NodeFacts:
     return msgspec.structs.replace(facts, **{part: changed})
 
 
-def test_the_only_fast_port_is_down() -> None:
+def test_only_fast_port_down() -> None:
     facts = of("pcie-a100")
     facts = with_(with_(facts, "interfaces", "ens5f0np0", state="down"), "hcas", "mlx5_0", state="down")
     assert decided(facts) == {"GLOO_SOCKET_IFNAME": "eno1", "NCCL_SOCKET_IFNAME": "=eno1"}
@@ -125,14 +125,14 @@ def test_without_any_address_nothing_is_chosen(tmp_path: Path) -> None:
         ("NCCL_DEBUG", set()),
     ],
 )
-def test_what_the_user_has_decided_is_left_alone(user: str, gone: set[str]) -> None:
+def test_user_settings_win(user: str, gone: set[str]) -> None:
     facts = of("hgx-h200-roce")
     assert decided(facts).keys() - decided(facts, (user,)).keys() == gone
     # The same where NCCL's own files set it, over which the environment would win.
     assert decided(facts).keys() - decided(msgspec.structs.replace(facts, nccl_conf=(user,))).keys() == gone
 
 
-def test_gid_tables_that_differ_are_left_to_nccl() -> None:
+def test_differing_gid_tables_are_left_to_nccl() -> None:
     facts = with_(of("hgx-h200-roce"), "hcas", "mlx5_5", roce_v2_ipv4_gid_index=5)
     assert "NCCL_IB_GID_INDEX" not in decided(facts)
     (note,) = interfaces.find_network_problems(facts)
@@ -147,7 +147,7 @@ def test_one_fast_storage_port_does_not_outweigh_the_compute_fabric() -> None:
     assert interfaces.find_training_ports(NodeFacts(hcas=(*compute, storage))) == compute
 
 
-def test_rails_carry_the_sockets_only_where_nothing_else_does() -> None:
+def test_rails_carry_sockets_only_as_last_resort() -> None:
     rails = tuple(
         Interface(name=f"rail{i}", state="up", addresses=(f"10.{i}.0.1/31",), speed_gbit=400) for i in range(2)
     )
@@ -162,14 +162,14 @@ def test_rails_carry_the_sockets_only_where_nothing_else_does() -> None:
     assert chosen is not None and chosen.value == "eno1"
 
 
-def test_a_network_with_room_comes_before_a_faster_point_to_point_link() -> None:
+def test_routed_network_beats_point_to_point_link() -> None:
     link = Interface(name="p2p", state="up", addresses=("10.0.0.1/31",), speed_gbit=200)
     lan = Interface(name="lan", state="up", addresses=("10.1.0.1/16",), speed_gbit=100)
     chosen = interfaces.select_interface(NodeFacts(interfaces=(link, lan)))
     assert chosen is not None and chosen.value == "lan"
 
 
-def test_notes_on_what_no_setting_can_mend() -> None:
+def test_network_problems() -> None:
     efa = tuple(EfaDevice(name=f"efa_{i}", state="active") for i in range(4))
     gpu = Gpu(index=3, nvlinks_active=16, nvlinks_total=18)
     bare = Gpu(index=4, nvlinks_active=0, nvlinks_total=12)  # a PCIe card without bridges: nothing is wrong
@@ -178,7 +178,7 @@ def test_notes_on_what_no_setting_can_mend() -> None:
     assert links == "GPU 3: 16 of 18 NVLinks are up"
 
 
-def test_the_plan_takes_it_from_the_profile_but_for_the_gid_index() -> None:
+def test_plan_uses_profile_except_gid_index() -> None:
     facts = of("hgx-h200-roce")
     planned = nccl.communication_env("cuda", "", (), facts)
     assert planned["NCCL_SOCKET_IFNAME"].value == "=ens3f0np0" and "NCCL_IB_HCA" in planned

@@ -8,11 +8,12 @@ import pytest
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.data import DataSpec
 from clustertrain.config.job import JobSpec, RunSpec
-from clustertrain.config.model import ConvnetSpec
+from clustertrain.config.model import ConvnetSpec, ModelSpec
 from clustertrain.config.optim import OptimizerName, OptimSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.parsing import build
-from clustertrain.config.recipe import ModelSpec, Precision, Recipe, TrainSpec
+from clustertrain.config.parsing.documents import build
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.train import Precision, TrainSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan.explain import advice
 from clustertrain.plan.explain.advice import LINEAR_POWER, SQRT_POWER, scale_lr
@@ -56,65 +57,65 @@ def said(made: Plan, start: str) -> str:
         (2, SQRT_POWER, 1.41e-3),
     ],
 )
-def test_a_rate_scales_linearly_or_with_the_square_root(times: float, power: float, lr: float) -> None:
+def test_scale_lr(times: float, power: float, lr: float) -> None:
     assert scale_lr(1e-3, times, power) == lr
 
 
-def test_the_tokens_of_a_step_are_in_the_arithmetic() -> None:
-    assert "64 x 128 = 8192 tokens a step" in said(planned(batch=64), "batch: 64 = ")
+def test_batch_reason_shows_tokens() -> None:
+    assert "64 x 128 = 8192 tokens per step" in said(planned(batch=64), "batch: 64 = ")
     images = planned(batch=64, model=ModelSpec(kind="convnet", convnet=ConvnetSpec()))
     assert "tokens" not in said(images, "batch: 64 = ")
 
 
-def test_a_batch_that_was_named_leaves_the_rate_alone_on_any_number_of_ranks() -> None:
+def test_set_batch_keeps_lr_on_any_ranks() -> None:
     for gpus in (1, 2, 8):
         made = planned(batch=64, gpus=gpus)
         assert made.batch.global_batch == 64
-        assert said(made, "lr ").startswith(f"lr {LR:g}: stays as it is on another number of ranks")
+        assert said(made, "lr ").startswith(f"lr {LR:g}: unchanged on another number of ranks")
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8, 16])
-def test_the_effective_batch_is_the_one_that_was_named_on_any_number_of_ranks(gpus: int) -> None:
+def test_effective_batch_equals_set_batch(gpus: int) -> None:
     made = planned(batch=64, gpus=gpus)
     assert made.batch.micro_batch * made.batch.grad_accum * made.layout.data_parallel == 64
 
 
-def test_a_batch_that_follows_from_the_ranks_says_how_to_keep_it_and_how_to_follow_it() -> None:
+def test_derived_batch_explains_how_to_keep_it() -> None:
     made = planned(gpus=48)
     reason = said(made, "lr ")
     assert made.batch.global_batch == 48
     assert "a batch of 48, which follows from 48 data-parallel ranks" in reason
     assert "train.global_batch = 48" in reason
-    assert "twice the batch adamw wants optim.lr = 0.000424 (x sqrt(2), arXiv 2205.10287)" in reason
+    assert "twice the batch adamw needs optim.lr = 0.000424 (x sqrt(2), arXiv 2205.10287)" in reason
     by_sgd = said(planned(gpus=48, name="sgd"), "lr ")
-    assert "twice the batch sgd wants optim.lr = 0.0006 (x 2, arXiv 1706.02677)" in by_sgd
+    assert "twice the batch sgd needs optim.lr = 0.0006 (x 2, arXiv 1706.02677)" in by_sgd
 
 
-def test_a_rate_for_another_batch_is_not_scaled_and_the_number_to_type_is_there() -> None:
+def test_lr_for_other_batch_suggests_scaled_lr() -> None:
     reason = said(planned(batch=64, lr_batch=16), "lr ")
-    assert "4 times that. Nothing is scaled: say optim.lr = 0.0006 and optim.lr_batch = 64" in reason
+    assert "4 times that. Nothing is scaled: set optim.lr = 0.0006 and optim.lr_batch = 64" in reason
     followed = OptimSpec(lr=6e-4, lr_batch=64)
     again = RunSpec(recipe=Recipe(optim=followed, train=TrainSpec(global_batch=64)))
-    assert "stays as it is" in said(plan(again, ClusterProfile(), "cpu"), "lr ")
+    assert "unchanged" in said(plan(again, ClusterProfile(), "cpu"), "lr ")
 
 
-def test_a_smaller_batch_wants_a_smaller_rate() -> None:
-    assert "0.25 times that. Nothing is scaled: say optim.lr = 0.00015 and" in said(
+def test_smaller_batch_suggests_smaller_lr() -> None:
+    assert "0.25 times that. Nothing is scaled: set optim.lr = 0.00015 and" in said(
         planned(batch=16, lr_batch=64), "lr "
     )
 
 
 @pytest.mark.parametrize(("batch", "warned"), [(512, False), (520, True), (1024, True)])
-def test_past_32_times_it_warns(batch: int, warned: bool) -> None:
+def test_batch_beyond_32_times_warns(batch: int, warned: bool) -> None:
     made = planned(batch=batch, lr_batch=16)
-    found = [w for w in made.warnings if "optim.lr was found for" in w]
+    found = [w for w in made.warnings if "optim.lr was tuned" in w]
     assert bool(found) is warned
     if warned:
         assert "train.global_batch = 512 or less" in found[0] and found[0] in made.reasons
         assert not any(r.startswith("lr ") for r in made.reasons)
 
 
-def test_the_key_must_be_a_batch() -> None:
+def test_negative_lr_batch_is_refused() -> None:
     assert build({"optim": {"lr_batch": 256}}, Recipe, "r.toml").optim.lr_batch == 256
     with pytest.raises(ConfigError, match="lr_batch = -1: must be 0"):
         build({"optim": {"lr_batch": -1}}, Recipe, "r.toml")
@@ -124,7 +125,7 @@ def names_of(fixes: list[str]) -> list[str]:
     return [fix.split(":")[0].split(" = ")[0] for fix in fixes]
 
 
-def test_what_needs_less_memory_comes_by_how_much_it_changes() -> None:
+def test_memory_advice_order() -> None:
     ddp = Layout(strategy="ddp", dp_replicate=4)
     found = advice.advise_memory(ddp, Batch(micro_batch=6, grad_accum=2, global_batch=48), ParallelSpec())
     assert names_of(found) == [
@@ -132,35 +133,35 @@ def test_what_needs_less_memory_comes_by_how_much_it_changes() -> None:
         "parallel.activation_checkpointing",
         "--layout zero1, then fsdp-grad-op, then fsdp",
         "parallel.activation_offload",
-        "more GPUs, with fsdp or tp",
+        "more GPUs with fsdp or tp",
     ]
-    assert found[0].startswith("train.micro_batch = 3: 4 micro-batches a step in place of 2")
+    assert found[0].startswith("train.micro_batch = 3: 4 micro-batches per step instead of 2")
 
 
-def test_what_is_done_already_is_not_advised() -> None:
+def test_memory_advice_skips_options_in_use() -> None:
     layout = Layout(
         strategy="fsdp", dp_shard=4, activation_checkpointing="full", reshard_after_forward=True, offload=True
     )
-    assert names_of(advice.advise_memory(layout, Batch(), ParallelSpec())) == ["more GPUs, with fsdp or tp"]
+    assert names_of(advice.advise_memory(layout, Batch(), ParallelSpec())) == ["more GPUs with fsdp or tp"]
 
 
 GPT2 = ModelSpec(dim=768, layers=2, heads=12, kv_heads=12, vocab_size=50257)
 
 
-def test_dimensions_that_matrix_units_cannot_use_well_are_named_with_the_next_that_they_can() -> None:
+def test_misaligned_dimensions_name_next_multiple() -> None:
     (found,) = [w for w in planned(model=GPT2, precision="bf16").warnings if "matrix units" in w]
-    assert "no multiple of 8" in found and "model.vocab_size 50257 (next: 50304)" in found
+    assert "not a multiple of 8" in found and "model.vocab_size 50257 (next: 50304)" in found
     assert "model.dim" not in found
     even = msgspec.structs.replace(GPT2, vocab_size=50304)
     assert not any("matrix units" in w for w in planned(model=even, precision="bf16").warnings)
     assert not any("matrix units" in w for w in planned(model=GPT2, precision="fp32").warnings)
 
 
-def test_each_rank_has_its_part_of_a_dimension() -> None:
+def test_alignment_is_checked_per_rank() -> None:
     odd = msgspec.structs.replace(GPT2, vocab_size=50304, ffn_dim=2080)
     assert "model.ffn_dim 2080" in said(planned(model=odd, precision="bf16"), "multiples of 8")
     found = [w for w in planned(model=odd, precision="bf16", gpus=4, tp=4).warnings if "matrix units" in w]
     assert not found  # 520 is one of 8
     odd = msgspec.structs.replace(odd, ffn_dim=2064)
     (split,) = [w for w in planned(model=odd, precision="bf16", gpus=4, tp=4).warnings if "matrix units" in w]
-    assert "model.ffn_dim 516 (next: 576), a rank's part of tp 4" in split
+    assert "model.ffn_dim 516 (next: 576), per rank with tp 4" in split

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clustertrain.config.recipe import ModelSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.plan.cost.activations import PassConfig
 from clustertrain.plan.explain.node_crossing import RankWorkload, crossing_warnings
 from clustertrain.plan.layout import Layout
@@ -26,16 +26,16 @@ def test_groups_inside_a_node_are_not_mentioned() -> None:
     assert said(nodes=1, gpus=8, strategy="fsdp", dp_shard=1, tp=3) == []
 
 
-def test_tensor_parallel_across_nodes_says_what_it_costs() -> None:
+def test_tp_across_nodes_shows_cost() -> None:
     (warning,) = said(strategy="fsdp", dp_shard=2, tp=16)
     # 4 micro-batches x 4 all-reduces of 4096 x 4096 bf16, each 2 x 15/16 of its size: 960 MiB a layer.
     assert "tp 16 crosses nodes of 8: 960.0 MiB" in warning
     # 32 layers: 32.2 GB over 50 GB/s.
-    assert "0.64 s a step at the 50 GB/s" in warning and "over its links 0.072 s" in warning
+    assert "0.64 s per step at the 50 GB/s" in warning and "over its links 0.072 s" in warning
     assert "NVLink" not in said(strategy="fsdp", dp_shard=2, tp=16, device="cpu")[0]
 
 
-def test_tensor_parallel_that_does_not_divide_a_node_crosses_it_too() -> None:
+def test_tp_that_does_not_divide_node_crosses_it() -> None:
     (warning,) = said(nodes=3, gpus=8, strategy="ddp", dp_replicate=8, tp=3)
     assert "tp 3 crosses nodes of 8" in warning
 
@@ -45,7 +45,7 @@ def test_context_parallel_across_nodes() -> None:
     assert "tp 2 x cp 8 crosses nodes of 8" in warning and "MiB" in warning
 
 
-def test_a_scripts_model_is_not_guessed() -> None:
+def test_script_model_has_no_cost_estimate() -> None:
     (warning,) = said(strategy="ddp", dp_replicate=2, tp=16, work=None)
     assert "in every layer" in warning and "GiB" not in warning
 
@@ -55,8 +55,8 @@ def test_a_shard_group_of_hybrid_shard_across_nodes() -> None:
     assert "16 ranks does not fit a node of 8" in warning and "--dp-shard 8 would stay inside" in warning
 
 
-def test_shard_groups_that_lie_partly_across_a_border() -> None:
+def test_misaligned_shard_groups() -> None:
     (warning,) = said(nodes=3, gpus=8, strategy="hybrid-shard", dp_replicate=4, dp_shard=6)
-    assert "groups of 6 ranks" in warning and "do not line up with nodes of 8" in warning
+    assert "groups of 6 ranks" in warning and "do not align with nodes of 8" in warning
     (warning,) = said(nodes=3, gpus=8, strategy="fsdp", dp_shard=12, pp=2, schedule="1f1b")
     assert "groups of 12 ranks" in warning

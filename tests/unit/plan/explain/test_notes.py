@@ -9,9 +9,11 @@ import pytest
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.contract import ContractSpec
 from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.parsing import build
-from clustertrain.config.recipe import ModelSpec, Recipe, TrainSpec
+from clustertrain.config.parsing.documents import build
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.train import TrainSpec
 from clustertrain.plan.explain import warnings
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.plan.planner import Plan, plan
@@ -65,7 +67,7 @@ def test_options_of_other_layouts_have_no_effect(layout: Layout, options: dict[s
     assert [note.partition(" has no effect")[0] for note in said] == [f"parallel.{name}" for name in unused]
 
 
-def test_the_notes_reach_the_plan() -> None:
+def test_notes_appear_in_plan() -> None:
     (note,) = planned({"layout": "ddp", "gpu_type": "h100"}, parallel={"offload": True}).warnings
     assert note == "parallel.offload has no effect: ddp shards no parameters"
     (note,) = planned({"nodes": 1, "dp_replicate": 2, "dp_shard": 4}).warnings
@@ -73,20 +75,20 @@ def test_the_notes_reach_the_plan() -> None:
     assert planned({"dp_replicate": 2, "dp_shard": 8}).warnings == ()
 
 
-def test_the_order_of_convolutions_is_for_images_of_ones_own_model() -> None:
+def test_channels_last_applies_to_model_entries() -> None:
     def noted(**model: Any) -> list[str]:
         recipe = Recipe(model=ModelSpec(**model), parallel=ParallelSpec(channels_last=True))
         return warnings.channels_last_warnings(recipe)
 
     assert noted(entry="mine:make") == []
     assert noted(kind="convnet") == [
-        "parallel.channels_last has no effect on a convnet, which always computes so: it is for model.entry"
+        "parallel.channels_last has no effect on a convnet, which always uses it: it is for model.entry"
     ]
     assert planned({"layout": "ddp", "gpu_type": "h100"}, parallel={"channels_last": True}).warnings == tuple(noted())
     assert planned({}, parallel={"channels_last": True}, script=True).warnings == ()
 
 
-def test_what_is_done_layer_by_layer_on_a_model_that_has_none() -> None:
+def test_layerwise_options_on_model_without_layers() -> None:
     parallel = ParallelSpec(compile=True, prefetch=2)
     full = Layout(strategy="fsdp", dp_shard=4, activation_checkpointing="full")
     said = warnings.layerless_warnings(full, parallel, "mine:make")
@@ -99,7 +101,7 @@ def test_what_is_done_layer_by_layer_on_a_model_that_has_none() -> None:
     assert warnings.layerless_warnings(DDP, ParallelSpec(), "mine:make") == []
 
 
-def test_what_decides_may_be_nothing_that_a_loss_of_the_models_own_gives() -> None:
+def test_custom_loss_may_not_give_deciding_metric() -> None:
     def noted(metric: str, **tables: Any) -> list[str]:
         of = {"contract": {"metric": metric}, "model": {"entry": "mine:make"}, "data": {"validation": 0.1}, **tables}
         return warnings.model_loss_warnings(build(of, Recipe, "recipe"))
@@ -110,7 +112,7 @@ def test_what_decides_may_be_nothing_that_a_loss_of_the_models_own_gives() -> No
     assert noted("validation_accuracy", objective={"kind": "cross-entropy"}) == []
 
 
-def test_what_a_model_must_have_that_nothing_here_has_seen() -> None:
+def test_unbuilt_model_requirements() -> None:
     (note,) = planned({"tp": 2, "pp": 2}, script=True).warnings
     assert "the model of a script" in note and "a tp_plan (tp 2) or pipeline_units (pp 2)" in note
     (note,) = planned({"cp": 2}, model=ModelSpec(entry="mine:make")).warnings
@@ -118,7 +120,7 @@ def test_what_a_model_must_have_that_nothing_here_has_seen() -> None:
     assert planned({}, script=True).warnings == () == planned({"tp": 2}).warnings
 
 
-def test_a_pipeline_that_is_not_well_filled() -> None:
+def test_underfilled_pipeline_warns() -> None:
     made = planned({"pp": 4}, batch=32)
     assert made.time.bubble_fraction == pytest.approx(3 / 11)
     (note,) = made.warnings
@@ -131,7 +133,7 @@ def test_a_pipeline_that_is_not_well_filled() -> None:
     assert note.endswith("or a smaller train.micro_batch")
 
 
-def test_a_bubble_is_said_of_a_pipeline_that_was_asked_for_and_not_of_one_that_won() -> None:
+def test_bubble_warning_only_for_requested_pipeline() -> None:
     asked = planned({"pp": 4, "gpu_type": "h100"}, batch=16)
     (note,) = asked.warnings
     assert "on a pipeline of 4 ranks leave a bubble" in note and "smaller train.micro_batch" not in note
@@ -141,19 +143,19 @@ def test_a_bubble_is_said_of_a_pipeline_that_was_asked_for_and_not_of_one_that_w
     assert not any("bubble" in note for note in won.warnings)
 
 
-def test_a_layout_that_an_unknown_gpu_may_not_hold() -> None:
+def test_unknown_gpu_may_not_fit() -> None:
     for layout in ("ddp", "auto"):
         made = planned({"nodes": 1, "gpus": 2, "layout": layout}, model=LARGE)
         assert any("may not fit: " in note and "say --gpu-type" in note for note in made.warnings)
     assert planned({"layout": "ddp"}).warnings == ()
 
 
-def test_sharding_a_stage_sends_no_more_than_replicating_it() -> None:
+def test_fsdp_traffic_note_in_pipeline() -> None:
     assert "3/2" in planned({}).rejected[0].why
     assert "3/2" not in planned({"pp": 2}).rejected[0].why
 
 
-def test_a_budget_that_the_prediction_exceeds_is_said() -> None:
+def test_exceeded_budget_warns() -> None:
     asked = ContractSpec(gpu_hours=2.0, wall_hours=10.0)
     (note,) = warnings.budget_warnings(asked, 9.0, 400, 4)  # 1 h on 4 ranks
     assert note == (
@@ -166,7 +168,7 @@ def test_a_budget_that_the_prediction_exceeds_is_said() -> None:
     assert "contract.cost = 1 (3 predicted): there is a warning at about step 33" in warned
 
 
-def test_the_budget_reaches_the_plan() -> None:
+def test_budget_warning_appears_in_plan() -> None:
     recipe = Recipe(model=LARGE, contract=ContractSpec(gpu_hours=0.01), train=TrainSpec(global_batch=64, steps=1000))
     spec = RunSpec(job=JobSpec(nodes=1, gpus=8, gpu_type="h100"), recipe=recipe)
     assert any("contract.gpu_hours = 0.01" in w for w in plan(spec, ClusterProfile(), "cuda").warnings)

@@ -14,7 +14,8 @@ from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.data import DataSpec
 from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.recipe import Recipe, TrainSpec
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.train import TrainSpec
 from clustertrain.plan.cost.model_shape import DecoderSizes
 from clustertrain.plan.explain import search_result
 from clustertrain.plan.planner import Plan, plan
@@ -40,7 +41,7 @@ def anything(rng: random.Random) -> SearchProblem:
     return problem(model, gpu, world=world, gpus_per_node=gpus, global_batch=batch, seq_len=seq_len)
 
 
-def test_every_kind_that_was_not_taken_has_a_number_against_it() -> None:
+def test_every_rejected_family_has_a_number() -> None:
     rng = random.Random(20)
     for _ in range(60):
         any_problem = anything(rng)
@@ -53,19 +54,19 @@ def test_every_kind_that_was_not_taken_has_a_number_against_it() -> None:
         assert not taken & set(words)
 
 
-def test_what_does_not_fit_needs_more_than_there_is() -> None:
+def test_rejected_family_exceeds_memory() -> None:
     of = problem(LLAMA_8B, world=8, limit_gib=62.0)
     words = said(of)
-    found = re.search(r"needs ([\d.]+) GiB a rank, more than 62.0 GiB", words["ddp"])
+    found = re.search(r"needs ([\d.]+) GiB per rank, more than 62.0 GiB", words["ddp"])
     assert found is not None and float(found[1]) > 62
 
 
-def test_what_is_slower_says_by_how_much_and_what_is_faster_why_it_was_not_taken() -> None:
+def test_rejected_family_shows_relative_speed() -> None:
     of = problem(LLAMA_8B, world=64, seq_len=8192, global_batch=256)
     found = search(of)
     assert found.best is not None
     for kind, words in said(of).items():
-        more = re.search(r"s a step, ([\d.]+)% (slower|faster)", words)
+        more = re.search(r"s per step, ([\d.]+)% (slower|faster)", words)
         if more is None:
             continue
         least = min(c.step_s for c in found.fitting if c.family == kind)
@@ -81,16 +82,16 @@ def test_what_is_slower_says_by_how_much_and_what_is_faster_why_it_was_not_taken
         ({"global_batch": 100}, "ddp", "train.global_batch = 100 does not divide over 16 ranks: 100 / 16 = 6.25"),
         ({"seq_len": 1001}, "context parallel", "cp 2 does not divide seq_len 1001"),
         ({"seq_len": 1001}, "tensor parallel", "tp 2 with sequence parallel does not divide seq_len 1001"),
-        ({"gpus_per_node": 1}, "tensor parallel", "these have 1 GPU"),
-        ({"world": 8}, "hybrid-shard", "one node of 8 has nothing to replicate across"),
+        ({"gpus_per_node": 1}, "tensor parallel", "these nodes have 1 GPU"),
+        ({"world": 8}, "hybrid-shard", "one node of 8 cannot replicate"),
         ({"world": 1024, "global_batch": 1024}, "fsdp", "1024 ranks would share parameters"),
     ],
 )
-def test_what_excludes_a_kind_is_named(changes: dict[str, Any], kind: str, words: str) -> None:
+def test_exclusion_reason(changes: dict[str, Any], kind: str, words: str) -> None:
     assert words in said(problem(LLAMA_8B, **changes))[kind]
 
 
-def test_what_the_user_has_excluded_is_not_explained() -> None:
+def test_user_exclusions_have_no_reason() -> None:
     assert said(problem(LLAMA_8B, strategy="fsdp", tp=1, cp=1, pp=1)) == {}
     assert "pipeline" not in said(problem(LLAMA_8B, tp=2, cp=1, pp=1))
 
@@ -105,7 +106,7 @@ def test_what_the_user_has_excluded_is_not_explained() -> None:
     ],
     ids=["t4", "a100", "rtx-4090", "l4-fsdp"],
 )
-def test_the_number_of_gpus_that_is_named_does_and_a_node_less_does_not(of: SearchProblem) -> None:
+def test_suggested_gpu_count_is_minimal(of: SearchProblem) -> None:
     named = re.search(r"(\d+) nodes? of (\d+) x \((\d+) GPUs\)", search_result.suggest_changes(of, "x"))
     assert named is not None
     nodes, per_node, gpus = (int(n) for n in named.groups())
@@ -149,7 +150,7 @@ def planned(job: dict[str, Any], train: dict[str, Any], parallel: dict[str, Any]
     ],
     ids=["micro-batch", "checkpointing", "layout", "offload", "sequence"],
 )
-def test_the_change_that_is_named_makes_it_fit(request_: dict[str, Any], change: dict[str, Any]) -> None:
+def test_suggested_change_fits(request_: dict[str, Any], change: dict[str, Any]) -> None:
     before: dict[str, Any] = {"job": {}, "train": {}, "parallel": {}, **request_}
     before["job"] = {"nodes": 1, "gpus": 8, "gpu_type": "a100", **before["job"]}
     made = planned(**before)
@@ -163,7 +164,7 @@ def test_the_change_that_is_named_makes_it_fit(request_: dict[str, Any], change:
     assert planned(**after).memory.fits is True
 
 
-def test_two_things_that_were_asked_for_and_are_too_much_together_are_named_together() -> None:
+def test_combined_change_is_suggested() -> None:
     of = problem(
         LLAMA_8B, "a100", world=8, activation_checkpointing="none", micro_batch=8, strategy="fsdp", tp=1, cp=1, pp=1
     )
@@ -175,7 +176,7 @@ def test_two_things_that_were_asked_for_and_are_too_much_together_are_named_toge
     assert search(dataclasses.replace(of, constraints=wanted)).best is not None
 
 
-def test_an_odd_global_batch_that_rules_out_data_parallelism_is_a_warning() -> None:
+def test_indivisible_batch_warns() -> None:
     made = planned({"nodes": 1, "gpus": 6, "gpu_type": "h200"}, {}, {})
     assert made.layout.is_model_parallel
     assert any("64 / 6 = 10.6667" in note and "60 or 66" in note for note in made.warnings)
@@ -183,9 +184,9 @@ def test_an_odd_global_batch_that_rules_out_data_parallelism_is_a_warning() -> N
     assert not even.layout.is_model_parallel and not any("global_batch" in note for note in even.warnings)
 
 
-def test_the_reasons_say_where_the_time_goes_and_the_runners_up_differ() -> None:
+def test_reasons_show_time_shares_and_runners_up_differ() -> None:
     made = planned({"nodes": 8, "gpus": 8, "gpu_type": "h100"}, {}, {})
-    (where,) = [r for r in made.reasons if r.startswith("a step goes into ")]
+    (where,) = [r for r in made.reasons if r.startswith("time of a step: ")]
     shares = [int(n) for n in re.findall(r"(\d+)%", where)]
     assert shares == sorted(shares, reverse=True) and 90 <= sum(shares) <= 102
     names = [runner.layout for runner in made.runners_up]

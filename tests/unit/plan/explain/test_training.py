@@ -9,8 +9,9 @@ import pytest
 
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import RunSpec, ScriptSpec
-from clustertrain.config.parsing import build
-from clustertrain.config.recipe import ModelSpec, Recipe
+from clustertrain.config.model import ModelSpec
+from clustertrain.config.parsing.documents import build
+from clustertrain.config.recipe import Recipe
 from clustertrain.plan.planner import plan
 
 OWN_MODEL = {"entry": "mine:Net"}
@@ -23,7 +24,7 @@ def told(script: str = "", **tables: Any) -> dict[str, str]:
     return plan(RunSpec(recipe=build(tables, Recipe, "recipe"), script=own), ClusterProfile(), "cpu").training
 
 
-def test_a_plan_says_all_of_it_in_json_too() -> None:
+def test_json_has_all_descriptions() -> None:
     made = plan(RunSpec(), ClusterProfile(), "cpu")
     shown = msgspec.json.decode(msgspec.json.encode(made))["training"]
     assert list(shown) == ["model", "objective", "optimizer", "schedule", "clipping", "evaluation"]
@@ -49,7 +50,7 @@ def test_a_plan_says_all_of_it_in_json_too() -> None:
         ),
     ],
 )
-def test_a_schedule_by_its_rates(schedule: dict[str, Any], words: str) -> None:
+def test_schedule_description(schedule: dict[str, Any], words: str) -> None:
     assert told(schedule=schedule, optim={"lr": 1e-3}, data=HELD_OUT)["schedule"] == words
 
 
@@ -61,18 +62,18 @@ def test_a_schedule_by_its_rates(schedule: dict[str, Any], words: str) -> None:
             {"objective": {"label_smoothing": 0.1, "ignore_index": -1}},
             "cross-entropy, label smoothing 0.1, targets of -1 count nothing",
         ),
-        ({"model": {"kind": "two-tower"}}, "nt-xent, each sample told from the others of its group of 8"),
-        ({"model": OWN_MODEL}, "the model's own loss where it has one, else cross-entropy"),
+        ({"model": {"kind": "two-tower"}}, "nt-xent, each sample against the others of its group of 8"),
+        ({"model": OWN_MODEL}, "the model's loss if it computes one, otherwise cross-entropy"),
         ({"model": OWN_MODEL, "objective": {"kind": "huber", "delta": 2.0}}, "huber, linear from 2 on"),
-        ({"model": OWN_MODEL, "objective": {"kind": "nt-xent"}}, "nt-xent at temperature 0.1, of a micro-batch"),
+        ({"model": OWN_MODEL, "objective": {"kind": "nt-xent"}}, "nt-xent at temperature 0.1, within a micro-batch"),
         ({"model": OWN_MODEL, "objective": {"kind": "mse"}}, "mse"),
     ],
 )
-def test_the_objective(tables: dict[str, Any], words: str) -> None:
+def test_objective_description(tables: dict[str, Any], words: str) -> None:
     assert told(**tables)["objective"] == words
 
 
-def test_the_model() -> None:
+def test_model_description() -> None:
     assert told(model={"kind": "convnet"})["model"].startswith("convnet, ")
     assert told(model={"preset": "tiny"})["model"] == f"decoder, {ModelSpec().parameters():,} parameters"
     assert told(model=OWN_MODEL)["model"] == "made by mine:Net"
@@ -86,21 +87,21 @@ def test_the_model() -> None:
         ({"clip": "value", "clip_value": 0.5}, "each element of the gradient between -0.5 and 0.5"),
         (
             {"clip": "adaptive"},
-            "global gradient norm at most the 0.95 quantile of the last ones, at first 1",
+            "global gradient norm at most the 0.95 quantile of recent norms, initially 1",
         ),
     ],
 )
-def test_clipping(optim: dict[str, Any], words: str) -> None:
+def test_clipping_description(optim: dict[str, Any], words: str) -> None:
     assert told(optim=optim)["clipping"] == words
 
 
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({}, "none, as data.validation is not set; loss decides, lower is better"),
+        ({}, "none, because data.validation is not set; loss decides, lower is better"),
         (
             {"data": HELD_OUT, "evaluation": {"samples": 64, "patience": 3}},
-            "every 20 steps and at the end, on 10% of the data, kept apart (at most 64 samples): loss, accuracy, "
+            "every 20 steps and at the end, on 10% of the data, held out (at most 64 samples): loss, accuracy, "
             "perplexity, bits_per_token; validation_loss decides, lower is better; the run ends after 3 evaluations "
             "without a better one",
         ),
@@ -116,12 +117,12 @@ def test_clipping(optim: dict[str, Any], words: str) -> None:
         ),
         (
             {"model": OWN_MODEL, "data": HELD_OUT},
-            "every 20 steps and at the end, on 10% of the data, kept apart: loss; validation_loss decides, lower is "
+            "every 20 steps and at the end, on 10% of the data, held out: loss; validation_loss decides, lower is "
             "better",
         ),
     ],
 )
-def test_when_and_by_what_it_is_evaluated(tables: dict[str, Any], words: str) -> None:
+def test_evaluation_description(tables: dict[str, Any], words: str) -> None:
     assert told(**tables)["evaluation"] == words
 
 
@@ -132,22 +133,22 @@ def test_when_and_by_what_it_is_evaluated(tables: dict[str, Any], words: str) ->
         ({"model": {"kind": "convnet"}}, "adamw: betas 0.9 and 0.999; weight decay 0.1"),
         (
             {"model": OWN_MODEL, "optim": {"name": "sgd", "nesterov": True, "freeze": ["a"]}},
-            "sgd: momentum 0.9, nesterov; weight decay 0.1 but for norms, biases and embeddings; frozen: a",
+            "sgd: momentum 0.9, nesterov; weight decay 0.1 except for norms, biases and embeddings; frozen: a",
         ),
         ({"optim": {"name": "adafactor"}}, "adafactor; "),
         ({"optim": {"name": "muon"}}, "muon: momentum 0.95, betas 0.9 and 0.95; "),
     ],
 )
-def test_the_optimizer_also_where_its_state_is_not_known(tables: dict[str, Any], words: str) -> None:
+def test_optimizer_description_with_unknown_state(tables: dict[str, Any], words: str) -> None:
     assert told(**tables)["optimizer"].startswith(words)
 
 
-def test_of_packed_documents_where_their_padding_is_told() -> None:
+def test_packing_description() -> None:
     packed = told(data={"kind": "tokens", "path": "/shards", "pack": True, "seq_len": 512})
     assert "samples of 512 tokens" in packed["data"] and "clustertrain diagnose data" in packed["data"]
     assert "data" not in told()
 
 
-def test_of_a_script_that_it_has_its_own() -> None:
+def test_script_description() -> None:
     (line,) = told(script="/home/me/train.py").values()
-    assert line.startswith("train.py has its own model, data, batch, objective, optimizer, schedule")
+    assert line.startswith("train.py defines model, data, batch, objective, optimizer, schedule")

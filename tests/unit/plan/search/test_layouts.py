@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clustertrain.config.recipe import ModelSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.step_time import estimate_step
 from clustertrain.plan.search.layouts import (
@@ -51,7 +51,7 @@ AT_ONCE = ("two-nodes", "large-states")  # that are looked at with every change
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] if n not in AT_ONCE else []) for n in SMALL])
-def test_pruning_loses_the_best_of_no_family(name: str) -> None:
+def test_pruning_keeps_best_of_each_family(name: str) -> None:
     """Against every answer, with as much memory as each family just needs with each recomputation, and with plenty."""
     small = SMALL[name]
     answers = list(every(small))
@@ -76,7 +76,7 @@ def test_pruning_loses_the_best_of_no_family(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_what_is_returned_can_be_run_and_is_what_the_models_say_of_it(name: str) -> None:
+def test_candidates_are_valid_and_match_models(name: str) -> None:
     small = SMALL[name]
     model = small.model
     for c in search(small).fitting:
@@ -93,7 +93,7 @@ def test_what_is_returned_can_be_run_and_is_what_the_models_say_of_it(name: str)
         assert c.step == estimate_step(model, layout, run, small.framework, small.machine)
 
 
-def test_the_first_is_the_simplest_of_those_that_are_about_as_fast() -> None:
+def test_first_candidate_is_simplest_of_similar_speed() -> None:
     for small in SMALL.values():
         found = search(small).fitting
         near = [c for c in found if penalized_step_s(c) <= (1 + TIE_MARGIN) * min(map(penalized_step_s, found))]
@@ -112,14 +112,14 @@ def test_a_small_model_is_replicated() -> None:
         assert best is not None and best.layout.strategy == "ddp" and not best.layout.is_model_parallel
 
 
-def test_a_model_that_needs_it_is_sharded_and_a_larger_one_split() -> None:
+def test_larger_models_are_sharded_then_split() -> None:
     best = search(problem(LLAMA_8B, world=16, seq_len=8192)).best
     assert best is not None and best.layout.is_sharded and best.peak_gib < 64
     best = search(problem(LLAMA_405B, world=512, seq_len=8192, global_batch=512)).best
     assert best is not None and best.layout.is_model_parallel and best.layout.is_sharded
 
 
-def test_a_larger_gpu_redoes_no_more_and_is_no_slower() -> None:
+def test_larger_gpu_recomputes_no_more_and_is_no_slower() -> None:
     redone, seconds = [], []
     for limit in (20.0, 40.0, 120.0):
         best = search(problem(LLAMA_8B, world=64, seq_len=8192, global_batch=256, limit_gib=limit)).best
@@ -148,7 +148,7 @@ def test_a_larger_gpu_redoes_no_more_and_is_no_slower() -> None:
     ],
     ids=lambda fixed: "-".join(f"{name}-{value}" for name, value in fixed.items()),
 )
-def test_what_is_fixed_stays_fixed(fixed: dict[str, Any]) -> None:
+def test_constraints_are_respected(fixed: dict[str, Any]) -> None:
     found = search(problem(dataclasses.replace(SHALLOW, dim=2048), **fixed)).fitting
     assert found
     in_layout = {n: v for n, v in fixed.items() if n != "micro_batch"}
@@ -157,28 +157,28 @@ def test_what_is_fixed_stays_fixed(fixed: dict[str, Any]) -> None:
         assert fixed.get("micro_batch", c.config.micro_batch) == c.config.micro_batch
 
 
-def test_no_group_shares_parameters_over_more_ranks_than_was_ever_seen_to_work() -> None:
+def test_shard_groups_stay_within_published_size() -> None:
     found = search(problem(LLAMA_8B, world=2048, global_batch=2048)).fitting
     assert found and max(c.layout.dp_shard * c.layout.cp for c in found) <= 512
     asked = search(problem(LLAMA_8B, world=2048, global_batch=2048, strategy="fsdp", tp=1, cp=1, pp=1)).best
     assert asked is not None and asked.layout.dp_shard == 2048
 
 
-def test_offload_is_for_what_is_sharded() -> None:
+def test_offload_applies_to_sharded_layouts() -> None:
     parallel = problem(LLAMA_8B).parallel
     offloaded = dataclasses.replace(problem(LLAMA_8B, world=8), parallel=type(parallel)(offload=True))
     for c in search(offloaded).fitting:
         assert c.layout.offload is c.layout.is_fully_sharded
 
 
-def test_thousands_of_layouts_for_the_largest_cluster() -> None:
+def test_search_on_largest_cluster() -> None:
     found = search(problem(LLAMA_405B, world=16_384, seq_len=8192, global_batch=2048))
     assert found.considered > 5000
     assert found.best is not None and found.best.layout.world_size == 16_384
     assert found.best.layout.tp > 1 and found.best.layout.pp > 1  # as the model's authors did
 
 
-def test_nothing_that_fits_is_said_with_what_needs_least() -> None:
+def test_no_fit_returns_smallest_per_family() -> None:
     found = search(problem(LLAMA_8B, "t4", world=4, gpus_per_node=4))
     assert found.best is None and found.fitting == ()
     assert {"ddp", "fsdp", "tensor parallel", "pipeline"} <= {c.family for c in found.smallest}

@@ -40,18 +40,18 @@ def tried(search: TrialSearch, largest: int) -> list[int]:
         (0, 8, 999, [8, 16, 32, 64, 128, 256]),
     ],
 )
-def test_it_doubles_and_then_looks_into_the_gap(share: int, unit: int, largest: int, order: list[int]) -> None:
+def test_search_doubles_then_bisects(share: int, unit: int, largest: int, order: list[int]) -> None:
     assert tried(TrialSearch(DDP, share, unit), largest) == order
 
 
-def test_a_pipeline_tries_what_its_schedule_runs() -> None:
+def test_pipeline_tries_supported_sizes() -> None:
     search = TrialSearch(Layout(pp=4, schedule="1f1b"), 24, 1)
     assert [m for m in range(1, 25) if search.is_usable(m)] == [1, 2, 3, 4, 6]  # at least four micro-batches
     assert tried(search, 99) == [1, 2, 4, 6]
     assert search.build_batch(3, 1).grad_accum == 8  # all of them: what a stage holds follows from their number
 
 
-def test_the_split_of_a_trial_accumulates_and_is_short() -> None:
+def test_trial_batch_accumulates_briefly() -> None:
     split = TrialSearch(DDP, 64, 1).build_batch(2, 10)
     assert (split.micro_batch, split.grad_accum, split.global_batch, split.tokens_per_step) == (2, 4, 16, 160)
     assert TrialSearch(DDP, 64, 1).build_batch(32, 10).grad_accum == 2
@@ -60,7 +60,7 @@ def test_the_split_of_a_trial_accumulates_and_is_short() -> None:
     assert TrialSearch(DDP, 0, 1).build_batch(64, 10).grad_accum == 1
 
 
-def test_fewer_replicas_stand_for_all() -> None:
+def test_fewer_replicas_represent_all() -> None:
     assert fit_to_ranks(DDP, 2) == (DDP, "the plan's 2 ranks")
     smaller, words = fit_to_ranks(Layout(strategy="ddp", dp_replicate=16), 4)
     assert smaller == Layout(strategy="ddp", dp_replicate=4)
@@ -79,13 +79,13 @@ def test_fewer_replicas_stand_for_all() -> None:
         (Layout(strategy="ddp", dp_replicate=2, pp=8, schedule="1f1b"), "what 8 ranks share"),
     ],
 )
-def test_fewer_shards_do_not(layout: Layout, said: str) -> None:
+def test_fewer_shards_are_refused(layout: Layout, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as e:
         fit_to_ranks(layout, 4)
     assert "--nodes 1" in str(e.value)
 
 
-def test_the_rank_that_needs_most_and_the_slowest_one_count() -> None:
+def test_trial_uses_largest_peak_and_slowest_rank() -> None:
     search = TrialSearch(DDP, 16, 1)
     seen = [TrialMeasurement(peak_bytes=GIB, step_s=2.0), TrialMeasurement(peak_bytes=3 * GIB, step_s=1.0)]
     trial = micro_batch.evaluate_trial(seen, search, search.build_batch(4, 100), 4.0)
@@ -98,7 +98,7 @@ def test_the_rank_that_needs_most_and_the_slowest_one_count() -> None:
     assert trial.tokens_per_s_per_gpu is None  # images
 
 
-def test_the_fastest_usable_one_that_fits_is_advised() -> None:
+def test_fastest_usable_fitting_trial_is_best() -> None:
     def row(m: int, speed: float | None, *, outcome: micro_batch.TrialOutcome = "fits", usable: bool = True) -> Trial:
         return Trial(micro_batch=m, outcome=outcome, usable=usable, samples_per_s_per_gpu=speed)
 

@@ -32,7 +32,7 @@ def number(value: float | None) -> float:
     return value
 
 
-def test_a_row_that_says_all_has_all_its_numbers_and_no_note() -> None:
+def test_complete_row_has_numbers_and_no_note() -> None:
     made = predicted()
     assert made.note == "" and made.fits is True
     assert number(made.tflops_per_gpu) < 989 and number(made.peak_mem_gib) < 80
@@ -41,7 +41,7 @@ def test_a_row_that_says_all_has_all_its_numbers_and_no_note() -> None:
     assert 6 * 7.5e9 < flops < 6 * 8.03e9 * 1.5
 
 
-def test_what_was_taken_for_an_empty_cell_is_said() -> None:
+def test_empty_cell_defaults_are_noted() -> None:
     assert predicted(act_ckpt="").note == "act_ckpt is not stated: none, the least that fits"
     little = predicted(act_ckpt="", gpu="A100", gpu_mem_gib="40", n_gpus="8")
     assert "act_ckpt is not stated: full" in little.note
@@ -53,7 +53,7 @@ def test_what_was_taken_for_an_empty_cell_is_said() -> None:
     assert predict_row({**MEGATRON, "n_gpus": ""}).note == "n_gpus is not stated: 32, one replica"
 
 
-def test_the_fewest_nodes_are_more_for_a_larger_model() -> None:
+def test_larger_model_needs_more_nodes() -> None:
     large = {**TITAN, "n_params_b": "70.6", "layers": "80", "hidden": "8192", "heads": "64", "ffn": "28672"}
     made = predict_row({**large, "n_gpus": ""})
     assert made.fits is True and "n_gpus is not stated: 8," not in made.note
@@ -63,7 +63,7 @@ def flops_per_token(note: str, recompute: str = "full", source: str = "") -> flo
     return table.flops_per_token(parse_row({**TITAN, "act_ckpt": recompute, "source": source, "note": note}), note)
 
 
-def test_tflops_are_counted_as_the_note_says() -> None:
+def test_tflops_follow_note() -> None:
     shape = parse_row(TITAN).shape
     model = flops_per_token("")
     scores = attention_flops(shape, 8192, causal=False)
@@ -78,7 +78,7 @@ def test_tflops_are_counted_as_the_note_says() -> None:
     assert flops_per_token("", source="Megatron-Bridge") == pytest.approx(model - scores / 2)
 
 
-def test_memory_is_counted_as_the_note_says() -> None:
+def test_memory_follows_note() -> None:
     allocated, reserved, whole = (
         number(predicted(note=note).peak_mem_gib) for note in ("max allocated", "max_reserved", "from nvidia-smi")
     )
@@ -93,7 +93,7 @@ def test_memory_is_counted_as_the_note_says() -> None:
     assert predicted(note="max allocated", gpu_mem_gib=f"{whole + 0.01:.3f}").fits is True
 
 
-def test_recomputation_is_slower_and_needs_less() -> None:
+def test_recomputation_is_slower_and_smaller() -> None:
     for row in (TITAN, MEGATRON):
         none, full = (predict_row({**row, "act_ckpt": kind}) for kind in ("none", "full"))
         assert number(full.tokens_per_s_per_gpu) < number(none.tokens_per_s_per_gpu)
@@ -106,7 +106,7 @@ def test_a_compiled_model_is_faster_and_8_bit_too() -> None:
     assert number(predicted(precision="fp8").tokens_per_s_per_gpu) > eager
 
 
-def test_cells_are_those_of_the_columns() -> None:
+def test_cells_match_columns() -> None:
     made = predicted()
     cells = made.cells()
     assert len(cells) == len(COLUMNS) and cells[3] == "yes" and cells[4] == ""
@@ -117,7 +117,7 @@ def test_cells_are_those_of_the_columns() -> None:
     assert RowPrediction(tokens_per_s_per_gpu=12345.6, fits=False).cells() == ("12346", "", "", "no", "")
 
 
-def test_a_bad_row_has_a_note_and_the_next_one_its_prediction() -> None:
+def test_invalid_row_gets_note() -> None:
     unknown, good = predict([{**TITAN, "gpu": "X9000"}, TITAN])
     assert unknown.tokens_per_s_per_gpu is None and unknown.fits is None
     assert unknown.note.startswith("not predicted: gpu = 'X9000' is not known; known: ") and "h100" in unknown.note
@@ -140,7 +140,7 @@ WORDS = {
 }
 
 
-def test_whatever_stands_in_the_cells_there_is_a_prediction_or_a_note() -> None:
+def test_arbitrary_cells_never_raise() -> None:
     rng = random.Random(7)
     refused = 0
     for _ in range(1500):
@@ -160,14 +160,14 @@ def test_whatever_stands_in_the_cells_there_is_a_prediction_or_a_note() -> None:
     assert 200 < refused < 1300  # both kinds were seen
 
 
-def test_a_row_with_missing_and_none_cells_is_a_row_with_empty_ones() -> None:
+def test_missing_cells_equal_empty_cells() -> None:
     """As csv.DictReader gives a line that ends early."""
     without = {name: cell for name, cell in TITAN.items() if name != "act_ckpt"}
     short: dict[str, str] = {**without, "act_ckpt": None, "note": None}  # type: ignore[dict-item]
     assert list(predict([short])) == list(predict([without])) == [predicted(act_ckpt="")]
 
 
-def test_one_measured_row_of_a_source_sets_the_factor_of_the_others() -> None:
+def test_measured_row_calibrates_its_source() -> None:
     plain = number(predicted().tokens_per_s_per_gpu)
     same = {**TITAN, "tokens_per_s_per_gpu": f"{0.8 * plain}"}
     others = [{**same, "seq": "4096", "tokens_per_s_per_gpu": ""}, {**TITAN, "source": "another"}]
@@ -180,13 +180,13 @@ def test_one_measured_row_of_a_source_sets_the_factor_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("cell", ["abc", "nan", "-1", "0", ""])
-def test_a_measurement_that_is_no_number_calibrates_nothing(cell: str) -> None:
+def test_invalid_measurement_is_not_used(cell: str) -> None:
     bad = {**TITAN, "tokens_per_s_per_gpu": cell}
     unknown = {**TITAN, "gpu": "X9000", "mfu_pct": "40"}
     assert predict([bad, unknown], calibrate=True) == predict([bad, unknown])
 
 
-def test_a_row_that_states_no_layout_gets_one_that_fits() -> None:
+def test_row_without_layout_gets_fitting_one() -> None:
     bare = {name: cell for name, cell in TITAN.items() if name not in ("fsdp_or_zero", "micro_bs", "act_ckpt")}
     made = predict_row(bare)
     assert made.fits is True and "the layout is not stated: fsdp" in made.note

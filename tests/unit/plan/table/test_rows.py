@@ -26,7 +26,7 @@ def layout(**cells: str) -> Layout:
     return row(**cells).layout
 
 
-def test_a_full_row_is_taken_as_it_is() -> None:
+def test_complete_row_is_parsed() -> None:
     found = row(fsdp_or_zero="fsdp_full", dp="64", tp="1", pp="1", gpu_mem_gib="80", gpus_per_node="4", compile="yes")
     assert found.layout == Layout(strategy="fsdp", dp_shard=64)
     assert (found.seq_len, found.micro_batch, found.global_batch, found.grad_accum) == (8192, 1, 128, 2)
@@ -54,13 +54,13 @@ def test_a_full_row_is_taken_as_it_is() -> None:
         ("n_gpus", "gpus", 0),
     ],
 )
-def test_an_empty_cell_has_a_default(column: str, field: str, default: Any) -> None:
+def test_empty_cell_has_default(column: str, field: str, default: Any) -> None:
     assert getattr(row(**{column: ""}), field) == default
     without = {name: cell for name, cell in LLAMA_8B.items() if name != column}
     assert getattr(parse_row(without), field) == default
 
 
-def test_sizes_that_are_missing_follow_from_the_number_of_parameters() -> None:
+def test_missing_sizes_follow_from_parameters() -> None:
     bare = parse_row({"model": "GPT", "n_params_b": "175", "gpu": "A100"}).shape
     assert bare.parameters() == pytest.approx(175e9, rel=0.05)
     assert bare.dim % 128 == 0 and 96 <= bare.dim / bare.heads <= 160 and bare.hidden == 4 * bare.dim
@@ -70,12 +70,12 @@ def test_sizes_that_are_missing_follow_from_the_number_of_parameters() -> None:
     assert row(layers="").shape.layers == 32 and row(kv_heads="").shape.kv_heads == 32
 
 
-def test_a_model_of_no_size_is_refused() -> None:
+def test_model_without_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="size of the model is not known"):
         parse_row({"model": "large", "gpu": "A100"})
 
 
-def test_two_or_three_matrices_as_the_number_of_parameters_says() -> None:
+def test_gating_follows_from_parameters() -> None:
     gpt = {"model": "GPT", "layers": "24", "hidden": "2048", "heads": "16", "gpu": "A100", "vocab": "51200"}
     assert parse_row({**gpt, "n_params_b": "1.3"}).shape.gated is False
     assert row().shape.gated is True
@@ -105,7 +105,7 @@ def test_two_or_three_matrices_as_the_number_of_parameters_says() -> None:
          Layout(strategy="fsdp", dp_shard=8, tp=8, sequence_parallel=True)),
     ],
 )  # fmt: skip
-def test_the_layout_of_a_row(cells: dict[str, str], expected: Layout) -> None:
+def test_row_layout(cells: dict[str, str], expected: Layout) -> None:
     assert layout(**cells) == expected
     assert expected.world_size == int(cells.get("n_gpus", "64"))
 
@@ -136,7 +136,7 @@ def test_gpus_by_name_and_memory() -> None:
         row(gpu="X9000")
 
 
-def test_the_words_of_source_and_note_say_which_framework() -> None:
+def test_framework_from_source_and_note() -> None:
     assert row(source="pytorch/torchtitan benchmarks").framework.name == "torchtitan"
     assert row(source="NVIDIA-NeMo/Megatron-Bridge docs").framework.distributed_optimizer
     assert row(source="nobody knows").framework.name == "clustertrain"
@@ -145,14 +145,14 @@ def test_the_words_of_source_and_note_say_which_framework() -> None:
     assert row().fabric_gb_s == 0 and row().network.fabric_bytes_s > 0
 
 
-def test_numbers_of_gpus_in_words() -> None:
+def test_gpu_count_from_note() -> None:
     assert row(n_gpus="", note="one of 128/256/512 GPUs").gpus == 128
     assert layout(n_gpus="", note="128..512 GPUs", fsdp_or_zero="zero3").world_size == 128
 
 
 @pytest.mark.parametrize("cell", ["nan", "inf", "-1", "abc", "1e400", "1e300", "8,0", "0x10"])
 @pytest.mark.parametrize("column", ["n_gpus", "layers", "seq", "tp", "gpu_mem_gib", "hsdp_replicate"])
-def test_what_is_no_number_is_refused_with_its_column(column: str, cell: str) -> None:
+def test_invalid_number_names_column(column: str, cell: str) -> None:
     with pytest.raises(ConfigError, match=f"{column} = {cell!r} is not a number"):
         row(**{column: cell})
 
@@ -165,6 +165,6 @@ def test_what_is_no_number_is_refused_with_its_column(column: str, cell: str) ->
         ({"layers": "100000"}, "100000 layers"),
     ],
 )
-def test_cells_that_contradict_each_other_are_refused(cells: dict[str, str], said: str) -> None:
+def test_contradictory_cells_are_refused(cells: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         row(**cells)

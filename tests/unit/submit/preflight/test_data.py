@@ -57,7 +57,7 @@ def shards(tmp_path: Path, count: int = 300) -> dict[str, str]:
 def test_tokens_outside_vocabulary_are_refused(tmp_path: Path) -> None:
     data = shards(tmp_path)
     assert data_here.check_data(prepared(tmp_path, data=data, model={"vocab_size": 300})) is None
-    with pytest.raises(ConfigError, match=r"tokens up to 299, and model.vocab_size = 256"):
+    with pytest.raises(ConfigError, match=r"tokens up to 299, but model.vocab_size = 256"):
         data_here.check_data(prepared(tmp_path, data=data))
     # Of a model of the user's own the size is not known yet.
     assert data_here.check_data(prepared(tmp_path, data=data, model={"entry": "mine:make"})) is None

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.submit.preflight import packages

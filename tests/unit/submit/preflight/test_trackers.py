@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.tracking import TrackingSpec
 from clustertrain.errors import ConfigError
@@ -42,8 +42,8 @@ def test_notes_on_trackers(spec: TrackingSpec, environ: dict[str, str], said: li
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"to": ["mlflow"], "uri": "https://me:hunter2@mlflow.example"}, "give them in the environment"),
-        ({"to": ["tensorboard", "tensorboard"]}, "one is named twice"),
+        ({"to": ["mlflow"], "uri": "https://me:hunter2@mlflow.example"}, "set them in the environment"),
+        ({"to": ["tensorboard", "tensorboard"]}, "contains a duplicate"),
         ({"to": ["neptune"]}, "tracking.to"),
     ],
 )

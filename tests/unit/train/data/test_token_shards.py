@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from clustertrain.config.data import DataSpec
-from clustertrain.config.token_shards import INDEX_FILE, load_index
+from clustertrain.config.parsing.token_shards import INDEX_FILE, load_index
 from clustertrain.errors import ConfigError
 from clustertrain.train.data.token_shards import PackedTokens, TokenCorpus, TokenWindows, build_token_datasets
 from clustertrain.train.data.tokenize import write
@@ -156,7 +156,7 @@ def test_version_changes_with_the_tokens(folder: Path) -> None:
 
 def test_tokens_beyond_the_vocabulary_raise(folder: Path) -> None:
     build_token_datasets(spec(folder), 130, -100)
-    with pytest.raises(ConfigError, match=r"tokens up to 129, and model.vocab_size = 129 takes those up to 128"):
+    with pytest.raises(ConfigError, match=r"tokens up to 129, but model.vocab_size = 129 allows tokens up to 128"):
         build_token_datasets(spec(folder), 129, -100)
 
 
@@ -169,13 +169,13 @@ def edit_first_shard(folder: Path, **changed: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"tokens": 35}, "36 tokens, but index.json lists 35"),
-        ({"ends": [3, 2]}, "document ends must ascend up to the shard's 36 tokens"),
-        ({"ends": [3, 35]}, "up to the shard's 36 tokens"),
-        ({"ends": "nothing.npy"}, "not an array of document ends"),
-        ({"file": "../00000.bin"}, "is not in the folder itself"),
+        ({"tokens": 35}, "36 tokens, and index.json says 35"),
+        ({"ends": [3, 2]}, "do not end one after the other up to its 36 tokens"),
+        ({"ends": [3, 35]}, "up to its 36 tokens"),
+        ({"ends": "nothing.npy"}, "not the ends of documents"),
+        ({"file": "../00000.bin"}, "is not a file name"),
         ({"file": "00009.bin"}, "not a shard of tokens"),
-        ({"file": "a.txt"}, r"no \.npy or \.bin file"),
+        ({"file": "a.txt"}, r"not a \.npy or \.bin file"),
         ({"width": 3}, "unknown field `width`"),
     ],
     ids=["token count", "descending ends", "short ends", "no ends file", "outside", "no file", "suffix", "unknown key"],

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from clustertrain.config.job import RunSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.recipe import ModelSpec, Recipe
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan import checks
 from clustertrain.plan.layout import Layout
@@ -54,7 +55,7 @@ def test_useless_offload_raises() -> None:
     checks.check_device("bf16", on, Layout(), "cuda", None)
     for layout, device, message in (
         (Layout(), "cpu", "no GPU memory to relieve"),
-        (Layout(activation_checkpointing="full"), "cuda", "keeps nothing for it to move"),
+        (Layout(activation_checkpointing="full"), "cuda", "keeps nothing to move"),
         (Layout(strategy="ddp", tp=2), "cuda", "split layers"),
     ):
         with pytest.raises(ConfigError, match=message):

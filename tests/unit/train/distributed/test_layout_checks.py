@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from clustertrain.config.job import RunSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.recipe import ModelSpec, Recipe
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.plan.layout import Layout
 from clustertrain.train.core.context import RankContext

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from clustertrain.config.recipe import ModelSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
 from clustertrain.train.distributed import pipeline_stages

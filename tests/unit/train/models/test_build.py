@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from clustertrain.config.data import DataSpec
-from clustertrain.config.parsing import build
-from clustertrain.config.presets import apply_preset
+from clustertrain.config.parsing.documents import build
+from clustertrain.config.parsing.presets import apply_preset
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.train.data.datasets import build_image_dataset

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from clustertrain.config.data import DataSpec
-from clustertrain.config.recipe import ModelSpec
+from clustertrain.config.model import ModelSpec
 from clustertrain.plan.layout import Layout
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.data.text import ByteText

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.train.models import losses

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import clustertrain as ct
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.train.models import train_mode
 from clustertrain.train.models.build import build_task

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.schedule import ScheduleKind, ScheduleSpec
 from clustertrain.errors import UsageError

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import clustertrain as ct
-from clustertrain.config.model import ConvnetSpec, TwoTowerSpec
+from clustertrain.config.model import ConvnetSpec, ModelSpec, TwoTowerSpec
 from clustertrain.config.optim import OptimSpec, UnfreezeSpec
-from clustertrain.config.recipe import ModelSpec
 from clustertrain.errors import ConfigError, UnsuitableEnvironment, UsageError
 from clustertrain.plan.cost.optimizer_state import (
     MATRIX_OPTIMIZERS,
@@ -380,7 +379,7 @@ def test_state_estimate_of_a_7b_model() -> None:
     assert whole / 16 == model.parameters() and 107e9 < whole < 112e9
     assert 0 < estimate_state(OptimSpec(name="adafactor"), model).bytes_per_param < 0.01
     assert estimate_state(OptimSpec(freeze=("layers.*",)), model).trained_fraction < 0.05
-    with pytest.raises(ConfigError, match=r"optim\.freeze: no module with parameters fits 'layer'"):
+    with pytest.raises(ConfigError, match=r"optim\.freeze: no module with parameters matches 'layer'"):
         estimate_state(OptimSpec(freeze=("layer",)), model)
 
 

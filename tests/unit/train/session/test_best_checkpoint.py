@@ -13,7 +13,7 @@ from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.load.rollback import RollbackTarget
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.config.job import RunSpec
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.train.core.result import RankResultWriter
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.evaluation.best_metric import EarlyStopping

@@ -11,7 +11,7 @@ import pytest
 import clustertrain
 from clustertrain import fsio
 from clustertrain.config.job import RunSpec
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train.session.checkpointing_config import build_about

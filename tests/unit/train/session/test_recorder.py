@@ -13,8 +13,9 @@ from torch import nn
 
 from clustertrain import fsio
 from clustertrain.config.job import RunSpec
-from clustertrain.config.recipe import Recipe, TrainSpec
+from clustertrain.config.recipe import Recipe
 from clustertrain.config.stability import StabilitySpec
+from clustertrain.config.train import TrainSpec
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train.core.step_types import StepResult
 from clustertrain.train.data.loader import Loader

@@ -10,7 +10,7 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.config.job import RunSpec
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.errors import ConfigError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train.core.context import RankContext

@@ -19,7 +19,7 @@ import clustertrain as ct
 from clustertrain import fsio, settings
 from clustertrain.checkpoint.load import rollback
 from clustertrain.config.job import JobSpec, RunSpec
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, metrics

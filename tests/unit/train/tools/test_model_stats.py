@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from clustertrain.config.parsing import build
+from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan.cost.user_model import ModelStats, ModuleStats
 from clustertrain.plan.layout import Layout
@@ -128,11 +128,11 @@ def test_errors_of_user_code_are_answers(entry: str, message: str) -> None:
     ("tables", "split", "message"),
     [
         ({"optim": {"layer_decay": 0.8}}, {}, "layer_decay = 0.8: Valued has no list of layers"),
-        ({"optim": {"freeze": ["layrs"]}}, {}, "optim.freeze: no module with parameters fits 'layrs'"),
+        ({"optim": {"freeze": ["layrs"]}}, {}, "optim.freeze: no module with parameters matches 'layrs'"),
         (
             {"contract": {"metric": "validation_accuracy"}, "data": {"validation": 0.1}, "model": VALUED_WITH_LOSS},
             {},
-            "contract.metric = 'validation_accuracy': counted_nets:ValuedWithLoss has a loss of its own",
+            "contract.metric = 'validation_accuracy': counted_nets:Judged computes its loss itself",
         ),
         ({}, {"tp": 2}, "tp 2: Valued has no tp_plan"),
         ({}, {"stages": 2}, "Valued cannot be split into pipeline stages"),

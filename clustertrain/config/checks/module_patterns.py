@@ -1,0 +1,27 @@
+"""Patterns of module names, used by ``optim.freeze`` and ``optim.lr_scale``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from itertools import accumulate
+
+
+def enclosing_modules(module: str) -> list[str]:
+    """Return the names of ``module`` and of the modules that contain it, outermost first."""
+    return list(accumulate(module.split("."), "{}.{}".format))
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Return whether ``pattern`` matches ``module`` or a module that contains it; ``*`` also matches dots."""
+    return any(fnmatchcase(name, pattern) for name in enclosing_modules(module))
+
+
+def suggest_modules(pattern: str, modules: Iterable[str]) -> str:
+    """Return a sentence that lists the modules with the nearest names, or the top-level ones if none is near."""
+    candidates = sorted({name for module in modules for name in enclosing_modules(module)} - {""})
+    close = difflib.get_close_matches(pattern, candidates, n=3, cutoff=0.5)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"top-level modules: {', '.join(n for n in candidates if '.' not in n)}"

@@ -1,0 +1,1 @@
+"""Reading TOML documents into frozen structs: parsing, errors, suggestions, bounds."""

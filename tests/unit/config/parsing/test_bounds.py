@@ -1,0 +1,165 @@
+"""Every number of a recipe, a profile and the options has a largest value, and an error that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.job import JobSpec
+from clustertrain.config.node_facts import parse_cpu_list
+from clustertrain.config.parsing import bounds
+from clustertrain.config.parsing.documents import build, load_toml, parse_toml, parse_value
+from clustertrain.config.parsing.dotted_keys import element_types, field_types, find_struct
+from clustertrain.config.parsing.durations import parse_duration_s
+from clustertrain.config.parsing.time_limits import parse_time_limit_s
+from clustertrain.config.parsing.toml_parser import MAX_DEPTH
+from clustertrain.config.recipe import Recipe
+from clustertrain.errors import ConfigError, UsageError
+
+# Checked against both ends in their own tables, by the 64 bits of TOML, or by what may be written there.
+OF_THEIR_TABLES = {
+    "model.dropout", "data.validation", "data.augment.color", "data.augment.mixup", "optim.betas", "optim.momentum",
+    "optim.layer_decay", "optim.clip_quantile", "objective.label_smoothing", "objective.temperature",
+    "model.two_tower.temperature", "schedule.floor", "schedule.gamma", "schedule.rise", "schedule.initial",
+    "schedule.final", "schedule.factor", "schedule.threshold", "stability.clipped_share", "stability.slowdown",
+    "telemetry.interval_s", "telemetry.flush_s", "telemetry.alerts.utilization", "telemetry.alerts.slowdown",
+    "telemetry.alerts.memory", "telemetry.alerts.straggler", "telemetry.prometheus.port",
+}  # fmt: skip
+ANY_64_BITS = {"train.seed", "objective.ignore_index"}
+
+
+def numbers(kind: type[msgspec.Struct], above: str = "") -> Iterator[tuple[str, bool, list[bool]]]:
+    """(key, whether it takes whole numbers only, of each table around it whether it is in a list)."""
+    for name, of in field_types(kind).items():
+        items = element_types(of)
+        struct = find_struct(items[0]) if items else find_struct(of)
+        if struct is not None:
+            for key, whole, lists in numbers(struct, f"{above}{name}."):
+                yield key, whole, [bool(items), *lists]
+            continue
+        leaves = {of, *get_args(of), *items}
+        if leaves & {int, float}:
+            yield f"{above}{name}", float not in leaves, []
+
+
+def document(key: str, value: Any, lists: list[bool]) -> dict[str, Any]:
+    *tables, leaf = key.split(".")
+    found: Any = {leaf: value}
+    for table, listed in zip(reversed(tables), reversed(lists), strict=True):
+        found = {table: [found] if listed else found}
+    return dict(found)
+
+
+CASES = [
+    *((Recipe, "", key, whole, lists) for key, whole, lists in numbers(Recipe)),
+    *((ClusterProfile, "", key, whole, lists) for key, whole, lists in numbers(ClusterProfile)),
+    *((JobSpec, "job.", key, whole, lists) for key, whole, lists in numbers(JobSpec)),
+]
+
+
+@pytest.mark.parametrize(("kind", "at", "key", "whole", "lists"), CASES, ids=[at + key for _, at, key, _, _ in CASES])
+def test_every_number_has_a_bound(
+    kind: type[msgspec.Struct], at: str, key: str, whole: bool, lists: list[bool]
+) -> None:
+    values: list[Any] = [2**62, 10**400, int("f" * 6000, 16), *([] if whole else [1e308])]
+    for value in values[1:] if key in ANY_64_BITS else values:
+        with pytest.raises(ConfigError) as caught:
+            build(document(key, value, lists), kind, "x.toml", prefix=at)
+        assert key.rpartition(".")[2] in caught.value.message and len(caught.value.message) < 1000
+        if key not in OF_THEIR_TABLES | ANY_64_BITS:
+            assert f"x.toml: {key} = " in caught.value.message and ": at most " in caught.value.message
+
+
+def test_every_bound_belongs_to_a_key() -> None:
+    there = {at + key for _, at, key, _, _ in CASES} | {"optim.lr_scale"}
+    assert set(bounds.BOUNDS) - there == set()
+
+
+def test_bound_error_has_reason() -> None:
+    with pytest.raises(ConfigError, match=r"model.layers = 1000000000: at most 10000; the deepest") as caught:
+        build({"model": {"layers": 10**9}}, Recipe, "x.toml")
+    assert caught.value.fix == "change model.layers"
+
+
+def test_values_of_named_tables_have_a_bound() -> None:
+    with pytest.raises(ConfigError, match=r"optim.lr_scale = 1e"):
+        build({"optim": {"lr_scale": {"head": 1e30}}}, Recipe, "x.toml")
+
+
+def test_entry_args_are_unbounded_but_64_bit() -> None:
+    made = build({"model": {"entry": "a:b", "args": {"n": 2**63 - 1}}}, Recipe, "x.toml")
+    assert made.model.args == {"n": 2**63 - 1}
+    with pytest.raises(ConfigError, match=r"model.args.n = a number of about"):
+        build({"model": {"entry": "a:b", "args": {"n": 2**64}}}, Recipe, "x.toml")
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "1-" + "9" * 5000, "٣", "1:" + "9" * 400])
+def test_time_limit_with_many_digits_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_time_limit_s(text)
+
+
+def test_duration_with_many_digits_is_refused() -> None:
+    assert parse_duration_s("9" * 400 + "h") is None and parse_duration_s("999h") == 999 * 3600
+
+
+@pytest.mark.parametrize("cpus", ["0-99999999999", "0-" + "9" * 5000, "a", "5-2-1"])
+def test_cpu_numbers_above_linux_limit_are_refused(cpus: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        parse_cpu_list(cpus)
+    with pytest.raises(ConfigError, match=r"node.cpus"):
+        build({"node": {"cpus": {"numa_nodes": [{"index": 0, "cpus": cpus}]}}}, ClusterProfile, "x.toml")
+
+
+def test_convnet_with_many_stages_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"blocks: 1000 stages, at most 14"):
+        build({"model": {"kind": "convnet", "convnet": {"blocks": [1] * 1000}}}, Recipe, "x.toml")
+
+
+DEEP = ("[" * 3000 + "]" * 3000, "[" * 400 + "]" * 400, "{a=" * 200 + "1" + "}" * 200)
+
+
+@pytest.mark.parametrize("value", DEEP, ids=len)
+def test_deep_nesting_is_refused(value: str) -> None:
+    for read in (lambda: parse_toml(f"x = {value}", "x.toml"), lambda: parse_value(value, "model.args.x")):
+        with pytest.raises(ConfigError, match=f"nested more than {MAX_DEPTH} levels deep"):
+            read()
+    with pytest.raises(ConfigError, match="nested more than"):
+        parse_toml("[" + "a." * 2000 + "b]", "x.toml")
+
+
+def test_number_with_too_many_digits_is_refused() -> None:
+    for read in (lambda: parse_toml("x = " + "9" * 5000, "x"), lambda: parse_value("9" * 5000, "train.steps")):
+        with pytest.raises(ConfigError, match="more than 4300 digits"):
+            read()
+    with pytest.raises(ConfigError, match=r"train.steps: expected `int`, got `str`"):
+        build({"train": {"steps": "9" * 5000}}, Recipe, "x.toml")
+
+
+def test_utf8_byte_order_mark_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 3\r\n")
+    assert load_toml(path) == {"train": {"steps": 3}}
+    path.write_bytes("[train]\nsteps = 3\n".encode("utf-16"))
+    with pytest.raises(ConfigError, match="is UTF-16") as caught:
+        load_toml(path)
+    assert "UTF-8" in str(caught.value.fix)
+
+
+@pytest.mark.parametrize(
+    ("document", "said", "fix"),
+    [
+        ({"telemetry": {"alerts": {"command": {}}}}, "telemetry.alerts.command: expected a list, got a table", '["…"]'),
+        ({"model": 3}, "model: expected a table, got `int`", "model.kind"),
+        ({"optim": {"lr_scale": {"a.b": "x"}}}, 'optim.lr_scale."a.b": expected `float`, got `str`', ""),
+    ],
+)
+def test_type_error_uses_toml_terms(document: dict[str, Any], said: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(document, Recipe, "x.toml")
+    assert said in caught.value.message and fix in str(caught.value.fix)

@@ -1,0 +1,90 @@
+"""What is said to do about a value of the wrong type, and about lines that are not TOML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertrain.config.parsing.documents import build, parse_toml, parse_value, set_value_at
+from clustertrain.errors import ConfigError
+from clustertrain.submit.recipe import RecipeFile
+
+
+def fix_of(text: str) -> str | None:
+    with pytest.raises(ConfigError) as caught:
+        build(parse_toml(text, "recipe.toml"), RecipeFile, "recipe.toml")
+    return caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ('optim.lr = "1e-3"', "write optim.lr = 1e-3, without the quotes"),
+        ('train.steps = "1e-3"', 'change train.steps = "1e-3"'),
+        ("train.steps = 1e4", "write train.steps = 10000"),
+        ("schedule.warmup_steps = 0.05", "write an integer: it is a count, not a fraction"),
+        ("schedule.milestones = [0.5, 0.75]", "write an integer: it is a count, not a fraction"),
+        ("train.steps = 10.5", "write an integer"),
+        ("job.time = 30", 'write job.time = "30", with the quotes'),
+        ('data.pack = "yes"', "write data.pack = true"),
+        ("optim.betas = 0.9", "write optim.betas = [0.9, …], a list of 2"),
+        ("optim.betas = [0.9]", "write optim.betas = [0.9, …], a list of 2"),
+        ("rehearsal.preempt_at_steps = 3", "write rehearsal.preempt_at_steps = [3]"),
+        ("[optim.unfreeze]\nstep = 1", "write [[optim.unfreeze]] with two brackets, because it is a list of tables"),
+        ('[[optim.unfreeze]]\nstep = 1\nmodules = "stem"', 'write modules = ["stem"]'),
+        ("optim.lr = 0", "change optim.lr, or remove it to use the default, 0.0003"),
+        ("train.steps = 0", "change train.steps, or remove it to use the default, 200"),
+        ("model.dropout = 2", "change model.dropout"),
+        ("schedule.warmup_steps = 500", "decrease schedule.warmup_steps or increase train.steps"),
+    ],
+)
+def test_suggested_fix(text: str, fix: str) -> None:
+    assert fix_of(text) == fix
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("name = adamw", 'strings need quotes: "adamw"'),
+        ("path = /data/a b  # here", 'strings need quotes: "/data/a b"'),
+        ("pack = yes # packed", "write true"),
+        ("pack = False", "write false"),
+        ("betas = None", "remove the key: TOML has no null"),
+        ("steps = 1,000", None),
+    ],
+)
+def test_invalid_toml_line_is_shown(line: str, fix: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_toml(f"[table]\n{line}\n", "recipe.toml")
+    assert caught.value.message.startswith("recipe.toml: not valid TOML: ")
+    assert caught.value.message.endswith(f"): {line}") and caught.value.fix == fix
+
+
+def test_toml_error_without_line() -> None:
+    with pytest.raises(ConfigError, match=r"at end of document\)$"):
+        parse_toml("[table", "recipe.toml")
+
+
+@pytest.mark.parametrize(
+    ("path", "document"),
+    [
+        ('optim.lr_scale."layers.0"', {"optim": {"lr_scale": {"layers.0": 0.1}}}),
+        ("optim.'lr_scale'.'a.*'", {"optim": {"lr_scale": {"a.*": 0.1}}}),
+        ("optim.lr_scale.head*", {"optim": {"lr_scale": {"head*": 0.1}}}),
+    ],
+)
+def test_quoted_key_part(path: str, document: dict[str, Any]) -> None:
+    made: dict[str, Any] = {}
+    set_value_at(made, path, parse_value("0.1"))
+    assert made == document
+
+
+def test_unclosed_quote_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not a TOML key"):
+        set_value_at({}, 'optim.lr_scale."layers.0', 0.1)
+
+
+def test_name_with_dots_suggests_quotes() -> None:
+    fix = """quote the name: optim.lr_scale."blocks.0.a" = 0.1, or in a shell --set 'optim.lr_scale."blocks.0.a"=0.1'"""
+    assert fix_of("optim.lr_scale.blocks.0.a = 0.1") == fix

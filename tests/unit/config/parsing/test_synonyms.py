@@ -1,0 +1,84 @@
+"""What is said of a key or a word that no recipe has, by whatever name other trainers have made it familiar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertrain.config.parsing import synonyms
+from clustertrain.config.parsing.documents import build, format_value, list_keys, set_value_at
+from clustertrain.errors import ConfigError
+from clustertrain.submit.recipe import RecipeFile
+
+
+def said(key: str, value: Any = 1) -> str:
+    document: dict[str, Any] = {}
+    set_value_at(document, key, value)
+    with pytest.raises(ConfigError) as caught:
+        build(document, RecipeFile, "recipe.toml")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("evaluation.early_stopping", "evaluation.patience"),
+        ("optim.learning_rate", "optim.lr"),
+        ("optim.max_grad_norm", "optim.clip_norm"),
+        ("optimizer", "optim"),
+        ("train.lr", "optim.lr"),
+        ("train.betas", "optim.betas"),
+        ("train.max_steps", "train.steps"),
+        ("train.stpes", "train.steps"),
+        ("lr", "optim.lr"),
+        ("model.num_hidden_layers", "model.layers"),
+        ("model.seq_len", "model.max_seq_len or data.seq_len"),
+        ("optim.patience", "schedule.patience or evaluation.patience"),
+        ("schedule.steps", "train.steps"),
+        ("parallel.tensor_parallel_degree", "job.tp"),
+    ],
+)
+def test_alias_suggests_key_of_any_table(key: str, meant: str) -> None:
+    assert said(key) == f"recipe.toml: unknown key {key!r}\n  fix: did you mean {meant}?"
+
+
+def test_different_unit_is_noted() -> None:
+    assert said("schedule.eta_min").endswith("did you mean schedule.floor? It is a fraction of optim.lr.")
+
+
+def test_unknown_key_lists_its_table() -> None:
+    assert said("train.foo").endswith(
+        "fix: known: deterministic, global_batch, log_every, micro_batch, precision, profile, seed, steps"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "word", "meant"),
+    [
+        ("objective.kind", "bce", "binary-cross-entropy"),
+        ("objective.kind", "clip", "nt-xent"),
+        ("model.kind", "clip", "two-tower"),
+        ("schedule.kind", "OneCycleLR", "one-cycle"),
+        ("train.precision", "bfloat16", "bf16"),
+        ("optim.name", "AdamW", "adamw"),
+        ("job.layout", "zero3", "fsdp"),
+    ],
+)
+def test_intended_choice_comes_first(key: str, word: str, meant: str) -> None:
+    assert f"fix: use one of {meant}, " in said(key, word)
+
+
+def test_aliases_lead_to_existing_keys() -> None:
+    keys = list_keys(RecipeFile)
+    assert {meant for several in synonyms.KEYS_BY_ALIAS.values() for meant in several} <= set(keys)
+    assert not synonyms.KEYS_BY_ALIAS.keys() & {name for name in keys if "." not in name}
+
+
+def test_values_are_formatted_as_toml() -> None:
+    assert said("optim.lr", "x").endswith('optim.lr: expected `float`, got `str`\n  fix: change optim.lr = "x"')
+    assert format_value({"a": (1, 2.5, "x"), "b": True}) == '{ a = [1, 2.5, "x"], b = true }'
+
+
+def test_cross_table_error_has_no_key_prefix() -> None:
+    assert said("schedule.warmup_steps", 200).startswith("recipe.toml: schedule.warmup_steps = 200 is not less")
