@@ -21,7 +21,17 @@ from clustertrain.telemetry.report_schema import (
     TimeWindow,
     TrainingSummary,
 )
-from tests.unit.telemetry.summaries import broken, healthy, host, idle, noted, replace, slow, throttling, with_gpus
+from tests.unit.telemetry.summaries import (
+    broken,
+    build_notes,
+    healthy,
+    host,
+    idle,
+    replace,
+    slow,
+    throttling,
+    with_gpus,
+)
 
 
 def printed(summary: Summary, width: int = 80, every: bool = False, encoding: str = "utf-8") -> str:
@@ -34,7 +44,7 @@ def printed(summary: Summary, width: int = 80, every: bool = False, encoding: st
 
 def thousand() -> Summary:
     found = throttling(slow(idle(healthy(128, 8), "n90", 0), "n50", 5), "n7", 3)
-    return replace(found, notes=noted(found))
+    return replace(found, notes=build_notes(found))
 
 
 def on_cpu() -> Summary:
@@ -44,7 +54,7 @@ def on_cpu() -> Summary:
     training = replace(found.training, tokens_per_s_per_gpu=None)
     hosts = [host(f"n{i}", nvml=reason) for i in (1, 2)]
     found = replace(found, gpus=[], hosts=hosts, device="cpu", training=training)
-    return replace(found, notes=noted(found))
+    return replace(found, notes=build_notes(found))
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 160, 200])
@@ -93,7 +103,7 @@ def test_that_more_notes_are_there_than_shown_is_told() -> None:
     for number in range(8):
         for node in ("n1", "n2", "n3", "n4"):
             found = idle(found, node, number)
-    found = replace(found, notes=noted(found))
+    found = replace(found, notes=build_notes(found))
     text = " ".join(printed(found, 80).split())
     assert "of them have notes too" in text
     assert "and 30 more like these (--all shows them, --json has them)" in text
@@ -137,7 +147,7 @@ def lacking(summary: Summary, name: str) -> Summary:
         return type(value)(**{**kept, **({name: None} if name in optional(type(value)) else {})})
 
     found: Summary = strip(summary)
-    return replace(found, notes=noted(found))
+    return replace(found, notes=build_notes(found))
 
 
 def optional(kind: type[msgspec.Struct]) -> set[str]:
