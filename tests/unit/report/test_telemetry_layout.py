@@ -21,7 +21,17 @@ from clustertrain.telemetry.report_schema import (
     TimeWindow,
     TrainingSummary,
 )
-from tests.unit.telemetry.summaries import broken, healthy, host, idle, noted, replace, slow, throttling, with_gpus
+from tests.unit.telemetry.summaries import (
+    broken,
+    build_notes,
+    healthy,
+    host,
+    idle,
+    replace,
+    slow,
+    throttling,
+    with_gpus,
+)
 
 
 def render_text(summary: Summary, width: int = 80, show_all: bool = False, encoding: str = "utf-8") -> str:
@@ -34,7 +44,7 @@ def render_text(summary: Summary, width: int = 80, show_all: bool = False, encod
 
 def summary_of_1024_gpus() -> Summary:
     summary = throttling(slow(idle(healthy(128, 8), "n90", 0), "n50", 5), "n7", 3)
-    return replace(summary, notes=noted(summary))
+    return replace(summary, notes=build_notes(summary))
 
 
 def cpu_summary() -> Summary:
@@ -44,7 +54,7 @@ def cpu_summary() -> Summary:
     training = replace(summary.training, tokens_per_s_per_gpu=None)
     hosts = [host(f"n{i}", nvml=reason) for i in (1, 2)]
     summary = replace(summary, gpus=[], hosts=hosts, device="cpu", training=training)
-    return replace(summary, notes=noted(summary))
+    return replace(summary, notes=build_notes(summary))
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 160, 200])
@@ -95,7 +105,7 @@ def test_hidden_notes_are_counted() -> None:
     for number in range(8):
         for node in ("n1", "n2", "n3", "n4"):
             summary = idle(summary, node, number)
-    summary = replace(summary, notes=noted(summary))
+    summary = replace(summary, notes=build_notes(summary))
     text = " ".join(render_text(summary, 80).split())
     assert "of them also have notes" in text
     assert "and 30 more like these (--all shows them, --json has them)" in text
@@ -139,7 +149,7 @@ def without_field(summary: Summary, name: str) -> Summary:
         return type(value)(**{**kept, **({name: None} if name in optional_fields(type(value)) else {})})
 
     stripped: Summary = strip(summary)
-    return replace(stripped, notes=noted(stripped))
+    return replace(stripped, notes=build_notes(stripped))
 
 
 def optional_fields(kind: type[msgspec.Struct]) -> set[str]:

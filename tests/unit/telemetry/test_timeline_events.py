@@ -15,13 +15,13 @@ def event(name: str, t: float = 100.0, **fields: Any) -> dict[str, Any]:
     return {"t": t, "mono": t, "host": "n1", "pid": 1, "event": name, **fields}
 
 
-def only(log: list[dict[str, Any]]) -> TimelineEvent:
+def single_mark(log: list[dict[str, Any]]) -> TimelineEvent:
     (mark,) = timeline_events.timeline_from_events(log)
     return mark
 
 
 def test_driver_error_is_fault_on_both_timelines() -> None:
-    mark = only([event("gpu_event", uuid="GPU-b", index=1, kind="xid", xid=79, count=3)])
+    mark = single_mark([event("gpu_event", uuid="GPU-b", index=1, kind="xid", xid=79, count=3)])
     assert (mark.kind, mark.text) == ("xid", "XID 79 3 times on GPU 1 of n1: GPU fell off the bus")
     assert timeline._event_style(mark).label == "XID"
     attempt = AttemptSummary(1, "1", TimeWindow(0.0, 200.0), ["n1"], events=[mark])
@@ -29,14 +29,14 @@ def test_driver_error_is_fault_on_both_timelines() -> None:
 
 
 def test_memory_error_is_not_xid() -> None:
-    mark = only([event("gpu_event", uuid="GPU-b", index=1, kind="ecc_uncorrected", xid=None, count=1)])
+    mark = single_mark([event("gpu_event", uuid="GPU-b", index=1, kind="ecc_uncorrected", xid=None, count=1)])
     assert (mark.kind, mark.text) == ("ecc", "uncorrected memory error on GPU 1 of n1")
 
 
 def test_interval_starts_at_its_begin() -> None:
-    saved = only([event("checkpoint", t=110.0, t_begin=104.0, step=5, save_s=6.0, stall_s=0.5, reason="stop")])
+    saved = single_mark([event("checkpoint", t=110.0, t_begin=104.0, step=5, save_s=6.0, stall_s=0.5, reason="stop")])
     assert (saved.t, saved.end, saved.text) == (104.0, 110.0, "checkpoint of step 5 (stop)")
-    older = only([event("evaluation", t=110.0, step=5, eval_s=4.0)])
+    older = single_mark([event("evaluation", t=110.0, step=5, eval_s=4.0)])
     assert (older.t, older.end) == (106.0, 110.0)
 
 

@@ -44,7 +44,7 @@ def snapshots(minute: int, nodes: int, gpus: int, change: Change = lambda node, 
     return found
 
 
-def looks(nodes: int, gpus: int, change: Change = lambda node, v: None, minutes: int = 12) -> list[Alert]:
+def observe_minutes(nodes: int, gpus: int, change: Change = lambda node, v: None, minutes: int = 12) -> list[Alert]:
     across, found = CrossNodeRules(AlertsSpec(), "n0"), []
     for minute in range(1, minutes + 1):
         found += across.observe(snapshots(minute, nodes, gpus, change), T0 + 60 * minute, 60.0 * minute)
@@ -52,11 +52,11 @@ def looks(nodes: int, gpus: int, change: Change = lambda node, v: None, minutes:
 
 
 def test_similar_nodes_raise_nothing() -> None:
-    assert looks(4, 8, minutes=60) == []
+    assert observe_minutes(4, 8, minutes=60) == []
 
 
 def test_single_gpus_are_compared_across_nodes() -> None:
-    found = looks(4, 1, lambda node, v: v.update({"gpu0.sm_clock_mhz": 1400.0}) if node == "n2" else None)
+    found = observe_minutes(4, 1, lambda node, v: v.update({"gpu0.sm_clock_mhz": 1400.0}) if node == "n2" else None)
     assert [(a.code, a.node, a.uuid, a.rank) for a in found] == [("slow_gpu", "n2", "GPU-n2-0", 2)]
 
 
@@ -65,13 +65,15 @@ def test_slow_node_is_one_alert() -> None:
         if node == "n1":
             v |= {f"gpu{i}.sm_clock_mhz": 1400.0 for i in range(8)}
 
-    found = looks(4, 8, slow)
+    found = observe_minutes(4, 8, slow)
     assert [(a.node, a.uuid, a.rank) for a in found] == [("n1", None, None)]
     assert "node n1" in found[0].text
 
 
 def test_single_slow_gpu_is_left_to_its_agent() -> None:
-    assert looks(4, 8, lambda node, v: v.update({"gpu3.sm_clock_mhz": 1400.0}) if node == "n2" else None) == []
+    assert (
+        observe_minutes(4, 8, lambda node, v: v.update({"gpu3.sm_clock_mhz": 1400.0}) if node == "n2" else None) == []
+    )
 
 
 def test_node_waiting_for_data() -> None:
@@ -79,7 +81,7 @@ def test_node_waiting_for_data() -> None:
         if node == "n3":
             v |= {k: x * 30 for k, x in v.items() if k.endswith("data_wait_s")}
 
-    found = looks(4, 2, waiting)
+    found = observe_minutes(4, 2, waiting)
     assert {(a.code, a.node) for a in found} == {("straggler_data", "n3")}
     assert "data" in found[0].text and len(found) == 1
 
@@ -102,7 +104,7 @@ def test_silent_or_idle_nodes_are_no_stragglers() -> None:
         if node == "n3":
             v |= {k: float(heartbeat.EVALUATION) for k in v if k.endswith("phase")} | {"gpu0.sm_clock_mhz": 300.0}
 
-    assert looks(6, 1, odd) == []
+    assert observe_minutes(6, 1, odd) == []
     across = CrossNodeRules(AlertsSpec(), "n0")
     old = snapshots(1, 4, 1, lambda node, v: v.update({"gpu0.sm_clock_mhz": 300.0}) if node == "n2" else None)
     assert [a for i in range(30) for a in across.observe(old, T0 + i, 60.0 * i)] == []

@@ -15,7 +15,7 @@ from clustertrain.telemetry.analysis import compare
 from clustertrain.telemetry.analysis.settings_diff import ConfigDiff, load_settings
 from clustertrain.telemetry.report_schema import ProcessSummary, Summary
 from tests.unit.telemetry.runs import busy, gpu, new_attempt, new_run, record
-from tests.unit.telemetry.summaries import broken, healthy, noted, replace, stats, with_gpus
+from tests.unit.telemetry.summaries import broken, build_notes, healthy, replace, stats, with_gpus
 
 SPEC = """
 version = 1
@@ -58,7 +58,7 @@ def test_different_sizes_are_compared_per_gpu() -> None:
     assert (found.a.gpus, found.b.gpus) == (8, 16)
     assert found.figures["tokens_per_s_per_gpu"].ratio == 0.5
     assert found.figures["energy_per_gpu_j"].ratio == 1.0
-    assert found.figures["tokens_per_s"].better is None, "more GPUs decide that"
+    assert found.figures["tokens_per_s"].better is None, "it depends on the number of GPUs"
     assert found.figures["tokens_per_s_per_gpu"].better == "higher"
 
 
@@ -117,7 +117,7 @@ def test_missing_metric_has_reason() -> None:
 
 
 def test_notes_of_only_one_run() -> None:
-    good = replace(healthy(), notes=noted(healthy()))
+    good = replace(healthy(), notes=build_notes(healthy()))
     found = compare.compare_summaries(broken(), good)
     assert {n.code for n in found.only_a} == {"gpu_unused", "slow_gpu", "throttled", "gpu_hours_wasted"}
     assert found.only_b == []
@@ -167,10 +167,10 @@ def test_unreadable_spec_is_reported(tmp_path: Path) -> None:
     found = compare.compare_runs(a, b)
     assert found.settings == []
     assert found.unknown[0].startswith("two-bbbbbb:")
-    assert "The settings cannot be compared" in printed(found, 80)
+    assert "The settings cannot be compared" in render_text(found, 80)
 
 
-def printed(found: compare.TelemetryComparison, width: int) -> str:
+def render_text(found: compare.TelemetryComparison, width: int) -> str:
     out = io.StringIO()
     report.show(found, terminal.make_console(out, width))
     return out.getvalue()
@@ -184,7 +184,7 @@ def test_text_output(width: int) -> None:
     found = replace(
         compare.compare_summaries(broken(), good), settings=[ConfigDiff("layout", "fsdp", "hybrid-shard 4 x 2")]
     )
-    text = printed(found, width)
+    text = render_text(found, width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     assert "\x1b" not in text
@@ -193,9 +193,9 @@ def test_text_output(width: int) -> None:
     assert ("B - A" in text) == (width >= 76)
 
 
-def row_of(found: compare.TelemetryComparison, title: str) -> list[str]:
+def find_row(found: compare.TelemetryComparison, title: str) -> list[str]:
     """Return the cells of a row of the printed table."""
-    (line,) = (x for x in printed(found, 160).splitlines() if x.startswith(f"{title}  "))
+    (line,) = (x for x in render_text(found, 160).splitlines() if x.startswith(f"{title}  "))
     return [cell for cell in line.removeprefix(title).split("  ") if cell]
 
 
@@ -203,20 +203,22 @@ def test_row_has_one_unit_and_enough_digits() -> None:
     a, b = with_gpus(healthy(), energy_j=7560.0), with_gpus(healthy(), energy_j=9461.0)
     hosts = [replace(h, processes=ProcessSummary(stats(0.5, most=0.8902), None, 1)) for h in a.hosts]
     found = compare.compare_summaries(replace(a, hosts=hosts), replace(b, hosts=hosts))
-    assert [c.strip() for c in row_of(found, "energy per GPU")][:3] == ["2.10 Wh", "2.63 Wh", "+0.53 Wh"]
-    assert [c.strip() for c in row_of(found, "host memory, peak")][:2] == ["0.89 GiB", "0.89 GiB"]
+    assert [c.strip() for c in find_row(found, "energy per GPU")][:3] == ["2.10 Wh", "2.63 Wh", "+0.53 Wh"]
+    assert [c.strip() for c in find_row(found, "host memory, peak")][:2] == ["0.89 GiB", "0.89 GiB"]
     assert b.training is not None
     slower = replace(b, training=replace(b.training, step_s=stats(1.25), joules_per_token=2e-6))
     found = compare.compare_summaries(a, slower)
-    assert [c.strip() for c in row_of(found, "step time")][:3] == ["0.73 s", "1.25 s", "+0.52 s"]
-    assert [c.strip() for c in row_of(found, "energy per token")][:2] == ["7.90 mJ", "0.002 mJ"], "nothing becomes 0"
+    assert [c.strip() for c in find_row(found, "step time")][:3] == ["0.73 s", "1.25 s", "+0.52 s"]
+    assert [c.strip() for c in find_row(found, "energy per token")][:2] == ["7.90 mJ", "0.002 mJ"], (
+        "no value is rounded to 0"
+    )
 
 
 def test_unequal_lengths_give_scaling_warning() -> None:
-    same = printed(compare.compare_summaries(healthy(), healthy()), 160)
+    same = render_text(compare.compare_summaries(healthy(), healthy()), 160)
     assert "not scaled" not in same
     b = healthy(2)
     assert b.training is not None
     b = replace(b, training=replace(b.training, steps=450))
-    text = " ".join(printed(compare.compare_summaries(healthy(), b), 80).split())
-    assert "8 and 4 GPUs, 9,000 and 450 steps: steps, GPU-hours and energy per GPU are totals of the run" in text
+    text = " ".join(render_text(compare.compare_summaries(healthy(), b), 80).split())
+    assert "8 and 4 GPUs, 9,000 and 450 steps: steps, GPU-hours and the energy of a GPU are of the whole run" in text

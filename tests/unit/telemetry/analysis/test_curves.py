@@ -126,7 +126,7 @@ def test_samples_of_two_nodes_on_one_grid(run: RunDir) -> None:
     assert known(found.gpus.values["pcie_bytes_per_s"]) == pytest.approx(5e6, rel=1e-3), (
         "counters are rates, both ways summed"
     )
-    assert "temperature_c" not in found.gpus.values, "a curve that nobody recorded is left out"
+    assert "temperature_c" not in found.gpus.values, "a curve without samples is left out"
     assert known(found.hosts.values["network_bytes_per_s"]) == pytest.approx(3e6, rel=1e-3)
     assert "2 s" in found.source and found.choice is None
 
@@ -150,7 +150,7 @@ def test_long_run_uses_rollup(run: RunDir) -> None:
     found = build_curves(run, summary([gpu("a", "U0")], 4 * 3600 + 600))
     assert found.gpus.step_s == 60 and found.source == "Each point is the mean of 1 min."
     use = found.gpus.values["utilization"][0]
-    assert np.isfinite(use[:250]).all(), "a hole between two buckets"
+    assert np.isfinite(use[:250]).all(), "gap between two buckets"
     assert known(use) == pytest.approx(0.1, rel=1e-3)
 
 
@@ -181,7 +181,7 @@ def test_training_curves(run: RunDir) -> None:
     found = build_curves(run, summary([gpu("a", "U0")], 100)).training
     assert known(found.values["step_s"]) == pytest.approx(10.0)
     loss = found.values["loss"][0]
-    assert np.isfinite(loss[:-1]).all(), "steps longer than a point would be lone points"
+    assert np.isfinite(loss[:-1]).all(), "steps longer than a point leave no gaps"
     assert loss[0] > loss[-2] and "lr" not in found.values
 
 
@@ -198,7 +198,7 @@ def test_worst_of_many_gpus_have_curves(run: RunDir) -> None:
     assert len(found.chosen) == 64 and found.chosen == sorted(found.chosen)
     assert 9 * 8 + 3 in found.chosen, "a note names it"
     assert set(range(8)) <= set(found.chosen), "the least used"
-    assert 100 in found.chosen, "nobody knows how much it was used"
+    assert 100 in found.chosen, "its utilization is unknown"
     assert found.choice is not None and "64 of 160 GPUs" in found.choice and "named in notes" in found.choice
 
 

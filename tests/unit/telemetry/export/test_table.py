@@ -45,7 +45,7 @@ def record(folder: Path, node: str = "node1", *, t: float = T0, seconds: int = 2
     return here
 
 
-def parts(*folders: Path, attempt: int = 1) -> list[AttemptSegment]:
+def attempt_segments(*folders: Path, attempt: int = 1) -> list[AttemptSegment]:
     return [AttemptSegment(attempt, segment) for folder in folders for segment in open_node(folder)]
 
 
@@ -73,7 +73,7 @@ def write(request: pytest.FixtureRequest) -> Write:
 
 
 def test_one_row_per_time_and_device(write: Write, tmp_path: Path) -> None:
-    rows = write(parts(record(tmp_path)), tmp_path / "out")
+    rows = write(attempt_segments(record(tmp_path)), tmp_path / "out")
     assert list(rows[0]) == ["time_s", "attempt", "node", "device", "uuid", "rank", *FIELDS]
     assert [(r["time_s"] - T0, r["device"]) for r in rows[:8]] == [
         (0, "gpu0"), (0, "gpu1"), (0, "host"), (0, "rank4"), (1, "gpu0"), (1, "gpu1"), (1, "rank4"), (2, "gpu0"),
@@ -90,7 +90,7 @@ def test_one_row_per_time_and_device(write: Write, tmp_path: Path) -> None:
 def test_every_sample_once_with_empty_missing_values(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = parts(record(tmp_path))
+    found = attempt_segments(record(tmp_path))
     whole = write(found, tmp_path / "whole")
     monkeypatch.setattr(table, "_CELLS", 40)  # windows of a few seconds, pieces of a few rows
     monkeypatch.setattr(table, "_ROWS", 7)
@@ -105,15 +105,15 @@ def test_every_sample_once_with_empty_missing_values(
 
 
 def test_several_nodes_and_attempts(write: Write, tmp_path: Path) -> None:
-    first = parts(record(tmp_path / "1", "a", seconds=3), record(tmp_path / "1", "b", seconds=2))
-    second = parts(record(tmp_path / "2", "a", t=T0 + 100, seconds=1), attempt=2)
+    first = attempt_segments(record(tmp_path / "1", "a", seconds=3), record(tmp_path / "1", "b", seconds=2))
+    second = attempt_segments(record(tmp_path / "2", "a", t=T0 + 100, seconds=1), attempt=2)
     rows = write([*first, *second], tmp_path / "out")
     seen = {(r["attempt"], r["node"], r["time_s"] - T0) for r in rows}
     assert seen == {(1, "a", 0), (1, "a", 1), (1, "a", 2), (1, "b", 0), (1, "b", 1), (2, "a", 100)}
 
 
 def test_row_filter(write: Write, tmp_path: Path) -> None:
-    found = parts(record(tmp_path))
+    found = attempt_segments(record(tmp_path))
     only = RowFilter(gpu_filter=lambda node, gpu: node == "node1" and gpu.uuid == "GPU-a", since=T0 + 5, until=T0 + 11)
     rows = write(found, tmp_path / "out", only)
     assert {r["device"] for r in rows} == {"gpu0", "rank4"}
@@ -128,7 +128,7 @@ def test_unknown_fields_are_left_out(write: Write, tmp_path: Path) -> None:
     writer.begin(Header(node="n", t=T0, mono=0.0, interval_s=1.0, fast=["host.cpu", "host.aura", "moon0.phase"]))
     writer.fast(0.0, np.array([0.5, 1.0, 2.0]))
     writer.close()
-    (row,) = write(parts(tmp_path / "n"), tmp_path / "out")
+    (row,) = write(attempt_segments(tmp_path / "n"), tmp_path / "out")
     assert row["cpu"] == 0.5 and "aura" not in row
 
 
@@ -138,13 +138,13 @@ def test_unknown_phase_is_missing(write: Write, tmp_path: Path) -> None:
     for d, code in enumerate((0.0, 99.0, np.nan)):
         writer.fast(float(d), np.array([code]))
     writer.close()
-    assert [r["phase"] for r in write(parts(tmp_path / "n"), tmp_path / "out")] == ["idle", None, None]
+    assert [r["phase"] for r in write(attempt_segments(tmp_path / "n"), tmp_path / "out")] == ["idle", None, None]
 
 
 def test_damage_affects_only_its_segment(tmp_path: Path) -> None:
     good, bad = record(tmp_path, "good", seconds=4), record(tmp_path, "bad", seconds=4)
     (bad / "0" / "header.json").write_text("{")
-    written = write_csv(parts(bad, good), tmp_path / "out.csv")
+    written = write_csv(attempt_segments(bad, good), tmp_path / "out.csv")
     assert written.rows == 4 * 3 + 1 and len(written.errors) == 1 and "damaged" in written.errors[0]
 
 
@@ -196,7 +196,11 @@ def test_parquet_to_stdout_raises() -> None:
 def test_progress_reaches_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "_CELLS", 40)
     seen: list[tuple[int, int]] = []
-    write_csv(parts(record(tmp_path)), tmp_path / "out.csv", progress=lambda done, total: seen.append((done, total)))
+    write_csv(
+        attempt_segments(record(tmp_path)),
+        tmp_path / "out.csv",
+        progress=lambda done, total: seen.append((done, total)),
+    )
     assert len(seen) > 2 and seen == sorted(seen)
     assert seen[-1][0] >= 0.99 * seen[-1][1] and len({total for _, total in seen}) == 1
 

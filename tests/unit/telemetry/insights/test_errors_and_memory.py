@@ -16,9 +16,9 @@ from clustertrain.telemetry.report_schema import (
 )
 from tests.unit.telemetry.summaries import (
     T0,
+    build_notes,
     codes,
     healthy,
-    noted,
     replace,
     stats,
     with_gpu,
@@ -26,8 +26,8 @@ from tests.unit.telemetry.summaries import (
 )
 
 
-def only(summary: Summary, code: str) -> Any:
-    (note,) = (n for n in noted(summary) if n.code == code)
+def single_note(summary: Summary, code: str) -> Any:
+    (note,) = (n for n in build_notes(summary) if n.code == code)
     return note
 
 
@@ -45,7 +45,7 @@ def only(summary: Summary, code: str) -> Any:
     ids=["uncorrected", "corrected", "remap-failed", "remap-pending", "remapped", "nvlink", "pcie"],
 )
 def test_gpu_errors(errors: ErrorCounts, severity: str, code: str) -> None:
-    note = only(with_gpu(healthy(), "n2", 0, errors=errors), code)
+    note = single_note(with_gpu(healthy(), "n2", 0, errors=errors), code)
     assert (note.severity, note.node, note.uuid, note.rank) == (severity, "n2", "GPU-n2-0-5b1c9f0e", 2)
 
 
@@ -58,7 +58,7 @@ def test_one_note_per_xid_and_gpu() -> None:
     found = with_gpu(
         healthy(), "n2", 0, errors=ErrorCounts(xids=[XidRecord(T0, 79), XidRecord(T0 + 1, 79), XidRecord(T0 + 2, 63)])
     )
-    notes = [n for n in noted(found) if n.code == "xid"]
+    notes = [n for n in build_notes(found) if n.code == "xid"]
     assert sorted(n.text.partition(":")[0] for n in notes) == [
         "GPU 0 of n2 reported XID 63",
         "GPU 0 of n2 reported XID 79 2 times",
@@ -81,27 +81,27 @@ def test_xid_and_its_counter_give_one_note(errors: ErrorCounts, code: str) -> No
 def test_nvlinks_down() -> None:
     assert (
         "2 of 18 NVLinks of GPU 0 of n2 went down"
-        in only(with_gpu(healthy(), "n2", 0, nvlinks_active_min=16), "nvlink_down").text
+        in single_note(with_gpu(healthy(), "n2", 0, nvlinks_active_min=16), "nvlink_down").text
     )
     fewer = with_gpu(healthy(), "n2", 0, nvlinks_active_min=12, nvlinks_active_max=12)
-    assert "has 12 NVLinks up, the others of its model have 18" in only(fewer, "nvlink_down").text
+    assert "has 12 NVLinks up, the others of its model have 18" in single_note(fewer, "nvlink_down").text
 
 
 def test_lost_gpu_is_reported_once() -> None:
     gone = "GPU_IS_LOST: the GPU has fallen off the bus"
     found = with_gpu(healthy(), "n2", 0, utilization=stats(0.2), nulls={"power_w": gone, "sm_clock_mhz": gone})
     assert codes(found) == ["gpu_lost"]
-    assert "submit --exclude n2" in only(found, "gpu_lost").fix
+    assert "submit --exclude n2" in single_note(found, "gpu_lost").fix
 
 
 def test_gpu_memory_over_requested() -> None:
-    note = only(with_gpus(healthy(), memory_used_gib=stats(12.0)), "memory_over_requested")
+    note = single_note(with_gpus(healthy(), memory_used_gib=stats(12.0)), "memory_over_requested")
     assert note.severity == "info"
     assert "12.4 of 80.0 GiB (15%) on the fullest of 8 GPUs" in note.text
     assert "fewer GPUs" in note.fix
     assert (
         "a MIG slice of 15 GiB"
-        in only(with_gpus(healthy(1, 1), memory_used_gib=stats(12.0)), "memory_over_requested").fix
+        in single_note(with_gpus(healthy(1, 1), memory_used_gib=stats(12.0)), "memory_over_requested").fix
     )
     one = with_gpu(with_gpus(healthy(), memory_used_gib=stats(12.0)), "n1", 0, memory_used_gib=stats(70.0))
     assert codes(one, info=True) == ["energy", "power_limited"]
@@ -111,10 +111,10 @@ def test_host_memory_and_cores_over_requested() -> None:
     found = healthy()
     small = ProcessSummary(stats(20.0), stats(2.0), 9)
     found = replace(found, hosts=[replace(h, processes=small) for h in found.hosts])
-    memory, cores = only(found, "host_memory_over_requested"), only(found, "cores_over_requested")
+    memory, cores = single_note(found, "host_memory_over_requested"), single_note(found, "cores_over_requested")
     assert memory.fix == "use --mem=25G, the peak plus 20 %"
     assert cores.fix == "use --cpus-per-gpu=2, the usage plus 20 %"
-    assert "2.0 of the 16 cores" in cores.text
+    assert "2.0 of 16 cores" in cores.text
     whole = replace(found, hosts=[replace(h, cpu_allocated=96, memory_allocated_gib=1024.0) for h in found.hosts])
     assert codes(whole, info=True) == ["energy", "power_limited"], "a whole node has no smaller size"
 
@@ -122,17 +122,19 @@ def test_host_memory_and_cores_over_requested() -> None:
 def test_host_memory_nearly_full() -> None:
     found = healthy(1, 2)
     found = replace(found, hosts=[replace(found.hosts[0], processes=ProcessSummary(stats(126.0), None, 9))])
-    assert only(found, "host_memory_nearly_full").node == "n1"
+    assert single_note(found, "host_memory_nearly_full").node == "n1"
 
 
 def test_gpu_hours() -> None:
     found = healthy()
     waste = Waste(gpu_hours=16.0, wasted_gpu_hours=10.0, by_cause={"lost": 7.0, "startup": 3.0})
-    note = only(replace(found, waste=waste), "gpu_hours_wasted")
+    note = single_note(replace(found, waste=waste), "gpu_hours_wasted")
     assert note.severity == "warning"
     assert note.text == "10.00 of 16.00 GPU-hours (62%) trained nothing: lost steps 7.00, start-up 3.00"
     idle = Waste(gpu_hours=16.0, wasted_gpu_hours=10.0, by_cause={"idle_gpus": 9.0, "startup": 1.0})
-    assert only(replace(found, waste=idle), "gpu_hours_wasted").severity == "info", "each of them has a note already"
+    assert single_note(replace(found, waste=idle), "gpu_hours_wasted").severity == "info", (
+        "each of them has a note already"
+    )
 
 
 def test_lost_work() -> None:
@@ -142,19 +144,19 @@ def test_lost_work() -> None:
 
 
 def test_energy() -> None:
-    assert only(healthy(), "energy").text == "the GPUs used 9.84 kWh, 0.0079 J per token"
+    assert single_note(healthy(), "energy").text == "the GPUs used 9.84 kWh, 0.0079 J per token"
     some = with_gpu(healthy(), "n1", 0, energy_j=None)
-    assert "(7 of 8 GPUs measured)" in only(some, "energy").text
+    assert "(7 of 8 GPUs measured)" in single_note(some, "energy").text
 
 
 def test_recording_problems() -> None:
     found = healthy(1, 2)
     (host,) = found.hosts
-    assert only(replace(found, hosts=[replace(host, agents_max=2)]), "two_agents").node == "n1"
-    stepped = only(replace(found, hosts=[replace(host, clock_steps_s=[0.2, -37.5])]), "clock_stepped")
+    assert single_note(replace(found, hosts=[replace(host, agents_max=2)]), "two_agents").node == "n1"
+    stepped = single_note(replace(found, hosts=[replace(host, clock_steps_s=[0.2, -37.5])]), "clock_stepped")
     assert (stepped.severity, "set 37.5 s back" in stepped.text) == ("info", True)
     assert codes(replace(found, hosts=[replace(host, samples=100)])) == ["low_coverage"]
-    unreadable = only(replace(found, unreadable=[f"f{i}: permission denied" for i in range(9)]), "unreadable")
+    unreadable = single_note(replace(found, unreadable=[f"f{i}: permission denied" for i in range(9)]), "unreadable")
     assert "9 files could not be read" in unreadable.text
     assert "and 3 more" in unreadable.text
 
@@ -162,7 +164,7 @@ def test_recording_problems() -> None:
 def test_unsupported_fields_give_one_note() -> None:
     nulls = dict.fromkeys(("power_w", "energy_j", "temperature_c"), "NOT_SUPPORTED: no")
     found = with_gpus(healthy(), nulls=nulls)
-    assert only(found, "field_missing").text == (
+    assert single_note(found, "field_missing").text == (
         "power_w, energy_j, temperature_c are missing on 8 GPUs (NOT_SUPPORTED: no)"
     )
 
@@ -181,12 +183,12 @@ def test_run_without_samples_gives_reason(changes: dict[str, Any], text: str) ->
     empty: dict[str, Any] = dict.fromkeys(("coverage", "training", "goodput", "waste"))
     lists: dict[str, Any] = {name: [] for name in ("attempts", "gpus", "hosts", "ranks")}
     found = replace(healthy(), window=TimeWindow(None, None), **{**empty, **lists, **changes})
-    assert text in only(found, "no_telemetry").text
+    assert text in single_note(found, "no_telemetry").text
 
 
 def test_out_of_memory() -> None:
     ended = AttemptSummary(1, "7", TimeWindow(T0, T0 + 9), ["n1"], ending="out_of_memory")
-    assert "attempt 1 ran out of memory" in only(replace(healthy(), attempts=[ended]), "out_of_memory").text
+    assert "attempt 1 ran out of memory" in single_note(replace(healthy(), attempts=[ended]), "out_of_memory").text
     assert "memory_nearly_full" in codes(with_gpu(healthy(), "n1", 0, memory_used_gib=Stats(60, 60, 60, 60, 79)))
 
 
@@ -194,7 +196,7 @@ def test_undelivered_alerts() -> None:
     failure = {"event": "alert_not_delivered", "way": "webhook", "to": "https://chat/…", "reason": "404 Not Found"}
     log = [{"t": T0, "host": "n1", **failure}, {"t": T0 + 1, "host": "n2", **failure}]
     log.append({"t": T0 + 2, "host": "n2", **failure, "reason": "no answer in 10 s"})
-    (note,) = (n for n in noted(healthy(), log) if n.code == "alerts_not_delivered")
+    (note,) = (n for n in build_notes(healthy(), log) if n.code == "alerts_not_delivered")
     assert note.severity == "warning"
     assert note.fix
     assert (
@@ -207,18 +209,18 @@ def test_failed_exporter() -> None:
     file = {"event": "exporter_failed", "reason": "/x/a.prom: No space left on device"}
     log = [{"t": T0, "host": "n1", **port}, {"t": T0, "host": "n2", **port}, {"t": T0 + 1, "host": "n1", **file}]
     log.append({"t": T0 + 1, "host": "n1", "event": "exporter_started", "textfile": "/x/b.prom"})
-    found = {n.text: n for n in noted(healthy(), log) if n.code == "exporter_failed"}
+    found = {n.text: n for n in build_notes(healthy(), log) if n.code == "exporter_failed"}
     ports = found["the Prometheus exporter failed on 2 nodes: 127.0.0.1 port 9: Permission denied"]
     assert (ports.severity, ports.fix) == ("warning", "set port to 1024")
     assert found["the Prometheus exporter failed on n1: /x/a.prom: No space left on device"].severity == "warning"
     log.append({"t": T0 + 9, "host": "n1", "event": "exporter_started", "textfile": "/x/a.prom"})
-    again = [n for n in noted(healthy(), log) if "for a while on n1: /x/a.prom" in n.text]
+    again = [n for n in build_notes(healthy(), log) if "for a while on n1: /x/a.prom" in n.text]
     assert [n.severity for n in again] == ["info"]
 
 
 def test_comment_refused_by_slurm() -> None:
     log = [{"t": T0, "host": "n1", "event": "comment_refused", "reason": "Access denied"}] * 2
-    (note,) = (n for n in noted(healthy(), log) if n.code == "comment_refused")
+    (note,) = (n for n in build_notes(healthy(), log) if n.code == "comment_refused")
     assert (note.severity, note.text) == (
         "info",
         "Slurm rejected the job's comment with the metrics: Access denied",

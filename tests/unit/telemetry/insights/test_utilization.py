@@ -13,12 +13,12 @@ from clustertrain.telemetry.report_schema import (
 )
 from tests.unit.telemetry.summaries import (
     T0,
+    build_notes,
     codes,
     healthy,
     host,
     idle,
     in_training,
-    noted,
     replace,
     stats,
     with_gpu,
@@ -45,7 +45,7 @@ def goodput(summary: Summary, **changes: float) -> Summary:
 
 
 def test_waiting_for_data() -> None:
-    (note,) = (n for n in noted(training(low(), data_wait_share=0.42)) if n.severity != "info")
+    (note,) = (n for n in build_notes(training(low(), data_wait_share=0.42)) if n.severity != "info")
     assert (note.code, note.severity, note.uuid) == ("waiting_on_data", "warning", None)
     assert note.text == "the GPUs were busy 35% of the time: training waits for data during 42% of a step"
     assert note.fix is not None
@@ -61,7 +61,7 @@ def test_waiting_for_data_reported_by_ranks() -> None:
 def test_waiting_for_data_with_busy_cores_requests_cores() -> None:
     found = training(low(), data_wait_share=0.42)
     found = replace(found, hosts=[replace(h, cpu_allocated=12) for h in found.hosts])
-    (note,) = (n for n in noted(found) if n.code == "waiting_on_data")
+    (note,) = (n for n in build_notes(found) if n.code == "waiting_on_data")
     assert "100% of the allocated cores busy" in note.text
     assert note.fix is not None
     assert "--cpus-per-gpu" in note.fix
@@ -83,18 +83,18 @@ def test_data_wait_is_reported_with_busy_gpus() -> None:
 )
 def test_time_outside_training(part: str, code: str, word: str) -> None:
     found = goodput(low(), **{part: 3000.0})
-    (note,) = (n for n in noted(found) if n.code == code)
+    (note,) = (n for n in build_notes(found) if n.code == code)
     assert note.severity == "warning"
     assert word in note.text
     assert codes(found) == [code]
-    assert codes(goodput(healthy(), **{part: 3000.0})) == [code], "and it is reported where the GPUs look busy"
+    assert codes(goodput(healthy(), **{part: 3000.0})) == [code], "also reported with busy GPUs"
 
 
 def test_short_job_is_not_blamed_for_startup() -> None:
     found = low()
     assert found.goodput is not None
     short = replace(found.goodput, wall_s=180.0, queue_s=20.0, startup_s=80.0, productive_s=60.0, ratio=0.3)
-    notes = noted(replace(found, goodput=short))
+    notes = build_notes(replace(found, goodput=short))
     assert [(n.severity, n.code) for n in notes if n.code == "startup_dominated"] == [("info", "startup_dominated")]
     assert [n for n in notes if n.severity != "info" and n.code == "low_utilization"] == []
 
@@ -106,7 +106,7 @@ def test_short_job_is_not_blamed_for_checkpoints(part: str, code: str) -> None:
     found = healthy()
     assert found.goodput is not None
     short = replace(found.goodput, wall_s=180.0, queue_s=20.0, **{part: 100.0})
-    (note,) = (n for n in noted(replace(found, goodput=short)) if n.code == code)
+    (note,) = (n for n in build_notes(replace(found, goodput=short)) if n.code == code)
     assert note.severity == "info"
 
 
@@ -119,7 +119,7 @@ def test_millisecond_wait_is_ignored() -> None:
 def test_communication_from_traffic() -> None:
     found = low()
     found = replace(found, hosts=[replace(h, infiniband_bytes_per_s=stats(40e9)) for h in found.hosts])
-    (note,) = (n for n in noted(found) if n.code == "communication_bound")
+    (note,) = (n for n in build_notes(found) if n.code == "communication_bound")
     assert note.text.endswith("waiting for communication, with InfiniBand at 20.0 GB/s per GPU")
     assert codes(found) == ["communication_bound"]
 
@@ -128,7 +128,7 @@ def test_communication_from_waiting_kernels() -> None:
     found = with_gpus(healthy(), sm_activity=stats(0.12), tensor_activity=stats(0.03))
     for g in found.gpus:
         found = in_training(found, g.node, g.index or 0, sm_activity=0.12, tensor_activity=0.03)
-    (note,) = (n for n in noted(found) if n.severity != "info")
+    (note,) = (n for n in build_notes(found) if n.severity != "info")
     assert note.code == "communication_bound"
     assert "utilization 97%, 12% of the multiprocessors active, tensor cores active 3%" in note.text
     single_gpu = with_gpus(healthy(1, 1), sm_activity=stats(0.12), phases={})
@@ -138,7 +138,7 @@ def test_communication_from_waiting_kernels() -> None:
 def test_single_measured_gpu_is_not_working_alone() -> None:
     three = with_gpus(healthy(1, 3), sm_activity=None, tensor_activity=None, utilization=None, phases={})
     one_measured = with_gpu(three, "n1", 0, sm_activity=stats(0.12), utilization=stats(0.97))
-    (note,) = (n for n in noted(one_measured) if n.severity == "warning")
+    (note,) = (n for n in build_notes(one_measured) if n.severity == "warning")
     assert note.code == "communication_bound"
     assert "do little (1 of 3 measured)" in note.text
     others_idle = idle(idle(with_gpu(one_measured, "n1", 0, phases={}), "n1", 1), "n1", 2)
@@ -149,7 +149,7 @@ def test_power_is_used_without_gpm() -> None:
     found = with_gpus(healthy(), sm_activity=None, tensor_activity=None, phases={}, power_w=stats(230.0))
     assert codes(found) == ["communication_bound"]
     assert codes(with_gpus(found, power_w=stats(500.0))) == []
-    assert codes(with_gpus(found, power_limit_w=None)) == [], "without the limit nobody knows"
+    assert codes(with_gpus(found, power_limit_w=None)) == [], "unknown without the limit"
 
 
 def hung(gpu: GpuSummary) -> GpuSummary:
@@ -174,29 +174,29 @@ def nothing_done(summary: Summary) -> Summary:
 
 def test_hung() -> None:
     found = nothing_done(replace(healthy(), gpus=[hung(g) for g in healthy().gpus]))
-    (note,) = (n for n in noted(found) if n.severity != "info")
+    (note,) = (n for n in build_notes(found) if n.severity != "info")
     assert (note.severity, note.code) == ("critical", "hung")
     assert note.text == (
         "8 GPUs hung: no step was done, and utilization 100%, tensor cores active 0%, power at 19% of the limit"
     )
     young = replace(found, gpus=[replace(g, samples=100) for g in found.gpus])
-    assert codes(young) == [], "a compilation looks alike at first"
+    assert codes(young) == [], "a compilation looks the same at first"
 
 
 def test_attempt_ended_by_hang() -> None:
     found = replace(healthy(), attempts=[AttemptSummary(2, "4711", TimeWindow(T0, T0 + 9), ["n1"], ending="hang")])
-    assert [(n.severity, n.text) for n in noted(found) if n.code == "hung"] == [
+    assert [(n.severity, n.text) for n in build_notes(found) if n.code == "hung"] == [
         ("critical", "attempt 2 ended because steps stopped")
     ]
 
 
 def test_unknown_cause_lists_excluded_ones() -> None:
-    (note,) = (n for n in noted(low()) if n.severity != "info")
+    (note,) = (n for n in build_notes(low()) if n.severity != "info")
     assert note.code == "low_utilization"
     assert "data, checkpoints, evaluation and start-up are not the cause" in note.text
     bare = replace(with_gpus(low(), phases={}), training=None, goodput=None, waste=None, ranks=[])
-    (note,) = (n for n in noted(bare) if n.severity != "info")
-    assert note.text.endswith("nothing that was recorded says why")
+    (note,) = (n for n in build_notes(bare) if n.severity != "info")
+    assert note.text.endswith("the recorded data does not show the cause")
 
 
 def test_few_low_gpus_are_named() -> None:
@@ -205,7 +205,7 @@ def test_few_low_gpus_are_named() -> None:
         found,
         gpus=[replace(g, utilization=stats(0.1), phases={}) if g.node == "n1" else g for g in found.gpus],
     )
-    assert [(n.node, n.rank) for n in noted(found) if n.severity == "warning"] == [("n1", 0), ("n1", 1)]
+    assert [(n.node, n.rank) for n in build_notes(found) if n.severity == "warning"] == [("n1", 0), ("n1", 1)]
 
 
 def test_rules_are_independent() -> None:

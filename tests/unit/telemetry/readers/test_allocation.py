@@ -13,7 +13,7 @@ def node(count: int, *, minors: list[int | None] | None = None) -> list[Device]:
     return [Device(f"GPU-{i}aaa-bbb", index=i, minor=(minors or list(range(count)))[i]) for i in range(count)]
 
 
-def chosen(environ: dict[str, str], devices: list[Device]) -> list[int | None]:
+def allocated_indices(environ: dict[str, str], devices: list[Device]) -> list[int | None]:
     found = find_allocation(environ, devices).devices
     assert all(d.reason is None for d in found)
     return [d.index for d in found]
@@ -22,20 +22,20 @@ def chosen(environ: dict[str, str], devices: list[Device]) -> list[int | None]:
 def test_cgroup_renumbers_visible_gpus() -> None:
     """slurm-job-exporter#63: the job's numbers count on the node, NVML's indices in the cgroup."""
     inside = node(2, minors=[4, 5])
-    assert chosen({"SLURM_STEP_GPUS": "4,5", "CUDA_VISIBLE_DEVICES": "0,1"}, inside) == [0, 1]
-    assert chosen({"SLURM_JOB_GPUS": "4,5"}, inside) == [0, 1]
+    assert allocated_indices({"SLURM_STEP_GPUS": "4,5", "CUDA_VISIBLE_DEVICES": "0,1"}, inside) == [0, 1]
+    assert allocated_indices({"SLURM_JOB_GPUS": "4,5"}, inside) == [0, 1]
 
 
 def test_minor_number_differs_from_index() -> None:
     """jobstats#34: boards where /dev/nvidia0 is not NVML's first."""
     crossed = node(4, minors=[2, 3, 0, 1])
-    assert chosen({"SLURM_STEP_GPUS": "0,1"}, crossed) == [2, 3]
+    assert allocated_indices({"SLURM_STEP_GPUS": "0,1"}, crossed) == [2, 3]
 
 
 @pytest.mark.parametrize("value", ["GPU-2aaa-bbb,GPU-0aaa-bbb", "GPU-2,GPU-0", "gpu-2aaa,gpu-0aaa"])
 def test_uuids_take_precedence_in_order(value: str) -> None:
     """slurm-operator#112: Slurm 25.11 names GPUs by UUID; CUDA also accepts prefixes."""
-    assert chosen({"CUDA_VISIBLE_DEVICES": value, "SLURM_STEP_GPUS": "1,3"}, node(4)) == [2, 0]
+    assert allocated_indices({"CUDA_VISIBLE_DEVICES": value, "SLURM_STEP_GPUS": "1,3"}, node(4)) == [2, 0]
 
 
 def test_mig_slices_selected_by_uuid() -> None:
@@ -52,11 +52,11 @@ def test_mig_slices_selected_by_uuid() -> None:
 
 def test_step_gpus_precede_job_gpus() -> None:
     """srun hands the batch host's SLURM_JOB_GPUS to every node."""
-    assert chosen({"SLURM_JOB_GPUS": "0,1", "SLURM_STEP_GPUS": "2,3"}, node(4)) == [2, 3]
+    assert allocated_indices({"SLURM_JOB_GPUS": "0,1", "SLURM_STEP_GPUS": "2,3"}, node(4)) == [2, 3]
 
 
 def test_batch_host_numbers_on_constrained_node() -> None:
-    assert chosen({"SLURM_JOB_GPUS": "0,1"}, node(2, minors=[6, 7])) == [0, 1]
+    assert allocated_indices({"SLURM_JOB_GPUS": "0,1"}, node(2, minors=[6, 7])) == [0, 1]
 
 
 def test_index_used_without_minor_numbers() -> None:
@@ -66,13 +66,13 @@ def test_index_used_without_minor_numbers() -> None:
 
 
 def test_number_ranges() -> None:
-    assert chosen({"SLURM_STEP_GPUS": "0-2,5"}, node(8)) == [0, 1, 2, 5]
+    assert allocated_indices({"SLURM_STEP_GPUS": "0-2,5"}, node(8)) == [0, 1, 2, 5]
 
 
 def test_indices_outside_slurm() -> None:
-    assert chosen({"CUDA_VISIBLE_DEVICES": "3,1"}, node(4)) == [3, 1]
+    assert allocated_indices({"CUDA_VISIBLE_DEVICES": "3,1"}, node(4)) == [3, 1]
     # As many as NVML lists, numbered as on the whole node.
-    assert chosen({"CUDA_VISIBLE_DEVICES": "4,5"}, node(2)) == [0, 1]
+    assert allocated_indices({"CUDA_VISIBLE_DEVICES": "4,5"}, node(2)) == [0, 1]
 
 
 @pytest.mark.parametrize("value", ["", "-1", "NoDevFiles"])
@@ -81,7 +81,7 @@ def test_no_visible_devices(value: str) -> None:
 
 
 def test_all_gpus_without_variables() -> None:
-    assert chosen({}, node(3)) == [0, 1, 2]
+    assert allocated_indices({}, node(3)) == [0, 1, 2]
 
 
 def test_missing_allocated_gpu_is_listed() -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.fakes.nvml.build import Stub
-from tests.unit.telemetry.nvml_asking import steps
+from tests.unit.telemetry.nvml_steps import run_steps
 
 # Four GPUs of a job: one idles, one overheats and one is slow without a reason from the driver.
 LOAD = """
@@ -41,7 +41,7 @@ def test_each_gpu_follows_its_load(nvml_stub: Stub) -> None:
     nvml_stub.drive(moment(0))
     moments = (0, 30, 100)
     asked = [step for t in moments for step in (["drive", moment(t)], ["read", "fast"])]
-    start, busy, late = steps(nvml_stub.environ(), *asked)[1::2]
+    start, busy, late = run_steps(nvml_stub.environ(), *asked)[1::2]
     assert all(gpu["utilization"] == 0 for gpu in start.values())
     assert [gpu["utilization"] for gpu in busy.values()] == [0.97, 0, 0.98, 0.99]
     assert [gpu["sm_clock_mhz"] for gpu in busy.values()] == [1980, 345, 1980, 1410]
@@ -56,14 +56,14 @@ def test_energy_is_the_integral_of_power(nvml_stub: Stub) -> None:
     """Energy follows from the whole file, regardless of readings in between."""
     ramp = "device 0 uuid GPU-a\ndevice 0 power 100000\nat 0 power 10 300000\nramp 0 power 30 500000\n"
     nvml_stub.drive(f"start {time.time() - 40}\n{ramp}")
-    (first,) = steps(nvml_stub.environ(), ["read", "fast"])
+    (first,) = run_steps(nvml_stub.environ(), ["read", "fast"])
     assert first["GPU-a"]["energy_j"] == pytest.approx(10 * 100 + 20 * 400 + 10 * 500, rel=0.1)
 
 
 def test_counter_continues_after_file_change(nvml_stub: Stub) -> None:
     nvml_stub.drive(f"start {time.time() - 100}\ndevice 0 pcie_tx_rate 1e9\n")
     later = f"start {time.time() - 10}\ndevice 0 pcie_tx_rate 2e9\n"
-    before, _, after = steps(nvml_stub.environ(), ["read", "fast"], ["drive", later], ["read", "fast"])
+    before, _, after = run_steps(nvml_stub.environ(), ["read", "fast"], ["drive", later], ["read", "fast"])
     (a,), (b,) = before.values(), after.values()
     assert a["pcie_tx_bytes"] == pytest.approx(1e11, rel=0.1)
     assert b["pcie_tx_bytes"] - a["pcie_tx_bytes"] == pytest.approx(2e10, rel=0.5)
@@ -77,7 +77,7 @@ def test_gpu_lost_and_recovered(nvml_stub: Stub) -> None:
 
     nvml_stub.drive(f"start {time.time()}\n{lost}")
     read = ["read", "fast"]
-    found = steps(
+    found = run_steps(
         nvml_stub.environ(), read, at(70), read, ["read", "slow"], ["wait", 6], read, at(100), ["wait", 11], read
     )
     well, gone, gone_slowly, still, back = found[0], found[2], found[3], found[5], found[8]
@@ -91,13 +91,13 @@ def test_gpu_lost_and_recovered(nvml_stub: Stub) -> None:
 def test_activity_is_mean_since_last_reading(nvml_stub: Stub) -> None:
     nvml_stub.drive("device 0 uuid GPU-a\ndevice 0 sm_activity 80\ndevice 0 tensor_activity 40\n")
     read = ["read", "fast"]
-    first, second, soon, left = steps(nvml_stub.environ(), read, ["read-until", "sm_activity"], read, ["close"])
+    first, second, soon, left = run_steps(nvml_stub.environ(), read, ["read-until", "sm_activity"], read, ["close"])
     assert first["GPU-a"]["sm_activity"] == "NO_DATA: a mean needs two samples"
     activity = [second["GPU-a"][name] for name in ("sm_activity", "tensor_activity", "dram_activity")]
     assert activity == pytest.approx([0.8, 0.4, 0.0], abs=0.01)
     # Within 0.1 s the last means are kept: a shorter interval would be wrong (NVIDIA/DCGM#310).
     assert soon["GPU-a"]["sm_activity"] == pytest.approx(0.8, abs=0.01)
-    assert left == 0, "samples of NVML's that nobody has freed"
+    assert left == 0, "NVML samples were not freed"
 
 
 def test_slice_has_activity_of_its_instance(nvml_stub: Stub) -> None:
@@ -115,7 +115,7 @@ def test_slice_has_activity_of_its_instance(nvml_stub: Stub) -> None:
         device 2 gpu_instance 5
         device 2 gpm 1
     """)
-    found, left = steps(nvml_stub.environ(), ["read-until", "sm_activity"], ["close"])
+    found, left = run_steps(nvml_stub.environ(), ["read-until", "sm_activity"], ["close"])
     assert list(found) == ["MIG-x", "MIG-y"]
     assert (found["MIG-x"]["utilization"], found["MIG-x"]["sm_activity"]) == pytest.approx((0.75, 0.5), abs=0.01)
     assert (found["MIG-y"]["utilization"], found["MIG-y"]["sm_activity"]) == (0.0, 0.0)
@@ -125,7 +125,7 @@ def test_slice_has_activity_of_its_instance(nvml_stub: Stub) -> None:
 def test_nvml_is_reopened(nvml_stub: Stub) -> None:
     well = "device 0 uuid GPU-a\ndevice 0 sm_activity 80\n"
     nvml_stub.drive(well)
-    found = steps(
+    found = run_steps(
         nvml_stub.environ(),
         ["read-until", "sm_activity"],
         ["drive", well + "fail 0 * 1\n"],

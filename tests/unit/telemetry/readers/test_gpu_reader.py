@@ -106,7 +106,7 @@ def test_lost_gpu_recovers() -> None:
     calls = len(door.asked)
     time.now += 1
     assert gpu.read() is None
-    assert len(door.asked) == calls, "a lost GPU is not asked at every sample"
+    assert len(door.asked) == calls, "a lost GPU is not queried at every sample"
     door.gone = False
     time.now += 5
     assert values(gpu) == [0.5] * len(FIELDS)

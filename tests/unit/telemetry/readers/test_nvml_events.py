@@ -9,7 +9,7 @@ import pytest
 from clustertrain.telemetry import xids
 from clustertrain.telemetry.readers.nvml_events import EventRateLimiter, GpuEvent, GpuEventType
 from tests.fakes.nvml.build import Stub
-from tests.unit.telemetry.nvml_asking import steps
+from tests.unit.telemetry.nvml_steps import run_steps
 
 TWO = "device 0 uuid GPU-a\ndevice 1 uuid GPU-b\n"
 
@@ -22,7 +22,7 @@ def test_every_occurrence_counts(nvml_stub: Stub) -> None:
     """dcgm-exporter#500, #190: a gauge with the last XID hides repetitions."""
     nvml_stub.drive(TWO)
     happened = TWO + "event 1 0 xid 79\n" + "event 0 0 xid 31\n" * 3 + "event 0 0 sbe\nevent 1 0 dbe\n"
-    listening, quiet, _, found, after, _, again = steps(
+    listening, quiet, _, found, after, _, again = run_steps(
         nvml_stub.environ(),
         ["listen"],
         ["poll"],
@@ -46,12 +46,12 @@ def test_every_occurrence_counts(nvml_stub: Stub) -> None:
 
 def test_driver_without_events_gives_reason(nvml_stub: Stub) -> None:
     nvml_stub.drive(TWO + "device 0 events 0\nfail 1 nvmlDeviceRegisterEvents 4\n")
-    listening, found = steps(nvml_stub.environ(), ["listen"], ["poll"])
+    listening, found = run_steps(nvml_stub.environ(), ["listen"], ["poll"])
     assert listening["GPU-a"].startswith("NOT_SUPPORTED: the driver reports no error events")
     assert listening["GPU-b"].startswith("NO_PERMISSION")
     assert found == [listening]
     nvml_stub.drive(TWO + "fail * nvmlEventSetCreate 13\n")
-    listening, found = steps(nvml_stub.environ(), ["listen"], ["poll"])
+    listening, found = run_steps(nvml_stub.environ(), ["listen"], ["poll"])
     assert listening == dict.fromkeys(["GPU-a", "GPU-b"], "FUNCTION_NOT_FOUND: the driver is too old")
     assert found == [listening]
 
@@ -59,14 +59,14 @@ def test_driver_without_events_gives_reason(nvml_stub: Stub) -> None:
 def test_driver_with_only_xids(nvml_stub: Stub) -> None:
     nvml_stub.drive("device 0 uuid GPU-a\ndevice 0 events 8\n")
     happened = "device 0 uuid GPU-a\ndevice 0 events 8\nevent 0 0 xid 48\nevent 0 0 dbe\n"
-    *_, found = steps(nvml_stub.environ(), ["listen"], ["drive", happened], ["poll"])
+    *_, found = run_steps(nvml_stub.environ(), ["listen"], ["drive", happened], ["poll"])
     assert short(found) == [("GPU-a", "xid", 48, 1)]
 
 
 def test_lost_gpu_does_not_silence_others(nvml_stub: Stub) -> None:
     nvml_stub.drive(TWO)
     lost = TWO + "fail 0 * 15\n"
-    *_, stumbled, _, found = steps(
+    *_, stumbled, _, found = run_steps(
         nvml_stub.environ(),
         ["listen"],
         ["drive", lost],
@@ -84,7 +84,7 @@ def test_mig_events_reach_affected_slices(nvml_stub: Stub) -> None:
     nvml_stub.drive(board)
     env = nvml_stub.environ(CUDA_VISIBLE_DEVICES="MIG-1,MIG-2")
     happened = board + "event 2 0 xid 94\nevent 3 0 xid 31\nevent 0 0 xid 79\n"
-    *_, found = steps(env, ["listen"], ["drive", happened], ["poll"])
+    *_, found = run_steps(env, ["listen"], ["drive", happened], ["poll"])
     # MIG-3 belongs to another job; an event of the board affects all slices.
     assert short(found) == [("MIG-2", "xid", 94, 1), ("MIG-1", "xid", 79, 1), ("MIG-2", "xid", 79, 1)]
 

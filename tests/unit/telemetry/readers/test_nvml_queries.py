@@ -9,7 +9,7 @@ import pytest
 from clustertrain.telemetry.readers.nvml_gpm import METRICS
 from clustertrain.telemetry.readers.nvml_queries import decode_throttle_reasons
 from tests.fakes.nvml.build import Stub
-from tests.unit.telemetry.nvml_asking import steps
+from tests.unit.telemetry.nvml_steps import run_steps
 
 CODES = {
     1: "UNINITIALIZED",
@@ -25,9 +25,9 @@ CODES = {
 }
 
 
-def ask(env: dict[str, str]) -> dict[str, Any]:
+def read_all(env: dict[str, str]) -> dict[str, Any]:
     """Return the devices and one reading of all their fields."""
-    found = steps(env, ["devices"], ["read", "fast"], ["read", "slow"])
+    found = run_steps(env, ["devices"], ["read", "fast"], ["read", "slow"])
     if isinstance(found, dict):
         return found
     about, fast, slow = found
@@ -67,7 +67,7 @@ def test_all_fields_in_expected_units(nvml_stub: Stub) -> None:
         device 0 pcie_replays 9
         device 0 gpm 1
     """)
-    found = ask(nvml_stub.environ())
+    found = read_all(nvml_stub.environ())
     assert found["driver"] == "575.57.08"
     (device,) = found["devices"]
     assert device["uuid"] == "GPU-a"
@@ -123,7 +123,7 @@ def test_old_driver_without_newer_calls(nvml_stub: Stub) -> None:
         device 0 energy 5000
         device 0 processes 2
     """)
-    found = ask(nvml_stub.environ())
+    found = read_all(nvml_stub.environ())
     assert found["devices"][0]["memory_includes_reserved"] is True
     assert found["values"]["GPU-a"]["memory_used_bytes"] == 1024
     values = found["values"]["GPU-a"]
@@ -146,7 +146,7 @@ def test_failure_gives_reason_not_zero(nvml_stub: Stub) -> None:
         fail 1 * 15
         device 2 uuid GPU-c
     """)
-    found = ask(nvml_stub.environ())
+    found = read_all(nvml_stub.environ())
     values = found["values"]["GPU-a"]
     assert values["utilization"].startswith("IMPLAUSIBLE")
     assert values["power_w"].startswith("NOT_SUPPORTED")
@@ -168,7 +168,7 @@ def test_error_code_affects_only_its_field(nvml_stub: Stub) -> None:
             for c in CODES
         )
     )
-    found = ask(nvml_stub.environ())["values"]
+    found = read_all(nvml_stub.environ())["values"]
     assert len(found) == len(CODES)
     for code, name in CODES.items():
         values = found[f"GPU-{code}"]
@@ -186,7 +186,7 @@ def test_driver_without_support_gives_only_reasons(nvml_stub: Stub, code: int) -
     calls += ["nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetRemappedRows"]
     calls += ["nvmlDeviceGetPcieReplayCounter", "nvmlDeviceGetNvLinkState", "nvmlGpmQueryDeviceSupport"]
     nvml_stub.drive("device 0 uuid GPU-a\n" + "".join(f"fail * {name} {code}\n" for name in calls))
-    values = ask(nvml_stub.environ())["values"]["GPU-a"]
+    values = read_all(nvml_stub.environ())["values"]["GPU-a"]
     assert {name for name, v in values.items() if str(v).startswith(CODES[code])} == set(values)
 
 
@@ -195,7 +195,7 @@ def test_blank_values_are_rejected(nvml_stub: Stub) -> None:
     keys = ("utilization", "memory_busy", "memory_used", "power", "energy", "temperature", "sm_clock", "processes")
     drive = "".join(f"device 0 {key} 1.4e16\n" for key in keys if key != "processes")
     nvml_stub.drive(drive + "device 0 pcie_tx 9223372036854775792\ndevice 0 reasons 0\n")
-    (values,) = ask(nvml_stub.environ())["values"].values()
+    (values,) = read_all(nvml_stub.environ())["values"].values()
     bad = {name for name, value in values.items() if str(value).startswith("IMPLAUSIBLE")}
     assert bad == {
         "utilization",
@@ -217,21 +217,21 @@ def test_nvlink5_uses_other_field_ids(nvml_stub: Stub) -> None:
         device 0 nvlink_rx 2000
         device 0 nvlink_errors 3
     """)
-    (values,) = ask(nvml_stub.environ())["values"].values()
+    (values,) = read_all(nvml_stub.environ())["values"].values()
     assert (values["nvlink_tx_bytes"], values["nvlink_rx_bytes"], values["nvlink_errors"]) == (1000, 2000, 3)
 
 
 def test_implausible_values_are_rejected(nvml_stub: Stub) -> None:
     """A 32-bit byte counter overflows within a second, and no memory is at 0 °C (rezolus#1196)."""
     nvml_stub.drive("device 0 narrow 1\ndevice 0 pcie_tx 123456789012\ndevice 0 memory_temperature 0\n")
-    (values,) = ask(nvml_stub.environ())["values"].values()
+    (values,) = read_all(nvml_stub.environ())["values"].values()
     assert values["pcie_tx_bytes"].startswith("NOT_SUPPORTED: the driver's 32-bit counter")
     assert values["memory_temperature_c"].startswith("NOT_SUPPORTED: the driver returned 0 °C")
 
 
 def test_gpu_without_nvlink_and_gpm(nvml_stub: Stub) -> None:
     nvml_stub.drive("device 0 uuid GPU-a\n")
-    (values,) = ask(nvml_stub.environ())["values"].values()
+    (values,) = read_all(nvml_stub.environ())["values"].values()
     missing = {name: v for name, v in values.items() if isinstance(v, str)}
     activities = {"sm_activity", "tensor_activity", "dram_activity"}
     assert set(missing) == {"nvlink_tx_bytes", "nvlink_rx_bytes", "nvlinks_active", "nvlink_errors"} | activities
@@ -264,7 +264,7 @@ def test_mig_slices(nvml_stub: Stub) -> None:
         device 1 memory_used 2048
         device 1 processes 1
     """)
-    found = ask(nvml_stub.environ())
+    found = read_all(nvml_stub.environ())
     assert [(d["uuid"], d["parent"]) for d in found["devices"]] == [("GPU-a", None), ("MIG-x", "GPU-a")]
     assert found["values"]["MIG-x"]["memory_used_bytes"] == 2048
     values = found["values"]["MIG-x"]
@@ -275,27 +275,27 @@ def test_mig_slices(nvml_stub: Stub) -> None:
 
 def test_slices_named_by_uuid_are_read(nvml_stub: Stub) -> None:
     nvml_stub.drive("device 0 uuid GPU-a\ndevice 1 uuid MIG-x\ndevice 1 parent 0\ndevice 2 uuid GPU-b\n")
-    found = ask(nvml_stub.environ(CUDA_VISIBLE_DEVICES="GPU-b,MIG-x"))
+    found = read_all(nvml_stub.environ(CUDA_VISIBLE_DEVICES="GPU-b,MIG-x"))
     assert list(found["values"]) == ["GPU-b", "MIG-x"]
 
 
 def test_no_library(nvml_stub: Stub) -> None:
     env = nvml_stub.environ(LD_LIBRARY_PATH=str(nvml_stub.folder / "empty"))
-    reason = ask(env).get("error")
+    reason = read_all(env).get("error")
     if reason is not None:  # a machine with an installed driver finds it
         assert reason == "LIBRARY_NOT_FOUND: libnvidia-ml.so.1 not found: no NVIDIA driver on this machine"
 
 
 def test_no_driver(nvml_stub: Stub) -> None:
     nvml_stub.drive("fail * nvmlInitWithFlags 9")
-    assert ask(nvml_stub.environ())["error"] == "DRIVER_NOT_LOADED: the NVIDIA driver is not loaded"
+    assert read_all(nvml_stub.environ())["error"] == "DRIVER_NOT_LOADED: the NVIDIA driver is not loaded"
 
 
 def test_stub_creates_devices_of_its_host(nvml_stub: Stub) -> None:
     env = nvml_stub.environ(NVML_STUB_FILE=str(nvml_stub.folder / "gpus-of-%h.txt"), NVML_STUB_DEVICES="8")
-    found = ask(env)
+    found = read_all(env)
     assert len({d["uuid"] for d in found["devices"]}) == 8
-    assert found["devices"] == ask(env)["devices"]
+    assert found["devices"] == read_all(env)["devices"]
     assert all(0 < v["utilization"] <= 1 for v in found["values"].values())
     for values in found["values"].values():
         assert {name for name, v in values.items() if isinstance(v, str)} == set(METRICS)  # which need two samples

@@ -21,7 +21,7 @@ except NvmlError as e:
 """
 
 
-def ask(env: dict[str, str]) -> Any:
+def read_topology(env: dict[str, str]) -> Any:
     argv = [sys.executable, "-W", "error", "-c", PROGRAM]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60)
     return json.loads(done.stdout)
@@ -38,7 +38,7 @@ def test_links_and_addresses_in_rank_order(nvml_stub: Stub) -> None:
         device 1 nvlinks 18
         device 1 nvlinks_active 16
     """)
-    found = ask(nvml_stub.environ(CUDA_VISIBLE_DEVICES="GPU-b,GPU-a"))
+    found = read_topology(nvml_stub.environ(CUDA_VISIBLE_DEVICES="GPU-b,GPU-a"))
     name = "NVIDIA H100 80GB HBM3 (stub)"
     assert found == [
         {"index": 1, "name": name, "pci_address": "0000:c3:00.0", "nvlinks_active": 16, "nvlinks_total": 18}
@@ -56,7 +56,7 @@ def test_multi_node_nvlink_domain(nvml_stub: Stub) -> None:
         device 0 cluster 7
         device 0 clique 4
     """)
-    (gpu,) = ask(nvml_stub.environ())
+    (gpu,) = read_topology(nvml_stub.environ())
     assert gpu["nvlink_domain"] == "00" * 15 + "07.4"
 
 
@@ -67,7 +67,7 @@ def test_gpu_without_nvlink_or_driver_support(nvml_stub: Stub) -> None:
         fail 1 nvmlDeviceGetNvLinkState 4
         fail 1 nvmlDeviceGetPciInfo_v3 999
     """)
-    plain, mute = ask(nvml_stub.environ())
+    plain, mute = read_topology(nvml_stub.environ())
     assert (plain["nvlinks_active"], plain["nvlinks_total"], "nvswitch" in plain) == (0, 0, False)
     assert set(mute) == {"index", "name"}
 
@@ -79,10 +79,10 @@ def test_slice_has_address_of_its_gpu(nvml_stub: Stub) -> None:
         device 1 uuid MIG-x
         device 1 parent 0
     """)
-    (gpu,) = ask(nvml_stub.environ(CUDA_VISIBLE_DEVICES="MIG-x"))
+    (gpu,) = read_topology(nvml_stub.environ(CUDA_VISIBLE_DEVICES="MIG-x"))
     assert gpu["pci_address"] == "0000:4e:00.0"
 
 
 def test_missing_driver_raises_with_reason(nvml_stub: Stub) -> None:
     nvml_stub.drive("fail * nvmlInitWithFlags 9")
-    assert ask(nvml_stub.environ()) == "DRIVER_NOT_LOADED: the NVIDIA driver is not loaded"
+    assert read_topology(nvml_stub.environ()) == "DRIVER_NOT_LOADED: the NVIDIA driver is not loaded"

@@ -17,28 +17,28 @@ from clustertrain.telemetry.store.writer import Writer
 from tests.unit.telemetry.recordings import T0, fill, header, record, working
 
 
-def only(node: Path) -> RecordedSegment:
+def open_single_segment(node: Path) -> RecordedSegment:
     (segment,) = open_node(node)
     return segment
 
 
-def everything(node: Path) -> list[object]:
+def read_everything(node: Path) -> list[object]:
     """Return everything that a reader can get from a segment, NaN as None."""
-    segment = only(node)
+    segment = open_single_segment(node)
     found: list[object] = [segment.sample_count, segment.end, segment.failure, segment.reasons(), segment.read_error]
     for frame in (segment.samples(FAST), segment.samples(SLOW, since=T0 + 100, until=T0 + 555)):
-        found.append((frame.t.tolist(), {c: plain(v) for c, v in frame.values.items()}))
+        found.append((frame.t.tolist(), {c: to_plain(v) for c, v in frame.values.items()}))
     for step_s in (*rollup.LEVELS, 120):
         buckets = segment.rollup(step_s)
         tables = (buckets.count, buckets.mean / 1e3, buckets.low, buckets.high)
-        found.append([buckets.t.tolist(), *(plain(np.round(v, 2)) for v in tables)])
+        found.append([buckets.t.tolist(), *(to_plain(np.round(v, 2)) for v in tables)])
     for column, total in segment.totals().items():
         found.append((column, total.count, round(total.sum, 3), total.increase, total.by_phase, total.quantile(0.5)))
-    found.append(plain(np.array(list(segment.newest().values()))))
+    found.append(to_plain(np.array(list(segment.newest().values()))))
     return [str(part) for part in found]
 
 
-def plain(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> object:
+def to_plain(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> object:
     return np.where(np.isnan(values), -1.0, values + 0.0).tolist()
 
 
@@ -71,12 +71,12 @@ def test_compaction_loses_nothing(tmp_path: Path, end: bool) -> None:
         return {} if 300 <= s < 400 else working(s)
 
     folder = record(tmp_path, 1000, values=values, end=end)
-    before = everything(tmp_path)
+    before = read_everything(tmp_path)
     assert compact.compact(folder, ended=True) == "compacted"
-    assert everything(tmp_path) == before
+    assert read_everything(tmp_path) == before
     assert names(folder) == DONE
     assert compact.compact(folder) == "nothing to do"
-    assert everything(tmp_path) == before
+    assert read_everything(tmp_path) == before
 
 
 def test_parquet_is_readable_by_other_tools(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_killed_compaction_is_readable_and_completed(
 ) -> None:
     """Compaction is killed before each change of the folder, in turn."""
     folder = record(tmp_path / "n1", 700, end=end, flush=70)
-    before = everything(tmp_path / "n1")
+    before = read_everything(tmp_path / "n1")
     original = {p: p.read_bytes() for p in folder.iterdir()}
     for survived in range(100):
         for path in folder.iterdir():
@@ -121,9 +121,9 @@ def test_killed_compaction_is_readable_and_completed(
                 break
             except _Killed:
                 pass
-        assert everything(tmp_path / "n1") == before, survived
+        assert read_everything(tmp_path / "n1") == before, survived
         compact.compact(folder, ended=True)
-        assert everything(tmp_path / "n1") == before, survived
+        assert read_everything(tmp_path / "n1") == before, survived
         assert names(folder) == DONE, survived
     assert survived > 8
 
@@ -154,7 +154,7 @@ def _kill_after(patch: pytest.MonkeyPatch, changes: int) -> None:
 
 def test_verification_detects_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = record(tmp_path, 100)
-    before = everything(tmp_path)
+    before = read_everything(tmp_path)
     real = parquet._group
 
     def flipped(file: object, i: int, columns: list[str]) -> tuple[object, object]:
@@ -166,7 +166,7 @@ def test_verification_detects_difference(tmp_path: Path, monkeypatch: pytest.Mon
         patch.setattr(parquet, "_group", flipped)
         with pytest.raises(ValueError, match="verification failed"):
             compact.compact(folder)
-    assert everything(tmp_path) == before
+    assert read_everything(tmp_path) == before
     assert (folder / jsonl_blocks.NAME).exists()
     assert compact.compact(folder) == "compacted"
 
@@ -182,24 +182,24 @@ def test_open_segment_is_skipped(tmp_path: Path) -> None:
 
 def test_existing_reader_continues(tmp_path: Path) -> None:
     folder = record(tmp_path, 700, end=False)
-    before = everything(tmp_path)
+    before = read_everything(tmp_path)
     (early,) = open_node(tmp_path)
     assert early.sample_count == 700
     compact.compact(folder, ended=True)
     assert (len(early.samples(FAST)), len(early.rollup(60)), early.read_error) == (700, 12, None)
     assert early.totals()["gpu0.power_w"].count == 700
-    assert everything(tmp_path) == before
+    assert read_everything(tmp_path) == before
 
 
 def test_only_row_groups_in_window_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compact, "_ROWS", 100)
     folder = record(tmp_path, 1000)
-    before = only(tmp_path).samples(FAST, since=T0 + 450, until=T0 + 455)
+    before = open_single_segment(tmp_path).samples(FAST, since=T0 + 450, until=T0 + 455)
     compact.compact(folder)
     assert pq.ParquetFile(folder / "fast.parquet").num_row_groups == 10
-    after = only(tmp_path).samples(FAST, since=T0 + 450, until=T0 + 455)
+    after = open_single_segment(tmp_path).samples(FAST, since=T0 + 450, until=T0 + 455)
     assert after.t.tolist() == before.t.tolist() == [T0 + s for s in range(450, 455)]
-    assert {c: plain(v) for c, v in after.values.items()} == {c: plain(v) for c, v in before.values.items()}
+    assert {c: to_plain(v) for c, v in after.values.items()} == {c: to_plain(v) for c, v in before.values.items()}
 
 
 @pytest.mark.parametrize("name", ["fast.parquet", "rollup-60.packed", totals.NAME])
@@ -208,7 +208,7 @@ def test_damage_after_compaction_is_local(tmp_path: Path, name: str) -> None:
     compact.compact(folder)
     data = (folder / name).read_bytes()
     (folder / name).write_bytes(data[: len(data) // 2])
-    segment = only(tmp_path)
+    segment = open_single_segment(tmp_path)
     got = (len(segment.samples(FAST)), len(segment.rollup(60)), segment.totals()["gpu0.power_w"].count)
     right = {"fast.parquet": (0, 5, 300), "rollup-60.packed": (300, 0, 300), totals.NAME: (300, 5, 300)}
     assert got == right[name]
@@ -226,4 +226,4 @@ def test_command_line(tmp_path: Path) -> None:
     assert done.stdout.count(": compacted") == 2
     assert str(bad) in done.stderr
     assert "Traceback" not in done.stderr
-    assert [only(tmp_path / n).sample_count for n in ("n1", "n2")] == [20, 20]
+    assert [open_single_segment(tmp_path / n).sample_count for n in ("n1", "n2")] == [20, 20]

@@ -20,12 +20,12 @@ def run(tmp_path: Path) -> RunDir:
     return new_run(tmp_path)
 
 
-def note(summary: Summary, code: str) -> Insight:
+def find_note(summary: Summary, code: str) -> Insight:
     (found,) = (n for n in summary.notes if n.code == code)
     return found
 
 
-def warnings(summary: Summary) -> list[str]:
+def warning_codes(summary: Summary) -> list[str]:
     return [n.code for n in summary.notes if n.severity != "info"]
 
 
@@ -44,16 +44,16 @@ def test_missing_agent_lowers_coverage(run: RunDir, monkeypatch: pytest.MonkeyPa
     found = summarize(run)
     assert [(g.node, g.samples, g.expected) for g in found.gpus] == [("n1", 100, 101), ("n2", 20, 101)]
     assert found.coverage == pytest.approx(0.594, abs=0.001)
-    gone = note(found, "agent_gone")
+    gone = find_note(found, "agent_gone")
     assert (gone.severity, gone.node) == ("critical", "n2")
     assert "was silent for the last 81 s" in gone.text
-    assert warnings(found) == ["agent_gone"]
+    assert warning_codes(found) == ["agent_gone"]
 
 
 def test_ended_node_is_not_silent(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = two_nodes(run, monkeypatch, killed=False)
     event(attempt, "ended", "n1", T0 + 400, ending="completed", reason="all ranks completed")
-    assert warnings(summarize(run)) == []
+    assert warning_codes(summarize(run)) == []
 
 
 def test_disabled_telemetry_gives_no_warning(run: RunDir) -> None:
@@ -63,8 +63,8 @@ def test_disabled_telemetry_gives_no_warning(run: RunDir) -> None:
     event(attempt, "ranks_ended", "n1", T0 + 60, ending="completed", exit_code=0)
     found = summarize(run)
     assert (found.enabled, found.coverage) == (False, None)
-    assert "the recipe disables telemetry" in note(found, "no_telemetry").text
-    assert warnings(found) == []
+    assert "the recipe disables telemetry" in find_note(found, "no_telemetry").text
+    assert warning_codes(found) == []
 
 
 def recorded(run: RunDir) -> Path:
@@ -77,7 +77,7 @@ def test_truncated_samples_are_reported(run: RunDir) -> None:
     samples.write_bytes(samples.read_bytes()[:-200])
     found = summarize(run)
     assert found.gpus[0].utilization is not None
-    assert "truncated or damaged, only 0 of 100 readable" in note(found, "unreadable").text
+    assert "truncated or damaged, only 0 of 100 readable" in find_note(found, "unreadable").text
 
 
 def test_damaged_totals_are_rebuilt(run: RunDir) -> None:
@@ -93,7 +93,7 @@ def test_garbage_segment_is_reported(run: RunDir) -> None:
         (folder / name).write_bytes(b"garbage" * 100)
     found = summarize(run)
     assert found.gpus[0].samples == 0
-    unreadable_note = note(found, "unreadable")
+    unreadable_note = find_note(found, "unreadable")
     assert "samples: damaged" in unreadable_note.text
     assert "share" not in (unreadable_note.fix or "")
 
@@ -102,7 +102,7 @@ def test_unreadable_node_is_not_called_empty(run: RunDir) -> None:
     folder = recorded(run)
     event(run.attempt(1), "agent_started", "n1", T0, gpus=[])
     (folder / "header.json").write_text("{")
-    assert warnings(summarize(run)) == ["unreadable"]
+    assert warning_codes(summarize(run)) == ["unreadable"]
 
 
 def test_zero_errors_are_not_missing(run: RunDir) -> None:

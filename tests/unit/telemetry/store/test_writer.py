@@ -19,14 +19,14 @@ from clustertrain.telemetry.store.writer import Header, Writer
 from tests.unit.telemetry.recordings import CHECKPOINT, T0, TRAIN, fill, header, record, row, working
 
 
-def only(node: Path) -> RecordedSegment:
+def open_single_segment(node: Path) -> RecordedSegment:
     (segment,) = open_node(node)
     return segment
 
 
 def test_round_trip(tmp_path: Path) -> None:
     record(tmp_path, 130)
-    segment = only(tmp_path)
+    segment = open_single_segment(tmp_path)
     fast, slow = segment.samples(FAST), segment.samples(SLOW)
     assert segment.header == header()
     assert fast.t.tolist() == [T0 + s for s in range(130)]
@@ -38,7 +38,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_read_window_and_columns(tmp_path: Path) -> None:
     record(tmp_path, 200)
-    frame = only(tmp_path).samples(FAST, ["rank0.step", "gpu9.power_w"], since=T0 + 150, until=T0 + 153)
+    frame = open_single_segment(tmp_path).samples(FAST, ["rank0.step", "gpu9.power_w"], since=T0 + 150, until=T0 + 153)
     assert frame.t.tolist() == [T0 + 150, T0 + 151, T0 + 152]
     assert {c: v.tolist() for c, v in frame.values.items()} == {"rank0.step": [75, 75, 76]}
 
@@ -46,7 +46,7 @@ def test_read_window_and_columns(tmp_path: Path) -> None:
 def test_values_keep_sensor_precision(tmp_path: Path) -> None:
     exact = {"gpu0.memory_used_bytes": 2.0**45 + 1, "rank0.tokens": 2.0**50 + 1, "gpu0.utilization": 0.123}
     record(tmp_path, 2, values=lambda s: exact | {"gpu0.power_w": 123.456, "gpu0.sm_clock_mhz": float("inf")})
-    newest = only(tmp_path).newest()
+    newest = open_single_segment(tmp_path).newest()
     assert {c: newest[c] for c in exact} == exact
     assert newest["gpu0.power_w"] == 123.5
     assert np.isnan(newest["gpu0.sm_clock_mhz"])
@@ -63,11 +63,11 @@ def test_segment_is_readable_while_it_grows(tmp_path: Path, monkeypatch: pytest.
     writer.begin(segment_header)
     fill(writer, segment_header, 0, 1000)
     writer.fast(1000, row(segment_header.fast, working(1000)))  # lost in a kill: never flushed
-    segment = only(tmp_path)
+    segment = open_single_segment(tmp_path)
     assert (segment.sample_count, segment.end) == (1000, None)
     monkeypatch.setattr(jsonl_blocks, "read", None)  # the whole file
-    assert only(tmp_path).newest()["gpu0.energy_j"] == 1e6 + 400.0 * 999
-    assert len(only(tmp_path).samples(FAST, since=T0 + 990)) == 10
+    assert open_single_segment(tmp_path).newest()["gpu0.energy_j"] == 1e6 + 400.0 * 999
+    assert len(open_single_segment(tmp_path).samples(FAST, since=T0 + 990)) == 10
     writer.close()
 
 
@@ -75,7 +75,7 @@ def test_segment_is_readable_while_it_grows(tmp_path: Path, monkeypatch: pytest.
 def test_totals_of_killed_segment_match_ended_one(tmp_path: Path, seconds: int) -> None:
     record(tmp_path / "killed", seconds, end=False)
     record(tmp_path / "ended", seconds)
-    killed, ended = only(tmp_path / "killed"), only(tmp_path / "ended")
+    killed, ended = open_single_segment(tmp_path / "killed"), open_single_segment(tmp_path / "ended")
     assert (killed.sample_count, killed.end, ended.end) == (seconds, None, T0 + seconds)
     for step_s in rollup.LEVELS:
         a, b = killed.rollup(step_s), ended.rollup(step_s)
@@ -94,7 +94,7 @@ def test_totals_of_killed_segment_match_ended_one(tmp_path: Path, seconds: int) 
 
 def test_totals_by_phase_and_rates(tmp_path: Path) -> None:
     record(tmp_path, 600)
-    found = only(tmp_path).totals()
+    found = open_single_segment(tmp_path).totals()
     power, energy, step = (found[c] for c in ("gpu0.power_w", "gpu0.energy_j", "rank0.step"))
     values = [working(s)["gpu0.power_w"] for s in range(600)]
     assert (power.count, power.low, power.high) == (600, 130.5, 406.0)
@@ -113,7 +113,7 @@ def test_totals_by_phase_and_rates(tmp_path: Path) -> None:
 
 def test_rollups_match_samples(tmp_path: Path) -> None:
     record(tmp_path, 200)
-    segment = only(tmp_path)
+    segment = open_single_segment(tmp_path)
     found = segment.rollup(60, ["gpu0.utilization", "host.network_rx_bytes", "gpu0.energy_j"])
     assert found.columns == ["gpu0.utilization", "gpu0.energy_j", "host.network_rx_bytes"]
     assert found.count.tolist() == [[60, 59, 5], [60, 60, 6], [60, 60, 6], [20, 20, 2]]
@@ -131,10 +131,10 @@ def test_counter_reset_and_gap(tmp_path: Path) -> None:
         return away | {"rank0.step": float(s if s < 90 else s - 90)}
 
     record(tmp_path, 120, values=values)
-    found = only(tmp_path).totals()
+    found = open_single_segment(tmp_path).totals()
     assert (found["gpu0.energy_j"].increase, found["gpu0.energy_j"].count) == (11_900, 109)
     assert (found["rank0.step"].increase, found["rank0.step"].count) == (89 + 29, 118)
-    assert only(tmp_path).rollup(60).mean[1, header().fast.index("gpu0.energy_j")] == pytest.approx(100)
+    assert open_single_segment(tmp_path).rollup(60).mean[1, header().fast.index("gpu0.energy_j")] == pytest.approx(100)
 
 
 def test_reasons_persist_and_null_is_not_zero(tmp_path: Path) -> None:
@@ -146,10 +146,10 @@ def test_reasons_persist_and_null_is_not_zero(tmp_path: Path) -> None:
     writer.null(75.0, "gpu0.power_w", None)
     writer.flush()
     reasons = {"gpu0.temperature_c": "NOT_SUPPORTED: no", "gpu0.power_w": "GPU_IS_LOST: gone"}
-    assert only(tmp_path).reasons() == reasons
+    assert open_single_segment(tmp_path).reasons() == reasons
     writer.end(80.0, "the driver hung")
     writer.close()
-    segment = only(tmp_path)
+    segment = open_single_segment(tmp_path)
     assert (segment.reasons(), segment.failure) == (reasons, "the driver hung")
 
 
@@ -185,12 +185,12 @@ def test_full_disk_loses_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest
     for _ in range(3):
         with pytest.raises(OSError, match="No space"):
             writer.flush()
-    assert only(tmp_path).samples(FAST).t.tolist() == [T0 + s for s in range(100)]
+    assert open_single_segment(tmp_path).samples(FAST).t.tolist() == [T0 + s for s in range(100)]
     monkeypatch.setattr(os, "pwrite", real)
     fill(writer, segment_header, 200, 260, flush=0)
     writer.end(260.0)
     writer.close()
-    segment = only(tmp_path)
+    segment = open_single_segment(tmp_path)
     assert segment.samples(FAST).t.tolist() == [T0 + s for s in range(260)]
     assert segment.rollup(60).count[:, 0].tolist() == [60, 60, 60, 60, 20]
     assert segment.totals()["gpu0.power_w"].count == 260
@@ -199,8 +199,8 @@ def test_full_disk_loses_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest
 def test_full_disk_bounds_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_MOST_ROWS", 10)
     record(tmp_path, 100, flush=0)
-    assert only(tmp_path).samples(FAST).t.tolist() == [T0 + s for s in range(90, 100)]
-    assert only(tmp_path).totals()["gpu0.power_w"].count == 100
+    assert open_single_segment(tmp_path).samples(FAST).t.tolist() == [T0 + s for s in range(90, 100)]
+    assert open_single_segment(tmp_path).totals()["gpu0.power_w"].count == 100
 
 
 def test_disk_missing_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def test_kill_9_loses_at_most_the_last_flush(tmp_path: Path) -> None:
     flushed += [int(line) for line in child.stdout.read().splitlines()]
     child.wait()
     child.stdout.close()
-    segment = only(tmp_path)
+    segment = open_single_segment(tmp_path)
     frame = segment.samples(FAST)
     assert flushed[-1] <= segment.sample_count <= flushed[-1] + 10
     assert frame.t.tolist() == [T0 + s for s in range(segment.sample_count)]
@@ -263,17 +263,17 @@ def test_truncated_segment_is_read_to_last_flush(tmp_path: Path) -> None:
     for size in range(len(data) + 1):
         (folder / jsonl_blocks.NAME).write_bytes(data[:size])
         whole = 10 * max(0, sum(start <= size for start in starts) - 1)
-        segment = only(tmp_path / "n1")
+        segment = open_single_segment(tmp_path / "n1")
         assert (segment.sample_count, segment.read_error) == (whole, None), size
     for size in starts:
         (folder / jsonl_blocks.NAME).write_bytes(data[:size] + b"\x1f\x8b\x08" + data[5:50] + data[size:])
-        assert only(tmp_path / "n1").sample_count == 30  # damage in between affects nothing else
+        assert open_single_segment(tmp_path / "n1").sample_count == 30  # damage in between affects nothing else
 
 
 @pytest.mark.parametrize("name", [totals.NAME, "rollup-60.bin", "rollup-900.bin"])
 def test_damaged_totals_are_rebuilt_from_samples(tmp_path: Path, name: str) -> None:
     folder = record(tmp_path, 1000, end=False)
-    right = only(tmp_path)
+    right = open_single_segment(tmp_path)
     power, minutes, quarters = right.totals()["gpu0.power_w"], right.rollup(60), right.rollup(900)
     data = (folder / name).read_bytes()
     for damage in (b"", data[: len(data) // 2], data[:-1], bytes(100), None):
@@ -281,7 +281,7 @@ def test_damaged_totals_are_rebuilt_from_samples(tmp_path: Path, name: str) -> N
             (folder / name).unlink()
         else:
             (folder / name).write_bytes(damage)
-        segment = only(tmp_path)
+        segment = open_single_segment(tmp_path)
         assert (segment.sample_count, segment.totals()["gpu0.power_w"].sum) == (1000, pytest.approx(power.sum))
         assert np.array_equal(segment.rollup(60).count, minutes.count)
         assert np.array_equal(segment.rollup(900).count, quarters.count)
@@ -307,7 +307,7 @@ def test_newer_format_is_rejected(tmp_path: Path) -> None:
     folder = record(tmp_path, 5)
     found = json.loads((folder / store.HEADER).read_text()) | {"format": 99}
     (folder / store.HEADER).write_text(json.dumps(found))
-    assert "newer version" in (only(tmp_path).read_error or "")
+    assert "newer version" in (open_single_segment(tmp_path).read_error or "")
 
 
 def test_unreadable_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,14 +317,14 @@ def test_unreadable_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuse(*_: object, **__: object) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    segment = only(tmp_path / "n1")
+    segment = open_single_segment(tmp_path / "n1")
     monkeypatch.setattr(Path, "open", refuse)
     monkeypatch.setattr(os, "open", refuse)
     assert len(segment.samples(FAST)) == 0
     assert "may not read" in (segment.read_error or "")
-    assert "may not read" in (only(tmp_path / "n2").read_error or "")
+    assert "may not read" in (open_single_segment(tmp_path / "n2").read_error or "")
     monkeypatch.setattr(Path, "iterdir", refuse)
-    assert "may not read" in (only(tmp_path / "n2").read_error or "")
+    assert "may not read" in (open_single_segment(tmp_path / "n2").read_error or "")
 
 
 def test_missing_folder_has_no_segments(tmp_path: Path) -> None:

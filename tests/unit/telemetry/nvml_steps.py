@@ -10,11 +10,11 @@ from typing import Any
 from tests.paths import ROOT
 
 
-def steps(env: dict[str, str], *wanted: list[Any]) -> Any:
+def run_steps(env: dict[str, str], *requests: list[Any]) -> Any:
     """Return the result of each step; ``{"error": …}`` if NVML did not open."""
     argv = [sys.executable, "-W", "error", "-m", "tests.unit.telemetry.nvml_child"]
     done = subprocess.run(
-        argv, input=json.dumps(wanted), env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+        argv, input=json.dumps(requests), env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
