@@ -356,5 +356,5 @@ def test_a_module_of_the_users_that_fails_to_import_fails_as_it_does() -> None:
 
 
 def test_data_of_another_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a convnet learns from images"):
+    with pytest.raises(ConfigError, match="a convnet trains on images"):
         made(CONVNET, kind="text")
