@@ -161,7 +161,8 @@ def test_exceeded_budget_warns() -> None:
     asked = ContractSpec(gpu_hours=2.0, wall_hours=10.0)
     (note,) = warnings.budget_warnings(asked, 9.0, 400, 4)  # 1 h on 4 ranks
     assert note == (
-        "400 steps of 9 s on 4 ranks need more than contract.gpu_hours = 2 (4 predicted): the run stops at about step 200, "
+        "400 steps of 9 s on 4 ranks need more than contract.gpu_hours = 2 (4 predicted): the run "
+        "stops at about step 200, "
         "sooner with start-up, evaluations and checkpoints"
     )
     assert warnings.budget_warnings(asked, 9.0, 200, 4) == [] == warnings.budget_warnings(asked, None, 10**9, 4)
