@@ -57,7 +57,7 @@ REFUSED: dict[str, Case] = {
         "pp 8 x virtual_stages 2 = 16 stages",
         "one stage per rank, or --pp 4, or model.layers of at least 14",
     ),
-    "split": ({"pp": 4}, {"parallel": {"split": ("layers.4",)}}, "begin at 3", "name 3 of them"),
+    "split": ({"pp": 4}, {"parallel": {"split": ("layers.4",)}}, "need 3", "give 3 parts"),
     "split-name": ({"pp": 2}, {"parallel": {"split": ("layer.4",)}}, "no part 'layer.4'", "layers.4"),
     "split-order": (
         {"nodes": 1, "gpus": 6, "pp": 3},
@@ -124,19 +124,19 @@ REFUSED: dict[str, Case] = {
         {"pp": 2},
         {"parallel": {"compile": True, "schedule": "zero-bubble"}},
         "parallel.compile with schedule zero-bubble",
-        "leave one",
+        "remove one",
     ),
     "compiled-halves-cpu": (
         {"pp": 2},
         {"parallel": {"compile": True, "schedule": "zbv"}, "train": {"precision": "fp16"}, "device": "cpu"},
         "parallel.compile with schedule zbv",
-        "leave one",
+        "remove one",
     ),
     "compiled-halves-fp8": (
         {"pp": 2},
         {"parallel": {"compile": True, "schedule": "zbv"}, "train": {"precision": "fp8"}},
         "parallel.compile with schedule zbv",
-        "leave one",
+        "remove one",
     ),
     "selective-halves": (
         {"pp": 2},

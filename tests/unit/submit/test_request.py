@@ -135,7 +135,7 @@ def test_patience_beyond_run_end_warns(ask: Prepare) -> None:
     assert said in ask(assignments=(*asked, "evaluation.patience=3")).plan.warnings
     assert ask(assignments=(*asked, "evaluation.patience=2")).plan.warnings == ()
     asked = (*asked, "schedule.kind=plateau")
-    said = "evaluation 3 is the first that can, and the run has 3 evaluations, the last at its end"
+    said = "evaluation 3 is the first that can, but the run has 3 evaluations, the last at its end"
     (note,) = ask(assignments=(*asked, "schedule.patience=1")).plan.warnings
     assert note == f"schedule.patience = 1 never lowers the rate: {said}"
     assert ask(assignments=(*asked, "schedule.patience=1", "evaluation.every=30")).plan.warnings == ()

@@ -81,7 +81,7 @@ def test_plan_describes_groups_and_state() -> None:
 @pytest.mark.parametrize(
     ("optim", "words", "fix"),
     [
-        ({"freeze": ["layer.0"]}, r"optim\.freeze: no module .* fits 'layer\.0'", "layers.0"),
+        ({"freeze": ["layer.0"]}, r"optim\.freeze: no module .* matches 'layer\.0'", "layers.0"),
         ({"lr_scale": {"heed": 2.0}}, r"optim\.lr_scale: .*'heed'", "head"),
         ({"unfreeze": [{"step": 2, "modules": ["embedding"]}]}, r"optim\.unfreeze\.modules: .*'embedding'", "embed"),
         ({"freeze": ["*"]}, "nothing is left to train", "remove a module"),

@@ -107,7 +107,9 @@ def test_custom_loss_may_not_give_deciding_metric() -> None:
         return warnings.model_loss_warnings(build(of, Recipe, "recipe"))
 
     (note,) = noted("validation_accuracy")
-    assert "only if mine:make has no loss of its own" in note and "name 'accuracy' in evaluation.metrics" in note
+    assert (
+        "only if mine:make does not compute its loss itself" in note and "add 'accuracy' to evaluation.metrics" in note
+    )
     assert noted("validation_accuracy", evaluation={"metrics": ["accuracy"]}) == [] == noted("validation_loss")
     assert noted("validation_accuracy", objective={"kind": "cross-entropy"}) == []
 
@@ -146,7 +148,7 @@ def test_bubble_warning_only_for_requested_pipeline() -> None:
 def test_unknown_gpu_may_not_fit() -> None:
     for layout in ("ddp", "auto"):
         made = planned({"nodes": 1, "gpus": 2, "layout": layout}, model=LARGE)
-        assert any("may not fit: " in note and "say --gpu-type" in note for note in made.warnings)
+        assert any("may not fit: " in note and "set --gpu-type" in note for note in made.warnings)
     assert planned({"layout": "ddp"}).warnings == ()
 
 
@@ -159,7 +161,8 @@ def test_exceeded_budget_warns() -> None:
     asked = ContractSpec(gpu_hours=2.0, wall_hours=10.0)
     (note,) = warnings.budget_warnings(asked, 9.0, 400, 4)  # 1 h on 4 ranks
     assert note == (
-        "400 steps of 9 s on 4 ranks need more than contract.gpu_hours = 2 (4 predicted): it stops at about step 200, "
+        "400 steps of 9 s on 4 ranks need more than contract.gpu_hours = 2 (4 predicted): the run "
+        "stops at about step 200, "
         "sooner with start-up, evaluations and checkpoints"
     )
     assert warnings.budget_warnings(asked, 9.0, 200, 4) == [] == warnings.budget_warnings(asked, None, 10**9, 4)

@@ -18,7 +18,7 @@ OWN_MODEL = {"entry": "mine:Net"}
 HELD_OUT = {"validation": 0.1}
 
 
-def told(script: str = "", **tables: Any) -> dict[str, str]:
+def describe(script: str = "", **tables: Any) -> dict[str, str]:
     tables = {"train": {"steps": 200}, **tables}
     own = ScriptSpec(path=script, cwd="/") if script else None
     return plan(RunSpec(recipe=build(tables, Recipe, "recipe"), script=own), ClusterProfile(), "cpu").training
@@ -32,7 +32,7 @@ def test_json_has_all_descriptions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "words"),
+    ("schedule", "expected"),
     [
         ({}, "cosine over 200 steps: up to 0.001 in 4 steps, then down to 0.0001"),
         ({"kind": "linear", "floor": 0.0}, "linear over 200 steps: up to 0.001 in 4 steps, then down to 0"),
@@ -50,17 +50,17 @@ def test_json_has_all_descriptions() -> None:
         ),
     ],
 )
-def test_schedule_description(schedule: dict[str, Any], words: str) -> None:
-    assert told(schedule=schedule, optim={"lr": 1e-3}, data=HELD_OUT)["schedule"] == words
+def test_schedule_description(schedule: dict[str, Any], expected: str) -> None:
+    assert describe(schedule=schedule, optim={"lr": 1e-3}, data=HELD_OUT)["schedule"] == expected
 
 
 @pytest.mark.parametrize(
-    ("tables", "words"),
+    ("tables", "expected"),
     [
         ({}, "cross-entropy"),
         (
             {"objective": {"label_smoothing": 0.1, "ignore_index": -1}},
-            "cross-entropy, label smoothing 0.1, targets of -1 count nothing",
+            "cross-entropy, label smoothing 0.1, targets of -1 are ignored",
         ),
         ({"model": {"kind": "two-tower"}}, "nt-xent, each sample against the others of its group of 8"),
         ({"model": OWN_MODEL}, "the model's loss if it computes one, otherwise cross-entropy"),
@@ -69,18 +69,18 @@ def test_schedule_description(schedule: dict[str, Any], words: str) -> None:
         ({"model": OWN_MODEL, "objective": {"kind": "mse"}}, "mse"),
     ],
 )
-def test_objective_description(tables: dict[str, Any], words: str) -> None:
-    assert told(**tables)["objective"] == words
+def test_objective_description(tables: dict[str, Any], expected: str) -> None:
+    assert describe(**tables)["objective"] == expected
 
 
 def test_model_description() -> None:
-    assert told(model={"kind": "convnet"})["model"].startswith("convnet, ")
-    assert told(model={"preset": "tiny"})["model"] == f"decoder, {ModelSpec().parameters():,} parameters"
-    assert told(model=OWN_MODEL)["model"] == "made by mine:Net"
+    assert describe(model={"kind": "convnet"})["model"].startswith("convnet, ")
+    assert describe(model={"preset": "tiny"})["model"] == f"decoder, {ModelSpec().parameters():,} parameters"
+    assert describe(model=OWN_MODEL)["model"] == "built by mine:Net"
 
 
 @pytest.mark.parametrize(
-    ("optim", "words"),
+    ("optim", "expected"),
     [
         ({}, "global gradient norm at most 1"),
         ({"clip_norm": 0.0}, "none"),
@@ -91,12 +91,12 @@ def test_model_description() -> None:
         ),
     ],
 )
-def test_clipping_description(optim: dict[str, Any], words: str) -> None:
-    assert told(optim=optim)["clipping"] == words
+def test_clipping_description(optim: dict[str, Any], expected: str) -> None:
+    assert describe(optim=optim)["clipping"] == expected
 
 
 @pytest.mark.parametrize(
-    ("tables", "words"),
+    ("tables", "expected"),
     [
         ({}, "none, because data.validation is not set; loss decides, lower is better"),
         (
@@ -113,7 +113,7 @@ def test_clipping_description(optim: dict[str, Any], words: str) -> None:
                 "contract": {"metric": "validation_accuracy", "slices": ["a", "b"]},
             },
             "at the end, on other.npz: loss, accuracy; validation_accuracy decides, higher is better; slices a, b are "
-            "told apart",
+            "reported",
         ),
         (
             {"model": OWN_MODEL, "data": HELD_OUT},
@@ -122,12 +122,12 @@ def test_clipping_description(optim: dict[str, Any], words: str) -> None:
         ),
     ],
 )
-def test_evaluation_description(tables: dict[str, Any], words: str) -> None:
-    assert told(**tables)["evaluation"] == words
+def test_evaluation_description(tables: dict[str, Any], expected: str) -> None:
+    assert describe(**tables)["evaluation"] == expected
 
 
 @pytest.mark.parametrize(
-    ("tables", "words"),
+    ("tables", "expected"),
     [
         ({"model": OWN_MODEL}, "adamw: betas 0.9 and 0.95; weight decay 0.1"),
         ({"model": {"kind": "convnet"}}, "adamw: betas 0.9 and 0.999; weight decay 0.1"),
@@ -139,16 +139,16 @@ def test_evaluation_description(tables: dict[str, Any], words: str) -> None:
         ({"optim": {"name": "muon"}}, "muon: momentum 0.95, betas 0.9 and 0.95; "),
     ],
 )
-def test_optimizer_description_with_unknown_state(tables: dict[str, Any], words: str) -> None:
-    assert told(**tables)["optimizer"].startswith(words)
+def test_optimizer_description_with_unknown_state(tables: dict[str, Any], expected: str) -> None:
+    assert describe(**tables)["optimizer"].startswith(expected)
 
 
 def test_packing_description() -> None:
-    packed = told(data={"kind": "tokens", "path": "/shards", "pack": True, "seq_len": 512})
+    packed = describe(data={"kind": "tokens", "path": "/shards", "pack": True, "seq_len": 512})
     assert "samples of 512 tokens" in packed["data"] and "clustertrain diagnose data" in packed["data"]
-    assert "data" not in told()
+    assert "data" not in describe()
 
 
 def test_script_description() -> None:
-    (line,) = told(script="/home/me/train.py").values()
+    (line,) = describe(script="/home/me/train.py").values()
     assert line.startswith("train.py defines model, data, batch, objective, optimizer, schedule")

@@ -221,4 +221,4 @@ def test_unequal_lengths_give_scaling_warning() -> None:
     assert b.training is not None
     b = replace(b, training=replace(b.training, steps=450))
     text = " ".join(render_text(compare.compare_summaries(healthy(), b), 80).split())
-    assert "8 and 4 GPUs, 9,000 and 450 steps: steps, GPU-hours and the energy of a GPU are of the whole run" in text
+    assert "8 and 4 GPUs, 9,000 and 450 steps: steps, GPU-hours and energy per GPU are totals of the run" in text

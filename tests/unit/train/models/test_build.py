@@ -358,5 +358,5 @@ def test_import_error_inside_an_entry_is_raised_unchanged() -> None:
 
 
 def test_data_of_other_kind_than_the_model_raises() -> None:
-    with pytest.raises(ConfigError, match="a convnet learns from images"):
+    with pytest.raises(ConfigError, match="a convnet trains on images"):
         make_task(CONVNET, kind="text")
