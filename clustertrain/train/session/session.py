@@ -105,6 +105,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
+        """The device of this rank."""
         return get_runtime(self).context.device
 
     @property
@@ -114,6 +115,7 @@ class Session:
 
     @property
     def seed(self) -> int:
+        """The seed of the run."""
         return get_runtime(self).seed
 
     @property
