@@ -34,7 +34,7 @@ Command-line options and `--set table.key=value` win over the file.
 
 A recipe may also have a table `[env]` of environment variables for the ranks, as strings."""
 _PROFILE_INTRO = """A cluster profile is a TOML file, `$XDG_CONFIG_HOME/clustertrain/clusters/NAME.toml`, selected with
-`--cluster NAME`. `clustertrain cluster detect` writes one. Its use: [clusters.md](../clusters.md)."""
+`--cluster NAME`. `clustertrain cluster detect` writes one. Its use: [clusters.md](../guides/clusters.md)."""
 
 StructType = type[msgspec.Struct]
 

@@ -25,7 +25,7 @@ def print_table(rows: Sequence[dict[str, Any]], global_batch: int) -> None:
             _format_number(row["efficiency"], ".0%"),
             _format_number(row["peak_gib"], ".1f") + ("" if row["fits"] is not False else ", DOES NOT FIT"),
         )
-    title = f"global batch {global_batch} at every size; efficiency: tokens/s per GPU relative to the first row"
+    title = f"global batch {global_batch} at every size; efficiency relative to the first row"
     emit(make_console(), title, table)
 
 

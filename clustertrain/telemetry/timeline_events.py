@@ -86,4 +86,4 @@ def _build_gpu_mark(e: event_types.GpuEvent) -> TimelineEvent:
     if e.kind == "xid" and e.xid is not None:
         text = f"XID {e.xid}{repeats} on {_format_gpu(e)}: {xids.lookup_xid(e.xid).name}"
         return TimelineEvent(e.t, "xid", text)
-    return TimelineEvent(e.t, "ecc", f"memory error not corrected{repeats} on {_format_gpu(e)}")
+    return TimelineEvent(e.t, "ecc", f"uncorrected memory error{repeats} on {_format_gpu(e)}")

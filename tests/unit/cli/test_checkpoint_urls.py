@@ -77,7 +77,7 @@ def test_damage_there_is_named(call: Call, root: Path) -> None:
         (["list", "memory://bucket/nothing"], 1, "memory://bucket/nothing does not exist"),
         (["digest", f"{URL}@5"], 1, "no committed checkpoint of step 5; steps there: 3, 6"),
         (["list", "nosuch://bucket/x"], 78, "fsspec does not know the protocol nosuch://"),
-        (["prune", URL, "--keep", "1"], 2, "are deleted by their run"),
+        (["prune", URL, "--keep", "1"], 2, "the run itself deletes remote copies"),
     ],
 )
 def test_what_cannot_be_is_a_sentence(call: Call, root: Path, words: list[str], code: int, said: str) -> None:

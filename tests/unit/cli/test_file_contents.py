@@ -81,7 +81,7 @@ def test_a_header_that_cannot_be(name: str, value: Any, run: RunDir, said: Said)
 def test_a_column_that_is_not_known_is_left_out(flipped: str, run: RunDir, said: Said) -> None:
     header_of(run).write_text(header_of(run).read_text().replace("gpu0.utilization", flipped))
     shown = " ".join(all_read(said, run).split())
-    assert "left out columns" in shown and flipped in shown
+    assert "unknown columns left out" in shown and flipped in shown
     assert "61" in shown  # the temperature is there
 
 

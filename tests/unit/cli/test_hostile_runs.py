@@ -153,7 +153,7 @@ def test_damage_blocks_nothing_and_hides_no_other_run(
         assert call("wait", name).code == 0
         assert call("logs", name).out == "hello\n"
         assert "has already ended: completed" in call("cancel", name).err
-        assert "is complete" in call("requeue", name).err
+        assert "has completed" in call("requeue", name).err
 
 
 @pytest.mark.parametrize("where", ["events", "records", "alert", "folder"])

@@ -90,7 +90,7 @@ def test_every_accepts_steps_durations_and_auto() -> None:
 
 
 def test_every_key_is_documented_with_default() -> None:
-    text = (DOCS / "checkpoints.md").read_text()
+    text = (DOCS / "guides" / "checkpoints.md").read_text()
     for field in msgspec.structs.fields(CheckpointSpec):
         shown = msgspec.json.encode(field.default).decode()
         assert f"| `{field.name}` | `{shown}` |" in text, field.name

@@ -148,4 +148,4 @@ def test_only_python_files_are_scripts(type_: Type, tmp_path: Path) -> None:
 def test_gpu_range_with_too_many_digits_is_refused(type_: Type) -> None:
     for text in ("1-" + "9" * 5000, "9" * 5000, "٣-٤"):
         code, err = type_("plan", "--gpus-range", text)
-        assert code == 2 and "not of the form" in err
+        assert code == 2 and "is not LOW-HIGH" in err

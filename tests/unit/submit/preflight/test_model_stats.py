@@ -81,7 +81,7 @@ def test_trace_uses_planned_step_unless_model_is_split(folder: Path) -> None:
     assert '"step": {"micro_batch": 2, "precision": "bf16"' in (folder / "request").read_text()
     plan = asked(folder, "trace", gpus=4, tp=2).plan
     assert '"step": null' in (folder / "request").read_text()
-    assert any("activations are unknown: a trace is of one process" in w for w in plan.warnings)
+    assert any("activations are unknown: a trace covers one process" in w for w in plan.warnings)
 
 
 def test_decoder_and_script_are_not_traced(tmp_path: Path, fake_slurm: FakeSlurm) -> None:

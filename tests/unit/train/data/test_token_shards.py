@@ -169,10 +169,10 @@ def edit_first_shard(folder: Path, **changed: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"tokens": 35}, "36 tokens, and index.json says 35"),
-        ({"ends": [3, 2]}, "do not end one after the other up to its 36 tokens"),
-        ({"ends": [3, 35]}, "up to its 36 tokens"),
-        ({"ends": "nothing.npy"}, "not the ends of documents"),
+        ({"tokens": 35}, "36 tokens, but index.json lists 35"),
+        ({"ends": [3, 2]}, "document ends must ascend up to the shard's 36 tokens"),
+        ({"ends": [3, 35]}, "up to the shard's 36 tokens"),
+        ({"ends": "nothing.npy"}, "not an array of document ends"),
         ({"file": "../00000.bin"}, "is not a file name"),
         ({"file": "00009.bin"}, "not a shard of tokens"),
         ({"file": "a.txt"}, r"not a \.npy or \.bin file"),

@@ -132,7 +132,7 @@ def test_errors_of_user_code_are_answers(entry: str, message: str) -> None:
         (
             {"contract": {"metric": "validation_accuracy"}, "data": {"validation": 0.1}, "model": VALUED_WITH_LOSS},
             {},
-            "contract.metric = 'validation_accuracy': counted_nets:Judged computes its loss itself",
+            "contract.metric = 'validation_accuracy': counted_nets:ValuedWithLoss computes its loss itself",
         ),
         ({}, {"tp": 2}, "tp 2: Valued has no tp_plan"),
         ({}, {"stages": 2}, "Valued cannot be split into pipeline stages"),
