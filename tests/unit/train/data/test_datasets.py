@@ -130,7 +130,7 @@ def test_model_loss_disables_target_limit() -> None:
 
 
 def test_sequences_longer_than_the_model_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data.seq_len = 32 is more than the model takes: max_seq_len = 16"):
+    with pytest.raises(ConfigError, match=r"data.seq_len = 32 exceeds the model's max_seq_len = 16"):
         make_task(model={"entry": "points_of_mine:SmallModel"}, data={"seq_len": 32, "max_bytes": 10_000})
     with pytest.raises(ConfigError, match=r"data.seq_len = 256 exceeds model.max_seq_len = 128"):
         make_task(model={"max_seq_len": 128})
