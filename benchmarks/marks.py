@@ -18,8 +18,9 @@ from pathlib import Path
 
 from benchmarks import measure
 from clustertrain import fsio
-from clustertrain.run import attempts, measured_speed
-from clustertrain.run.goodput import compute_goodput
+from clustertrain.run import attempts
+from clustertrain.run.accounting import measured_speed
+from clustertrain.run.accounting.goodput import compute_goodput
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train.session.heartbeat import ProgressReporter
 

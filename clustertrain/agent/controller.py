@@ -24,7 +24,8 @@ from clustertrain.agent.signals import Signals
 from clustertrain.agent.startup import claim_run, requeue_or_fail
 from clustertrain.config.job import RunSpec
 from clustertrain.errors import EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, CommandFailed
-from clustertrain.run import attempts, budget, endings, event_types, events
+from clustertrain.run import attempts, endings, event_types, events
+from clustertrain.run.accounting import budget
 from clustertrain.run.events import EventLog
 from clustertrain.run.results import NodeResult, parse_node_result
 from clustertrain.run.run_dir import AttemptDir, RunDir

@@ -291,7 +291,7 @@ def _alive_jobs(backend: Backend, job_ids: Sequence[str]) -> list[str]:
 
 def _check_budget(run: RunDir) -> None:
     """Raise ClusterTrainError if the run's budget is spent, so that it would stop at once."""
-    from clustertrain.run import budget
+    from clustertrain.run.accounting import budget
     from clustertrain.run.run_spec import load_spec
 
     contract = load_spec(run).recipe.contract

@@ -12,8 +12,8 @@ from clustertrain.cli.common import CommandWithSubcommands, find_run, json_optio
 from clustertrain.errors import ClusterTrainError, UsageError
 
 if TYPE_CHECKING:
-    from clustertrain.run.contract_status import ContractStatus
-    from clustertrain.run.goodput import Goodput
+    from clustertrain.run.accounting.contract_status import ContractStatus
+    from clustertrain.run.accounting.goodput import Goodput
     from clustertrain.run.run_dir import RunDir
     from clustertrain.telemetry.analysis.summarize import SummaryRequest
     from clustertrain.telemetry.report_schema import Summary

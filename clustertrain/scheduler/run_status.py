@@ -9,10 +9,11 @@ import msgspec
 
 from clustertrain import clock
 from clustertrain.errors import ClusterTrainError, CommandFailed
-from clustertrain.run import attempts, contract_status, endings, event_types, events, metrics, state
+from clustertrain.run import attempts, endings, event_types, events, metrics, state
+from clustertrain.run.accounting import contract_status
+from clustertrain.run.accounting.contract_status import ContractStatus
+from clustertrain.run.accounting.goodput import Goodput, compute_goodput
 from clustertrain.run.attempts import Attempt
-from clustertrain.run.contract_status import ContractStatus
-from clustertrain.run.goodput import Goodput, compute_goodput
 from clustertrain.run.recipe_hash import load_recipe_hash
 from clustertrain.run.run_dir import RunDir, explain_permission_errors
 from clustertrain.run.run_spec import load_spec

@@ -18,7 +18,8 @@ from clustertrain import fsio, settings
 from clustertrain.config.job import RunSpec
 from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError
 from clustertrain.plan.planner import Plan
-from clustertrain.run import contract_status, run_dir
+from clustertrain.run import run_dir
+from clustertrain.run.accounting import contract_status
 from clustertrain.run.events import EventLog
 from clustertrain.run.recipe_hash import hash_run_spec
 from clustertrain.run.run_dir import RunDir

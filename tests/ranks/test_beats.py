@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from clustertrain import clock, fsio
-from clustertrain.run import attempts, goodput, heartbeat
+from clustertrain.run import attempts, heartbeat
+from clustertrain.run.accounting import goodput
 from clustertrain.run.heartbeat import PHASES, Heartbeat, HeartbeatReader
 from clustertrain.run.run_dir import RunDir
 from tests import runs

@@ -17,7 +17,8 @@ from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.config.parsing.documents import load_toml
 from clustertrain.plan.layout import Layout
-from clustertrain.run import attempts, contract_status, metrics
+from clustertrain.run import attempts, metrics
+from clustertrain.run.accounting import contract_status
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from tests.ranks.rank_pool import SEQ_LEN, Ranks, make_run, write_plan
@@ -122,7 +123,7 @@ def test_what_was_best_is_known_after_a_resume(tmp_path: Path) -> None:
 def spent_after(looks: int) -> None:
     """Setup: the attempt is taken to have cost nothing until rank 0 has looked so often."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    from clustertrain.run.budget import BudgetUsage
+    from clustertrain.run.accounting.budget import BudgetUsage
     from clustertrain.train.session.budget import BudgetTracker
 
     used, seen = BudgetTracker.current_usage, []

@@ -21,7 +21,7 @@ from clustertrain import clock, fsio, settings
 from clustertrain.checkpoint.core.interval import count_failures
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.run import attempts
-from clustertrain.run.goodput import compute_goodput
+from clustertrain.run.accounting.goodput import compute_goodput
 from clustertrain.run.run_dir import RunDir
 from tests import runs
 from tests.harness.chaos.rounds import processes

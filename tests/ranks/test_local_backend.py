@@ -14,7 +14,7 @@ import pytest
 
 from clustertrain import clock, fsio
 from clustertrain.run import metrics
-from clustertrain.run.goodput import TIME_CATEGORIES
+from clustertrain.run.accounting.goodput import TIME_CATEGORIES
 from clustertrain.run.run_dir import RunDir
 from tests import runs
 from tests.ranks.rank_pool import undisturbed

@@ -13,7 +13,8 @@ from clustertrain import clock
 from clustertrain.checkpoint.load import rollback
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.plan.layout import Layout
-from clustertrain.run import attempts, goodput, metrics
+from clustertrain.run import attempts, metrics
+from clustertrain.run.accounting import goodput
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
 from tests.ranks import faulty_data

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from clustertrain.errors import ConfigError
-from clustertrain.run.goodput import TIME_CATEGORIES
+from clustertrain.run.accounting.goodput import TIME_CATEGORIES
 from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry.analysis.settings_diff import ConfigDiff, diff_settings, load_settings
 from clustertrain.telemetry.analysis.summarize import summarize

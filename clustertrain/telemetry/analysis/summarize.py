@@ -12,10 +12,11 @@ from clustertrain import clock, reading, schema
 from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.errors import ClusterTrainError, NotFound, UsageError
 from clustertrain.plan.layout import Layout
-from clustertrain.run import attempts, contract_status, events, json_files, state
+from clustertrain.run import attempts, events, json_files, state
+from clustertrain.run.accounting import contract_status
+from clustertrain.run.accounting.contract_status import ContractStatus
+from clustertrain.run.accounting.goodput import Goodput, TimeRange, compute_goodput
 from clustertrain.run.attempts import Attempt
-from clustertrain.run.contract_status import ContractStatus
-from clustertrain.run.goodput import Goodput, TimeRange, compute_goodput
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.telemetry import insights, timeline_events

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from clustertrain import clock
 from clustertrain.config.contract import ContractSpec
-from clustertrain.run import attempts, budget
-from clustertrain.run.budget import BudgetUsage
+from clustertrain.run import attempts
+from clustertrain.run.accounting import budget
+from clustertrain.run.accounting.budget import BudgetUsage
 from clustertrain.train.core.context import RankContext
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ from clustertrain import fsio
 from clustertrain.config.contract import ContractSpec
 from clustertrain.config.evaluation import EvaluationSpec
 from clustertrain.config.recipe import Recipe
-from clustertrain.run import attempts, budget, contract_status
-from clustertrain.run.budget import BudgetUsage
+from clustertrain.run import attempts
+from clustertrain.run.accounting import budget, contract_status
+from clustertrain.run.accounting.budget import BudgetUsage
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
 from tests.paths import ROOT

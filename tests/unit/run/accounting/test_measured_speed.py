@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from clustertrain import fsio
-from clustertrain.run import measured_speed
-from clustertrain.run.measured_speed import WARM_UP_STEPS, MeasuredSpeed
+from clustertrain.run.accounting import measured_speed
+from clustertrain.run.accounting.measured_speed import WARM_UP_STEPS, MeasuredSpeed
 from clustertrain.run.run_dir import AttemptDir, RunDir
 
 
