@@ -21,7 +21,6 @@ from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.stability import StabilitySpec
-from clustertrain.config.tracking import TrackingSpec
 from docs import reference_pages
 from tests.paths import ROOT
 
