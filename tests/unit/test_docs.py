@@ -15,12 +15,9 @@ import pytest
 
 from clustertrain import proc
 from clustertrain.config.cluster import ClusterProfile
-from clustertrain.config.data import AugmentSpec, DataSpec
 from clustertrain.config.job import JobSpec
-from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
-from clustertrain.config.stability import StabilitySpec
 from docs import reference_pages
 from tests.paths import ROOT
 
@@ -63,14 +60,6 @@ def test_every_page_has_a_place_in_the_navigation() -> None:
     assert set(nav) == {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.name != "README.md"}
 
 
-def test_every_key_of_parallel_is_documented_with_its_default() -> None:
-    text = (ROOT / "docs" / "guides" / "layouts.md").read_text()
-    for field in msgspec.structs.fields(ParallelSpec):
-        value = [] if field.default == () else field.default
-        shown = msgspec.json.encode(value).decode()
-        assert f"| `{field.name}` | `{shown}` |" in text, field.name
-
-
 def test_the_tests_that_the_training_practice_names_are_there() -> None:
     text = (ROOT / "docs" / "reference" / "training-practice.md").read_text()
     named = re.findall(r"`((?:unit|ranks|slurm|gpu)/[\w/]+\.py)(?:::(\w+))?`", text)
@@ -79,20 +68,6 @@ def test_the_tests_that_the_training_practice_names_are_there() -> None:
         path = ROOT / "tests" / file
         assert path.is_file(), file
         assert not test or f"def {test}(" in path.read_text(), f"{file}::{test}"
-
-
-def test_every_key_of_data_is_documented() -> None:
-    text = (ROOT / "docs" / "guides" / "data.md").read_text()
-    keys = {f.name for kind in (DataSpec, AugmentSpec) for f in msgspec.structs.fields(kind)}
-    assert [key for key in sorted(keys) if not re.search(rf"(`|^ *){key}\b", text, re.MULTILINE)] == ["augment"]
-    assert "[data.augment]" in text
-
-
-def test_every_key_of_stability_is_documented_with_its_default() -> None:
-    text = (ROOT / "docs" / "guides" / "stability.md").read_text()
-    for field in msgspec.structs.fields(StabilitySpec):
-        shown = msgspec.json.encode(field.default).decode()
-        assert f"| `{field.name}` | `{shown}` |" in text, field.name
 
 
 def test_sample_cluster_profile_is_valid() -> None:
