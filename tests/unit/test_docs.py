@@ -20,7 +20,6 @@ from clustertrain.config.job import JobSpec
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
-from clustertrain.config.stability import StabilitySpec
 from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.config.tracking import TrackingSpec
 from docs import reference_pages
@@ -102,13 +101,6 @@ def test_every_key_of_data_is_documented() -> None:
     keys = {f.name for kind in (DataSpec, AugmentSpec) for f in msgspec.structs.fields(kind)}
     assert [key for key in sorted(keys) if not re.search(rf"(`|^ *){key}\b", text, re.MULTILINE)] == ["augment"]
     assert "[data.augment]" in text
-
-
-def test_every_key_of_stability_is_documented_with_its_default() -> None:
-    text = (ROOT / "docs" / "guides" / "stability.md").read_text()
-    for field in msgspec.structs.fields(StabilitySpec):
-        shown = msgspec.json.encode(field.default).decode()
-        assert f"| `{field.name}` | `{shown}` |" in text, field.name
 
 
 def test_every_key_of_a_cluster_profile_is_documented() -> None:
