@@ -13,9 +13,6 @@ from clustertrain.config.checkpoint import CheckpointSpec, check_interval, parse
 from clustertrain.config.parsing.documents import build, load_toml, parse_value
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from tests.paths import ROOT
-
-DOCS = ROOT / "docs"
 
 
 def table(**values: Any) -> CheckpointSpec:
@@ -87,10 +84,3 @@ def test_invalid_value_names_key_and_fix(values: dict[str, Any], said: str) -> N
 def test_every_accepts_steps_durations_and_auto() -> None:
     for every in (1, 100, "30s", "auto"):
         check_interval("every", every)
-
-
-def test_every_key_is_documented_with_default() -> None:
-    text = (DOCS / "guides" / "checkpoints.md").read_text()
-    for field in msgspec.structs.fields(CheckpointSpec):
-        shown = msgspec.json.encode(field.default).decode()
-        assert f"| `{field.name}` | `{shown}` |" in text, field.name

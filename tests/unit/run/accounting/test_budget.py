@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from clustertrain import fsio
 from clustertrain.config.contract import ContractSpec
-from clustertrain.config.evaluation import EvaluationSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.run import attempts
 from clustertrain.run.accounting import budget, contract_status
 from clustertrain.run.accounting.budget import BudgetUsage
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
-from tests.paths import ROOT
 
 HOUR = 3600.0
 
@@ -151,12 +148,3 @@ def test_an_evaluation_of_an_attempts_first_step_is_told_before_the_step_and_cou
     log.close()
     found = contract_status.load_contract_status(run, [], None)
     assert found is not None and found.value == 2.0
-
-
-def test_every_key_of_the_tables_is_documented_with_its_default() -> None:
-    text = (ROOT / "docs" / "guides" / "evaluation.md").read_text()
-    for field in msgspec.structs.fields(EvaluationSpec):
-        shown = msgspec.json.encode(field.default).decode()
-        assert f"| `{field.name}` | `{shown}` |" in text, field.name
-    for field in msgspec.structs.fields(ContractSpec):
-        assert f"`{field.name}`" in text, field.name
