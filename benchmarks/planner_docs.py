@@ -1,4 +1,4 @@
-"""What the planner's benchmark writes into docs/explanation/planner.md: tables between two marks, and a picture."""
+"""Writes the planner benchmark's results into docs/explanation/planner.md: tables between two marks, and a picture."""
 
 from __future__ import annotations
 
@@ -16,6 +16,18 @@ PAGE = measure.ROOT / "docs" / "explanation" / "planner.md"
 PICTURE = measure.ROOT / "docs" / "pictures" / "planner.png"
 BEGIN, END = "<!-- begin: written by python -m benchmarks planner -->", "<!-- end -->"
 
+LABELS = {
+    "throughput median": "throughput, median error",
+    "throughput p90": "throughput, 90th percentile",
+    "calibrated median": "calibrated throughput, median error",
+    "calibrated p90": "calibrated throughput, 90th percentile",
+    "memory median": "peak memory, median error",
+    "memory p90": "peak memory, 90th percentile",
+    "fits ran_predicted_not_to_fit_share": "runs that fit: share predicted not to fit",
+    "fits did_not_fit_predicted_share": "runs that did not fit: share predicted not to fit",
+    "sweeps whose best is found (both halves)": "sweeps with a predicted best within 5 % of the best (both halves)",
+    "measured rows that are predicted (both halves)": "measured rows with a prediction (both halves)",
+}
 
 Checked = Sequence[tuple[str, float, str, bool]]  # what, figure, goal, met
 
@@ -32,15 +44,15 @@ def write(these: Sequence[Case], result: Mapping[str, Any], checked: Checked) ->
 def _lines(result: Mapping[str, Any], checked: Checked) -> Iterator[str]:
     yield f"{result['rows']} rows, {result['measured_rows']} of them with a measured throughput."
     yield ""
-    yield "| on the half that judges, where nothing else is said | figure | goal | |"
+    yield "| held-out half (unless marked otherwise) | result | goal | |"
     yield "|---|---|---|---|"
     for what, value, goal, met in checked:
-        yield f"| {what.replace('_', ' ')} | {value:.3f} | {goal} | {'met' if met else '**missed**'} |"
-    for half, title in (("judging", "The half that judges"), ("setting", "The half on which the constants were set")):
+        yield f"| {LABELS.get(what, what)} | {value:.3f} | {goal} | {'met' if met else '**missed**'} |"
+    for half, title in (("judging", "Held-out half"), ("setting", "Fitting half")):
         yield ""
         yield f"### {title}"
         yield ""
-        yield "| | rows | sources | median error | 90th percentile | median of the sources' medians |"
+        yield "| | rows | sources | median error | 90th percentile | median of source medians |"
         yield "|---|---|---|---|---|---|"
         for kind in ("throughput", "calibrated", "memory"):
             s = result[half][kind]
@@ -51,11 +63,11 @@ def _lines(result: Mapping[str, Any], checked: Checked) -> Iterator[str]:
         yield from _sources(result[half]["by_source"], "throughput")
         yield from _sources(result[half]["memory_by_source"], "peak memory")
         yield from _sweeps(result[half]["ranking"]["sweeps"])
-        yield from _list("Off by more than half (predicted over measured)", result[half]["outliers"])
-        yield from _list("Wrong about what fits", result[half]["fits"]["wrong"])
+        yield from _list("Errors above 50 % (predicted / measured)", result[half]["outliers"])
+        yield from _list("Wrong predictions of whether it fits", result[half]["fits"]["wrong"])
     yield ""
     yield "### Both halves"
-    yield from _list("Measured and not predicted", result["not_predicted"])
+    yield from _list("Measured rows without a prediction", result["not_predicted"])
 
 
 def _sources(sources: Sequence[Mapping[str, Any]], what: str) -> Iterator[str]:
@@ -72,9 +84,9 @@ def _sources(sources: Sequence[Mapping[str, Any]], what: str) -> Iterator[str]:
 def _sweeps(sweeps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield ""
     if not sweeps:
-        yield "No sweep here has five layouts of one model on the same GPUs."
+        yield "No sweep in this half has five layouts of one model on the same GPUs."
         return
-    yield "| sweep | layouts | the best predicted is slower than the best measured by | rank correlation |"
+    yield "| sweep | layouts | best predicted layout slower than best measured by | rank correlation |"
     yield "|---|---|---|---|"
     for s in sweeps:
         yield f"| {s['sweep']} | {s['layouts']} | {s['slower_than_best']:.1%} | {s['rank_correlation']:.2f} |"
@@ -89,21 +101,21 @@ def _list(title: str, lines: Sequence[str]) -> Iterator[str]:
 
 
 def draw(these: Sequence[Case], path: Path = PICTURE) -> None:
-    """Predicted against published throughput (TFLOP/s a GPU where both are known from tokens) and peak memory."""
+    """Predicted against published throughput (TFLOP/s per GPU where both are known from tokens) and peak memory."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.2))
-    for half, label, colour in ((0, "constants set on these", "#9db8d2"), (1, "the half that judges", "#c0392b")):
+    for half, label, colour in ((0, "fitting half", "#9db8d2"), (1, "held-out half", "#c0392b")):
         speed = [(p, m) for c in these if c.half == half and (pair := _tflops(c)) for m, p in [pair]]
         size = [
             (c.found.peak_mem_gib, float(c.row["peak_mem_gib"])) for c in these if c.half == half and c.memory_ratio
         ]
         for axes, points in ((left, speed), (right, size)):
             axes.scatter([m for _, m in points], [p for p, _ in points], s=11, c=colour, label=label, alpha=0.8)
-    for axes, title, unit in ((left, "Throughput", "TFLOP/s a GPU"), (right, "Peak memory", "GiB")):
+    for axes, title, unit in ((left, "Throughput", "TFLOP/s per GPU"), (right, "Peak memory", "GiB")):
         low, high = axes.get_xlim()[0], max(axes.get_xlim()[1], axes.get_ylim()[1])
         low = max(low, high / 1000)
         axes.plot([low, high], [low, high], c="#444444", lw=0.8)
@@ -118,7 +130,7 @@ def draw(these: Sequence[Case], path: Path = PICTURE) -> None:
 
 
 def _tflops(case: Case) -> tuple[float, float] | None:
-    """(published, predicted) in TFLOP/s a GPU, whatever the row's own unit."""
+    """(published, predicted) in TFLOP/s per GPU, whatever the row's own unit."""
     from clustertrain.plan.table import predict
 
     measured, predicted = predict.compare_throughput(case.row, case.found)
