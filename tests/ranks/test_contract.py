@@ -198,4 +198,4 @@ def test_a_metric_that_no_evaluation_gives_is_told_at_the_first_one(tmp_path: Pa
     assert ranks.wait() == [78, 78]
     said = ranks.results()[0]["error"]["message"]
     assert "contract.metric = 'validation_accuracy/night' is not produced by the evaluation" in said
-    assert "there are validation_loss, validation_accuracy" in said
+    assert "available: validation_loss, validation_accuracy" in said

@@ -60,7 +60,7 @@ def test_ranks_killed_at_every_point_of_a_save_in_turn_leave_the_older_checkpoin
 def test_a_writer_killed_once_costs_nothing(tmp_path: Path, whole: str) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
     ranks = Ranks(run, 2, 1, setup=fault_at, args=("before_write", 1, 2, "KILL")).expect(0)
-    assert "was killed by SIGKILL; another one goes on with step 6" in ranks.logs()
+    assert "was killed by SIGKILL; a new one continues with step 6" in ranks.logs()
     assert digest(run) == whole
 
 
