@@ -414,7 +414,7 @@ def test_cuda_without_a_gpu_is_said_clearly(tmp_path: Path) -> None:
     ranks = Ranks(run, 1, setup=want_cuda).expect(78)
     result = ranks.results()[0]
     assert (result["kind"], result["exit_code"]) == ("environment", 78)
-    assert "cuda was asked for" in result["error"]["message"]
+    assert "cuda was requested" in result["error"]["message"]
     assert "fix:" in ranks.logs()
 
 
