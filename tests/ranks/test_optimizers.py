@@ -20,7 +20,7 @@ from tests.ranks.rank_pool import Ranks, make_run
 
 pytestmark = pytest.mark.ranks
 
-HERE = Path(__file__).parent.parent / "optimizers"
+HERE = Path(__file__).parent.parent / "harness" / "optimizers"
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp-tp"])
