@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-packages check docs format benchmarks parity reshape optimizers chaos-checkpoint chaos-slurm fuzz gpu-check clean
+.PHONY: help setup demo test test-fast test-packages check docs reference format benchmarks parity reshape optimizers chaos-checkpoint chaos-slurm fuzz gpu-check clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -48,6 +48,9 @@ check: setup ## lint, format, types, layers, shell scripts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	BIN=$(BIN) tests/shellcheck
+
+reference: setup ## the pages of docs/reference that are generated from the code
+	$(BIN)/python -m docs.generate
 
 docs: setup ## the documentation site, into site/; fails on a warning
 	$(BIN)/zensical build --strict

@@ -1,4 +1,4 @@
-"""The schema of the event logs: one struct per event. ``docs/event_table.py`` generates the table in the docs from it.
+"""The schema of the event logs: one struct per event. docs/reference/events.md is generated from it.
 
 Writers pass the fields to :meth:`clustertrain.run.events.EventLog.write` by name, and
 ``tests/unit/run/test_event_types.py`` compares all calls with these structs. Readers get an event as a struct from

@@ -1,6 +1,4 @@
-"""Write the reference pages of the configuration from the source of ``clustertrain/config``.
-
-    python docs/reference_pages.py        docs/reference/recipe.md and docs/reference/cluster-profile.md
+"""The pages of the configuration, from the structs of ``clustertrain/config``.
 
 Types and defaults come from the structs, descriptions from the docstring under each field, ranges from the bounds of
 :mod:`clustertrain.config.parsing.bounds` and the checks in ``__post_init__``.
@@ -9,14 +7,11 @@ Types and defaults come from the structs, descriptions from the docstring under 
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
-import itertools
 import json
 import types
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -26,9 +21,9 @@ from clustertrain.config.job import JobSpec
 from clustertrain.config.parsing.bounds import BOUNDS
 from clustertrain.config.parsing.dotted_keys import element_types, find_struct
 from clustertrain.config.recipe import Recipe
+from docs.generate import docstrings
 
-FOLDER = Path(__file__).parent / "reference"
-_NOTE = "<!-- Written by docs/reference_pages.py from clustertrain/config. Do not edit. -->"
+_NOTE = "<!-- Written by python -m docs.generate from clustertrain/config. Do not edit. -->"
 _RECIPE_INTRO = """A recipe is a TOML file with the tables below. Every key is optional, except in lists of tables.
 Command-line options and `--set table.key=value` win over the file.
 
@@ -57,27 +52,6 @@ class Table(NamedTuple):
     is_list: bool
     struct: StructType
     keys: list[Key]
-
-
-@functools.cache
-def _class_node(struct: StructType) -> ast.ClassDef:
-    node = ast.parse(inspect.getsource(struct)).body[0]
-    assert isinstance(node, ast.ClassDef)
-    return node
-
-
-def field_descriptions(struct: StructType) -> dict[str, str]:
-    """Return the docstring under each field of ``struct`` that has one, as one line of Markdown."""
-    body = _class_node(struct).body
-    texts = {}
-    for field, text in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            texts[field.target.id] = _to_markdown(ast.literal_eval(text.value))
-    return texts
-
-
-def _to_markdown(docstring: str) -> str:
-    return " ".join(docstring.split()).replace("``", "`")
 
 
 def _show_type(annotation: Any) -> str:
@@ -129,8 +103,12 @@ def _checked_names(node: ast.AST, loop_names: list[str], fields: set[str]) -> li
 def _checks(struct: StructType) -> Iterator[tuple[str, str]]:
     """Yield (field, allowed values) for the comparisons and range checks in ``__post_init__``."""
     fields = set(struct.__struct_fields__)
-    methods = [n for n in _class_node(struct).body if isinstance(n, ast.FunctionDef) and n.name == "__post_init__"]
-    methods += [n for n in _class_node(struct).body if isinstance(n, ast.FunctionDef) and n.name.startswith("_check")]
+    methods = [
+        n for n in docstrings.class_node(struct).body if isinstance(n, ast.FunctionDef) and n.name == "__post_init__"
+    ]
+    methods += [
+        n for n in docstrings.class_node(struct).body if isinstance(n, ast.FunctionDef) and n.name.startswith("_check")
+    ]
     for method in methods:
         yield from _checks_in(method, [], fields)
 
@@ -182,7 +160,7 @@ def collect_tables(
 ) -> Iterator[Table]:
     """Yield the table ``name`` of ``struct`` and, after it, the tables inside it."""
     keys, inner_tables = [], []
-    descriptions = field_descriptions(struct)
+    descriptions = docstrings.field_descriptions(struct)
     for field in msgspec.structs.fields(struct):
         key = f"{name}.{field.name}" if name else field.name
         elements = element_types(field.type)
@@ -209,7 +187,7 @@ def _render_table(table: Table) -> list[str]:
     if table.name:
         lines += ["", f"## `[[{table.name}]]`" if table.is_list else f"## `[{table.name}]`", ""]
         paragraphs = inspect.cleandoc(table.struct.__doc__ or "").split("\n\n")
-        lines.append("\n\n".join(map(_to_markdown, paragraphs)))
+        lines.append("\n\n".join(map(docstrings.one_line, paragraphs)))
     if table.keys:
         lines += ["", "| key | type | default | allowed | description |", "|---|---|---|---|---|"]
         lines += [
@@ -235,17 +213,3 @@ def _render_page(title: str, intro: str, tables: list[Table]) -> str:
     for table in tables:
         lines += _render_table(table)
     return "\n".join(lines) + "\n"
-
-
-PAGES = {"recipe.md": render_recipe, "cluster-profile.md": render_cluster_profile}
-
-
-def main() -> None:
-    """Write all pages."""
-    FOLDER.mkdir(exist_ok=True)
-    for name, render in PAGES.items():
-        (FOLDER / name).write_text(render())
-
-
-if __name__ == "__main__":
-    main()

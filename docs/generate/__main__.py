@@ -1,0 +1,15 @@
+"""``python -m docs.generate``: write every generated page of docs/reference."""
+
+from __future__ import annotations
+
+from docs.generate.pages import PAGES, REFERENCE
+
+
+def main() -> None:
+    """Write all pages."""
+    for name, render in PAGES.items():
+        (REFERENCE / name).write_text(render())
+
+
+if __name__ == "__main__":
+    main()

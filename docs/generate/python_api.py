@@ -1,0 +1,50 @@
+"""The page of every public name of ``clustertrain``, from their signatures and docstrings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import clustertrain
+from docs.generate import docstrings
+
+_HEADER = "<!-- Written by python -m docs.generate from the names that clustertrain exports. -->\n"
+
+
+def render() -> str:
+    """Return the page of every public name of ``clustertrain``."""
+    parts = [f"{_HEADER}\n# Python API", inspect.cleandoc(str(clustertrain.__doc__))]
+    for name in clustertrain.__all__:
+        thing = getattr(clustertrain, name)
+        if inspect.isclass(thing):
+            parts.append(f"## `{name}`")
+            parts.append(_docstring(thing))
+            for attribute, member in vars(thing).items():
+                if not attribute.startswith("_"):
+                    parts.extend(_member_parts(name, attribute, member))
+        elif inspect.isfunction(thing):
+            parts.extend((f"## `{name}{_signature(thing)}`", _docstring(thing)))
+        else:
+            parts.extend((f"## `{name}`", "The version of the package."))
+    return "\n\n".join(parts) + "\n"
+
+
+def _member_parts(owner: str, name: str, member: object) -> Iterator[str]:
+    if isinstance(member, (classmethod, staticmethod)):
+        member = member.__func__
+    if isinstance(member, property):
+        yield f"### `{owner}.{name}`"
+        yield _docstring(member)
+    elif inspect.isfunction(member):
+        yield f"### `{owner}.{name}{_signature(member)}`"
+        yield _docstring(member)
+
+
+def _signature(function: object) -> str:
+    return str(inspect.signature(function)).replace("'", "")  # type: ignore[arg-type]
+
+
+def _docstring(thing: object) -> str:
+    text = inspect.getdoc(thing)
+    assert text, f"{thing} has no docstring"
+    return docstrings.paragraphs(text)
