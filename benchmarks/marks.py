@@ -19,9 +19,9 @@ from pathlib import Path
 from benchmarks import measure
 from clustertrain import fsio
 from clustertrain.run import attempts
-from clustertrain.run.accounting import measured_speed
-from clustertrain.run.accounting.goodput import compute_goodput
 from clustertrain.run.run_dir import RunDir
+from clustertrain.run.usage import measured_speed
+from clustertrain.run.usage.goodput import compute_goodput
 from clustertrain.train.session.heartbeat import ProgressReporter
 
 STEPS = 20_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from clustertrain.run.accounting.goodput import Goodput
+from clustertrain.run.usage.goodput import Goodput
 from clustertrain.telemetry.analysis.curves import GPU_CURVES, HOST_CURVES, Curves
 from clustertrain.telemetry.analysis.resample import CurveTable, Matrix
 from clustertrain.telemetry.report_schema import (

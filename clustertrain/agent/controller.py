@@ -25,11 +25,11 @@ from clustertrain.agent.startup import claim_run, requeue_or_fail
 from clustertrain.config.job import RunSpec
 from clustertrain.errors import EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, CommandFailed
 from clustertrain.run import attempts, endings, event_types, events
-from clustertrain.run.accounting import budget
 from clustertrain.run.events import EventLog
 from clustertrain.run.results import NodeResult, parse_node_result
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.stop_lead_time import compute_lead_s
+from clustertrain.run.usage import budget
 from clustertrain.scheduler.backend import RUNNING, Backend, JobView
 from clustertrain.scheduler.job_comment import JobComment
 from clustertrain.scheduler.local import LocalBackend

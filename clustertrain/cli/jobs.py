@@ -291,8 +291,8 @@ def _alive_jobs(backend: Backend, job_ids: Sequence[str]) -> list[str]:
 
 def _check_budget(run: RunDir) -> None:
     """Raise ClusterTrainError if the run's budget is spent, so that it would stop at once."""
-    from clustertrain.run.accounting import budget
     from clustertrain.run.run_spec import load_spec
+    from clustertrain.run.usage import budget
 
     contract = load_spec(run).recipe.contract
     if not contract.has_budget or contract.when_spent != "stop":

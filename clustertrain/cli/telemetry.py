@@ -12,9 +12,9 @@ from clustertrain.cli.common import CommandWithSubcommands, find_run, json_optio
 from clustertrain.errors import ClusterTrainError, UsageError
 
 if TYPE_CHECKING:
-    from clustertrain.run.accounting.contract_status import ContractStatus
-    from clustertrain.run.accounting.goodput import Goodput
     from clustertrain.run.run_dir import RunDir
+    from clustertrain.run.usage.contract_status import ContractStatus
+    from clustertrain.run.usage.goodput import Goodput
     from clustertrain.telemetry.analysis.summarize import SummaryRequest
     from clustertrain.telemetry.report_schema import Summary
 

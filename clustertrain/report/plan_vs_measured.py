@@ -8,8 +8,8 @@ from clustertrain import schema
 from clustertrain.plan.cost.memory import MemoryEstimate
 from clustertrain.plan.planner import TimeEstimate
 from clustertrain.run import json_files
-from clustertrain.run.accounting import measured_speed
 from clustertrain.run.run_dir import RunDir
+from clustertrain.run.usage import measured_speed
 from clustertrain.telemetry.analysis import peak_memory
 
 

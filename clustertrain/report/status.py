@@ -19,9 +19,9 @@ from clustertrain.report.plan_vs_measured import Pair, PlanAccuracy
 from clustertrain.report.tables import Column, fit_table
 from clustertrain.report.terminal import Glyphs, format_duration, format_number, format_step_time, meter
 from clustertrain.run import attempts, json_files
-from clustertrain.run.accounting.contract_status import ContractStatus, SliceStatus
-from clustertrain.run.accounting.goodput import TIME_CATEGORIES, Goodput
 from clustertrain.run.attempts import Attempt
+from clustertrain.run.usage.contract_status import ContractStatus, SliceStatus
+from clustertrain.run.usage.goodput import TIME_CATEGORIES, Goodput
 
 if TYPE_CHECKING:
     from clustertrain.run.run_dir import RunDir

@@ -9,7 +9,7 @@ from rich.text import Text
 from clustertrain.report import gpu_table, insights, status, terminal, timeline
 from clustertrain.report.gpu_table import busy_stats, mean_known, memory_ratio, stat_max, stat_mean
 from clustertrain.report.terminal import Glyphs
-from clustertrain.run.accounting.goodput import Goodput
+from clustertrain.run.usage.goodput import Goodput
 from clustertrain.telemetry.report_schema import HostSummary, Summary, TrainingSummary
 
 

@@ -10,13 +10,13 @@ import msgspec
 from clustertrain import clock
 from clustertrain.errors import ClusterTrainError, CommandFailed
 from clustertrain.run import attempts, endings, event_types, events, metrics, state
-from clustertrain.run.accounting import contract_status
-from clustertrain.run.accounting.contract_status import ContractStatus
-from clustertrain.run.accounting.goodput import Goodput, compute_goodput
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.recipe_hash import load_recipe_hash
 from clustertrain.run.run_dir import RunDir, explain_permission_errors
 from clustertrain.run.run_spec import load_spec
+from clustertrain.run.usage import contract_status
+from clustertrain.run.usage.contract_status import ContractStatus
+from clustertrain.run.usage.goodput import Goodput, compute_goodput
 from clustertrain.scheduler.backend import Backend, JobStart, JobView
 from clustertrain.scheduler.registry import get_backend
 

@@ -19,10 +19,10 @@ from clustertrain.config.job import RunSpec
 from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError
 from clustertrain.plan.planner import Plan
 from clustertrain.run import run_dir
-from clustertrain.run.accounting import contract_status
 from clustertrain.run.events import EventLog
 from clustertrain.run.recipe_hash import hash_run_spec
 from clustertrain.run.run_dir import RunDir
+from clustertrain.run.usage import contract_status
 from clustertrain.scheduler.backend import PENDING, Submission
 from clustertrain.submit import checks, code_snapshot, job_script, provenance, python_path, templates
 from clustertrain.submit.code_snapshot import CodeSnapshot

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from clustertrain.run.accounting.contract_status import ContractStatus
-from clustertrain.run.accounting.goodput import Goodput
+from clustertrain.run.usage.contract_status import ContractStatus
+from clustertrain.run.usage.goodput import Goodput
 
 
 class Stats(msgspec.Struct, frozen=True):

@@ -13,9 +13,9 @@ import pytest
 
 from clustertrain import clock, fsio
 from clustertrain.run import attempts, heartbeat
-from clustertrain.run.accounting import goodput
 from clustertrain.run.heartbeat import PHASES, Heartbeat, HeartbeatReader
 from clustertrain.run.run_dir import RunDir
+from clustertrain.run.usage import goodput
 from tests import runs
 from tests.ranks.rank_pool import SEQ_LEN, Ranks, make_run
 from tests.runs import Run

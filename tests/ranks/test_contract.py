@@ -18,9 +18,9 @@ from clustertrain.checkpoint.offline import inspect
 from clustertrain.config.parsing.documents import load_toml
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, metrics
-from clustertrain.run.accounting import contract_status
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
+from clustertrain.run.usage import contract_status
 from tests.ranks.rank_pool import SEQ_LEN, Ranks, make_run, write_plan
 
 pytestmark = pytest.mark.ranks
@@ -123,7 +123,7 @@ def test_what_was_best_is_known_after_a_resume(tmp_path: Path) -> None:
 def spent_after(looks: int) -> None:
     """Setup: the attempt is taken to have cost nothing until rank 0 has looked so often."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    from clustertrain.run.accounting.budget import BudgetUsage
+    from clustertrain.run.usage.budget import BudgetUsage
     from clustertrain.train.session.budget import BudgetTracker
 
     used, seen = BudgetTracker.current_usage, []

@@ -21,8 +21,8 @@ from clustertrain import clock, fsio, settings
 from clustertrain.checkpoint.core.interval import count_failures
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.run import attempts
-from clustertrain.run.accounting.goodput import compute_goodput
 from clustertrain.run.run_dir import RunDir
+from clustertrain.run.usage.goodput import compute_goodput
 from tests import runs
 from tests.harness.chaos.rounds import processes
 from tests.ranks.rank_pool import Ranks, digest, make_run, touch_stop_at

@@ -14,8 +14,8 @@ import pytest
 
 from clustertrain import clock, fsio
 from clustertrain.run import metrics
-from clustertrain.run.accounting.goodput import TIME_CATEGORIES
 from clustertrain.run.run_dir import RunDir
+from clustertrain.run.usage.goodput import TIME_CATEGORIES
 from tests import runs
 from tests.ranks.rank_pool import undisturbed
 from tests.runs import Run

@@ -14,9 +14,9 @@ from clustertrain.checkpoint.load import rollback
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, metrics
-from clustertrain.run.accounting import goodput
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
+from clustertrain.run.usage import goodput
 from tests.ranks import faulty_data
 from tests.ranks.rank_pool import Ranks, digest, make_run, write_plan
 

@@ -10,7 +10,7 @@ import msgspec
 
 from clustertrain.report import insights, status, terminal
 from clustertrain.report.terminal import UNICODE
-from clustertrain.run.accounting.goodput import TIME_CATEGORIES, Goodput
+from clustertrain.run.usage.goodput import TIME_CATEGORIES, Goodput
 from clustertrain.telemetry.report_schema import GpuSummary, Stats, Summary
 
 

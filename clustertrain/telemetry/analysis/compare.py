@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from clustertrain.errors import ConfigError
-from clustertrain.run.accounting.goodput import TIME_CATEGORIES
 from clustertrain.run.run_dir import RunDir
+from clustertrain.run.usage.goodput import TIME_CATEGORIES
 from clustertrain.telemetry.analysis.settings_diff import ConfigDiff, diff_settings, load_settings
 from clustertrain.telemetry.analysis.summarize import summarize
 from clustertrain.telemetry.report_schema import GpuSummary, Insight, Stats, Summary

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from clustertrain import schema
 from clustertrain.config import hardware
 from clustertrain.run import events, json_files, metrics, metrics_file
-from clustertrain.run.accounting.measured_speed import WARM_UP_STEPS
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.run_dir import RunDir
+from clustertrain.run.usage.measured_speed import WARM_UP_STEPS
 from clustertrain.telemetry.report_schema import GpuSummary, Stats, TrainingSummary
 
 KEYS = ("step", "t", "step_s", "tokens_per_s", "data_wait_s")

@@ -13,12 +13,12 @@ from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.errors import ClusterTrainError, NotFound, UsageError
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, events, json_files, state
-from clustertrain.run.accounting import contract_status
-from clustertrain.run.accounting.contract_status import ContractStatus
-from clustertrain.run.accounting.goodput import Goodput, TimeRange, compute_goodput
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.run_spec import load_spec
+from clustertrain.run.usage import contract_status
+from clustertrain.run.usage.contract_status import ContractStatus
+from clustertrain.run.usage.goodput import Goodput, TimeRange, compute_goodput
 from clustertrain.telemetry import insights, timeline_events
 from clustertrain.telemetry.analysis import aggregate
 from clustertrain.telemetry.analysis.aggregate import GpuRecord

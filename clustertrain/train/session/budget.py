@@ -8,8 +8,8 @@ from collections.abc import Callable
 from clustertrain import clock
 from clustertrain.config.contract import ContractSpec
 from clustertrain.run import attempts
-from clustertrain.run.accounting import budget
-from clustertrain.run.accounting.budget import BudgetUsage
+from clustertrain.run.usage import budget
+from clustertrain.run.usage.budget import BudgetUsage
 from clustertrain.train.core.context import RankContext
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import pytest
 from clustertrain import fsio
 from clustertrain.agent.job_comment import CommentUpdater, collect_metrics
 from clustertrain.run import run_dir
-from clustertrain.run.accounting.goodput import Goodput
+from clustertrain.run.usage.goodput import Goodput
 from clustertrain.scheduler.job_comment import CommentMetrics, JobComment, format_comment
 from clustertrain.telemetry.report_schema import GpuSummary, Insight, Stats, Summary, Timeline, TimeWindow
 

@@ -25,8 +25,8 @@ from clustertrain.report.plan_vs_measured import Pair, PlanAccuracy
 from clustertrain.report.status import plan_accuracy_table
 from clustertrain.report.terminal import ASCII, UNICODE, Glyphs, emit, format_step_time, make_console
 from clustertrain.run import run_dir
-from clustertrain.run.accounting.measured_speed import WARM_UP_STEPS
 from clustertrain.run.run_dir import RunDir
+from clustertrain.run.usage.measured_speed import WARM_UP_STEPS
 from tests.unit.telemetry.runs import busy, gpu, new_attempt, record
 
 RANKS = 8

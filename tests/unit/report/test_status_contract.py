@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from clustertrain.report.status import contract_rows
-from clustertrain.run.accounting.budget import BudgetUsage
-from clustertrain.run.accounting.contract_status import ContractStatus, SliceStatus
+from clustertrain.run.usage.budget import BudgetUsage
+from clustertrain.run.usage.contract_status import ContractStatus, SliceStatus
 
 
 def test_task_metric_slices_and_budget() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from clustertrain.report import status
 from clustertrain.report.terminal import ASCII, emit, make_console
-from clustertrain.run.accounting.goodput import TIME_CATEGORIES, Goodput
+from clustertrain.run.usage.goodput import TIME_CATEGORIES, Goodput
 
 
 def render_table(parts: Goodput) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from clustertrain.run import attempts, metrics
-from clustertrain.run.accounting import goodput
-from clustertrain.run.accounting.goodput import TIME_CATEGORIES, Goodput
-from clustertrain.run.accounting.measured_speed import measure_speed
+from clustertrain.run.usage import goodput
+from clustertrain.run.usage.goodput import TIME_CATEGORIES, Goodput
+from clustertrain.run.usage.measured_speed import measure_speed
 from clustertrain.telemetry.analysis.efficiency import _steps_by_attempt
 from tests.unit.run.histories import History, Told
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from clustertrain.run.accounting.goodput import Goodput
+from clustertrain.run.usage.goodput import Goodput
 from clustertrain.telemetry import insights
 from clustertrain.telemetry.report_schema import (
     AttemptSummary,

@@ -24,7 +24,7 @@ from clustertrain.report import html as report
 from clustertrain.report.html import charts, page
 from clustertrain.report.html.pack import Packer
 from clustertrain.report.status import GOODPUT_LABELS
-from clustertrain.run.accounting.goodput import TIME_CATEGORIES, Goodput
+from clustertrain.run.usage.goodput import TIME_CATEGORIES, Goodput
 from clustertrain.telemetry.analysis.curves import Curves
 from clustertrain.telemetry.analysis.resample import CurveTable
 from clustertrain.telemetry.report_schema import AttemptSummary, Insight, Summary, TimelineEvent, TimeWindow, Waste

@@ -8,8 +8,8 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.errors import NotFound, UsageError
-from clustertrain.run.accounting.goodput import Goodput
 from clustertrain.run.run_dir import RunDir
+from clustertrain.run.usage.goodput import Goodput
 from clustertrain.telemetry.analysis.curves import build_curves
 from clustertrain.telemetry.analysis.summarize import WHOLE_RUN, SummaryRequest, summarize
 from clustertrain.telemetry.report_schema import Summary

@@ -14,11 +14,11 @@ from clustertrain.config.contract import ContractSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError, PermissionDenied
 from clustertrain.run import event_types, events, json_files
-from clustertrain.run.accounting import budget
-from clustertrain.run.accounting.budget import BudgetUsage
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
+from clustertrain.run.usage import budget
+from clustertrain.run.usage.budget import BudgetUsage
 
 
 class SliceStatus(msgspec.Struct, frozen=True, kw_only=True):

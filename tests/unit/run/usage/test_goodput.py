@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from clustertrain.run import attempts, metrics
-from clustertrain.run.accounting import goodput
-from clustertrain.run.accounting.goodput import TIME_CATEGORIES, WHOLE_RUN, Goodput, TimeRange
+from clustertrain.run.usage import goodput
+from clustertrain.run.usage.goodput import TIME_CATEGORIES, WHOLE_RUN, Goodput, TimeRange
 from tests.unit.run.histories import History, Told
 
 

@@ -11,10 +11,10 @@ from clustertrain import fsio
 from clustertrain.config.contract import ContractSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.run import attempts
-from clustertrain.run.accounting import budget, contract_status
-from clustertrain.run.accounting.budget import BudgetUsage
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
+from clustertrain.run.usage import budget, contract_status
+from clustertrain.run.usage.budget import BudgetUsage
 
 HOUR = 3600.0
 

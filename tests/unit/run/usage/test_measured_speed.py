@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from clustertrain import fsio
-from clustertrain.run.accounting import measured_speed
-from clustertrain.run.accounting.measured_speed import WARM_UP_STEPS, MeasuredSpeed
 from clustertrain.run.run_dir import AttemptDir, RunDir
+from clustertrain.run.usage import measured_speed
+from clustertrain.run.usage.measured_speed import WARM_UP_STEPS, MeasuredSpeed
 
 
 @pytest.fixture

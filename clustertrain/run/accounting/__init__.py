@@ -1,1 +1,0 @@
-"""What a run costs and how fast it is: goodput, budget, contract, measured speed."""

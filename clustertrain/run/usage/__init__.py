@@ -1,0 +1,1 @@
+"""What a run uses: goodput, budget, contract, measured speed and memory."""
