@@ -203,7 +203,7 @@ def _unwrap_scalars(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Raises Damaged for what is no type of torch's."""
+    """Raises DamagedCheckpoint for what is no type of torch's."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise DamagedCheckpoint(f"{name!r} is no type of a tensor")

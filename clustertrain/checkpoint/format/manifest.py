@@ -166,7 +166,7 @@ def read_manifest(folder: Folder) -> Manifest:
     """The index of a committed checkpoint.
 
     Raises:
-        Damaged: no marker, or index, marker and the folder's name do not fit each other.
+        DamagedCheckpoint: no marker, or index, marker and the folder's name do not fit each other.
         StorageError: they cannot be read, now at least.
         CheckpointError: written by a newer format than this one.
     """
@@ -214,7 +214,7 @@ def check_manifest(folder: Folder, manifest: Manifest) -> None:
     else: that its tensors are whole, so that all who read them find what :func:`offline.verify` has found.
 
     Raises:
-        Damaged: it does not.
+        DamagedCheckpoint: it does not.
     """
     path = folder / MANIFEST
     for name, size in manifest.files.items():
@@ -252,7 +252,7 @@ def check_sizes(folder: Folder, manifest: Manifest) -> None:
     """The cheap part of verification: every data file is there and as long as it was written.
 
     Raises:
-        Damaged: names the first file that is not.
+        DamagedCheckpoint: names the first file that is not.
         StorageError: that cannot be told, now at least.
     """
     for problem in find_wrong_sizes(folder, manifest).values():

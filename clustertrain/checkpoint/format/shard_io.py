@@ -29,7 +29,7 @@ def read_into(buffer: memoryview, folder: Folder, shard: ShardRecord, low: int, 
     machine wants them, so they need not be kept in memory.
 
     Raises:
-        Damaged: the file is missing, too short, or its bytes are not those that were written.
+        DamagedCheckpoint: the file is missing, too short, or its bytes are not those that were written.
         StorageError: it cannot be read, now at least.
     """
     path = folder / shard.file

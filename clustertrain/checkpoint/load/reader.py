@@ -61,7 +61,7 @@ class CheckpointReader:
         that was half filled is filled again from the next checkpoint, or the run ends.
 
         Raises:
-            Damaged: bytes missing or altered.
+            DamagedCheckpoint: bytes missing or altered.
             CheckpointError: the checkpoint is of other objects than ``state``.
         """
         absent = sorted(state.keys() - self._manifest.values.keys())
@@ -94,7 +94,7 @@ class CheckpointReader:
         """Collective, once :meth:`load` has gone well on all ranks. Where it raises on one, the others return.
 
         Raises:
-            Damaged: bytes missing or altered.
+            DamagedCheckpoint: bytes missing or altered.
         """
         unshared, unshareable = set(self._chunk_requests), set[int]()
         if self._chunks is not None:
