@@ -1,4 +1,4 @@
-"""When the next checkpoint is due: after so many steps, after so long, or as often as it pays.
+"""When the next checkpoint is due: after a number of steps, after a time, or at the optimum interval ("auto").
 
 ``auto`` is the first-order optimum of J. W. Young, A first order approximation to the optimum checkpoint interval, CACM
 17(9), 1974, and J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3),
@@ -6,26 +6,22 @@
 
     T = sqrt(2 C M)
 
-where C is what a save costs the training in seconds, and M the mean time between failures. Daly's further terms matter
-where C is not small against M, and there a run hardly gets on anyway. Near the optimum the loss is flat: with a C or M
-that is wrong by a factor of 4 it is a quarter larger than it had to be.
+where C is the cost of a save in seconds of training, and M the mean time between failures. Daly's higher-order terms
+matter only if C is not small compared with M, and then a run hardly makes progress anyway. The loss is flat near the
+optimum: if C or M is wrong by a factor of 4, it is a quarter larger than necessary.
 
-C is the stall, and of what is written while the training goes on the part of that time by which it is slowed down. The
-medians of the last saves count, since the first has buffers to allocate and a busy file system has its moments.
-Before the first save C is ``ASSUMED_STALL_S``, of the order of what saves in the background cost; too short rather
-than too long, because that save is what measures it.
+C is the stall plus the training time lost to slower steps while the save is written. Medians of the last saves are
+used, because the first save allocates buffers and a file system may be busy at times. Before the first save, C is
+``ASSUMED_STALL_S``, a typical cost of a background save. It errs on the short side, because the first save measures C.
 
 M is (prior + time trained) / (1 + failures): see :class:`FailureHistory`.
 
-Bounds, the stronger one last:
+Bounds; later ones override earlier ones:
 
-* not longer than ``MAX_INTERVAL_S``: M is a guess from few failures, and a failure shall never cost more than an hour
-of the
-  run, whatever was guessed;
-* not shorter than ``MIN_INTERVAL_S``: each save makes files for the metadata servers, and old ones to delete;
-* not shorter than ``MIN_INTERVAL_SAVES`` times what a save takes until it is committed: writing then has at most a
-tenth of
-  the time, and a failure seldom finds one under way.
+* at most ``MAX_INTERVAL_S``: M is estimated from few failures, and no failure should cost more than an hour;
+* at least ``MIN_INTERVAL_S``: each save creates files, and deletes old ones, on the metadata servers;
+* at least ``MIN_INTERVAL_SAVES`` times the time from the start of a save to its commit: writing then takes at most a
+  tenth of the time, and a failure rarely hits a pending save.
 """
 
 from __future__ import annotations
@@ -48,22 +44,22 @@ MIN_INTERVAL_S = 30.0
 MIN_INTERVAL_SAVES = 10
 COST_WINDOW = 5
 
-RUN_PRIOR_MTBF_S = 24 * 3600.0  # what does not grow with the nodes: the code, the file system, maintenance
+RUN_PRIOR_MTBF_S = 24 * 3600.0  # failures that do not depend on the number of nodes: code, file system, maintenance
 # 1.8 h for 16,384 GPUs, 8 a node, as projected by Kokolis et al., Revisiting reliability in large-scale machine
 # learning research clusters, HPCA 2025 (arXiv 2410.21680).
 NODE_PRIOR_MTBF_S = 1.8 * 3600.0 * 16_384 / 8
 
-# The ranks were told, as a rule; whether there was time to save is seen from what they lost.
+# Usually preceded by a warning; the steps lost show whether there was time to save.
 _WARNED_ENDINGS = frozenset({endings.PREEMPTED, endings.TIME_LIMIT, endings.SIGNAL, endings.UNKNOWN})
 _NON_FAILURE_ENDINGS = frozenset({endings.COMPLETED, endings.CANCELLED})
 
 
 @dataclass(frozen=True)
 class FailureHistory:
-    """What earlier attempts say about the time between failures: ``count`` of them in ``trained_s`` seconds.
+    """The failures of earlier attempts: ``count`` of them in ``trained_s`` seconds.
 
-    The prior stands for one failure in ``prior_mtbf_s`` seconds that nobody saw, so that the first day has a mean too.
-    After a few failures it weighs little.
+    The prior is one assumed failure in ``prior_mtbf_s`` seconds, which gives a mean before the first failure. After a
+    few failures it has little weight.
     """
 
     count: int = 0
@@ -71,22 +67,22 @@ class FailureHistory:
     prior_mtbf_s: float = RUN_PRIOR_MTBF_S
 
     def mtbf_s(self, extra_trained_s: float = 0.0) -> float:
-        """Seconds between failures, where the run has trained for another ``extra_trained_s`` without one."""
+        """Return the mean seconds between failures, after another ``extra_trained_s`` without one."""
         return (self.prior_mtbf_s + self.trained_s + extra_trained_s) / (1 + self.count)
 
 
 def count_failures(attempts: Iterable[Attempt], nodes: int) -> FailureHistory:
-    """Count the failures of a run, on ``nodes`` nodes now, from its attempts. Those without an ending are left out.
+    """Count the failures of a run from its attempts, except those without an ending. It has ``nodes`` nodes now.
 
-    A failure is an ending that takes steps away:
+    A failure is an ending that loses steps:
 
-    * one without a warning (node_failure, out_of_memory, hang, communication, user_error) always is;
-    * preempted, time_limit, signal and unknown are where steps were done that no checkpoint has. After a warning with
-      time for a save nothing is lost, however often the run is preempted, and saving more often would gain nothing;
-    * completed and cancelled are none;
-    * before its first step an attempt has nothing to lose: it counts neither as a failure nor as time.
+    * node_failure, out_of_memory, hang, communication and user_error, which come without a warning, always count;
+    * preempted, time_limit, signal and unknown count if steps were done that no checkpoint has. After a warning with
+      time for a save nothing is lost, so more frequent saves would gain nothing;
+    * completed and cancelled do not count;
+    * an attempt that ended before its first step counts neither as a failure nor as time.
 
-    The time is that of the whole attempt, its startup included. The prior adds two rates: ``RUN_PRIOR_MTBF_S`` for any
+    The time is that of whole attempts, including startup. The prior adds two rates: ``RUN_PRIOR_MTBF_S`` for any
     run, and ``NODE_PRIOR_MTBF_S`` for each node.
     """
     count, trained_s = 0, 0.0
@@ -94,7 +90,7 @@ def count_failures(attempts: Iterable[Attempt], nodes: int) -> FailureHistory:
         if attempt.ending is None or attempt.first_step is None:
             continue
         if attempt.start is not None and attempt.end is not None:
-            trained_s += max(0.0, attempt.end - attempt.start)  # clocks of two hosts perhaps
+            trained_s += max(0.0, attempt.end - attempt.start)  # negative if the clocks of two hosts differ
         count += _is_failure(attempt)
     return FailureHistory(count, trained_s, 1 / (1 / RUN_PRIOR_MTBF_S + nodes / NODE_PRIOR_MTBF_S))
 
@@ -107,28 +103,25 @@ def _is_failure(attempt: Attempt) -> bool:
 
 
 def young_daly_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """Seconds from one save to the next, without bounds: the formula above."""
+    """Return the optimum seconds between saves, without bounds."""
     return math.sqrt(2 * cost_s * mtbf_s)
 
 
 @dataclass(frozen=True)
 class _IntervalEstimate:
     seconds: float
-    bound_text: str = ""  # in words, where one decided
+    bound_text: str = ""  # the bound that applied, empty if none
     stall_s: float = 0.0
     slowdown_s: float = 0.0
     mtbf_s: float = 0.0
 
 
 class CheckpointInterval:
-    """Says at each step boundary whether a save is due. The time runs from when it is made, so make it after the
-    restore and before the first step.
+    """Decides between steps whether a save is due. Its timer starts when it is created.
 
-    :meth:`is_due_at` is the same on all ranks. :meth:`is_overdue` looks at a clock, so only one rank's answer may
-    count, and the
-    others must be told; it stays true until :meth:`restart_timer`, so that they may be told at a later boundary. Only
-    where
-    ``is_timed`` is true is there anything to tell, and only the rank that answers has to call :meth:`record_save`.
+    :meth:`is_due_at` is the same on all ranks. :meth:`is_overdue` uses a clock, so one rank must decide for all; it
+    stays true until :meth:`restart_timer`, so the others may learn of it at a later step. It is needed only if
+    ``is_timed``, and only the deciding rank has to call :meth:`record_save`.
     """
 
     def __init__(
@@ -141,13 +134,13 @@ class CheckpointInterval:
     ) -> None:
         """
         Args:
-            every: steps, a time ("10min") or "auto", as ``every`` of the ``[checkpoint]`` table.
-            milestone: ``keep_every``: a save is also due at each multiple of so many steps; 0: at none.
-            failures: what is known from before, :func:`count_failures`; only "auto" looks at it.
-            monotonic: seconds, of a clock that nobody sets.
+            every: steps, a time ("10min") or "auto", as ``every`` in the ``[checkpoint]`` table.
+            milestone: a save is also due at each multiple of this step, as ``keep_every``; 0: none.
+            history: from :func:`count_failures`; only "auto" uses it.
+            monotonic: a monotonic clock, in seconds.
 
         Raises:
-            ConfigError: ``every`` is none of these.
+            ConfigError: ``every`` is invalid.
         """
         try:
             check_interval("checkpoint_every", every)
@@ -167,39 +160,39 @@ class CheckpointInterval:
 
     @property
     def is_timed(self) -> bool:
-        """Whether :meth:`is_overdue` can ever be true."""
+        """Whether a clock decides; otherwise :meth:`is_overdue` is never true."""
         return not self._every_steps
 
     @property
     def seconds(self) -> float | None:
-        """From one save to the next; None where steps are counted."""
+        """The time between saves; None if steps are counted."""
         return self._estimate.seconds if self.is_timed else None
 
     def is_due_at(self, step: int) -> bool:
-        """Whether a save is due after ``step`` steps because of that number alone."""
+        """Return whether a save is due after ``step`` steps by their number."""
         return any(n > 0 and step % n == 0 for n in (self._every_steps, self._milestone))
 
     def is_overdue(self) -> bool:
-        """Whether the time is up since the last save."""
+        """Return whether the interval since the last save has passed."""
         return self._monotonic() - self._timer_start >= self._estimate.seconds
 
     def restart_timer(self) -> None:
-        """The training goes on after a save: the time starts again. Its bytes may still be on their way."""
+        """Start the interval again: training continues after a save, which may still be written."""
         self._timer_start = self._monotonic()
 
     def record_save(self, stall_s: float, save_s: float, slowdown_fraction: float = 0.0) -> None:
-        """A save is committed; ``auto`` is reckoned anew.
+        """Record the cost of a committed save and compute the interval of ``auto`` again.
 
         Args:
-            stall_s: for which the training stood still.
-            save_s: from the beginning to the commit, the stall included.
-            slowdown: the share of the training's speed that was missing for the rest of ``save_s``, 0 to 1.
+            stall_s: seconds for which training waited.
+            save_s: seconds from the start to the commit, including the stall.
+            slowdown_fraction: loss of training speed during the rest of ``save_s``, 0 to 1.
         """
         self._save_costs.append((stall_s, slowdown_fraction * max(0.0, save_s - stall_s), save_s))
         self._estimate = self._estimate_interval()
 
     def format_explanation(self) -> str:
-        """One line for the event log: ``every 213 s: stall 0.8 s, 7.9 h between failures``."""
+        """Return a line for the event log: ``every 213 s: stall 0.8 s, 7.9 h between failures``."""
         if self._every_steps:
             return f"every {self._every_steps} steps"
         estimate = self._estimate

@@ -1,6 +1,6 @@
-"""Nested state as JSON plus tensors. A tensor leaf becomes ``{"__tensor__": NAME}``; what JSON lacks is tagged.
+"""Nested state as JSON plus tensors: a tensor becomes ``{"__tensor__": NAME}``, and types that JSON lacks have tags.
 
-No pickle: whatever is not a tensor, an array or plain data is refused with its place in the tree.
+Nothing is pickled: an object that is not a tensor, an array or plain data is refused, with its path in the tree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TAGS = frozenset({_TENSOR, _ARRAY, _TUPLE, _MAP, _BYTES, _FLOAT, _INT})
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """``value`` as JSON; its tensors go to ``tensors`` under the path that leads to them, joined by '/'.
+    """Return ``value`` as JSON; add its tensors to ``tensors``, named by their path in the tree, joined by '/'.
 
     Raises:
         CheckpointError: an object that is neither a tensor nor plain data.
@@ -55,7 +55,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _scalar(value: bool | int | float | str | None, name: str) -> Any:
-    """Of the exact type, since a subclass of a number is none for JSON."""
+    """Return ``value`` as its exact type: JSON does not encode subclasses of numbers."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, float):
@@ -74,8 +74,11 @@ def _scalar(value: bool | int | float | str | None, name: str) -> Any:
 def decode(
     value: Any, load_tensor: Callable[[str], torch.Tensor], load_array: Callable[[str], torch.Tensor] | None = None
 ) -> Any:
-    """What :func:`encode` was given. ``load_tensor`` yields a tensor by its name, ``load_array`` the bytes of an
-    array, which must be there when it returns (default: ``load_tensor``)."""
+    """Return the value that :func:`encode` was given.
+
+    ``load_tensor`` returns a tensor by its name, ``load_array`` the bytes of an array, which must be complete on return
+    (default: ``load_tensor``).
+    """
     load_array = load_array or load_tensor
     if isinstance(value, list):
         return [decode(v, load_tensor, load_array) for v in value]
@@ -100,12 +103,12 @@ def decode(
 
 
 def is_plain_map(value: Any) -> bool:
-    """Whether an encoded value is a mapping with strings for keys, no tagged leaf."""
+    """Return whether an encoded value is a mapping with string keys, not a tagged value."""
     return isinstance(value, dict) and not _TAGS & value.keys()
 
 
 def tensor_names(value: Any) -> set[str]:
-    """The names of all tensors that an encoded tree refers to."""
+    """Return the names of all tensors that an encoded tree refers to."""
     if isinstance(value, list):
         return set().union(*map(tensor_names, value)) if value else set()
     if not isinstance(value, dict):

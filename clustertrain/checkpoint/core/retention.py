@@ -1,20 +1,18 @@
-"""Which checkpoints stay and which go.
+"""Which checkpoints to keep and which to delete.
 
-:func:`select_for_deletion` is the policy, over what is known of the checkpoints; :func:`list_expired` and
-:func:`delete_expired` are the same for a folder. A checkpoint stays where any of these holds:
+:func:`select_for_deletion` is the policy; :func:`list_expired` and :func:`delete_expired` apply it to a folder. A
+checkpoint is kept if any of these holds:
 
-* it is the newest one that is good (``good`` of :func:`list_expired` says what that means): where all newer ones are
-damaged
-  it is what the run goes back to;
-* it is one of the ``keep`` newest regular ones. One that was made for its metric alone is none, or frequent evaluations
-  would push out all that lies further back; it fills up while there are fewer;
-* its step is a multiple of ``keep_every``: these stay for ever;
+* it is the newest valid one (``is_valid`` of :func:`list_expired`): the run goes back to it if all newer ones are
+  damaged;
+* it is one of the ``keep`` newest regular ones. One saved only for its metric is not regular, or frequent evaluations
+  would displace all older ones; it counts only while there are fewer than ``keep``;
+* its step is a multiple of ``keep_every``: these are never deleted;
 * it is one of the ``keep_best`` best;
-* it is an emergency one (made because the run was told to stop) and no newer regular one is there. It never pushes out
-  a regular one. Of a run that is stopped again and again before a regular one is due the ``keep`` newest stay, or its
-  disk would fill.
+* it is an emergency one (saved at a stop) and there is no newer regular one. It never displaces a regular one. If a run
+  is stopped repeatedly before a regular one is due, the ``keep`` newest stay, or the disk would fill.
 
-Folders that were never committed are left alone, a save may be under way.
+Folders without a commit marker are not touched: a save may be pending.
 """
 
 from __future__ import annotations
@@ -43,16 +41,16 @@ class RetentionPolicy:
     """What the ``[checkpoint]`` table asks for; see :class:`clustertrain.config.checkpoint.CheckpointSpec`."""
 
     keep: int = 3
-    keep_every: int = 0  # steps; 0: none stays for ever
+    keep_every: int = 0  # steps; 0: no milestones
     keep_best: int = 0
-    best: str = ""  # name of the deciding scalar
+    best: str = ""  # name of the deciding metric
     best_mode: Literal["min", "max"] = "min"
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What the policy looks at in one committed checkpoint. ``metric`` is the value of the deciding scalar; None and
-    nan are no value."""
+    """What the policy needs to know of a committed checkpoint. ``metric`` is the value of the deciding metric; None and
+    NaN are no value."""
 
     step: int
     reason: index.SaveReason = "interval"
@@ -62,9 +60,9 @@ class CheckpointInfo:
 def select_for_deletion(
     checkpoints: Collection[CheckpointInfo], policy: RetentionPolicy, newest_valid: int | None
 ) -> list[int]:
-    """The steps that go, oldest first. ``newest_valid`` is the step of the newest checkpoint that is good."""
+    """Return the steps to delete, oldest first. ``newest_valid`` is the step of the newest valid checkpoint."""
     newest_first = sorted(checkpoints, key=lambda c: c.step, reverse=True)
-    # One that stays for ever needs no other ground, so why it was made does not matter, and need not be read.
+    # A milestone is kept anyway, so its reason does not matter and need not be read.
     regular = [
         c for c in newest_first if c.reason not in (EMERGENCY_REASON, BEST_REASON) or _is_milestone(c.step, policy)
     ]
@@ -92,14 +90,14 @@ def _select_best(newest_first: list[CheckpointInfo], policy: RetentionPolicy) ->
 
 
 def read_checkpoint_info(folder: Folder, policy: RetentionPolicy) -> CheckpointInfo:
-    """What the index of a committed checkpoint says. One that does not read counts as regular and has no metric.
+    """Return what the manifest of a committed checkpoint says; a damaged one counts as regular and has no metric.
 
     Raises:
-        StorageError: the file system would not read it, now at least.
+        StorageError: the file system failed.
     """
     step = index.parse_step(folder) or 0
     if _is_milestone(step, policy) and not policy.keep_best:
-        return CheckpointInfo(step)  # stays whatever its index says, and over a long run there may be many
+        return CheckpointInfo(step)  # kept in any case, and a long run may have many
     marker = folder / index.COMMITTED
     try:
         marker_stat = with_retries(marker.stat, marker)
@@ -111,7 +109,7 @@ def read_checkpoint_info(folder: Folder, policy: RetentionPolicy) -> CheckpointI
     return CheckpointInfo(step, reason, metric.value if metric is not None and metric.name == policy.best else None)
 
 
-# A large model's index has megabytes, and this is asked at every save. A save of the same step brings a new marker.
+# The manifest of a large model has megabytes, and each save asks again. A new save of a step has a new marker.
 @functools.lru_cache(maxsize=4096)
 def _read_reason_and_metric(
     folder: Folder, inode: int, mtime_ns: int
@@ -128,18 +126,17 @@ def list_expired(
     read_info: Callable[[Path, RetentionPolicy], CheckpointInfo] = read_checkpoint_info,
     candidates: Sequence[Path] | None = None,
 ) -> list[Path]:
-    """The folders in ``root`` that go, in the order in which to delete them. Changes nothing.
+    """Return the folders in ``root`` to delete, in order. Changes nothing.
 
-    What was set aside as damaged goes once a good checkpoint of its step or a newer one is there.
+    Checkpoints set aside as damaged are included once there is a valid one of their step or a newer step.
 
     Args:
-        good: whether a committed checkpoint can be restored. Asked from the newest on, until one is.
-        know: another one than :func:`read_checkpoint_info` may leave out the reason and the metric, where these shall
-            not count.
-        there: the checkpoints to choose among, oldest first; None: all in ``root``.
+        is_valid: returns whether a committed checkpoint can be restored; called from the newest on, until one is valid.
+        read_info: may leave out the reason and the metric if they should not count.
+        candidates: the checkpoints to choose from, oldest first; None: all in ``root``.
 
     Raises:
-        StorageError: the file system would not read. Then nothing is known, and nothing must be deleted.
+        StorageError: the file system failed. Then nothing may be deleted.
     """
     committed = [
         p for p in (index.list_checkpoint_folders(root) if candidates is None else candidates) if index.is_committed(p)
@@ -161,12 +158,12 @@ def delete_expired(
     protected: Collection[int] = (),
     fence: fences.Fence | None = None,
 ) -> list[Path]:
-    """Delete what :func:`list_expired` says, but for the steps ``protected``; returns it.
+    """Delete what :func:`list_expired` returns, except the steps ``protected``; return the deleted folders.
 
     Raises:
-        OSError: one could not be deleted; those after it are still there.
+        OSError: a folder could not be deleted; those after it still exist.
         StorageError: as :func:`list_expired`; nothing was deleted.
-        AttemptSuperseded: a newer attempt owns the run, and all that was not deleted before.
+        AttemptSuperseded: a newer attempt owns the run; the rest was not deleted.
     """
     expired = [
         p
@@ -181,18 +178,18 @@ def delete_expired(
 
 
 def has_expected_sizes(folder: Path) -> bool:
-    """Marker, index and file sizes fit. Reads no data, so a flipped byte is not seen."""
+    """Return whether marker, manifest and file sizes fit. It reads no data, so it does not notice a flipped byte."""
     try:
         index.check_sizes(folder, index.read_manifest(folder))
     except StorageError:
-        raise  # it may well be whole: no ground to delete anything
+        raise  # it may be intact
     except CheckpointError:
         return False
     return True
 
 
 def read_marker(folder: Folder) -> str | None:
-    """What tells a checkpoint from another one of the same step; None without a marker."""
+    """Return the commit marker, which identifies a checkpoint among others of its step; None if there is none."""
     path = folder / index.COMMITTED
     try:
         return str(with_retries(path.read_bytes, path).decode(errors="replace"))
@@ -201,15 +198,17 @@ def read_marker(folder: Folder) -> str | None:
 
 
 def delete_checkpoint(folder: Path, marker: str | None) -> None:
-    """Delete the checkpoint that has this ``marker``. It loses its name first, so that half of one never looks like a
-    whole one; what a kill leaves behind has the name of a save that did not end, and goes as such at the next restore.
+    """Delete the checkpoint in ``folder`` if it has this ``marker``.
+
+    It is renamed first, so that a half-deleted checkpoint never counts. What a kill leaves has the name of an
+    unfinished save, which the next restore removes.
     """
     step = index.parse_step(folder)
     trash = index.staging_folder(folder.parent, step or 0, "removed")
     if trash.exists():
         shutil.rmtree(trash)
     folder.rename(trash)
-    if read_marker(trash) != marker:  # this process was held up, and a newer attempt has saved the same step meanwhile
+    if read_marker(trash) != marker:  # a newer attempt has saved the same step while this process was suspended
         trash.rename(folder)
         return
     fsio.fsync_folder(folder.parent)

@@ -1,10 +1,10 @@
-"""The objects of a training run as named logical tensors and JSON values, and back.
+"""The objects of a training run as named logical tensors and JSON values.
 
-A logical tensor has a global shape and belongs to no rank. A rank holds a block of it: the whole where it is
-replicated, a shard where the parameter is a DTensor, and nothing where other ranks have it (another stage's parameters,
-ZeRO-1's optimizer state). Optimizer state is named by the parameter it belongs to, never by the parameter's index, so
-that it survives another layout. Parameters and optimizer state that are no DTensors are equal on all ranks that hold
-them; of everything else the lowest such rank's counts. What must differ from rank to rank goes into the rank state.
+A logical tensor has a global shape and belongs to no rank. A rank holds all of it if it is replicated, a shard if the
+parameter is a DTensor, and nothing if other ranks have it (parameters of another stage, optimizer state with ZeRO-1).
+Optimizer state is named after its parameter, not by the parameter's index, so that another layout can load it.
+Parameters and optimizer state that are not DTensors are equal on all ranks that hold them; of everything else, the
+value of the lowest such rank is saved. State that differs between ranks belongs into the rank state.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from clustertrain.checkpoint.core import json_tree
 from clustertrain.checkpoint.format.manifest import DamagedCheckpoint, TensorKind
 from clustertrain.errors import CheckpointError
 
-# What wrappers put into parameter names; the same model with and without them has the same logical tensors.
+# Wrappers add these to parameter names; a model has the same logical tensors with and without them.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
-OPTIMIZER_KEY = "optimizer"  # in a parameter group: the name of what its state is of
+OPTIMIZER_KEY = "optimizer"  # in a parameter group: the name of its optimizer
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,15 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class CollectedState:
-    """``values`` is the JSON tree of what all ranks share, ``rank_values`` that of this rank, with the tensors
-    ``rank_shards``."""
+    """The state that this rank holds."""
 
     shards: list[LocalShard]
     values: dict[str, Any]
+    """The JSON values of the state that all ranks share."""
     rank_shards: list[LocalShard]
+    """The tensors of this rank's own state."""
     rank_values: Any
+    """The JSON values of this rank's own state."""
 
 
 def is_dtensor(value: Any) -> bool:
@@ -74,12 +76,12 @@ def is_dtensor(value: Any) -> bool:
 
 
 def to_local_shard(name: str, kind: TensorKind, value: torch.Tensor) -> LocalShard:
-    """The part of ``value`` that this rank holds."""
+    """Return the part of ``value`` that this rank holds."""
     if not is_dtensor(value):
         return LocalShard(name, kind, tuple(value.shape), (0,) * value.dim(), value.detach(), "equal")
     mesh, placements = value.device_mesh, value.placements  # type: ignore[attr-defined]
     layout = _shard_layout(mesh, tuple(mesh.get_coordinate()), tuple(placements), value.shape)
-    with torch.no_grad():  # else the shard is made by a function of autograd's
+    with torch.no_grad():  # otherwise autograd records to_local()
         local_tensor = value.to_local().detach()  # type: ignore[attr-defined]
     return LocalShard(name, kind, tuple(value.shape), local_tensor=local_tensor, placement="shard", **layout)
 
@@ -93,7 +95,7 @@ def _shard_layout(
 
     _, start = compute_local_shape_and_global_offset(shape, mesh, placements)
     is_replica = any(c > 0 for c, p in zip(coordinate, placements, strict=True) if p.is_replicate())
-    is_only_copy = not any(p.is_replicate() or p.is_partial() for p in placements)  # is_shard() knows no strided ones
+    is_only_copy = not any(p.is_replicate() or p.is_partial() for p in placements)  # not is_shard(): False if strided
     return {
         "start": tuple(start),
         "mesh_root": int(mesh.mesh.min()),
@@ -107,12 +109,12 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def model_parts(module: nn.Module) -> list[nn.Module]:
-    """The modules on this rank whose names are those of the whole model: a pipeline's stages, else the one there is."""
+    """Return the modules that have the whole model's parameter names: a pipeline's stages, else the module."""
     return list(getattr(module, "pipeline_stages", [unwrap(module)]))
 
 
 def all_stage_fqns(module: nn.Module) -> frozenset[str]:
-    """What a pipeline's stages hold on all ranks together; empty where each rank holds all."""
+    """Return the names in a pipeline's stages on all ranks; empty if each rank holds the whole model."""
     return frozenset(getattr(module, "global_fqns", ()))
 
 
@@ -123,13 +125,13 @@ def clean_fqn(fqn: str) -> str:
 
 
 def _fqn_prefixes(state: Mapping[str, Any]) -> dict[str, str]:
-    """What stands before a parameter's name, by the key of the module."""
+    """Return the prefix of parameter names by the module's key; empty for a single module."""
     keys = [k for k, v in state.items() if isinstance(v, nn.Module)]
     return {k: "" if len(keys) == 1 else f"{k}." for k in keys}
 
 
 def fqns_by_param_id(state: Mapping[str, Any]) -> dict[int, str]:
-    """The name of each parameter of the modules in ``state``, by the parameter's id()."""
+    """Return the name of each parameter of the modules in ``state``, by the parameter's id()."""
     return {
         id(p): prefix + clean_fqn(fqn)
         for key, prefix in _fqn_prefixes(state).items()
@@ -139,12 +141,12 @@ def fqns_by_param_id(state: Mapping[str, Any]) -> dict[int, str]:
 
 
 def all_stage_param_fqns(state: Mapping[str, Any]) -> frozenset[str]:
-    """:func:`all_stage_fqns` of all modules in ``state``, as :func:`fqns_by_param_id` names them."""
+    """Return :func:`all_stage_fqns` of all modules in ``state``, with the names of :func:`fqns_by_param_id`."""
     return frozenset(p + name for key, p in _fqn_prefixes(state).items() for name in all_stage_fqns(state[key]))
 
 
 def module_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Parameters, persistent buffers and extra state by name; the tensors are the live ones."""
+    """Return parameters, persistent buffers and extra state by name; the tensors are not copied."""
     return {clean_fqn(k): v for part in model_parts(module) for k, v in part.state_dict(keep_vars=True).items()}
 
 
@@ -162,11 +164,11 @@ def _param_fqns(params: Iterable[torch.Tensor], names: Mapping[int, str], key: s
 
 @dataclass(frozen=True)
 class WrappedOptimizer:
-    """An optimizer that has state on this rank. ``model_params``: by id() of its parameters the model's parameter that
-    each stands for; None: they are the model's own."""
+    """An optimizer that has state on this rank."""
 
     optimizer: torch.optim.Optimizer
     model_params: Mapping[int, torch.Tensor] | None = None
+    """The model's parameter for each of the optimizer's, by id(); None: they are the same."""
 
     @property
     def params(self) -> list[torch.Tensor]:
@@ -177,8 +179,11 @@ class WrappedOptimizer:
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[WrappedOptimizer]:
-    """The optimizers that have the state of this rank's parameters: ``optimizer`` itself, ZeRO-1's one inside, which is
-    over those it updates, or what an optimizer made of others names in a method ``inner_optimizers``."""
+    """Return the optimizers that have the state of this rank's parameters.
+
+    This is ``optimizer`` itself, the inner optimizer of ZeRO-1, which has only the parameters that this rank updates,
+    or the result of the optimizer's method ``inner_optimizers``.
+    """
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
         return inner_optimizers(optimizer.optim)
@@ -187,7 +192,7 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[WrappedOptimizer]
 
 
 def optimizer_state_dict(optimizer: torch.optim.Optimizer, names: Mapping[int, str], key: str) -> dict[str, Any]:
-    """Groups with parameters by name, and by name the state of each parameter that has one on this rank."""
+    """Return the parameter groups with names, and by name the state of each parameter that has state on this rank."""
     groups = [{**_unwrap_scalars(g), "params": _param_fqns(g["params"], names, key)} for g in optimizer.param_groups]
     state: dict[str, Any] = {}
     for inner in inner_optimizers(optimizer):
@@ -198,12 +203,12 @@ def optimizer_state_dict(optimizer: torch.optim.Optimizer, names: Mapping[int, s
 
 
 def _unwrap_scalars(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group with its single numbers as such: a learning rate kept in a tensor has no name that all ranks share."""
+    """Return a group with 0-dimensional tensors as numbers: such a tensor has no name shared by all ranks."""
     return {k: v.item() if isinstance(v, torch.Tensor) and v.dim() == 0 else v for k, v in group.items()}
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Raises Damaged for what is no type of torch's."""
+    """Return the dtype with this name. Raise DamagedCheckpoint if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise DamagedCheckpoint(f"{name!r} is no type of a tensor")
@@ -221,10 +226,10 @@ def is_stateful(value: Any) -> bool:
 
 
 def collect_state(state: Mapping[str, Any], rank_state: Mapping[str, Any], rank: int) -> CollectedState:
-    """What this rank holds of ``state``, and its own ``rank_state``.
+    """Return what this rank holds of ``state``, and its own ``rank_state``.
 
     Raises:
-        CheckpointError: something that cannot be stored.
+        CheckpointError: an object cannot be stored.
     """
     names = fqns_by_param_id(state)
     values: dict[str, Any] = {}
@@ -244,7 +249,7 @@ def collect_state(state: Mapping[str, Any], rank_state: Mapping[str, Any], rank:
                 shard = replace(shard, placement="first")
             shards.append(shard)
     rank_tensors: dict[str, torch.Tensor] = {}
-    # Rank-unique names: one name for all would keep one rank's random numbers for everybody.
+    # Names with the rank: under a shared name, one rank's random state would be saved for all.
     rank_values = json_tree.encode(rank_state, f"rank-{rank}", rank_tensors)
     return CollectedState(
         shards, values, [to_local_shard(name, "other", t) for name, t in rank_tensors.items()], rank_values

@@ -1,5 +1,5 @@
-"""Checksums: one for each block of at most 4 MiB of a shard, so that a part of it can be read and verified by itself,
-and one of the shard over those."""
+"""Checksums of a shard: one for each block of at most 4 MiB, so that a part can be verified by itself, and one over
+all of these."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ def checksum(data: bytes | memoryview) -> str:
 
 
 def block_checksums(data: memoryview) -> str:
-    """The xxh3-64 of each block, in hex, one after another; of no bytes the empty string."""
+    """Return the xxh3-64 of each block in hex, concatenated; an empty string for no bytes."""
     return "".join(xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES))
 
 
 def shard_checksum(block_hashes: str) -> str:
-    """A shard's checksum, from those of its blocks."""
+    """Return the checksum of a shard from those of its blocks."""
     return checksum(block_hashes.encode())
 
 
 def find_bad_block(data: memoryview, block_hashes: str, first_block: int) -> int | None:
-    """Which block of ``data`` is not as it was written; ``data`` begins with block ``first_block`` of a shard with
-    ``block_hashes`` and ends with a block's end. None: all are as they were."""
+    """Return the number of the first damaged block in ``data``, or None.
+
+    ``data`` starts at block ``first_block`` of the shard with ``block_hashes``, and ends at the end of a block.
+    """
     for i in range(0, len(data), BLOCK_BYTES):
         n = first_block + i // BLOCK_BYTES
         if xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES]) != block_hashes[n * _HEX_DIGITS : (n + 1) * _HEX_DIGITS]:
@@ -34,10 +36,10 @@ def find_bad_block(data: memoryview, block_hashes: str, first_block: int) -> int
 
 
 def align_to_blocks(low: int, high: int, size: int) -> tuple[int, int]:
-    """The bytes ``low`` to ``high`` of a shard of ``size`` bytes, widened to whole blocks."""
+    """Return the range ``low`` to ``high`` of a shard of ``size`` bytes, extended to whole blocks."""
     return low - low % BLOCK_BYTES, min(size, -(-high // BLOCK_BYTES) * BLOCK_BYTES)
 
 
 def has_all_checksums(block_hashes: str, size: int) -> bool:
-    """Whether there are as many checksums as blocks in ``size`` bytes."""
+    """Return whether there is one checksum for each block of ``size`` bytes."""
     return len(block_hashes) == -(-size // BLOCK_BYTES) * _HEX_DIGITS

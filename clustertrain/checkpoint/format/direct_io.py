@@ -1,8 +1,7 @@
-"""Files past the page cache (``O_DIRECT``): the disk takes its bytes from where they are, and brings them to where they
-are hashed.
+"""File I/O that bypasses the page cache (``O_DIRECT``), without a copy in the kernel.
 
-A checkpoint is read by nobody soon, and is large: the pages that it would be copied into push the data set's out, and
-finding them takes the processor longer than the disk needs. What a file system does not do is done the ordinary way.
+A checkpoint is large and rarely read soon: in the page cache it would displace the data set, and allocating the pages
+takes longer than the disk does. On a file system without direct I/O the files are written and read normally.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# Offsets, lengths and addresses are multiples of it. Many disks would do with 512.
+# Offsets, lengths and addresses must be multiples of it. Many disks need only 512.
 ALIGN = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _UNSUPPORTED_ERRNOS = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -25,7 +24,7 @@ _thread_local = threading.local()
 
 
 class DirectWriter:
-    """A new file, written from its beginning to its end."""
+    """Writes a new file sequentially."""
 
     def __init__(self, fd: int, *, direct: bool) -> None:
         self._fd = fd
@@ -33,7 +32,7 @@ class DirectWriter:
         self._offset = 0
 
     def write(self, data: memoryview) -> None:
-        """Append ``data``, of a multiple of :data:`ALIGN` bytes but for the last time.
+        """Append ``data``. Its length must be a multiple of :data:`ALIGN`, except in the last call.
 
         Raises:
             OSError: the disk is full, …
@@ -64,7 +63,7 @@ class DirectWriter:
 
 @contextmanager
 def open_for_write(path: Path) -> Iterator[DirectWriter]:
-    """Make the file, which is not there yet; it is durable afterwards.
+    """Create the file, which must not exist; it is durable after the block.
 
     Raises:
         OSError: as the file system says.
@@ -75,7 +74,7 @@ def open_for_write(path: Path) -> Iterator[DirectWriter]:
     except OSError as e:
         if e.errno not in _UNSUPPORTED_ERRNOS:
             raise
-        path.unlink(missing_ok=True)  # some make the file all the same
+        path.unlink(missing_ok=True)  # some file systems create the file anyway
         fd, direct = os.open(path, flags, 0o640), False
     try:
         yield DirectWriter(fd, direct=direct)
@@ -86,7 +85,7 @@ def open_for_write(path: Path) -> Iterator[DirectWriter]:
 
 @contextmanager
 def open_for_read(path: Path) -> Iterator[int | None]:
-    """A file descriptor for :func:`read`; None where the file system does not do it.
+    """Yield a file descriptor for :func:`read`, or None if the file system does not support direct I/O.
 
     Raises:
         OSError: the file is not there, …
@@ -105,8 +104,9 @@ def open_for_read(path: Path) -> Iterator[int | None]:
 
 
 def read(fd: int, offset: int, size: int) -> memoryview | None:
-    """``size`` bytes from ``offset`` on, fewer at the end of the file. They lie in memory of this thread's and are gone
-    with its next call. None: the file system does not do it, or not here.
+    """Return ``size`` bytes from ``offset`` on, fewer at the end of the file, or None if direct I/O fails there.
+
+    The bytes are in a buffer of this thread, valid until its next call.
 
     Raises:
         OSError: as the file system says.
@@ -125,14 +125,13 @@ def read(fd: int, offset: int, size: int) -> memoryview | None:
         filled += nread
         if aligned_offset + filled >= os.fstat(fd).st_size:
             break
-        if nread == 0 or nread % ALIGN:  # cut short where the file goes on: what follows is no place to begin again
+        if nread == 0 or nread % ALIGN:  # a short read inside the file: the next offset would not be aligned
             return None
     return buffer[offset - aligned_offset : max(offset - aligned_offset, min(filled, needed))]
 
 
 def _thread_buffer(size: int) -> memoryview:
-    """Memory of this thread's, at such an address, in pages as large as there are: the fewer they are, the less there
-    is to tell the disk."""
+    """Return this thread's aligned buffer, in huge pages if possible: fewer pages make a smaller disk request."""
     buffer: memoryview | None = getattr(_thread_local, "room", None)
     if buffer is None or len(buffer) < size:
         mapping = mmap.mmap(
@@ -140,9 +139,9 @@ def _thread_buffer(size: int) -> memoryview:
             -(-size // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES + _HUGE_PAGE_BYTES,
             flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
         )
-        with suppress(OSError):  # of a kernel without them
+        with suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        mapping.madvise(mmap.MADV_DONTFORK)  # open(2): not into memory that a fork shares meanwhile
+        mapping.madvise(mmap.MADV_DONTFORK)  # open(2): direct reads must not go into memory shared with a fork
         start = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE_BYTES
         buffer = _thread_local.room = memoryview(mapping)[
             start : start + -(-size // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
@@ -151,7 +150,7 @@ def _thread_buffer(size: int) -> memoryview:
 
 
 def copy_bytes(target: memoryview, data: memoryview) -> None:
-    """As ``target[:] = data``, but other threads go on meanwhile. Both can be written to."""
+    """Do ``target[:] = data`` without holding Python's lock. Both must be writable."""
     if len(target) != len(data):
         raise ValueError(f"{len(data)} bytes do not fit {len(target)}")
     if data:

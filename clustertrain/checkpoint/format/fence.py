@@ -1,8 +1,8 @@
-"""Only the newest attempt of a run may change its checkpoints.
+"""The fence: only the newest attempt of a run may change its checkpoints.
 
-An older attempt may be alive still: on a node that the scheduler has given up, or in a process that was stopped for a
-while. Each change looks at the attempts first, as late as it can, and what an older attempt has begun by then the newer
-one puts out of its reach when it restores: it renames the folders of saves under way (docs/decisions/0033).
+An older attempt may still be alive, on a node that the scheduler has given up or in a process that was suspended. Each
+change checks for a newer attempt first, as late as possible. Saves that an older attempt has started by then are out of
+its reach: the restore of the newer attempt renames their folders (docs/decisions/0033).
 """
 
 from __future__ import annotations
@@ -17,25 +17,30 @@ from clustertrain.run.run_dir import RunDir
 
 
 class AttemptSuperseded(CheckpointError):
-    """A newer attempt owns the run. Nothing that this one has done is changed, and it can do no more."""
+    """A newer attempt owns the run. What this attempt has committed stays; it must not change anything any more."""
 
     exit_code = EXIT_NO_REQUEUE
 
 
 class Fence(msgspec.Struct, frozen=True, kw_only=True):
-    """``attempt`` is the number of this one in the folder ``run``."""
+    """Identifies this attempt."""
 
     run: str
+    """The run's folder."""
     attempt: int
+    """The number of this attempt."""
 
     def newer_attempt(self) -> int | None:
-        """The attempt that owns the run, where it is a newer one. Raises StorageError where that cannot be read."""
+        """Return the newer attempt that owns the run, or None. Raise StorageError if that cannot be read."""
         run_dir = RunDir(Path(self.run))
         return with_retries(lambda: run_dir.find_newer_attempt(self.attempt), run_dir.attempts_folder)
 
 
 def check_fence(fence: Fence | None) -> None:
-    """Raises AttemptSuperseded, StorageError. Without a fence, outside a run, nobody else is expected."""
+    """Raise AttemptSuperseded if a newer attempt owns the run, StorageError if that cannot be read.
+
+    Without a fence, outside a run, do nothing.
+    """
     newer = fence.newer_attempt() if fence is not None else None
     if newer is not None:
         raise AttemptSuperseded(f"taken over by attempt {newer}")

@@ -1,5 +1,6 @@
-"""The folders of checkpoints: made for a save, discarded, swept when a run comes back, set aside when damaged. What is
-in them is :mod:`~clustertrain.checkpoint.format.manifest`'s.
+"""The folders of checkpoints: create, discard, sweep before a restore, set aside if damaged.
+
+Their content is described in :mod:`~clustertrain.checkpoint.format.manifest`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ log = logging.getLogger(__name__)
 
 
 def staging_folder_for(root: Path, step: int, attempt: str, token: bytes) -> Path:
-    """A folder that no other save has, not even one of the same step: a writer that has outlived its rank may still be
-    at work in that."""
+    """Return a folder that no other save uses, not even one of the same step: an orphaned writer may still use that."""
     return index.staging_folder(root, step, f"{attempt}-{token.hex()}")
 
 
 def create_exclusive(folder: Path) -> None:
+    """Create ``folder``, which must not exist, and its parent if needed."""
     if not folder.parent.exists():
         fsio.make_folder(folder.parent)
         fsio.fsync_folder(folder.parent.parent)
@@ -37,21 +38,23 @@ def create_exclusive(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Of a save that was not committed. A writer may be at work in it, and even commit it: under another name it is out
-    of its reach as a whole, or not there any more."""
+    """Remove the folder of an uncommitted save.
+
+    It is renamed first: a writer may still be writing to it or even committing it, and then finds nothing under the old
+    name.
+    """
     swept = folder.with_name(f".swept{folder.name}")
     try:
         folder.rename(swept)
     except FileNotFoundError:
         return
-    except OSError:  # ENOTEMPTY: swept before, and made again by a writer that came late
+    except OSError:  # ENOTEMPTY: swept before, and created again by a late writer
         shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(swept, ignore_errors=True)
 
 
 def sweep(root: Path, fence: Fence | None = None) -> None:
-    """Clear away what a killed save has left, and what an older attempt has under way, so that it can commit nothing
-    any more.
+    """Remove what killed saves have left, and the pending saves of older attempts, which then cannot commit them.
 
     Raises:
         AttemptSuperseded: a newer attempt owns the run.
@@ -62,7 +65,7 @@ def sweep(root: Path, fence: Fence | None = None) -> None:
         final = root / old.name.removeprefix(".old-")
         if final.exists():
             shutil.rmtree(old)
-        else:  # killed between the two renames of writer.publish
+        else:  # killed between the two renames of save.commit.publish
             old.rename(final)
     for leftover in root.glob(".swept.step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -72,13 +75,16 @@ def sweep(root: Path, fence: Fence | None = None) -> None:
 
 
 def _parse_attempt(staging: Path) -> int:
-    """The attempt that made it, 0 where that cannot be told."""
+    """Return the attempt that created the folder, 0 if its name does not have it."""
     match = re.fullmatch(r"\.step-\d{8,}-(\d+)-[0-9a-f]+", staging.name)
     return int(match[1]) if match else 0
 
 
 def mark_damaged(skipped: list[dict[str, Any]]) -> None:
-    """Rename what was passed over in a restore, so that it is not looked at again; ``path`` is in each entry."""
+    """Rename the checkpoints that a restore found damaged, so that no later one tries them.
+
+    ``skipped`` as in :class:`~clustertrain.checkpoint.load.restore.RestoreResult`.
+    """
     for entry in skipped:
         if is_url(entry["path"]):
             _remove_marker(RemoteFolder(entry["path"]))
@@ -91,7 +97,8 @@ def mark_damaged(skipped: list[dict[str, Any]]) -> None:
 
 
 def _remove_marker(folder: RemoteFolder) -> None:
-    """Nothing can be renamed there. Without its marker it does not count, and is replaced by a copy that is whole."""
+    """Remove the commit marker of a remote checkpoint, which cannot be renamed. It no longer counts, and a later upload
+    replaces it."""
     try:
         (folder / index.COMMITTED).unlink()
     except OSError as e:

@@ -1,11 +1,11 @@
-"""The index of one checkpoint, and where its files lie.
+"""The manifest of a checkpoint, and the layout of its files.
 
 checkpoints/step-00000500/
   rank-0.bin rank-1.bin …   shards as raw bytes in C order (other engines have other files)
-  manifest.json             what lies where, with the checksums
+  manifest.json             the location and checksums of each shard
   COMMITTED                 checksum of the manifest; written last
-checkpoints/.step-00000500-<attempt>-<token>  a save under way (or killed), never read
-checkpoints/.old-step-00000500                what a save of the same step replaces, until it has
+checkpoints/.step-00000500-<attempt>-<token>  a pending save, or what a killed one left; never read
+checkpoints/.old-step-00000500                the checkpoint that a save of the same step is replacing
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
 
-_MAX_MARKER_BYTES, _MAX_MANIFEST_BYTES = 1 << 20, 4 << 30  # the most that is read of each
+_MAX_MARKER_BYTES, _MAX_MANIFEST_BYTES = 1 << 20, 4 << 30  # larger files are not read
 T = TypeVar("T")
 
 _FOLDER_NAME = re.compile(r"(damaged-)?step-(\d{8,})")
 
 TensorKind = Literal["model", "optimizer", "other"]
-# "stop": made because the job was being ended, whenever that was. "best": for nothing but its metric.
+# "stop": saved because the job was ending. "best": saved only because of its metric.
 SaveReason = Literal["interval", "best", "stop", "end"]
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A file of a committed checkpoint is missing, cut short or altered: an older checkpoint may still be good."""
+    """A file of a committed checkpoint is missing, truncated or altered; an older checkpoint may be intact."""
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many, and no cycles
-    """A block of a tensor: ``nbytes`` at ``offset`` of ``file``, holding ``shape`` elements that start at ``start``.
+    """A shard of a tensor: ``nbytes`` at ``offset`` of ``file``, with ``shape`` elements from ``start`` on.
+
     For ``blocks`` and ``checksum`` see :mod:`~clustertrain.checkpoint.format.checksums`."""
 
     file: str
@@ -57,7 +58,7 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many,
 
 
 class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many, and no cycles
-    """A logical (global) tensor. ``dtype`` is torch's name of it, ``itemsize`` in bytes."""
+    """A logical (global) tensor. ``dtype`` is torch's name without "torch.", ``itemsize`` is in bytes."""
 
     name: str
     kind: TensorKind
@@ -68,7 +69,7 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many
 
 
 class CheckpointMetric(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides which checkpoints are the best."""
+    """The metric that decides which checkpoints are best."""
 
     name: str
     value: float | None
@@ -81,7 +82,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: int
     torch: str
     step: int
-    made_in: str = ""  # name of the folder before it was committed, another one for each save
+    made_in: str = ""  # name of the staging folder, unique per save
     world_size: int
     engine: str
     reason: SaveReason = "interval"
@@ -98,7 +99,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommitMarker(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of ``COMMITTED``."""
+    """The content of ``COMMITTED``."""
 
     format: int
     step: int
@@ -122,14 +123,14 @@ def damaged_folder(folder: Path) -> Path:
 
 
 def parse_step(folder: Folder) -> int | None:
-    """The step in a checkpoint folder's name; None for any other name."""
+    """Return the step in a checkpoint folder's name, or None for any other name."""
     match = _FOLDER_NAME.fullmatch(folder.name)
     return int(match[2]) if match else None
 
 
 def _list_by_step(root: F, prefix: str) -> list[F]:
     try:
-        # Not glob, which takes a folder that cannot be read for an empty one: a run would begin again.
+        # Not glob, which treats an unreadable folder as empty: the run would start over.
         names = with_retries(lambda: [p.name for p in root.iterdir()], root)
     except OSError:
         return []
@@ -138,12 +139,12 @@ def _list_by_step(root: F, prefix: str) -> list[F]:
 
 
 def list_checkpoint_folders(root: F) -> list[F]:
-    """Checkpoint folders, committed or not, oldest step first."""
+    """Return the checkpoint folders, committed or not, oldest step first."""
     return _list_by_step(root, "step-")
 
 
 def list_damaged_folders(root: Path) -> list[Path]:
-    """What did not verify when the run came back."""
+    """Return the checkpoints that a restore set aside as damaged, oldest step first."""
     return _list_by_step(root, "damaged-step-")
 
 
@@ -155,7 +156,7 @@ def is_committed(folder: Folder) -> bool:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the index, make the folder durable, then write the marker."""
+    """Write the manifest, make the folder durable, then write the commit marker."""
     data = msgspec.json.encode(manifest)
     fsio.write_bytes(folder / MANIFEST, data)
     marker = CommitMarker(format=FORMAT_VERSION, step=manifest.step, manifest_xxh3_128=checksum(data))
@@ -163,12 +164,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Folder) -> Manifest:
-    """The index of a committed checkpoint.
+    """Return the manifest of a committed checkpoint.
 
     Raises:
-        Damaged: no marker, or index, marker and the folder's name do not fit each other.
-        StorageError: they cannot be read, now at least.
-        CheckpointError: written by a newer format than this one.
+        DamagedCheckpoint: there is no marker, or manifest, marker and folder name do not fit each other.
+        StorageError: the file system failed.
+        CheckpointError: the checkpoint has another format version.
     """
     marker = _decode(folder / COMMITTED, _read_file(folder / COMMITTED, _MAX_MARKER_BYTES), CommitMarker)
     data = _read_file(folder / MANIFEST, _MAX_MANIFEST_BYTES)
@@ -177,7 +178,7 @@ def read_manifest(folder: Folder) -> Manifest:
             f"{folder}: written in format {marker.format}, this clustertrain reads format {FORMAT_VERSION}",
             fix="use the version that wrote it" + (", or a newer one" if marker.format > FORMAT_VERSION else ""),
         )
-    if parse_step(folder) not in (None, marker.step):  # a copy; its data would be taken for another step's
+    if parse_step(folder) not in (None, marker.step):  # a renamed copy, whose data would count as another step's
         raise DamagedCheckpoint(f"{folder}: is of step {marker.step}")
     if checksum(data) != marker.manifest_xxh3_128:
         raise DamagedCheckpoint(f"{folder / MANIFEST}: checksum differs from the one in {COMMITTED}")
@@ -191,7 +192,7 @@ def read_manifest(folder: Folder) -> Manifest:
 
 
 def _read_file(path: Folder, max_bytes: int) -> bytes:
-    """A file that others may have put there: not a pipe, which would be waited for, nor larger than such a file is."""
+    """Read a file that others may have written. Refuse a pipe, which could block, and a file that is too large."""
     try:
         if isinstance(path, Path):
             file_stat = with_retries(path.stat, path)
@@ -210,11 +211,12 @@ def _decode(path: Folder, data: bytes, struct_type: type[T]) -> T:
 
 
 def check_manifest(folder: Folder, manifest: Manifest) -> None:
-    """Whoever writes an index can give it the right checksum. What it says must still make sense, and lead nowhere
-    else: that its tensors are whole, so that all who read them find what :func:`offline.verify` has found.
+    """Check that a manifest is consistent and names only files in its folder. A right checksum does not ensure that.
+
+    Its tensors must be complete, so that every reader of a checkpoint that passes can load it.
 
     Raises:
-        Damaged: it does not.
+        DamagedCheckpoint: it is not.
     """
     path = folder / MANIFEST
     for name, size in manifest.files.items():
@@ -249,18 +251,18 @@ def _check_shard(folder: Folder, manifest: Manifest, tensor: TensorRecord, shard
 
 
 def check_sizes(folder: Folder, manifest: Manifest) -> None:
-    """The cheap part of verification: every data file is there and as long as it was written.
+    """Check that every data file exists and has the size that was written: the cheap part of verification.
 
     Raises:
-        Damaged: names the first file that is not.
-        StorageError: that cannot be told, now at least.
+        DamagedCheckpoint: a file has another size; the message names the first one.
+        StorageError: the file system failed.
     """
     for problem in find_wrong_sizes(folder, manifest).values():
         raise DamagedCheckpoint(problem)
 
 
 def find_wrong_sizes(folder: Folder, manifest: Manifest) -> dict[str, str]:
-    """By file what :func:`check_sizes` says of it. Raises StorageError as that does."""
+    """Return, by file name, the message for each file with a wrong size. Raises StorageError as :func:`check_sizes`."""
     remote_sizes = with_retries(folder.sizes, folder) if isinstance(folder, RemoteFolder) else None
     problems = {}
     for name, size in manifest.files.items():
@@ -278,6 +280,6 @@ def find_wrong_sizes(folder: Folder, manifest: Manifest) -> dict[str, str]:
 
 
 def _regular_size(path: Folder) -> int | None:
-    """None of what is no file."""
+    """Return the size of a regular file, None for anything else."""
     file_stat = with_retries(path.stat, path)
     return file_stat.st_size if stat.S_ISREG(file_stat.st_mode) else None

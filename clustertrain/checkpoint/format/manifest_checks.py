@@ -1,5 +1,7 @@
-"""What the index of a checkpoint says must make sense before anybody acts on it: whoever writes an index can give it
-the right checksum. Each function returns what is wrong, or None."""
+"""Consistency checks of a manifest, whose checksum alone does not make it trustworthy.
+
+Each function returns what is wrong, or None.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,20 @@ from collections.abc import Collection, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-MAX_BYTES = 1 << 62  # of a tensor: what numpy and torch can count
-MAX_DIMS = 63  # numpy has one more, for the bytes of an element
-_ITEMSIZE = {  # of torch's dtypes, in bytes; one that is not here may be of a later version
+MAX_BYTES = 1 << 62  # of a tensor: limit of NumPy and torch
+MAX_DIMS = 63  # one less than NumPy's limit: the bytes of an element need one
+_ITEMSIZE = {  # bytes per element of torch's dtypes; later versions may have others
     "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8,
     "complex32": 4, "complex64": 8, "complex128": 16,
     **{f"{sign}int{bits}": bits // 8 for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }  # fmt: skip
 _TENSOR_TAGS = ("__tensor__", "__array__")  # tags of :mod:`~clustertrain.checkpoint.core.json_tree` that name a tensor
 
-ShardBox = tuple[tuple[int, ...], tuple[int, ...]]  # its start and its shape
+ShardBox = tuple[tuple[int, ...], tuple[int, ...]]  # start and shape
 
 
 def find_name_error(name: str) -> str | None:
-    """Of a file in the checkpoint's folder."""
+    """Check the name of a file in the checkpoint's folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         return "is outside of the checkpoint"
@@ -29,7 +31,7 @@ def find_name_error(name: str) -> str | None:
 
 
 def find_form_error(dtype: str, itemsize: int, shape: Sequence[int]) -> str | None:
-    """Of a whole tensor."""
+    """Check dtype, element size and shape of a whole tensor."""
     expected_itemsize = _ITEMSIZE.get(dtype)
     if itemsize < 1 or expected_itemsize not in (None, itemsize):
         return f"has elements of {itemsize} bytes, and {dtype} has {expected_itemsize or 'at least 1'}"
@@ -39,7 +41,7 @@ def find_form_error(dtype: str, itemsize: int, shape: Sequence[int]) -> str | No
 
 
 def find_tiling_error(shape: Sequence[int], boxes: Sequence[ShardBox]) -> str | None:
-    """Where ``boxes`` are not all of a tensor, each element once."""
+    """Check that ``boxes`` cover each element of a tensor exactly once."""
     if _is_row_tiling(tuple(shape), boxes):
         return None
     for start, size in boxes:
@@ -54,7 +56,7 @@ def find_tiling_error(shape: Sequence[int], boxes: Sequence[ShardBox]) -> str | 
 
 
 def _is_row_tiling(shape: tuple[int, ...], boxes: Sequence[ShardBox]) -> bool:
-    """Whether they are slices of rows, one after the other: the usual case, seen in a tenth of the time."""
+    """Return whether the boxes are consecutive slices of rows, the usual case, which is ten times faster to check."""
     next_row, row_shape, row_start = 0, shape[1:], (0,) * len(shape[1:])
     for start, size in sorted(boxes):
         if start[:1] != (next_row,) or start[1:] != row_start or size[1:] != row_shape or not size or size[0] < 0:
@@ -64,8 +66,7 @@ def _is_row_tiling(shape: tuple[int, ...], boxes: Sequence[ShardBox]) -> bool:
 
 
 def _has_overlap(boxes: Sequence[ShardBox]) -> bool:
-    """Two of them share an element. Sorted along the dimension that has been cut most, so that a box is compared with
-    few others in the layouts that there are."""
+    """Return whether two boxes overlap. Sorts them along the dimension with the most cuts, to compare few pairs."""
     non_empty = [box for box in boxes if math.prod(box[1])]
     if len(non_empty) < 2:
         return False
@@ -85,7 +86,7 @@ def _has_overlap(boxes: Sequence[ShardBox]) -> bool:
 
 
 def find_values_error(values: Any, tensors: Collection[str]) -> str | None:
-    """Of the tree that is not tensors: where it names one that is not there."""
+    """Check that the tree of values refers only to existing tensors."""
     stack = [values]
     while stack:
         value = stack.pop()

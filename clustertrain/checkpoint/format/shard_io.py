@@ -11,10 +11,10 @@ from clustertrain.checkpoint.format.manifest import DamagedCheckpoint, ShardReco
 from clustertrain.checkpoint.format.storage import Folder, PreadFn, open_pread
 from clustertrain.checkpoint.format.storage_errors import with_retries
 
-# In one call to the kernel: several blocks, few enough that they are still in the processor's cache when hashed.
+# Per system call: several blocks, few enough to be still in the CPU cache when they are hashed.
 _READ_BYTES = 4 * BLOCK_BYTES
 _DIRECT_READ_BYTES = 2 * BLOCK_BYTES
-_MIN_DIRECT_BYTES = 1 << 20  # bytes; reading ahead does more for small parts that lie side by side
+_MIN_DIRECT_BYTES = 1 << 20  # for small adjacent parts, readahead is faster
 
 
 def read_shard(folder: Folder, shard: ShardRecord) -> bytearray:
@@ -25,12 +25,13 @@ def read_shard(folder: Folder, shard: ShardRecord) -> bytearray:
 
 
 def read_into(buffer: memoryview, folder: Folder, shard: ShardRecord, low: int, *, alone: bool = False) -> None:
-    """Fill ``buffer`` with the bytes of ``shard`` from ``low`` on, verified. ``alone``: no other process of this
-    machine wants them, so they need not be kept in memory.
+    """Fill ``buffer`` with the bytes of ``shard`` from ``low`` on, and verify them.
+
+    ``alone``: no other process of this machine needs them, so they bypass the page cache.
 
     Raises:
-        Damaged: the file is missing, too short, or its bytes are not those that were written.
-        StorageError: it cannot be read, now at least.
+        DamagedCheckpoint: the file is missing or too short, or a checksum differs.
+        StorageError: the file system failed.
     """
     path = folder / shard.file
     high = low + len(buffer)
@@ -50,7 +51,7 @@ def read_into(buffer: memoryview, folder: Folder, shard: ShardRecord, low: int, 
 
 
 def _read_direct(fd: int, path: Path, shard: ShardRecord, low: int, high: int, buffer: memoryview) -> bool:
-    """As :func:`_read`; False where the file system does not do it."""
+    """Read as :func:`_read`; return False if the file system does not support direct I/O."""
     pos, aligned_end = align_to_blocks(low, high, shard.nbytes)
     while pos < aligned_end:
         read_end = min(pos + _DIRECT_READ_BYTES, aligned_end)
@@ -67,10 +68,10 @@ def _read_direct(fd: int, path: Path, shard: ShardRecord, low: int, high: int, b
 
 
 def _read(pread: PreadFn, path: Folder, shard: ShardRecord, low: int, high: int, buffer: memoryview) -> None:
-    """Whole blocks go where they belong; a block that sticks out at either end is read beside and cut."""
+    """Read whole blocks into ``buffer``; a block that only partly belongs there goes through a temporary buffer."""
     pos, aligned_end = align_to_blocks(low, high, shard.nbytes)
     while pos < aligned_end:
-        # The blocks from here on that are wanted as a whole; the last one of a shard may be short.
+        # End of the whole blocks that belong into the buffer; the last block of a shard may be short.
         full_end = aligned_end if aligned_end <= high else high - high % BLOCK_BYTES
         read_end = min(pos + _READ_BYTES, full_end) if low <= pos < full_end else min(pos + BLOCK_BYTES, aligned_end)
         is_partial = pos < low or read_end > high
@@ -107,7 +108,7 @@ def _fill(pread: PreadFn, path: Folder, buffer: memoryview, offset: int) -> None
 def overlap(
     a_start: Sequence[int], a_shape: Sequence[int], b_start: Sequence[int], b_shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """The part that two blocks share, as slices of the first and of the second; None where they share nothing."""
+    """Return the intersection of two shards as slices of the first and of the second; None if it is empty."""
     in_a, in_b = [], []
     for sa, na, sb, nb in zip(a_start, a_shape, b_start, b_shape, strict=True):
         low, high = max(sa, sb), min(sa + na, sb + nb)
@@ -119,7 +120,7 @@ def overlap(
 
 
 def contiguous_strides(shape: Sequence[int]) -> list[int]:
-    """Of a block in C order, in elements."""
+    """Return the strides, in elements, of a shard in C order."""
     strides: list[int] = []
     step = 1
     for n in reversed(shape):
@@ -129,8 +130,7 @@ def contiguous_strides(shape: Sequence[int]) -> list[int]:
 
 
 def linear_span(slices: Sequence[slice], shape: Sequence[int]) -> tuple[int, int, bool]:
-    """From which element to which (exclusive) ``slices`` of a block in C order reaches, and whether it is all of
-    that."""
+    """Return (first element, end, whether ``slices`` cover all elements between) of a shard in C order."""
     strides = contiguous_strides(shape)
     first = sum(s.start * stride for s, stride in zip(slices, strides, strict=True))
     last = sum((s.stop - 1) * stride for s, stride in zip(slices, strides, strict=True))

@@ -1,7 +1,7 @@
-"""Where checkpoints lie: a folder of a file system, or one behind a URL that fsspec knows (``s3://bucket/prefix``).
+"""Folders of checkpoints: a path, or a URL that fsspec supports (``s3://bucket/prefix``).
 
-What reads checkpoints takes either. A :class:`RemoteFolder` has those methods of Path that reading needs; it fails with
-OSErrors as a file system does, whatever the library below it raises.
+Readers accept both. :class:`RemoteFolder` has the methods of Path that reading needs, and raises OSError like a file
+system, whatever the library below raises.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any, TypeVar
 from clustertrain import reading
 from clustertrain.config.checks.storage_paths import find_filesystem_class
 
-# Fills a buffer with the bytes of a file from an offset on; returns how many there were, 0 at its end.
+# (buffer, offset) -> bytes read into the buffer, 0 at the end of the file.
 PreadFn = Callable[[memoryview, int], int]
 
-UPLOAD_PART_BYTES = 64 << 20  # of an upload: so much is in memory at a time
+UPLOAD_PART_BYTES = 64 << 20  # bytes of an upload that are in memory at a time
 _MAX_UPLOAD_PARTS = 9_000  # of one object; stores allow 10,000
 _CREDENTIALS_FIX = "the job needs credentials for it on every node: a file in the home folder, or names under [env]"
 
 
 class RemoteFolder:
-    """A file or folder behind a URL. Nothing is asked of the store before a method is called."""
+    """A file or folder at a URL. The store is not contacted until a method is called."""
 
     def __init__(self, url: str, *, _fs: Any = None, _path: str = "") -> None:
         """
@@ -73,14 +73,14 @@ class RemoteFolder:
         return (self / PurePosixPath(p).name for p in paths if p != self._path)  # S3 may list the folder itself
 
     def sizes(self) -> dict[str, int]:
-        """Of all files below, by their paths relative to this, asked for at once."""
+        """Return the sizes of all files below, by relative path, in one request."""
         with _translate_errors():
             self._fs.invalidate_cache()
             infos = self._fs.find(self._path, detail=True)
         return {p[len(self._path) :].lstrip("/"): int(i["size"]) for p, i in infos.items()}
 
     def stat(self) -> os.stat_result:
-        """Kind and size; the rest is 0."""
+        """Return type and size; the other fields are 0."""
         with _translate_errors():
             self._fs.invalidate_cache()
             info = self._fs.info(self._path)
@@ -111,8 +111,10 @@ class RemoteFolder:
 
     @contextmanager
     def open_writer(self, size: int) -> Iterator[Callable[[bytes], None]]:
-        """Replace the file by what the call that this yields is given, ``size`` bytes in all. Stores keep the old one
-        until the end; a file system does not."""
+        """Replace the file: yield a function that writes its next bytes, ``size`` in total.
+
+        A store keeps the old file until the end; a file system does not.
+        """
         block = max(UPLOAD_PART_BYTES, -(-size // _MAX_UPLOAD_PARTS))
         with _translate_errors():
             try:
@@ -132,7 +134,7 @@ class RemoteFolder:
                 out.close()
 
     def unlink(self) -> None:
-        """It need not be there."""
+        """Delete the file if it exists."""
         with _translate_errors():
             try:
                 self._fs.rm_file(self._path)
@@ -140,7 +142,7 @@ class RemoteFolder:
                 return
 
     def rmtree(self) -> None:
-        """It need not be there."""
+        """Delete the folder if it exists."""
         with _translate_errors():
             try:
                 self._fs.invalidate_cache()
@@ -159,7 +161,7 @@ def join_path(folder: F, name: str) -> F:
 
 @contextmanager
 def _translate_errors() -> Iterator[None]:
-    """The door to fsspec, whose file systems raise what the libraries raise that they are made of.
+    """Translate the exceptions of the libraries below fsspec into OSErrors.
 
     Raises:
         OSError: whatever went wrong; with EIO where that may pass.
@@ -183,7 +185,7 @@ def _error_text(e: BaseException) -> str:
 
 @contextmanager
 def open_pread(path: Folder) -> Iterator[PreadFn]:
-    """A file, to read parts of it.
+    """Open a file to read parts of it.
 
     Raises:
         OSError: it is not there, …

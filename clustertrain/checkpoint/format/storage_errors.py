@@ -1,4 +1,4 @@
-"""When the file system fails: for a moment, for good, or because what was asked for is not there."""
+"""Failures of the file system: transient ones, which are retried, and permanent ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TypeVar
 from clustertrain import clock
 from clustertrain.errors import CheckpointError
 
-# Until somebody makes room, or gives permission.
+# Permanent until somebody makes room or grants permission.
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM})
-# A server's bad minute. A file system that is read-only is so for the time of a repair, or on one node after an error.
+# Often transient. A file system may be read-only during a repair, or on one node after an error.
 TRANSIENT_ERRNOS = frozenset({errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.EROFS})
 RETRY_TIMEOUT_S = 2.0
 RETRY_INTERVAL_S = 0.5
@@ -21,8 +21,10 @@ T = TypeVar("T")
 
 
 class StorageError(CheckpointError):
-    """The file system refused to read or write. With ``full`` it would refuse again, otherwise perhaps not. It says
-    nothing about the bytes that are there."""
+    """The file system refused to read or write; the bytes on it may be intact.
+
+    With ``full`` (:data:`FULL_ERRNOS`) a retry would fail the same way.
+    """
 
     def __init__(self, message: str, *, full: bool = False) -> None:
         fix = "make room there, or allow writing, then continue the run with `clustertrain requeue`" if full else None
@@ -31,11 +33,11 @@ class StorageError(CheckpointError):
 
 
 def with_retries(operation: Callable[[], T], target: object) -> T:
-    """What ``operation`` returns, tried again for a moment while the file system fails in a way that may pass.
+    """Return the result of ``operation``, retried for `RETRY_TIMEOUT_S` while it fails with a transient error.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: it is not there.
-        StorageError: any other failure of the file system; it names ``target``.
+        FileNotFoundError, NotADirectoryError: the file does not exist.
+        StorageError: any other failure of the file system; the message names ``target``.
     """
     results: list[T] = []
     last_error: list[OSError] = []

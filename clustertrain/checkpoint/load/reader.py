@@ -27,9 +27,9 @@ from clustertrain.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 Finalizer = Callable[[], None]
-# Reads under way at once. They wait for the disk more than for each other: reading and hashing leave Python's lock.
+# Concurrent reads. They wait mainly for the disk: reading and hashing release Python's lock.
 _LOCAL_THREADS = 4
-_REMOTE_THREADS = 16  # a store answers each request late, and many at a time
+_REMOTE_THREADS = 16  # a store has high latency, and answers many requests at a time
 _MAX_READ_BYTES = 8 * BLOCK_BYTES  # of a large shard, for one thread
 
 
@@ -39,7 +39,7 @@ class CheckpointReader:
     def __init__(
         self, folder: Folder, manifest: Manifest, ranks: Ranks | None = None, local_tier: LocalTierReader | None = None
     ) -> None:
-        """``local_tier`` is asked for bytes before ``folder`` is. Without ``ranks`` this process reads by itself."""
+        """``local_tier`` is tried before ``folder``. Without ``ranks`` this process reads by itself."""
         self._folder = folder
         self._local_tier = local_tier
         self._manifest = manifest
@@ -54,18 +54,18 @@ class CheckpointReader:
         self._pending_reads: list[Future[None]] = []
 
     def load(self, state: dict[str, Any]) -> Finalizer:
-        """Begin to fill the modules of ``state`` in place, and to read the rest beside it; :meth:`complete` comes next,
-        and the returned call then puts all that in force.
+        """Start to read: modules in ``state`` are filled in place, everything else is read into temporary objects.
 
-        In parts, because the ranks must agree that every byte was good before any object takes the new state. A module
-        that was half filled is filled again from the next checkpoint, or the run ends.
+        Call :meth:`complete` next, then the returned function, which loads the temporary objects into ``state``. In
+        between, the ranks agree that all bytes were valid. A partly filled module is filled again from the next
+        checkpoint, or the run ends.
 
         Raises:
-            Damaged: bytes missing or altered.
-            CheckpointError: the checkpoint is of other objects than ``state``.
+            DamagedCheckpoint: bytes are missing or altered.
+            CheckpointError: the checkpoint was saved from other objects than ``state``.
         """
         absent = sorted(state.keys() - self._manifest.values.keys())
-        # What a run may come to have later, and can do without what was.
+        # Objects that a run may gain later, and that can start without saved state.
         fresh = {key: begin for key in absent if callable(begin := getattr(state[key], "init_fresh_state", None))}
         if missing := [key for key in absent if key not in fresh]:
             raise CheckpointError(
@@ -91,10 +91,10 @@ class CheckpointReader:
             log.warning("%s: holds no state %s, which begins anew", self._folder, key)
 
     def complete(self) -> None:
-        """Collective, once :meth:`load` has gone well on all ranks. Where it raises on one, the others return.
+        """Wait for all reads. Collective, after :meth:`load` succeeded on all ranks. If it raises on one, the others return.
 
         Raises:
-            Damaged: bytes missing or altered.
+            DamagedCheckpoint: bytes are missing or altered.
         """
         unshared, unshareable = set(self._chunk_requests), set[int]()
         if self._chunks is not None:
@@ -116,7 +116,7 @@ class CheckpointReader:
         self._wait_for_reads()
 
     def close(self) -> None:
-        """What is still being read is not waited for, but for what has begun."""
+        """Cancel the reads that have not started, and wait for the others."""
         self._pool.shutdown(cancel_futures=True)
 
     def _fetch(self, chunk: shared_read.Chunk, buffer: memoryview) -> None:
@@ -129,13 +129,13 @@ class CheckpointReader:
             consumer(buffer)
 
     def _wait_for_reads(self) -> None:
-        """Wait for all that is being read. Raises the first failure."""
+        """Wait for the pending reads. Raise the first failure."""
         pending, self._pending_reads = self._pending_reads, []
         for future in pending:
             future.result()
 
     def rank_state(self, rank: int) -> Any:
-        """What this rank number saved for itself."""
+        """Return the rank state that ``rank`` saved."""
         return json_tree.decode(self._manifest.values["ranks"][str(rank)], self._read_full_tensor)
 
     # -- tensors
@@ -154,7 +154,7 @@ class CheckpointReader:
         return record
 
     def _read_full_tensor(self, name: str) -> torch.Tensor:
-        """All of a tensor, there when this returns."""
+        """Return a whole tensor; wait until it is read."""
         record = self._record(name)
         tensor = torch.empty(record.shape, dtype=objects.parse_dtype(record.dtype))
         earlier_reads, self._pending_reads = self._pending_reads, []
@@ -164,8 +164,8 @@ class CheckpointReader:
         return tensor
 
     def _fill_shard(self, shard_to_fill: objects.LocalShard, *, immediate: bool = False) -> None:
-        """Begin to fill ``shard_to_fill.local``; :meth:`complete` sees the end of it, or with ``immediate``
-        :meth:`_wait_for_reads`."""
+        """Start to fill ``shard_to_fill.local_tensor``; :meth:`complete` waits for it, or :meth:`_wait_for_reads` with
+        ``immediate``."""
         record = self._check_shape(shard_to_fill.name, shard_to_fill.shape)
         filled = 0
         for n, shard in enumerate(record.shards):
@@ -174,7 +174,7 @@ class CheckpointReader:
                 continue
             src, dst = intersection
             filled += shard_to_fill.local_tensor[dst].numel()
-            # Of copies the other ranks need all, of what lies apart what is between, of half a block the other half.
+            # Other ranks need the same bytes of a copy, the gaps of a strided part, or the rest of a partial block.
             low, high, dense = linear_span(src, shard.shape)
             low, high = low * record.itemsize, high * record.itemsize
             is_sole_reader = self._chunks is None or (
@@ -190,7 +190,7 @@ class CheckpointReader:
     def _request_shared(
         self, local: torch.Tensor, record: TensorRecord, n: int, src: tuple[slice, ...], dst: tuple[slice, ...]
     ) -> None:
-        """Take the part ``src`` of shard number ``n`` from what this node's ranks read together."""
+        """Request the part ``src`` of shard number ``n`` from the reads that this node's ranks share."""
         assert self._chunks is not None
         shape, dtype = record.shards[n].shape, objects.parse_dtype(record.dtype)
         row_shift = dst[0].start - src[0].start
@@ -210,8 +210,8 @@ class CheckpointReader:
         *,
         alone: bool,
     ) -> None:
-        """Begin to read the part ``src`` of a shard into the part ``dst`` of a tensor: where both are in one piece,
-        straight into its memory."""
+        """Start to read the part ``src`` of a shard into the part ``dst`` of a tensor, directly into its memory if both
+        are contiguous."""
         size = record.itemsize
         low, _, dense = linear_span(src, shard.shape)
         first, last, dst_dense = linear_span(dst, tuple(local.shape))
@@ -243,7 +243,7 @@ class CheckpointReader:
         *,
         alone: bool,
     ) -> None:
-        """Read all from the first to the last byte of ``src``, and copy from that."""
+        """Read all bytes from the first to the last one of ``src``, and copy from these."""
         low, high, _ = linear_span(src, shard.shape)
         data = _scratch_buffer((high - low) * record.itemsize)
         self._read_into(data.numpy().data, shard, low * record.itemsize, alone=alone)
@@ -263,7 +263,7 @@ class CheckpointReader:
         other_stage_names = {f"{key}/{name}" for name in objects.all_stage_fqns(module)}
         loaded_names: set[str] = set()
         finalizers: list[Finalizer] = []
-        # Part by part and not from module_state(): two stages of a rank may each have a copy of what is tied.
+        # Part by part, not from module_state_dict(): two stages of a rank may each have a copy of a tied tensor.
         for model_part in objects.model_parts(module):
             content = {objects.clean_fqn(k): v for k, v in model_part.state_dict(keep_vars=True).items()}
             tensors: dict[str, torch.Tensor] = {}
@@ -300,7 +300,7 @@ class CheckpointReader:
         options = [self._group_options(g, s) for g, s in zip(optimizer.param_groups, matched, strict=True)]
         loads: list[Finalizer] = []
         for inner in objects.inner_optimizers(optimizer):
-            # Those inside another one get its options at the next step.
+            # An inner optimizer gets the options of the outer one at the next step.
             inner_options = options if inner.optimizer is optimizer else [dict(g) for g in inner.optimizer.param_groups]
             state: dict[int, Any] = {}
             groups, first = [], 0
@@ -324,7 +324,7 @@ class CheckpointReader:
     def _check_optimizer_name(
         self, key: str, groups: list[dict[str, Any]], saved: Sequence[Mapping[str, Any] | None]
     ) -> None:
-        """Raises CheckpointError: the state would be another optimizer's."""
+        """Raise CheckpointError if another optimizer saved the state."""
         for group, saved_group in zip(groups, saved, strict=True):
             current_name = group.get(objects.OPTIMIZER_KEY)
             if current_name and saved_group and saved_group.get(objects.OPTIMIZER_KEY, current_name) != current_name:
@@ -335,20 +335,20 @@ class CheckpointReader:
                 )
 
     def _group_options(self, group: dict[str, Any], saved: dict[str, Any] | None) -> dict[str, Any]:
-        """The options of ``saved``; those of ``group`` itself where there is none."""
+        """Return the options of ``saved``, or of ``group`` itself if it is None."""
         options = {k: v for k, v in (saved or group).items() if k != "params"}
         if saved is None:
             return options
         options = dict(json_tree.decode(options, self._read_full_tensor))
         for k, v in group.items():
             if isinstance(v, torch.Tensor) and v.dim() == 0 and k in options:
-                options[k] = torch.full_like(v, options[k])  # a learning rate that is kept in a tensor stays one
+                options[k] = torch.full_like(v, options[k])  # a learning rate in a tensor stays in one
         return options
 
     def _match_groups(
         self, key: str, saved: list[dict[str, Any]], current: list[list[str]], global_fqns: frozenset[str]
     ) -> list[dict[str, Any] | None]:
-        """For each group of names the saved group that its parameters were in; None for one without parameters."""
+        """Return, for each group of names, the saved group of its parameters; None for a group without parameters."""
         group_of = {name: i for i, g in enumerate(saved) for name in g["params"]}
         matches = [{group_of.get(name) for name in names} for names in current]
         missing = group_of.keys() - {n for names in current for n in names} - global_fqns
@@ -360,7 +360,7 @@ class CheckpointReader:
         return [saved[m.pop() or 0] if m else None for m in matches]
 
     def _read_like(self, p: torch.Tensor, name: str, kind: TensorKind = "optimizer") -> torch.Tensor:
-        """The saved ``name`` that belongs to ``p``, laid out as ``p`` is where it has its shape."""
+        """Return the saved tensor ``name``, which belongs to ``p``, in the layout of ``p`` if it has the same shape."""
         record = self._record(name)
         dtype = objects.parse_dtype(record.dtype)
         if record.shape == tuple(p.shape):
@@ -394,7 +394,7 @@ _thread_local = threading.local()
 
 
 def _scratch_buffer(size: int) -> torch.Tensor:
-    """Memory of this thread's, until its next call: to get it anew each time takes longer than to read into it."""
+    """Return a buffer of this thread, valid until its next call: allocating it takes longer than reading into it."""
     buffer: torch.Tensor | None = getattr(_thread_local, "scratch", None)
     if buffer is None or buffer.numel() < size:
         buffer = _thread_local.scratch = torch.empty(size, dtype=torch.uint8)
@@ -411,7 +411,7 @@ def _copy_in_place(target: torch.Tensor, content: torch.Tensor) -> None:
 
 
 def _set_extra_state(module: nn.Module, extra_state: dict[str, Any]) -> None:
-    """Extra state is all that a module's state_dict holds besides tensors."""
+    """Set the extra state of submodules: everything in a state_dict besides tensors."""
     for name, value in extra_state.items():
         path, _, _ = name.rpartition("_extra_state")
         module.get_submodule(path.rstrip(".")).set_extra_state(value)

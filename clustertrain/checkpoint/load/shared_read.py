@@ -1,8 +1,8 @@
-"""Reading once what several ranks of a node need: replicas all of it, shards of another dimension a part of each row.
+"""Shared reads: bytes that several ranks of a node need are read and verified once per node.
 
-The ranks of a node go through what is wanted by two of them or more in steps. In each step every rank reads and
-verifies one load into memory that the others see, and then takes from all loads what it needs, while it reads the next.
-So the file system is asked for each byte once a node, and it is verified once.
+Replicas need the same bytes; ranks that shard another dimension than the saved shards need parts of each row. The ranks
+of a node read these bytes in steps. In each step every rank reads one load into memory that the others can map.
+Then all ranks copy what they need from all loads of the step, while they read the loads of the next step.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from clustertrain.checkpoint.format.manifest import Manifest, ShardRecord, Tenso
 from clustertrain.checkpoint.format.storage_errors import StorageError
 
 CHUNK_BYTES = 4 * BLOCK_BYTES
-LOAD_BYTES = 2 * CHUNK_BYTES  # a rank has two of them in memory meanwhile
-MIN_SHARED_BYTES = 1 << 20  # bytes; a smaller tensor each rank reads by itself
+LOAD_BYTES = 2 * CHUNK_BYTES  # each rank has two of them in memory
+MIN_SHARED_BYTES = 1 << 20  # each rank reads smaller shards by itself
 _NODE_BYTES = 16
 _PROOF_BYTES = 16
 _HANDLE_BYTES = _NODE_BYTES + 8 + 4 + _PROOF_BYTES
@@ -39,7 +39,7 @@ Consumer = Callable[[memoryview], None]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of a shard: ``nbytes`` from ``low`` on. ``number`` is the same on all ranks."""
+    """Rows of a shard: ``nbytes`` from byte ``low`` on. All ranks use the same ``number`` for it."""
 
     number: int
     shard: ShardRecord
@@ -48,9 +48,11 @@ class Chunk:
 
 
 class ChunkTable:
-    """How the tensors of a checkpoint are cut: by whole rows, so that a part of each row is a part of one chunk, and
-    where it can be at the blocks of the checksums, so that no block is read twice. ``sizes`` by number, as the files
-    have them one after another."""
+    """The chunks of a checkpoint's tensors.
+
+    A chunk has whole rows, so that a part of a row is in one chunk. Chunks end at checksum blocks if possible, so
+    that no block is read twice. ``sizes`` has the bytes by number, in the order of the files.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self._first: dict[tuple[str, int], int] = {}
@@ -71,7 +73,7 @@ class ChunkTable:
         return self._all[number]
 
     def iter_chunks(self, tensor: TensorRecord, n: int, start: int, stop: int) -> Iterator[tuple[Chunk, int, int]]:
-        """Those that hold the rows from ``start`` to ``stop`` of shard number ``n``, each with the rows in it."""
+        """Yield the chunks with the rows ``start`` to ``stop`` of shard ``n``, each with its range of these rows."""
         rows = rows_per_chunk(tensor, tensor.shards[n])
         for k in range(start // rows, -(-stop // rows)):
             yield self._all[self._first[tensor.name, n] + k], max(start, k * rows), min(stop, (k + 1) * rows)
@@ -90,33 +92,33 @@ def row_bytes(tensor: TensorRecord, shard: ShardRecord) -> int:
 
 
 def is_shareable(tensor: TensorRecord, shard: ShardRecord) -> bool:
-    """Whether a shard can be shared in chunks."""
+    """Return whether a shard can be split into chunks and is large enough to be worth it."""
     return bool(shard.shape) and shard.nbytes >= MIN_SHARED_BYTES and row_bytes(tensor, shard) <= CHUNK_BYTES
 
 
 def rows_per_chunk(tensor: TensorRecord, shard: ShardRecord) -> int:
-    """In a chunk."""
+    """Return the rows in a chunk."""
     size = row_bytes(tensor, shard)
-    rows_per_block = BLOCK_BYTES // gcd(BLOCK_BYTES, size)  # so many end where a block does
+    rows_per_block = BLOCK_BYTES // gcd(BLOCK_BYTES, size)  # this many rows end at the end of a block
     max_rows = CHUNK_BYTES // size
     return max_rows // rows_per_block * rows_per_block or max_rows
 
 
 @dataclass
 class ChunkRequest:
-    """What this rank takes from a chunk."""
+    """What this rank needs from a chunk."""
 
     chunk: Chunk
     consumers: list[Consumer] = field(default_factory=list)
 
 
 class SharedReadUnavailable(Exception):
-    """The ranks of a node do not see each other's memory."""
+    """The ranks of a node cannot map each other's memory."""
 
 
 @dataclass(frozen=True)
 class LoadSchedule:
-    """Of one node: which rank reads what in which step."""
+    """Which rank of a node reads which chunks in which step."""
 
     steps: list[dict[int, list[int]]]  # the chunks' numbers, by rank
     shared: frozenset[int]
@@ -126,8 +128,10 @@ class LoadSchedule:
 
 
 def schedule_loads(chunks_by_rank: Mapping[int, frozenset[int]], sizes: Mapping[int, int]) -> LoadSchedule:
-    """``chunks_by_rank`` by the ranks of the node. ``sizes`` of all chunks, in the order in which they should be
-    read."""
+    """Distribute the chunks that several ranks of a node need over its ranks.
+
+    ``chunks_by_rank`` has the chunks that each rank of the node needs; ``sizes`` has all chunks in the order to read.
+    """
     use_counts = Counter(c for chunks in chunks_by_rank.values() for c in chunks)
     shared = [c for c in sizes if use_counts[c] > 1]
     loads: list[list[int]] = []
@@ -151,20 +155,19 @@ def read_shared(
     fetch: Callable[[Chunk, memoryview], None],
     pool: Executor,
 ) -> set[int] | None:
-    """Collective: take from the chunks that another rank of this node wants too; returns the numbers of the others.
+    """Serve the requests for chunks that other ranks of this node need too; return the numbers of the rest. Collective.
 
-    A rank that cannot read what the others need raises, and all stop at the same step: the others get None, and the
-    ranks have to tell each other why.
+    If a read fails, its rank raises the error of ``fetch`` and the others return None, all at the same step. The ranks
+    must then exchange the reason.
 
     Args:
-        which: a name of the checkpoint that no other one has.
-        wanted: by the chunk's number.
-        fetch: fills memory with a chunk, verified.
+        checkpoint_id: identifies the checkpoint, also among others of the same step.
+        requests: by the chunk's number.
+        fetch: reads a chunk into memory and verifies it.
 
     Raises:
-        SharedReadUnavailable: on all ranks.
-        StorageError: on all ranks, they do not see the same checkpoint.
-        whatever ``fetch`` raises.
+        SharedReadUnavailable: on all ranks, if some cannot map the memory of the others.
+        StorageError: on all ranks, if they see different checkpoints.
     """
     bitmap = bytearray(-(-chunks.count // 8))
     for number in requests:
@@ -173,7 +176,7 @@ def read_shared(
         handles = ranks.all_gather_bytes(own_handle.encoded + xxhash.xxh3_128_digest(checkpoint_id.encode()))
         if len({t[_HANDLE_BYTES:] for t in handles}) > 1:
             raise StorageError("the ranks see different checkpoints of the same step: the file system is behind")
-        # Of other nodes no rank needs to know more than how many steps they take: there may be hundreds.
+        # Of the other nodes, of which there may be hundreds, only the number of steps is needed.
         local_ranks = [rank for rank, t in enumerate(handles) if t[:_NODE_BYTES] == own_handle.node]
         bitmaps = ranks.all_gather_bytes(bytes(bitmap)) if bitmap else [b""] * len(handles)
         schedule = schedule_loads({rank: _parse_bitmap(bitmaps[rank]) for rank in local_ranks}, chunks.sizes)
@@ -187,8 +190,7 @@ def read_shared(
 
 @dataclass(frozen=True)
 class _MemoryHandle:
-    """Where a rank's memory is to be found. ``proof`` is what lies at its beginning: a process of another machine may
-    have the same number."""
+    """Locates the memory of a rank. It starts with ``proof``: a process on another machine may have the same pid."""
 
     node: bytes
     pid: int
@@ -208,7 +210,7 @@ def _parse_handle(data: bytes) -> _MemoryHandle:
 
 @contextmanager
 def _create_shared_memory() -> Iterator[_MemoryHandle]:
-    """Of this rank. One that cannot have any is alone on a node of its own."""
+    """Yield the handle of new memory of this rank. A rank that gets none counts as alone on its node."""
     fd = -1
     try:
         try:
@@ -235,7 +237,7 @@ def _run_schedule(
     fetch: Callable[[Chunk, memoryview], None],
     pool: Executor,
 ) -> bool:
-    """Whether all went well on all ranks. Raises what went wrong on this one."""
+    """Return whether all reads succeeded on all ranks. Raise the error of this rank."""
     futures: list[Future[None]] = []
 
     def start_reads(step: int) -> None:
@@ -251,8 +253,8 @@ def _run_schedule(
             if any(r[0] for r in ranks.all_gather_bytes(bytes([error is not None]))):
                 if error is not None:
                     raise error
-                return False  # another rank tells why
-            # All have filled their memory for this step, and have taken from the other half what they needed.
+                return False  # another rank raises the error
+            # All ranks have filled their memory for this step, and have copied from the other half what they needed.
             start_reads(step + 1)
             for rank, load in schedule.loads_at(step).items():
                 for number, at, size in _iter_load_layout(load, chunks.sizes, step):
@@ -260,13 +262,13 @@ def _run_schedule(
                         consumer(memory[rank][at : at + size])
         return True
     finally:
-        for f in futures:  # the memory goes, so nobody may be filling it
+        for f in futures:  # the memory is unmapped, so no read may still fill it
             if not f.cancel():
                 f.exception()
 
 
 def _iter_load_layout(load: Sequence[int], sizes: Mapping[int, int], step: int) -> Iterator[tuple[int, int, int]]:
-    """Of each chunk of a load: its number, where it lies and how large it is."""
+    """Yield (number, offset in memory, bytes) of each chunk of a load."""
     offset = step % 2 * LOAD_BYTES
     for number in load:
         yield number, offset, sizes[number]
@@ -278,7 +280,7 @@ def _aligned_size(size: int) -> int:
 
 
 def _map_peer_memory(ranks: Ranks, handles: Sequence[bytes], local_ranks: Sequence[int]) -> dict[int, memoryview]:
-    """The memory of all ranks of this node. Raises SharedReadUnavailable, on all ranks."""
+    """Return the mapped memory of all ranks of this node. Raises SharedReadUnavailable on all ranks."""
     mapped: dict[int, memoryview] = {}
     error: Exception | None = None
     try:
@@ -299,7 +301,7 @@ def _map_peer_memory(ranks: Ranks, handles: Sequence[bytes], local_ranks: Sequen
 
 
 def _node_id() -> bytes:
-    """The same for processes that see each other in /proc."""
+    """Return an identifier that is equal for processes that see each other in /proc."""
     parts = [socket.gethostname()]
     for proc_file in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         path = Path(proc_file)

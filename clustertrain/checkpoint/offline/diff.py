@@ -84,7 +84,7 @@ def compare_checkpoints(a: Folder, b: Folder, progress: Progress = no_progress) 
     """Compare the checkpoints in the folders ``a`` and ``b``. Reads every byte of both, and holds one tensor of each.
 
     Raises:
-        Damaged: bytes are not as they were written; the message names the file.
+        DamagedCheckpoint: bytes are not as they were written; the message names the file.
         StorageError: a file cannot be read, now at least.
     """
     folders = a, b

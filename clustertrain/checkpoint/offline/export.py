@@ -78,7 +78,7 @@ def export(request: ExportRequest, progress: Progress = no_progress) -> ExportRe
     Raises:
         UsageError: the output is there already, or cannot be what is asked for.
         NotFound: the folder that it shall lie in is not there.
-        Damaged: bytes of the checkpoint are not as they were written.
+        DamagedCheckpoint: bytes of the checkpoint are not as they were written.
         StorageError: the checkpoint cannot be read, now at least.
         CheckpointError: the disk is full, a folder is not writable, …; there are no tensors of a model, or they hold
             what the format or ``dtype`` cannot. Nothing is left there then.

@@ -140,7 +140,7 @@ def verify(folder: Folder) -> Manifest:
     """Read every byte of a checkpoint and compare the checksums.
 
     Raises:
-        Damaged: not committed, or a file is missing, cut short or altered; the message names the file.
+        DamagedCheckpoint: not committed, or a file is missing, cut short or altered; the message names the file.
     """
     manifest = index.read_manifest(folder)
     _verify_data(folder, manifest)
@@ -185,7 +185,7 @@ def digest(folder: Folder, kinds: Collection[TensorKind] = DIGEST_KINDS, progres
     It does not depend on the layout or the number of ranks that saved them. Holds one tensor at a time.
 
     Raises:
-        Damaged: as :func:`verify`.
+        DamagedCheckpoint: as :func:`verify`.
     """
     manifest = index.read_manifest(folder)
     index.check_sizes(folder, manifest)
@@ -209,7 +209,7 @@ def assemble_tensor(folder: Folder, tensor: TensorRecord) -> NDArray[np.uint8]:
     """The whole tensor as bytes; the last dimension is the element's. numpy has no bfloat16, and needs none here.
 
     Raises:
-        Damaged, StorageError: as :func:`clustertrain.checkpoint.format.shard_io.read_shard`.
+        DamagedCheckpoint, StorageError: as :func:`clustertrain.checkpoint.format.shard_io.read_shard`.
     """
     shard_bytes = sum(s.nbytes for s in tensor.shards)
     if shard_bytes != tensor_bytes(tensor):

@@ -1,7 +1,7 @@
-"""What the ranks hold together: one tree of values, and for each tensor who writes it.
+"""The plan of a save over all ranks: one tree of values, and for each tensor the rank that writes it.
 
-Ranks that hold the same things are of one kind, and the first of them speaks for all: a job of a thousand replicas or
-shards has one kind, a pipeline one a stage, ZeRO-1 one a rank.
+Ranks that hold the same things form a group, and only the group's lowest rank reports what it holds. A thousand
+replicas or shards are one group; a pipeline has one group per stage, ZeRO-1 one per rank.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ FINGERPRINT_BYTES = 2 * _DIGEST_BYTES
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The blocks that this rank writes, and on rank 0 the values of all ranks."""
+    """What this rank writes."""
 
     shards: list[LocalShard]
     values: dict[str, Any]
+    """On rank 0 the merged JSON values of all ranks, on the others only their own."""
 
 
 class LocalPlan:
-    """What a rank holds, and a mark of it: two ranks with the same marks hold the same things."""
+    """What this rank holds. Ranks with the same ``fingerprint`` hold the same things."""
 
     def __init__(self, collected: CollectedState) -> None:
         self.collected = collected
@@ -40,7 +41,7 @@ class LocalPlan:
 
 
 class GlobalPlanner:
-    """Who writes what, which is found out once and holds until a rank holds something else."""
+    """Decides which rank writes which tensor. The decision is kept until some rank holds other tensors."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -50,23 +51,22 @@ class GlobalPlanner:
     def create_rank_plan(
         self, local_plan: LocalPlan, fingerprints: Sequence[bytes], optimizers: Iterable[str]
     ) -> RankPlan:
-        """Collective, but where all ranks hold the same: then each knows by itself what the others know.
+        """Return what this rank writes. Collective, unless all ranks hold the same: then no exchange is needed.
 
         Args:
-            marks: those of all ranks' offers.
+            fingerprints: the fingerprints of all ranks, in rank order.
             optimizers: the keys of the state that are optimizers.
         """
-        placement_digests = [mark[:_DIGEST_BYTES] for mark in fingerprints]
+        placement_digests = [f[:_DIGEST_BYTES] for f in fingerprints]
         if placement_digests != self._placement_digests:
             self._writer_ranks = self._assign_writers(local_plan, placement_digests)
             self._placement_digests = placement_digests
-        values = self._merge_values(
-            local_plan.collected.values, [mark[_DIGEST_BYTES:] for mark in fingerprints], optimizers
-        )
+        value_digests = [f[_DIGEST_BYTES:] for f in fingerprints]
+        values = self._merge_values(local_plan.collected.values, value_digests, optimizers)
         return RankPlan(self._select_shards(local_plan), values)
 
     def cached_shards(self, local_plan: LocalPlan) -> list[LocalShard] | None:
-        """What this rank will write if no rank holds anything else than the last time; None: this one does."""
+        """Return what this rank writes if no rank's tensors have changed since the last plan; None if its own have."""
         if (
             not self._placement_digests
             or self._placement_digests[self._ranks.rank] != local_plan.fingerprint[:_DIGEST_BYTES]
@@ -75,13 +75,13 @@ class GlobalPlanner:
         return self._select_shards(local_plan)
 
     def is_unchanged(self, fingerprints: Sequence[bytes]) -> bool:
-        """Whether no rank holds anything else than the last time."""
-        return [mark[:_DIGEST_BYTES] for mark in fingerprints] == self._placement_digests
+        """Return whether no rank's tensors have changed since the last plan."""
+        return [f[:_DIGEST_BYTES] for f in fingerprints] == self._placement_digests
 
     def _select_shards(self, local_plan: LocalPlan) -> list[LocalShard]:
         shards, rank = local_plan.collected.shards, self._ranks.rank
-        mine = [b for b in shards if not b.is_replica and self._writer_ranks[b.name] == _writer_key(b, rank)]
-        return [*mine, *local_plan.collected.rank_shards]
+        own = [s for s in shards if not s.is_replica and self._writer_ranks[s.name] == _writer_key(s, rank)]
+        return [*own, *local_plan.collected.rank_shards]
 
     def _assign_writers(self, local_plan: LocalPlan, placement_digests: Sequence[bytes]) -> dict[str, int]:
         rank_groups = _group_ranks(placement_digests)
@@ -95,21 +95,21 @@ class GlobalPlanner:
         return writer_ranks
 
     def _merge_values(
-        self, own_values: dict[str, Any], fingerprints: Sequence[bytes], optimizers: Iterable[str]
+        self, own_values: dict[str, Any], digests: Sequence[bytes], optimizers: Iterable[str]
     ) -> dict[str, Any]:
-        trees = [own_values] if len(set(fingerprints)) == 1 else self._gather_distinct(own_values, fingerprints)
+        trees = [own_values] if len(set(digests)) == 1 else self._gather_distinct(own_values, digests)
         return merge_values(trees, optimizers) if self._ranks.rank == 0 else own_values
 
-    def _gather_distinct(self, own_value: Any, fingerprints: Sequence[bytes]) -> list[Any]:
-        """On rank 0 what the first rank of each kind has."""
-        is_group_leader = fingerprints.index(fingerprints[self._ranks.rank]) == self._ranks.rank
+    def _gather_distinct(self, own_value: Any, digests: Sequence[bytes]) -> list[Any]:
+        """Return the value of the lowest rank of each group, on rank 0; an empty list on the others."""
+        is_group_leader = digests.index(digests[self._ranks.rank]) == self._ranks.rank
         return [value for value in self._ranks.gather(own_value if is_group_leader else None) if value is not None]
 
 
-def _group_ranks(fingerprints: Sequence[bytes]) -> dict[bytes, list[int]]:
+def _group_ranks(digests: Sequence[bytes]) -> dict[bytes, list[int]]:
     rank_groups: dict[bytes, list[int]] = {}
-    for rank, mark in enumerate(fingerprints):
-        rank_groups.setdefault(mark, []).append(rank)
+    for rank, digest in enumerate(digests):
+        rank_groups.setdefault(digest, []).append(rank)
     return rank_groups
 
 
@@ -122,21 +122,21 @@ def _writer_key(shard: LocalShard, rank: int) -> int:
 
 
 def _placements(shards: Iterable[LocalShard]) -> dict[str, list[Any]]:
-    """What tells how a tensor is held: the root of its mesh, or its size."""
-    return {b.name: [b.placement, b.mesh_root if b.placement == "shard" else b.local_tensor.nbytes] for b in shards}
+    """Return, by name, how each tensor is held, and the root of its mesh (shards) or its bytes (copies)."""
+    return {s.name: [s.placement, s.mesh_root if s.placement == "shard" else s.local_tensor.nbytes] for s in shards}
 
 
 def assign_writers(
     placements: Sequence[Mapping[str, Sequence[Any]]], rank_groups: Sequence[Sequence[int]]
 ) -> dict[str, int]:
-    """By name the rank that writes a tensor, for shards the lowest rank of the mesh that does.
+    """Return, by name, the rank that writes a tensor; for shards, the lowest rank of the mesh whose ranks write it.
 
-    Equal copies are shared out by size over all ranks that have them. Of shards on two meshes (the embedding that the
-    first and the last stage have in common) only one mesh's are written.
+    Equal copies are distributed by size over all ranks that have them. If two meshes have shards of the same tensor
+    (the embedding that the first and the last stage share), only one mesh writes it.
 
     Args:
-        held: of each kind, ("shard", root) or ("equal" or "first", bytes) by name.
-        members: the ranks of each kind.
+        placements: by name, for each group: ("shard", root) or ("equal" or "first", bytes).
+        rank_groups: the ranks of each group.
     """
     writer_ranks: dict[str, int] = {}
     equal: dict[str, tuple[int, list[int]]] = {}
@@ -155,7 +155,7 @@ def assign_writers(
 
 
 def merge_values(trees: Sequence[Mapping[str, Any]], optimizers: Iterable[str]) -> dict[str, Any]:
-    """One tree of all; where two have another value in the same place, the earlier one's stays."""
+    """Return the trees merged into one; if two differ at the same place, the earlier one wins."""
     merged: dict[str, Any] = {}
     for tree in trees:
         merged = _merge(merged, tree)
@@ -171,8 +171,10 @@ def _merge(a: Any, b: Any) -> Any:
 
 
 def merge_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups of several ranks as groups of the whole: those with the same options are one, the names in it
-    are sorted, and so are the groups by them, so that the layout cannot be told from it."""
+    """Return the parameter groups of several ranks, with groups of the same options merged.
+
+    Names and groups are sorted, so that the result does not depend on the layout.
+    """
     members: dict[str, list[str]] = {}
     assigned: set[str] = set()
     for group in groups:

@@ -1,8 +1,8 @@
-"""Who writes the bytes of a checkpoint. An engine puts a rank's staged segments into files and tells where each of them
-lies; all else (checksums, index, commit, reading) is the same for all and not the engine's.
+"""Engines write the bytes of a checkpoint: a rank's staged segments go into files, and the engine returns their offsets.
 
-Whatever an engine wraps around a tensor in its files, the tensor's own bytes lie there as they are, in one piece. So a
-checkpoint is read by offset, whoever wrote it: without that engine, without torch, and without unpickling anything.
+Checksums, manifest, commit and reading are the same for all engines. Whatever an engine's files contain besides, the
+bytes of a segment are in one piece and unchanged. So every checkpoint can be read by offset, without its engine, without
+torch and without unpickling.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import Protocol
 from clustertrain.checkpoint.format.manifest import TensorRecord
 from clustertrain.checkpoint.format.staged_segments import Segment, SegmentLocation
 
-# Modules are imported when an engine is asked for: two of them need torch, which takes seconds.
+# Engines are imported on demand: two of them import torch, which takes seconds.
 ENGINES = ("raw", "dcp", "torchsnapshot")
 
 
 class Engine(Protocol):
-    """Runs in the process that writes in the background, which is in no process group.
+    """Runs in the writer process, which is in no process group.
 
-    ``patterns`` are those of the files that a rank writes, relative to the folder, with ``{rank}``: what a writer left
-    that was killed.
+    ``patterns`` match all files that a rank may write, relative to the folder and with ``{rank}``; they are used to
+    remove what a killed writer left.
     """
 
     name: str
     patterns: tuple[str, ...]
 
     def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[SegmentLocation]:
-        """Write the segments of ``rank`` into files of its own in ``folder``, never over what is there; durable
-        when it returns.
+        """Write the segments of ``rank`` into new files of its own in ``folder``, durable on return.
 
         Args:
-            memory: the staging memory, that ``Segment.buffer_offset`` counts in.
+            memory: the staging buffer, to which ``Segment.buffer_offset`` refers.
 
-        Returns: one place a segment, in their order. A segment of no bytes may be anywhere.
+        Returns:
+            The location of each segment, in their order; any location for a segment without bytes.
 
         Raises:
             OSError: the disk is full, the quota is spent, …
@@ -44,17 +44,17 @@ class Engine(Protocol):
         ...
 
     def finish(self, folder: Path, tensors: Sequence[TensorRecord]) -> None:
-        """On rank 0, when all ranks have written and before the commit: what the engine's own tools need to read it.
-        Durable when it returns.
+        """Write what the engine's own tools need to read the checkpoint, durable on return. On rank 0, before the
+        commit, when all ranks have written.
 
         Raises:
-            OSError: as above.
+            OSError: as :meth:`write`.
         """
         ...
 
 
 def get_engine(name: str) -> Engine:
-    """The engine of that name, one of :data:`ENGINES`."""
+    """Return the engine of that name, one of :data:`ENGINES`."""
     module = importlib.import_module(f"clustertrain.checkpoint.save.engines.{name}")
     instance: Engine = module.make()
     return instance

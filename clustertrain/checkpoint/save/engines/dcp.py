@@ -1,9 +1,9 @@
-"""Segments in the files of torch.distributed.checkpoint, with a ``.metadata`` by which torch's own tools read the whole
-checkpoint: ``torch.distributed.checkpoint.load``, ``dcp_to_torch_save``, …
+"""The engine of torch.distributed.checkpoint (DCP): torch's own tools can read the checkpoint
+(``torch.distributed.checkpoint.load``, ``dcp_to_torch_save``, …).
 
-Only DCP's writer is used, not its planning, which goes through a process group. Each rank writes one file, in it an
-archive of torch.save for each segment. Where those begin and end stands in a file beside it, of which ``finish`` makes
-``.metadata``. It stays, so that this can be done again where a process was killed meanwhile.
+Only DCP's writer is used, not its planner, which needs a process group. Each rank writes one file with a torch.save
+archive for each segment, and a second file with the offsets of the archives. From these ``finish`` builds ``.metadata``.
+The second files stay, so that ``finish`` can be repeated after a kill.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the engines on top of libraries have in common: staged segments as tensors, and the proof of where they lie."""
+"""Helpers for engines based on libraries: staged segments as tensors, and verification of their offsets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from clustertrain.checkpoint.format.staged_segments import Segment, SegmentLocation
 from clustertrain.errors import CheckpointError
 
-# So many bytes at either end of a segment are read back.
+# Bytes that are read back at each end of a segment.
 EDGE_BYTES = 64
 
 
@@ -21,9 +21,9 @@ def segment_bytes(segment: Segment, memory: memoryview) -> memoryview:
 
 
 def bytes_to_tensor(data: memoryview) -> torch.Tensor:
-    """``data`` itself as uint8, of one dimension and with a storage of just that size (of more, DCP makes a copy)."""
+    """Return ``data`` as a uint8 tensor, without a copy. Its storage has just that size: of a larger one DCP makes a copy."""
     with warnings.catch_warnings():
-        # Of memory that is read-only, which suits a writer.
+        # The memory is read-only, and the engines only read it.
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
         return torch.frombuffer(data, dtype=torch.uint8)
 
@@ -31,11 +31,11 @@ def bytes_to_tensor(data: memoryview) -> torch.Tensor:
 def fsync_and_verify(
     folder: Path, segments: Sequence[Segment], locations: Sequence[SegmentLocation], memory: memoryview
 ) -> None:
-    """Make the files durable, and see that each segment lies where it is said to.
+    """Make the files durable, and verify that each segment is at its location.
 
     Raises:
-        CheckpointError: one does not: the library wrote something else than it was taken to write.
-        OSError: as the file system says.
+        CheckpointError: a segment is not: the library writes another format than expected.
+        OSError: the file system failed.
     """
     segments_by_file: dict[str, list[tuple[int, Segment]]] = {}
     for place, segment in zip(locations, segments, strict=True):

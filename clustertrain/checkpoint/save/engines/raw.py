@@ -1,4 +1,4 @@
-"""A rank's staging memory as a file."""
+"""The raw engine: the staging buffer of a rank as one file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RawEngine:
     patterns = ("rank-{rank}.bin",)
 
     def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[SegmentLocation]:
-        """Each segment lies in the file where it lies in ``memory``, so that the disk can take it from there."""
+        """Write each segment at its offset in ``memory``, so that the disk can read it directly from there."""
         name = f"rank-{rank}.bin"
         with direct_io.open_for_write(folder / name) as file:
             written = staged_end = 0
@@ -32,7 +32,7 @@ class RawEngine:
         return [SegmentLocation(file=name, offset=s.buffer_offset) for s in segments]
 
     def finish(self, folder: Path, tensors: Sequence[TensorRecord]) -> None:
-        """Nothing: the manifest is the index."""
+        """Do nothing: the manifest suffices."""
 
 
 def make() -> RawEngine:

@@ -1,9 +1,11 @@
-"""Segments in files that torchsnapshot writes: big ones in files of their own, small ones together in slabs. With what
-``finish`` adds, ``.snapshot_metadata``, its ``Snapshot(folder).read_object("0/" + name)`` reads any tensor.
+"""The torchsnapshot engine: large segments in files of their own, small ones together in slabs.
 
-``Snapshot.take`` itself is not used. It joins the process group that a process may be in, cuts what is larger than
-512 MiB, names files after tensors, and when the disk is full leaves threads behind that still write. What it is made of
-(staging, slabs, the scheduler of writes, the file plugin) does none of that, and takes sizes as arguments.
+``finish`` adds ``.snapshot_metadata``, with which torchsnapshot's ``Snapshot(folder).read_object("0/" + name)`` reads any
+tensor.
+
+``Snapshot.take`` itself is not used: it uses the process group, splits tensors larger than 512 MiB, names files after
+tensors, and on a full disk leaves threads that still write. Its components (staging, slabs, write scheduler, file
+plugin) do none of that, and take sizes as arguments.
 """
 
 from __future__ import annotations
