@@ -47,16 +47,14 @@ def load_document(path: Path, field_types: Mapping[str, type] | None = None) -> 
     except ValueError as e:
         return JsonDocument({}, f"{path}: is not JSON: {e}")
     if not isinstance(parsed, dict):
-        return JsonDocument({}, f"{path}: holds {_TYPE_NAMES[type(parsed)]}, not an object")
+        return JsonDocument({}, f"{path}: contains {_TYPE_NAMES[type(parsed)]}, not an object")
     invalid_fields = [
         name
         for name, field_type in (field_types or {}).items()
         if name in parsed and not has_type(parsed[name], field_type)
     ]
     value = {k: v for k, v in parsed.items() if k not in invalid_fields}
-    return JsonDocument(
-        value, f"{path}: not what it should be: {', '.join(invalid_fields)}" if invalid_fields else None
-    )
+    return JsonDocument(value, f"{path}: invalid fields: {', '.join(invalid_fields)}" if invalid_fields else None)
 
 
 def poll_document(path: Path) -> dict[str, Any]:
