@@ -1,7 +1,7 @@
-"""The start of an attempt: see that earlier ones are over, claim the next number, close what they left open.
+"""The start of an attempt: check that earlier ones are over, claim the next number, close those left open.
 
-The claim is the rename of a complete folder to the number after the highest one that was looked at. The file system
-gives a number to one claimer only, and the one who comes second looks at that attempt too (docs/decisions/0033).
+The claim is the rename of a complete folder to the number after the highest one that was checked. The file system gives
+a number to one claimer only, and the loser checks that attempt too (docs/decisions/0033).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from clustertrain.run.stop_lead_time import compute_lead_s, load_planned_lead_s
 from clustertrain.scheduler.backend import COMPLETING, PENDING, Backend, JobStart, JobView
 
 SCHEDULER_TIMEOUT_S = 120.0
-RECORD_S = 60.0  # for an attempt's record to be seen here: an NFS client may believe so long that there is none
+RECORD_S = 60.0  # for an attempt's record to appear: an NFS client may cache its absence this long
 COMPLETING_S = 120.0  # for the job of an open attempt to leave COMPLETING
 
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """Which start of which job this process is."""
+    """The job that this process belongs to, and which start of it."""
 
     job_id: str
     restart: int
@@ -42,6 +42,8 @@ class JobIdentity:
 
 @dataclass(frozen=True)
 class Claim:
+    """A claimed attempt."""
+
     attempt: AttemptDir
     job_id: str
     nodes: tuple[str, ...]
@@ -49,7 +51,7 @@ class Claim:
 
 
 def identify_job(environ: Mapping[str, str], backend: Backend) -> JobIdentity:
-    """Raises ClusterTrainError when this is no job of the backend."""
+    """Return the job that this process belongs to; raise ClusterTrainError outside a job of the backend."""
     job_id = backend.current_job_id(environ)
     if job_id is None:
         raise ClusterTrainError("not inside a job", fix="submit the run with `clustertrain submit`")
@@ -61,8 +63,10 @@ def identify_job(environ: Mapping[str, str], backend: Backend) -> JobIdentity:
 
 
 def _query_with_retries(backend: Backend, job_id: str) -> JobView | None:
-    """The scheduler's view of this very job. No answer for two minutes is taken for "no time limit known": the job
-    runs, so there is no reason to end it; the end time is asked for again while it does."""
+    """Return the scheduler's view of this job, or None without an answer for two minutes.
+
+    The job then starts without a known time limit; the batch process queries the end time again while it runs.
+    """
     jobs: dict[str, JobView] = {}
 
     def try_query() -> bool:
@@ -98,14 +102,14 @@ def claim_attempt(run: RunDir, identity: JobIdentity, backend: Backend) -> Claim
     except BaseException:
         shutil.rmtree(staging_dir, ignore_errors=True)
         raise
-    # By the owner alone: a closing names the job that goes on with the run.
+    # Only after the claim: the event names the job that continues the run.
     for attempt in open_attempts:
         _close_attempt(run, attempt, identity, backend)
     return Claim(attempt=new_attempt, job_id=identity.job_id, nodes=identity.nodes, deadline=deadline)
 
 
 def _read_attempts(run: RunDir, taken_numbers: Sequence[int]) -> list[Attempt]:
-    """All attempts, oldest first, with those that are known to be there though an NFS client may not list them yet."""
+    """Return all attempts, oldest first, including taken ones that an NFS client may not list yet."""
     listed = attempts.load_attempts(run)
     unlisted = set(taken_numbers) - {a.n for a in listed}
     history = sorted([*listed, *(attempts.load_attempt(run, run.attempt(n)) for n in unlisted)], key=lambda a: a.n)
@@ -113,10 +117,10 @@ def _read_attempts(run: RunDir, taken_numbers: Sequence[int]) -> list[Attempt]:
 
 
 def _wait_for_record(run: RunDir, n: int, taken_numbers: Sequence[int]) -> Attempt:
-    """An attempt whose record could not be read a moment ago. One for good without is damaged, and holds nothing.
+    """Load an attempt once its record is readable; without a record after a minute, it is damaged and holds no run.
 
     Raises:
-        NotOwner: it was claimed just now, and who claimed it cannot be read.
+        NotOwner: it was claimed just now, and its record, which names the owner, cannot be read.
     """
     record = run.attempt(n).record
     if not clock.wait_until(lambda: fsio.poll_json(record) is not None, RECORD_S) and n in taken_numbers:
@@ -135,18 +139,18 @@ def _check_attempt_over(run: RunDir, attempt: Attempt, identity: JobIdentity, ba
     if attempt.job_id and attempt.job_id != identity.job_id:
         _wait_for_end(run, attempt, backend)
     elif attempt.job_id and attempt.restart >= identity.restart:
-        raise NotOwner(f"attempt {attempt.n} of {run.id} belongs to this very start of job {identity.job_id}")
+        raise NotOwner(f"attempt {attempt.n} of {run.id} belongs to this start of job {identity.job_id}")
 
 
 def _close_attempt(run: RunDir, attempt: Attempt, identity: JobIdentity, backend: Backend) -> None:
     start = _find_job_start(attempt, backend)
     ending = endings.from_scheduler_state(start.state) if start else endings.UNKNOWN
-    explanation = f"the scheduler says {start.state}" if start else "the scheduler remembers nothing of it"
+    explanation = f"the scheduler reports {start.state}" if start else "the scheduler has no record of it"
     log = EventLog(run.attempt(attempt.n).events_path(f"closed-by-{identity.job_id}-{identity.restart}"))
     log.write(
         "ended",
         ending=ending,
-        reason=f"ended without a word of its own; {explanation}",
+        reason=f"ended without a record; {explanation}",
         last_step=attempt.last_step,
         job_id=attempt.job_id,
         at=start.end if start and start.end else None,
@@ -157,13 +161,17 @@ def _close_attempt(run: RunDir, attempt: Attempt, identity: JobIdentity, backend
 
 
 def _wait_for_end(run: RunDir, attempt: Attempt, backend: Backend) -> None:
-    """Another job's attempt is open: fine when that job is over or back in the queue, else the run is not ours."""
+    """Wait until the job of another open attempt is over or back in the queue.
+
+    Raises:
+        NotOwner: that job still runs.
+    """
 
     def busy_state() -> str | None:
         try:
             view = backend.query_jobs([attempt.job_id]).get(attempt.job_id)
         except CommandFailed:
-            return COMPLETING  # no answer: not known to be over
+            return COMPLETING  # no answer: it may still run
         return view.state if view is not None and view.is_alive and view.state != PENDING else None
 
     def is_over() -> bool:
@@ -177,13 +185,13 @@ def _wait_for_end(run: RunDir, attempt: Attempt, backend: Backend) -> None:
 
 
 def _find_job_start(attempt: Attempt, backend: Backend) -> JobStart | None:
-    """The accounting row of that very start: the one that began nearest to it."""
+    """Return the accounting's row for this attempt: the start nearest in time."""
     if not attempt.job_id:
         return None
     try:
         rows = [s for s in backend.list_starts(attempt.job_id) if s.start is not None]
     except ClusterTrainError:
-        return None  # no accounting: unknown stays unknown
+        return None  # no accounting: the ending stays unknown
     if not rows or attempt.start is None:
         return None
     started_at = attempt.start
@@ -191,7 +199,7 @@ def _find_job_start(attempt: Attempt, backend: Backend) -> JobStart | None:
 
 
 def _build_attempt_folder(run: RunDir, identity: JobIdentity) -> tuple[Path, Deadline]:
-    """The folder of an attempt as it begins, under a name that is none of an attempt."""
+    """Create the complete folder of an attempt under a temporary name."""
     staging_dir = run.attempts_folder / f".claim-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     fsio.claim_folder(staging_dir)
     attempt = AttemptDir(staging_dir, 0)

@@ -1,7 +1,7 @@
-"""The batch process: job.sh becomes it, on the batch host, outside any container.
+"""The batch process, the last command of job.sh: it runs on the batch host, outside any container.
 
-It claims the attempt, runs the step (srun, or the local stand-in), passes requests to stop on to every agent, and when
-the step is over decides what happens to the run and makes it happen.
+It claims the attempt, runs the step (srun, or the local stand-in) and forwards stop requests to the agents. After the
+step it decides whether the run continues, and carries the decision out.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from clustertrain.scheduler.slurm import CONTROLLER_COMMAND_TIMEOUT_S, SlurmBack
 
 POLL_S = 0.2
 CHECK_INTERVAL_S = 1.0
-SCHEDULER_POLL_S = 60.0  # how often the end time is read again: an administrator may have moved it
-AFTER_END_S = 20.0  # a failure, or the last result of a stop: for the other nodes to write what they know, and to leave
-AFTER_RESULTS_S = 150.0  # for the agents to make their telemetry small, once all nodes have done their work
+SCHEDULER_POLL_S = 60.0  # between queries of the end time, which an administrator may change
+AFTER_END_S = 20.0  # after a failure or a stop: for the other nodes to write their results and exit
+AFTER_RESULTS_S = 150.0  # for the agents to compact their telemetry after all ranks have completed
 AFTER_ABORT_S = 20.0
-AGENTS_S = 600.0  # for every agent to say that it has started; Python over a busy network filesystem takes minutes
-COMMENT_S = 10.0  # for the last line in the job's comment
+AGENTS_S = 600.0  # for every agent to start; Python on a busy network file system takes minutes
+COMMENT_S = 10.0  # for the last update of the job's comment
 LATE_RESULTS_S = 5.0  # for results to become visible after the step has ended
-FOLDER_S = 60.0  # for a run folder that is gone to come back: an automounter, or somebody who moves folders
-CANCEL_S = 60.0  # for a last checkpoint, where Slurm's own kill does not come
-LAST_CHANCE_S = 12.0  # before the end of the allocation: a requeue is accepted only while the job still runs
+FOLDER_S = 60.0  # for a missing run folder to return (an automounter, a folder being moved)
+CANCEL_S = 60.0  # for a last checkpoint, if Slurm itself does not kill the job
+LAST_CHANCE_S = 12.0  # before the end of the allocation: Slurm accepts a requeue only while the job runs
 
 
 @dataclass
 class StepState:
-    """The running step, as batch sees it."""
+    """The state of the running step."""
 
     child: subprocess.Popen[bytes]
     stop_requested_at: float | None = None
-    preempt_time: float | None = None  # as the scheduler gave it; it forgets it when the job is put back
+    preempt_time: float | None = None  # from the scheduler, which drops it when it requeues the job
     cancelled_at: float | None = None
     requeue_requested: bool = False
-    requeue_options: dict[str, str] | None = None  # of the requeue that was asked for
-    late_request: bool = False  # it came when the step was over
+    requeue_options: dict[str, str] | None = None  # options of the requested requeue
+    late_request: bool = False  # the request came after the step had ended
     ended_at: float | None = None  # a node has failed, or all have ended
     aborted_at: float | None = None
     orphaned: bool = False
@@ -73,6 +73,8 @@ class StepState:
 
 
 class JobController:
+    """The batch process of one attempt."""
+
     def __init__(self, run: RunDir, spec: RunSpec, backend: Backend, claim: Claim, signals: Signals) -> None:
         self.run = run
         self.spec = spec
@@ -88,6 +90,7 @@ class JobController:
         self.comment_updater: CommentUpdater | None = None
 
     def main(self, step_argv: Sequence[str]) -> int:
+        """Run the step, carry out the decision about the run and return the exit code."""
         self.log.write(
             "started",
             job_id=self.job_id,
@@ -101,10 +104,10 @@ class JobController:
             self._poll_step(step)
             clock.wait_until(lambda: step.child.poll() is not None, POLL_S, POLL_S)
         if step.orphaned:
-            return EXIT_FAILED  # whoever continues the run closes this attempt
+            return EXIT_FAILED  # the next attempt closes this one
         self._close_requests(step)
         lost_reason = self._lost_reason(step)
-        if lost_reason:  # what becomes of the run is decided elsewhere
+        if lost_reason:  # a newer attempt decides about the run, or nobody can
             print(f"clustertrain: attempt {self.attempt.n} decides nothing: {lost_reason}", flush=True)
             return EXIT_NO_REQUEUE
         requeue_action = RequeueAction(
@@ -120,7 +123,7 @@ class JobController:
         evidence = self._evidence(step, requeue_action)
         verdict = classify(evidence)
         if verdict is None:
-            # Slurm is ending the job by itself and accounting has no word yet. Whoever starts or looks next will know.
+            # Slurm is ending the job, and its accounting has no state yet. The next start or `status` will read it.
             return EXIT_FAILED
         self._log_ending(verdict, evidence)
         decision = decide(verdict, attempts.load_budgeted_attempts(self.run), self.spec.job.max_requeues)
@@ -142,7 +145,10 @@ class JobController:
         return updater
 
     def stop_if_budget_spent(self) -> int | None:
-        """Earlier attempts that were killed decided nothing: is there a budget left for this one?"""
+        """Record the end of the run and return the exit code if earlier attempts used up a budget, else return None.
+
+        Attempts that were killed could not decide this themselves.
+        """
         history = [a for a in attempts.load_budgeted_attempts(self.run) if a.n < self.attempt.n]
         ending: endings.Ending = endings.BUDGET_SPENT
         reason = self._contract_stop_reason()
@@ -160,7 +166,7 @@ class JobController:
         return EXIT_NO_REQUEUE
 
     def _contract_stop_reason(self) -> str:
-        """Whether the attempts before this one have used up what the recipe's contract allows, and it says stop."""
+        """Return why the contract ends the run now; empty if its budget is not spent or must not stop the run."""
         contract = self.spec.recipe.contract
         if not contract.has_budget or contract.when_spent != "stop":
             return ""
@@ -196,7 +202,7 @@ class JobController:
             step.next_scheduler_poll = now + SCHEDULER_POLL_S
             self._refresh_deadline()
         if step.stop_requested_at is None and (self.signals.first or self.attempt.signal_warning.exists()):
-            # The warning before the time limit, which the agents count down to by themselves; or a preemption.
+            # Either the warning before the time limit, for which the agents have their own countdown, or a preemption.
             self._note_preemption(step, self._query_job())
             if step.preempt_time is not None:
                 self._request_stop(step, "preemption")
@@ -211,12 +217,12 @@ class JobController:
             step.out_of_time = True
             self._abort(step)
         if self.backend.name == "local" and os.getppid() != self.parent_pid:
-            # The supervisor is gone. Without it nobody could stop or continue this run, so it does not go on.
+            # The supervisor is gone, so nothing could stop or continue this run.
             step.orphaned = True
             self._abort(step)
 
     def _read_requeue_request(self, step: StepState) -> bool:
-        """Whether there is a request that was not read before."""
+        """Read a request of `clustertrain requeue`; return whether there is a new one."""
         request = None if step.requeue_requested else fsio.poll_json(self.attempt.requeue_request)
         if not isinstance(request, dict) or not isinstance(request.get("options"), dict):
             return False
@@ -224,8 +230,8 @@ class JobController:
         return True
 
     def _close_requests(self, step: StepState) -> None:
-        """From now on `clustertrain requeue` finds that it is too late. A request that came first still counts."""
-        with contextlib.suppress(OSError):  # the disk; nobody can ask there either
+        """Refuse further requests of `clustertrain requeue`. A request that came first still counts."""
+        with contextlib.suppress(OSError):  # the disk failed: then no request can be written either
             if not fsio.create_json(self.attempt.requeue_request, {"too_late": clock.now()}):
                 step.late_request = self._read_requeue_request(step)
 
@@ -233,7 +239,7 @@ class JobController:
         self.log.write("requeue_answered", taken=refusal is None, why=refusal)
 
     def _watch_owner(self, step: StepState) -> None:
-        """Slurm may have started the run elsewhere, after it lost sight of this node: what goes on here is in vain."""
+        """Abort the step if a newer attempt exists: Slurm may start the run elsewhere after it lost this node."""
         newer = None if step.taken_over else self._newer_attempt()
         if newer is not None:
             step.taken_over = True
@@ -242,19 +248,19 @@ class JobController:
             self._abort(step)
 
     def _lost_reason(self, step: StepState) -> str:
-        """Why the run is not this attempt's any more; empty while it is."""
+        """Return why this attempt no longer owns the run; empty if it does."""
         newer = self._newer_attempt()
         if newer is not None:
             return f"taken over by attempt {newer}"
-        if step.taken_over:  # and the file system does not answer now
+        if step.taken_over:  # and the file system does not answer any longer
             return "taken over by a newer attempt"
         if not self._wait_for_folder():
             return f"the folder of the run is gone: {self.run.path}"
-        newer = self._newer_attempt()  # it may have come with the folder
+        newer = self._newer_attempt()  # it may have appeared with the folder
         return "" if newer is None else f"taken over by attempt {newer}"
 
     def _wait_for_folder(self) -> bool:
-        """Whether the run's folder is there, or is again before long."""
+        """Return whether the run's folder exists, after waiting for it."""
         if self._has_folder():
             return True
         print(f"clustertrain batch: {self.run.path} is gone; waiting up to {FOLDER_S:g} s", file=sys.stderr, flush=True)
@@ -268,7 +274,7 @@ class JobController:
         except FileNotFoundError:
             return False
         except OSError:
-            pass  # a server's bad minute
+            pass  # a server that does not answer is not a missing folder
         return True
 
     def _newer_attempt(self) -> int | None:
@@ -282,7 +288,7 @@ class JobController:
         step.stop_requested_at = clock.now()
         self.log.write("signal", source=source)
         self._write_stop_order({"why": source, "t": step.stop_requested_at})
-        step.child.send_signal(signal.SIGUSR2)  # srun and the local step pass it on to every agent
+        step.child.send_signal(signal.SIGUSR2)  # srun and the local step forward it to every agent
         if self.comment_updater is not None:
             self.comment_updater.suspend()
 
@@ -290,11 +296,11 @@ class JobController:
         try:
             fsio.write_json(self.attempt.stop_request, order)
         except OSError as e:
-            # The signal to the step is the other way to tell them.
+            # The agents also get the signal.
             print(f"clustertrain batch: {self.attempt.stop_request}: {e}", file=sys.stderr, flush=True)
 
     def _refresh_deadline(self) -> None:
-        """An administrator may have moved the end, and the saves of this attempt have shown how long they take."""
+        """Update the end of the allocation, which may be changed, and the lead time, from measured saves."""
         view = self._query_job()
         end_time = view.end_time if view is not None and view.end_time is not None else self.deadline.end_time
         allocation_s = end_time - self.started_at if end_time is not None else None
@@ -309,7 +315,7 @@ class JobController:
             step.preempt_time = view.preempt_time
 
     def _watch_cancellation(self, step: StepState, now: float) -> None:
-        """The owner's marker ends the attempt whether or not the scheduler has heard of it."""
+        """Stop the attempt if the owner cancelled the run, whether or not the scheduler received the cancellation."""
         if step.cancelled_at is None and fsio.poll_json(self.run.cancel_marker) is not None:
             step.cancelled_at = now
             if step.stop_requested_at is None:
@@ -318,7 +324,7 @@ class JobController:
             self._abort(step)
 
     def _watch_agents(self, step: StepState, now: float) -> None:
-        """A node whose agent never starts (it does not see the run directory, say) leaves the others waiting for it."""
+        """Abort the step if an agent never started, for example without access to the run folder."""
         if step.agents_checked or now - step.started_at < AGENTS_S:
             return
         step.agents_checked = True
@@ -327,12 +333,12 @@ class JobController:
             self._abort(step)
 
     def _watch_failures(self, step: StepState, now: float) -> None:
-        """A node that failed leaves the others in a collective, and srun waits for all of them."""
+        """Abort the step some time after a node failed: the others wait in a collective, and srun waits for them."""
         results = self._read_results()
         failed = any(r.ending == "failed" for r in results.values()) or bool(self._nodes_without_agent(results))
         if (failed or len(results) == len(self.nodes)) and step.ended_at is None:
             step.ended_at = now
-        # Only agents whose ranks ended by themselves have more to do.
+        # Only agents whose ranks completed still have work: they compact telemetry.
         completed = (
             not failed and all(r.ending == "completed" for r in results.values()) and step.stop_requested_at is None
         )
@@ -341,8 +347,10 @@ class JobController:
             self._abort(step)
 
     def _nodes_without_agent(self, results: Container[str]) -> set[str]:
-        """The nodes whose agent was killed, or could not write a result. Their ranks ended with it, which their peers
-        notice only where they had met already."""
+        """Return the nodes whose agent was killed or could not write a result.
+
+        Their ranks ended too, which other ranks notice only if they were already connected.
+        """
         try:
             return {n for n in self.attempt.nodes_without_agent() if n in self.nodes and n not in results}
         except OSError:
@@ -371,7 +379,7 @@ class JobController:
         if view is None or view.state == RUNNING:
             return ""
         try:
-            # A requeued job has a row for the start to come, without a time.
+            # A requeued job has a row without a time for its next start.
             starts = [s for s in self.backend.list_starts(self.job_id) if s.start is not None]
         except CommandFailed:
             return ""
@@ -382,15 +390,14 @@ class JobController:
         results = self._read_results()
         completed = len(results) == len(self.nodes) and all(r.ending == "completed" for r in results.values())
         cancelled = self.run.cancel_marker.exists()
-        view = (
-            None if completed or cancelled else requeue_action.query_job()
-        )  # of an answer that would change nothing, no wait
+        # Not if the answer would change nothing: the query may take minutes.
+        view = None if completed or cancelled else requeue_action.query_job()
         self._note_preemption(step, view)
         if view is not None:
             view = replace(view, preempt_time=step.preempt_time)
         stop_requests = list(events.select(events.for_attempt(self.attempt), event_types.Signal))
         sources = dict.fromkeys(str(request.source) for request in stop_requests)
-        # The limit that counts is that of now: an administrator may have changed it since the last look.
+        # The current limit: an administrator may have changed it since the last query.
         has_end_time = view is not None and view.state == RUNNING and view.end_time is not None
         return Evidence(
             nodes=self.nodes,
@@ -425,7 +432,7 @@ class JobController:
 
 
 def main() -> int:
-    """``clustertrain batch -- STEP…``, the last line of job.sh."""
+    """Run ``clustertrain batch -- STEP…``, the last line of job.sh."""
     signals = Signals()
     backend = LocalBackend() if settings.LOCAL_JOB in os.environ else SlurmBackend(CONTROLLER_COMMAND_TIMEOUT_S)
     try:

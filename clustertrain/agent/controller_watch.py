@@ -1,6 +1,9 @@
-"""The first node's agent outlives a batch process that is killed (by hand, or by the kernel's OOM killer). Slurm then
-fails the job and ends its steps, and nobody decides about the run. So this agent asks Slurm to requeue the job, which
-is accepted while the job is COMPLETING and after."""
+"""Requeue of a job whose batch process was killed, by the first node's agent.
+
+If the batch process is killed (by hand, or by the kernel's OOM killer), Slurm fails the job and ends its steps, and
+nothing decides about the run. The agent outlives it and requests a requeue, which Slurm accepts while the job is
+COMPLETING and after.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from clustertrain.scheduler.backend import RUNNING
 from clustertrain.scheduler.slurm import SlurmBackend
 
 RETRY_S = 1.0
-SCHEDULER_TIMEOUT_S = 600.0  # as in sequel
-# Slurm's reasons for a job whose batch script failed. There is none for a job that was cancelled.
+SCHEDULER_TIMEOUT_S = 600.0  # as in agent/requeue
+# Slurm's reasons for a job whose batch script failed; a cancelled job has none.
 _BATCH_FAILED = ("JobLaunchFailure", "RaisedSignal", "NonZeroExitCode", "OutOfMemory")
 
 
 class ControllerWatch:
-    """Looks after the batch process where it can be seen: from its own host, outside a PID namespace of a container."""
+    """Watch over the batch process, if this is its host and no other PID namespace hides it."""
 
     def __init__(self, context: NodeContext, log: EventLog) -> None:
         self._run, self._attempt, self._log = context.run, context.attempt, log
@@ -41,22 +44,22 @@ class ControllerWatch:
         record = fsio.poll_json(self._attempt.record) or {}
         with contextlib.suppress(psutil.Error, KeyError, ValueError, TypeError):
             process = psutil.Process(record["pid"])
-            # In another PID namespace the number may be anybody's.
+            # In another PID namespace the pid may belong to another process.
             if record["host"] == socket.gethostname() and {"clustertrain", "batch"} <= set(process.cmdline()):
                 return process
         return None
 
     def is_gone(self) -> bool:
-        """The batch process has been there and is not any more."""
+        """Return whether the batch process was found at the start and no longer runs."""
         return self._process is not None and not self._process.is_running()
 
     def stop_other_nodes(self) -> None:
-        """In its place: with slurmctld away no signal tells the other nodes."""
+        """Write the stop request in place of the batch process: without slurmctld, other nodes get no signal."""
         with contextlib.suppress(OSError):
             fsio.write_json(self._attempt.stop_request, {"why": "the batch process was killed", "t": clock.now()})
 
     def ensure_requeued(self, timeout_s: float = 0.0) -> None:
-        """Ask for the requeue, again for ``timeout_s`` while Slurm gives no answer or has not noticed."""
+        """Request the requeue, for ``timeout_s`` while Slurm does not answer or lists the job as running."""
         deadline = clock.monotonic() + timeout_s
         while not self.settled:
             self.settled = self._is_decided() or self._try_requeue()
@@ -65,7 +68,7 @@ class ControllerWatch:
             clock.sleep(RETRY_S)
 
     def _is_decided(self) -> bool:
-        """By the owner, by a newer attempt, or by the batch process before it ended."""
+        """Return whether the owner, a newer attempt or the batch process has already decided about the run."""
         with contextlib.suppress(OSError):
             if self._run.find_newer_attempt(self._attempt.n) is not None:
                 return True
@@ -80,13 +83,13 @@ class ControllerWatch:
             if view is not None and view.state == RUNNING:
                 return False
             if view is None or not view.reason.startswith(_BATCH_FAILED):
-                return True  # something else ends the job
+                return True  # the job ends for another reason
             self._backend.requeue(job_id)
         except CommandFailed:
             return False
         except ClusterTrainError:
-            return True  # `status` says what to type
-        reason = f"its batch process was killed (the scheduler says {view.reason})"
+            return True  # `status` shows the command that continues the run
+        reason = f"its batch process was killed (the scheduler reports {view.reason})"
         self._log.write("ended", ending=endings.UNKNOWN, reason=reason, last_step=None, job_id=job_id)
         self._log.write("requeued", how="requeue", job_id=job_id)
         return True

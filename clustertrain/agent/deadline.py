@@ -1,4 +1,4 @@
-"""When the allocation ends, and whether a signal is only Slurm's warning of that."""
+"""The end of the allocation, and Slurm's warning signal before it."""
 
 from __future__ import annotations
 
@@ -9,35 +9,40 @@ from pathlib import Path
 
 from clustertrain import fsio
 
-# The signal that job.sh asks for before the time limit. With preempt_send_user_signal it announces a preemption too.
+# The signal that job.sh requests before the time limit. With preempt_send_user_signal it also announces preemptions.
 LIMIT_SIGNAL = signal.SIGUSR2.name
-SIGNAL_EARLY_S = 75.0  # Slurm sends it up to a minute early; and some seconds for clocks that differ
+SIGNAL_EARLY_S = 75.0  # Slurm sends it up to a minute early; the rest allows for clocks that differ
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """``deadline.json``: written by batch, read by every agent. ``end_time`` is UTC epoch s, None without a limit."""
+    """The content of ``deadline.json``, which the batch process writes and every agent reads."""
 
     end_time: float | None
-    lead_s: float  # when the ranks are to be told, from what was measured
-    signal_lead_s: float  # when Slurm was asked to warn; fixed when the job was submitted
+    """UTC epoch s; None without a time limit."""
+    lead_s: float
+    """How long before the end the ranks are asked to stop, from measured saves."""
+    signal_lead_s: float
+    """How long before the end Slurm sends its warning; fixed at submission."""
 
     def is_due(self, now: float) -> bool:
-        """Time to tell the ranks."""
+        """Return whether it is time to stop the ranks."""
         return self.end_time is not None and now >= self.end_time - self.lead_s
 
     def is_limit_warning(self, signals: Sequence[str], now: float) -> bool:
-        """Whether these signals may all be Slurm's early warning, with time left to train until :meth:`is_due`.
+        """Return whether these signals may all be Slurm's early warning, with time left to train until :meth:`is_due`.
 
-        Stopping at it would give away up to a minute and the lead of every allocation, and all of a short one.
+        A stop at the warning would waste up to a minute of every allocation, and all of a short one.
         """
         if self.end_time is None or self.is_due(now):
             return False
         return set(signals) == {LIMIT_SIGNAL} and now >= self.end_time - self.signal_lead_s - SIGNAL_EARLY_S
 
     def lead_for_sources(self, sources: Iterable[str]) -> float:
-        """How long before the end those who asked to stop may have done so because of it. With an end that was moved
-        forward, Slurm's warning comes before batch knows of the new one."""
+        """Return how long before the end a stop from ``sources`` may have been caused by it.
+
+        If the end was moved forward, Slurm's warning comes before the batch process knows the new end.
+        """
         signals = {s for s in sources if s.startswith("signal:")}
         return self.signal_lead_s + SIGNAL_EARLY_S if signals == {f"signal:{LIMIT_SIGNAL}"} else self.lead_s
 

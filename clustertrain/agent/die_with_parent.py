@@ -1,5 +1,7 @@
-"""``python -m clustertrain.agent.die_with_parent PID MODULE ARGS…``: run a module that the kernel kills when its
-parent, PID, is dead."""
+"""Run a module that the kernel kills when its parent ends.
+
+``python -m clustertrain.agent.die_with_parent PID MODULE ARGS…``, with the parent's PID.
+"""
 
 from __future__ import annotations
 

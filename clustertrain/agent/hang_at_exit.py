@@ -1,4 +1,4 @@
-"""Ranks that hang at their end: all others have completed, and what is left neither works nor ends."""
+"""Detection of ranks that hang at exit: all others have completed, and the remaining ones neither work nor end."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ from collections.abc import Mapping
 
 # Longer than a server takes to answer the last request of an upload.
 PATIENCE_S = 600.0
-MIN_IDLE_S = 60.0  # where the job is being ended anyway
+MIN_IDLE_S = 60.0  # if the job is being ended anyway
 CHECK_INTERVAL_S = 10.0
-# Of a core, for all that is left on the node: a process that sleeps uses none, threads that poll use less.
+# Share of one core for all remaining processes of the node. Sleeping processes use none, polling threads less.
 _IDLE_SHARE = 0.005
 
 
 class ExitHangDetector:
-    """Looked at every LOOK_S. An export or an upload uses the processor; what spins in a collective does too, and is
-    left alone."""
+    """Detector of idle ranks; call it every CHECK_INTERVAL_S.
+
+    An export or upload uses CPU time. So does a rank that spins in a collective, which is therefore not ended.
+    """
 
     def __init__(self) -> None:
         self._cpu_s: Mapping[int, float] = {}
         self._checked_at: float | None = None
-        self._idle_since: float | None = None  # when all others were done and the rest did nothing any more
+        self._idle_since: float | None = None  # since then all others are done and the rest is idle
 
     def is_hanging(self, now: float, others_done: bool, cpu_s: Mapping[int, float]) -> bool:
-        """``cpu_s``: by process, the processor seconds of the ranks that are left and all below them."""
+        """Return whether the remaining ranks hang. ``cpu_s``: CPU seconds of them and their children, by pid."""
         previous, checked_at = self._cpu_s, self._checked_at
         self._cpu_s, self._checked_at = cpu_s, now
         if checked_at is None or not others_done:
@@ -36,5 +38,5 @@ class ExitHangDetector:
         return now - self._idle_since >= PATIENCE_S
 
     def was_hanging(self, now: float) -> bool:
-        """Whether what is left has done nothing for so long that it was hanging when it was ended from outside."""
+        """Return whether the remaining ranks were idle long enough to count as hanging when the job was ended."""
         return self._idle_since is not None and now - self._idle_since >= MIN_IDLE_S

@@ -1,5 +1,5 @@
-"""Keeps the line of figures in the job's comment new, in a thread of batch: the report of a large run takes seconds to
-read, and batch has signals to heed."""
+"""Updates of the job's comment, in a thread of the batch process: reading the report of a large run takes seconds, in
+which the batch process must handle signals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from clustertrain.telemetry.report_schema import Stats, Summary
 
 
 class CommentUpdater:
-    """``text`` gives the line; it is called in the thread, and what it raises costs that one update."""
+    """Updater of the comment. It calls ``format_text`` in its thread; an exception costs that update only."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class CommentUpdater:
             print(f"clustertrain batch: no comment in the job: {e}", file=sys.stderr, flush=True)
 
     def suspend(self) -> None:
-        """The ranks have been told to stop: no report is read any more but the last, if it is asked for."""
+        """Stop regular updates, since the ranks are stopping. :meth:`finish` still updates."""
         self._suspended.set()
 
     def finish(self, timeout_s: float) -> None:
-        """A last update. Not for an attempt that is to be continued: its job keeps the comment, and has no time."""
+        """Update a last time. Not for an attempt that continues: its job keeps the comment, and has no time."""
         self._finishing.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
@@ -68,13 +68,13 @@ class CommentUpdater:
             return
         try:
             self._comment.update(self._format_text())
-        except Exception as e:  # the thread's edge: a comment must not end the run
+        except Exception as e:  # top level of the thread: a comment must not end the run
             print(f"clustertrain batch: the job's comment: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
 
 
 def build_comment(run: RunDir) -> str:
-    """The line for a run as it is now."""
-    # Not at the top: numpy, for a batch process that may never comment.
+    """Return the comment for the current state of a run."""
+    # Not at the top: it imports numpy, and most batch processes never comment.
     from clustertrain.telemetry.analysis.summarize import summarize
 
     return format_comment(collect_metrics(run, summarize(run)))

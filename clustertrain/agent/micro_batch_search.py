@@ -1,7 +1,7 @@
-"""``plan --find-micro-batch``: short trials of the trainer's own step with growing micro-batches, on this machine.
+"""``plan --find-micro-batch``: short trials of the trainer's step with growing micro-batches, on this machine.
 
-Each trial is a fresh torchrun in a scratch run directory, so that it goes through the code of a real run and an error
-in one does not spoil the next. What to try and what it says is decided in :mod:`clustertrain.plan.search.micro_batch`.
+Each trial is a new torchrun in a temporary run folder: it runs the code of a real run, and its errors do not affect the
+next trial. :mod:`clustertrain.plan.search.micro_batch` chooses the trials and evaluates them.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from clustertrain.submit.prepared_run import PreparedRun
 
 POLL_S = 0.1
 TRIAL_TIMEOUT_S = 900.0
-# NCCL and cuBLAS say it in words of their own, under errors of another kind.
+# NCCL and cuBLAS report it with other errors than OutOfMemoryError.
 _OOM_MESSAGES = ("out of memory", "cublas_status_alloc_failed")
 _ROOT_CAUSE_SIGKILL = re.compile(r"Root Cause.*?exitcode\s*: -9\b", re.DOTALL)
 
 
 @dataclass
 class MicroBatchSearchResult:
-    """``description`` says how the trials relate to the plan; ``error`` is the error, not one of memory, that ended the
-    search early."""
+    """The trials of a search."""
 
     description: str
+    """How the trials relate to the plan."""
     trials: list[Trial] = field(default_factory=list)
     error: ClusterTrainError | None = None
+    """The error, other than out of memory, that ended the search early."""
 
     @property
     def recommended(self) -> Trial | None:
@@ -52,15 +53,17 @@ class MicroBatchSearchResult:
 def find_micro_batch(
     prepared: PreparedRun, on_progress: Callable[[str], None], environ: Mapping[str, str] = os.environ
 ) -> MicroBatchSearchResult:
-    """Try growing micro-batches on the ranks of this machine. Ends all processes that it has started, also on Ctrl-C,
-    SIGTERM and SIGHUP, which leave as KeyboardInterrupt.
+    """Try growing micro-batches on the ranks of this machine.
+
+    It ends all processes that it started, also on Ctrl-C, SIGTERM and SIGHUP, which raise KeyboardInterrupt.
 
     Args:
-        tell: is given a line whenever there is something to say; trials take seconds to minutes each.
+        on_progress: called with lines about the progress; each trial takes seconds to minutes.
 
     Raises:
-        UsageError, ConfigError: before the first trial: a script, no allocation here, no data, a layout that this
-            machine's ranks cannot stand for.
+        UsageError: the run has a script.
+        UnsuitableEnvironment: this process is not on a node of an allocation.
+        ConfigError: the data cannot be used, or this machine's ranks cannot represent the layout.
     """
     spec, plan = prepared.spec, prepared.plan
     ranks = _local_world_size(prepared, environ)
@@ -84,24 +87,24 @@ def find_micro_batch(
 
 
 def _local_world_size(prepared: PreparedRun, environ: Mapping[str, str]) -> int:
-    """How many ranks of the plan this machine has.
+    """Return how many ranks of the plan this machine has.
 
     Raises:
-        UsageError: the model is a script's.
-        UnsuitableEnvironment: this is no node of an allocation.
+        UsageError: the run has a script.
+        UnsuitableEnvironment: this process is not on a node of an allocation.
     """
     job = prepared.spec.job
     if prepared.spec.script is not None:
         raise UsageError(
-            "--find-micro-batch tries the built-in trainer's step; a script has its own",
-            fix="name a recipe; model.entry trains a module of yours",
+            "--find-micro-batch tries the step of the built-in trainer; a script has its own",
+            fix="use a recipe; model.entry names your own module",
         )
     if job.backend == "local":
-        return prepared.plan.world_size  # one machine plays all nodes
+        return prepared.plan.world_size  # one machine stands for all nodes
     if settings.SLURM_JOB_ID not in environ:
         raise UnsuitableEnvironment(
-            "--find-micro-batch trains for a moment, and this is not inside an allocation",
-            fix="call it in one (salloc, then srun --ntasks=1 clustertrain plan ...), or try --backend local here",
+            "--find-micro-batch trains a few steps, which needs an allocation",
+            fix="run it in one (salloc, then srun --ntasks=1 clustertrain plan ...), or use --backend local here",
         )
     if settings.SLURMD_NODENAME not in environ:
         raise UnsuitableEnvironment(
@@ -112,7 +115,7 @@ def _local_world_size(prepared: PreparedRun, environ: Mapping[str, str]) -> int:
 
 
 def _run_trial(prepared: PreparedRun, search: TrialSearch, split: Batch, environ: Mapping[str, str]) -> Trial:
-    """One trial. Raises ClusterTrainError for a failure that is not one of memory."""
+    """Run one trial; raise ClusterTrainError for a failure other than out of memory."""
     with tempfile.TemporaryDirectory(prefix="clustertrain-probe-", ignore_cleanup_errors=True) as folder:
         run = scratch_run.write_run_dir(prepared, search.layout, split, Path(folder))
         result, output = _run_ranks(prepared, search, run, environ)
@@ -130,10 +133,10 @@ def _run_trial(prepared: PreparedRun, search: TrialSearch, split: Batch, environ
 def _run_ranks(
     prepared: PreparedRun, search: TrialSearch, run: RunDir, environ: Mapping[str, str]
 ) -> tuple[NodeResult, str]:
-    """The ranks of one trial, to their end; with what torchrun printed.
+    """Run the ranks of one trial; return their result and the output of torchrun.
 
     Raises:
-        ClusterTrainError: they do not come to one.
+        ClusterTrainError: the ranks did not end in time.
     """
     attempt, ranks = run.attempt(1), list(range(search.layout.world_size))
     rdzv = rendezvous.publish(attempt.rendezvous, scratch_run.LOOPBACK)
@@ -156,7 +159,7 @@ def _run_ranks(
 
 
 class _FailureTimeout:
-    """Whether a rank has failed so long ago that its peers, in a collective with it, are not waited for any more."""
+    """Timeout for the peers of a failed rank, which wait in a collective; calls return whether it is over."""
 
     def __init__(self, rank_dir: Path, ranks: list[int]) -> None:
         self._rank_dir, self._ranks = rank_dir, ranks
@@ -171,9 +174,9 @@ class _FailureTimeout:
 
 
 def _is_out_of_memory(result: NodeResult, output: str) -> bool:
-    """Whether a trial ended for want of memory; ``output`` is what torchrun printed."""
+    """Return whether a trial ran out of memory; ``output`` is that of torchrun."""
     messages = [r.error.message.lower() for r in result.ranks if r.error is not None]
     if result.kind == "out_of_memory" or any(phrase in message for phrase in _OOM_MESSAGES for message in messages):
         return True
-    # The kernel's way, on the host. Its peers see a closed connection, and what it leaves itself is torchrun's line.
+    # Host memory: the kernel killed a rank, which only torchrun reports. Its peers see a closed connection.
     return result.kind in ("killed", "communication") and _ROOT_CAUSE_SIGKILL.search(output) is not None

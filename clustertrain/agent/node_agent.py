@@ -1,4 +1,4 @@
-"""The agent: one process a node. It owns the signals, starts torchrun and the sampler, and writes the node's result."""
+"""The agent, one process per node: handles signals, runs torchrun and the sampler, and writes the node's result."""
 
 from __future__ import annotations
 
@@ -39,30 +39,31 @@ from clustertrain.scheduler import rendezvous, torchrun
 from clustertrain.scheduler.sockets import find_interface_to
 
 POLL_S = 0.1
-RENDEZVOUS_TIMEOUT_S = 600.0  # as AGENTS_S in batch
+RENDEZVOUS_TIMEOUT_S = 600.0  # as AGENTS_S in the batch process
 
 
 class NodeAgent:
-    """Runs the ranks of one node to their end."""
+    """The agent of one node."""
 
     def __init__(self, context: NodeContext, signals: Signals) -> None:
         self.context = context
         self.signals = signals
         self.log = EventLog(context.attempt.events_path(f"agent-{context.node}"))
-        # A killed agent's is removed by agent_end.sh, which knows it by these names.
+        # If the agent is killed, agent_end.sh finds the folder by this prefix and removes it.
         self.rank_dir = Path(
             tempfile.mkdtemp(prefix=f"clustertrain-{context.run.id}-{context.attempt.n}-{context.node}-")
         )
         self.stop_source: str | None = None
-        self.stop_requested_first: bool | None = None  # whether somebody had asked to stop when all ranks had ended
+        self.stop_requested_first: bool | None = None  # a stop was requested before all ranks had ended
         self.deadline = deadlines.load(context.attempt.deadline)
         self.aborted = False
-        self.taken_over_by: int | None = None  # by which attempt
+        self.taken_over_by: int | None = None  # number of the newer attempt
         self.telemetry: NodeTelemetry | None = None
         self.tracking = TrackingProcess(context.run, context.attempt, context.environ, self.log)
         self.controller = ControllerWatch(context, self.log)
 
     def run(self) -> NodeResult:
+        """Run the ranks of the node to their end and write its result."""
         p = self.context
         telemetry = self.telemetry = NodeTelemetry(
             p.run,
@@ -104,7 +105,7 @@ class NodeAgent:
                 self.controller.ensure_requeued(SCHEDULER_TIMEOUT_S)
 
     def _should_hurry(self) -> bool:
-        """Whether this node is to be left now: somebody has asked to stop, or given up on the step."""
+        """Return whether the job is stopping, so that this node has to be released soon."""
         stop_ordered = fsio.poll_json(self.context.attempt.stop_request) is not None
         return stop_ordered or self.stop_source is not None or self.signals.first is not None
 
@@ -141,12 +142,12 @@ class NodeAgent:
         if self.taken_over_by is not None:
             return self._no_longer_owner(result, self.taken_over_by)
         if result.ending == "stopped" and self.stop_source is None and self.signals.first is not None:
-            # A script that heeds signals by itself need not wait until this agent stops the ranks.
+            # A script that handles signals itself may end before this agent stops the ranks.
             self.log.write("signal", node=p.node, source=self._signal_source())
         return result
 
     def _no_longer_owner(self, result: NodeResult, newer: int) -> NodeResult:
-        """That the ranks were ended is no failure of theirs."""
+        """Return ``result`` as stopped: the ranks did not fail, the newer attempt ended them."""
         reason = f"taken over by attempt {newer}"
         print(f"clustertrain agent on {self.context.node}: {reason}", file=sys.stderr, flush=True)
         return msgspec.structs.replace(
@@ -190,7 +191,7 @@ class NodeAgent:
         env[settings.NODE] = p.node
         env[settings.NODE_RANK] = str(p.node_rank)
         env[settings.DEVICE] = p.device
-        # CUDA numbers GPUs by speed otherwise, and NVML by bus: on a mixed node the report would name the wrong ones.
+        # By default CUDA numbers GPUs by speed and NVML by bus: reports of a mixed node would name the wrong GPUs.
         env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         env.update(torchrun.SHUTDOWN_ENV)
         try:
@@ -198,16 +199,16 @@ class NodeAgent:
         except UnsuitableEnvironment:
             if "GLOO_SOCKET_IFNAME" not in env:
                 raise
-            interface = None  # who names the interface may know a node by more than its name
-        if settings.LOCAL_JOB not in env:  # there all nodes are this machine, and share its GPUs and interfaces
+            interface = None  # with the interface set, the nodes may not need names
+        if settings.LOCAL_JOB not in env:  # local nodes share the GPUs and interfaces of this machine
             env.update(self._node_settings(interface or ""))
         if interface:
-            # gloo would take the address that the host's own name resolves to, which on Debian is 127.0.1.1.
+            # By default gloo uses the address of the host name, which is 127.0.1.1 on Debian.
             env.setdefault("GLOO_SOCKET_IFNAME", interface)
         return env
 
     def _node_settings(self, interface: str) -> dict[str, str]:
-        """Settings for names that neither the plan nor the user has set; each with its reason among the events."""
+        """Return settings that neither the plan nor the user has set, and record each with its reason."""
         p = self.context
         job = NodeJob(
             device=p.device,
@@ -234,7 +235,7 @@ class NodeAgent:
         return find_interface_to(rendezvous.resolve(rendezvous.Rendezvous(peer, rdzv.port, ""), p.node))
 
     def _watch_ranks(self, child: Any, monitor: RankMonitor) -> None:
-        """Until torchrun has ended, or has no reason left to live."""
+        """Return when torchrun has ended, or has to be ended."""
         next_check = 0.0
         while child.poll() is None:
             if clock.monotonic() >= next_check:
@@ -259,14 +260,14 @@ class NodeAgent:
         if order is not None and order.get("abort"):
             self.aborted = True
         elif order is not None and self.stop_source is None:
-            # By hand there is no hurry; every other reason to stop ends in a kill.
+            # A requeue by hand has no deadline; all other stops end in a kill.
             self._stop_ranks("batch", None if order.get("why") == "requeue" else self.context.grace_s)
         self.deadline = deadlines.load(self.context.attempt.deadline) or self.deadline
         if self.stop_source is None and self.deadline is not None and self.deadline.is_due(clock.now()):
             self._stop_ranks("deadline", None)
 
     def _check_newer_attempt(self) -> None:
-        """Batch looks as well, but it may be gone, or on a node that is cut off."""
+        """Abort if a newer attempt exists. The batch process checks too, but may be gone or disconnected."""
         with contextlib.suppress(OSError):
             self.taken_over_by = self.context.run.find_newer_attempt(self.context.attempt.n)
         self.aborted = self.aborted or self.taken_over_by is not None
@@ -276,26 +277,26 @@ class NodeAgent:
             if self.stop_source is None:
                 self.controller.stop_other_nodes()
                 self._stop_ranks("batch killed", self.context.grace_s)
-            with contextlib.suppress(OSError):  # the file system; the next round tries again
+            with contextlib.suppress(OSError):  # the file system failed: retried in the next round
                 self.controller.ensure_requeued()
 
     def _handle_signals(self) -> None:
         if self._signal_source() != "deadline":
             self._stop_ranks(self._signal_source(), self.context.grace_s)
         elif self.context.node_rank == 0 and not self.context.attempt.signal_warning.exists():
-            # A preemption announced by the same signal is known to the scheduler alone, which batch will ask.
-            with contextlib.suppress(OSError):  # a full disk; the next round tries again
+            # The signal may also announce a preemption: only the scheduler knows, and the batch process queries it.
+            with contextlib.suppress(OSError):  # a full disk: retried in the next round
                 fsio.write_json(self.context.attempt.signal_warning, {"t": clock.now()})
 
     def _signal_source(self) -> str:
-        """Whose request the signals are."""
+        """Return the source of the received signals: the time limit, or the first signal."""
         is_limit_warning = self.deadline is not None and self.deadline.is_limit_warning(
             self.signals.received, clock.now()
         )
         return "deadline" if is_limit_warning else f"signal:{self.signals.first}"
 
     def _stop_ranks(self, source: str, grace_s: float | None) -> None:
-        """Tell the ranks, and by when they must have left: the grace time, and the end of the allocation anyway."""
+        """Request a stop of the ranks, with a deadline: the end of the grace time or of the allocation."""
         self.stop_source = source
         end_time = self.deadline.end_time if self.deadline is not None else None
         candidates = [end_time, clock.now() + grace_s if grace_s is not None else None]
@@ -303,7 +304,7 @@ class NodeAgent:
         try:
             fsio.write_json(self.rank_dir / "stop", {"source": source, "t": clock.now(), "deadline": deadline})
         except OSError as e:
-            # A full /tmp must not cost the state: the ranks take SIGTERM for the same word.
+            # A full /tmp must not cost the state: SIGTERM requests the same stop.
             print(f"clustertrain agent: {e}; warning the ranks by signal", file=sys.stderr, flush=True)
             for process in proc.list_descendants():
                 proc.send_signal(process, signal.SIGTERM)
@@ -324,7 +325,7 @@ def _wait_briefly(child: Any) -> None:
 
 
 def main() -> int:
-    """``clustertrain agent``, run by srun or the local step once on every node."""
+    """Run ``clustertrain agent``, which srun or the local step starts once per node."""
     signals = Signals()
     proc.become_subreaper()
     try:
@@ -336,6 +337,6 @@ def main() -> int:
     try:
         return NodeAgent(context, signals).run().exit_code
     except OSError as e:
-        # The disk under the run directory. Batch takes the missing result for a failure, and may requeue.
+        # The disk of the run folder failed. The batch process treats the missing result as a failure, and may requeue.
         print(f"clustertrain agent: {e}", file=sys.stderr, flush=True)
         return EXIT_FAILED

@@ -1,4 +1,4 @@
-"""Where an agent is: which node of which attempt, and what it has to start there."""
+"""The place of an agent: its node and attempt, and the ranks that it starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clustertrain.run.run_dir import AttemptDir, RunDir, open_run
 
 @dataclass(frozen=True)
 class NodeContext:
-    """Which node of which attempt this is, and what it has to start."""
+    """The node and attempt of an agent, and the ranks that it starts."""
 
     run: RunDir
     attempt: AttemptDir
@@ -34,12 +34,12 @@ class NodeContext:
 
     @property
     def is_single_host(self) -> bool:
-        """All nodes, so this one: those of the local backend are on this machine."""
+        """Whether all nodes are this machine, as those of the local backend are."""
         return len(self.nodes) == 1 or settings.LOCAL_JOB in self.environ
 
 
 def load_node_context(environ: Mapping[str, str]) -> NodeContext:
-    """Raises UnsuitableEnvironment when the run directory that the job was started for is not the one seen here."""
+    """Return the context of this agent; raise UnsuitableEnvironment if this node does not see the job's run folder."""
     node = environ.get(settings.NODE) or environ.get(settings.SLURMD_NODENAME) or socket.gethostname()
     node_rank = int(environ.get(settings.NODE_RANK) or environ.get(settings.SLURM_NODEID) or 0)
     run_dir = Path(environ[settings.RUN_DIR])
@@ -50,7 +50,7 @@ def load_node_context(environ: Mapping[str, str]) -> NodeContext:
     except (OSError, ClusterTrainError) as e:
         raise _not_visible_error(node, run_dir, str(e)) from e
     if nonce != environ[settings.NONCE]:
-        raise _not_visible_error(node, run_dir, "another attempt's nonce is there")
+        raise _not_visible_error(node, run_dir, "it holds the nonce of another attempt")
     plan, error = json_files.load_document(run.plan)
     if not plan:
         raise UnsuitableEnvironment(error or f"{run.plan} is missing", fix="submit the run again")

@@ -1,4 +1,4 @@
-"""What a node's agent finds out about its node when the job starts, and what it sets for the ranks because of it."""
+"""Environment of the ranks that depends on the hardware of their node, found when the job starts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class NodeJob(NamedTuple):
     device: str
     ranks: int  # on this node
     is_multi_node: bool
-    peer_interface: str  # the interface that leads to the other nodes, empty where it cannot be told
-    flight_record_path: Path  # the Flight Recorder's files, without the rank's number
+    peer_interface: str  # the interface to the other nodes; empty if unknown
+    flight_record_path: Path  # path of the Flight Recorder's files without the rank
 
 
 class NodeEnvironment(msgspec.Struct, frozen=True):
-    """``settings`` by name, none of which the environment had; ``notes``: what was not done, was not read, is wrong."""
+    """Environment variables to add, by name, and notes on problems of the node and on checks that failed."""
 
     settings: dict[str, EnvSetting]
     notes: tuple[str, ...] = ()
@@ -40,13 +40,13 @@ class NodeEnvironment(msgspec.Struct, frozen=True):
 
 
 def inspect_node(job: NodeJob, environ: Mapping[str, str], root: Path = Path("/")) -> NodeEnvironment:
-    """Never raises: a job whose node cannot be read runs with the defaults, as it would have before."""
+    """Return the environment for this node. Never raises: if the node cannot be read, the defaults apply."""
     try:
         gpus, notes = _read_gpus(job, environ)
         return _choose_settings(
             job, read_node(root, gpus=gpus, environ=environ), environ, os.sched_getaffinity(0), notes
         )
-    except Exception as e:  # drivers and kernels have more ways to answer than this was written for
+    except Exception as e:  # drivers and kernels may answer in unexpected ways
         frame = traceback.extract_tb(e.__traceback__)[-1]
         return NodeEnvironment({}, (f"the node was not read: {type(e).__name__}: {e} ({frame.name})",))
 
@@ -80,5 +80,5 @@ def _choose_settings(
             value = ";".join(",".join(map(str, cpus)) for cpus in binding.cpus)
             node_settings[settings.RANK_CPUS] = EnvSetting(value, binding.reason)
         else:
-            all_notes.append(f"ranks not bound to processors: {binding.reason}")
+            all_notes.append(f"ranks not bound to CPUs: {binding.reason}")
     return NodeEnvironment(node_settings, tuple(all_notes))

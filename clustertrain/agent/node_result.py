@@ -37,7 +37,7 @@ _EXIT_CODE = re.compile(r"\brank +: (\d+)\b.*\n +exitcode +: (-?\d+)\b")
 # Signals that a process raises itself. Not SIGABRT: NCCL's watchdog aborts a rank whose peer is gone.
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 _PORT_TAKEN = ("eaddrinuse", "address already in use")
-_NO_RESULT_REASON = "the script ended with exit code 0 after it was asked to stop, and no session said that it was done"
+_NO_RESULT_REASON = "the script ended with exit code 0 after a stop request, without a finished session"
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _rank_failure(node: str, outcomes: Sequence[RankOutcome]) -> tuple[FailureKi
         return kind, hang_analysis.describe_hang({node: outcomes})
     culprit = next((o for o in failed if (o.kind or "unknown") == kind), failed[0])
     error = culprit.error
-    reason = f"{error.type}: {error.message}" if error else "it was killed before it could say why"
+    reason = f"{error.type}: {error.message}" if error else "it was killed and left no record"
     return kind, f"rank {culprit.rank} on {node}: {reason}"
 
 
@@ -160,7 +160,7 @@ def _infer_outcome(rank: int, exit_code: int | None, observations: RankObservati
     """Return how a rank without a record ended."""
     finished = observations.finished_records.get(rank)
     if rank in observations.hung_ranks:
-        message = f"rank {rank} did nothing any more after all others had completed, and was ended"
+        message = f"rank {rank} was idle after all others had completed, and was ended"
         if finished is not None:
             return msgspec.structs.replace(_to_outcome(finished), reason=f"all steps were done; {message}")
         hang = _to_outcome(failed_record(rank, "hang", ErrorInfo(type="hang", message=message)))
@@ -177,12 +177,12 @@ def _infer_failure(rank: int, exit_code: int | None) -> RankResult:
         return failed_record(rank, "killed", None)
     if exit_code == 0:
         message = (
-            "ended with exit code 0 before its script had returned (os._exit?)\n"
-            "  fix: let the script return or call sys.exit(0), so that what it has done counts"
+            "ended with exit code 0 before its script returned (os._exit?)\n"
+            "  fix: let the script return or call sys.exit(0), so that its work counts"
         )
         return failed_record(rank, "user_error", ErrorInfo(type="no result", message=message))
     if exit_code > 0:
-        message = f"ended with exit code {exit_code} without an error of Python's (os._exit?): see logs/rank-{rank}.log"
+        message = f"ended with exit code {exit_code} without a Python error (os._exit?): see logs/rank-{rank}.log"
         return failed_record(rank, "exited", ErrorInfo(type="no result", message=message))
     message = f"the stacks of its threads are at the end of logs/rank-{rank}.log"
     return failed_record(rank, "crashed", ErrorInfo(type=signal.Signals(-exit_code).name, message=message))

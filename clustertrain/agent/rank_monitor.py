@@ -91,7 +91,7 @@ class RankMonitor:
         return cpu_s
 
     def _processes(self) -> dict[int, psutil.Process]:
-        """The children of torchrun by the rank that it gave each."""
+        """Return the child processes of torchrun by rank."""
         import psutil
 
         processes = {}

@@ -1,4 +1,4 @@
-"""What follows an attempt: the decision made true. The run goes on as the same job, as another one, or not."""
+"""Carry out the decision about a run after an attempt: requeue the job, submit another one, or stop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CANCELLED_REASON = "cancelled by its owner"
 
 @dataclass(frozen=True)
 class RequeueAction:
-    """Runs in the batch process, after the step."""
+    """Requeue, resubmission or stop of a run, in the batch process after the step."""
 
     run: RunDir
     backend: Backend
@@ -32,16 +32,16 @@ class RequeueAction:
     spec: RunSpec
     log: EventLog
     signals: Signals
-    restart_count: int  # of the job, when this attempt began
-    deadline: float  # monotonic s: a scheduler that gives no answer is asked again until then
+    restart_count: int  # restarts of the job before this attempt
+    deadline: float  # monotonic s; until then a scheduler that does not answer is queried again
 
     def execute(self, decision: Decision, verdict: Verdict) -> int:
-        """Returns the exit code of the batch process."""
+        """Carry out ``decision`` and return the exit code of the batch process."""
         if decision.action == "stop":
             return self._stop_run(decision.reason, decision.exit_code)
         if decision.action == "finish":
             return decision.exit_code
-        # The marker and the state once more: between the verdict and here the owner may have cancelled.
+        # Check again: the owner may have cancelled the run since the verdict.
         view = self.query_job()
         if self.run.cancel_marker.exists():
             return self._stop_run(CANCELLED_REASON, EXIT_NO_REQUEUE)
@@ -50,14 +50,14 @@ class RequeueAction:
             return EXIT_STOPPED
         is_ending = view is not None and view.state != RUNNING and view.preempt_time is None
         if is_ending and verdict.ending != endings.TIME_LIMIT:
-            return self._stop_run("the job is being ended from outside, too late for a requeue", EXIT_NO_REQUEUE)
+            return self._stop_run("the scheduler is ending the job, too late for a requeue", EXIT_NO_REQUEUE)
         if decision.action == "resubmit" or is_ending:
-            # At its limit a job takes no requeue any more, and a lost node would hold it in COMPLETING.
+            # A job at its time limit cannot be requeued, and a lost node would keep it in COMPLETING.
             refusal = self._resubmit(decision)
             if refusal is None:
                 return EXIT_STOPPED
             if is_ending or self.run.cancel_marker.exists():
-                return self._stop_run(f"a fresh submission was refused: {refusal}", EXIT_NO_REQUEUE)
+                return self._stop_run(f"a new submission was refused: {refusal}", EXIT_NO_REQUEUE)
         return self._requeue()
 
     def _stop_run(self, reason: str, code: int) -> int:
@@ -66,13 +66,13 @@ class RequeueAction:
         return code
 
     def _wait_for_retry(self, e: CommandFailed) -> bool:
-        """Wait for a scheduler that gave no answer; False when it is not to be asked again."""
-        print(f"clustertrain: no answer, to be asked again: {e}", file=sys.stderr, flush=True)
+        """Wait after a query without an answer; return whether to repeat it."""
+        print(f"clustertrain: no answer, retrying: {e}", file=sys.stderr, flush=True)
         cancelled = clock.wait_until(self.run.cancel_marker.exists, RETRY_S, POLL_S)
         return not cancelled and clock.monotonic() < self.deadline
 
     def query_job(self) -> JobView | None:
-        """The job as the scheduler sees it; None where it knows no such job, or gives no answer until the end."""
+        """Return the scheduler's view of the job; None if it does not know the job, or does not answer in time."""
         while True:
             try:
                 return self.backend.query_jobs([self.job_id]).get(self.job_id)
@@ -86,20 +86,23 @@ class RequeueAction:
         refusal = self._request_requeue()
         if refusal is None:
             if self.backend.name == "slurm":
-                # Slurm ends this process now. Leaving by ourselves first would race with it for the job's final state.
+                # Slurm now ends this process. An earlier exit would race with it for the job's final state.
                 clock.wait_until(lambda: len(self.signals.received) > signal_count, EXIT_TIMEOUT_S, POLL_S)
             return EXIT_STOPPED
-        print(f"clustertrain: requeue refused, submitting afresh: {refusal}", file=sys.stderr, flush=True)
+        print(f"clustertrain: requeue refused, submitting a new job: {refusal}", file=sys.stderr, flush=True)
         resubmit_refusal = self._resubmit(Decision("resubmit", "requeue was refused", EXIT_STOPPED))
         if resubmit_refusal is not None:
             return self._stop_run(
-                f"neither a requeue nor a fresh submission was accepted: {resubmit_refusal}", EXIT_NO_REQUEUE
+                f"neither a requeue nor a new submission was accepted: {resubmit_refusal}", EXIT_NO_REQUEUE
             )
         return EXIT_STOPPED
 
     def _request_requeue(self) -> str | None:
-        """None once the scheduler has agreed, else why it has not. Without an answer it is asked again for minutes: it
-        may be restarting, and may even have heard us, in which case it ends this process."""
+        """Request a requeue; return None if the scheduler accepted it, else the refusal.
+
+        Without an answer the request is repeated for minutes: the scheduler may be restarting. It may also have
+        received the request, in which case it ends this process.
+        """
         unanswered = False
         while True:
             try:
@@ -115,7 +118,7 @@ class RequeueAction:
                 return None if accepted else str(e)
 
     def _resubmit(self, decision: Decision) -> str | None:
-        """A fresh start with all that earlier ones were given; None when accepted, else why not."""
+        """Submit the run with the options of earlier submissions; return None if accepted, else the refusal."""
         options = {**attempts.load_submit_options(self.run), **decision.options}
         exclusions = (self.spec.job.exclude, options.get("exclude", ""), *decision.exclude)
         excluded = ",".join(dict.fromkeys(n for n in exclusions if n))
@@ -128,7 +131,7 @@ class RequeueAction:
             except ClusterTrainError as e:
                 if isinstance(e, CommandFailed) and self._wait_for_retry(e):
                     continue
-                print(f"clustertrain: no fresh start with {options}: {e}", file=sys.stderr, flush=True)
+                print(f"clustertrain: the submission with {options} failed: {e}", file=sys.stderr, flush=True)
                 return str(e)
             exclude, logged_options = list(decision.exclude), dict(decision.options)
             self.log.write("requeued", how="resubmit", job_id=job_id, exclude=exclude, options=logged_options)

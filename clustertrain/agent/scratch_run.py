@@ -1,4 +1,4 @@
-"""A run directory that lasts as long as a question: what ranks on this machine read, for trials and diagnoses."""
+"""Temporary run folders for ranks on this machine, in trials and diagnoses."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ LOOPBACK = "127.0.0.1"
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """What ends this process ends what it has started first: a closed terminal and a kill leave as Ctrl-C does."""
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, so that the process can end its children first."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    proc.become_subreaper()  # the ranks' own parent may be gone before them
-    handled = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores one
+    proc.become_subreaper()  # the parent of the ranks may end before them
+    handled = [
+        n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN
+    ]  # nohup ignores SIGHUP
     previous = {number: signal.signal(number, stop) for number in handled}
     try:
         yield
@@ -40,7 +42,7 @@ def interruptible() -> Iterator[None]:
 
 
 def write_run_dir(prepared: PreparedRun, layout: Layout, split: Batch, folder: Path) -> RunDir:
-    """What a rank reads of a run in ``folder``, with another layout and batch than the plan's."""
+    """Write the part of a run that ranks read to ``folder``, with this layout and batch instead of the plan's."""
     run = RunDir(folder)
     attempt = run.attempt(1)
     for subfolder in (attempt.events, attempt.logs, run.metrics):
@@ -52,7 +54,7 @@ def write_run_dir(prepared: PreparedRun, layout: Layout, split: Batch, folder: P
 
 
 def build_environment(prepared: PreparedRun, run: RunDir, environ: Mapping[str, str]) -> dict[str, str]:
-    """As job.sh and the agent make it: what is set stays, then the recipe's, then what the plan chose."""
+    """Return the environment that job.sh and the agent would set: ``environ``, the recipe's, then the plan's."""
     env = {**settings.strip_allocation_env(environ), **prepared.spec.env}
     for name, setting in {**prepared.plan.env, **prepared.plan.nccl}.items():
         env.setdefault(name, setting.value)
@@ -61,7 +63,7 @@ def build_environment(prepared: PreparedRun, run: RunDir, environ: Mapping[str, 
     env[settings.RUN_DIR] = env[settings.RANK_DIR] = str(run.path)
     env[settings.ATTEMPT] = "1"
     env[settings.DEVICE] = prepared.plan.device
-    # All ranks are here, whatever interface the plan has found for many nodes.
+    # All ranks are on this machine, whatever interface the plan chose for several nodes.
     interface = find_interface_to(LOOPBACK)
     if interface:
         env["GLOO_SOCKET_IFNAME"] = interface

@@ -1,4 +1,4 @@
-"""Signals set a flag and nothing else; the loops look at it."""
+"""Recording of stop signals. Handlers only set a flag, which the loops check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import FrameType
 
 
 class Signals:
-    """Remembers the stop signals that this process got. Install once, in the main thread."""
+    """The stop signals that this process received. Create it once, in the main thread."""
 
     WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -1,4 +1,4 @@
-"""The first seconds of the batch process, with a run directory that may be out of order for a while."""
+"""The start of the batch process, which waits for a run folder that is temporarily unavailable."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from clustertrain.scheduler.backend import Backend
 
 PATIENCE_S = 300.0
 RETRY_S = 5.0
-MAX_REQUEUES = 20  # restarts of the job, after which it is not put back for that
+MAX_REQUEUES = 20  # restarts of the job after which it fails instead
 
 
 def claim_run(backend: Backend) -> tuple[RunDir, RunSpec, Claim]:
     """Open the run and claim an attempt.
 
     Raises:
-        ClusterTrainError: this job must not run it, or cannot.
+        ClusterTrainError: this job must not, or cannot, run it.
         OSError: the run directory is still read-only, full or out of reach after :data:`PATIENCE_S`.
     """
     deadline = clock.monotonic() + PATIENCE_S
@@ -41,7 +41,7 @@ def claim_run(backend: Backend) -> tuple[RunDir, RunSpec, Claim]:
 
 
 def requeue_or_fail(backend: Backend, e: OSError) -> int:
-    """Give the nodes back, and the run another chance; returns the exit code."""
+    """Requeue the job, which releases its nodes, or fail; return the exit code."""
     job_id = backend.current_job_id(os.environ)
     restarts = int(os.environ.get(settings.SLURM_RESTART_COUNT) or 0)
     if job_id is not None and backend.name == "slurm" and restarts < MAX_REQUEUES:

@@ -1,4 +1,4 @@
-"""The agent's telemetry: the sampler, who watches it, and what becomes of its files when the ranks have ended."""
+"""The agent's telemetry: the sampler with its observers, and compaction of its files after the ranks have ended."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store import jsonl_blocks
 
 COMPACTION_S = 120.0  # below batch's AFTER_RESULTS_S
-MIN_COMPACT_BYTES = 256 << 10  # a Parquet file of fewer samples is no smaller, and costs seconds of a core to make
+MIN_COMPACT_BYTES = 256 << 10  # for less, a Parquet file is not smaller but takes seconds of a core to write
 STOP_S = 5.0  # for the sampler, the alerts and the exporter together
-HURRIED_STOP_S = 2.0  # where the job is being ended
+HURRIED_STOP_S = 2.0  # while the job is being ended
 INTERRUPT_POLL_S = 1.0
 REAP_S = 0.5
 _POLL_S = 0.1
 
 
 class NodeTelemetry:
-    """Samples this node while its ranks run.
+    """Telemetry of one node while its ranks run.
 
     Args:
         ranks: the node's global ranks.
-        beats: the folder in which the ranks tell of themselves.
+        heartbeat_dir: folder of the ranks' heartbeats.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class NodeTelemetry:
     def _load_spec(self) -> TelemetrySpec:
         try:
             return load_spec(self._run).recipe.telemetry
-        except (ClusterTrainError, OSError) as e:  # batch has read it before; telemetry is no reason to end a run
-            self._log.write("telemetry_failed", reason=f"its settings cannot be read, the defaults stand: {e}")
+        except (ClusterTrainError, OSError) as e:  # the batch process has read it; telemetry must not end a run
+            self._log.write("telemetry_failed", reason=f"its settings cannot be read, using the defaults: {e}")
             return TelemetrySpec()
 
     @property
@@ -104,20 +104,20 @@ class NodeTelemetry:
             self._exporter.exporter.start()
 
     def suspend(self) -> None:
-        """The ranks have been told to stop: what takes time beside them ends. Waits for nothing."""
+        """End work that competes with the ranks, which are stopping. Does not wait."""
         if self._earlier_compaction is not None:
             self._earlier_compaction.kill()
         if self._sampler is not None:
             self._alert_monitor.quiet()
 
     def compact_earlier(self) -> None:
-        """Begin on what attempts before this one left, beside the training and with the least priority."""
+        """Start to compact the files of earlier attempts, at the lowest priority."""
         folders = [a.telemetry for a in self._run.attempts() if a.n < self._attempt.n]
         if folders:
             self._earlier_compaction = self._start_compaction(folders)
 
     def stop(self, timeout_s: float = STOP_S) -> None:
-        """Write what waits and end. Whatever is held up by the driver, the disk or the network is left behind."""
+        """Write buffered data and end, without waiting longer for the driver, the disk or the network."""
         if self._earlier_compaction is not None:
             _kill(self._earlier_compaction)
         if self._sampler is None or self._stopped:
@@ -130,39 +130,39 @@ class NodeTelemetry:
             stop(max(0.0, deadline - clock.monotonic()))
 
     def compact(self, interrupted: Callable[[], bool]) -> None:
-        """After :meth:`stop`, and never in a grace time: make this attempt's files small, until ``interrupted``."""
+        """Compact this attempt's files until ``interrupted``. Call it after :meth:`stop`, never in a grace time."""
         child = self._start_compaction([self._folder]) if self._should_compact() else None
         if child is None:
             return
         deadline = clock.monotonic() + COMPACTION_S
-        # The question may go to a busy filesystem, from every node: once a second.
+        # Once per second: ``interrupted`` reads a file, on every node, possibly from a busy file system.
         while not clock.wait_until(lambda: child.poll() is not None, INTERRUPT_POLL_S, _POLL_S):
             if interrupted() or clock.monotonic() > deadline:
-                _kill(child)  # whatever it was at: the next one completes it
+                _kill(child)  # the next compaction completes its work
                 return
         if child.returncode:
             self._log.write("telemetry_left", why=f"compaction ended with code {child.returncode}; nothing is lost")
 
     def _should_compact(self) -> bool:
-        """Asked here as well: most short attempts then start no process for it."""
+        """Return whether there is enough to compact; most short attempts then start no process."""
         try:
             return any(f.stat().st_size >= MIN_COMPACT_BYTES for f in self._folder.glob(f"*/{jsonl_blocks.NAME}"))
         except OSError:
             return False
 
     def _start_compaction(self, folders: Sequence[Path]) -> subprocess.Popen[bytes] | None:
-        """Of segments that nobody writes any more. None where no process could be started."""
+        """Start to compact segments that have ended; return None if no process could be started."""
         argv = proc.python_module_argv(sys.executable, "clustertrain.telemetry.store.compact", "--ended", "--quiet")
         argv += ["--at-least", str(MIN_COMPACT_BYTES), *map(str, folders)]
         try:
             return proc.start(argv, ignore_stop_signals=True)
-        except OSError as e:  # the limit on processes is reached, say
+        except OSError as e:  # for example at the limit on processes
             self._log.write("telemetry_left", why=f"compaction could not be started: {e}")
             return None
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """A process that hangs in the filesystem does not end at once; it is left behind."""
+    """Kill a process, without waiting long for one that hangs in the file system."""
     child.kill()
     clock.wait_until(lambda: child.poll() is not None, REAP_S, _POLL_S / 2)
 

@@ -1,4 +1,4 @@
-"""The process that hands the run's scalars to its trackers: started by the first node's agent, watched, and ended."""
+"""The tracking process, which uploads scalars to trackers: started, restarted and ended by the first node's agent."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.run_spec import load_spec
 
-STOP_S = 15.0  # the last rows go over the network; with compaction below batch's AFTER_RESULTS_S
-HURRIED_STOP_S = 2.0  # where the job is being ended; what is left waits in the rows
+STOP_S = 15.0  # for the upload of the last rows; with compaction below batch's AFTER_RESULTS_S
+HURRIED_STOP_S = 2.0  # while the job is being ended; later uploads start from the rows
 RESTART_S, MAX_RESTARTS = 10.0, 5
 _POLL_S = 0.05
 
 
 class TrackingProcess:
-    """Nothing of it is a reason to end or to hold up the run: each failure is an event and a line in the log."""
+    """The tracking process. Failures never end or delay the run: each is an event and a line in the log."""
 
     def __init__(self, run: RunDir, attempt: AttemptDir, environ: Mapping[str, str], log: EventLog) -> None:
         self._run = run
@@ -41,11 +41,11 @@ class TrackingProcess:
         try:
             if not load_spec(self._run).recipe.tracking.to:
                 return
-        except (ClusterTrainError, OSError) as e:  # batch has read it before
+        except (ClusterTrainError, OSError) as e:  # the batch process has read it
             self._report_failure(f"its settings cannot be read: {e}")
             return
         try:
-            # Deaf to a warning meant for the ranks, whose last rows it has yet to read: its input's end is its word.
+            # It ignores signals meant for the ranks, whose last rows it has yet to read. It ends when its input closes.
             self._child = proc.start(
                 self._argv, env=self._environ, log=self._log_file, ignore_stop_signals=True, keep_stdin_open=True
             )
@@ -53,7 +53,7 @@ class TrackingProcess:
             self._report_failure(f"the process could not be started: {e}")
 
     def poll(self) -> None:
-        """Start it again where it has died. Call it now and then while the ranks run."""
+        """Restart the process if it was killed. Call it regularly while the ranks run."""
         if self._child is None:
             if self._restart_at is not None and clock.monotonic() >= self._restart_at:
                 self._restart_at = None
@@ -64,7 +64,9 @@ class TrackingProcess:
             return
         self._close_input()
         self._child = None
-        should_restart = code < 0 and self._restarts < MAX_RESTARTS  # killed; one that ended by itself has said why
+        should_restart = (
+            code < 0 and self._restarts < MAX_RESTARTS
+        )  # it was killed; if it ended by itself, it logged why
         self._report_failure(
             f"the process ended with code {code}" + ("" if should_restart else ", and is not started again")
         )
@@ -73,19 +75,19 @@ class TrackingProcess:
             self._restart_at = clock.monotonic() + RESTART_S
 
     def request_stop(self) -> None:
-        """Let it hand on what is written, and do not wait for it."""
+        """Ask it to upload the remaining rows and end, without waiting."""
         self._restart_at = None
         self._close_input()
 
     def stop(self, timeout_s: float) -> None:
-        """After ``timeout_s`` it is killed, with all below it: what it has not handed on waits in the rows."""
+        """Kill the process and its children after ``timeout_s``; a later upload starts from the rows."""
         self.request_stop()
         child, self._child = self._child, None
         if child is None:
             return
         if not clock.wait_until(lambda: child.poll() is not None, timeout_s, _POLL_S):
             self._report_failure(
-                f"not done in {timeout_s:g} s; the rest waits for the next attempt or `clustertrain runs track`"
+                f"not finished after {timeout_s:g} s; the next attempt or `clustertrain runs track` uploads the rest"
             )
         proc.kill_process_tree(child)
 

@@ -57,7 +57,7 @@ def load_attempt(run: RunDir, attempt: AttemptDir) -> Attempt:
     log = events.for_attempt(attempt)
     record, record_error = json_files.load_document(attempt.record, _RECORD_TYPES)
     if (invalid_fields := safe_names.sanitize(record)) and record_error is None:
-        record_error = f"{attempt.record}: not what it should be: {', '.join(invalid_fields)}"
+        record_error = f"{attempt.record}: invalid fields: {', '.join(invalid_fields)}"
     started = events.select_last(log, event_types.Started)
     ended = events.select_last(log, event_types.Ended)
     first = next(events.select(log, event_types.FirstStep), None)

@@ -38,10 +38,10 @@ def describe_hang(outcomes: Mapping[str, Sequence[RankOutcome]]) -> str:
         message += f", at step {hang_step + 1}"
     missing = _find_missing(killed, hang_step)
     if missing:
-        return f"{message}; {_format_ranks(missing)} did not come: {_format_location(missing[0])}"
+        return f"{message}; {_format_ranks(missing)} did not reach it: {_format_location(missing[0])}"
     if killed:
         message += f"; {_format_ranks(killed)} left no record"
-    return f"{message}; which rank did not come is not known"
+    return f"{message}; it is unknown which rank did not reach it"
 
 
 def _find_missing(killed: Sequence[_RankOnNode], hang_step: int | None) -> Sequence[_RankOnNode]:

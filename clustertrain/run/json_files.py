@@ -47,16 +47,14 @@ def load_document(path: Path, field_types: Mapping[str, type] | None = None) -> 
     except ValueError as e:
         return JsonDocument({}, f"{path}: is not JSON: {e}")
     if not isinstance(parsed, dict):
-        return JsonDocument({}, f"{path}: holds {_TYPE_NAMES[type(parsed)]}, not an object")
+        return JsonDocument({}, f"{path}: contains {_TYPE_NAMES[type(parsed)]}, not an object")
     invalid_fields = [
         name
         for name, field_type in (field_types or {}).items()
         if name in parsed and not has_type(parsed[name], field_type)
     ]
     value = {k: v for k, v in parsed.items() if k not in invalid_fields}
-    return JsonDocument(
-        value, f"{path}: not what it should be: {', '.join(invalid_fields)}" if invalid_fields else None
-    )
+    return JsonDocument(value, f"{path}: invalid fields: {', '.join(invalid_fields)}" if invalid_fields else None)
 
 
 def poll_document(path: Path) -> dict[str, Any]:
@@ -80,7 +78,8 @@ def has_type(value: object, field_type: type) -> bool:
 def convert_leniently(value: object, struct_type: type[T]) -> T | None:
     """Return ``value`` as a ``struct_type``, without unknown fields and those of a wrong type.
 
-    Return None if it is not an object, or a required field is missing or of a wrong type.
+    An integer field may hold 3.0: JSON does not distinguish it from 3, and a script may pass ``total=1e4``. Return None
+    if ``value`` is not an object, or a required field is missing or of a wrong type.
     """
     if not isinstance(value, dict):
         return None
@@ -88,19 +87,25 @@ def convert_leniently(value: object, struct_type: type[T]) -> T | None:
         return schema.convert(value, struct_type)
     except msgspec.ValidationError:
         pass
-    fields = msgspec.structs.fields(struct_type)
-    valid = {f.encode_name: value[f.encode_name] for f in fields if _is_valid_field(value, f)}
+    fields = [f for f in msgspec.structs.fields(struct_type) if f.encode_name in value]
+    candidates = ((f, _to_integer(value[f.encode_name], f)) for f in fields)
+    valid = {f.encode_name: candidate for f, candidate in candidates if _is_valid(candidate, f)}
     try:
         return schema.convert(valid, struct_type)
     except msgspec.ValidationError:
         return None
 
 
-def _is_valid_field(value: Mapping[str, Any], field: msgspec.structs.FieldInfo) -> bool:
-    if field.encode_name not in value:
-        return False
+def _is_valid(value: object, field: msgspec.structs.FieldInfo) -> bool:
     try:
-        schema.convert(value[field.encode_name], field.type)
+        schema.convert(value, field.type)
     except msgspec.ValidationError:
         return False
     return True
+
+
+def _to_integer(value: object, field: msgspec.structs.FieldInfo) -> object:
+    """Return a float without a fraction as an int if the field takes no floats."""
+    if isinstance(value, float) and is_number(value) and value.is_integer() and not _is_valid(value, field):
+        return int(value)
+    return value

@@ -1,4 +1,4 @@
-"""RUN on the command line -> a run directory."""
+"""Lookup of run folders by the RUN of the command line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOCAL_PREFIX = "local-"
 
 
 def list_runs() -> list[RunDir]:
-    """Every run in ``$CLUSTERTRAIN_HOME`` that I may look into, newest first.
+    """Return the runs in ``$CLUSTERTRAIN_HOME`` that the user may read, newest first.
 
     Raises:
         PermissionDenied: the folder itself may not be read.
@@ -45,7 +45,7 @@ def _list_entries() -> list[Path]:
 
 
 def _find_creation_time_ns(path: Path) -> int | None:
-    """ns; None for what is no run, or another user's that is not shared."""
+    """Return the creation time of a run (ns); None if ``path`` is not a run or may not be read."""
     try:
         info = (path / "spec.toml").stat()
     except OSError:
@@ -54,12 +54,14 @@ def _find_creation_time_ns(path: Path) -> int | None:
 
 
 def resolve_run(name: str) -> RunDir:
-    """An exact run id; ``latest``; a job id that a run has held; else a unique prefix of a run id.
+    """Return the run that ``name`` stands for.
+
+    ``name`` is ``latest`` or a run id, else the id of a job of the run, else a unique prefix of a run id.
 
     Raises:
-        NotFound: nothing fits.
-        Ambiguous: several do; they are listed.
-        PermissionDenied: what fits is another user's, and not shared.
+        NotFound: nothing matches.
+        AmbiguousName: several runs match; the message lists them.
+        PermissionDenied: the matching run belongs to another user and is not shared.
         UsageError: the name is empty.
     """
     _check_name(name)
@@ -83,11 +85,11 @@ def resolve_run(name: str) -> RunDir:
 
 
 def _check_name(name: str) -> None:
-    """An empty shell variable must not mean the newest run: `cancel "$JOB"`."""
+    """Raise UsageError if ``name`` is blank: `cancel "$JOB"` with an empty variable must not cancel the newest run."""
     if not name.strip():
         raise UsageError(
-            f"RUN is {name!r}, which names no run; an empty shell variable?",
-            fix="name one, or write latest for the newest",
+            f"RUN is {name!r}: not a run (an empty shell variable?)",
+            fix="name a run, or use latest for the newest",
         )
 
 
@@ -102,7 +104,7 @@ def _is_denied(path: Path) -> bool:
 
 
 def _suggest_similar(name: str, runs: Sequence[RunDir]) -> str:
-    """The runs and jobs whose names are like ``name``, in words."""
+    """Return a hint with the runs and jobs whose names are similar to ``name``."""
     similarity: dict[str, float] = {}
 
     def score(candidate: str, label: str, query: str = name) -> None:
@@ -111,13 +113,13 @@ def _suggest_similar(name: str, runs: Sequence[RunDir]) -> str:
             similarity[label] = max(ratio, similarity.get(label, 0.0))
 
     for run in runs:
-        # As it is, without its random end, and as far as was typed.
+        # The whole id, the id without its random part, and a prefix as long as the query.
         for name_part in {run.id, run.id.rpartition("-")[0], run.id[: len(name)]}:
             score(name_part, run.id)
     if JOB_ID.fullmatch(name):
         for run in runs:
             for job_id in _list_job_ids(run):
-                # What all local jobs begin with makes none of them like another.
+                # Without the common prefix of local jobs, which would make all of them similar.
                 score(job_id.removeprefix(_LOCAL_PREFIX), f"{run.id} (job {job_id})", name.removeprefix(_LOCAL_PREFIX))
     nearest = sorted(similarity, key=lambda label: -similarity[label])[:_MAX_SUGGESTIONS]
     hint = "`clustertrain list` shows the runs"
@@ -128,8 +130,7 @@ def _suggest_similar(name: str, runs: Sequence[RunDir]) -> str:
 
 
 def resolve_runs(name: str) -> list[RunDir]:
-    """Several runs where ``name`` is a sweep or a job array, else the one that it names. Raises as
-    :func:`resolve_run`."""
+    """Return the runs of a sweep or job array, else the one that ``name`` stands for. Raises as :func:`resolve_run`."""
     _check_name(name)
     sweep = sweeps_folder() / name
     if "/" not in name and sweep.is_dir():
@@ -141,11 +142,11 @@ def resolve_runs(name: str) -> list[RunDir]:
 
 
 def resolve_sweep(name: str) -> Path:
-    """The folder of a sweep: its exact name; ``latest``; the id of its array or a job of it; else a unique prefix.
+    """Return the folder of a sweep by its exact name, ``latest``, a job id of its array, or a unique prefix.
 
     Raises:
-        NotFound: nothing fits.
-        Ambiguous: several do; they are listed.
+        NotFound: nothing matches.
+        AmbiguousName: several sweeps match; the message lists them.
         UsageError: the name is empty.
     """
     _check_name(name)
@@ -165,35 +166,37 @@ def resolve_sweep(name: str) -> Path:
         raise NotFound(f"no sweep {name!r} in {settings.home()}", fix=f"the newest one is {sweeps[0].name}")
     if len(matches) > 1:
         names = ", ".join(p.name for p in matches[:MAX_LISTED])
-        raise AmbiguousName(f"{name!r} fits {len(matches)} sweeps: {names}", fix="name one of them")
+        raise AmbiguousName(f"{name!r} matches {len(matches)} sweeps: {names}", fix="name one of them")
     return matches[0]
 
 
 def list_sweep_runs(sweep: Path) -> list[RunDir]:
-    """The runs of a sweep's folder that are still there, in the order of its tasks."""
+    """Return the remaining runs of a sweep, in the order of its tasks."""
     links = sorted((p for p in sweep.iterdir() if reading.is_unsigned_int(p.name)), key=lambda p: int(p.name))
     return [RunDir(link.resolve()) for link in links if (link / "spec.toml").is_file()]
 
 
 def _find_runs_with_job(name: str, runs: Sequence[RunDir]) -> list[RunDir]:
-    """The runs that have held the job ``name`` or, where that is an array, one of its tasks."""
+    """Return the runs that have the job ``name`` or, if it is an array, one of its tasks."""
     if not JOB_ID.fullmatch(name):
         return []
     return [r for r in runs if any(j == name or j.startswith(f"{name}_") for j in _list_job_ids(r))]
 
 
 def _list_job_ids(run: RunDir) -> list[str]:
-    """None of a run whose files may not be read, or are damaged: its neighbors are found all the same."""
+    """Return the job ids of a run; empty if its files are damaged or unreadable, which must not hide other runs."""
     try:
         return attempts.list_job_ids(run)
-    except Exception:  # at the edge of one run, of which nothing is known
+    except Exception:  # damaged files may raise anything
         return []
 
 
 def require_single(name: str, matches: list[RunDir]) -> RunDir:
-    """Raises Ambiguous where several runs fit the name."""
+    """Return the only match; raise AmbiguousName if there are several."""
     if len(matches) == 1:
         return matches[0]
     ids = [r.id for r in matches]
     more = f" and {len(ids) - MAX_LISTED} more" if len(ids) > MAX_LISTED else ""
-    raise AmbiguousName(f"{name!r} fits {len(ids)} runs: {', '.join(ids[:MAX_LISTED])}{more}", fix="name one of them")
+    raise AmbiguousName(
+        f"{name!r} matches {len(ids)} runs: {', '.join(ids[:MAX_LISTED])}{more}", fix="name one of them"
+    )

@@ -1,4 +1,4 @@
-"""A run's scalars as curves: each step once over all attempts, against steps, tokens or hours."""
+"""Curves of a run's scalars over steps, tokens or hours, with each step once."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Axis = Literal["step", "tokens", "hours"]
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Points in the order of their steps; ``y`` is finite, ``steps`` are optimizer steps done."""
+    """Points in the order of their steps. ``y`` is finite; ``steps`` are completed optimizer steps."""
 
     steps: list[int]
     x: list[float]
     y: list[float]
 
     def best_index(self, *, higher: bool) -> int | None:
-        """Index of the best value, the first one of several."""
+        """Return the index of the best value, or of the first one if there are several."""
         if not self.y:
             return None
         return max(range(len(self.y)), key=lambda i: (self.y[i] if higher else -self.y[i], -i))
 
     def value_at(self, step: int) -> float | None:
-        """The last value by that step."""
+        """Return the last value up to ``step``."""
         value = None
         for s, y in zip(self.steps, self.y, strict=True):
             if s > step:
@@ -40,7 +40,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class StepTable(msgspec.Struct, frozen=True):
-    """Columns over the run's steps; nan where a row has none. ``hours`` are those in which the run had nodes."""
+    """Columns over the run's steps; NaN if a row has no value. ``hours`` count time with nodes."""
 
     step: list[int]
     columns: Mapping[str, list[float]]
@@ -48,7 +48,7 @@ class StepTable(msgspec.Struct, frozen=True):
     hours: list[float]
 
     def curve(self, name: str, axis: Axis = "step") -> Curve:
-        """Without the steps that have no such value, as most have none of an evaluation."""
+        """Return the curve of one column, without steps that have no value, as most steps have no evaluation."""
         x: Sequence[float] = self.step if axis == "step" else self.tokens if axis == "tokens" else self.hours
         y = self.columns[name]
         indices = [i for i, v in enumerate(y) if math.isfinite(v) and math.isfinite(x[i])]
@@ -56,7 +56,7 @@ class StepTable(msgspec.Struct, frozen=True):
 
 
 def list_scalars(run: RunDir) -> list[str]:
-    """Of the scalars in the first and last rows of each attempt, in the order of their first appearance."""
+    """Return the scalars in the first and last rows of each attempt, in the order of their first appearance."""
     scalars: dict[str, None] = {}
     for path in (path for attempt in run.attempts() for path in run.metrics_files(attempt.n)):
         for row in (*metrics_file.read_first(path), *metrics_file.read_last(path, metrics_file.WINDOW_BYTES)):
@@ -69,16 +69,15 @@ def _is_number(value: Any) -> bool:
 
 
 def load_step_table(run: RunDir, scalars: Sequence[str]) -> StepTable:
-    """The rows of :func:`clustertrain.run.metrics.load_step_table`, as columns: of a step that several attempts ran
-    the latest one's."""
+    """Return the rows of the run as columns; if several attempts ran a step, the row of the latest."""
     history = {a.n: a for a in attempts.load_attempts(run)}
     keys = list(dict.fromkeys(["step", "t", "sum_tokens", *scalars]))
-    rows: dict[int, tuple[float, float, tuple[float, ...]]] = {}  # by step: tokens of it, hours, values
+    rows: dict[int, tuple[float, float, tuple[float, ...]]] = {}  # by step: its tokens, hours, values
     previous_s, has_tokens = 0.0, False
     for attempt in run.attempts():
         attempt_info, previous_tokens = history[attempt.n], 0.0
         start, times = attempt_info.start, []
-        for path in run.metrics_files(attempt.n):  # a further one for each time that the attempt went back
+        for path in run.metrics_files(attempt.n):  # one more after each roll-back
             file_columns = metrics_file.read_columns(path, keys)
             steps = [int(s) for s in file_columns["step"] if math.isfinite(s)]
             times += list(file_columns["t"])
@@ -89,7 +88,7 @@ def load_step_table(run: RunDir, scalars: Sequence[str]) -> StepTable:
             for i, s in enumerate(file_columns["step"]):
                 if not math.isfinite(s):
                     continue
-                # The running total goes on in the attempt; a row that has none counts nothing.
+                # The total runs over the attempt; a row without it adds no tokens.
                 total = (
                     file_columns["sum_tokens"][i] if math.isfinite(file_columns["sum_tokens"][i]) else previous_tokens
                 )
@@ -114,7 +113,7 @@ def _find_attempt_end(attempt: attempts.Attempt, times: list[float]) -> float:
 
 
 def compute_allocated_hours(run: RunDir, *, is_running: bool) -> float:
-    """Over all attempts; of the last one until now while it is ``is_running``, else until its last word."""
+    """Return the hours of all attempts. The last one counts until now if it ``is_running``, else until its last row."""
     total_s = 0.0
     history = attempts.load_attempts(run)
     for i, a in enumerate(history):

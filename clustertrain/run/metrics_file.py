@@ -1,4 +1,4 @@
-"""Rows of training scalars (``run/metrics.py``) out of files of a million lines, without reading more than is asked."""
+"""Reading of rows (``run/metrics.py``) from files of a million lines, without reading all of them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ from clustertrain.run.json_files import is_number
 
 Row = dict[str, Any]
 
-WINDOW_BYTES = 1 << 14  # bytes, many rows of the trainer's own
-MAX_WHOLE_BYTES = 1 << 22  # files up to here are read whole where a sample would do
-SAMPLE_WINDOWS = 128  # that a longer one is sampled in
+WINDOW_BYTES = 1 << 14  # bytes; many rows of the built-in trainer
+MAX_WHOLE_BYTES = 1 << 22  # bytes; larger files are sampled
+SAMPLE_WINDOWS = 128
 CHUNK_BYTES = 1 << 20
-MAX_SEARCH_BYTES = 1 << 26  # bytes that are looked at for a row: what has none in them has none
-MAX_COLUMN_BYTES = 1 << 32  # bytes of a file that become columns: some ten million rows
+MAX_SEARCH_BYTES = 1 << 26  # bytes to search for a row
+MAX_COLUMN_BYTES = 1 << 32  # bytes of a file that are read as columns: about ten million rows
 
-# Python writes what JSON does not know, and msgspec refuses it.
+# Python writes NaN and Infinity, which are not JSON; msgspec rejects them.
 _NON_FINITE = re.compile(rb"(?<=[:,\[])\s*-?(?:NaN|Infinity)(?=[,}\]])")
 
 
 def read_first(path: Path, size: int = WINDOW_BYTES, *, min_rows: int = 1) -> list[Row]:
-    """The rows in the first ``size`` bytes, or in as many more as ``min_rows`` rows take; empty where there is no
-    file, as below."""
+    """Return the rows in the first ``size`` bytes, or in more if they have fewer than ``min_rows``.
+
+    As all functions here, it treats a missing file as empty.
+    """
     with _open_or_empty(path) as f:
         return _read_forward(f, 0, size, lambda rows: len(rows) >= min_rows)
 
 
 def read_last(path: Path, size: int = 4096, *, min_rows: int = 1) -> list[Row]:
-    """The rows in the last ``size`` bytes, or in as many more as ``min_rows`` rows take."""
+    """Return the rows in the last ``size`` bytes, or in more if they have fewer than ``min_rows``."""
     with _open_or_empty(path) as f:
         end = _find_size(f)
         while True:
@@ -49,7 +51,7 @@ def read_last(path: Path, size: int = 4096, *, min_rows: int = 1) -> list[Row]:
 
 
 def find_row_at(path: Path, step: int) -> Row | None:
-    """The last row whose step is at most ``step``, found by halving: steps rise within an attempt."""
+    """Return the last row whose step is at most ``step``, by bisection: steps rise within a file."""
     with _open_or_empty(path) as f:
         low, high = 0, _find_size(f)
         while high - low > WINDOW_BYTES:
@@ -59,7 +61,7 @@ def find_row_at(path: Path, step: int) -> Row | None:
                 low = middle
             else:
                 high = middle
-        # The row that is wanted may begin before the middle that was one too high, and end far behind it.
+        # The row may begin before ``high`` and end far after it.
         window_rows = _read_forward(
             f, low, high - low + WINDOW_BYTES, lambda found: bool(found) and found[-1]["step"] > step
         )
@@ -68,7 +70,7 @@ def find_row_at(path: Path, step: int) -> Row | None:
 
 
 def sample_rows(path: Path, skip: int = 0) -> list[Row]:
-    """All rows but the first ``skip``; of a long file those in evenly spread windows, its end among them."""
+    """Return all rows but the first ``skip``; from a long file, those in evenly spaced windows up to its end."""
     with _open_or_empty(path) as f:
         size = _find_size(f)
         if size <= MAX_WHOLE_BYTES:
@@ -76,14 +78,14 @@ def sample_rows(path: Path, skip: int = 0) -> list[Row]:
         stride = (size - WINDOW_BYTES) / (SAMPLE_WINDOWS - 1)
         rows = _read_forward(f, 0, WINDOW_BYTES, lambda window_rows: len(window_rows) > skip)[skip:]
         for i in range(1, SAMPLE_WINDOWS):
-            newest = rows[-1]["step"] if rows else -1  # a window that grew may reach into the next one
+            newest = rows[-1]["step"] if rows else -1  # a window that was extended may overlap the next one
             rows += [row for row in _read_forward(f, round(i * stride), WINDOW_BYTES, bool) if row["step"] > newest]
     return rows
 
 
 def read_columns(path: Path, keys: Sequence[str]) -> dict[str, array[float]]:
-    """All rows as one array of doubles a key; nan where a row has none or it is no number."""
-    # The names of slices and layers ("validation_accuracy/night", "grad_norm/layers.0") are no names of attributes.
+    """Return all rows as one array of doubles per key, with NaN for missing values and other types."""
+    # Scalars of slices and layers ("validation_accuracy/night", "grad_norm/layers.0") are not attribute names.
     fields = {f"field_{i}": key for i, key in enumerate(keys)}
     row_type = msgspec.defstruct("_Row", [(field, Any, None) for field in fields], rename=fields, gc=False)
     decoder = msgspec.json.Decoder(row_type)
@@ -113,14 +115,16 @@ def _to_float(value: Any) -> float:
 
 
 def _iter_line_blocks(f: BinaryIO) -> Iterator[bytes]:
-    """Whole lines."""
+    """Yield blocks of whole lines."""
     partial_line, remaining = b"", MAX_COLUMN_BYTES
     while remaining > 0 and (block := f.read(CHUNK_BYTES)):
         remaining -= len(block)
         lines, end, tail = (partial_line + block).rpartition(b"\n")
         if end:
             yield lines
-        partial_line = tail if len(tail) < reading.MAX_LINE_BYTES else b""  # no row: its end does not read either
+        partial_line = (
+            tail if len(tail) < reading.MAX_LINE_BYTES else b""
+        )  # too long for a row: its rest is not valid JSON either
     if partial_line:
         yield partial_line
 
@@ -139,8 +143,8 @@ def _find_size(f: BinaryIO) -> int:
 
 
 def _read_forward(f: BinaryIO, start: int, size: int, has_enough: Callable[[list[Row]], bool]) -> list[Row]:
-    """The rows in ``size`` bytes from ``start``, or in as many more as it takes to have ``has_enough``: a row of many
-    scalars may be longer than any window."""
+    """Return the rows in ``size`` bytes from ``start``, or in more until they satisfy ``has_enough``: a row with many
+    scalars may be longer than a window."""
     end = _find_size(f)
     while True:
         rows = _read_range(f, start, size)
@@ -150,8 +154,8 @@ def _read_forward(f: BinaryIO, start: int, size: int, has_enough: Callable[[list
 
 
 def _read_range(f: BinaryIO, start: int, size: int) -> list[Row]:
-    """The rows that lie in these bytes whole."""
-    # With the byte before: what follows a line's end is whole.
+    """Return the rows that lie completely within these bytes."""
+    # With the byte before: after a line break, the first line is complete.
     f.seek(max(0, start - 1))
     lines = f.read(size + (start > 0)).split(b"\n")
     rows = []

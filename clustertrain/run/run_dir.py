@@ -1,4 +1,4 @@
-"""The run directory: every path in it, in one place. See docs/architecture.md for who writes what."""
+"""The paths of a run folder. docs/architecture.md lists who writes each file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from clustertrain import fsio, reading, settings
 from clustertrain.errors import ConfigError, NotFound, PermissionDenied
 
-ROLLED_BACK_FILE = "rolled-back.json"  # among the checkpoints: which do not count any more
+ROLLED_BACK_FILE = "rolled-back.json"  # in the checkpoints folder: checkpoints that no longer count
 _BASE32 = "abcdefghijklmnopqrstuvwxyz234567"
 
 
@@ -26,7 +26,7 @@ class AttemptDir:
 
     @property
     def record(self) -> Path:
-        """Who holds the attempt: job id, restart count, host, nodes, end time. Written once by batch."""
+        """The owner of the attempt: job id, restart count, host, pid, nodes, time of the claim. Written once."""
         return self.path / "attempt.json"
 
     @property
@@ -35,7 +35,7 @@ class AttemptDir:
 
     @property
     def stop_request(self) -> Path:
-        """Written by batch to tell every agent to stop: ``{"why": …}`` or, after a failure, ``{"abort": true}``."""
+        """Written by the batch process to stop every agent: ``{"why": …}`` or, after a failure, ``{"abort": true}``."""
         return self.path / "stop.json"
 
     @property
@@ -45,12 +45,12 @@ class AttemptDir:
 
     @property
     def deadline(self) -> Path:
-        """When the allocation ends, as far as batch knows: see :mod:`clustertrain.agent.deadline`."""
+        """The end of the allocation: see :mod:`clustertrain.agent.deadline`."""
         return self.path / "deadline.json"
 
     @property
     def signal_warning(self) -> Path:
-        """Written by the first node's agent when it got a signal that only the scheduler can explain."""
+        """Written by the first node's agent after a signal that only the scheduler can explain."""
         return self.path / "warned.json"
 
     @property
@@ -72,8 +72,10 @@ class AttemptDir:
         return self.results / f"{node}.json"
 
     def nodes_without_agent(self) -> set[str]:
-        """The nodes whose agents ended without a result, as ``agent_end_script.sh`` has noted. By listing, since an
-        NFS client that opens a folder asks the server."""
+        """Return the nodes whose agents ended without a result, as recorded by ``agent_end.sh``.
+
+        It lists the folder because an NFS client then queries the server instead of its cache.
+        """
         return {p.stem for p in self.results.iterdir() if p.suffix == ".gone"}
 
     @property
@@ -85,7 +87,7 @@ class AttemptDir:
 
     @property
     def flight_record(self) -> Path:
-        """Of torch's Flight Recorder, which appends the rank's number."""
+        """Path for torch's Flight Recorder, which appends the rank."""
         return self.logs / "flight-record-rank-"
 
     @property
@@ -95,6 +97,8 @@ class AttemptDir:
 
 @dataclass(frozen=True)
 class RunDir:
+    """The folder of a run."""
+
     path: Path
 
     @property
@@ -115,13 +119,12 @@ class RunDir:
 
     @property
     def agent_end_script(self) -> Path:
-        """A script that is run on a node after the agent there has ended."""
+        """The script that runs on a node after its agent has ended."""
         return self.path / "agent_end.sh"
 
     @property
     def secrets(self) -> Path:
-        """Sourced by job.sh: the values of --env and the webhook. 0600 even where the group may read the run; absent
-        where there are none."""
+        """Values of --env and the webhook, sourced by job.sh; absent without any. Mode 0600 even in a shared run."""
         return self.path / "secrets.sh"
 
     @property
@@ -134,17 +137,17 @@ class RunDir:
 
     @property
     def job_log(self) -> Path:
-        """What batch, srun and Slurm itself print, over all starts."""
+        """Output of the batch process, srun and Slurm, over all starts."""
         return self.path / "job.log"
 
     @property
     def events(self) -> Path:
-        """Events that belong to no attempt: submitted, cancelled."""
+        """Events that belong to no attempt: submitted, continued, cancelled."""
         return self.path / "events"
 
     @property
     def cancel_marker(self) -> Path:
-        """The cancel marker. Whoever would continue the run looks at it first."""
+        """The cancel marker, checked before the run is continued."""
         return self.path / "cancelled.json"
 
     @property
@@ -152,13 +155,11 @@ class RunDir:
         return self.path / "metrics"
 
     def metrics_path(self, attempt: int, segment: int = 0) -> Path:
-        """The rows of one attempt, or after it has gone back to an earlier step those of a further ``segment``: in each
-        file the steps rise."""
+        """Return the path of an attempt's rows. A roll-back starts a new ``segment``, so that steps rise in a file."""
         return self.metrics / f"attempt-{attempt}{f'-{segment}' if segment else ''}.jsonl"
 
     def metrics_files(self, attempt: int) -> list[Path]:
-        """All files of one attempt, in the order in which they were written; the first one whether it is there or
-        not."""
+        """Return all files of an attempt in the order of writing, with the first one even if it does not exist."""
         paths = [self.metrics_path(attempt)]
         while (next_path := self.metrics_path(attempt, len(paths))).exists():
             paths.append(next_path)
@@ -166,12 +167,12 @@ class RunDir:
 
     @property
     def profiles(self) -> Path:
-        """What ``train.profile`` has asked for: traces and tables, by attempt and steps. Made by rank 0."""
+        """Traces and tables of ``train.profile``, by attempt and steps. Created by rank 0."""
         return self.path / "profiles"
 
     @property
     def tracking(self) -> Path:
-        """What trackers keep, and what each has been handed. Written by the tracking process."""
+        """Files of the trackers, and what each has received. Written by the tracking process."""
         return self.path / "tracking"
 
     @property
@@ -180,8 +181,10 @@ class RunDir:
         return self.path / "checkpoints"
 
     def committed_steps(self) -> list[int]:
-        """Steps with a committed checkpoint that counts, oldest first. The marker comes last, so a half-written one is
-        not here, nor is one that the run has gone back behind."""
+        """Return the steps of committed checkpoints, oldest first, without those that a roll-back invalidated.
+
+        The marker is written last, so incomplete checkpoints are not included.
+        """
         try:
             paths = list(self.checkpoints.iterdir())
         except (FileNotFoundError, NotADirectoryError):
@@ -192,8 +195,10 @@ class RunDir:
         return sorted(step for step, marker in steps if (step, _read_or_empty(marker)) not in invalidated)
 
     def _load_invalidated(self) -> set[tuple[int, str]]:
-        """Step and marker of what :mod:`clustertrain.checkpoint.load.rollback` has noted; none where its record does
-        not read, which the next attempt tells."""
+        """Return step and marker of the checkpoints that :mod:`clustertrain.checkpoint.load.rollback` invalidated.
+
+        Empty if its record cannot be read; the next attempt reports that.
+        """
         try:
             records = reading.parse_json(_read_or_empty(self.checkpoints / ROLLED_BACK_FILE) or "[]")
             return {(int(step), str(marker)) for record in records for step, marker in record.get("condemned", ())}
@@ -208,10 +213,10 @@ class RunDir:
         return AttemptDir(self.attempts_folder / str(n), n)
 
     def attempts(self) -> list[AttemptDir]:
-        """All attempts, oldest first; none where the folder is missing.
+        """Return all attempts, oldest first; empty if the folder is missing.
 
         Raises:
-            OSError: the folder cannot be read. A caller that took this for "no attempts" would start the run over.
+            OSError: the folder cannot be read. Treated as "no attempts", the run would start from step 0.
         """
         try:
             names = [p.name for p in self.attempts_folder.iterdir()]
@@ -220,14 +225,16 @@ class RunDir:
         return [self.attempt(n) for n in sorted(int(name) for name in names if reading.is_unsigned_int(name))]
 
     def find_newer_attempt(self, n: int) -> int | None:
-        """The newest attempt, where it was claimed after attempt ``n``: from then on that one must leave the run alone.
-        By listing, since an NFS client that opens a folder asks the server."""
+        """Return the newest attempt if it is newer than ``n``, which then no longer owns the run; else None.
+
+        It lists the folder because an NFS client then queries the server instead of its cache.
+        """
         newest = max((a.n for a in self.attempts()), default=n)
         return newest if newest > n else None
 
 
 def _read_or_empty(path: Path) -> str:
-    """Empty where it is not there (any more)."""
+    """Return the text of a file; empty if it cannot be read."""
     try:
         return reading.read_bytes(path).decode(errors="replace")
     except OSError:
@@ -235,7 +242,7 @@ def _read_or_empty(path: Path) -> str:
 
 
 def slugify(name: str) -> str:
-    """``name`` as a part of a folder name: lower case letters, digits and dashes, at most 40."""
+    """Return ``name`` as part of a folder name: at most 40 lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
 
 
@@ -248,7 +255,7 @@ def sweeps_folder() -> Path:
 
 
 def create_run(name: str, *, share: bool = False) -> RunDir:
-    """Make a new, empty run directory with a fresh id.
+    """Create an empty run folder with a new id.
 
     Raises:
         ConfigError: ``$CLUSTERTRAIN_HOME`` cannot be written.
@@ -257,7 +264,7 @@ def create_run(name: str, *, share: bool = False) -> RunDir:
 
 
 def create_sweep(name: str, *, share: bool = False) -> Path:
-    """Make a new folder for the runs of one sweep, whose id has the form of a run's. Raises as :func:`create_run`."""
+    """Create the folder of a sweep, with an id like that of a run. Raises as :func:`create_run`."""
     return _create_folder(sweeps_folder(), name, share, ())
 
 
@@ -274,21 +281,26 @@ def _create_folder(folder: Path, name: str, share: bool, subfolders: Sequence[st
         for subfolder in subfolders:
             fsio.claim_folder(path / subfolder)
         if share:
-            # The way down to it must be open too, and an earlier, private run may have closed it.
+            # An earlier, private run may have closed the parent folders.
             for parent in (folder, folder.parent):
                 if parent.stat().st_uid == os.getuid():
                     parent.chmod(parent.stat().st_mode | 0o050)
     except OSError as e:
         raise ConfigError(
             f"{settings.home()} is not writable: {e.strerror or e}",
-            fix=f"set {settings.HOME} to a folder of yours on a filesystem that all nodes see",
+            fix=f"set {settings.HOME} to a folder that you may write, on a file system of all nodes",
         ) from e
     return path
 
 
 def open_run(path: Path) -> RunDir:
-    """Raises NotFound when ``path`` is no run directory, PermissionDenied when it may not be looked into, OSError when
-    the file system does not answer."""
+    """Return the run in ``path``.
+
+    Raises:
+        NotFound: ``path`` is not a run folder.
+        PermissionDenied: the user may not read it.
+        OSError: the file system does not answer.
+    """
     try:
         (path / "spec.toml").stat()
     except PermissionError as e:
@@ -296,16 +308,16 @@ def open_run(path: Path) -> RunDir:
     except OSError as e:
         if e.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
             raise
-        raise NotFound(f"{path}: no run directory (spec.toml is missing)") from e
+        raise NotFound(f"{path}: not a run directory (spec.toml is missing)") from e
     return RunDir(path)
 
 
 @contextlib.contextmanager
 def explain_permission_errors() -> Iterator[None]:
-    """What the files of another user's run refuse, in words.
+    """Turn a PermissionError in the block into PermissionDenied.
 
     Raises:
-        PermissionDenied: one of them may not be read.
+        PermissionDenied: a file may not be read.
     """
     try:
         yield
@@ -314,7 +326,7 @@ def explain_permission_errors() -> Iterator[None]:
 
 
 def permission_error(path: Path) -> PermissionDenied:
-    """The error that a file or folder of somebody else's run may not be read."""
+    """Return the error for a file or folder of another user's run that may not be read."""
     return PermissionDenied(
         f"{path} may not be read by you: it belongs to {_find_owner(path)}",
         fix="its owner can open the run to its group: `submit --share`, or chmod -R g+rX on the run's folder",
@@ -322,7 +334,7 @@ def permission_error(path: Path) -> PermissionDenied:
 
 
 def _find_owner(path: Path) -> str:
-    """Of ``path``, or of the nearest folder above it that tells."""
+    """Return the owner of ``path``, or of its nearest parent folder with a known owner."""
     for parent in (path, *path.parents):
         with contextlib.suppress(OSError, KeyError):
             return parent.owner()

@@ -1,4 +1,4 @@
-"""The one protocol behind which Slurm and the local supervisor stand."""
+"""The protocol that Slurm and the local supervisor implement."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Protocol
 
 from clustertrain.run.run_dir import RunDir
 
-# Scheduler words, in Slurm's spelling, that the rest of the code asks about.
+# States that other code compares, in Slurm's spelling.
 PENDING = "PENDING"
 RUNNING = "RUNNING"
 COMPLETING = "COMPLETING"
-# All that end a job; any other word, one that is not known here too, means that it is not over.
+# All states of an ended job. Any other state, also an unknown one, means that the job has not ended.
 TERMINAL_STATES = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
      "TIMEOUT"}
@@ -22,34 +22,34 @@ TERMINAL_STATES = frozenset(
 
 @dataclass(frozen=True)
 class Submission:
-    """``job.sh`` of a run, with options that override the script's own (a resubmission without some nodes, say)."""
+    """``job.sh`` of a run, with options that override those in the script, for example to exclude nodes."""
 
     run: RunDir
     options: Mapping[str, str] = field(default_factory=dict)  # sbatch long options without the dashes
-    environ: Mapping[str, str] | None = None  # the submitting environment; default: this process's own
+    environ: Mapping[str, str] | None = None  # environment of the submission; default: that of this process
 
 
 @dataclass(frozen=True)
 class ArraySubmission:
-    """The runs of a sweep, in the order of their numbers. ``folder`` is the sweep's: on Slurm it holds the array's
-    job.sh, and for each run a link to it that has its number for a name."""
+    """The runs of a sweep, in the order of their numbers."""
 
     folder: Path
+    """Folder of the sweep. On Slurm it holds the array's job.sh and, for each run, a link named by its number."""
     runs: Sequence[RunDir]
-    max_concurrent: int | None = None  # how many may run at a time; None: as many as the backend has room for
+    max_concurrent: int | None = None  # maximum of runs at a time; None: as many as the backend can run
     environ: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
 class JobView:
-    """What the scheduler says of a job now. Times are UTC epoch seconds."""
+    """The current state of a job in the scheduler. Times are UTC epoch seconds."""
 
     job_id: str
     state: str
     reason: str = ""
     restarts: int = 0
-    start_time: float | None = None  # for a pending job Slurm's estimate
-    end_time: float | None = None  # when the time limit falls
+    start_time: float | None = None  # Slurm's estimate if the job is pending
+    end_time: float | None = None  # end of the time limit
     preempt_time: float | None = None
     nodes: tuple[str, ...] = ()
 
@@ -60,7 +60,7 @@ class JobView:
 
 @dataclass(frozen=True)
 class JobStart:
-    """One start of a job as accounting remembers it; a requeued job has several."""
+    """One start of a job in the accounting; a requeued job has several."""
 
     job_id: str
     state: str
@@ -73,49 +73,54 @@ class JobStart:
 
 
 class Backend(Protocol):
+    """A scheduler that runs jobs."""
+
     name: str
 
     def submit(self, submission: Submission) -> str:
-        """Hand the job over and return its id.
+        """Submit the job and return its id.
 
         Raises:
-            SchedulerError: with the scheduler's own words.
-            CommandFailed: it gave no answer, and may have the job all the same.
+            SchedulerError: the scheduler refused it; the message is the scheduler's.
+            CommandFailed: the scheduler did not answer, but may have accepted the job.
         """
 
     def submit_array(self, array: ArraySubmission) -> list[str]:
-        """Hand over all runs or none, and return their job ids in order. Raises as :meth:`submit`."""
+        """Submit all runs or none, and return their job ids in order. Raises as :meth:`submit`."""
 
     def advice(self, partition: str) -> list[str]:
-        """What the user should know of that partition ('' is the default one) before the job waits in it."""
+        """Return notes on ``partition`` ('' is the default one) for the user who submits to it."""
 
     def cancel(self, *job_ids: str) -> None:
-        """End the jobs, pending or running, for good. No error when one has ended already."""
+        """End pending or running jobs without a requeue. Jobs that have already ended are not an error."""
 
     def requeue(self, job_id: str) -> None:
-        """Put the job back in the queue under its id.
+        """Requeue the job under its id.
 
         Raises:
-            SchedulerError: it said no.
-            CommandFailed: it gave no answer, which says nothing about whether it did it.
+            SchedulerError: the scheduler refused.
+            CommandFailed: the scheduler did not answer; it is unknown whether it requeued the job.
         """
 
     def restart(self, job_id: str, submission: Submission) -> str:
-        """From inside ``job_id``: a fresh start of its run with other options, in place of a requeue; returns the id of
-        the job that will do it. Raises as :meth:`submit`; after no answer it may be called again, and finds the job
-        where the scheduler has it."""
+        """Start the run of ``job_id`` again with other options instead of a requeue; return the id of the new job.
+
+        Called from inside ``job_id``. Raises as :meth:`submit`. After CommandFailed it may be called again: it finds
+        a job that the scheduler accepted without answering.
+        """
 
     def current_job_id(self, environ: Mapping[str, str]) -> str | None:
-        """The id of the job that this process runs in, or None outside of one."""
+        """Return the id of the job of this process; None outside a job."""
 
     def current_nodes(self, environ: Mapping[str, str]) -> tuple[str, ...]:
-        """The names of the nodes of the job that this process runs in, in node-rank order; empty outside of one."""
+        """Return the node names of the job of this process, in node-rank order; empty outside a job."""
 
     def query_jobs(self, job_ids: Iterable[str]) -> dict[str, JobView]:
-        """What is known of these jobs now, in one question; jobs that are no longer known are absent.
+        """Return the state of these jobs in one query, without jobs that the scheduler no longer knows.
 
-        Raises CommandFailed when the scheduler does not answer: no answer is not 'no such job'.
+        Raises:
+            CommandFailed: the scheduler did not answer, which does not mean "no such job".
         """
 
     def list_starts(self, job_id: str) -> list[JobStart]:
-        """All starts of a job from accounting, oldest first; empty where there is no accounting."""
+        """Return all starts of a job from the accounting, oldest first; empty without accounting."""

@@ -1,7 +1,7 @@
-"""A line of figures in the Slurm job's comment: ``squeue -o %k`` shows it, and where the site keeps comments
-(``AccountingStoreFlags=job_comment``) ``sacct -o comment``.
+"""Metrics of the run in the comment of its Slurm job.
 
-A user may change the comment of a job of their own; a site whose plugins forbid it is asked once.
+``squeue -o %k`` shows it, and ``sacct -o comment`` if the site stores comments (``AccountingStoreFlags=job_comment``).
+Users may change the comments of their jobs, unless a site's plugins forbid it: then there is no second try.
 """
 
 from __future__ import annotations
@@ -15,30 +15,33 @@ from clustertrain.errors import CommandFailed, SchedulerError
 from clustertrain.scheduler import slurm
 
 FIRST_UPDATE_S = 60.0  # after the start of an attempt
-UPDATE_INTERVAL_S = 600.0  # a site's controller has other things to do
+UPDATE_INTERVAL_S = 600.0  # seldom, to spare the site's controller
 MAX_COMMENT_CHARS = 199
 _PREFIX = "clustertrain run="
 _SEPARATOR = " | "
 
 
 class CommentMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """None where something is not known. ``gpu_utilization`` is the mean of all GPUs, ``memory_used_gib`` the most that
-    one has used and ``memory_total_gib`` what that one has, ``power_w`` the mean of a GPU; ``notes`` those of the
-    report that are no mere information."""
+    """The metrics in a comment; None if unknown."""
 
     run: str
     step: int | None = None
     total_steps: int | None = None
     gpu_utilization: float | None = None
+    """Mean of all GPUs."""
     memory_used_gib: float | None = None
+    """Peak of the GPU that used most."""
     memory_total_gib: float | None = None
+    """Memory of the same GPU."""
     power_w: float | None = None
+    """Mean per GPU."""
     goodput: float | None = None
     notes: int | None = None
+    """Number of notes in the report, without those of severity info."""
 
 
 def format_comment(metrics: CommentMetrics) -> str:
-    """``clustertrain run=gpt-abc123 step=1200/10000 gpu_util=87% mem=61/80GiB power=480W goodput=93% notes=1``"""
+    """Return the comment, for example ``clustertrain run=gpt-abc123 step=1200/10000 gpu_util=87% mem=61/80GiB notes=1``."""
     f = metrics
     fields = [f"{_PREFIX}{f.run}"]
     if f.step is not None:
@@ -58,17 +61,16 @@ def format_comment(metrics: CommentMetrics) -> str:
 
 
 class JobComment:
-    """The comment of one job. What the user has written there, at submission or since, stays in front of ours."""
+    """The comment of one job. Text of the user, from the submission or later, stays in front of ours."""
 
     def __init__(self, job_id: str, on_event: Callable[..., Any] | None = None) -> None:
-        """``on_event``: called as ``on_event("comment_refused", reason=…)``, once at most."""
+        """``on_event`` is called as ``on_event("comment_refused", reason=…)``, at most once."""
         self._job_id = job_id
         self._on_event = on_event
         self.refused = False
 
     def update(self, text: str) -> None:
-        """Put ``text`` in the place of our last one. An answer that does not come is waited for next time; after a
-        refusal nothing is asked any more."""
+        """Replace our last text by ``text``. Without an answer the next update tries again; a refusal ends updates."""
         if self.refused:
             return
         try:
@@ -82,6 +84,6 @@ class JobComment:
 
 
 def append_to_comment(current: str, text: str) -> str:
-    """``text`` behind what is the user's own in the comment ``current``."""
+    """Return ``text`` after the user's part of the comment ``current``."""
     user_text = current.partition(_PREFIX)[0].removesuffix(_SEPARATOR)
     return f"{user_text}{_SEPARATOR}{text}" if user_text.strip() else text

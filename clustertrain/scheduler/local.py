@@ -1,7 +1,7 @@
 """The local backend: jobs without a scheduler, on this machine, through the same job.sh, agents and requeue decision.
 
-A job is a folder ``$CLUSTERTRAIN_HOME/local/<n>``. Its supervisor, a detached process, plays slurmctld for it: runs
-job.sh, delivers warnings and kills, restarts on request. Closing the terminal does not end it.
+A job is a folder ``$CLUSTERTRAIN_HOME/local/<n>``. Its supervisor, a detached process, stands in for slurmctld: it runs
+job.sh, sends warnings, kills, and restarts on request. It survives the closing of the terminal.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ START_TIMEOUT_S = 30.0
 
 
 class LocalJob(msgspec.Struct, kw_only=True):
-    """``job.json``: written by submit once, by the supervisor from then on."""
+    """The content of ``job.json``, which submit writes once and then only the supervisor."""
 
     job_id: str
     run_dir: str
     nodes: int = 1
-    after: str = ""  # the job of the same sweep that must be over first
+    after: str = ""  # a job of the same sweep that must end first
     state: str = PENDING
     reason: str = ""
     restarts: int = 0
@@ -57,7 +57,7 @@ class LocalJob(msgspec.Struct, kw_only=True):
 
 
 class JobFolder:
-    """Paths of one local job, and its record."""
+    """The folder of a local job, with its record."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,7 +94,7 @@ def _claim_job_folder() -> JobFolder:
 
 
 def is_supervisor_alive(job: LocalJob) -> bool:
-    """Process ids are reused; the creation time tells the supervisor from whoever came after it."""
+    """Return whether the supervisor runs. Pids are reused, so the creation time has to match too."""
     try:
         process = psutil.Process(job.pid)
         return abs(process.create_time() - job.pid_created) < 2.0 and process.status() != psutil.STATUS_ZOMBIE
@@ -103,13 +103,15 @@ def is_supervisor_alive(job: LocalJob) -> bool:
 
 
 class LocalBackend(Backend):
+    """Jobs on this machine, each with a supervisor process."""
+
     name = "local"
 
     def submit(self, submission: Submission) -> str:
         return self._submit(submission)
 
     def submit_array(self, array: ArraySubmission) -> list[str]:
-        max_concurrent = array.max_concurrent or 1  # they share this machine
+        max_concurrent = array.max_concurrent or 1  # the runs share this machine
         job_ids: list[str] = []
         try:
             for n, run in enumerate(array.runs):
@@ -147,7 +149,7 @@ class LocalBackend(Backend):
 
         if not clock.wait_until(has_responded, START_TIMEOUT_S, 0.02) or (child.poll() or 0) != 0:
             raise SchedulerError(f"the local supervisor did not start: {folder.log.read_text().strip()}")
-        child.returncode = 0  # it lives on by itself; nobody waits for it here
+        child.returncode = 0  # it outlives this process, which need not wait for it
         return job_id
 
     def advice(self, partition: str) -> list[str]:
@@ -162,7 +164,7 @@ class LocalBackend(Backend):
         folder = job_folder(job_id)
         job = folder.read()
         if job is None or not is_supervisor_alive(job):
-            raise SchedulerError(f"{job_id} is not running any more")
+            raise SchedulerError(f"{job_id} no longer runs")
         fsio.write_json(folder.requeue_file, {})
 
     def query_jobs(self, job_ids: Iterable[str]) -> dict[str, JobView]:
@@ -183,12 +185,12 @@ class LocalBackend(Backend):
         starts = [schema.convert({**s, "job_id": job_id}, JobStart) for s in job.starts]
         view = _job_view(job)
         if not view.is_alive and job.state not in TERMINAL_STATES:
-            # The start that was under way when the supervisor died; nobody was left to write it down.
+            # The supervisor died during this start and could not record it.
             starts.append(JobStart(job_id=job_id, state=view.state, start=job.start_time, reason=view.reason))
         return starts
 
     def restart(self, job_id: str, submission: Submission) -> str:
-        # By the same supervisor: a second one, started from here, would be a process of this job and go down with it.
+        # By the same supervisor: a new one, started here, would be a process of this job and end with it.
         folder = job_folder(job_id)
         fsio.write_json(folder.requeue_file, {"time": submission.options.get("time")})
         return job_id
@@ -204,7 +206,7 @@ class LocalBackend(Backend):
 
 
 def node_names(nodes: int) -> list[str]:
-    """The simulated nodes."""
+    """Return the names of the simulated nodes."""
     return [f"local{i}" for i in range(nodes)]
 
 
@@ -221,8 +223,8 @@ def _job_view(job: LocalJob) -> JobView:
     )
     starting = job.pid == 0
     if view.is_alive and not starting and job.host != socket.gethostname():
-        raise CommandFailed(f"{job.job_id} runs on {job.host}: whether its supervisor lives can be told there only")
+        raise CommandFailed(f"{job.job_id} runs on {job.host}, and only there can its supervisor be checked")
     if view.is_alive and not starting and not is_supervisor_alive(job):
-        reason = "its supervisor is gone: it was killed, or the machine was restarted"
+        reason = "its supervisor is gone: killed, or the machine was restarted"
         return JobView(job_id=job.job_id, state="NODE_FAIL", reason=reason, restarts=job.restarts)
     return view

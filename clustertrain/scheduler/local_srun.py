@@ -1,4 +1,4 @@
-"""The local backend's srun: one agent a simulated node, on this machine.
+"""The local backend's srun: one agent per simulated node, on this machine.
 
 ``python -m clustertrain.scheduler.local_srun --nodes N --gpus G -- COMMAND…``
 """
@@ -21,7 +21,7 @@ POLL_S = 0.1
 
 
 def _visible_devices(node: int, gpus: int) -> dict[str, str]:
-    """Each simulated node sees its own share of the machine's GPUs."""
+    """Return the variable that gives a simulated node its share of the GPUs."""
     visible = os.environ.get(settings.CUDA_VISIBLE_DEVICES)
     if visible is None:
         devices = [str(i) for i in range(node * gpus, (node + 1) * gpus)]
@@ -31,9 +31,9 @@ def _visible_devices(node: int, gpus: int) -> dict[str, str]:
 
 
 def _run_task_epilog(node: str) -> None:
-    """What srun does with --task-epilog."""
+    """Run the script that srun would run as --task-epilog."""
     script = RunDir(Path(os.environ[settings.RUN_DIR])).agent_end_script
-    if script.exists():  # not in a run that an older version made
+    if script.exists():  # runs of older versions have none
         subprocess.run(["/bin/sh", script], env={**os.environ, settings.NODE: node}, check=False)
 
 

@@ -1,6 +1,6 @@
-"""The detached process that plays slurmctld for one local job.
+"""The detached process that stands in for slurmctld, for one local job.
 
-``python -m clustertrain.scheduler.local_supervisor FOLDER``.
+``python -m clustertrain.scheduler.local_supervisor FOLDER``
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL
 
 
 class LocalSupervisor:
+    """The supervisor of one local job."""
+
     def __init__(self, folder: JobFolder, job: LocalJob) -> None:
         self.folder = folder
         self.job = job
@@ -38,6 +40,7 @@ class LocalSupervisor:
         self.killed = False
 
     def main(self) -> None:
+        """Run the job to its end, with all restarts."""
         process = psutil.Process()
         self.job.pid, self.job.pid_created, self.job.host = process.pid, process.create_time(), socket.gethostname()
         self.folder.write(self.job)
@@ -52,7 +55,7 @@ class LocalSupervisor:
         self.folder.write(self.job)
 
     def _wait_for_turn(self) -> None:
-        """Until the job before this one is over; where that was cancelled while it waited, the one before it."""
+        """Wait for the preceding job of the sweep; if that was cancelled in the queue, for the one before it."""
         predecessor = self.job.after
         while predecessor:
             self._set_state(PENDING, f"waits for {predecessor}")
@@ -64,7 +67,7 @@ class LocalSupervisor:
             predecessor = ended_job.after if ended_job is not None and ended_job.start_time is None else ""
 
     def _run_once(self) -> bool:
-        """One start of job.sh, to its end. Returns whether there is to be another."""
+        """Run job.sh once; return whether to start it again."""
         if self.folder.cancel_file.exists():
             self._set_state("CANCELLED", "cancelled while pending")
             return False
@@ -104,7 +107,7 @@ class LocalSupervisor:
         return ""
 
     def _send_sigterm(self, end_state: str, grace_s: float, state: str) -> str:
-        """SIGTERM to every process of the step, the kill after the grace time, as slurmd does it."""
+        """Send SIGTERM to every process of the step and schedule the kill after the grace time, as slurmd does."""
         self.kill_at = clock.now() + grace_s
         self._set_state(state, end_state)
         for child in proc.list_descendants():
@@ -116,13 +119,13 @@ class LocalSupervisor:
         if self.preemptions_sent >= len(steps):
             return False
         row = metrics.find_latest_row(self.run)
-        # A row of an earlier attempt is not a step of this one.
+        # The row may be of an earlier attempt.
         return (
             row is not None and row["t"] >= (self.job.start_time or 0) and row["step"] >= steps[self.preemptions_sent]
         )
 
     def _log_missed_preemptions(self, steps: Sequence[int]) -> None:
-        """A run of quick steps may be over before the warning: whoever rehearses must not take it for preempted."""
+        """Log preemptions that did not happen because the run ended first, so that a rehearsal does not mislead."""
         if not steps:
             return
         message = f"rehearsal.preempt_at_steps: the job ended before it was preempted at {', '.join(map(str, steps))}"
@@ -138,12 +141,12 @@ class LocalSupervisor:
                 self.job.time_limit_s = parse_time_limit_s(request["time"])
         elif end_state:
             state = end_state
-            # As Slurm does with a preempted job that did not leave by itself in the grace time.
+            # As Slurm does with a preempted job that did not end within the grace time.
             should_restart = end_state == "PREEMPTED" and self.killed
         else:
             state = "COMPLETED" if code == 0 else "FAILED"
         if code == 0 and not should_restart and state in ("COMPLETED", "PREEMPTED"):
-            ineffective = int(state == "PREEMPTED")  # it was done before the warning had an effect
+            ineffective = int(state == "PREEMPTED")  # it completed before the warning took effect
             self._log_missed_preemptions(self.job.preempt_at_steps[self.preemptions_sent - ineffective :])
         record = {
             "state": state,
@@ -162,7 +165,7 @@ def _is_alive(job_id: str) -> bool:
     try:
         view = LocalBackend().query_jobs([job_id]).get(job_id)
     except CommandFailed:
-        return False  # it runs on another machine, where it is in nobody's way here, or does not read
+        return False  # unreadable, or on another machine, so that it does not block this one
     return view is not None and view.is_alive
 
 

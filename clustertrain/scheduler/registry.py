@@ -1,4 +1,4 @@
-"""Names of backends -> backends."""
+"""Selection of backends."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from clustertrain.config.parsing.documents import format_value
 from clustertrain.errors import CommandFailed, UnsuitableEnvironment
 from clustertrain.scheduler.backend import Backend
 
-# "here": what is planned trains in this process's allocation or on this machine, as the checks of `diagnose`.
+# "here": the job trains inside this process's allocation or on this machine, as the checks of `diagnose` do.
 Purpose = Literal["submit", "dry-run", "plan", "here"]
-# Keys of [job] that mean nothing without a queue. ``time`` is one: a limit of the local backend's needs its name.
+# Keys of [job] that imply Slurm. A time limit for the local backend therefore needs backend = "local".
 _SLURM_ONLY_KEYS = (
     "partition", "account", "qos", "time", "constraint", "exclude", "nodelist", "reservation", "mem", "dependency",
     "sbatch",
@@ -19,12 +19,14 @@ _SLURM_ONLY_KEYS = (
 
 
 def select_backend(job: JobSpec, purpose: Purpose = "submit") -> Backend:
-    """For a new run: ``auto`` is Slurm where sbatch answers, and this machine only where Slurm is not installed and
-    nothing in ``job`` asks for a cluster: a job that was meant for its nodes must not start on the login node. A plan
-    and the script of a dry run with ``slurm`` need no answer.
+    """Return the backend for a new run.
+
+    ``auto`` is Slurm if sbatch answers. It is this machine only if Slurm is not installed and nothing in ``job`` needs
+    a cluster, since a job for cluster nodes must not start on the login node. A plan, and a dry run with ``slurm``,
+    need no answer.
 
     Raises:
-        UnsuitableEnvironment: Slurm is needed and not here, or does not answer.
+        UnsuitableEnvironment: Slurm is needed but is not installed or does not answer.
     """
     if job.backend == "local":
         return get_backend("local")
@@ -38,7 +40,7 @@ def select_backend(job: JobSpec, purpose: Purpose = "submit") -> Backend:
     except CommandFailed as e:
         version, unavailable_reason, is_unresponsive = (
             None,
-            f"sbatch is installed here and does not answer: {e.message}",
+            f"sbatch is installed here but does not answer: {e.message}",
             True,
         )
     requirements = _list_slurm_requirements(job)
@@ -52,7 +54,7 @@ def select_backend(job: JobSpec, purpose: Purpose = "submit") -> Backend:
         )
     if purpose != "here" and (is_unresponsive or requirements):
         reason = (
-            f"{unavailable_reason}; {' and '.join(requirements)} ask{'s' * (len(requirements) == 1)} for a cluster"
+            f"{unavailable_reason}; {' and '.join(requirements)} need{'s' * (len(requirements) == 1)} a cluster"
             if requirements
             else unavailable_reason
         )
@@ -65,7 +67,7 @@ def select_backend(job: JobSpec, purpose: Purpose = "submit") -> Backend:
 
 
 def _list_slurm_requirements(job: JobSpec) -> list[str]:
-    """What in ``job`` only a cluster has, in words."""
+    """Return the settings in ``job`` that only a cluster supports, as text."""
     requirements = [
         f"job.{name} = {format_value(getattr(job, name))}" for name in _SLURM_ONLY_KEYS if getattr(job, name)
     ]
@@ -73,8 +75,7 @@ def _list_slurm_requirements(job: JobSpec) -> list[str]:
 
 
 def get_backend(name: str) -> Backend:
-    """The backend that a run was submitted to, whether or not it answers from here: a run's own files can always be
-    read."""
+    """Return a backend by name, whether or not it answers: the files of a run can be read without it."""
     if name == "local":
         from clustertrain.scheduler.local import LocalBackend
 

@@ -1,4 +1,4 @@
-"""Where the ranks of all nodes meet: the first node probes a free port and publishes it, the others read it."""
+"""The rendezvous of the ranks of all nodes: the first node finds a free port and publishes it for the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESOLVE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """``id`` is fresh for every attempt, so a straggler of an earlier one can never join."""
+    """An address for torchrun. ``id`` is new for each attempt, so that processes of earlier ones cannot join."""
 
     host: str
     port: int
@@ -24,17 +24,17 @@ class Rendezvous:
 
 
 def publish(path: Path, host: str) -> Rendezvous:
-    """Called on the first node."""
+    """Choose a port and write the rendezvous to ``path``, on the first node."""
     rdzv = Rendezvous(host=host, port=find_free_port(), id=secrets.token_hex(8))
     fsio.write_json(path, asdict(rdzv))
     return rdzv
 
 
 def wait_for(path: Path, node: str, timeout_s: float) -> Rendezvous:
-    """Called on the other nodes.
+    """Wait for the rendezvous of the first node, on the others.
 
     Raises:
-        ClusterTrainError: the first node published nothing in time.
+        ClusterTrainError: the first node did not publish it in time.
     """
     # Listing the folder makes an NFS client drop its cached "no such file".
     is_published = clock.wait_until(lambda: path.name in {p.name for p in path.parent.iterdir()}, timeout_s, 0.2)
@@ -45,10 +45,10 @@ def wait_for(path: Path, node: str, timeout_s: float) -> Rendezvous:
 
 
 def resolve(rdzv: Rendezvous, node: str, timeout_s: float = RESOLVE_TIMEOUT_S) -> str:
-    """The rendezvous host's address as this node sees it. A name server that fails for a moment is asked again.
+    """Return the address of the rendezvous host on this node, with retries if the name server fails temporarily.
 
     Raises:
-        UnsuitableEnvironment: the name does not resolve here. Without this check the ranks would hang instead.
+        UnsuitableEnvironment: the name does not resolve. Without this check the ranks would hang.
     """
     addresses: list[str] = []
     failures: list[OSError] = []
@@ -64,5 +64,5 @@ def resolve(rdzv: Rendezvous, node: str, timeout_s: float = RESOLVE_TIMEOUT_S) -
         return addresses[0]
     raise UnsuitableEnvironment(
         f"node {node} cannot resolve the rendezvous host {rdzv.host!r}: {failures[-1]}",
-        fix="make the nodes' names resolvable from each other (DNS or /etc/hosts)",
+        fix="make the node names resolvable on every node (DNS or /etc/hosts)",
     ) from failures[-1]

@@ -84,7 +84,7 @@ def classify(e: Evidence) -> Verdict | None:
         and not _is_environment_failure(e)
     ):
         # Failures during a shutdown are not the run's fault, nor that of a node.
-        return Verdict(stop_verdict.ending, f"{stop_verdict.reason}; not all ranks had left in order")
+        return Verdict(stop_verdict.ending, f"{stop_verdict.reason}; not all ranks ended cleanly")
     return _classify_failure(e, missing)
 
 
@@ -126,25 +126,27 @@ def _classify_external_end(e: Evidence) -> Verdict | None:
 
 def _classify_stop(e: Evidence) -> Verdict:
     if e.requeue_requested:
-        return Verdict(endings.PREEMPTED, "stopped for a requeue that its owner asked for")
+        return Verdict(endings.PREEMPTED, "stopped for a requeue by its owner")
     if e.view is not None and e.view.preempt_time is not None:
         return Verdict(endings.PREEMPTED, "the scheduler preempted the job")
     requested_at = e.stop_requested_at or e.now
     if e.out_of_time:
         blocker = (
-            "the ranks had not left" if any(n not in e.results for n in e.nodes) else "the agents were still writing"
+            "the ranks were still running"
+            if any(n not in e.results for n in e.nodes)
+            else "the agents were still writing"
         )
-        return Verdict(endings.TIME_LIMIT, f"{blocker} when the time limit was near; ended by force")
+        return Verdict(endings.TIME_LIMIT, f"{blocker} close to the time limit and were killed")
     if e.end_time is not None and (
         "deadline" in e.stop_sources or requested_at >= e.end_time - e.lead_s - TIME_LIMIT_MARGIN_S
     ):
         return Verdict(endings.TIME_LIMIT, f"stopped {max(0.0, e.end_time - requested_at):.0f} s before the time limit")
     source = ", ".join(e.stop_sources) or "an unknown source"
     if e.view is None:
-        return Verdict(endings.UNKNOWN, f"stopped on request of {source}; the scheduler gave no answer as to why")
+        return Verdict(endings.UNKNOWN, f"stopped on request of {source}; the scheduler did not answer why")
     signals = [s.removeprefix("signal:") for s in e.stop_sources if s.startswith("signal:")]
     if signals:
-        reason = f"stopped by {' and '.join(signals)} that somebody sent (scancel --signal, kill)"
+        reason = f"stopped by {' and '.join(signals)} sent by hand (scancel --signal, kill)"
         return Verdict(endings.SIGNAL, f"{reason}: the scheduler neither preempts nor ends the job")
     return Verdict(endings.UNKNOWN, f"stopped on request of {source}; the scheduler names no cause")
 

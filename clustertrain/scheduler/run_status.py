@@ -1,4 +1,4 @@
-"""What is true of a run now: its own files, joined with one question to the scheduler."""
+"""The status of a run: its files, combined with one query to the scheduler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from clustertrain.scheduler.registry import get_backend
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A run whose own files do not read."""
+    """A run whose files cannot be read."""
 
     run: RunDir
     error: str
@@ -32,36 +32,38 @@ class Unreadable:
 
 @dataclass
 class SchedulerAnswers:
-    """What the schedulers said of many jobs, by job id, each of them asked once."""
+    """The schedulers' answers for many jobs, by job id."""
 
     views: dict[str, JobView] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # why there is no answer
-    backends_without_accounting: set[str] = field(default_factory=set)  # backends
+    backends_without_accounting: set[str] = field(default_factory=set)  # names
 
 
 @dataclass(frozen=True)
 class RunStatus:
+    """The status of a run."""
+
     run: RunDir
     backend: str
     name: str
     job_id: str | None
     state: str
     view: JobView | None
-    scheduler_error: str | None  # why the scheduler's part is missing
+    scheduler_error: str | None  # why the scheduler did not answer
     history: Sequence[Attempt]
     step: int | None
     total_steps: int | None
     goodput: Goodput
-    skipped_steps: int = 0  # because loss or gradient was not finite, or the loss a spike
+    skipped_steps: int = 0  # because of NaN, Inf or a loss spike
     contract: ContractStatus | None = None
-    recipe_hash: str = ""  # of :func:`run_statuses` alone: whoever shows many runs reads no file of one again
+    recipe_hash: str = ""  # set by :func:`run_statuses`, so that a list of runs need not read it again
 
     @property
     def roll_backs(self) -> int:
         return sum(a.roll_backs for a in self.history)
 
     def attempt_state(self, attempt: Attempt) -> str:
-        """An attempt's ending, or ``running``."""
+        """Return the attempt's ending, ``running`` or ``unknown``."""
         return attempt.ending or ("running" if self.state == state.RUNNING else endings.UNKNOWN)
 
     @property
@@ -70,16 +72,16 @@ class RunStatus:
 
     @property
     def is_cancelling(self) -> bool:
-        """Its owner has cancelled it, and its job has not ended yet."""
+        """Whether the owner cancelled the run and its job has not ended yet."""
         return not self.is_final and self.run.cancel_marker.exists()
 
     @property
     def undecided_reason(self) -> str | None:
-        """What happened where the run ended and nobody decided that it should."""
+        """How the run ended, if it ended without a decision; else None."""
         last_attempt = self.history[-1] if self.history else None
         if self.state != state.FAILED or (last_attempt is not None and last_attempt.stopped is not None):
             return None
-        suffix = f" (the scheduler says {self.view.reason})" if self.view is not None and self.view.reason else ""
+        suffix = f" (the scheduler reports {self.view.reason})" if self.view is not None and self.view.reason else ""
         if last_attempt is None or last_attempt.requeued is not None:
             n = 1 if last_attempt is None else last_attempt.n + 1
             return f"job {self.job_id} ended before attempt {n} began{suffix}"
@@ -89,22 +91,24 @@ class RunStatus:
 
     @property
     def is_held(self) -> bool:
-        """The job waits in the queue until its owner releases it. Slurm itself holds a job that it could not start
-        ("launch failed requeued held": the node came back from DOWN while the last start was still ending there). Only
-        an administrator can release a job that an administrator holds (JobHeldAdmin)."""
+        """Whether the job stays in the queue until its owner releases it.
+
+        Slurm holds a job that it could not start ("launch failed requeued held": the node came back from DOWN while the
+        last start was still ending there). Only an administrator can release one with JobHeldAdmin.
+        """
         reason = self.view.reason.lower() if self.view is not None and self.view.state == "PENDING" else ""
         return ("held" in reason or "jobhold" in reason) and reason != "jobheldadmin"
 
     @property
     def continue_command(self) -> str | None:
-        """The command that continues a run that nobody decided to end, or whose job is held."""
+        """The command that continues a run that ended without a decision, or whose job is held."""
         if self.undecided_reason:
             return f"clustertrain requeue {self.run.id}"
         return f"scontrol release {self.job_id}" if self.is_held else None
 
 
 def backend_for_run(run: RunDir) -> Backend:
-    """The backend that the run was submitted to."""
+    """Return the backend that the run was submitted to."""
     submitted = events.select_last(events.for_run(run), event_types.Submitted)
     backend_name = (submitted.backend if submitted else None) or load_spec(run).job.backend
     return get_backend(backend_name if backend_name in ("local", "slurm") else load_spec(run).job.backend)
@@ -116,7 +120,7 @@ def latest_job_id(run: RunDir, history: Sequence[Attempt]) -> str | None:
 
 
 def total_steps(run: RunDir) -> int | None:
-    """From the newest session's own word: a script decides about its steps by itself."""
+    """Return the total of the newest session, which a script chooses, else that of the recipe."""
     for attempt in reversed(run.attempts()):
         event = events.select_last(events.for_attempt(attempt), event_types.FirstStep)
         if event is not None and event.total is not None:
@@ -126,7 +130,7 @@ def total_steps(run: RunDir) -> int | None:
 
 
 def run_status(run: RunDir, answers: SchedulerAnswers | None = None) -> RunStatus:
-    """``answers`` may hold what was asked for many runs at once before."""
+    """Return the status of a run. ``answers`` are those of an earlier query for many runs."""
     history = attempts.load_attempts(run)
     job_id = latest_job_id(run, history)
     backend = backend_for_run(run)
@@ -135,13 +139,13 @@ def run_status(run: RunDir, answers: SchedulerAnswers | None = None) -> RunStatu
         _query_jobs(backend, [job_id] if job_id is not None else [], answers)
     view, scheduler_error = answers.views.get(job_id or ""), answers.errors.get(job_id or "")
     starts: list[JobStart] = []
-    # An attempt that ended and was to go on may have been cancelled since, in the queue, with Slurm's own command.
+    # A run that was requeued may have been cancelled since in the queue, with scancel.
     if job_id and (view is None or not view.is_alive) and not state.is_settled(history):
         starts = _list_starts(backend, job_id, answers)
     accounting_state = starts[-1].state if starts else ""
     if not accounting_state and not history and view is None and scheduler_error is None and "_" in (job_id or ""):
-        # Slurm forgets an array task that is cancelled while it waits, and accounting never hears of it (seen on
-        # 22.05). Of one that a node has seen, the queue or accounting would know.
+        # Slurm drops an array task that is cancelled in the queue, also from the accounting (seen on 22.05). A task
+        # that started would be in one of them.
         accounting_state = "CANCELLED"
     run_state = state.determine_state(
         run, history, view, accounting_state, job_id if scheduler_error is not None else None
@@ -170,7 +174,7 @@ def run_status(run: RunDir, answers: SchedulerAnswers | None = None) -> RunStatu
 
 
 def _query_jobs(backend: Backend, job_ids: Sequence[str], answers: SchedulerAnswers) -> None:
-    # Slurm answers for all jobs or for none; a local job has a file of its own, which may not read.
+    # Slurm answers for all jobs or for none; each local job has a file, which may be unreadable.
     for group in [job_ids] if backend.name == "slurm" else [[job_id] for job_id in job_ids]:
         try:
             answers.views.update(backend.query_jobs(group))
@@ -186,12 +190,14 @@ def _list_starts(backend: Backend, job_id: str, answers: SchedulerAnswers) -> li
     except ClusterTrainError as e:
         if isinstance(e, CommandFailed):
             answers.backends_without_accounting.add(backend.name)
-        return []  # no accounting: unknown stays unknown
+        return []  # no accounting: the ending stays unknown
 
 
 def _with_scheduler_ending(history: Sequence[Attempt], run_state: str, starts: Sequence[JobStart]) -> list[Attempt]:
-    """The last attempt with the accounting's verdict, where it ended without a word of its own. A reader's view:
-    nothing is written, the next start writes its own."""
+    """Return the attempts, with the last one's ending from the accounting if it has not recorded one.
+
+    Nothing is written; the next start records the ending.
+    """
     result = list(history)
     if not result or result[-1].ending is not None or run_state == state.RUNNING:
         return result
@@ -199,13 +205,13 @@ def _with_scheduler_ending(history: Sequence[Attempt], run_state: str, starts: S
     ending = endings.from_scheduler_state(row.state) if row else endings.UNKNOWN
     if run_state == state.CANCELLED:
         ending = endings.CANCELLED
-    reason = f"ended without a word of its own; the scheduler says {row.state}" if row else None
+    reason = f"ended without a record; the scheduler reports {row.state}" if row else None
     result[-1] = msgspec.structs.replace(result[-1], ending=ending, reason=reason, end=row.end if row else None)
     return result
 
 
 def run_statuses(runs: Sequence[RunDir]) -> list[RunStatus | Unreadable]:
-    """Many runs with one question to each scheduler, and none to accounting but for what is unexplained."""
+    """Return the status of many runs, with one query per scheduler and accounting queries only if necessary."""
     job_ids_by_backend: dict[str, list[str]] = {}
     backends: dict[str, Backend] = {}
     for run in runs:
@@ -213,7 +219,7 @@ def run_statuses(runs: Sequence[RunDir]) -> list[RunStatus | Unreadable]:
             backend = backend_for_run(run)
             job_id = latest_job_id(run, attempts.load_attempts(run))
         except _READ_ERRORS:
-            continue  # said below
+            continue  # reported below
         backends[backend.name] = backend
         if job_id is not None:
             job_ids_by_backend.setdefault(backend.name, []).append(job_id)
@@ -223,8 +229,7 @@ def run_statuses(runs: Sequence[RunDir]) -> list[RunStatus | Unreadable]:
     return [_status_or_unreadable(run, answers) for run in runs]
 
 
-# What reading a run's files raises when they are not what was written: one such run must not hide the others.
-# At the edge of one run: of files of any content nobody knows all that can be wrong.
+# Damaged files may raise anything, and one such run must not hide the others.
 _READ_ERRORS = Exception
 
 

@@ -1,7 +1,7 @@
-"""The one place that uses submitit: it writes the submission file, runs sbatch and reads the job id.
+"""Submission with submitit, which writes the submission file, runs sbatch and reads the job id.
 
-submitit's own job format (a pickled callable) is not used; job.sh takes its place. Pinned to 1.5.x, since two of the
-three overridden methods are not part of its documented interface.
+job.sh replaces submitit's job format, a pickled callable. submitit is pinned to 1.5.x, since some of the overridden
+methods are not part of its documented interface.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from clustertrain.errors import CommandFailed, SchedulerError
 from clustertrain.scheduler import slurm_parse
 from clustertrain.scheduler.slurm_refusals import is_refusal
 
-# submitit expands these in the path of its folder, and would then write somewhere else.
+# submitit would expand these in the path of its folder, and write to another one.
 _SUBMITIT_TAGS = ("%j", "%t", "%A", "%a")
 
 
@@ -27,15 +27,15 @@ def sbatch(text: str, options: Sequence[str], folder: Path, environ: Mapping[str
     """Submit the script ``text`` and return the job id.
 
     Args:
-        options: arguments of sbatch, each as ``--key=value``; they win over the script's directives.
-        folder: the run directory; submitit's files live in a temporary folder below it and are gone afterwards.
-        environ: the environment of sbatch, and so of the job.
+        options: arguments of sbatch, each as ``--key=value``; they override directives in the script.
+        folder: the run folder; submitit's files are in a temporary folder below it.
+        environ: the environment of sbatch and of the job.
 
     Raises:
-        SchedulerError: with what sbatch printed.
-        CommandFailed: sbatch is not installed, or gave no answer; Slurm may have the job all the same.
+        SchedulerError: Slurm refused the job; the message is that of sbatch.
+        CommandFailed: sbatch is not installed, or got no answer; Slurm may have accepted the job.
     """
-    # Not at the top, and late: importing it takes 70 to 150 ms, which only a submission should pay.
+    # Not at the top: the import takes 70 to 150 ms, and only a submission needs it.
     import submitit.core.utils
     import submitit.slurm.slurm
 
@@ -52,7 +52,7 @@ def sbatch(text: str, options: Sequence[str], folder: Path, environ: Mapping[str
 
         @classmethod
         def affinity(cls) -> int:
-            return 2  # its own test looks for srun on PATH; whether Slurm answers is for sbatch to say
+            return 2  # the original looks for srun on PATH; here only sbatch must answer
 
     parent = None if any(tag in str(folder) for tag in _SUBMITIT_TAGS) else folder
     with (
@@ -61,7 +61,7 @@ def sbatch(text: str, options: Sequence[str], folder: Path, environ: Mapping[str
         _replace_environ(environ),
     ):
         try:
-            # The public submit() takes a Python function to pickle; a command of one's own has only this entry.
+            # The public submit() pickles a Python function; only this method takes a command.
             return Executor(folder=scratch)._submit_command("").job_id
         except submitit.core.utils.FailedJobError as e:
             message = slurm_parse.format_error(str(e) or printed.getvalue())
@@ -73,16 +73,16 @@ def sbatch(text: str, options: Sequence[str], folder: Path, environ: Mapping[str
 
 
 def _parse_job_id(output: str) -> str:
-    """``--parsable`` prints ``ID`` or ``ID;CLUSTER``; site plugins may print lines around it."""
+    """Return the id from ``ID`` or ``ID;CLUSTER``, which site plugins may surround with lines."""
     match = re.search(r"^(\d+)(?:;\S*)?$", output.strip(), flags=re.MULTILINE)
     if match is None:
-        raise CommandFailed(f"sbatch printed no job id but {output.strip()!r}")
+        raise CommandFailed(f"sbatch printed no job id: {output.strip()!r}")
     return match[1]
 
 
 @contextlib.contextmanager
 def _replace_environ(environ: Mapping[str, str]) -> Iterator[None]:
-    """submitit gives sbatch this process's environment and has no argument for another one."""
+    """Replace the environment of this process, which submitit passes to sbatch."""
     saved = dict(os.environ)
     try:
         os.environ.clear()
@@ -95,7 +95,7 @@ def _replace_environ(environ: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _capture_stderr() -> Iterator[io.StringIO]:
-    """submitit prints sbatch's complaint besides raising it."""
+    """Capture stderr and warnings: submitit both prints and raises errors of sbatch."""
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed), warnings.catch_warnings():
         warnings.simplefilter("ignore")

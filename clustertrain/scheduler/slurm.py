@@ -1,4 +1,4 @@
-"""The Slurm backend: submission through submitit, everything else through Slurm's own commands."""
+"""The Slurm backend: submission through submitit, everything else through Slurm's commands."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from clustertrain.scheduler.backend import ArraySubmission, Backend, JobStart, J
 from clustertrain.scheduler.slurm_refusals import is_refusal
 
 _JOB_ID = re.compile(r"\d+(_\d+)?")
-# Variables that change what the commands print or do.
+# Variables that change the output or effect of the commands.
 _CLIENT_PREFIXES = ("SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_", "SCANCEL_")
 _INVALID_JOB_ID = "Invalid job id"
 
 
 def client_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for squeue, sacct, scontrol and scancel: no formats of the user's, times as epoch seconds."""
+    """Return the environment for Slurm's commands: without the user's formats, times as epoch seconds."""
     env = settings.strip_allocation_env(environ)
     env = {name: value for name, value in env.items() if not name.startswith(_CLIENT_PREFIXES)}
     return {**env, "SLURM_TIME_FORMAT": "%s"}
 
 
-# Somebody waits for the command. With slurmctld away squeue tries for a minute.
+# Short, since a user waits: without slurmctld, squeue tries for a minute.
 COMMAND_TIMEOUT_S = 8.0
-# The batch process asks while it watches over the step; Slurm's own message timeout is 10 s.
+# The batch process watches the step meanwhile. Slurm's message timeout is 10 s.
 CONTROLLER_COMMAND_TIMEOUT_S = 20.0
 _JOB_ENDED_ERRORS = ("already completing or completed", "invalid job id")
 
 
 class SlurmBackend(Backend):
-    """Job ids are Slurm's; an array task is ``ARRAY_TASK``."""
+    """Jobs in Slurm. Their ids are Slurm's; an array task is ``ARRAY_TASK``."""
 
     name = "slurm"
 
@@ -46,10 +46,10 @@ class SlurmBackend(Backend):
         self.timeout_s = timeout_s
 
     def sbatch_version(self) -> str | None:
-        """The version of sbatch, or None where it is not installed.
+        """Return the version of sbatch; None if it is not installed.
 
         Raises:
-            CommandFailed: it is installed and does not answer, or knows no cluster; with its own words.
+            CommandFailed: it does not answer or has no cluster; the message is its output.
         """
         if shutil.which("sbatch") is None:
             return None
@@ -67,7 +67,7 @@ class SlurmBackend(Backend):
         return [f"{job_id}_{task}" for task in range(len(array.runs))]
 
     def advice(self, partition: str) -> list[str]:
-        # An answer that does not come or does not read is no reason against a submission.
+        # Without a readable answer there are no notes; the submission continues.
         result = _run_command(
             "scontrol", "--oneliner", "show", "partition", *([partition] if partition else []), timeout_s=self.timeout_s
         )
@@ -89,19 +89,18 @@ class SlurmBackend(Backend):
             message = slurm_parse.format_error(result.stderr or result.stdout)
             if is_refusal(message):
                 raise SchedulerError(f"Slurm did not requeue job {job_id}: {message}")
-            raise CommandFailed(f"Slurm gave no answer to the requeue of job {job_id}: {message}")
+            raise CommandFailed(f"Slurm did not answer the requeue of job {job_id}: {message}")
 
     def restart(self, job_id: str, submission: Submission) -> str:
-        # sbatch may have been heard although its answer never came, and would make a second job.
+        # Slurm may have accepted an earlier submission without an answer; another one would be a second job.
         new_job_id = self._find_newer_job(submission.run, job_id) or self.submit(submission)
-        # Slurm requeues a job whose node it finds down later; two jobs would then want the run.
+        # Otherwise Slurm may requeue this job when it finds its node down, and two jobs would run it.
         with contextlib.suppress(CommandFailed):
             _run_command("scontrol", "update", f"JobId={_check_job_id(job_id)}", "Requeue=0", timeout_s=self.timeout_s)
         return new_job_id
 
     def _find_newer_job(self, run: RunDir, job_id: str) -> str | None:
-        """The newest waiting or running job of the run that was submitted after ``job_id``, known by its working
-        directory."""
+        """Return the newest pending or running job of the run after ``job_id``, found by its working directory."""
         result = _run_command(
             "squeue", "--noheader", f"--user={os.getuid()}", "--Format=JobID:|,WorkDir:|", timeout_s=self.timeout_s
         )
@@ -116,24 +115,24 @@ class SlurmBackend(Backend):
 
     def current_job_id(self, environ: Mapping[str, str]) -> str | None:
         array, task = environ.get(settings.SLURM_ARRAY_JOB_ID), environ.get(settings.SLURM_ARRAY_TASK_ID)
-        # The tasks of an array have numbers of their own as well, but a requeue by that number hits the wrong ones.
+        # A task also has a plain job id, but a requeue by that id affects other tasks.
         return f"{array}_{task}" if array and task else environ.get(settings.SLURM_JOB_ID)
 
     def current_nodes(self, environ: Mapping[str, str]) -> tuple[str, ...]:
         return slurm_parse.expand_nodes(environ.get("SLURM_JOB_NODELIST", ""))
 
     def query_jobs(self, job_ids: Iterable[str]) -> dict[str, JobView]:
-        # Ids come from the files of many runs: a bad one must not keep the others from an answer.
+        # Ids come from the files of many runs: an invalid one must not fail the query for the others.
         requested_ids = sorted({job_id for job_id in job_ids if _JOB_ID.fullmatch(job_id)})
         if not requested_ids:
             return {}
         result = _run_command(
-            # --array: a line for each task; those that wait would else share the line 123_[2-5%1].
+            # --array: one line per task; pending ones would otherwise share the line 123_[2-5%1].
             "squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(requested_ids)}",
             f"--Format={slurm_parse.SQUEUE_FORMAT}", timeout_s=self.timeout_s,
         )  # fmt: skip
         if result.returncode:
-            # Said only when a single id was asked for; of several, the unknown ones are left out in silence.
+            # An error for a single id only; among several, squeue omits unknown ones.
             if _INVALID_JOB_ID in result.stderr:
                 return (
                     {}
@@ -148,7 +147,7 @@ class SlurmBackend(Backend):
 
     def list_starts(self, job_id: str) -> list[JobStart]:
         fields = ",".join(slurm_parse.SACCT_FIELDS)
-        # -D: every start, not the last one alone; -X: no steps.
+        # -D: every start, not only the last one; -X: no steps.
         result = _run_command(
             "sacct", "-D", "-X", "-P", "-n", "-j", _check_job_id(job_id), "-o", fields, timeout_s=self.timeout_s
         )
@@ -160,23 +159,25 @@ class SlurmBackend(Backend):
 
 
 def _sbatch(folder: Path, options: Sequence[str], environ: Mapping[str, str] | None) -> str:
-    """``job.sh`` of that folder, which becomes the job's WorkDir."""
+    """Submit ``job.sh`` of a folder, which becomes the WorkDir of the job."""
     # Not at the top: it imports submitit, which only a submission needs.
     from clustertrain.scheduler import sbatch
 
     text = reading.read_text(folder / "job.sh")
     env = settings.strip_allocation_env(os.environ if environ is None else environ)
-    # sbatch believes its environment more than the script, but what the user typed stands in the script.
+    # For sbatch the environment overrides the script, but the script has the options that the user typed.
     env = {k: v for k, v in env.items() if f"#SBATCH --{k.removeprefix('SBATCH_').lower()}=" not in text}
     return sbatch.sbatch(text, [f"--chdir={folder}", *options], folder, env)
 
 
 def find_work_dir(job_id: str) -> Path | None:
-    """The working directory of any user's job, which for a run of clustertrain is its run directory; None for a job
-    that Slurm does not know, or without Slurm."""
+    """Return the working directory of a job of any user, which is the run folder if the job runs clustertrain.
+
+    None if Slurm is not installed or does not know the job.
+    """
     if shutil.which("squeue") is None:
         return None
-    # The queue knows a job from its first second on, accounting for longer.
+    # The queue has a job at once, the accounting keeps it longer.
     for argv in (
         ("squeue", "--noheader", "--states=all", f"--jobs={_check_job_id(job_id)}", "--Format=WorkDir:|"),
         ("sacct", "-X", "-P", "-n", "-j", _check_job_id(job_id), "-o", "WorkDir"),
@@ -188,24 +189,24 @@ def find_work_dir(job_id: str) -> Path | None:
 
 
 def get_comment(job_id: str) -> str:
-    """The comment of a job that has not ended, empty where it has none.
+    """Return the comment of a job that has not ended; empty if it has none.
 
     Raises:
-        CommandFailed: Slurm gave no answer, or knows no such job.
+        CommandFailed: Slurm did not answer, or does not know the job.
     """
     result = _run_command("squeue", "--noheader", f"--jobs={_check_job_id(job_id)}", "--format=%k")
     if result.returncode or not result.stdout.strip():
-        raise CommandFailed(f"squeue says nothing of job {job_id}: {slurm_parse.format_error(result.stderr)}")
+        raise CommandFailed(f"squeue does not list job {job_id}: {slurm_parse.format_error(result.stderr)}")
     text = result.stdout.splitlines()[0].strip()
     return "" if text == "(null)" else text
 
 
 def set_comment(job_id: str, text: str) -> None:
-    """Replace the comment of a job that has not ended: one line, which may have blanks and signs of any kind.
+    """Replace the comment of a job that has not ended by one line of any characters.
 
     Raises:
-        SchedulerError: it said no.
-        CommandFailed: it gave no answer, or the job has ended.
+        SchedulerError: Slurm refused.
+        CommandFailed: Slurm did not answer, or the job has ended.
     """
     result = _run_command("scontrol", "update", f"JobId={_check_job_id(job_id)}", f"Comment={text}")
     if result.returncode:
@@ -219,7 +220,7 @@ def _run_command(*argv: str, timeout_s: float = COMMAND_TIMEOUT_S) -> proc.Comma
     try:
         return proc.run(argv, env=client_environ(os.environ), check=False, timeout_s=timeout_s)
     except CommandFailed as e:
-        # Users read it: the options say nothing to them.
+        # Users read the message and do not need the options.
         raise CommandFailed(e.message.replace(shlex.join(argv), argv[0]), fix=e.fix) from e
 
 

@@ -1,4 +1,4 @@
-"""What squeue and sacct print -> JobView and JobStart. Pure functions."""
+"""Parsing of the output of squeue, sacct and scontrol. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ SACCT_FIELDS = ("JobID", "State", "Start", "End", "NodeList", "ExitCode", "Reaso
 
 
 def parse_epoch(text: str) -> float | None:
-    """A time as Slurm prints it under SLURM_TIME_FORMAT=%s; None where there is none yet."""
+    """Return a time that Slurm printed with SLURM_TIME_FORMAT=%s; None if there is none yet."""
     text = text.strip()
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) and float(text) > 0 else None
 
 
 def parse_field(text: str) -> str:
-    """A field, empty where Slurm prints one of its words for nothing."""
+    """Return a field; empty for the values that Slurm prints for "none"."""
     text = text.strip()
     return "" if text in EMPTY_VALUES else text
 
 
-# A flag is printed in place of the state that it goes with. SIGNALING stands there for a moment whenever Slurm warns a
-# job, which is when the question whether it is RUNNING matters most.
+# Slurm prints a flag in place of the job's state. SIGNALING appears briefly when Slurm warns a job, just when it
+# matters whether the job is RUNNING.
 _FLAG_STATES = {
     "SIGNALING": RUNNING,
     "RESIZING": RUNNING,
@@ -40,23 +40,23 @@ _FLAG_STATES = {
 
 
 def parse_state(text: str) -> str:
-    """``CANCELLED by 1000`` -> ``CANCELLED``, ``COMPLETED+`` -> ``COMPLETED``, ``SIGNALING`` -> ``RUNNING``."""
+    """Return the state: CANCELLED for ``CANCELLED by 1000``, COMPLETED for ``COMPLETED+``, RUNNING for ``SIGNALING``."""
     printed = (text.split() or ["UNKNOWN"])[0].rstrip("+").upper()
     return _FLAG_STATES.get(printed, printed)
 
 
 def format_error(output: str) -> str:
-    """What a Slurm command complained, without its prefixes, on one line."""
+    """Return the error message of a Slurm command on one line, without its prefixes."""
     prefix = re.compile(r"^(sbatch|scontrol|scancel|squeue|sacct|slurm_\w+):?\s+(error|fatal):\s+")
     lines = [prefix.sub("", line.strip()) for line in output.splitlines()]
     return "; ".join(line for line in lines if line) or "it gave no reason"
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
-    """A Slurm node list as names, in its order: ``gpu[01-03,7]-a,b`` -> gpu01-a gpu02-a gpu03-a gpu7-a b.
+    """Return the names in a Slurm node list, in order: ``gpu[01-03,7]-a,b`` is gpu01-a gpu02-a gpu03-a gpu7-a b.
 
     Raises:
-        ValueError: the brackets do not match, or a range is not one.
+        ValueError: the brackets do not match, or a range is invalid.
     """
     if text.strip() in EMPTY_VALUES:
         return ()
@@ -64,7 +64,7 @@ def expand_nodes(text: str) -> tuple[str, ...]:
 
 
 def _split_groups(text: str) -> list[str]:
-    """At the commas outside brackets."""
+    """Split a node list at the commas outside brackets."""
     groups, depth, start = [], 0, 0
     for position, c in enumerate(text):
         depth += (c == "[") - (c == "]")
@@ -101,7 +101,7 @@ def _expand_range(number_range: str) -> list[str]:
 
 
 def parse_sacct(text: str, job_id: str) -> list[JobStart]:
-    """All starts of ``job_id`` from ``sacct -D -X -P -n -o`` :data:`SACCT_FIELDS`, oldest first."""
+    """Return all starts of ``job_id`` from ``sacct -D -X -P -n -o`` :data:`SACCT_FIELDS`, oldest first."""
     starts = []
     for line in text.splitlines():
         fields = line.split("|", len(SACCT_FIELDS) - 1)
@@ -121,12 +121,12 @@ def parse_sacct(text: str, job_id: str) -> list[JobStart]:
                 reason=parse_field(reason),
             )
         )
-    # A start that is still to come (PENDING) has no time and is the newest.
+    # A pending start has no time and is the newest.
     return sorted(starts, key=lambda s: (s.start is None, s.start or 0.0))
 
 
 def parse_squeue(text: str) -> dict[str, JobView]:
-    """Jobs by id from ``squeue --noheader -O`` :data:`SQUEUE_FORMAT`; lines of other shape are skipped."""
+    """Return jobs by id from ``squeue --noheader -O`` :data:`SQUEUE_FORMAT`; other lines are skipped."""
     views = {}
     for line in text.splitlines():
         fields = line.rstrip("|").split("|", len(SQUEUE_FIELDS) - 1)
@@ -150,7 +150,7 @@ SHORT_GRACE_S = 30
 
 
 def preemption_advice(text: str, partition: str) -> list[str]:
-    """Notes on `scontrol --oneliner show partition`, for the named partition or, without a name, the default one."""
+    """Return notes on ``partition`` (empty: the default one) from `scontrol --oneliner show partition`."""
     for line in text.splitlines():
         fields = dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
         name = fields.get("PartitionName", "")
@@ -162,7 +162,7 @@ def preemption_advice(text: str, partition: str) -> list[str]:
         notes = []
         if "CANCEL" in modes:
             notes.append(
-                f"partition {name}: preempted jobs are cancelled, not requeued by Slurm; the run requeues itself only "
+                f"partition {name}: Slurm cancels preempted jobs and does not requeue them; the run requeues itself only "
                 "within the grace time"
             )
         return notes + _grace_advice(name, fields.get("GraceTime", ""))
@@ -174,7 +174,7 @@ def _grace_advice(partition: str, grace: str) -> list[str]:
         return []
     if int(grace) == 0:
         return [
-            f"partition {partition} gives a preempted job no grace time: what was done since the last checkpoint is "
-            "then lost, so choose checkpoint.every with care"
+            f"partition {partition} gives a preempted job no grace time: all steps since the last checkpoint are "
+            "lost, so choose checkpoint.every with care"
         ]
     return [f"partition {partition} gives a preempted job {grace} s: two steps, a save and the exit must fit into it"]

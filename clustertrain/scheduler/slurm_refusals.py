@@ -1,16 +1,16 @@
-"""Slurm's words for "no": what it says when it has understood a request and will not do it.
+"""Slurm's error messages for requests that it understood and refused.
 
-From slurm_errno.c of 22.05 to 25.05, for requests to submit, requeue, update and cancel. All other words count as no
-answer. A request is then repeated, which costs minutes at most; an outage taken for a refusal costs the run. The words
-for an outage differ by version, command and moment: with slurmctld away, 22.05's scontrol says "Unexpected message
-received", sbatch "Unable to contact slurm controller", both may say "Socket timed out", and a site's munge or DNS adds
-its own.
+From slurm_errno.c of 22.05 to 25.05, for requests to submit, requeue, update and cancel. Any other message counts as no
+answer. The request is then repeated, which costs minutes at most; an outage mistaken for a refusal would end the run.
+The messages of an outage vary with version and command: without slurmctld, scontrol 22.05 prints "Unexpected message
+received", sbatch "Unable to contact slurm controller", both may print "Socket timed out", and a site's munge or DNS
+adds others.
 """
 
 from __future__ import annotations
 
 _REFUSALS = (
-    # of anything
+    # of any request
     "access/permission denied",
     "requested operation is presently disabled",
     "requested operation not supported",
@@ -18,7 +18,7 @@ _REFUSALS = (
     "invalid job id",
     "invalid user id",
     "invalid group id",
-    # of a job that is not in a state for it
+    # of a job in the wrong state
     "job is pending execution",
     "job is no longer pending execution",
     "already completing or completed",
@@ -27,7 +27,7 @@ _REFUSALS = (
     "job is not pending nor running",
     "only batch jobs are accepted",
     "cannot modify scrontab jobs",
-    # of a submission: who, where to, how much
+    # of a submission: account, partition, limits
     "invalid account",
     "invalid or unknown association",
     "invalid qos",
@@ -48,7 +48,7 @@ _REFUSALS = (
     "burst buffer permission denied",
     "burst buffer request invalid",
     "burst buffer resource limit exceeded",
-    # of a submission: on what
+    # of a submission: resources
     "node configuration is not available",
     "requested nodes not in this partition",
     "more processors requested than permitted",
@@ -71,7 +71,7 @@ _REFUSALS = (
     "invalid --nice",
     "pathname of a file, directory or other parameter too long",
     "job script not specified",
-    # of the command itself, before it asks
+    # of the command itself, before it sends the request
     "unrecognized option",
     "unable to open file",
     "sbatch --help",
@@ -79,6 +79,6 @@ _REFUSALS = (
 
 
 def is_refusal(output: str) -> bool:
-    """Whether a command of Slurm's that failed with these words reports a decision."""
+    """Return whether the output of a failed Slurm command is a refusal."""
     text = output.lower()
     return any(refusal in text for refusal in _REFUSALS)

@@ -1,4 +1,4 @@
-"""Ports and interfaces of this host, for processes that are about to meet."""
+"""Ports and network interfaces of this host, for the rendezvous."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEFAULT_EPHEMERAL_RANGE = (32_768, 60_999)
 
 
 def ephemeral_range() -> tuple[int, int]:
-    """The ports that the kernel hands to outgoing connections; a listener there meets "address in use" by chance."""
+    """Return the ports for outgoing connections; a listener on one may get "address in use" by chance."""
     try:
         low, high = _RANGE_FILE.read_text().split()
         return int(low), int(high)
@@ -25,7 +25,7 @@ def ephemeral_range() -> tuple[int, int]:
 
 
 def find_free_port(attempts: int = 200) -> int:
-    """A port that is free now on every interface and outside the ephemeral range.
+    """Return a port outside the ephemeral range that is free now on every interface.
 
     Raises:
         ClusterTrainError: none of ``attempts`` random ports was free.
@@ -42,7 +42,7 @@ def find_free_port(attempts: int = 200) -> int:
 
 
 def _address_family() -> socket.AddressFamily:
-    """IPv6 covers both; a kernel started with ipv6.disable=1 has none, whatever Python was built with."""
+    """Return IPv6, which covers IPv4 too, or IPv4 if the kernel has IPv6 disabled (ipv6.disable=1)."""
     return socket.AF_INET6 if _can_bind(socket.AF_INET6, 0) else socket.AF_INET
 
 
@@ -56,7 +56,7 @@ def _can_bind(family: socket.AddressFamily, port: int) -> bool:
 
 
 def find_interface_to(address: str) -> str | None:
-    """The network interface that this node uses to reach ``address``, or None when it can't be told."""
+    """Return the network interface that this node uses to reach ``address``; None if unknown."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as s:

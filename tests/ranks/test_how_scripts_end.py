@@ -97,8 +97,8 @@ def test_a_session_that_was_left_early_after_the_warning_is_continued(submitted:
 @pytest.mark.parametrize(
     ("end", "ending", "said"),
     [
-        ("os._exit(0)", "user_error", "ended with exit code 0 before its script had returned (os._exit?)"),
-        ("os._exit(3)", "unknown", "ended with exit code 3 without an error of Python's (os._exit?)"),
+        ("os._exit(0)", "user_error", "ended with exit code 0 before its script returned (os._exit?)"),
+        ("os._exit(3)", "unknown", "ended with exit code 3 without a Python error (os._exit?)"),
         ("raise SystemExit(75)", "unknown", "exit code 75, which asks for another start"),
     ],
 )
@@ -196,5 +196,5 @@ def test_a_hang_is_named_after_the_rank_that_was_stopped(submitted: Callable[...
     run = submitted(STOPS_RANK_1, "--nodes", "1", "--gpus", "2", "--max-requeues", "0")
     (attempt,) = run.wait_until_final()["attempts"]
     assert attempt["state"] == "hang"
-    assert "rank 0 waited in a collective until it timed out, at step 3; rank 1 did not come" in attempt["reason"]
+    assert "rank 0 waited in a collective until it timed out, at step 3; rank 1 did not reach it" in attempt["reason"]
     assert "its process stopped (SIGSTOP" in attempt["reason"]

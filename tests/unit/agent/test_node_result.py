@@ -22,10 +22,10 @@ RANKS_DIED = (
         (NO_TORCH, "launcher", "torchrun on a failed: ModuleNotFoundError: No module named 'torch'"),
         (PORT_TAKEN, "communication", "torchrun on a failed: RuntimeError: The server socket"),
         ("OSError: [Errno 98] Address already in use", "communication", "torchrun on a failed: OSError"),
-        (RANKS_DIED, "killed", "killed before it could say why"),
-        ("=====\n", "killed", "killed before it could say why"),
-        ("", "killed", "killed before it could say why"),
-        (None, "killed", "killed before it could say why"),
+        (RANKS_DIED, "killed", "killed and left no record"),
+        ("=====\n", "killed", "killed and left no record"),
+        ("", "killed", "killed and left no record"),
+        (None, "killed", "killed and left no record"),
     ],
 )
 def test_a_torchrun_that_failed_by_itself_is_told_by_its_log(tail: str | None, kind: str, words: str) -> None:
@@ -198,12 +198,10 @@ def test_a_rank_that_hung_at_its_end_is_complete_where_all_its_steps_were_done()
         RankObservations(finished_records={1: completed(1, True)}, hung_ranks=frozenset({1})),
     )
     assert found.ending == "completed"
-    assert (
-        found.reason == "all steps were done; rank 1 did nothing any more after all others had completed, and was ended"
-    )
+    assert found.reason == "all steps were done; rank 1 was idle after all others had completed, and was ended"
     plain = build_node_result("a", 0, [0, 1], {0: completed(0, False)}, RankObservations(hung_ranks=frozenset({1})))
     assert (plain.ending, plain.kind) == ("failed", "hang")
-    assert plain.message == "rank 1 did nothing any more after all others had completed, and was ended (a)"
+    assert plain.message == "rank 1 was idle after all others had completed, and was ended (a)"
 
 
 def timed_out(rank: int) -> RankResult:
@@ -220,15 +218,15 @@ def at(step: int) -> Heartbeat:
     [
         (
             RankObservations(),
-            "ranks 0, 2 and 3 waited in a collective until it timed out; rank 1 did not come: last seen on a, see ",
+            "ranks 0, 2 and 3 waited in a collective until it timed out; rank 1 did not reach it: last seen on a, see ",
         ),
         (
             RankObservations(heartbeats={0: at(16), 1: at(15), 2: at(16), 3: at(16)}),
-            "timed out, at step 17; rank 1 did not come: last seen on a, in step 16, phase train, see logs/rank-1.log",
+            "timed out, at step 17; rank 1 did not reach it: last seen on a, in step 16, phase train, see logs/rank-1.log",
         ),
         (
             RankObservations(heartbeats={r: at(16) for r in range(4)}, stopped_ranks=frozenset({1})),
-            "rank 1 did not come: last seen on a, in step 17, phase train, its process stopped (SIGSTOP",
+            "rank 1 did not reach it: last seen on a, in step 17, phase train, its process stopped (SIGSTOP",
         ),
     ],
 )
@@ -247,4 +245,4 @@ def test_a_hang_of_which_nothing_is_known_blames_nobody() -> None:
         "not come is not known"
     )
     all_waited = build_node_result("a", 0, [0, 1], {r: timed_out(r) for r in (0, 1)})
-    assert all_waited.message is not None and "which rank did not come is not known" in all_waited.message
+    assert all_waited.message is not None and "it is unknown which rank did not reach it" in all_waited.message

@@ -121,7 +121,4 @@ def test_a_run_whose_steps_are_done_is_complete_though_a_rank_hangs_at_its_end(
     fsio.write_json(one.rank_dir / "left-0.json", done)
     result = one._run_ranks()
     assert (result.ending, result.step, result.committed_step) == ("completed", 7, 7)
-    assert (
-        result.reason
-        == "all steps were done; rank 0 did nothing any more after all others had completed, and was ended"
-    )
+    assert result.reason == "all steps were done; rank 0 was idle after all others had completed, and was ended"

@@ -133,4 +133,4 @@ def test_settings_that_do_not_read_leave_the_defaults(run: RunDir) -> None:
     run.spec.write_text("no = toml = at all")
     recorder(run, run.attempt(1)).stop()
     (event,) = events.filter_by_name(events.for_attempt(run.attempt(1)), "telemetry_failed")
-    assert "the defaults stand" in event["reason"]
+    assert "using the defaults" in event["reason"]

@@ -94,7 +94,7 @@ def test_one_that_is_not_done_in_time_is_killed(run: RunDir, kept: TrackingProce
     kept.stop(0.1)
     assert not Path(f"/proc/{pid}").exists()
     (said,) = complaints(run)
-    assert said.startswith("not done in 0.1 s; the rest waits")
+    assert said.startswith("not finished after 0.1 s; the next attempt")
 
 
 def test_it_ends_with_the_agent_and_leaves_the_run_to_a_later_one(run: RunDir, kept: TrackingProcess) -> None:

@@ -142,7 +142,7 @@ def test_a_job_id_that_is_none_is_used_nowhere(job_id: str, run: RunDir, said: S
     assert attempts.list_job_ids(run) == ["local-1"]
     assert attempts.load_submit_options(run) == {"time": "1:00"}
     code, out, _ = said("status", run.id)
-    assert code == 0 and "not what it should be: job_id" in " ".join(out.split())
+    assert code == 0 and "invalid fields: job_id" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("node", ["../../..", "a/b", "--x", "a\nb"])

@@ -198,7 +198,7 @@ def completed(run: RunDir, job_id: str) -> None:
 
 
 def test_the_number_of_an_array_fits_all_its_runs(three: dict[str, Any]) -> None:
-    with pytest.raises(AmbiguousName, match="'4711' fits 3 runs"):
+    with pytest.raises(AmbiguousName, match="'4711' matches 3 runs"):
         find_run("4711")
 
 
@@ -209,7 +209,7 @@ def test_anothers_sweep_is_found_through_the_jobs_working_directory(
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / "my-own"))
     fake_slurm.answers("squeue", stdout=f"{three['sweep_dir']}|\n")
     assert find_run("4711_2").id == ids[2]
-    with pytest.raises(AmbiguousName, match="'4711' fits 3 runs"):
+    with pytest.raises(AmbiguousName, match="'4711' matches 3 runs"):
         find_run("4711")
     assert [run.id for run in find_runs(["4711_2", "4711"])] == [ids[2], ids[0], ids[1]]
 

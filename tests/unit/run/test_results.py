@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from clustertrain.run import event_types, events
 from clustertrain.run.results import LastSeen, NodeResult, RankOutcome, RankResult, parse_node_result, parse_rank_result
 
 
@@ -39,3 +40,11 @@ def test_documents_without_an_ending_are_no_results(document: object) -> None:
 def test_fields_of_wrong_types_are_left_out() -> None:
     result = parse_rank_result({"rank": 2, "ending": "completed", "step": "x", "why": 4, "committed_step": 8})
     assert result == RankResult(rank=2, ending="completed", committed_step=8)
+
+
+@pytest.mark.parametrize(("number", "expected"), [(3.0, 3), (3.5, None), (1e300, None), (True, None)])
+def test_integer_fields_take_floats_without_a_fraction(number: object, expected: int | None) -> None:
+    result = parse_rank_result({"ending": "stopped", "step": number, "peak_allocated_gib": 2.0})
+    assert result == RankResult(ending="stopped", step=expected, peak_allocated_gib=2.0)
+    event = {"event": "first_step", "t": 1.0, "total": number}
+    assert [e.total for e in events.select([event], event_types.FirstStep)] == [expected]

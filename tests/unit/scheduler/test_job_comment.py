@@ -124,7 +124,7 @@ def test_a_comment_that_was_not_read_is_not_replaced(stdout: str, rc: int, fake_
     fake_slurm.answers("squeue", stdout=stdout, stderr="slurm_load_jobs error: Socket timed out\n", rc=rc)
     JobComment("12").update(LINE)
     assert fake_slurm.calls("scontrol") == []
-    with pytest.raises(CommandFailed, match="squeue says nothing of job 12"):
+    with pytest.raises(CommandFailed, match="squeue does not list job 12"):
         slurm.get_comment("12")
 
 

@@ -163,7 +163,7 @@ def test_a_hang_is_told_from_what_all_nodes_saw() -> None:
     verdict = classify(evidence(results))
     assert verdict is not None and verdict.ending == endings.HANG
     assert verdict.reason == (
-        "rank 0 waited in a collective until it timed out, at step 17; rank 1 did not come: "
+        "rank 0 waited in a collective until it timed out, at step 17; rank 1 did not reach it: "
         "last seen on n2, in step 16, phase train, see logs/rank-1.log"
     )
 

@@ -132,7 +132,7 @@ def test_a_run_that_nobody_decided_about_says_what_continues_it(run: RunDir, sch
     assert seen.continue_command == f"clustertrain requeue {run.id}"
     # A home that was read-only when the job started again: slurmstepd cannot open job.log.
     attempt(run, PREEMPTED, REQUEUED)
-    assert "job 7 ended before attempt 2 began (the scheduler says JobLaunchFailure)" in str(
+    assert "job 7 ended before attempt 2 began (the scheduler reports JobLaunchFailure)" in str(
         looking.run_status(run).undecided_reason
     )
     attempt(run, STOPPED)

@@ -118,7 +118,7 @@ def test_states(text: str, state: str) -> None:
         ("PartitionName=low Default=YES GraceTime=300 PreemptMode=REQUEUE", "", ""),
         ("PartitionName=high Default=YES GraceTime=0 PreemptMode=OFF", "", ""),
         ("PartitionName=low Default=NO GraceTime=0 PreemptMode=REQUEUE", "", ""),
-        ("PartitionName=low Default=YES GraceTime=300 PreemptMode=CANCEL", "", "cancelled, not requeued by Slurm"),
+        ("PartitionName=low Default=YES GraceTime=300 PreemptMode=CANCEL", "", "Slurm cancels preempted jobs"),
         ("PartitionName=low Default=YES GraceTime=0 PreemptMode=CANCEL", "", "no grace time"),
         ("what is this", "low", ""),
     ],
