@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from clustertrain.run.run_dir import RunDir
 
 run_argument = click.argument("name", metavar="[RUN]", default="latest")
-# For what cannot be taken back there is no default.
+# No default: these commands cannot be undone.
 required_run_argument = click.argument("name", metavar="RUN")
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
@@ -51,10 +51,10 @@ class CommandWithSubcommands(click.Command):
 
 
 def find_run(name: str) -> RunDir:
-    """RUN as a folder: among my own runs, else, for a job id, through the job's working directory in Slurm.
+    """Find RUN among the user's own runs or, for a job id, through the job's working directory in Slurm.
 
     Raises:
-        NotFound, Ambiguous, PermissionDenied: as :func:`clustertrain.run.lookup.resolve_run`.
+        NotFound, AmbiguousName, PermissionDenied: see :func:`clustertrain.run.lookup.resolve_run`.
     """
     from clustertrain.run.lookup import require_single, resolve_run
     from clustertrain.run.run_dir import explain_permission_errors
@@ -69,7 +69,7 @@ def find_run(name: str) -> RunDir:
 
 
 def find_runs(names: Sequence[str]) -> list[RunDir]:
-    """RUN… as folders, each once; a sweep and a job array stand for all their runs. Raises as :func:`find_run`."""
+    """Find all of RUN…, each once; a sweep or a job array stands for all its runs. Raise as :func:`find_run`."""
     from clustertrain.run.lookup import resolve_runs
     from clustertrain.run.run_dir import explain_permission_errors
 
@@ -87,7 +87,7 @@ def find_runs(names: Sequence[str]) -> list[RunDir]:
 
 
 def _find_runs_of_any_user(name: str, not_found: NotFound) -> list[RunDir]:
-    """The runs of any user's job; several where it is an array. Raises ``not_found`` where Slurm knows no such job."""
+    """Return the runs of any user's job, several for an array. Raise ``not_found`` if Slurm knows no such job."""
     from clustertrain.run.lookup import list_sweep_runs
     from clustertrain.run.run_dir import open_run
 
@@ -104,14 +104,14 @@ def _find_runs_of_any_user(name: str, not_found: NotFound) -> list[RunDir]:
 
 
 def print_json(value: Any) -> None:
-    """One document, keys in the order of the struct; numbers of any kind that msgspec knows."""
+    """Print one JSON document, with keys in the order of the struct."""
     import msgspec
 
     _print_document(msgspec.json.format(_encode(value), indent=2))
 
 
 def print_json_line(value: Any) -> None:
-    """As :func:`print_json`, on one line."""
+    """Print one JSON document on one line."""
     _print_document(_encode(value))
 
 
@@ -124,7 +124,7 @@ def _encode(value: Any) -> bytes:
 
     try:
         return msgspec.json.encode(value)
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON of somebody else's may hold
+    except UnicodeEncodeError:  # half of a surrogate pair, as JSON written by others may contain
         return msgspec.json.encode(_make_encodable(msgspec.to_builtins(value)))
 
 

@@ -69,7 +69,7 @@ _JOB_OPTIONS = (
         "Resources",
         "--device",
         type=click.Choice(["auto", "cuda", "cpu"]),
-        help="auto: cuda if --gpu-type is set or a GPU is present, otherwise cpu.",
+        help="auto: cuda on Slurm, with --gpu-type or if this machine has a GPU, otherwise cpu.",
     ),
     _option("Parallelism", "--layout", type=click.Choice(_LAYOUTS), help="Data-parallel strategy."),
     _option("Parallelism", "--tp", type=POSITIVE, metavar="N", help="Tensor-parallel degree."),
@@ -83,7 +83,7 @@ _JOB_OPTIONS = (
         "Scheduler",
         "--backend",
         type=click.Choice(["auto", "slurm", "local"]),
-        help="auto: Slurm if it is available, otherwise this machine.",
+        help="auto: Slurm if it is installed, otherwise this machine unless the job needs a cluster.",
     ),
     _option("Scheduler", "--cluster", metavar="PROFILE", help="Cluster profile (default: $CLUSTERTRAIN_CLUSTER)."),
     _option("Scheduler", "--partition", metavar="NAME", help="Slurm partition."),
@@ -198,7 +198,7 @@ def _parse_pairs(option: str, texts: tuple[str, ...], *, bare: bool = False) -> 
     for text in texts:
         key, separator, value = text.partition("=")
         if not key or not (separator or bare):
-            raise UsageError(f"{option} {text!r} is not KEY=VALUE")
+            raise UsageError(f"{option} {text!r} is not KEY=VALUE", fix=f"for example {option} NAME=value")
         pairs[key] = value
     return pairs
 

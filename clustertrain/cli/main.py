@@ -115,7 +115,7 @@ def _run() -> int:
         if e.errno not in _FILE_ERRNOS:
             raise
         if e.filename or flush_error(sys.stdout) is None:  # otherwise flush_output reports the lost output
-            target = "standard output" if e.errno in (errno.EBADF, errno.EFBIG) else "a file"
+            target = "standard output" if e.errno in (errno.EBADF, errno.EFBIG) else "a file or standard output"
             print_error(f"clustertrain: {e.filename or target}: {e.strerror}")
         return EXIT_FAILED
     return result if isinstance(result, int) else 0

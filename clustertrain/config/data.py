@@ -65,7 +65,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Tokens only. Put whole documents into each sample and pad the rest. ``false``: cut samples from the stream of all
     tokens."""
     max_bytes: int = 64 * 1024 * 1024
-    """Most bytes of text to read. Unused for tokens and images."""
+    """Most bytes to read of text and pairs. Unused for other kinds."""
     image_size: int = 32
     """Height and width in pixels. Images in an ``.npz`` file and ``"digits"`` keep their size."""
     augment: AugmentSpec = AugmentSpec()

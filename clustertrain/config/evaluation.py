@@ -26,7 +26,8 @@ class EvaluationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     micro_batch: int = 0
     """Samples per rank and forward pass. 0: as in training."""
     metrics: tuple[MetricName, ...] = ()
-    """Metrics in addition to the loss. Empty: those that fit the objective."""
+    """Metrics in addition to the loss. Empty: accuracy for classes, also perplexity and bits_per_token on text;
+    recall_at_1 for NT-Xent; mae for regression."""
     patience: int = 0
     """Consecutive evaluations without a better deciding metric after which the run ends. 0: never."""
     rising: int = 3

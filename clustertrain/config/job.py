@@ -39,11 +39,12 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     dp_shard: int = 0
     """Ranks that share a replica. 0: inferred from the other degrees."""
     backend: BackendName = "auto"
-    """Where to run. ``"auto"``: Slurm if it is available, otherwise this machine."""
+    """Where to run. ``"auto"``: Slurm if it is installed, otherwise this machine unless the job needs a cluster."""
     cluster: str = ""
     """Name of the cluster profile. Empty: ``$CLUSTERTRAIN_CLUSTER``, otherwise none."""
     device: Device = "auto"
-    """Device to train on. ``"auto"``: the profile's, otherwise what is available or ``gpu_type`` implies."""
+    """Device to train on. ``"auto"``: the profile's, otherwise cuda on Slurm, with ``gpu_type`` or if this machine has
+    an NVIDIA GPU, otherwise cpu."""
     gpu_type: str = ""
     """GPU type, as the site's gres names it. Empty: the profile's, otherwise any."""
     partition: str = ""
@@ -65,7 +66,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     mem: str = ""
     """Host memory per node. Passed to sbatch. Empty: the profile's, otherwise Slurm's default."""
     cpus_per_gpu: int = 0
-    """CPUs per GPU. 0: the profile's, otherwise Slurm's default."""
+    """CPUs per GPU, or per rank on CPUs. 0: the profile's, otherwise Slurm's default (one per rank on CPUs)."""
     dependency: str = ""
     """Jobs to wait for. Passed to sbatch. Empty: none."""
     sbatch: dict[str, str] = {}

@@ -22,7 +22,7 @@ class StabilitySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     spike: Literal["off", "warn", "skip", "roll-back"] = "warn"
     """Action after a loss far above the recent ones. ``"roll-back"``: as for ``then``."""
     spike_deviations: float = 8.0
-    """Robust standard deviations above the median of recent losses that make a spike."""
+    """Robust standard deviations above the median of recent losses that make a spike. Unused with ``spike = "off"``."""
     spike_window: int = 128
     """Steps whose losses count as recent, at least 16. Unused with ``spike = "off"``."""
     max_roll_backs: int = 3

@@ -148,7 +148,8 @@ class LocalBackend(Backend):
             return (job is not None and job.pid != 0) or child.poll() is not None
 
         if not clock.wait_until(has_responded, START_TIMEOUT_S, 0.02) or (child.poll() or 0) != 0:
-            raise SchedulerError(f"the local supervisor did not start: {folder.log.read_text().strip()}")
+            output = folder.log.read_text().strip() or "it printed nothing; check that the disk is not full"
+            raise SchedulerError(f"the local supervisor did not start ({folder.log}): {output}")
         child.returncode = 0  # it outlives this process, which need not wait for it
         return job_id
 

@@ -4,9 +4,10 @@ A check is a function whose docstring's first line says what it refuses; it rais
 four lists below run in this order, each when the phase before it is done: nothing is created before the last one.
 ``docs/guides/submit.md`` has the same list as a table, which a test compares with this file.
 
-Two phases between the lists refuse too. :func:`resolve.resolve_run` refuses an unknown cluster profile, options that
-contradict each other and a backend that does not answer; :func:`planner.plan` refuses layouts and batches that do not
-divide and devices that lack what they need (``plan/checks.py``).
+Three phases refuse too. :func:`resolve.resolve_run` refuses an unknown cluster profile, options that contradict each
+other and a backend that does not answer; :func:`planner.plan` refuses layouts and batches that do not divide and
+devices that lack what they need (``plan/checks.py``); :mod:`transaction` refuses a snapshot that is too large, and
+removes what it has written.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def check_target(request: SubmitRequest) -> None:
         return
     path = request.cwd / request.target
     try:
-        problem = "" if path.is_file() else "it is a folder" if path.is_dir() else "no such file"
+        problem = _find_target_problem(path)
     except OSError as e:  # a name that is too long, a folder that cannot be looked into
         problem = str(e.strerror)
     if problem:
@@ -76,7 +77,15 @@ def check_target(request: SubmitRequest) -> None:
         return
     script_file.check_script_file(request.target, path)
     if "\0" in "".join(request.args):
-        raise UsageError("an argument of the script contains a NUL character")
+        raise UsageError("an argument of the script contains a NUL character", fix="remove it")
+
+
+def _find_target_problem(path: Path) -> str:
+    if path.is_file():
+        return ""
+    if path.is_dir():
+        return "it is a folder"
+    return "it is not a regular file" if path.exists() else "no such file"
 
 
 # -- the recipe

@@ -214,16 +214,21 @@ def _check_option(key: str, value: str) -> str:
 
 def _check_control_characters(label: str, value: str) -> None:
     if any(ord(c) < 32 or ord(c) == 127 for c in value):
-        raise ConfigError(f"{label} = {value!r}: control characters such as line breaks are not allowed")
+        raise ConfigError(
+            f"{label} = {value!r}: control characters such as line breaks are not allowed", fix="remove them"
+        )
 
 
 def check_environment(env: dict[str, str]) -> None:
     """Raise ConfigError for a name that a shell cannot export or that clustertrain sets itself."""
     for name, value in env.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ConfigError(f"env {name!r}: not a name for an environment variable")
+            raise ConfigError(
+                f"env {name!r}: not a name for an environment variable",
+                fix="use letters, digits and underscores, and no digit at the start",
+            )
         if name in _READONLY or name.startswith("CLUSTERTRAIN_"):
             owner = "bash" if name in _READONLY else "clustertrain"
             raise ConfigError(f"env {name}: set by {owner}, it cannot be changed here", fix="leave it out")
         if "\0" in value:
-            raise ConfigError(f"env {name}: the value contains a NUL character")
+            raise ConfigError(f"env {name}: the value contains a NUL character", fix="remove it")

@@ -41,5 +41,5 @@ class PreparedRun(ResolvedRun):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Return the keys of ``--set`` and ``--sweep`` that have no effect on this run."""
+        """Return the keys of ``--set`` and ``--grid`` that have no effect on this run."""
         return tuple(key for key in self.parsed.override_keys if key in self.parsed.unused)

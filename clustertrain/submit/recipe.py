@@ -1,4 +1,4 @@
-"""Phase 1, parse: the target, ``--set`` and ``--sweep`` become one typed recipe that knows its source."""
+"""Phase 1, parse: the target, ``--set`` and ``--grid`` become one typed recipe that knows its source."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ParsedRecipe:
     file_document: Mapping[str, Any]
     """Tables of the recipe file; empty for a script and for the default preset."""
     overrides: Mapping[str, Any]
-    """Values of ``--set`` and ``--sweep``."""
+    """Values of ``--set`` and ``--grid``."""
     document: Mapping[str, Any]
     """The file with the overrides."""
 

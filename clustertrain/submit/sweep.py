@@ -111,7 +111,7 @@ def _parse_values(label: str, key: str, text: str) -> list[Any]:
             raise UsageError(f"{label}: an empty value", fix='write it as key=value,value or key=["", "value"]')
         values = [parse_value(item, key) for item in items]
     if not values:
-        raise UsageError(f"{label}: no value")
+        raise UsageError(f"{label}: no value", fix="write it as key=[value, value]")
     if key.startswith(ENV_PREFIX):
         values = [str(value) for value in values]
     for n, value in enumerate(values):

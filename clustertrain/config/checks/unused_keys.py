@@ -210,15 +210,8 @@ _SIZES = (
     "vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim", "max_seq_len", "rope_theta", "norm_eps",
     "tie_embeddings", "dropout",
 )  # fmt: skip
-_ADAM = (
-    "adamw",
-    "adam",
-    "lamb",
-    "muon",
-    "soap",
-    "shampoo",
-    "adamw8bit",
-)  # including those that run AdamW on some parameters
+# Including those that run AdamW on some parameters.
+_ADAM = ("adamw", "adam", "lamb", "muon", "soap", "shampoo", "adamw8bit")
 # A key may have several rules, and inherits those of its tables; the first unmet one is reported.
 _CONDITIONS: tuple[tuple[str, KeyCondition], ...] = (
     *((f"model.{name}", _OWN_MODEL) for name in (*_SIZES, "kind", "preset", "convnet", "two_tower")),

@@ -177,8 +177,10 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: no such file") from e
     except reading.UnusableFile as e:
         raise ConfigError(e.message, fix=e.fix) from e
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{path}: cannot be read: {e}") from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path}: not a text file: {e}", fix="save it as UTF-8, as TOML requires") from e
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror}", fix="make it readable, or name another file") from e
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:
@@ -189,14 +191,17 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
         match = re.search(r"at line (\d+)", str(e))
         line = text.split("\n")[int(match[1]) - 1].strip() if match else ""
         message = f"{source}: not valid TOML: {e}{': ' if line else ''}{line}"
-        raise ConfigError(message, fix=suggestions.suggest_for_bare_word(line)) from e
+        raise ConfigError(message, fix=suggestions.suggest_for_bare_word(line) or "correct this line") from e
 
 
 def parse_assignment(assignment: str, option: str = "--set") -> tuple[str, str]:
     """Split ``key.path=value`` into the path and the text of the value."""
     path, separator, text = assignment.partition("=")
     if not separator or not path.strip():
-        raise ConfigError(f"{option} {assignment!r}: not of the form key.path=value")
+        example = "train.steps=100,200" if option == "--grid" else "train.steps=100"
+        raise ConfigError(
+            f"{option} {assignment!r}: not of the form key.path=value", fix=f"for example {option} {example}"
+        )
     return path.strip(), text
 
 
@@ -234,6 +239,6 @@ def set_value_at(document: dict[str, Any], path: str, value: Any) -> None:
     for table in tables:
         inner = current.setdefault(table, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"{path}: {table} is a value, not a table")
+            raise ConfigError(f"{path}: {table} is a value, not a table", fix=f"set {table} or {path}, not both")
         current = inner
     current[leaf] = value

@@ -12,7 +12,7 @@ _FORMATS = (
 
 
 def parse_time_limit_s(text: str) -> float | None:
-    """Return a time limit in seconds; None for an empty one and for UNLIMITED.
+    """Return a time limit in seconds; None for no limit, which is an empty text, 0 (as for sbatch) or UNLIMITED.
 
     Raises:
         UsageError: ``text`` is not in a format that sbatch accepts.
@@ -29,4 +29,4 @@ def parse_time_limit_s(text: str) -> float | None:
         hours, minutes, seconds = first or 0, second or 0, third
     else:
         hours, minutes, seconds = 0, first or 0, second or 0
-    return float(((days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds)
+    return float(((days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds) or None

@@ -8,7 +8,16 @@ from clustertrain.errors import UsageError
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90", 5400), ("1:30", 90), ("2:00:00", 7200), ("1-0", 86400), ("1-12:30", 131400), ("0-0:1:5", 65), ("", None)],
+    [
+        ("90", 5400),
+        ("0", None),
+        ("1:30", 90),
+        ("2:00:00", 7200),
+        ("1-0", 86400),
+        ("1-12:30", 131400),
+        ("0-0:1:5", 65),
+        ("", None),
+    ],
 )
 def test_slurm_time_formats(text: str, seconds: float | None) -> None:
     assert parse_time_limit_s(text) == seconds
