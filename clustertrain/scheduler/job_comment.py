@@ -41,7 +41,7 @@ class CommentMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def format_comment(metrics: CommentMetrics) -> str:
-    """Return the comment, for example ``clustertrain run=gpt-abc123 step=1200/10000 gpu_util=87% mem=61/80GiB notes=1``."""
+    """Return the comment, for example ``clustertrain run=gpt-abc123 step=1200/10000 gpu_util=87% mem=61/80GiB``."""
     f = metrics
     fields = [f"{_PREFIX}{f.run}"]
     if f.step is not None:

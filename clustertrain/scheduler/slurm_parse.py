@@ -40,7 +40,7 @@ _FLAG_STATES = {
 
 
 def parse_state(text: str) -> str:
-    """Return the state: CANCELLED for ``CANCELLED by 1000``, COMPLETED for ``COMPLETED+``, RUNNING for ``SIGNALING``."""
+    """Return the state: CANCELLED for ``CANCELLED by 1000``, COMPLETED for ``COMPLETED+``, RUNNING while signaled."""
     printed = (text.split() or ["UNKNOWN"])[0].rstrip("+").upper()
     return _FLAG_STATES.get(printed, printed)
 
@@ -162,8 +162,8 @@ def preemption_advice(text: str, partition: str) -> list[str]:
         notes = []
         if "CANCEL" in modes:
             notes.append(
-                f"partition {name}: Slurm cancels preempted jobs and does not requeue them; the run requeues itself only "
-                "within the grace time"
+                f"partition {name}: Slurm cancels preempted jobs and does not requeue them; the run requeues itself "
+                "only within the grace time"
             )
         return notes + _grace_advice(name, fields.get("GraceTime", ""))
     return []

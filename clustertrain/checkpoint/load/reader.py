@@ -91,7 +91,9 @@ class CheckpointReader:
             log.warning("%s: holds no state %s, which begins anew", self._folder, key)
 
     def complete(self) -> None:
-        """Wait for all reads. Collective, after :meth:`load` succeeded on all ranks. If it raises on one, the others return.
+        """Wait for all reads. Collective, after :meth:`load` succeeded on all ranks.
+
+        If it raises on one rank, the others return.
 
         Raises:
             DamagedCheckpoint: bytes are missing or altered.

@@ -222,7 +222,8 @@ def at(step: int) -> Heartbeat:
         ),
         (
             RankObservations(heartbeats={0: at(16), 1: at(15), 2: at(16), 3: at(16)}),
-            "timed out, at step 17; rank 1 did not reach it: last seen on a, in step 16, phase train, see logs/rank-1.log",
+            "timed out, at step 17; rank 1 did not reach it: last seen on a, in step 16, phase train, "
+            "see logs/rank-1.log",
         ),
         (
             RankObservations(heartbeats={r: at(16) for r in range(4)}, stopped_ranks=frozenset({1})),

@@ -1,8 +1,8 @@
-"""Engines write the bytes of a checkpoint: a rank's staged segments go into files, and the engine returns their offsets.
+"""Engines write the bytes of a checkpoint: the staged segments of a rank go into files, and the offsets are returned.
 
 Checksums, manifest, commit and reading are the same for all engines. Whatever an engine's files contain besides, the
-bytes of a segment are in one piece and unchanged. So every checkpoint can be read by offset, without its engine, without
-torch and without unpickling.
+bytes of a segment are in one piece and unchanged. So every checkpoint can be read by offset, without its engine,
+without torch and without unpickling.
 """
 
 from __future__ import annotations

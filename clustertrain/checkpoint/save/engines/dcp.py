@@ -2,8 +2,8 @@
 (``torch.distributed.checkpoint.load``, ``dcp_to_torch_save``, …).
 
 Only DCP's writer is used, not its planner, which needs a process group. Each rank writes one file with a torch.save
-archive for each segment, and a second file with the offsets of the archives. From these ``finish`` builds ``.metadata``.
-The second files stay, so that ``finish`` can be repeated after a kill.
+archive for each segment, and a second file with the offsets of the archives. From these ``finish`` builds
+``.metadata``. The second files stay, so that ``finish`` can be repeated after a kill.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def segment_bytes(segment: Segment, memory: memoryview) -> memoryview:
 
 
 def bytes_to_tensor(data: memoryview) -> torch.Tensor:
-    """Return ``data`` as a uint8 tensor, without a copy. Its storage has just that size: of a larger one DCP makes a copy."""
+    """Return ``data`` as a uint8 tensor, without a copy. Its storage has exactly that size: DCP copies larger ones."""
     with warnings.catch_warnings():
         # The memory is read-only, and the engines only read it.
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)

@@ -1,7 +1,7 @@
 """The torchsnapshot engine: large segments in files of their own, small ones together in slabs.
 
-``finish`` adds ``.snapshot_metadata``, with which torchsnapshot's ``Snapshot(folder).read_object("0/" + name)`` reads any
-tensor.
+``finish`` adds ``.snapshot_metadata``, with which torchsnapshot's ``Snapshot(folder).read_object("0/" + name)`` reads
+any tensor.
 
 ``Snapshot.take`` itself is not used: it uses the process group, splits tensors larger than 512 MiB, names files after
 tensors, and on a full disk leaves threads that still write. Its components (staging, slabs, write scheduler, file
