@@ -191,7 +191,7 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
         match = re.search(r"at line (\d+)", str(e))
         line = text.split("\n")[int(match[1]) - 1].strip() if match else ""
         message = f"{source}: not valid TOML: {e}{': ' if line else ''}{line}"
-        raise ConfigError(message, fix=suggestions.suggest_for_bare_word(line) or "correct this line") from e
+        raise ConfigError(message, fix=suggestions.suggest_for_bare_word(line)) from e
 
 
 def parse_assignment(assignment: str, option: str = "--set") -> tuple[str, str]:

@@ -134,7 +134,10 @@ def test_exit_codes_of_ranks_without_a_record_are_told_apart() -> None:
         "a", 0, [0, 1], {0: broken}, RankObservations(launcher_exit_code=1, log_tail=TABLE.format(1))
     )
     assert one.kind == "exited"
-    assert one.message is not None and "rank 1 on a: no result: ended with exit code 1 without an error" in one.message
+    assert (
+        one.message is not None
+        and "rank 1 on a: no result: ended with exit code 1 without a Python error" in one.message
+    )
     # Rank 0 is not in torchrun's table, so it had exited with 0.
     zero = build_node_result("a", 0, [0, 1], {}, RankObservations(launcher_exit_code=1, log_tail=TABLE.format(-9)))
     assert zero.kind == "user_error"
@@ -242,8 +245,8 @@ def test_a_hang_of_which_nothing_is_known_blames_nobody() -> None:
         "a", 0, range(4), {0: timed_out(0)}, RankObservations(heartbeats={r: at(16) for r in range(4)})
     )
     assert found.message == (
-        "rank 0 waited in a collective until it timed out, at step 17; ranks 1, 2 and 3 left no record; which rank did "
-        "not come is not known"
+        "rank 0 waited in a collective until it timed out, at step 17; ranks 1, 2 and 3 left no record; it is unknown "
+        "which rank did not reach it"
     )
     all_waited = build_node_result("a", 0, [0, 1], {r: timed_out(r) for r in (0, 1)})
     assert all_waited.message is not None and "it is unknown which rank did not reach it" in all_waited.message

@@ -280,7 +280,7 @@ def test_neither_torch_nor_what_is_heavy_is_imported_for_help_and_torch_never() 
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({}, "not inside an allocation"),
+        ({}, "needs an allocation"),
         ({"SLURM_JOB_ID": "7"}, "not on one of its nodes"),
     ],
 )

@@ -53,7 +53,7 @@ def test_the_job_id_is_found_among_what_a_site_prints(said: str, fake_slurm: Fak
 
 def test_no_job_id_is_an_error(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     fake_slurm.answers("sbatch", stdout="queued\n")
-    with pytest.raises(CommandFailed, match="no job id but 'queued'"):
+    with pytest.raises(CommandFailed, match="no job id: 'queued'"):
         SlurmBackend().submit(Submission(make_run(tmp_path / "runs")))
 
 
