@@ -53,8 +53,8 @@ PEAK = {"H200": 989.5e12, "H100": 989.5e12, "A100": 312e12, "L40S": 362e12, "L4"
 
 
 Seconds = tuple[float, float]  # wall, processor
-ALL = StabilitySpec(spike="skip", layers_every=10)
-NONE = StabilitySpec(spike="off", layers_every=0)
+ALL = StabilitySpec(spike="skip", layer_stats_every=10)
+NONE = StabilitySpec(spike="off", layer_stats_every=0)
 SIGNALS_BLOCK = 10  # steps, so that each block has one with figures of layers
 SIGNALS_GOAL = 1.01
 
@@ -198,7 +198,7 @@ def _make_run(path: Path, setting: Setting, layout: Layout, blocks: int) -> RunD
     recipe = {
         "model": setting.model,
         "data": {"seq_len": setting.seq_len, "max_bytes": 8_000_000},
-        "stability": {"spike": ALL.spike, "layers_every": ALL.layers_every},
+        "stability": {"spike": ALL.spike, "layer_stats_every": ALL.layer_stats_every},
         # One more, whose end is the end of the run and belongs to no block.
         "train": {"steps": blocks * setting.block + 1, "global_batch": setting.global_batch, "log_every": 10},
         "checkpoint": {"every": 10**9},

@@ -168,7 +168,7 @@ class JobController:
     def _contract_stop_reason(self) -> str:
         """Return why the contract ends the run now; empty if its budget is not spent or must not stop the run."""
         contract = self.spec.recipe.contract
-        if not contract.has_budget or contract.when_spent != "stop":
+        if not contract.has_budget or contract.on_budget_spent != "stop":
             return ""
         earlier = [a for a in attempts.load_attempts(self.run) if a.n < self.attempt.n]
         return budget.format_spent(contract, budget.compute_usage(self.run, earlier, None, contract.gpu_hour_cost))

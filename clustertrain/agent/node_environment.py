@@ -71,7 +71,7 @@ def _choose_settings(
         several_nodes=job.is_multi_node,
         dump_prefix=str(job.flight_record_path),
     )
-    all_notes = [*notes, *facts.unread]
+    all_notes = [*notes, *facts.read_errors]
     if job.is_multi_node:
         all_notes += interfaces.find_network_problems(facts)
     if job.device == "cuda" and not any(name in environ for name in settings.THREAD_BINDING):

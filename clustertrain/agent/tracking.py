@@ -39,7 +39,7 @@ class TrackingProcess:
 
     def start(self) -> None:
         try:
-            if not load_spec(self._run).recipe.tracking.to:
+            if not load_spec(self._run).recipe.tracking.trackers:
                 return
         except (ClusterTrainError, OSError) as e:  # the batch process has read it
             self._report_failure(f"its settings cannot be read: {e}")

@@ -54,7 +54,7 @@ class CheckpointConfig:
     """Which checkpoints to keep."""
     engine: str = "raw"
     """One of :data:`clustertrain.checkpoint.save.engines.ENGINES`."""
-    background: bool = True
+    async_save: bool = True
     """Write in a separate process; False writes in the rank, while training waits."""
     device: torch.device = CPU
     """The device of the state. For a GPU two staging buffers are used: one fills while the other is written."""
@@ -63,9 +63,9 @@ class CheckpointConfig:
     about: Mapping[str, Any] = field(default_factory=dict)
     """What produced the checkpoints, recorded in each of them."""
     local: LocalTier | None = None
-    """Write to the nodes' own disks first. Needs ``background``."""
+    """Write to the nodes' own disks first. Needs ``async_save``."""
     remote: RemoteTier | None = None
-    """Upload committed checkpoints. Needs ``background``."""
+    """Upload committed checkpoints. Needs ``async_save``."""
     fence: Fence | None = None
     """Tells whether a newer attempt owns the run; then nothing in the checkpoints' folder is changed any more."""
 
@@ -124,7 +124,7 @@ class CheckpointManager:
         self._staging_buffers = [
             StagingBuffer(root, config.device, config.local_world_size * buffers) for _ in range(buffers)
         ]
-        worker = WriterClient(config.engine) if config.background else InlineRunner()
+        worker = WriterClient(config.engine) if config.async_save else InlineRunner()
         self._pending = PendingSaves(worker, get_deadline, on_copy, has_remote=config.remote is not None)
         # A part on the node's own disk no longer occupies a staging buffer, so one more save can be pending.
         self._max_pending = len(self._staging_buffers) + (config.local is not None)
@@ -189,7 +189,7 @@ class CheckpointManager:
             pending.fail(staged_save.staged)
         self._pending.begin(pending)
         pending.stall_s = clock.monotonic() - started
-        return self.wait_for_saves() if wait or not self._config.background else None
+        return self.wait_for_saves() if wait or not self._config.async_save else None
 
     def _wait_for_slot(self, reason: SaveReason) -> None:
         """Finish pending saves until one more fits."""

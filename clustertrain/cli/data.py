@@ -91,9 +91,12 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **options:
     )
     tokens = sum(shard.tokens or 0 for shard in index.shards)
     if as_json:
-        print_json({"folder": str(folder), "shards": len(index.shards), "tokens": tokens, "largest": index.largest})
+        print_json(
+            {"folder": str(folder), "shards": len(index.shards), "tokens": tokens, "max_token_id": index.max_token_id}
+        )
         return
     click.echo(
         f"{folder}: {tokens:,} tokens in {len(index.shards)} shard{'s' if len(index.shards) != 1 else ''} of "
-        f"{index.dtype}, largest token {index.largest}; set model.vocab_size to at least {(index.largest or 0) + 1}"
+        f"{index.dtype}, largest token {index.max_token_id}; "
+        f"set model.vocab_size to at least {(index.max_token_id or 0) + 1}"
     )

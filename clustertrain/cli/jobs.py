@@ -295,7 +295,7 @@ def _check_budget(run: RunDir) -> None:
     from clustertrain.run.usage import budget
 
     contract = load_spec(run).recipe.contract
-    if not contract.has_budget or contract.when_spent != "stop":
+    if not contract.has_budget or contract.on_budget_spent != "stop":
         return
     reason = budget.format_spent(contract, budget.compute_run_usage(run, contract, clock.now()))
     if reason:

@@ -78,7 +78,7 @@ def track(name: str, to: tuple[str, ...], as_json: bool) -> int:
             raise UsageError(
                 f"{run.id} is running and uploads its own metrics", fix="wait for it to end, or set [tracking] to"
             )
-        trackers = to or run_facts.load_run_metadata(run, 0).spec.to
+        trackers = to or run_facts.load_run_metadata(run, 0).spec.trackers
         if not trackers:
             raise UsageError(f"{run.id}: its recipe names no tracker", fix="name one, for example --to tensorboard")
         outcomes = {tracker: _upload(run, tracker) for tracker in trackers}

@@ -39,7 +39,7 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     if it is accuracy, top5 or recall_at_1, otherwise ``"min"``."""
     engine: CheckpointEngine = "raw"
     """Library that writes the bytes. All formats are read the same way."""
-    background: bool = True
+    async_save: bool = True
     """Continue training while the bytes are written. ``false``: wait for the commit."""
     local: str = ""
     """Folder on each node's local disk that receives each rank's part first, for example ``"/tmp/{job}"``. May contain
@@ -73,8 +73,8 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         if self.remote_keep and not self.remote:
             raise ValueError(f"remote_keep = {self.remote_keep} has no effect without remote")
         for name in ("local", "remote"):
-            if getattr(self, name) and not self.background:
-                raise ValueError(f"{name} needs background = true, because the background writers make the copies")
+            if getattr(self, name) and not self.async_save:
+                raise ValueError(f"{name} needs async_save = true, because the background writers make the copies")
 
 
 def check_interval(name: str, every: int | str) -> None:

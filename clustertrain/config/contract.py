@@ -33,7 +33,7 @@ class ContractSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Budget in the currency of ``gpu_hour_cost``, which it requires. 0: no limit."""
     gpu_hour_cost: float = 0.0
     """Price of a GPU-hour. Unused without a budget."""
-    when_spent: Literal["stop", "warn"] = "stop"
+    on_budget_spent: Literal["stop", "warn"] = "stop"
     """Action when the budget is spent. ``"stop"``: save a checkpoint and end without a requeue. ``"warn"``: raise an
     alert and continue. Unused without a budget."""
     resume: Literal["elastic", "exact"] = "elastic"

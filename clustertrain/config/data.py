@@ -14,7 +14,7 @@ DIGITS = "digits"
 BUILT_IN_DATASETS = {"images": ("shapes", DIGITS), "pairs": ("stdlib", DIGITS), "text": ("stdlib",)}
 DIGIT_HALF_PIXELS = 32  # pixels in half a digit = tokens per passage of a pair
 
-DataKind = Literal["auto", "text", "pairs", "images", "tokens", "own"]
+DataKind = Literal["auto", "text", "pairs", "images", "tokens", "custom"]
 
 
 class AugmentSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -45,7 +45,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     kind: DataKind = "auto"
     """Kind of data: ``"text"`` (bytes of files), ``"pairs"`` (neighboring passages), ``"tokens"`` (a folder of token
-    shards), ``"images"`` (with classes) or ``"own"`` (the dataset that ``entry`` returns). ``"auto"``: text for the
+    shards), ``"images"`` (with classes) or ``"custom"`` (the dataset that ``entry`` returns). ``"auto"``: text for the
     decoder and for a model entry, images for convnets, pairs for two-tower models."""
     path: str = ""
     """Source of the data. Text and pairs: a file, a folder searched recursively for ``pattern``, or ``"stdlib"`` (the
@@ -56,7 +56,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Glob pattern of the files in a folder of text. Unused for other kinds."""
     entry: str = ""
     """Function that returns your map-style dataset, as ``"package.module:function"``, called with ``args``. Required by
-    ``kind = "own"``, unused otherwise."""
+    ``kind = "custom"``, unused otherwise."""
     args: dict[str, Any] = {}
     """Keyword arguments for ``entry``. Unused without an entry."""
     seq_len: int = 256
@@ -90,8 +90,8 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ValueError("validation and validation_path are mutually exclusive: remove one")
         if self.entry:
             check_entry(self.entry)
-        if (self.kind == "own") != bool(self.entry):
-            raise ValueError("kind = 'own' requires entry, and entry requires kind = 'own'")
+        if (self.kind == "custom") != bool(self.entry):
+            raise ValueError("kind = 'custom' requires entry, and entry requires kind = 'custom'")
         if self.args and not self.entry:
             raise ValueError("args needs an entry")
 

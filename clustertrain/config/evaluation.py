@@ -30,11 +30,11 @@ class EvaluationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     recall_at_1 for NT-Xent; mae for regression."""
     patience: int = 0
     """Consecutive evaluations without a better deciding metric after which the run ends. 0: never."""
-    rising: int = 3
+    warn_when_rising: int = 3
     """Consecutive evaluations with a rising loss after which to warn. 0: never."""
 
     def __post_init__(self) -> None:
-        for name in ("every", "samples", "micro_batch", "patience", "rising"):
+        for name in ("every", "samples", "micro_batch", "patience", "warn_when_rising"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 or more")
         if len(set(self.metrics)) < len(self.metrics):

@@ -16,9 +16,9 @@ from clustertrain.config.parsing.presets import PRESETS
 ModelKind = Literal["decoder", "convnet", "two-tower"]
 # "auto" stands for the first.
 DATA_KINDS_BY_MODEL: Mapping[ModelKind, tuple[DataKind, ...]] = {
-    "decoder": ("text", "tokens", "own"),
-    "convnet": ("images", "own"),
-    "two-tower": ("pairs", "own"),
+    "decoder": ("text", "tokens", "custom"),
+    "convnet": ("images", "custom"),
+    "two-tower": ("pairs", "custom"),
 }
 
 MAX_STAGES = 14  # halve 16,384 pixels to 1

@@ -147,7 +147,7 @@ class NodeFacts(_Facts, frozen=True):
     """Path of NCCL's plugin for libfabric. Empty: not found."""
     nccl_conf: tuple[str, ...] = ()
     """Names of variables that NCCL's configuration files set and that the environment would override."""
-    unread: tuple[str, ...] = ()
+    read_errors: tuple[str, ...] = ()
     """Facts that could not be read, with the reason."""
 
 

@@ -39,7 +39,7 @@ class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Optimizer."""
     lr: float = 3e-4
     """Peak learning rate; ``[schedule]`` scales it."""
-    lr_batch: int = 0
+    lr_reference_batch: int = 0
     """Global batch for which ``lr`` was tuned; ``plan`` then suggests a rate for the actual one. 0: unknown."""
     betas: tuple[float, float] | None = None
     """Decay rates of the moment estimates. Unset: (0.9, 0.99) for lion, (0.95, 0.95) for soap; for all others (0.9,
@@ -83,8 +83,8 @@ class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         check_range("clip_quantile", self.clip_quantile, 0.5, 1.0)
         for pattern, factor in self.lr_scale.items():
             check_positive(f"lr_scale.{pattern}", factor)
-        if self.lr_batch < 0:
-            raise ValueError(f"lr_batch = {self.lr_batch}: must be 0 (unknown) or more")
+        if self.lr_reference_batch < 0:
+            raise ValueError(f"lr_reference_batch = {self.lr_reference_batch}: must be 0 (unknown) or more")
         start_steps: dict[str, int] = {}
         for entry in self.unfreeze:
             for pattern in entry.modules:

@@ -49,7 +49,7 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Compute cross-entropy on logits split over the vocabulary. tp only; set false for another loss."""
     async_tp: bool = False
     """Overlap the collectives of tp with matrix products. Needs ``compile`` and GPUs with NVLink."""
-    context: Literal["all-gather", "ring"] = "all-gather"
+    context_parallel_method: Literal["all-gather", "ring"] = "all-gather"
     """Exchange of keys and values between the ranks of cp. ``"ring"``: torch's ring attention, GPUs only."""
     schedule: PipelineSchedule = "auto"
     """Pipeline schedule. ``"auto"``: the faster of 1f1b and interleaved where the plan predicts times, otherwise 1f1b.

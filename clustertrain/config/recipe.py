@@ -27,7 +27,7 @@ from clustertrain.config.model import DATA_KINDS_BY_MODEL, ModelSpec
 from clustertrain.config.objective import ObjectiveKind, ObjectiveSpec
 from clustertrain.config.optim import OptimSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.rehearsal import RehearsalSpec
+from clustertrain.config.preemption_test import PreemptionTestSpec
 from clustertrain.config.schedule import ScheduleSpec
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.config.telemetry import TelemetrySpec
@@ -69,7 +69,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Recording, alerts and export of GPU and run metrics."""
     tracking: TrackingSpec = TrackingSpec()
     """External experiment trackers."""
-    rehearsal: RehearsalSpec = RehearsalSpec()
+    preemption_test: PreemptionTestSpec = PreemptionTestSpec()
     """Deliberate preemptions, for tests."""
 
     def __post_init__(self) -> None:

@@ -15,12 +15,12 @@ class StabilitySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """The ``[stability]`` table. A step with a NaN or Inf loss or gradient is skipped on all ranks."""
 
     max_skipped: int = 10
-    """Most consecutive steps that may be skipped before ``then`` applies."""
-    then: DivergenceAction = "stop"
+    """Most consecutive steps that may be skipped before ``on_divergence`` applies."""
+    on_divergence: DivergenceAction = "stop"
     """Action after too many skipped steps. ``"stop"``: end the run. ``"roll-back"``: return to a checkpoint and omit
     the data since then."""
     spike: Literal["off", "warn", "skip", "roll-back"] = "warn"
-    """Action after a loss far above the recent ones. ``"roll-back"``: as for ``then``."""
+    """Action after a loss far above the recent ones. ``"roll-back"``: as for ``on_divergence``."""
     spike_deviations: float = 8.0
     """Robust standard deviations above the median of recent losses that make a spike. Unused with ``spike = "off"``."""
     spike_window: int = 128
@@ -29,11 +29,11 @@ class StabilitySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Most rollbacks without a newer checkpoint in between; one more ends the run. Unused without a rollback."""
     roll_back_margin: int = 0
     """Steps before the bad one whose data is omitted as well. Unused without a rollback."""
-    layers_every: int = 200
+    layer_stats_every: int = 200
     """Steps between measurements of each layer's gradient, weight and activation norms. 0: never."""
-    grad_norm_limit: float = 10.0
+    grad_norm_max: float = 10.0
     """Gradient norm above which to warn. 0: never."""
-    vanishing: float = 1e-6
+    grad_norm_min: float = 1e-6
     """Gradient norm below which, if it stays there, to warn. 0: never."""
     clipped_share: float = 0.5
     """Share of clipped steps among the last 100 above which to warn. 0: never."""
@@ -46,9 +46,9 @@ class StabilitySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         for name in (
             "max_roll_backs",
             "roll_back_margin",
-            "layers_every",
-            "grad_norm_limit",
-            "vanishing",
+            "layer_stats_every",
+            "grad_norm_max",
+            "grad_norm_min",
             "clipped_share",
             "slowdown",
         ):
@@ -61,4 +61,4 @@ class StabilitySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def can_roll_back(self) -> bool:
-        return self.then == "roll-back" or self.spike == "roll-back"
+        return self.on_divergence == "roll-back" or self.spike == "roll-back"

@@ -16,7 +16,7 @@ class TrackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     A separate process reads the logged rows and uploads them; a failing tracker never ends a run.
     """
 
-    to: tuple[Tracker, ...] = ()
+    trackers: tuple[Tracker, ...] = ()
     """Trackers to use. Empty: none."""
     project: str = ""
     """Project in W&B, experiment in MLflow. Empty: ``WANDB_PROJECT`` or ``MLFLOW_EXPERIMENT_NAME``, otherwise the run's
@@ -27,8 +27,8 @@ class TrackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Keep everything in the run folder, for ``wandb sync``. W&B only."""
 
     def __post_init__(self) -> None:
-        if len(set(self.to)) < len(self.to):
-            raise ValueError(f"to = {list(self.to)}: contains a duplicate")
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"trackers = {list(self.trackers)}: contains a duplicate")
         if "@" in urlsplit(self.uri).netloc:
             raise ValueError(
                 "uri: contains a user name or password, which the run would keep; set them in the environment, as "

@@ -17,8 +17,8 @@ from clustertrain import proc, schema
 from clustertrain.agent import scratch_run
 from clustertrain.config.checkpoint import CheckpointSpec
 from clustertrain.config.contract import ContractSpec
+from clustertrain.config.preemption_test import PreemptionTestSpec
 from clustertrain.config.recipe import Recipe
-from clustertrain.config.rehearsal import RehearsalSpec
 from clustertrain.config.tracking import TrackingSpec
 from clustertrain.diagnose.registry import Finding, Verdict, overall_verdict
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, CommandFailed, ConfigError, UsageError
@@ -126,8 +126,8 @@ def _without_side_effects(prepared: PreparedRun) -> PreparedRun:
         tracking=TrackingSpec(),
         # Parameters that unfreeze later are checked in their unfrozen state.
         optim=msgspec.structs.replace(original.optim, unfreeze=()),
-        rehearsal=RehearsalSpec(),
-        checkpoint=CheckpointSpec(engine=original.checkpoint.engine, background=original.checkpoint.background),
+        preemption_test=PreemptionTestSpec(),
+        checkpoint=CheckpointSpec(engine=original.checkpoint.engine, async_save=original.checkpoint.async_save),
         train=msgspec.structs.replace(original.train, profile=""),
     )
     return dataclasses.replace(prepared, spec=msgspec.structs.replace(prepared.spec, recipe=recipe))

@@ -209,9 +209,9 @@ def _check_cpu_support(precision: Precision, parallel: ParallelSpec, layout: Lay
             "remove it",
         ),
         (
-            parallel.context == "ring" and layout.cp > 1,
-            "parallel.context = 'ring': torch supports ring attention on GPUs only",
-            "use parallel.context = 'all-gather'",
+            parallel.context_parallel_method == "ring" and layout.cp > 1,
+            "parallel.context_parallel_method = 'ring': torch supports ring attention on GPUs only",
+            "use parallel.context_parallel_method = 'all-gather'",
         ),
         (layout.offload, "parallel.offload: there is no GPU memory to relieve", "remove it"),
     ):

@@ -8,7 +8,7 @@ Keys: ``step`` (optimizer steps done), ``t`` (UTC epoch s, when the step ended),
 tokens, ``samples_per_s`` (of all ranks), ``data_wait_s`` (of rank 0), ``allocated_gib`` (of rank 0's GPU) and what the
 user logs; ``evaluation`` is "cut short" where a stop has cut it short: the next attempt makes up for it and tells the
 row once more; every ``log_every`` steps ``peak_allocated_gib`` of rank 0, on a CPU ``rss_gib`` instead. Every
-``stability.layers_every`` steps columns ``grad_norm/UNIT``, ``weight_norm/UNIT``, ``update_ratio/UNIT``,
+``stability.layer_stats_every`` steps columns ``grad_norm/UNIT``, ``weight_norm/UNIT``, ``update_ratio/UNIT``,
 ``activation/UNIT`` and ``dead/MODULE``. ``bad_samples``: in words, those of a step that was skipped or is a spike.
 
 ``sum_skipped`` is how many steps of the run were skipped, where there are any. ``sum_step_s``, ``sum_tokens`` and

@@ -15,8 +15,8 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 
 HASH_DIGITS = 16
-# Monitoring, tracking and rehearsed stops do not change what is trained.
-_EXCLUDED_TABLES = ("telemetry", "tracking", "rehearsal")
+# Monitoring, tracking and preemption tests do not change what is trained.
+_EXCLUDED_TABLES = ("telemetry", "tracking", "preemption_test")
 
 
 def hash_run_spec(spec: RunSpec) -> str:

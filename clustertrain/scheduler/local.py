@@ -135,8 +135,8 @@ class LocalBackend(Backend):
                 after=after,
                 reason=f"waits for {after}" if after else "",
                 time_limit_s=parse_time_limit_s(submission.options.get("time", spec.job.time)),
-                grace_s=spec.recipe.rehearsal.grace_s,
-                preempt_at_steps=spec.recipe.rehearsal.preempt_at_steps,
+                grace_s=spec.recipe.preemption_test.grace_s,
+                preempt_at_steps=spec.recipe.preemption_test.preempt_at_steps,
             )
         )
         env = settings.strip_allocation_env(submission.environ if submission.environ is not None else os.environ)

@@ -125,10 +125,12 @@ class LocalSupervisor:
         )
 
     def _log_missed_preemptions(self, steps: Sequence[int]) -> None:
-        """Log preemptions that did not happen because the run ended first, so that a rehearsal does not mislead."""
+        """Log preemptions that did not happen because the run ended first: the test has then shown nothing."""
         if not steps:
             return
-        message = f"rehearsal.preempt_at_steps: the job ended before it was preempted at {', '.join(map(str, steps))}"
+        message = (
+            f"preemption_test.preempt_at_steps: the job ended before it was preempted at {', '.join(map(str, steps))}"
+        )
         with suppress(OSError), self.run.job_log.open("a") as log:
             log.write(f"clustertrain: {message}\n")
 

@@ -22,7 +22,7 @@ from clustertrain.config.checks import image_checks, storage_paths, unused_keys
 from clustertrain.config.checks.cross_checks import check_contract as check_contract_metric
 from clustertrain.config.checks.script_keys import is_trainer_key
 from clustertrain.config.parsing import time_limits
-from clustertrain.config.recipe import RehearsalSpec
+from clustertrain.config.recipe import PreemptionTestSpec
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.plan import checks as plan_checks
 from clustertrain.plan import script_checks
@@ -200,22 +200,22 @@ def check_time_limit(run: ResolvedRun) -> None:
     time_limits.parse_time_limit_s(run.spec.job.time)
 
 
-def check_rehearsal(run: ResolvedRun) -> Notes:
-    """Refuse rehearsed preemptions that would never happen: on Slurm, or after the last step."""
-    rehearsal, steps = run.spec.recipe.rehearsal, run.spec.recipe.train.steps
+def check_preemption_test(run: ResolvedRun) -> Notes:
+    """Refuse a preemption test whose preemptions would never happen: on Slurm, or after the last step."""
+    test, steps = run.spec.recipe.preemption_test, run.spec.recipe.train.steps
     if run.spec.job.backend != "local":
-        if rehearsal.preempt_at_steps:
+        if test.preempt_at_steps:
             raise ConfigError(
-                "rehearsal.preempt_at_steps: only the local backend rehearses preemptions",
+                "preemption_test.preempt_at_steps: only the local backend runs a preemption test",
                 fix="use --backend local, or remove the table",
             )
-        is_changed = rehearsal.grace_s != RehearsalSpec().grace_s
-        note = "rehearsal.grace_s has no effect on Slurm, where the grace time of the cluster applies"
+        is_changed = test.grace_s != PreemptionTestSpec().grace_s
+        note = "preemption_test.grace_s has no effect on Slurm, where the grace time of the cluster applies"
         return [note] if is_changed else []
-    late_steps = [step for step in rehearsal.preempt_at_steps if step >= steps]
+    late_steps = [step for step in test.preempt_at_steps if step >= steps]
     if late_steps and run.spec.script is None:
         raise ConfigError(
-            f"rehearsal.preempt_at_steps: step {late_steps[0]} is never reached (train.steps = {steps})",
+            f"preemption_test.preempt_at_steps: step {late_steps[0]} is never reached (train.steps = {steps})",
             fix="name earlier steps",
         )
     return []
@@ -300,7 +300,7 @@ RUN_CHECKS: tuple[Callable[[ResolvedRun], Notes], ...] = (
     check_utf8_spec,
     check_environment,
     check_time_limit,
-    check_rehearsal,
+    check_preemption_test,
 )
 PLAN_CHECKS: tuple[Callable[[PreparedRun], Notes], ...] = (
     check_memory,

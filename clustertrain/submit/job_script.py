@@ -161,7 +161,7 @@ def _resource_options(inputs: ScriptInput) -> list[tuple[str, str]]:
     """Return the options for GPUs and cores per node, which sbatch and srun share."""
     job = inputs.spec.job
     pairs = []
-    # On the CPU `gpus` counts ranks. A named GPU type still requests devices: the rehearsal of a GPU job.
+    # On the CPU `gpus` counts ranks. A named GPU type still requests devices: this tests a GPU job without GPUs.
     if inputs.plan.device == "cuda" or job.gpu_type:
         type_prefix = f"{job.gpu_type}:" if job.gpu_type else ""
         flag = inputs.profile.gpus_flag

@@ -77,7 +77,7 @@ def _decode(tree: Sysfs, command: str, text: str, target_type: type[list[T]]) ->
     try:
         return schema.decode(text, target_type)
     except msgspec.DecodeError as e:
-        tree.unread.append(f"{command}: {e}")
+        tree.read_errors.append(f"{command}: {e}")
         return []
 
 

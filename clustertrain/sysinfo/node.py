@@ -1,6 +1,6 @@
 """Read the hardware of a node from kernel files and ``ip``.
 
-Nothing raises: unreadable parts stay empty, with a note in ``unread``.
+Nothing raises: unreadable parts stay empty, with a note in ``read_errors``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_node(
         libfabric=_find_library(tree, _LIBFABRIC, "libfabric.so*", environ),
         aws_ofi_nccl=_find_library(tree, _AWS_OFI_NCCL, "libnccl-net*.so", environ),
         nccl_conf=_read_nccl_conf(tree, environ),
-        unread=tuple(tree.unread),
+        read_errors=tuple(tree.read_errors),
     )
 
 
@@ -62,7 +62,7 @@ def _run_ip(tree: Sysfs) -> IpOutput:
     try:
         return IpOutput(*(proc.run(["ip", "-j", obj], timeout_s=IP_TIMEOUT_S).stdout for obj in ("address", "route")))
     except (CommandFailed, OSError) as e:
-        tree.unread.append(f"no addresses of network interfaces: {e.args[0]}")
+        tree.read_errors.append(f"no addresses of network interfaces: {e.args[0]}")
         return IpOutput()
 
 

@@ -17,12 +17,12 @@ _ABSENT_ERRNOS = (errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.ENODEV)
 class Sysfs:
     """The kernel files of a node; paths are absolute as on the node (``/sys/class/net``).
 
-    ``unread`` collects the notes on files that could not be read or parsed.
+    ``read_errors`` collects the notes on files that could not be read or parsed.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.unread: list[str] = []
+        self.read_errors: list[str] = []
 
     def host_path(self, path: str) -> Path:
         """Return the path of a node's file on this machine."""
@@ -71,11 +71,11 @@ class Sysfs:
 
     def note_unparsable(self, path: str, text: str, expected: str) -> None:
         """Note that the text of a file is not ``expected``, such as "a number"."""
-        self.unread.append(f"{path}: {text[:40]!r} is not {expected}")
+        self.read_errors.append(f"{path}: {text[:40]!r} is not {expected}")
 
     def _note_error(self, path: str, error: OSError) -> None:
         if error.errno not in _ABSENT_ERRNOS:
-            self.unread.append(f"{path}: {error.strerror or error}")
+            self.read_errors.append(f"{path}: {error.strerror or error}")
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:

@@ -54,7 +54,7 @@ def track(run: RunDir, attempt: int, stop_event: threading.Event) -> int:
     owner = TrackingOwner(run)
     metadata = run_facts.load_run_metadata(run, attempt)
     uploaders = []
-    for name in metadata.spec.to:
+    for name in metadata.spec.trackers:
         try:
             tracker = build_tracker(name, run, metadata)
         except Exception as e:  # a library that cannot be imported must not stop the other trackers

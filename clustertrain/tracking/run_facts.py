@@ -19,7 +19,7 @@ from clustertrain.run.recipe_hash import load_recipe_hash
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 
-_EXCLUDED_TABLES = ("telemetry", "tracking", "rehearsal")
+_EXCLUDED_TABLES = ("telemetry", "tracking", "preemption_test")
 
 
 class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):

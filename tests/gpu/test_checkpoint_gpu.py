@@ -56,7 +56,7 @@ def values(state: dict[str, Any]) -> list[torch.Tensor]:
 def restored(root: Path, step: int) -> list[torch.Tensor]:
     state = state_of(99)
     reader = CheckpointManager(
-        root, Ranks(), CheckpointConfig(attempt="9", layout={}, background=False, device=torch.device("cuda", 0))
+        root, Ranks(), CheckpointConfig(attempt="9", layout={}, async_save=False, device=torch.device("cuda", 0))
     )
     found = reader.restore(state)
     assert found is not None and found.step == step
@@ -115,6 +115,6 @@ def test_a_checkpoint_of_a_gpu_loads_on_a_cpu(manager: CheckpointManager, tmp_pa
     manager.save(1, state, wait=True)
     model = nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    reader = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="9", layout={}, background=False))
+    reader = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="9", layout={}, async_save=False))
     assert reader.restore({"model": model, "optimizer": optimizer}) is not None
     assert torch.equal(model.weight, state["model"].weight.cpu())

@@ -43,8 +43,8 @@ log_every = 500
 every = 1000
 """
 STEPS = 4000
-REHEARSAL = """
-[rehearsal]
+PREEMPTION_TEST = """
+[preemption_test]
 preempt_at_steps = [300]
 grace_s = 120
 """
@@ -90,7 +90,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def preempted(home: Path) -> dict[str, Any]:
     """The status of a run on the GPU that was preempted once and has completed."""
-    return _train(home, "preempted", REHEARSAL)
+    return _train(home, "preempted", PREEMPTION_TEST)
 
 
 def test_a_preempted_run_resumes_and_completes(preempted: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from clustertrain import fsio
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.config.checkpoint import CheckpointSpec
-from clustertrain.config.rehearsal import RehearsalSpec
+from clustertrain.config.preemption_test import PreemptionTestSpec
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
@@ -228,7 +228,7 @@ def undisturbed(submitted: Path, folder: Path) -> str:
     """
     given = RunDir(submitted)
     spec, plan = load_spec(given), fsio.read_json(given.plan)
-    recipe = msgspec.structs.replace(spec.recipe, checkpoint=CheckpointSpec(), rehearsal=RehearsalSpec())
+    recipe = msgspec.structs.replace(spec.recipe, checkpoint=CheckpointSpec(), preemption_test=PreemptionTestSpec())
     what = repr((recipe, spec.script, plan["layout"], plan["batch"]))
     if what not in _known:
         run = RunDir(folder)

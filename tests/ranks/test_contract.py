@@ -82,7 +82,7 @@ def kept(run: RunDir) -> dict[int, float | None]:
 
 
 def test_a_run_that_gets_no_better_ends_early_and_keeps_its_best_checkpoint(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", **{**EACH, "evaluation": {"every": 1, "patience": 3, "rising": 2}})
+    run = run_of(tmp_path / "run", **{**EACH, "evaluation": {"every": 1, "patience": 3, "warn_when_rising": 2}})
     ranks = Ranks(run, 2, setup=losses, args=FOUND).expect(0)
     why = "early stop: validation_loss has not improved for 3 evaluations"
     for result in ranks.results():
@@ -146,7 +146,7 @@ def test_a_budget_that_is_spent_ends_the_run_with_a_checkpoint(tmp_path: Path) -
 
 
 def test_a_budget_that_only_warns(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", contract={"gpu_hours": 1e-9, "when_spent": "warn"})
+    run = run_of(tmp_path / "run", contract={"gpu_hours": 1e-9, "on_budget_spent": "warn"})
     ranks = Ranks(run, 2, setup=losses, args=FOUND).expect(0)
     assert ranks.results()[0]["ending"] == "completed"
     (warning,) = [e for e in ranks.events("training_warning") if e["code"] == "budget_spent"]

@@ -79,7 +79,7 @@ def test_images_are_changed_alike_on_any_number_of_ranks_and_workers(tmp_path: P
 def test_a_resume_on_other_ranks_neither_repeats_nor_skips_a_sample(tmp_path: Path) -> None:
     (tmp_path / "taken_from.py").write_text(TAKEN)
     count, steps = 96, 6  # of 16 samples each: one epoch
-    data = {"kind": "own", "entry": "taken_from:Taken", "args": {"count": count, "folder": str(tmp_path)}}
+    data = {"kind": "custom", "entry": "taken_from:Taken", "args": {"count": count, "folder": str(tmp_path)}}
     run = make_run(tmp_path / "run", "ddp", 2, steps=steps, every=4, model=CONVNET, data=data)
     stopped = Ranks(run, 2, 1, setup=import_and_stop, args=(str(tmp_path), 2)).expect(0)
     done = stopped.results()[0]["committed_step"]
@@ -128,7 +128,7 @@ def test_a_token_that_the_model_does_not_know_ends_the_run_with_its_sample(tmp_p
     folder = shards(tmp_path / "shards")
     index = fsio.read_json(folder / "index.json")
     assert isinstance(index, dict)
-    fsio.write_json(folder / "index.json", {**index, "largest": None})
+    fsio.write_json(folder / "index.json", {**index, "max_token_id": None})
     data = {"kind": "tokens", "path": str(folder), "seq_len": 48}
     run = make_run(tmp_path / "run", "ddp", 2, steps=4, model={"vocab_size": 60}, data=data)
     failed = Ranks(run, 2).expect(78)

@@ -21,7 +21,9 @@ from tests.runs import CLI, INTERRUPTIBLE
 
 pytestmark = pytest.mark.ranks
 RECIPES = Path(__file__).parents[1] / "fixtures" / "broken"
-ENTRY = '[model]\nentry = "{module}:{name}"\n[data]\nkind = "own"\nentry = "sound:Clouds"\n[train]\nglobal_batch = 8\n'
+ENTRY = (
+    '[model]\nentry = "{module}:{name}"\n[data]\nkind = "custom"\nentry = "sound:Clouds"\n[train]\nglobal_batch = 8\n'
+)
 
 
 @pytest.fixture

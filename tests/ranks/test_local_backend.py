@@ -73,7 +73,7 @@ def test_the_group_may_read_all_of_a_shared_run(submitted: Callable[..., Run], t
 
 
 def test_preempted_twice_on_purpose_it_ends_with_the_same_bits(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    recipe = runs.write_recipe(tmp_path, more="[rehearsal]\npreempt_at_steps = [20, 60]\n")
+    recipe = runs.write_recipe(tmp_path, more="[preemption_test]\npreempt_at_steps = [20, 60]\n")
     run = submitted(*PAIR, str(recipe))
     status = run.complete()
     assert run.endings() == ["preempted", "preempted", "completed"]
@@ -104,7 +104,7 @@ def test_what_ignores_the_warning_is_killed_after_the_grace_time_and_started_aga
         "        if step == 2 and os.environ['CLUSTERTRAIN_ATTEMPT'] == '1':\n"
         "            time.sleep(3600)\n"
     )
-    recipe_like = ("--set", "rehearsal.preempt_at_steps=[1, 1000]", "--set", "rehearsal.grace_s=3")
+    recipe_like = ("--set", "preemption_test.preempt_at_steps=[1, 1000]", "--set", "preemption_test.grace_s=3")
     run = submitted(*ALONE, *recipe_like, str(script))
     status = run.complete()
     assert run.endings() == ["preempted", "completed"]
@@ -122,7 +122,7 @@ def test_a_warning_in_the_last_step_comes_too_late_and_is_told(submitted: Callab
         "    for step in s.steps(total=2, state={'done': 0}):\n"
         "        time.sleep(step * 2)\n"
     )
-    run = submitted(*ALONE, "--set", "rehearsal.preempt_at_steps=[1]", str(script))
+    run = submitted(*ALONE, "--set", "preemption_test.preempt_at_steps=[1]", str(script))
     run.complete()
     assert run.endings() == ["completed"]
     said = "the job ended before it was preempted at 1"
@@ -227,7 +227,7 @@ def test_requeue_by_hand_changes_the_time_limit(submitted: Callable[..., Run], t
 
 
 def test_max_requeues_0_ends_the_run_at_its_first_preemption(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    recipe = runs.write_recipe(tmp_path, steps=1000, more="[rehearsal]\npreempt_at_steps = [5]\n")
+    recipe = runs.write_recipe(tmp_path, steps=1000, more="[preemption_test]\npreempt_at_steps = [5]\n")
     run = submitted(*ALONE, "--max-requeues", "0", str(recipe))
     status = run.wait_until_final()
     assert (status["state"], run.endings()) == ("failed", ["preempted"])

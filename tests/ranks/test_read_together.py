@@ -57,7 +57,7 @@ def state_of(how: str, filled: bool) -> dict[str, Any]:
 
 def manager_of(team: Team, folder: Path) -> CheckpointManager:
     return CheckpointManager(
-        folder, Ranks(team.own_group()), CheckpointConfig(attempt="1", layout={}, background=False)
+        folder, Ranks(team.own_group()), CheckpointConfig(attempt="1", layout={}, async_save=False)
     )
 
 

@@ -20,9 +20,9 @@ MORE = """
 [schedule]
 warmup_steps = 2
 [tracking]
-to = ["tensorboard", "wandb"]
+trackers = ["tensorboard", "wandb"]
 offline = true
-[rehearsal]
+[preemption_test]
 preempt_at_steps = [10]
 """
 

@@ -176,7 +176,7 @@ def stopping_after_the_way_back() -> None:
 
 
 def test_going_back_again_and_again_ends_the_run(tmp_path: Path) -> None:
-    tables = {"stability": {"then": "roll-back", "max_skipped": 1, "max_roll_backs": 2}}
+    tables = {"stability": {"on_divergence": "roll-back", "max_skipped": 1, "max_roll_backs": 2}}
     run = run_of(tmp_path / "run", SINGLE, steps=9, every=2, tables=tables)
     # Wherever the run goes back to, the next step is bad.
     ranks = Ranks(run, 1, setup=faulty_data.poison_gradients, args=(0, range(4, 99))).expect(78)
@@ -211,7 +211,7 @@ def test_each_way_to_clip_equals_one_process(tmp_path: Path, layout: Layout, opt
 @pytest.mark.parametrize("layout", [DDP, ZERO1, FSDP, FSDP_TP, FSDP_PP], ids=Layout.describe)
 def test_figures_of_layers_do_not_depend_on_the_layout(tmp_path: Path, layout: Layout) -> None:
     def figures(name: str, layout: Layout) -> dict[str, float]:
-        run = run_of(tmp_path / name, layout, steps=2, every=50, tables={"stability": {"layers_every": 2}})
+        run = run_of(tmp_path / name, layout, steps=2, every=50, tables={"stability": {"layer_stats_every": 2}})
         rows = Ranks(run, layout.world_size).expect(0).rows()
         assert not any("/" in key for key in rows[0])
         return {k: v for k, v in rows[1].items() if "/" in k}

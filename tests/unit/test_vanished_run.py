@@ -48,7 +48,7 @@ def test_a_process_of_the_run_makes_no_other_folder_of_its_name(run: RunDir, wri
 
 
 def test_a_save_fails_and_says_why(run: RunDir) -> None:
-    manager = CheckpointManager(run.checkpoints, Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
+    manager = CheckpointManager(run.checkpoints, Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     manager.restore(state_of(0.0))
     assert manager.save(5, state_of(1.0))
     shutil.rmtree(run.path)

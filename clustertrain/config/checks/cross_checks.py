@@ -76,7 +76,7 @@ def _check_objective(recipe: Recipe) -> None:
     if recipe.model.entry:
         return
     expected = "nt-xent" if recipe.model.kind == "two-tower" else "cross-entropy"
-    if recipe.data_kind != "own" and recipe.objective_kind != expected:
+    if recipe.data_kind != "custom" and recipe.objective_kind != expected:
         raise ValueError(
             f"objective.kind = {recipe.objective_kind!r}: a {recipe.model.kind} on {recipe.data_kind} is trained with "
             + expected
@@ -232,7 +232,7 @@ def _check_roll_back(recipe: Recipe) -> None:
             f"stability rolls back, and checkpoint.every = {checkpoint.every} is not less than train.steps = "
             f"{recipe.train.steps}: there would be no checkpoint to return to"
         )
-    reach = stability.roll_back_margin + (stability.max_skipped if stability.then == "roll-back" else 1)
+    reach = stability.roll_back_margin + (stability.max_skipped if stability.on_divergence == "roll-back" else 1)
     if checkpoint.keep * checkpoint.every <= reach:
         raise ValueError(
             f"stability rolls back by up to {reach} steps, but checkpoint.keep = {checkpoint.keep} with every = "

@@ -91,7 +91,7 @@ _ZERO_DISABLES = (
     "optim.momentum",
     "schedule.warmup_steps",
     "schedule.cooldown_steps",
-    "evaluation.rising",
+    "evaluation.warn_when_rising",
 )
 
 
@@ -140,9 +140,9 @@ def _when_data(*kinds: str) -> KeyCondition:
 
 def _when_tracking(*trackers: str) -> KeyCondition:
     return KeyCondition(
-        lambda recipe: any(name in recipe.tracking.to for name in trackers),
-        lambda recipe: f"tracking.to = {format_value(recipe.tracking.to)}",
-        f"set tracking.to = {' or '.join(format_value([name]) for name in trackers)}",
+        lambda recipe: any(name in recipe.tracking.trackers for name in trackers),
+        lambda recipe: f"tracking.trackers = {format_value(recipe.tracking.trackers)}",
+        f"set tracking.trackers = {' or '.join(format_value([name]) for name in trackers)}",
     )
 
 
@@ -183,7 +183,7 @@ _BUDGET = KeyCondition(
 _ROLL_BACK = KeyCondition(
     lambda recipe: recipe.stability.can_roll_back,
     lambda recipe: (
-        f"stability.then = {format_value(recipe.stability.then)} and stability.spike ="
+        f"stability.on_divergence = {format_value(recipe.stability.on_divergence)} and stability.spike ="
         f" {format_value(recipe.stability.spike)}"
     ),
     'set one of these to "roll-back"',
@@ -248,7 +248,7 @@ _CONDITIONS: tuple[tuple[str, KeyCondition], ...] = (
     *((f"schedule.{name}", _when_schedule("one-cycle")) for name in ("rise", "initial", "final")),
     *((f"schedule.{name}", _when_schedule("plateau")) for name in ("factor", "patience", "threshold")),
     ("evaluation", _VALIDATION),
-    ("contract.when_spent", _BUDGET),
+    ("contract.on_budget_spent", _BUDGET),
     ("contract.gpu_hour_cost", _BUDGET),
     *(
         (

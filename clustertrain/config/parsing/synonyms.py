@@ -86,11 +86,11 @@ _KEYS: Mapping[str, str] = {
     "checkpoint.every": "save_steps save_interval save_every every_n_train_steps interval",
     "checkpoint.keep": "save_total_limit keep_latest_k max_to_keep keep_last",
     "checkpoint.keep_best": "save_top_k load_best_model_at_end save_best",
-    "checkpoint.background": "async_save async_mode async_checkpoint",
+    "checkpoint.async_save": "background async_mode async_checkpoint",
     "job.checkpoint_dir": "output_dir default_root_dir save_dir checkpoint_folder",
     "telemetry": "monitoring metrics_export",
     "tracking": "logger logging loggers wandb tensorboard mlflow",
-    "tracking.to": "report_to log_with enable_wandb enable_tensorboard",
+    "tracking.trackers": "to report_to log_with enable_wandb enable_tensorboard",
     "tracking.project": "project_name wandb_project experiment",
 }
 # Of keys whose values are not those of the others' names.
@@ -128,7 +128,7 @@ _WORDS: Mapping[str, str] = {
     "wandb": "weights-and-biases weights-biases",
     "images": "image vision",
     "tokens": "tokenized token",
-    "own": "custom",
+    "custom": "own",
     "accuracy": "acc top1",
     "perplexity": "ppl",
 }

@@ -4,8 +4,8 @@ A shard is a one-dimensional array of integers, as ``.npy`` (which includes its 
 ``.bin``. Documents are stored consecutively, and none continues in the next shard. A folder of ``.npy`` files needs no
 index; each file is then one document.
 
-    {"format": "clustertrain-tokens-1", "dtype": "uint16", "largest": 50256,
-     "shards": [{"file": "00000.bin", "tokens": 134217728, "ends": "00000.ends.npy"}]}
+    {"format": "clustertrain-tokens-1", "dtype": "uint16", "max_token_id": 50256,
+     "shards": [{"file": "00000.bin", "tokens": 134217728, "document_ends": "00000.ends.npy"}]}
 
 ``ends`` lists the exclusive ends of the documents, in tokens from the start of the shard: a list, or the name of an
 ``.npy`` file of int64. Without it the shard is one document.
@@ -33,7 +33,7 @@ class TokenShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """File name in the folder."""
     tokens: int | None = None
     """Number of tokens; None: all that the file holds."""
-    ends: tuple[int, ...] | str = ""
+    document_ends: tuple[int, ...] | str = ""
     """Ends of the documents, or the name of a file with them; empty: one document."""
 
 
@@ -44,7 +44,7 @@ class ShardIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     format: Literal["clustertrain-tokens-1"] = "clustertrain-tokens-1"
     dtype: TokenDtype | None = None
     """Type of the ``.bin`` shards."""
-    largest: int | None = None
+    max_token_id: int | None = None
     """Largest of all tokens; None: unknown, so each batch is checked."""
     tokenizer: str = ""
     """Name of the tokenizer, for humans."""
@@ -81,7 +81,10 @@ def load_index(folder: Path) -> ShardIndex:
 
 def _check_index(path: Path, index: ShardIndex) -> None:
     for shard in index.shards:
-        names = [shard.file, *([shard.ends] if isinstance(shard.ends, str) and shard.ends else [])]
+        names = [
+            shard.file,
+            *([shard.document_ends] if isinstance(shard.document_ends, str) and shard.document_ends else []),
+        ]
         for name in names:
             if Path(name).name != name:
                 raise ConfigError(f"{path}: {name!r} is not a file name", fix="name files in this folder")
@@ -93,9 +96,9 @@ def _check_index(path: Path, index: ShardIndex) -> None:
 
 def check_vocabulary(folder: Path, index: ShardIndex, vocab_size: int) -> None:
     """Raise ConfigError if the folder is known to contain tokens for which the model has no embedding."""
-    if index.largest is not None and index.largest >= vocab_size:
+    if index.max_token_id is not None and index.max_token_id >= vocab_size:
         raise ConfigError(
-            f"data.path = {str(folder)!r} has tokens up to {index.largest}, but model.vocab_size = {vocab_size} "
+            f"data.path = {str(folder)!r} has tokens up to {index.max_token_id}, but model.vocab_size = {vocab_size} "
             f"allows tokens up to {vocab_size - 1}",
-            fix=f"set model.vocab_size = {index.largest + 1} or more, or tokenize the text again",
+            fix=f"set model.vocab_size = {index.max_token_id + 1} or more, or tokenize the text again",
         )

@@ -126,7 +126,7 @@ def _block_bytes(model: DecoderShape, config: PassConfig, layout: Layout, framew
     norm = 2 * 4 * model.dim if cpu or framework.plain_norms else config.residual_bytes * model.dim
     mask = model.dim * (dtype_bytes if cpu else 1) if model.dropout else 0
     linear_inputs = (5 if config.autocast else 2) * model.dim / (sp_degree if framework.regathers else 1)
-    is_gathered = layout.cp > 1 and config.parallel.context == "all-gather"
+    is_gathered = layout.cp > 1 and config.parallel.context_parallel_method == "all-gather"
     kv = model.dim if framework.repeats_kv else _kv_width(model)
     if framework.keeps_fp8 and config.precision == "fp8":  # also attention's output and the last product
         linear_inputs = linear_inputs / 2 - (model.dim + model.hidden) / (2 * tp)

@@ -33,7 +33,7 @@ def format_tokens(recipe: Recipe, batch: Batch) -> str:
 
 def advise_learning_rate(recipe: Recipe, batch: Batch, data_parallel: int) -> tuple[list[str], list[str]]:
     """Return reasons and warnings about ``optim.lr`` at this batch for the recipe's optimizer."""
-    lr, tuned_batch, global_batch = recipe.optim.lr, recipe.optim.lr_batch, batch.global_batch
+    lr, tuned_batch, global_batch = recipe.optim.lr, recipe.optim.lr_reference_batch, batch.global_batch
     name = recipe.optim.name
     power = LINEAR_POWER if name in _LINEAR_OPTIMIZERS else SQRT_POWER
     rule = "x {}, arXiv 1706.02677" if power == LINEAR_POWER else "x sqrt({}), arXiv 2205.10287"
@@ -44,7 +44,7 @@ def advise_learning_rate(recipe: Recipe, batch: Batch, data_parallel: int) -> tu
         scaled = scale_lr(lr, global_batch / tuned_batch, power)
         return [
             f"lr {lr:g}: tuned for a batch of {tuned_batch}, but this one is {ratio} times that. Nothing is scaled: set"
-            f" optim.lr = {scaled:g} and optim.lr_batch = {global_batch} to scale it, with a warmup ({name}:"
+            f" optim.lr = {scaled:g} and optim.lr_reference_batch = {global_batch} to scale it, with a warmup ({name}:"
             f" {rule.format(ratio)})"
         ], []
     if not recipe.train.global_batch:
@@ -65,7 +65,7 @@ def _format_batch_too_large(tuned_batch: int, global_batch: int) -> str:
         f"the global batch of {global_batch} is {global_batch / tuned_batch:.3g} times the {tuned_batch} for which"
         f" optim.lr was tuned, and beyond {MAX_BATCH_SCALING} times a scaled rate lost accuracy (arXiv 1706.02677): use"
         f" train.global_batch = {MAX_BATCH_SCALING * tuned_batch} or less, or tune lr for this batch and"
-        f" set optim.lr_batch = {global_batch}"
+        f" set optim.lr_reference_batch = {global_batch}"
     )
 
 

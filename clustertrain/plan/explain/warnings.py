@@ -35,7 +35,7 @@ def unused_option_warnings(layout: Layout, parallel: ParallelSpec) -> list[str]:
     reasons = dict.fromkeys(unused, _unused_reason(layout))
     for degree, reason, names in (
         (layout.tp, "splits no layers (tp)", ("sequence_parallel", "loss_parallel", "async_tp")),
-        (layout.cp, "splits no sequences (cp)", ("context",)),
+        (layout.cp, "splits no sequences (cp)", ("context_parallel_method",)),
         (layout.pp, "has no stages (pp)", ("schedule", "virtual_stages", "split")),
     ):
         reasons |= dict.fromkeys(names, reason) if degree == 1 else {}
@@ -208,7 +208,7 @@ def budget_warnings(contract: ContractSpec, step_s: float | None, steps: int, ra
         f"contract.{name} = {getattr(contract, name):g} ({n:.4g} predicted)" for name, n in exceeded.items()
     )
     fraction = min(getattr(contract, name) / n for name, n in exceeded.items())
-    action = "the run stops" if contract.when_spent == "stop" else "there is a warning"
+    action = "the run stops" if contract.on_budget_spent == "stop" else "there is a warning"
     return [
         f"{steps} steps of {step_s:.3g} s on {pluralize(ranks, 'rank')} need more than {limits}: {action} at about step"
         f" {int(fraction * steps)}, sooner with start-up, evaluations and checkpoints"

@@ -37,7 +37,7 @@ _PRECISIONS = (
     (r"tf32", "tf32"),
     (r"fp32", "fp32"),
 )
-RING_ATTENTION = ParallelSpec(context="ring")  # context parallelism in the frameworks of the table
+RING_ATTENTION = ParallelSpec(context_parallel_method="ring")  # context parallelism in the frameworks of the table
 # Model families with SwiGLU, if the number of parameters does not decide.
 _GATED_FAMILIES = re.compile(r"llama|qwen|mistral|internlm|gemma", re.IGNORECASE)
 

@@ -47,7 +47,7 @@ class ContractStatus(msgspec.Struct, frozen=True, kw_only=True):
     used: BudgetUsage | None = None
     left: dict[str, float] = {}
     """What is left of each limit that the contract sets."""
-    when_spent: str = "stop"
+    on_budget_spent: str = "stop"
     resume: str = "elastic"
 
 
@@ -87,7 +87,7 @@ def load_contract_status(run: RunDir, history: Sequence[Attempt], now: float | N
         },
         used=usage,
         left=budget.remaining(contract, usage) if usage is not None else {},
-        when_spent=contract.when_spent,
+        on_budget_spent=contract.on_budget_spent,
         resume=contract.resume,
     )
 

@@ -31,18 +31,23 @@ def check_trackers(spec: TrackingSpec, python: str, environ: Mapping[str, str]) 
         ConfigError: a package is not installed for this interpreter, which the job uses too.
     """
     notes = []
-    for name in spec.to:
+    for name in spec.trackers:
         if python == sys.executable and not is_installed(_PACKAGES[name]):
             extra = "clustertrain" if name == "tensorboard" else f"clustertrain[{name}]"
             raise ConfigError(
-                f"tracking.to = {name!r}: the package {_PACKAGES[name]} is not installed",
+                f"tracking.trackers = {name!r}: the package {_PACKAGES[name]} is not installed",
                 fix=f"pip install '{extra}', or leave it out",
             )
-    if "wandb" in spec.to and not spec.offline and not environ.get("WANDB_API_KEY") and not environ.get("WANDB_MODE"):
+    if (
+        "wandb" in spec.trackers
+        and not spec.offline
+        and not environ.get("WANDB_API_KEY")
+        and not environ.get("WANDB_MODE")
+    ):
         notes.append(
             "tracking: no WANDB_API_KEY in the environment: without `wandb login` on the nodes the run stays offline"
         )
     uri = spec.uri or environ.get("MLFLOW_TRACKING_URI", "")
-    if "mlflow" in spec.to and uri and urlsplit(uri).scheme in ("", "file"):
+    if "mlflow" in spec.trackers and uri and urlsplit(uri).scheme in ("", "file"):
         notes.append(f"tracking.uri = {uri!r}: MLflow supports folder stores for old data only; use sqlite:///FILE")
     return notes

@@ -29,7 +29,7 @@ _PLAN_KEYS = ("device", "precision", "nodes", "gpus_per_node", "world_size", "ba
 _IGNORED_PREFIXES = (
     "recipe.telemetry.",
     "recipe.tracking.",
-    "recipe.rehearsal.",
+    "recipe.preemption_test.",
     "recipe.parallel.",
     "job.",
     "script.cwd",

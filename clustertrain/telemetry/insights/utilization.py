@@ -160,7 +160,7 @@ def _checkpoint_cause(job: JobContext) -> Cause | None:
         f"training was stalled for {share:.0%} of the job's"
         f" time{f' over {num_checkpoints:,} checkpoints' if num_checkpoints else ''}"
     )
-    fix = 'set checkpoint.every = "auto", which balances cost and lost work, or checkpoint.background = true'
+    fix = 'set checkpoint.every = "auto", which balances cost and lost work, or checkpoint.async_save = true'
     return Cause("checkpoint_often", text, fix, standalone=share >= HIGH_CHECKPOINT_SHARE, is_minor=job.is_short)
 
 

@@ -66,7 +66,7 @@ def build_datasets(recipe: Recipe, limits: Limits) -> Datasets:
 
 
 def _build_dataset(recipe: Recipe, data: DataSpec) -> Any:
-    if recipe.data_kind == "own":
+    if recipe.data_kind == "custom":
         return _build_from_entry(data)
     if recipe.data_kind == "images":
         return build_image_dataset(data)

@@ -106,10 +106,10 @@ class TokenCorpus:
         return tokens
 
     def _document_ends(self, shard: shard_format.TokenShard, tokens: int) -> IntArray:
-        if not isinstance(shard.ends, str):
-            ends = np.array(shard.ends, dtype=np.int64)
-        elif shard.ends:
-            path = self._folder / shard.ends
+        if not isinstance(shard.document_ends, str):
+            ends = np.array(shard.document_ends, dtype=np.int64)
+        elif shard.document_ends:
+            path = self._folder / shard.document_ends
             try:
                 ends = np.load(path, mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError) as e:

@@ -96,7 +96,7 @@ def _write_shards(
         shards.append(_write_shard(folder, len(shards), [tokens.astype(dtype) for _, tokens in group]))
     if not shards:
         raise ConfigError("no document has tokens", fix="check the input text and --documents")
-    index = ShardIndex(shards=tuple(shards), dtype=dtype, largest=largest, tokenizer=tokenizer)
+    index = ShardIndex(shards=tuple(shards), dtype=dtype, max_token_id=largest, tokenizer=tokenizer)
     fsio.write_bytes(folder / INDEX_FILE, msgspec.json.format(msgspec.json.encode(index), indent=1) + b"\n")
     return index
 
@@ -125,7 +125,7 @@ def _write_shard(folder: Path, number: int, documents: Sequence[Array]) -> Token
     with fsio.atomic_write(folder / f"{name}.bin") as out:
         for tokens in documents:
             out.write(tokens.tobytes())
-    return TokenShard(file=f"{name}.bin", tokens=int(ends[-1]), ends=f"{name}.ends.npy")
+    return TokenShard(file=f"{name}.bin", tokens=int(ends[-1]), document_ends=f"{name}.ends.npy")
 
 
 def read_documents(path: Path, pattern: str, unit: DocumentUnit, key: str) -> Iterator[bytes]:

@@ -91,10 +91,10 @@ def check(model: nn.Module, context: RankContext) -> None:
         UnsuitableEnvironment: ring attention without a GPU.
     """
     cp = context.layout.cp
-    if context.parallel.context == "ring" and context.device.type == "cpu":
+    if context.parallel.context_parallel_method == "ring" and context.device.type == "cpu":
         raise UnsuitableEnvironment(
-            'parallel.context = "ring": torch supports ring attention for GPUs only, and the device is cpu',
-            fix='use parallel.context = "all-gather"',
+            'parallel.context_parallel_method = "ring": torch supports ring attention on GPUs only',
+            fix='use parallel.context_parallel_method = "all-gather"',
         )
     dropout.check_no_attention_dropout(model, f"cp {cp}")
     if not any(isinstance(m, SelfAttention) for m in model.modules()):
@@ -106,7 +106,7 @@ def check(model: nn.Module, context: RankContext) -> None:
 
 def apply(model_part: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
     """Make each :class:`SelfAttention` of ``model_part``, a model or pipeline stage, attend across ``mesh``."""
-    ring = context.parallel.context == "ring"
+    ring = context.parallel.context_parallel_method == "ring"
     if ring:
         _enable_ring()
     for module in model_part.modules():

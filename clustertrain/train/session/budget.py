@@ -44,7 +44,7 @@ class BudgetTracker:
     def should_stop(self) -> bool:
         """Return whether the run must end because the budget is spent; true only once, as the ranks act a step later.
 
-        With ``when_spent = "warn"`` this reports a warning instead.
+        With ``on_budget_spent = "warn"`` this reports a warning instead.
         """
         if not self._is_enabled or self._is_reported:
             return False
@@ -52,9 +52,9 @@ class BudgetTracker:
         if not reason:
             return False
         self._is_reported = True
-        if self._contract.when_spent == "stop":
+        if self._contract.on_budget_spent == "stop":
             return True
-        fix = "cancel the run or let it continue: contract.when_spent is 'warn'"
+        fix = "cancel the run or let it continue: contract.on_budget_spent is 'warn'"
         self._emit_event(
             "training_warning", code="budget_spent", text=reason, fix=fix, step=None, value=None, limit=None
         )

@@ -39,7 +39,7 @@ def build_config(context: RankContext, keep: int | None, early_stopping: EarlySt
         layout={f: getattr(context.layout, f) for f in context.layout.__struct_fields__},
         policy=policy,
         engine=spec.engine,
-        background=spec.background,
+        async_save=spec.async_save,
         device=context.device,
         # All nodes of the local backend are this machine.
         local_world_size=context.world_size if settings.LOCAL_JOB in os.environ else context.local_world_size,

@@ -360,9 +360,9 @@ class Session:
         metric: str = "validation_loss",
         higher_is_better: bool = False,
         patience: int = 0,
-        rising: int = 3,
+        warn_when_rising: int = 3,
         slices: Sequence[str] = (),
-        then: Callable[[float], None] | None = None,
+        on_value: Callable[[float], None] | None = None,
         **options: Any,
     ) -> EvaluationSchedule:
         """Return a schedule of evaluations, every ``every`` steps and at the end, for :meth:`steps`.
@@ -371,22 +371,22 @@ class Session:
         ``patience`` evaluations without an improvement (0: never).
 
         Args:
-            rising: warn after this many evaluations in a row with a rising loss; 0: never.
+            warn_when_rising: warn after this many evaluations in a row with a rising loss; 0: never.
             slices: slices that must not regress; they are reported with their best value.
-            then: called with the value of ``metric``, for example ``LearningRate.observe``.
+            on_value: called with the value of ``metric``, for example ``LearningRate.observe``.
             options: further arguments of :meth:`evaluate`.
 
         Raises:
             UsageError: ``every`` is below 1.
         """
         early_stopping = EarlyStopping(
-            metric, higher_is_better=higher_is_better, patience=patience, rising_limit=rising, slices=slices
+            metric, higher_is_better=higher_is_better, patience=patience, rising_limit=warn_when_rising, slices=slices
         )
         return EvaluationSchedule(
             lambda: self.evaluate(data, loss_fn, slices=slices, **options),
             every=every,
             early_stopping=early_stopping,
-            on_value=then,
+            on_value=on_value,
         )
 
     def accumulate(self, model: nn.Module, micro_batches: list[Any]) -> Iterator[Any]:

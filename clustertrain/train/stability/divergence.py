@@ -92,11 +92,11 @@ class DivergencePolicy:
             return None
         first = self._first_skipped
         reason = f"{self._consecutive_skips} steps in a row skipped, {first} to {step}: {describe_problem(values)}"
-        if spec.then == "roll-back":
+        if spec.on_divergence == "roll-back":
             return Rollback(first, step, reason)
         raise Diverged(
             f"{reason}; a requeue would fail the same way",
-            fix='see "Stability" in the docs: lower the learning rate, lengthen warmup, set stability.then = '
+            fix='see "Stability" in the docs: lower the learning rate, lengthen warmup, set stability.on_divergence = '
             '"roll-back", or inspect the data of these steps, listed in their rows (bad_samples)',
         )
 

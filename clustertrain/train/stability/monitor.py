@@ -39,7 +39,7 @@ class StabilityMonitor:
 
     def layer_stats_for(self, step: int) -> LayerStats | None:
         """Return the collector of layer statistics if step ``step``, counted from 1, is due for them."""
-        if not self._spec.layers_every or step % self._spec.layers_every:
+        if not self._spec.layer_stats_every or step % self._spec.layer_stats_every:
             return None
         if self._layer_stats is None:
             self._layer_stats = LayerStats(self._model, self._context)

@@ -129,24 +129,24 @@ class WarningReporter:
 
     def _find_norm_warnings(self, norm: float, clip_fraction: float | None) -> Iterator[TrainingWarning]:
         spec = self._spec
-        if spec.grad_norm_limit and norm > spec.grad_norm_limit:
+        if spec.grad_norm_max and norm > spec.grad_norm_max:
             yield TrainingWarning(
                 "grad_norm_high",
                 f"the gradient norm is {norm:.4g}",
                 "lower the learning rate or lengthen warmup; clipping (optim.clip_norm) bounds the effect of one step",
                 norm,
-                spec.grad_norm_limit,
+                spec.grad_norm_max,
             )
         self._norms.append(norm)
-        self._vanishing_steps = self._vanishing_steps + 1 if norm < spec.vanishing else 0
+        self._vanishing_steps = self._vanishing_steps + 1 if norm < spec.grad_norm_min else 0
         if self._vanishing_steps >= VANISHING_STEPS:
             yield TrainingWarning(
                 "grad_vanishing",
-                f"the gradient norm has been below {spec.vanishing:g} for {self._vanishing_steps} steps",
+                f"the gradient norm has been below {spec.grad_norm_min:g} for {self._vanishing_steps} steps",
                 "find the layer where the gradient vanishes in the columns grad_norm/…; check for a learning rate or "
                 "loss scale that is too low, frozen parameters, and a loss at its minimum",
                 norm,
-                spec.vanishing,
+                spec.grad_norm_min,
             )
         if (
             clip_fraction is not None

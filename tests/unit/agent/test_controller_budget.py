@@ -49,7 +49,7 @@ def test_it_ends_before_its_first_step_where_the_budget_is_spent(run: RunDir) ->
 
 
 @pytest.mark.parametrize(
-    "contract", [ContractSpec(gpu_hours=8.1), ContractSpec(gpu_hours=1.0, when_spent="warn"), ContractSpec()]
+    "contract", [ContractSpec(gpu_hours=8.1), ContractSpec(gpu_hours=1.0, on_budget_spent="warn"), ContractSpec()]
 )
 def test_it_starts_where_something_is_left_or_it_only_warns(run: RunDir, contract: ContractSpec) -> None:
     assert Starting(run, contract).stop_if_budget_spent() is None

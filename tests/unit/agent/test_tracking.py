@@ -21,7 +21,7 @@ from tests.unit.tracking.tracked_runs import loss, make, write
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    run = make(tmp_path, tracking={"to": ["tensorboard"]})
+    run = make(tmp_path, tracking={"trackers": ["tensorboard"]})
     write(run, 1, 1, 2)
     return run
 

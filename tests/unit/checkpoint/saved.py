@@ -35,7 +35,7 @@ def save(
             attempt="1",
             layout={"strategy": "single"},
             policy=RetentionPolicy(keep=100),
-            background=False,
+            async_save=False,
             about={"recipe": msgspec.to_builtins(recipe)} if recipe else {},
         ),
     )

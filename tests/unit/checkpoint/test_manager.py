@@ -76,7 +76,7 @@ def manager(root: Path) -> CheckpointManager:
     return CheckpointManager(
         root,
         Ranks(),
-        CheckpointConfig(attempt="1", layout={"strategy": "single"}, policy=RetentionPolicy(keep=3), background=False),
+        CheckpointConfig(attempt="1", layout={"strategy": "single"}, policy=RetentionPolicy(keep=3), async_save=False),
     )
 
 
@@ -336,7 +336,7 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
     while True:
         shutil.rmtree(root, ignore_errors=True)
         first = CheckpointManager(
-            root, Ranks(), CheckpointConfig(attempt="1", layout={}, policy=RetentionPolicy(keep=1), background=False)
+            root, Ranks(), CheckpointConfig(attempt="1", layout={}, policy=RetentionPolicy(keep=1), async_save=False)
         )
         first.save(3, make_state(1))
         old = inspect.digest(inspect.find_checkpoint(root))
@@ -349,7 +349,7 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
                 finished = False
         new_state = make_state(5)
         second = CheckpointManager(
-            root, Ranks(), CheckpointConfig(attempt="2", layout={}, policy=RetentionPolicy(keep=1), background=False)
+            root, Ranks(), CheckpointConfig(attempt="2", layout={}, policy=RetentionPolicy(keep=1), async_save=False)
         )
         restored = second.restore(new_state)
         assert restored is not None, f"after {done}"

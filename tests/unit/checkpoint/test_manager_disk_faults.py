@@ -58,7 +58,7 @@ def manager_of(root: Path, attempt: str, *, background: bool = False) -> Checkpo
     return CheckpointManager(
         root,
         Ranks(),
-        CheckpointConfig(attempt=attempt, layout={}, policy=RetentionPolicy(keep=1), background=background),
+        CheckpointConfig(attempt=attempt, layout={}, policy=RetentionPolicy(keep=1), async_save=background),
     )
 
 
@@ -192,7 +192,7 @@ def test_half_a_file_of_a_killed_writer_is_no_part_of_the_checkpoint(
 
 
 def test_a_newer_format_is_no_reason_to_go_back(root: Path) -> None:
-    manager = CheckpointManager(root, Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
+    manager = CheckpointManager(root, Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     for step in (3, 6):
         manager.save(step, state_of(1.0))
     marker = index.step_folder(root, 6) / index.COMMITTED
@@ -204,7 +204,7 @@ def test_a_newer_format_is_no_reason_to_go_back(root: Path) -> None:
 
 def test_a_checkpoint_under_another_steps_name_is_damaged(root: Path) -> None:
     """Restored as step 6, the run would do the data of steps 4 to 6 never."""
-    manager = CheckpointManager(root, Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
+    manager = CheckpointManager(root, Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     manager.save(3, state_of(1.0))
     shutil.copytree(index.step_folder(root, 3), index.step_folder(root, 6))
     restored = manager.restore(state_of(0.0))
@@ -221,7 +221,7 @@ def shared() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     manager = CheckpointManager(
-        folder / "checkpoints", Ranks(), CheckpointConfig(attempt="1", layout={}, background=False)
+        folder / "checkpoints", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False)
     )
     for step in (3, 6):
         manager.save(step, state_of(float(step)))

@@ -30,7 +30,7 @@ def tokenized(folder: Path, *options: str) -> tuple[ShardIndex, list[list[int]],
     documents: list[list[int]] = []
     for shard in index.shards:
         tokens = np.fromfile(folder / "out" / shard.file, dtype=index.dtype)
-        ends = np.load(folder / "out" / str(shard.ends))
+        ends = np.load(folder / "out" / str(shard.document_ends))
         documents += [tokens[a:b].tolist() for a, b in zip([0, *ends], ends, strict=False)]
     return index, documents, done.output
 
@@ -46,14 +46,14 @@ def folder(tmp_path: Path) -> Path:
 def test_files_as_bytes(folder: Path) -> None:
     index, documents, said = tokenized(folder, "--end", "0")
     assert [bytes(d) for d in documents] == [b"one\ntwo three\n\0", b"four\0"]
-    assert (index.dtype, index.largest, index.tokenizer) == ("uint8", ord("w"), "bytes")
+    assert (index.dtype, index.max_token_id, index.tokenizer) == ("uint8", ord("w"), "bytes")
     assert "20 tokens in 1 shard of uint8, largest token 119; set model.vocab_size to at least 120" in said
 
 
 def test_lines_of_some_files_with_a_token_of_their_own(folder: Path) -> None:
     index, documents, _ = tokenized(folder, "--documents", "lines", "--pattern", "*.txt", "--end", "256")
     assert documents == [[*b"one", 256], [*b"two three", 256]]
-    assert (index.dtype, index.largest) == ("uint16", 256)
+    assert (index.dtype, index.max_token_id) == ("uint16", 256)
 
 
 def test_a_tokenizer_of_ones_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_a_tokenizer_of_ones_own(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         folder, "--tokenizer", "words_of_mine:words", "--documents", "lines", "--shard-tokens", "2", "--json"
     )
     assert documents == [[3000], [3000, 5000], [4000]] and index.dtype == "uint32"
-    assert json.loads(said) == {"folder": str(folder / "out"), "shards": 2, "tokens": 4, "largest": 5000}
+    assert json.loads(said) == {"folder": str(folder / "out"), "shards": 2, "tokens": 4, "max_token_id": 5000}
 
 
 def test_lines_of_json(folder: Path) -> None:

@@ -300,7 +300,7 @@ def test_runs_of_one_recipe(type_: Type, home: Path, pair: Any, capsys: pytest.C
         home,
         "again-aaaaaa",
         optim={"lr": 1e-3},
-        tracking={"to": ["tensorboard"]},
+        tracking={"trackers": ["tensorboard"]},
         telemetry={"interval_s": 2.0},
         **JUDGED,
     )

@@ -118,7 +118,12 @@ REFUSED: dict[str, Case] = {
         "parallel.async_tp",
         "remove it",
     ),
-    "ring-cpu": ({"cp": 2}, {"parallel": {"context": "ring"}, "device": "cpu"}, "ring attention", "'all-gather'"),
+    "ring-cpu": (
+        {"cp": 2},
+        {"parallel": {"context_parallel_method": "ring"}, "device": "cpu"},
+        "ring attention",
+        "'all-gather'",
+    ),
     "offload-cpu": ({"layout": "fsdp"}, {"parallel": {"offload": True}, "device": "cpu"}, "no GPU memory", "remove it"),
     "compiled-halves": (
         {"pp": 2},
@@ -169,7 +174,7 @@ def test_impossible_layout_shows_arithmetic_and_fix(case: str) -> None:
         ({"pp": 8}, {"parallel": {"schedule": "gpipe"}, "train": {"micro_batch": 32}}),
         ({"gpu_type": "h100"}, {"train": {"precision": "fp8"}}),
         # What does not belong to the layout in use has no effect.
-        ({"layout": "ddp"}, {"parallel": {"offload": True, "context": "ring"}, "device": "cpu"}),
+        ({"layout": "ddp"}, {"parallel": {"offload": True, "context_parallel_method": "ring"}, "device": "cpu"}),
         ({}, {"parallel": {"async_tp": True, "compile": True}, "device": "cpu"}),
         # A script's model is not known before it runs.
         ({"tp": 16}, {"script": True}),

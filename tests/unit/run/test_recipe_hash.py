@@ -21,7 +21,9 @@ def of(job: JobSpec = HERE, script: ScriptSpec | None = None, **tables: Any) -> 
 
 def test_where_and_how_it_is_watched_does_not_count() -> None:
     assert of() == of(JobSpec(name="other", nodes=4, partition="gpu"))
-    assert of() == of(telemetry={"interval_s": 5.0}, tracking={"to": ["wandb"]}, rehearsal={"preempt_at_steps": [3]})
+    assert of() == of(
+        telemetry={"interval_s": 5.0}, tracking={"trackers": ["wandb"]}, preemption_test={"preempt_at_steps": [3]}
+    )
 
 
 def test_a_default_that_is_written_out_is_the_same_recipe() -> None:

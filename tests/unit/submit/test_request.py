@@ -218,17 +218,19 @@ def test_bad_time_limit_is_refused(limit: str, ask: Prepare) -> None:
         ask(job={"time": limit})
 
 
-def test_rehearsed_preemptions_need_local_backend(ask: Prepare) -> None:
+def test_preemption_test_needs_local_backend(ask: Prepare) -> None:
     with pytest.raises(ConfigError, match="--backend local"):
-        ask(assignments=("rehearsal.preempt_at_steps=[5]",))
+        ask(assignments=("preemption_test.preempt_at_steps=[5]",))
     local = {"backend": "local", "device": "cpu"}
-    made = ask(assignments=("rehearsal.preempt_at_steps=[5]",), job=local)
-    assert made.spec.recipe.rehearsal.preempt_at_steps == (5,)
+    made = ask(assignments=("preemption_test.preempt_at_steps=[5]",), job=local)
+    assert made.spec.recipe.preemption_test.preempt_at_steps == (5,)
     with pytest.raises(ConfigError, match=r"step 200 is never reached"):
-        ask(assignments=("rehearsal.preempt_at_steps=[5, 200]",), job=local)
-    (note,) = (w for w in ask(assignments=("rehearsal.grace_s=3",)).plan.warnings if "rehearsal" in w)
-    assert "rehearsal.grace_s has no effect on Slurm" in note
-    assert not any("rehearsal" in w for w in ask(assignments=("rehearsal.grace_s=3",), job=local).plan.warnings)
+        ask(assignments=("preemption_test.preempt_at_steps=[5, 200]",), job=local)
+    (note,) = (w for w in ask(assignments=("preemption_test.grace_s=3",)).plan.warnings if "preemption_test" in w)
+    assert "preemption_test.grace_s has no effect on Slurm" in note
+    assert not any(
+        "preemption_test" in w for w in ask(assignments=("preemption_test.grace_s=3",), job=local).plan.warnings
+    )
 
 
 def test_profiled_steps_after_last_step_are_refused(ask: Prepare, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_each_kind_is_read_completely(kind: str, tmp_path: Path) -> None:
     cpus = facts.cpus
     counts = (len(facts.hcas), len(facts.efa), len(facts.gpus), cpus.sockets, cpus.cores, cpus.threads)
     assert (*counts, numa, [g.numa_node for g in facts.gpus]) == COUNTS[kind]
-    assert facts.unread == ()
+    assert facts.read_errors == ()
 
 
 def test_kinds_and_states_of_interfaces(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_unparsable_files_are_noted(tmp_path: Path) -> None:
     assert [n.index for n in facts.cpus.numa_nodes] == [0] and facts.cpus.cores is None
     assert {i.state for i in facts.interfaces if i.name == "eno3"} == {"down"}
     for part in ("mlx5_0/ports/1/rate", "bond0/speed", "node1/cpulist", "cpu/online", "ip -j address", "ip -j route"):
-        assert any(part in note for note in facts.unread), (part, facts.unread)
+        assert any(part in note for note in facts.read_errors), (part, facts.read_errors)
 
 
 def test_unreadable_sysfs_leaves_only_notes(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_unreadable_sysfs_leaves_only_notes(tmp_path: Path) -> None:
         (tmp_path / folder).symlink_to(tmp_path / folder)  # a link to itself: ELOOP, for root too
     facts = read_node(tmp_path, IpOutput(), environ={})
     assert (facts.interfaces, facts.hcas, facts.cpus.numa_nodes) == ((), (), ())
-    assert len(facts.unread) == 3 and all("symbolic links" in note for note in facts.unread)
+    assert len(facts.read_errors) == 3 and all("symbolic links" in note for note in facts.read_errors)
 
 
 def test_empty_root_has_no_facts(tmp_path: Path) -> None:
@@ -160,11 +160,11 @@ def test_missing_ip_command_only_loses_addresses(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     facts = read_node(tmp_path, environ={})
     assert {i.name: i.speed_gbit for i in facts.interfaces}["ens5f0np0"] == 100
-    assert [note for note in facts.unread if "ip: command not found" in note] == list(facts.unread)
+    assert [note for note in facts.read_errors if "ip: command not found" in note] == list(facts.read_errors)
 
 
 def test_this_machine_is_read() -> None:
     """Read the files of this machine and run its ``ip``, if installed."""
     facts = read_node()
     assert "lo" in {i.name for i in facts.interfaces}
-    assert facts.cpus.threads and not any("is not a" in note for note in facts.unread)
+    assert facts.cpus.threads and not any("is not a" in note for note in facts.read_errors)

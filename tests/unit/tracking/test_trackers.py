@@ -66,7 +66,7 @@ def preinstalled_database(request: pytest.FixtureRequest, tmp_path: Path) -> Non
 
 
 def make_tracked_run(folder: Path, to: str, **more: Any) -> RunDir:
-    return make(folder, tracking={"to": [to], **more}, contract={"task": "words", "target": "research"})
+    return make(folder, tracking={"trackers": [to], **more}, contract={"task": "words", "target": "research"})
 
 
 def build_tracker(run: RunDir, name: str, attempt: int = 1) -> Tracker:
@@ -239,7 +239,7 @@ def test_settings_contract_and_tags_are_uploaded(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("WANDB_SECRET_OF_MINE", "hunter2")
     run = make(
         tmp_path,
-        tracking={"to": list(ALL), "project": "words"},
+        tracking={"trackers": list(ALL), "project": "words"},
         contract={"task": "bytes", "metric": "loss"},
         telemetry={"alerts": {"webhook": "https://hooks.example/T0KEN"}},
     )
@@ -277,7 +277,7 @@ def test_script_settings_exclude_trainer_defaults(tmp_path: Path) -> None:
 
 
 def test_trackers_do_not_import_torch(tmp_path: Path) -> None:
-    run = make(tmp_path, tracking={"to": list(ALL)})
+    run = make(tmp_path, tracking={"trackers": list(ALL)})
     program = (
         "import sys\nfrom pathlib import Path\nfrom clustertrain.run.run_dir import RunDir\n"
         "from clustertrain.tracking import registry, run_facts, __main__\nrun = RunDir(Path(sys.argv[1]))\n"

@@ -74,7 +74,7 @@ def train(state: dict[str, Any], first: int, last: int, thaw: int = 0) -> None:
 
 def manager(root: Path, engine: str) -> CheckpointManager:
     return CheckpointManager(
-        root, Ranks(), CheckpointConfig(attempt="1", layout={"strategy": "single"}, engine=engine, background=False)
+        root, Ranks(), CheckpointConfig(attempt="1", layout={"strategy": "single"}, engine=engine, async_save=False)
     )
 
 

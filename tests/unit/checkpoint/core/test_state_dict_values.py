@@ -42,13 +42,13 @@ def test_numbers_that_json_lacks(tmp_path: Path, background: bool) -> None:
         "tagged": {"__float__": 1},
     }
     manager = CheckpointManager(
-        tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, background=background)
+        tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=background)
     )
     manager.save(1, {"state": saved}, wait=True)
     manager.close()
     found: dict[str, Any] = {"state": None}
     assert CheckpointManager(
-        tmp_path / "c", Ranks(), CheckpointConfig(attempt="2", layout={}, background=False)
+        tmp_path / "c", Ranks(), CheckpointConfig(attempt="2", layout={}, async_save=False)
     ).restore(found)
     got = found["state"]
     assert math.isnan(got.pop("none")) and math.isnan(saved.pop("none"))
@@ -63,7 +63,7 @@ def test_a_scheduler_saved_before_its_first_step_goes_on(tmp_path: Path) -> None
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
         return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
-    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
+    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     manager.save(1, made())
     restored = made()
     manager.restore(restored)
@@ -72,7 +72,7 @@ def test_a_scheduler_saved_before_its_first_step_goes_on(tmp_path: Path) -> None
 
 
 def test_text_that_is_none_is_refused_by_its_place(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
+    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     with pytest.raises(CheckpointError, match=r"state note: the text .* is no Unicode"):
         manager.save(1, {"note": "\ud800"})
 
@@ -94,7 +94,7 @@ def test_a_part_that_was_handed_in_is_not_touched_again(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_its_marker_is_damage_and_not_nothing(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
+    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     for step in (3, 6):
         manager.save(step, {"x": torch.ones(5)})
     (index.step_folder(tmp_path / "c", 6) / "COMMITTED").unlink()
@@ -107,7 +107,7 @@ def test_a_checkpoint_without_its_marker_is_damage_and_not_nothing(tmp_path: Pat
 
 
 def test_an_index_without_the_data_it_speaks_of_is_not_whole(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
+    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     saved = manager.save(3, {"x": torch.ones(5)})
     assert saved is not None
     manifest = index.read_manifest(saved.path)

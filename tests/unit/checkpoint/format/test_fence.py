@@ -43,7 +43,7 @@ def manager_of(run: RunDir, attempt: int, *, background: bool = False, keep: int
             attempt=str(attempt),
             layout={},
             policy=RetentionPolicy(keep=keep),
-            background=background,
+            async_save=background,
             fence=Fence(run=str(run.path), attempt=attempt),
         ),
     )

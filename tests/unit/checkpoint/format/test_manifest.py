@@ -97,7 +97,7 @@ def test_all_readers_call_a_wrong_index_damaged(what: str, tmp_path: Path) -> No
     rows = msgspec.json.decode(said)
     assert code == 0 and [row["verified"] for row in rows] == [None, False] and rows[1]["damage"]
     state = state_of(0.0)
-    CheckpointManager(tmp_path, Ranks(), CheckpointConfig(attempt="2", layout={}, background=False)).restore(state)
+    CheckpointManager(tmp_path, Ranks(), CheckpointConfig(attempt="2", layout={}, async_save=False)).restore(state)
     assert state["note"] == 1.0  # of the one before
 
 

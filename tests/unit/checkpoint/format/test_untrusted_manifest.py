@@ -31,7 +31,7 @@ class Bomb:
 
 def make(root: Path, engine: str) -> Path:
     manager = CheckpointManager(
-        root, Ranks(), CheckpointConfig(attempt="1", layout={}, engine=engine, background=False)
+        root, Ranks(), CheckpointConfig(attempt="1", layout={}, engine=engine, async_save=False)
     )
     saved = manager.save(3, {"model": torch.nn.Linear(3, 3), "note": "x"})
     assert saved is not None
@@ -39,7 +39,7 @@ def make(root: Path, engine: str) -> Path:
 
 
 def restore(root: Path) -> object:
-    reader = CheckpointManager(root, Ranks(), CheckpointConfig(attempt="2", layout={}, background=False))
+    reader = CheckpointManager(root, Ranks(), CheckpointConfig(attempt="2", layout={}, async_save=False))
     return reader.restore({"model": torch.nn.Linear(3, 3), "note": ""})
 
 

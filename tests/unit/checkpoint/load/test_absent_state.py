@@ -41,7 +41,7 @@ class Later:
 
 def manager(root: Path, told: list[SaveResult]) -> CheckpointManager:
     return CheckpointManager(
-        root, Ranks(), CheckpointConfig(attempt="1", layout={}, background=False), on_commit=told.append
+        root, Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False), on_commit=told.append
     )
 
 

@@ -424,7 +424,7 @@ def test_a_checkpoint_through_it_is_restored_and_verified(each: Engine, tmp_path
         return {"model": torch.nn.Linear(70, 50).bfloat16(), "mask": torch.rand(9) > 0.5, "step": torch.tensor(seed)}
 
     manager = CheckpointManager(
-        tmp_path, Ranks(), CheckpointConfig(attempt="1", layout={}, engine=each.name, background=False)
+        tmp_path, Ranks(), CheckpointConfig(attempt="1", layout={}, engine=each.name, async_save=False)
     )
     saved, found = state_of(1), state_of(2)
     manager.save(7, saved)

@@ -56,7 +56,7 @@ def test_each_tensor_is_written_once_by_a_rank_that_holds_it() -> None:
 
 @pytest.fixture
 def manager(tmp_path: Path) -> CheckpointManager:
-    return CheckpointManager(tmp_path, Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
+    return CheckpointManager(tmp_path, Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
 
 
 def state_of(*groups: dict[str, Any]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def restored(root: Path, near: Path | None, step: int) -> RestoreResult:
     """What a later attempt reads; it must be what was saved, all of it."""
     state = state_of(-1.0)
     found = CheckpointManager(
-        root, Ranks(), CheckpointConfig(attempt="9", layout={}, background=False, local=LocalTier(near, True))
+        root, Ranks(), CheckpointConfig(attempt="9", layout={}, async_save=False, local=LocalTier(near, True))
     ).restore(state)
     assert found is not None and found.step == step and found.skipped == []
     assert bool((state["weights"] == float(step)).all()) and state["note"] == float(step)

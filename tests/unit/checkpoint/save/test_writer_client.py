@@ -57,7 +57,7 @@ def state_of(value: float) -> dict[str, Any]:
 
 def saved_value(root: Path, step: int) -> float:
     state = state_of(-1.0)
-    reader = CheckpointManager(root, Ranks(), CheckpointConfig(attempt="9", layout={}, background=False))
+    reader = CheckpointManager(root, Ranks(), CheckpointConfig(attempt="9", layout={}, async_save=False))
     restored = reader.restore(state)
     assert restored is not None and restored.step == step
     assert bool((state["weights"] == state["weights"][0]).all())
@@ -295,7 +295,7 @@ def test_a_save_that_outgrows_its_memory_is_whole(manager: CheckpointManager, tm
         manager.save(step, {"x": torch.full((size,), float(step))}, wait=True)
         state = {"x": torch.zeros(size)}
         restored = CheckpointManager(
-            tmp_path / "c", Ranks(), CheckpointConfig(attempt="9", layout={}, background=False)
+            tmp_path / "c", Ranks(), CheckpointConfig(attempt="9", layout={}, async_save=False)
         ).restore(state)
         assert restored is not None and restored.step == step
         assert bool((state["x"] == step).all())
@@ -304,7 +304,7 @@ def test_a_save_that_outgrows_its_memory_is_whole(manager: CheckpointManager, tm
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("what", ["flipped", "truncated", "missing"])
 def test_damage_in_a_large_shard_is_told_with_its_place(tmp_path: Path, alone: bool, what: str) -> None:
-    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
+    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     saved = manager.save(1, {"x": torch.arange(5_000_000, dtype=torch.int32)})
     assert saved is not None
     shard = index.read_manifest(saved.path).tensors[0].shards[0]
@@ -329,7 +329,7 @@ def test_damage_in_a_large_shard_is_told_with_its_place(tmp_path: Path, alone: b
 
 def test_a_read_that_is_cut_short_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system in user space may answer with less than was asked for, in the middle of a file."""
-    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
+    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     whole = torch.arange(5_000_000, dtype=torch.int32)
     saved = manager.save(1, {"x": whole})
     assert saved is not None
@@ -350,7 +350,7 @@ def test_a_read_that_is_cut_short_is_no_damage(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("alone", [False, True])
 def test_any_part_of_a_shard_reads_right(tmp_path: Path, alone: bool) -> None:
     """Parts that begin and end anywhere in blocks, the last of which is short."""
-    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, background=False))
+    manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
     whole = torch.arange(5_000_000, dtype=torch.int32)  # 4.8 blocks
     saved = manager.save(1, {"x": whole})
     assert saved is not None

@@ -55,7 +55,7 @@ def recipe(**tables: Any) -> Recipe:
         ),
         ({"evaluation": {"metrics": ["recall_at_1"]}}, "'recall_at_1' is not available for objective.kind"),
         ({"data": {"kind": "images"}}, "a decoder trains on text or tokens or own"),
-        ({"data": {"kind": "own"}}, "kind = 'own' requires entry"),
+        ({"data": {"kind": "custom"}}, "kind = 'custom' requires entry"),
         ({"data": {"kind": "tokens"}}, "kind = 'tokens' needs data.path"),
         ({"data": {"path": "a", "validation_path": "a"}}, "validation_path = 'a' is the training data"),
         ({"data": {"validation_path": "stdlib"}}, "validation_path = 'stdlib' is the training data"),
@@ -138,7 +138,7 @@ def test_available_metric_is_accepted(name: str) -> None:
         ({"checkpoint": {"keep_best": 1, "best": "f1"}, "data": {"validation": 0.1}}, "checkpoint.best = 'f1' is not"),
         ({"objective": {"kind": "mse"}}, "a decoder on text is trained with cross-entropy"),
         (
-            {"stability": {"then": "roll-back"}, "checkpoint": {"every": 5, "keep": 1}},
+            {"stability": {"on_divergence": "roll-back"}, "checkpoint": {"every": 5, "keep": 1}},
             "rolls back by up to 10 steps, but checkpoint.keep = 1 with every = 5",
         ),
         ({"stability": {"spike": "roll-back"}, "checkpoint": {"every": 200}}, "no checkpoint to return to"),
@@ -157,9 +157,9 @@ def test_unavailable_metric_is_refused(tables: dict[str, Any], words: str) -> No
 @pytest.mark.parametrize(
     ("tables", "fix"),
     [
-        ({"tracking": {"to": ["tensorbord"]}}, "use one of tensorboard, "),
+        ({"tracking": {"trackers": ["tensorbord"]}}, "use one of tensorboard, "),
         ({"evaluation": {"metrics": ["loss", "acc"]}}, "use one of "),
-        ({"tracking": {"to": "tensorboard"}}, 'write tracking.to = ["tensorboard"]'),
+        ({"tracking": {"trackers": "tensorboard"}}, 'write tracking.trackers = ["tensorboard"]'),
         ({"contract": {"target": "prod"}}, "use one of production, "),
     ],
 )

@@ -83,5 +83,6 @@ def test_recipe_uses_keys_of_its_kinds() -> None:
     found = used(schedule={"kind": "step"}, optim={"name": "sgd"}, data={"validation": 0.1})
     assert {"schedule.gamma", "schedule.warmup_steps", "optim.momentum", "evaluation.every"} <= found
     assert (
-        not {"schedule.floor", "optim.betas", "model.convnet.width", "data.image_size", "contract.when_spent"} & found
+        not {"schedule.floor", "optim.betas", "model.convnet.width", "data.image_size", "contract.on_budget_spent"}
+        & found
     )

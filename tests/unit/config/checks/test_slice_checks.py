@@ -62,7 +62,7 @@ def test_unknown_slice_lists_available_ones(tables: dict[str, Any], said: str) -
     "tables",
     [
         {"slices": ["class-9"], "model": IMAGES, "contract": {"metric": "validation_accuracy/class-9"}},
-        {"slices": ["night"], "model": {"entry": "a:b"}, "data": {"kind": "own", "entry": "c:d"}},
+        {"slices": ["night"], "model": {"entry": "a:b"}, "data": {"kind": "custom", "entry": "c:d"}},
         {"slices": ["cats"], "model": IMAGES, "data": {"path": "folder"}},
     ],
 )

@@ -48,7 +48,7 @@ def looked_at(**tables: Any) -> None:
             "model.two_tower.temperature",
         ),
         (
-            {"objective": {"kind": "mse", "label_smoothing": 0.1}, "data": {"kind": "own", "entry": "a:b"}},
+            {"objective": {"kind": "mse", "label_smoothing": 0.1}, "data": {"kind": "custom", "entry": "a:b"}},
             'label_smoothing has no effect with objective.kind = "mse"',
             '"cross-entropy"',
         ),
@@ -64,11 +64,19 @@ def looked_at(**tables: Any) -> None:
         ({"data": {"augment": {"flip": True}}}, "data.augment.flip has", '"images"'),
         ({"data": {"prefetch": 4}}, "data.prefetch has no effect with data.workers = 0", "data.workers to 1"),
         ({"evaluation": {"every": 10, "patience": 2}}, "every and .*patience have", "data.validation or"),
-        ({"contract": {"when_spent": "warn"}}, "when_spent has no effect with no budget", "contract.gpu_hours"),
+        (
+            {"contract": {"on_budget_spent": "warn"}},
+            "on_budget_spent has no effect with no budget",
+            "contract.gpu_hours",
+        ),
         ({"stability": {"spike": "off", "spike_window": 64}}, 'stability.spike = "off"', '"warn" or "skip"'),
         ({"stability": {"max_roll_backs": 2}}, "max_roll_backs has", "roll-back"),
-        ({"tracking": {"project": "x"}}, r"tracking.project has no effect with tracking.to = \[\]", r'["wandb"] or ['),
-        ({"tracking": {"to": ["tensorboard"], "offline": True}}, r'to = \["tensorboard"\]', '["wandb"]'),
+        (
+            {"tracking": {"project": "x"}},
+            r"tracking.project has no effect with tracking.trackers = \[\]",
+            r'["wandb"] or [',
+        ),
+        ({"tracking": {"trackers": ["tensorboard"], "offline": True}}, r'trackers = \["tensorboard"\]', '["wandb"]'),
         ({"tracking": {"uri": "sqlite:///x"}}, "tracking.uri has", '["mlflow"]'),
         ({"telemetry": {"enabled": False, "interval_s": 2.0}}, "telemetry.interval_s has", "telemetry.enabled = true"),
         ({"telemetry": {"prometheus": {"address": "0.0.0.0"}}}, "prometheus.address has", "set that port"),
@@ -87,7 +95,11 @@ def test_unused_key_is_refused_with_reason(tables: dict[str, Any], said: str, fi
         {"schedule": {"cooldown_steps": -1, "milestones": []}, "objective": {"label_smoothing": 0.0}},
         {"telemetry": {"enabled": False, "comment": False, "alerts": {"idle_min": 0}}},
         {"optim": {"name": "sgd", "eps": 1e-8, "clip": "value", "clip_norm": 0}, "data": {"workers": 0, "prefetch": 2}},
-        {"objective": {"temperature": 0.1}, "contract": {"when_spent": "stop"}, "model": {"convnet": {"classes": 10}}},
+        {
+            "objective": {"temperature": 0.1},
+            "contract": {"on_budget_spent": "stop"},
+            "model": {"convnet": {"classes": 10}},
+        },
     ],
 )
 def test_noop_value_of_unused_key_is_accepted(tables: dict[str, Any]) -> None:
@@ -99,11 +111,11 @@ def test_noop_value_of_unused_key_is_accepted(tables: dict[str, Any]) -> None:
     [
         {"objective": {"temperature": 0.2, "kind": "nt-xent"}, "model": {"entry": "a:b", "args": {"dim": 3}}},
         {"optim": {"clip": "adaptive", "clip_norm": 0.5, "clip_quantile": 0.9, "lr_scale": {"head": 2.0}}},
-        {"data": {"kind": "own", "entry": "a:b", "args": {"pattern": "x"}, "seq_len": 64}},
+        {"data": {"kind": "custom", "entry": "a:b", "args": {"pattern": "x"}, "seq_len": 64}},
         {"data": {"path": "digits", "validation_path": "mine", "image_size": 8}, "model": IMAGES},
         {"data": {**KEPT, "workers": -1, "prefetch": 4}, "evaluation": {"every": 5}},
-        {"contract": {"gpu_hours": 2.0, "when_spent": "warn"}, "stability": {"spike_window": 64}},
-        {"tracking": {"to": ["mlflow"], "project": "x", "uri": "sqlite:///x"}},
+        {"contract": {"gpu_hours": 2.0, "on_budget_spent": "warn"}, "stability": {"spike_window": 64}},
+        {"tracking": {"trackers": ["mlflow"], "project": "x", "uri": "sqlite:///x"}},
         {"model": {"preset": "125m", "layers": 2}},
     ],
 )

@@ -30,7 +30,7 @@ def fix_of(text: str) -> str | None:
         ('data.pack = "yes"', "write data.pack = true"),
         ("optim.betas = 0.9", "write optim.betas = [0.9, …], a list of 2"),
         ("optim.betas = [0.9]", "write optim.betas = [0.9, …], a list of 2"),
-        ("rehearsal.preempt_at_steps = 3", "write rehearsal.preempt_at_steps = [3]"),
+        ("preemption_test.preempt_at_steps = 3", "write preemption_test.preempt_at_steps = [3]"),
         ("[optim.unfreeze]\nstep = 1", "write [[optim.unfreeze]] with two brackets, because it is a list of tables"),
         ('[[optim.unfreeze]]\nstep = 1\nmodules = "stem"', 'write modules = ["stem"]'),
         ("optim.lr = 0", "change optim.lr, or remove it to use the default, 0.0003"),

@@ -139,7 +139,7 @@ def test_hybrid_shard_divides_by_its_shard_group() -> None:
 def test_cp_ranks_share_parameters() -> None:
     together = rank(Layout(strategy="fsdp", dp_shard=4, cp=2))
     assert together.optimizer_gib == rank(Layout(strategy="fsdp", dp_shard=8)).optimizer_gib
-    ring = ParallelSpec(context="ring")
+    ring = ParallelSpec(context_parallel_method="ring")
     halved = rank(Layout(strategy="fsdp", dp_shard=4, cp=2), parallel=ring)
     assert halved.activations_gib == pytest.approx((rank(Layout(strategy="fsdp", dp_shard=8)).activations_gib or 0) / 2)
 
@@ -147,7 +147,7 @@ def test_cp_ranks_share_parameters() -> None:
 def test_attention_mask_is_expensive_for_long_sequences() -> None:
     layout = Layout(strategy="fsdp", dp_shard=1, cp=8)
     ring, gathered = (
-        rank(layout, seq_len=65536, parallel=ParallelSpec(context=c)).activations_gib or 0
+        rank(layout, seq_len=65536, parallel=ParallelSpec(context_parallel_method=c)).activations_gib or 0
         for c in ("ring", "all-gather")
     )
     assert (gathered - ring) * GIB > 32 * 65536 * (65536 / 8) * 2

@@ -198,7 +198,8 @@ def test_tp_across_nodes_is_network_bound() -> None:
 
 def test_ring_hides_communication() -> None:
     gathered, ring = (
-        step(Layout(cp=8), seq_len=65_536, parallel=ParallelSpec(context=kind)) for kind in ("all-gather", "ring")
+        step(Layout(cp=8), seq_len=65_536, parallel=ParallelSpec(context_parallel_method=kind))
+        for kind in ("all-gather", "ring")
     )
     assert ring.context_s < gathered.context_s
     assert ring.compute_s < gathered.compute_s  # the mask's hidden half is not computed

@@ -26,7 +26,7 @@ LR = OptimSpec().lr
 def planned(
     *,
     batch: int = 0,
-    lr_batch: int = 0,
+    lr_reference_batch: int = 0,
     gpus: int = 2,
     model: ModelSpec | None = None,
     name: OptimizerName = "adamw",
@@ -37,7 +37,7 @@ def planned(
         model=model or ModelSpec(),
         data=DataSpec(seq_len=128),
         train=TrainSpec(global_batch=batch, precision=precision),
-        optim=OptimSpec(name=name, lr_batch=lr_batch),
+        optim=OptimSpec(name=name, lr_reference_batch=lr_reference_batch),
     )
     return plan(RunSpec(job=JobSpec(gpus=gpus, tp=tp, gpu_type="h100"), recipe=recipe), ClusterProfile(), "cuda")
 
@@ -92,22 +92,22 @@ def test_derived_batch_explains_how_to_keep_it() -> None:
 
 
 def test_lr_for_other_batch_suggests_scaled_lr() -> None:
-    reason = said(planned(batch=64, lr_batch=16), "lr ")
-    assert "4 times that. Nothing is scaled: set optim.lr = 0.0006 and optim.lr_batch = 64" in reason
-    followed = OptimSpec(lr=6e-4, lr_batch=64)
+    reason = said(planned(batch=64, lr_reference_batch=16), "lr ")
+    assert "4 times that. Nothing is scaled: set optim.lr = 0.0006 and optim.lr_reference_batch = 64" in reason
+    followed = OptimSpec(lr=6e-4, lr_reference_batch=64)
     again = RunSpec(recipe=Recipe(optim=followed, train=TrainSpec(global_batch=64)))
     assert "unchanged" in said(plan(again, ClusterProfile(), "cpu"), "lr ")
 
 
 def test_smaller_batch_suggests_smaller_lr() -> None:
     assert "0.25 times that. Nothing is scaled: set optim.lr = 0.00015 and" in said(
-        planned(batch=16, lr_batch=64), "lr "
+        planned(batch=16, lr_reference_batch=64), "lr "
     )
 
 
 @pytest.mark.parametrize(("batch", "warned"), [(512, False), (520, True), (1024, True)])
 def test_batch_beyond_32_times_warns(batch: int, warned: bool) -> None:
-    made = planned(batch=batch, lr_batch=16)
+    made = planned(batch=batch, lr_reference_batch=16)
     found = [w for w in made.warnings if "optim.lr was tuned" in w]
     assert bool(found) is warned
     if warned:
@@ -116,9 +116,9 @@ def test_batch_beyond_32_times_warns(batch: int, warned: bool) -> None:
 
 
 def test_negative_lr_batch_is_refused() -> None:
-    assert build({"optim": {"lr_batch": 256}}, Recipe, "r.toml").optim.lr_batch == 256
-    with pytest.raises(ConfigError, match="lr_batch = -1: must be 0"):
-        build({"optim": {"lr_batch": -1}}, Recipe, "r.toml")
+    assert build({"optim": {"lr_reference_batch": 256}}, Recipe, "r.toml").optim.lr_reference_batch == 256
+    with pytest.raises(ConfigError, match="lr_reference_batch = -1: must be 0"):
+        build({"optim": {"lr_reference_batch": -1}}, Recipe, "r.toml")
 
 
 def names_of(fixes: list[str]) -> list[str]:

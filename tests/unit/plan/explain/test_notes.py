@@ -54,8 +54,8 @@ def planned(
         (DDP, {"defer_reduction": True}, ["defer_reduction"]),
         (
             FSDP,
-            {"sequence_parallel": False, "context": "ring", "split": ("a",)},
-            ["sequence_parallel", "context", "split"],
+            {"sequence_parallel": False, "context_parallel_method": "ring", "split": ("a",)},
+            ["sequence_parallel", "context_parallel_method", "split"],
         ),
         (Layout(tp=2, pp=2), {"sequence_parallel": False, "schedule": "1f1b"}, []),
         (Layout(tp=2, sequence_parallel=False), {"async_tp": True, "compile": True}, ["async_tp"]),
@@ -167,7 +167,9 @@ def test_exceeded_budget_warns() -> None:
     )
     assert warnings.budget_warnings(asked, 9.0, 200, 4) == [] == warnings.budget_warnings(asked, None, 10**9, 4)
     assert warnings.budget_warnings(ContractSpec(), 9.0, 10**9, 4) == []
-    (warned,) = warnings.budget_warnings(ContractSpec(cost=1.0, gpu_hour_cost=3.0, when_spent="warn"), 36.0, 100, 1)
+    (warned,) = warnings.budget_warnings(
+        ContractSpec(cost=1.0, gpu_hour_cost=3.0, on_budget_spent="warn"), 36.0, 100, 1
+    )
     assert "contract.cost = 1 (3 predicted): there is a warning at about step 33" in warned
 
 

@@ -28,7 +28,7 @@ def prepared(cwd: Path, target: str = "", **tables: Any) -> PreparedRun:
 def test_paths_are_relative_to_submit_folder(tmp_path: Path) -> None:
     data = prepared(tmp_path, data={"path": "a.txt", "validation_path": "more/b.txt"}).spec.recipe.data
     assert (data.path, data.validation_path) == (str(tmp_path / "a.txt"), str(tmp_path / "more" / "b.txt"))
-    own = {"kind": "own", "entry": "mine:make", "path": "cifar"}
+    own = {"kind": "custom", "entry": "mine:make", "path": "cifar"}
     assert prepared(tmp_path, data=own).spec.recipe.data.path == "cifar"
 
 
@@ -172,7 +172,7 @@ def package(folder: Path, name: str) -> None:
     (folder / name / "__init__.py").write_text("def make(): ...\n")
 
 
-BOTH: dict[str, Any] = {"model": {"entry": "nets:make"}, "data": {"kind": "own", "entry": "sets:make"}}
+BOTH: dict[str, Any] = {"model": {"entry": "nets:make"}, "data": {"kind": "custom", "entry": "sets:make"}}
 
 
 def test_data_entry_is_in_snapshot_of_model(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from clustertrain.submit.preflight import trackers
 
 def test_missing_tracker_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    spec = TrackingSpec(to=("mlflow",))
+    spec = TrackingSpec(trackers=("mlflow",))
     with pytest.raises(ConfigError, match=r"mlflow is not installed\n  fix: pip install 'clustertrain\[mlflow\]'"):
         trackers.check_trackers(spec, sys.executable, {})
     assert trackers.check_trackers(spec, "/opt/cluster/python", {}) == []
@@ -25,12 +25,12 @@ def test_missing_tracker_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("spec", "environ", "said"),
     [
-        (TrackingSpec(to=("wandb",)), {}, ["no WANDB_API_KEY"]),
-        (TrackingSpec(to=("wandb",)), {"WANDB_API_KEY": "k"}, []),
-        (TrackingSpec(to=("wandb",), offline=True), {}, []),
-        (TrackingSpec(to=("mlflow",), uri="file:///runs"), {}, ["use sqlite:///FILE"]),
-        (TrackingSpec(to=("mlflow",)), {"MLFLOW_TRACKING_URI": "mlruns"}, ["use sqlite:///FILE"]),
-        (TrackingSpec(to=("mlflow",), uri="https://mlflow.example"), {}, []),
+        (TrackingSpec(trackers=("wandb",)), {}, ["no WANDB_API_KEY"]),
+        (TrackingSpec(trackers=("wandb",)), {"WANDB_API_KEY": "k"}, []),
+        (TrackingSpec(trackers=("wandb",), offline=True), {}, []),
+        (TrackingSpec(trackers=("mlflow",), uri="file:///runs"), {}, ["use sqlite:///FILE"]),
+        (TrackingSpec(trackers=("mlflow",)), {"MLFLOW_TRACKING_URI": "mlruns"}, ["use sqlite:///FILE"]),
+        (TrackingSpec(trackers=("mlflow",), uri="https://mlflow.example"), {}, []),
         (TrackingSpec(), {"MLFLOW_TRACKING_URI": "mlruns"}, []),
     ],
 )
@@ -42,9 +42,9 @@ def test_notes_on_trackers(spec: TrackingSpec, environ: dict[str, str], said: li
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"to": ["mlflow"], "uri": "https://me:hunter2@mlflow.example"}, "set them in the environment"),
-        ({"to": ["tensorboard", "tensorboard"]}, "contains a duplicate"),
-        ({"to": ["neptune"]}, "tracking.to"),
+        ({"trackers": ["mlflow"], "uri": "https://me:hunter2@mlflow.example"}, "set them in the environment"),
+        ({"trackers": ["tensorboard", "tensorboard"]}, "contains a duplicate"),
+        ({"trackers": ["neptune"]}, "tracking.trackers"),
     ],
 )
 def test_bad_tracking_table_is_refused(table: dict[str, object], said: str) -> None:

@@ -76,7 +76,7 @@ def make_loader(task: TrainingTask, size: int = 4) -> Loader:
 def entry_tables(entry: str, **data: Any) -> dict[str, Any]:
     return {
         "model": {"entry": "points_of_mine:SmallModel"},
-        "data": {"kind": "own", "entry": f"points_of_mine:{entry}", **data},
+        "data": {"kind": "custom", "entry": f"points_of_mine:{entry}", **data},
     }
 
 

@@ -37,7 +37,7 @@ def spec(folder: Path, **more: Any) -> DataSpec:
 def test_written_shards_are_read_back(folder: Path) -> None:
     index = load_index(folder)
     assert [(s.file, s.tokens) for s in index.shards] == [("00000.bin", 36), ("00001.bin", 22)]
-    assert index.largest == 129 and index.dtype == "uint16"
+    assert index.max_token_id == 129 and index.dtype == "uint16"
     corpus = TokenCorpus(folder)
     assert len(corpus) == len(STREAM)
     assert corpus.read(0, len(STREAM)).tolist() == STREAM  # over several shards
@@ -139,7 +139,11 @@ def test_npy_folder_needs_no_index(tmp_path: Path) -> None:
 
 def test_document_ends_can_be_in_the_index(tmp_path: Path) -> None:
     np.arange(6, dtype=np.uint32).tofile(tmp_path / "x.bin")
-    index = {"format": "clustertrain-tokens-1", "dtype": "uint32", "shards": [{"file": "x.bin", "ends": [2, 6]}]}
+    index = {
+        "format": "clustertrain-tokens-1",
+        "dtype": "uint32",
+        "shards": [{"file": "x.bin", "document_ends": [2, 6]}],
+    }
     (tmp_path / INDEX_FILE).write_text(json.dumps(index))
     assert TokenCorpus(tmp_path).documents()[0].tolist() == [0, 2]
 
@@ -170,9 +174,9 @@ def edit_first_shard(folder: Path, **changed: Any) -> None:
     ("changed", "message"),
     [
         ({"tokens": 35}, "36 tokens, but index.json lists 35"),
-        ({"ends": [3, 2]}, "document ends must ascend up to the shard's 36 tokens"),
-        ({"ends": [3, 35]}, "up to the shard's 36 tokens"),
-        ({"ends": "nothing.npy"}, "not an array of document ends"),
+        ({"document_ends": [3, 2]}, "document ends must ascend up to the shard's 36 tokens"),
+        ({"document_ends": [3, 35]}, "up to the shard's 36 tokens"),
+        ({"document_ends": "nothing.npy"}, "not an array of document ends"),
         ({"file": "../00000.bin"}, "is not a file name"),
         ({"file": "00009.bin"}, "not a shard of tokens"),
         ({"file": "a.txt"}, r"not a \.npy or \.bin file"),

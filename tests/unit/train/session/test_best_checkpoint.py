@@ -30,7 +30,7 @@ class Run:
 
     def __init__(self, root: Path, losses: dict[int, float], *, every: int, **checkpoint: Any) -> None:
         self.root = root
-        recipe = {"recipe": {"checkpoint": {"background": False, **checkpoint}}}
+        recipe = {"recipe": {"checkpoint": {"async_save": False, **checkpoint}}}
         context = dataclasses.replace(ALONE, spec=build(recipe, RunSpec, "spec.toml"))
         self._groups = ProcessGroups(None, None, None, None)
         told: dict[str, Any] = {"emit_event": lambda name, **fields: None, "get_deadline": lambda: None}

@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def make_context(run: RunDir, resume: str = "exact") -> RankContext:
-    tables = {"contract": {"resume": resume}, "checkpoint": {"background": False}}
+    tables = {"contract": {"resume": resume}, "checkpoint": {"async_save": False}}
     return dataclasses.replace(ALONE, run=run, spec=build({"recipe": tables}, RunSpec, "spec.toml"))
 
 

@@ -131,8 +131,8 @@ def make_run(folder: Path, **stability: Any) -> RunDir:
     run = RunDir(folder)
     (run.path / "attempts").mkdir(parents=True)
     tables = {
-        "checkpoint": {"background": False},
-        "stability": {"max_skipped": 1, "then": "roll-back", **stability},
+        "checkpoint": {"async_save": False},
+        "stability": {"max_skipped": 1, "on_divergence": "roll-back", **stability},
     }
     recipe = build(tables, Recipe, "test")
     run.spec.write_text(format_spec(RunSpec(job=JobSpec(name="points", backend="local"), recipe=recipe)))
@@ -194,7 +194,7 @@ def test_rollback_cancels_early_stop_at_same_step(tmp_path: Path, attempt: Begin
 
 
 def test_missed_evaluation_is_run_after_rollback(tmp_path: Path, attempt: Begin) -> None:
-    run = make_run(tmp_path / "run", grad_norm_limit=1e-9)
+    run = make_run(tmp_path / "run", grad_norm_max=1e-9)
     first = attempt(run, every=None, values=(1.0,), stop_in_evaluation=4)
     assert first.evaluated == [2, 4] and first.result["committed_step"] == 4
     assert metrics.is_cut_short(metrics.load_rows(run)[-1])

@@ -57,7 +57,7 @@ def test_too_many_consecutive_skips_raise() -> None:
 
 
 def test_consecutive_skips_roll_back_to_the_first() -> None:
-    policy = make_policy(max_skipped=3, then="roll-back")
+    policy = make_policy(max_skipped=3, on_divergence="roll-back")
     ((after, rollback),) = run(policy, [make_result(), BAD, BAD, BAD, make_result()])
     assert (after, rollback.first_step, rollback.last_step) == (4, 2, 4)
     assert not run(policy, [BAD, BAD, make_result()], first=2)  # the count starts over
@@ -83,14 +83,14 @@ def test_fp16_overflows_are_counted_separately() -> None:
 
 
 def test_steps_are_checked_after_a_fixed_lag() -> None:
-    policy = make_policy(lag=2, max_skipped=1, then="roll-back")
+    policy = make_policy(lag=2, max_skipped=1, on_divergence="roll-back")
     ((after, rollback),) = run(policy, [make_result(), BAD, make_result(), make_result(), make_result()])
     assert (after, rollback.last_step) == (4, 2)
     assert policy.skipped == 1  # later steps were dropped from the queue
 
 
 def test_check_all_leaves_no_step_unchecked() -> None:
-    policy = make_policy(lag=2, max_skipped=1, then="roll-back")
+    policy = make_policy(lag=2, max_skipped=1, on_divergence="roll-back")
     policy.enqueue(1, make_result())
     policy.enqueue(2, BAD)
     assert policy.check(2) is None

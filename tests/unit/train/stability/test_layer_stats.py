@@ -108,7 +108,7 @@ def test_hooks_are_removed(session: ct.Session) -> None:
 
 def test_layer_stats_are_due_every_n_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     for every, expected_steps in ((3, [3, 6, 9]), (0, [])):
-        spec = msgspec.structs.replace(StabilitySpec(), layers_every=every)
+        spec = msgspec.structs.replace(StabilitySpec(), layer_stats_every=every)
         monkeypatch.setattr(RankContext, "stability", property(lambda self, spec=spec: spec))
         stability_monitor = StabilityMonitor(Net(), StepGuard(spec, ALONE.device), ALONE)
         assert [n for n in range(1, 11) if stability_monitor.layer_stats_for(n) is not None] == expected_steps

@@ -1,4 +1,4 @@
-"""The ``[rehearsal]`` table: deliberate preemptions, to test a recipe on one machine."""
+"""The ``[preemption_test]`` table: deliberate preemptions, to test a recipe on one machine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import msgspec
 from clustertrain.config.checks.ranges import check_positive
 
 
-class RehearsalSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The ``[rehearsal]`` table: deliberate preemptions by the local backend.
+class PreemptionTestSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The ``[preemption_test]`` table: deliberate preemptions by the local backend.
 
     They follow Slurm's protocol: a warning, a grace time, a kill.
     """
