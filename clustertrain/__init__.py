@@ -19,9 +19,9 @@ __all__ = ["Clipping", "Session", "__version__", "session"]
 def __getattr__(name: str) -> Any:
     if name in ("Session", "session"):
         # Not at the top: `clustertrain --help`, `submit` and `status` must not import torch.
-        from clustertrain.train.session import session as module
+        from clustertrain.train.session import session
 
-        return getattr(module, name)
+        return getattr(session, name)
     if name == "Clipping":
         from clustertrain.train.stability import clipping
 

@@ -19,11 +19,9 @@ from clustertrain.checkpoint.core import fault_points
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.core.failures import DeadlineExceeded, Failure, error_from_failures
 from clustertrain.checkpoint.core.retention import RetentionPolicy
-from clustertrain.checkpoint.format import fence as fences
 from clustertrain.checkpoint.format import folders
-from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.fence import Fence
-from clustertrain.checkpoint.format.manifest import CheckpointMetric, SaveReason
+from clustertrain.checkpoint.format.fence import Fence, check_fence
+from clustertrain.checkpoint.format.manifest import CheckpointMetric, SaveReason, step_folder
 from clustertrain.checkpoint.load import restore
 from clustertrain.checkpoint.load.restore import LocalTier, OriginCheck, RemoteTier, RestoreContext, RestoreResult
 from clustertrain.checkpoint.load.rollback import RollbackTarget
@@ -286,11 +284,11 @@ class CheckpointManager:
 
     def _discard_folder(self, pending: PendingSave) -> None:
         folders.discard(Path(pending.write.folder))
-        fences.check_fence(self._config.fence)  # a newer attempt removes the folder that the ranks are writing to
+        check_fence(self._config.fence)  # a newer attempt removes the folder that the ranks are writing to
 
     def _build_result(self, pending: PendingSave, size: int, save_s: float) -> SaveResult:
         reason = pending.commit.reason if pending.commit is not None else "interval"
-        path = index.step_folder(self._root, pending.step)
+        path = step_folder(self._root, pending.step)
         return SaveResult(pending.step, path, size, pending.stall_s, save_s, reason)
 
     def _notify_commit(self, saved: SaveResult) -> None:

@@ -52,7 +52,9 @@ class DetectResult:
     """``merged.text``, parsed."""
 
 
-def detect(request: DetectRequest, environ: Mapping[str, str], on_progress: Callable[[str], None]) -> DetectResult:
+def detect_cluster(
+    request: DetectRequest, environ: Mapping[str, str], on_progress: Callable[[str], None]
+) -> DetectResult:
     """Query Slurm, measure and merge; ``on_progress`` is called before each measurement.
 
     Raises:

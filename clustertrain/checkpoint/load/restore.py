@@ -12,11 +12,18 @@ from clustertrain import clock
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.core.failures import Failure, error_from_failures, failure_from_exception
 from clustertrain.checkpoint.core.retention import RetentionPolicy
-from clustertrain.checkpoint.format import fence as fences
 from clustertrain.checkpoint.format import folders
-from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.fence import Fence
-from clustertrain.checkpoint.format.manifest import DamagedCheckpoint, Manifest
+from clustertrain.checkpoint.format.fence import Fence, check_fence
+from clustertrain.checkpoint.format.manifest import (
+    DamagedCheckpoint,
+    Manifest,
+    check_sizes,
+    is_committed,
+    list_checkpoint_folders,
+    parse_step,
+    read_manifest,
+    step_folder,
+)
 from clustertrain.checkpoint.format.storage import Folder, RemoteFolder
 from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.checkpoint.load import rollback
@@ -166,7 +173,7 @@ def _metric_values_if_missing(ctx: RestoreContext, wanted_step: int, name: str) 
     values = []
     for step, in_shared in candidates:
         try:
-            metric = index.read_manifest(_checkpoint_folder(ctx, step, in_shared=in_shared)).metric
+            metric = read_manifest(_checkpoint_folder(ctx, step, in_shared=in_shared)).metric
         except DamagedCheckpoint:
             continue
         if metric is not None and metric.name == name and metric.value is not None:
@@ -246,8 +253,8 @@ def _origin(manifest: Manifest) -> CheckpointOrigin:
 def _read_manifest(ctx: RestoreContext, candidate: _Candidate) -> list[Failure]:
     """Read the manifest; return the failures of all ranks."""
     try:
-        candidate.manifest = index.read_manifest(candidate.folder)
-        index.check_sizes(candidate.folder, candidate.manifest)
+        candidate.manifest = read_manifest(candidate.folder)
+        check_sizes(candidate.folder, candidate.manifest)
     except CheckpointError as e:
         candidate.record_error(e)
     return ctx.ranks.all_gather_failures(candidate.failure)
@@ -311,7 +318,7 @@ def _finish_restore(
 
 
 def _set_aside(ctx: RestoreContext, skipped: list[dict[str, Any]]) -> None:
-    fences.check_fence(ctx.fence)
+    check_fence(ctx.fence)
     folders.mark_damaged(skipped)
 
 
@@ -321,14 +328,14 @@ def _list_candidates(ctx: RestoreContext) -> list[tuple[int, bool]]:
     A checkpoint in both places comes twice, the shared one last, so that it is tried first.
     """
     # A folder gets this name only after its commit marker, so one without a marker is damaged, not unfinished.
-    shared_steps = [index.parse_step(p) or 0 for p in index.list_checkpoint_folders(ctx.root)]
+    shared_steps = [parse_step(p) or 0 for p in list_checkpoint_folders(ctx.root)]
     remote_steps: list[int] = []
     if ctx.remote is not None:
         try:
             committed = [
-                (index.parse_step(p) or 0, p)
-                for p in index.list_checkpoint_folders(RemoteFolder(ctx.remote.url))
-                if index.is_committed(p)
+                (parse_step(p) or 0, p)
+                for p in list_checkpoint_folders(RemoteFolder(ctx.remote.url))
+                if is_committed(p)
             ]
             remote_steps = [step for step, p in committed if rollback.is_valid(ctx.root, p, step)]
         except StorageError as e:
@@ -340,6 +347,6 @@ def _list_candidates(ctx: RestoreContext) -> list[tuple[int, bool]]:
 
 def _checkpoint_folder(ctx: RestoreContext, step: int, *, in_shared: bool) -> Folder:
     if in_shared:
-        return index.step_folder(ctx.root, step)
+        return step_folder(ctx.root, step)
     assert ctx.remote is not None
-    return index.step_folder(RemoteFolder(ctx.remote.url), step)
+    return step_folder(RemoteFolder(ctx.remote.url), step)

@@ -17,9 +17,8 @@ from clustertrain.checkpoint.core.failures import DeadlineExceeded
 from clustertrain.checkpoint.format.fence import AttemptSuperseded
 from clustertrain.errors import EXIT_STOPPED
 from clustertrain.run import heartbeat
-from clustertrain.train.core import context as environment
 from clustertrain.train.core import out_of_memory, result, seeds
-from clustertrain.train.core.context import RankContext
+from clustertrain.train.core.context import RankContext, context_from_environment
 from clustertrain.train.core.result import RankResultWriter
 from clustertrain.train.core.stop import StopAgreement, StopFlag
 from clustertrain.train.data.loader import Loader
@@ -115,7 +114,7 @@ def open_runtime(options: SessionOptions, state: SessionState) -> SessionRuntime
         UsageError: torch.distributed is initialized already.
     """
     t_begin = clock.now()
-    context = environment.context_from_environment(device=options.device)
+    context = context_from_environment(device=options.device)
     progress = ProgressReporter(context.rank_dir, context.rank, context.world_size, state.forward_s)
     rank_result = result.current()
     flag = StopFlag(context.rank_dir)

@@ -32,7 +32,7 @@ from clustertrain.train.core.step_types import (
     pack_sum_count,
 )
 from clustertrain.train.distributed import data_parallel, precision
-from clustertrain.train.distributed import grad_norm as gradients
+from clustertrain.train.distributed.grad_norm import local_squared_norm, reduce_partial_gradients
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.distributed.precision import LossScale
 from clustertrain.train.profiling.forward_timer import ForwardTimer, is_collective_free
@@ -184,11 +184,9 @@ class TrainStep:
         for p in self._get_frozen():
             p.grad = None  # keeps it out of the norm and without optimizer state
         params = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
-        gradients.reduce_partial_gradients(params)
+        reduce_partial_gradients(params)
         counted_elsewhere = getattr(self._model, "counted_elsewhere", ())
-        local_square = gradients.local_squared_norm(
-            params, self._context.device, self._context.layout.pp, counted_elsewhere
-        )
+        local_square = local_squared_norm(params, self._context.device, self._context.layout.pp, counted_elsewhere)
         # One all-reduce for all figures: a NaN or Inf on any rank reaches all of them.
         packed = torch.cat([totals, local_square.reshape(1)])
         if dist.is_initialized():
