@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from clustertrain import clock
 from clustertrain.telemetry.readers.nvml import Device
-from clustertrain.telemetry.readers.nvml_events import EventRateLimiter, GpuEvent
+from clustertrain.telemetry.readers.nvml_events import EventRateLimiter, GpuError
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store.writer import GpuFacts
 
@@ -29,7 +29,7 @@ class Observer(Protocol):
     def record_error(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> object:
         """Process a device event.
 
-        ``kind`` is ``gpu_lost``, ``gpu_back``, or one of :class:`.GpuEvent`: ``xid``, ``ecc_corrected``,
+        ``kind`` is ``gpu_lost``, ``gpu_back``, or one of :class:`.GpuError`: ``xid``, ``ecc_corrected``,
         ``ecc_uncorrected``.
         """
 
@@ -63,7 +63,7 @@ class EventDispatcher:
     def notify_watched(self, uuids: Sequence[str]) -> None:
         self._notify("watch_errors", uuids)
 
-    def report_errors(self, events: Sequence[GpuEvent], gpus: Sequence[GpuFacts], now: float) -> None:
+    def report_errors(self, events: Sequence[GpuError], gpus: Sequence[GpuFacts], now: float) -> None:
         """Pass driver errors to the observers, and rate-limited to the events; ``now`` is monotonic s."""
         for e in events:
             self._notify("record_error", e.kind, e.uuid, xid=e.xid, count=e.count)
@@ -101,7 +101,7 @@ class EventDispatcher:
             if now > until:
                 del self._recovered_until[uuid]
 
-    def _write_gpu_events(self, events: Sequence[GpuEvent], gpus: Sequence[GpuFacts]) -> None:
+    def _write_gpu_events(self, events: Sequence[GpuError], gpus: Sequence[GpuFacts]) -> None:
         index_by_uuid = {f.uuid: f.index for f in gpus}
         for e in events:
             self.write_event(
