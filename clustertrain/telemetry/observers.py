@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from clustertrain import clock
+from clustertrain.run.events import WriteEvent
 from clustertrain.telemetry.readers.nvml import Device
 from clustertrain.telemetry.readers.nvml_events import EventRateLimiter, GpuError
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store.writer import GpuFacts
 
-OnEvent = Callable[..., Any]
 RECOVERY_NOTICE_S = 120.0  # an alert clears only after the device was healthy for a while
 _NEVER_VISIBLE = ("NOT_FOUND", "NO_PERMISSION")  # not lost: the device is hidden from this job
 
@@ -42,7 +42,7 @@ class EventDispatcher:
         observers: an observer that raises is removed, and an event reports it.
     """
 
-    def __init__(self, on_event: OnEvent | None, node: str, observers: Sequence[Observer]) -> None:
+    def __init__(self, on_event: WriteEvent | None, node: str, observers: Sequence[Observer]) -> None:
         self._on_event = on_event
         self._node = node
         self.observers = list(observers)
@@ -50,7 +50,7 @@ class EventDispatcher:
         self._lost_uuids: set[str] = set()
         self._recovered_until: dict[str, float] = {}  # by UUID, until when ``gpu_back`` is repeated
 
-    def write_event(self, name: str, **fields: Any) -> None:
+    def write_event(self, name: str, **fields: object) -> None:
         """Write an event of this node; a write error is ignored."""
         if self._on_event is None:
             return
@@ -108,7 +108,7 @@ class EventDispatcher:
                 "gpu_event", uuid=e.uuid, index=index_by_uuid.get(e.uuid), kind=e.kind, xid=e.xid, count=e.count
             )
 
-    def _notify(self, method: str, *args: Any, **kwargs: Any) -> None:
+    def _notify(self, method: str, *args: object, **kwargs: object) -> None:
         for observer in list(self.observers):
             try:
                 getattr(observer, method)(*args, **kwargs)

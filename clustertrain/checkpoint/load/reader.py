@@ -15,6 +15,7 @@ from torch import nn
 
 from clustertrain.checkpoint.core import json_tree, state_dict
 from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.state_dict import LoadableState
 from clustertrain.checkpoint.format.checksums import BLOCK_BYTES, align_to_blocks
 from clustertrain.checkpoint.format.manifest import DamagedCheckpoint, Manifest, ShardRecord, TensorKind, TensorRecord
 from clustertrain.checkpoint.format.shard_io import contiguous_strides, linear_span, overlap, read_into
@@ -52,7 +53,7 @@ class CheckpointReader:
         )
         self._pending_reads: list[Future[None]] = []
 
-    def load(self, state: dict[str, Any]) -> Finalizer:
+    def load(self, state: LoadableState) -> Finalizer:
         """Start to read: modules in ``state`` are filled in place, everything else is read into temporary objects.
 
         Call :meth:`complete` next, then the returned function, which loads the temporary objects into ``state``. In
@@ -371,7 +372,7 @@ class CheckpointReader:
         self._fill_shard(state_dict.to_local_shard(name, kind, tensor))
         return tensor
 
-    def _load_value(self, key: str, value: Any, state: dict[str, Any]) -> Finalizer:
+    def _load_value(self, key: str, value: Any, state: LoadableState) -> Finalizer:
         if isinstance(value, torch.Tensor):
             like = functools.partial(self._read_like, value, kind="other")
             for name in json_tree.tensor_names(self._manifest.values[key]):

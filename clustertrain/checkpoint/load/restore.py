@@ -12,6 +12,7 @@ from clustertrain import clock
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.core.failures import Failure, error_from_failures, failure_from_exception
 from clustertrain.checkpoint.core.retention import RetentionPolicy
+from clustertrain.checkpoint.core.state_dict import LoadableState
 from clustertrain.checkpoint.format import folders
 from clustertrain.checkpoint.format.fence import Fence, check_fence
 from clustertrain.checkpoint.format.manifest import (
@@ -106,7 +107,7 @@ class CheckpointOrigin:
 OriginCheck = Callable[[CheckpointOrigin], None]
 
 
-def restore_newest(ctx: RestoreContext, state: dict[str, Any], check_origin: OriginCheck) -> RestoreResult | None:
+def restore_newest(ctx: RestoreContext, state: LoadableState, check_origin: OriginCheck) -> RestoreResult | None:
     """Load the newest valid checkpoint into ``state``, and return None if there is no checkpoint at all.
 
     ``check_origin`` is called before anything is loaded. It is collective and must raise on all ranks or on none.
@@ -122,7 +123,7 @@ def restore_newest(ctx: RestoreContext, state: dict[str, Any], check_origin: Ori
     return _restore_newest_valid(ctx, state, check_origin)
 
 
-def restore_before(ctx: RestoreContext, state: dict[str, Any], target: RollbackTarget) -> RestoreResult | None:
+def restore_before(ctx: RestoreContext, state: LoadableState, target: RollbackTarget) -> RestoreResult | None:
     """Load the newest valid checkpoint of at most ``target.max_step`` steps into ``state``; invalidate newer ones.
 
     Raises:
@@ -219,9 +220,7 @@ class _Candidate:
             self.failure, self.mismatch = Failure(message=e.message, kind="objects"), e
 
 
-def _restore_newest_valid(
-    ctx: RestoreContext, state: dict[str, Any], check_origin: OriginCheck
-) -> RestoreResult | None:
+def _restore_newest_valid(ctx: RestoreContext, state: LoadableState, check_origin: OriginCheck) -> RestoreResult | None:
     started = clock.monotonic()
     candidates = ctx.ranks.run_on_rank0(lambda: _list_candidates(ctx), f"{ctx.root}: the checkpoints cannot be listed")
     skipped: list[dict[str, Any]] = []
@@ -260,7 +259,7 @@ def _read_manifest(ctx: RestoreContext, candidate: _Candidate) -> list[Failure]:
     return ctx.ranks.all_gather_failures(candidate.failure)
 
 
-def _begin_load(ctx: RestoreContext, candidate: _Candidate, manifest: Manifest, state: dict[str, Any]) -> None:
+def _begin_load(ctx: RestoreContext, candidate: _Candidate, manifest: Manifest, state: LoadableState) -> None:
     """Start reading this rank's shards."""
     try:
         if ctx.local_root is not None:

@@ -22,14 +22,13 @@ import msgspec
 from clustertrain import proc
 from clustertrain.config.telemetry import AlertsSpec, is_http_url
 from clustertrain.errors import CommandFailed
+from clustertrain.run.events import WriteEvent
 from clustertrain.telemetry.alerts.gate import CLEARED, Alert
 
 QUEUE_SIZE = 50  # more alerts are dropped
 COMMAND_TIMEOUT_S, WEBHOOK_TIMEOUT_S, RETRY_DELAY_S, STOP_TIMEOUT_S = 30.0, 10.0, 1.0, 2.0
 _MAX_RESPONSE_BYTES = 4096  # bytes read of a response
 _MAX_URL_BYTES = 8192  # bytes read of a file with the webhook's URL
-
-OnEvent = Callable[..., Any]
 
 
 class _DeliveryError(Exception):
@@ -54,7 +53,7 @@ class Notifier:
         job_id: included in each message.
     """
 
-    def __init__(self, spec: AlertsSpec, on_event: OnEvent, *, run: str, job_id: str | None = None) -> None:
+    def __init__(self, spec: AlertsSpec, on_event: WriteEvent, *, run: str, job_id: str | None = None) -> None:
         self._spec = spec
         self._on_event = on_event
         self._run, self._job_id = run, job_id
@@ -168,7 +167,7 @@ def post(url: str, body: bytes, timeout_s: float = WEBHOOK_TIMEOUT_S) -> None:
     from urllib.request import HTTPRedirectHandler, Request, build_opener
 
     class NoRedirectHandler(HTTPRedirectHandler):
-        def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        def redirect_request(self, *args: object, **kwargs: object) -> None:
             return None
 
     parts = urlsplit(url)

@@ -70,7 +70,6 @@ class SessionState:
         return self.train_step.forward_timer.sum_s() if self.train_step is not None else math.nan
 
 
-@dataclass(frozen=True, eq=False)
 class SessionEvents:
     """Events of this rank; dropped on ranks other than 0 and outside a run."""
 
@@ -88,6 +87,7 @@ class SessionEvents:
             self._log.close()
 
 
+@dataclass(frozen=True, eq=False)
 class SessionRuntime:
     """Everything that a session holds while it is open. ``state`` alone changes after :func:`open_runtime`."""
 

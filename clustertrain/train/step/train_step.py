@@ -141,7 +141,7 @@ class TrainStep:
         return self._emit_event is not None
 
     def _forward_backward(
-        self, micro_batches: list[Any], samples: Sequence[Any], is_padding: list[bool], loss_fn: Loss
+        self, micro_batches: list[Any], samples: Sequence[torch.Tensor | None], is_padding: list[bool], loss_fn: Loss
     ) -> torch.Tensor:
         """Run the forward and backward passes; return the totals as :meth:`_accumulate` does."""
         if self._groups.pp_mesh() is None:
@@ -155,7 +155,7 @@ class TrainStep:
         return self._loss_scale.scale if self._loss_scale is not None else 1.0
 
     def _accumulate(
-        self, micro_batches: list[Any], samples: Sequence[Any], is_padding: list[bool], loss_fn: Loss
+        self, micro_batches: list[Any], samples: Sequence[torch.Tensor | None], is_padding: list[bool], loss_fn: Loss
     ) -> torch.Tensor:
         """Accumulate the gradients of the summed loss, averaged over the ranks.
 
