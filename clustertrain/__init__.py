@@ -6,7 +6,7 @@ is imported when a session is opened.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from clustertrain.train.session.session import Session, session
@@ -16,12 +16,12 @@ __version__ = "0.1.0"
 __all__ = ["Clipping", "Session", "__version__", "session"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in ("Session", "session"):
         # Not at the top: `clustertrain --help`, `submit` and `status` must not import torch.
-        from clustertrain.train.session import session as module
+        from clustertrain.train.session import session
 
-        return getattr(module, name)
+        return getattr(session, name)
     if name == "Clipping":
         from clustertrain.train.stability import clipping
 

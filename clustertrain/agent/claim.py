@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertrain import clock, fsio, settings
-from clustertrain.agent import deadline as deadlines
-from clustertrain.agent.deadline import Deadline
+from clustertrain.agent.deadline import Deadline, write_deadline
 from clustertrain.errors import ClusterTrainError, CommandFailed, NotOwner
 from clustertrain.run import attempts, endings
 from clustertrain.run.attempts import Attempt
@@ -219,5 +218,5 @@ def _build_attempt_folder(run: RunDir, identity: JobIdentity) -> tuple[Path, Dea
     for folder in (attempt.events, attempt.results, attempt.logs, attempt.telemetry):
         fsio.claim_folder(folder)
     fsio.write_text(attempt.nonce, secrets.token_hex(16))
-    deadlines.write(attempt.deadline, deadline)
+    write_deadline(attempt.deadline, deadline)
     return staging_dir, deadline

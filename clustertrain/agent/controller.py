@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clustertrain import clock, fsio, proc, settings
-from clustertrain.agent import deadline as deadlines
 from clustertrain.agent.claim import Claim
+from clustertrain.agent.deadline import write_deadline
 from clustertrain.agent.job_comment import CommentUpdater, build_comment
 from clustertrain.agent.requeue import SCHEDULER_TIMEOUT_S, RequeueAction
 from clustertrain.agent.signals import Signals
@@ -308,7 +308,7 @@ class JobController:
         if refreshed != self.deadline:
             self.deadline = refreshed
             with contextlib.suppress(OSError):
-                deadlines.write(self.attempt.deadline, refreshed)
+                write_deadline(self.attempt.deadline, refreshed)
 
     def _note_preemption(self, step: StepState, view: JobView | None) -> None:
         if view is not None and view.preempt_time is not None:

@@ -47,10 +47,10 @@ class Deadline:
         return self.signal_lead_s + SIGNAL_EARLY_S if signals == {f"signal:{LIMIT_SIGNAL}"} else self.lead_s
 
 
-def write(path: Path, deadline: Deadline) -> None:
+def write_deadline(path: Path, deadline: Deadline) -> None:
     fsio.write_json(path, asdict(deadline))
 
 
-def load(path: Path) -> Deadline | None:
+def load_deadline(path: Path) -> Deadline | None:
     value = fsio.poll_json(path)
     return Deadline(**value) if value is not None else None

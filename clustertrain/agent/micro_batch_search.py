@@ -20,8 +20,14 @@ from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError, Uns
 from clustertrain.plan.cost.memory import GIB
 from clustertrain.plan.layout import Batch
 from clustertrain.plan.request import DEFAULT_CPU_GIB
-from clustertrain.plan.search import micro_batch as trials
-from clustertrain.plan.search.micro_batch import Trial, TrialMeasurement, TrialSearch
+from clustertrain.plan.search.micro_batch import (
+    Trial,
+    TrialMeasurement,
+    TrialSearch,
+    best_trial,
+    build_trial_search,
+    evaluate_trial,
+)
 from clustertrain.run.results import NodeResult
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler import rendezvous, torchrun
@@ -47,7 +53,7 @@ class MicroBatchSearchResult:
 
     @property
     def recommended(self) -> Trial | None:
-        return trials.best_trial(self.trials)
+        return best_trial(self.trials)
 
 
 def find_micro_batch(
@@ -67,7 +73,7 @@ def find_micro_batch(
     """
     spec, plan = prepared.spec, prepared.plan
     ranks = _local_world_size(prepared, environ)
-    search, description = trials.build_trial_search(plan, spec.recipe, ranks)
+    search, description = build_trial_search(plan, spec.recipe, ranks)
     note = data.check_data(prepared)
     if note:
         on_progress(f"note: {note}")
@@ -122,7 +128,7 @@ def _run_trial(prepared: PreparedRun, search: TrialSearch, split: Batch, environ
         if result.ending == "completed":
             files = (run.path / f"probe-{r}.json" for r in range(search.layout.world_size))
             measured = [schema.decode(f.read_bytes(), TrialMeasurement) for f in files]
-            return trials.evaluate_trial(measured, search, split, DEFAULT_CPU_GIB)
+            return evaluate_trial(measured, search, split, DEFAULT_CPU_GIB)
     if _is_out_of_memory(result, output):
         usable = search.is_usable(split.micro_batch)
         return Trial(micro_batch=split.micro_batch, outcome="out of memory", usable=usable)

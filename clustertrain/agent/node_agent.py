@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from clustertrain import clock, fsio, proc, settings
-from clustertrain.agent import deadline as deadlines
 from clustertrain.agent.controller_watch import SCHEDULER_TIMEOUT_S, ControllerWatch
+from clustertrain.agent.deadline import load_deadline
 from clustertrain.agent.node_context import NodeContext, load_node_context
 from clustertrain.agent.node_environment import NodeJob, inspect_node
 from clustertrain.agent.node_result import (
@@ -28,9 +28,7 @@ from clustertrain.agent.node_result import (
 from clustertrain.agent.rank_monitor import RankMonitor
 from clustertrain.agent.signals import Signals
 from clustertrain.agent.telemetry import HURRIED_STOP_S, STOP_S, NodeTelemetry
-from clustertrain.agent.tracking import HURRIED_STOP_S as HURRIED_TRACKING_S
-from clustertrain.agent.tracking import STOP_S as TRACKING_S
-from clustertrain.agent.tracking import TrackingProcess
+from clustertrain.agent.tracking import HURRIED_TRACKING_STOP_S, TRACKING_STOP_S, TrackingProcess
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, UnsuitableEnvironment
 from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog
@@ -55,7 +53,7 @@ class NodeAgent:
         )
         self.stop_source: str | None = None
         self.stop_requested_first: bool | None = None  # a stop was requested before all ranks had ended
-        self.deadline = deadlines.load(context.attempt.deadline)
+        self.deadline = load_deadline(context.attempt.deadline)
         self.aborted = False
         self.taken_over_by: int | None = None  # number of the newer attempt
         self.telemetry: NodeTelemetry | None = None
@@ -88,7 +86,7 @@ class NodeAgent:
             hurry = result.ending == "stopped" or self._should_hurry()
             self.tracking.request_stop()
             telemetry.stop(HURRIED_STOP_S if hurry else STOP_S)
-            self.tracking.stop(HURRIED_TRACKING_S if hurry else TRACKING_S)
+            self.tracking.stop(HURRIED_TRACKING_STOP_S if hurry else TRACKING_STOP_S)
             if not hurry:
                 telemetry.compact(self._should_hurry)
                 self._requeue_if_controller_gone()
@@ -262,7 +260,7 @@ class NodeAgent:
         elif order is not None and self.stop_source is None:
             # A requeue by hand has no deadline; all other stops end in a kill.
             self._stop_ranks("batch", None if order.get("why") == "requeue" else self.context.grace_s)
-        self.deadline = deadlines.load(self.context.attempt.deadline) or self.deadline
+        self.deadline = load_deadline(self.context.attempt.deadline) or self.deadline
         if self.stop_source is None and self.deadline is not None and self.deadline.is_due(clock.now()):
             self._stop_ranks("deadline", None)
 

@@ -1,13 +1,12 @@
-"""Monitoring of a node's ranks while they run, by their records and processes."""
+"""Monitoring of a node's ranks, by their records and processes: which have ended, stopped, or hang at exit."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clustertrain.agent.hang_at_exit import CHECK_INTERVAL_S, ExitHangDetector
 from clustertrain.agent.node_result import read_finished_records, read_rank_records
 from clustertrain.run.results import RankResult
 from clustertrain.scheduler.torchrun import FAILURE_GRACE_S
@@ -16,6 +15,13 @@ if TYPE_CHECKING:
     import psutil
 
 AFTER_END_S = 20.0
+# A rank hangs at exit if it idles this long after all others have completed: longer than a server takes to answer the
+# last request of an upload.
+EXIT_PATIENCE_S = 600.0
+MIN_IDLE_S = 60.0  # if the job is being ended anyway
+HANG_CHECK_INTERVAL_S = 10.0
+# Share of one core for all remaining processes of the node. Sleeping processes use none, polling threads less.
+_IDLE_SHARE = 0.005
 
 
 class RankMonitor:
@@ -45,7 +51,7 @@ class RankMonitor:
             self._failed_at = now
             self._note_stopped()
         if now >= self._next_hang_check and self.ended_at is None:
-            self._next_hang_check = now + CHECK_INTERVAL_S
+            self._next_hang_check = now + HANG_CHECK_INTERVAL_S
             self._check_exit_hang(now, records)
 
     def should_terminate(self, now: float) -> bool:
@@ -113,3 +119,33 @@ def _status(process: psutil.Process) -> str:
 
 def _has_elapsed(since: float | None, timeout_s: float, now: float) -> bool:
     return since is not None and now - since > timeout_s
+
+
+class ExitHangDetector:
+    """Detector of ranks that idle after all others have completed; call it every HANG_CHECK_INTERVAL_S.
+
+    An export or upload uses CPU time. So does a rank that spins in a collective, which is therefore not ended.
+    """
+
+    def __init__(self) -> None:
+        self._cpu_s: Mapping[int, float] = {}
+        self._checked_at: float | None = None
+        self._idle_since: float | None = None  # since then all others are done and the rest is idle
+
+    def is_hanging(self, now: float, others_done: bool, cpu_s: Mapping[int, float]) -> bool:
+        """Return whether the remaining ranks hang. ``cpu_s``: CPU seconds of them and their children, by pid."""
+        previous, checked_at = self._cpu_s, self._checked_at
+        self._cpu_s, self._checked_at = cpu_s, now
+        if checked_at is None or not others_done:
+            self._idle_since = None
+            return False
+        worked_s = sum(max(0.0, s - previous.get(pid, 0.0)) for pid, s in cpu_s.items())
+        if worked_s > _IDLE_SHARE * (now - checked_at):
+            self._idle_since = None
+            return False
+        self._idle_since = checked_at if self._idle_since is None else self._idle_since
+        return now - self._idle_since >= EXIT_PATIENCE_S
+
+    def was_hanging(self, now: float) -> bool:
+        """Return whether the remaining ranks were idle long enough to count as hanging when the job was ended."""
+        return self._idle_since is not None and now - self._idle_since >= MIN_IDLE_S

@@ -19,11 +19,10 @@ from clustertrain.checkpoint.core import fault_points
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.core.failures import DeadlineExceeded, Failure, error_from_failures
 from clustertrain.checkpoint.core.retention import RetentionPolicy
-from clustertrain.checkpoint.format import fence as fences
+from clustertrain.checkpoint.core.state_dict import LoadableState, StateTree
 from clustertrain.checkpoint.format import folders
-from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.fence import Fence
-from clustertrain.checkpoint.format.manifest import CheckpointMetric, SaveReason
+from clustertrain.checkpoint.format.fence import Fence, check_fence
+from clustertrain.checkpoint.format.manifest import CheckpointMetric, SaveReason, step_folder
 from clustertrain.checkpoint.load import restore
 from clustertrain.checkpoint.load.restore import LocalTier, OriginCheck, RemoteTier, RestoreContext, RestoreResult
 from clustertrain.checkpoint.load.rollback import RollbackTarget
@@ -133,7 +132,7 @@ class CheckpointManager:
         """Start the writer process ahead of the first save. Not collective."""
         self._pending.worker.start()
 
-    def reserve(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None = None) -> None:
+    def reserve(self, state: StateTree, rank_state: StateTree | None = None) -> None:
         """Allocate memory for a save of ``state`` ahead of the first one, without waiting for it."""
         shards = self._planner.plan_shards(state, rank_state or {}, error_prefix=f"{self._root}: nothing can be saved")
         for staging in self._staging_buffers:
@@ -147,8 +146,8 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        state: Mapping[str, Any],
-        rank_state: Mapping[str, Any] | None = None,
+        state: StateTree,
+        rank_state: StateTree | None = None,
         *,
         reason: SaveReason = "interval",
         metric: CheckpointMetric | None = None,
@@ -286,11 +285,11 @@ class CheckpointManager:
 
     def _discard_folder(self, pending: PendingSave) -> None:
         folders.discard(Path(pending.write.folder))
-        fences.check_fence(self._config.fence)  # a newer attempt removes the folder that the ranks are writing to
+        check_fence(self._config.fence)  # a newer attempt removes the folder that the ranks are writing to
 
     def _build_result(self, pending: PendingSave, size: int, save_s: float) -> SaveResult:
         reason = pending.commit.reason if pending.commit is not None else "interval"
-        path = index.step_folder(self._root, pending.step)
+        path = step_folder(self._root, pending.step)
         return SaveResult(pending.step, path, size, pending.stall_s, save_s, reason)
 
     def _notify_commit(self, saved: SaveResult) -> None:
@@ -335,7 +334,7 @@ class CheckpointManager:
 
     # -- restore
 
-    def restore(self, state: dict[str, Any], check_origin: OriginCheck = lambda origin: None) -> RestoreResult | None:
+    def restore(self, state: LoadableState, check_origin: OriginCheck = lambda origin: None) -> RestoreResult | None:
         """Load the newest valid checkpoint into ``state``, as :func:`~clustertrain.checkpoint.load.restore.
         restore_newest`, then start uploads."""
         restored = restore.restore_newest(self.restore_context, state, check_origin)
@@ -356,7 +355,7 @@ class CheckpointManager:
             )
         return restored
 
-    def roll_back(self, state: dict[str, Any], target: RollbackTarget) -> RestoreResult | None:
+    def roll_back(self, state: LoadableState, target: RollbackTarget) -> RestoreResult | None:
         """Load the newest valid checkpoint before ``target`` into ``state``, as :func:`~clustertrain.checkpoint.load.
         restore.restore_before`, and forget the newer ones. No save may be pending."""
         restored = restore.restore_before(self.restore_context, state, target)

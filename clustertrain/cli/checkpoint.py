@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from clustertrain import reading, settings
-from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.dtypes import FLOATS
+from clustertrain.checkpoint.format.manifest import is_committed, parse_step
 from clustertrain.checkpoint.format.storage import Folder, RemoteFolder
 from clustertrain.checkpoint.format.storage_errors import with_retries
 from clustertrain.checkpoint.load import rollback
@@ -47,14 +47,14 @@ class CheckpointLocation:
             NotFound: it does not exist.
             UsageError: ``step`` contradicts the named checkpoint.
         """
-        own_step = self.step if self.folder is None else index.parse_step(self.folder)
+        own_step = self.step if self.folder is None else parse_step(self.folder)
         if None not in (step, own_step) and step != own_step:
             raise UsageError(
                 f"--step {step}: RUN already names the checkpoint of step {own_step}", fix="leave one of them out"
             )
         if self.folder is None:
             return inspect.find_checkpoint(self.root, own_step if step is None else step)
-        if not index.is_committed(self.folder):
+        if not is_committed(self.folder):
             raise NotFound(
                 f"{self.folder} was never committed", fix="`clustertrain checkpoint list` shows the committed ones"
             )
@@ -92,7 +92,7 @@ def locate(name: str) -> CheckpointLocation:
 
 
 def _location_in(folder: Folder) -> CheckpointLocation:
-    if index.parse_step(folder) is None:
+    if parse_step(folder) is None:
         return CheckpointLocation(str(folder), folder)
     return CheckpointLocation(str(folder.parent), folder.parent, folder=folder)
 
@@ -145,9 +145,9 @@ def verify(name: str, step: int | None, as_json: bool) -> int:
     is_single = step is not None or location.is_single
     rows = []
     for folder in (
-        [selected] if is_single else [p for p in rollback.list_valid_folders(location.root) if index.is_committed(p)]
+        [selected] if is_single else [p for p in rollback.list_valid_folders(location.root) if is_committed(p)]
     ):
-        row: dict[str, Any] = {"step": index.parse_step(folder), "path": str(folder), "verified": None, "damage": None}
+        row: dict[str, Any] = {"step": parse_step(folder), "path": str(folder), "verified": None, "damage": None}
         reasons: list[str] = []
         try:
             with ProgressBar(f"step {row['step']}") as bar:
@@ -190,7 +190,7 @@ def digest(name: str, step: int | None, kind: str, as_json: bool) -> None:
     with ProgressBar("digest") as bar:
         value = inspect.digest(folder, kinds, bar)
     if as_json:
-        print_json({"run": location.label, "step": index.parse_step(folder), "of": kind, "digest": value})
+        print_json({"run": location.label, "step": parse_step(folder), "of": kind, "digest": value})
     else:
         click.echo(value)
 
@@ -216,8 +216,7 @@ def diff(a: str, b: str, whole: bool, as_json: bool) -> int:
         import msgspec
 
         sides = [
-            {"run": p.label, "step": index.parse_step(f), "path": str(f)}
-            for p, f in zip(locations, folders, strict=True)
+            {"run": p.label, "step": parse_step(f), "path": str(f)} for p, f in zip(locations, folders, strict=True)
         ]
         print_json({"a": sides[0], "b": sides[1], **msgspec.structs.asdict(comparison)})
     else:
@@ -293,8 +292,7 @@ def export(
     `safetensors` of a built-in decoder is a folder that transformers.AutoModelForCausalLM.from_pretrained() loads;
     `torch` is a file with a state_dict that torch.load(weights_only=True) reads.
     """
-    from clustertrain.checkpoint.offline.export import ExportRequest
-    from clustertrain.checkpoint.offline.export import export as write_export
+    from clustertrain.checkpoint.offline.export import ExportRequest, export_checkpoint
 
     location = locate(name)
     if best and (step is not None or location.is_single):
@@ -304,7 +302,7 @@ def export(
     folder = inspect.find_best(location.root) if best else location.select(step)
     request = ExportRequest(folder, output, form, dtype, max_shard_size, names, force)
     with ProgressBar("exported") as bar:
-        result = write_export(request, bar)
+        result = export_checkpoint(request, bar)
     if as_json:
         print_json({"run": location.label, **asdict(result), "path": str(result.path)})
         return

@@ -24,9 +24,9 @@ def cluster() -> None:
 def list_(as_json: bool) -> None:
     """List the profiles and mark the default."""
     from clustertrain import settings
-    from clustertrain.config import cluster as profiles
+    from clustertrain.config.cluster import default_profile_name, list_profiles
 
-    profile_paths, default_name = profiles.list_profiles(), profiles.default_profile_name()
+    profile_paths, default_name = list_profiles(), default_profile_name()
     if as_json:
         print_json(
             [{"name": n, "path": str(p), "default": n == default_name} for n, p in sorted(profile_paths.items())]
@@ -48,14 +48,14 @@ def show(name: str, as_json: bool) -> None:
     """Show every key of the profile NAME, defaults included."""
     import msgspec
 
-    from clustertrain.config import cluster as profiles
+    from clustertrain.config.cluster import list_profiles, load_profile
 
     if not name:
         raise UsageError(
             "cluster show: the name of the profile is empty", fix="`clustertrain cluster list` lists the names"
         )
-    values = msgspec.to_builtins(profiles.load_profile(name))
-    path = profiles.list_profiles()[name]
+    values = msgspec.to_builtins(load_profile(name))
+    path = list_profiles()[name]
     if as_json:
         print_json({"name": name, "path": str(path), "profile": values})
         return
@@ -94,10 +94,9 @@ def detect(dry_run: bool, as_json: bool, **options: Any) -> int:
     differs is kept and reported, unless --force is given.
     """
     from clustertrain.cluster import profile_file
-    from clustertrain.cluster.detect import DetectRequest
-    from clustertrain.cluster.detect import detect as run_detection
+    from clustertrain.cluster.detect import DetectRequest, detect_cluster
 
-    result = run_detection(DetectRequest(**options), os.environ, lambda text: click.echo(text, err=True))
+    result = detect_cluster(DetectRequest(**options), os.environ, lambda text: click.echo(text, err=True))
     should_write = bool(result.merged.written) and not dry_run
     if should_write:
         profile_file.write(result.path, result.merged.text)

@@ -60,7 +60,14 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **options:
     from clustertrain.errors import UsageError
     from clustertrain.submit import python_path
     from clustertrain.train.core import entry_points
-    from clustertrain.train.data import tokenize as shards
+    from clustertrain.train.data.tokenize import (
+        SHARD_TOKENS,
+        append_end_token,
+        read_documents,
+        tokenize_bytes,
+        tokenizer_from_function,
+        write,
+    )
 
     if options["key"] is not None and options["documents"] != "jsonl":
         raise UsageError(
@@ -68,25 +75,25 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **options:
             fix="add --documents jsonl, or leave it out",
         )
     if tokenizer == "bytes":
-        encode: Any = shards.tokenize_bytes
+        encode: Any = tokenize_bytes
     elif re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", tokenizer):
         if (
             python_path.find_entry(tokenizer, [Path.cwd()]) is not None
         ):  # otherwise nothing in this folder may be imported
             sys.path.insert(0, str(Path.cwd()))
-        encode = shards.tokenizer_from_function(entry_points.load_function(tokenizer, "--tokenizer"))
+        encode = tokenizer_from_function(entry_points.load_function(tokenizer, "--tokenizer"))
     else:
         raise UsageError(f"--tokenizer {tokenizer} is neither bytes nor package.module:function")
     default_dtype: TokenDtype = (
         "uint32" if tokenizer != "bytes" else "uint8" if (options["end"] or 0) < 256 else "uint16"
     )
     key = "text" if options["key"] is None else options["key"]
-    texts = shards.read_documents(path.absolute(), options["pattern"], options["documents"], key)
-    index = shards.write(
+    texts = read_documents(path.absolute(), options["pattern"], options["documents"], key)
+    index = write(
         folder,
-        shards.append_end_token(map(encode, texts), options["end"]),
+        append_end_token(map(encode, texts), options["end"]),
         dtype=options["dtype"] or default_dtype,
-        shard_tokens=options["shard_tokens"] or shards.SHARD_TOKENS,
+        shard_tokens=options["shard_tokens"] or SHARD_TOKENS,
         tokenizer=tokenizer,
     )
     tokens = sum(shard.tokens or 0 for shard in index.shards)

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from clustertrain.submit.prepared_run import PreparedRun
 
 
-def find_micro_batch(prepared: PreparedRun, *, as_json: bool) -> int:
+def report_micro_batch_search(prepared: PreparedRun, *, as_json: bool) -> int:
     """Run the trials and show them. Raise ClusterTrainError afterwards if an error other than memory ended them."""
-    from clustertrain.agent.micro_batch_search import find_micro_batch as search
+    from clustertrain.agent.micro_batch_search import find_micro_batch
 
-    result = search(prepared, lambda line: click.echo(line, err=True))
+    result = find_micro_batch(prepared, lambda line: click.echo(line, err=True))
     if as_json:
         print_json(_to_json(result))
     elif result.trials:

@@ -53,7 +53,7 @@ class _UnreportedEvents:
         return lines
 
 
-def follow(run: RunDir) -> int:
+def follow_run(run: RunDir) -> int:
     """Show the run until it ends; return 0 only if it completed. Ctrl-C stops the display, not the run."""
     try:
         return _follow(run)

@@ -12,8 +12,7 @@ import click
 from clustertrain import clock, reading
 from clustertrain.cli.common import find_run, run_argument
 from clustertrain.errors import NotFound, UsageError
-from clustertrain.printable import printable
-from clustertrain.printable import unwrap_stream as unescaped
+from clustertrain.printable import printable, unwrap_stream
 from clustertrain.run.run_dir import RunDir, explain_permission_errors
 
 POLL_S = 0.3
@@ -49,10 +48,10 @@ def logs(name: str, follow: bool, rank: int, attempt: int | None, job: bool, nod
             printed = True
             if path is not None:
                 click.echo(f"==> {path.relative_to(run.path)} <==", err=True)
-            unescaped(sys.stdout).buffer.write(chunk if escaper is None else escaper.escape(path, chunk))
+            unwrap_stream(sys.stdout).buffer.write(chunk if escaper is None else escaper.escape(path, chunk))
             sys.stdout.flush()
     if escaper is not None:
-        unescaped(sys.stdout).buffer.write(escaper.flush())
+        unwrap_stream(sys.stdout).buffer.write(escaper.flush())
     if not printed and not follow:
         raise NotFound(
             _no_output_reason(run, rank, attempt, job, node), fix=f"`clustertrain status {run.id}` shows its attempts"

@@ -62,9 +62,9 @@ def plan(
     for note in check_script_layout(prepared) or ():
         click.echo(f"note: {note}", err=True)
     if find_micro_batch:
-        from clustertrain.cli.find_micro_batch import find_micro_batch as run_search
+        from clustertrain.cli.find_micro_batch import report_micro_batch_search
 
-        return run_search(prepared, as_json=as_json)
+        return report_micro_batch_search(prepared, as_json=as_json)
     if as_json:
         print_json(prepared.plan)
         return 0

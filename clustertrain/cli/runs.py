@@ -95,12 +95,11 @@ def track(name: str, to: tuple[str, ...], as_json: bool) -> int:
 def _upload(run: RunDir, name: str) -> tuple[int, str | None]:
     """Return the last step that the tracker has, and the error if the upload failed."""
     from clustertrain.errors import ClusterTrainError
-    from clustertrain.tracking import endings, registry, tracker
-    from clustertrain.tracking import run_facts as facts
+    from clustertrain.tracking import endings, registry, run_facts, tracker
 
     errors: list[str] = []
     try:
-        client = registry.build_tracker(name, run, facts.load_run_metadata(run, 0))
+        client = registry.build_tracker(name, run, run_facts.load_run_metadata(run, 0))
     except ClusterTrainError as e:
         return -1, str(e)
     uploader = tracker.TrackerUploader(

@@ -32,9 +32,9 @@ def submit(dry_run: bool, wait: bool, follow: bool, **options: Any) -> int:
     request = build_request(options)
     if dry_run:
         return _dry_run(request, as_json)
-    from clustertrain.submit.transaction import submit as transaction
+    from clustertrain.submit import transaction
 
-    submitted = transaction(request)
+    submitted = transaction.submit(request)
     for note in submitted.notes:
         click.echo(f"note: {note}", err=True)
     if as_json:
@@ -52,7 +52,7 @@ def submit(dry_run: bool, wait: bool, follow: bool, **options: Any) -> int:
 
         return int(wait_for([submitted.run], submitted.run.id))
     if follow:
-        from clustertrain.cli.follow import follow as follow_run
+        from clustertrain.cli.follow import follow_run
 
         return int(follow_run(submitted.run))
     return 0

@@ -85,10 +85,10 @@ def telemetry(
         print_json(summary)
     if as_json or html is not None:
         return
-    from clustertrain.report import telemetry as report
+    from clustertrain.report.telemetry import show
     from clustertrain.report.terminal import make_console
 
-    report.show(summary, make_console(), every)
+    show(summary, make_console(), every)
 
 
 def _scheduler_state(run: RunDir) -> tuple[str | None, Goodput | None, ContractStatus | None]:
@@ -105,9 +105,9 @@ def _scheduler_state(run: RunDir) -> tuple[str | None, Goodput | None, ContractS
 def _check_html_path(html: str | None) -> None:
     """Raise ConfigError if the page cannot be written; checked first, since reading may take minutes."""
     if html is not None:
-        from clustertrain.report.html import check_path as check_page
+        from clustertrain.report.html import check_path
 
-        check_page(Path(html))
+        check_path(Path(html))
 
 
 def _write_page(run: RunDir, summary: Summary, html: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +13,15 @@ from pathlib import Path
 from clustertrain import clock, settings
 from clustertrain.cluster import bench, profile_file, slurm_site, slurm_site_profile
 from clustertrain.cluster.bench import BenchResult, BenchTarget
-from clustertrain.cluster.local_machine import detect_local_machine
 from clustertrain.cluster.profile_file import MergeResult
 from clustertrain.cluster.slurm_site import Site
 from clustertrain.cluster.slurm_site_profile import DetectedProfile
-from clustertrain.config import cluster
+from clustertrain.config import cluster, hardware
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.parsing.documents import read_text
 from clustertrain.errors import UsageError
 from clustertrain.scheduler.slurm import SlurmBackend
+from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -52,7 +53,9 @@ class DetectResult:
     """``merged.text``, parsed."""
 
 
-def detect(request: DetectRequest, environ: Mapping[str, str], on_progress: Callable[[str], None]) -> DetectResult:
+def detect_cluster(
+    request: DetectRequest, environ: Mapping[str, str], on_progress: Callable[[str], None]
+) -> DetectResult:
     """Query Slurm, measure and merge; ``on_progress`` is called before each measurement.
 
     Raises:
@@ -91,7 +94,7 @@ def _detect_profile(
     if slurm is None:
         if request.partition:
             raise UsageError(f"--partition {request.partition}: Slurm is not used", fix="omit --partition")
-        detected = detect_local_machine()
+        detected = _detect_local_machine()
         detected.notes.insert(0, "without Slurm: the profile describes this machine only")
         return detected
     if request.partition:
@@ -117,3 +120,38 @@ def _measure(
         existing.device if existing.device != "auto" or "device" not in detected.keys else detected.keys["device"].value
     )
     return bench.measure(BenchTarget.from_profile(existing, sys.executable, nodes, device), on_progress)
+
+
+def _detect_local_machine() -> DetectedProfile:
+    """Detect the GPUs that the NVIDIA driver reports."""
+    detected = DetectedProfile()
+    try:
+        gpus = _list_gpus()
+    except NvmlError as e:
+        detected.add("device", "cpu", "NVML reports no GPU")
+        detected.notes.append(f"no NVIDIA GPU on this machine: {e.reason}")
+        return detected
+    names = Counter(gpu.name or "" for gpu in gpus)
+    if not names:
+        detected.add("device", "cpu", "NVML reports no GPU")
+        return detected
+    name = max(names, key=lambda n: names[n])
+    detected.add("device", "cuda", "NVML")
+    detected.add("gpus_per_node", names[name], f"NVML reports {names[name]} x {name or 'a GPU without a name'}")
+    if len(names) > 1:
+        detected.notes.append(f"GPUs of several types: {', '.join(f'{n} x {name}' for name, n in names.items())}")
+    known_gpu = hardware.find_gpu_type(name)
+    if known_gpu is None:
+        detected.notes.append(f"GPU {name!r} is not in the GPU catalog, so the plan does not know its memory")
+    else:
+        detected.add("gpu_type", known_gpu.name, f"NVML name: {name}")
+    return detected
+
+
+def _list_gpus() -> list[Device]:
+    nvml = Nvml()
+    nvml.open()
+    try:
+        return [device for device in nvml.devices() if device.parent is None and device.reason is None]
+    finally:
+        nvml.close()

@@ -16,12 +16,11 @@ from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
-from clustertrain.train import trainer as trainer_module
 from clustertrain.train.core.context import load_plan
 from clustertrain.train.core.step_types import StepResult
 from clustertrain.train.main import run_as_rank
 from clustertrain.train.session.session import Session
-from clustertrain.train.trainer import Trainer, build_trainer
+from clustertrain.train.trainer import Trainer, train
 
 CHECKPOINT_TIMEOUT_S = 300.0  # for the pending save to commit
 
@@ -45,8 +44,8 @@ def main() -> int:
             base = build_trainer(session, recipe, batch)
             return KilledTrainer(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base)})
 
-        trainer_module.build_trainer = build_killed_trainer
-        trainer_module.train(load_spec(run).recipe, load_plan(run)[1])
+        build_trainer = build_killed_trainer
+        train(load_spec(run).recipe, load_plan(run)[1])
 
     return run_as_rank(rank_main)
 

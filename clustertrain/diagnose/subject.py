@@ -17,13 +17,12 @@ from clustertrain.config.data import AugmentSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch
 from clustertrain.run.run_dir import RunDir
-from clustertrain.train import trainer as trainer_module
 from clustertrain.train.core import step_types
 from clustertrain.train.data import permutation
 from clustertrain.train.distributed.dropout import Dropout
 from clustertrain.train.models.build import TrainingTask, build_task
 from clustertrain.train.session.session import session
-from clustertrain.train.trainer import Trainer
+from clustertrain.train.trainer import Trainer, build_trainer
 
 # Attribute names under which attention modules keep their dropout probability.
 _DROPOUT_ATTRIBUTES = ("dropout", "attention_dropout", "attn_dropout", "attn_pdrop", "dropout_p")
@@ -63,7 +62,7 @@ class Subject:
     def trainer(self) -> Iterator[Trainer]:
         """Build a trainer in a session of its own."""
         with session(seed=self.recipe.train.seed, device=self.device.type) as s:
-            yield trainer_module.build_trainer(s, self.recipe, self.batch)
+            yield build_trainer(s, self.recipe, self.batch)
 
     @property
     def sample_multiple(self) -> int:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from clustertrain.config.hardware import GpuType
 from clustertrain.config.model import ModelSpec
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.config.parsing.documents import did_you_mean as nearest_word
+from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.config.train import Precision
 from clustertrain.errors import ConfigError
 from clustertrain.plan import pipeline_schedules
@@ -65,7 +65,7 @@ def _check_split_points(split: tuple[str, ...], layers: int, stages: int) -> Non
     for name in split:
         if name not in unit_index:
             raise ConfigError(
-                f"parallel.split: the model has no part {name!r}", fix=nearest_word(name, list(unit_index))
+                f"parallel.split: the model has no part {name!r}", fix=did_you_mean(name, list(unit_index))
             )
     if len(split) != stages - 1:
         raise ConfigError(

@@ -7,12 +7,20 @@ from dataclasses import dataclass
 
 import msgspec
 
-from clustertrain.plan import batch as batches
 from clustertrain.plan import checks
+from clustertrain.plan.batch import check_divides
 from clustertrain.plan.cost.memory import MemoryEstimate
 from clustertrain.plan.decision import Explanation, PlanDecision, RejectedLayout
-from clustertrain.plan.explain import decision as explain
 from clustertrain.plan.explain import search_result, warnings
+from clustertrain.plan.explain.decision import (
+    explain_batch,
+    explain_layout,
+    explain_memory,
+    explain_model_stats,
+    explain_single,
+    fsdp_traffic_note,
+    gpu_warnings,
+)
 from clustertrain.plan.layout import Batch, Layout, Strategy, format_gib
 from clustertrain.plan.request import PlanRequest
 from clustertrain.plan.search import layouts
@@ -58,7 +66,7 @@ def decide(request: PlanRequest) -> PlanDecision:
         decision = _choose(
             request,
             layout,
-            default_reason if layout.strategy == (strategy or "ddp") else explain.explain_single(request),
+            default_reason if layout.strategy == (strategy or "ddp") else explain_single(request),
         )
     else:
         decision = _decide_by_memory(request)
@@ -67,13 +75,13 @@ def decide(request: PlanRequest) -> PlanDecision:
         fastest = problem is not None and not request.spec.recipe.train.micro_batch
         bubble_warnings = warnings.bubble_warnings(decision.layout, decision.batch, is_fastest=fastest)
     decision = decision.explained(
-        explain.explain_batch(decision),
-        explain.explain_layout(decision),
+        explain_batch(decision),
+        explain_layout(decision),
         Explanation(warnings=tuple(bubble_warnings)),
-        explain.explain_model_stats(decision),
-        explain.explain_memory(decision),
+        explain_model_stats(decision),
+        explain_memory(decision),
     )
-    return dataclasses.replace(decision, warnings=(*explain.gpu_warnings(request), *decision.warnings))
+    return dataclasses.replace(decision, warnings=(*gpu_warnings(request), *decision.warnings))
 
 
 def decide_for_script(request: PlanRequest) -> PlanDecision:
@@ -81,7 +89,7 @@ def decide_for_script(request: PlanRequest) -> PlanDecision:
     strategy, reason = request.requested_strategy()
     layout = request.build_layout(strategy or "ddp")
     if layout.strategy == "single":
-        reason = explain.explain_single(request)
+        reason = explain_single(request)
     elif strategy is None:
         reason = "ddp: the model of a script is not known before it runs; --layout fsdp shards it"
     decision = PlanDecision(
@@ -91,7 +99,7 @@ def decide_for_script(request: PlanRequest) -> PlanDecision:
         memory=MemoryEstimate(capacity_gib=request.capacity_gib),
         reasons=(reason,),
     )
-    return decision.explained(explain.explain_layout(decision))
+    return decision.explained(explain_layout(decision))
 
 
 def _choose(request: PlanRequest, layout: Layout, reason: str, *rejected: RejectedLayout) -> PlanDecision:
@@ -108,7 +116,7 @@ def _choose(request: PlanRequest, layout: Layout, reason: str, *rejected: Reject
 def _decide_by_memory(request: PlanRequest) -> PlanDecision:
     replicated = request.build_layout("ddp")
     if replicated.gradient_ranks == 1:
-        return _choose(request, replicated, explain.explain_single(request))
+        return _choose(request, replicated, explain_single(request))
     batch, need_gib = request.split_and_estimate(replicated)
     limit_text = request.format_limit()
     name = replicated.strategy
@@ -118,7 +126,7 @@ def _decide_by_memory(request: PlanRequest) -> PlanDecision:
             replicated,
             f"{name}: {format_gib(need_gib)} a rank is within {limit_text}, and it communicates least",
             RejectedLayout(
-                "fsdp", f"not needed: a replica needs {format_gib(need_gib)}{explain.fsdp_traffic_note(replicated)}"
+                "fsdp", f"not needed: a replica needs {format_gib(need_gib)}{fsdp_traffic_note(replicated)}"
             ),
         )
     reason = f"a replica needs {format_gib(need_gib)} a rank at micro_batch {batch.micro_batch}, more than {limit_text}"
@@ -140,7 +148,7 @@ def _decide_by_search(
     """Take the fastest layout that fits, among those that the user leaves open."""
     if strategy is not None or request.has_degrees():
         checked = request.build_layout(strategy or "fsdp")  # refuses what cannot be
-        batches.check_divides(problem.global_batch, checked.data_parallel, request.spec.recipe.train.micro_batch)
+        check_divides(problem.global_batch, checked.data_parallel, request.spec.recipe.train.micro_batch)
     result = layouts.search(problem)
     if result.best is None:  # then nearer to the border than one should go
         result = layouts.search(dataclasses.replace(problem, limit_gib=request.capacity_gib or request.limit_gib))
@@ -148,7 +156,7 @@ def _decide_by_search(
         return _choose_smallest(request, problem, result, strategy, reason)
     is_single = result.best.layout.strategy == "single" and (request.world_size == 1 or request.has_degrees())
     reasons = search_result.explain_chosen(
-        result.best, result, request.gpu_name, explain.explain_single(request) if is_single else reason
+        result.best, result, request.gpu_name, explain_single(request) if is_single else reason
     )
     return dataclasses.replace(
         _choose_candidate(request, result.best),

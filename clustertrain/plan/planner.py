@@ -18,7 +18,7 @@ from clustertrain.plan.decision import Explanation, PlanDecision, RejectedLayout
 from clustertrain.plan.env import nccl
 from clustertrain.plan.env.nccl import EnvSetting
 from clustertrain.plan.explain import search_result, training
-from clustertrain.plan.explain import warnings as explain
+from clustertrain.plan.explain.warnings import budget_warnings, model_loss_warnings, patience_warnings, plateau_warnings
 from clustertrain.plan.layout import Batch, Layout, pluralize
 from clustertrain.plan.request import PlanRequest
 
@@ -160,10 +160,10 @@ def _recipe_warnings(request: PlanRequest, step_s: float | None) -> tuple[str, .
     if request.spec.script is not None:
         return ()
     return (
-        *explain.budget_warnings(recipe.contract, step_s, recipe.train.steps, request.world_size),
-        *explain.patience_warnings(recipe),
-        *explain.plateau_warnings(recipe),
-        *(explain.model_loss_warnings(recipe) if request.model_stats is None else ()),
+        *budget_warnings(recipe.contract, step_s, recipe.train.steps, request.world_size),
+        *patience_warnings(recipe),
+        *plateau_warnings(recipe),
+        *(model_loss_warnings(recipe) if request.model_stats is None else ()),
     )
 
 

@@ -9,8 +9,8 @@ import msgspec
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing import presets
-from clustertrain.plan import batch as batches
 from clustertrain.plan import checks, non_decoder, pipeline_schedules
+from clustertrain.plan.batch import DEFAULT_GLOBAL_BATCH, check_divides, default_global_batch, split_batch
 from clustertrain.plan.cost import frameworks, memory, optimizer_state, user_model
 from clustertrain.plan.cost.activations import PassConfig
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN
@@ -169,7 +169,7 @@ class PlanRequest:
         if is_fixed:
             global_batch = self.resolve_global_batch(self.build_layout(strategy or "fsdp"))
         else:
-            global_batch = recipe.train.global_batch or batches.default_global_batch(unit, self.min_global_batch)
+            global_batch = recipe.train.global_batch or default_global_batch(unit, self.min_global_batch)
         return SearchProblem(
             model=self.decoder,
             world_size=self.world_size,
@@ -201,7 +201,7 @@ class PlanRequest:
         """Return the recipe's global batch, or the default for ``layout``."""
         train = self.spec.recipe.train
         # Every pipeline schedule supports multiples of its ranks.
-        return train.global_batch or batches.default_global_batch(
+        return train.global_batch or default_global_batch(
             layout.data_parallel * (train.micro_batch or non_decoder.group_size(self.spec.recipe.model)) * layout.pp,
             self.min_global_batch,
         )
@@ -211,7 +211,7 @@ class PlanRequest:
         """Smallest default for sequences per step: the preset's, otherwise a small one."""
         model = self.spec.recipe.model
         defaults = presets.find_training_defaults(model.preset, model.kind)
-        return defaults.global_batch if defaults is not None else batches.DEFAULT_GLOBAL_BATCH
+        return defaults.global_batch if defaults is not None else DEFAULT_GLOBAL_BATCH
 
     def estimate_memory(self, layout: Layout, micro_batch: int) -> MemoryEstimate:
         """Return the memory estimate of one rank."""
@@ -228,7 +228,7 @@ class PlanRequest:
     def split_and_estimate(self, layout: Layout) -> tuple[Batch, float]:
         """Return the batch split under ``layout`` and its peak memory in GiB."""
         recipe, global_batch = self.spec.recipe, self.resolve_global_batch(layout)
-        batches.check_divides(global_batch, layout.data_parallel, recipe.train.micro_batch)
+        check_divides(global_batch, layout.data_parallel, recipe.train.micro_batch)
         non_decoder.check_groups(recipe.model, global_batch, recipe.train.micro_batch, layout.data_parallel)
         rank_batch, group = global_batch // layout.data_parallel, non_decoder.group_size(recipe.model)
 
@@ -240,7 +240,7 @@ class PlanRequest:
                 return micro_batch <= non_decoder.MAX_UNESTIMATED_MICRO_BATCH
             return estimate_peak(micro_batch) <= self.limit_gib
 
-        batch = batches.split_batch(
+        batch = split_batch(
             global_batch,
             layout.data_parallel,
             recipe.tokens_per_sample,

@@ -21,7 +21,7 @@ def _event_name(class_name: str) -> str:
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_event_name):
-    """The fields of every event. The class name in snake case is the event's name."""
+    """The fields of every event. The event's name is the class name in snake case, or the tag of the class."""
 
     writer: ClassVar[str] = ""
 
@@ -191,7 +191,7 @@ class RolledBack(Event, frozen=True, kw_only=True):
     restore_s: float | None = None
 
 
-class TrainingWarning(Event, frozen=True, kw_only=True):
+class TrainingWarningEvent(Event, frozen=True, kw_only=True, tag="training_warning"):
     """A problem of the training: [Handle loss spikes and NaN](../guides/stability.md)."""
 
     writer = "rank 0"
@@ -245,7 +245,7 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     """`interval`, `best`, `stop`, `end`."""
 
 
-class CheckpointInterval(Event, frozen=True, kw_only=True):
+class CheckpointIntervalEvent(Event, frozen=True, kw_only=True, tag="checkpoint_interval"):
     """The interval of `every = "10min"` or `"auto"` was chosen or changed."""
 
     writer = "rank 0"
@@ -475,7 +475,7 @@ class TakenOver(Event, frozen=True, kw_only=True):
     """Number of the newer attempt."""
 
 
-class Alert(Event, frozen=True, kw_only=True):
+class AlertEvent(Event, frozen=True, kw_only=True, tag="alert"):
     """An alert was raised or cleared: [Watch a run](../guides/monitor.md)."""
 
     writer = "agent"

@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from clustertrain import clock, fsio
 from clustertrain.run import event_types, safe_names
@@ -19,6 +19,12 @@ Event = dict[str, Any]
 E = TypeVar("E", bound=event_types.Event)
 
 
+class WriteEvent(Protocol):
+    """A function with the interface of :meth:`EventLog.write`."""
+
+    def __call__(self, event: str, /, **fields: object) -> object: ...
+
+
 class EventLog:
     """The events file of one writer."""
 
@@ -26,7 +32,7 @@ class EventLog:
         self._appender = fsio.JsonlAppender(path)
         self._host = socket.gethostname()
 
-    def write(self, event: str, **fields: Any) -> Event:
+    def write(self, event: str, /, **fields: object) -> Event:
         """Append one event durably: the next process that reads may be the one that decides about the run.
 
         ``fields`` are those of the event's struct in :mod:`.event_types`. A full or absent disk does not raise: the
@@ -68,7 +74,7 @@ def filter_valid(records: Iterable[Event]) -> list[Event]:
     return valid
 
 
-def is_timestamp(value: Any) -> bool:
+def is_timestamp(value: object) -> bool:
     """Return whether ``value`` is a UTC epoch time (s) within the years of a calendar."""
     return is_number(value) and 0 <= value < _MAX_TIMESTAMP
 

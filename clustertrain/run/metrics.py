@@ -20,18 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from clustertrain import fsio
 from clustertrain.run import metrics_file
+from clustertrain.run.metrics_file import Row
 from clustertrain.run.run_dir import RunDir
 
 CUT_SHORT = {"evaluation": "cut short"}  # in the row of the evaluation's step
 
 
-def load_rows(run: RunDir) -> list[dict[str, Any]]:
+def load_rows(run: RunDir) -> list[Row]:
     """Return all rows by step. A step that ran several times counts once, with its last run."""
-    by_step: dict[int, dict[str, Any]] = {}
+    by_step: dict[int, Row] = {}
     for attempt in run.attempts():
         for path in run.metrics_files(attempt.n):
             rows = [r for r in fsio.read_jsonl(path) if "step" in r]
@@ -42,24 +42,24 @@ def load_rows(run: RunDir) -> list[dict[str, Any]]:
     return [by_step[s] for s in sorted(by_step)]
 
 
-def is_cut_short(row: Mapping[str, Any]) -> bool:
+def is_cut_short(row: Mapping[str, object]) -> bool:
     """Return whether a stop cut the evaluation of this row short, so that the next attempt writes the row again."""
     return CUT_SHORT.items() <= row.items()
 
 
-def read_last_row(path: Path) -> dict[str, Any] | None:
+def read_last_row(path: Path) -> Row | None:
     """Return the newest row of a file, of which only the end is read."""
     rows = metrics_file.read_last(path)
     return rows[-1] if rows else None
 
 
-def find_newest_row(run: RunDir, attempt: int) -> dict[str, Any] | None:
+def find_newest_row(run: RunDir, attempt: int) -> Row | None:
     """Return the newest row of one attempt."""
     rows = (read_last_row(path) for path in reversed(run.metrics_files(attempt)))
     return next((row for row in rows if row), None)
 
 
-def find_latest_row(run: RunDir) -> dict[str, Any] | None:
+def find_latest_row(run: RunDir) -> Row | None:
     """Return the newest row of the newest attempt that has one."""
     for attempt in reversed(run.attempts()):
         row = find_newest_row(run, attempt.n)

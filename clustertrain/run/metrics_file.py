@@ -10,7 +10,7 @@ import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -18,6 +18,7 @@ from clustertrain import reading
 from clustertrain.run.json_files import is_number
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 WINDOW_BYTES = 1 << 14  # bytes; many rows of the built-in trainer
 MAX_WHOLE_BYTES = 1 << 22  # bytes; larger files are sampled
@@ -98,7 +99,7 @@ def read_columns(path: Path, keys: Sequence[str]) -> dict[str, array[float]]:
     return arrays
 
 
-def _decode_lines(decoder: msgspec.json.Decoder[Any], lines: bytes) -> list[Any]:
+def _decode_lines(decoder: msgspec.json.Decoder[T], lines: bytes) -> list[T]:
     try:
         return decoder.decode_lines(lines)
     except (ValueError, RecursionError):
@@ -110,7 +111,7 @@ def _decode_lines(decoder: msgspec.json.Decoder[Any], lines: bytes) -> list[Any]
     return rows
 
 
-def _to_float(value: Any) -> float:
+def _to_float(value: object) -> float:
     return value if type(value) is float else float(value) if is_number(value) else math.nan
 
 

@@ -6,7 +6,7 @@ The batch process reads the results of all nodes and decides whether the run con
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -108,12 +108,12 @@ class NodeResult(msgspec.Struct, frozen=True, kw_only=True):
     """The budget of the run's contract is spent, so a requeue would be useless."""
 
 
-def parse_rank_result(document: Any) -> RankResult | None:
+def parse_rank_result(document: object) -> RankResult | None:
     """Return the record in a JSON ``document``, without fields of a wrong type; None if it is not a record."""
     return json_files.convert_leniently(document, RankResult)
 
 
-def parse_node_result(document: Any) -> NodeResult | None:
+def parse_node_result(document: object) -> NodeResult | None:
     """Return the result in a JSON ``document``, without fields of a wrong type; None if it is not a result."""
     if isinstance(document, dict) and isinstance(document.get("ranks"), list):
         ranks = [json_files.convert_leniently(rank, RankOutcome) for rank in document["ranks"]]

@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from clustertrain.config.checks import image_checks, storage_paths, unused_keys
-from clustertrain.config.checks.cross_checks import check_contract as check_contract_metric
+from clustertrain.config.checks.cross_checks import check_contract
 from clustertrain.config.checks.script_keys import is_trainer_key
 from clustertrain.config.parsing import time_limits
 from clustertrain.config.recipe import PreemptionTestSpec
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.plan import checks as plan_checks
 from clustertrain.plan import script_checks
+from clustertrain.plan.checks import check_fp16
 from clustertrain.plan.planner import check_fits
 from clustertrain.submit import job_script
 from clustertrain.submit.preflight import alerts, data, entry_points, machine, packages, script_file, trackers
@@ -138,10 +138,10 @@ def check_unused_keys(parsed: ParsedRecipe) -> Notes:
     return unused_keys.format_notes(unused, parsed.recipe)
 
 
-def check_contract(parsed: ParsedRecipe) -> None:
+def check_contract_metric(parsed: ParsedRecipe) -> None:
     """Refuse a contract whose metric the evaluation does not compute."""
     if parsed.script is None:
-        check_contract_metric(parsed.recipe, parsed.source)
+        check_contract(parsed.recipe, parsed.source)
 
 
 def check_built_in_images(parsed: ParsedRecipe) -> None:
@@ -177,9 +177,9 @@ def check_traceable(parsed: ParsedRecipe) -> None:
 # -- the resolved run
 
 
-def check_fp16(run: ResolvedRun) -> None:
+def check_cpu_fp16(run: ResolvedRun) -> None:
     """Refuse fp16 on a CPU that was not asked for."""
-    plan_checks.check_fp16(run.spec.recipe.train.precision, run.spec.job.device, run.requested_device)
+    check_fp16(run.spec.recipe.train.precision, run.spec.job.device, run.requested_device)
 
 
 def check_utf8_spec(run: ResolvedRun) -> None:
@@ -289,14 +289,14 @@ RECIPE_CHECKS: tuple[Callable[[ParsedRecipe], Notes], ...] = (
     check_script_keys,
     check_schema,
     check_unused_keys,
-    check_contract,
+    check_contract_metric,
     check_built_in_images,
     check_remote_protocol,
     check_profiled_steps,
     check_traceable,
 )
 RUN_CHECKS: tuple[Callable[[ResolvedRun], Notes], ...] = (
-    check_fp16,
+    check_cpu_fp16,
     check_utf8_spec,
     check_environment,
     check_time_limit,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from clustertrain import clock
+from clustertrain.run.events import WriteEvent
 from clustertrain.telemetry.readers.nvml import Device
-from clustertrain.telemetry.readers.nvml_events import EventRateLimiter, GpuEvent
+from clustertrain.telemetry.readers.nvml_events import EventRateLimiter, GpuError
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store.writer import GpuFacts
 
-OnEvent = Callable[..., Any]
 RECOVERY_NOTICE_S = 120.0  # an alert clears only after the device was healthy for a while
 _NEVER_VISIBLE = ("NOT_FOUND", "NO_PERMISSION")  # not lost: the device is hidden from this job
 
@@ -29,7 +29,7 @@ class Observer(Protocol):
     def record_error(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> object:
         """Process a device event.
 
-        ``kind`` is ``gpu_lost``, ``gpu_back``, or one of :class:`.GpuEvent`: ``xid``, ``ecc_corrected``,
+        ``kind`` is ``gpu_lost``, ``gpu_back``, or one of :class:`.GpuError`: ``xid``, ``ecc_corrected``,
         ``ecc_uncorrected``.
         """
 
@@ -42,7 +42,7 @@ class EventDispatcher:
         observers: an observer that raises is removed, and an event reports it.
     """
 
-    def __init__(self, on_event: OnEvent | None, node: str, observers: Sequence[Observer]) -> None:
+    def __init__(self, on_event: WriteEvent | None, node: str, observers: Sequence[Observer]) -> None:
         self._on_event = on_event
         self._node = node
         self.observers = list(observers)
@@ -50,7 +50,7 @@ class EventDispatcher:
         self._lost_uuids: set[str] = set()
         self._recovered_until: dict[str, float] = {}  # by UUID, until when ``gpu_back`` is repeated
 
-    def write_event(self, name: str, **fields: Any) -> None:
+    def write_event(self, name: str, **fields: object) -> None:
         """Write an event of this node; a write error is ignored."""
         if self._on_event is None:
             return
@@ -63,7 +63,7 @@ class EventDispatcher:
     def notify_watched(self, uuids: Sequence[str]) -> None:
         self._notify("watch_errors", uuids)
 
-    def report_errors(self, events: Sequence[GpuEvent], gpus: Sequence[GpuFacts], now: float) -> None:
+    def report_errors(self, events: Sequence[GpuError], gpus: Sequence[GpuFacts], now: float) -> None:
         """Pass driver errors to the observers, and rate-limited to the events; ``now`` is monotonic s."""
         for e in events:
             self._notify("record_error", e.kind, e.uuid, xid=e.xid, count=e.count)
@@ -101,14 +101,14 @@ class EventDispatcher:
             if now > until:
                 del self._recovered_until[uuid]
 
-    def _write_gpu_events(self, events: Sequence[GpuEvent], gpus: Sequence[GpuFacts]) -> None:
+    def _write_gpu_events(self, events: Sequence[GpuError], gpus: Sequence[GpuFacts]) -> None:
         index_by_uuid = {f.uuid: f.index for f in gpus}
         for e in events:
             self.write_event(
                 "gpu_event", uuid=e.uuid, index=index_by_uuid.get(e.uuid), kind=e.kind, xid=e.xid, count=e.count
             )
 
-    def _notify(self, method: str, *args: Any, **kwargs: Any) -> None:
+    def _notify(self, method: str, *args: object, **kwargs: object) -> None:
         for observer in list(self.observers):
             try:
                 getattr(observer, method)(*args, **kwargs)

@@ -18,8 +18,9 @@ import msgspec
 
 from clustertrain import clock
 from clustertrain.run import heartbeat
+from clustertrain.run.events import WriteEvent
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.observers import EventDispatcher, Observer, OnEvent
+from clustertrain.telemetry.observers import EventDispatcher, Observer
 from clustertrain.telemetry.readers import allocation
 from clustertrain.telemetry.readers.gpu_reader import Backoff, GpuReader
 from clustertrain.telemetry.readers.host import HostReader
@@ -64,7 +65,7 @@ class Sampler:
         node: str,
         environ: Mapping[str, str],
         interval_s: float = 1.0,
-        on_event: OnEvent | None = None,
+        on_event: WriteEvent | None = None,
         *,
         first_rank: int | None = None,
         rank_count: int | None = None,

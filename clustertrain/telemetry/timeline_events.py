@@ -61,7 +61,7 @@ def _describe_instant(e: event_types.Event) -> str | None:
             return f"{_format_gpu(e)} was lost"
         case event_types.GpuBack():
             return f"{_format_gpu(e)} is back"
-        case event_types.Alert() if e.code not in _DUPLICATE_ALERTS:
+        case event_types.AlertEvent() if e.code not in _DUPLICATE_ALERTS:
             return f"alert {e.state or 'raised'}: {e.text or ''}"
         case event_types.TelemetryFailed():
             return f"the sampler of {e.host}: {e.reason}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,11 @@ from clustertrain.plan.layout import Batch
 from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data import describe
 from clustertrain.train.data.loader import Loader
-from clustertrain.train.models.build import TrainingTask, build_task
+from clustertrain.train.evaluation.best_metric import LOSS_METRIC
+from clustertrain.train.evaluation.schedule import EvaluationSchedule
+from clustertrain.train.models.build import TrainingTask, build_task, find_model_loss
 from clustertrain.train.optim import registry
 from clustertrain.train.optim.lr_schedule import LearningRate
-from clustertrain.train.recipe_evaluation import build_evaluations
 from clustertrain.train.session.model_setup import report_eval_mode
 from clustertrain.train.session.session import Session, get_runtime, session
 from clustertrain.train.stability.clipping import Clipping
@@ -77,6 +79,43 @@ def build_schedule(recipe: Recipe, *, peak: float) -> LearningRate:
     # The schedule observes a validation metric, even if the run is judged by another one.
     higher_is_better = recipe.higher_is_better and recipe.deciding_metric.startswith(VALIDATION_PREFIX)
     return LearningRate(recipe.schedule, peak=peak, total=recipe.train.steps, higher_is_better=higher_is_better)
+
+
+def build_evaluations(
+    session: Session, task: TrainingTask, recipe: Recipe, *, on_value: Callable[[float], None] | None = None
+) -> EvaluationSchedule | None:
+    """Return the recipe's evaluation schedule, or None without validation data.
+
+    Args:
+        on_value: called with the metric's value after each evaluation.
+
+    Raises:
+        ConfigError: the validation data is empty.
+    """
+    if task.validation is None:
+        return None
+    spec, metric = recipe.evaluation, recipe.deciding_metric
+    is_validation_metric = metric.startswith(VALIDATION_PREFIX)
+    # The inputs of a loss that the model computes itself are unknown, so no metric is added to the recipe's.
+    has_model_loss = find_model_loss(recipe, task.model) is not None
+    return session.evaluations(
+        task.validation,
+        task.loss,
+        every=recipe.evaluation_interval,
+        metric=metric if is_validation_metric else LOSS_METRIC,
+        higher_is_better=is_validation_metric and recipe.higher_is_better,
+        patience=spec.patience,
+        warn_when_rising=spec.warn_when_rising,
+        slices=recipe.contract.slices,
+        on_value=on_value,
+        metrics=spec.metrics if has_model_loss else recipe.evaluated_metrics,
+        micro_batch=spec.micro_batch or None,
+        samples=spec.samples,
+        workers=recipe.data.workers,
+        group=recipe.model.two_tower.group if recipe.model.kind == "two-tower" else 1,
+        ignore_index=recipe.objective.ignore_index,
+        limits=task.limits,
+    )
 
 
 def train(recipe: Recipe, batch: Batch) -> None:

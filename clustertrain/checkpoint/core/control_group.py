@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from clustertrain.checkpoint.core.failures import Failure, error_from_failures, failure_from_exception
 from clustertrain.errors import CheckpointError
+
+T = TypeVar("T")  # a JSON value
 
 _HEAD_BYTES = 512
 _LENGTH_BYTES = 8
@@ -48,7 +50,7 @@ class Ranks:
 
         return wait
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """Return the ``value`` of every rank, in rank order, on rank 0; an empty list on the others."""
         if self._group is None:
             return [value]
@@ -65,7 +67,7 @@ class Ranks:
         dist.gather(padded, gathered, group=self._group, group_dst=0)
         return [json.loads(p[: int(n)].numpy().tobytes()) for p, n in zip(gathered, sizes, strict=True)]
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: T) -> T:
         """Return rank 0's ``value`` on every rank."""
         if self._group is None:
             return value
@@ -82,28 +84,29 @@ class Ranks:
             )
             dist.broadcast(rest, group=self._group, group_src=0)
             data = data[:_INLINE_BYTES] + rest.numpy().tobytes()
-        return json.loads(data)
+        received: T = json.loads(data)
+        return received
 
     def all_gather_failures(self, own_failure: Failure | None) -> list[Failure]:
         """Return the failures of all ranks, in rank order, each message prefixed with its rank. The same on every
         rank."""
-        gathered = self.all_gather_optional(
+        own_fields: dict[str, Any] | None = (
             None if own_failure is None else {"message": own_failure.message, "kind": own_failure.kind}
         )
+        gathered = self.all_gather_optional(own_fields)
         return [
             Failure(message=f"rank {rank}: {fields['message']}", kind=fields["kind"])
             for rank, fields in enumerate(gathered)
             if fields is not None
         ]
 
-    def all_gather_optional(self, value: Any) -> list[Any]:
+    def all_gather_optional(self, value: T) -> list[T]:
         """Return the ``value`` of every rank, in rank order, on every rank; an empty list if all are None."""
         if not any(map(any, self.all_gather_bytes(bytes([value is not None])))):
             return []
-        values: list[Any] = self.broadcast(self.gather(value))
-        return values
+        return self.broadcast(self.gather(value))
 
-    def run_on_rank0(self, func: Callable[[], Any], error_prefix: str) -> Any:
+    def run_on_rank0(self, func: Callable[[], T], error_prefix: str) -> T:
         """Run ``func`` on rank 0 and return its result on every rank.
 
         Raises:
@@ -119,4 +122,5 @@ class Ranks:
         outcome = self.broadcast(outcome)
         if "failure" in outcome:
             raise error_from_failures(error_prefix, [Failure(**outcome["failure"])])
-        return outcome["value"]
+        value: T = outcome["value"]
+        return value

@@ -102,12 +102,12 @@ def decode(
     return {k: decode(v, load_tensor, load_array) for k, v in value.items()}
 
 
-def is_plain_map(value: Any) -> bool:
+def is_plain_map(value: object) -> bool:
     """Return whether an encoded value is a mapping with string keys, not a tagged value."""
     return isinstance(value, dict) and not _TAGS & value.keys()
 
 
-def tensor_names(value: Any) -> set[str]:
+def tensor_names(value: object) -> set[str]:
     """Return the names of all tensors that an encoded tree refers to."""
     if isinstance(value, list):
         return set().union(*map(tensor_names, value)) if value else set()

@@ -26,14 +26,25 @@ from pathlib import Path
 from typing import Literal
 
 from clustertrain import fsio
-from clustertrain.checkpoint.format import fence as fences
-from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format.fence import Fence, check_fence
+from clustertrain.checkpoint.format.manifest import (
+    COMMITTED,
+    CheckpointMetric,
+    SaveReason,
+    check_sizes,
+    is_committed,
+    list_checkpoint_folders,
+    list_damaged_folders,
+    parse_step,
+    read_manifest,
+    staging_folder,
+)
 from clustertrain.checkpoint.format.storage import Folder
 from clustertrain.checkpoint.format.storage_errors import StorageError, with_retries
 from clustertrain.errors import CheckpointError
 
-EMERGENCY_REASON: index.SaveReason = "stop"
-BEST_REASON: index.SaveReason = "best"
+EMERGENCY_REASON: SaveReason = "stop"
+BEST_REASON: SaveReason = "best"
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,7 @@ class CheckpointInfo:
     NaN are no value."""
 
     step: int
-    reason: index.SaveReason = "interval"
+    reason: SaveReason = "interval"
     metric: float | None = None
 
 
@@ -95,10 +106,10 @@ def read_checkpoint_info(folder: Folder, policy: RetentionPolicy) -> CheckpointI
     Raises:
         StorageError: the file system failed.
     """
-    step = index.parse_step(folder) or 0
+    step = parse_step(folder) or 0
     if _is_milestone(step, policy) and not policy.keep_best:
         return CheckpointInfo(step)  # kept in any case, and a long run may have many
-    marker = folder / index.COMMITTED
+    marker = folder / COMMITTED
     try:
         marker_stat = with_retries(marker.stat, marker)
         reason, metric = _read_reason_and_metric(folder, marker_stat.st_ino, marker_stat.st_mtime_ns)
@@ -111,10 +122,8 @@ def read_checkpoint_info(folder: Folder, policy: RetentionPolicy) -> CheckpointI
 
 # The manifest of a large model has megabytes, and each save asks again. A new save of a step has a new marker.
 @functools.lru_cache(maxsize=4096)
-def _read_reason_and_metric(
-    folder: Folder, inode: int, mtime_ns: int
-) -> tuple[index.SaveReason, index.CheckpointMetric | None]:
-    manifest = index.read_manifest(folder)
+def _read_reason_and_metric(folder: Folder, inode: int, mtime_ns: int) -> tuple[SaveReason, CheckpointMetric | None]:
+    manifest = read_manifest(folder)
     return manifest.reason, manifest.metric
 
 
@@ -138,14 +147,12 @@ def list_expired(
     Raises:
         StorageError: the file system failed. Then nothing may be deleted.
     """
-    committed = [
-        p for p in (index.list_checkpoint_folders(root) if candidates is None else candidates) if index.is_committed(p)
-    ]
-    newest_valid = next((index.parse_step(p) for p in reversed(committed) if is_valid(p)), None)
+    committed = [p for p in (list_checkpoint_folders(root) if candidates is None else candidates) if is_committed(p)]
+    newest_valid = next((parse_step(p) for p in reversed(committed) if is_valid(p)), None)
     steps = set(select_for_deletion([read_info(p, policy) for p in committed], policy, newest_valid))
-    expired = [p for p in committed if index.parse_step(p) in steps]
+    expired = [p for p in committed if parse_step(p) in steps]
     if newest_valid is not None:
-        expired += [p for p in index.list_damaged_folders(root) if (index.parse_step(p) or 0) <= newest_valid]
+        expired += [p for p in list_damaged_folders(root) if (parse_step(p) or 0) <= newest_valid]
     return expired
 
 
@@ -156,7 +163,7 @@ def delete_expired(
     is_valid: Callable[[Path], bool],
     read_info: Callable[[Path, RetentionPolicy], CheckpointInfo] = read_checkpoint_info,
     protected: Collection[int] = (),
-    fence: fences.Fence | None = None,
+    fence: Fence | None = None,
 ) -> list[Path]:
     """Delete what :func:`list_expired` returns, except the steps ``protected``; return the deleted folders.
 
@@ -166,13 +173,11 @@ def delete_expired(
         AttemptSuperseded: a newer attempt owns the run; the rest was not deleted.
     """
     expired = [
-        p
-        for p in list_expired(root, policy, is_valid=is_valid, read_info=read_info)
-        if index.parse_step(p) not in protected
+        p for p in list_expired(root, policy, is_valid=is_valid, read_info=read_info) if parse_step(p) not in protected
     ]
     markers = [read_marker(folder) for folder in expired]
     for folder, marker in zip(expired, markers, strict=True):
-        fences.check_fence(fence)
+        check_fence(fence)
         delete_checkpoint(folder, marker)
     return expired
 
@@ -180,7 +185,7 @@ def delete_expired(
 def has_expected_sizes(folder: Path) -> bool:
     """Return whether marker, manifest and file sizes fit. It reads no data, so it does not notice a flipped byte."""
     try:
-        index.check_sizes(folder, index.read_manifest(folder))
+        check_sizes(folder, read_manifest(folder))
     except StorageError:
         raise  # it may be intact
     except CheckpointError:
@@ -190,7 +195,7 @@ def has_expected_sizes(folder: Path) -> bool:
 
 def read_marker(folder: Folder) -> str | None:
     """Return the commit marker, which identifies a checkpoint among others of its step; None if there is none."""
-    path = folder / index.COMMITTED
+    path = folder / COMMITTED
     try:
         return str(with_retries(path.read_bytes, path).decode(errors="replace"))
     except FileNotFoundError:
@@ -203,8 +208,8 @@ def delete_checkpoint(folder: Path, marker: str | None) -> None:
     It is renamed first, so that a half-deleted checkpoint never counts. What a kill leaves has the name of an
     unfinished save, which the next restore removes.
     """
-    step = index.parse_step(folder)
-    trash = index.staging_folder(folder.parent, step or 0, "removed")
+    step = parse_step(folder)
+    trash = staging_folder(folder.parent, step or 0, "removed")
     if trash.exists():
         shutil.rmtree(trash)
     folder.rename(trash)

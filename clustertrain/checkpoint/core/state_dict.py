@@ -13,7 +13,7 @@ import functools
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
@@ -23,11 +23,20 @@ from clustertrain.checkpoint.core import json_tree
 from clustertrain.checkpoint.format.manifest import DamagedCheckpoint, TensorKind
 from clustertrain.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
 # Wrappers add these to parameter names; a model has the same logical tensors with and without them.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
-
 OPTIMIZER_KEY = "optimizer"  # in a parameter group: the name of its optimizer
+
+StateTree: TypeAlias = Mapping[str, Any]
+"""What the user saves, by name: modules, optimizers, other objects with a ``state_dict``, and plain data."""
+LoadableState: TypeAlias = dict[str, Any]
+"""A :data:`StateTree` to load into. Plain data is replaced, everything else is loaded in place."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class CollectedState:
     """The JSON values of this rank's own state."""
 
 
-def is_dtensor(value: Any) -> bool:
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
     # Importing DTensor takes 0.6 s, and without the import there can be none.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
@@ -79,16 +88,18 @@ def to_local_shard(name: str, kind: TensorKind, value: torch.Tensor) -> LocalSha
     """Return the part of ``value`` that this rank holds."""
     if not is_dtensor(value):
         return LocalShard(name, kind, tuple(value.shape), (0,) * value.dim(), value.detach(), "equal")
-    mesh, placements = value.device_mesh, value.placements  # type: ignore[attr-defined]
-    layout = _shard_layout(mesh, tuple(mesh.get_coordinate()), tuple(placements), value.shape)
+    mesh, placements = value.device_mesh, value.placements
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # this rank is in the mesh
+    layout = _shard_layout(mesh, tuple(coordinate), tuple(placements), value.shape)
     with torch.no_grad():  # otherwise autograd records to_local()
-        local_tensor = value.to_local().detach()  # type: ignore[attr-defined]
+        local_tensor = value.to_local().detach()
     return LocalShard(name, kind, tuple(value.shape), local_tensor=local_tensor, placement="shard", **layout)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _shard_layout(
-    mesh: Any, coordinate: tuple[int, ...], placements: tuple[Any, ...], shape: torch.Size
+    mesh: DeviceMesh, coordinate: tuple[int, ...], placements: tuple[Placement, ...], shape: torch.Size
 ) -> dict[str, Any]:
     """Return the fields of a shard that its layout decides. Cached: they take longer than copying a small shard."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -124,13 +135,13 @@ def clean_fqn(fqn: str) -> str:
     return fqn
 
 
-def _fqn_prefixes(state: Mapping[str, Any]) -> dict[str, str]:
+def _fqn_prefixes(state: StateTree) -> dict[str, str]:
     """Return the prefix of parameter names by the module's key; empty for a single module."""
     keys = [k for k, v in state.items() if isinstance(v, nn.Module)]
     return {k: "" if len(keys) == 1 else f"{k}." for k in keys}
 
 
-def fqns_by_param_id(state: Mapping[str, Any]) -> dict[int, str]:
+def fqns_by_param_id(state: StateTree) -> dict[int, str]:
     """Return the name of each parameter of the modules in ``state``, by the parameter's id()."""
     return {
         id(p): prefix + clean_fqn(fqn)
@@ -140,7 +151,7 @@ def fqns_by_param_id(state: Mapping[str, Any]) -> dict[int, str]:
     }
 
 
-def all_stage_param_fqns(state: Mapping[str, Any]) -> frozenset[str]:
+def all_stage_param_fqns(state: StateTree) -> frozenset[str]:
     """Return :func:`all_stage_fqns` of all modules in ``state``, with the names of :func:`fqns_by_param_id`."""
     return frozenset(p + name for key, p in _fqn_prefixes(state).items() for name in all_stage_fqns(state[key]))
 
@@ -215,17 +226,17 @@ def parse_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def tensor_kind(value: Any) -> TensorKind:
+def tensor_kind(value: object) -> TensorKind:
     if isinstance(value, nn.Module):
         return "model"
     return "optimizer" if isinstance(value, torch.optim.Optimizer) else "other"
 
 
-def is_stateful(value: Any) -> bool:
+def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def collect_state(state: Mapping[str, Any], rank_state: Mapping[str, Any], rank: int) -> CollectedState:
+def collect_state(state: StateTree, rank_state: StateTree, rank: int) -> CollectedState:
     """Return what this rank holds of ``state``, and its own ``rank_state``.
 
     Raises:
@@ -256,7 +267,7 @@ def collect_state(state: Mapping[str, Any], rank_state: Mapping[str, Any], rank:
     )
 
 
-def _is_identical_on_ranks(owner: Any, tensor: torch.Tensor) -> bool:
+def _is_identical_on_ranks(owner: object, tensor: torch.Tensor) -> bool:
     if isinstance(owner, nn.Module):
         # Not its buffers: DDP sends rank 0's to the others at the next forward, and until then the others' are stale.
         return isinstance(tensor, nn.Parameter)

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import fsio
-from clustertrain.checkpoint.format import fence as fences
-from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.fence import Fence
+from clustertrain.checkpoint.format.fence import Fence, check_fence
+from clustertrain.checkpoint.format.manifest import COMMITTED, damaged_folder, staging_folder
 from clustertrain.checkpoint.format.storage import RemoteFolder
 from clustertrain.config.checks.storage_paths import is_url
 
@@ -25,7 +24,7 @@ log = logging.getLogger(__name__)
 
 def staging_folder_for(root: Path, step: int, attempt: str, token: bytes) -> Path:
     """Return a folder that no other save uses, not even one of the same step: an orphaned writer may still use that."""
-    return index.staging_folder(root, step, f"{attempt}-{token.hex()}")
+    return staging_folder(root, step, f"{attempt}-{token.hex()}")
 
 
 def create_exclusive(folder: Path) -> None:
@@ -59,7 +58,7 @@ def sweep(root: Path, fence: Fence | None = None) -> None:
     Raises:
         AttemptSuperseded: a newer attempt owns the run.
     """
-    fences.check_fence(fence)
+    check_fence(fence)
     fsio.make_folder(root)
     for old in root.glob(".old-step-*"):
         final = root / old.name.removeprefix(".old-")
@@ -90,7 +89,7 @@ def mark_damaged(skipped: list[dict[str, Any]]) -> None:
             _remove_marker(RemoteFolder(entry["path"]))
             continue
         folder = Path(entry["path"])
-        damaged = index.damaged_folder(folder)
+        damaged = damaged_folder(folder)
         if damaged.exists():
             shutil.rmtree(damaged)
         folder.rename(damaged)
@@ -100,6 +99,6 @@ def _remove_marker(folder: RemoteFolder) -> None:
     """Remove the commit marker of a remote checkpoint, which cannot be renamed. It no longer counts, and a later upload
     replaces it."""
     try:
-        (folder / index.COMMITTED).unlink()
+        (folder / COMMITTED).unlink()
     except OSError as e:
         log.warning("%s is damaged and stays: %s", folder, e)

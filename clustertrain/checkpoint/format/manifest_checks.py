@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from pathlib import PurePosixPath
-from typing import Any
 
 MAX_BYTES = 1 << 62  # of a tensor: limit of NumPy and torch
 MAX_DIMS = 63  # one less than NumPy's limit: the bytes of an element need one
@@ -85,9 +84,9 @@ def _has_overlap(boxes: Sequence[ShardBox]) -> bool:
     return False
 
 
-def find_values_error(values: Any, tensors: Collection[str]) -> str | None:
+def find_values_error(values: object, tensors: Collection[str]) -> str | None:
     """Check that the tree of values refers only to existing tensors."""
-    stack = [values]
+    stack: list[object] = [values]
     while stack:
         value = stack.pop()
         if isinstance(value, list):

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from clustertrain.checkpoint.core import json_tree
-from clustertrain.checkpoint.core import state_dict as objects
+from clustertrain.checkpoint.core import json_tree, state_dict
 from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.state_dict import LoadableState
 from clustertrain.checkpoint.format.checksums import BLOCK_BYTES, align_to_blocks
 from clustertrain.checkpoint.format.manifest import DamagedCheckpoint, Manifest, ShardRecord, TensorKind, TensorRecord
 from clustertrain.checkpoint.format.shard_io import contiguous_strides, linear_span, overlap, read_into
@@ -53,7 +53,7 @@ class CheckpointReader:
         )
         self._pending_reads: list[Future[None]] = []
 
-    def load(self, state: dict[str, Any]) -> Finalizer:
+    def load(self, state: LoadableState) -> Finalizer:
         """Start to read: modules in ``state`` are filled in place, everything else is read into temporary objects.
 
         Call :meth:`complete` next, then the returned function, which loads the temporary objects into ``state``. In
@@ -72,7 +72,7 @@ class CheckpointReader:
                 f"{self._folder}: holds no state {', '.join(missing)}",
                 fix="give session.steps the same state as the run that saved it",
             )
-        names = objects.fqns_by_param_id(state)
+        names = state_dict.fqns_by_param_id(state)
         finalizers: list[Finalizer] = []
         for key, value in state.items():
             if key in fresh:
@@ -80,7 +80,7 @@ class CheckpointReader:
             elif isinstance(value, nn.Module):
                 finalizers.append(self._load_module(key, value))
             elif isinstance(value, torch.optim.Optimizer):
-                finalizers.append(self._load_optimizer(key, value, names, objects.all_stage_param_fqns(state)))
+                finalizers.append(self._load_optimizer(key, value, names, state_dict.all_stage_param_fqns(state)))
             else:
                 finalizers.append(self._load_value(key, value, state))
         return lambda: _run_all(finalizers)
@@ -158,14 +158,14 @@ class CheckpointReader:
     def _read_full_tensor(self, name: str) -> torch.Tensor:
         """Return a whole tensor; wait until it is read."""
         record = self._record(name)
-        tensor = torch.empty(record.shape, dtype=objects.parse_dtype(record.dtype))
+        tensor = torch.empty(record.shape, dtype=state_dict.parse_dtype(record.dtype))
         earlier_reads, self._pending_reads = self._pending_reads, []
-        self._fill_shard(objects.to_local_shard(name, "other", tensor), immediate=True)
+        self._fill_shard(state_dict.to_local_shard(name, "other", tensor), immediate=True)
         self._wait_for_reads()
         self._pending_reads = earlier_reads
         return tensor
 
-    def _fill_shard(self, shard_to_fill: objects.LocalShard, *, immediate: bool = False) -> None:
+    def _fill_shard(self, shard_to_fill: state_dict.LocalShard, *, immediate: bool = False) -> None:
         """Start to fill ``shard_to_fill.local_tensor``; :meth:`complete` waits for it, or :meth:`_wait_for_reads` with
         ``immediate``."""
         record = self._check_shape(shard_to_fill.name, shard_to_fill.shape)
@@ -194,7 +194,7 @@ class CheckpointReader:
     ) -> None:
         """Request the part ``src`` of shard number ``n`` from the reads that this node's ranks share."""
         assert self._chunks is not None
-        shape, dtype = record.shards[n].shape, objects.parse_dtype(record.dtype)
+        shape, dtype = record.shards[n].shape, state_dict.parse_dtype(record.dtype)
         row_shift = dst[0].start - src[0].start
         for chunk, first, stop in self._chunks.iter_chunks(record, n, src[0].start, src[0].stop):
             target = local[(slice(first + row_shift, stop + row_shift), *dst[1:])]
@@ -218,7 +218,7 @@ class CheckpointReader:
         low, _, dense = linear_span(src, shard.shape)
         first, last, dst_dense = linear_span(dst, tuple(local.shape))
         is_plain = (
-            local.device.type == "cpu" and local.is_contiguous() and local.dtype == objects.parse_dtype(record.dtype)
+            local.device.type == "cpu" and local.is_contiguous() and local.dtype == state_dict.parse_dtype(record.dtype)
         )
         if dense and dst_dense and is_plain:
             memory = local.reshape(-1)[first:last].view(torch.uint8).numpy().data
@@ -249,7 +249,7 @@ class CheckpointReader:
         low, high, _ = linear_span(src, shard.shape)
         data = _scratch_buffer((high - low) * record.itemsize)
         self._read_into(data.numpy().data, shard, low * record.itemsize, alone=alone)
-        flat = data.view(objects.parse_dtype(record.dtype))
+        flat = data.view(state_dict.parse_dtype(record.dtype))
         target.copy_(flat.as_strided(tuple(target.shape), contiguous_strides(shard.shape)))
 
     def _read_into(self, buffer: memoryview, shard: ShardRecord, low: int, *, alone: bool = False) -> None:
@@ -262,16 +262,16 @@ class CheckpointReader:
     # -- objects
 
     def _load_module(self, key: str, module: nn.Module) -> Finalizer:
-        other_stage_names = {f"{key}/{name}" for name in objects.all_stage_fqns(module)}
+        other_stage_names = {f"{key}/{name}" for name in state_dict.all_stage_fqns(module)}
         loaded_names: set[str] = set()
         finalizers: list[Finalizer] = []
         # Part by part, not from module_state_dict(): two stages of a rank may each have a copy of a tied tensor.
-        for model_part in objects.model_parts(module):
-            content = {objects.clean_fqn(k): v for k, v in model_part.state_dict(keep_vars=True).items()}
+        for model_part in state_dict.model_parts(module):
+            content = {state_dict.clean_fqn(k): v for k, v in model_part.state_dict(keep_vars=True).items()}
             tensors: dict[str, torch.Tensor] = {}
             json_tree.encode(content, key, tensors)
             for name, tensor in tensors.items():
-                self._fill_shard(objects.to_local_shard(name, "model", tensor))
+                self._fill_shard(state_dict.to_local_shard(name, "model", tensor))
             loaded_names |= tensors.keys()
             extra_state = {
                 k: v
@@ -296,12 +296,12 @@ class CheckpointReader:
         self, key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], global_fqns: frozenset[str]
     ) -> Finalizer:
         saved = self._manifest.values[key]
-        current = objects.optimizer_state_dict(optimizer, names, key)["groups"]
+        current = state_dict.optimizer_state_dict(optimizer, names, key)["groups"]
         matched = self._match_groups(key, saved["groups"], [g["params"] for g in current], global_fqns)
         self._check_optimizer_name(key, optimizer.param_groups, matched)
         options = [self._group_options(g, s) for g, s in zip(optimizer.param_groups, matched, strict=True)]
         loads: list[Finalizer] = []
-        for inner in objects.inner_optimizers(optimizer):
+        for inner in state_dict.inner_optimizers(optimizer):
             # An inner optimizer gets the options of the outer one at the next step.
             inner_options = options if inner.optimizer is optimizer else [dict(g) for g in inner.optimizer.param_groups]
             state: dict[int, Any] = {}
@@ -328,11 +328,11 @@ class CheckpointReader:
     ) -> None:
         """Raise CheckpointError if another optimizer saved the state."""
         for group, saved_group in zip(groups, saved, strict=True):
-            current_name = group.get(objects.OPTIMIZER_KEY)
-            if current_name and saved_group and saved_group.get(objects.OPTIMIZER_KEY, current_name) != current_name:
+            current_name = group.get(state_dict.OPTIMIZER_KEY)
+            if current_name and saved_group and saved_group.get(state_dict.OPTIMIZER_KEY, current_name) != current_name:
                 raise CheckpointError(
                     f"{self._folder}: the optimizer {key!r} is {current_name}, and the one saved"
-                    f" {saved_group[objects.OPTIMIZER_KEY]}",
+                    f" {saved_group[state_dict.OPTIMIZER_KEY]}",
                     fix="keep optim.name for a run, or begin a new one",
                 )
 
@@ -364,15 +364,15 @@ class CheckpointReader:
     def _read_like(self, p: torch.Tensor, name: str, kind: TensorKind = "optimizer") -> torch.Tensor:
         """Return the saved tensor ``name``, which belongs to ``p``, in the layout of ``p`` if it has the same shape."""
         record = self._record(name)
-        dtype = objects.parse_dtype(record.dtype)
+        dtype = state_dict.parse_dtype(record.dtype)
         if record.shape == tuple(p.shape):
             tensor = torch.empty_like(p, dtype=dtype, requires_grad=False)  # a DTensor where p is one
         else:
             tensor = torch.empty(record.shape, dtype=dtype)
-        self._fill_shard(objects.to_local_shard(name, kind, tensor))
+        self._fill_shard(state_dict.to_local_shard(name, kind, tensor))
         return tensor
 
-    def _load_value(self, key: str, value: Any, state: dict[str, Any]) -> Finalizer:
+    def _load_value(self, key: str, value: Any, state: LoadableState) -> Finalizer:
         if isinstance(value, torch.Tensor):
             like = functools.partial(self._read_like, value, kind="other")
             for name in json_tree.tensor_names(self._manifest.values[key]):
@@ -380,7 +380,7 @@ class CheckpointReader:
             content = json_tree.decode(self._manifest.values[key], like, self._read_full_tensor)
             return lambda: _copy_in_place(value, content)  # in place: the script may hold the same tensor elsewhere
         content = json_tree.decode(self._manifest.values[key], self._read_full_tensor)
-        if objects.is_stateful(value):
+        if state_dict.is_stateful(value):
             return lambda: value.load_state_dict(content)
         return lambda: state.__setitem__(key, content)
 

@@ -12,11 +12,19 @@ from clustertrain import clock
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.core.failures import Failure, error_from_failures, failure_from_exception
 from clustertrain.checkpoint.core.retention import RetentionPolicy
-from clustertrain.checkpoint.format import fence as fences
+from clustertrain.checkpoint.core.state_dict import LoadableState
 from clustertrain.checkpoint.format import folders
-from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.fence import Fence
-from clustertrain.checkpoint.format.manifest import DamagedCheckpoint, Manifest
+from clustertrain.checkpoint.format.fence import Fence, check_fence
+from clustertrain.checkpoint.format.manifest import (
+    DamagedCheckpoint,
+    Manifest,
+    check_sizes,
+    is_committed,
+    list_checkpoint_folders,
+    parse_step,
+    read_manifest,
+    step_folder,
+)
 from clustertrain.checkpoint.format.storage import Folder, RemoteFolder
 from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.checkpoint.load import rollback
@@ -99,7 +107,7 @@ class CheckpointOrigin:
 OriginCheck = Callable[[CheckpointOrigin], None]
 
 
-def restore_newest(ctx: RestoreContext, state: dict[str, Any], check_origin: OriginCheck) -> RestoreResult | None:
+def restore_newest(ctx: RestoreContext, state: LoadableState, check_origin: OriginCheck) -> RestoreResult | None:
     """Load the newest valid checkpoint into ``state``, and return None if there is no checkpoint at all.
 
     ``check_origin`` is called before anything is loaded. It is collective and must raise on all ranks or on none.
@@ -115,7 +123,7 @@ def restore_newest(ctx: RestoreContext, state: dict[str, Any], check_origin: Ori
     return _restore_newest_valid(ctx, state, check_origin)
 
 
-def restore_before(ctx: RestoreContext, state: dict[str, Any], target: RollbackTarget) -> RestoreResult | None:
+def restore_before(ctx: RestoreContext, state: LoadableState, target: RollbackTarget) -> RestoreResult | None:
     """Load the newest valid checkpoint of at most ``target.max_step`` steps into ``state``; invalidate newer ones.
 
     Raises:
@@ -166,7 +174,7 @@ def _metric_values_if_missing(ctx: RestoreContext, wanted_step: int, name: str) 
     values = []
     for step, in_shared in candidates:
         try:
-            metric = index.read_manifest(_checkpoint_folder(ctx, step, in_shared=in_shared)).metric
+            metric = read_manifest(_checkpoint_folder(ctx, step, in_shared=in_shared)).metric
         except DamagedCheckpoint:
             continue
         if metric is not None and metric.name == name and metric.value is not None:
@@ -212,9 +220,7 @@ class _Candidate:
             self.failure, self.mismatch = Failure(message=e.message, kind="objects"), e
 
 
-def _restore_newest_valid(
-    ctx: RestoreContext, state: dict[str, Any], check_origin: OriginCheck
-) -> RestoreResult | None:
+def _restore_newest_valid(ctx: RestoreContext, state: LoadableState, check_origin: OriginCheck) -> RestoreResult | None:
     started = clock.monotonic()
     candidates = ctx.ranks.run_on_rank0(lambda: _list_candidates(ctx), f"{ctx.root}: the checkpoints cannot be listed")
     skipped: list[dict[str, Any]] = []
@@ -246,14 +252,14 @@ def _origin(manifest: Manifest) -> CheckpointOrigin:
 def _read_manifest(ctx: RestoreContext, candidate: _Candidate) -> list[Failure]:
     """Read the manifest; return the failures of all ranks."""
     try:
-        candidate.manifest = index.read_manifest(candidate.folder)
-        index.check_sizes(candidate.folder, candidate.manifest)
+        candidate.manifest = read_manifest(candidate.folder)
+        check_sizes(candidate.folder, candidate.manifest)
     except CheckpointError as e:
         candidate.record_error(e)
     return ctx.ranks.all_gather_failures(candidate.failure)
 
 
-def _begin_load(ctx: RestoreContext, candidate: _Candidate, manifest: Manifest, state: dict[str, Any]) -> None:
+def _begin_load(ctx: RestoreContext, candidate: _Candidate, manifest: Manifest, state: LoadableState) -> None:
     """Start reading this rank's shards."""
     try:
         if ctx.local_root is not None:
@@ -311,7 +317,7 @@ def _finish_restore(
 
 
 def _set_aside(ctx: RestoreContext, skipped: list[dict[str, Any]]) -> None:
-    fences.check_fence(ctx.fence)
+    check_fence(ctx.fence)
     folders.mark_damaged(skipped)
 
 
@@ -321,14 +327,14 @@ def _list_candidates(ctx: RestoreContext) -> list[tuple[int, bool]]:
     A checkpoint in both places comes twice, the shared one last, so that it is tried first.
     """
     # A folder gets this name only after its commit marker, so one without a marker is damaged, not unfinished.
-    shared_steps = [index.parse_step(p) or 0 for p in index.list_checkpoint_folders(ctx.root)]
+    shared_steps = [parse_step(p) or 0 for p in list_checkpoint_folders(ctx.root)]
     remote_steps: list[int] = []
     if ctx.remote is not None:
         try:
             committed = [
-                (index.parse_step(p) or 0, p)
-                for p in index.list_checkpoint_folders(RemoteFolder(ctx.remote.url))
-                if index.is_committed(p)
+                (parse_step(p) or 0, p)
+                for p in list_checkpoint_folders(RemoteFolder(ctx.remote.url))
+                if is_committed(p)
             ]
             remote_steps = [step for step, p in committed if rollback.is_valid(ctx.root, p, step)]
         except StorageError as e:
@@ -340,6 +346,6 @@ def _list_candidates(ctx: RestoreContext) -> list[tuple[int, bool]]:
 
 def _checkpoint_folder(ctx: RestoreContext, step: int, *, in_shared: bool) -> Folder:
     if in_shared:
-        return index.step_folder(ctx.root, step)
+        return step_folder(ctx.root, step)
     assert ctx.remote is not None
-    return index.step_folder(RemoteFolder(ctx.remote.url), step)
+    return step_folder(RemoteFolder(ctx.remote.url), step)

@@ -15,9 +15,8 @@ import msgspec
 
 from clustertrain import fsio, schema
 from clustertrain.checkpoint.core import fault_points, retention
-from clustertrain.checkpoint.format import fence as fences
-from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.fence import Fence
+from clustertrain.checkpoint.format.fence import Fence, check_fence
+from clustertrain.checkpoint.format.manifest import COMMITTED, list_checkpoint_folders, parse_step, step_folder
 from clustertrain.checkpoint.format.storage import F, Folder, RemoteFolder
 from clustertrain.checkpoint.format.storage_errors import with_retries
 from clustertrain.errors import CheckpointError, Diverged
@@ -137,7 +136,7 @@ def record_rollback(root: Path, remote: RemoteFolder | None, target: RollbackTar
         invalidated=invalidated,
     )
     fault_points.fault_point("before_rollback_record", 0)
-    fences.check_fence(fence)
+    check_fence(fence)
     fsio.write_bytes(root / RECORD_FILE, msgspec.json.encode([*previous, record]))
     fault_points.fault_point("after_rollback_record", 0)
     return max(remaining_steps)
@@ -146,15 +145,15 @@ def record_rollback(root: Path, remote: RemoteFolder | None, target: RollbackTar
 def apply_records(root: Path, remote: RemoteFolder | None) -> None:
     """Delete the invalidated checkpoints that still exist; of a remote copy, only the commit marker."""
     for step, marker in _invalidated_markers(root):
-        folder = index.step_folder(root, step)
+        folder = step_folder(root, step)
         if retention.read_marker(folder) == marker:
             retention.delete_checkpoint(folder, marker)
             fault_points.fault_point("between_invalidated_checkpoints", 0)
         if remote is not None:
-            remote_folder = index.step_folder(remote, step)
+            remote_folder = step_folder(remote, step)
             try:
                 if retention.read_marker(remote_folder) == marker:
-                    (remote_folder / index.COMMITTED).unlink()
+                    (remote_folder / COMMITTED).unlink()
             except (OSError, CheckpointError) as e:  # a restore looks at the record as well
                 log.warning("%s does not count any more and stays: %s", remote_folder, e)
 
@@ -164,10 +163,10 @@ def list_valid_folders(root: F) -> list[F]:
 
     A remote ``root`` has no record, so all its folders count.
     """
-    folders = index.list_checkpoint_folders(root)
+    folders = list_checkpoint_folders(root)
     if not isinstance(root, Path):
         return folders
-    return [p for p in folders if is_valid(root, p, index.parse_step(p) or 0)]
+    return [p for p in folders if is_valid(root, p, parse_step(p) or 0)]
 
 
 def is_valid(root: Path, folder: Folder, step: int) -> bool:
@@ -181,5 +180,5 @@ def _invalidated_markers(root: Path) -> Sequence[tuple[int, str]]:
 
 
 def _list_markers(root: Path | RemoteFolder) -> list[tuple[int, str]]:
-    pairs = [(index.parse_step(p) or 0, retention.read_marker(p)) for p in index.list_checkpoint_folders(root)]
+    pairs = [(parse_step(p) or 0, retention.read_marker(p)) for p in list_checkpoint_folders(root)]
     return [(step, marker) for step, marker in pairs if marker is not None]

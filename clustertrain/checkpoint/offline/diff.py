@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clustertrain.checkpoint.format import dtypes
-from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.manifest import Manifest, TensorKind, TensorRecord
+from clustertrain.checkpoint.format.manifest import Manifest, TensorKind, TensorRecord, check_sizes, read_manifest
 from clustertrain.checkpoint.format.storage import Folder
 from clustertrain.checkpoint.offline.inspect import Progress, assemble_tensor, no_progress, tensor_bytes
 
@@ -88,9 +87,9 @@ def compare_checkpoints(a: Folder, b: Folder, progress: Progress = no_progress) 
         StorageError: a file cannot be read, now at least.
     """
     folders = a, b
-    manifests = [index.read_manifest(f) for f in folders]
+    manifests = [read_manifest(f) for f in folders]
     for folder, manifest in zip(folders, manifests, strict=True):
-        index.check_sizes(folder, manifest)
+        check_sizes(folder, manifest)
     same_world = manifests[0].world_size == manifests[1].world_size
     in_a, in_b = ({t.name: t for t in m.tensors if same_world or not _RANK_TENSOR.match(t.name)} for m in manifests)
     both = sorted(in_a.keys() & in_b.keys())

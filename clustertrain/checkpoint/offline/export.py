@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 from clustertrain import fsio, reading
 from clustertrain.checkpoint.format import dtypes
-from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.manifest import Manifest, TensorRecord
+from clustertrain.checkpoint.format.manifest import Manifest, TensorRecord, check_sizes, read_manifest
 from clustertrain.checkpoint.format.storage import Folder
 from clustertrain.checkpoint.offline import huggingface
 from clustertrain.checkpoint.offline.inspect import Progress, assemble_tensor, no_progress
@@ -72,7 +71,7 @@ class ExportResult:
     bytes: int
 
 
-def export(request: ExportRequest, progress: Progress = no_progress) -> ExportResult:
+def export_checkpoint(request: ExportRequest, progress: Progress = no_progress) -> ExportResult:
     """Write the model's tensors as ``request`` says.
 
     Raises:
@@ -83,8 +82,8 @@ def export(request: ExportRequest, progress: Progress = no_progress) -> ExportRe
         CheckpointError: the disk is full, a folder is not writable, …; there are no tensors of a model, or they hold
             what the format or ``dtype`` cannot. Nothing is left there then.
     """
-    manifest = index.read_manifest(request.folder)
-    index.check_sizes(request.folder, manifest)
+    manifest = read_manifest(request.folder)
+    check_sizes(request.folder, manifest)
     recipe, named = _name_tensors(request, manifest)
     names: Naming = "own" if recipe is None else "huggingface"
     items = [_make_item(n, t, request.dtype) for n, t in named]

@@ -17,13 +17,17 @@ import xxhash
 from numpy.typing import NDArray
 
 from clustertrain.checkpoint.core import retention
-from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.manifest import (
     CheckpointMetric,
     DamagedCheckpoint,
     Manifest,
     TensorKind,
     TensorRecord,
+    check_sizes,
+    find_wrong_sizes,
+    is_committed,
+    parse_step,
+    read_manifest,
 )
 from clustertrain.checkpoint.format.shard_io import read_shard
 from clustertrain.checkpoint.format.storage import F, Folder, RemoteFolder
@@ -48,7 +52,7 @@ def list_checkpoints(root: Folder, *, verify: bool = False, step: int | None = N
     files are looked at, of one that was never committed nothing, and where the file system would not read,
     ``unreadable`` tells its words. What the index cannot tell because it is damaged is null too.
     """
-    folders = [p for p in rollback.list_valid_folders(root) if step in (None, index.parse_step(p))]
+    folders = [p for p in rollback.list_valid_folders(root) if step in (None, parse_step(p))]
     rows = [(p, describe(p, verify=verify)) for p in folders]
     # A run deletes its old ones whenever it has saved.
     existing = [(p, r) for p, r in rows if p.is_dir()]
@@ -78,7 +82,7 @@ def _find_best(folders: Sequence[F]) -> F | None:
     scored: list[tuple[F, CheckpointMetric]] = []
     for folder in folders:
         try:
-            metric = index.read_manifest(folder).metric if index.is_committed(folder) else None
+            metric = read_manifest(folder).metric if is_committed(folder) else None
         except CheckpointError:  # damaged, and told as such elsewhere
             continue
         if metric is not None and metric.value is not None and math.isfinite(metric.value):
@@ -107,10 +111,10 @@ def _folder_bytes(folder: Folder) -> int:
 def describe(folder: Folder, *, verify: bool = False) -> dict[str, Any]:
     """The row of one checkpoint in :func:`list_checkpoints`."""
     row: dict[str, Any] = {
-        "step": index.parse_step(folder),
+        "step": parse_step(folder),
         "path": str(folder),
         "bytes": _folder_bytes(folder),
-        "committed": index.is_committed(folder),
+        "committed": is_committed(folder),
         "verified": None,
         "engine": None,
         "layout": None,
@@ -121,11 +125,11 @@ def describe(folder: Folder, *, verify: bool = False) -> dict[str, Any]:
     if not row["committed"]:
         return row
     try:
-        manifest = index.read_manifest(folder)
+        manifest = read_manifest(folder)
         row.update(engine=manifest.engine, layout=manifest.layout, world_size=manifest.world_size)
         if manifest.metric is not None and manifest.metric.value is not None:
             row["metric"] = {"name": manifest.metric.name, "value": manifest.metric.value}
-        index.check_sizes(folder, manifest)
+        check_sizes(folder, manifest)
         if verify:
             _verify_data(folder, manifest)
             row["verified"] = True
@@ -142,13 +146,13 @@ def verify(folder: Folder) -> Manifest:
     Raises:
         DamagedCheckpoint: not committed, or a file is missing, cut short or altered; the message names the file.
     """
-    manifest = index.read_manifest(folder)
+    manifest = read_manifest(folder)
     _verify_data(folder, manifest)
     return manifest
 
 
 def _verify_data(folder: Folder, manifest: Manifest) -> None:
-    index.check_sizes(folder, manifest)
+    check_sizes(folder, manifest)
     for tensor in manifest.tensors:
         for shard in tensor.shards:
             read_shard(folder, shard)
@@ -162,12 +166,12 @@ def find_damage(folder: Folder, progress: Progress = no_progress) -> list[str]:
         CheckpointError: written by a newer format.
     """
     try:
-        manifest = index.read_manifest(folder)
+        manifest = read_manifest(folder)
     except DamagedCheckpoint as e:
         return [e.message]
     shards = [s for t in manifest.tensors for s in t.shards]
     total, done_bytes = sum(s.nbytes for s in shards), 0
-    damage_by_file = index.find_wrong_sizes(folder, manifest)
+    damage_by_file = find_wrong_sizes(folder, manifest)
     for shard in shards:
         try:
             if shard.file not in damage_by_file:
@@ -187,8 +191,8 @@ def digest(folder: Folder, kinds: Collection[TensorKind] = DIGEST_KINDS, progres
     Raises:
         DamagedCheckpoint: as :func:`verify`.
     """
-    manifest = index.read_manifest(folder)
-    index.check_sizes(folder, manifest)
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest)
     state = xxhash.xxh3_128()
     tensors = sorted((t for t in manifest.tensors if t.kind in kinds), key=lambda t: t.name)
     total, done_bytes = sum(tensor_bytes(t) for t in tensors), 0
@@ -233,11 +237,11 @@ def find_checkpoint(root: F, step: int | None = None) -> F:
     Raises:
         NotFound: there is none.
     """
-    committed = [p for p in rollback.list_valid_folders(root) if index.is_committed(p)]
+    committed = [p for p in rollback.list_valid_folders(root) if is_committed(p)]
     if step is not None:
-        committed = [p for p in committed if index.parse_step(p) == step]
+        committed = [p for p in committed if parse_step(p) == step]
     if not committed:
-        existing_steps = ", ".join(str(index.parse_step(p)) for p in rollback.list_valid_folders(root)) or "none"
+        existing_steps = ", ".join(str(parse_step(p)) for p in rollback.list_valid_folders(root)) or "none"
         missing = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
         raise NotFound(f"{root}: {missing}; steps there: {existing_steps}")
     return committed[-1]
@@ -263,7 +267,7 @@ def list_prunable(root: Path, keep: int, *, is_valid: Callable[[Path], bool] = i
         root,
         policy,
         is_valid=is_valid,
-        read_info=lambda p, _: retention.CheckpointInfo(index.parse_step(p) or 0),
+        read_info=lambda p, _: retention.CheckpointInfo(parse_step(p) or 0),
         candidates=candidates,
     )
 

@@ -19,9 +19,19 @@ import msgspec
 from clustertrain import clock, fsio, schema
 from clustertrain.checkpoint.core import fault_points, retention
 from clustertrain.checkpoint.format import checksums, fence
-from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.fence import AttemptSuperseded
-from clustertrain.checkpoint.format.manifest import Manifest, ShardRecord, TensorRecord
+from clustertrain.checkpoint.format.manifest import (
+    FORMAT_VERSION,
+    Manifest,
+    ShardRecord,
+    TensorRecord,
+    check_manifest,
+    is_committed,
+    read_manifest,
+    replaced_folder,
+    step_folder,
+    write_manifest,
+)
 from clustertrain.checkpoint.format.staged_segments import Segment, SegmentLocation
 from clustertrain.checkpoint.format.storage_errors import StorageError, with_retries
 from clustertrain.checkpoint.save.engines import Engine, get_engine
@@ -81,12 +91,12 @@ def is_part_complete(job: WriteJob) -> bool:
             return False
         fsio.fsync_folder(folder)
         return True
-    return is_commit_of(index.step_folder(folder.parent, job.step), folder)
+    return is_commit_of(step_folder(folder.parent, job.step), folder)
 
 
 def is_commit_of(final: Path, staging: Path) -> bool:
     """Return whether ``final`` is committed and was written in ``staging``."""
-    return index.is_committed(final) and index.read_manifest(final).made_in == staging.name
+    return is_committed(final) and read_manifest(final).made_in == staging.name
 
 
 def write_part(folder: Path, job: WriteJob, memory: memoryview) -> PartRecord:
@@ -163,14 +173,12 @@ def commit(
         AttemptSuperseded: a newer attempt owns the run.
         CheckpointError: a rank did not write its part, or the parts do not fit together.
     """
-    folder, final = Path(job.folder), index.step_folder(Path(job.root), job.step)
+    folder, final = Path(job.folder), step_folder(Path(job.root), job.step)
     if not folder.exists() and is_commit_of(final, folder):
         fsio.fsync_folder(final.parent)
-        return index.read_manifest(final).bytes
+        return read_manifest(final).bytes
     try:
-        manifest = (
-            index.read_manifest(folder) if index.is_committed(folder) else _write_manifest(folder, job, should_continue)
-        )
+        manifest = read_manifest(folder) if is_committed(folder) else _write_manifest(folder, job, should_continue)
         for rank in range(job.world_size):
             done_file(folder, rank).unlink(missing_ok=True)
         fault_points.fault_point("before_fence_check", 0)
@@ -197,7 +205,7 @@ def _write_manifest(folder: Path, job: CommitJob, should_continue: Callable[[], 
     tensors = merge_parts(parts)
     get_engine(job.engine).finish(folder, tensors)
     manifest = Manifest(
-        format=index.FORMAT_VERSION,
+        format=FORMAT_VERSION,
         torch=job.torch,
         step=job.step,
         made_in=folder.name,
@@ -211,9 +219,9 @@ def _write_manifest(folder: Path, job: CommitJob, should_continue: Callable[[], 
         tensors=tensors,
         values={**job.values, "ranks": {str(r): part.rank_values for r, part in enumerate(parts)}},
     )
-    index.check_manifest(folder, manifest)  # the files must have what the parts record
+    check_manifest(folder, manifest)  # the files must have what the parts record
     fault_points.fault_point("before_commit_marker", 0)
-    index.write_manifest(folder, manifest)
+    write_manifest(folder, manifest)
     fault_points.fault_point("after_commit_marker", 0)
     return manifest
 
@@ -251,7 +259,7 @@ def publish(staging: Path, final: Path) -> None:
 
     The checkpoint that it replaces is deleted last; after a kill in between, the sweep before a restore brings it back.
     """
-    replaced = index.replaced_folder(final)
+    replaced = replaced_folder(final)
     if final.exists():
         final.rename(replaced)
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
@@ -20,6 +20,8 @@ from clustertrain.checkpoint.core.state_dict import CollectedState, LocalShard
 
 _DIGEST_BYTES = 16
 FINGERPRINT_BYTES = 2 * _DIGEST_BYTES
+
+T = TypeVar("T")  # a JSON value
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class GlobalPlanner:
         trees = [own_values] if len(set(digests)) == 1 else self._gather_distinct(own_values, digests)
         return merge_values(trees, optimizers) if self._ranks.rank == 0 else own_values
 
-    def _gather_distinct(self, own_value: Any, digests: Sequence[bytes]) -> list[Any]:
+    def _gather_distinct(self, own_value: T, digests: Sequence[bytes]) -> list[T]:
         """Return the value of the lowest rank of each group, on rank 0; an empty list on the others."""
         is_group_leader = digests.index(digests[self._ranks.rank]) == self._ranks.rank
         return [value for value in self._ranks.gather(own_value if is_group_leader else None) if value is not None]
@@ -113,7 +115,7 @@ def _group_ranks(digests: Sequence[bytes]) -> dict[bytes, list[int]]:
     return rank_groups
 
 
-def _digest(value: Any) -> bytes:
+def _digest(value: object) -> bytes:
     return xxhash.xxh3_128_digest(msgspec.json.encode(value, order="deterministic"))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from clustertrain.checkpoint.core import fault_points
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.core.failures import Failure, error_from_failures, failure_from_exception
-from clustertrain.checkpoint.core.state_dict import LocalShard, collect_state
+from clustertrain.checkpoint.core.state_dict import LocalShard, StateTree, collect_state
 from clustertrain.checkpoint.format import folders
 from clustertrain.checkpoint.format.staged_segments import Segment
 from clustertrain.checkpoint.save.global_plan import FINGERPRINT_BYTES, GlobalPlanner, LocalPlan, RankPlan
@@ -58,9 +58,7 @@ class SavePlanner:
         self._global_planner = GlobalPlanner(ranks)
         self._attempt = attempt
 
-    def plan_shards(
-        self, state: Mapping[str, Any], rank_state: Mapping[str, Any], *, error_prefix: str
-    ) -> Sequence[LocalShard]:
+    def plan_shards(self, state: StateTree, rank_state: StateTree, *, error_prefix: str) -> Sequence[LocalShard]:
         """Return the shards that this rank would write now. Raises as :meth:`stage`."""
         return self._finish_plan(self._begin_plan(state, rank_state), state, error_prefix)[1].shards
 
@@ -68,8 +66,8 @@ class SavePlanner:
         self,
         staging: StagingBuffer,
         step: int,
-        state: Mapping[str, Any],
-        rank_state: Mapping[str, Any],
+        state: StateTree,
+        rank_state: StateTree,
         *,
         error_prefix: str,
         deadline_passed: bool,
@@ -97,9 +95,7 @@ class SavePlanner:
     def _folder(self, step: int, token: bytes) -> Path:
         return folders.staging_folder_for(self._root, step, self._attempt, token)
 
-    def _begin_plan(
-        self, state: Mapping[str, Any], rank_state: Mapping[str, Any], step: int | None = None
-    ) -> _PlanExchange:
+    def _begin_plan(self, state: StateTree, rank_state: StateTree, step: int | None = None) -> _PlanExchange:
         """Start the exchange of fingerprints; with a ``step``, rank 0 creates the folder first."""
         failure, local_plan, token = None, None, secrets.token_bytes(_TOKEN_BYTES)
         try:
@@ -113,7 +109,7 @@ class SavePlanner:
         return _PlanExchange(local_plan, failure, wait_for_records)
 
     def _finish_plan(
-        self, plan_exchange: _PlanExchange, state: Mapping[str, Any], error_prefix: str, step: int | None = None
+        self, plan_exchange: _PlanExchange, state: StateTree, error_prefix: str, step: int | None = None
     ) -> tuple[LocalPlan, RankPlan, bytes, bool]:
         """Finish the exchange; return this rank's plans, the folder's token, and whether no rank's shards have changed.
 

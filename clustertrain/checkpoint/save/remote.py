@@ -23,10 +23,18 @@ from clustertrain import clock, fsio, schema
 from clustertrain.checkpoint.core import fault_points, retention
 from clustertrain.checkpoint.core.failures import Failure, failure_from_exception
 from clustertrain.checkpoint.core.retention import CheckpointInfo
-from clustertrain.checkpoint.format import fence as fences
-from clustertrain.checkpoint.format import manifest as index
-from clustertrain.checkpoint.format.fence import AttemptSuperseded
-from clustertrain.checkpoint.format.manifest import COMMITTED, MANIFEST, DamagedCheckpoint, Manifest
+from clustertrain.checkpoint.format.fence import AttemptSuperseded, check_fence
+from clustertrain.checkpoint.format.manifest import (
+    COMMITTED,
+    MANIFEST,
+    DamagedCheckpoint,
+    Manifest,
+    check_sizes,
+    list_checkpoint_folders,
+    parse_step,
+    read_manifest,
+    step_folder,
+)
 from clustertrain.checkpoint.format.storage import Folder, RemoteFolder
 from clustertrain.checkpoint.format.storage_errors import StorageError, with_retries
 from clustertrain.checkpoint.save.writer_jobs import JobOutcome, UploadJob
@@ -167,11 +175,11 @@ class Uploader:
             return
         step = self._uploading_step = max(missing)
         started = clock.monotonic()
-        folder, marker = index.step_folder(self._root, step), local_markers[step]
+        folder, marker = step_folder(self._root, step), local_markers[step]
         self._announce(step=step, marker=marker.decode())
         try:
-            manifest = index.read_manifest(folder)
-            index.check_sizes(folder, manifest)
+            manifest = read_manifest(folder)
+            check_sizes(folder, manifest)
             self._upload_share(step, marker)
             self._commit_remote(step, marker, manifest)
         except (DamagedCheckpoint, FileNotFoundError) as e:
@@ -186,7 +194,7 @@ class Uploader:
         self._prune_remote()
 
     def _announce(self, *, upto: int = 0, step: int | None = None, marker: str = "") -> None:
-        fences.check_fence(self._job.fence)
+        check_fence(self._job.fence)
         self._num_announced += 1
         announcement = UploadAnnouncement(
             attempt=self._job.attempt, sequence=self._num_announced, uploaded_upto=upto, step=step, marker=marker
@@ -210,15 +218,15 @@ class Uploader:
         """Return what the retention policy needs of a checkpoint."""
         key = (step, marker)
         if key not in self._info_cache:
-            folder: Folder = index.step_folder(self._root, step)
+            folder: Folder = step_folder(self._root, step)
             if _read_if_exists(folder / COMMITTED) != marker:
-                folder = index.step_folder(self._remote, step)
+                folder = step_folder(self._remote, step)
             self._info_cache[key] = retention.read_checkpoint_info(folder, self._job.policy)
         return self._info_cache[key]
 
     def _commit_remote(self, step: int, marker: bytes, manifest: Manifest) -> None:
         """Wait for all ranks' shares, then commit the remote checkpoint."""
-        remote_folder = index.step_folder(self._remote, step)
+        remote_folder = step_folder(self._remote, step)
         if self._is_uploaded(remote_folder, marker):
             return
         pending_ranks = set(range(self._job.world_size))
@@ -247,9 +255,9 @@ class Uploader:
         if mismatched:  # something else has written there
             remote_folder.rmtree()
             raise StorageError(f"{remote_folder / mismatched[0]}: is not what was written there")
-        self._upload_file(index.step_folder(self._root, step) / MANIFEST, remote_folder / MANIFEST)
+        self._upload_file(step_folder(self._root, step) / MANIFEST, remote_folder / MANIFEST)
         fault_points.fault_point("before_remote_commit_marker", 0)
-        fences.check_fence(self._job.fence)
+        check_fence(self._job.fence)
         (remote_folder / COMMITTED).write_bytes(marker)
         for rank in range(self._job.world_size):
             (remote_folder / _share_name(rank)).unlink()
@@ -259,10 +267,10 @@ class Uploader:
         newest = max(self._remote_markers)
         infos = [self._read_info(s, m) for s, m in self._remote_markers.items()]
         to_delete = set(retention.select_for_deletion(infos, self._job.policy, newest))
-        for folder in index.list_checkpoint_folders(self._remote):
-            step = index.parse_step(folder)
+        for folder in list_checkpoint_folders(self._remote):
+            step = parse_step(folder)
             if step in to_delete or (step not in self._remote_markers and step is not None and step < newest):
-                fences.check_fence(self._job.fence)
+                check_fence(self._job.fence)
                 (folder / COMMITTED).unlink()
                 folder.rmtree()
                 self._remote_markers.pop(step, None)
@@ -301,7 +309,7 @@ class Uploader:
 
     def _upload_share(self, step: int, marker: bytes) -> None:
         """Upload this rank's share of the files."""
-        folder, remote_folder = index.step_folder(self._root, step), index.step_folder(self._remote, step)
+        folder, remote_folder = step_folder(self._root, step), step_folder(self._remote, step)
         if self._is_uploaded(remote_folder, marker):
             return
         share_file = remote_folder / _share_name(self._job.rank)
@@ -309,7 +317,7 @@ class Uploader:
             return
         if (folder / COMMITTED).read_bytes() != marker:
             raise StorageError(f"{folder}: is another one than rank 0 sees")
-        for name in index.read_manifest(folder).files:
+        for name in read_manifest(folder).files:
             if owner_rank(name) % self._job.world_size == self._job.rank:
                 self._upload_file(folder / name, remote_folder / name)
         share_file.write_bytes(self._share_token(marker))
@@ -319,7 +327,7 @@ class Uploader:
         before any byte is replaced."""
         remote_marker = _read_if_exists(remote_folder / COMMITTED)
         if remote_marker is not None and remote_marker != marker:
-            fences.check_fence(self._job.fence)
+            check_fence(self._job.fence)
             (remote_folder / COMMITTED).unlink()
         return remote_marker == marker
 
@@ -348,7 +356,7 @@ def _share_name(rank: int) -> str:
 
 def _is_intact(folder: Path, marker: bytes) -> bool:
     try:
-        index.check_sizes(folder, index.read_manifest(folder))
+        check_sizes(folder, read_manifest(folder))
     except DamagedCheckpoint:
         return False
     return _read_if_exists(folder / COMMITTED) == marker
@@ -365,8 +373,8 @@ def _read_if_exists(path: Folder) -> bytes | None:
 def _read_markers(root: Folder, cached: dict[int, bytes]) -> dict[int, bytes]:
     """Return the commit markers in ``root`` by step; those in ``cached`` are not read again."""
     markers = {}
-    for folder in index.list_checkpoint_folders(root):
-        step = index.parse_step(folder)
+    for folder in list_checkpoint_folders(root):
+        step = parse_step(folder)
         if step is not None and (marker := cached.get(step) or _read_if_exists(folder / COMMITTED)):
             markers[step] = marker
     return markers

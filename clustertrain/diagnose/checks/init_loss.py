@@ -7,21 +7,31 @@ outputs are too large, the number of classes is wrong, or the inputs contain the
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from clustertrain.config.recipe import Recipe
 from clustertrain.diagnose.child_output import ProgressCallback
 from clustertrain.diagnose.registry import Finding, Verdict
 from clustertrain.diagnose.subject import Subject, infer_num_classes, load_batch, mean_loss, model_output
-from clustertrain.train.models.initial_loss import ExpectedLoss, initial_loss
 
 BATCHES = 8
 TOLERANCE = 0.1  # of the expected loss
 MIN_TOLERANCE = 0.25  # logits add half their variance to the loss, and a usual standard deviation is 0.6
 FAIL_TOLERANCE = 0.5  # of the expected loss: only a bug explains a larger difference
 MAX_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class ExpectedLoss:
+    """Loss of outputs that carry no information."""
+
+    loss: float
+    formula: str
+    """The formula, for display."""
 
 
 def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
@@ -105,3 +115,33 @@ def _loss_breakdown(subject: Subject, outputs: list[tuple[Any, Any]]) -> tuple[s
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(0)
         return "bit", {str(i): v.item() for i, v in enumerate(losses)}
     return None
+
+
+def initial_loss(recipe: Recipe, classes: int | None, targets: torch.Tensor | None = None) -> ExpectedLoss | None:
+    """Return the expected loss of ``recipe``'s objective at random initialization; None if it is unknown.
+
+    Args:
+        classes: number of classes of the model's logits; None if unknown.
+        targets: sample targets for mse, l1 and huber, whose loss depends on them (outputs start near 0).
+    """
+    kind = recipe.objective_kind
+    if kind == "cross-entropy":
+        # Label smoothing changes nothing: with equal probabilities every class has the same loss.
+        return None if classes is None else ExpectedLoss(math.log(classes), f"ln {classes}")
+    if kind == "binary-cross-entropy":
+        return ExpectedLoss(math.log(2), "ln 2")
+    if kind == "nt-xent":
+        if recipe.model.kind == "two-tower":
+            group = recipe.model.two_tower.group
+            return ExpectedLoss(math.log(group), f"ln {group}, the passages of a group")
+        return None  # depends on the micro-batch size, which the plan chooses
+    if targets is None or not targets.numel():
+        return None
+    magnitude = targets.double().abs()
+    if kind == "mse":
+        return ExpectedLoss(magnitude.square().mean().item(), "the mean of the squared targets")
+    if kind == "l1":
+        return ExpectedLoss(magnitude.mean().item(), "the mean absolute value of the targets")
+    delta = recipe.objective.delta
+    huber = torch.where(magnitude <= delta, magnitude.square() / 2, delta * (magnitude - delta / 2))
+    return ExpectedLoss(huber.mean().item(), "the mean Huber loss of the targets against 0")

@@ -10,7 +10,13 @@ from clustertrain.plan import checks, non_decoder, pipeline_schedules
 from clustertrain.plan.cost import optimizer_state, user_model
 from clustertrain.plan.decision import Explanation, PlanDecision
 from clustertrain.plan.explain import advice, node_crossing
-from clustertrain.plan.explain import warnings as notes
+from clustertrain.plan.explain.warnings import (
+    alignment_notes,
+    channels_last_warnings,
+    layerless_warnings,
+    layout_warnings,
+    unbuilt_model_warnings,
+)
 from clustertrain.plan.layout import Layout, pluralize
 from clustertrain.plan.request import PlanRequest
 
@@ -91,20 +97,20 @@ def explain_layout(decision: PlanDecision) -> Explanation:
             request.build_pass_config(layout, decision.batch.micro_batch), grad_accum=decision.batch.grad_accum
         )
         workload = node_crossing.RankWorkload(request.decoder, config, request.gpu)
-    warnings += notes.layout_warnings(layout, recipe.parallel, job.nodes)
+    warnings += layout_warnings(layout, recipe.parallel, job.nodes)
     if request.spec.script is not None or recipe.model.entry:
         subject = "the model of a script" if request.spec.script is not None else f"the model of {recipe.model.entry}"
-        warnings += notes.unbuilt_model_warnings(layout, subject, is_counted=request.model_stats is not None)
+        warnings += unbuilt_model_warnings(layout, subject, is_counted=request.model_stats is not None)
     warnings += checks.check_device(request.precision, recipe.parallel, layout, request.device, request.gpu)
     if request.spec.script is None:
-        warnings += notes.channels_last_warnings(recipe)
+        warnings += channels_last_warnings(recipe)
         if recipe.objective.label_smoothing and layout.tp > 1 and recipe.parallel.loss_parallel:
             estimate_note = "in the estimate" if request.decoder is not None else "not estimated"
             reasons.append(
                 f"label smoothing with tp {layout.tp}: each rank gathers the logits of the whole vocabulary for the "
                 f"loss, since torch's loss on split logits does not support smoothing; that memory is {estimate_note}"
             )
-        alignment_reasons, alignment_warnings = notes.alignment_notes(
+        alignment_reasons, alignment_warnings = alignment_notes(
             recipe.model, recipe.data, layout, decision.batch.micro_batch, request.precision, request.device
         )
         reasons += alignment_reasons
@@ -132,7 +138,7 @@ def explain_model_stats(decision: PlanDecision) -> Explanation:
     warning = user_model.memory_warning(request.model_stats, decision.memory, request.limit_gib, decision.layout)
     warnings = [warning] if warning else []
     if not request.model_stats.units:
-        warnings += notes.layerless_warnings(decision.layout, request.spec.recipe.parallel, name)
+        warnings += layerless_warnings(decision.layout, request.spec.recipe.parallel, name)
     return Explanation((description,), tuple(warnings))
 
 

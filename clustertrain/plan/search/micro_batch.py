@@ -10,8 +10,8 @@ import msgspec
 
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.plan import batch as batches
 from clustertrain.plan import non_decoder, pipeline_schedules
+from clustertrain.plan.batch import default_global_batch, samples_per_rank
 from clustertrain.plan.cost.memory import GIB, SAFE_FRACTION
 from clustertrain.plan.layout import Batch, Layout, pluralize
 from clustertrain.plan.planner import Plan
@@ -119,7 +119,7 @@ class TrialSearch:
             grad_accum = max(1, -(-self.rank_batch // micro_batch))
         else:
             samples_per_pass = data_parallel * micro_batch
-            grad_accum = batches.default_global_batch(samples_per_pass * self.layout.pp) // samples_per_pass
+            grad_accum = default_global_batch(samples_per_pass * self.layout.pp) // samples_per_pass
         if self.layout.pp == 1:
             grad_accum = min(grad_accum, MAX_TRIAL_GRAD_ACCUM)
         global_batch = micro_batch * grad_accum * data_parallel
@@ -139,7 +139,7 @@ def build_trial_search(plan: Plan, recipe: Recipe, ranks: int) -> tuple[TrialSea
     """
     layout, description = fit_to_ranks(plan.layout, ranks)
     global_batch = recipe.train.global_batch
-    rank_batch = batches.samples_per_rank(global_batch, plan.layout.data_parallel) if global_batch else 0
+    rank_batch = samples_per_rank(global_batch, plan.layout.data_parallel) if global_batch else 0
     return TrialSearch(layout, rank_batch, non_decoder.group_size(recipe.model)), description
 
 

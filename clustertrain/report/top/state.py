@@ -20,8 +20,7 @@ from clustertrain import clock, fsio
 from clustertrain.errors import ClusterTrainError, PermissionDenied
 from clustertrain.report.event_text import format_event
 from clustertrain.report.top import eta
-from clustertrain.run import events, heartbeat, json_files
-from clustertrain.run import metrics_file as metric_rows
+from clustertrain.run import events, heartbeat, json_files, metrics_file
 from clustertrain.run.events import Event
 from clustertrain.run.run_dir import AttemptDir, RunDir, explain_permission_errors
 from clustertrain.run.run_spec import load_spec
@@ -306,7 +305,7 @@ class _AttemptFiles:
         if stamp != self._metrics_stamp:
             self._metrics_stamp = stamp
             self._metric_rows = [
-                r for r in metric_rows.read_last(path, METRICS_BYTES) if json_files.is_number(r.get("t"))
+                r for r in metrics_file.read_last(path, METRICS_BYTES) if json_files.is_number(r.get("t"))
             ]
 
     def _read_events(self) -> list[Event]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -57,7 +56,7 @@ def measure_speed(run: RunDir, attempts: Sequence[AttemptDir]) -> MeasuredSpeed:
     )
 
 
-def _extract_numbers(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
+def _extract_numbers(rows: Sequence[Mapping[str, object]], key: str) -> list[float]:
     return [float(v) for row in rows if json_files.is_number(v := row.get(key))]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from clustertrain import clock
 from clustertrain.config.telemetry import AlertsSpec
+from clustertrain.run.events import WriteEvent
 from clustertrain.telemetry.alerts.cross_node import CrossNodeRules
 from clustertrain.telemetry.alerts.gate import Alert
 from clustertrain.telemetry.alerts.notify import STOP_TIMEOUT_S, Notifier
@@ -35,7 +35,7 @@ class AlertMonitor:
         self,
         spec: AlertsSpec,
         node: str,
-        on_event: Callable[..., Any],
+        on_event: WriteEvent,
         *,
         run: str,
         job_id: str | None = None,

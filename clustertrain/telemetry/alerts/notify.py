@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import os
 import queue
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import msgspec
 
 from clustertrain import proc
-from clustertrain.config.telemetry import AlertsSpec
+from clustertrain.config.telemetry import AlertsSpec, is_http_url
 from clustertrain.errors import CommandFailed
-from clustertrain.telemetry.alerts import webhook_url
+from clustertrain.run.events import WriteEvent
 from clustertrain.telemetry.alerts.gate import CLEARED, Alert
 
 QUEUE_SIZE = 50  # more alerts are dropped
 COMMAND_TIMEOUT_S, WEBHOOK_TIMEOUT_S, RETRY_DELAY_S, STOP_TIMEOUT_S = 30.0, 10.0, 1.0, 2.0
 _MAX_RESPONSE_BYTES = 4096  # bytes read of a response
-
-OnEvent = Callable[..., Any]
+_MAX_URL_BYTES = 8192  # bytes read of a file with the webhook's URL
 
 
 class _DeliveryError(Exception):
@@ -36,6 +37,10 @@ class _DeliveryError(Exception):
     def __init__(self, reason: str, *, retryable: bool = False) -> None:
         super().__init__(reason)
         self.again = retryable
+
+
+class _WebhookUrlError(Exception):
+    """Missing or invalid webhook URL; the message does not contain the URL."""
 
 
 class Notifier:
@@ -48,7 +53,7 @@ class Notifier:
         job_id: included in each message.
     """
 
-    def __init__(self, spec: AlertsSpec, on_event: OnEvent, *, run: str, job_id: str | None = None) -> None:
+    def __init__(self, spec: AlertsSpec, on_event: WriteEvent, *, run: str, job_id: str | None = None) -> None:
         self._spec = spec
         self._on_event = on_event
         self._run, self._job_id = run, job_id
@@ -128,7 +133,7 @@ class Notifier:
         if self._quiet.is_set() or self._last_failures.get(channel) == reason:
             return
         self._last_failures[channel] = reason
-        target = {"command": self._spec.command[:1], "webhook": [webhook_url.redacted(self._spec)]}.get(channel, [])
+        target = {"command": self._spec.command[:1], "webhook": [_redacted_url(self._spec)]}.get(channel, [])
         self._on_event("alert_not_delivered", way=channel, to="".join(target), reason=reason)
         print(f"clustertrain agent: cannot deliver an alert by {channel} {''.join(target)}: {reason}", file=sys.stderr)
 
@@ -139,8 +144,8 @@ class Notifier:
 
     def _post_webhook(self, body: bytes) -> None:
         try:
-            url = webhook_url.resolve(self._spec)
-        except webhook_url.WebhookUrlError as e:
+            url = _resolve_url(self._spec)
+        except _WebhookUrlError as e:
             raise _DeliveryError(str(e)) from None
         try:
             post(url, body)
@@ -162,7 +167,7 @@ def post(url: str, body: bytes, timeout_s: float = WEBHOOK_TIMEOUT_S) -> None:
     from urllib.request import HTTPRedirectHandler, Request, build_opener
 
     class NoRedirectHandler(HTTPRedirectHandler):
-        def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        def redirect_request(self, *args: object, **kwargs: object) -> None:
             return None
 
     parts = urlsplit(url)
@@ -226,3 +231,39 @@ def _event_fields(alert: Alert) -> dict[str, Any]:
 
 def _format_duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+
+
+def _resolve_url(spec: AlertsSpec) -> str:
+    """Return the webhook's URL, read again for each alert so that a file may be replaced during the run.
+
+    Raises:
+        _WebhookUrlError: the variable or the file is missing, or contains no URL.
+    """
+    if spec.webhook:
+        return spec.webhook
+    if spec.webhook_env:
+        url = os.environ.get(spec.webhook_env)
+        if url is None:
+            raise _WebhookUrlError(f"the environment variable {spec.webhook_env} is not set on this node")
+        source = f"the environment variable {spec.webhook_env}"
+    else:
+        url, source = _read_first_line(spec.webhook_file), spec.webhook_file
+    if not is_http_url(url.strip()):
+        raise _WebhookUrlError(f"{source} contains no URL of the form https://host/path")
+    return url.strip()
+
+
+def _read_first_line(path: str) -> str:
+    try:
+        with Path(path).open("rb") as f:
+            return f.readline(_MAX_URL_BYTES).decode(errors="replace")
+    except OSError as e:
+        raise _WebhookUrlError(f"{path}: {e.strerror}") from None
+
+
+def _redacted_url(spec: AlertsSpec) -> str:
+    """Return ``https://host/…`` without the parts that may be secret, or the variable or file with the URL."""
+    if spec.webhook:
+        parts = urlsplit(spec.webhook)
+        return f"{parts.scheme}://{parts.hostname}/…"
+    return f"${spec.webhook_env}" if spec.webhook_env else spec.webhook_file

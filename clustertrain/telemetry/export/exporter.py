@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from clustertrain.config.telemetry import ExporterSpec
+from clustertrain.run.events import WriteEvent
 from clustertrain.telemetry.export import http_server, textfile
 from clustertrain.telemetry.export.feed import Feed, Labels
 from clustertrain.telemetry.snapshot import Snapshot
-
-OnEvent = Callable[..., Any]
 
 
 class Exporter:
@@ -32,7 +30,7 @@ class Exporter:
     """
 
     def __init__(
-        self, spec: ExporterSpec, labels: Labels, on_event: OnEvent | None = None, interval_s: float = 1.0
+        self, spec: ExporterSpec, labels: Labels, on_event: WriteEvent | None = None, interval_s: float = 1.0
     ) -> None:
         self._feed = Feed(labels, interval_s)
         self._on_event = on_event
@@ -70,7 +68,7 @@ class Exporter:
         stopped = [endpoint.stop(timeout_s) for endpoint in self._running]
         return all(stopped)
 
-    def _write_event(self, name: str, **fields: Any) -> None:
+    def _write_event(self, name: str, **fields: object) -> None:
         if self._on_event is not None:
             with contextlib.suppress(OSError):  # a full disk
                 self._on_event(name, **fields)

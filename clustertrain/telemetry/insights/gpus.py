@@ -5,17 +5,23 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 
-from clustertrain.telemetry.insights import context as ctx
 from clustertrain.telemetry.insights.context import (
     CRITICAL,
     INFO,
+    SETTLED_SAMPLES,
     WARNING,
     GpuKey,
     JobContext,
+    format_seconds,
     gpu_insight,
     gpu_key,
     gpu_label,
     outliers,
+    rank_of,
+    throttled_share,
+    train_clock_mhz,
+    train_utilization,
+    utilization_stats,
 )
 from clustertrain.telemetry.report_schema import GpuSummary, Insight, RankSummary
 
@@ -54,8 +60,8 @@ def _unused(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
 
 
 def _unused_note(job: JobContext, gpu: GpuSummary) -> Insight:
-    utilization, memory, rank = ctx.utilization_stats(gpu), gpu.memory_used_gib, ctx.rank_of(gpu)
-    if gpu.samples < ctx.SETTLED_SAMPLES and not job.training_began:
+    utilization, memory, rank = utilization_stats(gpu), gpu.memory_used_gib, rank_of(gpu)
+    if gpu.samples < SETTLED_SAMPLES and not job.training_began:
         return gpu_insight(gpu, INFO, "gpu_unused_yet", f"{gpu_label(gpu)} has not been used yet", None)
     idle_text = (
         "stayed at 0" if utilization is None or utilization.max == 0 else f"was {utilization.mean:.1%} on average"
@@ -74,11 +80,11 @@ def _throttled(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
     """Report throttled GPUs, including lost ones, because heat may be the cause of the loss."""
     notes = {}
     clocks = {
-        _gpu_model(gpus[0]): _values_by_gpu(gpus, ctx.train_clock_mhz) for gpus in _unexplained_by_model(job, explained)
+        _gpu_model(gpus[0]): _values_by_gpu(gpus, train_clock_mhz) for gpus in _unexplained_by_model(job, explained)
     }
-    lost_gpus = [g for g in job.summary.gpus if gpu_key(g) in job.lost_gpus and ctx.utilization_stats(g) is not None]
+    lost_gpus = [g for g in job.summary.gpus if gpu_key(g) in job.lost_gpus and utilization_stats(g) is not None]
     for gpu in [*job.working_gpus, *lost_gpus]:
-        shares = [(ctx.throttled_share(gpu, cause) or 0.0, cause) for cause in ("thermal", "hardware")]
+        shares = [(throttled_share(gpu, cause) or 0.0, cause) for cause in ("thermal", "hardware")]
         share, cause = max(shares)
         if share < THROTTLED:
             continue
@@ -95,7 +101,7 @@ def _throttled(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
 
 def _clock_text(gpu: GpuSummary, clocks: Mapping[GpuKey, float]) -> str:
     """Return a phrase that compares its clock with the others of its model."""
-    clock_mhz = ctx.train_clock_mhz(gpu)
+    clock_mhz = train_clock_mhz(gpu)
     if clock_mhz is None:
         return ""
     peer_clocks = [clock for peer, clock in clocks.items() if peer != gpu_key(gpu)]
@@ -121,8 +127,8 @@ def _power_capped(job: JobContext, explained: Explained) -> dict[GpuKey, Insight
     """Report GPUs throttled by their power limit while the others are not; all being throttled is normal."""
     notes = {}
     for gpus in _unexplained_by_model(job, explained):
-        slow = outliers(_values_by_gpu(gpus, ctx.train_clock_mhz), SLOW_MARGIN, above=False)
-        capped = {gpu_key(g): s for g in gpus if (s := ctx.throttled_share(g, "power")) is not None}
+        slow = outliers(_values_by_gpu(gpus, train_clock_mhz), SLOW_MARGIN, above=False)
+        capped = {gpu_key(g): s for g in gpus if (s := throttled_share(g, "power")) is not None}
         capped_outliers = outliers(capped, 0.0, floor=_POWER_CAPPED, above=True)
         for gpu in gpus:
             if gpu_key(gpu) in slow and gpu_key(gpu) in capped_outliers:
@@ -144,11 +150,11 @@ def _values_by_gpu(gpus: Iterable[GpuSummary], metric: Callable[[GpuSummary], fl
 def _slow_clock(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
     notes = {}
     for gpus in _unexplained_by_model(job, explained):
-        slow = outliers(_values_by_gpu(gpus, ctx.train_clock_mhz), SLOW_MARGIN, above=False)
+        slow = outliers(_values_by_gpu(gpus, train_clock_mhz), SLOW_MARGIN, above=False)
         for gpu in gpus:
             if gpu_key(gpu) in slow:
                 clock_mhz, peer_mhz = slow[gpu_key(gpu)]
-                at_power_limit = (ctx.throttled_share(gpu, "power") or 0.0) >= _POWER_CAPPED
+                at_power_limit = (throttled_share(gpu, "power") or 0.0) >= _POWER_CAPPED
                 reason = "at its power limit, like them" if at_power_limit else "and the driver reports no reason"
                 text = (
                     f"{gpu_label(gpu)} is slow: it ran at {clock_mhz:,.0f} MHz, {1 - clock_mhz / peer_mhz:.0%} below"
@@ -169,8 +175,7 @@ def _data_stragglers(job: JobContext, explained: Explained) -> dict[GpuKey, Insi
 
 def _describe_data_wait(job: JobContext, rank: RankSummary, wait_s: float, peer_wait_s: float) -> tuple[str, str]:
     text = (
-        f"waits {ctx.format_seconds(wait_s)} per step for data, the others {ctx.format_seconds(peer_wait_s)}: all"
-        " wait for it"
+        f"waits {format_seconds(wait_s)} per step for data, the others {format_seconds(peer_wait_s)}: all wait for it"
     )
     fix = (
         f"check the load and the storage of {rank.node}; use more data-loader workers; "
@@ -186,7 +191,7 @@ def _forward_stragglers(job: JobContext, explained: Explained) -> dict[GpuKey, I
 
 def _describe_forward(job: JobContext, rank: RankSummary, forward_s: float, peer_forward_s: float) -> tuple[str, str]:
     text = (
-        f"needs {ctx.format_seconds(forward_s)} per step for forward passes, {forward_s / peer_forward_s - 1:.0%}"
+        f"needs {format_seconds(forward_s)} per step for forward passes, {forward_s / peer_forward_s - 1:.0%}"
         " more than the others: all wait for it"
     )
     return (
@@ -228,7 +233,7 @@ def _imbalanced(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
     notes = {}
     for gpus in _unexplained_by_model(job, explained):
         less_busy = outliers(
-            _values_by_gpu(gpus, ctx.train_utilization), LESS_BUSY_MARGIN, floor=LESS_BUSY_FLOOR, above=False
+            _values_by_gpu(gpus, train_utilization), LESS_BUSY_MARGIN, floor=LESS_BUSY_FLOOR, above=False
         )
         for gpu in gpus:
             if gpu_key(gpu) in less_busy:

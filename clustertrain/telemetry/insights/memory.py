@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from clustertrain.run import endings
-from clustertrain.telemetry.insights import context as ctx
-from clustertrain.telemetry.insights.context import INFO, WARNING, JobContext, gpu_insight, gpu_label, pluralize
+from clustertrain.telemetry.insights.context import (
+    INFO,
+    SETTLED_SAMPLES,
+    WARNING,
+    JobContext,
+    gpu_insight,
+    gpu_label,
+    pluralize,
+)
 from clustertrain.telemetry.report_schema import GpuSummary, Insight
 
 NEARLY_FULL_SHARE = 0.95  # of a GPU's memory
@@ -44,7 +51,7 @@ def _over_requested(job: JobContext) -> Iterable[Insight]:
     shares = [(share, g) for g in job.working_gpus if (share := _peak_share(g)) is not None]
     if not shares or not job.training_began or len(shares) < len(job.working_gpus):
         return
-    if any(share >= LOW_USAGE_SHARE or g.samples < ctx.SETTLED_SAMPLES for share, g in shares):
+    if any(share >= LOW_USAGE_SHARE or g.samples < SETTLED_SAMPLES for share, g in shares):
         return
     share, fullest = max(shares, key=lambda entry: entry[0])
     if fullest.memory_used_gib is None:

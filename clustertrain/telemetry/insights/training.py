@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from clustertrain.telemetry.insights import context as ctx
-from clustertrain.telemetry.insights.context import INFO, WARNING, JobContext, pluralize
+from clustertrain.telemetry.insights.context import INFO, WARNING, JobContext, gpu_key, pluralize, throttled_share
 from clustertrain.telemetry.report_schema import Insight
 
 LOST_SHARE = 0.1  # of the allocated time
@@ -60,7 +59,7 @@ def _energy(job: JobContext) -> Iterable[Insight]:
     if not energies_j or not (total_j := sum(energies_j)):
         return
     amount = f"{total_j / _JOULES_PER_KWH:,.2f} kWh" if total_j >= _JOULES_PER_KWH else f"{total_j / 3600:,.1f} Wh"
-    num_gpus = len({g.uuid if g.index is not None else ctx.gpu_key(g) for g in job.summary.gpus})
+    num_gpus = len({g.uuid if g.index is not None else gpu_key(g) for g in job.summary.gpus})
     coverage = f" ({len(energies_j):,} of {pluralize(num_gpus, 'GPU')} measured)" if len(energies_j) < num_gpus else ""
     training = job.summary.training
     per_token = (
@@ -70,7 +69,7 @@ def _energy(job: JobContext) -> Iterable[Insight]:
 
 
 def _power_limited(job: JobContext) -> Iterable[Insight]:
-    shares = [s for g in job.working_gpus if (s := ctx.throttled_share(g, "power")) is not None]
+    shares = [s for g in job.working_gpus if (s := throttled_share(g, "power")) is not None]
     limited = [s for s in shares if s >= POWER_LIMITED_SHARE]
     if limited and 2 * len(limited) >= len(shares):
         gpus_text = f"{len(limited):,} of {pluralize(len(shares), 'GPU')}" if len(limited) < len(shares) else "the GPUs"

@@ -6,22 +6,26 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from clustertrain.run import endings
-from clustertrain.telemetry import causes as shared_causes
-from clustertrain.telemetry.insights import context as ctx
+from clustertrain.telemetry import causes
 from clustertrain.telemetry.insights.context import (
     CRITICAL,
     INFO,
+    SETTLED_SAMPLES,
     WARNING,
     JobContext,
     gpu_insight,
     gpu_label,
+    mean_known,
     pluralize,
+    train_phase,
+    train_utilization,
+    utilization_stats,
 )
 from clustertrain.telemetry.report_schema import GpuSummary, Insight
 
-VERY_LOW_UTILIZATION, LOW_UTILIZATION, HIGH_UTILIZATION = 0.15, shared_causes.LOW_UTILIZATION, 0.8  # mean utilization
+VERY_LOW_UTILIZATION, LOW_UTILIZATION, HIGH_UTILIZATION = 0.15, causes.LOW_UTILIZATION, 0.8  # mean utilization
 # Shares from which a cause explains low utilization, and from which it is reported in any case.
-DATA_SHARE, HIGH_DATA_SHARE = shared_causes.HIGH_DATA_WAIT, 0.2  # of a step
+DATA_SHARE, HIGH_DATA_SHARE = causes.HIGH_DATA_WAIT, 0.2  # of a step
 CHECKPOINT_SHARE, HIGH_CHECKPOINT_SHARE = 0.05, 0.1  # of the allocated time
 EVALUATION_SHARE, HIGH_EVALUATION_SHARE = 0.1, 0.3
 STARTUP_SHARE, HIGH_STARTUP_SHARE = 0.25, 0.4
@@ -48,15 +52,15 @@ class Cause:
 def low_utilization(job: JobContext) -> Iterable[Insight]:
     """Explain low utilization by the first cause with evidence, and report other causes that are costly."""
     yield from _hung(job)
-    causes = [cause for rule in _CAUSE_RULES if (cause := rule(job)) is not None]
+    likely_causes = [cause for rule in _CAUSE_RULES if (cause := rule(job)) is not None]
     low_gpus = [
-        g for g in job.working_gpus if ctx.train_utilization(g) is not None and _mean_utilization(g) < LOW_UTILIZATION
+        g for g in job.working_gpus if train_utilization(g) is not None and _mean_utilization(g) < LOW_UTILIZATION
     ]
     if low_gpus:
-        yield from _low_utilization_insights(job, low_gpus, causes[0] if causes else _unknown_cause(job))
+        yield from _low_utilization_insights(job, low_gpus, likely_causes[0] if likely_causes else _unknown_cause(job))
     else:
         yield from _busy_but_underused(job)
-    for cause in causes[1:] if low_gpus else causes:
+    for cause in likely_causes[1:] if low_gpus else likely_causes:
         if cause.standalone:
             yield Insight(
                 severity=INFO if cause.is_minor else WARNING, code=cause.code, text=_capitalize(cause), fix=cause.fix
@@ -64,7 +68,7 @@ def low_utilization(job: JobContext) -> Iterable[Insight]:
 
 
 def _mean_utilization(gpu: GpuSummary) -> float:
-    stats = ctx.utilization_stats(gpu)
+    stats = utilization_stats(gpu)
     return stats.mean if stats is not None else 0.0
 
 
@@ -76,7 +80,7 @@ def _low_utilization_insights(job: JobContext, low_gpus: list[GpuSummary], cause
     """Return one note for the job if most GPUs are affected, else one for each GPU."""
     if len(low_gpus) > 1 and 2 * len(low_gpus) >= len(job.working_gpus):
         mean = sum(_mean_utilization(g) for g in low_gpus) / len(low_gpus)
-        is_early = all(g.samples < ctx.SETTLED_SAMPLES for g in low_gpus)
+        is_early = all(g.samples < SETTLED_SAMPLES for g in low_gpus)
         so_far = " so far" if is_early else ""
         subject = (
             "the GPUs were" if len(low_gpus) == len(job.summary.gpus) else f"{pluralize(len(low_gpus), 'GPU')} were"
@@ -87,7 +91,7 @@ def _low_utilization_insights(job: JobContext, low_gpus: list[GpuSummary], cause
 
 
 def _gpu_low_utilization(gpu: GpuSummary, cause: Cause) -> Insight:
-    is_early = gpu.samples < ctx.SETTLED_SAMPLES
+    is_early = gpu.samples < SETTLED_SAMPLES
     so_far = f" over the first {gpu.samples} samples" if is_early else ""
     text = f"{gpu_label(gpu)} was busy {_mean_utilization(gpu):.0%} of the time{so_far}: {cause.text}"
     return gpu_insight(gpu, _severity(_mean_utilization(gpu), cause, is_early), cause.code, text, cause.fix)
@@ -107,17 +111,16 @@ def _unknown_cause(job: JobContext) -> Cause:
     if ruled_out:
         verb = "is" if len(ruled_out) == 1 else "are"
         text = (
-            f"{shared_causes.join_words(ruled_out, 'and')} {verb} not the cause; kernels may be too small, or Python"
-            " too slow"
+            f"{causes.join_words(ruled_out, 'and')} {verb} not the cause; kernels may be too small, or Python too slow"
         )
-    return Cause("low_utilization", text, shared_causes.FIX_SMALL_KERNELS)
+    return Cause("low_utilization", text, causes.FIX_SMALL_KERNELS)
 
 
 def _data_wait_share(job: JobContext) -> float | None:
     """Return the share of a step spent waiting for data: of rank 0, or the mean of all ranks if larger."""
     training = job.summary.training
     reported = training.data_wait_share if training is not None else None
-    mean_wait_s = ctx.mean_known(r.data_wait_s for r in job.summary.ranks)
+    mean_wait_s = mean_known(r.data_wait_s for r in job.summary.ranks)
     shares = [reported, mean_wait_s / job.step_s if mean_wait_s is not None and job.step_s else None]
     return max((s for s in shares if s is not None), default=None)
 
@@ -127,15 +130,15 @@ def _data_cause(job: JobContext) -> Cause | None:
     if share is None or share < DATA_SHARE or (job.step_s is not None and share * job.step_s < _MIN_WAIT_S):
         return None
     text = f"training waits for data during {share:.0%} of a step"
-    fix = shared_causes.FIX_DATA_LOADING
-    if (cores := _cpu_utilization(job)) is not None and cores >= shared_causes.HIGH_CPU_UTILIZATION:
+    fix = causes.FIX_DATA_LOADING
+    if (cores := _cpu_utilization(job)) is not None and cores >= causes.HIGH_CPU_UTILIZATION:
         text += f", with {cores:.0%} of the allocated cores busy"
-        fix = f"{shared_causes.FIX_CPU_CORES}; otherwise {fix}"
+        fix = f"{causes.FIX_CPU_CORES}; otherwise {fix}"
     return Cause("waiting_on_data", text, fix, standalone=share >= HIGH_DATA_SHARE)
 
 
 def _cpu_utilization(job: JobContext) -> float | None:
-    return ctx.mean_known(
+    return mean_known(
         h.processes.cpu_cores.mean / h.cpu_allocated
         for h in job.summary.hosts
         if h.cpu_allocated and h.processes is not None and h.processes.cpu_cores is not None
@@ -168,7 +171,7 @@ def _startup_cause(job: JobContext) -> Cause | None:
     share = job.share("startup_s", "restore_s")
     if share is None:
         shares = [sum(g.phases[p].share for p in ("startup", "restore") if p in g.phases) for g in job.working_gpus]
-        share = ctx.mean_known(shares) if any(g.phases for g in job.working_gpus) else None
+        share = mean_known(shares) if any(g.phases for g in job.working_gpus) else None
     if share is None or share < STARTUP_SHARE:
         return None
     num_attempts = len(job.summary.attempts)
@@ -187,8 +190,8 @@ def _communication_cause(job: JobContext) -> Cause | None:
     busy_links = _busy_links(job)
     if not busy_links:
         return None
-    text = f"waiting for communication, with {shared_causes.join_words(busy_links, 'and')} per GPU"
-    return Cause("communication_bound", text, shared_causes.FIX_NETWORK)
+    text = f"waiting for communication, with {causes.join_words(busy_links, 'and')} per GPU"
+    return Cause("communication_bound", text, causes.FIX_NETWORK)
 
 
 def _busy_links(job: JobContext) -> list[str]:
@@ -196,18 +199,18 @@ def _busy_links(job: JobContext) -> list[str]:
     gpus_per_node: dict[str, int] = {}
     for gpu in job.working_gpus:
         gpus_per_node[gpu.node] = gpus_per_node.get(gpu.node, 0) + 1
-    infiniband = ctx.mean_known(
+    infiniband = mean_known(
         h.infiniband_bytes_per_s.mean / gpus_per_node[h.node]
         for h in job.summary.hosts
         if h.infiniband_bytes_per_s is not None and h.node in gpus_per_node
     )
-    nvlink = ctx.mean_known(g.nvlink_bytes_per_s.mean for g in job.working_gpus if g.nvlink_bytes_per_s)
-    pcie = ctx.mean_known(g.pcie_bytes_per_s.mean for g in job.working_gpus if g.pcie_bytes_per_s)
-    return shared_causes.format_busy_links(
+    nvlink = mean_known(g.nvlink_bytes_per_s.mean for g in job.working_gpus if g.nvlink_bytes_per_s)
+    pcie = mean_known(g.pcie_bytes_per_s.mean for g in job.working_gpus if g.pcie_bytes_per_s)
+    return causes.format_busy_links(
         [
-            ("NVLink", nvlink, shared_causes.NVLINK_BUSY),
-            ("PCIe", pcie, shared_causes.PCIE_BUSY),
-            ("InfiniBand", infiniband, shared_causes.INFINIBAND_BUSY),
+            ("NVLink", nvlink, causes.NVLINK_BUSY),
+            ("PCIe", pcie, causes.PCIE_BUSY),
+            ("InfiniBand", infiniband, causes.INFINIBAND_BUSY),
         ]
     )
 
@@ -223,7 +226,7 @@ _CAUSE_RULES: tuple[Callable[[JobContext], Cause | None], ...] = (
 
 def _power_share(gpu: GpuSummary) -> float | None:
     """Return the mean power in training as a share of the board's limit."""
-    phase = ctx.train_phase(gpu)
+    phase = train_phase(gpu)
     power = phase.power_w if phase is not None else None
     if power is None and gpu.power_w is not None:
         power = gpu.power_w.mean
@@ -231,7 +234,7 @@ def _power_share(gpu: GpuSummary) -> float | None:
 
 
 def _mean_sm_activity(gpu: GpuSummary) -> float | None:
-    phase = ctx.train_phase(gpu)
+    phase = train_phase(gpu)
     if phase is not None and phase.sm_activity is not None:
         return phase.sm_activity
     return gpu.sm_activity.mean if gpu.sm_activity is not None and gpu.utilization is not None else None
@@ -251,7 +254,7 @@ def _busy_but_underused(job: JobContext) -> Iterable[Insight]:
     measured = [
         (g, underused)
         for g in job.working_gpus
-        if (ctx.train_utilization(g) or 0.0) >= HIGH_UTILIZATION
+        if (train_utilization(g) or 0.0) >= HIGH_UTILIZATION
         and (underused := _is_underused(g, _WAITING_ACTIVITY, _WAITING_POWER)) is not None
     ]
     if (
@@ -270,21 +273,21 @@ def _busy_but_underused(job: JobContext) -> Iterable[Insight]:
         )
         return
     busy_links = _busy_links(job)
-    links = f", with {shared_causes.join_words(busy_links, 'and')} per GPU" if busy_links else ""
+    links = f", with {causes.join_words(busy_links, 'and')} per GPU" if busy_links else ""
     coverage = f" ({len(gpus):,} of {len(job.summary.gpus):,} measured)" if len(gpus) < len(job.summary.gpus) else ""
     text = (
         f"the GPUs are busy, but do little{coverage}: {evidence}{links}: they wait for each other, or for small kernels"
     )
-    yield Insight(severity=WARNING, code="communication_bound", text=text, fix=shared_causes.FIX_NETWORK)
+    yield Insight(severity=WARNING, code="communication_bound", text=text, fix=causes.FIX_NETWORK)
 
 
 def _format_evidence(gpus: list[GpuSummary]) -> str:
     utilization, sm_activity = (
-        ctx.mean_known(map(ctx.train_utilization, gpus)),
-        ctx.mean_known(map(_mean_sm_activity, gpus)),
+        mean_known(map(train_utilization, gpus)),
+        mean_known(map(_mean_sm_activity, gpus)),
     )
-    tensor_activity = ctx.mean_known(g.tensor_activity.mean for g in gpus if g.tensor_activity is not None)
-    power_share = ctx.mean_known(map(_power_share, gpus))
+    tensor_activity = mean_known(g.tensor_activity.mean for g in gpus if g.tensor_activity is not None)
+    power_share = mean_known(map(_power_share, gpus))
     parts = [f"utilization {utilization:.0%}"] if utilization is not None else []
     parts += [f"{sm_activity:.0%} of the multiprocessors active"] if sm_activity is not None else []
     parts += [f"tensor cores active {tensor_activity:.0%}"] if tensor_activity is not None else []
@@ -305,7 +308,7 @@ def _hung(job: JobContext) -> Iterable[Insight]:
             g
             for g in job.working_gpus
             if g.samples >= _HUNG_SAMPLES
-            and (ctx.train_utilization(g) or 0.0) >= HIGH_UTILIZATION
+            and (train_utilization(g) or 0.0) >= HIGH_UTILIZATION
             and _is_underused(g, _HUNG_ACTIVITY, _NEAR_IDLE_POWER)
         ]
     if stuck:

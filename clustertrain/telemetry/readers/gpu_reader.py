@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from clustertrain import clock
 from clustertrain.telemetry import fields
@@ -34,7 +34,7 @@ class QuerySource(Protocol):
 
     def refresh(self) -> None: ...
 
-    def handle(self) -> Any: ...
+    def handle(self) -> object: ...
 
     def has_handle(self) -> bool: ...
 

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -42,6 +42,8 @@ _FUNCTION_NOT_FOUND = 13  # nvmlReturn_t
 # bytes. nvidia-ml-py's structure is slower because it checks each value for strings.
 _MEMORY_V2 = ctypes.c_uint64 * 5
 _TOTAL_WORD, _USED_WORD = 1, 4
+
+T = TypeVar("T")
 
 
 class NvmlError(Exception):
@@ -86,18 +88,18 @@ class NvLinks(NamedTuple):
     """Whether an active link leads to a switch; None if NVML does not report it."""
 
 
-class _HandleCache(dict[str, Any]):
+class _HandleCache(dict[str, object]):
     """Cache of NVML handles by UUID; a missing handle is looked up on access."""
 
-    def __init__(self, look_up: Callable[[str], Any]) -> None:
+    def __init__(self, look_up: Callable[[str], object]) -> None:
         self._look_up = look_up
 
-    def __missing__(self, uuid: str) -> Any:
+    def __missing__(self, uuid: str) -> object:
         handle = self[uuid] = self._look_up(uuid)
         return handle
 
 
-def _function_not_found(*args: Any) -> int:
+def _function_not_found(*args: object) -> int:
     return _FUNCTION_NOT_FOUND
 
 
@@ -246,7 +248,7 @@ class Nvml:
             return ""
         return f"{cluster_uuid.hex()}.{info.cliqueId}"
 
-    def _describe(self, handle: Any, index: int, parent: str | None) -> Device:
+    def _describe(self, handle: object, index: int, parent: str | None) -> Device:
         uuid = str(self.call("nvmlDeviceGetUUID", handle))
         self.handles[uuid] = handle
         memory = self._call_or_none(self.read_memory, uuid, handle)
@@ -262,7 +264,7 @@ class Nvml:
             power_limit_w=None if limit_mw is None else limit_mw / 1000,
         )
 
-    def _mig_devices(self, handle: Any, device: Device) -> list[Device]:
+    def _mig_devices(self, handle: object, device: Device) -> list[Device]:
         mode = self._call_or_none(self.call, "nvmlDeviceGetMigMode", handle)
         if not mode or not mode[0] or device.index is None:
             return []
@@ -273,7 +275,7 @@ class Nvml:
                 devices.append(self._describe(mig_handle, device.index, device.uuid))
         return devices
 
-    def read_memory(self, uuid: str, handle: Any) -> MemoryInfo:
+    def read_memory(self, uuid: str, handle: object) -> MemoryInfo:
         """Return the device's memory; ``used`` excludes the driver's reserve if NVML reports it separately.
 
         Raises:
@@ -290,7 +292,7 @@ class Nvml:
         self._without_memory_v2.add(uuid)
         return MemoryInfo(memory.total, memory.used)
 
-    def _memory_v2(self, handle: Any) -> MemoryInfo:
+    def _memory_v2(self, handle: object) -> MemoryInfo:
         if self._memory_buffer is None:
             self._memory_buffer = _MEMORY_V2(self.lib.nvmlMemory_v2)
             self._get_memory_v2 = self.function("nvmlDeviceGetMemoryInfo_v2")
@@ -299,13 +301,13 @@ class Nvml:
             raise self.error(code)
         return MemoryInfo(self._memory_buffer[_TOTAL_WORD], self._memory_buffer[_USED_WORD])
 
-    def _call_or_none(self, call: Callable[..., Any], *args: Any) -> Any:
+    def _call_or_none(self, call: Callable[..., T], *args: object) -> T | None:
         try:
             return call(*args)
         except NvmlError:
             return None
 
-    def call(self, name: str, *args: Any) -> Any:
+    def call(self, name: str, *args: object) -> Any:
         """Call a function of nvidia-ml-py.
 
         Raises:
@@ -330,7 +332,7 @@ class Nvml:
         function: Callable[..., int] | None = getattr(self.lib and self.lib.nvmlLib, name, None)
         return _function_not_found if function is None else function
 
-    def _lookup_handle(self, uuid: str) -> Any:
+    def _lookup_handle(self, uuid: str) -> object:
         return self.call("nvmlDeviceGetHandleByUUID", uuid.encode())
 
     def error(self, code: int) -> NvmlError:

@@ -29,7 +29,7 @@ _WHOLE_GPU = 0xFFFFFFFF  # GPU instance id of an event that does not concern a s
 _MAX_EVENTS_PER_POLL = 1000  # a storm of ECC errors must not delay samples; the rest stays queued
 
 
-class GpuEvent(msgspec.Struct, frozen=True):
+class GpuError(msgspec.Struct, frozen=True):
     """Occurrences of one error on one device since the last poll."""
 
     t: float  # UTC epoch s of the poll, at most one tick late
@@ -86,7 +86,7 @@ class GpuEvents:
             except NvmlError as e:
                 self.reasons |= {d.uuid: e.reason for d in self._devices if board in (d.uuid, d.parent)}
 
-    def poll(self) -> list[GpuEvent]:
+    def poll(self) -> list[GpuError]:
         """Return the events since the last poll; unsubscribe from boards that no longer respond."""
         if not self._boards_by_handle:
             return []
@@ -105,7 +105,7 @@ class GpuEvents:
                 key = (uuid, event_type, int(data.eventData) if event_type == "xid" else None)
                 counts[key] = counts.get(key, 0) + 1
         now = self._now()
-        return [GpuEvent(now, uuid, kind, xid, n) for (uuid, kind, xid), n in counts.items()]
+        return [GpuError(now, uuid, kind, xid, n) for (uuid, kind, xid), n in counts.items()]
 
     def _register(self, board: str) -> None:
         handle = self._nvml.handles[board]
@@ -171,14 +171,14 @@ class EventRateLimiter:
 
     def __init__(self) -> None:
         self._last_reported: dict[tuple[str, GpuEventType, int | None], float] = {}
-        self._pending: dict[tuple[str, GpuEventType, int | None], GpuEvent] = {}
+        self._pending: dict[tuple[str, GpuEventType, int | None], GpuError] = {}
 
     @property
     def has_pending(self) -> bool:
         """Whether events are held back."""
         return bool(self._pending)
 
-    def take_due(self, events: Sequence[GpuEvent], now: float) -> list[GpuEvent]:
+    def take_due(self, events: Sequence[GpuError], now: float) -> list[GpuError]:
         """Add ``events`` and return all events due at ``now`` (monotonic s)."""
         for e in events:
             key = (e.uuid, e.kind, e.xid)
@@ -189,7 +189,7 @@ class EventRateLimiter:
         self._last_reported.update(dict.fromkeys(ready, now))
         return [self._pending.pop(k) for k in ready]
 
-    def drain(self) -> list[GpuEvent]:
+    def drain(self) -> list[GpuError]:
         """Return and clear all held-back events."""
         remaining = list(self._pending.values())
         self._pending.clear()

@@ -83,7 +83,7 @@ class FieldValues:
         self._resolved.clear()
         self._requests.clear()
 
-    def read(self, handle: Any, names: tuple[str, ...]) -> list[float | NvmlError]:
+    def read(self, handle: object, names: tuple[str, ...]) -> list[float | NvmlError]:
         """Return for each name its value or the error that explains why it is missing.
 
         Raises:

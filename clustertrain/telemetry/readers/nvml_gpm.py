@@ -23,7 +23,7 @@ GRAPHICS_UTIL = 1  # the equivalent of nvmlDeviceGetUtilizationRates for a MIG s
 
 
 class _Sample(NamedTuple):
-    handle: Any  # nvmlGpmSample_t
+    handle: object  # nvmlGpmSample_t
     address: int
 
 
@@ -51,8 +51,8 @@ class GpmSampler:
         self,
         nvml: Nvml,
         metrics: Mapping[str, int] = METRICS,
-        sample_get: Callable[[Any, Any], int] | None = None,
-        support_handle: Callable[[], Any] | None = None,
+        sample_get: Callable[[object, object], int] | None = None,
+        support_handle: Callable[[], object] | None = None,
         now: Callable[[], float] = clock.monotonic,
     ) -> None:
         self._nvml = nvml
@@ -67,7 +67,7 @@ class GpmSampler:
         self._last_sample_at: float | None = None
         self._values: list[float | NvmlError] = []
 
-    def read(self, handle: Any) -> list[float | NvmlError]:
+    def read(self, handle: object) -> list[float | NvmlError]:
         """Return the means since the last sample, in the order of the metrics.
 
         Within :data:`MIN_INTERVAL_S` of the last sample, the last means are returned again.
@@ -108,7 +108,7 @@ class GpmSampler:
         self._samples = []
         self.reset()
 
-    def _prepare(self, handle: Any) -> None:
+    def _prepare(self, handle: object) -> None:
         if not self._supported:
             support = self._nvml.call(
                 "nvmlGpmQueryDeviceSupport", self._support_handle() if self._support_handle else handle

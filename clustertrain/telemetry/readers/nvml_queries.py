@@ -39,7 +39,7 @@ class Query(NamedTuple):
     """
 
     fields: tuple[str, ...]
-    read: Callable[[Any, tuple[str, ...]], Values]
+    read: Callable[[object, tuple[str, ...]], Values]
 
 
 class _ScalarQuery:
@@ -59,7 +59,7 @@ class _ScalarQuery:
         self._value = ctype()
         self._args = (*args, ctypes.byref(self._value))
 
-    def read(self, handle: Any, requested: tuple[str, ...] = ()) -> tuple[float]:
+    def read(self, handle: object, requested: tuple[str, ...] = ()) -> tuple[float]:
         """Return the scaled number; raise NvmlError if NVML has none."""
         code = self._function(handle, *self._args)
         if code:
@@ -111,7 +111,7 @@ class GpuQueries:
         self._gpm.reset()
         self._nvml.refresh_handle(self._uuid)
 
-    def handle(self) -> Any:
+    def handle(self) -> object:
         """Return the NVML handle, looked up again if NVML was reopened.
 
         Raises:
@@ -156,19 +156,19 @@ class GpuQueries:
     ) -> Query:
         return Query((field,), _ScalarQuery(self._nvml, function, *args, scale=scale, ctype=ctype).read)
 
-    def _parent_handle(self) -> Any:
+    def _parent_handle(self) -> object:
         return self._nvml.handles[self._parent or self._uuid]
 
-    def _utilization(self, handle: Any, requested: tuple[str, ...]) -> Values:
+    def _utilization(self, handle: object, requested: tuple[str, ...]) -> Values:
         code = self._get_utilization_rates(handle, self._utilization_rates)
         if code:
             raise self._nvml.error(code)
         return self._utilization_rates[0] / 100, self._utilization_rates[1] / 100
 
-    def _memory(self, handle: Any, requested: tuple[str, ...]) -> Values:
+    def _memory(self, handle: object, requested: tuple[str, ...]) -> Values:
         return (float(self._nvml.read_memory(self._uuid, handle).used),)
 
-    def _temperature(self, handle: Any, requested: tuple[str, ...]) -> Values:
+    def _temperature(self, handle: object, requested: tuple[str, ...]) -> Values:
         # CUDA 14 removes nvmlDeviceGetTemperature; drivers before 570 have nothing else.
         if self._temperature_v1 is not None:
             code = self._get_temperature_v(handle, self._temperature_v1)
@@ -181,7 +181,7 @@ class GpuQueries:
         self._temperature_v1 = None
         return value
 
-    def _throttling(self, handle: Any, requested: tuple[str, ...]) -> Values:
+    def _throttling(self, handle: object, requested: tuple[str, ...]) -> Values:
         # CUDA 14 removes the call by the old name (ThrottleReasons); drivers before 535 have nothing else.
         try:
             return decode_throttle_reasons(int(self._clock_event_reasons.read(handle)[0]))
@@ -192,14 +192,14 @@ class GpuQueries:
         self._clock_event_reasons = self._throttle_reasons
         return decode_throttle_reasons(int(reasons))
 
-    def _activity(self, handle: Any, requested: tuple[str, ...]) -> Values:
+    def _activity(self, handle: object, requested: tuple[str, ...]) -> Values:
         return self._gpm.read(handle)
 
-    def _sample_get_mig(self, handle: Any, sample: Any) -> int:
+    def _sample_get_mig(self, handle: object, sample: object) -> int:
         instance = self._nvml.call("nvmlDeviceGetGpuInstanceId", handle)
         return self._nvml.function("nvmlGpmMigSampleGet")(self._parent_handle(), instance, sample)
 
-    def _fast_counters(self, handle: Any, requested: tuple[str, ...]) -> Values:
+    def _fast_counters(self, handle: object, requested: tuple[str, ...]) -> Values:
         values: list[float | NvmlError]
         try:
             values = self._counters.read(handle, requested)
@@ -214,13 +214,13 @@ class GpuQueries:
                 values[0] = e
         return _align(_COUNTER_FIELDS, requested, values)
 
-    def _slow_fields(self, handle: Any, requested: tuple[str, ...]) -> Values:
+    def _slow_fields(self, handle: object, requested: tuple[str, ...]) -> Values:
         values = self._counters.read(handle, requested)
         if requested[0] == "memory_temperature_c" and values[0] == 0.0:
             values[0] = NvmlError("NOT_SUPPORTED", "the driver returned 0 °C because there is no sensor")
         return _align(_SLOW_FIELDS, requested, values)
 
-    def _processes(self, handle: Any, requested: tuple[str, ...]) -> Values:
+    def _processes(self, handle: object, requested: tuple[str, ...]) -> Values:
         code = self._list_processes(handle)
         if code and self._nvml.error(code).name == "FUNCTION_NOT_FOUND":
             self._get_processes = self._nvml.function("nvmlDeviceGetComputeRunningProcesses_v2")  # before driver 510
@@ -229,7 +229,7 @@ class GpuQueries:
             raise self._nvml.error(code)
         return (float(self._process_count.value),)
 
-    def _list_processes(self, handle: Any) -> int:
+    def _list_processes(self, handle: object) -> int:
         """Store the number of processes in ``_process_count`` and return NVML's code."""
         count = self._process_count
         for _ in range(2):
@@ -240,11 +240,11 @@ class GpuQueries:
             self._process_list = ctypes.create_string_buffer(_PROCESS_BYTES * (2 * count.value + 5))
         return code
 
-    def _remapping(self, handle: Any, requested: tuple[str, ...]) -> Values:
+    def _remapping(self, handle: object, requested: tuple[str, ...]) -> Values:
         corrected, uncorrected, pending, failed = self._nvml.call("nvmlDeviceGetRemappedRows", handle)
         return float(corrected + uncorrected), float(bool(pending)), float(bool(failed))
 
-    def _links(self, handle: Any, requested: tuple[str, ...]) -> Values:
+    def _links(self, handle: object, requested: tuple[str, ...]) -> Values:
         states = self._nvml.link_states(self._uuid)
         if not states:
             raise NvmlError("NOT_SUPPORTED", "this GPU has no NVLink")

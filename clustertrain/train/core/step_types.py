@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -13,8 +13,9 @@ from torch import nn
 from clustertrain.checkpoint.core.state_dict import is_dtensor
 from clustertrain.train.core.async_copy import AsyncCopy
 
-# (output, target) -> mean over the samples, or (sum, count).
-Loss = Callable[[Any, Any], "torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]"]
+# Mean over the samples, or (sum, count).
+LossValue: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]"
+Loss = Callable[[Any, Any], LossValue]  # of (output, target)
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class StepResult:
     """Figures by layer, if requested for this step."""
 
 
-def as_sum_and_count(value: Any, target: Any, is_padding: bool) -> tuple[torch.Tensor, torch.Tensor | int]:
+def as_sum_and_count(value: LossValue, target: Any, is_padding: bool) -> tuple[torch.Tensor, torch.Tensor | int]:
     """Return a loss function's result as (sum, count), zeros for a micro-batch that is only padding."""
     if isinstance(value, tuple):
         total, count = value

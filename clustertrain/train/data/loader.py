@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 from clustertrain import clock
 from clustertrain.config.data import MAX_AUTO_WORKERS
 from clustertrain.errors import CheckpointError, ConfigError, UnsuitableEnvironment
-from clustertrain.plan import batch as batches
+from clustertrain.plan.batch import check_divides, rank_sample_range
 from clustertrain.train.core import step_timer
 from clustertrain.train.core.seeds import derive_seed
 from clustertrain.train.core.stop import SIGNALS
@@ -95,9 +95,9 @@ class Loader:
         version = getattr(dataset, "version", None)
         self._version = version if isinstance(version, str) else None
         if not ragged:
-            batches.check_divides(global_batch, ranks, micro_batch)
+            check_divides(global_batch, ranks, micro_batch)
         self._rank, self._ranks = rank, ranks
-        largest = batches.rank_sample_range(global_batch, ranks, 0)[1]
+        largest = rank_sample_range(global_batch, ranks, 0)[1]
         self._micro_batch_size = self.micro_batch = micro_batch or largest
         """Size of the largest micro-batches."""
         self._micro_batches_per_step = -(-largest // self._micro_batch_size)
@@ -121,7 +121,7 @@ class Loader:
     def micro_batches_at(self, position: int, rank: int | None = None) -> list[list[tuple[int, int]]]:
         """Return the (sample, position) pairs of the global batch at ``position``, by micro-batch, for ``rank``
         (default: this one)."""
-        first, share = batches.rank_sample_range(self.global_batch, self._ranks, self._rank if rank is None else rank)
+        first, share = rank_sample_range(self.global_batch, self._ranks, self._rank if rank is None else rank)
         pairs = self._sample_pairs(position, first, share)
         micro_batches = [
             pairs[i * self._micro_batch_size : (i + 1) * self._micro_batch_size]

@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from clustertrain.config.data import DataSpec
-from clustertrain.config.parsing import token_shards as shard_format
+from clustertrain.config.parsing.token_shards import DTYPE_BYTES, INDEX_FILE, TokenShard, check_vocabulary, load_index
 from clustertrain.errors import ConfigError
 from clustertrain.train.data import validation_split
 from clustertrain.train.data.packing import IntArray, Packing, pack
@@ -34,9 +34,9 @@ class TokenCorpus:
         """
         self.name = f"data.path = {str(folder)!r}"
         self._folder = folder
-        self._index = shard_format.load_index(folder)
+        self._index = load_index(folder)
         if vocab_size is not None:
-            shard_format.check_vocabulary(folder, self._index, vocab_size)
+            check_vocabulary(folder, self._index, vocab_size)
         self._maps: list[TokenArray] = [self._mmap_shard(shard) for shard in self._index.shards]
         self._shard_offsets: IntArray = np.concatenate(([0], np.cumsum([len(m) for m in self._maps]))).astype(np.int64)
         self.version = self._compute_version()
@@ -78,7 +78,7 @@ class TokenCorpus:
         shard = int(np.searchsorted(self._shard_offsets, token, side="right")) - 1
         return f"{self._index.shards[shard].file}, from token {token - int(self._shard_offsets[shard])} on"
 
-    def _mmap_shard(self, shard: shard_format.TokenShard) -> TokenArray:
+    def _mmap_shard(self, shard: TokenShard) -> TokenArray:
         path = self._folder / shard.file
         try:
             if path.suffix == ".npy":
@@ -93,19 +93,19 @@ class TokenCorpus:
             raise ConfigError(
                 f"{path}: not a shard of tokens: {e}", fix="see docs/guides/data.md for the format"
             ) from e
-        if tokens.ndim != 1 or tokens.dtype.name not in shard_format.DTYPE_BYTES:
+        if tokens.ndim != 1 or tokens.dtype.name not in DTYPE_BYTES:
             raise ConfigError(
                 f"{path}: {tokens.dtype} of shape {tokens.shape}",
-                fix=f"store tokens in one dimension, as {' or '.join(shard_format.DTYPE_BYTES)}",
+                fix=f"store tokens in one dimension, as {' or '.join(DTYPE_BYTES)}",
             )
         if shard.tokens is not None and shard.tokens != len(tokens):
             raise ConfigError(
-                f"{path}: {len(tokens)} tokens, but {shard_format.INDEX_FILE} lists {shard.tokens}",
+                f"{path}: {len(tokens)} tokens, but {INDEX_FILE} lists {shard.tokens}",
                 fix="copy the file again; it was truncated or replaced",
             )
         return tokens
 
-    def _document_ends(self, shard: shard_format.TokenShard, tokens: int) -> IntArray:
+    def _document_ends(self, shard: TokenShard, tokens: int) -> IntArray:
         if not isinstance(shard.document_ends, str):
             ends = np.array(shard.document_ends, dtype=np.int64)
         elif shard.document_ends:

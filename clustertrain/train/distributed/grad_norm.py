@@ -15,7 +15,7 @@ from clustertrain.checkpoint.core.state_dict import is_dtensor
 
 def local_gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Return this rank's shards of the gradients, sharing their memory."""
-    return [g.to_local() if is_dtensor(g) else g for p in params if (g := p.grad) is not None]  # type: ignore[attr-defined]
+    return [g.to_local() if is_dtensor(g) else g for p in params if (g := p.grad) is not None]
 
 
 def reduce_partial_gradients(params: Iterable[nn.Parameter]) -> None:
@@ -38,7 +38,7 @@ def replica_count(tensor: torch.Tensor, stages: int = 1) -> int:
     ranks = (dist.get_world_size() if dist.is_initialized() else 1) // stages
     if not is_dtensor(tensor):
         return ranks
-    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    mesh, placements = tensor.device_mesh, tensor.placements
     shards: int = math.prod(mesh.size(i) for i, placement in enumerate(placements) if not placement.is_replicate())
     return ranks // shards
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from clustertrain.checkpoint.core.state_dict import clean_fqn, is_dtensor
 from clustertrain.config.parallel import SINGLE_STAGE_SCHEDULES
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.plan import pipeline_schedules as schedules
+from clustertrain.plan.pipeline_schedules import SPLIT_BACKWARD_SCHEDULES, unsupported_reason
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.core.step_types import Loss, accepts_samples, as_sum_and_count, pack_sum_count
 from clustertrain.train.distributed import pipeline_stages, precision
@@ -40,12 +40,12 @@ def split(model: nn.Module, context: RankContext, mesh: DeviceMesh) -> list[nn.M
         ConfigError: the model cannot be split according to the layout and ``parallel.split``.
     """
     layout, parallel = context.layout, context.parallel
-    if parallel.compile and layout.schedule in schedules.SPLIT_BACKWARD_SCHEDULES:
+    if parallel.compile and layout.schedule in SPLIT_BACKWARD_SCHEDULES:
         raise ConfigError(
             f"parallel.compile with schedule {layout.schedule}: a compiled backward pass cannot be split in two",
             fix="set parallel.schedule = '1f1b' or 'interleaved', or compile = false",
         )
-    if layout.activation_checkpointing == "selective" and layout.schedule in schedules.SPLIT_BACKWARD_SCHEDULES:
+    if layout.activation_checkpointing == "selective" and layout.schedule in SPLIT_BACKWARD_SCHEDULES:
         raise ConfigError(
             f"selective activation checkpointing with schedule {layout.schedule}: it returns saved activations once, "
             "and both parts of the backward pass need them",
@@ -77,7 +77,7 @@ class Pipeline(nn.Module):
         """id() of each parameter that is a copy of one in a lower stage."""
         for model_part, stage in zip(model_parts, self._stages, strict=True):
             model_part.forward = functools.partial(self._forward, model_part, model_part.forward, stage)
-            if context.layout.is_fully_sharded and context.layout.schedule in schedules.SPLIT_BACKWARD_SCHEDULES:
+            if context.layout.is_fully_sharded and context.layout.schedule in SPLIT_BACKWARD_SCHEDULES:
                 # These schedules differentiate inputs and weights separately and look up the weights in the module, so
                 # they must still be gathered. The schedule itself gathers and frees whole stages.
                 model_part.set_reshard_after_forward(False)  # type: ignore[operator]
@@ -201,7 +201,7 @@ class Pipeline(nn.Module):
 
     def _build_schedule(self, n_micro_batches: int) -> Any:
         layout = self._context.layout
-        reason = schedules.unsupported_reason(layout, n_micro_batches)
+        reason = unsupported_reason(layout, n_micro_batches)
         if reason:
             raise ConfigError(reason, fix="choose another micro_batch or global batch, or parallel.schedule = 'gpipe'")
         stages = [

@@ -70,4 +70,4 @@ def _retie(tied: Sequence[ParamLocation]) -> None:
 
 
 def _format_placements(p: nn.Parameter) -> str:
-    return ", ".join(map(repr, p.placements)) if is_dtensor(p) else "whole"  # type: ignore[attr-defined]
+    return ", ".join(map(repr, p.placements)) if is_dtensor(p) else "whole"

@@ -108,7 +108,7 @@ class DatasetPass:
         finally:
             shutdown_flag.value = 1
 
-    def _to_eval_batches(self, batches: Iterable[Any]) -> Iterator[EvalBatch]:
+    def _to_eval_batches(self, batches: Iterable[object]) -> Iterator[EvalBatch]:
         for batch, samples in zip(batches, self.indices(), strict=True):
             yield EvalBatch(self._to_device(unwrap_batch(batch)), samples)
 
@@ -119,7 +119,7 @@ class LoaderPass:
     Samples that the loader repeats count each time.
     """
 
-    def __init__(self, batches: Iterable[Any], device: torch.device, any_rank: Callable[[bool], bool]) -> None:
+    def __init__(self, batches: Iterable[object], device: torch.device, any_rank: Callable[[bool], bool]) -> None:
         """Wrap ``batches``.
 
         Args:
@@ -149,7 +149,7 @@ class LoaderPass:
             raise ConfigError("the validation data is empty", fix="pass a loader that yields batches (inputs, target)")
 
 
-def _batch_length(batch: Any) -> int:
+def _batch_length(batch: object) -> int:
     leaf = next((t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim()), ())
     return len(leaf)
 
@@ -166,7 +166,7 @@ class DatasetPassConfig:
 
 
 def build_pass(
-    data: MapStyleDataset | Iterable[Any],
+    data: MapStyleDataset | Iterable[object],
     config: DatasetPassConfig,
     context: RankContext,
     seed: int,

@@ -74,7 +74,7 @@ def _broadcast_buffers(modules: list[nn.Module], groups: ProcessGroups) -> None:
         for name, buffer in m._buffers.items():
             if buffer is None or name in m._non_persistent_buffers_set:
                 continue
-            local = buffer.to_local() if is_dtensor(buffer) else buffer  # type: ignore[attr-defined]
+            local = buffer.to_local() if is_dtensor(buffer) else buffer
             for dim in reversed(range(mesh.ndim)):
                 group = mesh.get_group(dim)
                 dist.broadcast(local, src=dist.get_global_rank(group, 0), group=group)

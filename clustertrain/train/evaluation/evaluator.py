@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,8 @@ class DatasetSlices:
     index_of: Callable[[int], int] = field(default=lambda i: -1)
     """Map a sample to an index into ``names``, or -1."""
 
+
+T = TypeVar("T")
 
 NO_SLICES = DatasetSlices(())
 
@@ -180,7 +183,7 @@ class Evaluator:
                     [to_full_tensor(total).detach().double().to(sums.device), count_tensor]
                 )
 
-    def _loss_context(self) -> Any:
+    def _loss_context(self) -> AbstractContextManager[object]:
         from clustertrain.train.distributed import tensor_parallel
 
         return tensor_parallel.loss_context(self._context)
@@ -192,10 +195,10 @@ def _iter_chunks(batches: Iterable[EvalBatch], size: int) -> Iterator[list[EvalB
         yield chunk
 
 
-def _check_pair(batch: Any) -> Any:
+def _check_pair(batch: object) -> tuple[Any, Any]:
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
         raise UsageError("evaluate: a batch must be (inputs, target)")
-    return batch
+    return batch[0], batch[1]
 
 
 def _check_same_shapes(pairs: Sequence[Any]) -> None:
@@ -209,18 +212,19 @@ def _check_same_shapes(pairs: Sequence[Any]) -> None:
         )
 
 
-def _select_rows(value: Any, rows: Sequence[int]) -> Any:
+def _select_rows(value: T, rows: Sequence[int]) -> T:
     """Select samples from each tensor."""
 
     def select(t: torch.Tensor) -> torch.Tensor:
         if is_dtensor(t):  # sharded by features, never by samples
             from torch.distributed.tensor import DTensor
 
-            mesh, placements = t.device_mesh, t.placements  # type: ignore[attr-defined]
-            return DTensor.from_local(select(t.to_local()), mesh, placements, run_check=False)  # type: ignore[attr-defined]
+            mesh, placements = t.device_mesh, t.placements
+            return DTensor.from_local(select(t.to_local()), mesh, placements, run_check=False)
         return t[torch.tensor(list(rows), dtype=torch.long, device=t.device)]
 
-    return pytree.tree_map_only(torch.Tensor, select, value)
+    selected: T = pytree.tree_map_only(torch.Tensor, select, value)
+    return selected
 
 
 def _compute_means(sums: torch.Tensor, metrics: Sequence[EvalMetric], slices: DatasetSlices) -> dict[str, float]:

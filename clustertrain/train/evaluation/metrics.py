@@ -62,13 +62,12 @@ def _ignore_index_argument(metric_fn: MetricFn) -> Callable[[Any, Any, int], Met
     return lambda output, target, ignore_index: metric_fn(output, target)
 
 
-def to_full_tensor(t: Any) -> torch.Tensor:
+def to_full_tensor(t: torch.Tensor) -> torch.Tensor:
     """Gather ``t`` if it is a DTensor."""
-    full: torch.Tensor = t.full_tensor() if is_dtensor(t) else t
-    return full
+    return t.full_tensor() if is_dtensor(t) else t
 
 
-def _classes_last(output: Any, target: Any) -> Any:
+def _classes_last(output: object, target: object) -> torch.Tensor | None:
     """Return logits (..., classes) for targets (...), converting torch's order (batch, classes, ...); None if they do
     not match."""
     if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor) or target.is_floating_point():
@@ -84,7 +83,7 @@ class IncompatibleOutputs(Exception):
     """The outputs and targets do not suit a metric."""
 
 
-def compute_target_rank(logits: Any, target: torch.Tensor) -> torch.Tensor:
+def compute_target_rank(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return the number of classes ranked before the target, (...) int64; -1 if its logit is NaN.
 
     Among equal logits the lower index ranks first, as in argmax, so constant logits do not count as correct. Logits
@@ -126,7 +125,7 @@ def _build_top_k(k: int) -> Callable[[Any, Any, int], MetricTerms]:
     return terms
 
 
-def _binary_accuracy(output: Any, target: torch.Tensor) -> MetricTerms:
+def _binary_accuracy(output: torch.Tensor, target: torch.Tensor) -> MetricTerms:
     """Return hits of one logit per target of 0 or 1."""
     logits = to_full_tensor(output)
     if logits.numel() != target.numel():
@@ -143,7 +142,7 @@ def _cross_entropy(output: Any, target: Any, ignore_index: int) -> MetricTerms:
     return to_full_tensor(total), (target != ignore_index).sum()
 
 
-def _recall_at_1(output: Any, target: Any, ignore_index: int) -> MetricTerms:
+def _recall_at_1(output: Any, target: object, ignore_index: int) -> MetricTerms:
     """Return how often the most similar other view is the right one, in both directions.
 
     The output is similarities (groups, group, group) or two embeddings (batch, features).
@@ -160,22 +159,21 @@ def _recall_at_1(output: Any, target: Any, ignore_index: int) -> MetricTerms:
     return hits[0] + hits[1], 2 * groups * size
 
 
-def _prediction_errors(output: Any, target: Any) -> torch.Tensor:
+def _prediction_errors(output: object, target: object) -> torch.Tensor:
     if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
         raise IncompatibleOutputs
     output = to_full_tensor(output)
     if output.numel() != target.numel():
         raise IncompatibleOutputs
-    errors: torch.Tensor = output.reshape(target.shape).double() - target.double()
-    return errors
+    return output.reshape(target.shape).double() - target.double()
 
 
-def _absolute_error(output: Any, target: Any, ignore_index: int) -> MetricTerms:
+def _absolute_error(output: object, target: object, ignore_index: int) -> MetricTerms:
     errors = _prediction_errors(output, target)
     return errors.abs().sum(), errors.numel()
 
 
-def _squared_error(output: Any, target: Any, ignore_index: int) -> MetricTerms:
+def _squared_error(output: object, target: object, ignore_index: int) -> MetricTerms:
     errors = _prediction_errors(output, target)
     return errors.square().sum(), errors.numel()
 
@@ -214,7 +212,7 @@ def compute_terms(metric: EvalMetric, output: Any, target: Any, ignore_index: in
         ) from e
 
 
-def _format_shape(t: Any) -> str:
+def _format_shape(t: object) -> str:
     if isinstance(t, torch.Tensor):
         return f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}"
     return f"({', '.join(map(_format_shape, t))})" if isinstance(t, (tuple, list)) else f"a {type(t).__name__}"

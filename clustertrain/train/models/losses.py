@@ -6,7 +6,6 @@ All are computed from logits with torch's fused functions, which do not overflow
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +37,7 @@ def build_loss(recipe: Recipe) -> Loss:
 
 
 def cross_entropy(
-    logits: Any,
+    logits: torch.Tensor,
     targets: torch.Tensor,
     *,
     smoothing: float = 0.0,
@@ -112,7 +111,7 @@ def huber(outputs: torch.Tensor, targets: torch.Tensor, *, delta: float) -> SumA
     return F.huber_loss(outputs, targets, reduction="sum", delta=delta), targets.numel()
 
 
-def nt_xent(views: Any, targets: Any, *, temperature: float) -> SumAndCount:
+def nt_xent(views: object, targets: object, *, temperature: float) -> SumAndCount:
     """Return the NT-Xent loss of ``views``, two embeddings (batch, dim) of the same samples.
 
     Each view must identify its partner among all other views of the micro-batch by cosine similarity (Chen et al.,
@@ -157,7 +156,7 @@ def contrastive(similarities: torch.Tensor, texts: torch.Tensor) -> SumAndCount:
     return (row_loss + column_loss) / 2, texts.numel()
 
 
-def _to_fp32_pair(name: str, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _to_fp32_pair(name: str, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both in fp32, gathered if sharded."""
     outputs = outputs.full_tensor() if is_dtensor(outputs) else outputs
     _check_same_shape(name, outputs.shape, targets.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ class AdamW8bit(_AdamW8bit):
         super().add_param_group(param_group)
         self.param_groups[-1]["lr"] = float(self.param_groups[-1]["lr"])
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         # torch.compile takes 20 s per parameter shape and gains nothing on the CPU.
         on_cpu = all(p.device.type == "cpu" for g in self.param_groups for p in g["params"])
         with self._torchao_state(), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():

@@ -6,7 +6,9 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from clustertrain.checkpoint.core.state_dict import OPTIMIZER_KEY
 from clustertrain.errors import ConfigError
@@ -15,7 +17,7 @@ from clustertrain.train.distributed import data_parallel, mesh
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.optim import registry
 from clustertrain.train.optim.lr_schedule import LR_SCALE
-from clustertrain.train.optim.param_groups import MATRICES, parameter_groups
+from clustertrain.train.optim.param_groups import MATRICES, ParamGroups, parameter_groups
 from clustertrain.train.optim.param_info import ParamTable
 from clustertrain.train.optim.unsharded_update import UnshardedOptimizer
 from clustertrain.train.optim.wrapper import OptimizerFactory, OptimizerPair
@@ -25,7 +27,7 @@ DEFAULT_WEIGHT_DECAY = 0.1  # for optimizers built by name
 
 def build_optimizer(
     cls_or_name: type[torch.optim.Optimizer] | str,
-    params: Any,
+    params: ParamsT | None,
     options: dict[str, Any],
     *,
     model: nn.Module,
@@ -83,10 +85,10 @@ def build_optimizer(
     return optimizer
 
 
-def _as_param_groups(params: Any) -> list[dict[str, Any]]:
+def _as_param_groups(params: ParamsT) -> ParamGroups:
     """Return ``params`` as parameter groups; raise ConfigError if this rank has no parameters."""
     entries: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
-    groups: list[dict[str, Any]] = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
+    groups: ParamGroups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
     param_groups = [
         {**g, "params": [g["params"]] if isinstance(g["params"], torch.Tensor) else list(g["params"])} for g in groups
     ]
@@ -98,11 +100,13 @@ def _as_param_groups(params: Any) -> list[dict[str, Any]]:
     return param_groups
 
 
-def _build_unsharded(groups: list[dict[str, Any]], make: OptimizerFactory, group: Any) -> UnshardedOptimizer:
+def _build_unsharded(
+    groups: ParamGroups, make: OptimizerFactory, group: dist.ProcessGroup | None
+) -> UnshardedOptimizer:
     return UnshardedOptimizer(groups, make, group)
 
 
-def _check_pair(name: str, groups: list[dict[str, Any]], param_table: ParamTable) -> None:
+def _check_pair(name: str, groups: ParamGroups, param_table: ParamTable) -> None:
     if not all(MATRICES in group for group in groups):
         raise ConfigError(
             f"optimizer {name!r} trains hidden matrices and AdamW the rest, but the groups lack the key that tells "

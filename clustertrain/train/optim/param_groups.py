@@ -12,6 +12,8 @@ from clustertrain.checkpoint.core.state_dict import clean_fqn, model_parts
 from clustertrain.train.optim.lr_schedule import LR_SCALE
 from clustertrain.train.optim.param_info import ParamTable, build_param_table
 
+ParamGroups = list[dict[str, Any]]
+
 MATRICES = "matrices"  # key in a group of an optimizer pair: whether it belongs to the matrix optimizer
 LABEL = "group"  # key in a group: its name in the log
 
@@ -24,7 +26,7 @@ def parameter_groups(
     layer_decay: float = 1.0,
     lr_scale: Mapping[str, float] | None = None,
     split_hidden: bool = False,
-) -> list[dict[str, Any]]:
+) -> ParamGroups:
     """Return the trainable parameters of ``model`` on this rank, grouped by weight decay and learning-rate factor.
 
     Args:
@@ -59,7 +61,7 @@ def parameter_groups(
     ]
 
 
-def groups_for_unsharded(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def groups_for_unsharded(model: nn.Module, weight_decay: float) -> ParamGroups:
     """Return the groups of a model that is not parallelized."""
     return parameter_groups(model, build_param_table(model), weight_decay=weight_decay)
 

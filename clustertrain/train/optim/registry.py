@@ -106,14 +106,14 @@ def build_options(spec: OptimSpec, *, is_text: bool, device: torch.device) -> di
     return by_name[spec.name]
 
 
-def accepted_options(cls: OptimizerClass, options: Mapping[str, Any]) -> dict[str, Any]:
+def accepted_options(cls: OptimizerClass, options: Mapping[str, object]) -> dict[str, Any]:
     """Return the options that ``cls`` accepts by name."""
     accepted = inspect.signature(cls).parameters
     return {k: v for k, v in options.items() if k in accepted}
 
 
 def split_pair_options(
-    matrix_cls: OptimizerClass, options: Mapping[str, Any]
+    matrix_cls: OptimizerClass, options: Mapping[str, object]
 ) -> tuple[OptimizerConstructor, OptimizerConstructor]:
     """Return the constructors of a pair, the matrix optimizer and AdamW, from options for both.
 

@@ -9,8 +9,8 @@ import torch
 
 from clustertrain.checkpoint.core.state_dict import WrappedOptimizer, inner_optimizers
 from clustertrain.errors import UsageError
+from clustertrain.train.optim.param_groups import ParamGroups
 
-ParamGroups = list[dict[str, Any]]
 OptimizerFactory = Callable[[ParamGroups], torch.optim.Optimizer]
 
 
@@ -47,7 +47,7 @@ class CompositeOptimizer(torch.optim.Optimizer):
                 self.param_groups[i].update({k: v for k, v in inner_group.items() if k != "params"})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         if closure is not None:
             raise UsageError("this optimizer accepts no closure", fix="call backward() before step()")
         self._push_options()
@@ -68,7 +68,7 @@ class CompositeOptimizer(torch.optim.Optimizer):
             fix="pass the optimizer itself in the state of session.steps",
         )
 
-    def load_state_dict(self, state_dict: Any) -> NoReturn:
+    def load_state_dict(self, state_dict: object) -> NoReturn:
         self.state_dict()
 
 
@@ -76,7 +76,7 @@ class OptimizerPair(CompositeOptimizer):
     """One optimizer for the groups whose key ``marked`` is true, another for the rest."""
 
     def __init__(
-        self, groups: ParamGroups, *, marked: str, first: OptimizerFactory, rest: OptimizerFactory, **defaults: Any
+        self, groups: ParamGroups, *, marked: str, first: OptimizerFactory, rest: OptimizerFactory, **defaults: object
     ) -> None:
         """Build both optimizers; ``defaults`` are options of groups that lack them."""
         super().__init__([{**defaults, **group} for group in groups])

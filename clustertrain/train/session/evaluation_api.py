@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -47,7 +46,7 @@ def timed_evaluation(runtime: SessionRuntime) -> Iterator[None]:
 def evaluate(
     runtime: SessionRuntime,
     model: nn.Module,
-    data: MapStyleDataset | Iterable[Any],
+    data: MapStyleDataset | Iterable[object],
     loss_fn: Loss,
     pass_config: DatasetPassConfig,
     options: MeasureOptions,

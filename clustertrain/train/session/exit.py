@@ -1,12 +1,16 @@
-"""The exit of a rank while its job ends: which errors are part of that, and the exit code."""
+"""The exit of a rank: which errors come from the end of its job, advice for out-of-memory errors, the exit code."""
 
 from __future__ import annotations
+
+import torch
 
 from clustertrain import clock
 from clustertrain.checkpoint.core.failures import DeadlineExceeded
 from clustertrain.checkpoint.format.fence import AttemptSuperseded
 from clustertrain.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_SUCCESS
-from clustertrain.train.core import result
+from clustertrain.plan.explain import advice
+from clustertrain.plan.layout import Batch
+from clustertrain.train.core import memory, result
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.core.stop import StopAgreement, StopFlag
 
@@ -40,3 +44,18 @@ class ExitPolicy:
         if self._is_in_run:
             return EXIT_SUCCESS  # torchrun treats any other code as a failure; the result record has the ending
         return EXIT_STOPPED if resumable else EXIT_FAILED
+
+
+def add_memory_note(error: BaseException, context: RankContext) -> None:
+    """Add the measured peak and ways to use less memory to an out-of-memory ``error``; ignore other errors."""
+    if result.classify_failure(error) != "out_of_memory":
+        return
+    peak = memory.peak_allocated_gib(context.device)
+    if peak is None:
+        measured = f"measured peak: {memory.peak_resident_gib():.2f} GiB of host memory in this process"
+    else:
+        total = torch.cuda.get_device_properties(context.device).total_memory / (1 << 30)
+        measured = f"measured peak: {peak:.2f} GiB allocated of the {total:.2f} GiB of {context.device}"
+    fixes = advice.advise_memory(context.layout, context.batch or Batch(), context.parallel)
+    lines = [f"{measured}, with {context.layout.describe()}", "what needs less, the least invasive first:"]
+    error.add_note("\n".join([*lines, *(f"  {n}. {fix}" for n, fix in enumerate(fixes, 1))]))

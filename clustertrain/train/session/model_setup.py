@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from clustertrain.checkpoint.core.state_dict import model_parts
 from clustertrain.train.distributed.parallelize import parallelize
@@ -68,7 +69,7 @@ def build_train_step(
     runtime: SessionRuntime,
     prepared: PreparedModel,
     cls: type[torch.optim.Optimizer] | str,
-    params: Any,
+    params: ParamsT | None,
     options: dict[str, Any],
 ) -> TrainStep:
     """Build the optimizer and the training step that drives it, and report the parameter groups.

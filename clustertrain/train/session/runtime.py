@@ -6,7 +6,7 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,9 @@ from clustertrain.checkpoint.core.failures import DeadlineExceeded
 from clustertrain.checkpoint.format.fence import AttemptSuperseded
 from clustertrain.errors import EXIT_STOPPED
 from clustertrain.run import heartbeat
-from clustertrain.train.core import context as environment
-from clustertrain.train.core import out_of_memory, result, seeds
-from clustertrain.train.core.context import RankContext
+from clustertrain.run.events import EventLog
+from clustertrain.train.core import result, seeds
+from clustertrain.train.core.context import RankContext, context_from_environment
 from clustertrain.train.core.result import RankResultWriter
 from clustertrain.train.core.stop import StopAgreement, StopFlag
 from clustertrain.train.data.loader import Loader
@@ -29,8 +29,7 @@ from clustertrain.train.distributed.precision import LossScale, apply_matmul_pre
 from clustertrain.train.profiling.profiler import Profiler
 from clustertrain.train.session.budget import BudgetTracker
 from clustertrain.train.session.checkpointing import SessionCheckpointer
-from clustertrain.train.session.events import SessionEvents
-from clustertrain.train.session.exit import ExitPolicy
+from clustertrain.train.session.exit import ExitPolicy, add_memory_note
 from clustertrain.train.session.heartbeat import ProgressReporter
 from clustertrain.train.session.recorder import MetricsProcessor
 from clustertrain.train.stability.warnings import WarningReporter
@@ -69,6 +68,23 @@ class SessionState:
     def forward_s(self) -> float:
         """Return the seconds spent in forward passes so far, NaN without an optimizer."""
         return self.train_step.forward_timer.sum_s() if self.train_step is not None else math.nan
+
+
+class SessionEvents:
+    """Events of this rank; dropped on ranks other than 0 and outside a run."""
+
+    def __init__(self, context: RankContext) -> None:
+        attempt = context.attempt if context.rank == 0 and context.run is not None else None
+        self._log = EventLog(attempt.events_path("rank-0")) if attempt is not None else None
+
+    def emit(self, name: str, **fields: Any) -> None:
+        """Append the event ``name``, durably."""
+        if self._log is not None:
+            self._log.write(name, **fields)
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +131,7 @@ def open_runtime(options: SessionOptions, state: SessionState) -> SessionRuntime
         UsageError: torch.distributed is initialized already.
     """
     t_begin = clock.now()
-    context = environment.context_from_environment(device=options.device)
+    context = context_from_environment(device=options.device)
     progress = ProgressReporter(context.rank_dir, context.rank, context.world_size, state.forward_s)
     rank_result = result.current()
     flag = StopFlag(context.rank_dir)
@@ -246,7 +262,7 @@ def _exit_on_shutdown_error(runtime: SessionRuntime, error: BaseException) -> No
 
 
 def _record_failure(runtime: SessionRuntime, error: BaseException) -> None:
-    out_of_memory.add_memory_note(error, runtime.context)
+    add_memory_note(error, runtime.context)
     data_parallel.explain_unused(error, runtime.state.model)
     # Before the record, which names the committed step; the agent kills processes that outlive their record.
     runtime.checkpointer.close()

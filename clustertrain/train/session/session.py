@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from clustertrain.errors import UsageError
 from clustertrain.train.core.step_types import Loss, StepResult
@@ -63,6 +64,9 @@ def session(
     """
     folder = Path(checkpoint_dir).expanduser().absolute() if checkpoint_dir is not None else None
     return Session(SessionOptions(folder, seed, device, timeout_s))
+
+
+T = TypeVar("T")
 
 
 class Session:
@@ -196,7 +200,7 @@ class Session:
         )
 
     def optimizer(
-        self, cls: type[torch.optim.Optimizer] | str, params: Any = None, **options: Any
+        self, cls: type[torch.optim.Optimizer] | str, params: ParamsT | None = None, **options: object
     ) -> torch.optim.Optimizer:
         """Build the optimizer for :meth:`train_step`, adapted to the layout. Call it after :meth:`parallelize`.
 
@@ -304,7 +308,7 @@ class Session:
 
     def evaluate(
         self,
-        data: MapStyleDataset | Iterable[Any],
+        data: MapStyleDataset | Iterable[object],
         loss_fn: Loss,
         *,
         metrics: Sequence[str] | Mapping[str, MetricFn] = (),
@@ -353,7 +357,7 @@ class Session:
 
     def evaluations(
         self,
-        data: MapStyleDataset | Iterable[Any],
+        data: MapStyleDataset | Iterable[object],
         loss_fn: Loss,
         *,
         every: int,
@@ -389,7 +393,7 @@ class Session:
             on_value=on_value,
         )
 
-    def accumulate(self, model: nn.Module, micro_batches: list[Any]) -> Iterator[Any]:
+    def accumulate(self, model: nn.Module, micro_batches: list[T]) -> Iterator[T]:
         """Yield the micro-batches of one step; gradients are reduced with the last one only.
 
         The script must scale the losses.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.utils import _pytree as pytree
 
@@ -18,7 +16,7 @@ class SamplePositions:
         self._loaders = loaders
         self._last_loaders: list[Loader] = []
 
-    def for_batch(self, batch: Any) -> list[torch.Tensor] | None:
+    def for_batch(self, batch: object) -> list[torch.Tensor] | None:
         """Return for each micro-batch the positions of its samples in the run; None if unknown and not needed.
 
         Raises:
@@ -45,7 +43,7 @@ class SamplePositions:
         return None
 
 
-def _micro_batch_sizes(batch: Any) -> list[int | None]:
+def _micro_batch_sizes(batch: object) -> list[int | None]:
     """Return the number of samples in each micro-batch, None for one without a tensor."""
     micro_batches = batch if isinstance(batch, list) else [batch]
     return [

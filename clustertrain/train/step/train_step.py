@@ -32,7 +32,7 @@ from clustertrain.train.core.step_types import (
     pack_sum_count,
 )
 from clustertrain.train.distributed import data_parallel, precision
-from clustertrain.train.distributed import grad_norm as gradients
+from clustertrain.train.distributed.grad_norm import local_squared_norm, reduce_partial_gradients
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.distributed.precision import LossScale
 from clustertrain.train.profiling.forward_timer import ForwardTimer, is_collective_free
@@ -141,7 +141,7 @@ class TrainStep:
         return self._emit_event is not None
 
     def _forward_backward(
-        self, micro_batches: list[Any], samples: Sequence[Any], is_padding: list[bool], loss_fn: Loss
+        self, micro_batches: list[Any], samples: Sequence[torch.Tensor | None], is_padding: list[bool], loss_fn: Loss
     ) -> torch.Tensor:
         """Run the forward and backward passes; return the totals as :meth:`_accumulate` does."""
         if self._groups.pp_mesh() is None:
@@ -155,7 +155,7 @@ class TrainStep:
         return self._loss_scale.scale if self._loss_scale is not None else 1.0
 
     def _accumulate(
-        self, micro_batches: list[Any], samples: Sequence[Any], is_padding: list[bool], loss_fn: Loss
+        self, micro_batches: list[Any], samples: Sequence[torch.Tensor | None], is_padding: list[bool], loss_fn: Loss
     ) -> torch.Tensor:
         """Accumulate the gradients of the summed loss, averaged over the ranks.
 
@@ -184,11 +184,9 @@ class TrainStep:
         for p in self._get_frozen():
             p.grad = None  # keeps it out of the norm and without optimizer state
         params = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
-        gradients.reduce_partial_gradients(params)
+        reduce_partial_gradients(params)
         counted_elsewhere = getattr(self._model, "counted_elsewhere", ())
-        local_square = gradients.local_squared_norm(
-            params, self._context.device, self._context.layout.pp, counted_elsewhere
-        )
+        local_square = local_squared_norm(params, self._context.device, self._context.layout.pp, counted_elsewhere)
         # One all-reduce for all figures: a NaN or Inf on any rank reaches all of them.
         packed = torch.cat([totals, local_square.reshape(1)])
         if dist.is_initialized():

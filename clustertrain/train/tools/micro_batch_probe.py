@@ -35,13 +35,13 @@ def measure(run: RunDir, limit_bytes: int) -> TrialMeasurement:
     Args:
         limit_bytes: memory limit of this process on the CPU; allocations beyond it fail as on a GPU.
     """
-    from clustertrain.train import trainer as trainer_module
     from clustertrain.train.session.session import session
+    from clustertrain.train.trainer import build_trainer
 
     recipe, batch = load_spec(run).recipe, load_plan(run)[1]
     with session() as s:
         baseline_bytes = _limit_memory(limit_bytes) if s.device.type == "cpu" else 0
-        trainer = trainer_module.build_trainer(s, recipe, batch)
+        trainer = build_trainer(s, recipe, batch)
         times = []
         for _ in range(PROBE_STEPS):
             started = clock.monotonic()

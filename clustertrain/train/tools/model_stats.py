@@ -28,8 +28,8 @@ from clustertrain.plan.cost.optimizer_state import state_bytes
 from clustertrain.plan.cost.user_model import ModelStats, ModuleStats
 from clustertrain.train.distributed import pipeline_stages, tensor_parallel
 from clustertrain.train.distributed.data_parallel import repeated_layers
-from clustertrain.train.models import build as models
-from clustertrain.train.optim import param_info as parameters_of
+from clustertrain.train.models.build import build_model, build_task, find_model_loss
+from clustertrain.train.optim import param_info
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,10 +65,10 @@ def count_model(model: nn.Module, optim: OptimSpec) -> ModelStats:
     Raises:
         ConfigError: a pattern of ``optim`` matches nothing, or ``layer_decay`` is set and depths are unknown.
     """
-    param_table = parameters_of.build_param_table(model)
+    param_table = param_info.build_param_table(model)
     param_table.check_layer_decay(optim.layer_decay)
-    unfreeze_steps = parameters_of.find_unfreeze_steps(param_table, ((u.step, u.modules) for u in optim.unfreeze))
-    parameters_of.freeze(model, param_table, optim.freeze, unfreeze_steps)
+    unfreeze_steps = param_info.find_unfreeze_steps(param_table, ((u.step, u.modules) for u in optim.unfreeze))
+    param_info.freeze(model, param_table, optim.freeze, unfreeze_steps)
     for pattern in optim.lr_scale:
         param_table.match_names(pattern, "optim.lr_scale")
     parameters, buffers = list(model.parameters()), list(model.buffers())
@@ -112,9 +112,9 @@ def inspect_model(recipe: Recipe, step: TraceRequest | None, split: SplitRequest
         ConfigError: the model cannot be built or split.
         Exception: the user's code failed.
     """
-    task = models.build_task(recipe, inspect_only=True) if step is not None else None
-    model = task.model if task is not None else models.build_model(recipe.model, inspect_only=True)
-    models.find_model_loss(recipe, model)  # raises for recipe keys that it does not support
+    task = build_task(recipe, inspect_only=True) if step is not None else None
+    model = task.model if task is not None else build_model(recipe.model, inspect_only=True)
+    find_model_loss(recipe, model)  # raises for recipe keys that it does not support
     counted = count_model(model, recipe.optim)
     check_split(model, split, recipe.parallel.split)
     if task is None or step is None:

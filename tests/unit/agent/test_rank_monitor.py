@@ -12,9 +12,8 @@ import psutil
 import pytest
 
 from clustertrain import clock, fsio, proc
-from clustertrain.agent.hang_at_exit import PATIENCE_S
 from clustertrain.agent.node_agent import NodeAgent
-from clustertrain.agent.rank_monitor import RankMonitor
+from clustertrain.agent.rank_monitor import EXIT_PATIENCE_S, HANG_CHECK_INTERVAL_S, ExitHangDetector, RankMonitor
 from tests.unit.agent.test_node_agent_settings import MEETING, agent
 
 # In the place of torchrun: two ranks, each with its number in its environment, that do nothing.
@@ -49,11 +48,11 @@ def record(folder: Path, rank: int, ending: str, name: str = "rank") -> None:
 
 
 def hung_after_patience(one: RankMonitor) -> frozenset[int]:
-    for now in (0.0, 10.0, PATIENCE_S - 10.0):
+    for now in (0.0, 10.0, EXIT_PATIENCE_S - 10.0):
         one.poll(now)
         assert not one.should_terminate(now)
-    one.poll(PATIENCE_S + 10.0)
-    assert one.should_terminate(PATIENCE_S + 10.0) == bool(one.hung_ranks)
+    one.poll(EXIT_PATIENCE_S + 10.0)
+    assert one.should_terminate(EXIT_PATIENCE_S + 10.0) == bool(one.hung_ranks)
     return one.hung_ranks
 
 
@@ -122,3 +121,38 @@ def test_a_run_whose_steps_are_done_is_complete_though_a_rank_hangs_at_its_end(
     result = one._run_ranks()
     assert (result.ending, result.step, result.committed_step) == ("completed", 7, 7)
     assert result.reason == "all steps were done; rank 0 was idle after all others had completed, and was ended"
+
+
+def ended_after(used_per_s: float, *, others_done_from_s: float = 0.0, until_s: float = 5000.0) -> float | None:
+    """Seconds until what is left counts as hanging."""
+    end, now = ExitHangDetector(), 0.0
+    while now <= until_s:
+        if end.is_hanging(now, now >= others_done_from_s, {17: used_per_s * now}):
+            return now
+        now += HANG_CHECK_INTERVAL_S
+    return None
+
+
+def test_a_rank_that_does_nothing_is_ended_when_the_patience_is_over() -> None:
+    assert ended_after(0.0) == EXIT_PATIENCE_S
+    assert ended_after(0.001) == EXIT_PATIENCE_S
+
+
+def test_a_rank_that_works_is_waited_for() -> None:
+    assert ended_after(0.02) is None
+
+
+def test_the_patience_begins_when_the_others_are_done() -> None:
+    late = ended_after(0.0, others_done_from_s=1000.0)
+    assert (
+        late is not None
+        and 1000.0 + EXIT_PATIENCE_S - HANG_CHECK_INTERVAL_S <= late <= 1000.0 + EXIT_PATIENCE_S + HANG_CHECK_INTERVAL_S
+    )
+
+
+def test_work_in_between_starts_the_patience_again() -> None:
+    end, used = ExitHangDetector(), {17: 0.0}
+    assert not any(end.is_hanging(t, True, used) for t in range(0, 590, 10))
+    assert not end.is_hanging(590.0, True, {17: 1.0, 18: 2.0})
+    assert not any(end.is_hanging(t, True, {17: 1.0}) for t in range(600, 1190, 10))
+    assert end.is_hanging(1190.0, True, {17: 1.0})

@@ -113,7 +113,7 @@ def test_the_quick_list_sees_a_file_that_was_cut_short(run: Path, command: Comma
 
 
 def test_a_long_layout_keeps_to_its_column(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = index.read_manifest
+    original = inspect.read_manifest
 
     def read(folder: Path) -> index.Manifest:
         import msgspec
@@ -122,7 +122,7 @@ def test_a_long_layout_keeps_to_its_column(run: Path, command: Command, monkeypa
         layout |= {"pp": 4, "schedule": "interleaved", "cp": 2}
         return msgspec.structs.replace(original(folder), layout=layout, world_size=8192, engine="torchsnapshot")
 
-    monkeypatch.setattr(index, "read_manifest", read)
+    monkeypatch.setattr(inspect, "read_manifest", read)
     for columns in (80, 160):
         monkeypatch.setenv("COLUMNS", str(columns))
         lines = command("list", "net").out.splitlines()
@@ -135,14 +135,14 @@ def test_a_long_layout_keeps_to_its_column(run: Path, command: Command, monkeypa
 def test_a_checkpoint_that_goes_while_it_is_listed_is_left_out(
     run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = index.is_committed
+    original = inspect.is_committed
 
     def gone(folder: Path) -> bool:
         if index.parse_step(folder) == 3:
             shutil.rmtree(folder, ignore_errors=True)
         return original(folder)
 
-    monkeypatch.setattr(index, "is_committed", gone)
+    monkeypatch.setattr(inspect, "is_committed", gone)
     assert [r["step"] for r in command("list", "net", "--json").json] == [6]
 
 

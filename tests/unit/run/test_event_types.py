@@ -60,7 +60,7 @@ def test_every_written_event_and_field_has_a_schema() -> None:
 
 
 def test_alert_event_has_the_fields_of_an_alert() -> None:
-    assert set(gate.Alert.__struct_fields__) <= set(event_types.Alert.__struct_fields__)
+    assert set(gate.Alert.__struct_fields__) <= set(event_types.AlertEvent.__struct_fields__)
 
 
 def test_event_names_are_class_names_in_snake_case() -> None:

@@ -168,13 +168,13 @@ def names(root: Path) -> list[str]:
 def told(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
     """What the index of each step says, by step, besides what it has."""
     says: dict[int, Any] = {}
-    original = index.read_manifest
+    original = retention.read_manifest
 
     def read(folder: Path) -> Any:
         found = original(folder)
         return SimpleNamespace(**{"reason": "interval", "metric": None, **says.get(found.step, {})})
 
-    monkeypatch.setattr(index, "read_manifest", read)
+    monkeypatch.setattr(retention, "read_manifest", read)
     return says
 
 
@@ -201,7 +201,7 @@ def test_a_milestone_is_one_of_the_best_too(tmp_path: Path, told: dict[int, Any]
 
 def test_an_index_is_read_once_and_that_of_a_milestone_not_at_all(tmp_path: Path, told: dict[int, Any]) -> None:
     reads: list[str] = []
-    original = index.read_manifest
+    original = retention.read_manifest
 
     def counted(folder: Path) -> Any:
         reads.append(folder.name)
@@ -210,7 +210,7 @@ def test_an_index_is_read_once_and_that_of_a_milestone_not_at_all(tmp_path: Path
     for step in (100, 150, 200, 250):
         commit(tmp_path, step)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index, "read_manifest", counted)
+        patch.setattr(retention, "read_manifest", counted)
         for _ in range(2):
             retention.delete_expired(tmp_path, RetentionPolicy(keep=3, keep_every=100), is_valid=good)
         assert reads == ["step-00000150", "step-00000250"]
@@ -263,7 +263,7 @@ def test_a_file_system_that_does_not_answer_deletes_nothing(tmp_path: Path, monk
     def broken(folder: Path) -> Manifest:
         raise StorageError(f"{folder}: Input/output error")
 
-    monkeypatch.setattr(index, "read_manifest", broken)
+    monkeypatch.setattr(retention, "read_manifest", broken)
     with pytest.raises(StorageError):
         retention.delete_expired(tmp_path, RetentionPolicy(keep=1), is_valid=good)
     assert len(names(tmp_path)) == 3

@@ -21,7 +21,7 @@ from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.manifest import DamagedCheckpoint
 from clustertrain.checkpoint.offline import export as exporting
 from clustertrain.checkpoint.offline import huggingface
-from clustertrain.checkpoint.offline.export import ExportRequest, export
+from clustertrain.checkpoint.offline.export import ExportRequest, export_checkpoint
 from clustertrain.errors import CheckpointError, ConfigError, NotFound, UsageError
 from clustertrain.train.models.decoder import Decoder
 from tests.unit.checkpoint.saved import change_index, decoder, recipe_of, save
@@ -60,7 +60,7 @@ def test_transformers_computes_the_same_logits(tmp_path: Path, sizes: dict[str, 
     recipe = recipe_of(**sizes)
     ours = decoder(recipe).eval()
     folder = save(tmp_path / "checkpoints", 3, {"model": ours}, recipe=recipe)
-    done = export(ExportRequest(folder, tmp_path / "out", shard_bytes=shard_bytes))
+    done = export_checkpoint(ExportRequest(folder, tmp_path / "out", shard_bytes=shard_bytes))
     assert (done.step, done.names, done.bytes) == (3, "huggingface", sum(p.nbytes for p in ours.parameters()))
     theirs, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading.values()), loading
@@ -87,7 +87,7 @@ def test_names_and_shapes_are_those_of_transformers(preset: str) -> None:
 
 def test_shards_are_listed_as_transformers_lists_them(tmp_path: Path, folder: Path) -> None:
     most = 700_000
-    done = export(ExportRequest(folder, tmp_path / "out", shard_bytes=most))
+    done = export_checkpoint(ExportRequest(folder, tmp_path / "out", shard_bytes=most))
     document = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = [f"model-{i:05}-of-00006.safetensors" for i in range(1, 7)]
     assert done.files == (*files, "model.safetensors.index.json", "config.json")
@@ -104,7 +104,7 @@ def test_shards_are_listed_as_transformers_lists_them(tmp_path: Path, folder: Pa
 
 
 def test_a_tensor_larger_than_a_shard_has_one_for_itself(tmp_path: Path, folder: Path) -> None:
-    done = export(ExportRequest(folder, tmp_path / "out", shard_bytes=1, names="own"))
+    done = export_checkpoint(ExportRequest(folder, tmp_path / "out", shard_bytes=1, names="own"))
     assert len(done.files) == done.tensors + 1
     assert tensors_of(tmp_path / "out").keys() == decoder(recipe_of()).state_dict().keys()
 
@@ -141,7 +141,7 @@ def bits(tensor: torch.Tensor) -> Any:
 def test_every_dtype_comes_back_bit_by_bit(tmp_path: Path, form: Any) -> None:
     model = Odd()
     folder = save(tmp_path / "checkpoints", 1, {"net": model, "note": {"weights": torch.ones(3)}})
-    export(ExportRequest(folder, tmp_path / "out", form))
+    export_checkpoint(ExportRequest(folder, tmp_path / "out", form))
     if form == "torch":
         found = torch.load(tmp_path / "out", weights_only=True)
         mapped = torch.load(tmp_path / "out", weights_only=True, mmap=True)
@@ -160,7 +160,7 @@ def test_every_dtype_comes_back_bit_by_bit(tmp_path: Path, form: Any) -> None:
 
 
 def test_a_state_dict_loads_into_the_module(tmp_path: Path, folder: Path) -> None:
-    export(ExportRequest(folder, tmp_path / "model.pt", "torch"))
+    export_checkpoint(ExportRequest(folder, tmp_path / "model.pt", "torch"))
     other = decoder(recipe_of(), seed=1)
     other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     tokens = torch.arange(20)[None]
@@ -169,7 +169,7 @@ def test_a_state_dict_loads_into_the_module(tmp_path: Path, folder: Path) -> Non
 
 def test_names_of_several_modules_begin_with_their_keys(tmp_path: Path) -> None:
     folder = save(tmp_path / "checkpoints", 1, {"a": nn.Linear(2, 2), "b": nn.Linear(2, 3, bias=False)})
-    export(ExportRequest(folder, tmp_path / "out"))
+    export_checkpoint(ExportRequest(folder, tmp_path / "out"))
     assert tensors_of(tmp_path / "out").keys() == {"a.weight", "a.bias", "b.weight"}
 
 
@@ -177,7 +177,7 @@ def test_names_of_several_modules_begin_with_their_keys(tmp_path: Path) -> None:
 def test_floating_tensors_are_converted_and_no_others(tmp_path: Path, form: Any) -> None:
     model = Odd()
     folder = save(tmp_path / "checkpoints", 1, {"model": model})
-    export(ExportRequest(folder, tmp_path / "out", form, dtype="bfloat16"))
+    export_checkpoint(ExportRequest(folder, tmp_path / "out", form, dtype="bfloat16"))
     found = torch.load(tmp_path / "out", weights_only=True) if form == "torch" else tensors_of(tmp_path / "out")
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, torch.Tensor):
@@ -186,7 +186,7 @@ def test_floating_tensors_are_converted_and_no_others(tmp_path: Path, form: Any)
 
 
 def test_the_config_says_the_dtype_that_was_written(tmp_path: Path, folder: Path) -> None:
-    export(ExportRequest(folder, tmp_path / "out", dtype="bfloat16"))
+    export_checkpoint(ExportRequest(folder, tmp_path / "out", dtype="bfloat16"))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert {t.dtype for t in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
 
@@ -196,12 +196,12 @@ def test_what_a_format_or_dtype_cannot_hold_is_named(tmp_path: Path) -> None:
     model.register_buffer("scales", torch.ones(2).to(torch.float8_e8m0fnu))
     folder = save(tmp_path / "checkpoints", 1, {"model": model})
     with pytest.raises(CheckpointError, match="scales: a safetensors file cannot hold float8_e8m0fnu"):
-        export(ExportRequest(folder, tmp_path / "out"))
+        export_checkpoint(ExportRequest(folder, tmp_path / "out"))
     with torch.no_grad():
         model.weight.fill_(1e5)
     folder = save(tmp_path / "checkpoints", 2, {"model": model})
     with pytest.raises(CheckpointError, match=r"weight: 1e\+05 is more than float16 can hold"):
-        export(ExportRequest(folder, tmp_path / "out", "torch", dtype="float16"))
+        export_checkpoint(ExportRequest(folder, tmp_path / "out", "torch", dtype="float16"))
     assert names_in(tmp_path) == ["checkpoints"]
 
 
@@ -212,7 +212,7 @@ def test_memory_holds_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder = save(tmp_path / "checkpoints", 1, {"model": nn.Sequential(*(nn.Linear(512, 512) for _ in range(24)))})
     tracemalloc.start()
     try:
-        export(ExportRequest(folder, tmp_path / "out", form, dtype=dtype))
+        export_checkpoint(ExportRequest(folder, tmp_path / "out", form, dtype=dtype))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -236,21 +236,21 @@ def test_a_model_that_transformers_lacks_keeps_its_names(tmp_path: Path, form: A
     folder = save(tmp_path / "checkpoints", 1, {"model": nn.Linear(2, 2)}, recipe=recipe)
     request = ExportRequest(folder, tmp_path / "out", form)
     with pytest.raises(UsageError, match=why):
-        export(replace(request, names="huggingface"))
-    assert export(request).names == "own"
+        export_checkpoint(replace(request, names="huggingface"))
+    assert export_checkpoint(request).names == "own"
 
 
 def test_a_recipe_of_another_version_is_no_reason_not_to_export(tmp_path: Path, folder: Path) -> None:
     recipe = index.read_manifest(folder).about["recipe"]
     change_index(folder, about={"recipe": {**recipe, "model": {**recipe["model"], "experts": 8}}})
-    assert export(ExportRequest(folder, tmp_path / "out")).names == "own"
+    assert export_checkpoint(ExportRequest(folder, tmp_path / "out")).names == "own"
     with pytest.raises(ConfigError, match=r"unknown key 'model\.experts'"):
-        export(ExportRequest(folder, tmp_path / "other", names="huggingface"))
+        export_checkpoint(ExportRequest(folder, tmp_path / "other", names="huggingface"))
 
 
 def test_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     folder = save(tmp_path / "checkpoints", 1, {"model": nn.Sequential(*(nn.Linear(1, 1) for _ in range(12)))})
-    export(ExportRequest(folder, tmp_path / "model.pt", "torch"))
+    export_checkpoint(ExportRequest(folder, tmp_path / "model.pt", "torch"))
     names = list(torch.load(tmp_path / "model.pt", weights_only=True))
     assert [n for n in names if n.endswith("weight")] == [f"{i}.weight" for i in range(12)]
 
@@ -258,7 +258,7 @@ def test_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
 def test_a_checkpoint_without_a_module_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "checkpoints", 1, {"weights": nn.Linear(2, 2).state_dict()})
     with pytest.raises(CheckpointError, match="holds no model"):
-        export(ExportRequest(folder, tmp_path / "out"))
+        export_checkpoint(ExportRequest(folder, tmp_path / "out"))
 
 
 # -- where to
@@ -267,14 +267,14 @@ def test_a_checkpoint_without_a_module_is_refused(tmp_path: Path) -> None:
 def test_only_an_earlier_export_is_replaced_and_only_on_demand(tmp_path: Path, folder: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
-    export(ExportRequest(folder, output, shard_bytes=700_000))  # an empty folder holds nothing to lose
+    export_checkpoint(ExportRequest(folder, output, shard_bytes=700_000))  # an empty folder holds nothing to lose
     with pytest.raises(UsageError, match="is there already"):
-        export(ExportRequest(folder, output))
-    export(ExportRequest(folder, output, force=True))
+        export_checkpoint(ExportRequest(folder, output))
+    export_checkpoint(ExportRequest(folder, output, force=True))
     assert names_in(output) == ["config.json", "model.safetensors"]
     (output / "notes.txt").touch()
     with pytest.raises(UsageError, match=r"holds notes\.txt, which is no part of an export"):
-        export(ExportRequest(folder, output, force=True))
+        export_checkpoint(ExportRequest(folder, output, force=True))
     assert names_in(tmp_path) == ["checkpoints", "out"]
 
 
@@ -282,21 +282,21 @@ def test_a_file_is_replaced_on_demand(tmp_path: Path, folder: Path) -> None:
     output = tmp_path / "model.pt"
     output.write_bytes(b"mine")
     with pytest.raises(UsageError, match="is there already"):
-        export(ExportRequest(folder, output, "torch"))
+        export_checkpoint(ExportRequest(folder, output, "torch"))
     with pytest.raises(UsageError, match="is a file"):
-        export(ExportRequest(folder, output, force=True))
+        export_checkpoint(ExportRequest(folder, output, force=True))
     assert output.read_bytes() == b"mine"
-    export(ExportRequest(folder, output, "torch", force=True))
+    export_checkpoint(ExportRequest(folder, output, "torch", force=True))
     assert len(torch.load(output, weights_only=True)) == 39
     with pytest.raises(UsageError, match="is a folder"):
-        export(ExportRequest(folder, tmp_path, "torch", force=True))
+        export_checkpoint(ExportRequest(folder, tmp_path, "torch", force=True))
     with pytest.raises(NotFound, match="no folder"):
-        export(ExportRequest(folder, tmp_path / "a" / "b"))
+        export_checkpoint(ExportRequest(folder, tmp_path / "a" / "b"))
 
 
 def earlier(tmp_path: Path, folder: Path, form: Any) -> bytes:
     """Makes an export and returns a part of it that must stay."""
-    export(ExportRequest(folder, tmp_path / "out", form))
+    export_checkpoint(ExportRequest(folder, tmp_path / "out", form))
     return content(tmp_path / "out")
 
 
@@ -317,7 +317,7 @@ def small_files() -> Iterator[None]:
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, folder: Path, form: Any, small_files: None) -> None:
     with pytest.raises(CheckpointError, match="out: cannot be written: File too large; nothing was left there"):
-        export(ExportRequest(folder, tmp_path / "out", form))
+        export_checkpoint(ExportRequest(folder, tmp_path / "out", form))
     assert names_in(tmp_path) == ["checkpoints"]
 
 
@@ -335,10 +335,10 @@ def test_stopped_at_any_tensor_the_earlier_export_remains(tmp_path: Path, folder
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            export(ExportRequest(other, tmp_path / "out", form, force=True), interrupt)
+            export_checkpoint(ExportRequest(other, tmp_path / "out", form, force=True), interrupt)
         assert names_in(tmp_path) == ["checkpoints", "out"]
         assert content(tmp_path / "out") == before
-    export(ExportRequest(other, tmp_path / "out", form, force=True))
+    export_checkpoint(ExportRequest(other, tmp_path / "out", form, force=True))
     assert content(tmp_path / "out") != before
 
 
@@ -352,7 +352,7 @@ def test_a_rename_that_fails_puts_the_earlier_export_back(
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(CheckpointError, match="cannot be written: Permission denied") as e:
-        export(ExportRequest(folder, tmp_path / "out", force=True))
+        export_checkpoint(ExportRequest(folder, tmp_path / "out", force=True))
     assert "that you may write to" in str(e.value)
     assert names_in(tmp_path) == ["checkpoints", "out"]
     assert content(tmp_path / "out") == before
@@ -365,7 +365,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     values[4] = 3  # f_bavail
     monkeypatch.setattr(exporting.os, "statvfs", lambda _: os.statvfs_result(values))
     with pytest.raises(CheckpointError, match=rf"[\d,]+ bytes are needed, {3 * values[1]:,} are free(.|\n)*make room"):
-        export(ExportRequest(folder, tmp_path / "out"))
+        export_checkpoint(ExportRequest(folder, tmp_path / "out"))
     assert names_in(tmp_path) == ["checkpoints"]
 
 
@@ -377,7 +377,7 @@ def test_damage_is_named_and_leaves_nothing(tmp_path: Path, folder: Path, form: 
     data[record.offset] ^= 1
     path.write_bytes(data)
     with pytest.raises(DamagedCheckpoint, match=path.name):
-        export(ExportRequest(folder, tmp_path / "out", form))
+        export_checkpoint(ExportRequest(folder, tmp_path / "out", form))
     assert names_in(tmp_path) == ["checkpoints"]
 
 
@@ -397,9 +397,9 @@ def test_everything_is_on_the_disk_before_it_has_its_name(
 
     monkeypatch.setattr(os, "fsync", watch)
     monkeypatch.setattr(Path, "replace", named)
-    export(ExportRequest(folder, tmp_path / "out", shard_bytes=2_000_000))
+    export_checkpoint(ExportRequest(folder, tmp_path / "out", shard_bytes=2_000_000))
     assert done[:4] == ["safetensors", "safetensors", "json", "json"]
     assert done[5:] == ["named", tmp_path.name]
     done.clear()
-    export(ExportRequest(folder, tmp_path / "model.pt", "torch"))
+    export_checkpoint(ExportRequest(folder, tmp_path / "model.pt", "torch"))
     assert len(done) == 3 and done[1:] == ["named", tmp_path.name]

@@ -8,10 +8,10 @@ import random
 import pytest
 
 from clustertrain.diagnose.checks import init_loss, layers, lr_range, overfit, resume, speed
+from clustertrain.diagnose.checks.init_loss import ExpectedLoss
 from clustertrain.diagnose.checks.overfit import OverfitTrial
 from clustertrain.diagnose.registry import CHECKS, Verdict, overall_verdict, select_checks, worst_verdict
 from clustertrain.errors import UsageError
-from clustertrain.train.models.initial_loss import ExpectedLoss
 
 LN_10 = ExpectedLoss(math.log(10), "ln 10")
 

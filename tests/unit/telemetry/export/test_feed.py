@@ -16,8 +16,7 @@ from clustertrain import clock
 from clustertrain.run.heartbeat import PHASES
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.export.feed import STALE_S, Feed
-from clustertrain.telemetry.export.metric_names import METRICS
-from clustertrain.telemetry.export.prometheus import EXTRA_METRICS, build_registry, render
+from clustertrain.telemetry.export.prometheus import EXTRA_METRICS, METRICS, build_registry, render
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store.writer import GpuFacts
 from tests.paths import ROOT

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clustertrain.telemetry import xids
-from clustertrain.telemetry.readers.nvml_events import EventRateLimiter, GpuEvent, GpuEventType
+from clustertrain.telemetry.readers.nvml_events import EventRateLimiter, GpuError, GpuEventType
 from tests.fakes.nvml.build import Stub
 from tests.unit.telemetry.nvml_steps import run_steps
 
@@ -110,8 +110,8 @@ def test_unknown_xid() -> None:
 
 
 def test_event_storm_is_reported_once_per_minute() -> None:
-    def came(t: float, kind: GpuEventType = "xid", count: int = 1) -> GpuEvent:
-        return GpuEvent(t, "GPU-a", kind, 74 if kind == "xid" else None, count)
+    def came(t: float, kind: GpuEventType = "xid", count: int = 1) -> GpuError:
+        return GpuError(t, "GPU-a", kind, 74 if kind == "xid" else None, count)
 
     storm = EventRateLimiter()
     assert storm.take_due([came(0.0)], 0.0) == [came(0.0)]

@@ -26,7 +26,7 @@ from clustertrain.train.distributed.data_parallel import repeated_layers
 from clustertrain.train.models import losses
 from clustertrain.train.models.build import TrainingTask, build_task
 from clustertrain.train.optim.param_groups import groups_for_unsharded
-from clustertrain.train.recipe_evaluation import build_evaluations
+from clustertrain.train.trainer import build_evaluations
 from tests.unit.train.alone import built
 
 CONVNET = {"kind": "convnet", "convnet": {"width": 8, "blocks": [1, 1], "groups": 4}}

@@ -12,7 +12,6 @@ from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.train.models import losses
-from clustertrain.train.models.initial_loss import initial_loss
 
 
 def recipe(**tables: Any) -> Recipe:
@@ -109,37 +108,3 @@ def test_shapes_that_torch_would_broadcast_raise(kind: str) -> None:
 def test_targets_of_other_shape_than_logits_raise() -> None:
     with pytest.raises(ConfigError, match=r"\(4,\) with targets of shape \(5,\)"):
         losses.cross_entropy(random(4, 3), torch.zeros(5, dtype=torch.long))
-
-
-@pytest.mark.parametrize(
-    ("tables", "classes", "logits"),
-    [
-        ({}, 256, torch.zeros(2, 5, 256)),
-        ({"objective": {"label_smoothing": 0.1}}, 10, torch.zeros(4, 10)),
-        ({"model": {"kind": "two-tower"}}, None, torch.zeros(2, 8, 8)),
-    ],
-    ids=["cross-entropy", "label smoothing", "two-tower"],
-)
-def test_initial_loss_matches_uninformative_outputs(
-    tables: dict[str, Any], classes: int | None, logits: torch.Tensor
-) -> None:
-    given = recipe(**tables)
-    expected = initial_loss(given, classes)
-    targets = torch.arange(logits[..., 0].numel()).reshape(logits.shape[:-1]) % (classes or 10**6)
-    assert expected is not None
-    assert mean(losses.build_loss(given)(logits, targets)) == pytest.approx(expected.loss, rel=1e-6)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", ["mse", "l1", "huber"])
-def test_initial_loss_of_regression_matches_zero_outputs(kind: str) -> None:
-    given = recipe(objective={"kind": kind, "delta": 0.7}, model={"entry": "nets:Net"})
-    targets = random(50, 2) + 1
-    expected = initial_loss(given, None, targets)
-    assert expected is not None
-    found = losses.build_loss(given)(torch.zeros_like(targets), targets)
-    assert mean(found) == pytest.approx(expected.loss, rel=1e-5)  # type: ignore[arg-type]
-
-
-def test_initial_loss_is_none_when_unknown() -> None:
-    assert initial_loss(recipe(), None) is None
-    assert initial_loss(recipe(objective={"kind": "mse"}, model={"entry": "nets:Net"}), None) is None

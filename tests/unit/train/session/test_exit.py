@@ -9,8 +9,8 @@ import torch
 
 import clustertrain as ct
 from clustertrain.plan.layout import Batch, Layout
-from clustertrain.train.core import out_of_memory
 from clustertrain.train.core.result import RankResultWriter
+from clustertrain.train.session.exit import add_memory_note
 from tests.unit.train.alone import ALONE
 
 CONTEXT = dataclasses.replace(
@@ -20,7 +20,7 @@ CONTEXT = dataclasses.replace(
 
 def test_out_of_memory_note_has_peak_and_fixes(tmp_path: Path) -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    out_of_memory.add_memory_note(error, CONTEXT)
+    add_memory_note(error, CONTEXT)
     text = "".join(traceback.format_exception(error))
     assert "measured peak: " in text and " GiB of host memory in this process, with ddp" in text
     assert "  1. train.micro_batch = 2: " in text and "  2. parallel.activation_checkpointing" in text
@@ -31,7 +31,7 @@ def test_out_of_memory_note_has_peak_and_fixes(tmp_path: Path) -> None:
 
 def test_other_errors_get_no_memory_note() -> None:
     error = ValueError("no")
-    out_of_memory.add_memory_note(error, CONTEXT)
+    add_memory_note(error, CONTEXT)
     assert not hasattr(error, "__notes__")
 
 

@@ -1,0 +1,60 @@
+"""The expected loss before training equals the loss of outputs that carry no information."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from clustertrain.config.parsing.documents import build
+from clustertrain.config.recipe import Recipe
+from clustertrain.diagnose.checks.init_loss import initial_loss
+from clustertrain.train.models import losses
+
+
+def recipe(**tables: Any) -> Recipe:
+    return build(tables, Recipe, "recipe.toml")
+
+
+def random(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mean(summed: tuple[torch.Tensor, torch.Tensor | int]) -> float:
+    total, count = summed
+    return float(total) / float(count)
+
+
+@pytest.mark.parametrize(
+    ("tables", "classes", "logits"),
+    [
+        ({}, 256, torch.zeros(2, 5, 256)),
+        ({"objective": {"label_smoothing": 0.1}}, 10, torch.zeros(4, 10)),
+        ({"model": {"kind": "two-tower"}}, None, torch.zeros(2, 8, 8)),
+    ],
+    ids=["cross-entropy", "label smoothing", "two-tower"],
+)
+def test_initial_loss_matches_uninformative_outputs(
+    tables: dict[str, Any], classes: int | None, logits: torch.Tensor
+) -> None:
+    given = recipe(**tables)
+    expected = initial_loss(given, classes)
+    targets = torch.arange(logits[..., 0].numel()).reshape(logits.shape[:-1]) % (classes or 10**6)
+    assert expected is not None
+    assert mean(losses.build_loss(given)(logits, targets)) == pytest.approx(expected.loss, rel=1e-6)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["mse", "l1", "huber"])
+def test_initial_loss_of_regression_matches_zero_outputs(kind: str) -> None:
+    given = recipe(objective={"kind": kind, "delta": 0.7}, model={"entry": "nets:Net"})
+    targets = random(50, 2) + 1
+    expected = initial_loss(given, None, targets)
+    assert expected is not None
+    found = losses.build_loss(given)(torch.zeros_like(targets), targets)
+    assert mean(found) == pytest.approx(expected.loss, rel=1e-5)  # type: ignore[arg-type]
+
+
+def test_initial_loss_is_none_when_unknown() -> None:
+    assert initial_loss(recipe(), None) is None
+    assert initial_loss(recipe(objective={"kind": "mse"}, model={"entry": "nets:Net"}), None) is None
