@@ -35,7 +35,7 @@ class AttemptDir:
 
     @property
     def stop_request(self) -> Path:
-        """Written by the batch process to stop all agents: ``{"reason": …}`` or, after a failure, ``{"abort": true}``."""
+        """Written by the batch process to stop the agents: ``{"reason": …}`` or, on a failure, ``{"abort": true}``."""
         return self.path / "stop.json"
 
     @property
