@@ -152,10 +152,10 @@ def _close_attempt(run: RunDir, attempt: Attempt, identity: JobIdentity, backend
         reason=f"ended without a record; {explanation}",
         last_step=attempt.last_step,
         job_id=attempt.job_id,
-        at=start.end if start and start.end else None,
+        ended_at=start.end if start and start.end else None,
         lost_nodes=[],
     )
-    log.write("requeued", how="slurm" if attempt.job_id == identity.job_id else "resubmit", job_id=identity.job_id)
+    log.write("requeued", method="slurm" if attempt.job_id == identity.job_id else "resubmit", job_id=identity.job_id)
     log.close()
 
 

@@ -162,7 +162,7 @@ class JobController:
         if not reason:
             return None
         self.log.write("ended", ending=ending, reason=reason, last_step=None, job_id=self.job_id)
-        self.log.write("stopped", why=reason)
+        self.log.write("stopped", reason=reason)
         return EXIT_NO_REQUEUE
 
     def _contract_stop_reason(self) -> str:
@@ -236,14 +236,14 @@ class JobController:
                 step.late_request = self._read_requeue_request(step)
 
     def _answer_request(self, refusal: str | None) -> None:
-        self.log.write("requeue_answered", taken=refusal is None, why=refusal)
+        self.log.write("requeue_answered", accepted=refusal is None, reason=refusal)
 
     def _watch_owner(self, step: StepState) -> None:
         """Abort the step if a newer attempt exists: Slurm may start the run elsewhere after it lost this node."""
         newer = None if step.taken_over else self._newer_attempt()
         if newer is not None:
             step.taken_over = True
-            self.log.write("taken_over", by=newer)
+            self.log.write("taken_over", newer_attempt=newer)
         if step.taken_over:
             self._abort(step)
 
@@ -287,7 +287,7 @@ class JobController:
     def _request_stop(self, step: StepState, source: str) -> None:
         step.stop_requested_at = clock.now()
         self.log.write("signal", source=source)
-        self._write_stop_order({"why": source, "t": step.stop_requested_at})
+        self._write_stop_order({"reason": source, "t": step.stop_requested_at})
         step.child.send_signal(signal.SIGUSR2)  # srun and the local step forward it to every agent
         if self.comment_updater is not None:
             self.comment_updater.suspend()
@@ -426,8 +426,8 @@ class JobController:
             reason=verdict.reason,
             last_step=max(steps, default=None),
             job_id=self.job_id,
-            step_exit=evidence.step_exit_code,
-            by_script=any(rank.by_script for result in results for rank in result.ranks),
+            step_exit_code=evidence.step_exit_code,
+            ended_by_script=any(rank.ended_by_script for result in results for rank in result.ranks),
         )
 
 

@@ -56,7 +56,7 @@ class ControllerWatch:
     def stop_other_nodes(self) -> None:
         """Write the stop request in place of the batch process: without slurmctld, other nodes get no signal."""
         with contextlib.suppress(OSError):
-            fsio.write_json(self._attempt.stop_request, {"why": "the batch process was killed", "t": clock.now()})
+            fsio.write_json(self._attempt.stop_request, {"reason": "the batch process was killed", "t": clock.now()})
 
     def ensure_requeued(self, timeout_s: float = 0.0) -> None:
         """Request the requeue, for ``timeout_s`` while Slurm does not answer or lists the job as running."""
@@ -91,5 +91,5 @@ class ControllerWatch:
             return True  # `status` shows the command that continues the run
         reason = f"its batch process was killed (the scheduler reports {view.reason})"
         self._log.write("ended", ending=endings.UNKNOWN, reason=reason, last_step=None, job_id=job_id)
-        self._log.write("requeued", how="requeue", job_id=job_id)
+        self._log.write("requeued", method="requeue", job_id=job_id)
         return True

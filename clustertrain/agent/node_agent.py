@@ -259,7 +259,7 @@ class NodeAgent:
             self.aborted = True
         elif order is not None and self.stop_source is None:
             # A requeue by hand has no deadline; all other stops end in a kill.
-            self._stop_ranks("batch", None if order.get("why") == "requeue" else self.context.grace_s)
+            self._stop_ranks("batch", None if order.get("reason") == "requeue" else self.context.grace_s)
         self.deadline = load_deadline(self.context.attempt.deadline) or self.deadline
         if self.stop_source is None and self.deadline is not None and self.deadline.is_due(clock.now()):
             self._stop_ranks("deadline", None)

@@ -70,7 +70,7 @@ def read_finished_records(folder: Path, ranks: Sequence[int]) -> dict[int, RankR
 
     It stands in for the rank's record if the process ends before it writes that one.
     """
-    return _read_records(folder, "left", ranks)
+    return _read_records(folder, "finished", ranks)
 
 
 def _read_records(folder: Path, name: str, ranks: Sequence[int]) -> dict[int, RankResult]:
@@ -148,7 +148,7 @@ def _rank_outcome(
     outcome = _to_outcome(record)
     if observations.stop_requested and record.ending == "completed" and not record.finished:
         reason = record.reason or _NO_RESULT_REASON
-        return msgspec.structs.replace(outcome, ending="stopped", reason=reason, by_script=True)
+        return msgspec.structs.replace(outcome, ending="stopped", reason=reason, ended_by_script=True)
     return outcome
 
 
@@ -168,7 +168,7 @@ def _infer_outcome(rank: int, exit_code: int | None, observations: RankObservati
     if exit_code == 0 and finished is not None:
         return _to_outcome(finished)
     if exit_code == 0 and observations.stop_requested:
-        return RankOutcome(rank=rank, ending="stopped", finished=False, reason=_NO_RESULT_REASON, by_script=True)
+        return RankOutcome(rank=rank, ending="stopped", finished=False, reason=_NO_RESULT_REASON, ended_by_script=True)
     return _to_outcome(_infer_failure(rank, exit_code))
 
 

@@ -46,7 +46,7 @@ class RequeueAction:
         if self.run.cancel_marker.exists():
             return self._stop_run(CANCELLED_REASON, EXIT_NO_REQUEUE)
         if view is not None and view.restarts > self.restart_count:
-            self.log.write("requeued", how="slurm", job_id=self.job_id, options=dict(decision.options))
+            self.log.write("requeued", method="slurm", job_id=self.job_id, options=dict(decision.options))
             return EXIT_STOPPED
         is_ending = view is not None and view.state != RUNNING and view.preempt_time is None
         if is_ending and verdict.ending != endings.TIME_LIMIT:
@@ -61,7 +61,7 @@ class RequeueAction:
         return self._requeue()
 
     def _stop_run(self, reason: str, code: int) -> int:
-        self.log.write("stopped", why=reason)
+        self.log.write("stopped", reason=reason)
         print(f"clustertrain: the run stops: {reason}", flush=True)
         return code
 
@@ -81,7 +81,7 @@ class RequeueAction:
                     return None
 
     def _requeue(self) -> int:
-        self.log.write("requeued", how="requeue", job_id=self.job_id)
+        self.log.write("requeued", method="requeue", job_id=self.job_id)
         signal_count = len(self.signals.received)
         refusal = self._request_requeue()
         if refusal is None:
@@ -134,6 +134,6 @@ class RequeueAction:
                 print(f"clustertrain: the submission with {options} failed: {e}", file=sys.stderr, flush=True)
                 return str(e)
             exclude, logged_options = list(decision.exclude), dict(decision.options)
-            self.log.write("requeued", how="resubmit", job_id=job_id, exclude=exclude, options=logged_options)
+            self.log.write("requeued", method="resubmit", job_id=job_id, exclude=exclude, options=logged_options)
             return None
         return CANCELLED_REASON

@@ -141,7 +141,9 @@ class NodeTelemetry:
                 _kill(child)  # the next compaction completes its work
                 return
         if child.returncode:
-            self._log.write("telemetry_left", why=f"compaction ended with code {child.returncode}; nothing is lost")
+            self._log.write(
+                "telemetry_not_compacted", reason=f"compaction ended with code {child.returncode}; nothing is lost"
+            )
 
     def _should_compact(self) -> bool:
         """Return whether there is enough to compact; most short attempts then start no process."""
@@ -157,7 +159,7 @@ class NodeTelemetry:
         try:
             return proc.start(argv, ignore_stop_signals=True)
         except OSError as e:  # for example at the limit on processes
-            self._log.write("telemetry_left", why=f"compaction could not be started: {e}")
+            self._log.write("telemetry_not_compacted", reason=f"compaction could not be started: {e}")
             return None
 
 

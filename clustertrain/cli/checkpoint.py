@@ -190,7 +190,7 @@ def digest(name: str, step: int | None, kind: str, as_json: bool) -> None:
     with ProgressBar("digest") as bar:
         value = inspect.digest(folder, kinds, bar)
     if as_json:
-        print_json({"run": location.label, "step": parse_step(folder), "of": kind, "digest": value})
+        print_json({"run": location.label, "step": parse_step(folder), "contents": kind, "digest": value})
     else:
         click.echo(value)
 

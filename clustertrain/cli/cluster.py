@@ -113,8 +113,10 @@ def _to_json(result: DetectResult, written: bool) -> dict[str, Any]:
         "path": str(result.path),
         "written": written,
         "changed": list(result.merged.written),
-        "found": {key: {"value": entry.value, "source": entry.source} for key, entry in result.detected.keys.items()},
-        "kept": {k.key: {"profile": k.in_profile, "found": k.detected} for k in result.merged.conflicts},
+        "detected": {
+            key: {"value": entry.value, "source": entry.source} for key, entry in result.detected.keys.items()
+        },
+        "conflicts": {k.key: {"profile": k.in_profile, "detected": k.detected} for k in result.merged.conflicts},
         "measured": result.bench_result.measured,
         "notes": [*result.detected.notes, *result.bench_result.notes],
         "failures": list(result.bench_result.failures),

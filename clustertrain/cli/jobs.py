@@ -35,7 +35,7 @@ def _log_event(run: RunDir, event: str, **fields: Any) -> None:
 
     with fsio.group_umask(run.path):
         log = EventLog(run.events / f"{event}-{socket.gethostname()}-{os.getpid()}.jsonl")
-    log.write(event, by=getpass.getuser(), **fields)
+    log.write(event, user=getpass.getuser(), **fields)
     log.close()
 
 
@@ -135,10 +135,10 @@ def status_json(current: Any) -> dict[str, Any]:
         "total_steps": current.total_steps,
         "pending_reason": job_view.reason or None if job_view and job_view.state == "PENDING" else None,
         "start_estimate": job_view.start_time if job_view and job_view.state == "PENDING" else None,
-        "scheduler_silent": current.scheduler_error,
+        "scheduler_error": current.scheduler_error,
         "cancelling": current.is_cancelling,
-        "undecided": current.undecided_reason,
-        "to_continue": current.continue_command,
+        "undecided_reason": current.undecided_reason,
+        "continue_command": current.continue_command,
         "attempts": [
             {
                 "n": a.n,
@@ -232,7 +232,7 @@ def cancel(names: tuple[str, ...], as_json: bool) -> None:
     active = [current for current in readable_statuses if not current.is_final]
     # The markers come first: a process that is deciding about a run now must see it before the job is gone.
     for current in active:
-        fsio.write_json(current.run.cancel_marker, {"t": clock.now(), "by": getpass.getuser()})
+        fsio.write_json(current.run.cancel_marker, {"t": clock.now(), "user": getpass.getuser()})
         _log_event(current.run, "cancelled")
     cancelling = _cancel_jobs(active)
     for line in already_ended:

@@ -56,7 +56,7 @@ def sweep(grid: tuple[str, ...], at_once: int | None, dry_run: bool, wait: bool,
         click.echo(f"note: {note}", err=True)
     if as_json:
         rows = [
-            {"run": s.run.id, "job_id": s.job_id, "state": s.state, "run_dir": str(s.run.path), "set": values}
+            {"run": s.run.id, "job_id": s.job_id, "state": s.state, "run_dir": str(s.run.path), "values": values}
             for s, values in result.runs
         ]
         document = {"sweep": result.folder.name, "job_id": result.job_id, "backend": result.backend}
@@ -87,7 +87,7 @@ def _dry_run(request: SubmitRequest, grid: tuple[str, ...], at_once: int | None,
 
     preview = dry_run_sweep(request, grid, at_once)
     if as_json:
-        runs = [{"set": values, "script": run.script, "plan": run.plan} for run, values in preview.runs]
+        runs = [{"values": values, "script": run.script, "plan": run.plan} for run, values in preview.runs]
         print_json({"script": preview.script, "runs": runs})
         return 0
     first, _ = preview.runs[0]

@@ -126,7 +126,7 @@ def contract_rows(contract: ContractStatus | None) -> list[tuple[str, str]]:
         limits = [
             f"{getattr(contract.used, name):.3g} {unit} used, {remaining:.3g} left"
             for name, unit in (("gpu_hours", "GPU-hours"), ("wall_hours", "hours"), ("cost", "cost"))
-            if (remaining := contract.left.get(name)) is not None
+            if (remaining := contract.remaining.get(name)) is not None
         ]
         rows.append(("budget", "; ".join(limits)))
     return [row for row in rows if row[1]]

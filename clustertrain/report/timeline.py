@@ -53,7 +53,7 @@ _EVENT_STYLES = {
     "requeued": EventStyle("Q", "requeue", 4, True, "bold yellow"),
     "stop_agreed": EventStyle("S", "agreed stop", 5, True, "bold yellow"),
     "gpu_back": EventStyle("B", "GPU back", 6, True),
-    "save_given_up": EventStyle("G", "save given up", 7, True),
+    "save_abandoned": EventStyle("G", "save given up", 7, True),
     "evaluation": EventStyle("e", "evaluation", 8, False),
     "checkpoint": EventStyle("c", "checkpoint", 9, False),
     "restored": EventStyle("r", "restore", 10, False),

@@ -27,7 +27,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_e
 
     t: float
     """Time of the write, at the end of what the event describes (UTC epoch s)."""
-    mono: float | None = None
+    monotonic_s: float | None = None
     """The same in the monotonic clock of the host (s)."""
     host: str | None = None
     pid: int | None = None
@@ -45,7 +45,7 @@ class Submitted(Event, frozen=True, kw_only=True):
 class Started(Event, frozen=True, kw_only=True):
     """The attempt started."""
 
-    writer = "batch"
+    writer = "batch process"
 
     job_id: str | None = None
     restart: int | None = None
@@ -164,7 +164,7 @@ class FirstStep(Event, frozen=True, kw_only=True):
 class Signal(Event, frozen=True, kw_only=True):
     """A stop was requested."""
 
-    writer = "agent, batch"
+    writer = "agent, batch process"
 
     node: str | None = None
     source: str | None = None
@@ -185,7 +185,7 @@ class RolledBack(Event, frozen=True, kw_only=True):
     step: int | None = None
     """The last bad step."""
     to_step: int | None = None
-    why: str | None = None
+    reason: str | None = None
     samples: int | None = None
     """Number of samples excluded."""
     restore_s: float | None = None
@@ -203,17 +203,17 @@ class TrainingWarningEvent(Event, frozen=True, kw_only=True, tag="training_warni
     value: float | str | None = None
     """Measured value; NaN and Inf as strings."""
     limit: float | None = None
-    held_back: int | None = None
+    suppressed: int | None = None
     """Repetitions suppressed since the last warning with this code."""
 
 
-class SaveGivenUp(Event, frozen=True, kw_only=True):
+class SaveAbandoned(Event, frozen=True, kw_only=True):
     """The process had to end before a save was committed."""
 
     writer = "rank 0"
 
     step: int | None = None
-    why: str | None = None
+    reason: str | None = None
 
 
 class StopAgreed(Event, frozen=True, kw_only=True):
@@ -251,7 +251,7 @@ class CheckpointIntervalEvent(Event, frozen=True, kw_only=True, tag="checkpoint_
     writer = "rank 0"
 
     seconds: float | None = None
-    why: str | None = None
+    reason: str | None = None
 
 
 class Copied(Event, frozen=True, kw_only=True):
@@ -270,7 +270,7 @@ class CopyFailed(Event, frozen=True, kw_only=True):
     writer = "rank 0"
 
     step: int | None = None
-    why: str | None = None
+    reason: str | None = None
 
 
 class Compiled(Event, frozen=True, kw_only=True):
@@ -290,7 +290,7 @@ class CompileFailed(Event, frozen=True, kw_only=True):
 
     writer = "rank 0"
 
-    why: str | None = None
+    reason: str | None = None
     fix: str | None = None
 
 
@@ -315,7 +315,7 @@ class Evaluation(Event, frozen=True, kw_only=True):
     eval_s: float | None = None
 
 
-class Judged(Event, frozen=True, kw_only=True):
+class Evaluated(Event, frozen=True, kw_only=True):
     """The deciding metric after an evaluation."""
 
     writer = "rank 0"
@@ -336,7 +336,7 @@ class EarlyStop(Event, frozen=True, kw_only=True):
     writer = "rank 0"
 
     step: int | None = None
-    why: str | None = None
+    reason: str | None = None
 
 
 class SessionEnded(Event, frozen=True, kw_only=True):
@@ -400,12 +400,12 @@ class GpuEvent(Event, frozen=True, kw_only=True):
     """Number of errors in this event."""
 
 
-class TelemetryLeft(Event, frozen=True, kw_only=True):
+class TelemetryNotCompacted(Event, frozen=True, kw_only=True):
     """The samples of this attempt were not compacted."""
 
     writer = "agent"
 
-    why: str | None = None
+    reason: str | None = None
 
 
 class TelemetryFailed(Event, frozen=True, kw_only=True):
@@ -458,21 +458,20 @@ class CommentRefused(Event, frozen=True, kw_only=True):
 class RequeueAnswered(Event, frozen=True, kw_only=True):
     """The answer to a request of `clustertrain requeue`."""
 
-    writer = "batch"
+    writer = "batch process"
 
-    taken: bool | None = None
-    """The request was accepted."""
-    why: str | None = None
-    """Why it was not."""
+    accepted: bool | None = None
+    reason: str | None = None
+    """Why it was not accepted."""
 
 
 class TakenOver(Event, frozen=True, kw_only=True):
     """A newer attempt runs; this one ends its ranks and decides nothing."""
 
-    writer = "batch"
+    writer = "batch process"
 
-    by: int | None = None
-    """Number of the newer attempt."""
+    newer_attempt: int | None = None
+    """Its number."""
 
 
 class AlertEvent(Event, frozen=True, kw_only=True, tag="alert"):
@@ -493,7 +492,7 @@ class AlertEvent(Event, frozen=True, kw_only=True, tag="alert"):
     limit: float | None = None
     lasted_s: float | None = None
     """Only of a cleared alert."""
-    held_back: int | None = None
+    suppressed: int | None = None
     """Alerts of this rule suppressed since the last one."""
 
 
@@ -502,7 +501,7 @@ class AlertNotDelivered(Event, frozen=True, kw_only=True):
 
     writer = "agent"
 
-    way: str | None = None
+    channel: str | None = None
     """`command`, `webhook`, `queue`, `thread`."""
     to: str | None = None
     reason: str | None = None
@@ -513,8 +512,7 @@ class Continued(Event, frozen=True, kw_only=True):
 
     writer = "`requeue` (`events/` of the run)"
 
-    by: str | None = None
-    """User name."""
+    user: str | None = None
     job_id: str | None = None
     """Only after the submission."""
     options: dict[str, str] | None = None
@@ -526,25 +524,24 @@ class Cancelled(Event, frozen=True, kw_only=True):
 
     writer = "`cancel` (`events/` of the run)"
 
-    by: str | None = None
-    """User name."""
+    user: str | None = None
 
 
 class Ended(Event, frozen=True, kw_only=True):
     """The attempt ended."""
 
-    writer = "batch; if it was killed, the first node's agent or the next attempt's batch process"
+    writer = "batch process; if it was killed, the first node's agent or the next attempt's batch process"
 
     ending: str | None = None
     """One of :data:`clustertrain.run.endings.Ending`."""
     reason: str | None = None
     last_step: int | None = None
     job_id: str | None = None
-    at: float | None = None
+    ended_at: float | None = None
     """End of the attempt, if the scheduler knows it (UTC epoch s)."""
-    step_exit: int | None = None
+    step_exit_code: int | None = None
     """Exit code of the step launcher."""
-    by_script: bool | None = None
+    ended_by_script: bool | None = None
     """The attempt stopped because its script exited with 0 by itself."""
     lost_nodes: list[str] | None = None
 
@@ -552,9 +549,9 @@ class Ended(Event, frozen=True, kw_only=True):
 class Requeued(Event, frozen=True, kw_only=True):
     """The run continues."""
 
-    writer = "batch, or as for `ended`"
+    writer = "batch process, or as for `ended`"
 
-    how: str | None = None
+    method: str | None = None
     """`requeue`, `resubmit`, `slurm`."""
     job_id: str | None = None
     exclude: list[str] | None = None
@@ -566,9 +563,9 @@ class Requeued(Event, frozen=True, kw_only=True):
 class Stopped(Event, frozen=True, kw_only=True):
     """The run will not be continued."""
 
-    writer = "batch"
+    writer = "batch process"
 
-    why: str | None = None
+    reason: str | None = None
 
 
 EVENTS: dict[str, type[Event]] = {str(cls.__struct_config__.tag): cls for cls in Event.__subclasses__()}

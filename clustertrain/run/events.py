@@ -40,7 +40,7 @@ class EventLog:
         """
         record = {
             "t": clock.now(),
-            "mono": clock.monotonic(),
+            "monotonic_s": clock.monotonic(),
             "host": self._host,
             "pid": os.getpid(),
             "event": event,

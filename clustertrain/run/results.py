@@ -67,9 +67,9 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     """Step of the newest checkpoint that this attempt committed."""
     exit_code: int | None = None
     kind: FailureKind | None = None
-    reason: str | None = msgspec.field(default=None, name="why")
+    reason: str | None = None
     """Why the rank ended this way, if it is not obvious."""
-    budget_spent: bool = msgspec.field(default=False, name="spent")
+    budget_spent: bool = False
     """The budget of the run's contract is spent, so a requeue would be useless."""
     error: ErrorInfo | None = None
     peak_allocated_gib: float | None = None
@@ -79,7 +79,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
 class RankOutcome(RankResult, frozen=True, kw_only=True):
     """How a rank ended according to its record and to what the agent observed."""
 
-    by_script: bool = False
+    ended_by_script: bool = False
     """The script exited with 0 by itself after a stop request, without finishing its session."""
     ended_by_agent: bool = False
     """The agent ended the rank because it hung after all others had completed."""
@@ -102,9 +102,9 @@ class NodeResult(msgspec.Struct, frozen=True, kw_only=True):
     message: str | None = None
     """The failure in one sentence."""
     ranks: tuple[RankOutcome, ...] = ()
-    reason: str | None = msgspec.field(default=None, name="why")
+    reason: str | None = None
     """Why the ranks ended this way, if it is not obvious."""
-    budget_spent: bool = msgspec.field(default=False, name="spent")
+    budget_spent: bool = False
     """The budget of the run's contract is spent, so a requeue would be useless."""
 
 

@@ -35,13 +35,13 @@ class AttemptDir:
 
     @property
     def stop_request(self) -> Path:
-        """Written by the batch process to stop every agent: ``{"why": …}`` or, after a failure, ``{"abort": true}``."""
+        """Written by the batch process to stop the agents: ``{"reason": …}`` or, on a failure, ``{"abort": true}``."""
         return self.path / "stop.json"
 
     @property
     def requeue_request(self) -> Path:
         """Written by ``clustertrain requeue`` while the attempt runs: ``{"options": {…}}``."""
-        return self.path / "requeue-asked.json"
+        return self.path / "requeue-request.json"
 
     @property
     def deadline(self) -> Path:
@@ -51,7 +51,7 @@ class AttemptDir:
     @property
     def signal_warning(self) -> Path:
         """Written by the first node's agent after a signal that only the scheduler can explain."""
-        return self.path / "warned.json"
+        return self.path / "signal-warning.json"
 
     @property
     def rendezvous(self) -> Path:
@@ -201,7 +201,7 @@ class RunDir:
         """
         try:
             records = reading.parse_json(_read_or_empty(self.checkpoints / ROLLED_BACK_FILE) or "[]")
-            return {(int(step), str(marker)) for record in records for step, marker in record.get("condemned", ())}
+            return {(int(step), str(marker)) for record in records for step, marker in record.get("invalidated", ())}
         except (ValueError, TypeError, AttributeError):
             return set()
 

@@ -40,7 +40,7 @@ class LocalJob(msgspec.Struct, kw_only=True):
     job_id: str
     run_dir: str
     nodes: int = 1
-    after: str = ""  # a job of the same sweep that must end first
+    depends_on: str = ""  # a job of the same sweep that must end first
     state: str = PENDING
     reason: str = ""
     restarts: int = 0
@@ -115,15 +115,15 @@ class LocalBackend(Backend):
         job_ids: list[str] = []
         try:
             for n, run in enumerate(array.runs):
-                after = job_ids[n - max_concurrent] if n >= max_concurrent else ""
-                job_ids.append(self._submit(Submission(run, environ=array.environ), after))
+                depends_on = job_ids[n - max_concurrent] if n >= max_concurrent else ""
+                job_ids.append(self._submit(Submission(run, environ=array.environ), depends_on))
         except BaseException:
             self.cancel(*job_ids)
             clock.wait_until(lambda: not any(v.is_alive for v in self.query_jobs(job_ids).values()), START_TIMEOUT_S)
             raise
         return job_ids
 
-    def _submit(self, submission: Submission, after: str = "") -> str:
+    def _submit(self, submission: Submission, depends_on: str = "") -> str:
         spec = load_spec(submission.run)
         folder = _claim_job_folder()
         job_id = f"{PREFIX}{folder.path.name}"
@@ -132,8 +132,8 @@ class LocalBackend(Backend):
                 job_id=job_id,
                 run_dir=str(submission.run.path),
                 nodes=spec.job.nodes,
-                after=after,
-                reason=f"waits for {after}" if after else "",
+                depends_on=depends_on,
+                reason=f"waits for {depends_on}" if depends_on else "",
                 time_limit_s=parse_time_limit_s(submission.options.get("time", spec.job.time)),
                 grace_s=spec.recipe.preemption_test.grace_s,
                 preempt_at_steps=spec.recipe.preemption_test.preempt_at_steps,

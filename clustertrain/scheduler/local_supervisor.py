@@ -56,7 +56,7 @@ class LocalSupervisor:
 
     def _wait_for_turn(self) -> None:
         """Wait for the preceding job of the sweep; if that was cancelled in the queue, for the one before it."""
-        predecessor = self.job.after
+        predecessor = self.job.depends_on
         while predecessor:
             self._set_state(PENDING, f"waits for {predecessor}")
             while _is_alive(predecessor):
@@ -64,7 +64,7 @@ class LocalSupervisor:
                     return
                 clock.sleep(TURN_POLL_S)
             ended_job = job_folder(predecessor).read()
-            predecessor = ended_job.after if ended_job is not None and ended_job.start_time is None else ""
+            predecessor = ended_job.depends_on if ended_job is not None and ended_job.start_time is None else ""
 
     def _run_once(self) -> bool:
         """Run job.sh once; return whether to start it again."""

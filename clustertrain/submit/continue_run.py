@@ -25,7 +25,7 @@ from clustertrain.scheduler.backend import Backend, Submission
 ANSWER_TIMEOUT_S = 30.0  # for a running attempt, which polls once a second
 SUBMIT_TIMEOUT_S = 600.0  # a command on another machine that has submitted nothing by then counts as dead
 WRITE_TIMEOUT_S = 2.0
-_FIELD_TYPES = {"options": dict, "by": str, "host": str, "pid": float, "created": float, "t": float, "job_id": str}
+_FIELD_TYPES = {"options": dict, "user": str, "host": str, "pid": float, "created": float, "t": float, "job_id": str}
 
 
 def request_requeue(run: RunDir, attempt: AttemptDir, options: Mapping[str, str]) -> None:
@@ -44,7 +44,7 @@ def request_requeue(run: RunDir, attempt: AttemptDir, options: Mapping[str, str]
         if pending["options"] != dict(options):
             raise ClusterTrainError(
                 f"{run.id} is being requeued already, {_describe_options(pending['options'])}, asked for by "
-                f"{pending.get('by', 'somebody')}: this request was ignored",
+                f"{pending.get('user', 'somebody')}: this request was ignored",
                 fix=f"when the next attempt runs: clustertrain requeue {run.id}{_format_options(options)}",
             )
     answers: list[event_types.RequeueAnswered] = []
@@ -59,8 +59,8 @@ def request_requeue(run: RunDir, attempt: AttemptDir, options: Mapping[str, str]
             " place, and takes effect if the attempt's batch process is still running",
             fix=f"see `clustertrain status {run.id}`",
         )
-    if not answers[-1].taken:
-        raise ClusterTrainError(f"{run.id} is not started again: {answers[-1].why}")
+    if not answers[-1].accepted:
+        raise ClusterTrainError(f"{run.id} is not started again: {answers[-1].reason}")
     if run.cancel_marker.exists():
         raise ClusterTrainError(f"{run.id} was cancelled meanwhile", fix=suggest_after_cancel(run))
 
@@ -86,7 +86,7 @@ class Continuation:
 
     def _check_claim(self, path: Path, *, include_submitted: bool = False) -> None:
         other_claim = _read_new_json(path) if include_submitted else json_files.load_document(path, _FIELD_TYPES).value
-        job_id, owner = other_claim.get("job_id"), other_claim.get("by", "somebody")
+        job_id, owner = other_claim.get("job_id"), other_claim.get("user", "somebody")
         if job_id and include_submitted:
             raise ClusterTrainError(f"{self._run.id} was continued just now, by {owner}, as job {job_id}")
         if include_submitted or (not job_id and _is_submitting(other_claim)):
@@ -123,7 +123,8 @@ class Continuation:
 def _build_claim() -> dict[str, Any]:
     created = psutil.Process().create_time()
     return {
-        "by": getpass.getuser(), "host": socket.gethostname(), "pid": os.getpid(), "created": created, "t": clock.now()
+        "user": getpass.getuser(), "host": socket.gethostname(), "pid": os.getpid(), "created": created,
+        "t": clock.now(),
     }  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def read_git_state(repository: Path) -> dict[str, Any] | None:
         "branch": branch,
         "dirty": bool(status),
         "diff": truncated,
-        "diff_cut": len(truncated) < len(diff),
+        "diff_truncated": len(truncated) < len(diff),
     }
 
 

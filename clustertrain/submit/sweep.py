@@ -160,7 +160,7 @@ def submit_sweep(request: SubmitRequest, grid_args: Sequence[str], max_concurren
                 run.code.symlink_to(Path("../../sweeps", sweep.name, "code"))
             with fsio.group_umask(run.path):
                 transaction.write(
-                    task.prepared, run, snapshot, {**record, "sweep": {"id": sweep.name, "set": task.values}}
+                    task.prepared, run, snapshot, {**record, "sweep": {"id": sweep.name, "values": task.values}}
                 )
             (sweep / str(n)).symlink_to(Path("../../runs", run.id))
         script = _render_array_script(tasks, sweep.name, max_concurrent)

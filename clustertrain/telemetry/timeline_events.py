@@ -55,7 +55,7 @@ def _describe_instant(e: event_types.Event) -> str | None:
             return f"stop requested ({e.source or e.signal})"
         case event_types.StopAgreed():
             return f"all ranks stop at step {e.step}"
-        case event_types.SaveGivenUp():
+        case event_types.SaveAbandoned():
             return f"no time for the checkpoint of step {e.step}"
         case event_types.GpuLost():
             return f"{_format_gpu(e)} was lost"
@@ -68,9 +68,9 @@ def _describe_instant(e: event_types.Event) -> str | None:
         case event_types.Ended():
             return f"{e.ending}: {e.reason}"
         case event_types.Stopped():
-            return f"not continued: {e.why}"
+            return f"not continued: {e.reason}"
         case event_types.Requeued():
-            return f"requeued ({e.how})"
+            return f"requeued ({e.method})"
     return None
 
 

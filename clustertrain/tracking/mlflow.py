@@ -68,7 +68,7 @@ class MLflow:
         run_id = str(state.get("run_id") or "") or self._find_run()
         self._run_id = run_id or self._create_run()
         self._already_logged = set()
-        if run_id and int(state.get("sending", self._last_step + 1)) > self._last_step:
+        if run_id and int(state.get("sending_step", self._last_step + 1)) > self._last_step:
             self._already_logged = self._find_logged()
         self._client.update_run(self._run_id, "RUNNING")
         for key, value in self._metadata.attempt_tags.items():
@@ -117,8 +117,8 @@ class MLflow:
             if m.step > self._last_step
         }
 
-    def _save_state(self, sending: int) -> None:
-        self._state.write(uri=self._uri, run_id=self._run_id, step=self._last_step, sending=sending)
+    def _save_state(self, sending_step: int) -> None:
+        self._state.write(uri=self._uri, run_id=self._run_id, step=self._last_step, sending_step=sending_step)
 
     def log_rows(self, rows: Sequence[Row]) -> None:
         metrics = [

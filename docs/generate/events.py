@@ -9,11 +9,11 @@ _HEADER = """<!-- Written by python -m docs.generate from clustertrain/run/event
 
 # Events
 
-Events are JSON objects, one per line: `{"t": <UTC epoch s>, "mono": <monotonic s>, "host": "…", "pid": 1, "event":
-"NAME", …}`. `t` is the time of the write, at the end of what the event describes; `t_begin` is its start (UTC epoch
-s), and `…_s` is measured with the monotonic clock. So a checkpoint's stall is from `t_begin` to `t_begin + stall_s`,
-and its commit is at `t_begin + save_s`. Runs of older versions have no `t_begin`. "batch" is the controller of an
-attempt, the process of the batch script on the first node.
+Events are JSON objects, one per line: `{"t": <UTC epoch s>, "monotonic_s": <monotonic s>, "host": "…", "pid": 1,
+"event": "NAME", …}`. `t` is the time of the write, at the end of what the event describes; `t_begin` is its start (UTC
+epoch s), and `…_s` is measured with the monotonic clock. So a checkpoint's stall is from `t_begin` to `t_begin +
+stall_s`, and its commit is at `t_begin + save_s`. Runs of older versions have no `t_begin`. The batch process of an
+attempt is the process of the batch script on the first node.
 
 """
 

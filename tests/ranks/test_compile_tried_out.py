@@ -56,7 +56,7 @@ def test_a_compiler_that_fails_on_one_rank_leaves_the_layers_of_all_as_they_are_
     run = make_run(tmp_path / "compiled" / "run", layout, 2, steps=3, parallel={"compile": True})
     ranks = Ranks(run, 2, setup=one_without_a_compiler).expect(0)
     (failed,) = ranks.events("compile_failed")
-    assert failed["why"].startswith("on rank 1 (node b): ") and "compile" in failed["fix"]
+    assert failed["reason"].startswith("on rank 1 (node b): ") and "compile" in failed["fix"]
     assert ranks.events("compiled") == []
     assert ranks.losses() == plain, "what was tried out has left something behind"
 

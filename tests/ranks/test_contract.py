@@ -87,7 +87,7 @@ def test_a_run_that_gets_no_better_ends_early_and_keeps_its_best_checkpoint(tmp_
     why = "early stop: validation_loss has not improved for 3 evaluations"
     for result in ranks.results():
         assert (result["ending"], result["step"], result["committed_step"]) == ("completed", 5, 5)
-        assert result["why"].startswith(why)
+        assert result["reason"].startswith(why)
     assert kept(run) == {2: 3.0, 5: 4.6}
     assert inspect.find_best(run.checkpoints).name == "step-00000002"
     assert [r["best"] for r in inspect.list_checkpoints(run.checkpoints)] == [True, False]
@@ -139,9 +139,9 @@ def test_a_budget_that_is_spent_ends_the_run_with_a_checkpoint(tmp_path: Path) -
     run = run_of(tmp_path / "run", contract={"gpu_hours": 1e-9})
     ranks = Ranks(run, 2, setup=spent_after, args=(3,)).expect(0)
     for result in ranks.results():
-        assert (result["ending"], result["spent"]) == ("stopped", True)
+        assert (result["ending"], result["budget_spent"]) == ("stopped", True)
         assert result["committed_step"] == result["step"] == 4
-    assert "of gpu_hours = 1e-09" in ranks.results()[0]["why"]
+    assert "of gpu_hours = 1e-09" in ranks.results()[0]["reason"]
     assert list(kept(run)) == [ranks.results()[0]["step"]]
 
 

@@ -242,7 +242,7 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_and_told_with_its_step(
     rows = metrics.load_rows(run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
     assert all("loss" in r and "lr" in r for r in rows)
-    assert second.events("judged")[-1]["best_step"] is not None
+    assert second.events("evaluated")[-1]["best_step"] is not None
 
 
 SCRIPT = Path(__file__).with_name("evaluation_script.py")

@@ -208,7 +208,7 @@ def test_damage_falls_back_to_the_older_checkpoint_and_says_so(tmp_path: Path) -
     restored = second.events("restored")[0]
     assert restored["step"] == 4
     assert [s["step"] for s in restored["skipped"]] == [8]
-    assert "rank-2.bin" in restored["skipped"][0]["why"]
+    assert "rank-2.bin" in restored["skipped"][0]["reason"]
     assert digest(run) == whole
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-00000004", "step-00000008"]
 
@@ -363,8 +363,8 @@ def test_a_save_is_given_up_before_the_kill(tmp_path: Path, point: str, rank: in
     for left in processes(run.path):
         left.kill()
     assert {(r["ending"], r["committed_step"]) for r in ranks.results()} == {("stopped", None)}
-    (given_up,) = ranks.events("save_given_up")
-    assert f"rank {rank}: " in given_up["why"] or rank == 0
+    (given_up,) = ranks.events("save_abandoned")
+    assert f"rank {rank}: " in given_up["reason"] or rank == 0
     assert not list(run.checkpoints.glob("step-*"))
 
 

@@ -283,7 +283,7 @@ def test_batch_and_agents_of_an_attempt_that_was_taken_over_end(submitted: Calla
     assert clock.wait_until(lambda: not below(run), 120), [p.cmdline() for p in below(run)]
     why = "taken over by attempt 2"
     result = json.loads((run.path / "attempts" / "1" / "results" / "local0.json").read_text())
-    assert (result["ending"], result["why"], result["exit_code"]) == ("stopped", why, 93)
+    assert (result["ending"], result["reason"], result["exit_code"]) == ("stopped", why, 93)
     assert f"attempt 1 decides nothing: {why}" in (run.path / "job.log").read_text()
     job = Path(run.env["CLUSTERTRAIN_HOME"]) / "local" / run.job_id.removeprefix("local-") / "job.json"
     assert clock.wait_until(lambda: [s["exit_code"] for s in json.loads(job.read_text())["starts"]] == [93], 60)

@@ -121,9 +121,9 @@ def test_a_store_that_fails_all_the_time_does_not_fail_the_run(tmp_path: Path, e
     ranks = Ranks(run, 2, 1, setup=impatient).expect(0)
     assert [r["ending"] for r in ranks.results()] == ["completed"] * 2
     failures = ranks.events("copy_failed")
-    assert str(tmp_path / "store") in failures[0]["why"]
+    assert str(tmp_path / "store") in failures[0]["reason"]
     # As a rule the last of them; a try that was under way may fail after it.
-    assert any(f["why"].startswith("the run's end was not put off any longer for it") for f in failures)
+    assert any(f["reason"].startswith("the run's end was not put off any longer for it") for f in failures)
     assert digest(run) == expected
     # When it answers again, the next attempt copies what is missing.
     (tmp_path / "store").unlink()

@@ -40,7 +40,7 @@ def test_a_sweep_whose_runs_are_preempted(tmp_path: Path) -> None:
     finally:
         runs.call(env, "cancel", sweep["sweep"], check=False)
     found = json.loads(runs.call(env, "sweep", "show", sweep["sweep"], "--json").stdout)
-    assert [(r["set"], r["state"], r["attempts"], r["step"]) for r in found["runs"]] == [
+    assert [(r["values"], r["state"], r["attempts"], r["step"]) for r in found["runs"]] == [
         ({"optim.lr": lr}, "completed", 2, STEPS) for lr in (1e-2, 1e-5)
     ]
     assert found["best"] == both[1].id and found["metric"] == "loss"

@@ -26,7 +26,7 @@ def test_ranks_whose_run_was_claimed_by_a_newer_attempt_end_without_a_commit(tmp
     old.expect(0)
     found = old.results()
     assert [r["ending"] for r in found] == ["stopped", "stopped"]
-    assert all("taken over by attempt 2" in r["why"] for r in found)
+    assert all("taken over by attempt 2" in r["reason"] for r in found)
     left = max(run.committed_steps())
     assert found[0]["committed_step"] <= left < found[0]["step"]
     new = Ranks(run, 2, attempt=2)

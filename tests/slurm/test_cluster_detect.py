@@ -59,4 +59,4 @@ def test_inside_an_allocation_it_measures_across_its_nodes(
     written = tomllib.loads(profile.read_text())
     assert "eth0" in {interface["name"] for interface in written["node"]["interfaces"]}
     assert written["measured"]["fabric_bus_gb_s"] == measured["fabric_bus_gb_s"]
-    assert written["device"] == "cpu" and seen["kept"] == {"device": {"profile": "cpu", "found": "cuda"}}
+    assert written["device"] == "cpu" and seen["conflicts"] == {"device": {"profile": "cpu", "detected": "cuda"}}

@@ -51,7 +51,7 @@ def test_the_table_follows_a_task_that_is_requeued(cluster: Any, tmp_path: Path)
     finally:
         runs.call(env, "cancel", sweep["sweep"], check=False)
     found = shown(env, sweep["sweep"])
-    assert [(r["run"], r["set"], r["state"], r["attempts"]) for r in found["runs"]] == [
+    assert [(r["run"], r["values"], r["state"], r["attempts"]) for r in found["runs"]] == [
         (a.id, {"env.WHO": "a"}, "completed", 2), (b.id, {"env.WHO": "b"}, "completed", 1)
     ]  # fmt: skip
     assert found["runs"][1]["last"] == {"step": 3, "value": pytest.approx(2 + 1 / 3)}

@@ -88,7 +88,7 @@ class RestoreResult:
     """None if another number of ranks saved the checkpoint."""
     restore_s: float
     skipped: list[dict[str, Any]] = field(default_factory=list)
-    """Newer checkpoints that were damaged: ``[{"step", "path", "why"}]``."""
+    """Newer checkpoints that were damaged: ``[{"step", "path", "reason"}]``."""
     from_local: int | None = None
     """Bytes that all ranks read from their nodes' own disks, on rank 0; None without a local tier."""
 
@@ -235,9 +235,9 @@ def _restore_newest_valid(ctx: RestoreContext, state: LoadableState, check_origi
             return _finish_restore(ctx, candidate, started, skipped)
         _raise_unless_damaged(candidate, failures)
         reason = "; ".join(f.message for f in failures)
-        skipped.append({"step": step, "path": str(candidate.folder), "why": reason})
+        skipped.append({"step": step, "path": str(candidate.folder), "reason": reason})
     if skipped:
-        reasons = "\n  ".join(s["why"] for s in skipped)
+        reasons = "\n  ".join(s["reason"] for s in skipped)
         raise CheckpointError(
             f"{ctx.root}: no checkpoint verifies:\n  {reasons}",
             fix="restore the files, or move the checkpoints away to begin again",

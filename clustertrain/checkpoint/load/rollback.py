@@ -29,17 +29,7 @@ RECORD_FILE = ROLLED_BACK_FILE
 PositionRanges = dict[str, list[list[int]]]
 
 
-# The keys in the file are older than the names here.
-_RECORD_KEYS = {
-    "last_step": "last",
-    "max_step": "most",
-    "reason": "why",
-    "excluded": "left_out",
-    "invalidated": "condemned",
-}
-
-
-class RollbackRecord(msgspec.Struct, frozen=True, kw_only=True, rename=_RECORD_KEYS):
+class RollbackRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One roll-back of the run."""
 
     last_step: int

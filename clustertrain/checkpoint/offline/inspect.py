@@ -1,6 +1,6 @@
 """Checkpoints without torch and without a process group: list, verify, digest, assemble, prune.
 
-What a roll-back has condemned is passed over: the attempt that deletes it may never come.
+What a roll-back has invalidated is skipped: the attempt that deletes it may never come.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def charts_with_data(curves: Curves) -> list[Chart]:
 
 # The timeline's lanes from top to bottom with their sign, so that color is never the only meaning.
 _LANES = {
-    "Faults": ("cross", ("xid", "ecc", "gpu_lost", "gpu_back", "telemetry_failed", "save_given_up")),
+    "Faults": ("cross", ("xid", "ecc", "gpu_lost", "gpu_back", "telemetry_failed", "save_abandoned")),
     "Alerts": ("diamond", ("alert",)),
     "Stops": ("square", ("signal", "stop_agreed", "stopped", "requeued", "ended")),
     "Restores": ("up", ("started", "restored", "first_step")),

@@ -33,7 +33,7 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     task: int
     run: str
     job_id: str | None
-    set: dict[str, Any]
+    values: dict[str, Any]
     state: str
     attempts: int
     """All starts, including requeues and resubmissions."""
@@ -57,7 +57,7 @@ class SweepResults(msgspec.Struct, frozen=True, kw_only=True):
     """The runs, best first."""
     best: str | None
     """The best run; None if no run has a value."""
-    gone: int
+    deleted: int
     """The number of deleted runs."""
     notes: list[str]
 
@@ -101,25 +101,25 @@ class SweepReader:
             higher_is_better=higher_is_better,
             runs=rows,
             best=rows[0].run if rows and rows[0].best else None,
-            gone=sum(1 for p in self._sweep_dir.iterdir() if reading.is_unsigned_int(p.name)) - len(runs),
+            deleted=sum(1 for p in self._sweep_dir.iterdir() if reading.is_unsigned_int(p.name)) - len(runs),
             notes=notes,
         )
 
     def _row(self, run: RunDir, run_status: RunStatus | Unreadable, metric: str, higher_is_better: bool) -> SweepRow:
         sweep_record = _read_sweep_record(run)
-        values, task = sweep_record.get("set"), self._find_task(run)
-        set_ = values if isinstance(values, dict) else {}
+        recorded, task = sweep_record.get("values"), self._find_task(run)
+        values = recorded if isinstance(recorded, dict) else {}
         if isinstance(run_status, Unreadable):
             return SweepRow(
-                task=task, run=run.id, job_id=None, set=set_, state="unknown", attempts=0, step=None, total_steps=None,
-                error=run_status.error,
+                task=task, run=run.id, job_id=None, values=values, state="unknown", attempts=0, step=None,
+                total_steps=None, error=run_status.error,
             )  # fmt: skip
         best, last = self._best_and_last(run, metric, higher_is_better)
         return SweepRow(
             task=task,
             run=run.id,
             job_id=run_status.job_id,
-            set=set_,
+            values=values,
             state=run_status.state,
             attempts=len(run_status.history),
             step=run_status.step,
@@ -181,7 +181,7 @@ def render(results: SweepResults, width: int, signs: Glyphs) -> list[RenderableT
     num_ended = sum(1 for row in results.runs if row.state in FINAL_STATES)
     rule = f"{results.metric}, {'higher' if results.higher_is_better else 'lower'} is better"
     header = Text.assemble((results.sweep, "bold"), f"  {num_ended} of {len(results.runs)} runs have ended; by {rule}")
-    keys = list(dict.fromkeys(key for row in results.runs for key in row.set))
+    keys = list(dict.fromkeys(key for row in results.runs for key in row.values))
     titles = ("", *keys, "best", "at step", "last", "step", "state", "starts", "run")
     cells = zip(*(_cells(row, keys, results.best, signs) for row in results.runs), strict=True)
     columns = [Column(title, column, title not in _LEFT_ALIGNED) for title, column in zip(titles, cells, strict=True)]
@@ -192,7 +192,7 @@ def render(results: SweepResults, width: int, signs: Glyphs) -> list[RenderableT
     ]
     lines += [Text(f"{row.run}: {row.error}") for row in results.runs if row.error]
     lines += [Text(f"note: {note}") for note in results.notes]
-    return lines + ([Text(f"note: {results.gone} runs of the sweep were deleted")] if results.gone else [])
+    return lines + ([Text(f"note: {results.deleted} runs of the sweep were deleted")] if results.deleted else [])
 
 
 _LEFT_ALIGNED = ("", "state", "run")
@@ -208,7 +208,7 @@ def _cells(row: SweepRow, keys: Sequence[str], best: str | None, signs: Glyphs) 
     )
     return [
         Text("*" if row.run == best else "", style),
-        *(Text(_format_set_value(row.set.get(key), signs), style) for key in keys),
+        *(Text(_format_value(row.values.get(key), signs), style) for key in keys),
         Text(format_value(row.best), style),
         signs.dash if row.best is None else str(row.best.step),
         format_value(row.last),
@@ -219,5 +219,5 @@ def _cells(row: SweepRow, keys: Sequence[str], best: str | None, signs: Glyphs) 
     ]
 
 
-def _format_set_value(value: Any, signs: Glyphs) -> str:
+def _format_value(value: Any, signs: Glyphs) -> str:
     return f"{value:.6g}" if isinstance(value, float) else format_setting(value, signs.dash)

@@ -84,8 +84,8 @@ def _header(view: RunView, width: int, signs: Glyphs) -> list[Text]:
     if view.step is not None:
         header.append(_progress(view, width, signs))
     header += _join_parts(_progress_parts(view), width, signs)
-    if view.scheduler_silent:
-        header.append(Text(f"the scheduler did not answer: {view.scheduler_silent.splitlines()[0]}", style="red"))
+    if view.scheduler_error:
+        header.append(Text(f"the scheduler did not answer: {view.scheduler_error.splitlines()[0]}", style="red"))
     return header
 
 
@@ -146,8 +146,8 @@ def _progress_parts(view: RunView) -> list[str]:
         parts.append(f"goodput {view.goodput:.0%} of {format_duration(view.wall_s)}")
     if view.since_step_s is not None and view.since_step_s > max(30.0, 10 * (view.step_s or 0.0)):
         parts.append(f"no step for {format_duration(view.since_step_s)}")
-    if view.allocation_ends is not None:
-        left_s = view.allocation_ends - view.t
+    if view.allocation_end is not None:
+        left_s = view.allocation_end - view.t
         limit_text = " (before the run ends)" if view.eta_s is not None and 0 < left_s < view.eta_s else ""
         if left_s > 0:
             parts.append(f"time limit in {format_duration(left_s)}{limit_text}")
@@ -158,15 +158,15 @@ def _problem_lines(view: RunView, width: int) -> list[Text]:
     """Return the problems of nodes and the reasons for missing GPU metrics, one line per distinct message."""
     nodes_by_problem: dict[str, list[str]] = {}
     for node in view.nodes:
-        if node.trouble:
-            nodes_by_problem.setdefault(node.trouble, []).append(node.node)
+        if node.problem:
+            nodes_by_problem.setdefault(node.problem, []).append(node.node)
     gpus_by_reason: dict[str, list[str]] = {}
     for row in view.rows:
         if row.uuid and row.utilization is None and row.reason and row.reason not in nodes_by_problem:
             gpus_by_reason.setdefault(row.reason, []).append(
                 f"GPU {row.uuid if row.gpu is None else row.gpu} of {row.node}"
             )
-    messages = [f"! {_format_names(nodes, 'nodes')}: {trouble}" for trouble, nodes in nodes_by_problem.items()]
+    messages = [f"! {_format_names(nodes, 'nodes')}: {problem}" for problem, nodes in nodes_by_problem.items()]
     messages += [f"! {_format_names(names, 'GPUs')}: {reason}" for reason, names in gpus_by_reason.items()]
     return [Text(line, style="yellow") for text in messages for line in _wrap(text, width, 2)]
 

@@ -80,7 +80,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     memory_used_gib: float | None = None
     memory_total_gib: float | None = None
     ended: bool = False
-    trouble: str | None = None
+    problem: str | None = None
     """Why there are no samples, no GPU metrics, or no new samples."""
 
 
@@ -113,12 +113,12 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     """Time for the remaining steps at the recent rate, including ``overhead``."""
     overhead: float | None = None
     """Time of checkpoints and evaluations relative to training time; None before the first of them."""
-    allocation_ends: float | None = None
+    allocation_end: float | None = None
     goodput: float | None = None
     wall_s: float | None = None
     pending_reason: str | None = None
     start_estimate: float | None = None
-    scheduler_silent: str | None = None
+    scheduler_error: str | None = None
     ending: str | None = None
     telemetry: bool = True
     nodes: list[NodeView] = []
@@ -143,7 +143,7 @@ class RunMonitor:
         if attempt is not None and (self._attempt_files is None or self._attempt_files.dir.n != attempt.n):
             self._attempt_files = _AttemptFiles(attempt, lambda: self._run.metrics_files(attempt.n)[-1])
         now = self._now()
-        frame = RunView(t=now, run=self._run.id, telemetry=self._telemetry, scheduler_silent=error)
+        frame = RunView(t=now, run=self._run.id, telemetry=self._telemetry, scheduler_error=error)
         if status is not None:
             frame = _with_status(frame, status, error)
         is_running = status is None or status.state == "running"
@@ -174,7 +174,7 @@ def _with_status(frame: RunView, status: RunStatus, error: str | None) -> RunVie
         wall_s=status.goodput.wall_s,
         pending_reason=pending_job.reason or None if pending_job is not None else None,
         start_estimate=pending_job.start_time if pending_job is not None else None,
-        scheduler_silent=error or status.scheduler_error,
+        scheduler_error=error or status.scheduler_error,
         ending=last_attempt.ending if last_attempt is not None else None,
     )
 
@@ -267,7 +267,7 @@ class _AttemptFiles:
             + [_silent_node_view(n, frame) for n in silent_nodes],
             rows=self._gpu_rows,
             events=_event_views(events_log),
-            allocation_ends=deadline if json_files.is_number(deadline) else None,
+            allocation_end=deadline if json_files.is_number(deadline) else None,
             **eta.estimate(recent_rows, events_log, step, frame.total_steps, now if is_running else None),
         )
 
@@ -413,12 +413,12 @@ def _node_view(record: NodeStatus, now: float, is_running: bool) -> NodeView:
         memory_used_gib=_value(values, "host", "memory_used_bytes", GIB),
         memory_total_gib=None if not total else total / GIB,
         ended=record.end is not None,
-        trouble=problem,
+        problem=problem,
     )
 
 
 def _silent_node_view(node: str, frame: RunView) -> NodeView:
-    return NodeView(node=node, trouble="has recorded nothing yet" if frame.telemetry else "telemetry is off")
+    return NodeView(node=node, problem="has recorded nothing yet" if frame.telemetry else "telemetry is off")
 
 
 def _event_views(log: list[Event]) -> list[EventView]:

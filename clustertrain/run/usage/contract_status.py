@@ -45,7 +45,7 @@ class ContractStatus(msgspec.Struct, frozen=True, kw_only=True):
     best_step: int | None = None
     slices: dict[str, SliceStatus] = {}
     used: BudgetUsage | None = None
-    left: dict[str, float] = {}
+    remaining: dict[str, float] = {}
     """What is left of each limit that the contract sets."""
     on_budget_spent: str = "stop"
     resume: str = "elastic"
@@ -86,7 +86,7 @@ def load_contract_status(run: RunDir, history: Sequence[Attempt], now: float | N
             name: _build_slice_status(values, higher_is_better) for name, values in (evaluation.slices or {}).items()
         },
         used=usage,
-        left=budget.remaining(contract, usage) if usage is not None else {},
+        remaining=budget.remaining(contract, usage) if usage is not None else {},
         on_budget_spent=contract.on_budget_spent,
         resume=contract.resume,
     )
@@ -103,7 +103,7 @@ def _load_limits(run: RunDir, record: dict[str, Any]) -> ContractSpec | None:
         return None
 
 
-def _find_newest_evaluation(run: RunDir) -> event_types.Judged:
+def _find_newest_evaluation(run: RunDir) -> event_types.Evaluated:
     """Return the newest evaluation of a step that counts: the run has not restarted from an earlier step since.
 
     Its fields are None if there is none.
@@ -113,14 +113,14 @@ def _find_newest_evaluation(run: RunDir) -> event_types.Judged:
         log = [events.to_struct(e) for e in events.for_attempt(attempt)]
         for event in reversed(log):
             match event:
-                case event_types.Judged() if (event.step or 0) <= resume_step:
+                case event_types.Evaluated() if (event.step or 0) <= resume_step:
                     return event
                 case event_types.Restored(step=int(restart_step)) | event_types.RolledBack(to_step=int(restart_step)):
                     resume_step = min(resume_step, restart_step)
         # An attempt without a checkpoint restored nothing. After the loop: an evaluation is logged before its step.
         first_steps = (e.step for e in log if isinstance(e, event_types.FirstStep))
         resume_step = min([resume_step, *(step - 1 for step in first_steps if step is not None)])
-    return event_types.Judged(t=0.0)
+    return event_types.Evaluated(t=0.0)
 
 
 def _build_slice_status(values: dict[str, float | None], higher_is_better: bool) -> SliceStatus:

@@ -32,7 +32,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     value: float | None = None  # measured, in the unit of the text
     limit: float | None = None  # for ``value``
     lasted_s: float | None = None  # duration of a cleared alert
-    held_back: int = 0  # alerts of this rule suppressed since the last one sent
+    suppressed: int = 0  # alerts of this rule suppressed since the last one sent
 
 
 class AlertFinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,7 +133,7 @@ class AlertGate:
             rank=finding.rank,
             value=None if finding.value is None else round(finding.value, 4),
             limit=None if finding.limit is None else round(finding.limit, 4),
-            held_back=self._suppressed_counts.pop(finding.code, 0),
+            suppressed=self._suppressed_counts.pop(finding.code, 0),
         )
 
     def _clear_if_healthy(self, state: _AlertState, t: float, mono: float) -> Alert | None:
@@ -146,7 +146,7 @@ class AlertGate:
             return None
         duration_s = max(0.0, state.healthy_since - state.raised_at)
         alert = msgspec.structs.replace(
-            state.active, t=t, state=CLEARED, lasted_s=round(duration_s, 1), held_back=0, value=None
+            state.active, t=t, state=CLEARED, lasted_s=round(duration_s, 1), suppressed=0, value=None
         )
         state.active, state.healthy_since, state.cooldown_until = None, None, mono + COOLDOWN_S
         return alert

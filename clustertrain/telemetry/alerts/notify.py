@@ -134,7 +134,7 @@ class Notifier:
             return
         self._last_failures[channel] = reason
         target = {"command": self._spec.command[:1], "webhook": [_redacted_url(self._spec)]}.get(channel, [])
-        self._on_event("alert_not_delivered", way=channel, to="".join(target), reason=reason)
+        self._on_event("alert_not_delivered", channel=channel, to="".join(target), reason=reason)
         print(f"clustertrain agent: cannot deliver an alert by {channel} {''.join(target)}: {reason}", file=sys.stderr)
 
     def _run_command(self, body: bytes) -> None:
@@ -210,7 +210,7 @@ def format_alert(alert: Alert) -> str:
     """Format an alert as one line, without its fix."""
     if alert.state == CLEARED:
         return f"cleared after {_format_duration(alert.lasted_s or 0.0)}: {alert.text}"
-    suppressed = f" ({alert.held_back} more of this kind were suppressed)" if alert.held_back else ""
+    suppressed = f" ({alert.suppressed} more of this kind were suppressed)" if alert.suppressed else ""
     return f"{alert.severity}: {alert.text}{suppressed}"
 
 

@@ -136,7 +136,7 @@ def load_node_records(attempt: AttemptDir, log: list[events.Event], flush_s: flo
 
 def _last_event_time(log: list[events.Event]) -> float:
     """Return the time of the last event. The next attempt closes a killed one with an event that has its last time."""
-    return max((float(e["at"] if e.get("at") is not None else e["t"]) for e in log), default=0.0)
+    return max((float(e["ended_at"] if e.get("ended_at") is not None else e["t"]) for e in log), default=0.0)
 
 
 def _collect_records(attempt: AttemptDir, log: list[events.Event]) -> list[NodeRecord]:
@@ -163,7 +163,9 @@ def _collect_records(attempt: AttemptDir, log: list[events.Event]) -> list[NodeR
             agent_started = agents[node]
             start = float(agent_started["t"])
             until = (
-                last_event_t if node not in ended else start + _elapsed(start, agent_started.get("mono"), ended[node])
+                last_event_t
+                if node not in ended
+                else start + _elapsed(start, agent_started.get("monotonic_s"), ended[node])
             )
             until = max(start, until)
             records.append(NodeRecord(attempt.n, node, _gpus_from_event(agent_started), start, until))
@@ -175,9 +177,9 @@ def _elapsed(t: float, mono: float | None, event: events.Event) -> float:
 
     The monotonic clock is preferred because the wall clock may have been set in between.
     """
-    if mono is None or event.get("mono") is None:
+    if mono is None or event.get("monotonic_s") is None:
         return float(event["t"]) - t
-    return float(event["mono"]) - mono
+    return float(event["monotonic_s"]) - mono
 
 
 def list_unreadable(attempt: AttemptDir) -> list[str]:

@@ -225,11 +225,11 @@ def _clock_steps(logs: Mapping[int, list[events.Event]]) -> dict[str, list[float
     for log in logs.values():
         # Offsets are compared within an attempt: a reboot resets the monotonic clock, and containers reuse pids.
         offsets: dict[tuple[str, int], float] = {}
-        for e in sorted(log, key=lambda e: float(e.get("mono") or 0.0)):
-            if e.get("mono") is None or e.get("host") is None:
+        for e in sorted(log, key=lambda e: float(e.get("monotonic_s") or 0.0)):
+            if e.get("monotonic_s") is None or e.get("host") is None:
                 continue
             process = str(e["host"]), int(e.get("pid", 0))
-            offset = float(e["t"]) - float(e["mono"])
+            offset = float(e["t"]) - float(e["monotonic_s"])
             if process in offsets and abs(offset - offsets[process]) >= CLOCK_STEP_S:
                 steps.setdefault(process[0], []).append(round(offset - offsets[process], 3))
             offsets[process] = offset

@@ -116,10 +116,10 @@ def _alerts_not_delivered(job: JobContext) -> Iterable[Insight]:
     """Return one note for each channel, with the reasons of all nodes."""
     by_channel: dict[tuple[str, str], list[events.Event]] = {}
     for event in events.filter_by_name(job.log, "alert_not_delivered"):
-        by_channel.setdefault((str(event.get("way")), str(event.get("to") or "")), []).append(event)
-    for (way, to), failures in by_channel.items():
+        by_channel.setdefault((str(event.get("channel")), str(event.get("to") or "")), []).append(event)
+    for (channel, to), failures in by_channel.items():
         text = (
-            f"alerts were not delivered by {way}{f' {to}' if to else ''}{_on_hosts(failures)}:"
+            f"alerts were not delivered by {channel}{f' {to}' if to else ''}{_on_hosts(failures)}:"
             f" {_format_reasons(failures)}"
         )
         fix = "read the alerts in the run's events; see docs/guides/monitor.md for messages and timeouts"

@@ -70,7 +70,7 @@ class RankResultWriter:
         self._rank = int(environ.get("RANK", "0"))
         self._local_rank = int(environ.get("LOCAL_RANK", "0"))
         self._path = Path(folder) / f"rank-{self._rank}.json" if folder else None
-        self._session_closed_path = Path(folder) / f"left-{self._rank}.json" if folder else None
+        self._session_closed_path = Path(folder) / f"finished-{self._rank}.json" if folder else None
         self._deferred = False
         self._last_total = -1
         self.ending: RankEnding | None = None

@@ -216,7 +216,7 @@ class Loader:
             "samples": len(self._dataset),
         }
         if self._excluded.ranges:
-            state["left_out"] = [list(r) for r in self._excluded.ranges]
+            state["excluded"] = [list(r) for r in self._excluded.ranges]
         return state if self._version is None else {**state, "version": self._version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -238,7 +238,7 @@ class Loader:
             )
         self.close()
         self.position, self._seed = state["position"], state["seed"]
-        self._excluded = permutation.ExcludedRanges(state.get("left_out", ()))
+        self._excluded = permutation.ExcludedRanges(state.get("excluded", ()))
 
 
 def prefetch_batches(

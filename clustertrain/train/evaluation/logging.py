@@ -24,7 +24,7 @@ def report_evaluation(
     early_stopping, outcome = evaluations.early_stopping, evaluations.last_outcome
     assert outcome is not None
     emit_event(
-        "judged",
+        "evaluated",
         step=step,
         metric=early_stopping.metric,
         higher_is_better=early_stopping.higher_is_better,

@@ -58,7 +58,7 @@ def run_compile_trial(
             for unit in compiled_modules:
                 unit._compiled_call_impl = None
             emit_event("compile_failed", **failure)
-            log.warning("torch.compile failed, the layers run uncompiled: %s", failure["why"])
+            log.warning("torch.compile failed, the layers run uncompiled: %s", failure["reason"])
             run_passes()  # a tracing failure stops all ranks halfway through; the eager passes must work
             return
         compiled_s = min(_time_passes(run_passes, device) for _ in range(TIMED_PASSES))
@@ -92,14 +92,14 @@ def _gather_failure(ranks: Ranks, own_error: Exception | None, node: str) -> dic
     if own_error is not None:
         lines = str(own_error).strip().splitlines() or ["no message"]
         why = f"{type(own_error).__name__}: {lines[0]}"
-        own_failure = {"why": why, "fix": _suggest_fix(why), "node": node}
+        own_failure = {"reason": why, "fix": _suggest_fix(why), "node": node}
     failures = ranks.all_gather_optional(own_failure)
     reported = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
     if not reported:
         return None
     rank, first = reported[0]
     location = "" if len(reported) == len(failures) else f"on rank {rank} (node {first['node']}): "
-    return {"why": location + first["why"], "fix": first["fix"]}
+    return {"reason": location + first["reason"], "fix": first["fix"]}
 
 
 @contextmanager

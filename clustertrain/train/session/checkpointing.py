@@ -233,7 +233,7 @@ class SessionCheckpointer:
             t_begin=t_begin,
             step=rollback.last_step,
             to_step=step,
-            why=rollback.reason,
+            reason=rollback.reason,
             samples=sum(end - first for ranges in target.excluded.values() for first, end in ranges),
             restore_s=clock.now() - t_begin,
         )
@@ -318,13 +318,13 @@ class SessionCheckpointer:
 
     def report_abandoned_save(self, step: int, e: DeadlineExceeded) -> None:
         """Report that the save of ``step`` was given up at the deadline."""
-        self._emit_event("save_given_up", step=step, why=e.message)
+        self._emit_event("save_abandoned", step=step, reason=e.message)
         log.warning("%s; the run goes on from step %d", e.message, self._result.committed_step or 0)
 
     def _report_interval(self) -> None:
         if self._interval is not None and self._interval.is_timed:
             self._emit_event(
-                "checkpoint_interval", seconds=self._interval.seconds, why=self._interval.format_explanation()
+                "checkpoint_interval", seconds=self._interval.seconds, reason=self._interval.format_explanation()
             )
 
     def _on_commit(self, result: SaveResult) -> None:
@@ -349,7 +349,7 @@ class SessionCheckpointer:
         if outcome.failure is None:
             self._emit_event("copied", step=outcome.step, copy_s=outcome.seconds, bytes=outcome.bytes)
             return
-        self._emit_event("copy_failed", step=outcome.step, why=outcome.failure.message)
+        self._emit_event("copy_failed", step=outcome.step, reason=outcome.failure.message)
         log.warning("the checkpoint of step %d is not copied: %s", outcome.step, outcome.failure.message)
 
     # -- end
@@ -362,7 +362,7 @@ class SessionCheckpointer:
         completed = self._result.ending == "completed"
         if completed and not self._manager.wait_for_copies(lambda: not self._is_stop_requested()):
             reason = f"the run's end was not put off any longer for it; it is in {self._folder}"
-            self._emit_event("copy_failed", step=self._result.committed_step, why=reason)
+            self._emit_event("copy_failed", step=self._result.committed_step, reason=reason)
             log.warning("the last checkpoint is not copied: %s", reason)
         self._manager.close(
             min(MAX_CLOSE_WAIT_S, 2.0 + 3 * self._deadline_tracker.slowest_save_s), run_finished=completed

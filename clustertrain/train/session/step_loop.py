@@ -211,7 +211,7 @@ class StepLoop:
     def _finish(self) -> None:
         if self._evaluations is not None and self._evaluations.stop_reason and self._step < self._total:
             self._runtime.result.reason = self._evaluations.stop_reason
-            self._runtime.events.emit("early_stop", step=self._step, why=self._evaluations.stop_reason)
+            self._runtime.events.emit("early_stop", step=self._step, reason=self._evaluations.stop_reason)
         self._session_state.is_finished = self._runtime.result.finished = True
         self._runtime.progress.enter_phase(heartbeat.SHUTDOWN)
 

@@ -81,7 +81,7 @@ class WarningReporter:
             fix=warning.fix,
             value=_to_json_value(warning.value),
             limit=warning.limit,
-            held_back=self._suppressed.pop(warning.code, 0),
+            suppressed=self._suppressed.pop(warning.code, 0),
         )
         log.warning("step %d: %s\n  fix: %s", step, warning.text, warning.fix)
 

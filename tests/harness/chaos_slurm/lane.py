@@ -193,7 +193,7 @@ class Lane(threading.Thread):
         owner can go on, and ``status`` must say how."""
         if not HELD_BY_SLURM.search(status["pending_reason"] or ""):
             return
-        command = status["to_continue"]
+        command = status["continue_command"]
         assert command == f"scontrol release {status['job_id']}"
         report.story.append(f"{command}: {testbed.run(*command.split()).returncode}")
 

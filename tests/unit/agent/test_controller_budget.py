@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> RunDir:
         found.attempt(n).events.mkdir(parents=True)
     fsio.write_json(found.plan, {"world_size": 4})
     told = ({"t": 0.0, "event": "started"}, {"t": 2 * HOUR, "event": "signal"})
-    lines = [json.dumps({"mono": 0.0, "host": "h", "pid": 1, **line}) for line in told]
+    lines = [json.dumps({"monotonic_s": 0.0, "host": "h", "pid": 1, **line}) for line in told]
     found.attempt(1).events_path("batch").write_text("\n".join(lines) + "\n")
     return found
 

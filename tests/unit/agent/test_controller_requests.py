@@ -84,7 +84,7 @@ def batch_of(run: RunDir, backend: OneJob) -> JobController:
 
 def answers(run: RunDir) -> list[tuple[bool, str | None]]:
     return [
-        (e["taken"], e.get("why"))
+        (e["accepted"], e.get("reason"))
         for e in events.filter_by_name(events.for_attempt(run.attempt(1)), "requeue_answered")
     ]
 
@@ -129,7 +129,7 @@ def test_an_attempt_that_was_taken_over_ends_its_step_and_decides_nothing(run: R
     log = events.for_attempt(run.attempt(1))
     assert backend.done == [] and events.find_last(log, "ended") is None and events.find_last(log, "stopped") is None
     taken = events.find_last(log, "taken_over")
-    assert taken is not None and taken["by"] == 2
+    assert taken is not None and taken["newer_attempt"] == 2
 
 
 def test_a_run_whose_folder_was_removed_is_not_started_again(run: RunDir) -> None:

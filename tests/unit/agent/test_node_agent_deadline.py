@@ -50,7 +50,7 @@ def test_ranks_that_stopped_though_nobody_told_this_agent(
     assert compacted == []
 
 
-@pytest.mark.parametrize("order", [{"why": "signal:SIGTERM"}, {"abort": True}])
+@pytest.mark.parametrize("order", [{"reason": "signal:SIGTERM"}, {"abort": True}])
 def test_an_order_that_came_with_the_last_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compacted: list[str], order: dict[str, Any]
 ) -> None:

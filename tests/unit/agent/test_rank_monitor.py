@@ -70,12 +70,12 @@ def test_a_rank_whose_process_cannot_be_found_may_be_working(tmp_path: Path, tor
 
 def test_ranks_that_sleep_after_their_last_step(tmp_path: Path, torchrun: int) -> None:
     for rank in (4, 5):
-        record(tmp_path, rank, "completed", "left")
+        record(tmp_path, rank, "completed", "finished")
     assert hung_after_patience(watched(tmp_path, torchrun)) == {4, 5}
 
 
 def test_ranks_that_sleep_in_the_middle_of_their_work_are_left_alone(tmp_path: Path, torchrun: int) -> None:
-    record(tmp_path, 5, "completed", "left")
+    record(tmp_path, 5, "completed", "finished")
     assert not hung_after_patience(watched(tmp_path, torchrun))
 
 
@@ -117,7 +117,7 @@ def test_a_run_whose_steps_are_done_is_complete_though_a_rank_hangs_at_its_end(
     sleeping = ["/bin/sh", "-c", "RANK=0 sleep 600 & wait"]
     monkeypatch.setattr(NodeAgent, "_start_torchrun", lambda self, meeting: proc.start(sleeping, new_session=True))
     done = {"rank": 0, "ending": "completed", "finished": True, "step": 7, "committed_step": 7}
-    fsio.write_json(one.rank_dir / "left-0.json", done)
+    fsio.write_json(one.rank_dir / "finished-0.json", done)
     result = one._run_ranks()
     assert (result.ending, result.step, result.committed_step) == ("completed", 7, 7)
     assert result.reason == "all steps were done; rank 0 was idle after all others had completed, and was ended"

@@ -87,7 +87,7 @@ REQUEUE = Decision("requeue", "…", 75)
 
 
 def how(run: RunDir) -> list[str]:
-    return [str(e["how"]) for e in events.filter_by_name(events.for_attempt(run.attempt(1)), "requeued")]
+    return [str(e["method"]) for e in events.filter_by_name(events.for_attempt(run.attempt(1)), "requeued")]
 
 
 def test_a_scheduler_that_is_restarting_is_asked_again(run: RunDir, signals: Signals) -> None:

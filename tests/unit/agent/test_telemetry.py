@@ -95,8 +95,8 @@ def test_no_process_to_be_had_is_an_event(run: RunDir, monkeypatch: pytest.Monke
     second = recorder(run, run.attempt(2))
     second.compact_earlier()
     second.stop()
-    (event,) = events.filter_by_name(events.for_attempt(run.attempt(2)), "telemetry_left")
-    assert "could not be started" in event["why"]
+    (event,) = events.filter_by_name(events.for_attempt(run.attempt(2)), "telemetry_not_compacted")
+    assert "could not be started" in event["reason"]
 
 
 def test_the_next_attempt_compacts_what_a_preempted_one_left(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

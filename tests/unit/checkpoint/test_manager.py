@@ -138,7 +138,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(manager: CheckpointMa
     assert restored is not None
     assert restored.step == 3
     assert [s["step"] for s in restored.skipped] == [6]
-    assert str(index.step_folder(root, 6)) in restored.skipped[0]["why"]
+    assert str(index.step_folder(root, 6)) in restored.skipped[0]["reason"]
     assert len(tensors(new)) > len(kept)
     # Set aside, so that neither a later restart nor retention takes it for the newest.
     assert [index.parse_step(p) for p in index.list_checkpoint_folders(root)] == [3]

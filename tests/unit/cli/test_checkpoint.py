@@ -234,7 +234,7 @@ def test_a_digest_is_of_the_model_the_optimizer_or_both(run: Path, command: Comm
     assert command("digest", run / "checkpoints" / "step-00000006", "--of", "model", "--json").json == {
         "run": str(run / "checkpoints"),
         "step": 6,
-        "of": "model",
+        "contents": "model",
         "digest": values["model"].strip(),
     }
 

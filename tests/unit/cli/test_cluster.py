@@ -98,7 +98,7 @@ def test_detect_keeps_a_persons_keys_unless_forced(folder: Path, monkeypatch: py
     assert "kept: grace_s = 60; detected: 20.0" in done.stdout and "--force" in done.stdout
     assert path.read_text().startswith('grace_s = 60  # agreed\naccount = "p1"\npartition = "low"')
     seen = said("detect")
-    assert seen["kept"] == {"grace_s": {"profile": 60, "found": 20.0}}
+    assert seen["conflicts"] == {"grace_s": {"profile": 60, "detected": 20.0}}
     assert (seen["written"], seen["changed"], seen["failures"], seen["measured"]) == (False, [], [], None)
     assert said("detect", "--force")["changed"] == ["grace_s"]
     assert profiles.load_profile("mine").grace_s == 20.0 and profiles.load_profile("mine").account == "p1"
@@ -113,7 +113,7 @@ def test_the_partition_is_the_one_asked_for_then_the_profiles_then_the_jobs(
     (folder / "testbed.toml").write_text('partition = "low"\n')
     assert said("detect", "--no-measure", "--dry-run")["profile"]["partition"] == "low"
     seen = said("detect", "--no-measure", "--dry-run", "--partition", "high")
-    assert seen["kept"]["partition"] == {"profile": "low", "found": "high"}
+    assert seen["conflicts"]["partition"] == {"profile": "low", "detected": "high"}
     assert "did you mean high" in str(call("detect", "--no-measure", "--partition", "hihg").exception)
 
 
@@ -127,8 +127,8 @@ def test_slurm_that_does_not_answer_is_told_and_nothing_is_written(folder: Path,
 def test_without_slurm_this_machine_is_what_there_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(folder))
     seen = said("detect", "here")
-    assert "without Slurm" in seen["notes"][0] and "partition" not in seen["found"]
-    assert profiles.load_profile("here").device == seen["found"]["device"]["value"]
+    assert "without Slurm" in seen["notes"][0] and "partition" not in seen["detected"]
+    assert profiles.load_profile("here").device == seen["detected"]["device"]["value"]
     assert isinstance(call("detect", "--partition", "low").exception, UsageError)
 
 

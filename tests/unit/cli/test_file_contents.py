@@ -135,7 +135,7 @@ def test_a_job_id_that_is_none_is_used_nowhere(job_id: str, run: RunDir, said: S
         log = fsio.JsonlAppender(path)
         log.append(
             {"t": time.time(), "event": "continued", "job_id": job_id, "options": {"wrap": "id", "time": "1:00"}},
-            {"t": time.time(), "event": "requeued", "how": "resubmit", "job_id": job_id, "options": {"wrap": "id"}},
+            {"t": time.time(), "event": "requeued", "method": "resubmit", "job_id": job_id, "options": {"wrap": "id"}},
         )
         log.close()
     fsio.write_json(run.attempt(1).record, {**json.loads(run.attempt(1).record.read_text()), "job_id": job_id})
@@ -149,7 +149,7 @@ def test_a_job_id_that_is_none_is_used_nowhere(job_id: str, run: RunDir, said: S
 def test_a_node_that_is_none_names_no_folder(node: str, run: RunDir, said: Said) -> None:
     log = fsio.JsonlAppender(run.attempt(1).events_path("odd"))
     log.append({"t": time.time(), "event": "agent_started", "node": node, "gpus": []})
-    log.append({"t": time.time(), "event": "requeued", "how": "resubmit", "exclude": [node, "n1"]})
+    log.append({"t": time.time(), "event": "requeued", "method": "resubmit", "exclude": [node, "n1"]})
     log.close()
     found = json.loads(said("telemetry", run.id, "--json")[1])
     assert node not in json.dumps(found, ensure_ascii=False)

@@ -162,7 +162,7 @@ def test_control_characters_reach_no_terminal(run: RunDir, call: Call, where: st
     t = time.time() - 55
     if where == "events":
         log.append({"t": t, "event": "ended", "ending": "user_error", "reason": HOSTILE, "last_step": 20})
-        log.append({"t": t + 9, "event": "stopped", "why": HOSTILE})
+        log.append({"t": t + 9, "event": "stopped", "reason": HOSTILE})
     elif where == "alert":
         log.append(
             {"t": t, "event": "alert", "code": HOSTILE, "severity": "warning", "state": "raised", "text": HOSTILE,

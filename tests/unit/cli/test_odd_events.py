@@ -19,16 +19,16 @@ from tests.unit.report.live_runs import begin, new_run
 
 NAMES = (
     "submitted", "started", "agent_started", "ranks_started", "session_started", "restored", "first_step",
-    "signal", "save_given_up", "stop_agreed", "checkpoint", "evaluation", "session_ended", "ranks_ended",
+    "signal", "save_abandoned", "stop_agreed", "checkpoint", "evaluation", "session_ended", "ranks_ended",
     "gpu_lost", "gpu_back", "gpu_event", "telemetry_failed", "alert", "alert_not_delivered",
     "exporter_failed", "comment_refused", "continued", "cancelled", "ended", "requeued", "stopped",
 )  # fmt: skip
 FIELDS = (
-    "t_begin", "mono", "host", "pid", "job_id", "backend", "restart", "nodes", "end_time", "node", "gpus",
-    "world_size", "device", "layout", "step", "restore_s", "total", "signal", "source", "why", "save",
+    "t_begin", "monotonic_s", "host", "pid", "job_id", "backend", "restart", "nodes", "end_time", "node", "gpus",
+    "world_size", "device", "layout", "step", "restore_s", "total", "signal", "source", "reason", "save",
     "stall_s", "save_s", "bytes", "reason", "eval_s", "ending", "exit_code", "uuid", "index", "kind", "xid",
-    "count", "code", "severity", "state", "text", "fix", "rank", "way", "to", "by", "options", "last_step",
-    "at", "how", "exclude",
+    "count", "code", "severity", "state", "text", "fix", "rank", "channel", "to", "user", "options", "last_step",
+    "ended_at", "method", "exclude",
 )  # fmt: skip
 ODD: list[Any] = [None, "x", "", [], [None], {}, {"x": None}, True, -1, 1e300, float("nan"), float("inf")]
 

@@ -145,7 +145,7 @@ def test_a_claim_that_does_not_read_holds_nothing(run: RunDir, jobs: Jobs, text:
 
 
 def test_a_submission_that_is_refused_leaves_the_run_as_it_was(run: RunDir, jobs: Jobs) -> None:
-    fsio.write_json(run.cancel_marker, {"by": "me"})
+    fsio.write_json(run.cancel_marker, {"user": "me"})
 
     def refuse() -> None:
         raise SchedulerError("no such partition")
@@ -172,7 +172,7 @@ def answer(run: RunDir, **fields: Any) -> None:
 
 
 def test_of_two_requests_the_one_with_other_options_is_refused_and_says_what_to_type(running: RunDir) -> None:
-    answer(running, taken=True, why=None)
+    answer(running, accepted=True, reason=None)
     assert call(running).exit_code == 0
     said = refusal(call(running, "--time", "1:00:00"))
     assert "is being requeued already, without options" in said
@@ -198,12 +198,12 @@ def test_a_request_that_nobody_takes_is_no_success(running: RunDir, monkeypatch:
 
 
 def test_a_request_that_the_ending_of_the_run_overtakes_says_why(running: RunDir) -> None:
-    answer(running, taken=False, why="all ranks completed")
+    answer(running, accepted=False, reason="all ranks completed")
     assert "is not started again: all ranks completed" in refusal(call(running))
 
 
 def test_a_run_that_is_being_cancelled_takes_no_request(running: RunDir, jobs: Jobs) -> None:
-    fsio.write_json(running.cancel_marker, {"by": "me"})
+    fsio.write_json(running.cancel_marker, {"user": "me"})
     said = refusal(call(running))
     assert "still being cancelled: job local-1" in said
     assert f"clustertrain wait {running.id}; clustertrain requeue {running.id}" in said

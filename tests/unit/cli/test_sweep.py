@@ -60,8 +60,8 @@ def test_the_keys_of_the_contract(three: dict[str, Any], tmp_path: Path) -> None
     assert three["sweep_dir"] == str(tmp_path / "home" / "sweeps" / three["sweep"])
     for n, row in enumerate(three["runs"]):
         assert row["run_dir"] == str(tmp_path / "home" / "runs" / row["run"])
-        assert {k: row[k] for k in ("job_id", "state", "set")} == {
-            "job_id": f"4711_{n}", "state": "pending", "set": {"train.seed": n + 1}
+        assert {k: row[k] for k in ("job_id", "state", "values")} == {
+            "job_id": f"4711_{n}", "state": "pending", "values": {"train.seed": n + 1}
         }  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def test_a_dry_run_shows_the_arrays_script_and_the_first_runs(
     assert type_("sweep", "--dry-run", "--json", "--grid", "train.seed=4,5") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["script"] == array
-    assert [set(run) for run in document["runs"]] == [{"set", "script", "plan"}] * 2
+    assert [set(run) for run in document["runs"]] == [{"values", "script", "plan"}] * 2
     assert not (tmp_path / "home").exists()
 
 
@@ -217,7 +217,7 @@ def test_anothers_sweep_is_found_through_the_jobs_working_directory(
 def test_a_grid_is_the_same_sweep(type_: Type, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     assert type_("sweep", "--grid", "optim.lr=log:1e-4:1e-2:3", "--at-once", "2", "--json", "--name", "lr") == 0
     shown = json.loads(capsys.readouterr().out)
-    assert [row["set"] for row in shown["runs"]] == [{"optim.lr": lr} for lr in (1e-4, 1e-3, 1e-2)]
+    assert [row["values"] for row in shown["runs"]] == [{"optim.lr": lr} for lr in (1e-4, 1e-3, 1e-2)]
     assert shown["sweep"].startswith("lr-") and "#SBATCH --array=0-2%2\n" in fake_slurm.calls("sbatch")[0].script
     assert type_("sweep", "--grid", "train.seed=1,2", "--dry-run") == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --array=0-1\n")
@@ -253,7 +253,7 @@ def results(three: dict[str, Any], fake_slurm: FakeSlurm) -> dict[str, Any]:
         second.attempt(n).events.mkdir(parents=True)
         fsio.write_json(second.attempt(n).record, {"job_id": "4711_1", "restart": n - 1, "t": 10.0 * n})
     second.attempt(1).events_path("batch").write_text(
-        '{"t": 12, "event": "ended", "ending": "preempted"}\n{"t": 12, "event": "requeued", "how": "requeue"}\n'
+        '{"t": 12, "event": "ended", "ending": "preempted"}\n{"t": 12, "event": "requeued", "method": "requeue"}\n'
     )
     rows_of(second, 1, {1: 5.0, 2: 1.0})
     rows_of(second, 2, {2: 3.5, 3: 3.0, 4: 3.25})
@@ -270,8 +270,8 @@ def test_the_results_of_a_sweep_that_runs(
         found = json.loads(capsys.readouterr().out)
         assert found["sweep"] == results["sweep"]
     ids = [row["run"] for row in results["runs"]]
-    assert (found["metric"], found["higher_is_better"], found["best"], found["gone"]) == ("loss", False, ids[1], 0)
-    assert [(r["run"], r["set"]["train.seed"], r["state"], r["attempts"]) for r in found["runs"]] == [
+    assert (found["metric"], found["higher_is_better"], found["best"], found["deleted"]) == ("loss", False, ids[1], 0)
+    assert [(r["run"], r["values"]["train.seed"], r["state"], r["attempts"]) for r in found["runs"]] == [
         (ids[1], 2, "running", 2), (ids[0], 1, "completed", 1), (ids[2], 3, "pending", 0)
     ]  # fmt: skip
     # The 1.0 of step 2 was run again, as 3.5.
@@ -308,7 +308,7 @@ def test_a_sweep_whose_runs_are_partly_gone(
     Path(results["runs"][2]["run_dir"], "spec.toml").write_text("version = [")
     assert type_("sweep", "show", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["gone"] == 1 and found["best"] == results["runs"][0]["run"]
+    assert found["deleted"] == 1 and found["best"] == results["runs"][0]["run"]
     assert "not valid TOML" in found["runs"][1]["error"]
     assert type_("sweep", "show", "nope") == 1
     assert f"the newest one is {results['sweep']}" in capsys.readouterr().err

@@ -24,13 +24,13 @@ def test_known_gpu_type(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive("".join(f"device {i} name NVIDIA H100 80GB HBM3\n" for i in range(4)))
     document = detect(nvml_stub, tmp_path)
     assert (document["profile"]["device"], document["profile"]["gpus_per_node"]) == ("cuda", 4)
-    assert document["found"]["gpu_type"] == {"value": "h100", "source": "NVML name: NVIDIA H100 80GB HBM3"}
+    assert document["detected"]["gpu_type"] == {"value": "h100", "source": "NVML name: NVIDIA H100 80GB HBM3"}
 
 
 def test_mig_slices_are_skipped_and_unknown_type_is_noted(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive("device 0 name NVIDIA X9\ndevice 1 name NVIDIA X9\ndevice 2 parent 0\n")
     document = detect(nvml_stub, tmp_path)
-    assert document["profile"]["gpus_per_node"] == 2 and "gpu_type" not in document["found"]
+    assert document["profile"]["gpus_per_node"] == 2 and "gpu_type" not in document["detected"]
     assert any("'NVIDIA X9' is not in the GPU catalog" in note for note in document["notes"])
 
 

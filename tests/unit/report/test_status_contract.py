@@ -22,7 +22,7 @@ def test_task_metric_slices_and_budget() -> None:
             "day": SliceStatus(value=0.9, best=0.9, regression=0.0),
         },
         used=BudgetUsage(gpu_hours=4.0, wall_hours=1.0),
-        left={"gpu_hours": 6.0},
+        remaining={"gpu_hours": 6.0},
     )
     assert contract_rows(contract) == [
         ("task", "tell cats from dogs, research"),

@@ -67,7 +67,7 @@ class Told:
 
     def back(self, step: int, to_step: int, seconds: float) -> None:
         """Go back to a checkpoint because of ``step``: the rows to come are in another file."""
-        self.lasting("rolled_back", "restore_s", seconds, step=step, to_step=to_step, why="a spike", samples=8)
+        self.lasting("rolled_back", "restore_s", seconds, step=step, to_step=to_step, reason="a spike", samples=8)
         _append(self.run.metrics_path(self.n, self._stretch), self._rows)
         self._rows, self._stretch = [], self._stretch + 1
 

@@ -71,8 +71,8 @@ def test_event_names_are_class_names_in_snake_case() -> None:
 def test_field_types_are_read_from_the_annotations() -> None:
     types = event_types.collect_field_types()
     assert (types["step"], types["job_id"], types["nodes"], types["options"]) == (float, str, list, dict)
-    assert types["by_script"] is bool
-    assert "by" not in types and "value" not in types  # several types
+    assert types["ended_by_script"] is bool
+    assert "value" not in types  # several types
 
 
 def test_every_event_type_can_be_built() -> None:

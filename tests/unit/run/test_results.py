@@ -12,12 +12,13 @@ from clustertrain.run.results import LastSeen, NodeResult, RankOutcome, RankResu
 def test_results_keep_their_keys_on_disk() -> None:
     record = msgspec.to_builtins(RankResult(rank=1, ending="stopped", reason="asked", budget_spent=True))
     assert list(record) == [
-        "rank", "local_rank", "ending", "finished", "step", "committed_step", "exit_code", "kind", "why", "spent",
-        "error", "peak_allocated_gib",
+        "rank", "local_rank", "ending", "finished", "step", "committed_step", "exit_code", "kind", "reason",
+        "budget_spent", "error", "peak_allocated_gib",
     ]  # fmt: skip
     node = msgspec.to_builtins(NodeResult(node="a", ending="failed", ranks=(RankOutcome(ending="failed"),)))
     assert list(node) == [
-        "node", "node_rank", "ending", "kind", "exit_code", "step", "committed_step", "message", "ranks", "why", "spent"
+        "node", "node_rank", "ending", "kind", "exit_code", "step", "committed_step", "message", "ranks", "reason",
+        "budget_spent",
     ]  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def test_documents_without_an_ending_are_no_results(document: object) -> None:
 
 
 def test_fields_of_wrong_types_are_left_out() -> None:
-    result = parse_rank_result({"rank": 2, "ending": "completed", "step": "x", "why": 4, "committed_step": 8})
+    result = parse_rank_result({"rank": 2, "ending": "completed", "step": "x", "reason": 4, "committed_step": 8})
     assert result == RankResult(rank=2, ending="completed", committed_step=8)
 
 

@@ -193,7 +193,9 @@ def test_what_was_told_of_and_does_not_count_any_more_takes_no_later_commit_away
         told = history.attempt(n, 100.0 * n)
         told.t = 100.0 * n
         if restored is not None:
-            told.event("restored", step=restored, skipped=[{"step": s, "why": "a checksum differs"} for s in skipped])
+            told.event(
+                "restored", step=restored, skipped=[{"step": s, "reason": "a checksum differs"} for s in skipped]
+            )
         for step in range((restored or 0) + 1, to + 1):
             told.step(step, 1.0)
         return told

@@ -48,7 +48,7 @@ def submitted(run: RunDir, t: float = 0.0, job_id: str = "7") -> None:
 def two_attempts(run: RunDir) -> None:
     submitted(run)
     write(run, 1, (10, "started", {"job_id": "7"}), (50, "ended", {"ending": "preempted", "last_step": 20}))
-    write(run, 1, (50.5, "requeued", {"how": "requeue", "job_id": "7"}), writer="batch2")
+    write(run, 1, (50.5, "requeued", {"method": "requeue", "job_id": "7"}), writer="batch2")
     write(
         run,
         1,
@@ -114,7 +114,7 @@ def test_states(
 
 def test_a_run_that_was_stopped_for_good_has_failed(run: RunDir) -> None:
     ended(run, "unknown")
-    write(run, 1, (21, "stopped", {"why": "no progress"}))
+    write(run, 1, (21, "stopped", {"reason": "no progress"}))
     assert state.determine_state(run, attempts.load_attempts(run), None) == state.FAILED
 
 
@@ -122,7 +122,7 @@ def test_the_newest_job_is_the_one_mentioned_last(run: RunDir) -> None:
     submitted(run, job_id="9")
     write(run, 1, (10, "started", {"job_id": "9"}), (50, "ended", {"ending": "node_failure"}))
     fsio.write_json(run.attempt(1).record, {"job_id": "9"})
-    write(run, 1, (51, "requeued", {"how": "resubmit", "job_id": "10"}))
+    write(run, 1, (51, "requeued", {"method": "resubmit", "job_id": "10"}))
     assert attempts.list_job_ids(run) == ["9", "10"]
 
 

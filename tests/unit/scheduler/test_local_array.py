@@ -86,7 +86,7 @@ def test_one_at_a_time_unless_told_otherwise(submit: Submit, tmp_path: Path) -> 
 def test_two_at_once_and_one_that_is_cancelled_while_it_waits(submit: Submit, tmp_path: Path) -> None:
     jobs = submit(5, at_once=2)
     ids = [job_id for _, job_id in jobs]
-    assert [record(job_id).after for job_id in ids] == ["", "", *ids[:3]]
+    assert [record(job_id).depends_on for job_id in ids] == ["", "", *ids[:3]]
     becomes(ids[0], RUNNING)
     becomes(ids[1], RUNNING)
     backend.cancel(ids[2])

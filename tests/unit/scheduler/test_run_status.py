@@ -70,8 +70,8 @@ def attempt(run: RunDir, *events: tuple[float, str, dict[str, Any]]) -> None:
 
 
 PREEMPTED = (3.0, "ended", {"ending": "preempted", "reason": "the scheduler preempted the job"})
-REQUEUED = (4.0, "requeued", {"how": "requeue", "job_id": "7"})
-STOPPED = (4.0, "stopped", {"why": "no progress"})
+REQUEUED = (4.0, "requeued", {"method": "requeue", "job_id": "7"})
+STOPPED = (4.0, "stopped", {"reason": "no progress"})
 
 
 def test_no_answer_does_not_end_a_requeued_run(run: RunDir, scheduler: Scheduler) -> None:

@@ -34,14 +34,14 @@ def test_git_state_has_commit_branch_and_diff(repository: Path) -> None:
     assert clean["dirty"] is False and clean["diff"] == ""
     (repository / "a.py").write_text("two\n")
     dirty = provenance.read_git_state(repository)
-    assert dirty is not None and dirty["dirty"] is True and "+two" in dirty["diff"] and dirty["diff_cut"] is False
+    assert dirty is not None and dirty["dirty"] is True and "+two" in dirty["diff"] and dirty["diff_truncated"] is False
 
 
 def test_long_diff_is_cut(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "DIFF_LIMIT_BYTES", 100)
     (repository / "a.py").write_text("ü" * 500 + "\n")
     state = provenance.read_git_state(repository)
-    assert state is not None and state["diff_cut"] is True and len(state["diff"].encode()) <= 100
+    assert state is not None and state["diff_truncated"] is True and len(state["diff"].encode()) <= 100
 
 
 def test_git_state_is_none_without_repository_or_commit(tmp_path: Path) -> None:

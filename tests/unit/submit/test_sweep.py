@@ -116,7 +116,7 @@ def test_runs_are_ordinary_and_array_is_one_job(sweep: Sweep, fake_slurm: FakeSl
         assert (spec.recipe.optim.lr, spec.recipe.train.steps) == tuple(values.values())
         own = run.job_script.read_text()
         assert f"#SBATCH --job-name={run.id}\n" in own and "#SBATCH --output=job.log\n" in own and "--array" not in own
-        assert json.loads(run.record.read_text())["sweep"] == {"id": done.folder.name, "set": values}
+        assert json.loads(run.record.read_text())["sweep"] == {"id": done.folder.name, "values": values}
         assert [e["job_id"] for e in events.for_run(run)] == [f"4711_{n}"] and run.checkpoints.is_dir()
     assert [p.name for p in sorted(done.folder.iterdir())] == ["0", "1", "2", "3", "job.sh"]
     assert stat.S_IMODE(done.folder.stat().st_mode) == 0o700

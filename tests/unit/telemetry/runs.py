@@ -47,7 +47,7 @@ def new_attempt(run: RunDir, n: int = 1, job_id: str = "4711", nodes: Sequence[s
 
 def event(attempt: AttemptDir, name: str, node: str, t: float, **fields: Any) -> None:
     log = fsio.JsonlAppender(attempt.events_path(f"agent-{node}"))
-    log.append({"t": t, "mono": t - T0, "host": node, "pid": 1, "event": name, "node": node} | fields)
+    log.append({"t": t, "monotonic_s": t - T0, "host": node, "pid": 1, "event": name, "node": node} | fields)
     log.close()
 
 

@@ -12,7 +12,7 @@ from clustertrain.telemetry.report_schema import AttemptSummary, TimelineEvent, 
 
 
 def event(name: str, t: float = 100.0, **fields: Any) -> dict[str, Any]:
-    return {"t": t, "mono": t, "host": "n1", "pid": 1, "event": name, **fields}
+    return {"t": t, "monotonic_s": t, "host": "n1", "pid": 1, "event": name, **fields}
 
 
 def single_mark(log: list[dict[str, Any]]) -> TimelineEvent:

@@ -37,7 +37,7 @@ JOB_IDS = (
     "4711;",
 )
 CLAIMS = ("1.json", "01.json", "-5.json", "٣.json", f"{'9' * 30}.json", "x", ".json", "7.json.tmp")
-CLAIMED = '{"by": "x", "host": "far", "pid": 1, "created": 1.0, "t": 1.0, "job_id": "4711"}'
+CLAIMED = '{"user": "x", "host": "far", "pid": 1, "created": 1.0, "t": 1.0, "job_id": "4711"}'
 OUTCOMES = (
     "echo 4720",
     "echo 4720",
@@ -142,14 +142,14 @@ def _run(box: Sandbox, name: str, job_id: str, state: str) -> RunDir:
     log = fsio.JsonlAppender(attempt.events_path("batch"))
     if state in ("failed", "completed"):
         log.append({"t": now - 50, "event": "ended", "ending": "user_error" if state == "failed" else "completed"})
-        log.append({"t": now - 50, "event": "stopped", "why": "it broke"})
+        log.append({"t": now - 50, "event": "stopped", "reason": "it broke"})
     elif state == "cancelled":
-        fsio.write_json(run.cancel_marker, {"t": now - 50, "by": "x"})
+        fsio.write_json(run.cancel_marker, {"t": now - 50, "user": "x"})
     elif state == "asked":
         fsio.write_json(
-            attempt.requeue_request, {"options": {"time": "1:00"}, "by": "x", "host": "far", "pid": 1, "t": now}
+            attempt.requeue_request, {"options": {"time": "1:00"}, "user": "x", "host": "far", "pid": 1, "t": now}
         )
-        log.append({"t": now, "event": "requeue_answered", "taken": True})
+        log.append({"t": now, "event": "requeue_answered", "accepted": True})
     log.close()
     return run
 

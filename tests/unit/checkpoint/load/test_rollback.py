@@ -109,6 +109,6 @@ def test_once_too_often_without_getting_further(tmp_path: Path) -> None:
 
 
 def test_a_record_that_does_not_read_is_no_empty_one(tmp_path: Path) -> None:
-    (tmp_path / rollback.RECORD_FILE).write_text('[{"last": ')
+    (tmp_path / rollback.RECORD_FILE).write_text('[{"last_step": ')
     with pytest.raises(CheckpointError, match="cannot be read"):
         rollback.excluded_ranges(tmp_path)

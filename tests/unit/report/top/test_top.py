@@ -226,7 +226,7 @@ def test_ended_run(run: RunDir, now: float) -> None:
     assert "the run has ended (completed); this is its last state" in text
     assert "gpu-node-00" in text
     assert view.eta_s is None and view.since_step_s is None
-    assert not [n for n in view.nodes if n.trouble], "nodes of an ended run are not silent"
+    assert not [n for n in view.nodes if n.problem], "nodes of an ended run are not silent"
 
 
 def test_silent_nodes(run: RunDir, now: float) -> None:

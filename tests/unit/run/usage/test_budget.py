@@ -37,7 +37,7 @@ def attempt(run: RunDir, n: int, start: float, end: float | None, ranks: int | N
 
 
 def line_of(value: dict[str, object]) -> str:
-    return json.dumps({"mono": 0.0, "host": "h", "pid": 1, **value}) + "\n"
+    return json.dumps({"monotonic_s": 0.0, "host": "h", "pid": 1, **value}) + "\n"
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_limits_that_the_owner_has_raised_since(run: RunDir) -> None:
     fsio.write_json(run.record, {"contract": contract_status.build_record(recipe)})
     run.spec.write_text("[recipe.contract]\ngpu_hours = 25.0\n")
     found = contract_status.load_contract_status(run, [], None)
-    assert found is not None and found.left == {"gpu_hours": 25.0} and found.metric == "loss"
+    assert found is not None and found.remaining == {"gpu_hours": 25.0} and found.metric == "loss"
 
 
 def test_what_is_reached_is_told_in_words() -> None:
@@ -99,12 +99,12 @@ def test_the_standing_of_a_run(run: RunDir) -> None:
     log = EventLog(run.attempt(1).events_path("rank-0"))
     slices = {"night": {"value": 0.5, "best": 0.75}, "day": {"value": 0.9, "best": 0.9}}
     told = {"metric": "validation_accuracy", "higher_is_better": True, "value": 0.6, "best": 0.7, "best_step": 20}
-    log.write("judged", step=30, slices=slices, **told)
+    log.write("evaluated", step=30, slices=slices, **told)
     log.close()
     found = contract_status.load_contract_status(run, attempts.load_attempts(run), None)
     assert found is not None and (found.value, found.step, found.best, found.best_step) == (0.6, 30, 0.7, 20)
     assert {name: s.regression for name, s in found.slices.items()} == {"night": 0.25, "day": 0.0}
-    assert found.used is not None and found.used.gpu_hours == 4.0 and found.left == {"gpu_hours": 6.0}
+    assert found.used is not None and found.used.gpu_hours == 4.0 and found.remaining == {"gpu_hours": 6.0}
 
 
 @pytest.mark.parametrize("name", ["rolled_back", "restored", "first_step"])
@@ -117,8 +117,8 @@ def test_an_evaluation_of_a_step_that_was_thrown_away_does_not_count(run: RunDir
         assert found is not None and (found.value is None) == (found.step is None)
         return found.value
 
-    log.write("judged", step=4, value=2.0)
-    log.write("judged", step=8, value=1.0)
+    log.write("evaluated", step=4, value=2.0)
+    log.write("evaluated", step=8, value=1.0)
     assert now() == 1.0
     if name == "restored":
         log.close()
@@ -129,11 +129,11 @@ def test_an_evaluation_of_a_step_that_was_thrown_away_does_not_count(run: RunDir
         log = EventLog(run.attempt(2).events_path("rank-0"))
         log.write("first_step", step=1)
         assert now() is None
-        log.write("judged", step=4, value=2.0)
+        log.write("evaluated", step=4, value=2.0)
     else:
         log.write("rolled_back", step=9, to_step=4)
     assert now() == 2.0
-    log.write("judged", step=8, value=3.0)
+    log.write("evaluated", step=8, value=3.0)
     assert now() == 3.0
     log.write("rolled_back", step=9, to_step=2)
     assert now() is None
@@ -143,7 +143,7 @@ def test_an_evaluation_of_a_step_that_was_thrown_away_does_not_count(run: RunDir
 def test_an_evaluation_of_an_attempts_first_step_is_told_before_the_step_and_counts(run: RunDir) -> None:
     fsio.write_json(run.record, {"contract": contract_status.build_record(Recipe())})
     log = EventLog(run.attempt(1).events_path("rank-0"))
-    log.write("judged", step=1, value=2.0)
+    log.write("evaluated", step=1, value=2.0)
     log.write("first_step", step=1)
     log.close()
     found = contract_status.load_contract_status(run, [], None)

@@ -42,7 +42,7 @@ def preempted_and_resumed(folder: Path) -> History:
     one.t += 1.0
     one.event("stop_agreed", step=20)
     one.batch(50.0, "ended", ending="preempted", last_step=20)
-    one.batch(50.5, "requeued", how="requeue", job_id="7")
+    one.batch(50.5, "requeued", method="requeue", job_id="7")
     one.write()
     two = history.attempt(2, 60.0)
     two.t = 65.0
@@ -177,7 +177,7 @@ def test_a_run_that_never_started_has_waited_until_it_was_cancelled(
     tmp_path: Path, finished: bool, queue_s: float
 ) -> None:
     history = History(tmp_path, 10.0)
-    history.of_run(35.0, "cancelled", by="me")
+    history.of_run(35.0, "cancelled", user="me")
     assert parts_of(book_of(history, 50.0, finished=finished)) == {"queue_s": queue_s}
 
 
@@ -186,10 +186,10 @@ def test_a_requeued_job_that_is_held_waits_in_the_queue(tmp_path: Path) -> None:
     one = history.attempt(1, 0.0)
     one.step(1, 5.0)
     one.batch(5.0, "ended", ending="preempted")
-    one.batch(5.5, "requeued", how="requeue", job_id="7")
+    one.batch(5.5, "requeued", method="requeue", job_id="7")
     one.write()
     assert parts_of(book_of(history, 1005.0, finished=False)) == {"productive_s": 5.0, "queue_s": 1000.0}
-    history.of_run(205.0, "cancelled", by="me")
+    history.of_run(205.0, "cancelled", user="me")
     assert parts_of(book_of(history, 1005.0)) == {"productive_s": 5.0, "queue_s": 200.0}
 
 
@@ -207,9 +207,9 @@ def test_the_days_before_an_ended_run_was_continued_by_hand_are_not_its_own(tmp_
     one = history.attempt(1, 0.0)
     one.step(1, 5.0)
     one.batch(5.0, "ended", ending="user_error")
-    one.batch(5.5, "stopped", why="it would fail again")
+    one.batch(5.5, "stopped", reason="it would fail again")
     one.write()
-    history.of_run(86_400.0, "continued", by="me")
+    history.of_run(86_400.0, "continued", user="me")
     history.of_run(86_401.0, "continued", job_id="8")
     two = history.attempt(2, 86_410.0)
     two.t = 86_410.0
@@ -224,7 +224,7 @@ def test_a_weekend_after_a_death_without_a_word_is_no_wait_in_the_queue(tmp_path
     one = history.attempt(1, 0.0)
     one.step(1, 5.0)
     one.write()
-    history.of_run(200_000.0, "continued", by="me")
+    history.of_run(200_000.0, "continued", user="me")
     two = history.attempt(2, 200_010.0)
     two.t = 200_010.0
     two.step(2, 5.0)
@@ -328,7 +328,7 @@ def test_whatever_the_clocks_say_the_parts_sum_and_none_is_negative(tmp_path: Pa
         if at.random() < 0.6:
             told.batch(moment(), "ended", ending=at.choice(["completed", "preempted", "hang", "cancelled"]))
         if at.random() < 0.3:
-            told.batch(moment(), "stopped", why="no progress")
+            told.batch(moment(), "stopped", reason="no progress")
         told.write()
     for name in ("continued", "cancelled"):
         if at.random() < 0.4:

@@ -108,7 +108,7 @@ def test_alert_without_channels_is_event_and_log_line(events: Events, capsys: py
     (event,) = events
     assert event == {
         "event": "alert", "code": "gpu_lost", "severity": "critical", "text": LOST.text, "fix": LOST.fix, "node": "n1",
-        "uuid": "GPU-3", "rank": 3, "state": "raised", "held_back": 0,
+        "uuid": "GPU-3", "rank": 3, "state": "raised", "suppressed": 0,
     }  # fmt: skip
     assert capsys.readouterr().err == f"clustertrain agent: critical: {LOST.text}\n"
     assert not [t for t in threading.enumerate() if t.name == "alerts"]
@@ -166,7 +166,7 @@ def test_missing_webhook_is_reported(
     it.send([LOST])
     (failed,) = events.wait_for("alert_not_delivered")
     it.stop()
-    assert failed["way"] == "webhook" and failed["to"] == ("$MY_HOOK" if kind == "webhook_env" else where)
+    assert failed["channel"] == "webhook" and failed["to"] == ("$MY_HOOK" if kind == "webhook_env" else where)
     assert (word if kind == "webhook_file" or content is not None else "is not set") in failed["reason"]
     assert where in failed["reason"]
     assert "secret" not in json.dumps(events) + capsys.readouterr().err
@@ -197,7 +197,7 @@ def test_refusal_is_one_event_without_secret(
     assert clock.wait_until(lambda: len(server.got) == 2 * tries, 20, 0.01)
     it.stop()
     assert word in failed["reason"]
-    assert (failed["way"], failed["to"]) == ("webhook", "http://127.0.0.1/…")
+    assert (failed["channel"], failed["to"]) == ("webhook", "http://127.0.0.1/…")
     assert len(events.named("alert_not_delivered")) == 1
     assert "secret" not in json.dumps(events) + capsys.readouterr().err
 
@@ -244,7 +244,7 @@ def test_full_queue_drops_and_stop_does_not_wait(
     it.send([LOST])
     assert clock.wait_until(lambda: len(server.got) > 0, 20, 0.01)
     it.send([LOST] * (notify.QUEUE_SIZE + 10))
-    assert [e["way"] for e in events.named("alert_not_delivered")] == ["queue"]
+    assert [e["channel"] for e in events.named("alert_not_delivered")] == ["queue"]
     assert len(events.named("alert")) == notify.QUEUE_SIZE + 11
     assert not it.stop()  # the thread hangs in the server
 

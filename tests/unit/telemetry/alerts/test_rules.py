@@ -163,7 +163,7 @@ def test_slow_flapping_is_rate_limited(alerts: AlertRules) -> None:
     raised = [a for a in found if a.state == "raised"]
     assert 20 < len(raised) < 24 * 6
     assert len(found) - len(raised) in (len(raised), len(raised) - 1)
-    assert sum(a.held_back for a in raised) + len(raised) == pytest.approx(86_400 / 400, abs=2)
+    assert sum(a.suppressed for a in raised) + len(raised) == pytest.approx(86_400 / 400, abs=2)
 
 
 def test_many_gpus_are_limited_per_hour(alerts: AlertRules) -> None:
@@ -172,7 +172,7 @@ def test_many_gpus_are_limited_per_hour(alerts: AlertRules) -> None:
     assert len(job.run(alerts, 60, lambda _, v: v.update(full))) == MAX_PER_HOUR
     later = job.run(alerts, 3700, lambda _, v: v.update(full), dt=2.0)
     assert len(later) == 16 - MAX_PER_HOUR
-    assert later[0].held_back == 16 - MAX_PER_HOUR - 1
+    assert later[0].suppressed == 16 - MAX_PER_HOUR - 1
 
 
 @pytest.mark.parametrize(("column", "word"), [("throttle_thermal", "heat"), ("throttle_hardware", "hardware")])
@@ -384,7 +384,7 @@ def test_each_xid_is_reported_once(alerts: AlertRules) -> None:
     first = alerts.event("xid", "GPU-1", T0, 20.0, xid=79)
     assert [(a.code, a.severity, a.uuid, a.rank, a.value) for a in first] == [("xid", "critical", "GPU-1", 1, 79.0)]
     assert [alerts.event("xid", "GPU-1", T0, 20.0 + i, xid=79) for i in range(300)] == [[]] * 300
-    assert alerts.event("xid", "GPU-1", T0, 700.0, xid=79)[0].held_back == 300
+    assert alerts.event("xid", "GPU-1", T0, 700.0, xid=79)[0].suppressed == 300
     assert alerts.event("xid", "GPU-0", T0, 701.0, xid=31)[0].severity == "warning"
     assert alerts.event("xid", "GPU-9", T0, 702.0, xid=999)[0].rank is None
 

@@ -259,7 +259,7 @@ def test_clock_step_keeps_coverage(run: RunDir) -> None:
     attempt = new_attempt(run)
     record(attempt, [(gpu(0), busy())], seconds=600)
     # An hour forward, between the last sample and the end.
-    event(attempt, "ranks_ended", "n1", T0 + 599.5 + 3600, mono=599.5, ending="completed", exit_code=0)
+    event(attempt, "ranks_ended", "n1", T0 + 599.5 + 3600, monotonic_s=599.5, ending="completed", exit_code=0)
     found = summarize(run)
     assert found.coverage == 1.0
     assert found.waste is not None and found.waste.gpu_hours == pytest.approx(600 / 3600, abs=0.001)
@@ -423,7 +423,7 @@ def test_reboot_is_no_clock_step(run: RunDir) -> None:
         attempt = new_attempt(run, n)
         record(attempt, [(gpu(0), busy())], start=start, mono=50.0)
         for d in (0.0, 100.0):
-            event(attempt, "agent_started" if not d else "ranks_ended", "n1", start + d, mono=50.0 + d)
+            event(attempt, "agent_started" if not d else "ranks_ended", "n1", start + d, monotonic_s=50.0 + d)
     assert summarize(run).hosts[0].clock_steps_s == []
-    event(attempt, "gpu_event", "n1", T0 + 1200 + 30, mono=250.0)
+    event(attempt, "gpu_event", "n1", T0 + 1200 + 30, monotonic_s=250.0)
     assert summarize(run).hosts[0].clock_steps_s == [30.0]

@@ -193,7 +193,7 @@ def test_out_of_memory() -> None:
 
 
 def test_undelivered_alerts() -> None:
-    failure = {"event": "alert_not_delivered", "way": "webhook", "to": "https://chat/…", "reason": "404 Not Found"}
+    failure = {"event": "alert_not_delivered", "channel": "webhook", "to": "https://chat/…", "reason": "404 Not Found"}
     log = [{"t": T0, "host": "n1", **failure}, {"t": T0 + 1, "host": "n2", **failure}]
     log.append({"t": T0 + 2, "host": "n2", **failure, "reason": "no answer in 10 s"})
     (note,) = (n for n in build_notes(healthy(), log) if n.code == "alerts_not_delivered")

@@ -108,8 +108,8 @@ def test_result_record(tmp_path: Path) -> None:
         "committed_step": 4,
         "exit_code": 1,
         "kind": "user_error",
-        "why": None,
-        "spent": False,
+        "reason": None,
+        "budget_spent": False,
         "error": {"type": "ValueError", "message": "no good"},
         "peak_allocated_gib": None,  # there is no such allocator on a CPU
     }
@@ -120,7 +120,7 @@ def test_result_record(tmp_path: Path) -> None:
 
 def test_closed_session_is_recorded_before_script_returns(tmp_path: Path) -> None:
     result = RankResultWriter({"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "RANK": "3"})
-    left = tmp_path / "left-3.json"
+    left = tmp_path / "finished-3.json"
     result.defer_completion()
     result.begin_loop(4)
     result.record_session_closed()

@@ -72,7 +72,7 @@ def test_leave_out_works_with_workers_and_after_resume() -> None:
     taken = [next_positions(one) for _ in range(2)]
     assert taken == [list(range(12, 24)), list(range(48, 60))]
     state = one.state_dict()
-    assert state["left_out"] == [[24, 48]] and state["position"] == 60
+    assert state["excluded"] == [[24, 48]] and state["position"] == 60
     others = [make_loader(r, 3) for r in range(3)]
     for each in others:
         each.load_state_dict(state)
@@ -86,7 +86,7 @@ def test_leave_out_works_with_workers_and_after_resume() -> None:
 def test_older_state_drops_later_exclusions() -> None:
     one = make_loader()
     state = one.state_dict()
-    assert "left_out" not in state
+    assert "excluded" not in state
     one.leave_out([(0, 12)])
     assert next_positions(one)[0] == 12
     one.load_state_dict(state)

@@ -180,8 +180,8 @@ def test_spent_budget_at_rollback_step(tmp_path: Path, attempt: Begin, monkeypat
     monkeypatch.setattr(BudgetTracker, "spent_reason", lambda self: "the budget is spent")
     run = make_run(tmp_path / "run")
     ended = attempt(run, bad=BAD)
-    found = {key: ended.result[key] for key in ("ending", "step", "spent", "why")}
-    assert found == {"ending": "stopped", "step": 5, "spent": True, "why": "the budget is spent"}
+    found = {key: ended.result[key] for key in ("ending", "step", "budget_spent", "reason")}
+    assert found == {"ending": "stopped", "step": 5, "budget_spent": True, "reason": "the budget is spent"}
     assert run.committed_steps() == [2, 4] and len(rollback.read_records(run.checkpoints)) == 1
 
 
@@ -189,7 +189,7 @@ def test_rollback_cancels_early_stop_at_same_step(tmp_path: Path, attempt: Begin
     bad = (5 * BATCH,)
     ended = attempt(make_run(tmp_path / "run"), bad=bad, values=(1.0, 0.5, 9.0, 0.4, 0.3), patience=1)
     assert ended.evaluated == [2, 4, 6, 6, 8] and ended.done == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
-    assert (ended.result["ending"], ended.result["why"]) == ("completed", None)
+    assert (ended.result["ending"], ended.result["reason"]) == ("completed", None)
     assert not ended.events("early_stop")
 
 
@@ -201,7 +201,7 @@ def test_missed_evaluation_is_run_after_rollback(tmp_path: Path, attempt: Begin)
     # Not an improvement, so no checkpoint records it.
     second = attempt(run, 2, every=None, values=(2.0, 2.0, 3.0), patience=2, bad=BAD)
     assert second.done == [5, 5, 6] and second.evaluated == [4, 4, 6]
-    assert second.result["why"].startswith("early stop: validation_loss has not improved for 2 evaluations")
+    assert second.result["reason"].startswith("early stop: validation_loss has not improved for 2 evaluations")
     rows = metrics.load_rows(run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6] and not any(map(metrics.is_cut_short, rows))
     assert {r["step"]: r["validation_loss"] for r in rows if "validation_loss" in r} == {2: 1.0, 4: 2.0, 6: 3.0}

@@ -159,7 +159,7 @@ def test_repeated_warnings_are_suppressed_and_counted(recorder: WarningRecorder)
     assert recorder.observe(spike=1) == ["loss_spike"]  # other codes are not suppressed
     recorder.now += REPEAT_INTERVAL_S
     assert recorder.observe(grad_norm=50.0) == ["grad_norm_high"]
-    assert [e["held_back"] for e in recorder.events] == [0, 0, 4]
+    assert [e["suppressed"] for e in recorder.events] == [0, 0, 4]
 
 
 def test_recipe_can_disable_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
