@@ -1,4 +1,4 @@
-"""The per-job report of ``clustertrain telemetry``: header, meters, training, GPUs, hosts, timeline, goodput, insights."""
+"""The report of ``clustertrain telemetry``: header, meters, training, GPUs, hosts, timeline, goodput, insights."""
 
 from __future__ import annotations
 

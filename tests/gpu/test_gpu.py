@@ -131,7 +131,7 @@ def test_its_telemetry_has_the_gpu(home: Path, preempted: dict[str, Any]) -> Non
     assert gpu["attempts"] == [1, 2]
     assert gpu["samples"] > 0
     for field in ("utilization", "memory_used_gib", "power_w"):
-        assert gpu[field] is not None, f"{field}: {gpu['nulls']}"
+        assert gpu[field] is not None, f"{field}: {gpu['missing']}"
     assert gpu["utilization"]["max"] > 0
     assert 0 < gpu["memory_used_gib"]["max"] <= gpu["memory_total_gib"]
     # NVML counts what the driver reserves, CUDA does not.

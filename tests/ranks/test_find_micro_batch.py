@@ -76,7 +76,7 @@ def test_it_grows_until_memory_ends_and_advises_what_fits(folder: Path) -> None:
     found: dict[str, Any] = json.loads(out)
     rows = {row["micro_batch"]: row for row in found["trials"]}
     assert list(rows) == [1, 2, 4, 3]  # 6 sequences a rank, and 3 is the one of their divisors in the gap
-    assert rows[4]["outcome"] == "out of memory" and rows[4]["peak_gib"] is None
+    assert rows[4]["outcome"] == "out_of_memory" and rows[4]["peak_gib"] is None
     assert [rows[m]["fits"] for m in (1, 2)] == [True] * 2
     # Not that of 1, for whose tensors malloc still has holes to waste; from 32 MiB on each is mapped for itself.
     assert rows[2]["peak_gib"] < 0.2 < rows[3]["peak_gib"]

@@ -47,7 +47,8 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     rows = [
         ("modules", f"{evidence['modules']}, {len(evidence['in_eval_mode'])} in eval mode after a training step"),
         ("parameters", f"{evidence['parameters']} tensors, {len(evidence['frozen'])} frozen, "
-                       f"{len(evidence['unused'])} without a gradient, {len(evidence['not_updated'])} unchanged by a step"),
+                       f"{len(evidence['unused'])} without a gradient, "
+                       f"{len(evidence['not_updated'])} unchanged by a step"),
         ("gradient norm", "{:.4g}; {:.4g} when the step is repeated".format(*evidence["gradient_norms"])),
     ]  # fmt: skip
     rows += [(v, text) for v, text, _ in notes if v not in (verdict, "pass")]
