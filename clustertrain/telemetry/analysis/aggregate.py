@@ -209,13 +209,13 @@ def _missing_reasons(records: list[GpuRecord], totals: Mapping[str, Total], lost
         present = totals[field.name].count
         if field.metric_type == "counter" and not math.isnan(totals[field.name].first):
             present += len(records)  # the first value gives no rate yet
-        missing = rows - min(present, rows)
-        if not missing and rows:
+        num_missing = rows - min(present, rows)
+        if not num_missing and rows:
             continue
         reason = (
             reasons.get(field.name) or lost_reason or ("no reason was recorded" if rows else "no sample was recorded")
         )
-        suffix = f" ({missing} of {rows} samples)" if missing < rows else ""
+        suffix = f" ({num_missing} of {rows} samples)" if num_missing < rows else ""
         missing[_REPORT_NAMES.get(field.name, field.name)] = reason + suffix
     return missing
 
