@@ -80,7 +80,7 @@ def test_json_has_documented_keys(run: RunDir) -> None:
     (entry,) = found["gpus"]
     for key in ("utilization", "memory_used_gib", "power_w", "temperature_c", "sm_clock_mhz", "memory_clock_mhz"):
         assert set(entry[key]) == stats
-    assert set(entry) >= {"node", "uuid", "index", "name", "ranks", "memory_total_gib", "energy_j", "nulls"}
+    assert set(entry) >= {"node", "uuid", "index", "name", "ranks", "memory_total_gib", "energy_j", "missing"}
     assert set(found["insights"][0]) == {"severity", "code", "text", "fix", "node", "uuid", "rank"}
 
 

@@ -175,7 +175,7 @@ def test_unsupported_fields_give_one_note() -> None:
         ({}, "no attempt has started"),
         ({"attempts": [AttemptSummary(1, "7", TimeWindow(None, None), [])]}, "although 1 attempt began"),
         ({"enabled": False}, "the recipe disables telemetry"),
-        ({"unreadable": ["attempts/1/telemetry: permission denied"]}, "no recording that this user may read"),
+        ({"read_errors": ["attempts/1/telemetry: permission denied"]}, "no recording that this user may read"),
     ],
     ids=["not-started", "no-agent", "disabled", "unreadable"],
 )
