@@ -164,7 +164,7 @@ def _gpu(node: str, index: int, rank: int, row: dict[str, Matrix]) -> GpuSummary
         ranks=[rank],
         attempts=[1, 2],
         samples=79_000,
-        expected=79_200,
+        samples_expected=79_200,
         utilization=stats(row["utilization"]),
         memory_used_gib=stats(row["memory_used_bytes"], 1 / GIB),
         memory_total_gib=79.65,
@@ -175,7 +175,7 @@ def _gpu(node: str, index: int, rank: int, row: dict[str, Matrix]) -> GpuSummary
         sm_clock_mhz=stats(row["sm_clock_mhz"]),
         memory_clock_mhz=None,
         timeline=Timeline(60.0, []),
-        nulls={},
+        missing={},
     )
 
 
@@ -188,7 +188,7 @@ def _summary(
         for i in range(gpus)
     ]
     idle, hot, slow = (found[row % len(found)] for row in (IDLE, HOT, SLOW))
-    notes = [
+    insights = [
         Insight(
             severity="critical",
             code="gpu_unused",
@@ -232,7 +232,7 @@ def _summary(
         attempts=attempts,
         gpus=found,
         hosts=[_host(node) for node in names],
-        notes=notes,
+        insights=insights,
         state="completed",
         user="mina",
         layout=f"hybrid_shard: dp_replicate {len(names)} × dp_shard {gpus}",
@@ -258,15 +258,15 @@ def _host(node: str) -> HostSummary:
         node=node,
         attempts=[1, 2],
         samples=79_100,
-        expected=79_200,
-        nvml=None,
+        samples_expected=79_200,
+        nvml_error=None,
         driver="580.95.05",
-        allocation=None,
+        allocation_source=None,
         cpu=Stats(0.22, 0.18, 0.22, 0.26, 0.9),
         cpu_count=96,
         memory_used_gib=Stats(412, 400, 412, 420, 431),
         memory_total_gib=1007.6,
         load1=Stats(21, 18, 21, 24, 40),
         processes=None,
-        nulls={},
+        missing={},
     )

@@ -93,7 +93,7 @@ def collect_metrics(run: RunDir, summary: Summary) -> CommentMetrics:
         memory_total_gib=total_gib,
         power_w=_mean(g.power_w for g in summary.gpus),
         goodput=None if summary.goodput is None else summary.goodput.ratio,
-        notes=sum(note.severity != "info" for note in summary.notes),
+        insights=sum(insight.severity != "info" for insight in summary.insights),
     )
 
 

@@ -85,7 +85,7 @@ def find_micro_batch(
             split = search.build_batch(micro_batch, spec.recipe.tokens_per_sample)
             try:
                 result.trials.append(_run_trial(prepared, search, split, environ))
-                on_progress(f"  {result.trials[-1].outcome}")
+                on_progress(f"  {result.trials[-1].outcome.replace('_', ' ')}")
             except ClusterTrainError as e:
                 result.error = e
                 break
@@ -130,8 +130,8 @@ def _run_trial(prepared: PreparedRun, search: TrialSearch, split: Batch, environ
             measured = [schema.decode(f.read_bytes(), TrialMeasurement) for f in files]
             return evaluate_trial(measured, search, split, DEFAULT_CPU_GIB)
     if _is_out_of_memory(result, output):
-        usable = search.is_usable(split.micro_batch)
-        return Trial(micro_batch=split.micro_batch, outcome="out of memory", usable=usable)
+        divides_batch = search.is_usable(split.micro_batch)
+        return Trial(micro_batch=split.micro_batch, outcome="out_of_memory", divides_batch=divides_batch)
     error = ConfigError if result.exit_code == EXIT_CONFIG else ClusterTrainError
     raise error(f"the trial of micro_batch {split.micro_batch} failed: {result.message}")
 

@@ -44,9 +44,9 @@ def _no_fit_message(result: MicroBatchSearchResult) -> str:
 def _to_json(result: MicroBatchSearchResult) -> dict[str, object]:
     best = result.recommended
     return {
-        "advised": best.micro_batch if best else None,
-        "set": f"train.micro_batch={best.micro_batch}" if best else None,
-        "stands_for": result.description,
+        "recommended": best.micro_batch if best else None,
+        "assignment": f"train.micro_batch={best.micro_batch}" if best else None,
+        "represents": result.description,
         "trials": [{"fits": t.fits, **_trial_fields(t)} for t in result.trials],
         "error": result.error.message if result.error else None,
     }
@@ -76,8 +76,8 @@ def _table(result: MicroBatchSearchResult) -> Table:
     table.add_column("fits")
     for t in sorted(result.trials, key=lambda t: t.micro_batch):
         speed = t.samples_per_s_per_gpu if images else t.tokens_per_s_per_gpu
-        remark = "yes" if t.fits else f"no: {t.outcome}"
-        remark += "" if t.usable else ", does not divide a rank's batch"
+        remark = "yes" if t.fits else f"no: {t.outcome.replace('_', ' ')}"
+        remark += "" if t.divides_batch else ", does not divide a rank's batch"
         remark += "  <- recommended" if t is result.recommended else ""
         table.add_row(
             str(t.micro_batch),

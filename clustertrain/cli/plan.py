@@ -78,7 +78,7 @@ def _show(chosen: Plan) -> None:
     console = make_console()
     parts: list[RenderableType] = [_format_rows(_summary(chosen), console.width)]
     for title, rows in (
-        ("What would fit", [("", chosen.way_out)] if chosen.way_out else []),
+        ("What would fit", [("", chosen.suggested_changes)] if chosen.suggested_changes else []),
         ("Warnings", [("", warning) for warning in chosen.warnings]),
         ("Training", list(chosen.training.items())),
         ("Why", [("", reason) for reason in chosen.reasons if reason not in chosen.warnings]),
@@ -86,7 +86,7 @@ def _show(chosen: Plan) -> None:
             "Runners-up",
             [(r.layout, _format_rates(r.step_s, r.tokens_per_s_per_gpu, r.peak_gib)) for r in chosen.runners_up],
         ),
-        ("Not chosen", [(r.strategy, r.why) for r in chosen.rejected]),
+        ("Not chosen", [(r.strategy, r.reason) for r in chosen.rejected]),
         ("Environment", [(f"{n}={s.value}", s.reason) for n, s in {**chosen.nccl, **chosen.env}.items()]),
     ):
         if rows:
@@ -228,7 +228,7 @@ def _with_gpus(request: SubmitRequest, size: int, gpus_per_node: int, batch: int
 def _to_json(size: int, plan: Plan | None, reason: str, base_rate: float | None) -> dict[str, Any]:
     if plan is None:
         return {"gpus": size, "layout": None, "step_s": None, "tokens_per_s": None, "efficiency": None,
-                "peak_gib": None, "fits": None, "why": reason}  # fmt: skip
+                "peak_gib": None, "fits": None, "reason": reason}  # fmt: skip
     rate = plan.time.tokens_per_s_per_gpu
     return {
         "gpus": size,
@@ -238,7 +238,7 @@ def _to_json(size: int, plan: Plan | None, reason: str, base_rate: float | None)
         "efficiency": rate / base_rate if rate and base_rate else None,
         "peak_gib": plan.memory.peak_gib,
         "fits": plan.memory.fits,
-        "why": plan.way_out,
+        "reason": plan.suggested_changes,
     }
 
 

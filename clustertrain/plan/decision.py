@@ -18,7 +18,7 @@ class RejectedLayout(msgspec.Struct, frozen=True):
     """A layout family that was not chosen, and why."""
 
     strategy: str
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -76,11 +76,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """All reasons, including the warnings."""
     warnings: tuple[str, ...] = ()
     """Reasons that a user should see without asking."""
-    counted: ModelStats | None = None
+    model_stats: ModelStats | None = None
     """Statistics of a model entry, if requested."""
     rejected: tuple[RejectedLayout, ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()
-    way_out: str = ""
+    suggested_changes: str = ""
     """Changes that would make a plan fit that does not."""
 
 
@@ -134,10 +134,10 @@ def plan(
         grace_s=spec.recipe.preemption_test.grace_s if job.backend == "local" else profile.grace_s,
         reasons=(*decision.reasons, *warnings),
         warnings=warnings,
-        counted=model_stats,
+        model_stats=model_stats,
         rejected=decision.rejected,
         runners_up=list_runners_up(decision),
-        way_out=decision.suggestion,
+        suggested_changes=decision.suggestion,
     )
 
 
@@ -241,7 +241,7 @@ def check_fits(chosen: Plan) -> None:
         f"{chosen.layout.describe()} on {pluralize(chosen.world_size, 'rank')} needs {memory.peak_gib:.1f} GiB per rank"
         f" (model states {states_gib:.1f}, activations {activations_gib:.1f}, overhead {memory.overhead_gib:.1f}), but"
         f" has {memory.capacity_gib:g}",
-        fix=chosen.way_out or _suggest_fix(chosen),
+        fix=chosen.suggested_changes or _suggest_fix(chosen),
     )
 
 

@@ -1,4 +1,4 @@
-"""The tables of GPUs and hosts; large ones show only the GPUs or hosts with notes and the extremes, and a count."""
+"""The tables of GPUs and hosts; large ones show only the GPUs or hosts with insights and the extremes, and a count."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clustertrain.telemetry.report_schema import GpuSummary, HostSummary, Stats,
 
 MEDIUM_COLUMNS, WIDE_COLUMNS = 76, 120  # terminal widths at which the table shows more columns, and all of them
 MAX_UNFILTERED = 40  # GPUs or hosts
-MAX_NOTED, EXTREMES = 16, 8  # rows of a longer table: those with notes, those with an extreme value
+MAX_NOTED, EXTREMES = 16, 8  # rows of a longer table: those with insights, those with an extreme value
 THROTTLED = 0.05  # share of the time
 
 
@@ -62,11 +62,11 @@ def render_gpus(summary: Summary, width: int, signs: Glyphs, show_all: bool = Fa
 
 
 def select_gpus(summary: Summary) -> list[GpuSummary]:
-    """Return all GPUs, or of many those with the most severe notes and the extremes, in the summary's order."""
+    """Return all GPUs, or of many those with the most severe insights and the extremes, in the summary's order."""
     if len(summary.gpus) <= MAX_UNFILTERED:
         return summary.gpus
     by_key = {(g.node, g.uuid): g for g in summary.gpus}
-    noted = dict.fromkeys((n.node or "", n.uuid or "") for n in summary.notes if n.uuid is not None)
+    noted = dict.fromkeys((n.node or "", n.uuid or "") for n in summary.insights if n.uuid is not None)
     picked = {key for key in list(noted)[:MAX_NOTED] if key in by_key}
     for metric, take_max in _EXTREMES:
         values = [(value, key) for key, g in by_key.items() if (value := metric(g)) is not None]
@@ -92,11 +92,11 @@ def _remainder_line(summary: Summary, selected: Sequence[GpuSummary], signs: Gly
     remaining = [g for g in summary.gpus if (g.node, g.uuid) not in selected_keys]
     means = [stats.mean for g in remaining if (stats := busy_stats(g)) is not None]
     busy_text = f", busy {' to '.join(dict.fromkeys(f'{m:.0%}' for m in (min(means), max(means))))}" if means else ""
-    noted = {(n.node, n.uuid) for n in summary.notes if n.uuid is not None}
+    noted = {(n.node, n.uuid) for n in summary.insights if n.uuid is not None}
     num_noted = sum((g.node, g.uuid) in noted for g in remaining)
-    noted_text = f"; {num_noted:,} of them also have notes" if num_noted else ""
+    noted_text = f"; {num_noted:,} of them also have insights" if num_noted else ""
     text = (
-        f"{len(selected):,} of {len(summary.gpus):,} GPUs: those with notes and the extremes. The other"
+        f"{len(selected):,} of {len(summary.gpus):,} GPUs: those with insights and the extremes. The other"
         f" {len(remaining):,}"
     )
     return Text(f"{text} are in between{busy_text}{noted_text} (--all shows them, --json has them)")
@@ -169,7 +169,7 @@ def _memory_cell(gpu: GpuSummary, signs: Glyphs) -> Text:
 
 def _throttle_cell(gpu: GpuSummary) -> Text | None:
     """Return the main throttle cause; heat and hardware come before the power limit, which is common."""
-    throttled = gpu.throttled
+    throttled = gpu.throttle_ratio
     share, cause = max(((throttled.thermal or 0.0, "t"), (throttled.hardware or 0.0, "h")))
     if share >= THROTTLED:
         return Text(f"{share:.0%}{cause}", style="bold yellow")
@@ -188,16 +188,16 @@ def render_hosts(summary: Summary, width: int, signs: Glyphs, show_all: bool = F
     parts: list[RenderableType] = [table]
     if len(selected) < len(summary.hosts):
         count_text = f"{len(selected):,} of {len(summary.hosts):,} hosts"
-        text = f"{count_text}: those with notes and the extremes; --all shows them all"
+        text = f"{count_text}: those with insights and the extremes; --all shows them all"
         parts.append(Text(text))
     return parts
 
 
 def select_hosts(summary: Summary) -> list[HostSummary]:
-    """Return all hosts, or of many those with notes and the extremes, in the summary's order."""
+    """Return all hosts, or of many those with insights and the extremes, in the summary's order."""
     if len(summary.hosts) <= MAX_UNFILTERED:
         return summary.hosts
-    noted = dict.fromkeys(n.node for n in summary.notes if n.node is not None)
+    noted = dict.fromkeys(n.node for n in summary.insights if n.node is not None)
     picked = set(list(noted)[:MAX_NOTED])
     for metric in _HOST_EXTREMES:
         values = [(value, h.node) for h in summary.hosts if (value := metric(h)) is not None]
@@ -241,5 +241,5 @@ def _host_columns(signs: Glyphs) -> list[tuple[str, int, Callable[[HostSummary],
         ("Net GB/s", WIDE_COLUMNS, lambda h: rate(h.network_bytes_per_s)),
         ("IB GB/s", WIDE_COLUMNS, lambda h: rate(h.infiniband_bytes_per_s)),
         ("Disk GB/s", WIDE_COLUMNS, lambda h: rate(h.disk_bytes_per_s)),
-        ("Samples", MEDIUM_COLUMNS, lambda h: f"{h.samples}/{h.expected}"),
+        ("Samples", MEDIUM_COLUMNS, lambda h: f"{h.samples}/{h.samples_expected}"),
     ]

@@ -1,4 +1,4 @@
-"""Render notes with a sign for their severity and their fix."""
+"""Render insights with a sign for their severity and their fix."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from clustertrain.report.gpu_table import shorten_uuid
 from clustertrain.telemetry.report_schema import Insight
 
 SEVERITY_SIGNS = {"critical": ("!!", "bold red"), "warning": ("! ", "bold yellow"), "info": ("i ", "bold cyan")}
-_MAX_PER_KIND = 3  # notes of one kind that are shown; the others are counted
+_MAX_PER_KIND = 3  # insights of one kind that are shown; the others are counted
 _PADDING = (0, 0, 0, 3)
 
 
-def render(notes: Sequence[Insight], show_all: bool = False) -> list[RenderableType]:
-    """Render notes grouped by kind; beyond ``_MAX_PER_KIND`` of a kind only a count is shown."""
+def render(insights: Sequence[Insight], show_all: bool = False) -> list[RenderableType]:
+    """Render insights grouped by kind; beyond ``_MAX_PER_KIND`` of a kind only a count is shown."""
     groups: dict[tuple[str, str], list[Insight]] = {}
-    for note in notes:
-        groups.setdefault((note.severity, note.code), []).append(note)
-    parts: list[RenderableType] = [Text("Notes", style="bold")]
+    for insight in insights:
+        groups.setdefault((insight.severity, insight.code), []).append(insight)
+    parts: list[RenderableType] = [Text("Insights", style="bold")]
     for group in groups.values():
         visible = group if show_all else group[:_MAX_PER_KIND]
-        parts += [render_insight(note) for note in visible]
+        parts += [render_insight(insight) for insight in visible]
         if len(group) > len(visible):
             remainder = f"and {len(group) - len(visible):,} more like these (--all shows them, --json has them)"
             parts.append(Padding(remainder, _PADDING))
@@ -35,26 +35,26 @@ def render(notes: Sequence[Insight], show_all: bool = False) -> list[RenderableT
     return parts
 
 
-def render_insight(note: Insight) -> RenderableType:
-    sign, style = SEVERITY_SIGNS[note.severity]
+def render_insight(insight: Insight) -> RenderableType:
+    sign, style = SEVERITY_SIGNS[insight.severity]
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=2)
     grid.add_column(overflow="fold")
-    grid.add_row(Text(sign, style=style), Text(note.text + format_target(note)))
+    grid.add_row(Text(sign, style=style), Text(insight.text + format_target(insight)))
     return grid
 
 
-def format_target(note: Insight) -> str:
-    """Return the note's rank and GPU as `` [rank 3, GPU-5b1c9f0e]``, without those that its text mentions."""
-    target = unmentioned_ids(note, shorten_uuid)
+def format_target(insight: Insight) -> str:
+    """Return the insight's rank and GPU as `` [rank 3, GPU-5b1c9f0e]``, without those that its text mentions."""
+    target = unmentioned_ids(insight, shorten_uuid)
     return f" [{', '.join(target)}]" if target else ""
 
 
-def unmentioned_ids(note: Insight, format_uuid: Callable[[str], str] = str) -> list[str]:
-    """Return the rank and the UUID (through ``format_uuid``) of the note, without those that its text mentions."""
+def unmentioned_ids(insight: Insight, format_uuid: Callable[[str], str] = str) -> list[str]:
+    """Return the rank and the UUID (through ``format_uuid``) of the insight, without those that its text mentions."""
     ids = []
-    if note.rank is not None and not re.search(rf"\brank {note.rank}\b", note.text, re.IGNORECASE):
-        ids.append(f"rank {note.rank}")
-    if note.uuid is not None and note.uuid not in note.text:
-        ids.append(format_uuid(note.uuid))
+    if insight.rank is not None and not re.search(rf"\brank {insight.rank}\b", insight.text, re.IGNORECASE):
+        ids.append(f"rank {insight.rank}")
+    if insight.uuid is not None and insight.uuid not in insight.text:
+        ids.append(format_uuid(insight.uuid))
     return ids

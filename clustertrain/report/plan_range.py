@@ -19,7 +19,7 @@ def print_table(rows: Sequence[dict[str, Any]], global_batch: int) -> None:
     for row in rows:
         table.add_row(
             str(row["gpus"]),
-            (row["layout"] or "") + (f" ({row['why']})" if row["why"] else ""),
+            (row["layout"] or "") + (f" ({row['reason']})" if row["reason"] else ""),
             _format_number(row["step_s"], ".3g"),
             _format_number(row["tokens_per_s"], ",.0f"),
             _format_number(row["efficiency"], ".0%"),

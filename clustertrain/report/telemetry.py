@@ -1,4 +1,4 @@
-"""The per-job report of ``clustertrain telemetry``: header, meters, training, GPUs, hosts, timeline, goodput, notes."""
+"""The report of ``clustertrain telemetry``: header, meters, training, GPUs, hosts, timeline, goodput, insights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clustertrain.telemetry.report_schema import HostSummary, Summary, TrainingS
 
 
 def show(summary: Summary, console: Console, show_all: bool = False) -> None:
-    """Print the report; ``show_all`` includes every GPU, host, event and note."""
+    """Print the report; ``show_all`` includes every GPU, host, event and insight."""
     terminal.emit(console, *render(summary, console.width, terminal.glyphs(console), show_all))
 
 
@@ -29,7 +29,7 @@ def render(
         gpu_table.render_hosts(summary, width, signs, show_all) if summary.hosts else [],
         timeline.render(summary, width, signs, show_all),
         [status.goodput_table(summary.goodput, signs)] if summary.goodput and summary.goodput.wall_s > 0 else [],
-        insights.render(summary.notes, show_all) if summary.notes else [],
+        insights.render(summary.insights, show_all) if summary.insights else [],
     ]
     return [part for block in blocks if block for part in ("", *block)][1:]
 
@@ -56,7 +56,9 @@ def _header(summary: Summary, signs: Glyphs) -> Table:
         recorded_text = None if end - start - recorded_s < 1 else f"recorded {terminal.format_duration(recorded_s)}"
         row("When", f"{terminal.format_timestamp(start)} + {terminal.format_duration(end - start)}", recorded_text)
     if summary.coverage is not None:
-        samples = [(g.samples, g.expected) for g in summary.gpus] or [(h.samples, h.expected) for h in summary.hosts]
+        samples = [(g.samples, g.samples_expected) for g in summary.gpus] or [
+            (h.samples, h.samples_expected) for h in summary.hosts
+        ]
         totals = f" ({sum(n for n, _ in samples):,} of {sum(n for _, n in samples):,})"
         text = f"{summary.coverage:.1%} of the expected samples{totals}"
         row("Coverage", Text(text, style="" if summary.coverage >= 0.9 else "bold yellow"))

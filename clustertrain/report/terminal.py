@@ -99,7 +99,7 @@ def glyphs(console: Console) -> Glyphs:
 
 
 def utilization_style(ratio: float) -> str:
-    """Return the color of a utilization, with the same limits as the notes."""
+    """Return the color of a utilization, with the same limits as the insights."""
     return "red" if ratio < 0.15 else "yellow" if ratio < 0.7 else "green"
 
 

@@ -36,8 +36,8 @@ class CommentMetrics(msgspec.Struct, frozen=True, kw_only=True):
     power_w: float | None = None
     """Mean per GPU."""
     goodput: float | None = None
-    notes: int | None = None
-    """Number of notes in the report, without those of severity info."""
+    insights: int | None = None
+    """Number of insights in the report, without those of severity info."""
 
 
 def format_comment(metrics: CommentMetrics) -> str:
@@ -55,8 +55,8 @@ def format_comment(metrics: CommentMetrics) -> str:
         fields.append(f"power={f.power_w:.0f}W")
     if f.goodput is not None:
         fields.append(f"goodput={f.goodput:.0%}")
-    if f.notes is not None:
-        fields.append(f"notes={f.notes}")
+    if f.insights is not None:
+        fields.append(f"insights={f.insights}")
     return " ".join(fields)[:MAX_COMMENT_CHARS]
 
 

@@ -49,7 +49,7 @@ class PhaseStats(msgspec.Struct, frozen=True):
     sm_clock_mhz: float | None
     sm_activity: float | None = None
     tensor_activity: float | None = None
-    throttled: ThrottleShares = ThrottleShares()
+    throttle_ratio: ThrottleShares = ThrottleShares()
 
 
 class ErrorCounts(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class GpuSummary(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[int]
     attempts: list[int]
     samples: int
-    expected: int
+    samples_expected: int
     utilization: Stats | None
     memory_used_gib: Stats | None
     memory_total_gib: float | None
@@ -95,7 +95,7 @@ class GpuSummary(msgspec.Struct, frozen=True, kw_only=True):
     sm_clock_mhz: Stats | None
     memory_clock_mhz: Stats | None
     timeline: Timeline
-    nulls: dict[str, str]
+    missing: dict[str, str]
     """Reason by field, for fields that all or some samples lack."""
     sm_activity: Stats | None = None
     tensor_activity: Stats | None = None
@@ -105,7 +105,7 @@ class GpuSummary(msgspec.Struct, frozen=True, kw_only=True):
     processes_max: int | None = None
     nvlinks_active_min: int | None = None
     nvlinks_active_max: int | None = None
-    throttled: ThrottleShares = ThrottleShares()
+    throttle_ratio: ThrottleShares = ThrottleShares()
     errors: ErrorCounts = ErrorCounts()
     phases: dict[str, PhaseStats] = {}
     """Statistics by phase name; empty without heartbeats of a rank."""
@@ -141,18 +141,18 @@ class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     attempts: list[int]
     samples: int
-    expected: int
-    nvml: str | None
+    samples_expected: int
+    nvml_error: str | None
     """Why GPU samples are missing for ``nvml_missing_s``; None if none are missing."""
     driver: str | None
-    allocation: str | None
+    allocation_source: str | None
     cpu: Stats | None
     cpu_count: int | None
     memory_used_gib: Stats | None
     memory_total_gib: float | None
     load1: Stats | None
     processes: ProcessSummary | None
-    nulls: dict[str, str]
+    missing: dict[str, str]
     cpu_allocated: int | None = None
     """Processors of the job on this node; None if unknown."""
     memory_allocated_gib: float | None = None
@@ -160,9 +160,9 @@ class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
     network_bytes_per_s: Stats | None = None
     infiniband_bytes_per_s: Stats | None = None
     disk_bytes_per_s: Stats | None = None
-    agents_max: int = 1
+    samplers_max: int = 1
     """Most samplers that recorded the node at the same time; only the longest recording counts."""
-    silent_s: float = 0.0
+    agent_lost_s: float = 0.0
     """Seconds without an agent on this node while the attempt continued."""
     clock_steps_s: list[float] = []
     """Steps of the wall clock, in seconds; negative if it was set back."""
@@ -246,7 +246,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     attempts: list[AttemptSummary]
     gpus: list[GpuSummary]
     hosts: list[HostSummary]
-    notes: list[Insight]
+    insights: list[Insight]
     state: str | None = None
     user: str | None = None
     layout: str | None = None
@@ -254,7 +254,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     training: TrainingSummary | None = None
     goodput: Goodput | None = None
     waste: Waste | None = None
-    unreadable: list[str] = []  # files that this user cannot read or that are damaged, each with the reason
+    read_errors: list[str] = []  # files that this user cannot read or that are damaged, each with the reason
     enabled: bool = True  # whether the recipe enables telemetry
     device: str | None = None  # ``cuda`` or ``cpu``, as planned
     contract: ContractStatus | None = None

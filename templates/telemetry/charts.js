@@ -162,7 +162,7 @@ const time_axis = () => ({
   space: 70,
 });
 
-function brief(value) {
+function compact(value) {
   const [big, sign] = [[1e9, "G"], [1e6, "M"], [1e3, "k"]].find(([n]) => Math.abs(value) >= n * 10) || [1, ""];
   return (value / big).toLocaleString("en", { maximumSignificantDigits: 4 }) + sign;
 }
@@ -195,7 +195,7 @@ function backdrop(data) {
     ctx.lineWidth = devicePixelRatio;
     ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
     for (const m of data.marks) {
-      if (!m.loud) continue;
+      if (!m.prominent) continue;
       const x = u.valToPos(m.t, "x", true);
       ctx.beginPath();
       ctx.moveTo(x, bbox.top);
@@ -250,7 +250,7 @@ function draw_chart(charts, figure, chart, times, lines, band) {
       bands: band ? [{ series: band, fill: () => colour("--band") }] : [],
       axes: [
         time_axis(),
-        { ...time_axis(), size: 50, space: 34, values: (u, ticks) => ticks.map(brief) },
+        { ...time_axis(), size: 50, space: 34, values: (u, ticks) => ticks.map(compact) },
       ],
       hooks: {
         drawClear: [backdrop(charts.data)],

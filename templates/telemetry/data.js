@@ -9,11 +9,11 @@ async function unpack(text) {
 
 // Decode one row of a matrix to numbers, with null for missing values.
 function decode(bytes, place, points, row) {
-  const { at, bits, rows, low, high } = place;
+  const { offset, bits, rows, low, high } = place;
   const top = 2 ** bits - 2;
   const unit = (high - low) / top;
-  const first = at + row * points;
-  const upper = at + rows * points + row * points;
+  const first = offset + row * points;
+  const upper = offset + rows * points + row * points;
   const values = new Array(points);
   let level = 0;
   for (let i = 0; i < points; i++) {

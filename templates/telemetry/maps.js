@@ -175,7 +175,7 @@ class Heat {
   constructor(charts, figure, pick) {
     Object.assign(this, { charts, figure, pick });
     this.table = charts.tables.heat || charts.tables.gpus;
-    this.known = charts.data.charts.filter((c) => c.of === "gpus" && this.table.has(c.curve));
+    this.known = charts.data.charts.filter((c) => c.table === "gpus" && this.table.has(c.curve));
     this.select = byId("heat-field");
     this.known.forEach((c, i) => this.select.add(new Option(`${c.title}${c.unit ? `, ${c.unit}` : ""}`, i)));
     const first = this.known.findIndex((c) => c.curve === "utilization");

@@ -24,11 +24,11 @@ function lines_for(charts, chart, shown) {
   const { data, tables } = charts;
   const [kind, number] = [shown.split(":")[0], Number(shown.split(":")[1])];
   const { curve } = chart;
-  if (chart.of === "training") return { lines: [line(chart.title.toLowerCase(), tables.training.row(curve, 0), 0, { width: 1.5 })] };
-  const by_node = chart.of === "hosts" ? tables.hosts : tables.nodes;
+  if (chart.table === "training") return { lines: [line(chart.title.toLowerCase(), tables.training.row(curve, 0), 0, { width: 1.5 })] };
+  const by_node = chart.table === "hosts" ? tables.hosts : tables.nodes;
   const node_line = (i, place) => line(data.nodes[i], by_node.row(curve, i), place);
   const all = data.nodes.map((_, i) => i);
-  if (chart.of === "hosts") {
+  if (chart.table === "hosts") {
     const of_gpu = kind === "gpu" ? data.nodes.indexOf(data.gpus[data.chosen[number]].node) : number;
     if (kind !== "all" && kind !== "nodes") return { lines: [node_line(of_gpu, 0)] };
     if (kind === "nodes" || all.length === 1) return { lines: all.map((i) => node_line(i, i)) };
@@ -50,7 +50,7 @@ function lines_for(charts, chart, shown) {
 }
 
 function fill_selector(select, data) {
-  const of_gpus = data.charts.some((c) => c.of === "gpus");
+  const of_gpus = data.charts.some((c) => c.table === "gpus");
   select.add(new Option(`Whole job: mean and range of the ${of_gpus ? "GPUs" : "nodes"}`, "all"));
   if (data.nodes.length > 1) select.add(new Option(of_gpus ? "Nodes: mean of each node's GPUs" : "Nodes", "nodes"));
   const group = (label, options) => {
@@ -68,7 +68,7 @@ function fill_selector(select, data) {
 }
 
 function show_key(charts, shown) {
-  const of_gpus = charts.data.charts.find((c) => c.of === "gpus") || charts.data.charts[0];
+  const of_gpus = charts.data.charts.find((c) => c.table === "gpus") || charts.data.charts[0];
   const { lines, band } = lines_for(charts, of_gpus, shown);
   const key = byId("key");
   key.replaceChildren();
@@ -95,15 +95,15 @@ function draw_all(charts) {
     drawn = charts.data.charts.map((chart, i) => {
       const figure = figures[i];
       const { lines, band } = lines_for(charts, chart, select.value);
-      const times = chart.of === "gpus" ? charts.tables.overall.times : charts.tables[chart.of].times;
+      const times = chart.table === "gpus" ? charts.tables.overall.times : charts.tables[chart.table].times;
       figure.querySelector(".plot").setAttribute("aria-label", `${chart.title}: ${about(lines[band ? 1 : 0], chart)}`);
       return draw_chart(charts, figure, chart, times, lines, band);
     });
   };
   const figures = charts.data.charts.map((chart, i) => {
-    if (i === 0 || charts.data.charts[i - 1].of !== chart.of) fresh("h3", grid, GROUPS[chart.of]);
+    if (i === 0 || charts.data.charts[i - 1].table !== chart.table) fresh("h3", grid, GROUPS[chart.table]);
     const figure = fresh("figure", grid);
-    figure.dataset.curve = `${chart.of}.${chart.curve}`;
+    figure.dataset.curve = `${chart.table}.${chart.curve}`;
     const caption = fresh("figcaption", figure, chart.title);
     if (chart.unit) fresh("span", caption, ` ${chart.unit}`).className = "unit";
     fresh("p", figure).className = "readout";

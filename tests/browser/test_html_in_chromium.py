@@ -284,7 +284,7 @@ def test_markup_in_names_does_nothing(open_page: Open, tmp_path: Path) -> None:
     summary, curves = pages.page(nodes=2, gpus=2, hours=2)
     evil = '</script><img src=x onerror="document.title=1">'
     summary = msgspec.structs.replace(
-        summary, run=evil, notes=[Insight(severity="info", code="x", text=evil)],
+        summary, run=evil, insights=[Insight(severity="info", code="x", text=evil)],
         gpus=[msgspec.structs.replace(g, node=evil) for g in summary.gpus],
     )  # fmt: skip
     html.write(summary, type(curves)(**{**vars(curves), "node_names": [evil, evil]}), tmp_path / "page.html")

@@ -131,12 +131,12 @@ def test_its_telemetry_has_the_gpu(home: Path, preempted: dict[str, Any]) -> Non
     assert gpu["attempts"] == [1, 2]
     assert gpu["samples"] > 0
     for field in ("utilization", "memory_used_gib", "power_w"):
-        assert gpu[field] is not None, f"{field}: {gpu['nulls']}"
+        assert gpu[field] is not None, f"{field}: {gpu['missing']}"
     assert gpu["utilization"]["max"] > 0
     assert 0 < gpu["memory_used_gib"]["max"] <= gpu["memory_total_gib"]
     # NVML counts what the driver reserves, CUDA does not.
     assert gpu["memory_total_gib"] >= properties.total_memory / 2**30 * 0.99
-    assert (gpu["energy_j"] is not None) or "energy_j" in gpu["nulls"]
+    assert (gpu["energy_j"] is not None) or "energy_j" in gpu["missing"]
 
 
 _GROUPS = """
@@ -251,4 +251,4 @@ def test_the_search_for_a_micro_batch_ends_where_memory_does(home: Path) -> None
     for row in rows.values():
         if row["fits"]:
             assert row["allocated_gib"] < row["peak_gib"] < 0.8 * row["capacity_gib"]
-    assert rows[found["advised"]]["fits"] and found["error"] is None
+    assert rows[found["recommended"]]["fits"] and found["error"] is None

@@ -68,7 +68,7 @@ def test_a_sound_recipe_passes_all_checks(tmp_path: Path) -> None:
     assert set(verdicts.values()) == {"pass"}, found
     evidence = {c["check"]: c["evidence"] for c in found["checks"]}
     assert evidence["resume"]["resumed_from_step"] == 3 < evidence["resume"]["killed_after_step"]
-    assert evidence["resume"]["compared_steps"][:3] == [4, 5, 6] and evidence["resume"]["state_same"]
+    assert evidence["resume"]["compared_steps"][:3] == [4, 5, 6] and evidence["resume"]["state_equal"]
     assert sum(evidence["speed"]["parts_s"].values()) > 0 and set(evidence["speed"]["samples_per_s_read"]) == set(
         "0124"
     )
@@ -162,7 +162,7 @@ def test_what_is_in_no_checkpoint_shows_in_a_resume(own: Path) -> None:
     (own / "recipe.toml").write_text(ENTRY.format(module="own_parts", name="Remembers"))
     [found] = document(own, "resume", "recipe.toml")["checks"]
     assert found["verdict"] == "fail" and "loss of step 4" in found["text"]
-    assert found["evidence"]["repeats_without_interruption"] is True
+    assert found["evidence"]["reproducible"] is True
 
 
 def test_noise_in_evaluation_and_parameters_that_nobody_uses(own: Path) -> None:

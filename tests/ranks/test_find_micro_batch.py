@@ -76,13 +76,20 @@ def test_it_grows_until_memory_ends_and_advises_what_fits(folder: Path) -> None:
     found: dict[str, Any] = json.loads(out)
     rows = {row["micro_batch"]: row for row in found["trials"]}
     assert list(rows) == [1, 2, 4, 3]  # 6 sequences a rank, and 3 is the one of their divisors in the gap
-    assert rows[4]["outcome"] == "out of memory" and rows[4]["peak_gib"] is None
+    assert rows[4]["outcome"] == "out_of_memory" and rows[4]["peak_gib"] is None
     assert [rows[m]["fits"] for m in (1, 2)] == [True] * 2
     # Not that of 1, for whose tensors malloc still has holes to waste; from 32 MiB on each is mapped for itself.
     assert rows[2]["peak_gib"] < 0.2 < rows[3]["peak_gib"]
-    assert not rows[4]["usable"] and all(rows[m]["tokens_per_s_per_gpu"] > 0 for m in (1, 2, 3))
-    assert found["advised"] in rows and rows[found["advised"]]["fits"] and rows[found["advised"]]["usable"]
-    assert found["set"] == f"train.micro_batch={found['advised']}" and found["stands_for"] == "the plan's 2 ranks"
+    assert not rows[4]["divides_batch"] and all(rows[m]["tokens_per_s_per_gpu"] > 0 for m in (1, 2, 3))
+    assert (
+        found["recommended"] in rows
+        and rows[found["recommended"]]["fits"]
+        and rows[found["recommended"]]["divides_batch"]
+    )
+    assert (
+        found["assignment"] == f"train.micro_batch={found['recommended']}"
+        and found["represents"] == "the plan's 2 ranks"
+    )
     assert left(folder) == [] and not (folder / "home").exists()
 
 

@@ -56,7 +56,7 @@ def type_(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_plan_counts_and_traces_it(type_: Type, capfd: pytest.CaptureFixture[str]) -> None:
     assert type_("plan", "own.toml", "--json", "--gpus", "2", "--layout", "zero1", "--trace-memory") == 0
     shown = json.loads(capfd.readouterr().out)
-    assert shown["counted"]["parameters"] == PARAMETERS
+    assert shown["model_stats"]["parameters"] == PARAMETERS
     memory, gib = shown["memory"], 1024**3
     assert memory["params_gib"] * gib == memory["grads_gib"] * gib == 4 * PARAMETERS
     assert memory["optimizer_gib"] * gib == 8 * PARAMETERS / 2
@@ -83,6 +83,6 @@ def test_what_is_wrong_with_it_is_said_before_the_queue(
 
 def test_submit_counts_only_when_told_to(type_: Type, capfd: pytest.CaptureFixture[str]) -> None:
     assert type_("submit", "own.toml", "--dry-run", "--json", "--set", "model.args.width=0") == 0
-    assert json.loads(capfd.readouterr().out)["plan"]["counted"] is None
+    assert json.loads(capfd.readouterr().out)["plan"]["model_stats"] is None
     assert type_("submit", "own.toml", "--dry-run", "--json", "--count-model") == 0
-    assert json.loads(capfd.readouterr().out)["plan"]["counted"]["parameters"] == PARAMETERS
+    assert json.loads(capfd.readouterr().out)["plan"]["model_stats"]["parameters"] == PARAMETERS

@@ -88,7 +88,7 @@ def test_a_run_exports_and_warns_while_it_goes_on_and_can_be_read_afterwards(run
     run.wait_until_final()
     assert list((tmp_path / "textfile").glob("*.prom")) == []
     report = json.loads(run.call("telemetry", run.id, "--json").stdout)
-    (noted,) = (n for n in report["notes"] if n["code"] == "xid")
+    (noted,) = (n for n in report["insights"] if n["code"] == "xid")
     assert (noted["rank"], noted["uuid"]) == (1, report["gpus"][1]["uuid"])
     assert report["training"]["steps"] >= 20
     assert report["goodput"]["wall_s"] > 0

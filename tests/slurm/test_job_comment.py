@@ -10,9 +10,9 @@ import pytest
 from clustertrain.scheduler.job_comment import CommentMetrics, JobComment, format_comment
 
 pytestmark = pytest.mark.slurm
-FIRST = format_comment(CommentMetrics(run="gpt-abc123", step=1, total_steps=10, gpu_utilization=0.5, notes=0))
+FIRST = format_comment(CommentMetrics(run="gpt-abc123", step=1, total_steps=10, gpu_utilization=0.5, insights=0))
 LAST = format_comment(
-    CommentMetrics(run="gpt-abc123", step=10, total_steps=10, gpu_utilization=0.875, power_w=480.0, notes=1)
+    CommentMetrics(run="gpt-abc123", step=10, total_steps=10, gpu_utilization=0.875, power_w=480.0, insights=1)
 )
 
 

@@ -85,7 +85,7 @@ def test_the_report_names_the_three_and_nothing_else(
     report: dict[str, Any] = json.loads(run.call("telemetry", run.id, "--json").stdout)
     gpus = {(g["node"], g["index"]): g for g in report["gpus"]}
     assert len(gpus) == 8
-    told = [n for n in report["notes"] if n["severity"] != "info"]
+    told = [n for n in report["insights"] if n["severity"] != "info"]
     assert {(n["node"], n["uuid"], n["rank"]) for n in told if n["uuid"]} == {
         (node, gpus[node, i]["uuid"], gpus[node, i]["ranks"][0]) for node, i in (IDLE, THROTTLED, SLOW)
     }

@@ -78,13 +78,13 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     lengths, padding = find_document_lengths(dataset), find_padding_fraction(dataset)
     evidence: dict[str, Any] = {
         "samples": size,
-        "looked_at": len(indices),
+        "samples_checked": len(indices),
         "shapes": dict(stats.shapes),
         "duplicates": stats.duplicates,
-        "not_finite": stats.non_finite,
+        "non_finite": stats.non_finite,
         "classes": num_classes,
         "labels": dict(sorted(_label_counts(stats).items())) if has_labels else {},
-        "shown": dict(preview),
+        "preview": dict(preview),
         "lengths": msgspec.to_builtins(lengths),
         "padding": padding,
         **alignment_evidence,
@@ -244,7 +244,11 @@ def _assess_alignment(
     if agreement is None:
         return [], {}
     shares_by_slip = {str(slip): share for slip, share in agreement.shares.items()}
-    evidence = {"neighbours_agree": shares_by_slip, "chance": agreement.chance, "label_slip": agreement.slip}
+    evidence = {
+        "neighbor_agreement": shares_by_slip,
+        "chance_agreement": agreement.chance,
+        "label_shift_samples": agreement.slip,
+    }
     return assess_slip(agreement), evidence
 
 

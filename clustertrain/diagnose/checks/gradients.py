@@ -116,11 +116,11 @@ def _check_gradients(trainer: Trainer, subject: Subject, on_progress: ProgressCa
     worst_error = errors[0][0] if errors else 0.0
     faulty_module = find_faulty_module(model, batch, loss) if worst_error > FAIL_ABOVE else None
     evidence: dict[str, Any] = {
-        "worst_relative_error": worst_error,
-        "good_below": PASS_BELOW,
-        "bug_above": FAIL_ABOVE,
+        "max_relative_error": worst_error,
+        "pass_below": PASS_BELOW,
+        "fail_above": FAIL_ABOVE,
         "directions": len(slopes),
-        "parameters_tried": len(named_params[::stride]),
+        "parameters_checked": len(named_params[::stride]),
         "parameters": len(named_params),
         "errors": {name: e for e, name in reversed(errors)},
         "module": faulty_module[0] if faulty_module else None,

@@ -48,8 +48,8 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     expected = initial_loss(subject.recipe, num_classes, torch.cat([x.flatten() for x in targets]) if targets else None)
     evidence: dict[str, Any] = {
         "loss": sum(losses) / len(losses),
-        "loss_least": min(losses),
-        "loss_most": max(losses),
+        "loss_min": min(losses),
+        "loss_max": max(losses),
         "batches": BATCHES,
         "expected": expected.loss if expected else None,
         "formula": expected.formula if expected else None,

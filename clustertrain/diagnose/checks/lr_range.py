@@ -51,8 +51,8 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
             trials[rate] = _run_trial(
                 subject, rate, lambda completed, offset=offset: on_progress(offset + completed, total)
             )
-        evidence |= {"turns_up_at": turning_lr, "suggestion": suggestion}
-        evidence["short_trainings"] = [{"lr": r, "first_loss": a, "last_loss": b} for r, (a, b) in trials.items()]
+        evidence |= {"turning_lr": turning_lr, "suggestion": suggestion}
+        evidence["trials"] = [{"lr": r, "first_loss": a, "last_loss": b} for r, (a, b) in trials.items()]
         rows.append(("rises at", f"{turning_lr:.2g}; the suggestion is a tenth of it, {suggestion:.2g}"))
         rows += [
             (f"lr {r:.2g}", f"{a:.4g} to {b:.4g} in {TRIAL_STEPS} steps{_mark_suffix(r, marks)}")

@@ -47,7 +47,8 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     rows = [
         ("modules", f"{evidence['modules']}, {len(evidence['in_eval_mode'])} in eval mode after a training step"),
         ("parameters", f"{evidence['parameters']} tensors, {len(evidence['frozen'])} frozen, "
-                       f"{len(evidence['unused'])} without a gradient, {len(evidence['unmoved'])} unchanged by a step"),
+                       f"{len(evidence['unused'])} without a gradient, "
+                       f"{len(evidence['not_updated'])} unchanged by a step"),
         ("gradient norm", "{:.4g}; {:.4g} when the step is repeated".format(*evidence["gradient_norms"])),
     ]  # fmt: skip
     rows += [(v, text) for v, text, _ in notes if v not in (verdict, "pass")]
@@ -103,7 +104,7 @@ def _assess_training_mode(trainer: Trainer, batch: Any) -> tuple[list[Note], dic
     return notes, {
         "modules": len(list(model.modules())),
         "in_eval_mode": eval_after_step,
-        "made_in_eval_mode": initially_eval,
+        "built_in_eval_mode": initially_eval,
     }
 
 
@@ -118,7 +119,7 @@ def _assess_evaluation(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[s
         torch.manual_seed(seed)
         outputs.append([o.detach().float().clone() for o in collect_tensors(model_output(trainer, batch))])
     still_training = _modules_in_mode(model, training=True)
-    is_repeatable = all(bool(torch.equal(a.nan_to_num(), b.nan_to_num())) for a, b in zip(*outputs, strict=True))
+    is_deterministic = all(bool(torch.equal(a.nan_to_num(), b.nan_to_num())) for a, b in zip(*outputs, strict=True))
     changed_buffers = [name for name, b in model.named_buffers() if not torch.equal(buffers[name], b)]
     model.train()
     model_output(trainer, batch)
@@ -127,7 +128,7 @@ def _assess_evaluation(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[s
     if still_training:
         fix = "do not call train() in forward; make train(mode) pass its mode to submodules"
         notes.append(("fail", f"in train mode after eval(): {_format_names(still_training)}", fix))
-    if not is_repeatable:
+    if not is_deterministic:
         fix = "pass training=self.training to F.dropout; add noise only `if self.training`"
         notes.append(("fail", "two passes in eval mode give different outputs: dropout or noise is active", fix))
     if changed_buffers:
@@ -137,7 +138,7 @@ def _assess_evaluation(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[s
         fix = "make train(mode) pass its mode to submodules"
         notes.append(("fail", f"in eval mode after train(): {_format_names(still_eval)}", fix))
     return notes, {
-        "evaluation_repeats": is_repeatable,
+        "evaluation_is_deterministic": is_deterministic,
         "buffers_changed": changed_buffers,
         "train_mode_in_evaluation": still_training,
     }
@@ -156,7 +157,7 @@ def _assess_parameters(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[s
     model.zero_grad(set_to_none=True)
     values_before = {n: p.detach().clone() for n, p in named_params}
     repeat_batch(trainer, batch).step()
-    unmoved = [n for n, p in named_params if n in nonzero_grad and torch.equal(values_before[n], p.detach())]
+    not_updated = [n for n, p in named_params if n in nonzero_grad and torch.equal(values_before[n], p.detach())]
     notes: list[Note] = []
     if len(frozen) == len(named_params):
         notes.append(("fail", "all parameters are frozen", "set requires_grad, or check optim.freeze"))
@@ -166,14 +167,14 @@ def _assess_parameters(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[s
     if unused:
         fix = "use them in forward, remove or freeze them; DistributedDataParallel waits for their gradients forever"
         notes.append(("fail", f"without a gradient: {_format_names(unused)}", fix))
-    if unmoved:
+    if not_updated:
         fix = "pass these parameters to the optimizer, not copies of them"
-        notes.append(("fail", f"with a gradient, but unchanged by a step: {_format_names(unmoved)}", fix))
+        notes.append(("fail", f"with a gradient, but unchanged by a step: {_format_names(not_updated)}", fix))
     evidence = {
         "frozen": frozen,
         "unused": unused,
         "zero_gradient": zero_grad,
-        "unmoved": unmoved,
+        "not_updated": not_updated,
         "parameters": len(named_params),
     }
     return notes, evidence
@@ -192,4 +193,4 @@ def _assess_zero_grad(trainer: Trainer, batch: Any) -> tuple[list[Note], dict[st
     if norms[1] > norms[0] * (1 + TOLERANCE) and norms[1] > 1.5 * norms[0]:
         fix = "look for a hook, a parameter outside of the model, or retain_graph that keeps gradients between steps"
         notes.append(("fail", "the gradients of one step carry over to the next", fix))
-    return notes, {"gradient_norms": norms, "gradients_left": remaining}
+    return notes, {"gradient_norms": norms, "stale_gradients": remaining}

@@ -60,13 +60,13 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
     evidence: dict[str, Any] = {
         "samples": subject.small_sample_count,
         "floor": best.floor,
-        "tries": [
+        "trials": [
             {
                 "lr": a.lr,
                 "steps": len(a.losses),
                 "first_loss": a.losses[0],
                 "last_loss": a.losses[-1],
-                "left": a.remaining_fraction,
+                "remaining_fraction": a.remaining_fraction,
             }
             for a in trials
         ],

@@ -66,8 +66,8 @@ def check(subject: Subject, on_progress: ProgressCallback) -> Finding:
         "compared_steps": sorted(resumed_rows),
         "differences": differences,
         "state_compared_at_step": 2 * interval,
-        "state_same": is_state_equal,
-        "repeats_without_interruption": is_reproducible,
+        "state_equal": is_state_equal,
+        "reproducible": is_reproducible,
     }
     rows = [
         ("interrupted", f"checkpoint at step {interval}, SIGKILL after step {killed_at}, "

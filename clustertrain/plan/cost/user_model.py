@@ -45,9 +45,9 @@ class ModelStats(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that are sharded one by one."""
     built_on: str = "meta"
     """Device; cpu if the constructor needs values."""
-    traced: MemoryTrace | None = None
+    memory_trace: MemoryTrace | None = None
     """None if no trace was requested or it failed."""
-    untraced: str = ""
+    trace_error: str = ""
     """Why the trace failed."""
 
 
@@ -73,14 +73,14 @@ def estimate_user_model(
         optimizer_gib=optimizer / GIB,
         capacity_gib=capacity_gib,
     )
-    if model.traced is None:
+    if model.memory_trace is None:
         return states
-    allocated = params + model.buffer_bytes + grads + optimizer + model.traced.activations_bytes
+    allocated = params + model.buffer_bytes + grads + optimizer + model.memory_trace.activations_bytes
     overhead = overhead_bytes(allocated, layout, config)
     peak = allocated + overhead
     return msgspec.structs.replace(
         states,
-        activations_gib=model.traced.activations_bytes / GIB,
+        activations_gib=model.memory_trace.activations_bytes / GIB,
         overhead_gib=overhead / GIB,
         peak_gib=peak / GIB,
         fits=None if capacity_gib is None else peak / GIB <= capacity_gib,
@@ -115,7 +115,7 @@ def describe_stats(model: ModelStats, name: str, layout: Layout, micro_batch: in
     parts.append(f"{pluralize(len(model.units), 'layer')} to shard one by one" if model.units else "no list of layers")
     if layout.tp * layout.pp > 1:
         parts.append("tp and pp taken as an even split")
-    if model.traced is not None:
+    if model.memory_trace is not None:
         parts.append(f"activations from a trace of micro_batch {micro_batch} with the CPU's kernels")
     return "counted: " + "; ".join(parts)
 
@@ -129,4 +129,4 @@ def memory_warning(model: ModelStats, estimate: MemoryEstimate, limit_gib: float
             f"may not fit: parameters, gradients and optimizer state alone are {states:.1f} GiB per rank, more than "
             f"{limit_gib:.1f} GiB; {fix}"
         )
-    return f"activations are unknown: {model.untraced}" if model.untraced else None
+    return f"activations are unknown: {model.trace_error}" if model.trace_error else None

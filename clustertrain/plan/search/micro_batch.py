@@ -21,7 +21,7 @@ MAX_FREE_MICRO_BATCH = 256  # sequences per rank, if the recipe has no global ba
 # time. A pipeline gets all, since its memory depends on their number.
 MAX_TRIAL_GRAD_ACCUM = 4
 
-TrialOutcome = Literal["fits", "over the margin", "out of memory"]
+TrialOutcome = Literal["fits", "over_margin", "out_of_memory"]
 
 
 class TrialMeasurement(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     micro_batch: int
     outcome: TrialOutcome
-    usable: bool
+    divides_batch: bool
     """The micro-batch divides a rank's share of the global batch, and the pipeline's schedule supports it."""
     capacity_gib: float | None = None
     """Memory of the device; on the CPU the amount assumed for a rank."""
@@ -190,8 +190,8 @@ def evaluate_trial(
     allocated = worst.allocated_bytes
     return Trial(
         micro_batch=batch.micro_batch,
-        outcome="fits" if worst.peak_bytes / GIB <= SAFE_FRACTION * capacity else "over the margin",
-        usable=search.is_usable(batch.micro_batch),
+        outcome="fits" if worst.peak_bytes / GIB <= SAFE_FRACTION * capacity else "over_margin",
+        divides_batch=search.is_usable(batch.micro_batch),
         capacity_gib=capacity,
         peak_gib=worst.peak_bytes / GIB,
         allocated_gib=None if allocated is None else allocated / GIB,
@@ -203,5 +203,5 @@ def evaluate_trial(
 
 def best_trial(tried: Sequence[Trial]) -> Trial | None:
     """Return the fastest usable trial within the margin; None if there is none."""
-    fitting = [t for t in tried if t.fits and t.usable]
+    fitting = [t for t in tried if t.fits and t.divides_batch]
     return max(fitting, key=lambda t: t.samples_per_s_per_gpu or 0.0, default=None)

@@ -21,7 +21,7 @@ _MAX_SPANS = 3000
 class Chart(msgspec.Struct, frozen=True):
     """One chart."""
 
-    of: str
+    table: str
     """The tables: ``gpus`` (with ``nodes`` and ``overall``), ``hosts`` or ``training``."""
     curve: str
     """The column of the tables."""
@@ -61,13 +61,13 @@ CHARTS = (
 
 
 def scales(table: str) -> dict[str, float]:
-    return {c.curve: c.scale for c in CHARTS if c.of == table}
+    return {c.curve: c.scale for c in CHARTS if c.table == table}
 
 
 def charts_with_data(curves: Curves) -> list[Chart]:
     """Return the charts whose curve was recorded."""
     tables: dict[str, CurveTable] = {"gpus": curves.overall, "hosts": curves.hosts, "training": curves.training}
-    return [c for c in CHARTS if c.curve in tables[c.of].values]
+    return [c for c in CHARTS if c.curve in tables[c.table].values]
 
 
 # The timeline's lanes from top to bottom with their sign, so that color is never the only meaning.
@@ -90,7 +90,7 @@ class LaneEvent(msgspec.Struct, frozen=True):
     attempt: int
     lane: str
     sign: str
-    loud: bool
+    prominent: bool
     """Whether it is also drawn across every chart."""
 
 
@@ -129,7 +129,7 @@ def used_lanes(marks: Iterable[LaneEvent]) -> list[str]:
 def events_to_json(marks: Iterable[LaneEvent]) -> list[dict[str, Any]]:
     return [
         {"t": p.mark.t, "end": p.mark.end, "kind": p.mark.kind, "text": p.mark.text, "lane": p.lane, "sign": p.sign,
-         "loud": p.loud, "attempt": p.attempt}
+         "prominent": p.prominent, "attempt": p.attempt}
         for p in marks
     ]  # fmt: skip
 

@@ -38,7 +38,7 @@ class Packer:
         finite = np.isfinite(matrix)
         low, high = (float(matrix[finite].min()), float(matrix[finite].max())) if finite.any() else (0.0, 0.0)
         data = _delta_encode(matrix, finite, low, high, bits)
-        entry = {"at": self._offset, "bits": bits, "rows": len(matrix), "low": low, "high": high}
+        entry = {"offset": self._offset, "bits": bits, "rows": len(matrix), "low": low, "high": high}
         self._chunks.append(data)
         self._offset += len(data)
         return entry

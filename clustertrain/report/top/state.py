@@ -402,7 +402,7 @@ def _node_view(record: NodeStatus, now: float, is_running: bool) -> NodeView:
     header, snapshot = record.header, record.snapshot
     values = snapshot.values if snapshot is not None else {}
     age = None if snapshot is None else max(0.0, now - snapshot.t)
-    problem = record.read_error or record.failure or header.nvml
+    problem = record.read_error or record.failure or header.nvml_error
     if is_running and problem is None and record.end is None and age is not None and age > 60:
         problem = f"no new samples for {age:.0f} s: its agent is gone or hangs, or its clock differs"
     total = header.memory_total_bytes

@@ -58,10 +58,10 @@ def count_model(
         raise _build_process_error(spec, result) from e
     if "error" in answer:
         raise ConfigError(answer["error"], fix=answer["fix"])
-    stats = schema.convert(answer["counted"], ModelStats)
+    stats = schema.convert(answer["stats"], ModelStats)
     if trace and trace_step is None:
         reason = f"a trace covers one process, and {layout.describe()} splits the model"
-        return msgspec.structs.replace(stats, untraced=reason)
+        return msgspec.structs.replace(stats, trace_error=reason)
     return stats
 
 

@@ -21,7 +21,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     """A raised or cleared alert."""
 
     t: float  # UTC epoch s
-    code: str  # of the rule, as in the notes of the report
+    code: str  # of the rule, as in the insights of the report
     severity: str
     text: str
     node: str

@@ -96,13 +96,13 @@ def summarize_gpu(
     totals = {f.name: _merge_totals(p.total(f.name) for p in records) for f in fields.GPU}
     energy_j, energy_source = _total_energy(owned_records)
     total_bytes = next((p.facts.memory_total_bytes for p in reversed(records) if p.facts.memory_total_bytes), None)
-    nulls = _nulls(records, totals, facts.reason)
+    missing = _missing_reasons(records, totals, facts.reason)
     if energy_j is not None:
-        nulls.pop("energy_j", None)
+        missing.pop("energy_j", None)
     elif len(owned_records) < len(records):
-        nulls["energy_j"] = "counted for another node that has the same GPU"
+        missing["energy_j"] = "counted for another node that has the same GPU"
     if total_bytes is None:
-        nulls["memory_total_gib"] = facts.reason or "not reported by the driver"
+        missing["memory_total_gib"] = facts.reason or "not reported by the driver"
     return GpuSummary(
         node=key[0],
         uuid=key[1],
@@ -111,7 +111,7 @@ def summarize_gpu(
         ranks=facts.ranks,
         attempts=sorted({p.node_record.attempt for p in records}),
         samples=max(t.count for t in totals.values()),
-        expected=sum(p.node_record.expected for p in records),
+        samples_expected=sum(p.node_record.expected for p in records),
         utilization=_stats(totals["utilization"]),
         memory_used_gib=_stats(totals["memory_used_bytes"], GIB),
         memory_total_gib=None if total_bytes is None else round(total_bytes / GIB, 3),
@@ -122,7 +122,7 @@ def summarize_gpu(
         sm_clock_mhz=_stats(totals["sm_clock_mhz"]),
         memory_clock_mhz=_stats(totals["memory_clock_mhz"]),
         timeline=timeline or Timeline(1.0, []),
-        nulls=nulls,
+        missing=missing,
         sm_activity=_stats(totals["sm_activity"]),
         tensor_activity=_stats(totals["tensor_activity"]),
         dram_activity=_stats(totals["dram_activity"]),
@@ -131,7 +131,9 @@ def summarize_gpu(
         processes_max=_to_int(totals["processes"].high),
         nvlinks_active_min=_to_int(totals["nvlinks_active"].low),
         nvlinks_active_max=_to_int(totals["nvlinks_active"].high),
-        throttled=ThrottleShares(*(_mean_share(totals[f"throttle_{why}"]) for why in ("power", "thermal", "hardware"))),
+        throttle_ratio=ThrottleShares(
+            *(_mean_share(totals[f"throttle_{why}"]) for why in ("power", "thermal", "hardware"))
+        ),
         errors=_errors(totals, xids),
         phases=_phases(totals),
         parent=facts.parent,
@@ -185,19 +187,21 @@ def _phases(totals: Mapping[str, Total]) -> dict[str, PhaseStats]:
             sm_clock_mhz=mean("sm_clock_mhz", phase),
             sm_activity=mean("sm_activity", phase),
             tensor_activity=mean("tensor_activity", phase),
-            throttled=ThrottleShares(*(mean(f"throttle_{why}", phase) for why in ("power", "thermal", "hardware"))),
+            throttle_ratio=ThrottleShares(
+                *(mean(f"throttle_{why}", phase) for why in ("power", "thermal", "hardware"))
+            ),
         )
         for phase, (count, _) in sorted(by_phase.items())
         if count and phase < len(heartbeat.PHASES)
     }
 
 
-def _nulls(records: list[GpuRecord], totals: Mapping[str, Total], lost_reason: str | None) -> dict[str, str]:
+def _missing_reasons(records: list[GpuRecord], totals: Mapping[str, Total], lost_reason: str | None) -> dict[str, str]:
     """Return the reasons for missing fields, with the number of samples if only some are missing."""
     # NVML's reason for a field is more specific than a temporary lack of NVML.
     ordered = sorted(records, key=lambda p: p.node_record.nvml_error is None)
     reasons = {field: why for p in ordered for field, why in p.reasons.items()}
-    nulls = {}
+    missing = {}
     for field in fields.GPU:
         if not any(p.has_field(field.name) for p in records):
             continue
@@ -205,15 +209,15 @@ def _nulls(records: list[GpuRecord], totals: Mapping[str, Total], lost_reason: s
         present = totals[field.name].count
         if field.metric_type == "counter" and not math.isnan(totals[field.name].first):
             present += len(records)  # the first value gives no rate yet
-        missing = rows - min(present, rows)
-        if not missing and rows:
+        num_missing = rows - min(present, rows)
+        if not num_missing and rows:
             continue
         reason = (
             reasons.get(field.name) or lost_reason or ("no reason was recorded" if rows else "no sample was recorded")
         )
-        suffix = f" ({missing} of {rows} samples)" if missing < rows else ""
-        nulls[_REPORT_NAMES.get(field.name, field.name)] = reason + suffix
-    return nulls
+        suffix = f" ({num_missing} of {rows} samples)" if num_missing < rows else ""
+        missing[_REPORT_NAMES.get(field.name, field.name)] = reason + suffix
+    return missing
 
 
 def find_owners(records: Mapping[tuple[str, str], list[GpuRecord]]) -> dict[tuple[str, int], str]:
@@ -272,28 +276,28 @@ def summarize_host(node: str, records: list[NodeRecord], clock_steps_s: list[flo
         f.name: _merge_totals(p.totals.get(fields.column_name("host", f.name)) for p in recorded) for f in fields.HOST
     }
     reasons = [w for p in recorded if p.segment for w in p.segment.reasons().items()]
-    nulls = {fields.split_column(c)[1]: w for c, w in reasons if fields.split_column(c)[0] == "host"}
+    missing = {fields.split_column(c)[1]: w for c, w in reasons if fields.split_column(c)[0] == "host"}
     total = header.memory_total_bytes if header else None
     memory = header.memory_allocated_bytes if header else None
     return HostSummary(
         node=node,
         attempts=sorted({p.attempt for p in records}),
         samples=sum(p.received for p in records),
-        expected=sum(p.expected for p in records),
-        nvml=next((p.nvml_error for p in reversed(recorded) if p.nvml_error is not None), None),
+        samples_expected=sum(p.expected for p in records),
+        nvml_error=next((p.nvml_error for p in reversed(recorded) if p.nvml_error is not None), None),
         nvml_missing_s=sum(p.held_s for p in recorded if p.nvml_error is not None),
         driver=header.driver if header else None,
-        allocation=header.allocation if header else None,
+        allocation_source=header.allocation_source if header else None,
         cpu=_stats(totals["cpu"]),
         cpu_count=header.cpu_count if header else None,
         memory_used_gib=_stats(totals["memory_used_bytes"], GIB),
         memory_total_gib=None if total is None else round(total / GIB, 3),
         load1=_stats(totals["load1"]),
         processes=_summarize_processes(totals),
-        nulls={_REPORT_NAMES.get(k, k): v for k, v in nulls.items()},
+        missing={_REPORT_NAMES.get(k, k): v for k, v in missing.items()},
         cpu_allocated=header.cpu_allocated if header else None,
-        agents_max=max(p.agents for p in records),
-        silent_s=round(max(p.silent_s for p in records), 1),
+        samplers_max=max(p.samplers for p in records),
+        agent_lost_s=round(max(p.agent_lost_s for p in records), 1),
         clock_steps_s=clock_steps_s,
         memory_allocated_gib=None if memory is None else round(memory / GIB, 3),
         network_bytes_per_s=_sum_directions(totals, "network_rx_bytes", "network_tx_bytes"),

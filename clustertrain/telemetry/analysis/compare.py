@@ -73,7 +73,7 @@ def compare_runs(a: RunDir, b: RunDir) -> TelemetryComparison:
 
 def compare_summaries(a: Summary, b: Summary) -> TelemetryComparison:
     """Compare two summaries, without settings, which summaries do not contain."""
-    codes = [{n.code for n in s.notes} for s in (a, b)]
+    codes = [{n.code for n in s.insights} for s in (a, b)]
     figures = {name: _compare_metric(rule, a, b) for name, rule in METRIC_RULES.items()}
     unjudged = [
         *(_GPU_COUNT_DEPENDENT if len(a.gpus) != len(b.gpus) else ()),
@@ -86,8 +86,8 @@ def compare_summaries(a: Summary, b: Summary) -> TelemetryComparison:
         figures=figures,
         goodput={part: _compare_metric(_goodput_rule(part), a, b) for part in TIME_CATEGORIES},
         settings=[],
-        only_a=[n for n in a.notes if n.code not in codes[1]],
-        only_b=[n for n in b.notes if n.code not in codes[0]],
+        only_a=[n for n in a.insights if n.code not in codes[1]],
+        only_b=[n for n in b.insights if n.code not in codes[0]],
     )
 
 
@@ -167,8 +167,8 @@ def _why_no_gpu_value(*fields: str) -> Callable[[Summary], str]:
 
     def why(s: Summary) -> str:
         if not s.gpus:
-            return next((h.nvml for h in s.hosts if h.nvml), "no GPU was recorded")
-        return next((g.nulls[f] for g in s.gpus for f in fields if f in g.nulls), "no sample has it")
+            return next((h.nvml_error for h in s.hosts if h.nvml_error), "no GPU was recorded")
+        return next((g.missing[f] for g in s.gpus for f in fields if f in g.missing), "no sample has it")
 
     return why
 
@@ -191,7 +191,7 @@ def _gpu_hours(s: Summary) -> float | None:
 
 def _energy_j(s: Summary) -> float | None:
     """Return the energy of all GPUs; None if any of them was not measured."""
-    if not s.gpus or any(g.energy_j is None for g in s.gpus) or any(h.nvml for h in s.hosts):
+    if not s.gpus or any(g.energy_j is None for g in s.gpus) or any(h.nvml_error for h in s.hosts):
         return None
     return s.training.energy_j if s.training is not None else sum(g.energy_j or 0.0 for g in s.gpus)
 

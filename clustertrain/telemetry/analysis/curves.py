@@ -82,7 +82,7 @@ class Curves:
 def build_curves(run: RunDir, summary: Summary) -> Curves:
     """Build the curves for the window, attempts and GPUs of ``summary``.
 
-    Unreadable files are left out; ``summary.unreadable`` lists them.
+    Unreadable files are left out; ``summary.read_errors`` lists them.
     """
     chosen, node_names = _choose_gpus(summary), _node_names(summary)
     nodes = _choose_nodes(summary, node_names, chosen)
@@ -168,15 +168,15 @@ def _node_names(summary: Summary) -> list[str]:
 
 
 def _choose_gpus(summary: Summary) -> list[int]:
-    """Return all GPUs or, if there are too many, those with the most severe notes, then the least used ones."""
+    """Return all GPUs or, if there are too many, those with the most severe insights, then the least used ones."""
     gpus = summary.gpus
     if len(gpus) <= _MAX_ROWS:
         return list(range(len(gpus)))
     severity: dict[str, int] = {}
-    for note in summary.notes:
-        if note.uuid is not None:
-            rank = _SEVERITY_ORDER.get(note.severity, len(_SEVERITY_ORDER))
-            severity[note.uuid] = min(rank, severity.get(note.uuid, rank))
+    for insight in summary.insights:
+        if insight.uuid is not None:
+            rank = _SEVERITY_ORDER.get(insight.severity, len(_SEVERITY_ORDER))
+            severity[insight.uuid] = min(rank, severity.get(insight.uuid, rank))
 
     def order(i: int) -> tuple[int, float, int]:
         use = gpus[i].utilization
@@ -200,7 +200,7 @@ def _describe_selection(
     sentences = []
     if len(chosen) < len(summary.gpus):
         sentences.append(
-            f"{len(chosen)} of {len(summary.gpus)} GPUs have individual curves: those named in notes, then those "
+            f"{len(chosen)} of {len(summary.gpus)} GPUs have individual curves: those named in insights, then those "
             "with the lowest mean utilization. The heat map, the table and the curves of the whole job cover all GPUs."
         )
     if len(nodes) < len(node_names):

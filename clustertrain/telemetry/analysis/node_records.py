@@ -40,13 +40,13 @@ class NodeRecord:
     """None if the agent started but wrote no file."""
     since: float | None = None
     """Only samples from this time on count (see :func:`limit_to_last`)."""
-    agents: int = 1  # samplers of the node that wrote at the same time; the others do not count
-    silent_s: float = 0.0  # seconds at the end without an agent while the attempt continued
+    samplers: int = 1  # samplers of the node that wrote at the same time; the others do not count
+    agent_lost_s: float = 0.0  # seconds at the end without an agent while the attempt continued
 
     @property
     def nvml_error(self) -> str | None:
         """Reason why GPUs were not sampled; None if they were."""
-        return None if self.segment is None else self.segment.header.nvml
+        return None if self.segment is None else self.segment.header.nvml_error
 
     @property
     def held_s(self) -> float:
@@ -123,14 +123,14 @@ def load_node_records(attempt: AttemptDir, log: list[events.Event], flush_s: flo
     ended_nodes = {str(e["node"]) for e in events.filter_by_name(log, "ranks_ended") if "node" in e}
     newest_by_node = {p.node: p for p in records if p.segment is not None}
     for node, record in newest_by_node.items():
-        silent_s = last_seen - record.until
+        agent_lost_s = last_seen - record.until
         if (
             node not in ended_nodes
             and record.segment
             and record.segment.end is None
-            and silent_s > 3 * flush_s + SLACK_S
+            and agent_lost_s > 3 * flush_s + SLACK_S
         ):
-            records[records.index(record)] = replace(record, until=last_seen, silent_s=silent_s)
+            records[records.index(record)] = replace(record, until=last_seen, agent_lost_s=agent_lost_s)
     return records
 
 
@@ -151,13 +151,13 @@ def _collect_records(attempt: AttemptDir, log: list[events.Event]) -> list[NodeR
         concurrent = 1 + (len(readable) < len(with_header))
         held_gpus = list({gpu.uuid: gpu for segment in readable for gpu in segment.header.gpus}.values())
         for segment in readable:
-            gpus = held_gpus if segment.header.nvml is not None else segment.header.gpus
+            gpus = held_gpus if segment.header.nvml_error is not None else segment.header.gpus
             segment_start, interval_s = segment.header.t, segment.header.interval_s
             until = segment.newest_t or segment_start
             if segment is readable[-1] and node in ended:
                 until = max(until, segment_start + _elapsed(segment_start, segment.header.mono, ended[node]))
             records.append(
-                NodeRecord(attempt.n, node, gpus, segment_start, until, interval_s, segment, agents=concurrent)
+                NodeRecord(attempt.n, node, gpus, segment_start, until, interval_s, segment, samplers=concurrent)
             )
         if not readable and node in agents:
             agent_started = agents[node]

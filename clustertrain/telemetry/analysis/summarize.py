@@ -155,7 +155,7 @@ def summarize(run: RunDir, request: SummaryRequest = WHOLE_RUN) -> Summary:
         attempts=[_summarize_attempt(run, a, [p for p in records if p.attempt == a.n], logs[a.n]) for a in selected],
         gpus=sorted(gpus, key=lambda g: (g.node, g.index is None, g.index or 0, g.uuid)),
         hosts=sorted(hosts, key=lambda h: h.node),
-        notes=[],
+        insights=[],
         state=request.state or (history[-1].ending if history and history[-1].ending else None),
         user=_owner(run),
         layout=plan.layout,
@@ -166,7 +166,7 @@ def summarize(run: RunDir, request: SummaryRequest = WHOLE_RUN) -> Summary:
         goodput=goodput,
         contract=request.contract or contract_status.load_contract_status(run, history, None),
         waste=_waste(gpus, owned, goodput),
-        unreadable=[
+        read_errors=[
             *([spec_error] if spec_error else []),
             *attempts.list_read_errors(run, history),
             *(w for a in selected for w in list_unreadable(a)),
@@ -174,7 +174,7 @@ def summarize(run: RunDir, request: SummaryRequest = WHOLE_RUN) -> Summary:
         ],
     )
     return msgspec.structs.replace(
-        summary, notes=insights.build_insights(summary, [e for log in logs.values() for e in log])
+        summary, insights=insights.build_insights(summary, [e for log in logs.values() for e in log])
     )
 
 
@@ -298,8 +298,8 @@ def _is_before(event: events.Event, cutoff: float) -> bool:
 def _coverage(gpus: Sequence[GpuSummary], hosts: Sequence[HostSummary]) -> float | None:
     """Return the coverage over GPUs, so that a lost GPU lowers it, and over hosts without GPUs."""
     with_gpu = {g.node for g in gpus}
-    samples = [(g.samples, g.expected) for g in gpus]
-    samples += [(h.samples, h.expected) for h in hosts if h.node not in with_gpu]
+    samples = [(g.samples, g.samples_expected) for g in gpus]
+    samples += [(h.samples, h.samples_expected) for h in hosts if h.node not in with_gpu]
     expected = sum(e for _, e in samples)
     return None if not expected else round(sum(min(n, e) for n, e in samples) / expected, 4)
 

@@ -1,4 +1,4 @@
-"""Rules that turn a summary into notes with advice. They are independent: a missing value silences only its rule."""
+"""Rules that turn a summary into insights with advice. They are independent: a missing value silences only its rule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RULES: tuple[Callable[[JobContext], Iterable[Insight]], ...] = (
 
 
 def build_insights(summary: Summary, log: Iterable[events.Event]) -> list[Insight]:
-    """Return all notes, the most severe first, then by code, node and rank."""
+    """Return all insights, the most severe first, then by code, node and rank."""
     job = JobContext(summary, log)
-    insights = [note for rule in _RULES for note in rule(job)]
+    insights = [insight for rule in _RULES for insight in rule(job)]
     return sorted(insights, key=lambda n: (_ORDER[n.severity], n.code, n.node or "", -1 if n.rank is None else n.rank))

@@ -37,7 +37,7 @@ class JobContext:
         lost_reasons = {str(e.get("uuid")): str(e.get("reason")) for e in events.filter_by_name(self.log, "gpu_lost")}
         lost = {}
         for gpu in self.summary.gpus:
-            reasons = [r for r in gpu.nulls.values() if r.startswith(("GPU_IS_LOST", "RESET_REQUIRED"))]
+            reasons = [r for r in gpu.missing.values() if r.startswith(("GPU_IS_LOST", "RESET_REQUIRED"))]
             if not lost_reasons.get(gpu.uuid, "NOT_FOUND").startswith("NOT_FOUND"):
                 reasons.insert(0, lost_reasons[gpu.uuid])
             if reasons:
@@ -157,9 +157,9 @@ def throttled_share(gpu: GpuSummary, cause: str) -> float | None:
     If only the share of the whole job is known, all throttling is attributed to training.
     """
     phase = train_phase(gpu)
-    if phase is not None and (share := getattr(phase.throttled, cause)) is not None:
+    if phase is not None and (share := getattr(phase.throttle_ratio, cause)) is not None:
         return float(share)
-    job_share = getattr(gpu.throttled, cause)
+    job_share = getattr(gpu.throttle_ratio, cause)
     if job_share is None:
         return None
     return min(1.0, job_share / phase.share) if phase is not None and phase.share else float(job_share)

@@ -1,4 +1,4 @@
-"""Notes on GPU health as reported by the driver: lost GPUs, XIDs, memory errors, links."""
+"""Insights on GPU health as reported by the driver: lost GPUs, XIDs, memory errors, links."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIN_LINK_ERRORS_PER_HOUR = 100  # replays and CRC errors of NVLink; also the min
 
 def _missing_gpus(job: JobContext) -> Iterable[Insight]:
     for gpu in job.summary.gpus:
-        reason = gpu.nulls.get("utilization", "")
+        reason = gpu.missing.get("utilization", "")
         if reason.startswith("NOT_FOUND"):
             text = f"{gpu_label(gpu)} is allocated, but not visible in NVML ({reason})"
             yield gpu_insight(gpu, CRITICAL, "gpu_missing", text, f"{job.exclude_hint(gpu.node)}; {_NOTIFY}")
@@ -44,7 +44,7 @@ def _lost_gpus(job: JobContext) -> Iterable[Insight]:
 
 
 def _xids(job: JobContext) -> Iterable[Insight]:
-    """Return one note for each XID and GPU, except those covered by another note of the GPU."""
+    """Return one insight for each XID and GPU, except those covered by another insight of the GPU."""
     for gpu in job.summary.gpus:
         counts: collections.Counter[int] = collections.Counter()
         for x in gpu.errors.xids:

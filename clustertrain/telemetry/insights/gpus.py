@@ -1,4 +1,4 @@
-"""Notes on GPUs and ranks that differ from the others: each is reported once, with one cause."""
+"""Insights on GPUs and ranks that differ from the others: each is reported once, with one cause."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ GpuModel = tuple[str | None, bool]  # the name, and whether it is a MIG slice
 
 
 def gpu_outliers(job: JobContext) -> Iterable[Insight]:
-    """Return the notes of all rules, in their order.
+    """Return the insights of all rules, in their order.
 
     The first rule that explains a GPU excludes it from the later ones: a throttled GPU, its low clock and its late rank
-    give a single note.
+    give a single insight.
     """
     explained: dict[GpuKey, Insight] = {}
     for rule in _RULES:
-        explained.update({k: note for k, note in rule(job, explained).items() if k not in explained})
+        explained.update({k: insight for k, insight in rule(job, explained).items() if k not in explained})
     unused = [n for n in explained.values() if n.code == "gpu_unused"]
     if len(unused) > 1:
         text = f"the job did not use {len(unused):,} of {len(job.summary.gpus):,} allocated GPUs"
@@ -78,7 +78,7 @@ def _unused_note(job: JobContext, gpu: GpuSummary) -> Insight:
 
 def _throttled(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
     """Report throttled GPUs, including lost ones, because heat may be the cause of the loss."""
-    notes = {}
+    insights = {}
     clocks = {
         _gpu_model(gpus[0]): _values_by_gpu(gpus, train_clock_mhz) for gpus in _unexplained_by_model(job, explained)
     }
@@ -95,8 +95,8 @@ def _throttled(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
         text += _clock_text(gpu, clocks.get(_gpu_model(gpu), {}))
         component = "the cooling of the node" if cause == "thermal" else "power cables and power brake of the node"
         fix = f"{job.exclude_hint(gpu.node)}; ask the administrators to check {component}"
-        notes[gpu_key(gpu)] = gpu_insight(gpu, WARNING, "throttled", text + peak_text, fix)
-    return notes
+        insights[gpu_key(gpu)] = gpu_insight(gpu, WARNING, "throttled", text + peak_text, fix)
+    return insights
 
 
 def _clock_text(gpu: GpuSummary, clocks: Mapping[GpuKey, float]) -> str:
@@ -125,7 +125,7 @@ def _unexplained_by_model(job: JobContext, explained: Explained) -> list[list[Gp
 
 def _power_capped(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
     """Report GPUs throttled by their power limit while the others are not; all being throttled is normal."""
-    notes = {}
+    insights = {}
     for gpus in _unexplained_by_model(job, explained):
         slow = outliers(_values_by_gpu(gpus, train_clock_mhz), SLOW_MARGIN, above=False)
         capped = {gpu_key(g): s for g in gpus if (s := throttled_share(g, "power")) is not None}
@@ -139,8 +139,8 @@ def _power_capped(job: JobContext, explained: Explained) -> dict[GpuKey, Insight
                     f" run at {peer_mhz:,.0f}"
                 )
                 fix = f"compare the limits with `nvidia-smi -q -d POWER`; {job.exclude_hint(gpu.node)}"
-                notes[gpu_key(gpu)] = gpu_insight(gpu, WARNING, "power_capped", text, fix)
-    return notes
+                insights[gpu_key(gpu)] = gpu_insight(gpu, WARNING, "power_capped", text, fix)
+    return insights
 
 
 def _values_by_gpu(gpus: Iterable[GpuSummary], metric: Callable[[GpuSummary], float | None]) -> dict[GpuKey, float]:
@@ -148,7 +148,7 @@ def _values_by_gpu(gpus: Iterable[GpuSummary], metric: Callable[[GpuSummary], fl
 
 
 def _slow_clock(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
-    notes = {}
+    insights = {}
     for gpus in _unexplained_by_model(job, explained):
         slow = outliers(_values_by_gpu(gpus, train_clock_mhz), SLOW_MARGIN, above=False)
         for gpu in gpus:
@@ -164,8 +164,8 @@ def _slow_clock(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
                     "compare the configured clocks with `nvidia-smi -q -d CLOCK`, and notify the administrators; "
                     f"{job.exclude_hint(gpu.node)}"
                 )
-                notes[gpu_key(gpu)] = gpu_insight(gpu, WARNING, "slow_gpu", text, fix)
-    return notes
+                insights[gpu_key(gpu)] = gpu_insight(gpu, WARNING, "slow_gpu", text, fix)
+    return insights
 
 
 def _data_stragglers(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
@@ -210,10 +210,10 @@ def _stragglers(
 ) -> dict[GpuKey, Insight]:
     ranks = {r.rank: r for r in job.summary.ranks if _rank_key(r) not in explained}
     values = {rank: value for rank, r in ranks.items() if (value := metric(r)) is not None}
-    notes = {}
+    insights = {}
     for n, (value_s, peer_s) in outliers(values, LATE_MARGIN, floor=floor, above=True).items():
         text, fix = describe(job, ranks[n], value_s, peer_s)
-        notes[_rank_key(ranks[n])] = Insight(
+        insights[_rank_key(ranks[n])] = Insight(
             severity=WARNING,
             code=code,
             text=f"rank {n} on {ranks[n].node} {text}",
@@ -222,7 +222,7 @@ def _stragglers(
             uuid=ranks[n].uuid,
             rank=n,
         )
-    return notes
+    return insights
 
 
 def _rank_key(rank: RankSummary) -> GpuKey:
@@ -230,7 +230,7 @@ def _rank_key(rank: RankSummary) -> GpuKey:
 
 
 def _imbalanced(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
-    notes = {}
+    insights = {}
     for gpus in _unexplained_by_model(job, explained):
         less_busy = outliers(
             _values_by_gpu(gpus, train_utilization), LESS_BUSY_MARGIN, floor=LESS_BUSY_FLOOR, above=False
@@ -243,8 +243,8 @@ def _imbalanced(job: JobContext, explained: Explained) -> dict[GpuKey, Insight]:
                     " work is unevenly distributed"
                 )
                 fix = "compare its rank with the others: layers, samples, logs"
-                notes[gpu_key(gpu)] = gpu_insight(gpu, WARNING, "imbalance", text, fix)
-    return notes
+                insights[gpu_key(gpu)] = gpu_insight(gpu, WARNING, "imbalance", text, fix)
+    return insights
 
 
 _RULES: tuple[Callable[[JobContext, Explained], dict[GpuKey, Insight]], ...] = (

@@ -1,4 +1,4 @@
-"""Notes on hosts: memory and cores compared with the allocation, clock steps, and missing NVML."""
+"""Insights on hosts: memory and cores compared with the allocation, clock steps, and missing NVML."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def _clock_steps(job: JobContext) -> Iterable[Insight]:
 
 def _duplicate_agents(job: JobContext) -> Iterable[Insight]:
     for h in job.summary.hosts:
-        if h.agents_max > 1:
-            text = f"{h.agents_max} agents recorded {h.node} at the same time; only the longest recording counts"
+        if h.samplers_max > 1:
+            text = f"{h.samplers_max} agents recorded {h.node} at the same time; only the longest recording counts"
             fix = "start one agent per node: in a custom job script, use srun with --ntasks-per-node=1"
             yield Insight(severity=WARNING, code="two_agents", text=text, fix=fix, node=h.node)
 
@@ -103,10 +103,10 @@ def _no_nvml(job: JobContext) -> Iterable[Insight]:
     nodes_with_gpus = {g.node for g in job.summary.gpus if g.samples}
     by_reason: dict[str, list[HostSummary]] = {}
     for h in job.summary.hosts:
-        if h.nvml is not None and h.node not in nodes_with_gpus:
-            by_reason.setdefault(h.nvml, []).append(h)
-        elif h.nvml is not None:
-            text = f"{h.node} had no GPU samples for {h.nvml_missing_s:,.0f} s: {h.nvml}"
+        if h.nvml_error is not None and h.node not in nodes_with_gpus:
+            by_reason.setdefault(h.nvml_error, []).append(h)
+        elif h.nvml_error is not None:
+            text = f"{h.node} had no GPU samples for {h.nvml_missing_s:,.0f} s: {h.nvml_error}"
             fix = "note that GPU metrics cover only the other time"
             yield Insight(severity=WARNING, code="no_nvml", text=text, fix=fix, node=h.node)
     fix = (

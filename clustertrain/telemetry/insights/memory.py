@@ -1,4 +1,4 @@
-"""Notes on GPU memory: nearly full, or far more than needed."""
+"""Insights on GPU memory: nearly full, or far more than needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notes on missing recordings, and on alerts and metrics that were not delivered."""
+"""Insights on missing recordings, and on alerts and metrics that were not delivered."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _no_telemetry(job: JobContext) -> Iterable[Insight]:
     if summary.hosts or summary.gpus:
         return
     fix = None
-    if summary.unreadable:
+    if summary.read_errors:
         text = "there is no recording that this user may read"
         fix = "ask the owner of the run, or the administrators, for read access to its folder"
     elif not summary.enabled:
@@ -47,8 +47,8 @@ def _no_telemetry(job: JobContext) -> Iterable[Insight]:
 
 def _silent_agents(job: JobContext) -> Iterable[Insight]:
     for host in job.summary.hosts:
-        if host.silent_s:
-            text = f"the agent of {host.node} was silent for the last {host.silent_s:,.0f} s of the attempt"
+        if host.agent_lost_s:
+            text = f"the agent of {host.node} was silent for the last {host.agent_lost_s:,.0f} s of the attempt"
             fix = (
                 f"check `clustertrain logs {job.summary.run} --node {host.node}` and --job for its end; requeue the run"
             )
@@ -56,18 +56,18 @@ def _silent_agents(job: JobContext) -> Iterable[Insight]:
 
 
 def _low_coverage(job: JobContext) -> Iterable[Insight]:
-    damaged = " ".join(job.summary.unreadable)
+    damaged = " ".join(job.summary.read_errors)
     for host in job.summary.hosts:
-        if host.silent_s or (not host.samples and f"/{host.node}/" in damaged):
+        if host.agent_lost_s or (not host.samples and f"/{host.node}/" in damaged):
             continue
-        if host.samples >= MIN_COVERAGE * host.expected:
+        if host.samples >= MIN_COVERAGE * host.samples_expected:
             continue
         if not host.samples:
             text = f"{host.node} recorded nothing, although its agent ran"
             yield Insight(severity=WARNING, code="no_telemetry", text=text, fix=_SEE_LOG, node=host.node)
             continue
-        share = host.samples / host.expected
-        text = f"{host.node} recorded {share:.0%} of its samples ({host.samples} of {host.expected})"
+        share = host.samples / host.samples_expected
+        text = f"{host.node} recorded {share:.0%} of its samples ({host.samples} of {host.samples_expected})"
         yield Insight(severity=WARNING, code="low_coverage", text=text, fix=_SEE_LOG, node=host.node)
 
 
@@ -78,7 +78,7 @@ def _sampler_failures(job: JobContext) -> Iterable[Insight]:
 
 
 def _unreadable(job: JobContext) -> Iterable[Insight]:
-    files = job.summary.unreadable
+    files = job.summary.read_errors
     if files:
         more = f" and {len(files) - _MAX_LISTED:,} more" if len(files) > _MAX_LISTED else ""
         text = f"{pluralize(len(files), 'file')} could not be read: {'; '.join(files[:_MAX_LISTED])}{more}"
@@ -94,10 +94,10 @@ def _is_whole_run(reason: str) -> bool:
 
 
 def _missing_fields(job: JobContext) -> Iterable[Insight]:
-    """Return one note for all fields that the same GPUs lack for the same reason in the whole run."""
+    """Return one insight for all fields that the same GPUs lack for the same reason in the whole run."""
     gpus_by_field: dict[tuple[str, str], list[GpuSummary]] = {}
     for gpu in job.summary.gpus:
-        for name, reason in gpu.nulls.items():
+        for name, reason in gpu.missing.items():
             if reason.startswith(_PERMANENT_REASONS) or (gpu_key(gpu) not in job.lost_gpus and _is_whole_run(reason)):
                 gpus_by_field.setdefault((name, reason.partition(" (")[0]), []).append(gpu)
     fields_by_gpus: dict[tuple[str, tuple[int, ...]], tuple[list[str], list[GpuSummary]]] = {}
@@ -113,7 +113,7 @@ def _missing_fields(job: JobContext) -> Iterable[Insight]:
 
 
 def _alerts_not_delivered(job: JobContext) -> Iterable[Insight]:
-    """Return one note for each channel, with the reasons of all nodes."""
+    """Return one insight for each channel, with the reasons of all nodes."""
     by_channel: dict[tuple[str, str], list[events.Event]] = {}
     for event in events.filter_by_name(job.log, "alert_not_delivered"):
         by_channel.setdefault((str(event.get("channel")), str(event.get("to") or "")), []).append(event)

@@ -1,4 +1,4 @@
-"""Notes on the use of the job's time and energy."""
+"""Insights on the use of the job's time and energy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _lost_work(job: JobContext) -> Iterable[Insight]:
 
 
 def _waste(job: JobContext) -> Iterable[Insight]:
-    """Report wasted GPU-hours; idle GPUs do not raise the severity because other notes report them."""
+    """Report wasted GPU-hours; idle GPUs do not raise the severity because other insights report them."""
     waste = job.summary.waste
     if waste is None or not waste.gpu_hours or waste.wasted_gpu_hours < WASTED_SHARE * waste.gpu_hours:
         return

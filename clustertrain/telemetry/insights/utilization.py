@@ -1,4 +1,4 @@
-"""Notes on low utilization and its causes, and on the same causes if they are costly at high utilization."""
+"""Insights on low utilization and its causes, and on the same causes if they are costly at high utilization."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Cause:
     code: str
     text: str  # the evidence
     fix: str
-    standalone: bool = False  # worth a note even if utilization is not low
+    standalone: bool = False  # worth an insight even if utilization is not low
     is_minor: bool = False  # the job is too short for a stronger verdict
 
 
@@ -77,7 +77,7 @@ def _capitalize(cause: Cause) -> str:
 
 
 def _low_utilization_insights(job: JobContext, low_gpus: list[GpuSummary], cause: Cause) -> list[Insight]:
-    """Return one note for the job if most GPUs are affected, else one for each GPU."""
+    """Return one insight for the job if most GPUs are affected, else one for each GPU."""
     if len(low_gpus) > 1 and 2 * len(low_gpus) >= len(job.working_gpus):
         mean = sum(_mean_utilization(g) for g in low_gpus) / len(low_gpus)
         is_early = all(g.samples < SETTLED_SAMPLES for g in low_gpus)

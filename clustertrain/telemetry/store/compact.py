@@ -87,7 +87,7 @@ def _write_rollups_and_totals(segment: RecordedSegment) -> None:
     sums = segment.sums()
     if segment.read_error is not None:
         raise ValueError(segment.read_error)
-    sums.complete = True
+    sums.is_final = True
     fsio.write_bytes(folder / totals.NAME, totals.dump(sums))
 
 

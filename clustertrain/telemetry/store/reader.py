@@ -84,15 +84,15 @@ class RecordedSegment:
     @property
     def sample_count(self) -> int:
         """Number of samples of the fast pace."""
-        before = self._sums.n if self._sums is not None else 0
+        before = self._sums.samples if self._sums is not None else 0
         return before + len(self._tail.paces[FAST].d)
 
     @property
     def newest_d(self) -> float | None:
         """Seconds from the header to the newest sample; None without samples."""
         newest = [float(part.d[-1]) for part in self._tail.paces.values() if len(part.d)]
-        if self._sums is not None and self._sums.upto is not None:
-            newest.append(self._sums.upto)
+        if self._sums is not None and self._sums.last_sample_d is not None:
+            newest.append(self._sums.last_sample_d)
         return max(newest, default=None)
 
     @property
@@ -127,7 +127,7 @@ class RecordedSegment:
         rows = _Rows(np.empty(0), np.empty((0, len(selected))))
         with self._recording_read_errors("samples"):
             rows = self._read_rows(pace, selected, low, high)
-        expected = self._sums.n if self._sums is not None else 0
+        expected = self._sums.samples if self._sums is not None else 0
         if pace == FAST and since is None and until is None and len(rows.d) < expected:
             self.read_error = (
                 f"{self.folder}: samples: truncated or damaged, only {len(rows.d):,} of {expected:,} readable"
@@ -160,7 +160,7 @@ class RecordedSegment:
             adder = TotalsAccumulator(self.header, self._sums)
             for pace, rows in tail.items():
                 adder.add(pace, rows.d, rows.rows)
-            sums = adder.build_totals(0.0 if adder.upto is None else adder.upto, {})
+            sums = adder.build_totals(0.0 if adder.last_sample_d is None else adder.last_sample_d, {})
         sums.reasons = self.reasons()
         sums.end, sums.failure = None if self.end is None else self.end - self.header.t, self.failure
         return sums
@@ -168,7 +168,7 @@ class RecordedSegment:
     def newest(self) -> dict[str, float]:
         """Return the last sample of each pace by column, NaN if missing; empty without samples."""
         newest: dict[str, float] = {}
-        if self._sums is not None and self._sums.n:
+        if self._sums is not None and self._sums.samples:
             values = (math.nan if v is None else v for v in self._sums.newest)
             newest = dict(zip(self._sums.columns, values, strict=True))
         for pace, rows in self._tail.paces.items():
@@ -198,8 +198,8 @@ class RecordedSegment:
         """Records that the totals do not include yet."""
         paces = self.header.paces().items()
         tail = _Tail({pace: _Rows(np.empty(0), np.empty((0, len(columns)))) for pace, columns in paces})
-        since = 0.0 if self._sums is None else self._sums.d
-        if self._has_no_header or (self._sums is not None and self._sums.complete):
+        since = 0.0 if self._sums is None else self._sums.counted_until_d
+        if self._has_no_header or (self._sums is not None and self._sums.is_final):
             return tail
         with self._recording_read_errors("samples"):
             try:
@@ -249,7 +249,7 @@ class RecordedSegment:
         if base_level is None:
             return self._buckets_from_samples(step_s, columns, 0.0)
         stored = self._stored_buckets(base_level, columns)
-        if self._sums is None or not self._sums.complete:
+        if self._sums is None or not self._sums.is_final:
             since = float(stored.d[-1]) + base_level if len(stored) else 0.0
             if base_level == LEVELS[0]:
                 remaining = self._buckets_from_samples(base_level, columns, since)

@@ -75,9 +75,9 @@ class SegmentTotals(msgspec.Struct):
     """Contents of the totals file. Lists have one entry per column unless noted."""
 
     columns: list[str]
-    d: float  # samples before it are counted, s
-    n: int  # rows of the fast pace
-    upto: float | None  # ``d`` of the last row
+    counted_until_d: float  # samples before it are counted, s
+    samples: int  # rows of the fast pace
+    last_sample_d: float | None  # ``d`` of the last row
     count: list[int]
     sum: list[float]
     low: list[float | None]
@@ -92,7 +92,7 @@ class SegmentTotals(msgspec.Struct):
     counts: list[int]  # counts of ``bins``
     phases: list[tuple[int, int, int, float]]  # (column, phase, count, sum) for each phase that occurred
     reasons: dict[str, str] = {}  # by column, the last reason for a missing value
-    complete: bool = False  # no samples follow
+    is_final: bool = False  # no samples follow
     end: float | None = None  # ``d`` at which the sampler stopped
     failure: str | None = None  # why it stopped, unless it was asked to
 
@@ -123,8 +123,8 @@ def _is_valid(sums: SegmentTotals) -> bool:
     """Return whether the lists have matching lengths and all numbers are in range."""
     lists: dict[str, list[Any]] = {name: getattr(sums, name) for name in _COLUMN_LISTS}
     numbers = [v for values in lists.values() for v in values if v is not None]
-    integers = [*sums.count, *sums.sizes, *sums.counts, *(count for _, _, count, _ in sums.phases), sums.n]
-    times = [t for t in (sums.d, sums.upto, sums.end, *sums.last_d) if t is not None]
+    integers = [*sums.count, *sums.sizes, *sums.counts, *(count for _, _, count, _ in sums.phases), sums.samples]
+    times = [t for t in (sums.counted_until_d, sums.last_sample_d, sums.end, *sums.last_d) if t is not None]
     return (
         all(len(values) == len(sums.columns) for values in lists.values())
         and all(abs(v) <= limits.MAX_MAGNITUDE for v in (*numbers, *(total for _, _, _, total in sums.phases)))
@@ -226,7 +226,7 @@ class TotalsAccumulator:
         self.by_pace = {pace: _PaceTotals(header, columns) for pace, columns in header.paces().items()}
         self.n = 0
         self.d = 0.0
-        self.upto: float | None = None
+        self.last_sample_d: float | None = None
         if previous is not None:
             self._resume(previous)
 
@@ -236,7 +236,7 @@ class TotalsAccumulator:
         samples = pace_totals.differencer.prepare(d, rows)
         if len(d):
             pace_totals.add(samples, rows)
-            self.upto = max(float(d[-1]), self.upto or 0.0)
+            self.last_sample_d = max(float(d[-1]), self.last_sample_d or 0.0)
             if pace == fields.FAST:
                 self.n += len(d)
         return samples
@@ -263,9 +263,9 @@ class TotalsAccumulator:
         }
         return SegmentTotals(
             columns=columns,
-            d=d,
-            n=self.n,
-            upto=self.upto,
+            counted_until_d=d,
+            samples=self.n,
+            last_sample_d=self.last_sample_d,
             sizes=np.concatenate(sizes).tolist(),
             bins=np.concatenate([at % BINS for at in nonzero]).tolist(),
             counts=np.concatenate([counts[at] for counts, at in zip(dense, nonzero, strict=True)]).tolist(),
@@ -276,7 +276,7 @@ class TotalsAccumulator:
         )
 
     def _resume(self, previous: SegmentTotals) -> None:
-        self.n, self.upto = previous.n, previous.upto
+        self.n, self.last_sample_d = previous.samples, previous.last_sample_d
         index_by_column = {c: i for i, c in enumerate(previous.columns)}
         ends = np.cumsum(previous.sizes)
         for pace_totals in self.by_pace.values():

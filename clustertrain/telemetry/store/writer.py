@@ -69,9 +69,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     slow_s: float = 10.0  # between slow samples
     gpus: list[GpuFacts] = []  # ``gpus[i]`` is the device ``gpu<i>``
     ranks: list[int] = []  # global ranks of the node
-    nvml: str | None = None  # why GPUs are not sampled
+    nvml_error: str | None = None  # why GPUs are not sampled
     driver: str | None = None
-    allocation: str | None = None  # source of the allocated devices
+    allocation_source: str | None = None  # source of the allocated devices
     cpu_count: int | None = None
     cpu_allocated: int | None = None
     memory_total_bytes: int | None = None
@@ -293,7 +293,7 @@ class _OpenSegment:
         d = float(self._bucket_index * LEVELS[0])
         sums = self._accumulator.build_totals(d, self._reasons)
         if self._end is not None:
-            sums.complete, sums.end, sums.failure = True, self._end.d, self._end.reason
+            sums.is_final, sums.end, sums.failure = True, self._end.d, self._end.reason
         return sums
 
     def _claim(self) -> Path:

@@ -106,7 +106,7 @@ def _count_parameters(module: nn.Module, *, recurse: bool = True) -> int:
 def inspect_model(recipe: Recipe, step: TraceRequest | None, split: SplitRequest) -> ModelStats:
     """Count the model, check that it can be split, and trace it if ``step`` is given.
 
-    A step that cannot be traced is not an error; ``untraced`` gives the reason.
+    A step that cannot be traced is not an error; ``trace_error`` gives the reason.
 
     Raises:
         ConfigError: the model cannot be built or split.
@@ -122,9 +122,9 @@ def inspect_model(recipe: Recipe, step: TraceRequest | None, split: SplitRequest
     try:
         from clustertrain.train.tools import memory_trace
 
-        return msgspec.structs.replace(counted, traced=memory_trace.trace_step(recipe, task, step))
+        return msgspec.structs.replace(counted, memory_trace=memory_trace.trace_step(recipe, task, step))
     except Exception as e:  # from the user's forward pass, or a limit of torch
-        return msgspec.structs.replace(counted, untraced=f"the trace failed: {_format_error(e)}")
+        return msgspec.structs.replace(counted, trace_error=f"the trace failed: {_format_error(e)}")
 
 
 def _format_error(error: BaseException) -> str:
@@ -135,12 +135,12 @@ def _format_error(error: BaseException) -> str:
 
 
 def handle_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Return ``{"counted": ...}``, or ``{"error", "fix"}`` if the recipe or the user's code is wrong."""
+    """Return ``{"stats": ...}``, or ``{"error", "fix"}`` if the recipe or the user's code is wrong."""
     step = schema.convert(request["step"], TraceRequest) if request["step"] else None
     split = schema.convert(request["split"], SplitRequest)
     recipe = build(request["recipe"], Recipe, "recipe")
     try:
-        return {"counted": msgspec.to_builtins(inspect_model(recipe, step, split))}
+        return {"stats": msgspec.to_builtins(inspect_model(recipe, step, split))}
     except ClusterTrainError as e:
         return {"error": e.message, "fix": e.fix}
     except (Exception, SystemExit) as e:  # the user's module or constructor may raise anything

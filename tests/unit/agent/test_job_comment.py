@@ -99,8 +99,8 @@ def _gpu(uuid: str, **figures: Any) -> GpuSummary:
     missing = ("utilization", "memory_used_gib", "power_w", "energy_j", "energy_source", "temperature_c")
     missing += ("sm_clock_mhz", "memory_clock_mhz")
     known = {"memory_total_gib": 80.0, **dict.fromkeys(missing), **figures}
-    return GpuSummary(node="n", uuid=uuid, index=0, name="H100", ranks=[], attempts=[1], samples=1, expected=1,
-                      timeline=Timeline(1.0, []), nulls={}, **known)  # fmt: skip
+    return GpuSummary(node="n", uuid=uuid, index=0, name="H100", ranks=[], attempts=[1], samples=1, samples_expected=1,
+                      timeline=Timeline(1.0, []), missing={}, **known)  # fmt: skip
 
 
 def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +118,10 @@ def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         _gpu("b", utilization=_stats(0.1, 1.0), memory_used_gib=_stats(35.0, 40.0)),
         _gpu("c"),
     ]
-    notes = [Insight(severity=s, code="x", text="") for s in ("critical", "warning", "info")]
+    insights = [Insight(severity=s, code="x", text="") for s in ("critical", "warning", "info")]
     summary = Summary(run=run.id, job_id="1", window=TimeWindow(None, None), coverage=None, attempts=[], gpus=gpus,
-                      hosts=[], notes=notes, goodput=Goodput(ratio=0.75))  # fmt: skip
+                      hosts=[], insights=insights, goodput=Goodput(ratio=0.75))  # fmt: skip
     figures = collect_metrics(run, summary)
     assert figures == CommentMetrics(run=run.id, step=120, total_steps=500, gpu_utilization=0.5, memory_used_gib=70.0,
-                              memory_total_gib=80.0, power_w=500.0, goodput=0.75, notes=2)  # fmt: skip
-    assert format_comment(figures).endswith("step=120/500 gpu_util=50% mem=70/80GiB power=500W goodput=75% notes=2")
+                              memory_total_gib=80.0, power_w=500.0, goodput=0.75, insights=2)  # fmt: skip
+    assert format_comment(figures).endswith("step=120/500 gpu_util=50% mem=70/80GiB power=500W goodput=75% insights=2")

@@ -140,8 +140,8 @@ def test_what_is_damaged_is_said(run: RunDir) -> None:
         words = " ".join(call(command, run).stdout.split())
         assert "attempt.json" in words and "a list" in words, command
         assert "plan.json" in words and "is not JSON" in words, command
-    assert len(said(run)["unreadable"]) == 2
-    (note,) = [n for n in said(run)["notes"] if n["code"] == "unreadable"]
+    assert len(said(run)["read_errors"]) == 2
+    (note,) = [n for n in said(run)["insights"] if n["code"] == "unreadable"]
     assert "2 files" in note["text"]
 
 

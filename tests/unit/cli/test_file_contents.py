@@ -98,7 +98,14 @@ def test_samples_at_times_that_cannot_be(d: list[float], run: RunDir, said: Said
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("count", []), ("upto", 4e18), ("bins", [10**30]), ("phases", [[10**9, 0, 1, 1.0]]), ("sizes", [-1]), ("n", -5)],
+    [
+        ("count", []),
+        ("last_sample_d", 4e18),
+        ("bins", [10**30]),
+        ("phases", [[10**9, 0, 1, 1.0]]),
+        ("sizes", [-1]),
+        ("samples", -5),
+    ],
 )
 def test_totals_that_cannot_be_are_not_taken(name: str, value: Any, run: RunDir, said: Said) -> None:
     path = header_of(run).with_name(totals.NAME)

@@ -50,7 +50,7 @@ def chosen(
 def test_search_never_splits_fp8_layers() -> None:
     made = chosen("llama3.1-70b", "h100", nodes=16, precision="fp8")
     assert made.layout.tp == 1
-    assert any(r.strategy == "tensor parallel" and "8-bit" in r.why for r in made.rejected)
+    assert any(r.strategy == "tensor parallel" and "8-bit" in r.reason for r in made.rejected)
 
 
 @pytest.mark.parametrize("schedule", ["zero-bubble", "zbv"])
@@ -145,7 +145,7 @@ def test_a_pcie_card_has_no_nvlink() -> None:
 
 
 def test_offload_suggestion_respects_host_memory() -> None:
-    way_out = chosen("llama3.1-405b", "h100", batch=64, nodes=1).way_out
+    way_out = chosen("llama3.1-405b", "h100", batch=64, nodes=1).suggested_changes
     assert way_out and "offload" not in way_out
 
 

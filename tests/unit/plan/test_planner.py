@@ -45,7 +45,7 @@ def test_small_model_is_replicated() -> None:
     made = chosen(spec(gpu_type="h100"))
     assert (made.layout.strategy, made.layout.dp_replicate, made.layout.dp_shard) == ("ddp", 16, 1)
     assert made.memory.capacity_gib == 80 and made.memory.fits is True
-    rejected = {r.strategy: r.why for r in made.rejected}
+    rejected = {r.strategy: r.reason for r in made.rejected}
     assert "ddp" not in rejected and "s per step" in rejected["fsdp"]
 
 
@@ -53,7 +53,7 @@ def test_large_model_is_sharded() -> None:
     made = chosen(spec(LARGE, gpu_type="h100", seq_len=2048))
     assert (made.layout.strategy, made.layout.dp_replicate, made.layout.dp_shard) == ("fsdp", 1, 16)
     assert made.memory.fits is True
-    rejected = {r.strategy: r.why for r in made.rejected}
+    rejected = {r.strategy: r.reason for r in made.rejected}
     assert "more than 64.0 GiB" in rejected["ddp"]
 
 
@@ -296,7 +296,7 @@ def test_plan_that_does_not_fit_suggests_changes() -> None:
     made = chosen(spec(LARGE, nodes=1, gpus=1, gpu_type="t4", seq_len=2048))
     with pytest.raises(ConfigError, match=r"\d+ nodes of 1 t4") as e:
         check_fits(made)
-    assert e.value.fix == f"{made.way_out}"
+    assert e.value.fix == f"{made.suggested_changes}"
 
 
 def test_gpus_without_bf16_get_fp32() -> None:

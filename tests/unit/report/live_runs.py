@@ -99,7 +99,7 @@ def record(
         for i in range(gpus)
     ]
     header = Header(
-        node=node, t=now - seconds, mono=100.0, interval_s=1.0, gpus=facts, ranks=numbers, nvml=nvml,
+        node=node, t=now - seconds, mono=100.0, interval_s=1.0, gpus=facts, ranks=numbers, nvml_error=nvml,
         memory_total_bytes=1024 * GIB, fast=fields.column_names(gpus, numbers, FAST),
         slow=fields.column_names(gpus, numbers, SLOW),
     )  # fmt: skip

@@ -44,7 +44,7 @@ def render_text(summary: Summary, width: int = 80, show_all: bool = False, encod
 
 def summary_of_1024_gpus() -> Summary:
     summary = throttling(slow(idle(healthy(128, 8), "n90", 0), "n50", 5), "n7", 3)
-    return replace(summary, notes=build_notes(summary))
+    return replace(summary, insights=build_notes(summary))
 
 
 def cpu_summary() -> Summary:
@@ -52,9 +52,9 @@ def cpu_summary() -> Summary:
     reason = "LIBRARY_NOT_FOUND: no NVIDIA driver"
     assert summary.training is not None
     training = replace(summary.training, tokens_per_s_per_gpu=None)
-    hosts = [host(f"n{i}", nvml=reason) for i in (1, 2)]
+    hosts = [host(f"n{i}", nvml_error=reason) for i in (1, 2)]
     summary = replace(summary, gpus=[], hosts=hosts, device="cpu", training=training)
-    return replace(summary, notes=build_notes(summary))
+    return replace(summary, insights=build_notes(summary))
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 160, 200])
@@ -94,8 +94,8 @@ def test_large_job_shows_noted_and_extreme_gpus() -> None:
     assert len(text.splitlines()) < 90
     rows = [line for line in text.splitlines() if line.startswith(("n7 ", "n50 ", "n90 ")) and "/80" in line]
     assert len(rows) == 3
-    assert "4 of 1,024 GPUs: those with notes and the extremes" in text
-    assert "of 128 hosts: those with notes and the extremes" in text
+    assert "4 of 1,024 GPUs: those with insights and the extremes" in text
+    assert "of 128 hosts: those with insights and the extremes" in text
     complete = render_text(summary_of_1024_gpus(), 80, show_all=True)
     assert sum("/80" in line for line in complete.splitlines()) == 1024
 
@@ -105,9 +105,9 @@ def test_hidden_notes_are_counted() -> None:
     for number in range(8):
         for node in ("n1", "n2", "n3", "n4"):
             summary = idle(summary, node, number)
-    summary = replace(summary, notes=build_notes(summary))
+    summary = replace(summary, insights=build_notes(summary))
     text = " ".join(render_text(summary, 80).split())
-    assert "of them also have notes" in text
+    assert "of them also have insights" in text
     assert "and 30 more like these (--all shows them, --json has them)" in text
     assert "did not use 33 of 1,024 allocated GPUs" in text
     assert "more like these" not in render_text(summary, 80, show_all=True)
@@ -149,7 +149,7 @@ def without_field(summary: Summary, name: str) -> Summary:
         return type(value)(**{**kept, **({name: None} if name in optional_fields(type(value)) else {})})
 
     stripped: Summary = strip(summary)
-    return replace(stripped, notes=build_notes(stripped))
+    return replace(stripped, insights=build_notes(stripped))
 
 
 def optional_fields(kind: type[msgspec.Struct]) -> set[str]:
@@ -175,7 +175,7 @@ KINDS = (
 def test_any_optional_field_may_be_missing(name: str, width: int) -> None:
     summary = without_field(broken(), name)
     assert "gpt-abc234" in render_text(summary, width)
-    codes = {n.code for n in summary.notes}
+    codes = {n.code for n in summary.insights}
     for code, needs in {"gpu_unused": "utilization", "slow_gpu": "sm_clock_mhz", "throttled": "thermal"}.items():
         assert code in codes or name == needs, f"{code} does not need {name}"
 

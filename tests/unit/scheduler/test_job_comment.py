@@ -26,9 +26,9 @@ ALL = CommentMetrics(
     memory_total_gib=79.6,
     power_w=480.4,
     goodput=0.93,
-    notes=1,
+    insights=1,
 )
-LINE = "clustertrain run=gpt-abc123 step=1200/10000 gpu_util=87% mem=61/80GiB power=480W goodput=93% notes=1"
+LINE = "clustertrain run=gpt-abc123 step=1200/10000 gpu_util=87% mem=61/80GiB power=480W goodput=93% insights=1"
 
 
 def test_the_line() -> None:
@@ -38,14 +38,14 @@ def test_the_line() -> None:
 
 
 def test_a_zero_is_said() -> None:
-    line = format_comment(CommentMetrics(run="r", step=0, gpu_utilization=0.0, power_w=0.0, goodput=0.0, notes=0))
-    assert line == "clustertrain run=r step=0 gpu_util=0% power=0W goodput=0% notes=0"
+    line = format_comment(CommentMetrics(run="r", step=0, gpu_utilization=0.0, power_w=0.0, goodput=0.0, insights=0))
+    assert line == "clustertrain run=r step=0 gpu_util=0% power=0W goodput=0% insights=0"
 
 
 def test_it_is_short_and_plain() -> None:
     huge = CommentMetrics(run="r" * 47, step=10**12, total_steps=10**12, gpu_utilization=1.0, memory_used_gib=1e4,
-                   memory_total_gib=1e4, power_w=1e5, goodput=1.0, notes=1000)  # fmt: skip
-    assert format_comment(huge).endswith("notes=1000")  # nothing is cut
+                   memory_total_gib=1e4, power_w=1e5, goodput=1.0, insights=1000)  # fmt: skip
+    assert format_comment(huge).endswith("insights=1000")  # nothing is cut
     assert len(format_comment(CommentMetrics(run="r" * 300))) == MAX_COMMENT_CHARS < 200
     assert not set("\"'`$\\\n|") & set(format_comment(huge))
 

@@ -97,7 +97,7 @@ def record(
             interval_s=1.0,
             gpus=[facts for facts, _ in gpus],
             ranks=list(rank_values),
-            nvml=nvml,
+            nvml_error=nvml,
             driver="570.1",
             cpu_count=96,
             memory_total_bytes=1024 * GIB,

@@ -53,7 +53,7 @@ def gpu(number: int, node: str = "n1", rank: int | None = None, **changes: Any) 
         "ranks": [] if rank is None else [rank],
         "attempts": [1],
         "samples": 7200,
-        "expected": 7200,
+        "samples_expected": 7200,
         "utilization": Stats(0.93, 0.35, 0.97, 0.99, 1.0),
         "memory_used_gib": stats(61.0),
         "memory_total_gib": 80.0,
@@ -64,14 +64,14 @@ def gpu(number: int, node: str = "n1", rank: int | None = None, **changes: Any) 
         "sm_clock_mhz": stats(clock),
         "memory_clock_mhz": stats(2619.0),
         "timeline": Timeline(45.0, [0.0] * 5 + [0.97] * 90 + [0.5] + [0.97] * 64),
-        "nulls": {},
+        "missing": {},
         "sm_activity": stats(0.78),
         "tensor_activity": stats(0.38),
         "nvlink_bytes_per_s": stats(60e9),
         "pcie_bytes_per_s": stats(1e9),
         "nvlinks_active_min": 18,
         "nvlinks_active_max": 18,
-        "throttled": ThrottleShares(0.64, 0.0, 0.0),
+        "throttle_ratio": ThrottleShares(0.64, 0.0, 0.0),
         "phases": phases,
         "power_limit_w": 700.0,
     }
@@ -83,17 +83,17 @@ def host(node: str, **changes: Any) -> HostSummary:
         "node": node,
         "attempts": [1],
         "samples": 7200,
-        "expected": 7200,
-        "nvml": None,
+        "samples_expected": 7200,
+        "nvml_error": None,
         "driver": "570.1",
-        "allocation": "slurm",
+        "allocation_source": "slurm",
         "cpu": stats(0.25),
         "cpu_count": 96,
         "memory_used_gib": stats(128.0),
         "memory_total_gib": 1024.0,
         "load1": stats(12.5),
         "processes": ProcessSummary(stats(90.0), stats(12.0), 35),
-        "nulls": {},
+        "missing": {},
         "cpu_allocated": 16,
         "memory_allocated_gib": 128.0,
     }
@@ -101,7 +101,7 @@ def host(node: str, **changes: Any) -> HostSummary:
 
 
 def healthy(nodes: int = 4, gpus: int = 2, **changes: Any) -> Summary:
-    """Return a summary of two hours of healthy training, without notes."""
+    """Return a summary of two hours of healthy training, without insights."""
     names = [f"n{i + 1}" for i in range(nodes)]
     all_gpus = [gpu(i, node, n * gpus + i) for n, node in enumerate(names) for i in range(gpus)]
     ranks = [
@@ -129,7 +129,7 @@ def healthy(nodes: int = 4, gpus: int = 2, **changes: Any) -> Summary:
         "attempts": [AttemptSummary(1, "4711", TimeWindow(T0, end), names, T0 - 5, end, "completed", marks)],
         "gpus": all_gpus,
         "hosts": [host(node) for node in names],
-        "notes": [],
+        "insights": [],
         "state": "completed",
         "user": "ada",
         "layout": "hybrid-shard 4 x 2",
@@ -200,7 +200,7 @@ def idle(summary: Summary, node: str, number: int) -> Summary:
         power_w=stats(72.0),
         energy_j=72.0 * 2 * HOUR,
         sm_clock_mhz=stats(345.0),
-        throttled=ThrottleShares(0.0, 0.0, 0.0),
+        throttle_ratio=ThrottleShares(0.0, 0.0, 0.0),
         phases={"train": train},
         timeline=Timeline(45.0, [0.0] * 160),
     )
@@ -208,16 +208,16 @@ def idle(summary: Summary, node: str, number: int) -> Summary:
 
 def throttling(summary: Summary, node: str, number: int) -> Summary:
     held = ThrottleShares(0.1, 0.37, 0.0)
-    summary = with_gpu(summary, node, number, throttled=held, temperature_c=Stats(84.0, 60.0, 86.0, 90.0, 92.0))
+    summary = with_gpu(summary, node, number, throttle_ratio=held, temperature_c=Stats(84.0, 60.0, 86.0, 90.0, 92.0))
     return in_training(
-        summary, node, number, sm_clock_mhz=1410.0, power_w=430.0, throttled=ThrottleShares(0.1, 0.4, 0.0)
+        summary, node, number, sm_clock_mhz=1410.0, power_w=430.0, throttle_ratio=ThrottleShares(0.1, 0.4, 0.0)
     )
 
 
 def slow(summary: Summary, node: str, number: int, by: float = 0.12) -> Summary:
     free = ThrottleShares(0.0, 0.0, 0.0)
-    summary = with_gpu(summary, node, number, throttled=free)
-    return in_training(summary, node, number, sm_clock_mhz=1910.0 * (1 - by), power_w=520.0, throttled=free)
+    summary = with_gpu(summary, node, number, throttle_ratio=free)
+    return in_training(summary, node, number, sm_clock_mhz=1910.0 * (1 - by), power_w=520.0, throttle_ratio=free)
 
 
 def build_notes(summary: Summary, log: list[dict[str, Any]] | None = None) -> list[Insight]:
@@ -225,16 +225,16 @@ def build_notes(summary: Summary, log: list[dict[str, Any]] | None = None) -> li
 
 
 def codes(summary: Summary, *, info: bool = False) -> list[str]:
-    """Return the codes of critical notes and warnings."""
+    """Return the codes of critical insights and warnings."""
     return [n.code for n in build_notes(summary) if info or n.severity != "info"]
 
 
 def broken() -> Summary:
-    """Return a summary with notes of four nodes with two GPUs each: one is idle, one throttled, one slow."""
+    """Return a summary with insights of four nodes with two GPUs each: one is idle, one throttled, one slow."""
     found = slow(throttling(idle(healthy(), "n2", 1), "n3", 0), "n4", 1)
     # The ranks of the slow GPUs are late too, which is the same problem.
     found = with_rank(with_rank(found, 4, forward_s=0.29), 7, forward_s=0.26)
     found = with_rank(found, 3, forward_s=None, data_wait_s=0.5)
     waste = Waste(gpu_hours=16.0, wasted_gpu_hours=3.2, by_cause={"idle_gpus": 2.0, "startup": 1.2})
     found = replace(found, waste=waste)
-    return replace(found, notes=build_notes(found))
+    return replace(found, insights=build_notes(found))

@@ -75,8 +75,8 @@ def test_every_allocated_gpu_is_sampled(nvml_stub: Stub, tmp_path: Path) -> None
         child.until(lambda s: s.sample_count >= 5 and len(s.samples(SLOW).t) >= 2)
         child.stop()
     (found,) = open_node(tmp_path / "t")
-    assert found.header.nvml is None
-    assert found.header.allocation == "SLURM_STEP_GPUS, by minor"
+    assert found.header.nvml_error is None
+    assert found.header.allocation_source == "SLURM_STEP_GPUS, by minor"
     assert found.header.ranks == [4, 5]
     fast, slow = found.samples(FAST), found.samples(SLOW)
     assert set(fast.values["gpu0.utilization"]) == {0.8}
@@ -167,7 +167,7 @@ def test_host_is_sampled_without_nvml(nvml_stub: Stub, tmp_path: Path) -> None:
         child.until(lambda s: s.sample_count >= 3)
         child.stop()
     (found,) = open_node(tmp_path / "t")
-    assert found.header.nvml == child.ready["nvml"]
+    assert found.header.nvml_error == child.ready["nvml"]
     assert np.isfinite(found.samples(SLOW).values["host.load1"]).all()
 
 

@@ -68,13 +68,17 @@ def test_model_without_units_is_gathered_whole() -> None:
 def test_traced_step_gives_peak() -> None:
     found = user_model.estimate_user_model(MODEL, Layout(), ONE, 8.0)
     assert (found.activations_gib, found.peak_gib, found.fits, found.capacity_gib) == (None, None, None, 8.0)
-    model = msgspec.structs.replace(MODEL, traced=MemoryTrace(micro_batch=2, activations_bytes=3 * GIB, peak_bytes={}))
+    model = msgspec.structs.replace(
+        MODEL, memory_trace=MemoryTrace(micro_batch=2, activations_bytes=3 * GIB, peak_bytes={})
+    )
     found = user_model.estimate_user_model(model, Layout(), ONE, 8.0)
     assert (found.activations_gib, found.overhead_gib, found.peak_gib, found.fits) == (3.0, 0.0, 5.75, True)
     on_gpu = user_model.estimate_user_model(model, Layout(), PassConfig(seq_len=8, micro_batch=2, device="cuda"), 8.0)
     assert on_gpu.overhead_gib == pytest.approx(1.0 + 0.05 * 5.75)  # the context, and what the allocator reserves more
     assert (on_gpu.peak_gib, on_gpu.fits) == (pytest.approx(1.05 * 5.75 + 1.0), True)
-    larger = msgspec.structs.replace(model, traced=MemoryTrace(micro_batch=2, activations_bytes=4 * GIB, peak_bytes={}))
+    larger = msgspec.structs.replace(
+        model, memory_trace=MemoryTrace(micro_batch=2, activations_bytes=4 * GIB, peak_bytes={})
+    )
     assert (
         user_model.estimate_user_model(larger, Layout(), PassConfig(seq_len=8, micro_batch=2, device="cuda"), 8.0).fits
         is False
@@ -97,5 +101,5 @@ def test_too_large_states_warn() -> None:
     assert user_model.memory_warning(MODEL, memory, 3.0, Layout()) is None
     warning = user_model.memory_warning(MODEL, memory, 2.0, Layout())
     assert warning is not None and "2.8 GiB per rank, more than 2.0 GiB; --layout fsdp" in warning
-    failed = msgspec.structs.replace(MODEL, untraced="it failed")
+    failed = msgspec.structs.replace(MODEL, trace_error="it failed")
     assert user_model.memory_warning(failed, memory, 3.0, Layout()) == "activations are unknown: it failed"

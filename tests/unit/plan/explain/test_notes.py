@@ -153,8 +153,8 @@ def test_unknown_gpu_may_not_fit() -> None:
 
 
 def test_fsdp_traffic_note_in_pipeline() -> None:
-    assert "3/2" in planned({}).rejected[0].why
-    assert "3/2" not in planned({"pp": 2}).rejected[0].why
+    assert "3/2" in planned({}).rejected[0].reason
+    assert "3/2" not in planned({"pp": 2}).rejected[0].reason
 
 
 def test_exceeded_budget_warns() -> None:

@@ -154,13 +154,16 @@ def test_suggested_change_fits(request_: dict[str, Any], change: dict[str, Any])
     before: dict[str, Any] = {"job": {}, "train": {}, "parallel": {}, **request_}
     before["job"] = {"nodes": 1, "gpus": 8, "gpu_type": "a100", **before["job"]}
     made = planned(**before)
-    assert made.memory.fits is False and made.way_out
+    assert made.memory.fits is False and made.suggested_changes
     after: dict[str, Any] = {
         k: ({**v, **change.get(k, {})} if isinstance(v, dict) else change.get(k, v)) for k, v in before.items()
     }
     ((key, value),) = change.items()
     name, word = next(iter(value.items())) if isinstance(value, dict) else (key, value)
-    assert str(name).replace("_", "") in made.way_out.replace("_", "") and str(word).lower() in made.way_out
+    assert (
+        str(name).replace("_", "") in made.suggested_changes.replace("_", "")
+        and str(word).lower() in made.suggested_changes
+    )
     assert planned(**after).memory.fits is True
 
 

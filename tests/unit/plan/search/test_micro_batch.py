@@ -18,7 +18,7 @@ def tried(search: TrialSearch, largest: int) -> list[int]:
     done: list[Trial] = []
     while (m := search.next_micro_batch(done)) is not None:
         done.append(
-            Trial(micro_batch=m, outcome="fits" if m <= largest else "out of memory", usable=search.is_usable(m))
+            Trial(micro_batch=m, outcome="fits" if m <= largest else "out_of_memory", divides_batch=search.is_usable(m))
         )
     return [t.micro_batch for t in done]
 
@@ -89,20 +89,28 @@ def test_trial_uses_largest_peak_and_slowest_rank() -> None:
     search = TrialSearch(DDP, 16, 1)
     seen = [TrialMeasurement(peak_bytes=GIB, step_s=2.0), TrialMeasurement(peak_bytes=3 * GIB, step_s=1.0)]
     trial = micro_batch.evaluate_trial(seen, search, search.build_batch(4, 100), 4.0)
-    assert trial.fits and trial.usable and (trial.peak_gib, trial.capacity_gib, trial.step_s) == (3.0, 4.0, 2.0)
+    assert trial.fits and trial.divides_batch and (trial.peak_gib, trial.capacity_gib, trial.step_s) == (3.0, 4.0, 2.0)
     # 4 x 4 x 2 samples in two seconds on two ranks
     assert (trial.samples_per_s_per_gpu, trial.tokens_per_s_per_gpu) == (8.0, 800.0)
     seen = [TrialMeasurement(peak_bytes=65 * GIB, allocated_bytes=60 * GIB, capacity_bytes=80 * GIB, step_s=1.0)]
     trial = micro_batch.evaluate_trial(seen, search, search.build_batch(3, 0), 4.0)
-    assert (trial.outcome, trial.usable, trial.allocated_gib) == ("over the margin", False, 60.0)
+    assert (trial.outcome, trial.divides_batch, trial.allocated_gib) == ("over_margin", False, 60.0)
     assert trial.tokens_per_s_per_gpu is None  # images
 
 
 def test_fastest_usable_fitting_trial_is_best() -> None:
-    def row(m: int, speed: float | None, *, outcome: micro_batch.TrialOutcome = "fits", usable: bool = True) -> Trial:
-        return Trial(micro_batch=m, outcome=outcome, usable=usable, samples_per_s_per_gpu=speed)
+    def row(
+        m: int, speed: float | None, *, outcome: micro_batch.TrialOutcome = "fits", divides_batch: bool = True
+    ) -> Trial:
+        return Trial(micro_batch=m, outcome=outcome, divides_batch=divides_batch, samples_per_s_per_gpu=speed)
 
-    rows = [row(1, 5.0), row(2, 9.0), row(4, 8.0), row(6, 20.0, usable=False), row(8, 30.0, outcome="over the margin")]
+    rows = [
+        row(1, 5.0),
+        row(2, 9.0),
+        row(4, 8.0),
+        row(6, 20.0, divides_batch=False),
+        row(8, 30.0, outcome="over_margin"),
+    ]
     best = micro_batch.best_trial(rows)
     assert best is not None and best.micro_batch == 2
-    assert micro_batch.best_trial([row(1, None, outcome="out of memory")]) is None
+    assert micro_batch.best_trial([row(1, None, outcome="out_of_memory")]) is None

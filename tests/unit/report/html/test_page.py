@@ -86,10 +86,10 @@ def test_run_content_cannot_inject_markup(report_data: tuple[Summary, Curves]) -
         user=EVIL,
         layout=EVIL,
         state=EVIL,
-        unreadable=[EVIL],
-        notes=[Insight(severity=EVIL, code=EVIL, text=EVIL, fix=EVIL)],
+        read_errors=[EVIL],
+        insights=[Insight(severity=EVIL, code=EVIL, text=EVIL, fix=EVIL)],
         gpus=[msgspec.structs.replace(g, node=EVIL, uuid=EVIL, name=EVIL) for g in summary.gpus],
-        hosts=[msgspec.structs.replace(h, node=EVIL, driver=EVIL, nvml=EVIL) for h in summary.hosts],
+        hosts=[msgspec.structs.replace(h, node=EVIL, driver=EVIL, nvml_error=EVIL) for h in summary.hosts],
         attempts=[AttemptSummary(1, EVIL, TimeWindow(0, 1), [EVIL], 0.0, 1.0, EVIL, [TimelineEvent(0.5, EVIL, EVIL)])],
     )
     named = Curves(**{**vars(curves), "node_names": [EVIL] * 2, "choice": EVIL, "source": EVIL})
@@ -125,7 +125,7 @@ def test_packed_numbers_round_trip(rows: int) -> None:
     place = packer.add(CurveTable(5.0, 2.0, 1500, {"power_w": values, "unknown": values}), {"power_w": 2.0})
     assert place["curves"].keys() == {"power_w"} and (place["start"], place["step"]) == (5.0, 2.0)
     one = place["curves"]["power_w"]
-    data = np.frombuffer(zlib.decompress(base64.b64decode(packer.encode())), np.uint8)[one["at"] :]
+    data = np.frombuffer(zlib.decompress(base64.b64decode(packer.encode())), np.uint8)[one["offset"] :]
     steps = data[: values.size].astype(int)
     if one["bits"] == 16:
         steps = steps + 256 * data[values.size : 2 * values.size].astype(int)
@@ -198,7 +198,13 @@ def test_page_without_samples(report_data: tuple[Summary, Curves]) -> None:
 def test_missing_values_are_dashes(report_data: tuple[Summary, Curves]) -> None:
     summary, curves = report_data
     gpu = msgspec.structs.replace(
-        summary.gpus[0], utilization=None, power_w=None, memory_used_gib=None, energy_j=None, index=None, expected=0
+        summary.gpus[0],
+        utilization=None,
+        power_w=None,
+        memory_used_gib=None,
+        energy_j=None,
+        index=None,
+        samples_expected=0,
     )
     text = page.render(msgspec.structs.replace(summary, gpus=[gpu, *summary.gpus[1:]], coverage=None), curves)
     row = text[text.index("<tbody>") : text.index("</tr>", text.index("<tbody>"))]
@@ -272,11 +278,11 @@ def test_header_shows_wasted_gpu_hours(report_data: tuple[Summary, Curves]) -> N
 
 def test_note_names_rank_and_full_uuid_once(report_data: tuple[Summary, Curves]) -> None:
     uuid = "GPU-5b1c9f0e-77aa-4b1e-9c3d-0123456789ab"
-    notes = [
+    insights = [
         Insight(severity="warning", code="a", text="GPU 3 of n1 is slow, rank 31 waits", uuid=uuid, rank=3),
         Insight(severity="info", code="b", text=f"Rank 7 on {uuid} is late", uuid=uuid, rank=7),
     ]
-    text = page.render(msgspec.structs.replace(report_data[0], notes=notes), report_data[1])
+    text = page.render(msgspec.structs.replace(report_data[0], insights=insights), report_data[1])
     assert f'rank 31 waits <span class="of">rank 3</span> <span class="of">{uuid}</span></p>' in text
     assert f"Rank 7 on {uuid} is late</p>" in text, "ids in the text are not repeated"
 

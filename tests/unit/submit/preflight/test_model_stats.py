@@ -37,7 +37,7 @@ def asked(folder: Path, count: CountMode = "yes", **job: int) -> PreparedRun:
 
 
 COUNT = (
-    '{"counted": {"parameters": 4, "parameter_bytes": 16, "trainable": 4, "trainable_bytes": 16, '
+    '{"stats": {"parameters": 4, "parameter_bytes": 16, "trainable": 4, "trainable_bytes": 16, '
     '"state_bytes": 32, "buffers": 0, "buffer_bytes": 0, "dtypes": {"float32": 4}, '
     '"largest": {"name": "a", "parameters": 4}}}'
 )
@@ -71,7 +71,7 @@ def test_crashing_code_is_refused(folder: Path) -> None:
 def test_package_is_imported_as_in_job(folder: Path) -> None:
     (folder / "nets.py").write_text("")
     interpreter(folder, f"echo \"$PYTHONPATH\" > {folder}/path; echo '{COUNT}'")
-    assert asked(folder).plan.counted is not None
+    assert asked(folder).plan.model_stats is not None
     assert (folder / "path").read_text().strip().split(":")[0] == str(folder)
 
 

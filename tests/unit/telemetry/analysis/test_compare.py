@@ -107,17 +107,17 @@ def test_incomplete_energy_gives_no_energy_per_step() -> None:
 
 
 def test_missing_metric_has_reason() -> None:
-    bare = replace(with_gpus(healthy(), power_w=None, nulls={"power_w": "NOT_SUPPORTED: no"}), training=None)
+    bare = replace(with_gpus(healthy(), power_w=None, missing={"power_w": "NOT_SUPPORTED: no"}), training=None)
     found = compare.compare_summaries(healthy(), bare)
     power = found.figures["power_w"]
     assert (power.b, power.difference, power.ratio, power.missing) == (None, None, None, {"b": "NOT_SUPPORTED: no"})
     assert found.figures["mfu"].missing == {"b": "no step was recorded"}
-    no_gpus = replace(healthy(), gpus=[], hosts=[replace(h, nvml="no driver") for h in healthy().hosts])
+    no_gpus = replace(healthy(), gpus=[], hosts=[replace(h, nvml_error="no driver") for h in healthy().hosts])
     assert compare.compare_summaries(no_gpus, healthy()).figures["utilization"].missing == {"a": "no driver"}
 
 
 def test_notes_of_only_one_run() -> None:
-    good = replace(healthy(), notes=build_notes(healthy()))
+    good = replace(healthy(), insights=build_notes(healthy()))
     found = compare.compare_summaries(broken(), good)
     assert {n.code for n in found.only_a} == {"gpu_unused", "slow_gpu", "throttled", "gpu_hours_wasted"}
     assert found.only_b == []

@@ -54,7 +54,7 @@ def gpu(node: str, uuid: str, mean: float | None = 0.5) -> GpuSummary:
         ranks=[],
         attempts=[1],
         samples=1,
-        expected=1,
+        samples_expected=1,
         utilization=None if mean is None else Stats(mean, mean, mean, mean, mean),
         memory_used_gib=None,
         memory_total_gib=None,
@@ -65,7 +65,7 @@ def gpu(node: str, uuid: str, mean: float | None = 0.5) -> GpuSummary:
         sm_clock_mhz=None,
         memory_clock_mhz=None,
         timeline=Timeline(1.0, []),
-        nulls={},
+        missing={},
     )
 
 
@@ -74,17 +74,17 @@ def host(node: str) -> HostSummary:
         node=node,
         attempts=[1],
         samples=1,
-        expected=1,
-        nvml=None,
+        samples_expected=1,
+        nvml_error=None,
         driver=None,
-        allocation=None,
+        allocation_source=None,
         cpu=None,
         cpu_count=None,
         memory_used_gib=None,
         memory_total_gib=None,
         load1=None,
         processes=None,
-        nulls={},
+        missing={},
     )
 
 
@@ -99,7 +99,7 @@ def summary(gpus: list[GpuSummary], seconds: float, attempts: int = 1, start: fl
         attempts=[AttemptSummary(n + 1, None, window, nodes) for n in range(attempts)],
         gpus=gpus,
         hosts=[host(n) for n in nodes],
-        notes=[],
+        insights=[],
     )
 
 
@@ -194,12 +194,12 @@ def test_worst_of_many_gpus_have_curves(run: RunDir) -> None:
     gpus[100] = msgspec.structs.replace(gpus[100], utilization=None)
     whole = summary(gpus, 7 * 86400)
     named = Insight(severity="warning", code="hot", text="hot", uuid="U9-3")
-    found: Curves = build_curves(run, msgspec.structs.replace(whole, notes=[named]))
+    found: Curves = build_curves(run, msgspec.structs.replace(whole, insights=[named]))
     assert len(found.chosen) == 64 and found.chosen == sorted(found.chosen)
-    assert 9 * 8 + 3 in found.chosen, "a note names it"
+    assert 9 * 8 + 3 in found.chosen, "an insight names it"
     assert set(range(8)) <= set(found.chosen), "the least used"
     assert 100 in found.chosen, "its utilization is unknown"
-    assert found.choice is not None and "64 of 160 GPUs" in found.choice and "named in notes" in found.choice
+    assert found.choice is not None and "64 of 160 GPUs" in found.choice and "named in insights" in found.choice
 
 
 def test_heat_map_has_every_gpu(run: RunDir) -> None:

@@ -23,7 +23,8 @@ def gpu(name: str | None = "NVIDIA H100 80GB HBM3", parent: str | None = None) -
          "temperature_c", "sm_clock_mhz", "memory_clock_mhz")
     )  # fmt: skip
     return GpuSummary(
-        node="n1", uuid="GPU-0", name=name, ranks=[0], attempts=[1], samples=0, expected=0, nulls={}, parent=parent,
+        node="n1", uuid="GPU-0", name=name, ranks=[0], attempts=[1], samples=0, samples_expected=0,
+        missing={}, parent=parent,
         timeline=Timeline(1.0, []), **empty,
     )  # fmt: skip
 

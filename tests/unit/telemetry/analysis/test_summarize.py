@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def codes(summary: Summary) -> list[str]:
-    return [n.code for n in summary.notes if n.code != "energy"]
+    return [n.code for n in summary.insights if n.code != "energy"]
 
 
 def test_one_entry_per_allocated_gpu(run: RunDir) -> None:
@@ -61,7 +61,7 @@ def test_values_and_units(run: RunDir) -> None:
     assert found.memory_used_gib.max == 49.5
     assert found.memory_total_gib == 80.0
     assert (found.energy_j, found.energy_source) == (7.0 * 99, "counter")
-    assert found.nulls == {}
+    assert found.missing == {}
     assert found.timeline.step_s == 1.0
     assert len(found.timeline.utilization) == 100
     (host,) = summarize(run).hosts
@@ -74,14 +74,14 @@ def test_values_and_units(run: RunDir) -> None:
 def test_json_has_documented_keys(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), busy(0.0))])
     found = msgspec.json.decode(msgspec.json.encode(summarize(run)))
-    assert set(found) >= {"run", "job_id", "window", "coverage", "attempts", "gpus", "hosts", "notes"}
+    assert set(found) >= {"run", "job_id", "window", "coverage", "attempts", "gpus", "hosts", "insights"}
     assert set(found["window"]) == {"start", "end"}
     stats = {"mean", "p5", "p50", "p95", "max"}
     (entry,) = found["gpus"]
     for key in ("utilization", "memory_used_gib", "power_w", "temperature_c", "sm_clock_mhz", "memory_clock_mhz"):
         assert set(entry[key]) == stats
-    assert set(entry) >= {"node", "uuid", "index", "name", "ranks", "memory_total_gib", "energy_j", "nulls"}
-    assert set(found["notes"][0]) == {"severity", "code", "text", "fix", "node", "uuid", "rank"}
+    assert set(entry) >= {"node", "uuid", "index", "name", "ranks", "memory_total_gib", "energy_j", "missing"}
+    assert set(found["insights"][0]) == {"severity", "code", "text", "fix", "node", "uuid", "rank"}
 
 
 def test_failed_field_is_null_with_reason(run: RunDir) -> None:
@@ -93,7 +93,7 @@ def test_failed_field_is_null_with_reason(run: RunDir) -> None:
     found = summarize(run)
     (entry,) = found.gpus
     assert (entry.power_w, entry.energy_j, entry.energy_source) == (None, None, None)
-    assert entry.nulls == {
+    assert entry.missing == {
         "power_w": "NOT_SUPPORTED: no",
         "energy_j": "NOT_SUPPORTED: no",
         "sm_clock_mhz": "TIMEOUT: slow (25 of 100 samples)",
@@ -129,9 +129,9 @@ def test_coverage_counts_agent_uptime(run: RunDir) -> None:
     found = summarize(run)
     assert found.coverage == 0.6
     (entry,) = found.gpus
-    assert (entry.samples, entry.expected) == (60, 100)
+    assert (entry.samples, entry.samples_expected) == (60, 100)
     assert codes(found) == ["low_coverage"]
-    assert "60% of its samples (60 of 100)" in found.notes[0].text
+    assert "60% of its samples (60 of 100)" in found.insights[0].text
 
 
 def test_lost_gpu_lowers_coverage(run: RunDir) -> None:
@@ -142,11 +142,11 @@ def test_lost_gpu_lowers_coverage(run: RunDir) -> None:
     event(attempt, "gpu_lost", "n1", T0 + 50, uuid="GPU-n1-1", index=1, reason=reason)
     found = summarize(run)
     assert found.coverage == 0.75
-    (note,) = (n for n in found.notes if n.code == "gpu_lost")
-    assert (note.severity, note.node, note.uuid, note.rank) == ("critical", "n1", "GPU-n1-1", 1)
-    assert note.text == "GPU 1 of n1 was lost (GPU_IS_LOST: gone)"
+    (insight,) = (n for n in found.insights if n.code == "gpu_lost")
+    assert (insight.severity, insight.node, insight.uuid, insight.rank) == ("critical", "n1", "GPU-n1-1", 1)
+    assert insight.text == "GPU 1 of n1 was lost (GPU_IS_LOST: gone)"
     event(attempt, "gpu_back", "n1", T0 + 80, uuid="GPU-n1-1", index=1)
-    assert "lost for a while" in next(n.text for n in summarize(run).notes if n.code == "gpu_lost")
+    assert "lost for a while" in next(n.text for n in summarize(run).insights if n.code == "gpu_lost")
 
 
 @pytest.mark.parametrize(
@@ -155,14 +155,14 @@ def test_lost_gpu_lowers_coverage(run: RunDir) -> None:
 )
 def test_low_utilization(run: RunDir, utilization: float, seconds: int, severity: str | None) -> None:
     record(new_attempt(run), [(gpu(0), busy(utilization))], seconds=seconds)
-    assert [n.severity for n in summarize(run).notes if n.code == "low_utilization"] == [severity] * bool(severity)
+    assert [n.severity for n in summarize(run).insights if n.code == "low_utilization"] == [severity] * bool(severity)
 
 
 def test_nearly_full_memory(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), busy(used_gib=78))])
     found = summarize(run)
     assert codes(found) == ["memory_nearly_full"]
-    assert "78.0 of 80.0 GiB" in found.notes[0].text
+    assert "78.0 of 80.0 GiB" in found.insights[0].text
 
 
 def test_missing_nvml_gives_reason_and_keeps_host(run: RunDir) -> None:
@@ -170,10 +170,10 @@ def test_missing_nvml_gives_reason_and_keeps_host(run: RunDir) -> None:
     record(new_attempt(run), [], nvml=reason)
     found = summarize(run)
     assert found.gpus == []
-    assert found.hosts[0].nvml == reason
+    assert found.hosts[0].nvml_error == reason
     assert found.coverage == 1.0
     assert codes(found) == ["no_nvml"]
-    assert reason in found.notes[0].text
+    assert reason in found.insights[0].text
 
 
 def test_node_without_file_counts_its_gpus(run: RunDir) -> None:
@@ -182,8 +182,8 @@ def test_node_without_file_counts_its_gpus(run: RunDir) -> None:
     event(attempt, "ranks_ended", "n1", T0 + 59.5, ending="failed", exit_code=1)
     found = summarize(run)
     (entry,) = found.gpus
-    assert (entry.uuid, entry.samples, entry.expected, entry.utilization) == ("GPU-n1-0", 0, 60, None)
-    assert entry.nulls["utilization"] == "no sample was recorded"
+    assert (entry.uuid, entry.samples, entry.samples_expected, entry.utilization) == ("GPU-n1-0", 0, 60, None)
+    assert entry.missing["utilization"] == "no sample was recorded"
     assert found.coverage == 0.0
     assert codes(found) == ["no_telemetry"]
 
@@ -195,7 +195,7 @@ def test_allocated_gpu_missing_in_nvml(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), busy()), (missing, lambda s: None)])
     found = summarize(run)
     assert [g.uuid for g in found.gpus] == ["GPU-n1-0", "missing-minor-2"]
-    assert found.gpus[1].nulls["memory_total_gib"] == reason
+    assert found.gpus[1].missing["memory_total_gib"] == reason
     assert "gpu_missing" in codes(found)
 
 
@@ -236,7 +236,7 @@ def test_since_counts_from_newest_sample(run: RunDir) -> None:
     record(new_attempt(run, 2), [(gpu(0), lambda s: busy(0.2 if s < 89.5 else 0.9)(s))], start=T0 + 1000)
     (entry,) = summarize(run, SummaryRequest(since_s=9.5)).gpus
     assert entry.utilization is not None
-    assert (entry.samples, entry.expected, entry.utilization.mean, entry.attempts) == (10, 10, 0.9, [2])
+    assert (entry.samples, entry.samples_expected, entry.utilization.mean, entry.attempts) == (10, 10, 0.9, [2])
 
 
 def test_two_samplers_in_one_attempt(run: RunDir) -> None:
@@ -245,7 +245,7 @@ def test_two_samplers_in_one_attempt(run: RunDir) -> None:
     record(attempt, [(gpu(0), busy(0.6))], start=T0 + 200, seconds=50)
     (entry,) = summarize(run).gpus
     assert entry.utilization is not None
-    assert (entry.samples, entry.expected, entry.utilization.mean) == (100, 100, 0.4)
+    assert (entry.samples, entry.samples_expected, entry.utilization.mean) == (100, 100, 0.4)
 
 
 def test_sampler_failure_is_note(run: RunDir) -> None:
@@ -280,7 +280,7 @@ def test_longer_recording_of_two_agents_counts(run: RunDir) -> None:
     record(attempt, [(gpu(0), busy(0.7))], start=T0 + 1, seconds=500)
     record(attempt, [(gpu(0), busy(0.7))], start=T0 + 502, seconds=100)  # the driver returned
     found = summarize(run)
-    assert found.gpus[0].samples == found.gpus[0].expected == 600
+    assert found.gpus[0].samples == found.gpus[0].samples_expected == 600
     assert found.gpus[0].utilization is not None and found.gpus[0].utilization.mean == pytest.approx(0.7)
     assert "two_agents" in codes(found)
     shown = build_curves(run, found).gpus.values["utilization"]
@@ -293,12 +293,12 @@ def test_late_nvml_is_reported(run: RunDir) -> None:
     record(attempt, [(gpu(0), busy()), (gpu(1), busy())], start=T0 + 500, seconds=100)
     found = summarize(run)
     assert found.coverage == pytest.approx(1 / 6, abs=0.001)
-    assert [(g.samples, g.expected) for g in found.gpus] == [(100, 600)] * 2
-    assert found.gpus[0].nulls["power_w"] == "no NVML: DRIVER_NOT_LOADED: not yet (500 of 600 samples)"
+    assert [(g.samples, g.samples_expected) for g in found.gpus] == [(100, 600)] * 2
+    assert found.gpus[0].missing["power_w"] == "no NVML: DRIVER_NOT_LOADED: not yet (500 of 600 samples)"
     assert found.waste is not None and found.waste.gpu_hours == pytest.approx(2 * 598 / 3600, abs=0.001)
-    (note,) = (n for n in found.notes if n.code == "no_nvml")
-    assert (note.severity, note.node) == ("warning", "n1")
-    assert note.text == "n1 had no GPU samples for 499 s: DRIVER_NOT_LOADED: not yet"
+    (insight,) = (n for n in found.insights if n.code == "no_nvml")
+    assert (insight.severity, insight.node) == ("warning", "n1")
+    assert insight.text == "n1 had no GPU samples for 499 s: DRIVER_NOT_LOADED: not yet"
     assert [v is not None for v in found.gpus[0].timeline.utilization].count(True) < 40
     assert build_curves(run, found).gpus.values["utilization"].shape[0] == 2
 
@@ -312,7 +312,7 @@ def test_xids_before_window_are_not_counted(run: RunDir) -> None:
     event(attempt, "gpu_event", "n1", T0 + 280, uuid="GPU-n1-0", kind="xid", xid=13, count=7)
     found = summarize(run)
     assert [(x.xid, x.count) for x in found.gpus[0].errors.xids] == [(94, 1), (13, 7)]
-    assert "XID 13 7 times" in next(n.text for n in found.notes if "XID 13" in n.text)
+    assert "XID 13 7 times" in next(n.text for n in found.insights if "XID 13" in n.text)
     assert "gpu_lost" in codes(found)
     late = summarize(run, SummaryRequest(since_s=60))
     assert [(x.xid, x.count) for x in late.gpus[0].errors.xids] == [(13, 7)]
@@ -325,9 +325,9 @@ def test_gpu_listed_by_two_nodes_counts_once(run: RunDir) -> None:
         record(attempt, [(gpu(0, node="same"), busy())], node=node, seconds=101)
     found = summarize(run)
     assert [g.energy_j for g in found.gpus] == [400.0 * 100, None]
-    assert found.gpus[1].nulls["energy_j"] == "counted for another node that has the same GPU"
+    assert found.gpus[1].missing["energy_j"] == "counted for another node that has the same GPU"
     assert found.waste is not None and found.waste.gpu_hours == pytest.approx(100 / 3600, abs=0.0001)
-    assert not any("of 2 GPUs told" in n.text for n in found.notes)
+    assert not any("of 2 GPUs told" in n.text for n in found.insights)
     assert summarize(run, SummaryRequest(gpu="n2:0")).gpus[0].energy_j == 400.0 * 100
 
 

@@ -27,8 +27,8 @@ from tests.unit.telemetry.summaries import (
 
 
 def single_note(summary: Summary, code: str) -> Any:
-    (note,) = (n for n in build_notes(summary) if n.code == code)
-    return note
+    (insight,) = (n for n in build_notes(summary) if n.code == code)
+    return insight
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def single_note(summary: Summary, code: str) -> Any:
     ids=["uncorrected", "corrected", "remap-failed", "remap-pending", "remapped", "nvlink", "pcie"],
 )
 def test_gpu_errors(errors: ErrorCounts, severity: str, code: str) -> None:
-    note = single_note(with_gpu(healthy(), "n2", 0, errors=errors), code)
-    assert (note.severity, note.node, note.uuid, note.rank) == (severity, "n2", "GPU-n2-0-5b1c9f0e", 2)
+    insight = single_note(with_gpu(healthy(), "n2", 0, errors=errors), code)
+    assert (insight.severity, insight.node, insight.uuid, insight.rank) == (severity, "n2", "GPU-n2-0-5b1c9f0e", 2)
 
 
 def test_usual_errors_are_ignored() -> None:
@@ -58,12 +58,12 @@ def test_one_note_per_xid_and_gpu() -> None:
     found = with_gpu(
         healthy(), "n2", 0, errors=ErrorCounts(xids=[XidRecord(T0, 79), XidRecord(T0 + 1, 79), XidRecord(T0 + 2, 63)])
     )
-    notes = [n for n in build_notes(found) if n.code == "xid"]
-    assert sorted(n.text.partition(":")[0] for n in notes) == [
+    insights = [n for n in build_notes(found) if n.code == "xid"]
+    assert sorted(n.text.partition(":")[0] for n in insights) == [
         "GPU 0 of n2 reported XID 63",
         "GPU 0 of n2 reported XID 79 2 times",
     ]
-    assert all((n.node, n.rank) == ("n2", 2) and n.fix for n in notes)
+    assert all((n.node, n.rank) == ("n2", 2) and n.fix for n in insights)
 
 
 @pytest.mark.parametrize(
@@ -89,16 +89,16 @@ def test_nvlinks_down() -> None:
 
 def test_lost_gpu_is_reported_once() -> None:
     gone = "GPU_IS_LOST: the GPU has fallen off the bus"
-    found = with_gpu(healthy(), "n2", 0, utilization=stats(0.2), nulls={"power_w": gone, "sm_clock_mhz": gone})
+    found = with_gpu(healthy(), "n2", 0, utilization=stats(0.2), missing={"power_w": gone, "sm_clock_mhz": gone})
     assert codes(found) == ["gpu_lost"]
     assert "submit --exclude n2" in single_note(found, "gpu_lost").fix
 
 
 def test_gpu_memory_over_requested() -> None:
-    note = single_note(with_gpus(healthy(), memory_used_gib=stats(12.0)), "memory_over_requested")
-    assert note.severity == "info"
-    assert "12.4 of 80.0 GiB (15%) on the fullest of 8 GPUs" in note.text
-    assert "fewer GPUs" in note.fix
+    insight = single_note(with_gpus(healthy(), memory_used_gib=stats(12.0)), "memory_over_requested")
+    assert insight.severity == "info"
+    assert "12.4 of 80.0 GiB (15%) on the fullest of 8 GPUs" in insight.text
+    assert "fewer GPUs" in insight.fix
     assert (
         "a MIG slice of 15 GiB"
         in single_note(with_gpus(healthy(1, 1), memory_used_gib=stats(12.0)), "memory_over_requested").fix
@@ -128,12 +128,12 @@ def test_host_memory_nearly_full() -> None:
 def test_gpu_hours() -> None:
     found = healthy()
     waste = Waste(gpu_hours=16.0, wasted_gpu_hours=10.0, by_cause={"lost": 7.0, "startup": 3.0})
-    note = single_note(replace(found, waste=waste), "gpu_hours_wasted")
-    assert note.severity == "warning"
-    assert note.text == "10.00 of 16.00 GPU-hours (62%) trained nothing: lost steps 7.00, start-up 3.00"
+    insight = single_note(replace(found, waste=waste), "gpu_hours_wasted")
+    assert insight.severity == "warning"
+    assert insight.text == "10.00 of 16.00 GPU-hours (62%) trained nothing: lost steps 7.00, start-up 3.00"
     idle = Waste(gpu_hours=16.0, wasted_gpu_hours=10.0, by_cause={"idle_gpus": 9.0, "startup": 1.0})
     assert single_note(replace(found, waste=idle), "gpu_hours_wasted").severity == "info", (
-        "each of them has a note already"
+        "each of them has an insight already"
     )
 
 
@@ -152,18 +152,18 @@ def test_energy() -> None:
 def test_recording_problems() -> None:
     found = healthy(1, 2)
     (host,) = found.hosts
-    assert single_note(replace(found, hosts=[replace(host, agents_max=2)]), "two_agents").node == "n1"
+    assert single_note(replace(found, hosts=[replace(host, samplers_max=2)]), "two_agents").node == "n1"
     stepped = single_note(replace(found, hosts=[replace(host, clock_steps_s=[0.2, -37.5])]), "clock_stepped")
     assert (stepped.severity, "set 37.5 s back" in stepped.text) == ("info", True)
     assert codes(replace(found, hosts=[replace(host, samples=100)])) == ["low_coverage"]
-    unreadable = single_note(replace(found, unreadable=[f"f{i}: permission denied" for i in range(9)]), "unreadable")
+    unreadable = single_note(replace(found, read_errors=[f"f{i}: permission denied" for i in range(9)]), "unreadable")
     assert "9 files could not be read" in unreadable.text
     assert "and 3 more" in unreadable.text
 
 
 def test_unsupported_fields_give_one_note() -> None:
     nulls = dict.fromkeys(("power_w", "energy_j", "temperature_c"), "NOT_SUPPORTED: no")
-    found = with_gpus(healthy(), nulls=nulls)
+    found = with_gpus(healthy(), missing=nulls)
     assert single_note(found, "field_missing").text == (
         "power_w, energy_j, temperature_c are missing on 8 GPUs (NOT_SUPPORTED: no)"
     )
@@ -175,7 +175,7 @@ def test_unsupported_fields_give_one_note() -> None:
         ({}, "no attempt has started"),
         ({"attempts": [AttemptSummary(1, "7", TimeWindow(None, None), [])]}, "although 1 attempt began"),
         ({"enabled": False}, "the recipe disables telemetry"),
-        ({"unreadable": ["attempts/1/telemetry: permission denied"]}, "no recording that this user may read"),
+        ({"read_errors": ["attempts/1/telemetry: permission denied"]}, "no recording that this user may read"),
     ],
     ids=["not-started", "no-agent", "disabled", "unreadable"],
 )
@@ -196,11 +196,12 @@ def test_undelivered_alerts() -> None:
     failure = {"event": "alert_not_delivered", "channel": "webhook", "to": "https://chat/…", "reason": "404 Not Found"}
     log = [{"t": T0, "host": "n1", **failure}, {"t": T0 + 1, "host": "n2", **failure}]
     log.append({"t": T0 + 2, "host": "n2", **failure, "reason": "no answer in 10 s"})
-    (note,) = (n for n in build_notes(healthy(), log) if n.code == "alerts_not_delivered")
-    assert note.severity == "warning"
-    assert note.fix
+    (insight,) = (n for n in build_notes(healthy(), log) if n.code == "alerts_not_delivered")
+    assert insight.severity == "warning"
+    assert insight.fix
     assert (
-        note.text == "alerts were not delivered by webhook https://chat/… on 2 nodes: 404 Not Found; no answer in 10 s"
+        insight.text
+        == "alerts were not delivered by webhook https://chat/… on 2 nodes: 404 Not Found; no answer in 10 s"
     )
 
 
@@ -220,8 +221,8 @@ def test_failed_exporter() -> None:
 
 def test_comment_refused_by_slurm() -> None:
     log = [{"t": T0, "host": "n1", "event": "comment_refused", "reason": "Access denied"}] * 2
-    (note,) = (n for n in build_notes(healthy(), log) if n.code == "comment_refused")
-    assert (note.severity, note.text) == (
+    (insight,) = (n for n in build_notes(healthy(), log) if n.code == "comment_refused")
+    assert (insight.severity, insight.text) == (
         "info",
         "Slurm rejected the job's comment with the metrics: Access denied",
     )

@@ -37,15 +37,15 @@ def test_idle_throttled_and_slow_gpu_are_named() -> None:
         ("slow_gpu", "n4", "GPU-n4-1-5b1c9f0e", 7),
         ("throttled", "n3", "GPU-n3-0-5b1c9f0e", 4),
     ]
-    texts = {n.code: n.text for n in broken().notes}
+    texts = {n.code: n.text for n in broken().insights}
     assert texts["gpu_unused"] == "GPU 1 of n2 was not used: its utilization stayed at 0"
     assert (
         "heat lowered its clock for 40% of the training, to 1,410 MHz while the others run at 1,905"
         in (texts["throttled"])
     )
     assert "it ran at 1,681 MHz, 12% below the 1,905 of the others" in texts["slow_gpu"]
-    assert all(n.fix for n in broken().notes if n.severity != "info")
-    assert {n.code for n in broken().notes if n.uuid is not None} == {"gpu_unused", "slow_gpu", "throttled"}
+    assert all(n.fix for n in broken().insights if n.severity != "info")
+    assert {n.code for n in broken().insights if n.uuid is not None} == {"gpu_unused", "slow_gpu", "throttled"}
 
 
 def test_outliers_without_rank_data() -> None:
@@ -114,8 +114,8 @@ def test_different_models_are_not_compared() -> None:
 def test_lower_power_limit_than_others() -> None:
     found = healthy()
     for g in found.gpus:
-        found = in_training(found, g.node, g.index or 0, throttled=ThrottleShares(0.05, 0.0, 0.0))
-    found = in_training(found, "n1", 1, sm_clock_mhz=1500.0, throttled=ThrottleShares(0.98, 0.0, 0.0))
+        found = in_training(found, g.node, g.index or 0, throttle_ratio=ThrottleShares(0.05, 0.0, 0.0))
+    found = in_training(found, "n1", 1, sm_clock_mhz=1500.0, throttle_ratio=ThrottleShares(0.98, 0.0, 0.0))
     assert named(found) == [("power_capped", "n1", "GPU-n1-1-5b1c9f0e", 1)]
 
 
@@ -123,14 +123,14 @@ def test_lower_power_limit_than_others() -> None:
 def test_all_gpus_throttled(cause: str, word: str) -> None:
     found = healthy(1, 4)
     for number in range(4):
-        found = in_training(found, "n1", number, throttled=ThrottleShares(**{cause: 0.5}))
+        found = in_training(found, "n1", number, throttle_ratio=ThrottleShares(**{cause: 0.5}))
     assert codes(found) == ["throttled"] * 4
     assert word in build_notes(found)[0].text
 
 
 def test_job_throttling_counts_as_training() -> None:
-    found = with_gpu(healthy(1, 2), "n1", 0, throttled=ThrottleShares(0.0, 0.3, 0.0))
-    found = in_training(found, "n1", 0, share=0.5, throttled=ThrottleShares())
+    found = with_gpu(healthy(1, 2), "n1", 0, throttle_ratio=ThrottleShares(0.0, 0.3, 0.0))
+    found = in_training(found, "n1", 0, share=0.5, throttle_ratio=ThrottleShares())
     assert "for 60% of the training" in build_notes(found)[0].text
 
 
@@ -173,9 +173,9 @@ def test_outliers_exclude_themselves() -> None:
 
 
 def test_clock_of_other_gpu_is_named() -> None:
-    (note,) = (n for n in build_notes(throttling(healthy(1, 2), "n1", 0)) if n.code == "throttled")
+    (insight,) = (n for n in build_notes(throttling(healthy(1, 2), "n1", 0)) if n.code == "throttled")
     others = in_clock(healthy(1, 2))
-    assert f"while the others run at {others:,.0f}" in note.text
+    assert f"while the others run at {others:,.0f}" in insight.text
 
 
 def in_clock(summary: Summary) -> float:
@@ -187,12 +187,12 @@ def in_clock(summary: Summary) -> float:
 def test_heat_of_later_lost_gpu_is_reported() -> None:
     hot = throttling(healthy(4, 2), "n3", 0)
     nulls = {"power_w": "GPU_IS_LOST: gone (100 of 3600 samples)"}
-    assert {"throttled", "gpu_lost"} <= set(codes(with_gpu(hot, "n3", 0, nulls=nulls)))
+    assert {"throttled", "gpu_lost"} <= set(codes(with_gpu(hot, "n3", 0, missing=nulls)))
 
 
 def test_field_missing_throughout_is_reported() -> None:
-    odd = with_gpu(healthy(1, 2), "n1", 1, utilization=None, nulls={"utilization": "UNKNOWN: an unknown error"})
-    (note,) = (n for n in build_notes(odd) if n.code == "field_missing")
-    assert "utilization is missing on GPU 1 of n1 (UNKNOWN: an unknown error)" in note.text
-    partly = with_gpu(healthy(1, 2), "n1", 1, nulls={"power_w": "UNKNOWN: once (1 of 3600 samples)"})
+    odd = with_gpu(healthy(1, 2), "n1", 1, utilization=None, missing={"utilization": "UNKNOWN: an unknown error"})
+    (insight,) = (n for n in build_notes(odd) if n.code == "field_missing")
+    assert "utilization is missing on GPU 1 of n1 (UNKNOWN: an unknown error)" in insight.text
+    partly = with_gpu(healthy(1, 2), "n1", 1, missing={"power_w": "UNKNOWN: once (1 of 3600 samples)"})
     assert "field_missing" not in codes(partly, info=True)

@@ -45,11 +45,11 @@ def goodput(summary: Summary, **changes: float) -> Summary:
 
 
 def test_waiting_for_data() -> None:
-    (note,) = (n for n in build_notes(training(low(), data_wait_share=0.42)) if n.severity != "info")
-    assert (note.code, note.severity, note.uuid) == ("waiting_on_data", "warning", None)
-    assert note.text == "the GPUs were busy 35% of the time: training waits for data during 42% of a step"
-    assert note.fix is not None
-    assert "workers" in note.fix
+    (insight,) = (n for n in build_notes(training(low(), data_wait_share=0.42)) if n.severity != "info")
+    assert (insight.code, insight.severity, insight.uuid) == ("waiting_on_data", "warning", None)
+    assert insight.text == "the GPUs were busy 35% of the time: training waits for data during 42% of a step"
+    assert insight.fix is not None
+    assert "workers" in insight.fix
 
 
 def test_waiting_for_data_reported_by_ranks() -> None:
@@ -61,10 +61,10 @@ def test_waiting_for_data_reported_by_ranks() -> None:
 def test_waiting_for_data_with_busy_cores_requests_cores() -> None:
     found = training(low(), data_wait_share=0.42)
     found = replace(found, hosts=[replace(h, cpu_allocated=12) for h in found.hosts])
-    (note,) = (n for n in build_notes(found) if n.code == "waiting_on_data")
-    assert "100% of the allocated cores busy" in note.text
-    assert note.fix is not None
-    assert "--cpus-per-gpu" in note.fix
+    (insight,) = (n for n in build_notes(found) if n.code == "waiting_on_data")
+    assert "100% of the allocated cores busy" in insight.text
+    assert insight.fix is not None
+    assert "--cpus-per-gpu" in insight.fix
 
 
 def test_data_wait_is_reported_with_busy_gpus() -> None:
@@ -83,9 +83,9 @@ def test_data_wait_is_reported_with_busy_gpus() -> None:
 )
 def test_time_outside_training(part: str, code: str, word: str) -> None:
     found = goodput(low(), **{part: 3000.0})
-    (note,) = (n for n in build_notes(found) if n.code == code)
-    assert note.severity == "warning"
-    assert word in note.text
+    (insight,) = (n for n in build_notes(found) if n.code == code)
+    assert insight.severity == "warning"
+    assert word in insight.text
     assert codes(found) == [code]
     assert codes(goodput(healthy(), **{part: 3000.0})) == [code], "also reported with busy GPUs"
 
@@ -94,9 +94,9 @@ def test_short_job_is_not_blamed_for_startup() -> None:
     found = low()
     assert found.goodput is not None
     short = replace(found.goodput, wall_s=180.0, queue_s=20.0, startup_s=80.0, productive_s=60.0, ratio=0.3)
-    notes = build_notes(replace(found, goodput=short))
-    assert [(n.severity, n.code) for n in notes if n.code == "startup_dominated"] == [("info", "startup_dominated")]
-    assert [n for n in notes if n.severity != "info" and n.code == "low_utilization"] == []
+    insights = build_notes(replace(found, goodput=short))
+    assert [(n.severity, n.code) for n in insights if n.code == "startup_dominated"] == [("info", "startup_dominated")]
+    assert [n for n in insights if n.severity != "info" and n.code == "low_utilization"] == []
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_short_job_is_not_blamed_for_checkpoints(part: str, code: str) -> None:
     found = healthy()
     assert found.goodput is not None
     short = replace(found.goodput, wall_s=180.0, queue_s=20.0, **{part: 100.0})
-    (note,) = (n for n in build_notes(replace(found, goodput=short)) if n.code == code)
-    assert note.severity == "info"
+    (insight,) = (n for n in build_notes(replace(found, goodput=short)) if n.code == code)
+    assert insight.severity == "info"
 
 
 def test_millisecond_wait_is_ignored() -> None:
@@ -119,8 +119,8 @@ def test_millisecond_wait_is_ignored() -> None:
 def test_communication_from_traffic() -> None:
     found = low()
     found = replace(found, hosts=[replace(h, infiniband_bytes_per_s=stats(40e9)) for h in found.hosts])
-    (note,) = (n for n in build_notes(found) if n.code == "communication_bound")
-    assert note.text.endswith("waiting for communication, with InfiniBand at 20.0 GB/s per GPU")
+    (insight,) = (n for n in build_notes(found) if n.code == "communication_bound")
+    assert insight.text.endswith("waiting for communication, with InfiniBand at 20.0 GB/s per GPU")
     assert codes(found) == ["communication_bound"]
 
 
@@ -128,9 +128,9 @@ def test_communication_from_waiting_kernels() -> None:
     found = with_gpus(healthy(), sm_activity=stats(0.12), tensor_activity=stats(0.03))
     for g in found.gpus:
         found = in_training(found, g.node, g.index or 0, sm_activity=0.12, tensor_activity=0.03)
-    (note,) = (n for n in build_notes(found) if n.severity != "info")
-    assert note.code == "communication_bound"
-    assert "utilization 97%, 12% of the multiprocessors active, tensor cores active 3%" in note.text
+    (insight,) = (n for n in build_notes(found) if n.severity != "info")
+    assert insight.code == "communication_bound"
+    assert "utilization 97%, 12% of the multiprocessors active, tensor cores active 3%" in insight.text
     single_gpu = with_gpus(healthy(1, 1), sm_activity=stats(0.12), phases={})
     assert codes(single_gpu) == ["small_kernels"]
 
@@ -138,9 +138,9 @@ def test_communication_from_waiting_kernels() -> None:
 def test_single_measured_gpu_is_not_working_alone() -> None:
     three = with_gpus(healthy(1, 3), sm_activity=None, tensor_activity=None, utilization=None, phases={})
     one_measured = with_gpu(three, "n1", 0, sm_activity=stats(0.12), utilization=stats(0.97))
-    (note,) = (n for n in build_notes(one_measured) if n.severity == "warning")
-    assert note.code == "communication_bound"
-    assert "do little (1 of 3 measured)" in note.text
+    (insight,) = (n for n in build_notes(one_measured) if n.severity == "warning")
+    assert insight.code == "communication_bound"
+    assert "do little (1 of 3 measured)" in insight.text
     others_idle = idle(idle(with_gpu(one_measured, "n1", 0, phases={}), "n1", 1), "n1", 2)
     assert "small_kernels" in codes(others_idle)
 
@@ -174,9 +174,9 @@ def nothing_done(summary: Summary) -> Summary:
 
 def test_hung() -> None:
     found = nothing_done(replace(healthy(), gpus=[hung(g) for g in healthy().gpus]))
-    (note,) = (n for n in build_notes(found) if n.severity != "info")
-    assert (note.severity, note.code) == ("critical", "hung")
-    assert note.text == (
+    (insight,) = (n for n in build_notes(found) if n.severity != "info")
+    assert (insight.severity, insight.code) == ("critical", "hung")
+    assert insight.text == (
         "8 GPUs hung: no step was done, and utilization 100%, tensor cores active 0%, power at 19% of the limit"
     )
     young = replace(found, gpus=[replace(g, samples=100) for g in found.gpus])
@@ -191,12 +191,12 @@ def test_attempt_ended_by_hang() -> None:
 
 
 def test_unknown_cause_lists_excluded_ones() -> None:
-    (note,) = (n for n in build_notes(low()) if n.severity != "info")
-    assert note.code == "low_utilization"
-    assert "data, checkpoints, evaluation and start-up are not the cause" in note.text
+    (insight,) = (n for n in build_notes(low()) if n.severity != "info")
+    assert insight.code == "low_utilization"
+    assert "data, checkpoints, evaluation and start-up are not the cause" in insight.text
     bare = replace(with_gpus(low(), phases={}), training=None, goodput=None, waste=None, ranks=[])
-    (note,) = (n for n in build_notes(bare) if n.severity != "info")
-    assert note.text.endswith("the recorded data does not show the cause")
+    (insight,) = (n for n in build_notes(bare) if n.severity != "info")
+    assert insight.text.endswith("the recorded data does not show the cause")
 
 
 def test_few_low_gpus_are_named() -> None:
@@ -209,7 +209,7 @@ def test_few_low_gpus_are_named() -> None:
 
 
 def test_rules_are_independent() -> None:
-    """A missing value affects only its notes, and nothing raises."""
+    """A missing value affects only its insights, and nothing raises."""
     full = training(low(), data_wait_share=0.42)
     for name in ("memory_used_gib", "power_w", "temperature_c", "sm_clock_mhz", "sm_activity", "energy_j", "name"):
         assert "waiting_on_data" in codes(with_gpus(full, **{name: None})), name

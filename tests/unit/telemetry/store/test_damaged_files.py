@@ -21,12 +21,12 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def find_note(summary: Summary, code: str) -> Insight:
-    (found,) = (n for n in summary.notes if n.code == code)
+    (found,) = (n for n in summary.insights if n.code == code)
     return found
 
 
 def warning_codes(summary: Summary) -> list[str]:
-    return [n.code for n in summary.notes if n.severity != "info"]
+    return [n.code for n in summary.insights if n.severity != "info"]
 
 
 def two_nodes(run: RunDir, monkeypatch: pytest.MonkeyPatch, *, killed: bool) -> AttemptDir:
@@ -42,7 +42,7 @@ def two_nodes(run: RunDir, monkeypatch: pytest.MonkeyPatch, *, killed: bool) -> 
 def test_missing_agent_lowers_coverage(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     two_nodes(run, monkeypatch, killed=True)
     found = summarize(run)
-    assert [(g.node, g.samples, g.expected) for g in found.gpus] == [("n1", 100, 101), ("n2", 20, 101)]
+    assert [(g.node, g.samples, g.samples_expected) for g in found.gpus] == [("n1", 100, 101), ("n2", 20, 101)]
     assert found.coverage == pytest.approx(0.594, abs=0.001)
     gone = find_note(found, "agent_gone")
     assert (gone.severity, gone.node) == ("critical", "n2")
@@ -84,7 +84,7 @@ def test_damaged_totals_are_rebuilt(run: RunDir) -> None:
     (recorded(run) / totals.NAME).write_bytes(b"garbage")
     found = summarize(run)
     assert found.gpus[0].samples == 100
-    assert found.unreadable == []
+    assert found.read_errors == []
 
 
 def test_garbage_segment_is_reported(run: RunDir) -> None:
@@ -109,7 +109,7 @@ def test_zero_errors_are_not_missing(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), busy())], seconds=5, more={"gpu0.ecc_corrected": 0.0})
     (entry,) = summarize(run).gpus
     assert entry.errors.ecc_corrected == 0
-    assert "ecc_corrected" not in entry.nulls
+    assert "ecc_corrected" not in entry.missing
 
 
 @pytest.mark.parametrize("since_s", [5.0, 50.0, 99.0])

@@ -93,7 +93,7 @@ def request(entry: str, **step: Any) -> dict[str, Any]:
 
 
 def count(entry: str, **step: Any) -> ModelStats:
-    return msgspec.convert(model_stats.handle_request(request(entry, **step))["counted"], ModelStats)
+    return msgspec.convert(model_stats.handle_request(request(entry, **step))["stats"], ModelStats)
 
 
 def test_model_is_counted_on_the_meta_device() -> None:
@@ -182,20 +182,20 @@ def measure_real_peak(recipe: Recipe, micro_batch: int, checkpointing: str) -> t
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_traced_memory_matches_a_real_step(checkpointing: str) -> None:
     found = count("Net", micro_batch=8, activation_checkpointing=checkpointing)
-    assert found.untraced == "" and found.traced is not None
+    assert found.trace_error == "" and found.memory_trace is not None
     recipe = build(request("Net")["recipe"], Recipe, "recipe")
     peak, passes = measure_real_peak(recipe, 8, checkpointing)
-    traced = found.traced.peak_bytes
+    traced = found.memory_trace.peak_bytes
     # A real step starts with its parameters and its batch allocated.
     initial = traced["parameter"] + traced["buffer"] + traced["other"]
     assert initial == found.parameter_bytes + found.buffer_bytes + 2 * 8 * 32 * 8
     assert sum(traced.values()) - initial == pytest.approx(peak, rel=0.02)
-    assert found.traced.activations_bytes == pytest.approx(passes, rel=0.1)
+    assert found.memory_trace.activations_bytes == pytest.approx(passes, rel=0.1)
 
 
 def test_trace_reflects_checkpointing_and_precision() -> None:
     plain, recomputed, half = (
-        count("Net", **step).traced
+        count("Net", **step).memory_trace
         for step in ({"micro_batch": 8}, {"activation_checkpointing": "full"}, {"precision": "bf16", "sharded": True})
     )
     assert plain is not None and recomputed is not None and half is not None
@@ -205,11 +205,11 @@ def test_trace_reflects_checkpointing_and_precision() -> None:
 
 def test_untraceable_step_is_counted_with_a_reason() -> None:
     found = count("ReadsValues", micro_batch=2)
-    assert found.traced is None and found.parameters > 0
-    assert found.untraced.startswith("the trace failed: ") and "DataDependent" in found.untraced
+    assert found.memory_trace is None and found.parameters > 0
+    assert found.trace_error.startswith("the trace failed: ") and "DataDependent" in found.trace_error
 
 
 def test_missing_mem_tracker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed._tools.mem_tracker", None)
     found = count("Net", micro_batch=2)
-    assert "has no MemTracker" in found.untraced and math.isfinite(found.parameters)
+    assert "has no MemTracker" in found.trace_error and math.isfinite(found.parameters)
