@@ -18,7 +18,6 @@ from typing import Any
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent.claim import Claim
 from clustertrain.agent.deadline import write_deadline
-from clustertrain.agent.job_comment import CommentUpdater, build_comment
 from clustertrain.agent.requeue import SCHEDULER_TIMEOUT_S, RequeueAction
 from clustertrain.agent.signals import Signals
 from clustertrain.agent.startup import claim_run, requeue_or_fail
@@ -31,7 +30,6 @@ from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.stop_lead_time import compute_lead_s
 from clustertrain.run.usage import budget
 from clustertrain.scheduler.backend import RUNNING, Backend, JobView
-from clustertrain.scheduler.job_comment import JobComment
 from clustertrain.scheduler.local import LocalBackend
 from clustertrain.scheduler.requeue_policy import Evidence, Verdict, classify, decide, find_exhausted_budget
 from clustertrain.scheduler.slurm import CONTROLLER_COMMAND_TIMEOUT_S, SlurmBackend
@@ -43,7 +41,6 @@ AFTER_END_S = 20.0  # after a failure or a stop: for the other nodes to write th
 AFTER_RESULTS_S = 150.0  # for the agents to compact their telemetry after all ranks have completed
 AFTER_ABORT_S = 20.0
 AGENTS_S = 600.0  # for every agent to start; Python on a busy network file system takes minutes
-COMMENT_S = 10.0  # for the last update of the job's comment
 LATE_RESULTS_S = 5.0  # for results to become visible after the step has ended
 FOLDER_S = 60.0  # for a missing run folder to return (an automounter, a folder being moved)
 CANCEL_S = 60.0  # for a last checkpoint, if Slurm itself does not kill the job
@@ -87,7 +84,6 @@ class JobController:
         self.log = EventLog(self.attempt.events_path("batch"))
         self.parent_pid = os.getppid()
         self.started_at = clock.now()
-        self.comment_updater: CommentUpdater | None = None
 
     def main(self, step_argv: Sequence[str]) -> int:
         """Run the step, carry out the decision about the run and return the exit code."""
@@ -99,7 +95,6 @@ class JobController:
             end_time=self.deadline.end_time,
         )
         step = StepState(self._start_step(step_argv))
-        self.comment_updater = comment = self._start_comment_updater()
         while step.child.poll() is None:
             self._poll_step(step)
             clock.wait_until(lambda: step.child.poll() is not None, POLL_S, POLL_S)
@@ -132,17 +127,7 @@ class JobController:
         if step.late_request:
             self._answer_request(None if decision.action in ("requeue", "resubmit") else decision.reason)
         print(f"clustertrain: attempt {self.attempt.n} {verdict.ending}: {verdict.reason}", flush=True)
-        if comment is not None and decision.action not in ("requeue", "resubmit"):
-            comment.finish(COMMENT_S)
         return requeue_action.execute(decision, verdict)
-
-    def _start_comment_updater(self) -> CommentUpdater | None:
-        telemetry = self.spec.recipe.telemetry
-        if self.backend.name != "slurm" or not (telemetry.enabled and telemetry.comment):
-            return None
-        updater = CommentUpdater(JobComment(self.job_id, self.log.write), lambda: build_comment(self.run))
-        updater.start()
-        return updater
 
     def stop_if_budget_spent(self) -> int | None:
         """Record the end of the run and return the exit code if earlier attempts used up a budget, else return None.
@@ -289,8 +274,6 @@ class JobController:
         self.log.write("signal", source=source)
         self._write_stop_order({"reason": source, "t": step.stop_requested_at})
         step.child.send_signal(signal.SIGUSR2)  # srun and the local step forward it to every agent
-        if self.comment_updater is not None:
-            self.comment_updater.suspend()
 
     def _write_stop_order(self, order: dict[str, Any]) -> None:
         try:

@@ -109,8 +109,6 @@ class TelemetrySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Seconds between samples."""
     flush_s: float = 10.0
     """Seconds between writes; a dying node loses at most this much. At least ``interval_s``."""
-    comment: bool = True
-    """Write a line of metrics to the Slurm job's comment, for squeue and sacct."""
     alerts: AlertsSpec = AlertsSpec()
     """Alert rules and where alerts are sent."""
     prometheus: ExporterSpec = ExporterSpec()

@@ -447,14 +447,6 @@ class ExporterFailed(Event, frozen=True, kw_only=True):
     fix: str | None = None
 
 
-class CommentRefused(Event, frozen=True, kw_only=True):
-    """Slurm does not let this user change the job's comment; there is no further try."""
-
-    writer = "batch"
-
-    reason: str | None = None
-
-
 class RequeueAnswered(Event, frozen=True, kw_only=True):
     """The answer to a request of `clustertrain requeue`."""
 

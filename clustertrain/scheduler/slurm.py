@@ -34,7 +34,6 @@ def client_environ(environ: Mapping[str, str]) -> dict[str, str]:
 COMMAND_TIMEOUT_S = 8.0
 # The batch process watches the step meanwhile. Slurm's message timeout is 10 s.
 CONTROLLER_COMMAND_TIMEOUT_S = 20.0
-_JOB_ENDED_ERRORS = ("already completing or completed", "invalid job id")
 
 
 class SlurmBackend(Backend):
@@ -186,34 +185,6 @@ def find_work_dir(job_id: str) -> Path | None:
         if lines and lines[0].strip():
             return Path(lines[0].strip().removesuffix("|"))
     return None
-
-
-def get_comment(job_id: str) -> str:
-    """Return the comment of a job that has not ended; empty if it has none.
-
-    Raises:
-        CommandFailed: Slurm did not answer, or does not know the job.
-    """
-    result = _run_command("squeue", "--noheader", f"--jobs={_check_job_id(job_id)}", "--format=%k")
-    if result.returncode or not result.stdout.strip():
-        raise CommandFailed(f"squeue does not list job {job_id}: {slurm_parse.format_error(result.stderr)}")
-    text = result.stdout.splitlines()[0].strip()
-    return "" if text == "(null)" else text
-
-
-def set_comment(job_id: str, text: str) -> None:
-    """Replace the comment of a job that has not ended by one line of any characters.
-
-    Raises:
-        SchedulerError: Slurm refused.
-        CommandFailed: Slurm did not answer, or the job has ended.
-    """
-    result = _run_command("scontrol", "update", f"JobId={_check_job_id(job_id)}", f"Comment={text}")
-    if result.returncode:
-        message = slurm_parse.format_error(result.stderr or result.stdout)
-        if is_refusal(message) and not any(phrase in message.lower() for phrase in _JOB_ENDED_ERRORS):
-            raise SchedulerError(f"Slurm did not change the comment of job {job_id}: {message}")
-        raise CommandFailed(f"the comment of job {job_id} was not changed: {message}")
 
 
 def _run_command(*argv: str, timeout_s: float = COMMAND_TIMEOUT_S) -> proc.CommandResult:

@@ -258,7 +258,7 @@ _CONDITIONS: tuple[tuple[str, KeyCondition], ...] = (
         for name in ("spike_deviations", "spike_window")
     ),
     *((f"stability.{name}", _ROLL_BACK) for name in ("max_roll_backs", "roll_back_margin")),
-    *((f"telemetry.{name}", _TELEMETRY) for name in ("interval_s", "flush_s", "comment", "alerts", "prometheus")),
+    *((f"telemetry.{name}", _TELEMETRY) for name in ("interval_s", "flush_s", "alerts", "prometheus")),
     ("telemetry.prometheus.address", _PORT),
     ("tracking.project", _when_tracking("wandb", "mlflow")),
     ("tracking.uri", _when_tracking("mlflow")),

@@ -147,15 +147,6 @@ def _has_recovered(job: JobContext, failure: events.Event) -> bool:
     )
 
 
-def _comment_refused(job: JobContext) -> Iterable[Insight]:
-    refusals = list(events.filter_by_name(job.log, "comment_refused"))
-    if refusals:
-        text = f"Slurm rejected the job's comment with the metrics: {_format_reasons(refusals)}"
-        yield Insight(
-            severity=INFO, code="comment_refused", text=text, fix="set telemetry.comment = false to disable it"
-        )
-
-
 def _on_hosts(failures: Iterable[events.Event]) -> str:
     hosts = list(dict.fromkeys(str(e["host"]) for e in failures if e.get("host")))
     return f" on {hosts[0] if len(hosts) == 1 else pluralize(len(hosts), 'node')}" if hosts else ""
@@ -176,5 +167,4 @@ RULES: tuple[Callable[[JobContext], Iterable[Insight]], ...] = (
     _missing_fields,
     _alerts_not_delivered,
     _exporter_failures,
-    _comment_refused,
 )

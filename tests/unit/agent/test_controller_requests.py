@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import pytest
 
 from clustertrain import fsio
@@ -17,7 +16,6 @@ from clustertrain.agent.claim import JobIdentity, claim_attempt
 from clustertrain.agent.controller import JobController
 from clustertrain.agent.signals import Signals
 from clustertrain.config.job import RunSpec
-from clustertrain.config.recipe import Recipe
 from clustertrain.errors import EXIT_NO_REQUEUE, ClusterTrainError
 from clustertrain.run import events, run_dir
 from clustertrain.run.run_dir import RunDir
@@ -78,8 +76,7 @@ class Step:
 def batch_of(run: RunDir, backend: OneJob) -> JobController:
     scheduler = cast(Backend, backend)
     held = claim_attempt(run, JobIdentity("7", 0, ("n1",), None), scheduler)
-    recipe = Recipe(telemetry=msgspec.structs.replace(Recipe().telemetry, comment=False))
-    return JobController(run, msgspec.structs.replace(RunSpec(), recipe=recipe), scheduler, held, Signals())
+    return JobController(run, RunSpec(), scheduler, held, Signals())
 
 
 def answers(run: RunDir) -> list[tuple[bool, str | None]]:

@@ -21,7 +21,7 @@ NAMES = (
     "submitted", "started", "agent_started", "ranks_started", "session_started", "restored", "first_step",
     "signal", "save_abandoned", "stop_agreed", "checkpoint", "evaluation", "session_ended", "ranks_ended",
     "gpu_lost", "gpu_back", "gpu_event", "telemetry_failed", "alert", "alert_not_delivered",
-    "exporter_failed", "comment_refused", "continued", "cancelled", "ended", "requeued", "stopped",
+    "exporter_failed", "continued", "cancelled", "ended", "requeued", "stopped",
 )  # fmt: skip
 FIELDS = (
     "t_begin", "monotonic_s", "host", "pid", "job_id", "backend", "restart", "nodes", "end_time", "node", "gpus",

@@ -93,7 +93,7 @@ def test_unused_key_is_refused_with_reason(tables: dict[str, Any], said: str, fi
     [
         {"optim": {"nesterov": False}, "data": {"pack": False, "augment": {"crop": 0}}, "tracking": {"project": ""}},
         {"schedule": {"cooldown_steps": -1, "milestones": []}, "objective": {"label_smoothing": 0.0}},
-        {"telemetry": {"enabled": False, "comment": False, "alerts": {"idle_min": 0}}},
+        {"telemetry": {"enabled": False, "alerts": {"idle_min": 0}}},
         {"optim": {"name": "sgd", "eps": 1e-8, "clip": "value", "clip_norm": 0}, "data": {"workers": 0, "prefetch": 2}},
         {
             "objective": {"temperature": 0.1},

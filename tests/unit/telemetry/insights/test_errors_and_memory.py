@@ -217,12 +217,3 @@ def test_failed_exporter() -> None:
     log.append({"t": T0 + 9, "host": "n1", "event": "exporter_started", "textfile": "/x/a.prom"})
     again = [n for n in build_notes(healthy(), log) if "for a while on n1: /x/a.prom" in n.text]
     assert [n.severity for n in again] == ["info"]
-
-
-def test_comment_refused_by_slurm() -> None:
-    log = [{"t": T0, "host": "n1", "event": "comment_refused", "reason": "Access denied"}] * 2
-    (insight,) = (n for n in build_notes(healthy(), log) if n.code == "comment_refused")
-    assert (insight.severity, insight.text) == (
-        "info",
-        "Slurm rejected the job's comment with the metrics: Access denied",
-    )
