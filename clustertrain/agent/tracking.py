@@ -87,7 +87,7 @@ class TrackingProcess:
             return
         if not clock.wait_until(lambda: child.poll() is not None, timeout_s, _POLL_S):
             self._report_failure(
-                f"not finished after {timeout_s:g} s; the next attempt or `clustertrain runs track` uploads the rest"
+                f"not finished after {timeout_s:g} s; the next attempt or `clustertrain track` uploads the rest"
             )
         proc.kill_process_tree(child)
 

@@ -23,9 +23,9 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON doc
 
 
 class CommandWithSubcommands(click.Command):
-    """A command whose first argument may be a subcommand: ``telemetry RUN`` and ``telemetry compare A B``.
+    """A command whose first argument may be a subcommand: ``sweep TARGET`` and ``sweep show SWEEP``.
 
-    A subcommand wins over a run of the same name. Run ids end in six random characters, so a longer prefix works.
+    A subcommand wins over a file of the same name; ``./show`` is the file.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""``clustertrain telemetry``: report a run's GPUs and hosts, or compare two runs."""
+"""``clustertrain telemetry``: report a run's GPUs and hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clustertrain.cli.common import CommandWithSubcommands, find_run, json_option, print_json, run_argument
+from clustertrain.cli.common import find_run, json_option, print_json, run_argument
 from clustertrain.errors import ClusterTrainError, UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def parse_since(text: str) -> float:
     return since_s
 
 
-@click.command(cls=CommandWithSubcommands)
+@click.command()
 @run_argument
 @json_option
 @click.option("--attempt", type=click.IntRange(min=1), metavar="N", help="Only this attempt.  [default: all]")
@@ -138,29 +138,3 @@ def _write_tables(run: RunDir, request: SummaryRequest, csv: str | None, parquet
             click.echo(f"clustertrain: left out: {problem}", err=True)
         if path != table.STDOUT:
             click.echo(f"{path}: {result.rows:,} rows", err=True)
-
-
-@click.command()
-@click.argument("first", metavar="A")
-@click.argument("second", metavar="B")
-@json_option
-def compare(first: str, second: str, as_json: bool) -> None:
-    """Compare two runs: speed, utilization, power, goodput, insights and settings.
-
-    A and B are runs as in `clustertrain telemetry`. Figures are per GPU if the numbers of GPUs differ.
-    """
-    from clustertrain.run.run_dir import explain_permission_errors
-    from clustertrain.telemetry.analysis import compare as comparison
-
-    with explain_permission_errors():
-        result = comparison.compare_runs(find_run(first), find_run(second))
-    if as_json:
-        print_json(result)
-        return
-    from clustertrain.report import telemetry_compare as report
-    from clustertrain.report.terminal import make_console
-
-    report.show(result, make_console())
-
-
-telemetry.subcommands["compare"] = compare

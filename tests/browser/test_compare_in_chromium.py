@@ -1,4 +1,4 @@
-"""The page of ``runs compare --html`` in a real browser, from file://."""
+"""The page of ``compare --html`` in a real browser, from file://."""
 
 from __future__ import annotations
 

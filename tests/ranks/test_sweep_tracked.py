@@ -44,7 +44,7 @@ def test_a_sweep_whose_runs_are_preempted(tmp_path: Path) -> None:
         ({"optim.lr": lr}, "completed", 2, STEPS) for lr in (1e-2, 1e-5)
     ]
     assert found["best"] == both[1].id and found["metric"] == "loss"
-    compared = json.loads(runs.call(env, "runs", "compare", sweep["sweep"], "--by", "tokens", "--json").stdout)
+    compared = json.loads(runs.call(env, "compare", sweep["sweep"], "--by", "tokens", "--json").stdout)
     assert compared["winner"] == both[1].id
     assert [s["key"] for s in compared["settings"]] == ["recipe.optim.lr"]
     for run, side in zip(both, compared["runs"], strict=True):

@@ -134,7 +134,7 @@ def test_comparing_and_showing_a_sweep_import_no_torch(submitted: Path) -> None:
     modules = _modules(submitted, "sweep", "show")
     assert "clustertrain.report.runs.sweep" in modules and not {"torch", "submitit", "tensorboard"} & modules
     runs = sorted(p.name for p in (Path(os.environ["CLUSTERTRAIN_HOME"]) / "runs").glob("two-*"))
-    modules = _modules(submitted, "runs", "compare", *runs)
+    modules = _modules(submitted, "compare", *runs)
     assert "clustertrain.report.braille_plot" in modules and not {"torch", "submitit", "tensorboard"} & modules
 
 

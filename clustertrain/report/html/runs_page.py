@@ -1,4 +1,4 @@
-"""The page of ``clustertrain runs compare --html``: the curves of several runs in shared charts. Opens offline."""
+"""The page of ``clustertrain compare --html``: the curves of several runs in shared charts. Opens offline."""
 
 from __future__ import annotations
 

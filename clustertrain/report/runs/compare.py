@@ -1,4 +1,4 @@
-"""Compare several runs by one metric, in the shape of ``runs compare --json``.
+"""Compare several runs by one metric, and the telemetry of two, in the shape of ``clustertrain compare --json``.
 
 Keys of the JSON are stable; more may be added.
 """
@@ -16,6 +16,7 @@ from clustertrain.config.evaluation import HIGHER_IS_BETTER, SLICE_SEPARATOR, VA
 from clustertrain.config.parsing.documents import did_you_mean
 from clustertrain.errors import ClusterTrainError, UsageError
 from clustertrain.plan.layout import pluralize
+from clustertrain.report.runs.settings import load_settings
 from clustertrain.run import json_files, metric_curves
 from clustertrain.run.metric_curves import Axis, Curve
 from clustertrain.run.recipe_hash import load_recipe_hash
@@ -23,7 +24,8 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.run.state import RUNNING
 from clustertrain.scheduler.run_status import RunStatus, Unreadable, run_statuses
-from clustertrain.telemetry.analysis.settings_diff import load_settings
+from clustertrain.telemetry.analysis.compare import TelemetryComparison, compare_summaries
+from clustertrain.telemetry.analysis.summarize import summarize
 
 MAX_RUNS = 26  # each run is shown as a letter
 MAX_POINTS = 2000  # per curve, in the JSON and on the page
@@ -86,6 +88,8 @@ class RunsComparison(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
     shown: list[str]
     """The metrics whose curves are shown."""
+    telemetry: TelemetryComparison | None
+    """Speed, utilization, energy and goodput; None unless two runs are compared and one of them has telemetry."""
 
 
 def compare_runs(runs: Sequence[RunDir], metrics: Sequence[str] = (), by: Axis = "step") -> RunsComparison:
@@ -96,9 +100,9 @@ def compare_runs(runs: Sequence[RunDir], metrics: Sequence[str] = (), by: Axis =
         ConfigError, PermissionDenied: a run's spec cannot be read.
     """
     if len({run.path for run in runs}) < len(runs) or len(runs) < 2:
-        raise UsageError("runs compare: needs two or more different runs")
+        raise UsageError("compare: needs two or more different runs")
     if len(runs) > MAX_RUNS:
-        raise UsageError(f"runs compare: {len(runs)} runs, more than {MAX_RUNS}", fix="compare fewer runs")
+        raise UsageError(f"compare: {len(runs)} runs, more than {MAX_RUNS}", fix="compare fewer runs")
     recipes = [load_spec(run).recipe for run in runs]
     metric = metrics[0] if metrics else recipes[0].deciding_metric
     scalars = list(dict.fromkeys([metric, *metrics]))
@@ -133,7 +137,15 @@ def compare_runs(runs: Sequence[RunDir], metrics: Sequence[str] = (), by: Axis =
             *unreadable,
         ],
         shown=shown_scalars,
+        telemetry=_compare_telemetry(runs),
     )
+
+
+def _compare_telemetry(runs: Sequence[RunDir]) -> TelemetryComparison | None:
+    if len(runs) != 2:
+        return None
+    a, b = map(summarize, runs)
+    return compare_summaries(a, b) if any(s.hosts or s.training for s in (a, b)) else None
 
 
 def _check_metrics(runs: Sequence[RunDir], metrics: Sequence[str]) -> None:

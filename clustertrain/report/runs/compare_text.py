@@ -1,4 +1,4 @@
-"""Text output of ``clustertrain runs compare``."""
+"""Text output of ``clustertrain compare``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.text import Text
 
 from clustertrain.config.parsing.documents import format_value
 from clustertrain.report import braille_plot, status, terminal
+from clustertrain.report.runs import compare_telemetry
 from clustertrain.report.runs.compare import ComparedRun, RunsComparison
 from clustertrain.report.tables import Column, fit_table
 from clustertrain.report.terminal import Glyphs
@@ -40,6 +41,8 @@ def render(comparison: RunsComparison, width: int, signs: Glyphs, *, colours: bo
             )
         )
     blocks.append(_settings_table(comparison, signs))
+    if comparison.telemetry is not None:
+        blocks += compare_telemetry.render(comparison.telemetry, width, signs)
     blocks.append([Text(f"note: {note}") for note in comparison.notes])
     return [part for block in blocks if block for part in ("", *block)][1:]
 

@@ -1,4 +1,4 @@
-"""Comparison of two runs, with the schema of ``telemetry compare --json``. Keys are stable; more may be added."""
+"""Comparison of the telemetry of two runs, in the shape of ``clustertrain compare --json``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from typing import Any
 
 import msgspec
 
-from clustertrain.errors import ConfigError
-from clustertrain.run.run_dir import RunDir
 from clustertrain.run.usage.goodput import TIME_CATEGORIES
-from clustertrain.telemetry.analysis.settings_diff import ConfigDiff, diff_settings, load_settings
-from clustertrain.telemetry.analysis.summarize import summarize
 from clustertrain.telemetry.report_schema import GpuSummary, Insight, Stats, Summary
 
 
@@ -43,7 +39,7 @@ class MetricComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TelemetryComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Comparison of two runs."""
+    """Comparison of the telemetry of two runs."""
 
     a: Side
     b: Side
@@ -51,28 +47,12 @@ class TelemetryComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics of the whole runs, some normalized per GPU, step or token."""
     goodput: dict[str, MetricComparison]
     """Shares of the wall time."""
-    settings: list[ConfigDiff]
     only_a: list[Insight]  # notes with a code that b lacks
     only_b: list[Insight]  # notes with a code that a lacks
-    unknown: list[str] = []  # runs whose settings could not be read, with the reason
-
-
-def compare_runs(a: RunDir, b: RunDir) -> TelemetryComparison:
-    """Compare two runs; raises the errors of :func:`summarize`."""
-    comparison = compare_summaries(summarize(a), summarize(b))
-    settings, unknown = [], []
-    for run in (a, b):
-        try:
-            settings.append(load_settings(run))
-        except ConfigError as e:
-            unknown.append(f"{run.id}: {e}")
-    if unknown:
-        return msgspec.structs.replace(comparison, unknown=unknown)
-    return msgspec.structs.replace(comparison, settings=diff_settings(*settings))
 
 
 def compare_summaries(a: Summary, b: Summary) -> TelemetryComparison:
-    """Compare two summaries, without settings, which summaries do not contain."""
+    """Compare two summaries."""
     codes = [{n.code for n in s.insights} for s in (a, b)]
     figures = {name: _compare_metric(rule, a, b) for name, rule in METRIC_RULES.items()}
     unjudged = [
@@ -85,7 +65,6 @@ def compare_summaries(a: Summary, b: Summary) -> TelemetryComparison:
         b=_side(b),
         figures=figures,
         goodput={part: _compare_metric(_goodput_rule(part), a, b) for part in TIME_CATEGORIES},
-        settings=[],
         only_a=[n for n in a.insights if n.code not in codes[1]],
         only_b=[n for n in b.insights if n.code not in codes[0]],
     )

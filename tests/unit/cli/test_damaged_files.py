@@ -4,6 +4,7 @@ without them."""
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from click.testing import CliRunner, Result
 
 from clustertrain import fsio
 from clustertrain.cli.checkpoint import list_ as checkpoints
+from clustertrain.cli.compare import compare
 from clustertrain.cli.jobs import list_, status, wait
 from clustertrain.cli.logs import logs
-from clustertrain.cli.telemetry import compare, telemetry
+from clustertrain.cli.telemetry import telemetry
 from clustertrain.cli.top import top
 from clustertrain.errors import ClusterTrainError
 from clustertrain.run import attempts
@@ -48,6 +50,7 @@ TOML = {
     "not UTF-8": b'[job]\nname = "\xff\xfe"\n',
     "zeros": b"\0" * 64,
 }
+NEIGHBOR = "neighbor-abc234"
 COMMANDS: dict[str, tuple[click.Command, list[str]]] = {
     "status": (status, []),
     "telemetry": (telemetry, []),
@@ -73,12 +76,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     made.attempt(1).logs.mkdir()
     made.attempt(1).rank_log(0).write_text("hello\n")
     made.attempt(1).results.mkdir()
+    shutil.copytree(made.path, made.path.with_name(NEIGHBOR))
     return made
 
 
 def call(command: str, run: RunDir, *more: str) -> Result:
     found, options = COMMANDS[command]
-    names = [run.id, run.id] if found is compare else [run.id]
+    names = [run.id, NEIGHBOR] if found is compare else [run.id]
     return CliRunner().invoke(found, [*names, *options, *more])
 
 
@@ -96,7 +100,7 @@ def check(run: RunDir, path: Path) -> None:
                 assert done.exit_code == 0, (command, more, done.exception, done.exc_info)
     listed = CliRunner().invoke(list_, ["--json"])
     assert listed.exit_code == 0, listed.exception
-    (row,) = json.loads(listed.stdout)
+    (row,) = (row for row in json.loads(listed.stdout) if row["run"] != NEIGHBOR)
     assert row["run"] == run.id and (row["state"] == "completed" or path.name in row["error"])
 
 

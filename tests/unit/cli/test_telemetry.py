@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from clustertrain import settings
+from clustertrain.cli.compare import compare
 from clustertrain.cli.telemetry import parse_since, telemetry
 from clustertrain.errors import ClusterTrainError, NotFound, UsageError
 from clustertrain.run.run_dir import open_run
@@ -60,25 +61,6 @@ def test_importing_the_command_costs_little() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_compare_is_a_verb_in_the_place_of_a_run(tmp_path: Path) -> None:
-    record(new_attempt(new_run(tmp_path, "gpt-xyz234")), [(gpu(i), busy(0.4)) for i in range(2)])
-    done = CliRunner().invoke(telemetry, ["compare", "gpt-abc", "gpt-xyz", "--json"])
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert (found["a"]["run"], found["b"]["run"]) == ("gpt-abc234", "gpt-xyz234")
-    assert found["figures"]["utilization"]["ratio"] == pytest.approx(0.5)
-    assert set(found) >= {"a", "b", "figures", "goodput", "settings", "only_a", "only_b"}
-    text = CliRunner().invoke(telemetry, ["compare", "gpt-abc", "gpt-xyz"]).stdout
-    assert "B / A" in text
-
-
-def test_both_forms_are_in_the_help() -> None:
-    assert "compare" in CliRunner().invoke(telemetry, ["--help"]).stdout
-    usage = CliRunner().invoke(telemetry, ["compare", "--help"]).stdout
-    assert "telemetry compare [OPTIONS] A B" in usage
-    assert CliRunner().invoke(telemetry, ["compare", "only-one"]).exit_code == 2
-
-
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
@@ -90,8 +72,8 @@ def test_both_forms_are_in_the_help() -> None:
 )
 def test_an_unknown_run_lists_close_matches(wanted: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clustertrain.scheduler.slurm.find_work_dir", lambda name: None)
-    for args in ([wanted], ["compare", "gpt-abc", wanted]):
-        done = CliRunner().invoke(telemetry, args)
+    for command, args in ((telemetry, [wanted]), (compare, ["gpt-abc", wanted])):
+        done = CliRunner().invoke(command, args)
         assert isinstance(done.exception, NotFound)
         assert re.search(words, done.exception.fix or "")
 

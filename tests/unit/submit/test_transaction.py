@@ -15,13 +15,13 @@ import pytest
 import tomli_w
 
 from clustertrain.errors import ClusterTrainError, ConfigError, SchedulerError, UsageError
+from clustertrain.report.runs.settings import load_settings
 from clustertrain.run import events
 from clustertrain.run.run_spec import load_spec
 from clustertrain.submit import transaction
 from clustertrain.submit.request import SubmitRequest
 from clustertrain.submit.sweep import submit_sweep
 from clustertrain.submit.transaction import SubmittedRun, dry_run, submit
-from clustertrain.telemetry.analysis.settings_diff import load_settings
 from tests.fakes.slurm.fixture import FakeSlurm
 
 HOSTILE = "a b'\"$(touch pwned)`x`\n%j\\"

@@ -20,7 +20,7 @@ from tests.harness.fuzz.sandbox import Sandbox
 from tests.unit.report.live_runs import begin, new_run
 
 # They start processes that train, look at the machine for minutes, or, as requeue and data, have a class of their own.
-NOT_CALLED = frozenset({"diagnose", "requeue", "data", "cluster detect", "runs track"})
+NOT_CALLED = frozenset({"diagnose", "requeue", "data", "cluster detect", "track"})
 # Each starts a process, or waits.
 NOT_GIVEN = frozenset(
     {"--find-micro-batch", "--count-model", "--follow", "-f", "--wait", "--help", "-h", "--version", "--interval"}
@@ -85,7 +85,7 @@ def names() -> SearchStrategy[list[str]]:
     """One name where a run's is expected, and one for a new run."""
     verbs = st.sampled_from((
         ("status",), ("logs",), ("telemetry",), ("top", "--once"), ("checkpoint", "list"), ("checkpoint", "verify"),
-        ("checkpoint", "digest"), ("cancel",), ("wait",), ("submit", "--dry-run", "--name"), ("runs", "compare", RUN),
+        ("checkpoint", "digest"), ("cancel",), ("wait",), ("submit", "--dry-run", "--name"), ("compare", RUN),
         ("cluster", "show"), ("submit", "--dry-run"), ("plan",), ("submit", "--dry-run", "--cluster"),
     ))  # fmt: skip
     return st.builds(lambda verb, name: [*verb, name], verbs, arguments())

@@ -1,44 +1,14 @@
 from __future__ import annotations
 
 import io
-import json
-from pathlib import Path
 
-import msgspec
 import pytest
 
-from clustertrain import fsio
-from clustertrain.report import telemetry_compare as report
 from clustertrain.report import terminal
-from clustertrain.run.run_dir import RunDir
+from clustertrain.report.runs import compare_telemetry
 from clustertrain.telemetry.analysis import compare
-from clustertrain.telemetry.analysis.settings_diff import ConfigDiff, load_settings
 from clustertrain.telemetry.report_schema import ProcessSummary, Summary
-from tests.unit.telemetry.runs import busy, gpu, new_attempt, new_run, record
 from tests.unit.telemetry.summaries import broken, build_notes, healthy, replace, stats, with_gpus
-
-SPEC = """
-version = 1
-[job]
-nodes = 2
-gpus = 4
-mem = "{mem}"
-[recipe.optim]
-lr = {lr}
-[recipe.telemetry]
-interval_s = {interval}
-[env]
-SECRET_{name} = "{name}"
-"""
-LAYOUT = {"strategy": "fsdp", "dp_shard": 8}
-
-
-def a_run(home: Path, name: str, lr: float, mem: str, micro_batch: int, interval: float = 1.0) -> RunDir:
-    run = new_run(home, name)
-    run.spec.write_text(SPEC.format(lr=lr, mem=mem, interval=interval, name=name.partition("-")[0].upper()))
-    plan = {"nodes": 2, "precision": "bf16", "layout": LAYOUT, "batch": {"micro_batch": micro_batch}, "reasons": [name]}
-    fsio.write_json(run.plan, plan)
-    return run
 
 
 def test_differences_and_ratios() -> None:
@@ -123,56 +93,10 @@ def test_notes_of_only_one_run() -> None:
     assert found.only_b == []
 
 
-def test_relevant_settings(tmp_path: Path) -> None:
-    a = a_run(tmp_path, "one-aaaaaa", 3e-4, "100G", 4, interval=1.0)
-    b = a_run(tmp_path, "two-bbbbbb", 1e-4, "100G", 8, interval=5.0)
-    for run in (a, b):
-        record(new_attempt(run), [(gpu(i), busy()) for i in range(2)])
-    found = compare.compare_runs(a, b)
-    assert [(s.key, s.a, s.b) for s in found.settings] == [
-        ("batch.micro_batch", 4, 8),
-        ("recipe.optim.lr", 3e-4, 1e-4),
-        ("env", ["SECRET_ONE"], ["SECRET_TWO"]),
-    ]
-    assert load_settings(a)["layout"] == "fsdp"
-    assert '"ONE"' not in json.dumps(msgspec.to_builtins(found)), "a variable's value may be a secret"
-
-
-@pytest.mark.parametrize(
-    ("more", "there", "not_there"),
-    [
-        (
-            '[script]\npath = "train.py"\nargs = ["--lr", "1"]\ncwd = "/"\n',
-            {"script.args", "recipe.train.seed", "recipe.checkpoint.keep"},
-            {"recipe.optim.lr", "recipe.optim.name", "recipe.model.dim", "recipe.train.steps", "recipe.data.seq_len"},
-        ),
-        (
-            '[recipe.model]\nentry = "mine:Net"\nargs = { dim = 3 }\n',
-            {"recipe.model.entry", "recipe.model.args.dim", "recipe.optim.lr"},
-            {"recipe.model.dim", "recipe.model.layers", "recipe.model.convnet.width"},
-        ),
-    ],
-)
-def test_only_effective_settings_are_compared(more: str, there: set[str], not_there: set[str], tmp_path: Path) -> None:
-    run = a_run(tmp_path, "one-aaaaaa", 3e-4, "", 4)
-    with run.spec.open("a") as file:
-        file.write(more)
-    found = load_settings(run).keys()
-    assert there <= found and not not_there & found
-
-
-def test_unreadable_spec_is_reported(tmp_path: Path) -> None:
-    a, b = (a_run(tmp_path, name, 3e-4, "", 4) for name in ("one-aaaaaa", "two-bbbbbb"))
-    b.spec.write_text("job = 3")
-    found = compare.compare_runs(a, b)
-    assert found.settings == []
-    assert found.unknown[0].startswith("two-bbbbbb:")
-    assert "The settings cannot be compared" in render_text(found, 80)
-
-
 def render_text(found: compare.TelemetryComparison, width: int) -> str:
     out = io.StringIO()
-    report.show(found, terminal.make_console(out, width))
+    blocks = compare_telemetry.render(found, width)
+    terminal.emit(terminal.make_console(out, width), *(part for block in blocks for part in block))
     return out.getvalue()
 
 
@@ -181,14 +105,12 @@ def test_text_output(width: int) -> None:
     good = healthy(8)
     assert good.training is not None
     good = replace(good, training=replace(good.training, mfu=None), run="a-longer-name-of-a-run-xyz234")
-    found = replace(
-        compare.compare_summaries(broken(), good), settings=[ConfigDiff("layout", "fsdp", "hybrid-shard 4 x 2")]
-    )
+    found = compare.compare_summaries(broken(), good)
     text = render_text(found, width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     assert "\x1b" not in text
-    for words in ("8 and 16 GPUs", "tokens/s per GPU", "worse", "B: unknown for this model", "Notes only in A"):
+    for words in ("8 and 16 GPUs", "tokens/s per GPU", "worse", "B: unknown for this model", "Insights only for A"):
         assert words in text
     assert ("B - A" in text) == (width >= 76)
 

@@ -1,15 +1,14 @@
-"""Text output of ``clustertrain telemetry compare``."""
+"""Text of the telemetry of two runs, in ``clustertrain compare``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from clustertrain.report import insights, status, terminal
-from clustertrain.report.runs.compare_text import format_setting
 from clustertrain.report.terminal import Glyphs
 from clustertrain.telemetry.analysis.compare import METRIC_RULES, MetricComparison, Side, TelemetryComparison
 from clustertrain.telemetry.report_schema import Insight
@@ -18,22 +17,15 @@ WIDE_COLUMNS = 76
 EQUAL_TOLERANCE = 0.02  # ratios closer to 1 are neither better nor worse
 
 
-def show(comparison: TelemetryComparison, console: Console) -> None:
-    terminal.emit(console, *render(comparison, console.width, terminal.glyphs(console)))
-
-
-def render(comparison: TelemetryComparison, width: int, signs: Glyphs = terminal.UNICODE) -> list[RenderableType]:
-    """Render the comparison; below ``WIDE_COLUMNS`` columns without differences, which the ratios show too."""
-    titles = {name: figure_spec.title for name, figure_spec in METRIC_RULES.items()}
-    blocks: list[list[RenderableType]] = [
+def render(comparison: TelemetryComparison, width: int, signs: Glyphs = terminal.UNICODE) -> list[list[RenderableType]]:
+    """Return blocks of text; below ``WIDE_COLUMNS`` columns without differences, which the ratios show too."""
+    return [
         [_sides(comparison, signs)],
-        _figures(comparison.figures, titles, width, signs),
+        _figures(comparison.figures, width, signs),
         _goodput(comparison.goodput, width, signs),
-        _settings(comparison, signs),
-        _notes("Notes only in A", comparison.only_a),
-        _notes("Notes only in B", comparison.only_b),
+        _insights("Insights only for A", comparison.only_a),
+        _insights("Insights only for B", comparison.only_b),
     ]
-    return [part for block in blocks if block for part in ("", *block)][1:]
 
 
 def _sides(comparison: TelemetryComparison, signs: Glyphs) -> Table:
@@ -63,27 +55,23 @@ def _size_warning(comparison: TelemetryComparison) -> str:
 def _describe_side(side: Side, signs: Glyphs) -> Text:
     gpus = f"{_pluralize(side.gpus, 'GPU')}" if side.gpus else "no GPU metrics"
     where = f"{_pluralize(side.nodes, 'node')}, {gpus}" + (f" ({', '.join(side.gpu_names)})" if side.gpu_names else "")
-    parts: list[str | Text] = [side.run]
-    parts += [status.styled_state(side.state)] if side.state else []
-    parts += [where, _pluralize(side.attempts, "attempt")] + ([f"job {side.job_id}"] if side.job_id else [])
-    return Text(signs.dot).join(Text.assemble(w) for w in parts)
+    parts = [where, _pluralize(side.attempts, "attempt"), *([f"job {side.job_id}"] if side.job_id else [])]
+    return Text(signs.dot.join(parts))
 
 
 def _pluralize(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
-def _figures(
-    figures: Mapping[str, MetricComparison], titles: Mapping[str, str], width: int, signs: Glyphs
-) -> list[RenderableType]:
+def _figures(figures: Mapping[str, MetricComparison], width: int, signs: Glyphs) -> list[RenderableType]:
     """Return a table of the metrics that at least one run has, and the reasons for missing ones."""
     table = _table("", width)
     titles_by_reason: dict[str, list[str]] = {}
     for name, figure in figures.items():
         for side, reason in figure.missing.items():
-            titles_by_reason.setdefault(f"{side.upper()}: {reason}", []).append(titles[name])
+            titles_by_reason.setdefault(f"{side.upper()}: {reason}", []).append(METRIC_RULES[name].title)
         if figure.a is not None or figure.b is not None:
-            _add_row(table, titles[name], figure, signs)
+            _add_row(table, METRIC_RULES[name].title, figure, signs)
     lines = [Text(f"{signs.dash} {why} ({', '.join(names)})") for why, names in titles_by_reason.items()]
     return [table, *lines] if table.row_count else list(lines)
 
@@ -154,18 +142,5 @@ def _goodput(figures: Mapping[str, MetricComparison], width: int, signs: Glyphs)
     return [table] if table.row_count else []
 
 
-def _settings(comparison: TelemetryComparison, signs: Glyphs) -> list[RenderableType]:
-    if comparison.unknown:
-        return [Text(f"The settings cannot be compared: {'; '.join(comparison.unknown)}")]
-    if not comparison.settings:
-        return [Text("The settings are equal")]
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for title in ("Settings that differ", "A", "B"):
-        table.add_column(title, overflow="fold")
-    for setting in comparison.settings:
-        table.add_row(setting.key, format_setting(setting.a, signs.dash), format_setting(setting.b, signs.dash))
-    return [table]
-
-
-def _notes(title: str, notes: list[Insight]) -> list[RenderableType]:
-    return [Text(title, style="bold"), *insights.render(notes)[1:]] if notes else []
+def _insights(title: str, found: list[Insight]) -> list[RenderableType]:
+    return [Text(title, style="bold"), *insights.render(found)[1:]] if found else []

@@ -1,4 +1,4 @@
-"""``runs compare``, ``runs track`` and ``list --recipe`` as a user types them."""
+"""``compare``, ``track`` and ``list --recipe`` as a user types them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def pair(home: Path) -> tuple[RunDir, RunDir]:
 
 
 def compared(type_: Type, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert type_("runs", "compare", *words, "--json") == 0
+    assert type_("compare", *words, "--json") == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -87,7 +87,7 @@ def test_the_contracts_metric_decides(type_: Type, pair: Any, capsys: pytest.Cap
 def test_settings_are_shown_as_a_recipe_has_them(type_: Type, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for letter, more in (("a", {"optim": {"betas": [0.9, 0.99]}}), ("b", {"model": {"tie_embeddings": True}})):
         write(make(home, f"{letter}-{letter * 6}", **{**JUDGED, **more}), 1, 1, 3)
-    assert type_("runs", "compare", "a-a", "b-b") == 0
+    assert type_("compare", "a-a", "b-b") == 0
     rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     shown = {row[0]: row[1].split("  ")[0] for row in rows if len(row) == 2}
     assert (shown["recipe.optim.betas"], shown["recipe.model.tie_embeddings"]) == ("[0.9, 0.99]", "false")
@@ -143,7 +143,7 @@ def test_other_metrics_and_their_direction(
     found = compared(type_, capsys, "c-c", "d-d", "--metric", "validation_accuracy", "--metric", "loss")
     assert found["higher_is_better"] and found["winner"] == "d-dddddd"
     assert found["shown"] == ["validation_accuracy", "loss"]
-    assert type_("runs", "compare", "c-c", "d-d", "--metric", "validation_acuracy") == 2
+    assert type_("compare", "c-c", "d-d", "--metric", "validation_acuracy") == 2
     said = capsys.readouterr().err
     assert "no run logged it" in said and "did you mean validation_accuracy" in said
 
@@ -177,10 +177,10 @@ def test_runs_that_have_nothing_to_compare(
         "C has no metrics: no step has completed",
         "D did not log loss; it logged nll, lr",
     ]
-    assert type_("runs", "compare", "a-a", "new", "silent", "other") == 0
+    assert type_("compare", "a-a", "new", "silent", "other") == 0
     assert "no best run, fewer than two runs have a value" in capsys.readouterr().out
-    assert type_("runs", "compare", "a-a", "a-aaaa") == 2 and "given twice" in capsys.readouterr().err
-    assert type_("runs", "compare", "a-a") == 2
+    assert type_("compare", "a-a", "a-aaaa") == 2 and "given twice" in capsys.readouterr().err
+    assert type_("compare", "a-a") == 2
 
 
 @pytest.mark.parametrize("columns", [80, 160])
@@ -188,7 +188,7 @@ def test_piped_it_is_plain_and_fits(
     type_: Type, pair: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert type_("runs", "compare", "a-a", "b-b", "--by", "tokens") == 0
+    assert type_("compare", "a-a", "b-b", "--by", "tokens") == 0
     text = capsys.readouterr().out
     assert "\x1b" not in text and max(map(len, text.splitlines())) <= columns
     assert "By loss, lower is better: A (a-aaaaaa) is best, 8.84375 at step 10" in text
@@ -223,7 +223,7 @@ def test_ids_and_hashes_are_never_cut(
     assert {(row.split()[0], row.split()[-1]) for row in rows} == {
         (r.id, h[:7]) for r, h in zip((run, *pair), hashes, strict=True)
     }
-    assert type_("runs", "compare", "a-a", "b-b", "pretraining") == 0
+    assert type_("compare", "a-a", "b-b", "pretraining") == 0
     text = capsys.readouterr().out
     assert "\u2026" not in text and LONG in text and all(f"recipe {h}" in text for h in hashes)
     assert ("starts" in text) == (columns != "60")
@@ -267,7 +267,7 @@ def test_a_page_that_opens_offline(
 ) -> None:
     hostile = make(home, "x-xxxxxx", model={"entry": "m:f", "args": {"x": "</script><b>&"}}, **JUDGED)
     write(hostile, 1, 1, 3)
-    assert type_("runs", "compare", "a-a", "b-b", "x-x", "--html", "page.html") == 0
+    assert type_("compare", "a-a", "b-b", "x-x", "--html", "page.html") == 0
     page = (tmp_path / "page.html").read_text()
     assert "default-src &#39;none&#39;" in page and "&lt;/script&gt;&lt;b&gt;&amp;" in page
     outside = re.sub(r"<(pre|script|style)\b.*?</\1>", "", page, flags=re.S)
@@ -280,7 +280,7 @@ def test_a_page_that_opens_offline(
         "x": [float(s) for s in range(1, 13)],
         "y": [loss(s, 1 if s < 7 else 2) for s in range(1, 13)],
     }
-    assert type_("runs", "compare", "a-a", "b-b", "--html", "nowhere/page.html") == 78
+    assert type_("compare", "a-a", "b-b", "--html", "nowhere/page.html") == 78
 
 
 def test_a_run_of_another_user(
@@ -291,7 +291,7 @@ def test_a_run_of_another_user(
 
     monkeypatch.setattr(metric_curves, "list_scalars", refused)
     monkeypatch.setattr(RunDir, "attempts", refused)
-    assert type_("runs", "compare", "a-aaaaaa", "b-bbbbbb") == 1
+    assert type_("compare", "a-aaaaaa", "b-bbbbbb") == 1
     assert "may not be read by you: it belongs to" in capsys.readouterr().err
 
 
@@ -318,11 +318,11 @@ def test_runs_of_one_recipe(type_: Type, home: Path, pair: Any, capsys: pytest.C
 
 def test_a_run_is_handed_on_after_the_fact(type_: Type, pair: Any, capsys: pytest.CaptureFixture[str]) -> None:
     _, b = pair
-    assert type_("runs", "track", "b-b", "--to", "tensorboard") == 0
+    assert type_("track", "b-b", "--to", "tensorboard") == 0
     assert capsys.readouterr().out == "tensorboard: up to step 12\n"
     assert reading_back.tensorboard(b) == [(r["step"], r["loss"]) for r in metrics.load_rows(b)]
-    assert type_("runs", "track", "b-b", "--to", "tensorboard", "--json") == 0
+    assert type_("track", "b-b", "--to", "tensorboard", "--json") == 0
     assert json.loads(capsys.readouterr().out)["trackers"] == {"tensorboard": {"step": 12, "error": None}}
     assert len(reading_back.tensorboard(b)) == 12
-    assert type_("runs", "track", "b-b") == 2 and "names no tracker" in capsys.readouterr().err
-    assert type_("runs", "track", "b-b", "--to", "neptune") == 2
+    assert type_("track", "b-b") == 2 and "names no tracker" in capsys.readouterr().err
+    assert type_("track", "b-b", "--to", "neptune") == 2

@@ -1,62 +1,19 @@
-"""``clustertrain runs``: compare runs, and upload their metrics to trackers."""
+"""``clustertrain track``: upload the metrics of an ended run to trackers."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from clustertrain.cli.common import find_run, find_runs, json_option, print_json, required_run_argument
+from clustertrain.cli.common import find_run, json_option, print_json, required_run_argument
 from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
     from clustertrain.run.run_dir import RunDir
 
 
-@click.group()
-def runs() -> None:
-    """Compare runs, or upload a run's metrics to trackers. `clustertrain list` lists runs."""
-
-
-@runs.command()
-@click.argument("names", metavar="A B [C…]", nargs=-1, required=True)
-@click.option(
-    "--metric", "metrics", multiple=True, metavar="NAME", help="Metric to show; the first one ranks the runs."
-)
-@click.option("--by", type=click.Choice(["step", "tokens", "hours"]), default="step", show_default=True, help="X-axis.")
-@click.option("--html", metavar="FILE", help="Write a self-contained page with the curves.")
-@json_option
-def compare(names: tuple[str, ...], metrics: tuple[str, ...], by: str, html: str | None, as_json: bool) -> None:
-    """Compare two or more runs: recipe differences, curves, and which is best.
-
-    The metric of the recipes' contract decides which is best. A sweep stands for all its runs.
-    """
-    from clustertrain.report.html import check_path
-    from clustertrain.report.runs import compare as comparison
-    from clustertrain.run.run_dir import explain_permission_errors
-
-    if html is not None:
-        check_path(Path(html))
-    run_dirs = find_runs(names)
-    if len(run_dirs) < len(names):
-        raise UsageError("runs compare: the same run is given twice")
-    with explain_permission_errors():
-        result = comparison.compare_runs(run_dirs, metrics, by)  # type: ignore[arg-type]
-    if html is not None:
-        from clustertrain.report.html.runs_page import write
-
-        click.echo(f"{html}: {write(result, Path(html)) / 1e3:,.0f} kB", err=True)
-    if as_json:
-        print_json(result)
-    elif html is None:
-        from clustertrain.report.runs import compare_text
-        from clustertrain.report.terminal import make_console
-
-        compare_text.show(result, make_console(rows=True))
-
-
-@runs.command()
+@click.command()
 @required_run_argument
 @click.option("--to", multiple=True, metavar="TRACKER", help="tensorboard, wandb or mlflow (default: the recipe's).")
 @json_option
@@ -76,7 +33,7 @@ def track(name: str, to: tuple[str, ...], as_json: bool) -> int:
     with explain_permission_errors():
         if run_status(run).state == "running":
             raise UsageError(
-                f"{run.id} is running and uploads its own metrics", fix="wait for it to end, or set [tracking] to"
+                f"{run.id} is running and uploads its own metrics", fix="wait for it to end, or set tracking.trackers"
             )
         trackers = to or run_facts.load_run_metadata(run, 0).spec.trackers
         if not trackers:

@@ -1,4 +1,4 @@
-"""Planned and configured settings of a run, and the differences between two runs."""
+"""Planned and configured settings of a run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,6 @@ from clustertrain.plan.layout import Layout
 from clustertrain.run import json_files
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
-
-
-class ConfigDiff(msgspec.Struct, frozen=True):
-    """One setting that differs between two runs."""
-
-    key: str  # as in ``plan --json`` or in the recipe
-    a: Any
-    b: Any
-
 
 _RECIPE = "recipe."
 _PLAN_KEYS = ("device", "precision", "nodes", "gpus_per_node", "world_size", "batch")
@@ -87,9 +78,3 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = value
     return flat
-
-
-def diff_settings(a: dict[str, Any], b: dict[str, Any]) -> list[ConfigDiff]:
-    """Return the settings that differ; a setting missing on one side is None there."""
-    names = list(dict.fromkeys([*a, *b]))
-    return [ConfigDiff(name, a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)]

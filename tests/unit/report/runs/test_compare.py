@@ -1,0 +1,99 @@
+"""The settings that differ between runs, and the telemetry of two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from clustertrain import fsio
+from clustertrain.report.runs import compare
+from clustertrain.report.runs.settings import load_settings
+from clustertrain.run.run_dir import RunDir
+from tests.unit.telemetry.runs import busy, gpu, new_attempt, new_run, record
+
+SPEC = """
+version = 1
+[job]
+nodes = 2
+gpus = 4
+mem = "{mem}"
+[recipe.optim]
+lr = {lr}
+[recipe.telemetry]
+interval_s = {interval}
+[env]
+SECRET_{name} = "{name}"
+"""
+LAYOUT = {"strategy": "fsdp", "dp_shard": 8}
+
+
+def a_run(home: Path, name: str, lr: float, mem: str, micro_batch: int, interval: float = 1.0) -> RunDir:
+    run = new_run(home, name)
+    run.spec.write_text(SPEC.format(lr=lr, mem=mem, interval=interval, name=name.partition("-")[0].upper()))
+    plan = {"nodes": 2, "precision": "bf16", "layout": LAYOUT, "batch": {"micro_batch": micro_batch}, "reasons": [name]}
+    fsio.write_json(run.plan, plan)
+    return run
+
+
+def test_relevant_settings(tmp_path: Path) -> None:
+    a = a_run(tmp_path, "one-aaaaaa", 3e-4, "100G", 4, interval=1.0)
+    b = a_run(tmp_path, "two-bbbbbb", 1e-4, "100G", 8, interval=5.0)
+    for run in (a, b):
+        record(new_attempt(run), [(gpu(i), busy()) for i in range(2)])
+    found = compare.compare_runs([a, b])
+    assert [(s.key, *s.values) for s in found.settings] == [
+        ("batch.micro_batch", 4, 8),
+        ("recipe.optim.lr", 3e-4, 1e-4),
+        ("env", ["SECRET_ONE"], ["SECRET_TWO"]),
+    ]
+    assert load_settings(a)["layout"] == "fsdp"
+    assert '"ONE"' not in json.dumps(msgspec.to_builtins(found)), "a variable's value may be a secret"
+
+
+@pytest.mark.parametrize(
+    ("more", "there", "not_there"),
+    [
+        (
+            '[script]\npath = "train.py"\nargs = ["--lr", "1"]\ncwd = "/"\n',
+            {"script.args", "recipe.train.seed", "recipe.checkpoint.keep"},
+            {"recipe.optim.lr", "recipe.optim.name", "recipe.model.dim", "recipe.train.steps", "recipe.data.seq_len"},
+        ),
+        (
+            '[recipe.model]\nentry = "mine:Net"\nargs = { dim = 3 }\n',
+            {"recipe.model.entry", "recipe.model.args.dim", "recipe.optim.lr"},
+            {"recipe.model.dim", "recipe.model.layers", "recipe.model.convnet.width"},
+        ),
+    ],
+)
+def test_only_effective_settings_are_compared(more: str, there: set[str], not_there: set[str], tmp_path: Path) -> None:
+    run = a_run(tmp_path, "one-aaaaaa", 3e-4, "", 4)
+    with run.spec.open("a") as file:
+        file.write(more)
+    found = load_settings(run).keys()
+    assert there <= found and not not_there & found
+
+
+def test_unreadable_plan_is_reported(tmp_path: Path) -> None:
+    a, b = (a_run(tmp_path, name, 3e-4, "", 4) for name in ("one-aaaaaa", "two-bbbbbb"))
+    b.plan.write_text("no plan")
+    found = compare.compare_runs([a, b])
+    assert found.settings == []
+    assert any(note.startswith("the settings of two-bbbbbb cannot be read") for note in found.notes)
+
+
+def test_two_runs_have_their_telemetry(tmp_path: Path) -> None:
+    runs = [a_run(tmp_path, name, 3e-4, "", 4) for name in ("one-aaaaaa", "two-bbbbbb", "new-cccccc")]
+    for run, utilization in zip(runs[:2], (0.8, 0.4), strict=True):
+        record(new_attempt(run), [(gpu(i), busy(utilization)) for i in range(2)])
+    found = compare.compare_runs(runs[:2]).telemetry
+    assert found is not None
+    assert found.figures["utilization"].ratio == pytest.approx(0.5)
+    assert compare.compare_runs(runs).telemetry is None, "only two runs are compared side by side"
+
+
+def test_runs_without_telemetry_have_no_comparison_of_it(tmp_path: Path) -> None:
+    runs = [a_run(tmp_path, name, 3e-4, "", 4) for name in ("one-aaaaaa", "two-bbbbbb")]
+    assert compare.compare_runs(runs).telemetry is None
