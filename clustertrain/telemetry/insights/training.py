@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from clustertrain.telemetry.findings import INFO, WARNING
 from clustertrain.telemetry.insights import context as ctx
-from clustertrain.telemetry.insights.context import INFO, WARNING, JobContext, pluralize
+from clustertrain.telemetry.insights.context import JobContext, pluralize
 from clustertrain.telemetry.report_schema import Insight
 
 LOST_SHARE = 0.1  # of the allocated time
