@@ -118,6 +118,12 @@ def lookup_xid(number: int) -> Xid:
     )
 
 
+def format_report(number: int, count: int = 1) -> str:
+    """Return a phrase for ``count`` reports of an XID by a GPU."""
+    xid, times_text = lookup_xid(number), f" {count:,} times" if count > 1 else ""
+    return f"reported XID {number}{times_text}: {xid.name}, {xid.meaning}"
+
+
 def format_fix(number: int, node: str) -> str:
     """Return the remedy for an XID on ``node``."""
     return lookup_xid(number).fix.format(node=node)

@@ -15,6 +15,7 @@ import msgspec
 
 from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.run import heartbeat
+from clustertrain.telemetry import findings
 from clustertrain.telemetry.alerts import straggler
 from clustertrain.telemetry.alerts.gate import Alert, AlertGate, RuleResult
 from clustertrain.telemetry.alerts.rules import MIN_COMPARABLE
@@ -95,7 +96,7 @@ class CrossNodeRules:
                 continue
             label = f"rank {rank} on {snapshot.node}"
             if facts is not None:
-                label = f"GPU {facts.uuid if facts.index is None else facts.index} of {snapshot.node} (rank {rank})"
+                label = f"{findings.gpu_label(facts.index, facts.uuid)} of {snapshot.node} (rank {rank})"
             suspect = Suspect(label, snapshot.node, facts.uuid if facts is not None else None, rank)
             yield _build_rates(suspect, facts.name if facts is not None else None, list(samples))
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-CRITICAL, WARNING = "critical", "warning"
 RAISED, CLEARED = "raised", "cleared"
 
 CLEAR_AFTER_S = 60.0  # healthy time before an alert clears

@@ -13,10 +13,11 @@ from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.run import heartbeat
 from clustertrain.telemetry import xids
 from clustertrain.telemetry.alerts import straggler
-from clustertrain.telemetry.alerts.gate import CRITICAL, HEALTHY, WARNING, Alert, AlertFinding, AlertGate, RuleResult
+from clustertrain.telemetry.alerts.gate import HEALTHY, Alert, AlertFinding, AlertGate, RuleResult
 from clustertrain.telemetry.alerts.straggler import CONFIRM_S, exclude_hint
 from clustertrain.telemetry.alerts.utilization import UtilizationRule
 from clustertrain.telemetry.alerts.window import BUCKET_S, GpuBucket, GpuWindow, RankWindow, StepTimes, finite_or_none
+from clustertrain.telemetry.findings import CRITICAL, FIX_GPU_MEMORY, WARNING
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store.writer import GpuFacts
 
@@ -191,8 +192,7 @@ class AlertRules:
             return HEALTHY if share < self._spec.memory - 0.02 else None
         usage = f"{bucket.max_memory_bytes / GIB:.1f} of {total / GIB:.1f} GiB"
         text = f"the memory of {gpu.label} of {self._node} is nearly full: {usage}"
-        fix = "use a smaller micro batch, activation checkpointing or more sharding, before a longer batch fails"
-        return _gpu_finding("memory_nearly_full", WARNING, text, fix, gpu, share, self._spec.memory)
+        return _gpu_finding("memory_nearly_full", WARNING, text, FIX_GPU_MEMORY, gpu, share, self._spec.memory)
 
     def _throttled(self, gpu: GpuWindow, bucket: GpuBucket) -> RuleResult:
         if not self._spec.throttle_min or not bucket.throttle_known_s:
@@ -361,7 +361,7 @@ def _xid_finding(number: int, where: str, node: str, uuid: str, rank: int | None
     return AlertFinding(
         code="xid",
         severity=xid.severity,
-        text=f"{where} reported XID {number}: {xid.name}, {xid.meaning}",
+        text=f"{where} {xids.format_report(number)}",
         fix=xids.format_fix(number, node),
         uuid=uuid,
         rank=rank,

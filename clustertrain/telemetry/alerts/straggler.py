@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from clustertrain.telemetry.alerts.gate import HEALTHY, WARNING, AlertFinding, RuleResult
+from clustertrain.telemetry.alerts.gate import HEALTHY, AlertFinding, RuleResult
+from clustertrain.telemetry.findings import WARNING
 
 CONFIRM_S = 60.0
 _MIN_STEP_SHARE = 0.02  # of a step; a smaller delay of the forward pass does not matter

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from clustertrain import fsio, reading
 from clustertrain.run import events
-from clustertrain.telemetry.alerts.gate import CRITICAL, WARNING, AlertFinding
+from clustertrain.telemetry.alerts.gate import AlertFinding
+from clustertrain.telemetry.findings import CRITICAL, WARNING
 
 READ_INTERVAL_S = 10.0
 MAX_BYTES = 1 << 20  # per reading; the file grows by a line every few minutes

@@ -6,8 +6,8 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
-from clustertrain.telemetry import causes
-from clustertrain.telemetry.alerts.gate import HEALTHY, WARNING, AlertFinding, RuleResult
+from clustertrain.telemetry import findings
+from clustertrain.telemetry.alerts.gate import HEALTHY, AlertFinding, RuleResult
 from clustertrain.telemetry.alerts.straggler import CONFIRM_S
 from clustertrain.telemetry.alerts.window import RECENT_BUCKETS, GpuWindow, RankWindow, finite_or_none
 from clustertrain.telemetry.fields import column_name
@@ -84,7 +84,7 @@ class UtilizationRule:
         evidence, fix = self._cause(active_gpus, ranks)
         return AlertFinding(
             code="low_utilization",
-            severity=WARNING,
+            severity=findings.WARNING,
             text=f"{subject} busy {mean_busy:.0%} of the time in training, over five minutes: {evidence}",
             fix=fix,
             value=mean_busy,
@@ -92,30 +92,25 @@ class UtilizationRule:
             confirm_s=CONFIRM_S,
         )
 
-    def _cause(self, gpus: Sequence[GpuWindow], ranks: Sequence[RankWindow]) -> tuple[str, str]:
-        """Return the evidence and the fix of the first cause that has evidence."""
+    def _cause(self, gpus: Sequence[GpuWindow], ranks: Sequence[RankWindow]) -> findings.Cause:
+        """Return the first cause that has evidence."""
         cpu, cores_owner = self._cores_busy()
-        cores_text = f"{cpu or 0.0:.0%} of {cores_owner} busy"
-        cores_saturated = cpu is not None and cpu >= causes.HIGH_CPU_UTILIZATION
+        busy_cores = ""
+        if cpu is not None and cpu >= findings.HIGH_CPU_UTILIZATION:
+            busy_cores = f"{cpu:.0%} of {cores_owner} busy"
         shares = [
             wait / step_s
             for rank in ranks
             if (wait := rank.per_step("data_wait_s", MIN_TRAIN_S)) is not None
             and (step_s := rank.per_step("train_s", MIN_TRAIN_S))
         ]
-        if shares and (share := statistics.fmean(shares)) >= causes.HIGH_DATA_WAIT:
-            evidence = f"training waits for data during {share:.0%} of a step"
-            if not cores_saturated:
-                return evidence, causes.FIX_DATA_LOADING
-            return f"{evidence}, with {cores_text}", f"{causes.FIX_CPU_CORES}; otherwise {causes.FIX_DATA_LOADING}"
-        if cores_saturated:
-            return cores_text, f"{causes.FIX_CPU_CORES}, or an exclusive node"
+        if shares and (share := statistics.fmean(shares)) >= findings.HIGH_DATA_WAIT:
+            return findings.waiting_for_data(share, busy_cores)
+        if busy_cores:
+            return busy_cores, f"{findings.FIX_CPU_CORES}, or an exclusive node"
         if busy_links := self._busy_links(gpus, single_rank=len(ranks) == 1):
-            return f"waiting for communication, with {causes.join_words(busy_links, 'and')} per GPU", causes.FIX_NETWORK
-        if not shares or cpu is None:
-            return "the recorded data does not show the cause", causes.FIX_SMALL_KERNELS
-        evidence = "data and processors are not the cause; kernels may be too small, or Python too slow"
-        return evidence, causes.FIX_SMALL_KERNELS
+            return findings.waiting_for_communication(busy_links)
+        return findings.unknown_cause(["data", "processors"] if shares and cpu is not None else [])
 
     def _cores_busy(self) -> tuple[float | None, str]:
         """Return the busy share of the job's processors, or of the node's if the job's are unknown, and a label."""
@@ -126,8 +121,8 @@ class UtilizationRule:
             return None, ""
         return statistics.fmean(self._cpu), "the node's processors"
 
-    def _busy_links(self, gpus: Sequence[GpuWindow], *, single_rank: bool) -> list[str]:
-        """Return phrases for the busy links.
+    def _busy_links(self, gpus: Sequence[GpuWindow], *, single_rank: bool) -> str:
+        """Return a phrase for the busy links.
 
         PCIe does not count with a single rank on the node: it carries only copies to and from the host.
         """
@@ -137,10 +132,8 @@ class UtilizationRule:
             return statistics.fmean(rates) if rates else None
 
         infiniband = self._rates["host", "infiniband"].per_s()
-        return causes.format_busy_links(
-            [
-                ("NVLink", mean("nvlink"), causes.NVLINK_BUSY),
-                ("PCIe", None if single_rank else mean("pcie"), causes.PCIE_BUSY),
-                ("InfiniBand", None if infiniband is None else infiniband / len(gpus), causes.INFINIBAND_BUSY),
-            ]
+        return findings.format_busy_links(
+            nvlink=mean("nvlink"),
+            pcie=None if single_rank else mean("pcie"),
+            infiniband=None if infiniband is None else infiniband / len(gpus),
         )

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clustertrain.run import heartbeat
+from clustertrain.telemetry import findings
 from clustertrain.telemetry.fields import column_name
 from clustertrain.telemetry.store.writer import GpuFacts
 
@@ -71,7 +72,7 @@ class GpuWindow:
 
     @property
     def label(self) -> str:
-        return f"GPU {self.facts.uuid if self.facts.index is None else self.facts.index}"
+        return findings.gpu_label(self.facts.index, self.facts.uuid)
 
     def add(self, values: Mapping[str, float], dt: float, training: bool, warmed_up: bool) -> None:
         """Add a sample that stands for ``dt`` seconds; ``warmed_up``: the first minutes of training are over."""

@@ -16,6 +16,7 @@ from clustertrain.run import metrics_file
 from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.analysis.resample import CurveTable, Grid, GridSums, Matrix, SampleSeries, load_series
+from clustertrain.telemetry.findings import SEVERITY_ORDER
 from clustertrain.telemetry.report_schema import Summary
 from clustertrain.telemetry.store import reader
 from clustertrain.telemetry.store.reader import RecordedSegment
@@ -51,7 +52,6 @@ _MAX_ROWS = 64  # GPUs, and nodes, with individual curves
 _FINE, _COARSE = 60, 900  # s, steps of the roll-ups
 _MIN_POINTS = 240  # points that a roll-up must provide to be used instead of samples
 _MAX_SAMPLES = 500_000  # GPU-seconds read from samples; more would take seconds
-_SEVERITY_ORDER = {"critical": 0, "warning": 1, "info": 2}
 
 
 @dataclass(frozen=True)
@@ -173,14 +173,14 @@ def _choose_gpus(summary: Summary) -> list[int]:
     if len(gpus) <= _MAX_ROWS:
         return list(range(len(gpus)))
     severity: dict[str, int] = {}
-    for insight in summary.insights:
-        if insight.uuid is not None:
-            rank = _SEVERITY_ORDER.get(insight.severity, len(_SEVERITY_ORDER))
-            severity[insight.uuid] = min(rank, severity.get(insight.uuid, rank))
+    for note in summary.insights:
+        if note.uuid is not None:
+            rank = SEVERITY_ORDER.get(note.severity, len(SEVERITY_ORDER))
+            severity[note.uuid] = min(rank, severity.get(note.uuid, rank))
 
     def order(i: int) -> tuple[int, float, int]:
         use = gpus[i].utilization
-        return severity.get(gpus[i].uuid, len(_SEVERITY_ORDER) + 1), -1.0 if use is None else use.mean, i
+        return severity.get(gpus[i].uuid, len(SEVERITY_ORDER) + 1), -1.0 if use is None else use.mean, i
 
     return sorted(sorted(range(len(gpus)), key=order)[:_MAX_ROWS])
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from clustertrain.run import events
+from clustertrain.telemetry.findings import SEVERITY_ORDER
 from clustertrain.telemetry.insights import errors, gpus, host, memory, recording, training, utilization
-from clustertrain.telemetry.insights.context import CRITICAL, INFO, WARNING, JobContext
+from clustertrain.telemetry.insights.context import JobContext
 from clustertrain.telemetry.report_schema import Insight, Summary
 
-_ORDER = {CRITICAL: 0, WARNING: 1, INFO: 2}
 _RULES: tuple[Callable[[JobContext], Iterable[Insight]], ...] = (
     *errors.RULES,
     gpus.gpu_outliers,
@@ -25,4 +25,6 @@ def build_insights(summary: Summary, log: Iterable[events.Event]) -> list[Insigh
     """Return all insights, the most severe first, then by code, node and rank."""
     job = JobContext(summary, log)
     insights = [insight for rule in _RULES for insight in rule(job)]
-    return sorted(insights, key=lambda n: (_ORDER[n.severity], n.code, n.node or "", -1 if n.rank is None else n.rank))
+    return sorted(
+        insights, key=lambda n: (SEVERITY_ORDER[n.severity], n.code, n.node or "", -1 if n.rank is None else n.rank)
+    )

@@ -9,9 +9,8 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from clustertrain.run import events
+from clustertrain.telemetry import findings
 from clustertrain.telemetry.report_schema import GpuSummary, Insight, PhaseStats, RankSummary, Stats, Summary
-
-CRITICAL, WARNING, INFO = "critical", "warning", "info"
 
 SETTLED_SAMPLES = 60  # before, a low mean may only reflect the start
 SHORT_S = 600.0  # a shorter job is mostly start-up
@@ -111,7 +110,7 @@ def gpu_key(gpu: GpuSummary) -> GpuKey:
 
 
 def gpu_label(gpu: GpuSummary) -> str:
-    return f"GPU {gpu.uuid if gpu.index is None else gpu.index} of {gpu.node}"
+    return f"{findings.gpu_label(gpu.index, gpu.uuid)} of {gpu.node}"
 
 
 def rank_of(gpu: GpuSummary) -> int | None:

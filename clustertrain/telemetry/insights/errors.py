@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable
 
 from clustertrain.run import events
 from clustertrain.telemetry import xids
+from clustertrain.telemetry.findings import CRITICAL, INFO, WARNING
 from clustertrain.telemetry.insights.context import (
-    CRITICAL,
-    INFO,
-    WARNING,
     JobContext,
     gpu_insight,
     gpu_key,
@@ -52,10 +50,8 @@ def _xids(job: JobContext) -> Iterable[Insight]:
         for xid, count in counts.items():
             if _is_covered(job, gpu, xid):
                 continue
-            info = xids.lookup_xid(xid)
-            times_text = f" {count:,} times" if count > 1 else ""
-            text = f"{gpu_label(gpu)} reported XID {xid}{times_text}: {info.name}, {info.meaning}"
-            yield gpu_insight(gpu, info.severity, "xid", text, xids.format_fix(xid, gpu.node))
+            severity, text = xids.lookup_xid(xid).severity, f"{gpu_label(gpu)} {xids.format_report(xid, count)}"
+            yield gpu_insight(gpu, severity, "xid", text, xids.format_fix(xid, gpu.node))
 
 
 _OFF_THE_BUS, _UNCORRECTED, _REMAPPED = {79}, {48, 95, 140}, {63, 64}

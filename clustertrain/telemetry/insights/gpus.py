@@ -5,11 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 
+from clustertrain.telemetry.findings import CRITICAL, INFO, WARNING
 from clustertrain.telemetry.insights.context import (
-    CRITICAL,
-    INFO,
     SETTLED_SAMPLES,
-    WARNING,
     GpuKey,
     JobContext,
     format_seconds,

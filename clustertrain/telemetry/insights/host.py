@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from clustertrain.telemetry.insights.context import INFO, WARNING, JobContext, pluralize
+from clustertrain.telemetry.findings import INFO, WARNING
+from clustertrain.telemetry.insights.context import JobContext, pluralize
 from clustertrain.telemetry.report_schema import HostSummary, Insight
 
 LOW_USAGE_SHARE = 0.5  # of the allocation

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from clustertrain.run import endings
+from clustertrain.telemetry.findings import FIX_GPU_MEMORY, INFO, WARNING
 from clustertrain.telemetry.insights.context import (
-    INFO,
     SETTLED_SAMPLES,
-    WARNING,
     JobContext,
     gpu_insight,
     gpu_label,
@@ -27,12 +26,11 @@ def _peak_share(gpu: GpuSummary) -> float | None:
 
 
 def _nearly_full(job: JobContext) -> Iterable[Insight]:
-    fix = "use a smaller micro batch, activation checkpointing or more sharding, before a longer batch fails"
     for gpu in job.summary.gpus:
         if (share := _peak_share(gpu)) is not None and share >= NEARLY_FULL_SHARE and gpu.memory_used_gib is not None:
             usage = f"{gpu.memory_used_gib.max:.1f} of {gpu.memory_total_gib:.1f} GiB"
             text = f"the memory of {gpu_label(gpu)} was nearly full: {usage}"
-            yield gpu_insight(gpu, WARNING, "memory_nearly_full", text, fix)
+            yield gpu_insight(gpu, WARNING, "memory_nearly_full", text, FIX_GPU_MEMORY)
 
 
 def _out_of_memory(job: JobContext) -> Iterable[Insight]:

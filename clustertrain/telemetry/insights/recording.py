@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from clustertrain.run import events
+from clustertrain.telemetry.findings import CRITICAL, INFO, WARNING
 from clustertrain.telemetry.insights.context import (
-    CRITICAL,
-    INFO,
-    WARNING,
     JobContext,
     gpu_insight,
     gpu_key,

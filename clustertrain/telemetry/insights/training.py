@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from clustertrain.telemetry.insights.context import INFO, WARNING, JobContext, gpu_key, pluralize, throttled_share
+from clustertrain.telemetry.findings import INFO, WARNING
+from clustertrain.telemetry.insights.context import JobContext, gpu_key, pluralize, throttled_share
 from clustertrain.telemetry.report_schema import Insight
 
 LOST_SHARE = 0.1  # of the allocated time

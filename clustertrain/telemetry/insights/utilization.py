@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from clustertrain.run import endings
-from clustertrain.telemetry import causes
+from clustertrain.telemetry import findings
+from clustertrain.telemetry.findings import CRITICAL, INFO, WARNING
 from clustertrain.telemetry.insights.context import (
-    CRITICAL,
-    INFO,
     SETTLED_SAMPLES,
-    WARNING,
     JobContext,
     gpu_insight,
     gpu_label,
@@ -23,9 +21,9 @@ from clustertrain.telemetry.insights.context import (
 )
 from clustertrain.telemetry.report_schema import GpuSummary, Insight
 
-VERY_LOW_UTILIZATION, LOW_UTILIZATION, HIGH_UTILIZATION = 0.15, causes.LOW_UTILIZATION, 0.8  # mean utilization
+VERY_LOW_UTILIZATION, LOW_UTILIZATION, HIGH_UTILIZATION = 0.15, findings.LOW_UTILIZATION, 0.8  # mean utilization
 # Shares from which a cause explains low utilization, and from which it is reported in any case.
-DATA_SHARE, HIGH_DATA_SHARE = causes.HIGH_DATA_WAIT, 0.2  # of a step
+DATA_SHARE, HIGH_DATA_SHARE = findings.HIGH_DATA_WAIT, 0.2  # of a step
 CHECKPOINT_SHARE, HIGH_CHECKPOINT_SHARE = 0.05, 0.1  # of the allocated time
 EVALUATION_SHARE, HIGH_EVALUATION_SHARE = 0.1, 0.3
 STARTUP_SHARE, HIGH_STARTUP_SHARE = 0.25, 0.4
@@ -102,18 +100,12 @@ def _severity(mean: float, cause: Cause, is_early: bool) -> str:
 
 
 def _unknown_cause(job: JobContext) -> Cause:
-    text = "the recorded data does not show the cause"
     ruled_out = []
     if _data_wait_share(job) is not None:
         ruled_out.append("data")
     if job.summary.goodput is not None:
         ruled_out += ["checkpoints", "evaluation", "start-up"]
-    if ruled_out:
-        verb = "is" if len(ruled_out) == 1 else "are"
-        text = (
-            f"{causes.join_words(ruled_out, 'and')} {verb} not the cause; kernels may be too small, or Python too slow"
-        )
-    return Cause("low_utilization", text, causes.FIX_SMALL_KERNELS)
+    return Cause("low_utilization", *findings.unknown_cause(ruled_out))
 
 
 def _data_wait_share(job: JobContext) -> float | None:
@@ -129,11 +121,10 @@ def _data_cause(job: JobContext) -> Cause | None:
     share = _data_wait_share(job)
     if share is None or share < DATA_SHARE or (job.step_s is not None and share * job.step_s < _MIN_WAIT_S):
         return None
-    text = f"training waits for data during {share:.0%} of a step"
-    fix = causes.FIX_DATA_LOADING
-    if (cores := _cpu_utilization(job)) is not None and cores >= causes.HIGH_CPU_UTILIZATION:
-        text += f", with {cores:.0%} of the allocated cores busy"
-        fix = f"{causes.FIX_CPU_CORES}; otherwise {fix}"
+    busy_cores = ""
+    if (cores := _cpu_utilization(job)) is not None and cores >= findings.HIGH_CPU_UTILIZATION:
+        busy_cores = f"{cores:.0%} of the allocated cores busy"
+    text, fix = findings.waiting_for_data(share, busy_cores)
     return Cause("waiting_on_data", text, fix, standalone=share >= HIGH_DATA_SHARE)
 
 
@@ -188,14 +179,11 @@ def _communication_cause(job: JobContext) -> Cause | None:
     if len(job.working_gpus) < 2:
         return None
     busy_links = _busy_links(job)
-    if not busy_links:
-        return None
-    text = f"waiting for communication, with {causes.join_words(busy_links, 'and')} per GPU"
-    return Cause("communication_bound", text, causes.FIX_NETWORK)
+    return Cause("communication_bound", *findings.waiting_for_communication(busy_links)) if busy_links else None
 
 
-def _busy_links(job: JobContext) -> list[str]:
-    """Return phrases for the busy links."""
+def _busy_links(job: JobContext) -> str:
+    """Return a phrase for the busy links."""
     gpus_per_node: dict[str, int] = {}
     for gpu in job.working_gpus:
         gpus_per_node[gpu.node] = gpus_per_node.get(gpu.node, 0) + 1
@@ -206,13 +194,7 @@ def _busy_links(job: JobContext) -> list[str]:
     )
     nvlink = mean_known(g.nvlink_bytes_per_s.mean for g in job.working_gpus if g.nvlink_bytes_per_s)
     pcie = mean_known(g.pcie_bytes_per_s.mean for g in job.working_gpus if g.pcie_bytes_per_s)
-    return causes.format_busy_links(
-        [
-            ("NVLink", nvlink, causes.NVLINK_BUSY),
-            ("PCIe", pcie, causes.PCIE_BUSY),
-            ("InfiniBand", infiniband, causes.INFINIBAND_BUSY),
-        ]
-    )
+    return findings.format_busy_links(nvlink, pcie, infiniband)
 
 
 _CAUSE_RULES: tuple[Callable[[JobContext], Cause | None], ...] = (
@@ -273,12 +255,12 @@ def _busy_but_underused(job: JobContext) -> Iterable[Insight]:
         )
         return
     busy_links = _busy_links(job)
-    links = f", with {causes.join_words(busy_links, 'and')} per GPU" if busy_links else ""
+    links = f", with {busy_links}" if busy_links else ""
     coverage = f" ({len(gpus):,} of {len(job.summary.gpus):,} measured)" if len(gpus) < len(job.summary.gpus) else ""
     text = (
         f"the GPUs are busy, but do little{coverage}: {evidence}{links}: they wait for each other, or for small kernels"
     )
-    yield Insight(severity=WARNING, code="communication_bound", text=text, fix=causes.FIX_NETWORK)
+    yield Insight(severity=WARNING, code="communication_bound", text=text, fix=findings.FIX_NETWORK)
 
 
 def _format_evidence(gpus: list[GpuSummary]) -> str:
