@@ -61,7 +61,7 @@ def test_home_of_unknown_user_in_environment_is_named(name: str, type_: Type, mo
         ((*LOCAL, f"{LONG}.py"), 2),
         ((*LOCAL, "--set", f"data.path={LONG}"), 78),
         ((*LOCAL, "--set", f"model.entry={LONG}:f"), 78),
-        ((*LOCAL, "--set", f"data.entry={LONG}:f", "--set", "data.kind=own"), 78),
+        ((*LOCAL, "--set", f"data.entry={LONG}:f", "--set", "data.kind=custom"), 78),
         ((*LOCAL, "--checkpoint-dir", LONG), 78),
         ((*LOCAL, "--cluster", LONG), 78),
         (("status", LONG), 1),

@@ -96,7 +96,7 @@ def test_ignored_entry_is_refused(folder: Path) -> None:
 
 
 def test_data_entry_is_checked(folder: Path) -> None:
-    asked = ("model.entry=nets:Net", "data.kind=own", "data.entry=sets:make")
+    asked = ("model.entry=nets:Net", "data.kind=custom", "data.entry=sets:make")
     with pytest.raises(ConfigError, match=r"data.entry = 'sets:make': no module 'sets'"):
         entry_points.check_entries(prepare(SubmitRequest(cwd=folder, assignments=asked)))
 

@@ -109,7 +109,7 @@ def test_gpu_only_features_raise_on_cpu() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.async_tp"):
         tensor_parallel.check(decoder(), context(Layout(tp=2), async_tp=True, compile=True))
     with pytest.raises(ConfigError, match=r"ring.*GPUs only"):
-        context_parallel.check(decoder(), context(Layout(cp=2), context="ring"))
+        context_parallel.check(decoder(), context(Layout(cp=2), context_parallel_method="ring"))
 
 
 def test_model_without_self_attention_raises() -> None:
