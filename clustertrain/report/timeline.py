@@ -215,16 +215,25 @@ def _mean_utilization(summary: Summary, axis: Axis) -> list[float | None]:
     """Return the mean utilization over all GPUs by cell of the axis, None for cells without samples."""
     window_start = summary.window.start if summary.window.start is not None else axis.start
     total, counts = [0.0] * axis.num_cells, [0] * axis.num_cells
+    cells_by_step: dict[tuple[float, int], list[range]] = {}  # equal for all GPUs, as a rule
     for gpu in summary.gpus:
-        series = gpu.timeline
-        for i, value in enumerate(series.utilization):
+        step_s, values = gpu.timeline.step_s, gpu.timeline.utilization
+        cells = cells_by_step.get((step_s, len(values)))
+        if cells is None:
+            cells = [_cells_of_point(axis, window_start + i * step_s, step_s) for i in range(len(values))]
+            cells_by_step[step_s, len(values)] = cells
+        for value, point_cells in zip(values, cells, strict=True):
             if value is not None:
-                first = axis.cell(window_start + i * series.step_s)
-                last = max(first, axis.cell(window_start + (i + 1) * series.step_s - 1e-6))
-                for cell in range(first, last + 1):
+                for cell in point_cells:
                     total[cell] += value
                     counts[cell] += 1
     return [t / n if n else None for t, n in zip(total, counts, strict=True)]
+
+
+def _cells_of_point(axis: Axis, start: float, step_s: float) -> range:
+    """Return the cells of the axis that a point covers: at least one, also if it is shorter than a cell."""
+    first = axis.cell(start)
+    return range(first, max(first, axis.cell(start + step_s - 1e-6)) + 1)
 
 
 def _event_style(mark: TimelineEvent) -> EventStyle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import typing
 from typing import Any
@@ -152,6 +153,7 @@ def without_field(summary: Summary, name: str) -> Summary:
     return replace(stripped, insights=build_notes(stripped))
 
 
+@functools.cache
 def optional_fields(kind: type[msgspec.Struct]) -> set[str]:
     return {f.encode_name for f in msgspec.structs.fields(kind) if type(None) in typing.get_args(f.type)}
 
