@@ -1,1 +1,1 @@
-"""The processes of a job: the controller on the batch host and the agent on each node."""
+"""The processes of a job: the batch process on the batch host and the agent on each node."""

@@ -21,7 +21,7 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.submit import python_path, templates
 from clustertrain.submit.prepared_run import PreparedRun
 
-# clustertrain sets these: another value would contradict the plan or break the controller and the agents.
+# clustertrain sets these: another value would contradict the plan or break the batch process and the agents.
 _MANAGED_OPTIONS = {
     "nodes": "--nodes", "ntasks": "--nodes", "ntasks-per-node": "--nodes", "gpus": "--gpus", "gpus-per-node": "--gpus",
     "gpus-per-task": "--gpus", "cpus-per-task": "--cpus-per-gpu", "job-name": "--name", "time": "--time",
@@ -176,7 +176,7 @@ def _srun_options(inputs: ScriptInput) -> list[str]:
     options = [
         f"--nodes={inputs.spec.job.nodes}",
         "--ntasks-per-node=1",
-        # A node that exits must not make Slurm kill the others during a checkpoint: the controller decides.
+        # A node that exits must not make Slurm kill the others during a checkpoint: the batch process decides.
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--export=ALL",
