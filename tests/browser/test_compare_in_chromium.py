@@ -18,7 +18,7 @@ pytestmark = telemetry_page.pytestmark
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_two_runs_are_drawn_and_nothing_is_asked_for(tmp_path: Path, scheme: Any) -> None:
+def test_two_runs_are_drawn_without_requests(tmp_path: Path, scheme: Any) -> None:
     both = [make(tmp_path, name, contract={"metric": "loss"}) for name in ("a-aaaaaa", "b-bbbbbb")]
     write(both[0], 1, 1, 300, validation_loss=2.0)
     write(both[1], 2, 1, 200)

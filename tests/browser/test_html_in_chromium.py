@@ -127,7 +127,7 @@ def open_page(browser: Any) -> Iterator[Open]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_all_is_drawn_with_no_request_and_no_complaint(
+def test_page_is_drawn_without_requests_or_errors(
     open_page: Open, day: Path, tmp_path: Path, width: int, scheme: str
 ) -> None:
     opened = open_page(day, width, scheme)
@@ -179,7 +179,7 @@ def test_zoom_by_buttons_and_keys(open_page: Open, day: Path) -> None:
     assert high - low == pytest.approx(240), "no further than a few points"
 
 
-def test_the_selector_shows_other_lines(open_page: Open, day: Path) -> None:
+def test_selector_shows_other_curves(open_page: Open, day: Path) -> None:
     opened = open_page(day)
     key = opened.page.locator("#key li")
     assert key.all_text_contents() == ["mean", "lowest and highest"]
@@ -198,7 +198,7 @@ def test_the_selector_shows_other_lines(open_page: Open, day: Path) -> None:
     assert opened.complaints == []
 
 
-def test_the_cursor_tells_values_on_every_chart(open_page: Open, day: Path) -> None:
+def test_cursor_shows_values_on_every_chart(open_page: Open, day: Path) -> None:
     opened = open_page(day)
     opened.page.locator("[data-curve='gpus.utilization'] .u-over").hover()
     text = opened.readout("[data-curve='gpus.utilization']")
@@ -207,7 +207,7 @@ def test_the_cursor_tells_values_on_every_chart(open_page: Open, day: Path) -> N
     assert "attempt 2" in opened.readout("#timeline")
 
 
-def test_the_heat_map_tells_gpu_rank_time_and_value(open_page: Open, day: Path) -> None:
+def test_heat_map_tooltip_has_gpu_rank_time_and_value(open_page: Open, day: Path) -> None:
     opened = open_page(day)
     over = opened.page.locator("#heat .u-over")
     over.scroll_into_view_if_needed()
@@ -224,7 +224,7 @@ def test_the_heat_map_tells_gpu_rank_time_and_value(open_page: Open, day: Path) 
     assert opened.page.input_value("#shown") == "gpu:19", "a click shows that GPU's curves"
 
 
-def test_an_event_tells_what_it_is(open_page: Open, day: Path) -> None:
+def test_event_has_a_tooltip(open_page: Open, day: Path) -> None:
     opened = open_page(day)
     over = opened.page.locator("#timeline .u-over")
     box = over.bounding_box()
@@ -233,7 +233,7 @@ def test_an_event_tells_what_it_is(open_page: Open, day: Path) -> None:
     assert "xid: Xid 94 on GPU 3 of gpu-node-03" in opened.readout("#timeline")
 
 
-def test_the_timeline_has_the_phases(open_page: Open, day: Path) -> None:
+def test_timeline_has_phases(open_page: Open, day: Path) -> None:
     opened = open_page(day)
     over = opened.page.locator("#timeline .u-over")
     box = over.bounding_box()
@@ -244,7 +244,7 @@ def test_the_timeline_has_the_phases(open_page: Open, day: Path) -> None:
     assert canvas.evaluate(HAS_COLOUR, [0x00, 0x79, 0x5A]), "training is drawn"
 
 
-def test_the_theme_can_be_changed(open_page: Open, day: Path) -> None:
+def test_theme_can_be_changed(open_page: Open, day: Path) -> None:
     opened = open_page(day, scheme="dark")
 
     def lines() -> list[bool]:
@@ -271,7 +271,7 @@ def test_tables_sort(open_page: Open, day: Path) -> None:
     assert head.get_attribute("aria-sort") == "ascending" and ranks.first.text_content() == str(pages.IDLE)
 
 
-def test_without_a_script_the_report_is_there(open_page: Open, day: Path) -> None:
+def test_report_works_without_javascript(open_page: Open, day: Path) -> None:
     view = open_page(day, java_script_enabled=False).page
     for text in ("llama-8b-pretrain-k3v7xq", "was not used", "The curves need JavaScript"):
         assert view.get_by_text(text).first.is_visible(), text
@@ -280,7 +280,7 @@ def test_without_a_script_the_report_is_there(open_page: Open, day: Path) -> Non
     assert not view.locator("#curves").is_visible() and not view.locator("#theme").is_visible()
 
 
-def test_markup_in_names_does_nothing(open_page: Open, tmp_path: Path) -> None:
+def test_markup_in_names_is_escaped(open_page: Open, tmp_path: Path) -> None:
     summary, curves = pages.page(nodes=2, gpus=2, hours=2)
     evil = '</script><img src=x onerror="document.title=1">'
     summary = msgspec.structs.replace(
@@ -294,7 +294,7 @@ def test_markup_in_names_does_nothing(open_page: Open, tmp_path: Path) -> None:
     assert opened.complaints == [] and len(opened.requests) == 1
 
 
-def test_printed_it_is_light_and_whole(open_page: Open, day: Path, tmp_path: Path) -> None:
+def test_printed_page_is_light_and_complete(open_page: Open, day: Path, tmp_path: Path) -> None:
     view = open_page(day, scheme="dark").page
     view.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert view.evaluate("getComputedStyle(document.documentElement).colorScheme") == "light"
@@ -305,7 +305,7 @@ def test_printed_it_is_light_and_whole(open_page: Open, day: Path, tmp_path: Pat
     assert view.evaluate("getComputedStyle(document.documentElement).colorScheme") == "dark"
 
 
-def test_of_many_gpus_only_chosen_ones_have_curves(open_page: Open, tmp_path: Path) -> None:
+def test_only_selected_gpus_of_many_have_curves(open_page: Open, tmp_path: Path) -> None:
     summary, curves = pages.page(nodes=16, gpus=8, hours=24, step_s=900)
     chosen = list(range(64, 128))
     few = {**vars(curves), "gpus": curves.gpus.rows(chosen), "chosen": chosen, "choice": "64 of 128 GPUs have curves"}
@@ -322,7 +322,7 @@ def test_of_many_gpus_only_chosen_ones_have_curves(open_page: Open, tmp_path: Pa
     assert opened.complaints == []
 
 
-def test_of_a_run_without_gpu_figures_the_nodes_are_drawn(open_page: Open, tmp_path: Path) -> None:
+def test_run_without_gpus_shows_nodes(open_page: Open, tmp_path: Path) -> None:
     summary, curves = pages.page(nodes=2, gpus=2, hours=4)
     none = CurveTable(curves.gpus.start, curves.gpus.step_s, curves.gpus.points)
     bare = {**vars(curves), "gpus": none, "heat": none, "overall": none, "nodes": none, "training": none, "chosen": []}
@@ -337,7 +337,7 @@ def test_of_a_run_without_gpu_figures_the_nodes_are_drawn(open_page: Open, tmp_p
     assert opened.complaints == []
 
 
-def test_at_the_end_of_a_short_run_one_sample_is_enough(open_page: Open, tmp_path: Path) -> None:
+def test_short_run_needs_one_sample(open_page: Open, tmp_path: Path) -> None:
     summary, curves = pages.page(nodes=1, gpus=1, hours=1 / 60, step_s=60)
     html.write(summary, curves, tmp_path / "page.html")
     opened = open_page(tmp_path / "page.html")

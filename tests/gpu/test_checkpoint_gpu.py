@@ -67,7 +67,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_what_comes_after_the_save_does_not_reach_it(manager: CheckpointManager, tmp_path: Path) -> None:
+def test_changes_after_save_do_not_reach_it(manager: CheckpointManager, tmp_path: Path) -> None:
     state = state_of(1)
     before = values(state)
     manager.reserve(state)
@@ -83,7 +83,7 @@ def test_what_comes_after_the_save_does_not_reach_it(manager: CheckpointManager,
     assert same(restored(tmp_path / "c", 3), before)
 
 
-def test_the_host_does_not_wait_for_the_copy(manager: CheckpointManager) -> None:
+def test_host_does_not_wait_for_copy(manager: CheckpointManager) -> None:
     state = state_of(1)
     manager.reserve(state)
     manager.save(1, state, wait=True)
@@ -110,7 +110,7 @@ def test_one_copy_is_filled_while_another_is_written(
     assert same(restored(tmp_path / "c", 4), contents[4])
 
 
-def test_a_checkpoint_of_a_gpu_loads_on_a_cpu(manager: CheckpointManager, tmp_path: Path) -> None:
+def test_gpu_checkpoint_loads_on_cpu(manager: CheckpointManager, tmp_path: Path) -> None:
     state = state_of(1)
     manager.save(1, state, wait=True)
     model = nn.Linear(WIDTH, WIDTH)

@@ -93,7 +93,7 @@ def preempted(home: Path) -> dict[str, Any]:
     return _train(home, "preempted", PREEMPTION_TEST)
 
 
-def test_a_preempted_run_resumes_and_completes(preempted: dict[str, Any]) -> None:
+def test_preempted_run_resumes_and_completes(preempted: dict[str, Any]) -> None:
     first, second = preempted["attempts"]
     assert (preempted["state"], preempted["step"]) == ("completed", STEPS)
     assert (first["state"], second["state"]) == ("preempted", "completed")
@@ -108,7 +108,7 @@ def test_a_preempted_run_resumes_and_completes(preempted: dict[str, Any]) -> Non
     assert 0 < beside["allocated_gib"]["predicted"] < beside["peak_gib"]["predicted"]
 
 
-def test_it_ends_with_the_same_bits_as_an_uninterrupted_one(home: Path, preempted: dict[str, Any]) -> None:
+def test_run_equals_uninterrupted_run(home: Path, preempted: dict[str, Any]) -> None:
     whole = _train(home, "whole")
     assert [a["state"] for a in whole["attempts"]] == ["completed"]
     wanted, got = _digest(home, whole["run"]), _digest(home, preempted["run"])
@@ -120,7 +120,7 @@ def test_it_ends_with_the_same_bits_as_an_uninterrupted_one(home: Path, preempte
         )
 
 
-def test_its_telemetry_has_the_gpu(home: Path, preempted: dict[str, Any]) -> None:
+def test_telemetry_has_the_gpu(home: Path, preempted: dict[str, Any]) -> None:
     import torch
 
     report = _command(_environ(home), "telemetry", "--json", preempted["run"])
@@ -190,7 +190,7 @@ def set_up(stop_at: int | None) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_layout_stops_and_resumes_with_the_same_bits(tmp_path: Path, strategy: str, precision: str) -> None:
+def test_layout_stops_and_resumes_bit_exactly(tmp_path: Path, strategy: str, precision: str) -> None:
     """The wrappers themselves, which a plan for a single GPU leaves out."""
     from tests.ranks.rank_pool import Ranks, digest, make_run
 
@@ -206,7 +206,7 @@ def test_a_layout_stops_and_resumes_with_the_same_bits(tmp_path: Path, strategy:
     assert whole.events("session_started")[0]["device"] == DEVICE
 
 
-def test_offload_trains_as_without(tmp_path: Path) -> None:
+def test_offload_trains_equally(tmp_path: Path) -> None:
     """Parameters, gradients and optimizer state in host memory; the norm is that of the device to rounding."""
     from clustertrain.plan.layout import Layout
     from tests.ranks.rank_pool import Ranks, make_run
@@ -240,7 +240,7 @@ precision = "bf16"
 """
 
 
-def test_the_search_for_a_micro_batch_ends_where_memory_does(home: Path) -> None:
+def test_micro_batch_search_ends_at_out_of_memory(home: Path) -> None:
     recipe = home / "logits.toml"
     recipe.write_text(LOGITS.format(device=DEVICE))
     found = _command(_environ(home), "plan", "--find-micro-batch", "--json", str(recipe))

@@ -33,7 +33,7 @@ def loader(device: str, workers: int) -> Loader:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_arrives_is_what_was_read_while_the_gpu_is_busy(workers: int) -> None:
+def test_copied_batches_are_intact_while_gpu_is_busy(workers: int) -> None:
     here, there = loader("cpu", 0), loader("cuda", workers)
     busy = torch.randn(4096, 4096, device="cuda")
     sums = []

@@ -33,7 +33,7 @@ def batch(value: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["norm", "value", "adaptive"])
-def test_a_step_does_not_wait_for_the_device(session: ct.Session, mode: Any) -> None:
+def test_step_does_not_wait_for_device(session: ct.Session, mode: Any) -> None:
     session.parallelize(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)))
     session.optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
     clip = ct.Clipping(mode, norm=1.0, value=0.01)
@@ -57,7 +57,7 @@ def test_a_step_does_not_wait_for_the_device(session: ct.Session, mode: Any) -> 
         (torch.optim.SGD, {"momentum": 0.9}),
     ],
 )
-def test_a_skipped_step_leaves_all_bits(session: ct.Session, cls: Any, options: dict[str, Any]) -> None:
+def test_skipped_step_changes_no_bit(session: ct.Session, cls: Any, options: dict[str, Any]) -> None:
     model = session.parallelize(nn.Linear(WIDTH, WIDTH))
     optimizer = session.optimizer(cls, lr=1e-3, **options)
 

@@ -62,7 +62,7 @@ def test_every_field_has_a_value_or_a_reason(nvml: Nvml) -> None:
             assert not {"utilization", "memory_used_bytes", "power_w", "temperature_c"} & set(reader.reasons)
 
 
-def test_events_can_be_listened_to_and_cost_no_wait(nvml: Nvml) -> None:
+def test_events_can_be_subscribed_without_waiting(nvml: Nvml) -> None:
     events = GpuEvents(nvml, nvml.devices())
     events.open()
     assert all(e.kind in ("xid", "ecc_corrected", "ecc_uncorrected") for e in events.poll())
@@ -78,7 +78,7 @@ def beside_nvidia_smi(uuid: str, out: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="nvidia-smi is not installed")
-def test_the_same_as_nvidia_smi_over_the_same_seconds(nvml: Nvml, tmp_path: Path) -> None:
+def test_values_match_nvidia_smi(nvml: Nvml, tmp_path: Path) -> None:
     import torch
 
     device = used_by_torch(nvml)
@@ -138,7 +138,7 @@ def busy_s(least_s: float) -> float:
     return taken_s
 
 
-def test_samples_of_gpm_cover_the_whole_time(nvml: Nvml) -> None:
+def test_gpm_samples_cover_whole_interval(nvml: Nvml) -> None:
     """Busy, then idle: the mean is that of both, by the share of each, wherever in them the reading falls."""
     reader = GpuReader(nvml, used_by_torch(nvml))
     named(reader, FAST)

@@ -82,7 +82,7 @@ def watch(run: Run, asking: Path) -> dict[int, list[Heartbeat]]:
     return seen
 
 
-def test_the_agent_can_follow_both_ranks_through_their_phases(tmp_path: Path) -> None:
+def test_agent_follows_phases_of_both_ranks(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
     env["CLUSTERTRAIN_HOME"] = str(tmp_path / "home")
     script = tmp_path / "seen.py"
@@ -132,7 +132,7 @@ def killed_at(step: int, only_rank: int) -> None:
     Session.log = log  # type: ignore[assignment,method-assign]
 
 
-def test_the_beat_of_a_killed_rank_tells_the_step_at_which_it_died(tmp_path: Path) -> None:
+def test_heartbeat_of_killed_rank_has_its_step(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=40, every=100)
     ranks = Ranks(run, 2, setup=killed_at, args=(17, 1))
     assert ranks.wait()[1] == -signal.SIGKILL, ranks.logs()
@@ -146,7 +146,7 @@ def test_the_beat_of_a_killed_rank_tells_the_step_at_which_it_died(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("strategy", "alone"), [("ddp", True), ("fsdp", False)])
-def test_rows_and_events_have_what_places_them_on_one_timeline(tmp_path: Path, strategy: str, alone: bool) -> None:
+def test_rows_and_events_share_one_timeline(tmp_path: Path, strategy: str, alone: bool) -> None:
     run = make_run(tmp_path / "run", strategy, 2, steps=6, every=3)
     ranks = Ranks(run, 2).expect(0)
     rows = list(fsio.read_jsonl(run.metrics_path(1)))

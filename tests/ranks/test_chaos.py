@@ -13,7 +13,7 @@ from tests.harness.parity.measure import one_thread
 PLANS = [plan_of("317", number) for number in range(3)]
 
 
-def test_the_rounds_have_what_can_happen() -> None:
+def test_rounds_cover_all_faults() -> None:
     """Where this fails the menu is another one: search another seed."""
     assert {f.kind for p in PLANS for f in p.faults} >= KINDS - {"local damage"}
     assert any(p.local for p in PLANS) and any(p.overlap for p in PLANS)
@@ -27,7 +27,7 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Whole]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
-def test_whatever_happens_the_run_ends_as_if_nothing_had(plan: Plan, wholes: dict[str, Whole], tmp_path: Path) -> None:
+def test_run_with_faults_equals_undisturbed_run(plan: Plan, wholes: dict[str, Whole], tmp_path: Path) -> None:
     with one_thread():
         report = play(plan, wholes[plan.strategy], tmp_path / "round")
     assert not report.broken, "\n".join([str(plan), *report.story, report.broken])

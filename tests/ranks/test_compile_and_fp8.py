@@ -48,14 +48,14 @@ def expect_compiled() -> None:
     shutil.which("g++") is None and "CLUSTERTRAIN_REQUIRE_SLURM" not in os.environ,
     reason="torch.compile needs g++ on the CPU",
 )
-def test_compiled_blocks_learn_the_same(tmp_path: Path) -> None:
+def test_compiled_blocks_train_equally(tmp_path: Path) -> None:
     compiled = losses(tmp_path / "compiled", FSDP, expect_compiled, parallel={"compile": True})
     plain = losses(tmp_path / "plain", Layout())
     for (loss, norm), (plain_loss, plain_norm) in zip(compiled, plain, strict=True):
         assert loss == pytest.approx(plain_loss, rel=2e-6) and norm == pytest.approx(plain_norm, rel=5e-6)
 
 
-def test_fp8_is_not_bf16_and_close_to_it(tmp_path: Path) -> None:
+def test_fp8_differs_from_bf16_slightly(tmp_path: Path) -> None:
     fp8, bf16 = (losses(tmp_path / p, FSDP, precision=p) for p in ("fp8", "bf16"))
     assert fp8 != bf16
     for (loss, norm), (bf16_loss, bf16_norm) in zip(fp8, bf16, strict=True):

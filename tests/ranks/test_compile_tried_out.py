@@ -48,9 +48,7 @@ def one_without_a_compiler() -> None:
 
 
 @pytest.mark.parametrize("layout", [FSDP, Layout(tp=2)], ids=lambda layout: layout.describe())
-def test_a_compiler_that_fails_on_one_rank_leaves_the_layers_of_all_as_they_are_written(
-    tmp_path: Path, layout: Layout
-) -> None:
+def test_compile_failure_on_one_rank_disables_it_on_all(tmp_path: Path, layout: Layout) -> None:
     wanted = Ranks(make_run(tmp_path / "plain" / "run", layout, 2, steps=3), 2, setup=one_thread)
     plain = wanted.expect(0).losses()
     run = make_run(tmp_path / "compiled" / "run", layout, 2, steps=3, parallel={"compile": True})
@@ -61,7 +59,7 @@ def test_a_compiler_that_fails_on_one_rank_leaves_the_layers_of_all_as_they_are_
     assert ranks.losses() == plain, "what was tried out has left something behind"
 
 
-def test_both_times_are_reported_and_a_resume_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_profiled_run_reports_times_and_resumes_exactly(tmp_path: Path) -> None:
     options = {"steps": 4, "every": 2, "parallel": {"compile": True}, "model": {"dropout": 0.1}}
     whole = make_run(tmp_path / "whole" / "run", Layout(), 1, **options)  # type: ignore[arg-type]
     ranks = Ranks(whole, 1, setup=quick_to_compile).expect(0)

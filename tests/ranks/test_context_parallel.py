@@ -33,7 +33,7 @@ __all__ = ["reference"]
     ],
     ids=lambda value: value.describe() if isinstance(value, Layout) else "-".join(value),
 )
-def test_computes_what_one_process_computes(
+def test_layout_computes_as_one_process(
     tmp_path: Path, reference: Reference, layout: Layout, model: dict[str, Any]
 ) -> None:
     losses, whole = reference(**model)
@@ -48,9 +48,7 @@ def test_computes_what_one_process_computes(
     ("layout", "faults", "words"),
     [(Layout(cp=2), ["odd-length"], "17 does not divide over cp = 2: 17 / 2 = 8.5")],
 )
-def test_a_length_that_does_not_divide_is_refused(
-    tmp_path: Path, layout: Layout, faults: list[str], words: str
-) -> None:
+def test_indivisible_length_is_refused(tmp_path: Path, layout: Layout, faults: list[str], words: str) -> None:
     ranks = own_model(tmp_path / "run", layout, "8", *faults)
     assert all(ranks.wait())
     assert all(words in r["error"]["message"] for r in ranks.results())

@@ -81,7 +81,7 @@ def kept(run: RunDir) -> dict[int, float | None]:
     return found
 
 
-def test_a_run_that_gets_no_better_ends_early_and_keeps_its_best_checkpoint(tmp_path: Path) -> None:
+def test_early_stopping_keeps_best_checkpoint(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", **{**EACH, "evaluation": {"every": 1, "patience": 3, "warn_when_rising": 2}})
     ranks = Ranks(run, 2, setup=losses, args=FOUND).expect(0)
     why = "early stop: validation_loss has not improved for 3 evaluations"
@@ -106,7 +106,7 @@ def stop_at_5(*values: float) -> None:
     touch_stop_at(5)
 
 
-def test_what_was_best_is_known_after_a_resume(tmp_path: Path) -> None:
+def test_best_value_survives_resume(tmp_path: Path) -> None:
     plateau = {"kind": "plateau", "patience": 1, "factor": 0.5, "warmup_steps": 0}
     run = run_of(tmp_path / "run", schedule=plateau, **EACH)
     stopped = Ranks(run, 2, setup=stop_at_5, args=FOUND).expect(0)
@@ -135,7 +135,7 @@ def spent_after(looks: int) -> None:
     BudgetTracker.current_usage = after_a_while  # type: ignore[method-assign]
 
 
-def test_a_budget_that_is_spent_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+def test_spent_budget_ends_run_with_checkpoint(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", contract={"gpu_hours": 1e-9})
     ranks = Ranks(run, 2, setup=spent_after, args=(3,)).expect(0)
     for result in ranks.results():
@@ -145,7 +145,7 @@ def test_a_budget_that_is_spent_ends_the_run_with_a_checkpoint(tmp_path: Path) -
     assert list(kept(run)) == [ranks.results()[0]["step"]]
 
 
-def test_a_budget_that_only_warns(tmp_path: Path) -> None:
+def test_spent_budget_with_warn_continues(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", contract={"gpu_hours": 1e-9, "on_budget_spent": "warn"})
     ranks = Ranks(run, 2, setup=losses, args=FOUND).expect(0)
     assert ranks.results()[0]["ending"] == "completed"
@@ -154,7 +154,7 @@ def test_a_budget_that_only_warns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resume", ["exact", "elastic"])
-def test_another_layout_is_refused_where_a_resume_must_be_exact(tmp_path: Path, resume: str) -> None:
+def test_other_layout_is_refused_for_exact_resume(tmp_path: Path, resume: str) -> None:
     run = run_of(tmp_path / "run", steps=20, contract={"resume": resume})
     Ranks(run, 2, setup=stop_in, args=(5,)).expect(0)
     same = Ranks(run, 2, attempt=2, setup=stop_in, args=(6,)).expect(0)
@@ -192,7 +192,7 @@ def stop_in(step: int) -> None:
     touch_stop_at(step)
 
 
-def test_a_metric_that_no_evaluation_gives_is_told_at_the_first_one(tmp_path: Path) -> None:
+def test_unknown_metric_is_reported_at_first_evaluation(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", **EACH, contract={"metric": "validation_accuracy/night"})
     ranks = Ranks(run, 2, setup=losses, args=FOUND)
     assert ranks.wait() == [78, 78]

@@ -24,7 +24,7 @@ NAMES = ("clustertrain", "torch", "numpy", "json", "psutil", "msgspec", "sitecus
     ],
     ids=["diagnose", "plan"],
 )
-def test_no_module_of_the_current_folder_is_run(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_modules_of_current_folder_are_not_run(words: tuple[str, ...], tmp_path: Path) -> None:
     folder = tmp_path / "downloads"
     folder.mkdir()
     for name in NAMES:
@@ -40,7 +40,7 @@ def test_no_module_of_the_current_folder_is_run(words: tuple[str, ...], tmp_path
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_each_python_that_is_started_leaves_the_current_folder_out() -> None:
+def test_started_pythons_ignore_the_current_folder() -> None:
     """The one place that writes ``-m`` is :func:`clustertrain.proc.python_module_argv`."""
     package = Path(clustertrain.__file__).parent
     found = [str(p) for p in package.rglob("*.py") if re.search(r'"-m"', p.read_text()) and p.name != "proc.py"]

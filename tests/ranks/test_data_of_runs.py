@@ -59,7 +59,7 @@ def agree(found: list[tuple[float, float]], expected: list[tuple[float, float]])
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=NORM)
 
 
-def test_images_are_changed_alike_on_any_number_of_ranks_and_workers(tmp_path: Path) -> None:
+def test_augmentation_is_independent_of_ranks_and_workers(tmp_path: Path) -> None:
     def losses(ranks: int, workers: int, micro_batch: int) -> list[tuple[float, float]]:
         data: dict[str, Any] = {**AUGMENTED, "workers": workers}
         folder = tmp_path / f"{ranks}-{workers}"
@@ -76,7 +76,7 @@ def test_images_are_changed_alike_on_any_number_of_ranks_and_workers(tmp_path: P
         agree(losses(ranks, workers, micro_batch), alone)
 
 
-def test_a_resume_on_other_ranks_neither_repeats_nor_skips_a_sample(tmp_path: Path) -> None:
+def test_resume_with_other_world_size_keeps_sample_order(tmp_path: Path) -> None:
     (tmp_path / "taken_from.py").write_text(TAKEN)
     count, steps = 96, 6  # of 16 samples each: one epoch
     data = {"kind": "custom", "entry": "taken_from:Taken", "args": {"count": count, "folder": str(tmp_path)}}
@@ -107,7 +107,7 @@ def shards(folder: Path) -> Path:
     return folder
 
 
-def test_packed_documents_are_learned_alike_and_a_resume_goes_on_in_them(tmp_path: Path) -> None:
+def test_packed_documents_resume_exactly(tmp_path: Path) -> None:
     data = {"kind": "tokens", "path": str(shards(tmp_path / "shards")), "pack": True, "seq_len": 48, "validation": 0.3}
     kw: dict[str, Any] = {"steps": 6, "every": 3, "data": data}
     whole = make_run(tmp_path / "whole", "ddp", 1, **kw, micro_batch=16)
@@ -124,7 +124,7 @@ def test_packed_documents_are_learned_alike_and_a_resume_goes_on_in_them(tmp_pat
     agree(list({**first.losses(), **second.losses()}.values()), expected)
 
 
-def test_a_token_that_the_model_does_not_know_ends_the_run_with_its_sample(tmp_path: Path) -> None:
+def test_unknown_token_ends_run_and_names_sample(tmp_path: Path) -> None:
     folder = shards(tmp_path / "shards")
     index = fsio.read_json(folder / "index.json")
     assert isinstance(index, dict)

@@ -60,7 +60,7 @@ def nothing_left(folder: Path) -> bool:
     return not kept and not (folder / "home").exists()
 
 
-def test_a_sound_recipe_passes_all_checks(tmp_path: Path) -> None:
+def test_sound_recipe_passes_all_checks(tmp_path: Path) -> None:
     found = document(tmp_path, "all", str(RECIPES / "sound.toml"))
     assert found["device"] == "cpu" and [c["check"] for c in found["checks"]] == list(CHECKS)
     verdicts = {c["check"]: c["verdict"] for c in found["checks"]}
@@ -85,13 +85,13 @@ def test_a_sound_recipe_passes_all_checks(tmp_path: Path) -> None:
         ("wrong_gradient", "gradients", "in the backward pass of scaled (Scale)"),
     ],
 )
-def test_a_broken_recipe_is_caught(tmp_path: Path, recipe: str, check: str, words: str) -> None:
+def test_broken_recipe_is_caught(tmp_path: Path, recipe: str, check: str, words: str) -> None:
     [found] = document(tmp_path, check, str(RECIPES / f"{recipe}.toml"))["checks"]
     assert (found["check"], found["verdict"]) == (check, "fail") and words in found["text"]
     assert found["fix"] and found["evidence"]
 
 
-def test_curves_go_into_a_page_and_a_run_directory_is_never_made(tmp_path: Path) -> None:
+def test_trial_writes_page_and_no_run_folder(tmp_path: Path) -> None:
     done = called(tmp_path, "overfit", str(RECIPES / "sound.toml"), "--plot", "curves.html", "--set", "optim.lr=0.005")
     assert done.returncode == 0 and "lr 0.005" in done.stdout and "│•" in done.stdout, done.stderr
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
@@ -150,7 +150,7 @@ def own(tmp_path: Path) -> Path:
     [("Raises", 78, "no weights here"), ("Exits", 1, "exit code 3"), ("Missing", 78, "Missing"),
      ("RaisesInForward", 1, "raised ValueError: no such shape")],
 )  # fmt: skip
-def test_a_model_that_raises_is_told_in_a_line(own: Path, name: str, code: int, words: str) -> None:
+def test_model_that_raises_is_reported_in_one_line(own: Path, name: str, code: int, words: str) -> None:
     (own / "recipe.toml").write_text(ENTRY.format(module="own_parts", name=name))
     done = called(own, "init-loss", "recipe.toml")
     said = " ".join((done.stdout + done.stderr).split())
@@ -158,28 +158,28 @@ def test_a_model_that_raises_is_told_in_a_line(own: Path, name: str, code: int, 
     assert nothing_left(own)
 
 
-def test_what_is_in_no_checkpoint_shows_in_a_resume(own: Path) -> None:
+def test_state_missing_from_checkpoint_shows_in_resume(own: Path) -> None:
     (own / "recipe.toml").write_text(ENTRY.format(module="own_parts", name="Remembers"))
     [found] = document(own, "resume", "recipe.toml")["checks"]
     assert found["verdict"] == "fail" and "loss of step 4" in found["text"]
     assert found["evidence"]["reproducible"] is True
 
 
-def test_noise_in_evaluation_and_parameters_that_nobody_uses(own: Path) -> None:
+def test_evaluation_noise_and_unused_parameters(own: Path) -> None:
     (own / "recipe.toml").write_text(ENTRY.format(module="own_parts", name="Noisy"))
     [found] = document(own, "modes", "recipe.toml")["checks"]
     assert found["verdict"] == "fail" and "different outputs" in found["text"]
     assert found["evidence"]["unused"] == ["spare.weight", "spare.bias"]
 
 
-def test_data_that_is_empty_is_told_before_any_check(own: Path) -> None:
+def test_empty_data_is_reported_before_checks(own: Path) -> None:
     text = ENTRY.format(module="sound", name="Perceptron").replace("sound:Clouds", "own_parts:Empty")
     (own / "recipe.toml").write_text(text)
     done = called(own, "all", "recipe.toml")
     assert done.returncode == 78 and "is empty" in done.stderr and not done.stdout
 
 
-def test_ctrl_c_ends_all_that_it_has_started(tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_started_processes(tmp_path: Path) -> None:
     child = subprocess.Popen(
         [*INTERRUPTIBLE, sys.executable, "-m", "clustertrain", "diagnose", "resume", str(RECIPES / "sound.toml")],
         cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -113,7 +113,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())
-def test_every_layout_evaluates_as_one_process_does(
+def test_every_layout_evaluates_as_one_process(
     tmp_path: Path, wanted: dict[int, dict[str, float]], layout: Layout
 ) -> None:
     found = trained(tmp_path / "run", layout)
@@ -124,7 +124,7 @@ def test_every_layout_evaluates_as_one_process_does(
             assert found[step][name] == pytest.approx(value, rel=2e-5), (step, name)
 
 
-def test_training_does_not_notice_an_evaluation(tmp_path: Path) -> None:
+def test_evaluation_does_not_change_training(tmp_path: Path) -> None:
     layout = Layout(strategy="fsdp", dp_shard=4)
     looks = {"model": {"dropout": 0.1}, "global_batch": 16}
     without, each = (tmp_path / name for name in ("without", "each"))
@@ -145,7 +145,7 @@ def test_fewer_samples_than_ranks(tmp_path: Path) -> None:
     assert found[4] == pytest.approx(alone[4], rel=2e-5)
 
 
-def test_a_contrastive_model_has_the_same_groups_under_every_layout(tmp_path: Path) -> None:
+def test_contrastive_groups_are_equal_under_every_layout(tmp_path: Path) -> None:
     tables = {"data": {"validation": 0.1}, "model": {"kind": "two-tower", "two_tower": {"group": 4}}}
     found = []
     for layout in (Layout(), Layout(strategy="ddp", dp_replicate=2)):
@@ -185,7 +185,7 @@ def types_told() -> None:
 @pytest.mark.parametrize(
     "layout", [Layout(strategy="fsdp", dp_shard=2), Layout(tp=2)], ids=lambda layout: layout.describe()
 )
-def test_an_evaluation_computes_in_the_precision_of_the_training(
+def test_evaluation_uses_training_precision(
     tmp_path: Path, wanted: dict[int, dict[str, float]], layout: Layout
 ) -> None:
     """By the type of what the layers return: the loss of so small a model hardly shows it."""
@@ -225,7 +225,7 @@ def stopped_inside(step: int, last: int) -> None:
 
 
 @pytest.mark.parametrize("step", [2, STEPS])
-def test_an_evaluation_that_a_stop_cuts_short_is_made_up_and_told_with_its_step(
+def test_interrupted_evaluation_is_repeated_with_its_step(
     tmp_path: Path, wanted: dict[int, dict[str, float]], step: int
 ) -> None:
     layout = Layout(strategy="ddp", dp_replicate=2)
@@ -268,7 +268,7 @@ def _found(ranks: Ranks) -> list[dict[str, float]]:
     ],
     ids=lambda layout: layout.describe(),
 )
-def test_a_script_with_batch_norms_finds_what_its_checkpoint_would(tmp_path: Path, layout: Layout) -> None:
+def test_batch_norm_script_matches_its_checkpoint(tmp_path: Path, layout: Layout) -> None:
     blind, at_end = scripted(tmp_path / "blind", layout)
     looked, with_looks = scripted(tmp_path / "looked", layout, "look")
     assert losses_of(looked) == losses_of(blind)

@@ -75,7 +75,7 @@ def curves(run: RunDir) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["text.toml", "digits.toml", "digit_halves.toml", *SCRIPTS])
-def test_killed_at_a_random_step_and_resumed_has_the_same_curves(name: str, tmp_path: Path) -> None:
+def test_example_killed_at_random_step_has_equal_curves(name: str, tmp_path: Path) -> None:
     make = script_run if name in SCRIPTS else recipe_run
     whole = make(tmp_path / "whole" / "run", name)
     Ranks(whole, 2, setup=one_thread).expect(0)

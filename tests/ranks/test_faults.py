@@ -43,9 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
-def test_ranks_killed_at_every_point_of_a_save_in_turn_leave_the_older_checkpoint_in_force(
-    tmp_path: Path, whole: str
-) -> None:
+def test_ranks_killed_at_any_point_of_save_keep_older_checkpoint(tmp_path: Path, whole: str) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
     points = list(itertools.product(("before_staging", "during_staging", "after_staging"), (0, 1)))
     for n, (point, rank) in enumerate(points, start=1):
@@ -57,7 +55,7 @@ def test_ranks_killed_at_every_point_of_a_save_in_turn_leave_the_older_checkpoin
     assert digest(run) == whole
 
 
-def test_a_writer_killed_once_costs_nothing(tmp_path: Path, whole: str) -> None:
+def test_writer_killed_once_costs_nothing(tmp_path: Path, whole: str) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
     ranks = Ranks(run, 2, 1, setup=fault_at, args=("before_write", 1, 2, "KILL")).expect(0)
     assert "was killed by SIGKILL; a new one continues with step 6" in ranks.logs()
@@ -76,9 +74,7 @@ def test_a_writer_killed_once_costs_nothing(tmp_path: Path, whole: str) -> None:
         ("during_prune", 0),
     ],
 )
-def test_a_rank_killed_while_its_save_is_written_loses_nothing(
-    tmp_path: Path, whole: str, point: str, rank: int
-) -> None:
+def test_rank_killed_during_write_loses_nothing(tmp_path: Path, whole: str, point: str, rank: int) -> None:
     """The process that writes goes on with what it was given, as far as it gets."""
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
     ranks = Ranks(run, 2, 1, setup=fault_at, args=(point, rank, 1, "ORPHAN"))
@@ -97,9 +93,7 @@ def test_a_rank_killed_while_its_save_is_written_loses_nothing(
         ("before_commit_marker", 0, 1),
     ],
 )
-def test_a_writer_killed_twice_ends_all_ranks_and_leaves_the_older_checkpoint(
-    tmp_path: Path, point: str, rank: int, nth: int
-) -> None:
+def test_writer_killed_twice_ends_run_with_older_checkpoint(tmp_path: Path, point: str, rank: int, nth: int) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
     ranks = Ranks(run, 2, 1, setup=fault_from, args=(6, point, rank, nth)).expect(1)
     for result in ranks.results():
@@ -137,7 +131,7 @@ def _goes_on(run: RunDir, step: int, attempt: int = 2) -> None:
     assert all(c["verified"] for c in inspect.list_checkpoints(run.checkpoints, verify=True))
 
 
-def test_a_disk_that_fails_one_rank_fails_all_together(tmp_path: Path) -> None:
+def test_disk_failure_of_one_rank_fails_all(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 3, global_batch=12, steps=8, every=4)
     ranks = Ranks(run, 3, 1, setup=fault_at, args=("before_write", 1, 2, "EIO")).expect(1)
     for result in ranks.results():
@@ -180,7 +174,7 @@ def fill_disk(filler: Path, left: int, before_step: int) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 100_000], ids=["full", "nearly full"])
-def test_a_full_disk_ends_the_run_in_one_sentence_until_there_is_room(small_disk: Path, whole: str, left: int) -> None:
+def test_full_disk_fails_run_until_there_is_room(small_disk: Path, whole: str, left: int) -> None:
     run = make_run(small_disk, "ddp", 2, steps=6, every=3)
     filler = small_disk / "filler"
     ranks = Ranks(run, 2, 1, setup=fill_disk, args=(filler, left, 6))
@@ -195,7 +189,7 @@ def test_a_full_disk_ends_the_run_in_one_sentence_until_there_is_room(small_disk
     assert digest(run) == whole
 
 
-def test_damage_falls_back_to_the_older_checkpoint_and_says_so(tmp_path: Path) -> None:
+def test_damaged_checkpoint_falls_back_to_older_one(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "fsdp", 4)
     Ranks(run, 4, 1).expect(0)
     whole = digest(run)
@@ -226,7 +220,7 @@ def no_reads(number: int) -> None:
         os.preadv = refuse
 
 
-def test_a_checkpoint_that_one_rank_cannot_read_stays_in_force(tmp_path: Path) -> None:
+def test_checkpoint_unreadable_on_one_rank_is_kept(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "fsdp", 2)
     Ranks(run, 2, 1).expect(0)
     second = Ranks(run, 2, 2, setup=no_reads, args=(errno.ESTALE,)).expect(1)
@@ -248,7 +242,7 @@ def jumping_clock(by_s: float) -> None:
 
 
 @pytest.mark.parametrize("by_s", [5 * 3600.0, -5 * 3600.0])
-def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, whole: str, by_s: float) -> None:
+def test_clock_jump_changes_nothing(tmp_path: Path, whole: str, by_s: float) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=1, keep=2)
     ranks = Ranks(run, 2, 1, setup=jumping_clock, args=(by_s,)).expect(0)
     assert digest(run) == whole
@@ -279,7 +273,7 @@ def deadline_and_jump(step: int, by_s: float) -> None:
 
 
 @pytest.mark.parametrize(("by_s", "saved"), [(5 * 3600.0, False), (-5 * 3600.0, True)])
-def test_a_clock_that_jumps_after_the_warning_costs_a_save_at_most(tmp_path: Path, by_s: float, saved: bool) -> None:
+def test_clock_jump_after_warning_costs_at_most_one_save(tmp_path: Path, by_s: float, saved: bool) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=100_000, every=2)
     ranks = Ranks(run, 2, setup=deadline_and_jump, args=(4, by_s)).expect(0)
     (ending, stopped_at, committed), *others = {(r["ending"], r["step"], r["committed_step"]) for r in ranks.results()}
@@ -304,7 +298,7 @@ with ct.session() as session:
 
 
 @pytest.mark.parametrize("point", ["after_staging", "during_write", "before_commit_marker"])
-def test_a_killed_agent_takes_its_ranks_along_and_the_run_goes_on(tmp_path: Path, point: str) -> None:
+def test_killed_agent_ends_ranks_and_run_resumes(tmp_path: Path, point: str) -> None:
     """The rank is in a save, or the process that writes for it."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
     script = tmp_path / "script.py"
@@ -344,7 +338,7 @@ def more_state_on(rank: int) -> None:
     Session.steps = steps  # type: ignore[method-assign]
 
 
-def test_what_one_rank_cannot_load_all_ranks_are_told(tmp_path: Path) -> None:
+def test_load_failure_of_one_rank_is_reported_on_all(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
     Ranks(run, 2, 1, setup=touch_stop_at, args=(3,)).expect(0)
     ranks = Ranks(run, 2, 2, setup=more_state_on, args=(1,)).expect(78)
@@ -356,7 +350,7 @@ def test_what_one_rank_cannot_load_all_ranks_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("point", "rank"), [("during_write", 1), ("before_commit_marker", 0)])
 @pytest.mark.parametrize("steps", [100_000, 4])
-def test_a_save_is_given_up_before_the_kill(tmp_path: Path, point: str, rank: int, steps: int) -> None:
+def test_save_is_abandoned_before_the_kill(tmp_path: Path, point: str, rank: int, steps: int) -> None:
     """A process that writes hangs, as on a file system that does not answer; at a stop or at the end."""
     run = make_run(tmp_path / "run", "ddp", 2, steps=steps, every=100_000)
     ranks = Ranks(run, 2, setup=hanging_writer, args=(point, rank, 3, 4.0)).expect(0)
@@ -397,7 +391,7 @@ def raise_at(step: int, rank: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "said"), [("value", "user_error"), ("memory", "out_of_memory")])
-def test_an_exception_on_one_rank_is_told_apart_from_what_it_causes(tmp_path: Path, kind: str, said: str) -> None:
+def test_first_exception_is_told_apart_from_its_effects(tmp_path: Path, kind: str, said: str) -> None:
     run = make_run(tmp_path / "run", "ddp", 2)
     ranks = Ranks(run, 2, setup=raise_at, args=(5, 1, kind)).expect(1)
     results = ranks.results()
@@ -407,7 +401,7 @@ def test_an_exception_on_one_rank_is_told_apart_from_what_it_causes(tmp_path: Pa
     assert max(r["committed_step"] or 0 for r in results) == 4
 
 
-def test_cuda_without_a_gpu_is_said_clearly(tmp_path: Path) -> None:
+def test_cuda_without_gpu_has_clear_error(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     run = make_run(tmp_path / "run", "single", 1)
@@ -422,7 +416,7 @@ def want_cuda() -> None:
     os.environ["CLUSTERTRAIN_DEVICE"] = "cuda"
 
 
-def test_a_plan_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+def test_plan_for_other_world_size_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 4)
     ranks = Ranks(run, 2).expect(78)
     assert "the plan is for 4 ranks and 2 were started" in ranks.results()[0]["error"]["message"]

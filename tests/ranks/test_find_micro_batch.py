@@ -70,7 +70,7 @@ def left(folder: Path) -> list[str]:
     return [p.name for p in (folder / "tmp").iterdir() if not p.name.startswith("torchinductor_")]
 
 
-def test_it_grows_until_memory_ends_and_advises_what_fits(folder: Path) -> None:
+def test_search_grows_until_out_of_memory(folder: Path) -> None:
     code, out, err = ended(typed(folder, 0.27, "--gpus", "2", "--json", "recipe.toml"))
     assert code == 0, err
     found: dict[str, Any] = json.loads(out)
@@ -93,7 +93,7 @@ def test_it_grows_until_memory_ends_and_advises_what_fits(folder: Path) -> None:
     assert left(folder) == [] and not (folder / "home").exists()
 
 
-def test_the_table_names_the_line_for_the_recipe(folder: Path) -> None:
+def test_table_names_line_for_recipe(folder: Path) -> None:
     code, out, err = ended(typed(folder, 4, "--gpus", "1", "--set", "train.global_batch=2", "recipe.toml"))
     assert code == 0, err
     lines = out.splitlines()
@@ -103,12 +103,12 @@ def test_the_table_names_the_line_for_the_recipe(folder: Path) -> None:
     assert "micro_batch 2 ..." in err  # says what it is at
 
 
-def test_nothing_that_fits_is_a_failure_that_says_so(folder: Path) -> None:
+def test_search_without_a_fit_fails(folder: Path) -> None:
     code, out, err = ended(typed(folder, 0.02, "--gpus", "1", "recipe.toml"))
     assert code == 1 and "no: out of memory" in out and "micro_batch 1 does not fit" in err
 
 
-def test_another_error_than_one_of_memory_is_shown_as_what_it_is(folder: Path) -> None:
+def test_other_errors_than_out_of_memory_are_shown(folder: Path) -> None:
     (folder / "torn.py").write_text(
         "from torch import nn\n"
         "class Torn(nn.Embedding):\n"
@@ -152,7 +152,7 @@ def under_way(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_ended_half_way_it_leaves_no_process_and_no_file(
+def test_interrupted_search_leaves_no_process_or_file(
     under_way: tuple[subprocess.Popen[str], list[psutil.Process]], folder: Path, number: signal.Signals
 ) -> None:
     child, below = under_way

@@ -63,7 +63,7 @@ if not saved.exists():
 
 
 @pytest.mark.parametrize("end", ["raise SystemExit(0)", "os._exit(0)", "raise SystemExit(75)"])
-def test_a_script_that_saves_on_the_warning_and_exits_0_is_continued(submitted: Callable[..., Run], end: str) -> None:
+def test_script_that_exits_0_on_warning_is_continued(submitted: Callable[..., Run], end: str) -> None:
     run = submitted(SAVES_AND_EXITS_0.replace("END", end), *ALONE)
     run.wait_for(lambda _: (run.path / "training").exists(), "the script's begin")
     run.call("requeue", run.id)
@@ -85,7 +85,7 @@ with ct.session() as s:
 
 
 @pytest.mark.parametrize("end", ["break", "raise SystemExit(75)"])
-def test_a_session_that_was_left_early_after_the_warning_is_continued(submitted: Callable[..., Run], end: str) -> None:
+def test_session_left_early_after_warning_is_continued(submitted: Callable[..., Run], end: str) -> None:
     run = submitted(LEFT_EARLY.replace("END", end), *ALONE)
     run.wait_for_step(2)
     run.call("requeue", run.id)
@@ -102,7 +102,7 @@ def test_a_session_that_was_left_early_after_the_warning_is_continued(submitted:
         ("raise SystemExit(75)", "unknown", "exit code 75, which asks for another start"),
     ],
 )
-def test_exit_codes_without_a_warning_are_named(
+def test_exit_codes_without_warning_are_reported(
     submitted: Callable[..., Run], end: str, ending: str, said: str
 ) -> None:
     run = submitted(f"import os\n{end}\n", *ALONE, "--max-requeues", "0")
@@ -110,7 +110,7 @@ def test_exit_codes_without_a_warning_are_named(
     assert (attempt["state"], said in attempt["reason"]) == (ending, True), attempt["reason"]
 
 
-def test_os_exit_after_the_last_step_is_a_run_that_is_complete(submitted: Callable[..., Run]) -> None:
+def test_os_exit_after_last_step_completes_run(submitted: Callable[..., Run]) -> None:
     steps = "import clustertrain as ct, os\nwith ct.session() as s:\n    for _ in s.steps(total=2): pass\n"
     run = submitted(f"{steps}os._exit(0)\n", *ALONE)
     run.complete()
@@ -125,7 +125,7 @@ if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1":
 """
 
 
-def test_a_killed_torchrun_is_named_and_not_the_last_line_of_its_log(submitted: Callable[..., Run]) -> None:
+def test_killed_torchrun_is_reported(submitted: Callable[..., Run]) -> None:
     run = submitted(WAITS_ONCE, *ALONE)
     log = run.path / "attempts" / "1" / "logs" / "rank-0.log"
     run.wait_for(lambda _: log.exists() and "waiting" in log.read_text(), "the script's begin")
@@ -157,7 +157,7 @@ if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1" and os.environ["RANK"] == "1":
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_killed_agent_ends_its_ranks_and_its_node_is_not_blamed(submitted: Callable[..., Run], late: bool) -> None:
+def test_killed_agent_ends_ranks_without_blaming_node(submitted: Callable[..., Run], late: bool) -> None:
     run = submitted((MEETS_LATE if late else "") + MEETS, "--nodes", "2", "--gpus", "1")
     if late:
         run.wait_for(lambda _: (run.path / "late").exists(), "rank 1's begin")
@@ -192,7 +192,7 @@ with ct.session(timeout_s=5.0) as s:
 """
 
 
-def test_a_hang_is_named_after_the_rank_that_was_stopped(submitted: Callable[..., Run]) -> None:
+def test_hang_names_the_stopped_rank(submitted: Callable[..., Run]) -> None:
     run = submitted(STOPS_RANK_1, "--nodes", "1", "--gpus", "2", "--max-requeues", "0")
     (attempt,) = run.wait_until_final()["attempts"]
     assert attempt["state"] == "hang"

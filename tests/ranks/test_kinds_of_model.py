@@ -63,7 +63,7 @@ def trained(folder: Path, model: str, layout: str) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_two_ranks_learn_what_one_process_does(model: str, tmp_path: Path) -> None:
+def test_two_ranks_equal_one_process(model: str, tmp_path: Path) -> None:
     (tmp_path / "perceptron.py").write_text(PERCEPTRON)
     alone = trained(tmp_path, model, "one")
     assert len(alone) == STEPS

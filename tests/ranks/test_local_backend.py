@@ -59,7 +59,7 @@ def below(run: Run) -> list[psutil.Process]:
     return found
 
 
-def test_the_group_may_read_all_of_a_shared_run(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_shared_run_is_readable_by_group(submitted: Callable[..., Run], tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         run = submitted(*ALONE, "--share", str(runs.write_recipe(tmp_path, steps=4)))
@@ -72,7 +72,7 @@ def test_the_group_may_read_all_of_a_shared_run(submitted: Callable[..., Run], t
         assert not path.stat().st_mode & 0o027, path
 
 
-def test_preempted_twice_on_purpose_it_ends_with_the_same_bits(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_run_preempted_twice_ends_bit_exactly(submitted: Callable[..., Run], tmp_path: Path) -> None:
     recipe = runs.write_recipe(tmp_path, more="[preemption_test]\npreempt_at_steps = [20, 60]\n")
     run = submitted(*PAIR, str(recipe))
     status = run.complete()
@@ -92,9 +92,7 @@ def test_preempted_twice_on_purpose_it_ends_with_the_same_bits(submitted: Callab
     assert sum(goodput[part] for part in TIME_CATEGORIES) == pytest.approx(goodput["wall_s"])
 
 
-def test_what_ignores_the_warning_is_killed_after_the_grace_time_and_started_again(
-    submitted: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_process_ignoring_warning_is_killed_after_grace_time(submitted: Callable[..., Run], tmp_path: Path) -> None:
     # The first start hangs where it can't hear of the stop; the second one does not.
     script = tmp_path / "deaf.py"
     script.write_text(
@@ -114,7 +112,7 @@ def test_what_ignores_the_warning_is_killed_after_the_grace_time_and_started_aga
     assert clock.wait_until(lambda: said in (run.path / "job.log").read_text(), 30)
 
 
-def test_a_warning_in_the_last_step_comes_too_late_and_is_told(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_missed_preemption_in_last_step_is_reported(submitted: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "nearly.py"
     script.write_text(
         "import clustertrain as ct, time\n"
@@ -129,9 +127,7 @@ def test_a_warning_in_the_last_step_comes_too_late_and_is_told(submitted: Callab
     assert clock.wait_until(lambda: said in (run.path / "job.log").read_text(), 30)
 
 
-def test_cancel_ends_every_process_and_only_a_requeue_by_hand_goes_on(
-    submitted: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_cancel_ends_every_process_until_manual_requeue(submitted: Callable[..., Run], tmp_path: Path) -> None:
     run = submitted(*PAIR, str(runs.write_recipe(tmp_path)))
     run.wait_for_step(20)
     run.call("cancel", run.id)
@@ -145,9 +141,7 @@ def test_cancel_ends_every_process_and_only_a_requeue_by_hand_goes_on(
     assert run.digest() == undisturbed(run.path, tmp_path / "alone")
 
 
-def test_a_killed_supervisor_takes_the_run_down_and_requeue_continues_it(
-    submitted: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_killed_supervisor_ends_run_and_requeue_continues_it(submitted: Callable[..., Run], tmp_path: Path) -> None:
     run = submitted(*PAIR, str(runs.write_recipe(tmp_path, steps=100_000, every=10)))
     run.wait_for_step(15)
     supervisor = next(
@@ -166,7 +160,7 @@ def test_a_killed_supervisor_takes_the_run_down_and_requeue_continues_it(
     assert run.status()["attempts"][1]["first_step"] == status["attempts"][0]["committed_step"] + 1
 
 
-def test_a_rank_that_is_killed_is_not_a_success(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_killed_rank_is_not_a_success(submitted: Callable[..., Run], tmp_path: Path) -> None:
     run = submitted(*PAIR, str(runs.write_recipe(tmp_path, every=10)))
     run.wait_for_step(15)
     ranks = [p for p in below(run) if p.cmdline()[1:] == ["-u", "-P", "-m", "clustertrain", "train"]]
@@ -177,7 +171,7 @@ def test_a_rank_that_is_killed_is_not_a_success(submitted: Callable[..., Run], t
     assert run.digest() == undisturbed(run.path, tmp_path / "alone")
 
 
-def test_the_users_error_is_told_and_not_repeated(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_user_error_is_reported_and_not_retried(submitted: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import clustertrain as ct\nwith ct.session() as s:\n    raise ValueError('no such thing')\n")
     run = submitted(*PAIR, str(script))
@@ -187,7 +181,7 @@ def test_the_users_error_is_told_and_not_repeated(submitted: Callable[..., Run],
     assert "ValueError" in run.call("logs", run.id, "--rank", "1").stdout
 
 
-def test_a_rank_that_crashes_is_told_with_where_its_stacks_are(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_crashed_rank_is_reported_with_its_stack_file(submitted: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "crashing.py"
     script.write_text(
         "import os, signal\nimport torch.distributed as dist\nimport clustertrain as ct\nwith ct.session():\n"
@@ -201,7 +195,7 @@ def test_a_rank_that_crashes_is_told_with_where_its_stacks_are(submitted: Callab
     assert "Fatal Python error: Segmentation fault" in log and "crashing.py" in log
 
 
-def test_a_time_limit_that_the_ranks_overrun_is_survived(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_run_survives_overrun_of_time_limit(submitted: Callable[..., Run], tmp_path: Path) -> None:
     # The first start does not hear of the limit. It is ended by force while a requeue is still accepted.
     script = tmp_path / "late.py"
     script.write_text(
@@ -216,7 +210,7 @@ def test_a_time_limit_that_the_ranks_overrun_is_survived(submitted: Callable[...
     assert run.endings() == ["time_limit", "completed"]
 
 
-def test_requeue_by_hand_changes_the_time_limit(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_manual_requeue_changes_time_limit(submitted: Callable[..., Run], tmp_path: Path) -> None:
     run = submitted(*ALONE, "--time", "60", str(runs.write_recipe(tmp_path, steps=100_000)))
     run.wait_for_step(5)
     run.call("requeue", run.id, "--time", "120")
@@ -226,7 +220,7 @@ def test_requeue_by_hand_changes_the_time_limit(submitted: Callable[..., Run], t
     assert deadline["end_time"] - run.status()["attempts"][1]["start"] == pytest.approx(7200, abs=10)
 
 
-def test_max_requeues_0_ends_the_run_at_its_first_preemption(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_max_requeues_0_ends_run_at_first_preemption(submitted: Callable[..., Run], tmp_path: Path) -> None:
     recipe = runs.write_recipe(tmp_path, steps=1000, more="[preemption_test]\npreempt_at_steps = [5]\n")
     run = submitted(*ALONE, "--max-requeues", "0", str(recipe))
     status = run.wait_until_final()
@@ -234,7 +228,7 @@ def test_max_requeues_0_ends_the_run_at_its_first_preemption(submitted: Callable
     assert "max-requeues" in status["attempts"][0]["stopped"]
 
 
-def test_closing_the_terminal_does_not_end_the_run(env: dict[str, str], tmp_path: Path) -> None:
+def test_closing_the_terminal_does_not_end_run(env: dict[str, str], tmp_path: Path) -> None:
     """`submit` runs in a session of its own, as in a terminal, which then gets the hang-up."""
     recipe = runs.write_recipe(tmp_path)
     argv = [*runs.CLI, "submit", "--wait", *HERE, *ALONE, str(recipe)]
@@ -247,7 +241,7 @@ def test_closing_the_terminal_does_not_end_the_run(env: dict[str, str], tmp_path
     assert run.digest() == undisturbed(run.path, tmp_path / "alone")
 
 
-def test_a_sweep_runs_one_at_a_time_and_is_waited_for_as_one(env: dict[str, str], tmp_path: Path) -> None:
+def test_sweep_runs_sequentially_and_wait_takes_its_id(env: dict[str, str], tmp_path: Path) -> None:
     # No session: a rank without torch costs next to nothing. `a` is held until the others have been looked at.
     script = tmp_path / "who.py"
     script.write_text(
@@ -276,7 +270,7 @@ def test_a_sweep_runs_one_at_a_time_and_is_waited_for_as_one(env: dict[str, str]
     assert "I am c\n" in c.call("logs", c.id).stdout
 
 
-def test_batch_and_agents_of_an_attempt_that_was_taken_over_end(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_processes_of_replaced_attempt_end(submitted: Callable[..., Run], tmp_path: Path) -> None:
     run = submitted(*ALONE, str(runs.write_recipe(tmp_path, steps=100_000, every=10)))
     run.wait_for_step(15)
     (run.path / "attempts" / "2").mkdir()

@@ -23,7 +23,7 @@ from tests.runs import INTERRUPTIBLE
 pytestmark = pytest.mark.ranks
 
 
-def test_this_machine_alone() -> None:
+def test_rates_of_this_machine() -> None:
     said: list[str] = []
     found = bench.measure(BenchTarget(python=sys.executable, device="cpu"), said.append)
     assert found.failures == () and found.measured is not None
@@ -37,7 +37,7 @@ def test_this_machine_alone() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-def test_a_gpu_that_is_not_there_is_no_rate_of_the_cpu() -> None:
+def test_missing_gpu_is_not_measured_on_cpu() -> None:
     found = bench.measure(BenchTarget(python=sys.executable, device="cuda"), lambda _: None)
     assert found.measured is None
     assert found.failures == (
@@ -45,7 +45,7 @@ def test_a_gpu_that_is_not_there_is_no_rate_of_the_cpu() -> None:
     )
 
 
-def test_two_nodes_meet_and_one_of_them_tells() -> None:
+def test_two_nodes_rendezvous_and_one_reports() -> None:
     """Each node's process as srun would start it, both on this machine."""
     argv = [sys.executable, "-m", "clustertrain.cluster.bench_node", "--ranks", "1", "--nodes", "localhost,127.0.0.1"]
     argv += ["--port", str(find_free_port()), "all-reduce-across", "--device", "cpu"]
@@ -65,7 +65,7 @@ def test_two_nodes_meet_and_one_of_them_tells() -> None:
     assert told["ranks"] == 2 and told["bus_gb_s"] > 0
 
 
-def test_an_interrupt_ends_every_process_and_writes_nothing(tmp_path: Path) -> None:
+def test_interrupt_ends_every_process_and_writes_nothing(tmp_path: Path) -> None:
     argv = [*INTERRUPTIBLE, sys.executable, "-m", "clustertrain", "cluster", "detect", "x", "--local", "--measure"]
     env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
     with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:

@@ -36,7 +36,7 @@ def losses(folder: Path, layout: Layout) -> list[tuple[float, float]]:
     return list(Ranks(run, layout.world_size, setup=one_thread).expect(0).losses().values())
 
 
-def test_a_smoothed_loss_does_not_depend_on_the_layout(tmp_path: Path) -> None:
+def test_label_smoothing_is_independent_of_layout(tmp_path: Path) -> None:
     alone = losses(tmp_path / "alone" / "run", Layout())
     assert len(alone) == 3
     for layout in LAYOUTS:

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent.parent / "harness" / "optimizers"
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp-tp"])
-def test_the_update_of_shards_is_that_of_whole_parameters(layout: str, tmp_path: Path) -> None:
+def test_sharded_update_equals_unsharded_update(layout: str, tmp_path: Path) -> None:
     """Uneven and empty shards, one element, a tied table, a parameter without gradient in one of the steps."""
     shape, out = LAYOUTS[layout], tmp_path / "out"
     with one_thread():
@@ -46,7 +46,7 @@ SUBSET = {
 
 
 @pytest.mark.parametrize("layout", SUBSET)
-def test_training_is_that_of_one_process(layout: str, tmp_path: Path) -> None:
+def test_training_equals_one_process(layout: str, tmp_path: Path) -> None:
     outcomes: list[Outcome] = under(layout, SUBSET[layout], tmp_path / "run")
     assert all(o.ok for o in outcomes), outcomes
 
@@ -57,7 +57,7 @@ SHAPES = {**LAYOUTS, "zero1": Layout(strategy="zero1", dp_replicate=2, zero1=Tru
 OF_CHAIN = ("muon", "soap", "adamw8bit")
 
 
-def test_what_one_layout_saves_another_one_goes_on_with(tmp_path: Path) -> None:
+def test_other_layout_resumes_checkpoint(tmp_path: Path) -> None:
     """With layers that are frozen until a step: the run is stopped just before it and just after it."""
     whole = losses(tmp_path / "whole", "one", CHAIN[-1][1])
     sharded = losses(tmp_path / "sharded", "fsdp", 4)
@@ -74,7 +74,7 @@ def test_what_one_layout_saves_another_one_goes_on_with(tmp_path: Path) -> None:
         done = total
 
 
-def test_the_trainer_takes_them_from_its_recipe(tmp_path: Path) -> None:
+def test_trainer_reads_budget_from_recipe(tmp_path: Path) -> None:
     optim = {
         "name": "muon",
         "lr": 3e-3,

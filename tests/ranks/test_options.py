@@ -42,7 +42,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_two_ranks_learn_what_one_process_does(
+def test_two_ranks_equal_one_process(
     layout: Layout,
     parallel: dict[str, Any],
     limit: tuple[float, float],

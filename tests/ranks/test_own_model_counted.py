@@ -53,7 +53,7 @@ def type_(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return type_
 
 
-def test_plan_counts_and_traces_it(type_: Type, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_counts_and_traces_user_model(type_: Type, capfd: pytest.CaptureFixture[str]) -> None:
     assert type_("plan", "own.toml", "--json", "--gpus", "2", "--layout", "zero1", "--trace-memory") == 0
     shown = json.loads(capfd.readouterr().out)
     assert shown["model_stats"]["parameters"] == PARAMETERS
@@ -73,7 +73,7 @@ def test_plan_counts_and_traces_it(type_: Type, capfd: pytest.CaptureFixture[str
         ("model.entry=nets:Nte", "model.entry = 'nets:Nte': module 'nets' has no attribute"),
     ],
 )
-def test_what_is_wrong_with_it_is_said_before_the_queue(
+def test_problems_of_entry_are_reported_before_queue(
     assignment: str, said: str, type_: Type, fake_slurm: FakeSlurm, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert type_("submit", "own.toml", "--count-model", "--set", assignment) == 78
@@ -81,7 +81,7 @@ def test_what_is_wrong_with_it_is_said_before_the_queue(
     assert fake_slurm.calls("sbatch") == [] and not (tmp_path / "home").exists()
 
 
-def test_submit_counts_only_when_told_to(type_: Type, capfd: pytest.CaptureFixture[str]) -> None:
+def test_submit_counts_model_only_on_request(type_: Type, capfd: pytest.CaptureFixture[str]) -> None:
     assert type_("submit", "own.toml", "--dry-run", "--json", "--set", "model.args.width=0") == 0
     assert json.loads(capfd.readouterr().out)["plan"]["model_stats"] is None
     assert type_("submit", "own.toml", "--dry-run", "--json", "--count-model") == 0

@@ -10,13 +10,13 @@ from tests.harness.parity.cells import FEW_STEPS, LAYOUTS, STEPS, Cell, covering
 from tests.harness.parity.measure import run
 
 
-def test_the_subset_has_every_layout_in_fp32_and_every_pair_of_the_other_factors() -> None:
+def test_ci_subset_covers_layouts_and_factor_pairs() -> None:
     assert {c.layout for c in covering() if c.precision == "fp32"} == set(LAYOUTS)
     assert pairs(covering()) == pairs(table())
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("cell", covering(), ids=lambda c: c.id)
-def test_losses_and_norms_are_those_of_one_process(cell: Cell, tmp_path: Path) -> None:
+def test_losses_and_norms_equal_one_process(cell: Cell, tmp_path: Path) -> None:
     outcome = run(cell, tmp_path / "cell", FEW_STEPS if cell.slow else STEPS)
     assert outcome.ok, outcome

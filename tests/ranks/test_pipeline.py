@@ -80,7 +80,7 @@ def logical_tensors(run: RunDir) -> list[tuple[str, str, tuple[int, ...]]]:
     ],
     ids=lambda value: value.describe() if isinstance(value, Layout) else "-".join(value),
 )
-def test_a_pipeline_equals_one_process(tmp_path: Path, reference: Any, layout: Layout, model: dict[str, Any]) -> None:
+def test_pipeline_equals_one_process(tmp_path: Path, reference: Any, layout: Layout, model: dict[str, Any]) -> None:
     wanted, single = reference(**model)
     run = run_of(tmp_path / "run", layout, model=model)
     found = train(run, layout).losses()
@@ -98,7 +98,7 @@ def test_a_pipeline_equals_one_process(tmp_path: Path, reference: Any, layout: L
         (FSDP(schedule="zero-bubble", virtual_stages=2), {}),
     ],
 )
-def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, layout: Layout, model: dict[str, Any]) -> None:
+def test_stopped_run_resumes_bit_exactly(tmp_path: Path, layout: Layout, model: dict[str, Any]) -> None:
     whole = run_of(tmp_path / "whole", layout, model=model)
     wanted = train(whole, layout).losses()
     run = run_of(tmp_path / "parts", layout, model=model)
@@ -110,7 +110,7 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, layout: Layout
     assert digest(run) == digest(whole)
 
 
-def test_a_users_model_with_named_inputs_goes_on_under_other_layouts(tmp_path: Path) -> None:
+def test_user_model_with_named_inputs_resumes_under_other_layouts(tmp_path: Path) -> None:
     script = (SCRIPT, ())
     kw: dict[str, Any] = {"global_batch": 8, "micro_batch": 2}
     single = run_of(tmp_path / "single", SINGLE, script=script, **kw)
@@ -143,7 +143,9 @@ def test_a_users_model_with_named_inputs_goes_on_under_other_layouts(tmp_path: P
         (Layout(pp=5, schedule="1f1b"), {}, "5 pipeline stages"),
     ],
 )
-def test_what_a_pipeline_cannot_do_is_told(tmp_path: Path, layout: Layout, kw: dict[str, Any], words: str) -> None:
+def test_unsupported_pipeline_features_are_reported(
+    tmp_path: Path, layout: Layout, kw: dict[str, Any], words: str
+) -> None:
     ranks = Ranks(run_of(tmp_path / "run", layout, **kw), layout.world_size)
     assert set(ranks.wait()) == {78}
     assert all(words in r["error"]["message"] for r in ranks.results())

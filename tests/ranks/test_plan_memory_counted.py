@@ -41,7 +41,7 @@ def kept_bytes(model: Decoder, *, autocast: bool) -> int:
 
 @pytest.mark.parametrize("mode", ["fp32", "autocast", "cast"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_count_of_activations_is_what_autograd_keeps(name: str, mode: str) -> None:
+def test_counted_activations_match_autograd(name: str, mode: str) -> None:
     spec = MODELS[name]
     model = Decoder(spec).train()
     if mode == "cast":

@@ -97,12 +97,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("how", ["rows", "columns", "copies", "plain"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_any_layout_is_filled(saved: Path, how: str, ranks: int) -> None:
+def test_every_layout_is_filled(saved: Path, how: str, ranks: int) -> None:
     assert together(ranks, 1, restore, saved, how) == []
 
 
 @pytest.mark.parametrize("setup", ["not_allowed", "another_process", "no_memory", "other_nodes"])
-def test_ranks_that_do_not_see_each_other_read_for_themselves(saved: Path, setup: str) -> None:
+def test_ranks_without_shared_memory_read_alone(saved: Path, setup: str) -> None:
     assert together(3, 1, restore, saved, "columns", SETUPS[setup]) == []
 
 
@@ -157,7 +157,7 @@ def other_nodes() -> None:
 SETUPS: dict[str, Callable[[], None]] = {f.__name__: f for f in (not_allowed, another_process, no_memory, other_nodes)}
 
 
-def test_ranks_that_see_different_checkpoints_say_so(saved: Path, tmp_path: Path) -> None:
+def test_ranks_that_see_different_checkpoints_fail(saved: Path, tmp_path: Path) -> None:
     """Of the same step, as a file system may show that is behind."""
     both = [tmp_path / "0", tmp_path / "1"]
     for folder in both:
@@ -177,7 +177,7 @@ def refusal_of_own(team: Team, folders: list[Path]) -> list[str]:
     return _gathered(said)
 
 
-def test_a_tensor_of_another_shape_is_refused(saved: Path) -> None:
+def test_tensor_of_other_shape_is_refused(saved: Path) -> None:
     said = together(2, 1, refusal_of_shape, saved)
     assert all("small has shape (16, 16) there and (1, 16) here" in s for s in said)
 
@@ -192,7 +192,7 @@ def refusal_of_shape(team: Team, folder: Path) -> list[str]:
     return _gathered(said)
 
 
-def test_each_byte_is_read_once_on_a_node(saved: Path) -> None:
+def test_each_byte_is_read_once_per_node(saved: Path) -> None:
     read, there = together(3, 1, bytes_read, saved, "copies")
     assert there <= read <= 1.3 * there  # some blocks are on both sides of an edge
 
@@ -216,7 +216,7 @@ def bytes_read(team: Team, folder: Path, how: str) -> tuple[int, int]:
     return sum(_gathered(count[0])), there
 
 
-def test_damage_is_told_to_all(saved: Path, tmp_path: Path) -> None:
+def test_damage_is_reported_on_all_ranks(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "c"
     together(4, 1, save, folder, "rows")
     manifest = index.read_manifest(inspect.find_checkpoint(folder))

@@ -8,7 +8,7 @@ from tests.harness.reshape.cells import LAYOUTS, SOURCES, Cell, covering, table
 from tests.harness.reshape.measure import Outcome, by_ranks, sources, targets
 
 
-def test_the_subset_has_what_a_change_may_break() -> None:
+def test_ci_subset_covers_what_a_change_may_break() -> None:
     cells = covering()
     assert set(cells) <= set(table())
     assert {c.source.layout for c in cells} == {c.target.layout for c in cells} == set(SOURCES)
@@ -28,5 +28,5 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Outcome]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("cell", covering(), ids=lambda c: c.id)
-def test_the_run_goes_on_as_if_it_had_not_been_interrupted(cell: Cell, outcomes: dict[Cell, Outcome]) -> None:
+def test_run_continues_as_if_uninterrupted(cell: Cell, outcomes: dict[Cell, Outcome]) -> None:
     assert outcomes[cell].ok, outcomes[cell]

@@ -37,7 +37,7 @@ def uninterrupted(folder: Path, strategy: str, ranks: int, **kw: Any) -> Ranks:
         ("fsdp", 4, {"data": {"workers": 1}, "model": {"dropout": 0.2, "tie_embeddings": True}}),
     ],
 )
-def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, strategy: str, ranks: int, kw: Any) -> None:
+def test_stopped_run_resumes_bit_exactly(tmp_path: Path, strategy: str, ranks: int, kw: Any) -> None:
     whole = uninterrupted(tmp_path, strategy, ranks, **kw)
     run = make_run(tmp_path / "parts", strategy, ranks, **kw)
     first = Ranks(run, ranks, 1, setup=touch_stop_at, args=(STOP_AT,)).expect(0)
@@ -54,7 +54,7 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, strategy: str,
     assert [c["step"] for c in inspect.list_checkpoints(run.checkpoints)] == [4, 8]
 
 
-def test_killed_without_warning_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+def test_killed_run_resumes_bit_exactly(tmp_path: Path) -> None:
     whole = uninterrupted(tmp_path, "ddp", 4)
     run = make_run(tmp_path / "parts", "ddp", 4)
     first = Ranks(run, 4, 1, setup=die_at, args=(5,))
@@ -94,7 +94,7 @@ def die_at(step: int) -> None:
     ],
     ids=lambda value: f"{layout_of(*value).describe()} on {value[1]}",
 )
-def test_another_layout_restores_the_same_tensors(tmp_path: Path, old: Any, new: Any) -> None:
+def test_other_layout_restores_equal_tensors(tmp_path: Path, old: Any, new: Any) -> None:
     tied = {"tie_embeddings": True}  # in a pipeline two stages have it
     run = make_run(tmp_path / "run", *old, steps=4, every=2, global_batch=24, model=tied)
     Ranks(run, old[1], 1).expect(0)
@@ -123,7 +123,7 @@ def save_what_was_restored() -> None:
     SessionCheckpointer.restore = restore  # type: ignore[method-assign]
 
 
-def test_a_completed_run_does_nothing_more(tmp_path: Path) -> None:
+def test_completed_run_does_nothing_more(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=3)
     Ranks(run, 2, 1).expect(0)
     before = digest(run)

@@ -41,7 +41,7 @@ def torchrun(run: RunDir, attempt: int, rank_dir: Path) -> subprocess.Popen[byte
     return proc.start(argv, env=environ, log=log, new_session=True, ignore_stop_signals=True)
 
 
-def test_the_example_under_torchrun_is_warned_stops_and_goes_on(tmp_path: Path) -> None:
+def test_example_under_torchrun_stops_and_resumes(tmp_path: Path) -> None:
     args = ("--steps", "100000", "--checkpoint-every", "50000")
     run = make_run(tmp_path / "run", "ddp", 2, script=(EXAMPLE, args))
     first = torchrun(run, 1, tmp_path / "ranks-1")
@@ -66,7 +66,7 @@ def test_the_example_under_torchrun_is_warned_stops_and_goes_on(tmp_path: Path) 
     assert [c["step"] for c in inspect.list_checkpoints(run.checkpoints)] == [step + 3]  # not the stop's
 
 
-def test_the_example_resumes_bit_by_bit(tmp_path: Path) -> None:
+def test_example_resumes_bit_exactly(tmp_path: Path) -> None:
     def example(name: str, steps: int) -> RunDir:
         args = ("--steps", str(steps), "--checkpoint-every", "5")
         return make_run(tmp_path / name, "ddp", 4, script=(EXAMPLE, args))
@@ -81,7 +81,7 @@ def test_the_example_resumes_bit_by_bit(tmp_path: Path) -> None:
     assert digest(parts) == digest(whole)
 
 
-def test_the_example_for_every_layout_learns_the_same_when_it_is_cut(tmp_path: Path) -> None:
+def test_all_layout_example_trains_equally_when_interrupted(tmp_path: Path) -> None:
     layouts = (
         Layout(),
         Layout(tp=2, sequence_parallel=True),
@@ -122,7 +122,7 @@ with ct.session() as session:
 """
 
 
-def test_random_numbers_buffers_and_plain_state_go_on(tmp_path: Path) -> None:
+def test_rng_buffers_and_plain_state_resume(tmp_path: Path) -> None:
     script = tmp_path / "random_numbers.py"
     script.write_text(RANDOM)
     whole = Ranks(make_run(tmp_path / "whole", "ddp", 4, script=(script, ("10",))), 4).expect(0)
@@ -156,7 +156,7 @@ for total in (2, 4):
 """
 
 
-def test_a_second_session_goes_on_where_the_first_has_ended(tmp_path: Path) -> None:
+def test_second_session_continues_after_first(tmp_path: Path) -> None:
     script = tmp_path / "again.py"
     script.write_text(AGAIN)
     layout = Layout(strategy="fsdp", dp_shard=2, tp=2)
@@ -182,7 +182,7 @@ with ct.session(timeout_s=3.0) as session:
 """
 
 
-def test_a_rank_that_does_not_come_to_a_collective_is_a_hang(tmp_path: Path) -> None:
+def test_rank_missing_from_collective_is_a_hang(tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
     ranks = Ranks(make_run(tmp_path / "run", "ddp", 2, script=(script, ())), 2)
@@ -194,7 +194,7 @@ def test_a_rank_that_does_not_come_to_a_collective_is_a_hang(tmp_path: Path) -> 
     assert (record["kind"], record["ending"]) == ("hang", "failed"), ranks.logs()
 
 
-def test_a_script_by_itself_stops_on_sigterm_and_goes_on(tmp_path: Path) -> None:
+def test_standalone_script_stops_on_sigterm_and_resumes(tmp_path: Path) -> None:
     argv = [sys.executable, str(EXAMPLE), "--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "50000"]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTERTRAIN")}
     log = tmp_path / "log"
@@ -233,7 +233,7 @@ with ct.session({1}) as session:
         (TWO_LOOPS.format(9, "checkpoint_dir='apart'"), "user_error", 1, "begin at step 0, and 4 steps of the run are"),
     ],
 )
-def test_what_is_wrong_with_a_script_is_on_record(tmp_path: Path, text: str, kind: str, code: int, said: str) -> None:
+def test_problems_of_script_are_recorded(tmp_path: Path, text: str, kind: str, code: int, said: str) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(text)
     run = make_run(tmp_path / "run", "single", 1, script=(script, ()))
@@ -242,7 +242,7 @@ def test_what_is_wrong_with_a_script_is_on_record(tmp_path: Path, text: str, kin
     assert said in result["error"]["message"]
 
 
-def test_a_script_without_a_session_completes(tmp_path: Path) -> None:
+def test_script_without_session_completes(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text("import os, sys\nprint(sys.argv[1:], os.getcwd())")
     run = make_run(tmp_path / "run", "single", 1, script=(script, ("a b", "--c")))
@@ -266,7 +266,7 @@ print("in between:", record.exists())
 @pytest.mark.parametrize(
     ("then", "code", "ending"), [("", 0, "completed"), ("raise ValueError('export')", 1, "failed")]
 )
-def test_what_follows_the_session_belongs_to_the_rank(tmp_path: Path, then: str, code: int, ending: str) -> None:
+def test_code_after_session_belongs_to_rank(tmp_path: Path, then: str, code: int, ending: str) -> None:
     script = tmp_path / "after.py"
     script.write_text(AFTER + then)
     run = make_run(tmp_path / "run", "single", 1, script=(script, ()))
@@ -277,7 +277,7 @@ def test_what_follows_the_session_belongs_to_the_rank(tmp_path: Path, then: str,
     assert [(r["ending"], r["step"]) for r in ranks.results()] == [(ending, 2)]
 
 
-def test_a_session_that_nothing_of_ours_started_writes_its_record_itself(tmp_path: Path) -> None:
+def test_session_without_launcher_writes_its_record(tmp_path: Path) -> None:
     script = tmp_path / "after.py"
     script.write_text(AFTER)
     environ = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTERTRAIN")}
@@ -287,7 +287,7 @@ def test_a_session_that_nothing_of_ours_started_writes_its_record_itself(tmp_pat
     assert fsio.read_json(tmp_path / "rank-0.json")["ending"] == "completed"
 
 
-def test_processes_that_a_script_starts_have_default_signals(tmp_path: Path) -> None:
+def test_child_processes_of_script_have_default_signals(tmp_path: Path) -> None:
     script = tmp_path / "child.py"
     script.write_text(
         "import clustertrain as ct, subprocess\n"
@@ -305,7 +305,7 @@ UNUSED = Path(__file__).with_name("unused_parameter_script.py")
 
 
 @pytest.mark.parametrize(("loop", "code"), [("own-loop", 1), ("train-step", 78)])
-def test_a_parameter_that_a_step_does_not_use_is_named(loop: str, code: int, tmp_path: Path) -> None:
+def test_unused_parameter_is_named(loop: str, code: int, tmp_path: Path) -> None:
     """DDP gives indices alone, and only at the next step."""
     run = make_run(tmp_path / "run", "ddp", 2, script=(UNUSED, (loop,)))
     ranks = Ranks(run, 2)
@@ -316,7 +316,7 @@ def test_a_parameter_that_a_step_does_not_use_is_named(loop: str, code: int, tmp
         assert "parallel.find_unused_parameters = true" in message
 
 
-def test_find_unused_parameters_allows_it(tmp_path: Path) -> None:
+def test_find_unused_parameters_allows_unused_parameter(tmp_path: Path) -> None:
     run = make_run(
         tmp_path / "run", "ddp", 2, script=(UNUSED, ("train-step",)), parallel={"find_unused_parameters": True}
     )

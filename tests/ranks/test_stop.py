@@ -15,14 +15,14 @@ from tests.ranks.rank_pool import Ranks, make_run, touch_stop_at
 pytestmark = pytest.mark.ranks
 
 
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
+def test_signal_to_one_rank_stops_all_at_same_step(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 4)
     ranks = Ranks(run, 4, setup=touch_stop_at, args=(2, 3)).expect(0)
     assert {(r["ending"], r["step"], r["committed_step"]) for r in ranks.results()} == {("stopped", 4, 4)}
     assert ranks.events("stop_agreed")[0]["step"] == 4
 
 
-def test_told_before_the_first_step_no_step_is_done(tmp_path: Path) -> None:
+def test_stop_before_first_step_runs_no_step(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "fsdp", 2)
     ranks = Ranks(run, 2, setup=touch_stop_file)
     ranks.expect(0)
@@ -47,9 +47,7 @@ def stop_with_deadline(step: int, left_s: float) -> None:
 
 
 @pytest.mark.parametrize(("left_s", "saved"), [(5.0, False), (3600.0, True)])
-def test_the_deadline_decides_between_a_fresh_save_and_the_committed_one(
-    tmp_path: Path, left_s: float, saved: bool
-) -> None:
+def test_deadline_decides_between_new_save_and_committed_one(tmp_path: Path, left_s: float, saved: bool) -> None:
     run = make_run(tmp_path / "run", "fsdp", 2, steps=100_000, every=3)
     ranks = Ranks(run, 2, setup=stop_with_deadline, args=(4, left_s)).expect(0)
     ends = {(r["ending"], r["step"], r["committed_step"]) for r in ranks.results()}
@@ -64,7 +62,7 @@ def touch_stop_file() -> None:
     (Path(os.environ["CLUSTERTRAIN_RANK_DIR"]) / "stop").touch()
 
 
-def test_told_before_the_first_step_after_a_resume_nothing_is_saved_twice(tmp_path: Path) -> None:
+def test_stop_before_first_step_after_resume_saves_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 2)
     Ranks(run, 2, 1, setup=touch_stop_at, args=(1,)).expect(0)
     marker = run.checkpoints / "step-00000003" / "COMMITTED"
@@ -139,7 +137,7 @@ with ct.session() as session:
 @pytest.mark.parametrize(
     ("told", "ending", "code", "kind"), [(True, "stopped", 0, None), (False, "failed", 1, "user_error")]
 )
-def test_a_data_worker_of_the_scripts_own_that_the_stop_kills_is_no_failure(
+def test_killed_data_worker_of_script_is_no_failure(
     tmp_path: Path, told: bool, ending: str, code: int, kind: str | None
 ) -> None:
     script = tmp_path / "own_loader.py"
@@ -159,7 +157,7 @@ def test_a_data_worker_of_the_scripts_own_that_the_stop_kills_is_no_failure(
     assert result["committed_step"] in (2, 4)
 
 
-def test_a_peer_that_dies_while_the_ranks_are_told_to_stop_leaves_them_stopped(tmp_path: Path) -> None:
+def test_peer_lost_during_stop_leaves_ranks_stopped(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 3, global_batch=12, every=2)
     ranks = Ranks(run, 3, setup=stop_and_lose_a_peer, args=(5,))
     codes = ranks.wait()

@@ -42,7 +42,7 @@ def fault_at(point: str, rank: int, nth: int, what: str) -> None:
     os.environ[settings.FAULT_AT] = f"{point}:{rank}:{nth}:{what}"
 
 
-def test_a_killed_run_reads_its_nodes_own_disk_and_heals_what_is_damaged_there(tmp_path: Path, expected: str) -> None:
+def test_killed_run_restores_from_local_disk_and_repairs_it(tmp_path: Path, expected: str) -> None:
     run = with_tiers(tmp_path / "run", 2, local=f"{tmp_path}/disk")
     first = Ranks(run, 2, 1, setup=fault_at, args=("before_staging", 1, 3, "KILL"))
     assert first.wait()[1] == -signal.SIGKILL
@@ -61,7 +61,7 @@ def test_a_killed_run_reads_its_nodes_own_disk_and_heals_what_is_damaged_there(t
     assert not near.exists()  # the run is over
 
 
-def test_a_killed_writer_and_a_node_without_the_disk_cost_nothing(tmp_path: Path, expected: str) -> None:
+def test_killed_writer_and_missing_local_disk_cost_nothing(tmp_path: Path, expected: str) -> None:
     run = with_tiers(tmp_path / "run", 2, local="$OWN_DISK/x")
     first = Ranks(run, 2, 1, setup=own_disk_of_rank_0, args=(str(tmp_path / "disk"),)).expect(0)
     assert "$OWN_DISK/x: $OWN_DISK is not set here; checkpoints of this node go straight" in first.logs()
@@ -76,7 +76,7 @@ def own_disk_of_rank_0(folder: str) -> None:
         os.environ["OWN_DISK"] = folder
 
 
-def test_a_run_comes_back_from_copies_with_another_number_of_ranks(tmp_path: Path) -> None:
+def test_run_restores_remote_copies_with_other_world_size(tmp_path: Path) -> None:
     plain = make_run(tmp_path / "plain", "fsdp", 4, steps=6, every=2)
     undisturbed = Ranks(plain, 4).expect(0).losses()
     run = with_tiers(tmp_path / "run", 4, remote=f"file://{tmp_path}/store", remote_keep=1)
@@ -115,7 +115,7 @@ def stop_when_there(url: str) -> None:
     Session.log = log  # type: ignore[method-assign]
 
 
-def test_a_store_that_fails_all_the_time_does_not_fail_the_run(tmp_path: Path, expected: str) -> None:
+def test_failing_remote_store_does_not_fail_run(tmp_path: Path, expected: str) -> None:
     (tmp_path / "store").write_text("in the way")
     run = with_tiers(tmp_path / "run", 2, remote=f"file://{tmp_path}/store")
     ranks = Ranks(run, 2, 1, setup=impatient).expect(0)

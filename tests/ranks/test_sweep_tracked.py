@@ -27,7 +27,7 @@ preempt_at_steps = [10]
 """
 
 
-def test_a_sweep_whose_runs_are_preempted(tmp_path: Path) -> None:
+def test_sweep_with_preempted_runs(tmp_path: Path) -> None:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_", "WANDB_"))}
     env = {**kept, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
     recipe = runs.write_recipe(tmp_path, steps=STEPS, more=MORE)

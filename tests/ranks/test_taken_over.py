@@ -17,7 +17,7 @@ def wait_for_commit(run: RunDir, ranks: Ranks, after: int) -> None:
     assert clock.wait_until(lambda: max(run.committed_steps(), default=0) > after, 120, 0.05), ranks.logs()
 
 
-def test_ranks_whose_run_was_claimed_by_a_newer_attempt_end_without_a_commit(tmp_path: Path) -> None:
+def test_ranks_of_replaced_attempt_do_not_commit(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=100_000, every=2, keep=1000)
     old = Ranks(run, 2)
     wait_for_commit(run, old, 2)

@@ -64,7 +64,7 @@ def named(run: Run, event: str) -> list[events.Event]:
     return list(events.filter_by_name(events.for_attempt(RunDir(run.path).attempt(1)), event))
 
 
-def test_a_run_exports_and_warns_while_it_goes_on_and_can_be_read_afterwards(run: Run, tmp_path: Path) -> None:
+def test_running_job_exports_metrics_and_sends_alerts(run: Run, tmp_path: Path) -> None:
     run.wait_for_step(20)
     assert clock.wait_until(lambda: len(named(run, "exporter_started")) == 2, 60, 0.2), run.explain()
     (where,) = (e for e in named(run, "exporter_started") if e.get("port"))

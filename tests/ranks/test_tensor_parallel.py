@@ -100,7 +100,7 @@ def reference() -> Iterator[Reference]:
     ],
     ids=lambda value: value.describe() if isinstance(value, Layout) else "-".join(value),
 )
-def test_computes_what_one_process_computes(
+def test_layout_computes_as_one_process(
     tmp_path: Path, reference: Reference, layout: Layout, parallel: dict[str, Any], model: dict[str, Any]
 ) -> None:
     losses, whole = reference(**model)
@@ -119,7 +119,7 @@ def test_computes_what_one_process_computes(
     ],
     ids=Layout.describe,
 )
-def test_another_layout_restores_the_same_tensors(tmp_path: Path, old: Layout, new: Layout) -> None:
+def test_other_layout_restores_equal_tensors(tmp_path: Path, old: Layout, new: Layout) -> None:
     run = run_of(tmp_path / "run", old, steps=4, every=4, model=ODD)
     start(run, old).expect(0)
     before = digest(run, 4)
@@ -148,9 +148,7 @@ def alone() -> Iterator[Ranks]:
     ],
     ids=lambda value: value.describe() if isinstance(value, Layout) else str(value),
 )
-def test_a_model_of_the_users_own_by_its_plan_with_sgd(
-    tmp_path: Path, alone: Ranks, layout: Layout, micro_batch: int
-) -> None:
+def test_user_model_trains_with_sgd_by_its_plan(tmp_path: Path, alone: Ranks, layout: Layout, micro_batch: int) -> None:
     ranks = own_model(tmp_path / "run", layout, str(micro_batch)).expect(0)
     assert_equal_but_for_rounding(ranks.losses(), alone.losses())
     assert tensors(ranks.run) == tensors(alone.run)
@@ -164,7 +162,7 @@ def test_a_model_of_the_users_own_by_its_plan_with_sgd(
         ("torch-dropout", "layers.0.dropout: Dropout would drop different values"),
     ],
 )
-def test_what_would_compute_something_else_is_refused(tmp_path: Path, fault: str, words: str) -> None:
+def test_recipe_that_would_compute_something_else_is_refused(tmp_path: Path, fault: str, words: str) -> None:
     ranks = own_model(tmp_path / "run", Layout(tp=2, sequence_parallel=True), "8", fault)
     assert all(ranks.wait())
     errors = [r["error"] for r in ranks.results()]

@@ -51,7 +51,7 @@ def run_of(folder: Path, layout: Layout, **kw: Any) -> RunDir:
     ],
     ids=lambda value: value.describe() if isinstance(value, Layout) else value.__name__,
 )
-def test_what_one_rank_alone_has_that_is_not_finite_all_skip(
+def test_nonfinite_step_of_one_rank_is_skipped_by_all(
     tmp_path: Path, layout: Layout, setup: Callable[..., None]
 ) -> None:
     run = run_of(tmp_path / "run", layout, steps=5, every=1, keep=5)
@@ -70,7 +70,7 @@ def test_what_one_rank_alone_has_that_is_not_finite_all_skip(
     assert rows[2]["bad_samples"] in warning["text"]
 
 
-def test_too_many_skipped_in_a_row_end_the_run_for_good(tmp_path: Path) -> None:
+def test_too_many_skipped_steps_end_run(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", FSDP_PP, steps=9, every=2, tables={"stability": {"max_skipped": 3}})
     ranks = Ranks(run, 4, setup=faulty_data.poison_gradients, args=(0, range(4, 99))).expect(78)
     results = ranks.results()
@@ -106,9 +106,7 @@ def spiking(folder: Path, layout: Layout, **kw: Any) -> RunDir:
 
 
 @pytest.mark.parametrize("layout", [DDP, FSDP_PP], ids=Layout.describe)
-def test_going_back_is_as_if_the_samples_had_never_been_there(
-    tmp_path: Path, layout: Layout, without_them: Any
-) -> None:
+def test_rollback_equals_run_without_those_samples(tmp_path: Path, layout: Layout, without_them: Any) -> None:
     run = spiking(tmp_path / "run", layout, data={"workers": 1} if layout is DDP else None)
     batch = EventLog(run.attempt(1).events_path("batch"))
     batch.write("started", job_id="7")
@@ -129,9 +127,7 @@ def test_going_back_is_as_if_the_samples_had_never_been_there(
 @pytest.mark.parametrize(
     "point", ["before_rollback_record", "after_rollback_record", "between_invalidated_checkpoints"]
 )
-def test_killed_while_it_goes_back_the_next_attempt_does_the_same(
-    tmp_path: Path, point: str, without_them: Any
-) -> None:
+def test_rollback_killed_halfway_is_repeated(tmp_path: Path, point: str, without_them: Any) -> None:
     layout = Layout(strategy="ddp", dp_replicate=2)
     run = spiking(tmp_path / "run", layout)
     first = Ranks(run, 2, setup=faulty_data.bad_samples_and_a_kill, args=(BAD, 50.0, point)).wait()
@@ -144,7 +140,7 @@ def test_killed_while_it_goes_back_the_next_attempt_does_the_same(
     assert digest(run) == without_them(layout)
 
 
-def test_after_going_back_the_run_goes_on_elsewhere(tmp_path: Path) -> None:
+def test_rollback_resumes_under_other_layout(tmp_path: Path) -> None:
     two, four = Layout(strategy="ddp", dp_replicate=2), FSDP_TP
     run = spiking(tmp_path / "run", two)
     first = Ranks(run, 2, setup=stopping_after_the_way_back).expect(0)
@@ -175,7 +171,7 @@ def stopping_after_the_way_back() -> None:
     StepLoop._roll_back = go_back  # type: ignore[method-assign]
 
 
-def test_going_back_again_and_again_ends_the_run(tmp_path: Path) -> None:
+def test_repeated_rollbacks_end_run(tmp_path: Path) -> None:
     tables = {"stability": {"on_divergence": "roll-back", "max_skipped": 1, "max_roll_backs": 2}}
     run = run_of(tmp_path / "run", SINGLE, steps=9, every=2, tables=tables)
     # Wherever the run goes back to, the next step is bad.
@@ -195,7 +191,7 @@ def test_going_back_again_and_again_ends_the_run(tmp_path: Path) -> None:
     ],
     ids=lambda value: value.describe() if isinstance(value, Layout) else value["clip"],
 )
-def test_each_way_to_clip_equals_one_process(tmp_path: Path, layout: Layout, optim: dict[str, Any]) -> None:
+def test_clipping_equals_one_process(tmp_path: Path, layout: Layout, optim: dict[str, Any]) -> None:
     def rows(name: str, layout: Layout) -> list[dict[str, Any]]:
         run = run_of(tmp_path / name, layout, steps=22, every=50, micro_batch=4, tables={"optim": optim})
         return Ranks(run, layout.world_size).expect(0).rows()
@@ -209,7 +205,7 @@ def test_each_way_to_clip_equals_one_process(tmp_path: Path, layout: Layout, opt
 
 
 @pytest.mark.parametrize("layout", [DDP, ZERO1, FSDP, FSDP_TP, FSDP_PP], ids=Layout.describe)
-def test_figures_of_layers_do_not_depend_on_the_layout(tmp_path: Path, layout: Layout) -> None:
+def test_layer_stats_are_independent_of_layout(tmp_path: Path, layout: Layout) -> None:
     def figures(name: str, layout: Layout) -> dict[str, float]:
         run = run_of(tmp_path / name, layout, steps=2, every=50, tables={"stability": {"layer_stats_every": 2}})
         rows = Ranks(run, layout.world_size).expect(0).rows()

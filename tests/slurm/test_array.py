@@ -25,7 +25,7 @@ with ct.session() as session:
 """
 
 
-def test_an_array_of_three_one_at_a_time(cluster: Any, tmp_path: Path) -> None:
+def test_array_of_three_runs_one_at_a_time(cluster: Any, tmp_path: Path) -> None:
     env = {**cluster.env, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
     (tmp_path / "who.py").write_text(SCRIPT)
     words = ("--grid", "env.WHO=a,b,c", "--at-once", "1", "--device", "cpu", str(tmp_path / "who.py"))

@@ -24,7 +24,7 @@ def user(cluster: Any, tmp_path: Path) -> dict[str, str]:
     return {**kept, "XDG_CONFIG_HOME": str(tmp_path)}
 
 
-def test_a_profile_of_the_site_as_its_authors_wrote_it(user: dict[str, str], tmp_path: Path) -> None:
+def test_site_profile_as_written_by_its_authors(user: dict[str, str], tmp_path: Path) -> None:
     done = runs.call(user, "cluster", "detect")
     path = tmp_path / "clustertrain" / "clusters" / "testbed.toml"
     assert f"{path}: written" in done.stdout
@@ -38,7 +38,7 @@ def test_a_profile_of_the_site_as_its_authors_wrote_it(user: dict[str, str], tmp
     assert listed == {"name": "testbed", "path": str(path), "default": False}
 
 
-def test_inside_an_allocation_it_measures_across_its_nodes(
+def test_rates_are_measured_across_nodes_of_allocation(
     cluster: Any, user: dict[str, str], submit: Callable[..., str], tmp_path: Path
 ) -> None:
     profile = tmp_path / "clustertrain" / "clusters" / "here.toml"

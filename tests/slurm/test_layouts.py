@@ -39,7 +39,7 @@ def one_process(submitted: Run, folder: Path) -> RunDir:
     return run
 
 
-def test_three_dimensions_on_four_hosts_learn_what_one_process_learns(cluster: Any, tmp_path: Path) -> None:
+def test_three_dimensions_on_four_hosts_equal_one_process(cluster: Any, tmp_path: Path) -> None:
     env = {**cluster.env, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
     run = runs.submit(env, "--backend", "slurm", *FEW, EXAMPLE)
     try:

@@ -24,7 +24,7 @@ HALF = ("--nodes", "2", "--gpus", "1", "--cpus-per-gpu", "1")
 
 
 @pytest.mark.parametrize(("layout", "gpus", "times"), [("ddp", 1, 2), ("fsdp", 2, 1)])
-def test_a_preempted_run_resumes_and_ends_with_the_same_bits(
+def test_preempted_run_resumes_bit_exactly(
     cluster: Any,
     submitted: Callable[..., Run],
     preempt: Callable[[Run], None],
@@ -46,9 +46,7 @@ def test_a_preempted_run_resumes_and_ends_with_the_same_bits(
     _every_gpu_is_there(run, gpus, times + 1)
 
 
-def test_ranks_of_a_shared_run_read_a_secret_that_no_open_file_has(
-    submitted: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_secret_of_shared_run_is_in_no_readable_file(submitted: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"import os\nprint('a secret of', len(os.environ['SECRET']))\n{EXAMPLE.read_text()}")
     words = ("--steps", "1500", "--checkpoint-every", "100000")
@@ -112,7 +110,7 @@ def paced(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.mark.usefixtures("paced")  # whose minute begins here, so that the test of it need not wait
-def test_a_cancelled_run_stays_cancelled(cluster: Any, submitted: Callable[..., Run], recipe: Path) -> None:
+def test_cancelled_run_stays_cancelled(cluster: Any, submitted: Callable[..., Run], recipe: Path) -> None:
     ours, slurms = (submitted(*HALF, "--layout", "fsdp", str(recipe)) for _ in range(2))
     acts = {ours: lambda run: run.call("cancel", run.id), slurms: lambda run: cluster.run("scancel", run.job_id)}
     runs.at_step(5, acts)
@@ -146,7 +144,7 @@ def _processes(run: Run, verb: str) -> list[psutil.Process]:
     return found
 
 
-def test_a_signal_to_one_process_alone_stops_all_ranks_at_one_step(
+def test_signal_to_one_process_stops_all_ranks_at_same_step(
     submitted: Callable[..., Run], recipe: Path, tmp_path: Path
 ) -> None:
     to_agent, to_batch = (submitted(*HALF, "--layout", "fsdp", str(recipe)) for _ in range(2))
@@ -163,14 +161,14 @@ def test_a_signal_to_one_process_alone_stops_all_ranks_at_one_step(
         assert run.digest() == undisturbed(run.path, tmp_path / "alone")
 
 
-def test_a_time_limit_is_survived_and_ends_with_the_same_bits(paced: Run, tmp_path: Path) -> None:
+def test_run_survives_time_limit_bit_exactly(paced: Run, tmp_path: Path) -> None:
     status = paced.complete()
     assert set(paced.endings()) == {"time_limit", "completed"}
     assert runs.resumed_where_they_stopped(status)
     assert paced.digest() == undisturbed(paced.path, tmp_path / "alone")
 
 
-def test_a_lost_node_does_not_lose_the_run(cluster: Any, submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_lost_node_does_not_lose_run(cluster: Any, submitted: Callable[..., Run], tmp_path: Path) -> None:
     # With checkpoints on the way: a lost node gives no warning. Alone on their nodes, so that each run loses its own.
     recipe = str(runs.write_recipe(tmp_path, steps=240, every=10))
     one, other = (submitted(*HALF, "--sbatch", "exclusive", "--layout", "fsdp", recipe) for _ in range(2))
@@ -194,7 +192,7 @@ def test_a_lost_node_does_not_lose_the_run(cluster: Any, submitted: Callable[...
     assert len(set(lost)) == 2
 
 
-def test_an_error_of_the_users_ends_the_run_at_once(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_user_error_ends_run_at_once(submitted: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import clustertrain as ct\nwith ct.session() as s:\n    raise ValueError('no such thing')\n")
     run = submitted("--nodes", "2", "--gpus", "1", str(script))
@@ -203,7 +201,7 @@ def test_an_error_of_the_users_ends_the_run_at_once(submitted: Callable[..., Run
     assert "no such thing" in status["attempts"][0]["reason"]
 
 
-def test_requeue_by_hand_starts_again_what_was_submitted(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_manual_requeue_keeps_submit_options(submitted: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(EXAMPLE.read_text())
     run = submitted(*HALF, str(script), "--steps", "1500", "--checkpoint-every", "100000")
@@ -216,7 +214,9 @@ def test_requeue_by_hand_starts_again_what_was_submitted(submitted: Callable[...
     assert (status["step"], status["total_steps"]) == (1500, 1500)
 
 
-def test_a_pending_run_says_why_and_can_be_cancelled(cluster: Any, submitted: Callable[..., Run], recipe: Path) -> None:
+def test_pending_run_reports_reason_and_can_be_cancelled(
+    cluster: Any, submitted: Callable[..., Run], recipe: Path
+) -> None:
     blocker = cluster.run(
         "sbatch", "--parsable", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 120"
     ).stdout.strip()

@@ -53,7 +53,7 @@ def job_log(run: Run) -> str:
     return (run.path / "job.log").read_text(errors="replace")
 
 
-def test_without_slurmctld_runs_wait_for_it_and_are_cancelled_all_the_same(
+def test_runs_wait_for_slurmctld_and_can_be_cancelled(
     controller: Any, submitted: Callable[..., Run], slow: str
 ) -> None:
     # Each alone on its node, for one of them to be preempted.
@@ -92,9 +92,7 @@ def batch_of(run: Run) -> psutil.Process:
     return psutil.Process(record["pid"])
 
 
-def test_the_ending_has_the_name_of_what_was_done_from_outside(
-    cluster: Any, submitted: Callable[..., Run], slow: str
-) -> None:
+def test_ending_names_the_external_cause(cluster: Any, submitted: Callable[..., Run], slow: str) -> None:
     requeued, signalled, shortened, killed = (submitted(*ONE, slow) for _ in range(4))
     acts = {
         requeued: lambda run: cluster.run("scontrol", "requeue", run.job_id),
@@ -110,9 +108,7 @@ def test_the_ending_has_the_name_of_what_was_done_from_outside(
         assert words in run.status()["attempts"][0]["reason"]
 
 
-def test_a_run_directory_that_is_read_only_at_the_start_is_waited_for(
-    cluster: Any, submitted: Callable[..., Run], slow: str
-) -> None:
+def test_start_waits_for_read_only_run_folder(cluster: Any, submitted: Callable[..., Run], slow: str) -> None:
     run = submitted(*ONE, slow)
     run.wait_for_step(5)
     run.call("requeue", run.id)

@@ -45,9 +45,7 @@ if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1" and os.environ["RANK"] == "1":
 """
 
 
-def test_a_script_that_saves_on_slurms_signal_and_exits_0_is_continued(
-    submitted: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_script_that_exits_0_on_slurm_signal_is_continued(submitted: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "saves.py"
     script.write_text(SAVES_ON_THE_SIGNAL)
     run = submitted("--nodes", "2", "--gpus", "1", str(script))
@@ -58,7 +56,7 @@ def test_a_script_that_saves_on_slurms_signal_and_exits_0_is_continued(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_killed_agent_ends_its_ranks_and_its_node_is_not_blamed(
+def test_killed_agent_ends_ranks_without_blaming_node(
     submitted: Callable[..., Run], tmp_path: Path, late: bool
 ) -> None:
     script = tmp_path / "meets.py"

@@ -39,7 +39,7 @@ def stocked(cluster: Any) -> Iterator[Any]:
         cluster.run("scontrol", "update", HOSTS, "AvailableFeatures=", "ActiveFeatures=", check=False)
 
 
-def test_sbatch_accepts_every_script_and_reads_what_was_asked(stocked: Any, tmp_path: Path) -> None:
+def test_sbatch_accepts_every_script(stocked: Any, tmp_path: Path) -> None:
     grid = cases.render(cases.make_cases(tmp_path), tmp_path, cases.surroundings(tmp_path, stocked.env))
     assert len(grid) >= 200
     for scripts in grid:

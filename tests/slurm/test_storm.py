@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slurm
 SEED, ROUNDS = "22777", 6
 
 
-def test_the_rounds_have_what_can_happen() -> None:
+def test_rounds_cover_all_faults() -> None:
     """Where this fails the menu is another one: search another seed."""
     drawn = {str(plan_of(SEED, n).fault.kind) for n in range(ROUNDS)}
     assert drawn >= {"kill slurmctld", "preempt", "cancel then two requeues", "kill rank"}
@@ -22,7 +22,7 @@ def test_the_rounds_have_what_can_happen() -> None:
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.timeout(1200)
-def test_whatever_happens_the_runs_end_as_if_nothing_had(cluster: Any) -> None:
+def test_runs_with_faults_equal_undisturbed_runs(cluster: Any) -> None:
     argv = [sys.executable, "-m", "tests.harness.chaos_slurm", "--seed", SEED, "--rounds", str(ROUNDS)]
     done = subprocess.run(argv, env=cluster.env, text=True, capture_output=True, timeout=1100, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"

@@ -110,7 +110,7 @@ def view_of(job_id: str, state: str, restarts: int = 0) -> JobView:
     return SlurmBackend().query_jobs([job_id])[job_id]
 
 
-def test_a_refused_partition_gives_slurms_words_and_leaves_nothing(site: Site) -> None:
+def test_refused_partition_shows_slurm_error_and_leaves_nothing(site: Site) -> None:
     done = site.call("--partition", "nope")
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.splitlines()[-1].startswith("clustertrain: Slurm refused the job: ")
@@ -118,7 +118,7 @@ def test_a_refused_partition_gives_slurms_words_and_leaves_nothing(site: Site) -
     assert list(site.runs.iterdir()) == []
 
 
-def test_the_environment_reaches_every_task(site: Site) -> None:
+def test_environment_reaches_every_task(site: Site) -> None:
     run, _ = site.submit("--nodes", "2", "--gpus", "2", "--cpus-per-gpu", "3", "--gpu-type", "h100", "--env", "A=b")
     for node in (0, 1):
         task = seen(run, node)
@@ -130,7 +130,7 @@ def test_the_environment_reaches_every_task(site: Site) -> None:
         assert len(env["CUDA_VISIBLE_DEVICES"].split(",")) == 2
 
 
-def test_a_secret_reaches_a_shared_job_and_no_file_that_the_group_can_read(site: Site) -> None:
+def test_secret_reaches_shared_job_but_no_group_file(site: Site) -> None:
     done = site.call("--share", "--env", "SECRET=s3cret-canary", "--grid", "train.seed=1,2")
     shown = json.loads(done.stdout)
     job_id = shown["job_id"]
@@ -146,7 +146,7 @@ def test_a_secret_reaches_a_shared_job_and_no_file_that_the_group_can_read(site:
     assert "s3cret-canary" not in said
 
 
-def test_an_enclosing_allocation_does_not_leak(site: Site) -> None:
+def test_enclosing_allocation_does_not_leak(site: Site) -> None:
     inside = ("srun", "--partition=low", "--nodes=1", "--ntasks=1", "--mem=321", "--cpus-per-task=2", "--quiet")
     run, job_id = site.submit("--nodes", "2", "--gpus", "1", before=inside)
     env = seen(run, 0)["env"]
@@ -154,7 +154,7 @@ def test_an_enclosing_allocation_does_not_leak(site: Site) -> None:
     assert env.get("SLURM_MEM_PER_NODE") != "321"
 
 
-def test_sbatchs_own_variables_do_not_leak(site: Site) -> None:
+def test_sbatch_variables_do_not_leak(site: Site) -> None:
     site.env |= {"SBATCH_PARTITION": "nope", "SBATCH_EXPORT": "NONE", "SLURM_MEM_PER_CPU": "1", "SLURM_NNODES": "4"}
     run, _ = site.submit("--env", "A=b")
     assert seen(run, 0)["env"]["A"] == "b"
@@ -180,7 +180,7 @@ def test_hostile_values_are_harmless_end_to_end(site: Site) -> None:
     assert not list(site.folder.rglob("pwned"))
 
 
-def test_what_the_backend_says_of_a_job_over_its_life(site: Site) -> None:
+def test_backend_reports_job_over_its_life(site: Site) -> None:
     backend = SlurmBackend()
     _, held = site.submit("--sbatch", "hold")
     site.env["SPY_WAITS"] = "1"

@@ -31,7 +31,7 @@ def shown(env: dict[str, str], name: str) -> dict[str, Any]:
     return found
 
 
-def test_the_table_follows_a_task_that_is_requeued(cluster: Any, tmp_path: Path) -> None:
+def test_table_follows_requeued_task(cluster: Any, tmp_path: Path) -> None:
     env = {**cluster.env, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
     (tmp_path / "who.py").write_text(SCRIPT)
     words = ("--grid", "env.WHO=a,b", "--at-once", "1", "--device", "cpu", str(tmp_path / "who.py"))

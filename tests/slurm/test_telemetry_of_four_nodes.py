@@ -76,7 +76,7 @@ def driven(env: dict[str, str], tmp_path: Path) -> Iterator[dict[str, str]]:
     env.update(before)
 
 
-def test_the_report_names_the_three_and_nothing_else(
+def test_report_names_the_three_faults_only(
     driven: dict[str, str], submitted: Callable[..., Run], tmp_path: Path
 ) -> None:
     recipe = runs.write_recipe(tmp_path, steps=500, more="\n[telemetry]\nflush_s = 2\n")

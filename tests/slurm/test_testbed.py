@@ -34,7 +34,7 @@ def test_both_partitions_have_four_idle_hosts(cluster: Cluster) -> None:
     assert sorted(out.splitlines()) == ["high idle 4 node[01-04]", "low idle 4 node[01-04]"]
 
 
-def test_a_step_sees_its_host_and_its_gpus(cluster: Cluster) -> None:
+def test_step_sees_its_host_and_gpus(cluster: Cluster) -> None:
     script = "echo $(hostname) $CUDA_VISIBLE_DEVICES"
     out = cluster.run("srun", "-N4", "--ntasks-per-node=1", "--gpus-per-node=2", "bash", "-c", script).stdout
     assert sorted(out.splitlines()) == [f"{node} 0,1" for node in NODES]
@@ -63,7 +63,7 @@ def test_hosts_reach_each_other_by_name(cluster: Cluster, tmp_path: Path) -> Non
     assert sorted(out.splitlines()) == ["from 10.77.0.14", "to 10.77.0.12"]
 
 
-def test_a_host_healed_before_slurm_noticed_has_lost_its_job(cluster: Cluster, submit: Submit, healed: str) -> None:
+def test_host_back_before_slurm_noticed_has_lost_its_job(cluster: Cluster, submit: Submit, healed: str) -> None:
     """As after a reboot: slurmctld must not believe in processes that are gone."""
     job = submit("sleep 600", "-N1", "-w", healed, "--no-requeue")
     cluster.wait_for(lambda: cluster.job_states(job) == ["RUNNING"], 60, "the start of the job")

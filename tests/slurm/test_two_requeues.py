@@ -17,7 +17,7 @@ from tests.runs import CLI, Run
 pytestmark = pytest.mark.slurm
 
 
-def test_of_two_requeues_at_once_one_goes_on_with_the_run(
+def test_one_of_two_concurrent_requeues_continues_run(
     cluster: Any, submitted: Callable[..., Run], tmp_path: Path
 ) -> None:
     recipe = runs.write_recipe(tmp_path, steps=120, every=20)

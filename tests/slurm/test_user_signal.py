@@ -24,7 +24,7 @@ def user_signal(cluster: Any) -> Iterator[None]:
     cluster.up()
 
 
-def test_the_jobs_own_signal_comes_first(cluster: Any, submit: Callable[..., str], tmp_path: Path) -> None:
+def test_signal_of_the_job_comes_first(cluster: Any, submit: Callable[..., str], tmp_path: Path) -> None:
     log = tmp_path / "log"
     traps = f'for s in USR1 TERM; do trap "echo $s >>{log}; exit" $s; done'
     step = f"{traps}; echo start >>{log}; while true; do sleep 0.2; done"
@@ -35,7 +35,7 @@ def test_the_jobs_own_signal_comes_first(cluster: Any, submit: Callable[..., str
     assert log.read_text().split() == ["start", "USR1"]
 
 
-def test_at_preemption_it_counts_as_the_warning(
+def test_signal_at_preemption_counts_as_warning(
     submitted: Callable[..., Run], preempt: Callable[[Run], None], recipe: Path, tmp_path: Path
 ) -> None:
     # The limit is near enough for the same signal to mean that.

@@ -66,7 +66,7 @@ def test_hostile_run_folders(name: str, fake_slurm: FakeSlurm, tmp_path: Path) -
     assert [p.name for p in tmp_path.iterdir() if p.name not in ("fake-slurm", "home", "config")] == [name]
 
 
-def test_an_enclosing_allocation_does_not_leak(
+def test_enclosing_allocation_does_not_leak(
     fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_NODE", "SBATCH_PARTITION", "SRUN_CPUS_PER_TASK", "SLURM_CPU_BIND"):
