@@ -36,7 +36,7 @@ ALONE := -m 'slurm or gpu'
 test: setup test-packages ## every test, the real-Slurm ones included
 	@$(PYTEST) $(FAST); fast=$$?; $(PYTEST) $(RANKS); ranks=$$?; $(PYTEST) $(ALONE) && exit $$((fast + ranks))
 
-test-fast: setup ## the tests that need no cluster and start no ranks
+test-fast: setup ## the quick tests: no cluster, no ranks, nothing that takes long
 	$(PYTEST) $(FAST)
 
 test-packages:

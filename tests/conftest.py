@@ -15,10 +15,11 @@ from xdist.scheduler import LoadScopeScheduling
 # share, and several workers on few cores have more threads than those: a thread that waits for another one spins.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# Files whose tests share what takes long to make: one worker does all of such a file.
+# Files whose tests share a fixture that takes long: one worker runs the whole file.
 WHOLE = frozenset(
     {
         "test_chaos.py",
+        "test_html_in_chromium.py",
         "test_local_backend.py",
         "test_options.py",
         "test_job_script_grid.py",

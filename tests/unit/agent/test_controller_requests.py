@@ -22,6 +22,8 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.backend import Backend, JobView
 from clustertrain.submit import continue_run
 
+pytestmark = pytest.mark.long
+
 
 class OneJob:
     """Its job runs for as long as anybody asks. It notes what it is asked to do."""

@@ -16,6 +16,8 @@ from clustertrain.errors import CommandFailed, ConfigError, UsageError
 from tests.fakes.slurm import said as slurm
 from tests.fakes.slurm.fixture import FakeSlurm
 
+pytestmark = pytest.mark.long
+
 
 def call(*argv: str) -> Result:
     return CliRunner().invoke(cluster, argv)

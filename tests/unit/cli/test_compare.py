@@ -18,6 +18,8 @@ from clustertrain.run.run_dir import RunDir
 from tests.unit.tracking import reading_back
 from tests.unit.tracking.tracked_runs import T0, loss, make, write
 
+pytestmark = pytest.mark.long
+
 Type = Callable[..., int]
 JUDGED = {"contract": {"metric": "loss"}}
 

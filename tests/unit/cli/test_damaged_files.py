@@ -25,6 +25,8 @@ from clustertrain.run import attempts
 from clustertrain.run.run_dir import RunDir
 from tests.unit.report.live_runs import begin, new_run
 
+pytestmark = pytest.mark.long
+
 JSON = {
     "empty": b"",
     "cut off": b'{"job_id": "local-1", "nod',

@@ -19,6 +19,8 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry.store import jsonl_blocks, totals
 from tests.unit.report.live_runs import begin, new_run, record
 
+pytestmark = pytest.mark.long
+
 Said = Callable[..., tuple[int, str, str]]
 TELEMETRY = (
     ("telemetry", "{}"),

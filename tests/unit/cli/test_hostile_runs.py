@@ -19,6 +19,8 @@ from clustertrain.cli.main import main
 from clustertrain.run.run_dir import RunDir
 from tests.unit.report.live_runs import begin, new_run
 
+pytestmark = pytest.mark.long
+
 OSC_52 = "\x1b]52;c;Y2FuYXJ5\x07"
 HOSTILE = f"{OSC_52}\x9b31m\x7f\u202e\ud800"
 ACTS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

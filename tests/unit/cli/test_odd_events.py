@@ -17,6 +17,8 @@ from clustertrain.run import attempts, events
 from clustertrain.run.run_dir import RunDir
 from tests.unit.report.live_runs import begin, new_run
 
+pytestmark = pytest.mark.long
+
 NAMES = (
     "submitted", "started", "agent_started", "ranks_started", "session_started", "restored", "first_step",
     "signal", "save_abandoned", "stop_agreed", "checkpoint", "evaluation", "session_ended", "ranks_ended",

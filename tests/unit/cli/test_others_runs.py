@@ -24,6 +24,8 @@ from clustertrain.run import lookup
 from clustertrain.run.run_dir import RunDir
 from tests.unit.report.live_runs import begin, new_run
 
+pytestmark = pytest.mark.long
+
 
 @contextmanager
 def as_nobody() -> Iterator[None]:

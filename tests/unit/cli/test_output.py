@@ -14,6 +14,8 @@ from clustertrain.cli import output
 from clustertrain.cli.common import print_json, print_json_line
 from clustertrain.printable import sanitized_output
 
+pytestmark = pytest.mark.long
+
 COMMANDS = [("list",), ("list", "--json"), ("cluster", "list"), ("--help",)]
 CLUSTERTRAIN = f'"{sys.executable}" -m clustertrain'
 

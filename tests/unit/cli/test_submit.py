@@ -15,6 +15,8 @@ from clustertrain.cli.main import main
 from tests.fakes.slurm.fixture import FakeSlurm
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.long
+
 Type = Callable[..., int]
 
 

@@ -21,6 +21,8 @@ from clustertrain.run import metric_curves
 from clustertrain.run.run_dir import RunDir
 from tests.fakes.slurm.fixture import FakeSlurm
 
+pytestmark = pytest.mark.long
+
 Type = Callable[..., int]
 FAILED = "4711_{}|FAILED|0|10|20|N/A|node01|NonZeroExitCode|\n"
 PENDING = "4711_{}|PENDING|0|N/A|N/A|N/A||JobArrayTaskLimit|\n"

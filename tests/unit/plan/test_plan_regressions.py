@@ -25,6 +25,8 @@ from clustertrain.plan.search.layouts import search
 from clustertrain.plan.table.predict import predict, predict_row
 from tests.unit.plan.problems import LLAMA_8B, problem
 
+pytestmark = pytest.mark.long
+
 
 def chosen(
     preset: str,

@@ -34,6 +34,8 @@ from tests.unit.telemetry.summaries import (
     with_gpus,
 )
 
+pytestmark = pytest.mark.long
+
 
 def render_text(summary: Summary, width: int = 80, show_all: bool = False, encoding: str = "utf-8") -> str:
     raw = io.BytesIO()

@@ -23,6 +23,8 @@ from clustertrain.submit.request import SubmitRequest
 from clustertrain.submit.sweep import SubmittedSweep, dry_run_sweep, expand_grid, format_values, submit_sweep
 from tests.fakes.slurm.fixture import FakeSlurm
 
+pytestmark = pytest.mark.long
+
 Sweep = Callable[..., SubmittedSweep]
 SIX = ("env.LR=1e-4,3e-4,1e-3", "train.seed=1,2")
 

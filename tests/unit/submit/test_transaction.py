@@ -24,6 +24,8 @@ from clustertrain.submit.sweep import submit_sweep
 from clustertrain.submit.transaction import SubmittedRun, dry_run, submit
 from tests.fakes.slurm.fixture import FakeSlurm
 
+pytestmark = pytest.mark.long
+
 HOSTILE = "a b'\"$(touch pwned)`x`\n%j\\"
 
 

@@ -24,6 +24,8 @@ from clustertrain.train.optim import build, registry
 from clustertrain.train.optim.param_info import build_param_table
 from tests.unit.train.alone import ALONE, group_of_one
 
+pytestmark = pytest.mark.long
+
 NESTED = ("muon", "soap", "adamw8bit")  # a pair, lists of matrices, codes with their scales
 CASES = [(n, "raw") for n in registry.OPTIMIZERS] + [(n, e) for n in NESTED for e in ENGINES if e != "raw"]
 

@@ -26,6 +26,8 @@ from clustertrain.errors import CheckpointError, ConfigError, NotFound, UsageErr
 from clustertrain.train.models.decoder import Decoder
 from tests.unit.checkpoint.saved import change_index, decoder, recipe_of, save
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

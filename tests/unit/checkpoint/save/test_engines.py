@@ -34,6 +34,8 @@ from clustertrain.checkpoint.offline import inspect
 from clustertrain.checkpoint.save.engines import ENGINES, Engine, get_engine, library
 from clustertrain.errors import CheckpointError, ConfigError
 
+pytestmark = pytest.mark.long
+
 DTYPES = sorted(
     (v for v in vars(torch).values() if isinstance(v, torch.dtype) and not str(v).startswith("torch.q")), key=str
 )

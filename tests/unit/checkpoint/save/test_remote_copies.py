@@ -26,6 +26,8 @@ from clustertrain.checkpoint.save.remote import ANNOUNCEMENT_FILE
 from clustertrain.checkpoint.save.writer_jobs import JobOutcome
 from tests.unit.checkpoint.saved import files, save, state_of, steps
 
+pytestmark = pytest.mark.long
+
 LONG_S = 60.0
 
 

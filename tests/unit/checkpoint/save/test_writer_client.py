@@ -29,6 +29,8 @@ from clustertrain.checkpoint.save import staging
 from clustertrain.checkpoint.save.staging import StagingBuffer, available_memory
 from clustertrain.checkpoint.save.writer_client import WriterClient
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 
 

@@ -22,6 +22,8 @@ from clustertrain.plan.planner import Plan, plan
 from clustertrain.plan.search.layouts import FAMILIES, SearchProblem, search
 from tests.unit.plan.problems import LLAMA_8B, problem
 
+pytestmark = pytest.mark.long
+
 
 def said(of: SearchProblem) -> dict[str, str]:
     return dict(search_result.explain_rejected(of, search(of)))

@@ -24,6 +24,8 @@ from clustertrain.plan.search.layouts import (
 )
 from tests.unit.plan.problems import GPT_125M, LLAMA_8B, LLAMA_405B, SHALLOW, every, problem
 
+pytestmark = pytest.mark.long
+
 TINY = ModelSpec()
 
 

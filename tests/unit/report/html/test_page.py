@@ -30,6 +30,8 @@ from clustertrain.telemetry.analysis.resample import CurveTable
 from clustertrain.telemetry.report_schema import AttemptSummary, Insight, Summary, TimelineEvent, TimeWindow, Waste
 from tests import pages
 
+pytestmark = pytest.mark.long
+
 EVIL = '</script></title></style>--><img src=x onerror="alert(1)"><script>alert(2)</script>\u2028{{ 7*7 }}'
 
 

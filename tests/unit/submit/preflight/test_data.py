@@ -17,7 +17,7 @@ from clustertrain.submit.request import SubmitRequest
 from clustertrain.train.data.tokenize import write
 from tests.fakes.slurm.fixture import FakeSlurm
 
-pytestmark = pytest.mark.usefixtures("fake_slurm")
+pytestmark = [pytest.mark.usefixtures("fake_slurm"), pytest.mark.long]
 
 
 def prepared(cwd: Path, target: str = "", **tables: Any) -> PreparedRun:
