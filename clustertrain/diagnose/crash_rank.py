@@ -16,11 +16,12 @@ from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
+from clustertrain.train import trainer
 from clustertrain.train.core.context import load_plan
 from clustertrain.train.core.step_types import StepResult
 from clustertrain.train.main import run_as_rank
 from clustertrain.train.session.session import Session
-from clustertrain.train.trainer import Trainer, train
+from clustertrain.train.trainer import Trainer
 
 CHECKPOINT_TIMEOUT_S = 300.0  # for the pending save to commit
 
@@ -30,6 +31,8 @@ def main() -> int:
 
     def rank_main(run: RunDir | None) -> None:
         assert run is not None
+
+        build_original = trainer.build_trainer
 
         @dataclasses.dataclass(frozen=True)
         class KilledTrainer(Trainer):
@@ -41,11 +44,11 @@ def main() -> int:
                 return super().step()
 
         def build_killed_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
-            base = build_trainer(session, recipe, batch)
+            base = build_original(session, recipe, batch)
             return KilledTrainer(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base)})
 
-        build_trainer = build_killed_trainer
-        train(load_spec(run).recipe, load_plan(run)[1])
+        trainer.build_trainer = build_killed_trainer
+        trainer.train(load_spec(run).recipe, load_plan(run)[1])
 
     return run_as_rank(rank_main)
 

@@ -19,7 +19,7 @@ def poison_gradients(rank: int, steps: Sequence[int]) -> None:
     from clustertrain.train.distributed import grad_norm
     from clustertrain.train.step import train_step
 
-    original, call = grad_norm.reduce_partial_gradients, train_step.TrainStep.__call__
+    original, call = train_step.reduce_partial_gradients, train_step.TrainStep.__call__
     done = [0]
 
     def complete(params: Any) -> None:
@@ -37,7 +37,7 @@ def poison_gradients(rank: int, steps: Sequence[int]) -> None:
             f.write(f"{int(found.skipped)}")
         return found
 
-    grad_norm.reduce_partial_gradients = complete
+    train_step.reduce_partial_gradients = complete
     train_step.TrainStep.__call__ = stepped  # type: ignore[method-assign]
 
 

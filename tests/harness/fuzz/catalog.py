@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from tests.harness.fuzz.inputs import (
     commands,
     documents,
@@ -44,5 +46,6 @@ def shares(inputs: int, names: list[str]) -> dict[str, int]:
 
 def play_class(name: str, seed: int, inputs: int, until: float | None = None) -> Played:
     """Up to ``inputs`` of the class, in a sandbox of their own."""
+    sys.dont_write_bytecode = True  # a module compiled on import is no write of the input
     with sandbox() as box:
         return play(CLASSES[name], box, seed=seed, inputs=inputs, until=until)
