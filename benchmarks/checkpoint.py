@@ -111,7 +111,7 @@ def in_turn(names: Sequence[str], n: int) -> list[str]:
 def save_once(team: Team, shapes: Shapes, folder: Path) -> int:
     """Job of a team: one checkpoint. Returns the fingerprint of its content."""
     state = State(shapes)
-    manager = manager_of(folder, team.own_group(), background=False)
+    manager = manager_of(folder, team.own_group(), async_save=False)
     manager.save(1, state.objects, rank_state())
     manager.close()
     return state.fingerprint()

@@ -108,7 +108,7 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         check_positive("signal_lead_s", self.signal_lead_s)
         check_positive("calibration", self.calibration)
         if self.gpu is not None:
-            for name in ("memory_gib", "tflops", "memory_gb_s", "fabric_gb_s", "power"):
+            for name in ("memory_gib", "tflops", "memory_gb_s", "fabric_gb_s", "power_limit_factor"):
                 check_positive(f"gpu.{name}", getattr(self.gpu, name))
         if self.fabric:
             hardware.parse_node_gb_s(self.fabric)

@@ -43,7 +43,7 @@ class GpuType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """GPUs joined by such links. 0: those of a node."""
     fabric_gb_s: float = 12.5
     """One GPU's share of the network, in GB/s, in the system in which the type usually ships."""
-    power: float = 1.0
+    power_limit_factor: float = 1.0
     """Fraction of the rates that a card sustains whose power limit is below its type's."""
     bf16: bool = True
     """The type supports bf16."""
@@ -74,7 +74,7 @@ def _nvidia(
     fabric_gb_s: float = 12.5,
     domain: int = 0,
     usable_gib: float | None = None,
-    power: float = 1.0,
+    power_limit_factor: float = 1.0,
 ) -> GpuType:
     """Return the entry of an NVIDIA GPU.
 
@@ -96,7 +96,7 @@ def _nvidia(
         fabric_gb_s=fabric_gb_s,
         bf16=capability >= _MIN_BF16_CAPABILITY,
         usable_gib=usable_gib,
-        power=power,
+        power_limit_factor=power_limit_factor,
     )
 
 
@@ -136,8 +136,9 @@ CATALOGUE: tuple[GpuType, ...] = (
     # NVL bridges join pairs.
     _nvidia("h100-nvl", 9.0, 94, (60, 835, 1671, 0), 3900, 300, "H100 NVL", fabric_gb_s=25, domain=2),
     _nvidia("h100-94gb", 9.0, 94, (67, 989, 1979, 0), 2400, 450, "H100", fabric_gb_s=50),
-    # HBM2e and 500 W, as in torchtitan's benchmarks; power is fitted with plan/cost/compute.py's constants.
-    _nvidia("h100-96gb", 9.0, 96, (67, 989, 1979, 0), 2400, 450, "H100", fabric_gb_s=50, usable_gib=95.0, power=0.92),
+    # HBM2e and 500 W, as in torchtitan's benchmarks; its factor is fitted with plan/cost/compute.py's constants.
+    _nvidia("h100-96gb", 9.0, 96, (67, 989, 1979, 0), 2400, 450, "H100", fabric_gb_s=50, usable_gib=95.0,
+            power_limit_factor=0.92),
     _nvidia("h800", 9.0, 80, (67, 989, 1979, 0), 3350, 200, "H800", fabric_gb_s=50),
     _nvidia("h200", 9.0, 141, (67, 989, 1979, 0), 4800, 450, "H200", fabric_gb_s=50, usable_gib=139.8),
     _nvidia("gh200", 9.0, 96, (67, 989, 1979, 0), 4000, 450, "GH200", fabric_gb_s=50),

@@ -137,7 +137,7 @@ BOUNDS: Mapping[str, Bound] = {
     "gpu.link_gb_s": _RATE,
     "gpu.fabric_gb_s": _RATE,
     "gpu.domain": _RANKS,
-    "gpu.power": Bound(10.0, "it is a fraction of the type's rates"),
+    "gpu.power_limit_factor": Bound(10.0, "it is a fraction of the type's rates"),
     "node.interfaces.speed_gbit": _RATE,
     "node.interfaces.numa_node": _CPUS,
     "node.hcas.port": Bound(255, "an RDMA device has at most 255 ports"),

@@ -1,4 +1,4 @@
-"""Other trainers' names for the keys and values of a recipe.
+"""Other names for the keys and values of a recipe: those of other trainers, and former ones.
 
 Sources: Hugging Face's TrainingArguments and model configurations, Lightning's Trainer, torchtitan's job configuration,
 torch.
@@ -39,6 +39,7 @@ _KEYS: Mapping[str, str] = {
     "optim": "optimizer",
     "optim.name": "optimizer_type optimizer_name",
     "optim.lr": "learning_rate base_lr max_lr peak_lr",
+    "optim.lr_reference_batch": "lr_batch",
     "optim.betas": "beta beta1 beta2 adam_beta1 adam_beta2 adam_betas",
     "optim.eps": "epsilon adam_epsilon",
     "optim.weight_decay": "decay wd l2",
@@ -54,6 +55,7 @@ _KEYS: Mapping[str, str] = {
     "parallel.activation_checkpointing": "gradient_checkpointing activation_checkpoint recompute",
     "parallel.compile": "torch_compile",
     "parallel.offload": "cpu_offload",
+    "parallel.context_parallel_method": "context",
     "parallel.schedule": "pipeline_parallel_schedule pipeline_schedule",
     "job": "slurm resources",
     "job.name": "run_name experiment_name",
@@ -77,6 +79,8 @@ _KEYS: Mapping[str, str] = {
     "train.log_every": "logging_steps log_every_n_steps log_interval log_freq",
     "train.deterministic": "full_determinism use_deterministic_algorithms",
     "train.profile": "profiler profiling enable_profiling",
+    "stability.on_divergence": "then",
+    "stability.grad_norm_min": "vanishing",
     "evaluation": "eval validation_loop",
     "evaluation.every": "eval_steps eval_interval eval_every val_check_interval eval_strategy",
     "evaluation.samples": "limit_val_batches max_eval_samples eval_iters",
@@ -92,6 +96,7 @@ _KEYS: Mapping[str, str] = {
     "tracking": "logger logging loggers wandb tensorboard mlflow",
     "tracking.trackers": "to report_to log_with enable_wandb enable_tensorboard",
     "tracking.project": "project_name wandb_project experiment",
+    "preemption_test": "rehearsal",
 }
 # Of keys whose values are not those of the others' names.
 UNIT_NOTES: Mapping[str, str] = {"schedule.floor": "It is a fraction of optim.lr."}

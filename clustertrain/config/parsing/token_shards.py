@@ -7,8 +7,8 @@ index; each file is then one document.
     {"format": "clustertrain-tokens-1", "dtype": "uint16", "max_token_id": 50256,
      "shards": [{"file": "00000.bin", "tokens": 134217728, "document_ends": "00000.ends.npy"}]}
 
-``ends`` lists the exclusive ends of the documents, in tokens from the start of the shard: a list, or the name of an
-``.npy`` file of int64. Without it the shard is one document.
+``document_ends`` lists the exclusive ends of the documents, in tokens from the start of the shard: a list, or the name
+of an ``.npy`` file of int64. Without it the shard is one document.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def build_rates(gpu: GpuType, precision: str, constants: CostConstants = FITTED_
     """Return the sustained rates of ``gpu`` in ``precision``."""
     index = gpu_generation(gpu)
     half_efficiency, fp8_efficiency = _ACHIEVABLE[index]
-    sustained = constants.sustained[index] * gpu.power
+    sustained = constants.sustained[index] * gpu.power_limit_factor
     half = gpu.tflops * half_efficiency * sustained * 1e12
     memory = gpu.memory_gb_s * 1e9
     if precision in _LOW_PRECISION and gpu.fp8_tflops:

@@ -54,11 +54,11 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def manager_of(root: Path, attempt: str, *, background: bool = False) -> CheckpointManager:
+def manager_of(root: Path, attempt: str, *, async_save: bool = False) -> CheckpointManager:
     return CheckpointManager(
         root,
         Ranks(),
-        CheckpointConfig(attempt=attempt, layout={}, policy=RetentionPolicy(keep=1), async_save=background),
+        CheckpointConfig(attempt=attempt, layout={}, policy=RetentionPolicy(keep=1), async_save=async_save),
     )
 
 
@@ -92,7 +92,7 @@ def fault_at(point: str, what: str) -> Iterator[None]:
 @pytest.mark.parametrize("point", POINTS)
 def test_a_writer_that_is_killed_once_costs_nothing(root: Path, point: str) -> None:
     manager_of(root, "1").save(3, state_of(1.0))
-    manager = manager_of(root, "2", background=True)
+    manager = manager_of(root, "2", async_save=True)
     with fault_at(point, "KILL"):
         manager.start()
     saved = manager.save(POINTS[point], state_of(2.0), wait=True)
@@ -106,7 +106,7 @@ def test_a_writer_that_is_killed_once_costs_nothing(root: Path, point: str) -> N
 @pytest.mark.parametrize("point", [p for p in POINTS if p not in READY])
 def test_a_writer_that_is_killed_twice_leaves_the_older_checkpoint(root: Path, point: str) -> None:
     manager_of(root, "1").save(3, state_of(1.0))
-    manager = manager_of(root, "2", background=True)
+    manager = manager_of(root, "2", async_save=True)
     with (
         fault_at(point, "KILL"),
         pytest.raises(StorageError, match=rf"step {POINTS[point]} was not saved: .*was killed by SIGKILL, twice"),
@@ -123,7 +123,7 @@ def test_a_writer_that_is_killed_twice_leaves_the_older_checkpoint(root: Path, p
 @pytest.mark.parametrize("point", [p for p in POINTS if p not in ("after_part_done_marker", "during_prune")])
 def test_a_failed_save_leaves_what_was_there_and_nothing_else(root: Path, point: str, what: str) -> None:
     manager_of(root, "1").save(3, state_of(1.0))
-    manager = manager_of(root, "2", background=True)
+    manager = manager_of(root, "2", async_save=True)
     said = os.strerror(getattr(errno, what))
     with fault_at(point, what):
         manager.start()
@@ -140,7 +140,7 @@ def test_a_failed_save_leaves_what_was_there_and_nothing_else(root: Path, point:
 
 def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(root: Path) -> None:
     manager_of(root, "1").save(3, state_of(1.0))
-    manager = manager_of(root, "2", background=True)
+    manager = manager_of(root, "2", async_save=True)
     with fault_at("during_prune", "EIO"):
         manager.start()
     manager.save(6, state_of(2.0), wait=True)

@@ -75,8 +75,8 @@ def test_bf16_starts_with_ampere() -> None:
 
 def test_every_gpu_has_positive_rates() -> None:
     for gpu in hardware.CATALOGUE:
-        assert min(gpu.tflops, gpu.memory_gb_s, gpu.fabric_gb_s, gpu.power) > 0, gpu.name
-        assert gpu.link_gb_s >= 0 and gpu.power <= 1, gpu.name
+        assert min(gpu.tflops, gpu.memory_gb_s, gpu.fabric_gb_s, gpu.power_limit_factor) > 0, gpu.name
+        assert gpu.link_gb_s >= 0 and gpu.power_limit_factor <= 1, gpu.name
         # Fewer bits are faster, and the links of a node faster than a GPU's share of the network.
         assert not gpu.fp8_tflops or gpu.fp8_tflops > gpu.tflops, gpu.name
         assert not gpu.fp4_tflops or gpu.fp4_tflops > gpu.fp8_tflops, gpu.name

@@ -28,8 +28,8 @@ class Count(int):
     pass
 
 
-@pytest.mark.parametrize("background", [True, False])
-def test_numbers_that_json_lacks(tmp_path: Path, background: bool) -> None:
+@pytest.mark.parametrize("async_save", [True, False])
+def test_numbers_that_json_lacks(tmp_path: Path, async_save: bool) -> None:
     saved: dict[str, Any] = {
         "best": math.inf,
         "worst": -math.inf,
@@ -42,7 +42,7 @@ def test_numbers_that_json_lacks(tmp_path: Path, background: bool) -> None:
         "tagged": {"__float__": 1},
     }
     manager = CheckpointManager(
-        tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=background)
+        tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=async_save)
     )
     manager.save(1, {"state": saved}, wait=True)
     manager.close()

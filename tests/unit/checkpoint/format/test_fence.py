@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
-def manager_of(run: RunDir, attempt: int, *, background: bool = False, keep: int = 100) -> CheckpointManager:
+def manager_of(run: RunDir, attempt: int, *, async_save: bool = False, keep: int = 100) -> CheckpointManager:
     return CheckpointManager(
         run.checkpoints,
         Ranks(),
@@ -43,7 +43,7 @@ def manager_of(run: RunDir, attempt: int, *, background: bool = False, keep: int
             attempt=str(attempt),
             layout={},
             policy=RetentionPolicy(keep=keep),
-            async_save=background,
+            async_save=async_save,
             fence=Fence(run=str(run.path), attempt=attempt),
         ),
     )
@@ -123,7 +123,7 @@ def test_an_older_save_of_a_step_that_the_newer_attempt_has_saved_changes_nothin
 def test_the_process_that_writes_is_kept_out_too(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stopped in the middle of a commit, as on a node that hangs, and goes on when a newer attempt is at it."""
     monkeypatch.setenv(settings.FAULT_AT, "before_fence_check:0:1:STOP")
-    old = manager_of(run, 1, background=True)
+    old = manager_of(run, 1, async_save=True)
     old.restore(state_of(0.0))
     assert old.save(5, state_of(1.0)) is None
     process = old._pending.worker._process  # type: ignore[attr-defined]

@@ -43,6 +43,25 @@ def test_alias_suggests_key_of_any_table(key: str, meant: str) -> None:
     assert said(key) == f"recipe.toml: unknown key {key!r}\n  fix: did you mean {meant}?"
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("rehearsal", "preemption_test"),
+        ("stability.then", "stability.on_divergence"),
+        ("stability.vanishing", "stability.grad_norm_min"),
+        ("stability.layers_every", "stability.layer_stats_every"),
+        ("evaluation.rising", "evaluation.warn_when_rising"),
+        ("contract.when_spent", "contract.on_budget_spent"),
+        ("checkpoint.background", "checkpoint.async_save"),
+        ("tracking.to", "tracking.trackers"),
+        ("parallel.context", "parallel.context_parallel_method"),
+        ("optim.lr_batch", "optim.lr_reference_batch"),
+    ],
+)
+def test_former_key_suggests_its_new_name(old: str, new: str) -> None:
+    assert said(old) == f"recipe.toml: unknown key {old!r}\n  fix: did you mean {new}?"
+
+
 def test_different_unit_is_noted() -> None:
     assert said("schedule.eta_min").endswith("did you mean schedule.floor? It is a fraction of optim.lr.")
 
@@ -63,6 +82,7 @@ def test_unknown_key_lists_its_table() -> None:
         ("train.precision", "bfloat16", "bf16"),
         ("optim.name", "AdamW", "adamw"),
         ("job.layout", "zero3", "fsdp"),
+        ("data.kind", "own", "custom"),
     ],
 )
 def test_intended_choice_comes_first(key: str, word: str, meant: str) -> None:

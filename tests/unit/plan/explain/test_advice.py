@@ -115,7 +115,7 @@ def test_batch_beyond_32_times_warns(batch: int, warned: bool) -> None:
         assert not any(r.startswith("lr ") for r in made.reasons)
 
 
-def test_negative_lr_batch_is_refused() -> None:
+def test_negative_reference_batch_is_refused() -> None:
     assert build({"optim": {"lr_reference_batch": 256}}, Recipe, "r.toml").optim.lr_reference_batch == 256
     with pytest.raises(ConfigError, match="lr_reference_batch = -1: must be 0"):
         build({"optim": {"lr_reference_batch": -1}}, Recipe, "r.toml")
