@@ -19,7 +19,7 @@ from __future__ import annotations
 EXIT_SUCCESS = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-EXIT_STOPPED = 75  # stopped on request, state committed (agent and batch)
+EXIT_STOPPED = 75  # stopped on request (agent and batch process)
 EXIT_CONFIG = 78  # a requeue would fail the same way
 EXIT_NO_REQUEUE = 93  # no progress, budget spent, or another attempt owns the run
 

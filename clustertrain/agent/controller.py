@@ -272,15 +272,19 @@ class JobController:
     def _request_stop(self, step: StepState, source: str) -> None:
         step.stop_requested_at = clock.now()
         self.log.write("signal", source=source)
-        self._write_stop_order({"reason": source, "t": step.stop_requested_at})
-        step.child.send_signal(signal.SIGUSR2)  # srun and the local step forward it to every agent
+        written = self._write_stop_order({"reason": source, "t": step.stop_requested_at})
+        # srun and the local step forward it to every agent. Without the file, USR2 could pass for the early warning of
+        # the time limit.
+        step.child.send_signal(signal.SIGUSR2 if written else signal.SIGUSR1)
 
-    def _write_stop_order(self, order: dict[str, Any]) -> None:
+    def _write_stop_order(self, order: dict[str, Any]) -> bool:
+        """Write ``stop.json``; return whether that succeeded."""
         try:
             fsio.write_json(self.attempt.stop_request, order)
         except OSError as e:
-            # The agents also get the signal.
             print(f"clustertrain batch: {self.attempt.stop_request}: {e}", file=sys.stderr, flush=True)
+            return False
+        return True
 
     def _refresh_deadline(self) -> None:
         """Update the end of the allocation, which may be changed, and the lead time, from measured saves."""

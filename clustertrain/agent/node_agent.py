@@ -15,7 +15,7 @@ import msgspec
 
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent.controller_watch import SCHEDULER_TIMEOUT_S, ControllerWatch
-from clustertrain.agent.deadline import load_deadline
+from clustertrain.agent.deadline import LIMIT_SIGNAL, load_deadline
 from clustertrain.agent.node_context import NodeContext, load_node_context
 from clustertrain.agent.node_environment import NodeJob, inspect_node
 from clustertrain.agent.node_result import (
@@ -52,6 +52,7 @@ class NodeAgent:
             tempfile.mkdtemp(prefix=f"clustertrain-{context.run.id}-{context.attempt.n}-{context.node}-")
         )
         self.stop_source: str | None = None
+        self.limit_warning = False  # Slurm's early warning was received, with time left to train
         self.stop_requested_first: bool | None = None  # a stop was requested before all ranks had ended
         self.deadline = load_deadline(context.attempt.deadline)
         self.aborted = False
@@ -279,19 +280,27 @@ class NodeAgent:
                 self.controller.ensure_requeued()
 
     def _handle_signals(self) -> None:
-        if self._signal_source() != "deadline":
-            self._stop_ranks(self._signal_source(), self.context.grace_s)
+        source = self._signal_source()
+        if source != "deadline":
+            self._stop_ranks(source, self.context.grace_s)
+        elif self.deadline is not None and self.deadline.is_due(clock.now()):
+            # The ranks have until the end of the allocation, which may be longer than the grace time.
+            self._stop_ranks(source, None)
         elif self.context.node_rank == 0 and not self.context.attempt.signal_warning.exists():
             # The signal may also announce a preemption: only the scheduler knows, and the batch process queries it.
             with contextlib.suppress(OSError):  # a full disk: retried in the next round
                 fsio.write_json(self.context.attempt.signal_warning, {"t": clock.now()})
 
     def _signal_source(self) -> str:
-        """Return the source of the received signals: the time limit, or the first signal."""
-        is_limit_warning = self.deadline is not None and self.deadline.is_limit_warning(
-            self.signals.received, clock.now()
-        )
-        return "deadline" if is_limit_warning else f"signal:{self.signals.first}"
+        """Return the cause of the received signals: the time limit, or the first signal.
+
+        An early warning of the time limit stays one when the time has come, unless another signal follows.
+        """
+        received = list(self.signals.received)
+        if self.deadline is not None and self.deadline.is_limit_warning(received, clock.now()):
+            self.limit_warning = True
+        is_limit = self.limit_warning and set(received) == {LIMIT_SIGNAL}
+        return "deadline" if is_limit else f"signal:{received[0]}"
 
     def _stop_ranks(self, source: str, grace_s: float | None) -> None:
         """Request a stop of the ranks, with a deadline: the end of the grace time or of the allocation."""

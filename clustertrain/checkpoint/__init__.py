@@ -1,5 +1,5 @@
-"""Sharded checkpoints: one folder a step, one data file a rank, an index in JSON, a commit marker written last.
+"""Sharded checkpoints: one folder per step, one data file per rank, an index in JSON, a commit marker written last.
 
-``manifest``, ``blocks`` and ``offline`` work without torch (the command line uses them); ``state``, ``writer``,
-``reader`` and ``manager`` run on the ranks.
+``format`` and ``offline`` work without torch (commands use them); ``core``, ``save``, ``load`` and ``manager`` run on
+the ranks.
 """

@@ -18,8 +18,8 @@ def load_planned_lead_s(run: RunDir) -> float:
 
 
 def compute_lead_s(run: RunDir, allocation_s: float | None) -> float:
-    """Return the lead time (s): two steps, a save and the exit, each with a safety factor, as earlier attempts measured
-    them; at the first start that of the plan.
+    """Return the lead time (s): three of the slowest steps and saves of earlier attempts, and 15 s; at the first start,
+    the lead of the plan.
 
     Never more than half of ``allocation_s``, or an allocation would end before its first step.
     """

@@ -141,7 +141,7 @@ def build_directives(inputs: ScriptInput) -> list[tuple[str, str]]:
                 "dependency"):  # fmt: skip
         pairs.append((key, getattr(job, key)))
     if parse_time_limit_s(job.time) is not None:
-        # To the steps, not only to the batch shell: the agents turn it into a stop at a step boundary.
+        # To the steps (no `B:`); the batch shell does not get it. The agents turn it into a stop at a step boundary.
         pairs.append(("signal", f"USR2@{inputs.plan.signal_lead_s}"))
     pairs = [(key, value) for key, value in pairs if value]
     # Relative to --chdir, which is an argument of sbatch: the run directory is the job's WorkDir.

@@ -19,7 +19,7 @@ _EXIT_CODES = """## Exit codes
 | 0 | success; for `wait`, `submit --wait` and `--follow`: every run completed |
 | 1 | the command or the run failed |
 | 2 | wrong usage |
-| 75 | stopped on request with the state committed (batch process, agent) |
+| 75 | stopped on request (batch process, agent) |
 | 78 | a wrong recipe, profile or environment: another attempt would fail the same way |
 | 93 | must not be requeued: no progress, the budget is spent, or another attempt owns the run (batch process, agent) |
 | 130 | Ctrl-C; the run continues |

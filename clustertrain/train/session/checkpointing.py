@@ -39,7 +39,7 @@ from clustertrain.train.stability.divergence import Rollback
 log = logging.getLogger(__name__)
 
 MIN_REPORTED_CHANGE = 0.1  # relative change of the interval that is worth an event
-MAX_CLOSE_WAIT_S = 20.0  # for a pending save when the rank fails; torchrun kills the rank 30 s later
+MAX_CLOSE_WAIT_S = 20.0  # for a pending save when the rank fails
 
 
 class SessionCheckpointer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from clustertrain.agent import controller as module
 from clustertrain.agent import startup as beginning
 from clustertrain.agent.controller import JobController, StepState
 from clustertrain.run import run_dir
+from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.slurm import SlurmBackend
 from tests.fakes.slurm.fixture import FakeSlurm, fake_slurm  # noqa: F401
@@ -85,3 +87,26 @@ def test_the_cancel_marker_stops_a_running_attempt_and_ends_it_by_force_in_the_e
     assert (one.asked, one.aborted) == (["cancel"], False)
     one._watch_cancellation(step, 101.0 + module.CANCEL_S + 1)
     assert one.aborted
+
+
+class Child:
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
+@pytest.mark.parametrize(("writable", "number"), [(True, signal.SIGUSR2), (False, signal.SIGUSR1)])
+def test_stop_without_a_stop_file_is_not_taken_for_the_early_warning(
+    tmp_path: Path, writable: bool, number: signal.Signals
+) -> None:
+    controller = JobController.__new__(JobController)
+    controller.attempt = RunDir(tmp_path / "run-abcdef").attempt(1)
+    controller.attempt.events.mkdir(parents=True)
+    controller.log = EventLog(controller.attempt.events_path("batch"))
+    if not writable:
+        controller.attempt.stop_request.mkdir()
+    child = Child()
+    controller._request_stop(StepState(cast(Any, child)), "cancel")
+    assert child.signals == [number]
