@@ -74,7 +74,7 @@ def test_other_layout_resumes_checkpoint(tmp_path: Path) -> None:
         done = total
 
 
-def test_trainer_reads_budget_from_recipe(tmp_path: Path) -> None:
+def test_trainer_reads_optim_table(tmp_path: Path) -> None:
     optim = {
         "name": "muon",
         "lr": 3e-3,

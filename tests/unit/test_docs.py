@@ -75,6 +75,15 @@ def test_every_word_of_a_tp_plan_is_documented() -> None:
     assert [w for w in WORDS if f"| `{w}` |" not in text] == []
 
 
+def test_every_insight_is_documented() -> None:
+    code = "".join(p.read_text() for p in (ROOT / "clustertrain" / "telemetry" / "insights").glob("*.py"))
+    written = set(re.findall(r'(?:code=|Cause\(\s*|(?:CRITICAL|WARNING|INFO),\s*)"([a-z_]+)"', code))
+    rows = [line for line in (ROOT / "docs/reference/insights.md").read_text().splitlines() if line.startswith("| `")]
+    documented = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row.split("|")[1])}
+    assert len(written) > 35 and written <= documented
+    assert [name for name in documented if f'"{name}"' not in code] == []
+
+
 @pytest.mark.long
 def test_the_snippets_run(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", SCRIPTS.read_text(), re.DOTALL)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Tables and keys that only the built-in trainer reads. A script defines these itself; its session reads the others.
+# Tables and keys that only the built-in trainer reads. A key that the session reads too does not belong here.
 TRAINER_KEYS = (
     "model",
     "data",

@@ -9,8 +9,8 @@ from clustertrain.config.data import DIGITS
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 
-# The same names as in train/optim/registry, which imports torch.
-_PYTORCH_OPTIMIZERS = frozenset({"lion", "lamb", "lars", "soap", "shampoo"})
+# Those of the package pytorch_optimizer; train/optim/registry, which imports torch, has the classes.
+PYTORCH_OPTIMIZERS = frozenset({"lion", "lamb", "lars", "soap", "shampoo"})
 
 
 def is_installed(package: str) -> bool:
@@ -29,7 +29,7 @@ def check_packages(recipe: Recipe, python: str) -> None:
         return
     name, digits = recipe.optim.name, DIGITS in (recipe.data.path, recipe.data.validation_path)
     for needed, key, package, extra in (
-        (name in _PYTORCH_OPTIMIZERS, f"optim.name = {name!r}", "pytorch_optimizer", "optimizers"),
+        (name in PYTORCH_OPTIMIZERS, f"optim.name = {name!r}", "pytorch_optimizer", "optimizers"),
         (name == "adamw8bit", f"optim.name = {name!r}", "torchao", "optimizers"),
         (recipe.train.precision == "fp8", "train.precision = 'fp8'", "torchao", "fp8"),
         (recipe.data.augment.is_enabled, "data.augment", "kornia", "augment"),

@@ -1,4 +1,7 @@
-"""Rules that turn a summary into insights with advice. They are independent: a missing value silences only its rule."""
+"""Rules that turn a summary into insights with advice. A missing value silences only its rule.
+
+Rules run on their own, except that a GPU gets one insight from ``gpus``, and low utilization one cause.
+"""
 
 from __future__ import annotations
 

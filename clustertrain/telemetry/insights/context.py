@@ -192,8 +192,8 @@ _NUM_SIGMAS, _SIGMA_OF_MAD, _MIN_SPREAD_GROUP = 4.0, 1.4826, 5
 def outliers(values: Mapping[K, float], margin: float, *, floor: float = 0.0, above: bool) -> dict[K, Outlier]:
     """Return the values above (or below) the median of all others by ``margin`` of it, ``floor`` and four sigmas.
 
-    Sigma is estimated by the median absolute deviation, which an outlier hardly affects. In groups of two or three the
-    margin is doubled.
+    Sigma is estimated by the median absolute deviation, which an outlier hardly affects, and counts from five values
+    on. In groups of two or three the margin is doubled.
     """
     if len(values) < 2:
         return {}

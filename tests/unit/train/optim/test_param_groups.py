@@ -22,6 +22,7 @@ from clustertrain.plan.cost.optimizer_state import (
     list_modules,
     state_bytes,
 )
+from clustertrain.submit.preflight.packages import PYTORCH_OPTIMIZERS
 from clustertrain.train.distributed.mesh import ProcessGroups
 from clustertrain.train.models import build
 from clustertrain.train.models.decoder import Decoder
@@ -31,6 +32,7 @@ from clustertrain.train.optim.param_groups import parameter_groups
 from clustertrain.train.optim.param_info import build_param_table
 from clustertrain.train.optim.unsharded_update import UnshardedOptimizer, assign_owners
 from clustertrain.train.optim.wrapper import OptimizerPair
+from tests.harness.optimizers import cells
 from tests.unit.train.alone import ALONE, built
 
 CPU = torch.device("cpu")
@@ -233,6 +235,8 @@ def test_each_optimizer_trains_with_recipe_options(name: str, session: ct.Sessio
 def test_planner_and_registry_agree_on_requirements() -> None:
     assert {n for n, k in registry.OPTIMIZERS.items() if k.needs_unsharded} == WHOLE_PARAM_OPTIMIZERS
     assert {n for n, k in registry.OPTIMIZERS.items() if k.matrices_only} == MATRIX_OPTIMIZERS
+    assert {n for n, k in registry.OPTIMIZERS.items() if k.module == "pytorch_optimizer"} == PYTORCH_OPTIMIZERS
+    assert {cell["name"] for cell in cells.CELLS.values()} == set(registry.OPTIMIZERS), "each is checked in a layout"
     assert all(registry.needs_unsharded_params(k.load()) == k.needs_unsharded for k in registry.OPTIMIZERS.values())
 
 
