@@ -145,7 +145,8 @@ def _compare_telemetry(runs: Sequence[RunDir]) -> TelemetryComparison | None:
     if len(runs) != 2:
         return None
     a, b = map(summarize, runs)
-    return compare_summaries(a, b) if any(s.hosts or s.training for s in (a, b)) else None
+    has_data = any(s.training or any(host.samples for host in s.hosts) for s in (a, b))
+    return compare_summaries(a, b) if has_data else None
 
 
 def _check_metrics(runs: Sequence[RunDir], metrics: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from clustertrain.telemetry.analysis.compare import METRIC_RULES, MetricComparis
 from clustertrain.telemetry.report_schema import Insight
 
 WIDE_COLUMNS = 76
+_SIDE_LABELS = {"a": "A", "b": "B", "a and b": "A and B"}
 EQUAL_TOLERANCE = 0.02  # ratios closer to 1 are neither better nor worse
 
 
@@ -68,8 +69,11 @@ def _figures(figures: Mapping[str, MetricComparison], width: int, signs: Glyphs)
     table = _table("", width)
     titles_by_reason: dict[str, list[str]] = {}
     for name, figure in figures.items():
-        for side, reason in figure.missing.items():
-            titles_by_reason.setdefault(f"{side.upper()}: {reason}", []).append(METRIC_RULES[name].title)
+        reasons = figure.missing
+        if len(set(reasons.values())) < len(reasons):
+            reasons = {"a and b": reasons["a"]}
+        for side, reason in reasons.items():
+            titles_by_reason.setdefault(f"{_SIDE_LABELS[side]}: {reason}", []).append(METRIC_RULES[name].title)
         if figure.a is not None or figure.b is not None:
             _add_row(table, METRIC_RULES[name].title, figure, signs)
     lines = [Text(f"{signs.dash} {why} ({', '.join(names)})") for why, names in titles_by_reason.items()]

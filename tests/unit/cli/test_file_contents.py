@@ -131,7 +131,7 @@ def test_a_cut_plan_in_a_comparison(text: str, run: RunDir, tmp_path: Path, said
     other = new_run(tmp_path, time.time(), name="other-zzz222")
     begin(other, time.time() - 60, ["a"], steps=20)
     run.plan.write_text(text)
-    code, out, err = said("runs", "compare", run.id, other.id)
+    code, out, err = said("compare", run.id, other.id)
     assert (code, "Traceback" in err) == (0, False) and run.id in out
 
 

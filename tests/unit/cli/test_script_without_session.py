@@ -66,7 +66,7 @@ def test_neither_steps_nor_goodput_are_said_to_be_nothing(said: Said, tmp_path: 
     assert "the script has reported no steps" in (tmp_path / "page.html").read_text()
     assert "goodput" not in said("top", run.id, "--once")
     other = new_script_run(tmp_path, "other-zzz222")
-    compared = json.loads(said("telemetry", "compare", run.id, other.id, "--json"))
+    compared = json.loads(said("compare", run.id, other.id, "--json"))["telemetry"]
     assert compared["figures"]["goodput"]["a"] is None and compared["goodput"]["productive_s"]["a"] is None
 
 
