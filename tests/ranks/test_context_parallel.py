@@ -12,12 +12,12 @@ from tests.ranks.rank_pool import digest
 from tests.ranks.test_tensor_parallel import (
     Reference,
     assert_equal_but_for_rounding,
-    own_model,
     reference,
     run_of,
-    save_what_it_begins_with,
+    save_initial_values,
     start,
     tensors,
+    train_custom_model,
 )
 
 pytestmark = pytest.mark.ranks
@@ -38,7 +38,7 @@ def test_layout_matches_one_process(
 ) -> None:
     losses, single = reference(**model)
     run = run_of(tmp_path / "run", layout, model=model)
-    ranks = start(run, layout, setup=save_what_it_begins_with).expect(0)
+    ranks = start(run, layout, setup=save_initial_values).expect(0)
     assert_equal_but_for_rounding(ranks.losses(), losses)
     assert digest(run, 1) == digest(single, 1), "the initial values depend on the layout"
     assert tensors(run) == tensors(single)
@@ -49,6 +49,6 @@ def test_layout_matches_one_process(
     [(Layout(cp=2), ["odd-length"], "17 does not divide over cp = 2: 17 / 2 = 8.5")],
 )
 def test_sequence_length_must_divide_by_cp(tmp_path: Path, layout: Layout, faults: list[str], message: str) -> None:
-    ranks = own_model(tmp_path / "run", layout, "8", *faults)
+    ranks = train_custom_model(tmp_path / "run", layout, "8", *faults)
     assert all(ranks.wait())
     assert all(message in r["error"]["message"] for r in ranks.results())
