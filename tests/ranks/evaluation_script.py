@@ -1,5 +1,5 @@
-"""A script of one's own with batch norms: it evaluates at its end, with ``look`` also before its first step and after
-each. What it found at the end it writes to a file a rank."""
+"""A training script with batch norms. It evaluates at its end and, with ``look``, also before its first step and after
+each step. Each rank writes the result of the last evaluation to a file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Points:
         return self.x[i], self.y[i]
 
 
-def built() -> nn.Module:
+def build_model() -> nn.Module:
     return nn.Sequential(
         nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, CLASSES)
     )
@@ -39,7 +39,7 @@ def built() -> nn.Module:
 
 def main(look: bool) -> None:
     with ct.session() as session:
-        model = session.parallelize(built())
+        model = session.parallelize(build_model())
         optimizer = session.optimizer(torch.optim.SGD, lr=0.1)
         data = session.loader(Points(64, 1), global_batch=16, micro_batch=4)
         apart = Points(11, 2)
@@ -51,9 +51,9 @@ def main(look: bool) -> None:
             session.log(loss=done.loss, grad_norm=done.grad_norm)
             if look:
                 session.log(**session.evaluate(apart, F.cross_entropy, **kw))
-        found = session.evaluate(apart, F.cross_entropy, **kw)
+        result = session.evaluate(apart, F.cross_entropy, **kw)
         folder = Path(os.environ["CLUSTERTRAIN_RANK_DIR"])
-        (folder / f"found-{session.rank}.json").write_text(json.dumps(found))
+        (folder / f"found-{session.rank}.json").write_text(json.dumps(result))
 
 
 main("look" in sys.argv[1:])

@@ -1,5 +1,5 @@
-"""What a test does to a rank of the built-in trainer: gradients that are not finite on one rank alone, samples whose
-loss is far too large, samples left out from the start."""
+"""Faults for ranks of the built-in trainer: NaN gradients on one rank, samples whose loss is far too large, samples
+excluded from the start."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from clustertrain import settings
 
 
 def poison_gradients(rank: int, steps: Sequence[int]) -> None:
-    """Setup: one element of one gradient of ``rank`` is nan in the steps with these numbers, after the reduction; in
-    the last of them the loss of micro-batch 1 of data-parallel rank 1 is. Each rank writes whether it skipped each step
-    to ``skips-<rank>`` of its rank folder."""
+    """Setup: make one element of one gradient of ``rank`` NaN in these steps, after the reduction; in the last of them,
+    make the loss of micro-batch 1 of data-parallel rank 1 NaN instead. Each rank writes whether it skipped each step to
+    ``skips-<rank>`` in its rank folder."""
     from clustertrain.train.distributed import grad_norm
     from clustertrain.train.step import train_step
 
@@ -29,16 +29,16 @@ def poison_gradients(rank: int, steps: Sequence[int]) -> None:
         if done[0] in steps[:-1] and int(os.environ["RANK"]) == rank:
             next(g for g in grad_norm.local_gradients(params) if g.numel()).view(-1)[0] = float("nan")
 
-    def stepped(self: Any, batch: Any, places: Any, loss_fn: Any, *args: Any) -> Any:
+    def poisoned_step(self: Any, batch: Any, places: Any, loss_fn: Any, *args: Any) -> Any:
         bad = done[0] + 1 == steps[-1] and self._context.data_rank == 1
-        found = call(self, batch, places, _poisoned(loss_fn, 1) if bad else loss_fn, *args)
+        result = call(self, batch, places, _poisoned(loss_fn, 1) if bad else loss_fn, *args)
         path = Path(os.environ[settings.RANK_DIR], f"skips-{os.environ['RANK']}")
         with path.open("a") as f:
-            f.write(f"{int(found.skipped)}")
-        return found
+            f.write(f"{int(result.skipped)}")
+        return result
 
-    train_step.reduce_partial_gradients = complete
-    train_step.TrainStep.__call__ = stepped  # type: ignore[method-assign]
+    grad_norm.reduce_partial_gradients = complete
+    train_step.TrainStep.__call__ = poisoned_step  # type: ignore[method-assign]
 
 
 def _poisoned(loss_fn: Callable[..., Any], micro_batch: int) -> Callable[..., Any]:
@@ -53,7 +53,7 @@ def _poisoned(loss_fn: Callable[..., Any], micro_batch: int) -> Callable[..., An
 
 
 def ask_the_device(rank: int, steps: Sequence[int]) -> None:
-    """Setup: as :func:`poison_gradients`, with a fused optimizer that looks at the flag itself, as on a GPU."""
+    """Setup: like :func:`poison_gradients`, with a fused optimizer that reads the flag itself, as on a GPU."""
     from clustertrain.checkpoint.core.state_dict import inner_optimizers
     from clustertrain.train.optim import registry
     from clustertrain.train.stability import conditional_step
@@ -65,7 +65,7 @@ def ask_the_device(rank: int, steps: Sequence[int]) -> None:
 
 
 def bad_samples(positions: Sequence[int], factor: float) -> None:
-    """Setup: the loss of a step whose global batch begins at one of these positions is ``factor`` times as large."""
+    """Setup: multiply the loss by ``factor`` in each step whose global batch starts at one of these positions."""
     from clustertrain.train import trainer
 
     def step(self: trainer.Trainer) -> Any:
@@ -83,7 +83,7 @@ def bad_samples(positions: Sequence[int], factor: float) -> None:
 
 
 def without(first: int, end: int) -> None:
-    """Setup: these positions are left out from the start."""
+    """Setup: exclude these positions from the start."""
     from clustertrain.train.data import loader
 
     original = loader.Loader.__init__
@@ -96,6 +96,6 @@ def without(first: int, end: int) -> None:
 
 
 def bad_samples_and_a_kill(positions: Sequence[int], factor: float, point: str) -> None:
-    """Setup: as :func:`bad_samples`, and rank 0 is killed at ``point``."""
+    """Setup: like :func:`bad_samples`, and kill rank 0 at ``point``."""
     os.environ[settings.FAULT_AT] = f"{point}:0:1:KILL"
     bad_samples(positions, factor)

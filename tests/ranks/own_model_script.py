@@ -1,6 +1,6 @@
-"""A training script with a model of the user's own, built on the CPU with biases, a norm of its own and a table that
-embedding and head share, and SGD, which shows a gradient of a wrong size. Arguments: samples a micro-batch, and which
-faults to make."""
+"""A training script with a custom model, built on CPU, with biases, a custom norm and a table shared by embedding and
+head. It trains with SGD, which reveals a gradient of the wrong size. Arguments: samples per micro-batch, faults to
+inject."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(0.1) if "torch-dropout" in FAULTS else Dropout(0.1)
 
     def forward(self, x: torch.Tensor, samples: torch.Tensor | None) -> torch.Tensor:
-        # Split by heads and not into three, so that a part of the features is q, k and v of some heads.
+        # Split by heads, not into three, so that a shard of the features holds q, k and v of some heads.
         a = self.up(self.norm(x)).unflatten(-1, (-1, 3, DIM // HEADS))
         y = self.attention(*(a[:, :, :, i].transpose(1, 2) for i in range(3))).transpose(1, 2).flatten(2)
         return x + (self.dropout(self.down(y)) if "torch-dropout" in FAULTS else self.dropout(self.down(y), samples))
 
 
 class Tagger(nn.Module):
-    """Looks both ways."""
+    """Model with bidirectional attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,14 +42,14 @@ class Tagger(nn.Module):
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, WORDS)
         self.embed.weight = self.head.weight
 
-    def forward(self, words: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.embed(words)
+    def forward(self, tokens: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, samples)
         return self.head(self.norm(x))
 
 
-def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def compute_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -64,15 +64,15 @@ PLAN = {
 if "norm-left-out" in FAULTS:
     del PLAN["norm"]
 length = LENGTH + 1 if "odd-length" in FAULTS else LENGTH
-words = torch.randint(WORDS, (64, length), generator=torch.Generator().manual_seed(3))
+tokens = torch.randint(WORDS, (64, length), generator=torch.Generator().manual_seed(3))
 
 with ct.session(seed=5) as session:
     model = session.parallelize(Tagger(), tp_plan=PLAN)
     optimizer = session.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9)
     data = session.loader(
-        torch.utils.data.TensorDataset(words, words.roll(1, 0)), global_batch=8, micro_batch=MICRO_BATCH
+        torch.utils.data.TensorDataset(tokens, tokens.roll(1, 0)), global_batch=8, micro_batch=MICRO_BATCH
     )
     state = {"model": model, "optimizer": optimizer, "data": data}
     for _ in session.steps(4, state, checkpoint_every=4):
-        done = session.train_step(next(data), loss_of)
+        done = session.train_step(next(data), compute_loss)
         session.log(loss=done.loss, grad_norm=done.grad_norm)

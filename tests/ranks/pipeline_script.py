@@ -1,4 +1,4 @@
-"""A user's model in pipeline stages: inputs by name, several targets, a loss that is a mean."""
+"""A user's model in pipeline stages: named inputs, several targets, a loss that is a mean."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import clustertrain as ct
 
 
 class Tower(nn.Module):
-    """Has a buffer outside its units, and in one of them buffers that each forward pass changes."""
+    """Model with a buffer outside its units, and buffers in one unit that each forward pass changes."""
 
     pipeline_units: ClassVar[Any] = ("enter", "trunk.0", "trunk.1", ("leave", "weigh"))
 
@@ -59,8 +59,8 @@ class Samples:
 
 
 def loss_fn(output: torch.Tensor, target: Any) -> torch.Tensor:
-    wanted, weight = target
-    return ((output - wanted).square().mean(1, keepdim=True) * weight).mean()
+    expected, weight = target
+    return ((output - expected).square().mean(1, keepdim=True) * weight).mean()
 
 
 with ct.session() as session:

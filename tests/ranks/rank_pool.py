@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes forked from one that has imported torch, with the environment an agent gives them.
+"""Real ranks for tests, forked from a process that has imported torch, with the environment that an agent sets.
 
 A fork takes 0.1 s where a new process takes several on busy cores. The fork server has run no torch operation, so no
 thread of OpenMP or autograd is lost in the fork.
@@ -31,7 +31,7 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# One that is not installed is left out.
+# Modules that are not installed are omitted.
 CONTEXT.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.optim",
      "pytorch_optimizer", "torchao.optim", "sklearn.datasets", "clustertrain.train.trainer"]
@@ -56,13 +56,15 @@ def write_plan(
     micro_batch: int | None = None,
     precision: str = "fp32",
 ) -> None:
-    """Without ``micro_batch`` a step has two of them, in a pipeline two for each of its ranks: each costs a forward and
-    a backward pass, and most tests need no more than one beside the first. Where that does not divide they are of one
-    sample."""
+    """Write plan.json.
+
+    Without ``micro_batch``, a step has two micro-batches (in a pipeline, two per stage): each costs a forward and a
+    backward pass, and most tests need no more. If that does not divide, a micro-batch has one sample.
+    """
     layout = layout_of(strategy, ranks)
     if micro_batch is None:
-        whole, rest = divmod(global_batch, layout.data_parallel * layout.pp * 2)
-        micro_batch = 1 if rest else whole
+        per_chunk, rest = divmod(global_batch, layout.data_parallel * layout.pp * 2)
+        micro_batch = 1 if rest else per_chunk
     batch = {
         "micro_batch": micro_batch,
         "grad_accum": global_batch // layout.data_parallel // micro_batch,
@@ -90,8 +92,12 @@ def make_run(
     tables: dict[str, dict[str, Any]] | None = None,
     script: tuple[Path, tuple[str, ...]] | None = None,
 ) -> RunDir:
-    """A run directory as submit leaves it; ``tables`` are further ones of the recipe, key by key over those of here;
-    ``script`` is one to snapshot, with its arguments."""
+    """Create a run folder as submit does.
+
+    Args:
+        tables: tables of the recipe; their keys override the defaults below.
+        script: script to snapshot, with its arguments.
+    """
     run = RunDir(folder)
     (run.path / "attempts").mkdir(parents=True)
     recipe: dict[str, dict[str, Any]] = {
@@ -127,12 +133,12 @@ class Ranks:
         args: tuple[Any, ...] = (),
         argv: tuple[str, ...] = (),
     ) -> None:
-        """``setup(*args)`` is called in each rank before it begins; it is where a test injects a fault."""
+        """Start the ranks; each calls ``setup(*args)`` first, in which a test injects a fault."""
         self.run, self.attempt = run, run.attempt(attempt)
         self.attempt.path.mkdir(parents=True, exist_ok=True)
         self.rank_dir = run.path.parent / f"ranks-{run.id}-{attempt}"
         self.rank_dir.mkdir()
-        # As torchrun does: the store is the launcher's, so no port can be taken by somebody else in between.
+        # As with torchrun, the launcher holds the store, so no other process can take the port in between.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common = {
             "CLUSTERTRAIN_RUN_DIR": str(run.path),
@@ -150,16 +156,16 @@ class Ranks:
         self.processes = []
         for rank in range(ranks):
             environ = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = CONTEXT.Process(target=_begin, args=(environ, setup, args, argv))
+            process = CONTEXT.Process(target=_start_rank, args=(environ, setup, args, argv))
             process.start()
             self.processes.append(process)
 
     def tell_to_stop(self) -> None:
-        """What the agent does on a warning."""
+        """Request a stop, as the agent does on a warning."""
         (self.rank_dir / "stop").touch()
 
     def wait(self, timeout_s: float = 120.0) -> list[int]:
-        """Exit codes, by rank."""
+        """Return the exit codes, by rank."""
         for process in self.processes:
             process.join(timeout_s)
         hung = [r for r, p in enumerate(self.processes) if p.exitcode is None]
@@ -170,38 +176,40 @@ class Ranks:
 
     def expect(self, *codes: int) -> Ranks:
         got = self.wait()
-        wanted = list(codes) * (len(got) if len(codes) == 1 else 1)
-        assert got == wanted, f"exit codes {got}, wanted {wanted}\n{self.logs()}"
+        expected = list(codes) * (len(got) if len(codes) == 1 else 1)
+        assert got == expected, f"exit codes {got}, expected {expected}\n{self.logs()}"
         return self
 
     def logs(self) -> str:
         return "\n".join(f"--- {p.name}\n{p.read_text()}" for p in sorted(self.attempt.logs.glob("*.log")))
 
     def results(self) -> list[dict[str, Any]]:
-        """The ranks' result records."""
-        found = sorted(self.rank_dir.glob("rank-*.json"), key=lambda p: int(p.stem.split("-")[1]))
-        return [json.loads(p.read_text()) for p in found]
+        """Return the result records of the ranks."""
+        paths = sorted(self.rank_dir.glob("rank-*.json"), key=lambda p: int(p.stem.split("-")[1]))
+        return [json.loads(p.read_text()) for p in paths]
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [e for e in fsio.read_jsonl(self.attempt.events_path("rank-0")) if e["event"] == name]
 
     def losses(self) -> dict[int, tuple[float, float]]:
-        """Loss and gradient norm by step."""
+        """Return loss and gradient norm by step."""
         return {r["step"]: (r["loss"], r["grad_norm"]) for r in self.rows()}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of all files of the attempt, as they were written."""
+        """Return the metrics rows of all files of the attempt, as written."""
         return [r for path in self.run.metrics_files(self.attempt.n) for r in fsio.read_jsonl(path)]
 
 
-def _begin(environ: dict[str, str], setup: Callable[..., None] | None, args: tuple[Any, ...], argv: list[str]) -> None:
-    gc.freeze()  # else the collector looks at a million objects of torch, and with that copies the pages they are on
+def _start_rank(
+    environ: dict[str, str], setup: Callable[..., None] | None, args: tuple[Any, ...], argv: list[str]
+) -> None:
+    gc.freeze()  # otherwise the collector visits a million objects of torch and so copies their pages
     os.environ.update(environ)
-    # A child of the fork server would start its data workers through a server of its own.
+    # A child of the fork server would start its data workers through another fork server.
     multiprocessing.set_start_method("fork", force=True)
-    # After the stacks of Python, which faulthandler prints, a rank that crashes prints those of C++.
+    # After the Python stacks from faulthandler, a rank that crashes prints the C++ stacks.
     torch._C._set_print_stack_traces_on_fatal_signal(True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # torch counts it among the crashes
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # torch treats SIGINT as a crash
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     from clustertrain.train.main import main
@@ -219,31 +227,31 @@ _known: dict[str, str] = {}
 
 
 def undisturbed(submitted: Path, folder: Path) -> str:
-    """The digest in which a submitted run ends where nothing happens to it: its plan and its code with ranks alone,
-    without a scheduler or an agent. Recipes that differ only in when they are saved or preempted are run once.
+    """Return the final digest of a submitted run without disturbance: run its plan and code in ranks only, without
+    scheduler or agent. Recipes that differ only in when they save or are preempted run once.
 
     Args:
         submitted: the run's folder.
-        folder: of the run without disturbance; must not exist yet.
+        folder: folder for the undisturbed run; must not exist yet.
     """
-    given = RunDir(submitted)
-    spec, plan = load_spec(given), fsio.read_json(given.plan)
+    source = RunDir(submitted)
+    spec, plan = load_spec(source), fsio.read_json(source.plan)
     recipe = msgspec.structs.replace(spec.recipe, checkpoint=CheckpointSpec(), preemption_test=PreemptionTestSpec())
     what = repr((recipe, spec.script, plan["layout"], plan["batch"]))
     if what not in _known:
         run = RunDir(folder)
         (run.path / "attempts").mkdir(parents=True)
-        for file in (given.spec, given.plan):
+        for file in (source.spec, source.plan):
             shutil.copy(file, run.path)
-        if given.code.exists():
-            shutil.copytree(given.code, run.code)
+        if source.code.exists():
+            shutil.copytree(source.code, run.code)
         Ranks(run, plan["world_size"]).expect(0)
         _known[what] = digest(run)
     return _known[what]
 
 
 def touch_stop_at(step: int, only_rank: int | None = None) -> None:
-    """Setup: the rank is told to stop while it does step ``step``; with ``only_rank`` by a signal to that one alone."""
+    """Setup: request a stop during step ``step``; with ``only_rank``, by a signal to that rank only."""
     from clustertrain.train.session.session import Session
 
     original = Session.log

@@ -1,4 +1,4 @@
-"""What ranks say of themselves while they run, as their node's agent reads it."""
+"""Heartbeats of running ranks, as their node's agent reads them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.runs import Run
 
 pytestmark = pytest.mark.ranks
 
-# A rank goes on from where it asks to be seen when somebody has seen it there.
+# A rank asks to be observed at certain points and continues when its heartbeat has been read there.
 SCRIPT = """
 import os
 import sys
@@ -59,8 +59,8 @@ with ct.session() as s:
 """
 
 
-def watch(run: Run, asking: Path) -> dict[int, list[Heartbeat]]:
-    """All beats of both ranks that could be seen until the run's end."""
+def observe(run: Run, asking: Path) -> dict[int, list[Heartbeat]]:
+    """Return all heartbeats of both ranks that were observed until the end of the run."""
     seen: dict[int, list[Heartbeat]] = defaultdict(list)
     readers: dict[Path, HeartbeatReader] = {}
 
@@ -73,7 +73,7 @@ def watch(run: Run, asking: Path) -> dict[int, list[Heartbeat]]:
             for rank, one in reader.read().items():
                 seen[rank].append(one)
         for path in asked:
-            path.unlink()  # what asks has not moved since before it was read
+            path.unlink()  # the rank has waited since before its heartbeat was read
         return len(seen) == 2 and all(
             beats[-1].step == 8 and beats[-1].phase == heartbeat.IDLE for beats in seen.values()
         )
@@ -82,7 +82,7 @@ def watch(run: Run, asking: Path) -> dict[int, list[Heartbeat]]:
     return seen
 
 
-def test_agent_follows_phases_of_both_ranks(tmp_path: Path) -> None:
+def test_agent_observes_all_phases_of_both_ranks(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
     env["CLUSTERTRAIN_HOME"] = str(tmp_path / "home")
     script = tmp_path / "seen.py"
@@ -92,15 +92,15 @@ def test_agent_follows_phases_of_both_ranks(tmp_path: Path) -> None:
     local = ("--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "2", "--layout", "ddp")
     run = runs.submit(env, *local, str(script), str(asking))
     try:
-        seen = watch(run, asking)
+        seen = observe(run, asking)
         assert sorted(seen) == [0, 1], run.explain()
         for rank, beats in seen.items():
             lasting = [
                 b.phase for b in beats if b.phase not in (heartbeat.IDLE, heartbeat.RESTORE)
-            ]  # others may go unseen
+            ]  # other phases may be missed
             phases = [PHASES[code] for code, _ in itertools.groupby(lasting)]
-            wanted = ["startup", "train", "evaluation", "train", "checkpoint", "train", "checkpoint", "shutdown"]
-            assert phases == wanted, (rank, phases)
+            expected = ["startup", "train", "evaluation", "train", "checkpoint", "train", "checkpoint", "shutdown"]
+            assert phases == expected, (rank, phases)
             steps = [b.step for b in beats]
             assert steps == sorted(steps) and set(steps) == {*range(9)}
             assert {b.tokens - 50.0 * b.step for b in beats} == {0.0}  # half of each step's
@@ -118,8 +118,8 @@ def test_agent_follows_phases_of_both_ranks(tmp_path: Path) -> None:
         run.wait_until_final()
 
 
-def killed_at(step: int, only_rank: int) -> None:
-    """Setup: a rank is killed while it does its step ``step``."""
+def kill_at(step: int, only_rank: int) -> None:
+    """Setup: kill a rank during its step ``step``."""
     from clustertrain.train.session.session import Session
 
     original = Session.log
@@ -132,21 +132,21 @@ def killed_at(step: int, only_rank: int) -> None:
     Session.log = log  # type: ignore[assignment,method-assign]
 
 
-def test_heartbeat_of_killed_rank_has_its_step(tmp_path: Path) -> None:
+def test_heartbeat_of_killed_rank_has_its_last_step(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=40, every=100)
-    ranks = Ranks(run, 2, setup=killed_at, args=(17, 1))
+    ranks = Ranks(run, 2, setup=kill_at, args=(17, 1))
     assert ranks.wait()[1] == -signal.SIGKILL, ranks.logs()
     beats = HeartbeatReader(ranks.rank_dir, [0, 1]).read()
     dead = beats[1]
     assert (dead.step, PHASES[dead.phase], dead.pid) == (17, "train", ranks.processes[1].pid)
     assert dead.tokens == 17 * 16 * SEQ_LEN / 2
-    # The forward pass of data parallel waits for nobody, so it is timed; as is the wait for the loader.
+    # The forward pass of data parallel waits for no other rank, so it is timed, and so is the wait for the loader.
     assert dead.forward_s > 0 and dead.data_wait_s > 0
-    assert beats[0].phase == heartbeat.IDLE  # it has left in order
+    assert beats[0].phase == heartbeat.IDLE  # the session ended normally
 
 
-@pytest.mark.parametrize(("strategy", "alone"), [("ddp", True), ("fsdp", False)])
-def test_rows_and_events_share_one_timeline(tmp_path: Path, strategy: str, alone: bool) -> None:
+@pytest.mark.parametrize(("strategy", "forward_timed"), [("ddp", True), ("fsdp", False)])
+def test_rows_and_events_share_one_timeline(tmp_path: Path, strategy: str, forward_timed: bool) -> None:
     run = make_run(tmp_path / "run", strategy, 2, steps=6, every=3)
     ranks = Ranks(run, 2).expect(0)
     rows = list(fsio.read_jsonl(run.metrics_path(1)))
@@ -156,13 +156,13 @@ def test_rows_and_events_share_one_timeline(tmp_path: Path, strategy: str, alone
         for total, row in zip(itertools.accumulate(r[key] for r in rows), rows, strict=True):
             assert row[f"sum_{key}"] == pytest.approx(total, abs=1e-5)
     assert all({"loss", "grad_norm", "lr"} <= row.keys() for row in rows)
-    begun = [ranks.events(n)[0]["t_begin"] for n in ("session_started", "first_step", "checkpoint", "session_ended")]
-    assert begun == sorted(begun)
-    assert begun[1] <= rows[0]["t"] - rows[0]["step_s"] + 0.01
+    starts = [ranks.events(n)[0]["t_begin"] for n in ("session_started", "first_step", "checkpoint", "session_ended")]
+    assert starts == sorted(starts)
+    assert starts[1] <= rows[0]["t"] - rows[0]["step_s"] + 0.01
     saves = ranks.events("checkpoint")
     assert [e["step"] for e in saves] == [3, 6]
     assert rows[2]["t"] <= saves[0]["t_begin"] and saves[0]["t_begin"] + saves[0]["save_s"] <= saves[0]["t"] + 0.01
     ended = ranks.events("session_ended")[0]
     assert (ended["step"], ended["ending"]) == (6, "completed")
     forward = [b.forward_s for b in HeartbeatReader(ranks.rank_dir, [0, 1]).read().values()]
-    assert [not math.isnan(s) for s in forward] == [alone, alone]
+    assert [not math.isnan(s) for s in forward] == [forward_timed, forward_timed]

@@ -1,4 +1,4 @@
-"""Short runs to which things happen, each brought to its end: three rounds of ``make chaos-checkpoint``."""
+"""Short runs with faults, each continued to its end: three rounds of ``make chaos-checkpoint``."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tests.harness.parity.measure import one_thread
 PLANS = [plan_of("317", number) for number in range(3)]
 
 
-def test_rounds_cover_all_faults() -> None:
-    """Where this fails the menu is another one: search another seed."""
+def test_rounds_cover_all_kinds_of_faults() -> None:
+    """If this fails, the set of faults has changed: search for another seed."""
     assert {f.kind for p in PLANS for f in p.faults} >= KINDS - {"local damage"}
     assert any(p.local for p in PLANS) and any(p.overlap for p in PLANS)
 
 
 @pytest.fixture(scope="module")
-def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Whole]:
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Whole]:
     with one_thread():
         return {s: undisturbed(s, tmp_path_factory.mktemp(s)) for s in {p.strategy for p in PLANS}}
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
-def test_run_with_faults_equals_undisturbed_run(plan: Plan, wholes: dict[str, Whole], tmp_path: Path) -> None:
+def test_disturbed_run_ends_like_undisturbed_run(plan: Plan, references: dict[str, Whole], tmp_path: Path) -> None:
     with one_thread():
-        report = play(plan, wholes[plan.strategy], tmp_path / "round")
+        report = play(plan, references[plan.strategy], tmp_path / "round")
     assert not report.broken, "\n".join([str(plan), *report.story, report.broken])

@@ -1,4 +1,4 @@
-"""What changes how a block is computed and not what: torch.compile, block by block; and 8-bit matmuls."""
+"""torch.compile, block by block, and 8-bit matmuls: they change how a block is computed, not its result."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def losses(
 
 
 def expect_compiled() -> None:
-    """Setup: the rank fails where the session ends without a compiled graph. The blocks share one, being alike once
-    they have run as they are written."""
+    """Setup: fail the rank if the session ends without a compiled graph. The blocks share one graph, because they are
+    alike after an eager run."""
     from torch._dynamo.utils import counters
     from torch._inductor import config
 
     from clustertrain.train.session.session import Session
 
-    config.cpp.simdlen = 1  # no vector instructions: g++ is quicker
+    config.cpp.simdlen = 1  # no vector instructions: g++ is faster
 
     original = Session.__exit__
 
@@ -48,14 +48,14 @@ def expect_compiled() -> None:
     shutil.which("g++") is None and "CLUSTERTRAIN_REQUIRE_SLURM" not in os.environ,
     reason="torch.compile needs g++ on the CPU",
 )
-def test_compiled_blocks_train_equally(tmp_path: Path) -> None:
+def test_compiled_blocks_train_like_eager_blocks(tmp_path: Path) -> None:
     compiled = losses(tmp_path / "compiled", FSDP, expect_compiled, parallel={"compile": True})
     plain = losses(tmp_path / "plain", Layout())
     for (loss, norm), (plain_loss, plain_norm) in zip(compiled, plain, strict=True):
         assert loss == pytest.approx(plain_loss, rel=2e-6) and norm == pytest.approx(plain_norm, rel=5e-6)
 
 
-def test_fp8_differs_from_bf16_slightly(tmp_path: Path) -> None:
+def test_fp8_loss_differs_from_bf16_but_is_close(tmp_path: Path) -> None:
     fp8, bf16 = (losses(tmp_path / p, FSDP, precision=p) for p in ("fp8", "bf16"))
     assert fp8 != bf16
     for (loss, norm), (bf16_loss, bf16_norm) in zip(fp8, bf16, strict=True):

@@ -1,4 +1,4 @@
-"""What compiling brings is measured before the first step, and a compiler that fails does not end a run."""
+"""The gain of compilation is measured before the first step, and a failing compiler does not end a run."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def one_thread() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
-def quick_to_compile() -> None:
+def fast_compiler() -> None:
     one_thread()
     from torch._inductor import config
 
-    config.cpp.simdlen = 1  # no vector instructions: g++ is quicker
+    config.cpp.simdlen = 1  # no vector instructions: g++ is faster
 
 
-def one_without_a_compiler() -> None:
-    """Setup: the node of rank 1 has no g++; the others compile with what needs none, which takes no time."""
+def no_compiler_on_rank_1() -> None:
+    """Setup: the node of rank 1 has no g++; the other ranks compile with a backend that needs none."""
     one_thread()
     if os.environ["RANK"] != "1":
         original = torch._dynamo.lookup_backend
@@ -48,24 +48,24 @@ def one_without_a_compiler() -> None:
 
 
 @pytest.mark.parametrize("layout", [FSDP, Layout(tp=2)], ids=lambda layout: layout.describe())
-def test_compile_failure_on_one_rank_disables_it_on_all(tmp_path: Path, layout: Layout) -> None:
-    wanted = Ranks(make_run(tmp_path / "plain" / "run", layout, 2, steps=3), 2, setup=one_thread)
-    plain = wanted.expect(0).losses()
+def test_failed_compiler_on_one_rank_keeps_all_ranks_eager(tmp_path: Path, layout: Layout) -> None:
+    reference = Ranks(make_run(tmp_path / "plain" / "run", layout, 2, steps=3), 2, setup=one_thread)
+    plain = reference.expect(0).losses()
     run = make_run(tmp_path / "compiled" / "run", layout, 2, steps=3, parallel={"compile": True})
-    ranks = Ranks(run, 2, setup=one_without_a_compiler).expect(0)
+    ranks = Ranks(run, 2, setup=no_compiler_on_rank_1).expect(0)
     (failed,) = ranks.events("compile_failed")
     assert failed["reason"].startswith("on rank 1 (node b): ") and "compile" in failed["fix"]
     assert ranks.events("compiled") == []
     assert ranks.losses() == plain, "what was tried out has left something behind"
 
 
-def test_profiled_run_reports_times_and_resumes_exactly(tmp_path: Path) -> None:
+def test_both_times_are_reported_and_resume_is_exact(tmp_path: Path) -> None:
     options = {"steps": 4, "every": 2, "parallel": {"compile": True}, "model": {"dropout": 0.1}}
-    whole = make_run(tmp_path / "whole" / "run", Layout(), 1, **options)  # type: ignore[arg-type]
-    ranks = Ranks(whole, 1, setup=quick_to_compile).expect(0)
-    (told,) = ranks.events("compiled")
-    assert told["eager_s"] > 0 and told["compiled_s"] > 0 and told["compile_s"] > told["compiled_s"]
-    shutil.rmtree(whole.checkpoints / "step-00000004")
-    again = Ranks(whole, 1, 2, setup=quick_to_compile).expect(0)
+    run = make_run(tmp_path / "whole" / "run", Layout(), 1, **options)  # type: ignore[arg-type]
+    ranks = Ranks(run, 1, setup=fast_compiler).expect(0)
+    (event,) = ranks.events("compiled")
+    assert event["eager_s"] > 0 and event["compiled_s"] > 0 and event["compile_s"] > event["compiled_s"]
+    shutil.rmtree(run.checkpoints / "step-00000004")
+    again = Ranks(run, 1, 2, setup=fast_compiler).expect(0)
     assert again.events("restored")[0]["step"] == 2
     assert again.losses() == {s: v for s, v in ranks.losses().items() if s > 2}

@@ -1,4 +1,4 @@
-"""Context parallel, alone and with shards and tensor parallel, computes what one process computes."""
+"""Context parallel, alone and with shards and tensor parallel, computes the same as one process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.ranks.rank_pool import digest
 from tests.ranks.test_tensor_parallel import (
     Reference,
     assert_equal_but_for_rounding,
-    own_model,
     reference,
     run_of,
-    save_what_it_begins_with,
+    save_initial_values,
     start,
     tensors,
+    train_custom_model,
 )
 
 pytestmark = pytest.mark.ranks
@@ -33,22 +33,22 @@ __all__ = ["reference"]
     ],
     ids=lambda value: value.describe() if isinstance(value, Layout) else "-".join(value),
 )
-def test_layout_computes_as_one_process(
+def test_layout_matches_one_process(
     tmp_path: Path, reference: Reference, layout: Layout, model: dict[str, Any]
 ) -> None:
-    losses, whole = reference(**model)
+    losses, single = reference(**model)
     run = run_of(tmp_path / "run", layout, model=model)
-    ranks = start(run, layout, setup=save_what_it_begins_with).expect(0)
+    ranks = start(run, layout, setup=save_initial_values).expect(0)
     assert_equal_but_for_rounding(ranks.losses(), losses)
-    assert digest(run, 1) == digest(whole, 1), "the initial values depend on the layout"
-    assert tensors(run) == tensors(whole)
+    assert digest(run, 1) == digest(single, 1), "the initial values depend on the layout"
+    assert tensors(run) == tensors(single)
 
 
 @pytest.mark.parametrize(
-    ("layout", "faults", "words"),
+    ("layout", "faults", "message"),
     [(Layout(cp=2), ["odd-length"], "17 does not divide over cp = 2: 17 / 2 = 8.5")],
 )
-def test_indivisible_length_is_refused(tmp_path: Path, layout: Layout, faults: list[str], words: str) -> None:
-    ranks = own_model(tmp_path / "run", layout, "8", *faults)
+def test_sequence_length_must_divide_by_cp(tmp_path: Path, layout: Layout, faults: list[str], message: str) -> None:
+    ranks = train_custom_model(tmp_path / "run", layout, "8", *faults)
     assert all(ranks.wait())
-    assert all(words in r["error"]["message"] for r in ranks.results())
+    assert all(message in r["error"]["message"] for r in ranks.results())

@@ -1,4 +1,4 @@
-"""What a contract asks for, with real ranks: an early end, the best checkpoint, a budget, a resume that is exact."""
+"""Features of the contract with real ranks: early stop, best checkpoint, budget, exact resume."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAIR = Layout(strategy="ddp", dp_replicate=2)
 
 
 class Numbered:
-    """Four samples of text that mean nothing."""
+    """Four samples of meaningless text."""
 
     def __len__(self) -> int:
         return 4
@@ -40,7 +40,7 @@ class Numbered:
 
 
 def losses(*values: float) -> None:
-    """Setup: the evaluations of this run find these losses, one after the other by their step."""
+    """Setup: make the evaluations of this run return these losses, indexed by step."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from clustertrain.train import trainer
     from clustertrain.train.session.session import Session, get_runtime
@@ -50,15 +50,15 @@ def losses(*values: float) -> None:
     def with_validation(recipe: Any, **kw: Any) -> Any:
         return dataclasses.replace(task(recipe, **kw), validation=Numbered())
 
-    def made_up(self: Session, *args: Any, **kw: Any) -> dict[str, float]:
-        found = evaluate(self, *args, **kw)
-        get_runtime(self).state.eval_results = {**found, "validation_loss": values[self.step - 1]}
+    def fixed_loss(self: Session, *args: Any, **kw: Any) -> dict[str, float]:
+        result = evaluate(self, *args, **kw)
+        get_runtime(self).state.eval_results = {**result, "validation_loss": values[self.step - 1]}
         return dict(get_runtime(self).state.eval_results)
 
-    trainer.build_task, Session.evaluate = with_validation, made_up  # type: ignore[method-assign]
+    trainer.build_task, Session.evaluate = with_validation, fixed_loss  # type: ignore[method-assign]
 
 
-def run_of(folder: Path, layout: Layout = PAIR, *, steps: int = 8, every: int = 100, **tables: Any) -> RunDir:
+def make_run_with(folder: Path, layout: Layout = PAIR, *, steps: int = 8, every: int = 100, **tables: Any) -> RunDir:
     run = make_run(folder, layout, layout.world_size, steps=steps, every=every, keep=1)
     spec = load_toml(run.spec)
     for name, table in tables.items():
@@ -72,56 +72,56 @@ EACH = {"data": {"validation": 0.1}, "evaluation": {"every": 1}}
 FOUND = (5.0, 3.0, 4.0, 4.5, 4.6, 4.7, 4.8, 4.9)
 
 
-def kept(run: RunDir) -> dict[int, float | None]:
-    """By step of the checkpoints the value of the metric that decides."""
-    found = {}
+def kept_checkpoints(run: RunDir) -> dict[int, float | None]:
+    """Return the value of the deciding metric by step of the checkpoints."""
+    result = {}
     for folder in index.list_checkpoint_folders(run.checkpoints):
         metric = index.read_manifest(folder).metric
-        found[index.parse_step(folder) or 0] = metric.value if metric is not None else None
-    return found
+        result[index.parse_step(folder) or 0] = metric.value if metric is not None else None
+    return result
 
 
-def test_early_stopping_keeps_best_checkpoint(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", **{**EACH, "evaluation": {"every": 1, "patience": 3, "warn_when_rising": 2}})
+def test_run_without_improvement_stops_and_keeps_best_checkpoint(tmp_path: Path) -> None:
+    run = make_run_with(tmp_path / "run", **{**EACH, "evaluation": {"every": 1, "patience": 3, "warn_when_rising": 2}})
     ranks = Ranks(run, 2, setup=losses, args=FOUND).expect(0)
     why = "early stop: validation_loss has not improved for 3 evaluations"
     for result in ranks.results():
         assert (result["ending"], result["step"], result["committed_step"]) == ("completed", 5, 5)
         assert result["reason"].startswith(why)
-    assert kept(run) == {2: 3.0, 5: 4.6}
+    assert kept_checkpoints(run) == {2: 3.0, 5: 4.6}
     assert inspect.find_best(run.checkpoints).name == "step-00000002"
     assert [r["best"] for r in inspect.list_checkpoints(run.checkpoints)] == [True, False]
     (warning,) = ranks.events("training_warning")
     assert (warning["code"], warning["step"], warning["value"]) == ("validation_rising", 4, 2)
-    found = contract_status.load_contract_status(run, attempts.load_attempts(run), None)
-    assert found is not None and (found.best, found.best_step, found.value, found.step) == (3.0, 2, 4.6, 5)
+    status = contract_status.load_contract_status(run, attempts.load_attempts(run), None)
+    assert status is not None and (status.best, status.best_step, status.value, status.step) == (3.0, 2, 4.6, 5)
     assert [r["validation_loss"] for r in metrics.load_rows(run)] == list(FOUND[:5])
 
 
 def stop_at_5(*values: float) -> None:
-    """Setup: the evaluations are known, and the ranks are told to stop in the sixth step."""
+    """Setup: fix the losses of the evaluations, and request a stop in the sixth step."""
     losses(*values)
     from tests.ranks.rank_pool import touch_stop_at
 
     touch_stop_at(5)
 
 
-def test_best_value_survives_resume(tmp_path: Path) -> None:
+def test_best_checkpoint_is_known_after_resume(tmp_path: Path) -> None:
     plateau = {"kind": "plateau", "patience": 1, "factor": 0.5, "warmup_steps": 0}
-    run = run_of(tmp_path / "run", schedule=plateau, **EACH)
+    run = make_run_with(tmp_path / "run", schedule=plateau, **EACH)
     stopped = Ranks(run, 2, setup=stop_at_5, args=FOUND).expect(0)
     assert stopped.results()[0]["ending"] == "stopped"
     Ranks(run, 2, attempt=2, setup=losses, args=FOUND).expect(0)
-    assert kept(run) == {2: 3.0, 8: 4.9}
-    found = contract_status.load_contract_status(run, attempts.load_attempts(run), None)
-    assert found is not None and (found.best, found.best_step, found.step) == (3.0, 2, 8)
+    assert kept_checkpoints(run) == {2: 3.0, 8: 4.9}
+    status = contract_status.load_contract_status(run, attempts.load_attempts(run), None)
+    assert status is not None and (status.best, status.best_step, status.step) == (3.0, 2, 8)
     peak = load_spec(run).recipe.optim.lr
     rates = [r["lr"] / peak for r in metrics.load_rows(run)]
-    assert rates == pytest.approx([1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25])  # after two evaluations without a better one
+    assert rates == pytest.approx([1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25])  # after two evaluations without improvement
 
 
-def spent_after(looks: int) -> None:
-    """Setup: the attempt is taken to have cost nothing until rank 0 has looked so often."""
+def spent_after(checks: int) -> None:
+    """Setup: report zero usage until rank 0 has checked the budget this often."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from clustertrain.run.usage.budget import BudgetUsage
     from clustertrain.train.session.budget import BudgetTracker
@@ -130,23 +130,23 @@ def spent_after(looks: int) -> None:
 
     def after_a_while(self: BudgetTracker) -> BudgetUsage:
         seen.append(1)
-        return used(self) if len(seen) > looks else BudgetUsage()
+        return used(self) if len(seen) > checks else BudgetUsage()
 
     BudgetTracker.current_usage = after_a_while  # type: ignore[method-assign]
 
 
 def test_spent_budget_ends_run_with_checkpoint(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", contract={"gpu_hours": 1e-9})
+    run = make_run_with(tmp_path / "run", contract={"gpu_hours": 1e-9})
     ranks = Ranks(run, 2, setup=spent_after, args=(3,)).expect(0)
     for result in ranks.results():
         assert (result["ending"], result["budget_spent"]) == ("stopped", True)
         assert result["committed_step"] == result["step"] == 4
     assert "of gpu_hours = 1e-09" in ranks.results()[0]["reason"]
-    assert list(kept(run)) == [ranks.results()[0]["step"]]
+    assert list(kept_checkpoints(run)) == [ranks.results()[0]["step"]]
 
 
-def test_spent_budget_with_warn_continues(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", contract={"gpu_hours": 1e-9, "on_budget_spent": "warn"})
+def test_spent_budget_can_only_warn(tmp_path: Path) -> None:
+    run = make_run_with(tmp_path / "run", contract={"gpu_hours": 1e-9, "on_budget_spent": "warn"})
     ranks = Ranks(run, 2, setup=losses, args=FOUND).expect(0)
     assert ranks.results()[0]["ending"] == "completed"
     (warning,) = [e for e in ranks.events("training_warning") if e["code"] == "budget_spent"]
@@ -154,12 +154,12 @@ def test_spent_budget_with_warn_continues(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resume", ["exact", "elastic"])
-def test_other_layout_is_refused_for_exact_resume(tmp_path: Path, resume: str) -> None:
-    run = run_of(tmp_path / "run", steps=20, contract={"resume": resume})
+def test_exact_resume_refuses_another_layout(tmp_path: Path, resume: str) -> None:
+    run = make_run_with(tmp_path / "run", steps=20, contract={"resume": resume})
     Ranks(run, 2, setup=stop_in, args=(5,)).expect(0)
     same = Ranks(run, 2, attempt=2, setup=stop_in, args=(6,)).expect(0)
-    assert same.events("restored")[0]["step"] == 7  # told in step 5, all leave after the next one but one
-    before = list(kept(run))
+    assert same.events("restored")[0]["step"] == 7  # requested in step 5; all ranks leave two steps later
+    before = list(kept_checkpoints(run))
     if resume == "exact":
         for result in Ranks(run, 2, attempt=3, setup=another_python, args=(1,)).expect(78).results():
             assert " then, 3.0.0 now (node b; rank 1)" in result["error"]["message"]
@@ -171,13 +171,13 @@ def test_other_layout_is_refused_for_exact_resume(tmp_path: Path, resume: str) -
         assert differs in other.logs()
         return
     assert other.wait() == [78, 78]
-    said = other.results()[0]["error"]["message"]
-    assert "contract.resume = 'exact'" in said and differs in said
-    assert list(kept(run)) == before
+    message = other.results()[0]["error"]["message"]
+    assert "contract.resume = 'exact'" in message and differs in message
+    assert list(kept_checkpoints(run)) == before
 
 
 def another_python(rank: int) -> None:
-    """Setup: rank ``rank`` is on a node that is not like the others."""
+    """Setup: give rank ``rank`` another Python version than the others."""
     os.environ["OMP_NUM_THREADS"] = "1"
     if int(os.environ["RANK"]) == rank:
         os.environ["CLUSTERTRAIN_NODE"] = "b"
@@ -185,7 +185,7 @@ def another_python(rank: int) -> None:
 
 
 def stop_in(step: int) -> None:
-    """Setup: one thread, and a stop when ``step`` steps are done."""
+    """Setup: one thread, and a stop after ``step`` steps."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from tests.ranks.rank_pool import touch_stop_at
 
@@ -193,9 +193,9 @@ def stop_in(step: int) -> None:
 
 
 def test_unknown_metric_is_reported_at_first_evaluation(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", **EACH, contract={"metric": "validation_accuracy/night"})
+    run = make_run_with(tmp_path / "run", **EACH, contract={"metric": "validation_accuracy/night"})
     ranks = Ranks(run, 2, setup=losses, args=FOUND)
     assert ranks.wait() == [78, 78]
-    said = ranks.results()[0]["error"]["message"]
-    assert "contract.metric = 'validation_accuracy/night' is not produced by the evaluation" in said
-    assert "available: validation_loss, validation_accuracy" in said
+    message = ranks.results()[0]["error"]["message"]
+    assert "contract.metric = 'validation_accuracy/night' is not produced by the evaluation" in message
+    assert "available: validation_loss, validation_accuracy" in message

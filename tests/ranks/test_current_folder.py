@@ -1,4 +1,4 @@
-"""Commands that are called in a folder that somebody else has filled: no module that lies there is imported."""
+"""Commands called in a folder that another user has filled: no module from this folder is imported."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NAMES = ("clustertrain", "torch", "numpy", "json", "psutil", "msgspec", "sitecus
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         ("diagnose", "resume", "recipe.toml"),
         ("plan", "--find-micro-batch", "--backend", "local", "--device", "cpu", "--gpus", "1", "recipe.toml"),
     ],
     ids=["diagnose", "plan"],
 )
-def test_modules_of_current_folder_are_not_run(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_no_module_of_current_folder_is_imported(args: tuple[str, ...], tmp_path: Path) -> None:
     folder = tmp_path / "downloads"
     folder.mkdir()
     for name in NAMES:
@@ -34,14 +34,14 @@ def test_modules_of_current_folder_are_not_run(words: tuple[str, ...], tmp_path:
     environ |= {"CLUSTERTRAIN_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     script = Path(sys.executable).with_name("clustertrain")
     done = subprocess.run(
-        [str(script), *words], cwd=folder, env=environ, text=True, capture_output=True, check=False, timeout=300
+        [str(script), *args], cwd=folder, env=environ, text=True, capture_output=True, check=False, timeout=300
     )
     assert not (tmp_path / "struck").exists(), (tmp_path / "struck").read_text()
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_started_pythons_ignore_the_current_folder() -> None:
-    """The one place that writes ``-m`` is :func:`clustertrain.proc.python_module_argv`."""
+def test_python_modules_start_through_python_module_argv() -> None:
+    """Only :func:`clustertrain.proc.python_module_argv` may write ``-m``."""
     package = Path(clustertrain.__file__).parent
-    found = [str(p) for p in package.rglob("*.py") if re.search(r'"-m"', p.read_text()) and p.name != "proc.py"]
-    assert found == []
+    paths = [str(p) for p in package.rglob("*.py") if re.search(r'"-m"', p.read_text()) and p.name != "proc.py"]
+    assert paths == []

@@ -1,4 +1,4 @@
-"""What ranks learn from: each sample once, changed and packed in the same way, however many they are."""
+"""Training data of runs: each sample once, augmented and packed in the same way on any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ranks.rank_pool import Ranks, make_run, touch_stop_at, write_plan
 # torch warns on machines with fewer cores than workers.
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
-# As the parity table's (tests/harness/parity/cells.py), for fp32.
+# Like the limits of the parity table for fp32 (tests/harness/parity/cells.py).
 LOSS, NORM = 2e-6, 5e-6
 CONVNET = {"kind": "convnet", "convnet": {"channels": 1, "width": 8, "blocks": [1], "groups": 4}}
 AUGMENTED = {
@@ -48,18 +48,18 @@ class Taken:
 """
 
 
-def trained(run: RunDir, ranks: int, attempt: int = 1) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step."""
+def train(run: RunDir, ranks: int, attempt: int = 1) -> list[tuple[float, float]]:
+    """Return (loss, gradient norm) of each step."""
     return list(Ranks(run, ranks, attempt).expect(0).losses().values())
 
 
-def agree(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> None:
-    assert len(found) == len(expected) > 0
-    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=LOSS)
-    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=NORM)
+def assert_close(rows: list[tuple[float, float]], expected: list[tuple[float, float]]) -> None:
+    assert len(rows) == len(expected) > 0
+    assert [loss for loss, _ in rows] == pytest.approx([loss for loss, _ in expected], rel=LOSS)
+    assert [norm for _, norm in rows] == pytest.approx([norm for _, norm in expected], rel=NORM)
 
 
-def test_augmentation_is_independent_of_ranks_and_workers(tmp_path: Path) -> None:
+def test_image_augmentation_is_independent_of_ranks_and_workers(tmp_path: Path) -> None:
     def losses(ranks: int, workers: int, micro_batch: int) -> list[tuple[float, float]]:
         data: dict[str, Any] = {**AUGMENTED, "workers": workers}
         folder = tmp_path / f"{ranks}-{workers}"
@@ -67,64 +67,65 @@ def test_augmentation_is_independent_of_ranks_and_workers(tmp_path: Path) -> Non
         run = make_run(
             folder, strategy, ranks, steps=3, every=3, model=CONVNET, data=data, micro_batch=micro_batch
         )  # fmt: skip
-        return trained(run, ranks)
+        return train(run, ranks)
 
-    alone = losses(1, 0, 16)
+    single = losses(1, 0, 16)
     plain = make_run(tmp_path / "plain", "ddp", 1, steps=3, every=3, model=CONVNET, data={"path": "digits"})
-    assert [loss for loss, _ in trained(plain, 1)] != pytest.approx([loss for loss, _ in alone], rel=1e-3)
+    assert [loss for loss, _ in train(plain, 1)] != pytest.approx([loss for loss, _ in single], rel=1e-3)
     for ranks, workers, micro_batch in ((1, 2, 16), (2, 0, 4), (4, 2, 2)):
-        agree(losses(ranks, workers, micro_batch), alone)
+        assert_close(losses(ranks, workers, micro_batch), single)
 
 
-def test_resume_with_other_world_size_keeps_sample_order(tmp_path: Path) -> None:
+def test_resume_on_other_ranks_sees_each_sample_once(tmp_path: Path) -> None:
     (tmp_path / "taken_from.py").write_text(TAKEN)
     count, steps = 96, 6  # of 16 samples each: one epoch
     data = {"kind": "custom", "entry": "taken_from:Taken", "args": {"count": count, "folder": str(tmp_path)}}
     run = make_run(tmp_path / "run", "ddp", 2, steps=steps, every=4, model=CONVNET, data=data)
     stopped = Ranks(run, 2, 1, setup=import_and_stop, args=(str(tmp_path), 2)).expect(0)
-    done = stopped.results()[0]["committed_step"]
+    committed = stopped.results()[0]["committed_step"]
     write_plan(run, "fsdp", 4, micro_batch=2)
     Ranks(run, 4, 2, setup=import_and_stop, args=(str(tmp_path), -1)).expect(0)
 
-    def taken(attempt: int) -> list[int]:
+    def samples_of(attempt: int) -> list[int]:
         return [int(i) for f in tmp_path.glob(f"taken-{attempt}-*") for i in f.read_text().split()]
 
-    assert 0 < done < steps and len(taken(1)) == 16 * done and len(taken(2)) == 16 * (steps - done)
-    assert sorted(taken(1) + taken(2)) == list(range(count))
+    assert 0 < committed < steps
+    assert (len(samples_of(1)), len(samples_of(2))) == (16 * committed, 16 * (steps - committed))
+    assert sorted(samples_of(1) + samples_of(2)) == list(range(count))
 
 
 def import_and_stop(folder: str, step: int) -> None:
-    """Setup: what job.sh does with PYTHONPATH, and a stop."""
+    """Setup: extend the import path as job.sh does, and request a stop."""
     sys.path.insert(0, folder)
     if step >= 0:
         touch_stop_at(step)
 
 
 def shards(folder: Path) -> Path:
-    """The standard library's json package, a file a document."""
+    """Write token shards of the standard library's json package, one document per file."""
     files = sorted(Path(os.__file__).parent.joinpath("json").glob("*.py"))
     write(folder, [tokenize_bytes(f.read_bytes()[:900]) for f in files], dtype="uint8", shard_tokens=1500)
     return folder
 
 
-def test_packed_documents_resume_exactly(tmp_path: Path) -> None:
+def test_packed_documents_train_alike_and_resume_inside(tmp_path: Path) -> None:
     data = {"kind": "tokens", "path": str(shards(tmp_path / "shards")), "pack": True, "seq_len": 48, "validation": 0.3}
     kw: dict[str, Any] = {"steps": 6, "every": 3, "data": data}
-    whole = make_run(tmp_path / "whole", "ddp", 1, **kw, micro_batch=16)
-    alone = Ranks(whole, 1).expect(0)
-    told = alone.events("data_described")[0]
-    assert told["lengths"]["documents"] >= 5 and 0 < told["padding"] < 0.5
-    assert told["samples"] > told["validation_samples"] > 0
-    expected = list(alone.losses().values())
+    reference = make_run(tmp_path / "whole", "ddp", 1, **kw, micro_batch=16)
+    single = Ranks(reference, 1).expect(0)
+    event = single.events("data_described")[0]
+    assert event["lengths"]["documents"] >= 5 and 0 < event["padding"] < 0.5
+    assert event["samples"] > event["validation_samples"] > 0
+    expected = list(single.losses().values())
     assert expected[-1][0] < expected[0][0]
     run = make_run(tmp_path / "parts", "fsdp", 2, **kw, micro_batch=2)
     first = Ranks(run, 2, 1, setup=touch_stop_at, args=(2,)).expect(0)
     write_plan(run, "ddp", 4, micro_batch=1)
     second = Ranks(run, 4, 2).expect(0)
-    agree(list({**first.losses(), **second.losses()}.values()), expected)
+    assert_close(list({**first.losses(), **second.losses()}.values()), expected)
 
 
-def test_unknown_token_ends_run_and_names_sample(tmp_path: Path) -> None:
+def test_token_beyond_vocabulary_ends_run_and_names_sample(tmp_path: Path) -> None:
     folder = shards(tmp_path / "shards")
     index = fsio.read_json(folder / "index.json")
     assert isinstance(index, dict)

@@ -1,4 +1,4 @@
-"""``clustertrain diagnose`` on recipes that are broken in one way each, and on one that is not."""
+"""``clustertrain diagnose`` on recipes with one fault each, and on a sound one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENTRY = (
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """A short one: it becomes TMPDIR, where data workers make sockets."""
+    """A short path: it becomes TMPDIR, where data workers create sockets."""
     with tempfile.TemporaryDirectory(prefix="diagnose-") as folder:
         yield Path(folder)
 
@@ -40,31 +40,31 @@ def environment(folder: Path) -> dict[str, str]:
     return {**environ, "CLUSTERTRAIN_HOME": home, "TMPDIR": tmp, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 
 
-def called(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*CLI, "diagnose", *words], cwd=folder, env=environment(folder), text=True, capture_output=True, check=False,
         timeout=300,
     )  # fmt: skip
 
 
-def document(folder: Path, *words: str) -> dict[str, Any]:
-    done = called(folder, *words, "--json")
+def call_json(folder: Path, *words: str) -> dict[str, Any]:
+    done = call(folder, *words, "--json")
     found: dict[str, Any] = json.loads(done.stdout)
     assert done.returncode == (1 if found["verdict"] == "fail" else 0), done.stderr
     return found
 
 
-def nothing_left(folder: Path) -> bool:
-    """Of the command's files; torch keeps a cache for the next process."""
-    kept = [p.name for p in (folder / "tmp").iterdir() if not p.name.startswith("torchinductor_")]
-    return not kept and not (folder / "home").exists()
+def left_no_files(folder: Path) -> bool:
+    """Return whether the command left no files; torch keeps a cache for the next process."""
+    left = [p.name for p in (folder / "tmp").iterdir() if not p.name.startswith("torchinductor_")]
+    return not left and not (folder / "home").exists()
 
 
 def test_sound_recipe_passes_all_checks(tmp_path: Path) -> None:
-    found = document(tmp_path, "all", str(RECIPES / "sound.toml"))
+    found = call_json(tmp_path, "all", str(RECIPES / "sound.toml"))
     assert found["device"] == "cpu" and [c["check"] for c in found["checks"]] == list(CHECKS)
     verdicts = {c["check"]: c["verdict"] for c in found["checks"]}
-    verdicts.pop("speed")  # that of a machine which others use too
+    verdicts.pop("speed")  # unpredictable on a shared machine
     assert set(verdicts.values()) == {"pass"}, found
     evidence = {c["check"]: c["evidence"] for c in found["checks"]}
     assert evidence["resume"]["resumed_from_step"] == 3 < evidence["resume"]["killed_after_step"]
@@ -72,7 +72,7 @@ def test_sound_recipe_passes_all_checks(tmp_path: Path) -> None:
     assert sum(evidence["speed"]["parts_s"].values()) > 0 and set(evidence["speed"]["samples_per_s_read"]) == set(
         "0124"
     )
-    assert nothing_left(tmp_path)
+    assert left_no_files(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -85,19 +85,19 @@ def test_sound_recipe_passes_all_checks(tmp_path: Path) -> None:
         ("wrong_gradient", "gradients", "in the backward pass of scaled (Scale)"),
     ],
 )
-def test_broken_recipe_is_caught(tmp_path: Path, recipe: str, check: str, words: str) -> None:
-    [found] = document(tmp_path, check, str(RECIPES / f"{recipe}.toml"))["checks"]
+def test_broken_recipe_fails_its_check(tmp_path: Path, recipe: str, check: str, words: str) -> None:
+    [found] = call_json(tmp_path, check, str(RECIPES / f"{recipe}.toml"))["checks"]
     assert (found["check"], found["verdict"]) == (check, "fail") and words in found["text"]
     assert found["fix"] and found["evidence"]
 
 
-def test_trial_writes_page_and_no_run_folder(tmp_path: Path) -> None:
-    done = called(tmp_path, "overfit", str(RECIPES / "sound.toml"), "--plot", "curves.html", "--set", "optim.lr=0.005")
+def test_plot_writes_page_and_creates_no_run(tmp_path: Path) -> None:
+    done = call(tmp_path, "overfit", str(RECIPES / "sound.toml"), "--plot", "curves.html", "--set", "optim.lr=0.005")
     assert done.returncode == 0 and "lr 0.005" in done.stdout and "│•" in done.stdout, done.stderr
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
     page = (tmp_path / "curves.html").read_text()
     assert "<polyline" in page and "overfit: 8 samples" in page
-    assert nothing_left(tmp_path)
+    assert left_no_files(tmp_path)
 
 
 OWN = """
@@ -139,7 +139,7 @@ class Exits(Perceptron):
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def module_folder(tmp_path: Path) -> Path:
     (tmp_path / "own_parts.py").write_text(OWN)
     (tmp_path / "sound.py").write_text((RECIPES / "sound.py").read_text())
     return tmp_path
@@ -150,49 +150,49 @@ def own(tmp_path: Path) -> Path:
     [("Raises", 78, "no weights here"), ("Exits", 1, "exit code 3"), ("Missing", 78, "Missing"),
      ("RaisesInForward", 1, "raised ValueError: no such shape")],
 )  # fmt: skip
-def test_model_that_raises_is_reported_in_one_line(own: Path, name: str, code: int, words: str) -> None:
-    (own / "recipe.toml").write_text(ENTRY.format(module="own_parts", name=name))
-    done = called(own, "init-loss", "recipe.toml")
-    said = " ".join((done.stdout + done.stderr).split())
-    assert done.returncode == code and words in said and "Traceback" not in said
-    assert nothing_left(own)
+def test_model_that_raises_is_reported_in_one_line(module_folder: Path, name: str, code: int, words: str) -> None:
+    (module_folder / "recipe.toml").write_text(ENTRY.format(module="own_parts", name=name))
+    done = call(module_folder, "init-loss", "recipe.toml")
+    output = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == code and words in output and "Traceback" not in output
+    assert left_no_files(module_folder)
 
 
-def test_state_missing_from_checkpoint_shows_in_resume(own: Path) -> None:
-    (own / "recipe.toml").write_text(ENTRY.format(module="own_parts", name="Remembers"))
-    [found] = document(own, "resume", "recipe.toml")["checks"]
+def test_state_missing_from_checkpoint_fails_resume_check(module_folder: Path) -> None:
+    (module_folder / "recipe.toml").write_text(ENTRY.format(module="own_parts", name="Remembers"))
+    [found] = call_json(module_folder, "resume", "recipe.toml")["checks"]
     assert found["verdict"] == "fail" and "loss of step 4" in found["text"]
     assert found["evidence"]["reproducible"] is True
 
 
-def test_evaluation_noise_and_unused_parameters(own: Path) -> None:
-    (own / "recipe.toml").write_text(ENTRY.format(module="own_parts", name="Noisy"))
-    [found] = document(own, "modes", "recipe.toml")["checks"]
+def test_noisy_evaluation_and_unused_parameters(module_folder: Path) -> None:
+    (module_folder / "recipe.toml").write_text(ENTRY.format(module="own_parts", name="Noisy"))
+    [found] = call_json(module_folder, "modes", "recipe.toml")["checks"]
     assert found["verdict"] == "fail" and "different outputs" in found["text"]
     assert found["evidence"]["unused"] == ["spare.weight", "spare.bias"]
 
 
-def test_empty_data_is_reported_before_checks(own: Path) -> None:
+def test_empty_data_is_reported_before_any_check(module_folder: Path) -> None:
     text = ENTRY.format(module="sound", name="Perceptron").replace("sound:Clouds", "own_parts:Empty")
-    (own / "recipe.toml").write_text(text)
-    done = called(own, "all", "recipe.toml")
+    (module_folder / "recipe.toml").write_text(text)
+    done = call(module_folder, "all", "recipe.toml")
     assert done.returncode == 78 and "is empty" in done.stderr and not done.stdout
 
 
-def test_ctrl_c_ends_all_started_processes(tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_child_processes(tmp_path: Path) -> None:
     child = subprocess.Popen(
         [*INTERRUPTIBLE, sys.executable, "-m", "clustertrain", "diagnose", "resume", str(RECIPES / "sound.toml")],
         cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     process, found = psutil.Process(child.pid), list[psutil.Process]()
 
-    def rank_is_there() -> bool:
+    def rank_runs() -> bool:
         found[:] = process.children(recursive=True)
         return len(found) >= 2
 
-    assert clock.wait_until(rank_is_there, 120)
+    assert clock.wait_until(rank_runs, 120)
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
     assert not [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert nothing_left(tmp_path)
+    assert left_no_files(tmp_path)

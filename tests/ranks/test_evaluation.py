@@ -1,4 +1,4 @@
-"""An evaluation gives under every layout what one process computes, and training does not notice it."""
+"""An evaluation gives the same result under every layout as in one process, and does not change training."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.ranks.rank_pool import SEQ_LEN, Ranks, digest, make_run, write_plan
 
 pytestmark = pytest.mark.ranks
 
-SAMPLES = 13  # divides by nothing
+SAMPLES = 13  # prime
 STEPS = 4
 
 
-class Apart:
-    """What the trainer is to evaluate on, with two slices that share no micro-batch evenly."""
+class ValidationData:
+    """Validation data with two slices that share no micro-batch evenly."""
 
     slice_names = ("day", "night")
 
@@ -37,23 +37,23 @@ class Apart:
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.randint(0, 256, (SEQ_LEN + 1,), generator=torch.Generator().manual_seed(i))
-        torch.rand(1)  # a data set that draws from the rank's own generator
+        torch.rand(1)  # a data set that draws from the global generator of the rank
         return tokens[:-1], tokens[1:]
 
     def slice_of(self, i: int) -> int:
         return int(i % 3 == 0)
 
 
-def validated(samples: int = SAMPLES) -> None:
-    """Setup: the trainer's task keeps :class:`Apart` apart."""
+def use_validation_data(samples: int = SAMPLES) -> None:
+    """Setup: the trainer's task has :class:`Apart` as validation data."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from clustertrain.train import trainer
 
-    Apart.samples = samples
+    ValidationData.samples = samples
     task = trainer.build_task
 
     def with_validation(recipe: Any, **kw: Any) -> Any:
-        return dataclasses.replace(task(recipe, **kw), validation=Apart())
+        return dataclasses.replace(task(recipe, **kw), validation=ValidationData())
 
     trainer.build_task = with_validation
 
@@ -62,8 +62,8 @@ def one_thread() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
-def run_of(folder: Path, layout: Layout, tables: dict[str, Any] | None = None, **kw: Any) -> RunDir:
-    kw = {"steps": STEPS, "every": 100, "micro_batch": 2, **kw}  # in a pipeline the samples are two chunks of these
+def make_evaluation_run(folder: Path, layout: Layout, tables: dict[str, Any] | None = None, **kw: Any) -> RunDir:
+    kw = {"steps": STEPS, "every": 100, "micro_batch": 2, **kw}  # in a pipeline the samples make two such chunks
     run = make_run(folder, layout, layout.world_size, **kw)
     spec = load_toml(run.spec)
     for name, table in (tables or {}).items():
@@ -72,7 +72,7 @@ def run_of(folder: Path, layout: Layout, tables: dict[str, Any] | None = None, *
     return run
 
 
-def evaluated(run: RunDir) -> dict[int, dict[str, float]]:
+def evaluations(run: RunDir) -> dict[int, dict[str, float]]:
     return {
         r["step"]: {k: v for k, v in r.items() if k.startswith("validation_")}
         for r in metrics.load_rows(run)
@@ -86,15 +86,15 @@ EVALUATE = {
 }
 
 
-def trained(folder: Path, layout: Layout, samples: int = SAMPLES, **kw: Any) -> dict[int, dict[str, float]]:
-    run = run_of(folder, layout, EVALUATE, **kw)
-    Ranks(run, layout.world_size, setup=validated, args=(samples,)).expect(0)
-    return evaluated(run)
+def train(folder: Path, layout: Layout, samples: int = SAMPLES, **kw: Any) -> dict[int, dict[str, float]]:
+    run = make_evaluation_run(folder, layout, EVALUATE, **kw)
+    Ranks(run, layout.world_size, setup=use_validation_data, args=(samples,)).expect(0)
+    return evaluations(run)
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
-    return trained(tmp_path_factory.mktemp("single") / "run", Layout())
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
+    return train(tmp_path_factory.mktemp("single") / "run", Layout())
 
 
 LAYOUTS = [
@@ -113,71 +113,71 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())
-def test_every_layout_evaluates_as_one_process(
-    tmp_path: Path, wanted: dict[int, dict[str, float]], layout: Layout
+def test_layout_evaluates_like_one_process(
+    tmp_path: Path, expected: dict[int, dict[str, float]], layout: Layout
 ) -> None:
-    found = trained(tmp_path / "run", layout)
-    assert found.keys() == wanted.keys() == {2, 4}
-    for step, values in wanted.items():
-        assert found[step].keys() == values.keys()
+    result = train(tmp_path / "run", layout)
+    assert result.keys() == expected.keys() == {2, 4}
+    for step, values in expected.items():
+        assert result[step].keys() == values.keys()
         for name, value in values.items():
-            assert found[step][name] == pytest.approx(value, rel=2e-5), (step, name)
+            assert result[step][name] == pytest.approx(value, rel=2e-5), (step, name)
 
 
 def test_evaluation_does_not_change_training(tmp_path: Path) -> None:
     layout = Layout(strategy="fsdp", dp_shard=4)
     looks = {"model": {"dropout": 0.1}, "global_batch": 16}
     without, each = (tmp_path / name for name in ("without", "each"))
-    plain = run_of(without, layout, {**EVALUATE, "evaluation": {"every": 1000}}, **looks)
-    Ranks(plain, 4, setup=validated).expect(0)
-    assert set(evaluated(plain)) == {4}  # at the end alone
-    looked = run_of(each, layout, {**EVALUATE, "evaluation": {"every": 1}}, **looks)
-    ranks = Ranks(looked, 4, setup=validated).expect(0)
-    assert set(evaluated(looked)) == {1, 2, 3, 4}
+    plain = make_evaluation_run(without, layout, {**EVALUATE, "evaluation": {"every": 1000}}, **looks)
+    Ranks(plain, 4, setup=use_validation_data).expect(0)
+    assert set(evaluations(plain)) == {4}  # only at the end
+    looked = make_evaluation_run(each, layout, {**EVALUATE, "evaluation": {"every": 1}}, **looks)
+    ranks = Ranks(looked, 4, setup=use_validation_data).expect(0)
+    assert set(evaluations(looked)) == {1, 2, 3, 4}
     assert ranks.losses() == losses_of(plain)
     assert digest(looked, STEPS) == digest(plain, STEPS)
 
 
 def test_fewer_samples_than_ranks(tmp_path: Path) -> None:
-    found = trained(tmp_path / "few", Layout(strategy="fsdp", dp_shard=4), samples=2)
-    alone = trained(tmp_path / "alone", Layout(), samples=2)
-    assert found[2] == pytest.approx(alone[2], rel=2e-5)
-    assert found[4] == pytest.approx(alone[4], rel=2e-5)
+    result = train(tmp_path / "few", Layout(strategy="fsdp", dp_shard=4), samples=2)
+    single = train(tmp_path / "alone", Layout(), samples=2)
+    assert result[2] == pytest.approx(single[2], rel=2e-5)
+    assert result[4] == pytest.approx(single[4], rel=2e-5)
 
 
-def test_contrastive_groups_are_equal_under_every_layout(tmp_path: Path) -> None:
+def test_contrastive_groups_are_independent_of_layout(tmp_path: Path) -> None:
     tables = {"data": {"validation": 0.1}, "model": {"kind": "two-tower", "two_tower": {"group": 4}}}
-    found = []
+    result = []
     for layout in (Layout(), Layout(strategy="ddp", dp_replicate=2)):
-        run = run_of(tmp_path / layout.describe(), layout, tables, global_batch=32, micro_batch=4, steps=2)
+        run = make_evaluation_run(tmp_path / layout.describe(), layout, tables, global_batch=32, micro_batch=4, steps=2)
         Ranks(run, layout.world_size, setup=pairs_apart).expect(0)
-        found.append(evaluated(run)[2])
-    assert found[0].keys() == {"validation_loss", "validation_recall_at_1"}
-    assert found[1] == pytest.approx(found[0], rel=2e-5)
+        result.append(evaluations(run)[2])
+    assert result[0].keys() == {"validation_loss", "validation_recall_at_1"}
+    assert result[1] == pytest.approx(result[0], rel=2e-5)
 
 
 def pairs_apart() -> None:
-    """Setup: thirteen pairs, of which one is left over."""
-    validated()
+    """Setup: thirteen pairs, so that one is left over."""
+    use_validation_data()
 
-    def pair(self: Apart, i: int) -> Any:
+    def pair(self: ValidationData, i: int) -> Any:
         tokens = torch.randint(0, 256, (2, SEQ_LEN), generator=torch.Generator().manual_seed(i))
         return (tokens[0], tokens[1]), i
 
-    Apart.__getitem__ = pair  # type: ignore[assignment,method-assign]
-    Apart.slice_names = ()  # type: ignore[assignment]
+    ValidationData.__getitem__ = pair  # type: ignore[assignment,method-assign]
+    ValidationData.slice_names = ()  # type: ignore[assignment]
 
 
-def types_told() -> None:
-    """Setup: what linear layers return, while the model is trained and while it is evaluated."""
-    validated()
+def record_dtypes() -> None:
+    """Setup: record the dtypes that linear layers return in training and in evaluation."""
+    use_validation_data()
     original = torch.nn.Linear.forward
 
     def forward(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        found = original(self, x)
+        result = original(self, x)
         with Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "training" if self.training else "evaluation").open("a") as file:
-            file.write(f"{found.dtype}\n")
-        return found
+            file.write(f"{result.dtype}\n")
+        return result
 
     torch.nn.Linear.forward = forward  # type: ignore[method-assign]
 
@@ -185,16 +185,16 @@ def types_told() -> None:
 @pytest.mark.parametrize(
     "layout", [Layout(strategy="fsdp", dp_shard=2), Layout(tp=2)], ids=lambda layout: layout.describe()
 )
-def test_evaluation_uses_training_precision(
-    tmp_path: Path, wanted: dict[int, dict[str, float]], layout: Layout
+def test_evaluation_uses_the_precision_of_training(
+    tmp_path: Path, expected: dict[int, dict[str, float]], layout: Layout
 ) -> None:
-    """By the type of what the layers return: the loss of so small a model hardly shows it."""
-    run = run_of(tmp_path / "run", layout, EVALUATE, precision="bf16")
-    ranks = Ranks(run, layout.world_size, setup=types_told)
+    """Compare the dtypes that layers return: the loss of so small a model hardly shows the difference."""
+    run = make_evaluation_run(tmp_path / "run", layout, EVALUATE, precision="bf16")
+    ranks = Ranks(run, layout.world_size, setup=record_dtypes)
     ranks.expect(0)
-    found = evaluated(run)
-    for step, values in wanted.items():
-        assert found[step]["validation_loss"] == pytest.approx(values["validation_loss"], rel=2e-2)
+    result = evaluations(run)
+    for step, values in expected.items():
+        assert result[step]["validation_loss"] == pytest.approx(values["validation_loss"], rel=2e-2)
     types = {mode: set((ranks.rank_dir / mode).read_text().split()) for mode in ("training", "evaluation")}
     assert types["evaluation"] == types["training"] == {"torch.bfloat16"}
 
@@ -203,42 +203,42 @@ def losses_of(run: RunDir) -> dict[int, tuple[float, float]]:
     return {r["step"]: (r["loss"], r["grad_norm"]) for r in fsio.read_jsonl(run.metrics_path(1))}
 
 
-def stopped_inside(step: int, last: int) -> None:
-    """Setup: the ranks are told to stop in the middle of the evaluation of ``step``."""
-    validated()
-    original = Apart.__getitem__
+def stop_inside(step: int, last: int) -> None:
+    """Setup: request a stop in the middle of the evaluation of ``step``."""
+    use_validation_data()
+    original = ValidationData.__getitem__
     from clustertrain.train.session.session import Session
 
     evaluate = Session.evaluate
     now: list[int] = []
 
-    def noted(self: Session, *args: Any, **kw: Any) -> dict[str, float]:
+    def note_step(self: Session, *args: Any, **kw: Any) -> dict[str, float]:
         now.append(self.step)
         return evaluate(self, *args, **kw)
 
-    def told(self: Apart, i: int) -> Any:
+    def stop_at_sample(self: ValidationData, i: int) -> Any:
         if now and now[-1] == step and i >= last:
             Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "stop").touch()
         return original(self, i)
 
-    Session.evaluate, Apart.__getitem__ = noted, told  # type: ignore[method-assign]
+    Session.evaluate, ValidationData.__getitem__ = note_step, stop_at_sample  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("step", [2, STEPS])
 def test_interrupted_evaluation_is_repeated_with_its_step(
-    tmp_path: Path, wanted: dict[int, dict[str, float]], step: int
+    tmp_path: Path, expected: dict[int, dict[str, float]], step: int
 ) -> None:
     layout = Layout(strategy="ddp", dp_replicate=2)
-    run = run_of(tmp_path / "run", layout, EVALUATE)
-    first = Ranks(run, 2, setup=stopped_inside, args=(step, 4)).expect(0)
+    run = make_evaluation_run(tmp_path / "run", layout, EVALUATE)
+    first = Ranks(run, 2, setup=stop_inside, args=(step, 4)).expect(0)
     assert [r["ending"] for r in first.results()] == ["stopped", "stopped"]
     assert [r["step"] for r in first.results()] == [step, step]
-    assert step not in evaluated(run)
-    second = Ranks(run, 2, attempt=2, setup=validated).expect(0)
+    assert step not in evaluations(run)
+    second = Ranks(run, 2, attempt=2, setup=use_validation_data).expect(0)
     assert [r["ending"] for r in second.results()] == ["completed", "completed"]
-    found = evaluated(run)
-    assert found.keys() == {2, 4}
-    assert found[step]["validation_loss"] == pytest.approx(wanted[step]["validation_loss"], rel=2e-5)
+    result = evaluations(run)
+    assert result.keys() == {2, 4}
+    assert result[step]["validation_loss"] == pytest.approx(expected[step]["validation_loss"], rel=2e-5)
     rows = metrics.load_rows(run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
     assert all("loss" in r and "lr" in r for r in rows)
@@ -248,13 +248,13 @@ def test_interrupted_evaluation_is_repeated_with_its_step(
 SCRIPT = Path(__file__).with_name("evaluation_script.py")
 
 
-def scripted(folder: Path, layout: Layout, *words: str) -> tuple[RunDir, list[dict[str, float]]]:
-    """The run, and what each rank has found at the end."""
-    run = make_run(folder, layout, layout.world_size, micro_batch=4, script=(SCRIPT, words))
-    return run, _found(Ranks(run, layout.world_size, setup=one_thread).expect(0))
+def run_script(folder: Path, layout: Layout, *args: str) -> tuple[RunDir, list[dict[str, float]]]:
+    """Run the script and return the run and each rank's result of the last evaluation."""
+    run = make_run(folder, layout, layout.world_size, micro_batch=4, script=(SCRIPT, args))
+    return run, _last_results(Ranks(run, layout.world_size, setup=one_thread).expect(0))
 
 
-def _found(ranks: Ranks) -> list[dict[str, float]]:
+def _last_results(ranks: Ranks) -> list[dict[str, float]]:
     return [json.loads(p.read_text()) for p in sorted(ranks.rank_dir.glob("found-*.json"))]
 
 
@@ -268,13 +268,13 @@ def _found(ranks: Ranks) -> list[dict[str, float]]:
     ],
     ids=lambda layout: layout.describe(),
 )
-def test_batch_norm_script_matches_its_checkpoint(tmp_path: Path, layout: Layout) -> None:
-    blind, at_end = scripted(tmp_path / "blind", layout)
-    looked, with_looks = scripted(tmp_path / "looked", layout, "look")
+def test_batch_norm_script_evaluates_like_its_checkpoint(tmp_path: Path, layout: Layout) -> None:
+    blind, at_end = run_script(tmp_path / "blind", layout)
+    looked, with_looks = run_script(tmp_path / "looked", layout, "look")
     assert losses_of(looked) == losses_of(blind)
     assert digest(looked) == digest(blind)
     assert len(at_end) == layout.world_size and at_end[0].keys() == {"validation_loss", "validation_accuracy"}
-    assert all(found == at_end[0] for found in (*at_end, *with_looks))
+    assert all(result == at_end[0] for result in (*at_end, *with_looks))
     write_plan(looked, Layout(), 1, micro_batch=4)
-    (alone,) = _found(Ranks(looked, 1, attempt=2, setup=one_thread).expect(0))
-    assert alone == pytest.approx(at_end[0], rel=1e-6)
+    (single,) = _last_results(Ranks(looked, 1, attempt=2, setup=one_thread).expect(0))
+    assert single == pytest.approx(at_end[0], rel=1e-6)

@@ -1,4 +1,4 @@
-"""Each example, killed at a random step and resumed, has the curves of a run that was not: training and validation."""
+"""Each example, killed at a random step and resumed, has the same training and validation curves as without a kill."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ pytestmark = pytest.mark.ranks
 
 EXAMPLES = ROOT / "examples"
 STEPS, EVERY, EVALUATE = 12, 3, 4
-# Of the clock, of how long something took, or a total of the attempt.
+# Keys with a time, a duration or a total of the attempt.
 OF_TIME = re.compile(r"^(t|attempt)$|_s$|_per_s|_gib$|^sum_")
 SCRIPTS = {
-    "text_script.py": ("--steps", "32", "--checkpoint-every", "3"),  # its warmup alone takes 20
+    "text_script.py": ("--steps", "32", "--checkpoint-every", "3"),  # its warmup takes 20 steps
     "digits_script.py": ("--steps", "12", "--checkpoint-every", "3"),
     "digit_halves_script.py": ("--steps", "12", "--checkpoint-every", "3"),
 }
 
 
 def recipe_run(folder: Path, name: str) -> RunDir:
-    """The recipe as it is, but for its length and the work of one evaluation."""
+    """Create a run of the recipe with fewer steps and a smaller evaluation."""
     run = make_run(folder, "ddp", 2)
     recipe = tomllib.loads((EXAMPLES / name).read_text())
     strategy = recipe.pop("job").get("layout", "ddp")
@@ -50,7 +50,7 @@ def script_run(folder: Path, name: str) -> RunDir:
 
 
 def die_at(step: int) -> None:
-    """Setup: SIGKILL to itself in the middle of step ``step``, on all ranks."""
+    """Setup: send SIGKILL to itself in the middle of step ``step``, on all ranks."""
     from clustertrain.train.session.session import Session
 
     one_thread()
@@ -65,7 +65,7 @@ def die_at(step: int) -> None:
 
 
 def one_thread() -> None:
-    """Setup; and what job.sh does with PYTHONPATH for modules beside a recipe."""
+    """Setup: one thread, and the import path that job.sh sets for modules beside a recipe."""
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path.insert(0, str(EXAMPLES))
 
@@ -75,18 +75,18 @@ def curves(run: RunDir) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["text.toml", "digits.toml", "digit_halves.toml", *SCRIPTS])
-def test_example_killed_at_random_step_has_equal_curves(name: str, tmp_path: Path) -> None:
+def test_killed_and_resumed_example_has_the_same_curves(name: str, tmp_path: Path) -> None:
     make = script_run if name in SCRIPTS else recipe_run
-    whole = make(tmp_path / "whole" / "run", name)
-    Ranks(whole, 2, setup=one_thread).expect(0)
+    reference = make(tmp_path / "whole" / "run", name)
+    Ranks(reference, 2, setup=one_thread).expect(0)
     step = random.randrange(1, STEPS)
     run = make(tmp_path / "parts" / "run", name)
     assert all(code != 0 for code in Ranks(run, 2, setup=die_at, args=(step,)).wait())
     Ranks(run, 2, 2, setup=one_thread).expect(0)
-    found, wanted = curves(run), curves(whole)
+    resumed, expected = curves(run), curves(reference)
     total = 32 if name == "text_script.py" else STEPS
-    assert [row["step"] for row in wanted] == list(range(1, total + 1))
-    assert found == wanted, f"killed in step {step}"
-    assert all("loss" in row for row in wanted)
+    assert [row["step"] for row in expected] == list(range(1, total + 1))
+    assert resumed == expected, f"killed in step {step}"
+    assert all("loss" in row for row in expected)
     if name.endswith(".toml"):
-        assert sum("validation_loss" in row for row in wanted) == STEPS // EVALUATE
+        assert sum("validation_loss" in row for row in expected) == STEPS // EVALUATE

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank ends cleanly on all, and never costs an older checkpoint."""
+"""A fault on one rank ends all ranks cleanly and never costs an older checkpoint."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ pytestmark = pytest.mark.ranks
 
 
 def fault_at(point: str, rank: int, nth: int, what: str) -> None:
-    """Setup: see :mod:`clustertrain.checkpoint.core.fault_points`."""
+    """Setup: inject a fault, see :mod:`clustertrain.checkpoint.core.fault_points`."""
     os.environ[settings.FAULT_AT] = f"{point}:{rank}:{nth}:{what}"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest in which a run of six steps on two ranks ends to which nothing happens."""
+def expected_digest(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The final digest of an undisturbed run of six steps on two ranks."""
     return digest(
         Ranks(make_run(tmp_path_factory.mktemp("whole") / "run", "ddp", 2, steps=6, every=3), 2).expect(0).run
     )
 
 
-def test_ranks_killed_at_any_point_of_save_keep_older_checkpoint(tmp_path: Path, whole: str) -> None:
+def test_kill_at_any_point_of_a_save_keeps_older_checkpoint(tmp_path: Path, expected_digest: str) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
     points = list(itertools.product(("before_staging", "during_staging", "after_staging"), (0, 1)))
     for n, (point, rank) in enumerate(points, start=1):
@@ -51,15 +51,15 @@ def test_ranks_killed_at_any_point_of_save_keep_older_checkpoint(tmp_path: Path,
         ranks = Ranks(run, 2, n, setup=fault_at, args=(point, rank, nth, "KILL"))
         assert ranks.wait()[rank] == -signal.SIGKILL, ranks.logs()
         assert [(e["step"], e["skipped"]) for e in ranks.events("restored")] == ([] if n == 1 else [(3, [])])
-    _goes_on(run, 3, attempt=len(points) + 1)
-    assert digest(run) == whole
+    _assert_resumes(run, 3, attempt=len(points) + 1)
+    assert digest(run) == expected_digest
 
 
-def test_writer_killed_once_costs_nothing(tmp_path: Path, whole: str) -> None:
+def test_writer_killed_once_costs_nothing(tmp_path: Path, expected_digest: str) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
     ranks = Ranks(run, 2, 1, setup=fault_at, args=("before_write", 1, 2, "KILL")).expect(0)
     assert "was killed by SIGKILL; a new one continues with step 6" in ranks.logs()
-    assert digest(run) == whole
+    assert digest(run) == expected_digest
 
 
 @pytest.mark.parametrize(
@@ -74,17 +74,19 @@ def test_writer_killed_once_costs_nothing(tmp_path: Path, whole: str) -> None:
         ("during_prune", 0),
     ],
 )
-def test_rank_killed_during_write_loses_nothing(tmp_path: Path, whole: str, point: str, rank: int) -> None:
-    """The process that writes goes on with what it was given, as far as it gets."""
+def test_rank_killed_while_its_save_is_written_loses_nothing(
+    tmp_path: Path, expected_digest: str, point: str, rank: int
+) -> None:
+    """The writer process continues with what it has received, as far as possible."""
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
     ranks = Ranks(run, 2, 1, setup=fault_at, args=(point, rank, 1, "ORPHAN"))
     assert ranks.wait()[rank] == -signal.SIGKILL, ranks.logs()
     second = Ranks(run, 2, 2).expect(0)
     assert all((e["step"], e["skipped"]) == (3, []) for e in second.events("restored"))
-    assert digest(run) == whole
+    assert digest(run) == expected_digest
 
 
-# Of a process that writes for step 6, which is killed again when another one has taken over.
+# Faults of a process that writes for step 6: its replacement is killed as well.
 @pytest.mark.parametrize(
     ("point", "rank", "nth"),
     [
@@ -93,18 +95,18 @@ def test_rank_killed_during_write_loses_nothing(tmp_path: Path, whole: str, poin
         ("before_commit_marker", 0, 1),
     ],
 )
-def test_writer_killed_twice_ends_run_with_older_checkpoint(tmp_path: Path, point: str, rank: int, nth: int) -> None:
+def test_writer_killed_twice_ends_ranks_and_keeps_checkpoint(tmp_path: Path, point: str, rank: int, nth: int) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
     ranks = Ranks(run, 2, 1, setup=fault_from, args=(6, point, rank, nth)).expect(1)
     for result in ranks.results():
         assert (result["ending"], result["kind"], result["committed_step"]) == ("failed", "storage", 3)
         assert "step 6 was not saved" in result["error"]["message"]
         assert "was killed by SIGKILL, twice" in result["error"]["message"]
-    _goes_on(run, 3)
+    _assert_resumes(run, 3)
 
 
 def fault_from(step: int, point: str, rank: int, nth: int) -> None:
-    """Setup: another process writes from ``step`` on, and that one meets the fault."""
+    """Setup: replace the writer process at ``step``, and inject the fault into the new one."""
     from clustertrain.checkpoint.manager import CheckpointManager
 
     save = CheckpointManager.save
@@ -120,8 +122,8 @@ def fault_from(step: int, point: str, rank: int, nth: int) -> None:
     CheckpointManager.save = with_fault  # type: ignore[method-assign]
 
 
-def _goes_on(run: RunDir, step: int, attempt: int = 2) -> None:
-    """From the checkpoint of ``step``, and to the end."""
+def _assert_resumes(run: RunDir, step: int, attempt: int = 2) -> None:
+    """Check that the run continues from the checkpoint of ``step`` to its end."""
     committed = [c["step"] for c in inspect.list_checkpoints(run.checkpoints) if c["committed"]]
     assert committed == [step]
     second = Ranks(run, 2, attempt).expect(0)
@@ -131,7 +133,7 @@ def _goes_on(run: RunDir, step: int, attempt: int = 2) -> None:
     assert all(c["verified"] for c in inspect.list_checkpoints(run.checkpoints, verify=True))
 
 
-def test_disk_failure_of_one_rank_fails_all(tmp_path: Path) -> None:
+def test_disk_error_on_one_rank_fails_all_ranks(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 3, global_batch=12, steps=8, every=4)
     ranks = Ranks(run, 3, 1, setup=fault_at, args=("before_write", 1, 2, "EIO")).expect(1)
     for result in ranks.results():
@@ -145,7 +147,7 @@ def test_disk_failure_of_one_rank_fails_all(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """An empty folder that has 8 MiB."""
+    """An empty folder with 8 MiB of space."""
     folder = tmp_path / "run"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
@@ -156,7 +158,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill_disk(filler: Path, left: int, before_step: int) -> None:
-    """Setup: rank 0 fills the disk, but for ``left`` bytes, before the save of a step begins."""
+    """Setup: rank 0 fills the disk up to ``left`` bytes before the save of a step starts."""
     from clustertrain.checkpoint.manager import CheckpointManager
 
     save = CheckpointManager.save
@@ -174,26 +176,26 @@ def fill_disk(filler: Path, left: int, before_step: int) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 100_000], ids=["full", "nearly full"])
-def test_full_disk_fails_run_until_there_is_room(small_disk: Path, whole: str, left: int) -> None:
+def test_full_disk_is_reported_and_run_resumes_with_space(small_disk: Path, expected_digest: str, left: int) -> None:
     run = make_run(small_disk, "ddp", 2, steps=6, every=3)
     filler = small_disk / "filler"
     ranks = Ranks(run, 2, 1, setup=fill_disk, args=(filler, left, 6))
-    assert 0 not in ranks.wait()  # their logs are on the same disk, so nothing more is sure of the processes themselves
+    assert 0 not in ranks.wait()  # their logs are on the same disk, so no exit code is certain
     assert len(ranks.results()) == 2
     for result in ranks.results():
         assert (result["ending"], result["kind"], result["exit_code"]) == ("failed", "environment", 78), result
         assert "No space left on device" in result["error"]["message"]
         assert "step 6 was not saved" in result["error"]["message"]
     filler.unlink()
-    _goes_on(run, 3)
-    assert digest(run) == whole
+    _assert_resumes(run, 3)
+    assert digest(run) == expected_digest
 
 
 def test_damaged_checkpoint_falls_back_to_older_one(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "fsdp", 4)
     Ranks(run, 4, 1).expect(0)
-    whole = digest(run)
-    # Only rank 2 reads this file; the others must follow it back.
+    expected_digest = digest(run)
+    # Only rank 2 reads this file; the others must fall back with it.
     victim = run.checkpoints / "step-00000008" / "rank-2.bin"
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 16
@@ -203,12 +205,12 @@ def test_damaged_checkpoint_falls_back_to_older_one(tmp_path: Path) -> None:
     assert restored["step"] == 4
     assert [s["step"] for s in restored["skipped"]] == [8]
     assert "rank-2.bin" in restored["skipped"][0]["reason"]
-    assert digest(run) == whole
+    assert digest(run) == expected_digest
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-00000004", "step-00000008"]
 
 
 def no_reads(number: int) -> None:
-    """Setup: rank 1 fails to read shards, with errno ``number``."""
+    """Setup: make rank 1 fail to read shards with errno ``number``."""
     from clustertrain.checkpoint.format import storage_errors
 
     storage_errors.RETRY_TIMEOUT_S = 0.2
@@ -220,7 +222,7 @@ def no_reads(number: int) -> None:
         os.preadv = refuse
 
 
-def test_checkpoint_unreadable_on_one_rank_is_kept(tmp_path: Path) -> None:
+def test_read_error_on_one_rank_keeps_the_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "fsdp", 2)
     Ranks(run, 2, 1).expect(0)
     second = Ranks(run, 2, 2, setup=no_reads, args=(errno.ESTALE,)).expect(1)
@@ -231,7 +233,7 @@ def test_checkpoint_unreadable_on_one_rank_is_kept(tmp_path: Path) -> None:
 
 
 def jumping_clock(by_s: float) -> None:
-    """Setup: the wall clock is ``by_s`` off in every other answer."""
+    """Setup: shift every other reading of the wall clock by ``by_s``."""
     answers = itertools.count()
     right = clock.now
 
@@ -242,10 +244,10 @@ def jumping_clock(by_s: float) -> None:
 
 
 @pytest.mark.parametrize("by_s", [5 * 3600.0, -5 * 3600.0])
-def test_clock_jump_changes_nothing(tmp_path: Path, whole: str, by_s: float) -> None:
+def test_jumping_clock_changes_nothing(tmp_path: Path, expected_digest: str, by_s: float) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=1, keep=2)
     ranks = Ranks(run, 2, 1, setup=jumping_clock, args=(by_s,)).expect(0)
-    assert digest(run) == whole
+    assert digest(run) == expected_digest
     assert [r["step"] for r in inspect.list_checkpoints(run.checkpoints)] == [5, 6]
     saved = ranks.events("checkpoint")
     assert [e["step"] for e in saved] == [1, 2, 3, 4, 5, 6]
@@ -257,7 +259,7 @@ def test_clock_jump_changes_nothing(tmp_path: Path, whole: str, by_s: float) -> 
 
 
 def deadline_and_jump(step: int, by_s: float) -> None:
-    """Setup: at a step the agent leaves an hour, and then the wall clock jumps."""
+    """Setup: at a step the agent grants an hour, and then the wall clock jumps."""
     from clustertrain.train.session.session import Session
 
     original, right = Session.log, clock.now
@@ -273,7 +275,7 @@ def deadline_and_jump(step: int, by_s: float) -> None:
 
 
 @pytest.mark.parametrize(("by_s", "saved"), [(5 * 3600.0, False), (-5 * 3600.0, True)])
-def test_clock_jump_after_warning_costs_at_most_one_save(tmp_path: Path, by_s: float, saved: bool) -> None:
+def test_clock_jump_after_warning_costs_at_most_a_save(tmp_path: Path, by_s: float, saved: bool) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=100_000, every=2)
     ranks = Ranks(run, 2, setup=deadline_and_jump, args=(4, by_s)).expect(0)
     (ending, stopped_at, committed), *others = {(r["ending"], r["step"], r["committed_step"]) for r in ranks.results()}
@@ -298,34 +300,34 @@ with ct.session() as session:
 
 
 @pytest.mark.parametrize("point", ["after_staging", "during_write", "before_commit_marker"])
-def test_killed_agent_ends_ranks_and_run_resumes(tmp_path: Path, point: str) -> None:
-    """The rank is in a save, or the process that writes for it."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
+def test_killed_agent_ends_its_ranks_and_run_resumes(tmp_path: Path, point: str) -> None:
+    """The agent is killed while the rank or its writer process is in a save."""
+    clean_env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
     script = tmp_path / "script.py"
     script.write_text(STOPPED_IN_A_SAVE.replace("POINT", point))
-    words = ("--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "1", str(script))
-    run = runs.submit({**kept, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}, *words)
-    found: list[psutil.Process] = []
+    args = ("--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "1", str(script))
+    run = runs.submit({**clean_env, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}, *args)
+    stopped_processes: list[psutil.Process] = []
 
     def in_the_save() -> bool:
-        found[:] = [p for p in processes(run.path) if p.status() == psutil.STATUS_STOPPED]
-        return bool(found)
+        stopped_processes[:] = [p for p in processes(run.path) if p.status() == psutil.STATUS_STOPPED]
+        return bool(stopped_processes)
 
     assert clock.wait_until(in_the_save, 120.0), run.explain()
-    stopped = found[0]
+    stopped = stopped_processes[0]
     agent = next(p for p in stopped.parents() if p.cmdline()[1:] == ["-P", "-m", "clustertrain", "agent"])
     agent.kill()
     status = run.complete()
     assert not [p for p in processes(run.path) if p.pid == stopped.pid]
     assert [a["state"] for a in status["attempts"]][1:] == ["completed"]
     assert status["attempts"][0]["state"] in ("unknown", "node_failure")
-    first = 1 if point == "during_write" else 3  # a writer comes to that in the first save more than once
+    first = 1 if point == "during_write" else 3  # a writer passes this point several times in the first save
     assert status["attempts"][1]["first_step"] == first
     assert [r["done"] for r in fsio.read_jsonl(run.path / "metrics" / "attempt-2.jsonl")] == list(range(first, 7))
 
 
 def more_state_on(rank: int) -> None:
-    """Setup: this rank's state has something that the checkpoint lacks."""
+    """Setup: the state of this rank has an entry that the checkpoint lacks."""
     from clustertrain.train.session.session import Session
 
     original = Session.steps
@@ -338,7 +340,7 @@ def more_state_on(rank: int) -> None:
     Session.steps = steps  # type: ignore[method-assign]
 
 
-def test_load_failure_of_one_rank_is_reported_on_all(tmp_path: Path) -> None:
+def test_load_error_of_one_rank_reaches_all_ranks(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
     Ranks(run, 2, 1, setup=touch_stop_at, args=(3,)).expect(0)
     ranks = Ranks(run, 2, 2, setup=more_state_on, args=(1,)).expect(78)
@@ -350,8 +352,8 @@ def test_load_failure_of_one_rank_is_reported_on_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("point", "rank"), [("during_write", 1), ("before_commit_marker", 0)])
 @pytest.mark.parametrize("steps", [100_000, 4])
-def test_save_is_abandoned_before_the_kill(tmp_path: Path, point: str, rank: int, steps: int) -> None:
-    """A process that writes hangs, as on a file system that does not answer; at a stop or at the end."""
+def test_hanging_save_is_abandoned_before_the_kill(tmp_path: Path, point: str, rank: int, steps: int) -> None:
+    """A writer process hangs, as on a file system that does not answer, at a stop or at the end."""
     run = make_run(tmp_path / "run", "ddp", 2, steps=steps, every=100_000)
     ranks = Ranks(run, 2, setup=hanging_writer, args=(point, rank, 3, 4.0)).expect(0)
     for left in processes(run.path):
@@ -363,7 +365,7 @@ def test_save_is_abandoned_before_the_kill(tmp_path: Path, point: str, rank: int
 
 
 def hanging_writer(point: str, rank: int, step: int, left_s: float) -> None:
-    """Setup: the writer of a rank stops at a point, and the agent leaves so many seconds."""
+    """Setup: the writer of a rank hangs at a point, and the agent grants ``left_s`` seconds."""
     from clustertrain.train.session.session import Session
 
     original = Session.log
@@ -378,7 +380,7 @@ def hanging_writer(point: str, rank: int, step: int, left_s: float) -> None:
 
 
 def raise_at(step: int, rank: int, kind: str) -> None:
-    """Setup: an exception in the training loop of one rank."""
+    """Setup: raise an exception in the training loop of one rank."""
     from clustertrain.train.session.session import Session
 
     errors: dict[str, BaseException] = {"value": ValueError("bad value"), "memory": torch.OutOfMemoryError("no room")}
@@ -390,18 +392,18 @@ def raise_at(step: int, rank: int, kind: str) -> None:
     Session.log = log  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("kind", "said"), [("value", "user_error"), ("memory", "out_of_memory")])
-def test_first_exception_is_told_apart_from_its_effects(tmp_path: Path, kind: str, said: str) -> None:
+@pytest.mark.parametrize(("kind", "own_kind"), [("value", "user_error"), ("memory", "out_of_memory")])
+def test_exception_is_distinguished_from_its_consequences(tmp_path: Path, kind: str, own_kind: str) -> None:
     run = make_run(tmp_path / "run", "ddp", 2)
     ranks = Ranks(run, 2, setup=raise_at, args=(5, 1, kind)).expect(1)
     results = ranks.results()
-    assert [r["kind"] for r in results] == ["communication", said]
+    assert [r["kind"] for r in results] == ["communication", own_kind]
     assert results[1]["error"]["traceback"].startswith("Traceback")
     assert {(r["ending"], r["exit_code"]) for r in results} == {("failed", 1)}
     assert max(r["committed_step"] or 0 for r in results) == 4
 
 
-def test_cuda_without_gpu_has_clear_error(tmp_path: Path) -> None:
+def test_cuda_without_gpu_is_refused(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     run = make_run(tmp_path / "run", "single", 1)
@@ -416,7 +418,7 @@ def want_cuda() -> None:
     os.environ["CLUSTERTRAIN_DEVICE"] = "cuda"
 
 
-def test_plan_for_other_world_size_is_refused(tmp_path: Path) -> None:
+def test_plan_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 4)
     ranks = Ranks(run, 2).expect(78)
     assert "the plan is for 4 ranks and 2 were started" in ranks.results()[0]["error"]["message"]

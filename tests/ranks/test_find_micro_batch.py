@@ -18,7 +18,7 @@ from clustertrain import clock
 from tests.runs import INTERRUPTIBLE
 
 pytestmark = pytest.mark.ranks
-# The command line with another assumption of a rank's memory than 4 GiB, which no small model reaches.
+# The command line with another limit for a rank's memory than 4 GiB, which no small model reaches.
 LIMITED = """
 import sys
 from clustertrain.agent import micro_batch_search
@@ -27,7 +27,7 @@ from clustertrain.cli.main import main
 sys.argv[0] = "clustertrain"
 sys.exit(main())
 """
-# 64 MiB of logits, in all their copies, a sequence; little else.
+# 64 MiB of logits per sequence, counting all copies; little else.
 RECIPE = """
 [model]
 dim = 32
@@ -50,35 +50,35 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def typed(folder: Path, gib: float, *words: str) -> subprocess.Popen[str]:
+def start_search(folder: Path, gib: float, *args: str) -> subprocess.Popen[str]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
     environ |= {"CLUSTERTRAIN_HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
     here = ("--backend", "local", "--device", "cpu", "--find-micro-batch")
     return subprocess.Popen(
-        [*INTERRUPTIBLE, sys.executable, "-c", LIMITED, str(gib), "plan", *here, *words],
+        [*INTERRUPTIBLE, sys.executable, "-c", LIMITED, str(gib), "plan", *here, *args],
         cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
-def ended(child: subprocess.Popen[str]) -> tuple[int, str, str]:
+def finish(child: subprocess.Popen[str]) -> tuple[int, str, str]:
     out, err = child.communicate(timeout=300)
     return child.returncode, out, err
 
 
-def left(folder: Path) -> list[str]:
-    """Temporary files but the cache that torch keeps for the next process."""
+def list_temporary_files(folder: Path) -> list[str]:
+    """List temporary files, except the cache that torch keeps for the next process."""
     return [p.name for p in (folder / "tmp").iterdir() if not p.name.startswith("torchinductor_")]
 
 
-def test_search_grows_until_out_of_memory(folder: Path) -> None:
-    code, out, err = ended(typed(folder, 0.27, "--gpus", "2", "--json", "recipe.toml"))
+def test_search_grows_to_memory_limit_and_recommends_fit(folder: Path) -> None:
+    code, out, err = finish(start_search(folder, 0.27, "--gpus", "2", "--json", "recipe.toml"))
     assert code == 0, err
     found: dict[str, Any] = json.loads(out)
     rows = {row["micro_batch"]: row for row in found["trials"]}
-    assert list(rows) == [1, 2, 4, 3]  # 6 sequences a rank, and 3 is the one of their divisors in the gap
+    assert list(rows) == [1, 2, 4, 3]  # 6 sequences per rank; 3 is their only divisor in the gap
     assert rows[4]["outcome"] == "out_of_memory" and rows[4]["peak_gib"] is None
     assert [rows[m]["fits"] for m in (1, 2)] == [True] * 2
-    # Not that of 1, for whose tensors malloc still has holes to waste; from 32 MiB on each is mapped for itself.
+    # Not micro-batch 1: malloc still places its tensors in holes; from 32 MiB on, each tensor has its mapping.
     assert rows[2]["peak_gib"] < 0.2 < rows[3]["peak_gib"]
     assert not rows[4]["divides_batch"] and all(rows[m]["tokens_per_s_per_gpu"] > 0 for m in (1, 2, 3))
     assert (
@@ -90,25 +90,25 @@ def test_search_grows_until_out_of_memory(folder: Path) -> None:
         found["assignment"] == f"train.micro_batch={found['recommended']}"
         and found["represents"] == "the plan's 2 ranks"
     )
-    assert left(folder) == [] and not (folder / "home").exists()
+    assert list_temporary_files(folder) == [] and not (folder / "home").exists()
 
 
-def test_table_names_line_for_recipe(folder: Path) -> None:
-    code, out, err = ended(typed(folder, 4, "--gpus", "1", "--set", "train.global_batch=2", "recipe.toml"))
+def test_table_names_the_recipe_line(folder: Path) -> None:
+    code, out, err = finish(start_search(folder, 4, "--gpus", "1", "--set", "train.global_batch=2", "recipe.toml"))
     assert code == 0, err
     lines = out.splitlines()
     assert lines[0].split() == ["micro_batch", "peak_gib", "tokens_per_s_per_gpu", "fits"]
     assert [line.split()[0] for line in lines[1:3]] == ["1", "2"] and out.count("<- recommended") == 1
     assert lines[-2] == "  [train]" and lines[-1].startswith("  micro_batch = ")
-    assert "micro_batch 2 ..." in err  # says what it is at
+    assert "micro_batch 2 ..." in err  # progress
 
 
-def test_search_without_a_fit_fails(folder: Path) -> None:
-    code, out, err = ended(typed(folder, 0.02, "--gpus", "1", "recipe.toml"))
+def test_nothing_fits_is_reported_as_failure(folder: Path) -> None:
+    code, out, err = finish(start_search(folder, 0.02, "--gpus", "1", "recipe.toml"))
     assert code == 1 and "no: out of memory" in out and "micro_batch 1 does not fit" in err
 
 
-def test_other_errors_than_out_of_memory_are_shown(folder: Path) -> None:
+def test_error_other_than_memory_is_shown(folder: Path) -> None:
     (folder / "torn.py").write_text(
         "from torch import nn\n"
         "class Torn(nn.Embedding):\n"
@@ -120,9 +120,9 @@ def test_other_errors_than_out_of_memory_are_shown(folder: Path) -> None:
     (folder / "recipe.toml").write_text(
         '[model]\nentry = "torn:Torn"\nargs = { num_embeddings = 256, embedding_dim = 256 }\n'
     )
-    code, out, err = ended(typed(folder, 4, "--gpus", "1", "recipe.toml"))
+    code, out, err = finish(start_search(folder, 4, "--gpus", "1", "recipe.toml"))
     assert code == 1 and "ValueError: only one at a time" in err and "trial of micro_batch 2 failed" in err
-    assert out.splitlines()[1].split()[0] == "1"  # what was found before
+    assert out.splitlines()[1].split()[0] == "1"  # the trials before the error
 
 
 def ranks_below(child: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -140,9 +140,9 @@ def ranks_below(child: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 @pytest.fixture
-def under_way(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
-    """A probe whose two ranks are at work, and all processes below it."""
-    child = typed(folder, 4, "--gpus", "2", "recipe.toml")
+def running_search(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A probe with two working ranks, and all its descendants."""
+    child = start_search(folder, 4, "--gpus", "2", "recipe.toml")
     try:
         assert clock.wait_until(lambda: len(ranks_below(child)) == 2, 60.0)
         yield child, psutil.Process(child.pid).children(recursive=True)
@@ -152,12 +152,12 @@ def under_way(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_interrupted_search_leaves_no_process_or_file(
-    under_way: tuple[subprocess.Popen[str], list[psutil.Process]], folder: Path, number: signal.Signals
+def test_interrupted_search_leaves_no_process_and_no_file(
+    running_search: tuple[subprocess.Popen[str], list[psutil.Process]], folder: Path, number: signal.Signals
 ) -> None:
-    child, below = under_way
+    child, below = running_search
     child.send_signal(number)
-    code, _, err = ended(child)
+    code, _, err = finish(child)
     assert code == 130, err
     assert len(below) >= 3 and not any(p.is_running() for p in below)
-    assert left(folder) == []
+    assert list_temporary_files(folder) == []

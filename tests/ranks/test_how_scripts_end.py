@@ -1,4 +1,4 @@
-"""How a script of the user's own may end, and what the run makes of it: on the local backend, with real ranks."""
+"""Ways in which a user's script can end, and the ending of its run: on the local backend, with real ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ALONE = ("--nodes", "1", "--gpus", "1")
 
 @pytest.fixture
 def submitted(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
+    clean_env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
     made: list[Run] = []
 
     def submit(text: str, *options: str) -> Run:
         script = tmp_path / "script.py"
         script.write_text(text)
-        env = {**kept, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
+        env = {**clean_env, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
         made.append(runs.submit(env, *HERE, *options, str(script)))
         return made[-1]
 
@@ -36,13 +36,13 @@ def submitted(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         run.wait_until_final()
 
 
-def below(run: Run, words: str) -> list[psutil.Process]:
-    """The run's living processes with ``words`` in their command line."""
+def below(run: Run, text: str) -> list[psutil.Process]:
+    """Return the living processes of the run with ``text`` in their command line."""
     found = []
     for p in psutil.process_iter():
         try:
             if p.environ().get("CLUSTERTRAIN_RUN_DIR") == str(run.path) and p.status() != psutil.STATUS_ZOMBIE:
-                found += [p] if words in " ".join(p.cmdline()) else []
+                found += [p] if text in " ".join(p.cmdline()) else []
         except psutil.Error:
             continue
     return found
@@ -63,7 +63,7 @@ if not saved.exists():
 
 
 @pytest.mark.parametrize("end", ["raise SystemExit(0)", "os._exit(0)", "raise SystemExit(75)"])
-def test_script_that_exits_0_on_warning_is_continued(submitted: Callable[..., Run], end: str) -> None:
+def test_script_that_saves_on_warning_and_exits_0_is_continued(submitted: Callable[..., Run], end: str) -> None:
     run = submitted(SAVES_AND_EXITS_0.replace("END", end), *ALONE)
     run.wait_for(lambda _: (run.path / "training").exists(), "the script's begin")
     run.call("requeue", run.id)
@@ -95,19 +95,17 @@ def test_session_left_early_after_warning_is_continued(submitted: Callable[..., 
 
 
 @pytest.mark.parametrize(
-    ("end", "ending", "said"),
+    ("end", "ending", "message"),
     [
         ("os._exit(0)", "user_error", "ended with exit code 0 before its script returned (os._exit?)"),
         ("os._exit(3)", "unknown", "ended with exit code 3 without a Python error (os._exit?)"),
         ("raise SystemExit(75)", "unknown", "exit code 75, which asks for another start"),
     ],
 )
-def test_exit_codes_without_warning_are_reported(
-    submitted: Callable[..., Run], end: str, ending: str, said: str
-) -> None:
+def test_exit_code_without_warning_is_named(submitted: Callable[..., Run], end: str, ending: str, message: str) -> None:
     run = submitted(f"import os\n{end}\n", *ALONE, "--max-requeues", "0")
     (attempt,) = run.wait_until_final()["attempts"]
-    assert (attempt["state"], said in attempt["reason"]) == (ending, True), attempt["reason"]
+    assert (attempt["state"], message in attempt["reason"]) == (ending, True), attempt["reason"]
 
 
 def test_os_exit_after_last_step_completes_run(submitted: Callable[..., Run]) -> None:
@@ -125,7 +123,7 @@ if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1":
 """
 
 
-def test_killed_torchrun_is_reported(submitted: Callable[..., Run]) -> None:
+def test_killed_torchrun_is_named_as_cause(submitted: Callable[..., Run]) -> None:
     run = submitted(WAITS_ONCE, *ALONE)
     log = run.path / "attempts" / "1" / "logs" / "rank-0.log"
     run.wait_for(lambda _: log.exists() and "waiting" in log.read_text(), "the script's begin")
@@ -147,7 +145,7 @@ with ct.session() as s:
         dist.all_reduce(torch.zeros(1))
 """
 
-# Rank 0 waits for rank 1 where no broken connection tells it that there is none any more.
+# Rank 0 waits for rank 1 in a place where no broken connection reports the end of rank 1.
 MEETS_LATE = """
 import os, pathlib, time
 if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1" and os.environ["RANK"] == "1":
@@ -157,7 +155,7 @@ if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1" and os.environ["RANK"] == "1":
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_killed_agent_ends_ranks_without_blaming_node(submitted: Callable[..., Run], late: bool) -> None:
+def test_killed_agent_ends_its_ranks_without_blaming_node(submitted: Callable[..., Run], late: bool) -> None:
     run = submitted((MEETS_LATE if late else "") + MEETS, "--nodes", "2", "--gpus", "1")
     if late:
         run.wait_for(lambda _: (run.path / "late").exists(), "rank 1's begin")

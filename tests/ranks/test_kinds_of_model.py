@@ -1,5 +1,5 @@
-"""The built-in models besides the decoder, and one of the user's, learn the same on two ranks, in small micro-batches,
-as on one process in a single one."""
+"""The built-in models besides the decoder, and a user's model, train the same on two ranks with small micro-batches as
+in one process with a single micro-batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ranks.rank_pool import Ranks, make_run
 pytestmark = pytest.mark.ranks
 
 STEPS = 4
-# As the parity table's (tests/harness/parity/cells.py), for fp32.
+# Like the limits of the parity table for fp32 (tests/harness/parity/cells.py).
 LOSS, NORM = 2e-6, 5e-6
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -44,12 +44,12 @@ class Scaled(nn.Module):
 
 
 def import_from(folder: str) -> None:
-    """Setup: what job.sh does with PYTHONPATH."""
+    """Setup: extend the import path as job.sh does."""
     sys.path.insert(0, folder)
 
 
-def trained(folder: Path, model: str, layout: str) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step."""
+def train(folder: Path, model: str, layout: str) -> list[tuple[float, float]]:
+    """Return (loss, gradient norm) of each step."""
     data = {"image_size": 8, **({"kind": "images"} if model == "entry" else {})}
     micro = 16 if layout == "one" else 4
     run = make_run(
@@ -63,11 +63,11 @@ def trained(folder: Path, model: str, layout: str) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_two_ranks_equal_one_process(model: str, tmp_path: Path) -> None:
+def test_two_ranks_train_like_one_process(model: str, tmp_path: Path) -> None:
     (tmp_path / "perceptron.py").write_text(PERCEPTRON)
-    alone = trained(tmp_path, model, "one")
-    assert len(alone) == STEPS
+    single = train(tmp_path, model, "one")
+    assert len(single) == STEPS
     for layout in ("ddp", "fsdp"):
-        found = trained(tmp_path, model, layout)
-        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in alone], rel=LOSS)
-        assert [norm for _, norm in found] == pytest.approx([norm for _, norm in alone], rel=NORM)
+        steps = train(tmp_path, model, layout)
+        assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in single], rel=LOSS)
+        assert [norm for _, norm in steps] == pytest.approx([norm for _, norm in single], rel=NORM)

@@ -1,4 +1,4 @@
-"""The local backend with real agents, torchrun and gloo ranks: the same endings as on a cluster, without one."""
+"""The local backend with real agents, torchrun and gloo ranks: the same endings as on a cluster."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.runs import Run
 pytestmark = pytest.mark.ranks
 HERE = ("--backend", "local", "--device", "cpu")
 PAIR = ("--nodes", "2", "--gpus", "1", "--layout", "fsdp")
-# For what the supervisor does, whatever runs below it: each rank and each node costs seconds of importing torch.
+# For tests of the supervisor only: each rank and each node costs seconds for importing torch.
 ALONE = ("--nodes", "1", "--gpus", "1")
 
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
-    return {**kept, "CLUSTERTRAIN_HOME": str(tmp_path_factory.mktemp("home"))}
+    clean_env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
+    return {**clean_env, "CLUSTERTRAIN_HOME": str(tmp_path_factory.mktemp("home"))}
 
 
 @pytest.fixture
@@ -47,19 +47,19 @@ def submitted(env: dict[str, str]) -> Iterator[Callable[..., Run]]:
         run.wait_until_final()
 
 
-def below(run: Run) -> list[psutil.Process]:
-    """Every living process that belongs to the run."""
-    found = []
+def living_processes(run: Run) -> list[psutil.Process]:
+    """Return all living processes of the run."""
+    processes = []
     for p in psutil.process_iter():
         try:
             if p.environ().get("CLUSTERTRAIN_RUN_DIR") == str(run.path) and p.status() != psutil.STATUS_ZOMBIE:
-                found.append(p)
+                processes.append(p)
         except psutil.Error:
             continue
-    return found
+    return processes
 
 
-def test_shared_run_is_readable_by_group(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_group_can_read_all_of_a_shared_run(submitted: Callable[..., Run], tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         run = submitted(*ALONE, "--share", str(runs.write_recipe(tmp_path, steps=4)))
@@ -67,12 +67,12 @@ def test_shared_run_is_readable_by_group(submitted: Callable[..., Run], tmp_path
         os.umask(before)
     run.complete()
     for path in (run.path, *run.path.rglob("*")):
-        wanted = 0o050 if path.is_dir() else 0o040
-        assert path.stat().st_mode & wanted == wanted, path
+        needed = 0o050 if path.is_dir() else 0o040
+        assert path.stat().st_mode & needed == needed, path
         assert not path.stat().st_mode & 0o027, path
 
 
-def test_run_preempted_twice_ends_bit_exactly(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_run_preempted_twice_ends_with_the_same_bits(submitted: Callable[..., Run], tmp_path: Path) -> None:
     recipe = runs.write_recipe(tmp_path, more="[preemption_test]\npreempt_at_steps = [20, 60]\n")
     run = submitted(*PAIR, str(recipe))
     status = run.complete()
@@ -80,7 +80,7 @@ def test_run_preempted_twice_ends_bit_exactly(submitted: Callable[..., Run], tmp
     assert runs.resumed_where_they_stopped(status)
     assert run.digest() == undisturbed(run.path, tmp_path / "alone")
     beside = run.status()["prediction"]
-    # The medians over what all three attempts did after their first steps; two ranks share the tokens of a step.
+    # Medians over the steps of all three attempts after their first ones; two ranks share the tokens of a step.
     assert beside["attempts"] == [1, 2, 3] and 60 < beside["steps"] < 120
     rows = [r["step_s"] for r in metrics.load_rows(RunDir(run.path))]
     assert min(rows) <= beside["step_s"]["measured"] <= max(rows)
@@ -92,8 +92,8 @@ def test_run_preempted_twice_ends_bit_exactly(submitted: Callable[..., Run], tmp
     assert sum(goodput[part] for part in TIME_CATEGORIES) == pytest.approx(goodput["wall_s"])
 
 
-def test_process_ignoring_warning_is_killed_after_grace_time(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    # The first start hangs where it can't hear of the stop; the second one does not.
+def test_run_that_ignores_warning_is_killed_and_restarted(submitted: Callable[..., Run], tmp_path: Path) -> None:
+    # The first attempt hangs where it cannot notice the stop; the second one does not.
     script = tmp_path / "deaf.py"
     script.write_text(
         "import clustertrain as ct, os, time\n"
@@ -107,12 +107,12 @@ def test_process_ignoring_warning_is_killed_after_grace_time(submitted: Callable
     status = run.complete()
     assert run.endings() == ["preempted", "completed"]
     assert status["attempts"][0]["requeued"] == "slurm"
-    # By the supervisor, after the run's own last word.
-    said = "the job ended before it was preempted at 1000"
-    assert clock.wait_until(lambda: said in (run.path / "job.log").read_text(), 30)
+    # Written by the supervisor, after the last line of the run itself.
+    message = "the job ended before it was preempted at 1000"
+    assert clock.wait_until(lambda: message in (run.path / "job.log").read_text(), 30)
 
 
-def test_missed_preemption_in_last_step_is_reported(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_warning_in_last_step_is_reported_as_too_late(submitted: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "nearly.py"
     script.write_text(
         "import clustertrain as ct, time\n"
@@ -123,16 +123,16 @@ def test_missed_preemption_in_last_step_is_reported(submitted: Callable[..., Run
     run = submitted(*ALONE, "--set", "preemption_test.preempt_at_steps=[1]", str(script))
     run.complete()
     assert run.endings() == ["completed"]
-    said = "the job ended before it was preempted at 1"
-    assert clock.wait_until(lambda: said in (run.path / "job.log").read_text(), 30)
+    message = "the job ended before it was preempted at 1"
+    assert clock.wait_until(lambda: message in (run.path / "job.log").read_text(), 30)
 
 
-def test_cancel_ends_every_process_until_manual_requeue(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_cancelled_run_continues_only_by_manual_requeue(submitted: Callable[..., Run], tmp_path: Path) -> None:
     run = submitted(*PAIR, str(runs.write_recipe(tmp_path)))
     run.wait_for_step(20)
     run.call("cancel", run.id)
     assert run.wait_until_final()["state"] == "cancelled"
-    assert clock.wait_until(lambda: not below(run), 60)
+    assert clock.wait_until(lambda: not living_processes(run), 60)
     assert run.endings() == ["cancelled"]
     assert run.call("wait", run.id, check=False).returncode == 1
     run.call("requeue", run.id)
@@ -148,10 +148,10 @@ def test_killed_supervisor_ends_run_and_requeue_continues_it(submitted: Callable
         p
         for p in psutil.process_iter(["cmdline"])
         if "clustertrain.scheduler.local_supervisor" in (p.info["cmdline"] or [])
-        and any(c.pid in {b.pid for b in below(run)} for c in p.children())
+        and any(c.pid in {b.pid for b in living_processes(run)} for c in p.children())
     )
     supervisor.kill()
-    assert clock.wait_until(lambda: not below(run), 90), [p.cmdline() for p in below(run)]
+    assert clock.wait_until(lambda: not living_processes(run), 90), [p.cmdline() for p in living_processes(run)]
     status = run.wait_until_final()
     assert status["state"] == "failed"
     assert run.endings() == ["node_failure"]
@@ -163,7 +163,7 @@ def test_killed_supervisor_ends_run_and_requeue_continues_it(submitted: Callable
 def test_killed_rank_is_not_a_success(submitted: Callable[..., Run], tmp_path: Path) -> None:
     run = submitted(*PAIR, str(runs.write_recipe(tmp_path, every=10)))
     run.wait_for_step(15)
-    ranks = [p for p in below(run) if p.cmdline()[1:] == ["-u", "-P", "-m", "clustertrain", "train"]]
+    ranks = [p for p in living_processes(run) if p.cmdline()[1:] == ["-u", "-P", "-m", "clustertrain", "train"]]
     ranks[-1].send_signal(signal.SIGKILL)
     status = run.complete()
     assert run.endings()[0] in ("unknown", "communication")
@@ -181,7 +181,7 @@ def test_user_error_is_reported_and_not_retried(submitted: Callable[..., Run], t
     assert "ValueError" in run.call("logs", run.id, "--rank", "1").stdout
 
 
-def test_crashed_rank_is_reported_with_its_stack_file(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_crashed_rank_is_reported_with_place_of_its_stacks(submitted: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "crashing.py"
     script.write_text(
         "import os, signal\nimport torch.distributed as dist\nimport clustertrain as ct\nwith ct.session():\n"
@@ -195,8 +195,8 @@ def test_crashed_rank_is_reported_with_its_stack_file(submitted: Callable[..., R
     assert "Fatal Python error: Segmentation fault" in log and "crashing.py" in log
 
 
-def test_run_survives_overrun_of_time_limit(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    # The first start does not hear of the limit. It is ended by force while a requeue is still accepted.
+def test_run_continues_after_ranks_overrun_time_limit(submitted: Callable[..., Run], tmp_path: Path) -> None:
+    # The first attempt does not notice the limit. It is killed while a requeue is still accepted.
     script = tmp_path / "late.py"
     script.write_text(
         "import clustertrain as ct, os, time\n"
@@ -229,7 +229,7 @@ def test_max_requeues_0_ends_run_at_first_preemption(submitted: Callable[..., Ru
 
 
 def test_closing_the_terminal_does_not_end_run(env: dict[str, str], tmp_path: Path) -> None:
-    """`submit` runs in a session of its own, as in a terminal, which then gets the hang-up."""
+    """`submit` runs in a separate session, as in a terminal, which then gets SIGHUP."""
     recipe = runs.write_recipe(tmp_path)
     argv = [*runs.CLI, "submit", "--wait", *HERE, *ALONE, str(recipe)]
     with subprocess.Popen(argv, env=env, start_new_session=True, stdout=subprocess.PIPE, text=True) as shell:
@@ -241,8 +241,8 @@ def test_closing_the_terminal_does_not_end_run(env: dict[str, str], tmp_path: Pa
     assert run.digest() == undisturbed(run.path, tmp_path / "alone")
 
 
-def test_sweep_runs_sequentially_and_wait_takes_its_id(env: dict[str, str], tmp_path: Path) -> None:
-    # No session: a rank without torch costs next to nothing. `a` is held until the others have been looked at.
+def test_wait_for_sweep_that_runs_one_at_a_time(env: dict[str, str], tmp_path: Path) -> None:
+    # No session: a rank without torch costs next to nothing. `a` is held until the others have been checked.
     script = tmp_path / "who.py"
     script.write_text(
         "import os, pathlib, time\n"
@@ -250,8 +250,8 @@ def test_sweep_runs_sequentially_and_wait_takes_its_id(env: dict[str, str], tmp_
         "while os.environ['WHO'] == 'a' and not pathlib.Path(os.environ['GO']).exists():\n"
         "    time.sleep(0.05)\n"
     )
-    words = ("--backend", "local", "--device", "cpu", "--env", f"GO={tmp_path / 'go'}", "--grid", "env.WHO=a,b,c")
-    made = json.loads(runs.call(env, "sweep", "--json", *words, str(script)).stdout)
+    args = ("--backend", "local", "--device", "cpu", "--env", f"GO={tmp_path / 'go'}", "--grid", "env.WHO=a,b,c")
+    made = json.loads(runs.call(env, "sweep", "--json", *args, str(script)).stdout)
     a, b, c = (Run(env, row) for row in made["runs"])
     try:
         a.wait_for(lambda s: s["state"] == "running", "its turn")
@@ -270,11 +270,11 @@ def test_sweep_runs_sequentially_and_wait_takes_its_id(env: dict[str, str], tmp_
     assert "I am c\n" in c.call("logs", c.id).stdout
 
 
-def test_processes_of_replaced_attempt_end(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_batch_and_agents_end_when_run_is_taken_over(submitted: Callable[..., Run], tmp_path: Path) -> None:
     run = submitted(*ALONE, str(runs.write_recipe(tmp_path, steps=100_000, every=10)))
     run.wait_for_step(15)
     (run.path / "attempts" / "2").mkdir()
-    assert clock.wait_until(lambda: not below(run), 120), [p.cmdline() for p in below(run)]
+    assert clock.wait_until(lambda: not living_processes(run), 120), [p.cmdline() for p in living_processes(run)]
     why = "taken over by attempt 2"
     result = json.loads((run.path / "attempts" / "1" / "results" / "local0.json").read_text())
     assert (result["ending"], result["reason"], result["exit_code"]) == ("stopped", why, 93)

@@ -1,4 +1,4 @@
-"""Rates measured with real ranks, on the CPU with gloo."""
+"""Rates measured with real ranks, on CPU with gloo."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ pytestmark = pytest.mark.ranks
 
 
 def test_rates_of_this_machine() -> None:
-    said: list[str] = []
-    found = bench.measure(BenchTarget(python=sys.executable, device="cpu"), said.append)
-    assert found.failures == () and found.measured is not None
-    m = found.measured
+    progress: list[str] = []
+    result = bench.measure(BenchTarget(python=sys.executable, device="cpu"), progress.append)
+    assert result.failures == () and result.measured is not None
+    m = result.measured
     assert (m.device, m.ranks, m.nodes, m.gemm_dtype, m.torch) == ("cpu", 2, 1, "fp32", torch.__version__)
     assert m.gemm_tflops is not None and m.gemm_tflops > 0
     assert m.node_bus_gb_s is not None and m.node_bus_gb_s > 0
     assert m.fabric_bus_gb_s is None
-    assert len(said) == 3
-    assert found.node is not None and found.node.cpus.threads
+    assert len(progress) == 3
+    assert result.node is not None and result.node.cpus.threads
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_missing_gpu_is_not_measured_on_cpu() -> None:
-    found = bench.measure(BenchTarget(python=sys.executable, device="cuda"), lambda _: None)
-    assert found.measured is None
-    assert found.failures == (
+    result = bench.measure(BenchTarget(python=sys.executable, device="cuda"), lambda _: None)
+    assert result.measured is None
+    assert result.failures == (
         "measuring matrix products: RuntimeError: CUDA was requested, but torch finds no usable GPU",
     )
 
 
-def test_two_nodes_rendezvous_and_one_reports() -> None:
-    """Each node's process as srun would start it, both on this machine."""
+def test_two_nodes_measure_and_one_reports() -> None:
+    """Start the process of each node as srun would, both on this machine."""
     argv = [sys.executable, "-m", "clustertrain.cluster.bench_node", "--ranks", "1", "--nodes", "localhost,127.0.0.1"]
     argv += ["--port", str(find_free_port()), "all-reduce-across", "--device", "cpu"]
     steps = [
@@ -61,11 +61,11 @@ def test_two_nodes_rendezvous_and_one_reports() -> None:
             step.wait(30)
     assert [step.returncode for step in steps] == [0, 0]
     (line,) = [line for text in printed for line in text.splitlines() if line.startswith(OUTPUT_PREFIX)]
-    told: dict[str, Any] = json.loads(line.removeprefix(OUTPUT_PREFIX))
-    assert told["ranks"] == 2 and told["bus_gb_s"] > 0
+    report: dict[str, Any] = json.loads(line.removeprefix(OUTPUT_PREFIX))
+    assert report["ranks"] == 2 and report["bus_gb_s"] > 0
 
 
-def test_interrupt_ends_every_process_and_writes_nothing(tmp_path: Path) -> None:
+def test_interrupt_ends_all_processes_and_writes_nothing(tmp_path: Path) -> None:
     argv = [*INTERRUPTIBLE, sys.executable, "-m", "clustertrain", "cluster", "detect", "x", "--local", "--measure"]
     env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
     with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
@@ -78,7 +78,7 @@ def test_interrupt_ends_every_process_and_writes_nothing(tmp_path: Path) -> None
 
         assert clock.wait_until(ranks_run, 90.0)
         child.send_signal(signal.SIGINT)
-        _, words = child.communicate(timeout=60)
-    assert child.returncode == 130 and "Traceback" not in words
+        _, stderr = child.communicate(timeout=60)
+    assert child.returncode == 130 and "Traceback" not in stderr
     assert psutil.wait_procs(below, timeout=10)[1] == []
     assert list(tmp_path.iterdir()) == []

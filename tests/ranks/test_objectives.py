@@ -1,4 +1,4 @@
-"""A smoothed cross-entropy with ignored targets is the same loss under every layout, also of split logits."""
+"""A smoothed cross-entropy with ignored targets is the same under every layout, also with split logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks
 NEWLINE = 10
 TABLES = {
     "objective": {"label_smoothing": 0.1, "ignore_index": NEWLINE},
-    # With it no operation may be one whose sum depends on the order of threads.
+    # Then no operation may have a sum that depends on the order of threads.
     "train": {"deterministic": True},
 }
 LAYOUTS = (
@@ -31,16 +31,16 @@ def one_thread() -> None:
 
 
 def losses(folder: Path, layout: Layout) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step, of micro-batches of 2."""
+    """Return (loss, gradient norm) of each step, with micro-batches of 2."""
     run = make_run(folder, layout, layout.world_size, steps=3, every=100, global_batch=8, micro_batch=2, tables=TABLES)
     return list(Ranks(run, layout.world_size, setup=one_thread).expect(0).losses().values())
 
 
-def test_label_smoothing_is_independent_of_layout(tmp_path: Path) -> None:
-    alone = losses(tmp_path / "alone" / "run", Layout())
-    assert len(alone) == 3
+def test_smoothed_loss_is_independent_of_layout(tmp_path: Path) -> None:
+    single = losses(tmp_path / "alone" / "run", Layout())
+    assert len(single) == 3
     for layout in LAYOUTS:
-        found = losses(tmp_path / layout.describe().replace(" ", "-") / "run", layout)
+        steps = losses(tmp_path / layout.describe().replace(" ", "-") / "run", layout)
         for i, limit in enumerate((2e-6, 5e-6)):
-            wanted = [step[i] for step in alone]
-            assert [step[i] for step in found] == pytest.approx(wanted, rel=limit), layout.describe()
+            expected = [step[i] for step in single]
+            assert [step[i] for step in steps] == pytest.approx(expected, rel=limit), layout.describe()

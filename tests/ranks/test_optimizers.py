@@ -1,5 +1,5 @@
-"""Every optimizer under sharded layouts: the update of shards is that of whole parameters, training is that of one
-process, and what one layout saves another one goes on with. The whole table is behind ``make optimizers``."""
+"""Every optimizer under sharded layouts: updates of shards equal updates of whole parameters, training equals one
+process, and a checkpoint of one layout continues under another. ``make optimizers`` runs the whole table."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ HERE = Path(__file__).parent.parent / "harness" / "optimizers"
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp-tp"])
-def test_sharded_update_equals_unsharded_update(layout: str, tmp_path: Path) -> None:
-    """Uneven and empty shards, one element, a tied table, a parameter without gradient in one of the steps."""
+def test_sharded_update_equals_update_of_whole_parameters(layout: str, tmp_path: Path) -> None:
+    """Cover uneven and empty shards, one element, a tied table, and a step in which a parameter has no gradient."""
     shape, out = LAYOUTS[layout], tmp_path / "out"
     with one_thread():
         run = make_run(tmp_path / "run", shape, 4)
         Ranks(run, 4, argv=(str(HERE / "shards_script.py"), str(out))).expect(0)
     for rank in range(4):
-        found = json.loads(out.with_suffix(f".{rank}").read_text())
-        assert found.keys() == CELLS.keys()
-        for name, (apart, where) in found.items():
+        results = json.loads(out.with_suffix(f".{rank}").read_text())
+        assert results.keys() == CELLS.keys()
+        for name, (apart, where) in results.items():
             allowed = 0.0 if CELLS[name]["name"] in WHOLE_PARAM_OPTIMIZERS else 1e-6
             assert apart <= allowed, (name, rank, where)
 
@@ -46,35 +46,35 @@ SUBSET = {
 
 
 @pytest.mark.parametrize("layout", SUBSET)
-def test_training_equals_one_process(layout: str, tmp_path: Path) -> None:
+def test_training_matches_one_process(layout: str, tmp_path: Path) -> None:
     outcomes: list[Outcome] = under(layout, SUBSET[layout], tmp_path / "run")
     assert all(o.ok for o in outcomes), outcomes
 
 
-# What each goes on from where the one before has ended, after so many steps.
+# Layouts of a chain: each continues from the end of the previous one, up to this step.
 CHAIN = (("fsdp", THAW_STEP - 1), ("fsdp", 4), ("zero1", 5), ("one", 6), ("fsdp-pp", 7))
 SHAPES = {**LAYOUTS, "zero1": Layout(strategy="zero1", dp_replicate=2, zero1=True), "one": Layout()}
 OF_CHAIN = ("muon", "soap", "adamw8bit")
 
 
-def test_other_layout_resumes_checkpoint(tmp_path: Path) -> None:
-    """With layers that are frozen until a step: the run is stopped just before it and just after it."""
-    whole = losses(tmp_path / "whole", "one", CHAIN[-1][1])
+def test_checkpoint_of_one_layout_continues_under_another(tmp_path: Path) -> None:
+    """Layers are frozen until a step; the run is stopped just before and just after it."""
+    reference = losses(tmp_path / "whole", "one", CHAIN[-1][1])
     sharded = losses(tmp_path / "sharded", "fsdp", 4)
     done = 0
     for n, (layout, total) in enumerate(CHAIN):
-        found = losses(tmp_path / "chain", layout, total, n)
-        for name, by_step in found.items():
+        results = losses(tmp_path / "chain", layout, total, n)
+        for name, by_step in results.items():
             assert list(by_step) == [str(step) for step in range(done + 1, total + 1)]
             for step, (loss, norm) in by_step.items():
-                wanted = whole[name][step]
-                assert loss == pytest.approx(wanted[0], rel=LIMITS[name]), (layout, name, step)
+                expected = reference[name][step]
+                assert loss == pytest.approx(expected[0], rel=LIMITS[name]), (layout, name, step)
                 if layout == "fsdp":
                     assert [loss, norm] == sharded[name][step], (name, step)
         done = total
 
 
-def test_trainer_reads_optim_table(tmp_path: Path) -> None:
+def test_trainer_reads_optimizer_from_recipe(tmp_path: Path) -> None:
     optim = {
         "name": "muon",
         "lr": 3e-3,
@@ -83,7 +83,7 @@ def test_trainer_reads_optim_table(tmp_path: Path) -> None:
         "freeze": ["embed", "layers.0"],
         "unfreeze": [{"step": 3, "modules": ["layers.0.attention"]}],
     }
-    found = {}
+    results = {}
     for layout, ranks in (("fsdp", 2), ("zero1", 2)):
         shape = Layout(strategy=layout, dp_shard=2) if layout == "fsdp" else SHAPES[layout]
         run = make_run(tmp_path / layout, shape, ranks, steps=4, global_batch=8)
@@ -92,10 +92,10 @@ def test_trainer_reads_optim_table(tmp_path: Path) -> None:
         run.spec.write_text(tomli_w.dumps(document))
         with one_thread():
             attempt = Ranks(run, ranks).expect(0)
-        (told,) = attempt.events("optimizer")
-        found[layout] = attempt.losses()
-        assert told["optimizer"] == "muon" and told["frozen"] == 256 * 32 + 32 * 128 * 3 + 2 * 32
-        groups = {g["group"]: (g["weight_decay"], g["lr_scale"]) for g in told["groups"]}
+        (event,) = attempt.events("optimizer")
+        results[layout] = attempt.losses()
+        assert event["optimizer"] == "muon" and event["frozen"] == 256 * 32 + 32 * 128 * 3 + 2 * 32
+        groups = {g["group"]: (g["weight_decay"], g["lr_scale"]) for g in event["groups"]}
         assert groups == {
             "hidden matrices, decay, lr x 0.5": (0.1, 0.5),
             "hidden matrices, decay, lr x 0.25": (0.1, 0.25),
@@ -103,8 +103,8 @@ def test_trainer_reads_optim_table(tmp_path: Path) -> None:
             "no decay": (0.0, 1.0),
             "no decay, lr x 0.5": (0.0, 0.5),
         }
-    for step, (loss, norm) in found["fsdp"].items():
-        assert found["zero1"][step] == pytest.approx((loss, norm), rel=1e-3)
+    for step, (loss, norm) in results["fsdp"].items():
+        assert results["zero1"][step] == pytest.approx((loss, norm), rel=1e-3)
 
 
 def losses(folder: Path, layout: str, total: int, n: int = 0) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The options that change how two ranks reduce and gather, and not what they learn."""
+"""Options that change how two ranks reduce and gather, but not the result."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.ranks
 
 DDP = Layout(strategy="ddp", dp_replicate=2)
 FSDP = Layout(strategy="fsdp", dp_shard=2)
-# As the parity table's (tests/harness/parity/cells.py).
+# Like the limits of the parity table (tests/harness/parity/cells.py).
 FP32, BF16 = (2e-6, 5e-6), (2e-3, 3e-2)
 
 
 def losses(folder: Path, layout: Layout, **parallel: Any) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step, of two micro-batches a rank."""
+    """Return (loss, gradient norm) of each step, with two micro-batches per rank."""
     micro = 8 // layout.world_size
     run = make_run(
         folder, layout, layout.world_size, steps=4, global_batch=8, micro_batch=micro // 2, parallel=parallel
@@ -29,7 +29,7 @@ def losses(folder: Path, layout: Layout, **parallel: Any) -> list[tuple[float, f
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+def single(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
     return losses(tmp_path_factory.mktemp("alone") / "run", Layout())
 
 
@@ -42,17 +42,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_two_ranks_equal_one_process(
+def test_two_ranks_train_like_one_process(
     layout: Layout,
     parallel: dict[str, Any],
     limit: tuple[float, float],
-    alone: list[tuple[float, float]],
+    single: list[tuple[float, float]],
     tmp_path: Path,
 ) -> None:
-    found = losses(tmp_path / "run", layout, **parallel)
-    assert len(found) == len(alone) == 4
+    steps = losses(tmp_path / "run", layout, **parallel)
+    assert len(steps) == len(single) == 4
     for i in (0, 1):
-        assert [step[i] for step in found] == pytest.approx([step[i] for step in alone], rel=limit[i])
+        assert [step[i] for step in steps] == pytest.approx([step[i] for step in single], rel=limit[i])
     if limit is BF16:
-        # Within its limits fp32 would be too: that the gradients went in bf16 shows in the norm.
-        assert [norm for _, norm in found] != pytest.approx([norm for _, norm in alone], rel=FP32[1])
+        # fp32 would also be within these limits; the norm shows that the gradients were reduced in bf16.
+        assert [norm for _, norm in steps] != pytest.approx([norm for _, norm in single], rel=FP32[1])

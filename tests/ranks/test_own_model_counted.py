@@ -1,4 +1,4 @@
-"""A model of one's own, counted by the command line before it waits in a queue."""
+"""A custom model is counted by the command line before the job waits in the queue."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def type_(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (folder / "own.toml").write_text('[model]\nentry = "nets:Net"\n[data]\nseq_len = 32\n[train]\nglobal_batch = 32\n')
     monkeypatch.chdir(folder)
 
-    def type_(*words: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["clustertrain", *words])
+    def type_(*args: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["clustertrain", *args])
         return main()
 
     return type_
 
 
-def test_plan_counts_and_traces_user_model(type_: Type, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_counts_and_traces_custom_model(type_: Type, capfd: pytest.CaptureFixture[str]) -> None:
     assert type_("plan", "own.toml", "--json", "--gpus", "2", "--layout", "zero1", "--trace-memory") == 0
     shown = json.loads(capfd.readouterr().out)
     assert shown["model_stats"]["parameters"] == PARAMETERS
@@ -61,27 +61,27 @@ def test_plan_counts_and_traces_user_model(type_: Type, capfd: pytest.CaptureFix
     assert memory["params_gib"] * gib == memory["grads_gib"] * gib == 4 * PARAMETERS
     assert memory["optimizer_gib"] * gib == 8 * PARAMETERS / 2
     assert memory["activations_gib"] > 0 and memory["peak_gib"] > memory["overhead_gib"]
-    assert 2.0 < memory["overhead_gib"] < 2.01  # context, NCCL, and a twentieth of what tensors need
+    assert 2.0 < memory["overhead_gib"] < 2.01  # context, NCCL, and a twentieth of the memory of tensors
     assert any(reason.startswith("counted: nets:Net has") for reason in shown["reasons"])
 
 
 @pytest.mark.parametrize(
-    ("assignment", "said"),
+    ("assignment", "message"),
     [
         ("model.args.width=0", "model.entry = 'nets:Net': ValueError: a width of 0"),
         ("model.args.wdith=8", "model.args = { wdith = 8 }: nets:Net: got an unexpected keyword argument"),
         ("model.entry=nets:Nte", "model.entry = 'nets:Nte': module 'nets' has no attribute"),
     ],
 )
-def test_problems_of_entry_are_reported_before_queue(
-    assignment: str, said: str, type_: Type, fake_slurm: FakeSlurm, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_error_of_custom_model_is_reported_before_submission(
+    assignment: str, message: str, type_: Type, fake_slurm: FakeSlurm, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert type_("submit", "own.toml", "--count-model", "--set", assignment) == 78
-    assert said in capfd.readouterr().err
+    assert message in capfd.readouterr().err
     assert fake_slurm.calls("sbatch") == [] and not (tmp_path / "home").exists()
 
 
-def test_submit_counts_model_only_on_request(type_: Type, capfd: pytest.CaptureFixture[str]) -> None:
+def test_submit_counts_only_on_request(type_: Type, capfd: pytest.CaptureFixture[str]) -> None:
     assert type_("submit", "own.toml", "--dry-run", "--json", "--set", "model.args.width=0") == 0
     assert json.loads(capfd.readouterr().out)["plan"]["model_stats"] is None
     assert type_("submit", "own.toml", "--dry-run", "--json", "--count-model") == 0

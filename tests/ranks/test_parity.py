@@ -1,4 +1,4 @@
-"""Every layout trains as one process does: a covering subset of the parity table (``make parity``)."""
+"""Every layout trains like one process: a covering subset of the parity table (``make parity``)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.harness.parity.cells import FEW_STEPS, LAYOUTS, STEPS, Cell, covering
 from tests.harness.parity.measure import run
 
 
-def test_ci_subset_covers_layouts_and_factor_pairs() -> None:
+def test_subset_covers_layouts_and_pairs_of_factors() -> None:
     assert {c.layout for c in covering() if c.precision == "fp32"} == set(LAYOUTS)
     assert pairs(covering()) == pairs(table())
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("cell", covering(), ids=lambda c: c.id)
-def test_losses_and_norms_equal_one_process(cell: Cell, tmp_path: Path) -> None:
+def test_losses_and_norms_match_one_process(cell: Cell, tmp_path: Path) -> None:
     outcome = run(cell, tmp_path / "cell", FEW_STEPS if cell.slow else STEPS)
     assert outcome.ok, outcome

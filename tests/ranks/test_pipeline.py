@@ -1,4 +1,4 @@
-"""A pipeline computes what one process computes, under each schedule and in products, and so do its checkpoints."""
+"""A pipeline and its checkpoints match one process, under each schedule and combined with other dimensions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(run: RunDir, layout: Layout, attempt: int = 1, **kw: Any) -> Ranks:
 
 
 def one_thread() -> None:
-    """Setup: matrices this small are slower on two cores than on one, much so where others use them too."""
+    """Setup: use one thread; matrices this small are slower on two cores, even more if the cores are shared."""
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
@@ -48,15 +48,15 @@ def stop_at(step: int) -> None:
 
 @pytest.fixture(scope="module")
 def reference() -> Iterator[Any]:
-    """Losses and norms of one process, and its checkpoint, by the options of the model."""
+    """Losses and norms of one process, and its run, by options of the model."""
     with tempfile.TemporaryDirectory() as folder:
 
         @functools.cache
-        def found(**model: Any) -> tuple[dict[int, tuple[float, float]], RunDir]:
+        def losses(**model: Any) -> tuple[dict[int, tuple[float, float]], RunDir]:
             run = run_of(Path(folder, "-".join(["run", *model])), SINGLE, model=model)
             return train(run, SINGLE).losses(), run
 
-        yield found
+        yield losses
 
 
 def logical_tensors(run: RunDir) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -80,14 +80,14 @@ def logical_tensors(run: RunDir) -> list[tuple[str, str, tuple[int, ...]]]:
     ],
     ids=lambda value: value.describe() if isinstance(value, Layout) else "-".join(value),
 )
-def test_pipeline_equals_one_process(tmp_path: Path, reference: Any, layout: Layout, model: dict[str, Any]) -> None:
-    wanted, single = reference(**model)
+def test_pipeline_matches_one_process(tmp_path: Path, reference: Any, layout: Layout, model: dict[str, Any]) -> None:
+    expected, single = reference(**model)
     run = run_of(tmp_path / "run", layout, model=model)
-    found = train(run, layout).losses()
-    assert found.keys() == wanted.keys()
-    for step, (loss, norm) in wanted.items():
-        assert found[step][0] == pytest.approx(loss, rel=2e-6), step
-        assert found[step][1] == pytest.approx(norm, rel=5e-6), step
+    losses = train(run, layout).losses()
+    assert losses.keys() == expected.keys()
+    for step, (loss, norm) in expected.items():
+        assert losses[step][0] == pytest.approx(loss, rel=2e-6), step
+        assert losses[step][1] == pytest.approx(norm, rel=5e-6), step
     assert logical_tensors(run) == logical_tensors(single)
 
 
@@ -98,23 +98,23 @@ def test_pipeline_equals_one_process(tmp_path: Path, reference: Any, layout: Lay
         (FSDP(schedule="zero-bubble", virtual_stages=2), {}),
     ],
 )
-def test_stopped_run_resumes_bit_exactly(tmp_path: Path, layout: Layout, model: dict[str, Any]) -> None:
-    whole = run_of(tmp_path / "whole", layout, model=model)
-    wanted = train(whole, layout).losses()
+def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, layout: Layout, model: dict[str, Any]) -> None:
+    reference_run = run_of(tmp_path / "whole", layout, model=model)
+    expected = train(reference_run, layout).losses()
     run = run_of(tmp_path / "parts", layout, model=model)
     first = train(run, layout, 1, setup=stop_at, args=(2,))
     assert {r["ending"] for r in first.results()} == {"stopped"}
     second = train(run, layout, 2)
     assert second.events("restored")[0]["step"] == 4
-    assert {**first.losses(), **second.losses()} == wanted
-    assert digest(run) == digest(whole)
+    assert {**first.losses(), **second.losses()} == expected
+    assert digest(run) == digest(reference_run)
 
 
-def test_user_model_with_named_inputs_resumes_under_other_layouts(tmp_path: Path) -> None:
+def test_user_model_with_named_inputs_resumes_elsewhere(tmp_path: Path) -> None:
     script = (SCRIPT, ())
     kw: dict[str, Any] = {"global_batch": 8, "micro_batch": 2}
     single = run_of(tmp_path / "single", SINGLE, script=script, **kw)
-    wanted = train(single, SINGLE, argv=(str(SCRIPT), "8")).losses()
+    expected = train(single, SINGLE, argv=(str(SCRIPT), "8")).losses()
     run = run_of(tmp_path / "run", SINGLE, script=script, **kw)
     layouts = [
         PIPELINE(schedule="interleaved", virtual_stages=2),
@@ -122,30 +122,28 @@ def test_user_model_with_named_inputs_resumes_under_other_layouts(tmp_path: Path
         FSDP(schedule="1f1b"),
         SINGLE,
     ]
-    found: dict[int, tuple[float, float]] = {}
+    losses: dict[int, tuple[float, float]] = {}
     for attempt, layout in enumerate(layouts, start=1):
         write_plan(run, layout, layout.world_size, **kw)
         ranks = train(run, layout, attempt, argv=(str(SCRIPT), str(2 * attempt)))
-        found.update(ranks.losses())
-    assert list(found) == list(wanted)
-    for step, (loss, norm) in wanted.items():
-        assert found[step] == (pytest.approx(loss, rel=2e-6), pytest.approx(norm, rel=5e-6))
+        losses.update(ranks.losses())
+    assert list(losses) == list(expected)
+    for step, (loss, norm) in expected.items():
+        assert losses[step] == (pytest.approx(loss, rel=2e-6), pytest.approx(norm, rel=5e-6))
     assert logical_tensors(run) == logical_tensors(single)
-    # Two steps under each, of 4 micro-batches a rank, or 2 on two data-parallel ranks: none is counted twice.
+    # Two steps under each, with 4 micro-batches per rank, or 2 on two data-parallel ranks: none is counted twice.
     assert list(fsio.read_jsonl(run.metrics_path(4)))[-1]["batches"] == 2 * (4 + 2 + 2 + 4)
 
 
 @pytest.mark.parametrize(
-    ("layout", "kw", "words"),
+    ("layout", "kw", "message"),
     [
         (PIPELINE(schedule="1f1b"), {"micro_batch": 16}, "1f1b needs at least as many micro-batches as stages, 2"),
         (PIPELINE(schedule="1f1b"), {"micro_batch": 6}, "must all have one shape"),
         (Layout(pp=5, schedule="1f1b"), {}, "5 pipeline stages"),
     ],
 )
-def test_unsupported_pipeline_features_are_reported(
-    tmp_path: Path, layout: Layout, kw: dict[str, Any], words: str
-) -> None:
+def test_unsupported_pipeline_is_refused(tmp_path: Path, layout: Layout, kw: dict[str, Any], message: str) -> None:
     ranks = Ranks(run_of(tmp_path / "run", layout, **kw), layout.world_size)
     assert set(ranks.wait()) == {78}
-    assert all(words in r["error"]["message"] for r in ranks.results())
+    assert all(message in r["error"]["message"] for r in ranks.results())

@@ -1,4 +1,4 @@
-"""The planner's count of activations against the tensors that autograd really keeps, on the CPU."""
+"""The planner's count of activations, compared with the tensors that autograd keeps on CPU."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MODELS = {
 
 
 def kept_bytes(model: Decoder, *, autocast: bool) -> int:
-    """Storage of all tensors that the graph of one forward pass and loss keeps, parameters not counted."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    """Return the bytes of all tensors that the graph of a forward pass and loss keeps, without parameters."""
+    parameter_storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in parameter_storages:
             storages[storage.data_ptr()] = storage
         return tensor
 
@@ -47,7 +47,7 @@ def test_counted_activations_match_autograd(name: str, mode: str) -> None:
     if mode == "cast":
         model = model.to(torch.bfloat16)
     run = PassConfig(LENGTH, BATCH, precision="fp32" if mode == "fp32" else "bf16", autocast=mode == "autocast")
-    # The loss keeps its log-softmax in fp32, autocast its copies of the weights; both stand elsewhere in the plan.
+    # The loss keeps its log-softmax in fp32, autocast its copies of the weights; the plan counts both elsewhere.
     matrices = sum(
         p.numel() for n, p in model.named_parameters() if p.ndim > 1 and (n != "embed.weight" or not model.head)
     )

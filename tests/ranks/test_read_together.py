@@ -1,4 +1,4 @@
-"""Ranks of a node read once what several of them need: of any sizes and layouts, and damage is told to all."""
+"""Ranks of a node read shared data once, for any sizes and layouts, and damage is reported to all of them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from clustertrain.errors import CheckpointError
 
 pytestmark = pytest.mark.ranks
 
-# Rows that end where blocks of checksums do and rows that do not, very long ones, one dimension, three; more than a
-# step has room for; types of other sizes between them; too small to share.
+# Rows aligned with blocks of checksums and rows that are not, very long rows, one dimension, three; more than a
+# step can hold; dtypes of other sizes between them; too small to share.
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "even": ((4096, 1024), torch.float32),
     "odd": ((3001, 1237), torch.float32),
@@ -38,7 +38,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 }
 
 
-def whole(name: str) -> torch.Tensor:
+def full_tensor(name: str) -> torch.Tensor:
     shape, dtype = SHAPES[name]
     made = torch.Generator().manual_seed(len(name) * 7 + shape[0])
     return torch.randint(0, 250, shape, generator=made).to(dtype)
@@ -47,12 +47,12 @@ def whole(name: str) -> torch.Tensor:
 def state_of(how: str, filled: bool) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     placed = {"rows": Shard(0), "columns": Shard(1), "copies": Replicate()}
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name, (shape, _) in SHAPES.items():
-        tensor = whole(name) if filled else torch.zeros_like(whole(name))
+        tensor = full_tensor(name) if filled else torch.zeros_like(full_tensor(name))
         at = Shard(0) if how == "columns" and len(shape) == 1 else placed.get(how)
-        found[name] = tensor if at is None else distribute_tensor(tensor, mesh, [at])
-    return found
+        tensors[name] = tensor if at is None else distribute_tensor(tensor, mesh, [at])
+    return tensors
 
 
 def manager_of(team: Team, folder: Path) -> CheckpointManager:
@@ -66,7 +66,7 @@ def save(team: Team, folder: Path, how: str) -> None:
 
 
 def restore(team: Team, folder: Path, how: str, setup: Callable[[], None] | None = None) -> list[str]:
-    """Job of a team: what went wrong, by rank 0."""
+    """Job of a team: return the errors of all ranks, from rank 0."""
     if setup is not None:
         setup()
     state = state_of(how, False)
@@ -74,7 +74,7 @@ def restore(team: Team, folder: Path, how: str, setup: Callable[[], None] | None
     wrong = []
     for name, tensor in state.items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if not torch.equal(full, whole(name)):
+        if not torch.equal(full, full_tensor(name)):
             wrong.append(name)
     if restored is None or restored.step != 1:
         wrong.append("nothing restored")
@@ -82,14 +82,14 @@ def restore(team: Team, folder: Path, how: str, setup: Callable[[], None] | None
 
 
 def _gathered(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    tensors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(tensors, value)
+    return tensors
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """By four ranks, by rows."""
+    """A checkpoint saved by four ranks, sharded by rows."""
     folder = tmp_path_factory.mktemp("saved")
     together(4, 1, save, folder, "rows")
     return folder
@@ -97,17 +97,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("how", ["rows", "columns", "copies", "plain"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_layout_is_filled(saved: Path, how: str, ranks: int) -> None:
+def test_any_layout_is_restored(saved: Path, how: str, ranks: int) -> None:
     assert together(ranks, 1, restore, saved, how) == []
 
 
 @pytest.mark.parametrize("setup", ["not_allowed", "another_process", "no_memory", "other_nodes"])
-def test_ranks_without_shared_memory_read_alone(saved: Path, setup: str) -> None:
+def test_ranks_without_shared_memory_read_separately(saved: Path, setup: str) -> None:
     assert together(3, 1, restore, saved, "columns", SETUPS[setup]) == []
 
 
-class Changed:
-    """The module ``os`` with something else in one place."""
+class PatchedOs:
+    """The module ``os`` with some functions replaced."""
 
     def __init__(self, **other: Any) -> None:
         self.__dict__.update(other)
@@ -117,39 +117,39 @@ class Changed:
 
 
 def not_allowed() -> None:
-    """Setup: rank 1 may not look into the others' memory."""
+    """Setup: rank 1 has no permission to read the memory of the others."""
 
     def open_(path: Any, *args: Any) -> int:
         if str(path).startswith("/proc/") and dist.get_rank() == 1:
             raise PermissionError(13, "Permission denied")
         return os.open(path, *args)
 
-    shared.os = Changed(open=open_)  # type: ignore[assignment]
+    shared.os = PatchedOs(open=open_)  # type: ignore[assignment]
 
 
 def another_process() -> None:
-    """Setup: what rank 1 finds under another one's number is its own memory, as on two machines that are copies."""
+    """Setup: rank 1 finds its own memory under another process id, as on two machines that are copies."""
 
     def open_(path: Any, *args: Any) -> int:
         own = f"/proc/{os.getpid()}/fd/{path.rpartition('/')[2]}"
         return os.open(own if dist.get_rank() == 1 else path, *args)
 
-    shared.os = Changed(open=open_)  # type: ignore[assignment]
+    shared.os = PatchedOs(open=open_)  # type: ignore[assignment]
 
 
 def no_memory() -> None:
-    """Setup: rank 1 cannot have any; the two others go on together."""
+    """Setup: rank 1 cannot allocate memory; the other two continue together."""
 
     def memfd_create(name: str) -> int:
         if dist.get_rank() == 1:
             raise OSError(12, "Cannot allocate memory")
         return os.memfd_create(name)
 
-    shared.os = Changed(memfd_create=memfd_create)  # type: ignore[assignment]
+    shared.os = PatchedOs(memfd_create=memfd_create)  # type: ignore[assignment]
 
 
 def other_nodes() -> None:
-    """Setup: rank 2 is on another machine than the two others."""
+    """Setup: rank 2 is on another machine than the other two."""
     original = shared._node_id
     shared._node_id = lambda: bytes(16) if dist.get_rank() == 2 else original()
 
@@ -157,48 +157,48 @@ def other_nodes() -> None:
 SETUPS: dict[str, Callable[[], None]] = {f.__name__: f for f in (not_allowed, another_process, no_memory, other_nodes)}
 
 
-def test_ranks_that_see_different_checkpoints_fail(saved: Path, tmp_path: Path) -> None:
-    """Of the same step, as a file system may show that is behind."""
+def test_different_checkpoints_of_one_step_are_reported(saved: Path, tmp_path: Path) -> None:
+    """The checkpoints have the same step, as on a file system with stale caches."""
     both = [tmp_path / "0", tmp_path / "1"]
     for folder in both:
         together(2, 1, save, folder, "rows")
-    said = together(2, 1, refusal_of_own, both)
-    assert said == ["the ranks see different checkpoints of the same step"] * 2
+    message = together(2, 1, message_with_other_folders, both)
+    assert message == ["the ranks see different checkpoints of the same step"] * 2
 
 
-def refusal_of_own(team: Team, folders: list[Path]) -> list[str]:
-    """Job of a team: what each rank is told that has a folder of its own."""
+def message_with_other_folders(team: Team, folders: list[Path]) -> list[str]:
+    """Job of a team: return each rank's message if every rank reads a different folder."""
     try:
         manager_of(team, folders[team.rank]).restore(state_of("columns", False))
-        said = "restored"
+        message = "restored"
     except StorageError as e:
-        found = re.search("the ranks see [a-z ]*", e.message)
-        said = found[0] if found else e.message
-    return _gathered(said)
+        tensors = re.search("the ranks see [a-z ]*", e.message)
+        message = tensors[0] if tensors else e.message
+    return _gathered(message)
 
 
-def test_tensor_of_other_shape_is_refused(saved: Path) -> None:
-    said = together(2, 1, refusal_of_shape, saved)
-    assert all("small has shape (16, 16) there and (1, 16) here" in s for s in said)
+def test_tensor_of_another_shape_is_refused(saved: Path) -> None:
+    message = together(2, 1, message_for_other_shape, saved)
+    assert all("small has shape (16, 16) there and (1, 16) here" in s for s in message)
 
 
-def refusal_of_shape(team: Team, folder: Path) -> list[str]:
-    """Job of a team: what each rank is told."""
+def message_for_other_shape(team: Team, folder: Path) -> list[str]:
+    """Job of a team: return each rank's message."""
     try:
         manager_of(team, folder).restore({**state_of("plain", False), "small": torch.zeros(1, 16)})
-        said = "restored"
+        message = "restored"
     except CheckpointError as e:
-        said = e.message
-    return _gathered(said)
+        message = e.message
+    return _gathered(message)
 
 
-def test_each_byte_is_read_once_per_node(saved: Path) -> None:
-    read, there = together(3, 1, bytes_read, saved, "copies")
-    assert there <= read <= 1.3 * there  # some blocks are on both sides of an edge
+def test_node_reads_each_byte_once(saved: Path) -> None:
+    read, existing = together(3, 1, bytes_read, saved, "copies")
+    assert existing <= read <= 1.3 * existing  # some blocks lie across an edge
 
 
 def bytes_read(team: Team, folder: Path, how: str) -> tuple[int, int]:
-    """Job of a team: how many bytes of large tensors all ranks have read, and how many there are."""
+    """Job of a team: return how many bytes of large tensors all ranks have read, and how many exist."""
     from clustertrain.checkpoint.format import shard_io
 
     original, count = shard_io.find_bad_block, [0]
@@ -209,14 +209,14 @@ def bytes_read(team: Team, folder: Path, how: str) -> tuple[int, int]:
 
     shard_io.find_bad_block = counted
     state = state_of(how, False)
-    del state["long"]  # with rows larger than what is read at a time
+    del state["long"]  # its rows are larger than one read
     manager_of(team, folder).restore(state)
     manifest = index.read_manifest(inspect.find_checkpoint(folder))
-    there = sum(s.nbytes for t in manifest.tensors for s in t.shards if t.name in state)
-    return sum(_gathered(count[0])), there
+    existing = sum(s.nbytes for t in manifest.tensors for s in t.shards if t.name in state)
+    return sum(_gathered(count[0])), existing
 
 
-def test_damage_is_reported_on_all_ranks(saved: Path, tmp_path: Path) -> None:
+def test_damage_is_reported_to_all_ranks(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "c"
     together(4, 1, save, folder, "rows")
     manifest = index.read_manifest(inspect.find_checkpoint(folder))
@@ -224,14 +224,14 @@ def test_damage_is_reported_on_all_ranks(saved: Path, tmp_path: Path) -> None:
     with (inspect.find_checkpoint(folder) / shard.file).open("r+b") as file:  # type: ignore[union-attr]
         file.seek(shard.offset + 12345)
         file.write(b"\x99")
-    assert together(2, 1, refusal, folder, "columns") == ["no checkpoint verifies", "no checkpoint verifies"]
+    assert together(2, 1, message_for_damage, folder, "columns") == ["no checkpoint verifies", "no checkpoint verifies"]
 
 
-def refusal(team: Team, folder: Path, how: str) -> list[str]:
-    """Job of a team: what each rank is told."""
+def message_for_damage(team: Team, folder: Path, how: str) -> list[str]:
+    """Job of a team: return each rank's message."""
     try:
         manager_of(team, folder).restore(state_of(how, False))
-        said = "restored"
+        message = "restored"
     except Exception as e:
-        said = "no checkpoint verifies" if "no checkpoint verifies" in str(e) and "checksum" in str(e) else str(e)
-    return _gathered(said)
+        message = "no checkpoint verifies" if "no checkpoint verifies" in str(e) and "checksum" in str(e) else str(e)
+    return _gathered(message)

@@ -1,4 +1,4 @@
-"""What one layout saves any other loads and goes on with: a covering subset of the reshape table (``make reshape``)."""
+"""Any layout resumes the checkpoint of any other: a covering subset of the reshape table (``make reshape``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.harness.reshape.cells import LAYOUTS, SOURCES, Cell, covering, table
 from tests.harness.reshape.measure import Outcome, by_ranks, sources, targets
 
 
-def test_ci_subset_covers_what_a_change_may_break() -> None:
+def test_subset_covers_kinds_of_changes() -> None:
     cells = covering()
     assert set(cells) <= set(table())
     assert {c.source.layout for c in cells} == {c.target.layout for c in cells} == set(SOURCES)
@@ -20,7 +20,7 @@ def test_ci_subset_covers_what_a_change_may_break() -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Outcome]:
-    """All cells of the subset at once, since ranks that are there already load a second one in little time."""
+    """Outcomes of all cells of the subset, measured together: running ranks load a second checkpoint quickly."""
     folder = tmp_path_factory.mktemp("reshape")
     saved = sources((c.source for c in covering()), folder / "sources")
     return {o.cell: o for cells in by_ranks(covering()) for o in targets(cells, saved, folder)}
@@ -28,5 +28,5 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Outcome]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("cell", covering(), ids=lambda c: c.id)
-def test_run_continues_as_if_uninterrupted(cell: Cell, outcomes: dict[Cell, Outcome]) -> None:
+def test_resume_under_another_layout_matches_reference(cell: Cell, outcomes: dict[Cell, Outcome]) -> None:
     assert outcomes[cell].ok, outcomes[cell]

@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed ends with the same bits as one that was not."""
+"""A run that was stopped and resumed ends with the same bits as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ranks.rank_pool import Ranks, digest, layout_of, make_run, touch_stop
 
 pytestmark = pytest.mark.ranks
 
-STOP_AT = 4  # told while doing step 4: all leave at the boundary after the next one
+STOP_AT = 4  # requested during step 4: all ranks leave at the boundary after the next step
 LEFT_AT = STOP_AT + 2
 
 
@@ -37,8 +37,8 @@ def uninterrupted(folder: Path, strategy: str, ranks: int, **kw: Any) -> Ranks:
         ("fsdp", 4, {"data": {"workers": 1}, "model": {"dropout": 0.2, "tie_embeddings": True}}),
     ],
 )
-def test_stopped_run_resumes_bit_exactly(tmp_path: Path, strategy: str, ranks: int, kw: Any) -> None:
-    whole = uninterrupted(tmp_path, strategy, ranks, **kw)
+def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, strategy: str, ranks: int, kw: Any) -> None:
+    reference = uninterrupted(tmp_path, strategy, ranks, **kw)
     run = make_run(tmp_path / "parts", strategy, ranks, **kw)
     first = Ranks(run, ranks, 1, setup=touch_stop_at, args=(STOP_AT,)).expect(0)
     assert {(r["ending"], r["step"], r["committed_step"]) for r in first.results()} == {("stopped", LEFT_AT, LEFT_AT)}
@@ -47,28 +47,28 @@ def test_stopped_run_resumes_bit_exactly(tmp_path: Path, strategy: str, ranks: i
     assert {(r["ending"], r["step"], r["committed_step"]) for r in second.results()} == {("completed", 8, 8)}
     assert second.events("restored")[0]["step"] == LEFT_AT
     assert [e["step"] for e in second.events("first_step")] == [LEFT_AT + 1]
-    assert {**first.losses(), **second.losses()} == whole.losses()
-    assert list(whole.losses()) == list(range(1, 9))
-    assert digest(run) == digest(whole.run)
-    # What the stop left went when the next one was there.
+    assert {**first.losses(), **second.losses()} == reference.losses()
+    assert list(reference.losses()) == list(range(1, 9))
+    assert digest(run) == digest(reference.run)
+    # The checkpoint of the stop was removed after the next one was committed.
     assert [c["step"] for c in inspect.list_checkpoints(run.checkpoints)] == [4, 8]
 
 
-def test_killed_run_resumes_bit_exactly(tmp_path: Path) -> None:
-    whole = uninterrupted(tmp_path, "ddp", 4)
+def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    reference = uninterrupted(tmp_path, "ddp", 4)
     run = make_run(tmp_path / "parts", "ddp", 4)
     first = Ranks(run, 4, 1, setup=die_at, args=(5,))
     assert all(code != 0 for code in first.wait())
-    # The processes that write have outlived their ranks, and bring to an end what they were given.
+    # The writer processes outlive their ranks and finish what they have received.
     assert clock.wait_until(lambda: index.is_committed(index.step_folder(run.checkpoints, 4)), 60.0)
     second = Ranks(run, 4, 2).expect(0)
     assert second.events("restored")[0]["step"] == 4
-    assert digest(run) == digest(whole.run)
-    assert {**first.losses(), **second.losses()} == whole.losses()
+    assert digest(run) == digest(reference.run)
+    assert {**first.losses(), **second.losses()} == reference.losses()
 
 
 def die_at(step: int) -> None:
-    """Setup: SIGKILL to itself in the middle of step ``step``, on all ranks."""
+    """Setup: send SIGKILL to itself in the middle of step ``step``, on all ranks."""
     import os
     import signal
 
@@ -94,15 +94,15 @@ def die_at(step: int) -> None:
     ],
     ids=lambda value: f"{layout_of(*value).describe()} on {value[1]}",
 )
-def test_other_layout_restores_equal_tensors(tmp_path: Path, old: Any, new: Any) -> None:
-    tied = {"tie_embeddings": True}  # in a pipeline two stages have it
+def test_another_layout_restores_the_same_tensors(tmp_path: Path, old: Any, new: Any) -> None:
+    tied = {"tie_embeddings": True}  # in a pipeline two stages hold the table
     run = make_run(tmp_path / "run", *old, steps=4, every=2, global_batch=24, model=tied)
     Ranks(run, old[1], 1).expect(0)
     before = digest(run, 4)
     write_plan(run, *new, global_batch=24)
     saved_again = Ranks(run, new[1], 2, setup=save_what_was_restored).expect(0)
     assert saved_again.events("restored")[0]["step"] == 4
-    # Saved under another step number by the other layout: the logical tensors are the same.
+    # The other layout saves under another step number: the logical tensors are the same.
     rows = {r["step"]: r for r in inspect.list_checkpoints(run.checkpoints)}
     assert rows[5]["world_size"] == new[1]
     assert rows[5]["layout"]["strategy"] == layout_of(*new).strategy
@@ -110,7 +110,7 @@ def test_other_layout_restores_equal_tensors(tmp_path: Path, old: Any, new: Any)
 
 
 def save_what_was_restored() -> None:
-    """Setup: as soon as step 4 is restored, save it as step 5, and end."""
+    """Setup: after step 4 is restored, save it as step 5, and end."""
     from clustertrain.train.session.checkpointing import SessionCheckpointer
 
     original = SessionCheckpointer.restore
@@ -123,7 +123,7 @@ def save_what_was_restored() -> None:
     SessionCheckpointer.restore = restore  # type: ignore[method-assign]
 
 
-def test_completed_run_does_nothing_more(tmp_path: Path) -> None:
+def test_completed_run_does_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=3)
     Ranks(run, 2, 1).expect(0)
     before = digest(run)

@@ -1,4 +1,4 @@
-"""A script of the user's own: under torchrun as the agent starts it, and by itself."""
+"""A user's script, under torchrun as the agent starts it, and by itself."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def torchrun(run: RunDir, attempt: int, rank_dir: Path) -> subprocess.Popen[byte
     return proc.start(argv, env=environ, log=log, new_session=True, ignore_stop_signals=True)
 
 
-def test_example_under_torchrun_stops_and_resumes(tmp_path: Path) -> None:
+def test_example_under_torchrun_stops_on_warning_and_resumes(tmp_path: Path) -> None:
     args = ("--steps", "100000", "--checkpoint-every", "50000")
     run = make_run(tmp_path / "run", "ddp", 2, script=(EXAMPLE, args))
     first = torchrun(run, 1, tmp_path / "ranks-1")
     events = run.attempt(1).events_path("rank-0")
     try:
         assert clock.wait_until(lambda: any(e["event"] == "first_step" for e in fsio.read_jsonl(events)), 120.0)
-        # What reaches everybody, torchrun included, is survived; the file is what stops the ranks.
+        # Signals to all processes, torchrun included, do not end them; the stop file stops the ranks.
         os.killpg(first.pid, signal.SIGUSR2)
         (tmp_path / "ranks-1" / "stop").touch()
         assert first.wait(120.0) == 0, (run.path / "torchrun-1.log").read_text()
@@ -66,34 +66,34 @@ def test_example_under_torchrun_stops_and_resumes(tmp_path: Path) -> None:
     assert [c["step"] for c in inspect.list_checkpoints(run.checkpoints)] == [step + 3]  # not the stop's
 
 
-def test_example_resumes_bit_exactly(tmp_path: Path) -> None:
+def test_example_resumes_bit_by_bit(tmp_path: Path) -> None:
     def example(name: str, steps: int) -> RunDir:
         args = ("--steps", str(steps), "--checkpoint-every", "5")
         return make_run(tmp_path / name, "ddp", 4, script=(EXAMPLE, args))
 
-    whole = example("whole", 12)
-    Ranks(whole, 4).expect(0)
+    reference = example("whole", 12)
+    Ranks(reference, 4).expect(0)
     parts = example("parts", 7)
     Ranks(parts, 4, 1).expect(0)
     parts.spec.write_text(parts.spec.read_text().replace('"7"', '"12"'))
     second = Ranks(parts, 4, 2).expect(0)
     assert second.events("restored")[0]["step"] == 7
-    assert digest(parts) == digest(whole)
+    assert digest(parts) == digest(reference)
 
 
-def test_all_layout_example_trains_equally_when_interrupted(tmp_path: Path) -> None:
+def test_example_for_every_layout_matches_when_split(tmp_path: Path) -> None:
     layouts = (
         Layout(),
         Layout(tp=2, sequence_parallel=True),
         Layout(cp=2),
         Layout(pp=2, schedule="1f1b"),
     )
-    wanted: list[float] = []
+    expected: list[float] = []
     for i, layout in enumerate(layouts):
         run = make_run(tmp_path / str(i), layout, layout.world_size, script=(ANY_LAYOUT, ("--steps", "3")))
         losses = [loss for loss, _ in Ranks(run, layout.world_size).expect(0).losses().values()]
-        wanted = wanted or losses
-        assert losses == pytest.approx(wanted, rel=2e-5), layout.describe()
+        expected = expected or losses
+        assert losses == pytest.approx(expected, rel=2e-5), layout.describe()
 
 
 RANDOM = """
@@ -122,20 +122,20 @@ with ct.session() as session:
 """
 
 
-def test_rng_buffers_and_plain_state_resume(tmp_path: Path) -> None:
+def test_random_numbers_buffers_and_plain_state_resume(tmp_path: Path) -> None:
     script = tmp_path / "random_numbers.py"
     script.write_text(RANDOM)
-    whole = Ranks(make_run(tmp_path / "whole", "ddp", 4, script=(script, ("10",))), 4).expect(0)
+    reference = Ranks(make_run(tmp_path / "whole", "ddp", 4, script=(script, ("10",))), 4).expect(0)
     parts = make_run(tmp_path / "parts", "ddp", 4, script=(script, ("7",)))
     Ranks(parts, 4, 1).expect(0)
     parts.spec.write_text(parts.spec.read_text().replace('"7"', '"10"'))
     Ranks(parts, 4, 2).expect(0)
-    assert digest(parts) == digest(whole.run)
+    assert digest(parts) == digest(reference.run)
 
     def rows(run: RunDir) -> list[tuple[float, ...]]:
         return [(r["step"], r["loss"], r["average"], r["seen"]) for r in metrics.load_rows(run)]
 
-    assert rows(parts) == rows(whole.run)
+    assert rows(parts) == rows(reference.run)
     assert [r[3] for r in rows(parts)] == list(range(1, 11))
 
 
@@ -156,7 +156,7 @@ for total in (2, 4):
 """
 
 
-def test_second_session_continues_after_first(tmp_path: Path) -> None:
+def test_second_session_continues_where_first_ended(tmp_path: Path) -> None:
     script = tmp_path / "again.py"
     script.write_text(AGAIN)
     layout = Layout(strategy="fsdp", dp_shard=2, tp=2)
@@ -198,13 +198,13 @@ def test_standalone_script_stops_on_sigterm_and_resumes(tmp_path: Path) -> None:
     argv = [sys.executable, str(EXAMPLE), "--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "50000"]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTERTRAIN")}
     log = tmp_path / "log"
-    alone = proc.start([*argv, "--steps", "100000"], env=environ, log=log)
+    process = proc.start([*argv, "--steps", "100000"], env=environ, log=log)
     try:
         assert clock.wait_until(lambda: log.exists() and "step 0: loss" in log.read_text(), 120.0)
-        alone.terminate()
-        assert alone.wait(120.0) == 75, log.read_text()
+        process.terminate()
+        assert process.wait(120.0) == 75, log.read_text()
     finally:
-        alone.kill()
+        process.kill()
     step = inspect.list_checkpoints(tmp_path / "kept")[-1]["step"]
     proc.run([*argv, "--steps", str(step + 2)], env=environ, timeout_s=120.0)
     assert inspect.list_checkpoints(tmp_path / "kept")[-1]["step"] == step + 2
@@ -223,7 +223,7 @@ with ct.session({1}) as session:
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "code", "said"),
+    ("text", "kind", "code", "message"),
     [
         ("import no_such_module", "user_error", 1, "No module named"),
         ("import sys; sys.exit('bad input')", "user_error", 1, "bad input"),
@@ -233,13 +233,13 @@ with ct.session({1}) as session:
         (TWO_LOOPS.format(9, "checkpoint_dir='apart'"), "user_error", 1, "begin at step 0, and 4 steps of the run are"),
     ],
 )
-def test_problems_of_script_are_recorded(tmp_path: Path, text: str, kind: str, code: int, said: str) -> None:
+def test_error_of_script_is_recorded(tmp_path: Path, text: str, kind: str, code: int, message: str) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(text)
     run = make_run(tmp_path / "run", "single", 1, script=(script, ()))
     result = Ranks(run, 1).expect(code).results()[0]
     assert (result["ending"], result["kind"], result["exit_code"]) == ("failed", kind, code)
-    assert said in result["error"]["message"]
+    assert message in result["error"]["message"]
 
 
 def test_script_without_session_completes(tmp_path: Path) -> None:
@@ -266,18 +266,18 @@ print("in between:", record.exists())
 @pytest.mark.parametrize(
     ("then", "code", "ending"), [("", 0, "completed"), ("raise ValueError('export')", 1, "failed")]
 )
-def test_code_after_session_belongs_to_rank(tmp_path: Path, then: str, code: int, ending: str) -> None:
+def test_code_after_session_belongs_to_the_rank(tmp_path: Path, then: str, code: int, ending: str) -> None:
     script = tmp_path / "after.py"
     script.write_text(AFTER + then)
     run = make_run(tmp_path / "run", "single", 1, script=(script, ()))
     ranks = Ranks(run, 1).expect(code)
-    # The agent gives a rank with a record 20 s to end: an export of minutes would be killed and called completed.
+    # The agent gives a rank with a record 20 s to end: a longer export would be killed and reported as completed.
     assert "in between: False" in ranks.logs()
     assert stat.S_IMODE(ranks.attempt.rank_log(0).stat().st_mode) == 0o640  # the run's folder guards it
     assert [(r["ending"], r["step"]) for r in ranks.results()] == [(ending, 2)]
 
 
-def test_session_without_launcher_writes_its_record(tmp_path: Path) -> None:
+def test_session_in_plain_python_writes_its_record(tmp_path: Path) -> None:
     script = tmp_path / "after.py"
     script.write_text(AFTER)
     environ = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTERTRAIN")}
@@ -306,7 +306,7 @@ UNUSED = Path(__file__).with_name("unused_parameter_script.py")
 
 @pytest.mark.parametrize(("loop", "code"), [("own-loop", 1), ("train-step", 78)])
 def test_unused_parameter_is_named(loop: str, code: int, tmp_path: Path) -> None:
-    """DDP gives indices alone, and only at the next step."""
+    """DDP itself reports only indices, and only at the next step."""
     run = make_run(tmp_path / "run", "ddp", 2, script=(UNUSED, (loop,)))
     ranks = Ranks(run, 2)
     assert ranks.wait() == [code, code], ranks.logs()

@@ -1,4 +1,4 @@
-"""All ranks leave at the same step, however the word reaches them."""
+"""All ranks stop at the same step, however the request reaches them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.ranks.rank_pool import Ranks, make_run, touch_stop_at
 pytestmark = pytest.mark.ranks
 
 
-def test_signal_to_one_rank_stops_all_at_same_step(tmp_path: Path) -> None:
+def test_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 4)
     ranks = Ranks(run, 4, setup=touch_stop_at, args=(2, 3)).expect(0)
     assert {(r["ending"], r["step"], r["committed_step"]) for r in ranks.results()} == {("stopped", 4, 4)}
     assert ranks.events("stop_agreed")[0]["step"] == 4
 
 
-def test_stop_before_first_step_runs_no_step(tmp_path: Path) -> None:
+def test_stop_before_first_step_does_no_step(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "fsdp", 2)
     ranks = Ranks(run, 2, setup=touch_stop_file)
     ranks.expect(0)
@@ -32,7 +32,7 @@ def test_stop_before_first_step_runs_no_step(tmp_path: Path) -> None:
 
 
 def stop_with_deadline(step: int, left_s: float) -> None:
-    """Setup: saves take ten seconds as far as the session knows, and the agent leaves ``left_s`` at step ``step``."""
+    """Setup: the session expects saves to take ten seconds, and the agent grants ``left_s`` at step ``step``."""
     from clustertrain.train.session.session import Session, get_runtime
 
     original = Session.log
@@ -62,7 +62,7 @@ def touch_stop_file() -> None:
     (Path(os.environ["CLUSTERTRAIN_RANK_DIR"]) / "stop").touch()
 
 
-def test_stop_before_first_step_after_resume_saves_nothing(tmp_path: Path) -> None:
+def test_stop_right_after_resume_saves_nothing_twice(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 2)
     Ranks(run, 2, 1, setup=touch_stop_at, args=(1,)).expect(0)
     marker = run.checkpoints / "step-00000003" / "COMMITTED"
@@ -73,13 +73,13 @@ def test_stop_before_first_step_after_resume_saves_nothing(tmp_path: Path) -> No
     assert marker.stat().st_mtime_ns == before
 
 
-def test_sigterm_to_every_process_with_data_workers_ends_cleanly(tmp_path: Path) -> None:
+def test_sigterm_to_all_processes_with_workers_ends_cleanly(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=100_000, every=50_000, data={"workers": 2})
     ranks = Ranks(run, 2, setup=list_workers)
     assert clock.wait_until(lambda: bool(ranks.events("first_step")), 60.0), ranks.logs()
     workers = [int(p) for f in ranks.rank_dir.glob("workers-*") for p in f.read_text().split()]
     assert len(workers) == 4
-    # Linuxproc tracking signals every descendant, twice if it must.
+    # Slurm's linuxproc tracking signals every descendant, twice if necessary.
     for pid in [*workers, *(p.pid for p in ranks.processes), *workers]:
         os.kill(int(pid or 0), signal.SIGTERM)
     ranks.expect(0)
@@ -99,7 +99,7 @@ def _alive(pid: int) -> bool:
 
 
 def list_workers() -> None:
-    """Setup: leave the process ids of this rank's data workers in a file."""
+    """Setup: write the process ids of this rank's data workers to a file."""
     import multiprocessing
 
     from clustertrain.train.data.loader import Loader
@@ -135,10 +135,10 @@ with ct.session() as session:
 
 
 @pytest.mark.parametrize(
-    ("told", "ending", "code", "kind"), [(True, "stopped", 0, None), (False, "failed", 1, "user_error")]
+    ("stop_requested", "ending", "code", "kind"), [(True, "stopped", 0, None), (False, "failed", 1, "user_error")]
 )
-def test_killed_data_worker_of_script_is_no_failure(
-    tmp_path: Path, told: bool, ending: str, code: int, kind: str | None
+def test_data_worker_killed_by_stop_is_not_a_failure(
+    tmp_path: Path, stop_requested: bool, ending: str, code: int, kind: str | None
 ) -> None:
     script = tmp_path / "own_loader.py"
     script.write_text(OWN_LOADER)
@@ -147,29 +147,29 @@ def test_killed_data_worker_of_script_is_no_failure(
     worker = ranks.rank_dir / "worker"
     assert clock.wait_until(lambda: worker.exists() and bool(worker.read_text()), 60.0), ranks.logs()
     os.kill(int(worker.read_text()), signal.SIGTERM)
-    if told:  # the word reaches the rank after it has reached the worker
+    if stop_requested:  # the request reaches the rank after the worker
         clock.wait_until(lambda: False, 0.5)
         ranks.tell_to_stop()
     ranks.expect(code)
     (result,) = ranks.results()
     assert (result["ending"], result["kind"]) == (ending, kind)
-    # What the worker had fetched ahead may have been enough for two more steps and their save.
+    # The batches that the worker had prefetched may suffice for two more steps and their save.
     assert result["committed_step"] in (2, 4)
 
 
-def test_peer_lost_during_stop_leaves_ranks_stopped(tmp_path: Path) -> None:
+def test_peer_killed_during_stop_leaves_others_stopped(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 3, global_batch=12, every=2)
-    ranks = Ranks(run, 3, setup=stop_and_lose_a_peer, args=(5,))
+    ranks = Ranks(run, 3, setup=stop_and_kill_last_rank, args=(5,))
     codes = ranks.wait()
     assert codes[2] == -signal.SIGKILL
     assert codes[:2] == [0, 0], ranks.logs()
     assert {(r["rank"], r["ending"]) for r in ranks.results()} == {(0, "stopped"), (1, "stopped")}
-    # Rank 0 commits, and the others hear of it at the next save.
+    # Rank 0 commits; the others notice it at the next save.
     assert max(r["committed_step"] for r in ranks.results()) == 4
 
 
-def stop_and_lose_a_peer(step: int) -> None:
-    """Setup: in step ``step`` everybody is told to stop, and the last rank is killed on the spot."""
+def stop_and_kill_last_rank(step: int) -> None:
+    """Setup: in step ``step``, request a stop of all ranks and kill the last one at once."""
     from clustertrain.train.session.session import Session
 
     def train_step(self: Session, *args: Any, **kw: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Runs whose checkpoints lie on the nodes' own disks and behind a URL as well."""
+"""Runs with copies of checkpoints on node-local disks and at a URL."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def with_tiers(folder: Path, ranks: int, **tiers: Any) -> RunDir:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest of the run when nothing happens to it."""
+    """The digest of the undisturbed run."""
     run = make_run(tmp_path_factory.mktemp("plain") / "run", "fsdp", 2, steps=6, every=2, keep=2)
     Ranks(run, 2).expect(0)
     return digest(run)
 
 
 def fault_at(point: str, rank: int, nth: int, what: str) -> None:
-    """Setup: see :mod:`clustertrain.checkpoint.core.fault_points`."""
+    """Setup: inject a fault, see :mod:`clustertrain.checkpoint.core.fault_points`."""
     os.environ[settings.FAULT_AT] = f"{point}:{rank}:{nth}:{what}"
 
 
-def test_killed_run_restores_from_local_disk_and_repairs_it(tmp_path: Path, expected: str) -> None:
+def test_killed_run_reads_local_disk_and_repairs_damage(tmp_path: Path, expected: str) -> None:
     run = with_tiers(tmp_path / "run", 2, local=f"{tmp_path}/disk")
     first = Ranks(run, 2, 1, setup=fault_at, args=("before_staging", 1, 3, "KILL"))
     assert first.wait()[1] == -signal.SIGKILL
@@ -53,35 +53,35 @@ def test_killed_run_restores_from_local_disk_and_repairs_it(tmp_path: Path, expe
         file.write(b"\xff" * 64)
     second = Ranks(run, 2, 2).expect(0)
     (restored,) = second.events("restored")
-    whole = sum(index.read_manifest(inspect.find_checkpoint(run.checkpoints, 4)).files.values())
+    total = sum(index.read_manifest(inspect.find_checkpoint(run.checkpoints, 4)).files.values())
     assert (restored["step"], restored["skipped"]) == (4, [])
-    assert 0 < restored["from_local"] < whole
+    assert 0 < restored["from_local"] < total
     assert "rank-1.bin: checksum of bytes" in second.logs()
     assert digest(run) == expected
     assert not near.exists()  # the run is over
 
 
-def test_killed_writer_and_missing_local_disk_cost_nothing(tmp_path: Path, expected: str) -> None:
+def test_killed_writer_and_missing_disk_cost_nothing(tmp_path: Path, expected: str) -> None:
     run = with_tiers(tmp_path / "run", 2, local="$OWN_DISK/x")
-    first = Ranks(run, 2, 1, setup=own_disk_of_rank_0, args=(str(tmp_path / "disk"),)).expect(0)
+    first = Ranks(run, 2, 1, setup=local_disk_on_rank_0, args=(str(tmp_path / "disk"),)).expect(0)
     assert "$OWN_DISK/x: $OWN_DISK is not set here; checkpoints of this node go straight" in first.logs()
     assert [c["step"] for c in first.events("checkpoint")] == [2, 4, 6]
     assert digest(run) == expected
 
 
-def own_disk_of_rank_0(folder: str) -> None:
-    """Setup: another node has none; the process that writes on rank 0 is killed between the tiers."""
+def local_disk_on_rank_0(folder: str) -> None:
+    """Setup: the other node has no local disk; the writer process of rank 0 is killed between the tiers."""
     fault_at("during_copy_to_shared", 0, 2, "KILL")
     if os.environ["RANK"] == "0":
         os.environ["OWN_DISK"] = folder
 
 
-def test_run_restores_remote_copies_with_other_world_size(tmp_path: Path) -> None:
+def test_run_resumes_from_copies_on_other_number_of_ranks(tmp_path: Path) -> None:
     plain = make_run(tmp_path / "plain", "fsdp", 4, steps=6, every=2)
     undisturbed = Ranks(plain, 4).expect(0).losses()
     run = with_tiers(tmp_path / "run", 4, remote=f"file://{tmp_path}/store", remote_keep=1)
     there = RemoteFolder(f"file://{tmp_path}/store/run")
-    # The end of a run that is being stopped waits for no copy; the next attempt makes it.
+    # A stopped run does not wait for copies; the next attempt makes them.
     Ranks(run, 4, 1, setup=touch_stop_at, args=(0,)).expect(0)
     stopped_at = inspect.list_checkpoints(run.checkpoints)[-1]["step"]
     Ranks(run, 4, 2, setup=stop_when_there, args=(str(there / f"step-{stopped_at:08d}"),)).expect(0)
@@ -101,7 +101,7 @@ def test_run_restores_remote_copies_with_other_world_size(tmp_path: Path) -> Non
 
 
 def stop_when_there(url: str) -> None:
-    """Setup: when the checkpoint at ``url`` is there the ranks are told to stop."""
+    """Setup: request a stop when the checkpoint at ``url`` exists."""
     from clustertrain.train.session.session import Session
 
     original = Session.log
@@ -115,17 +115,17 @@ def stop_when_there(url: str) -> None:
     Session.log = log  # type: ignore[method-assign]
 
 
-def test_failing_remote_store_does_not_fail_run(tmp_path: Path, expected: str) -> None:
+def test_permanently_failing_store_does_not_fail_run(tmp_path: Path, expected: str) -> None:
     (tmp_path / "store").write_text("in the way")
     run = with_tiers(tmp_path / "run", 2, remote=f"file://{tmp_path}/store")
-    ranks = Ranks(run, 2, 1, setup=impatient).expect(0)
+    ranks = Ranks(run, 2, 1, setup=short_wait_for_copies).expect(0)
     assert [r["ending"] for r in ranks.results()] == ["completed"] * 2
     failures = ranks.events("copy_failed")
     assert str(tmp_path / "store") in failures[0]["reason"]
-    # As a rule the last of them; a try that was under way may fail after it.
+    # Usually the last event; a try in progress may fail after it.
     assert any(f["reason"].startswith("the run's end was not put off any longer for it") for f in failures)
     assert digest(run) == expected
-    # When it answers again, the next attempt copies what is missing.
+    # When the store answers again, the next attempt copies the missing checkpoints.
     (tmp_path / "store").unlink()
     Ranks(run, 2, 2).expect(0)
     there = RemoteFolder(f"file://{tmp_path}/store/run")
@@ -133,8 +133,8 @@ def test_failing_remote_store_does_not_fail_run(tmp_path: Path, expected: str) -
     assert inspect.digest(inspect.find_checkpoint(there)) == expected
 
 
-def impatient() -> None:
-    """Setup: the end of a run waits half a second for copies that fail."""
+def short_wait_for_copies() -> None:
+    """Setup: limit the wait for failing copies at the end of a run to half a second."""
     from clustertrain.checkpoint.save import pending_saves
 
     pending_saves.COPY_FAILURE_TIMEOUT_S = 0.5

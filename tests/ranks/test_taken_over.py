@@ -1,4 +1,4 @@
-"""An attempt that goes on though a newer one has claimed its run: it commits nothing, says why and ends."""
+"""An attempt whose run was claimed by a newer one commits nothing more, reports why and ends."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def wait_for_commit(run: RunDir, ranks: Ranks, after: int) -> None:
     assert clock.wait_until(lambda: max(run.committed_steps(), default=0) > after, 120, 0.05), ranks.logs()
 
 
-def test_ranks_of_replaced_attempt_do_not_commit(tmp_path: Path) -> None:
+def test_ranks_of_taken_over_run_end_without_commit(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 2, steps=100_000, every=2, keep=1000)
     old = Ranks(run, 2)
     wait_for_commit(run, old, 2)
     run.attempt(2).path.mkdir()
-    # No failure, which would be charged: torchrun takes any other code for one.
+    # Exit code 0: torchrun takes any other code for a failure, which would be charged.
     old.expect(0)
-    found = old.results()
-    assert [r["ending"] for r in found] == ["stopped", "stopped"]
-    assert all("taken over by attempt 2" in r["reason"] for r in found)
-    left = max(run.committed_steps())
-    assert found[0]["committed_step"] <= left < found[0]["step"]
+    results = old.results()
+    assert [r["ending"] for r in results] == ["stopped", "stopped"]
+    assert all("taken over by attempt 2" in r["reason"] for r in results)
+    newest = max(run.committed_steps())
+    assert results[0]["committed_step"] <= newest < results[0]["step"]
     new = Ranks(run, 2, attempt=2)
-    wait_for_commit(run, new, left)
+    wait_for_commit(run, new, newest)
     new.tell_to_stop()
     new.expect(0)
-    assert [e["step"] for e in new.events("restored")] == [left]
+    assert [e["step"] for e in new.events("restored")] == [newest]

@@ -1,4 +1,4 @@
-"""A run with stand-ins for its GPUs: what it exports and says while it goes on, and what is left of it."""
+"""A run with simulated GPUs: metrics and alerts while it is active, and its records afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.runs import Run
 __all__ = ["nvml_library", "nvml_stub"]
 pytestmark = pytest.mark.ranks
 
-# Ten seconds in, the second GPU has an error that its driver cannot mend.
+# After ten seconds, the second GPU has an error that its driver cannot correct.
 GPUS = """
 device 0 utilization 90
 device 0 power 600000
@@ -51,8 +51,8 @@ def run(nvml_stub: Stub, tmp_path: Path) -> Iterator[Run]:
     command = json.dumps([sys.executable, "-c", keep, str(tmp_path / "alert.json")])
     table = TELEMETRY.format(command=command, textfile=json.dumps(str(tmp_path / "textfile")))
     recipe = runs.write_recipe(tmp_path, steps=100_000, more=table)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
-    env = {**kept, **nvml_stub.environ(), "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
+    clean_env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
+    env = {**clean_env, **nvml_stub.environ(), "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
     here = ("--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "2", "--layout", "ddp")
     made = runs.submit(env, *here, str(recipe))
     yield made
@@ -60,27 +60,28 @@ def run(nvml_stub: Stub, tmp_path: Path) -> Iterator[Run]:
     made.wait_until_final()
 
 
-def named(run: Run, event: str) -> list[events.Event]:
+def events_named(run: Run, event: str) -> list[events.Event]:
     return list(events.filter_by_name(events.for_attempt(RunDir(run.path).attempt(1)), event))
 
 
-def test_running_job_exports_metrics_and_sends_alerts(run: Run, tmp_path: Path) -> None:
+def test_active_run_exports_and_alerts_and_is_readable_later(run: Run, tmp_path: Path) -> None:
     run.wait_for_step(20)
-    assert clock.wait_until(lambda: len(named(run, "exporter_started")) == 2, 60, 0.2), run.explain()
-    (where,) = (e for e in named(run, "exporter_started") if e.get("port"))
+    assert clock.wait_until(lambda: len(events_named(run, "exporter_started")) == 2, 60, 0.2), run.explain()
+    (where,) = (e for e in events_named(run, "exporter_started") if e.get("port"))
     with urllib.request.urlopen(f"http://{where['address']}:{where['port']}/metrics", timeout=10) as answer:
         page = answer.read().decode()
     assert 'clustertrain_gpu_utilization_ratio{attempt="1",gpu="1"' in page.replace(" ", "")
     assert "clustertrain_rank_steps_total" in page
     assert clock.wait_until(lambda: bool(list((tmp_path / "textfile").glob("*.prom"))), 60, 0.2)
-    assert clock.wait_until(lambda: bool(named(run, "alert")), 60, 0.2), run.explain()
-    (alert,) = (e for e in named(run, "alert") if e["code"] == "xid")
+    assert clock.wait_until(lambda: bool(events_named(run, "alert")), 60, 0.2), run.explain()
+    (alert,) = (e for e in events_named(run, "alert") if e["code"] == "xid")
     assert (alert["rank"], alert["severity"]) == (1, "critical")
-    told = tmp_path / "alert.json"  # which a command writes: it is there before its content
+    alert_file = tmp_path / "alert.json"  # written by a command: the file exists before its content
     assert (
-        clock.wait_until(lambda: told.exists() and told.read_text().rstrip().endswith("}"), 60, 0.2) or told.read_text()
+        clock.wait_until(lambda: alert_file.exists() and alert_file.read_text().rstrip().endswith("}"), 60, 0.2)
+        or alert_file.read_text()
     )
-    assert json.loads(told.read_text())["run"] == run.id
+    assert json.loads(alert_file.read_text())["run"] == run.id
     live = json.loads(run.call("top", "--once", "--json", run.id).stdout)
     assert live["step"] >= 20
 

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallel, alone and with replicas and shards, compute what one process computes."""
+"""Tensor and sequence parallel, alone and with replicas and shards, match one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ranks
 
 SCRIPT = Path(__file__).with_name("own_model_script.py")
 LOSS, NORM = 2e-6, 5e-6  # relative, in fp32
-# Sizes of which no power of two is left for the shards: 24 rows of q over 2 x 3 ranks, 10 of k.
+# Sizes that leave no power of two for the shards: 24 rows of q over 2 x 3 ranks, 10 of k.
 ODD = {"dim": 24, "heads": 12, "kv_heads": 6, "ffn_dim": 34, "vocab_size": 262}
 Reference = Callable[..., tuple[dict[int, tuple[float, float]], RunDir]]
 
@@ -34,12 +34,12 @@ def start(run: RunDir, layout: Layout, attempt: int = 1, setup: Callable[[], Non
 
 
 def one_thread() -> None:
-    """Setup: several threads would only be in each other's way."""
+    """Setup: use one thread; more would only compete."""
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
-def save_what_it_begins_with() -> None:
-    """Setup: a checkpoint of the initial values under the number 1."""
+def save_initial_values() -> None:
+    """Setup: save the initial values as step 1."""
     from clustertrain.train.session.checkpointing import SessionCheckpointer
 
     one_thread()
@@ -63,31 +63,31 @@ def run_of(folder: Path, layout: Layout, parallel: dict[str, Any] | None = None,
 
 
 def tensors(run: RunDir) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Of the newest checkpoint, without the ranks' own."""
-    found = index.read_manifest(inspect.find_checkpoint(run.checkpoints)).tensors
-    return [(t.name, t.dtype, t.shape) for t in found if t.kind != "other"]
+    """Return the tensors of the newest checkpoint, without those of single ranks."""
+    actual = index.read_manifest(inspect.find_checkpoint(run.checkpoints)).tensors
+    return [(t.name, t.dtype, t.shape) for t in actual if t.kind != "other"]
 
 
 def assert_equal_but_for_rounding(
-    found: dict[int, tuple[float, float]], wanted: dict[int, tuple[float, float]]
+    actual: dict[int, tuple[float, float]], expected: dict[int, tuple[float, float]]
 ) -> None:
-    assert list(found) == list(wanted)
-    for step, (loss, norm) in wanted.items():
-        assert found[step][0] == pytest.approx(loss, rel=LOSS), f"loss of step {step}"
-        assert found[step][1] == pytest.approx(norm, rel=NORM), f"norm of step {step}"
+    assert list(actual) == list(expected)
+    for step, (loss, norm) in expected.items():
+        assert actual[step][0] == pytest.approx(loss, rel=LOSS), f"loss of step {step}"
+        assert actual[step][1] == pytest.approx(norm, rel=NORM), f"norm of step {step}"
 
 
 @pytest.fixture(scope="module")
 def reference() -> Iterator[Reference]:
-    """Losses and norms of one process, and its run, by the options of the model."""
+    """Losses and norms of one process, and its run, by options of the model."""
     with tempfile.TemporaryDirectory() as folder:
 
         @functools.cache
-        def found(**model: Any) -> tuple[dict[int, tuple[float, float]], RunDir]:
+        def actual(**model: Any) -> tuple[dict[int, tuple[float, float]], RunDir]:
             run = run_of(Path(folder, "-".join(["run", *model])), Layout(), model=model)
-            return start(run, Layout(), setup=save_what_it_begins_with).expect(0).losses(), run
+            return start(run, Layout(), setup=save_initial_values).expect(0).losses(), run
 
-        yield found
+        yield actual
 
 
 @pytest.mark.parametrize(
@@ -100,12 +100,12 @@ def reference() -> Iterator[Reference]:
     ],
     ids=lambda value: value.describe() if isinstance(value, Layout) else "-".join(value),
 )
-def test_layout_computes_as_one_process(
+def test_layout_matches_one_process(
     tmp_path: Path, reference: Reference, layout: Layout, parallel: dict[str, Any], model: dict[str, Any]
 ) -> None:
     losses, whole = reference(**model)
     run = run_of(tmp_path / "run", layout, parallel, model=model)
-    ranks = start(run, layout, setup=save_what_it_begins_with).expect(0)
+    ranks = start(run, layout, setup=save_initial_values).expect(0)
     assert_equal_but_for_rounding(ranks.losses(), losses)
     assert digest(run, 1) == digest(whole, 1), "the initial values depend on the layout"
     assert tensors(run) == tensors(whole)
@@ -129,15 +129,15 @@ def test_other_layout_restores_equal_tensors(tmp_path: Path, old: Layout, new: L
     assert digest(run, 5) == before
 
 
-def own_model(folder: Path, layout: Layout, *arguments: str) -> Ranks:
+def train_custom_model(folder: Path, layout: Layout, *arguments: str) -> Ranks:
     run = make_run(folder, layout, layout.world_size, script=(SCRIPT, ()))
     return start(run, layout, argv=(str(SCRIPT), *arguments))
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
+def single() -> Iterator[Ranks]:
     with tempfile.TemporaryDirectory() as folder:
-        yield own_model(Path(folder, "alone"), Layout(), "8").expect(0)
+        yield train_custom_model(Path(folder, "alone"), Layout(), "8").expect(0)
 
 
 @pytest.mark.parametrize(
@@ -148,23 +148,25 @@ def alone() -> Iterator[Ranks]:
     ],
     ids=lambda value: value.describe() if isinstance(value, Layout) else str(value),
 )
-def test_user_model_trains_with_sgd_by_its_plan(tmp_path: Path, alone: Ranks, layout: Layout, micro_batch: int) -> None:
-    ranks = own_model(tmp_path / "run", layout, str(micro_batch)).expect(0)
-    assert_equal_but_for_rounding(ranks.losses(), alone.losses())
-    assert tensors(ranks.run) == tensors(alone.run)
+def test_custom_model_with_tp_plan_and_sgd_matches_one_process(
+    tmp_path: Path, single: Ranks, layout: Layout, micro_batch: int
+) -> None:
+    ranks = train_custom_model(tmp_path / "run", layout, str(micro_batch)).expect(0)
+    assert_equal_but_for_rounding(ranks.losses(), single.losses())
+    assert tensors(ranks.run) == tensors(single.run)
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "message"),
     [
         ("norm-left-out", "no pattern covers parameter norm.weight"),
         ("odd-length", "17 does not divide over tp = 2: 17 / 2 = 8.5"),
         ("torch-dropout", "layers.0.dropout: Dropout would drop different values"),
     ],
 )
-def test_recipe_that_would_compute_something_else_is_refused(tmp_path: Path, fault: str, words: str) -> None:
-    ranks = own_model(tmp_path / "run", Layout(tp=2, sequence_parallel=True), "8", fault)
+def test_layout_that_would_change_results_is_refused(tmp_path: Path, fault: str, message: str) -> None:
+    ranks = train_custom_model(tmp_path / "run", Layout(tp=2, sequence_parallel=True), "8", fault)
     assert all(ranks.wait())
     errors = [r["error"] for r in ranks.results()]
     assert [e["type"] for e in errors] == ["ConfigError"] * 2
-    assert all(words in e["message"] for e in errors)
+    assert all(message in e["message"] for e in errors)

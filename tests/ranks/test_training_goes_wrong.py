@@ -1,5 +1,5 @@
-"""Ranks of every layout when training goes wrong: they skip alike, go back alike, and the run is what it would have
-been without those samples."""
+"""Ranks of every layout when training goes wrong: they skip the same steps, roll back to the same step, and the run
+continues as if it had never seen the excluded samples."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ FSDP_PP = Layout(strategy="fsdp", dp_shard=2, pp=2, schedule="1f1b")
 
 BATCH = 16
 SPIKE = {"spike": "roll-back", "spike_window": 16}
-SPIKE_AT = 20  # the step whose samples are bad; before 16 of them no loss is a spike
+SPIKE_AT = 20  # the step with bad samples; a spike needs 16 losses before it
 BAD = ((SPIKE_AT - 1) * BATCH,)
 MARGIN = 2
 STEPS, EVERY = 26, 6
 MODEL = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 2}
 
 
-def run_of(folder: Path, layout: Layout, **kw: Any) -> RunDir:
+def make_spike_run(folder: Path, layout: Layout, **kw: Any) -> RunDir:
     options: dict[str, Any] = {"model": MODEL, **kw}
     return make_run(folder, layout, layout.world_size, **options)
 
@@ -51,27 +51,25 @@ def run_of(folder: Path, layout: Layout, **kw: Any) -> RunDir:
     ],
     ids=lambda value: value.describe() if isinstance(value, Layout) else value.__name__,
 )
-def test_nonfinite_step_of_one_rank_is_skipped_by_all(
-    tmp_path: Path, layout: Layout, setup: Callable[..., None]
-) -> None:
-    run = run_of(tmp_path / "run", layout, steps=5, every=1, keep=5)
+def test_nan_on_one_rank_makes_all_ranks_skip(tmp_path: Path, layout: Layout, setup: Callable[..., None]) -> None:
+    run = make_spike_run(tmp_path / "run", layout, steps=5, every=1, keep=5)
     ranks = Ranks(run, 4, setup=setup, args=(3, (3, 4))).expect(0)
     skips = [(ranks.rank_dir / f"skips-{r}").read_text() for r in range(4)]
     assert skips == ["00110"] * 4
     rows = metrics.load_rows(run)
     assert [r["skipped"] for r in rows] == [0, 0, 1, 1, 0]
-    assert rows[4]["loss"] != rows[2]["loss"]  # of other samples, with the same weights
+    assert rows[4]["loss"] != rows[2]["loss"]  # other samples, same weights
     named = [r.get("bad_samples", "").partition(", epoch 0: sample ")[0] for r in rows]
     assert named == ["", "", "the global batch", "micro-batch 1 of data-parallel rank 1", ""]
-    # Weights and optimizer state are as they were, in all bits.
+    # Weights and optimizer state are unchanged, in all bits.
     assert digest(run, 2) == digest(run, 3) == digest(run, 4) != digest(run, 5)
     assert ranks.events("session_ended")[0]["skipped_steps"] == 2
     (warning,) = (e for e in ranks.events("training_warning") if e["code"] == "non_finite")
     assert rows[2]["bad_samples"] in warning["text"]
 
 
-def test_too_many_skipped_steps_end_run(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", FSDP_PP, steps=9, every=2, tables={"stability": {"max_skipped": 3}})
+def test_too_many_skipped_steps_in_a_row_end_run(tmp_path: Path) -> None:
+    run = make_spike_run(tmp_path / "run", FSDP_PP, steps=9, every=2, tables={"stability": {"max_skipped": 3}})
     ranks = Ranks(run, 4, setup=faulty_data.poison_gradients, args=(0, range(4, 99))).expect(78)
     results = ranks.results()
     assert {r["kind"] for r in results} == {"environment"} and {r["step"] for r in results} == {6}
@@ -79,13 +77,13 @@ def test_too_many_skipped_steps_end_run(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def without_them(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """By layout the digest of a run that had the samples left out from the start."""
+def digest_without_samples(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the digest of a run that excluded the samples from the start, by layout."""
     known: dict[Layout, str] = {}
 
-    def of(layout: Layout) -> str:
+    def digest_of(layout: Layout) -> str:
         if layout not in known:
-            run = run_of(
+            run = make_spike_run(
                 tmp_path_factory.mktemp("without") / "run",
                 layout,
                 steps=STEPS,
@@ -97,16 +95,16 @@ def without_them(tmp_path_factory: pytest.TempPathFactory) -> Any:
             known[layout] = digest(run)
         return known[layout]
 
-    return of
+    return digest_of
 
 
 def spiking(folder: Path, layout: Layout, **kw: Any) -> RunDir:
     stability = {**SPIKE, "roll_back_margin": MARGIN}
-    return run_of(folder, layout, steps=STEPS, every=EVERY, tables={"stability": stability}, **kw)
+    return make_spike_run(folder, layout, steps=STEPS, every=EVERY, tables={"stability": stability}, **kw)
 
 
 @pytest.mark.parametrize("layout", [DDP, FSDP_PP], ids=Layout.describe)
-def test_rollback_equals_run_without_those_samples(tmp_path: Path, layout: Layout, without_them: Any) -> None:
+def test_rollback_matches_run_without_the_samples(tmp_path: Path, layout: Layout, digest_without_samples: Any) -> None:
     run = spiking(tmp_path / "run", layout, data={"workers": 1} if layout is DDP else None)
     batch = EventLog(run.attempt(1).events_path("batch"))
     batch.write("started", job_id="7")
@@ -114,9 +112,9 @@ def test_rollback_equals_run_without_those_samples(tmp_path: Path, layout: Layou
     batch.write("ended", ending="completed", last_step=STEPS)
     batch.close()
     (back,) = ranks.events("rolled_back")
-    # That of step 18 was made of samples within the margin.
+    # The checkpoint of step 18 was trained on samples within the margin.
     assert (back["step"], back["to_step"], back["samples"]) == (SPIKE_AT, 12, (MARGIN + 1) * BATCH)
-    assert digest(run) == without_them(layout)
+    assert digest(run) == digest_without_samples(layout)
     assert [r["step"] for r in metrics.load_rows(run)] == list(range(1, STEPS + 1))
     assert [r["step"] for r in ranks.rows()] == [*range(1, SPIKE_AT + 1), *range(13, STEPS + 1)]
     ledger = goodput.compute_goodput(run, attempts.load_attempts(run), clock.now(), is_finished=True)
@@ -127,7 +125,7 @@ def test_rollback_equals_run_without_those_samples(tmp_path: Path, layout: Layou
 @pytest.mark.parametrize(
     "point", ["before_rollback_record", "after_rollback_record", "between_invalidated_checkpoints"]
 )
-def test_rollback_killed_halfway_is_repeated(tmp_path: Path, point: str, without_them: Any) -> None:
+def test_attempt_after_kill_in_rollback_does_the_same(tmp_path: Path, point: str, digest_without_samples: Any) -> None:
     layout = Layout(strategy="ddp", dp_replicate=2)
     run = spiking(tmp_path / "run", layout)
     first = Ranks(run, 2, setup=faulty_data.bad_samples_and_a_kill, args=(BAD, 50.0, point)).wait()
@@ -137,44 +135,44 @@ def test_rollback_killed_halfway_is_repeated(tmp_path: Path, point: str, without
     assert second.events("restored")[0]["step"] == (12 if recorded else 18)
     assert len(second.events("rolled_back")) == (not recorded)
     assert len(rollback.read_records(run.checkpoints)) == 1
-    assert digest(run) == without_them(layout)
+    assert digest(run) == digest_without_samples(layout)
 
 
-def test_rollback_resumes_under_other_layout(tmp_path: Path) -> None:
+def test_run_continues_under_other_layout_after_rollback(tmp_path: Path) -> None:
     two, four = Layout(strategy="ddp", dp_replicate=2), FSDP_TP
     run = spiking(tmp_path / "run", two)
-    first = Ranks(run, 2, setup=stopping_after_the_way_back).expect(0)
+    first = Ranks(run, 2, setup=stop_after_rollback).expect(0)
     assert {r["ending"] for r in first.results()} == {"stopped"}
     stopped_at = first.results()[0]["step"]
     assert 12 < stopped_at < SPIKE_AT
     write_plan(run, four, 4, global_batch=BATCH, micro_batch=8)
     second = Ranks(run, 4, 2, setup=faulty_data.bad_samples, args=(BAD, 50.0)).expect(0)
     assert second.events("restored")[0]["step"] == stopped_at and not second.events("rolled_back")
-    whole = spiking(tmp_path / "whole", SINGLE)
-    wanted = Ranks(whole, 1, setup=faulty_data.bad_samples, args=(BAD, 50.0)).expect(0).losses()
+    reference = spiking(tmp_path / "whole", SINGLE)
+    expected = Ranks(reference, 1, setup=faulty_data.bad_samples, args=(BAD, 50.0)).expect(0).losses()
     for row in metrics.load_rows(run):
-        assert row["loss"] == pytest.approx(wanted[row["step"]][0], rel=1e-4), row["step"]
+        assert row["loss"] == pytest.approx(expected[row["step"]][0], rel=1e-4), row["step"]
 
 
-def stopping_after_the_way_back() -> None:
-    """Setup: the run is told to stop at step 14, when it comes there for the second time."""
+def stop_after_rollback() -> None:
+    """Setup: request a stop when the run reaches step 14 for the second time."""
     from clustertrain.train.session.step_loop import StepLoop
     from tests.ranks.rank_pool import touch_stop_at
 
     faulty_data.bad_samples(BAD, 50.0)
     original = StepLoop._roll_back
 
-    def go_back(self: StepLoop, *args: Any) -> None:
+    def roll_back(self: StepLoop, *args: Any) -> None:
         original(self, *args)
         touch_stop_at(self._step + 2)
 
-    StepLoop._roll_back = go_back  # type: ignore[method-assign]
+    StepLoop._roll_back = roll_back  # type: ignore[method-assign]
 
 
 def test_repeated_rollbacks_end_run(tmp_path: Path) -> None:
     tables = {"stability": {"on_divergence": "roll-back", "max_skipped": 1, "max_roll_backs": 2}}
-    run = run_of(tmp_path / "run", SINGLE, steps=9, every=2, tables=tables)
-    # Wherever the run goes back to, the next step is bad.
+    run = make_spike_run(tmp_path / "run", SINGLE, steps=9, every=2, tables=tables)
+    # After each rollback the next step is bad again.
     ranks = Ranks(run, 1, setup=faulty_data.poison_gradients, args=(0, range(4, 99))).expect(78)
     assert [e["to_step"] for e in ranks.events("rolled_back")] == [2, 2]
     assert "has gone back 2 times" in ranks.results()[0]["error"]["message"]
@@ -191,29 +189,29 @@ def test_repeated_rollbacks_end_run(tmp_path: Path) -> None:
     ],
     ids=lambda value: value.describe() if isinstance(value, Layout) else value["clip"],
 )
-def test_clipping_equals_one_process(tmp_path: Path, layout: Layout, optim: dict[str, Any]) -> None:
+def test_clipping_matches_one_process(tmp_path: Path, layout: Layout, optim: dict[str, Any]) -> None:
     def rows(name: str, layout: Layout) -> list[dict[str, Any]]:
-        run = run_of(tmp_path / name, layout, steps=22, every=50, micro_batch=4, tables={"optim": optim})
+        run = make_spike_run(tmp_path / name, layout, steps=22, every=50, micro_batch=4, tables={"optim": optim})
         return Ranks(run, layout.world_size).expect(0).rows()
 
-    found, wanted = rows("found", layout), rows("wanted", SINGLE)
-    assert {r["clipped"] for r in wanted[16:]} == ({1} if optim["clip"] == "value" else {0, 1})
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5), mine["step"]
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4), mine["step"]
-        assert mine["clipped"] == theirs["clipped"], mine["step"]
+    actual, expected = rows("found", layout), rows("wanted", SINGLE)
+    assert {r["clipped"] for r in expected[16:]} == ({1} if optim["clip"] == "value" else {0, 1})
+    for row, expected_row in zip(actual, expected, strict=True):
+        assert row["loss"] == pytest.approx(expected_row["loss"], rel=1e-5), row["step"]
+        assert row["grad_norm"] == pytest.approx(expected_row["grad_norm"], rel=1e-4), row["step"]
+        assert row["clipped"] == expected_row["clipped"], row["step"]
 
 
 @pytest.mark.parametrize("layout", [DDP, ZERO1, FSDP, FSDP_TP, FSDP_PP], ids=Layout.describe)
-def test_layer_stats_are_independent_of_layout(tmp_path: Path, layout: Layout) -> None:
+def test_layer_figures_are_independent_of_layout(tmp_path: Path, layout: Layout) -> None:
     def figures(name: str, layout: Layout) -> dict[str, float]:
-        run = run_of(tmp_path / name, layout, steps=2, every=50, tables={"stability": {"layer_stats_every": 2}})
+        run = make_spike_run(tmp_path / name, layout, steps=2, every=50, tables={"stability": {"layer_stats_every": 2}})
         rows = Ranks(run, layout.world_size).expect(0).rows()
         assert not any("/" in key for key in rows[0])
         return {k: v for k, v in rows[1].items() if "/" in k}
 
-    found, wanted = figures("found", layout), figures("wanted", SINGLE)
+    actual, expected = figures("found", layout), figures("wanted", SINGLE)
     units = ["embed", "head", "layers.0", "layers.1", "norm"]
     kinds = ("grad_norm", "weight_norm", "update_ratio", "activation")
-    assert sorted(wanted) == sorted(f"{kind}/{unit}" for kind in kinds for unit in units)
-    assert found == pytest.approx(wanted, rel=1e-3)
+    assert sorted(expected) == sorted(f"{kind}/{unit}" for kind in kinds for unit in units)
+    assert actual == pytest.approx(expected, rel=1e-3)

@@ -1,5 +1,5 @@
-"""A model with a layer that the loss does not depend on, trained by ``train_step`` or by the script's own loop
-(the argument says which)."""
+"""A model with a layer that does not affect the loss, trained by ``train_step`` or by a custom loop (chosen by the
+argument)."""
 
 from __future__ import annotations
 
