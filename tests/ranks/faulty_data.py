@@ -37,7 +37,7 @@ def poison_gradients(rank: int, steps: Sequence[int]) -> None:
             f.write(f"{int(result.skipped)}")
         return result
 
-    grad_norm.reduce_partial_gradients = complete
+    train_step.reduce_partial_gradients = complete
     train_step.TrainStep.__call__ = poisoned_step  # type: ignore[method-assign]
 
 
