@@ -71,7 +71,7 @@ def test_runs_wait_for_slurmctld_and_can_be_cancelled(
     controller.wait_for(lambda: ended(cancelled) == ["cancelled"], 60, "the end of the cancelled attempt")
     for run in (requeued, preempted):
         controller.wait_for(
-            lambda r=run: "asked again" in job_log(r), 90, f"a question without an answer: {job_log(run)}"
+            lambda r=run: "no answer, retrying" in job_log(r), 90, f"a question without an answer: {job_log(run)}"
         )
     controller.up()
     for run in (requeued, preempted):
