@@ -196,7 +196,8 @@ def test_crashed_rank_is_reported_with_place_of_its_stacks(submitted: Callable[.
 
 
 def test_run_continues_after_ranks_overrun_time_limit(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    # The first attempt does not notice the limit. It is killed while a requeue is still accepted.
+    # The first attempt does not notice the limit. It is killed while a requeue is still accepted. On a busy machine, a
+    # later attempt may be slow to start and reach the limit as well.
     script = tmp_path / "late.py"
     script.write_text(
         "import clustertrain as ct, os, time\n"
@@ -207,7 +208,9 @@ def test_run_continues_after_ranks_overrun_time_limit(submitted: Callable[..., R
     )
     run = submitted(*ALONE, "--time", "0:30", str(script))
     run.complete()
-    assert run.endings() == ["time_limit", "completed"]
+    *earlier, last = run.endings()
+    assert set(earlier) == {"time_limit"} and last == "completed"
+    assert run.status()["attempts"][0]["committed_step"] == 2
 
 
 def test_manual_requeue_changes_time_limit(submitted: Callable[..., Run], tmp_path: Path) -> None:

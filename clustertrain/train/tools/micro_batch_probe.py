@@ -40,7 +40,9 @@ def measure(run: RunDir, limit_bytes: int) -> TrialMeasurement:
 
     recipe, batch = load_spec(run).recipe, load_plan(run)[1]
     with session() as s:
-        baseline_bytes = _limit_memory(limit_bytes) if s.device.type == "cpu" else 0
+        if s.device.type == "cpu":
+            _limit_memory(limit_bytes)
+            rss, rss_file = _status_bytes("VmRSS"), _status_bytes("RssFile")
         trainer = build_trainer(s, recipe, batch)
         times = []
         for _ in range(PROBE_STEPS):
@@ -51,7 +53,10 @@ def measure(run: RunDir, limit_bytes: int) -> TrialMeasurement:
             times.append(clock.monotonic() - started)
         step_s = statistics.median(times[1:])
         if s.device.type == "cpu":
-            return TrialMeasurement(peak_bytes=max(0, _status_bytes("VmHWM") - baseline_bytes), step_s=step_s)
+            # A library's pages count as resident once read. How many were read before depends on the page cache.
+            library_bytes = _status_bytes("RssFile") - rss_file
+            peak_bytes = max(0, _status_bytes("VmHWM") - rss - library_bytes)
+            return TrialMeasurement(peak_bytes=peak_bytes, step_s=step_s)
         return _measure_gpu(step_s)
 
 
@@ -67,8 +72,8 @@ def _measure_gpu(step_s: float) -> TrialMeasurement:
     )
 
 
-def _limit_memory(limit_bytes: int) -> int:
-    """Reset the peak, allow the process ``limit_bytes`` more, and return the bytes resident now."""
+def _limit_memory(limit_bytes: int) -> None:
+    """Reset the peak of resident memory and allow the process ``limit_bytes`` more."""
     # Import what building on meta and sharding need: 0.1 GiB, the same for every model.
     import torch._dynamo
     import torch.distributed.fsdp  # noqa: F401
@@ -77,7 +82,6 @@ def _limit_memory(limit_bytes: int) -> int:
     _CLEAR_REFS.write_text("5")
     limit = _status_bytes("VmData") + limit_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-    return _status_bytes("VmRSS")
 
 
 def _status_bytes(field: str) -> int:
