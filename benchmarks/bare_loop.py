@@ -1,4 +1,4 @@
-"""Training as one would write it without clustertrain: what :mod:`benchmarks.step_overhead` compares with."""
+"""A bare PyTorch training loop: the baseline of :mod:`benchmarks.step_overhead`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from clustertrain.train.optim.lr_schedule import LearningRate
 from clustertrain.train.optim.param_groups import groups_for_unsharded
 
 
-class Bare:
-    """The loop one would write without us, with the same tuning: nothing here but torch, model, text and schedule."""
+class BareLoop:
+    """A training loop without clustertrain's session and trainer, with the same model, data and tuning."""
 
     def __init__(self, recipe: Recipe, layout: Layout, batch: Batch, device: torch.device, precision: str) -> None:
         self._recipe, self._layout, self._batch, self._device = recipe, layout, batch, device
@@ -45,19 +45,19 @@ class Bare:
         self._model: Any = model
         if layout.strategy == "ddp":
             self._model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self._autocast_to = None if sharded else dtype
+        self._autocast_dtype = None if sharded else dtype
         self._data = ByteText(recipe.data)
-        self._place = 0
+        self._position = 0
         self._step = 0
         self._rate = LearningRate(recipe.schedule, peak=recipe.optim.lr, total=recipe.train.steps)
 
     def step(self) -> torch.Tensor:
-        """Returns the loss of this rank's samples."""
+        """Train one step and return the loss of this rank's samples."""
         self._set_lr()
         parts = [self._micro_batch() for _ in range(self._batch.grad_accum)]
         total = torch.zeros((), device=self._device)
         for i, (inputs, targets) in enumerate(parts):
-            with self._synchronised(last=i == len(parts) - 1):
+            with self._gradient_sync(last=i == len(parts) - 1):
                 with self._autocast():
                     logits = self._model(inputs)
                     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / len(parts)
@@ -74,16 +74,16 @@ class Bare:
 
     def _micro_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         n = self._batch.micro_batch
-        first = self._place + self._rank * n
-        self._place += n * self._layout.world_size
-        rows = [self._data[i % len(self._data)] for i in range(first, first + n)]
-        inputs, targets = (torch.stack(side).to(self._device) for side in zip(*rows, strict=True))
+        first = self._position + self._rank * n
+        self._position += n * self._layout.world_size
+        samples = [self._data[i % len(self._data)] for i in range(first, first + n)]
+        inputs, targets = (torch.stack(column).to(self._device) for column in zip(*samples, strict=True))
         return inputs, targets
 
     def _autocast(self) -> Any:
-        return torch.autocast(self._device.type, dtype=self._autocast_to) if self._autocast_to else nullcontext()
+        return torch.autocast(self._device.type, dtype=self._autocast_dtype) if self._autocast_dtype else nullcontext()
 
-    def _synchronised(self, *, last: bool) -> Any:
+    def _gradient_sync(self, *, last: bool) -> Any:
         if self._layout.strategy == "ddp" and not last:
             return self._model.no_sync()
         if self._layout.strategy == "fsdp":

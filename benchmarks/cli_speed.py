@@ -1,14 +1,14 @@
-"""How long a user waits for the command line, in whole processes, against a peer in the same run, A B A B.
+"""Wall time of commands, as whole processes, alternating with a peer (A B A B).
 
 help           clustertrain --help             against  python -c "import click"
 help-module    python -m clustertrain --help   against  python -c "import click"
-submit         clustertrain submit, the default preset with its planning, against a script of submitit's documented
-               API that submits one function and plans nothing
+submit         clustertrain submit, which plans the default preset, against a script with submitit's documented API
+               that submits one function and plans nothing
 submit-torchx  clustertrain submit against `torchx run -s slurm`, which plans nothing either
 
-The jobs are submitted to a real cluster and cancelled by their ids, ours and submitit's while they are held. torchx has
-no option for holding a job, so its job may run for a moment. torchx lives in an environment of its own, made on first
-use under the user's cache folder; where it cannot be installed its row is skipped and says why.
+The jobs are submitted to a real cluster and cancelled by their ids: ours and submitit's while they are held. torchx has
+no option to hold a job, so its job may run for a moment. torchx has a separate environment in the user's cache folder,
+created on first use; if it cannot be installed, its row is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from typing import Any
 
 from benchmarks import measure
 from benchmarks.cluster import Cluster, cluster
-from benchmarks.measure import CannotRun, Command, child_environ, in_turn, spread
+from benchmarks.measure import CannotRun, Command, child_environ, run_alternating, spread
 
 HELP_ROUNDS = 40
 SUBMIT_ROUNDS = 20
 TORCHX = "0.7.0"
-# It imports no torch. setuptools: one of its own dependencies imports pkg_resources on some Python versions.
+# It imports no torch. setuptools: a dependency of torchx imports pkg_resources on some Python versions.
 _TORCHX_PACKAGES = (f"torchx=={TORCHX}", "setuptools")
 
 _SUBMITIT = """\
@@ -54,14 +54,14 @@ print("job", executor.submit(hello).job_id)
 
 @dataclass(frozen=True)
 class Target:
-    """Of the median of the pairwise ratios ours / peer's."""
+    """A bound on the median of the pairwise ratios ours / peer's."""
 
     at_most: float
-    words: str
+    description: str
 
 
 def main() -> int:
-    """Run all rows; returns 1 when a target was missed."""
+    """Run all rows; return 1 if a target was missed."""
     result = measure.context(("clustertrain", "click", "submitit"))
     rows = result["rows"] = list(_rows(result["versions"]))
     path = measure.write("cli_speed", result)
@@ -82,57 +82,57 @@ def _rows(versions: dict[str, str]) -> Iterator[dict[str, Any]]:
         ours = Command("python -m clustertrain --help", [python, "-m", "clustertrain", "--help"], env, cwd)
         yield _row("help-module", ours, click, HELP_ROUNDS, target)
     try:
-        with cluster() as found, _workplace() as scratch:
-            versions["slurm"] = found.version
-            yield from _submissions(script, found, scratch, versions)
+        with cluster() as slurm, _scratch_folder() as scratch:
+            versions["slurm"] = slurm.version
+            yield from _submissions(script, slurm, scratch, versions)
     except CannotRun as e:
         yield {"name": "submit", "skipped": str(e)}
 
 
 @contextmanager
-def _workplace() -> Iterator[Path]:
-    """A scratch folder in the checkout: /tmp is often a tmpfs, where clustertrain refuses to put runs."""
+def _scratch_folder() -> Iterator[Path]:
+    """Yield a folder in the checkout: /tmp is often a tmpfs, where clustertrain refuses to create runs."""
     parent = measure.ROOT / ".demo"
     parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=parent) as folder:
         yield Path(folder)
 
 
-def _submissions(script: str, found: Cluster, scratch: Path, versions: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """The rows that need a cluster. None of them leaves a job behind."""
+def _submissions(script: str, slurm: Cluster, scratch: Path, versions: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Run the rows that need a cluster. None leaves a job behind."""
 
     def cancel(printed: str) -> None:
         job = re.search(r"(?:\bjob |slurm://\S*/)(\d+)", printed)
         if job is None:
             raise CannotRun(f"no job id in {printed!r}")
-        found.cancel(job[1])
+        slurm.cancel(job[1])
 
-    env = child_environ({**found.env, "CLUSTERTRAIN_HOME": str(scratch / "home")})
+    env = child_environ({**slurm.env, "CLUSTERTRAIN_HOME": str(scratch / "home")})
     ours = Command("clustertrain submit --sbatch hold", [script, "submit", "--sbatch", "hold"], env, scratch, cancel)
     (scratch / "hello.py").write_text(_SUBMITIT)
     argv = [sys.executable, "hello.py", str(scratch / "submitit")]
     submitit = Command("a script with submitit.AutoExecutor.submit(hello)", argv, env, scratch, cancel)
     target = Target(1.5, "at most 1.5 times submitit")
-    yield {**_row("submit", ours, submitit, SUBMIT_ROUNDS, target), "cluster": found.name}
+    yield {**_row("submit", ours, submitit, SUBMIT_ROUNDS, target), "cluster": slurm.name}
     try:
         command = _torchx(child_environ(os.environ))
         versions["torchx"] = TORCHX
         argv = ["run", "-s", "slurm", "utils.echo", "--msg", "hello"]
         torchx = Command(f"torchx {' '.join(argv)}", [command, *argv], env, scratch, cancel)
         target = Target(0.25, "4 times faster than torchx")
-        yield {**_row("submit-torchx", ours, torchx, SUBMIT_ROUNDS, target), "cluster": found.name}
+        yield {**_row("submit-torchx", ours, torchx, SUBMIT_ROUNDS, target), "cluster": slurm.name}
     except CannotRun as e:
         yield {"name": "submit-torchx", "skipped": str(e)}
 
 
 def _row(name: str, ours: Command, peer: Command, rounds: int, target: Target) -> dict[str, Any]:
     print(f"{name}: {rounds} rounds …", flush=True)
-    pairs = in_turn(ours, peer, rounds)
+    pairs = run_alternating(ours, peer, rounds)
     ratio = spread([a.wall_s / b.wall_s for a, b in pairs])
     return {
         "name": name,
-        "ours": ours.shown,
-        "peer": peer.shown,
+        "ours": ours.label,
+        "peer": peer.label,
         "rounds": rounds,
         "load_1min_after": round(os.getloadavg()[0], 2),
         "ours_s": spread([a.wall_s for a, _ in pairs]),
@@ -141,14 +141,14 @@ def _row(name: str, ours: Command, peer: Command, rounds: int, target: Target) -
         "ours_cpu_s": spread([a.cpu_s for a, _ in pairs]),
         "peer_cpu_s": spread([b.cpu_s for _, b in pairs]),
         "cpu_ratio": spread([a.cpu_s / b.cpu_s for a, b in pairs]),
-        "target": target.words,
+        "target": target.description,
         "met": ratio["median"] <= target.at_most,
         "pairs_s": [[round(a.wall_s, 4), round(b.wall_s, 4)] for a, b in pairs],
     }
 
 
 def _torchx(env: dict[str, str]) -> str:
-    """The command, installed if it is not there yet.
+    """Return the path of the command; install it first if it is missing.
 
     Raises:
         CannotRun: the installation failed.
@@ -172,12 +172,13 @@ def _line(row: dict[str, Any]) -> str:
     if "skipped" in row:
         return f"{row['name']:14} skipped: {row['skipped']}"
 
-    def shown(key: str) -> str:
+    def format_spread(key: str) -> str:
         return "{median:.3f} ({min:.3f} to {max:.3f})".format_map(row[key])
 
     return (
-        f"{row['name']:14} {shown('ours_s')} s, peer {shown('peer_s')} s, ratio {shown('ratio')}, of processor time "
-        f"{row['cpu_ratio']['median']:.2f}; target {row['target']}: {'met' if row['met'] else 'MISSED'}"
+        f"{row['name']:14} {format_spread('ours_s')} s, peer {format_spread('peer_s')} s, "
+        f"ratio {format_spread('ratio')}, of processor time {row['cpu_ratio']['median']:.2f}; "
+        f"target {row['target']}: {'met' if row['met'] else 'MISSED'}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the trainer's marks cost a step, and what reading them costs on a run of a million steps.
+"""Cost of the trainer's progress reports per step, and of reading its rows on a run of a million steps.
 
 python -m benchmarks.marks --rows 1000000
 """
@@ -26,37 +26,37 @@ from clustertrain.train.session.heartbeat import ProgressReporter
 
 STEPS = 20_000
 ROUNDS = 7
-GOAL_S = 1.0  # of processor time, for what `status` reads
+GOAL_S = 1.0  # processor time for what `status` reads
 
 
 def step_us(folder: Path | None) -> float:
-    """Microseconds a step, the least of some rounds: what else the machine does only adds to it."""
-    marks = ProgressReporter(folder, 0, 8, lambda: 1.0)
+    """Return microseconds per step: the minimum of the rounds, since other load on the machine only adds time."""
+    reporter = ProgressReporter(folder, 0, 8, lambda: 1.0)
     rounds = []
     for _ in range(ROUNDS):
         started = time.perf_counter()
         for i in range(STEPS):
-            marks.begin_step(i)
-            marks.end_step(i + 1, 0.0, 32_768, 0.001)
+            reporter.begin_step(i)
+            reporter.end_step(i + 1, 0.0, 32_768, 0.001)
         rounds.append((time.perf_counter() - started) / STEPS * 1e6)
-    marks.close()
+    reporter.close()
     return round(min(rounds), 2)
 
 
-def long_run(folder: Path, rows: int) -> RunDir:
-    """A completed run with one attempt of so many steps, and a checkpoint each 500."""
+def make_long_run(folder: Path, rows: int) -> RunDir:
+    """Create a completed run with one attempt of ``rows`` steps and a checkpoint every 500 steps."""
     run = RunDir(folder)
     for path in (run.events, run.metrics, run.attempt(1).events):
         path.mkdir(parents=True)
-    at, t, sums, saves = random.Random(1), 1.79e9, [0.0, 0.0], []
+    rng, t, sums, saves = random.Random(1), 1.79e9, [0.0, 0.0], []
     with run.metrics_path(1).open("w") as f:
         for step in range(1, rows + 1):
-            step_s, wait_s = at.uniform(0.5, 0.55), at.uniform(0, 0.01)
+            step_s, wait_s = rng.uniform(0.5, 0.55), rng.uniform(0, 0.01)
             t += step_s + 0.001
             sums = [sums[0] + step_s, sums[1] + wait_s]
             row = {"step": step, "t": t, "step_s": step_s, "sum_step_s": sums[0], "tokens_per_s": 524_288 / step_s,
                    "sum_tokens": 524_288 * step, "data_wait_s": wait_s, "sum_data_wait_s": sums[1],
-                   "loss": at.uniform(2, 3), "lr": 3e-4, "grad_norm": at.random()}  # fmt: skip
+                   "loss": rng.uniform(2, 3), "lr": 3e-4, "grad_norm": rng.random()}  # fmt: skip
             f.write(json.dumps(row, separators=(",", ":")) + "\n")
             if step % 500 == 0:
                 saves.append(
@@ -72,14 +72,14 @@ def long_run(folder: Path, rows: int) -> RunDir:
     return run
 
 
-def cpu_s(work: Callable[[], object]) -> float:
-    """Processor seconds, the median of three."""
-    found = []
+def measure_cpu_s(work: Callable[[], object]) -> float:
+    """Return the processor seconds of ``work``, the median of three calls."""
+    seconds = []
     for _ in range(3):
         started = time.process_time()
         work()
-        found.append(time.process_time() - started)
-    return round(statistics.median(found), 4)
+        seconds.append(time.process_time() - started)
+    return round(statistics.median(seconds), 4)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -89,13 +89,13 @@ def main(argv: list[str] | None = None) -> int:
     result = measure.context(("clustertrain", "msgspec"))
     with tempfile.TemporaryDirectory(prefix="marks-") as folder:
         result["step_us"] = {"with_beat": step_us(Path(folder)), "without": step_us(None)}
-        run = long_run(Path(folder, "run"), rows)
+        run = make_long_run(Path(folder, "run"), rows)
         result["rows"] = rows
         result["file_mib"] = round(run.metrics_path(1).stat().st_size / 2**20, 1)
         history = attempts.load_attempts(run)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        result["ledger_cpu_s"] = cpu_s(lambda: compute_goodput(run, history, 0.0, True))
-        result["speed_cpu_s"] = cpu_s(lambda: measured_speed.measure_speed(run, run.attempts()))
+        result["ledger_cpu_s"] = measure_cpu_s(lambda: compute_goodput(run, history, 0.0, True))
+        result["speed_cpu_s"] = measure_cpu_s(lambda: measured_speed.measure_speed(run, run.attempts()))
         result["more_memory_mib"] = round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, 1)
     result["goal_s"] = GOAL_S
     met = result["ledger_cpu_s"] + result["speed_cpu_s"] < GOAL_S

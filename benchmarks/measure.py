@@ -1,4 +1,4 @@
-"""What the benchmarks share: whole processes timed in turn, statistics pair by pair, and what the numbers belong to."""
+"""Shared by the benchmarks: timing of whole processes, statistics, and the context of a result."""
 
 from __future__ import annotations
 
@@ -20,42 +20,44 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 class CannotRun(Exception):
-    """A benchmark that this machine cannot run; the message says what is missing."""
+    """This machine cannot run the benchmark; the message says what is missing."""
 
 
 @dataclass(frozen=True)
-class Took:
-    """``cpu_s`` is the processor time of the process and its children: what a busy machine changes least."""
+class Timing:
+    """Duration of a process."""
 
     wall_s: float
     cpu_s: float
+    """Processor time of the process and its children, which depends least on other load."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """One whole process, as a user starts it, and ``shown`` in the result. ``after`` gets what it printed and runs
-    outside of the timing."""
+    """A whole process, as a user starts it."""
 
-    shown: str
+    label: str
+    """Its name in the result."""
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: Path
     after: Callable[[str], None] = field(default=lambda printed: None)
+    """Called with its output, outside the timing."""
 
-    def run(self) -> Took:
-        """From the start to the end of the process.
+    def run(self) -> Timing:
+        """Run it and return its duration.
 
         Raises:
-            CannotRun: it failed, with what it printed.
+            CannotRun: it failed; the message has its output.
         """
         before, started = _children_cpu_s(), time.perf_counter()
         done = subprocess.run(self.argv, env=self.env, cwd=self.cwd, capture_output=True, text=True, check=False)
-        took = Took(time.perf_counter() - started, _children_cpu_s() - before)
+        timing = Timing(time.perf_counter() - started, _children_cpu_s() - before)
         if done.returncode:
-            said = (done.stderr or done.stdout).strip()[-2000:]
-            raise CannotRun(f"{' '.join(self.argv)} failed with exit code {done.returncode}: {said}")
+            output = (done.stderr or done.stdout).strip()[-2000:]
+            raise CannotRun(f"{' '.join(self.argv)} failed with exit code {done.returncode}: {output}")
         self.after(done.stdout)
-        return took
+        return timing
 
 
 def _children_cpu_s() -> float:
@@ -63,15 +65,18 @@ def _children_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def in_turn(a: Command, b: Command, rounds: int) -> list[tuple[Took, Took]]:
-    """A and B in the order A B A B …, so that a change of the machine's mood meets both. One round before
-    the first is not counted: it fills the caches and writes Python's bytecode."""
+def run_alternating(a: Command, b: Command, rounds: int) -> list[tuple[Timing, Timing]]:
+    """Run A and B in the order A B A B …, so that a change of the machine's load affects both.
+
+    A first round, not counted, fills the caches and writes Python's bytecode.
+    """
     a.run()
     b.run()
     return [(a.run(), b.run()) for _ in range(rounds)]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return median, minimum and maximum."""
     return {
         "median": round(statistics.median(values), 4),
         "min": round(min(values), 4),
@@ -80,13 +85,15 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without what changes how Python starts: no bytecode, no buffer, other paths."""
+    """Return ``environ`` without the variables that change how Python starts (bytecode, buffering, paths)."""
     return {k: v for k, v in environ.items() if not k.startswith("PYTHON")}
 
 
 def context(packages: Sequence[str]) -> dict[str, Any]:
-    """When, on what and with which versions. The load is that of the minute before: numbers of a busy machine say
-    little."""
+    """Return time, commit, machine and versions of a result.
+
+    The load average is taken before the benchmark: results from a busy machine mean little.
+    """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": _first_line(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
@@ -117,12 +124,12 @@ def _processor() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor()
-    found = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    return found[0] if found else platform.processor()
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def write(name: str, result: Mapping[str, Any]) -> Path:
-    """``benchmarks/results/<name>.json``."""
+    """Write ``benchmarks/results/<name>.json`` and return its path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"benchmark": name, **result}, indent=1) + "\n")

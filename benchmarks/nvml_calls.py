@@ -1,7 +1,7 @@
-"""What each call to NVML costs on this machine's first GPU, at rest: wall time, and processor time of the caller.
+"""Cost of each NVML call on this machine's first GPU, idle: wall time, and processor time of the caller.
 
-A call that waits for the GPU costs wall time; one that takes the driver's lock costs others. What the sampler does at
-each tick and every ten seconds stands below as a whole, and as a share of one core for so many GPUs.
+A call that waits for the GPU costs wall time; one that takes the driver's lock delays other processes. The total of the
+sampler's calls, per second and per ten seconds, is also given as a share of one core.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from clustertrain.telemetry.readers.nvml_gpm import MIN_INTERVAL_S
 from clustertrain.telemetry.readers.nvml_queries import GpuQueries
 
 ROUNDS = 300
-ROUNDS_OF_PAIRS = 30  # each waits for the shortest time between two samples
+PAIR_ROUNDS = 30  # each waits for the minimum interval between two samples
 GPUS = 8
 TICK_S, SLOW_S = 1.0, 10.0
 
@@ -30,7 +30,7 @@ def main() -> int:
     """Measure and write ``benchmarks/results/nvml_calls.json``.
 
     Raises:
-        CannotRun: there is no driver, or no GPU.
+        CannotRun: no driver, or no GPU.
     """
     nvml = Nvml()
     try:
@@ -54,21 +54,21 @@ def main() -> int:
 
 def _measure(nvml: Nvml, device: Any) -> dict[str, Any]:
     calls = GpuQueries(nvml, device)
-    found = {}
-    for pace, each in calls.queries.items():
-        for call in each:
+    costs = {}
+    for pace, queries in calls.queries.items():
+        for call in queries:
             pairs = "sm_activity" in call.fields
             cost = _cost(lambda c=call: c.read(calls.handle(), c.fields), pairs=pairs)
-            found[", ".join(call.fields)] = {"pace": pace, **cost}
+            costs[", ".join(call.fields)] = {"pace": pace, **cost}
     events = GpuEvents(nvml, [device])
     events.open()
-    found["poll of events"] = {"pace": fields.FAST, **_cost(events.poll)}
-    # A node's worth of readers, after a pause as between two ticks: only the first finds the caches cold.
+    costs["poll of events"] = {"pace": fields.FAST, **_cost(events.poll)}
+    # The readers of a node, after a pause as between two samples: only the first one finds cold caches.
     readers = [GpuReader(nvml, device) for _ in range(GPUS)]
     whole = {pace: _cost(lambda p=pace: [r.read(p) for r in readers], pairs=True) for pace in calls.queries}
     busy_us = whole[fields.FAST]["cpu_us"]["median"] / TICK_S + whole[fields.SLOW]["cpu_us"]["median"] / SLOW_S
     return {
-        "calls": found,
+        "calls": costs,
         f"readers_of_{GPUS}_gpus": whole,
         f"share_of_a_core_for_{GPUS}_gpus": round(busy_us / 1e6, 6),
         "without_a_value": dict(readers[0].reasons),
@@ -77,9 +77,9 @@ def _measure(nvml: Nvml, device: Any) -> dict[str, Any]:
 
 
 def _cost(call: Callable[[], Any], *, pairs: bool = False) -> dict[str, Any]:
-    """Of one call, in µs; ``refused`` says why it gives nothing, which may be what costs."""
+    """Return the cost of a call in µs; ``refused`` is the reason if it returns no value."""
     wall, cpu, refused = [], [], None
-    for _ in range(ROUNDS_OF_PAIRS if pairs else ROUNDS):
+    for _ in range(PAIR_ROUNDS if pairs else ROUNDS):
         if pairs:
             time.sleep(1.1 * MIN_INTERVAL_S)
         before, spent = time.perf_counter_ns(), time.thread_time_ns()
@@ -89,8 +89,8 @@ def _cost(call: Callable[[], Any], *, pairs: bool = False) -> dict[str, Any]:
             refused = e.reason
         cpu.append((time.thread_time_ns() - spent) / 1e3)
         wall.append((time.perf_counter_ns() - before) / 1e3)
-    found: dict[str, Any] = {"wall_us": _spread(wall), "cpu_us": _spread(cpu)}
-    return found if refused is None else {**found, "refused": refused}
+    cost: dict[str, Any] = {"wall_us": _spread(wall), "cpu_us": _spread(cpu)}
+    return cost if refused is None else {**cost, "refused": refused}
 
 
 def _spread(values: list[float]) -> dict[str, float]:

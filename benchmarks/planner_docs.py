@@ -1,4 +1,4 @@
-"""Writes the planner benchmark's results into docs/explanation/planner.md: tables between two marks, and a picture."""
+"""Write the planner benchmark's results into docs/explanation/planner.md: tables between two marks, and a picture."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ LABELS = {
     "memory p90": "peak memory, 90th percentile",
     "fits ran_predicted_not_to_fit_share": "runs that fit: share predicted not to fit",
     "fits did_not_fit_predicted_share": "runs that did not fit: share predicted not to fit",
-    "sweeps whose best is found (both halves)": "sweeps with a predicted best within 5 % of the best (both halves)",
-    "measured rows that are predicted (both halves)": "measured rows with a prediction (both halves)",
+    "sweeps with a predicted best near the best (both halves)": (
+        "sweeps with a predicted best within 5 % of the best (both halves)"
+    ),
 }
 
-Checked = Sequence[tuple[str, float, str, bool]]  # what, figure, goal, met
+Checked = Sequence[tuple[str, float, str, bool]]  # name, value, goal, met
 
 
-def write(these: Sequence[Case], result: Mapping[str, Any], checked: Checked) -> list[Path]:
+def write(cases: Sequence[Case], result: Mapping[str, Any], checked: Checked) -> list[Path]:
+    """Write the page and the picture; return their paths."""
     text = PAGE.read_text()
     head, rest = text.split(BEGIN, 1)
     tail = rest.split(END, 1)[1]
     fsio.write_text(PAGE, head + "\n".join([BEGIN, "", *_lines(result, checked), "", END]) + tail, mode=0o644)
-    draw(these)
+    draw(cases)
     return [PAGE, PICTURE]
 
 
@@ -46,8 +48,8 @@ def _lines(result: Mapping[str, Any], checked: Checked) -> Iterator[str]:
     yield ""
     yield "| held-out half (unless marked otherwise) | result | goal | |"
     yield "|---|---|---|---|"
-    for what, value, goal, met in checked:
-        yield f"| {LABELS.get(what, what)} | {value:.3f} | {goal} | {'met' if met else '**missed**'} |"
+    for name, value, goal, met in checked:
+        yield f"| {LABELS.get(name, name)} | {value:.3f} | {goal} | {'met' if met else '**missed**'} |"
     for half, title in (("judging", "Held-out half"), ("setting", "Fitting half")):
         yield ""
         yield f"### {title}"
@@ -70,9 +72,9 @@ def _lines(result: Mapping[str, Any], checked: Checked) -> Iterator[str]:
     yield from _list("Measured rows without a prediction", result["not_predicted"])
 
 
-def _sources(sources: Sequence[Mapping[str, Any]], what: str) -> Iterator[str]:
+def _sources(sources: Sequence[Mapping[str, Any]], quantity: str) -> Iterator[str]:
     yield ""
-    yield f"| source of {what} | rows | median error | largest | median of predicted / measured |"
+    yield f"| source of {quantity} | rows | median error | largest | median of predicted / measured |"
     yield "|---|---|---|---|---|"
     for s in sources:
         yield (
@@ -100,21 +102,21 @@ def _list(title: str, lines: Sequence[str]) -> Iterator[str]:
         yield from (f"- {line}" for line in lines)
 
 
-def draw(these: Sequence[Case], path: Path = PICTURE) -> None:
-    """Predicted against published throughput (TFLOP/s per GPU where both are known from tokens) and peak memory."""
+def draw(cases: Sequence[Case], path: Path = PICTURE) -> None:
+    """Plot predicted against published throughput (TFLOP/s per GPU) and peak memory."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.2))
-    for half, label, colour in ((0, "fitting half", "#9db8d2"), (1, "held-out half", "#c0392b")):
-        speed = [(p, m) for c in these if c.half == half and (pair := _tflops(c)) for m, p in [pair]]
+    for half, label, color in ((0, "fitting half", "#9db8d2"), (1, "held-out half", "#c0392b")):
+        speed = [(p, m) for c in cases if c.half == half and (pair := _tflops(c)) for m, p in [pair]]
         size = [
-            (c.found.peak_mem_gib, float(c.row["peak_mem_gib"])) for c in these if c.half == half and c.memory_ratio
+            (c.predicted.peak_mem_gib, float(c.row["peak_mem_gib"])) for c in cases if c.half == half and c.memory_ratio
         ]
         for axes, points in ((left, speed), (right, size)):
-            axes.scatter([m for _, m in points], [p for p, _ in points], s=11, c=colour, label=label, alpha=0.8)
+            axes.scatter([m for _, m in points], [p for p, _ in points], s=11, c=color, label=label, alpha=0.8)
     for axes, title, unit in ((left, "Throughput", "TFLOP/s per GPU"), (right, "Peak memory", "GiB")):
         low, high = axes.get_xlim()[0], max(axes.get_xlim()[1], axes.get_ylim()[1])
         low = max(low, high / 1000)
@@ -130,10 +132,10 @@ def draw(these: Sequence[Case], path: Path = PICTURE) -> None:
 
 
 def _tflops(case: Case) -> tuple[float, float] | None:
-    """(published, predicted) in TFLOP/s per GPU, whatever the row's own unit."""
+    """Return (published, predicted) in TFLOP/s per GPU, whatever the row's own unit."""
     from clustertrain.plan.table import predict
 
-    measured, predicted = predict.compare_throughput(case.row, case.found)
-    if not measured or not predicted or not case.found.tflops_per_gpu:
+    measured, predicted = predict.compare_throughput(case.row, case.predicted)
+    if not measured or not predicted or not case.predicted.tflops_per_gpu:
         return None
-    return case.found.tflops_per_gpu * measured / predicted, case.found.tflops_per_gpu
+    return case.predicted.tflops_per_gpu * measured / predicted, case.predicted.tflops_per_gpu

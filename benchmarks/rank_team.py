@@ -1,4 +1,4 @@
-"""Ranks that a benchmark measures in: processes with a gloo group, all doing the same."""
+"""Ranks for a benchmark: processes with a gloo group that all run the same job."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ T = TypeVar("T")
 
 
 class Team:
-    """One rank's view of it. All methods but :meth:`say` are collective."""
+    """A rank's view of the team. All methods except :meth:`log` are collective."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def own_group(self) -> dist.ProcessGroup:
-        """One more of all ranks, whose collectives are not matched with anybody else's."""
+    def new_group(self) -> dist.ProcessGroup:
+        """Create another group of all ranks, whose collectives cannot be matched with those of another group."""
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         dist.barrier()
 
     def slowest(self, seconds: float) -> float:
-        """The largest ``seconds`` of all ranks."""
-        found = torch.tensor([seconds], dtype=torch.float64)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return float(found)
+        """Return the largest ``seconds`` of all ranks."""
+        slowest = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest)
 
-    def timed(self, act: Callable[[], T]) -> tuple[T, float]:
-        """What ``act`` returns, and the seconds of the slowest rank; all begin together."""
-        self.meet()
+    def time(self, action: Callable[[], T]) -> tuple[T, float]:
+        """Run ``action`` on all ranks at once; return its value and the seconds of the slowest rank."""
+        self.barrier()
         started = time.perf_counter()
-        value = act()
+        value = action()
         return value, self.slowest(time.perf_counter() - started)
 
-    def on_rank_0(self, act: Callable[[], None]) -> None:
-        """The others wait until it is done."""
+    def on_rank_0(self, action: Callable[[], None]) -> None:
+        """Run ``action`` on rank 0 while the others wait."""
         if self.rank == 0:
-            act()
-        self.meet()
+            action()
+        self.barrier()
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         if self.rank == 0:
             print(line, flush=True)
 
 
-def together(ranks: int, threads: int, job: Callable[..., T], *args: Any) -> T:
-    """Run ``job(team, *args)`` on so many ranks with so many threads each; returns what rank 0's returned.
+def run_team(ranks: int, threads: int, job: Callable[..., T], *args: Any) -> T:
+    """Run ``job(team, *args)`` on ``ranks`` ranks with ``threads`` threads each; return rank 0's value.
 
     Raises:
-        CannotRun: a rank raised it or failed; the others are killed.
+        CannotRun: a rank raised it or failed. The others are then killed.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
@@ -78,12 +78,12 @@ def together(ranks: int, threads: int, job: Callable[..., T], *args: Any) -> T:
         for rank in range(ranks):
             ours, theirs = CONTEXT.Pipe(duplex=False)
             environ = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = CONTEXT.Process(target=_begin, args=(environ, threads, theirs, job, args))
+            process = CONTEXT.Process(target=_rank_main, args=(environ, threads, theirs, job, args))
             process.start()
             theirs.close()
             processes.append(process)
             pipes.append(ours)
-        return _answers(pipes)[0]  # type: ignore[no-any-return]
+        return _collect_results(pipes)[0]  # type: ignore[no-any-return]
     finally:
         for process in processes:
             process.join(10 if sys.exc_info()[0] is None else 0)
@@ -92,31 +92,31 @@ def together(ranks: int, threads: int, job: Callable[..., T], *args: Any) -> T:
                 process.join()
 
 
-def _answers(pipes: list[Connection[Any, Any]]) -> list[Any]:
-    """By rank."""
-    answers: dict[int, Any] = {}
-    while len(answers) < len(pipes):
-        for pipe in wait([p for rank, p in enumerate(pipes) if rank not in answers]):
+def _collect_results(pipes: list[Connection[Any, Any]]) -> list[Any]:
+    """Return the ranks' results, by rank."""
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        for pipe in wait([p for rank, p in enumerate(pipes) if rank not in results]):
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
-                good, answers[rank] = pipes[rank].recv()
+                ok, results[rank] = pipes[rank].recv()
             except EOFError:
-                good, answers[rank] = False, "was killed"
-            if not good:
-                raise CannotRun(f"rank {rank}: {answers[rank]}")
-    return [answers[rank] for rank in range(len(pipes))]
+                ok, results[rank] = False, "was killed"
+            if not ok:
+                raise CannotRun(f"rank {rank}: {results[rank]}")
+    return [results[rank] for rank in range(len(pipes))]
 
 
-def _begin(
+def _rank_main(
     environ: dict[str, str], threads: int, pipe: Connection[Any, Any], job: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     os.environ.update(environ)
-    warnings.simplefilter("ignore")  # of the peers, about themselves
+    warnings.simplefilter("ignore")  # the peers' own
     torch.set_num_threads(threads)
     try:
         dist.init_process_group("gloo")
         pipe.send((True, job(Team(), *args)))
-        dist.barrier()  # nobody goes while another may still want an answer
+        dist.barrier()  # no rank exits while another may still need it
         dist.destroy_process_group()
     except CannotRun as e:
         pipe.send((False, str(e)))

@@ -1,15 +1,15 @@
-"""What the built-in trainer adds to a step: its tokens/s against a bare PyTorch loop with the same model and layout.
+"""Overhead of the built-in trainer: its tokens/s against a bare PyTorch loop with the same model and layout.
 
-Both train in the same processes, block of steps by block of steps in turn, so that whatever else the machine does meets
-both. The trainer is the real one, ``clustertrain.train.trainer`` in a run directory with loader, schedule, stop
-agreement and metrics; between two of its steps the bare loop gets the processes. A step of the trainer is timed from
-one ``yield`` of ``session.steps`` to the next, which includes all that the session does between them.
+Both train in the same processes in alternating blocks of steps, so that other load on the machine affects both. The
+trainer is the real ``clustertrain.train.trainer`` in a run directory, with loader, schedule, stop agreement and
+metrics; the bare loop runs between two of its steps. A step of the trainer is timed from one ``yield`` of
+``session.steps`` to the next, which includes all that the session does in between.
 
     python -m benchmarks.step_overhead --pairs 300 --layouts single ddp
 
-With ``--signals`` it is the trainer against itself: steps with all that ``[stability]`` watches, figures of layers in
-every tenth step, and steps with as little of it as a recipe can ask for. Both have one model and optimizer in one
-process, so a ratio of two neighbouring blocks is what the signals cost.
+With ``--signals``, the trainer is compared with itself: steps with all checks of ``[stability]`` and layer statistics
+in every tenth step, against steps with the minimum that a recipe allows. Both use one model and optimizer in one
+process, so the ratio of two adjacent blocks is the cost of the signals.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import measure
-from benchmarks.bare_loop import Bare
+from benchmarks.bare_loop import BareLoop
 from benchmarks.measure import CannotRun
 from clustertrain import fsio, settings
 from clustertrain.config.stability import StabilitySpec
@@ -47,26 +47,27 @@ from tests.ranks.rank_pool import Ranks
 
 WARMUP = 3  # blocks
 TIMEOUT_S = 1200.0
-LEAST_STEP_S = 0.2
-# Dense bf16 of the data sheets, FLOP/s, for the model FLOPs utilisation.
-PEAK = {"H200": 989.5e12, "H100": 989.5e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
+MIN_STEP_S = 0.2
+# Dense bf16 FLOP/s from the data sheets, for the model FLOPs utilization.
+PEAK_FLOPS = {"H200": 989.5e12, "H100": 989.5e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 
 
 Seconds = tuple[float, float]  # wall, processor
-ALL = StabilitySpec(spike="skip", layer_stats_every=10)
-NONE = StabilitySpec(spike="off", layer_stats_every=0)
-SIGNALS_BLOCK = 10  # steps, so that each block has one with figures of layers
+ALL_SIGNALS = StabilitySpec(spike="skip", layer_stats_every=10)
+NO_SIGNALS = StabilitySpec(spike="off", layer_stats_every=0)
+SIGNALS_BLOCK = 10  # steps, so that each block has one with layer statistics
 SIGNALS_GOAL = 1.01
 
 
 @dataclass(frozen=True)
 class Setting:
-    """``block``: steps in a row of either side. On a GPU more than one, since only their end waits for the device."""
+    """What to train on a device, and the goal of the ratio."""
 
     device: str
     precision: str
     compile: bool
     block: int
+    """Consecutive steps of either side; on a GPU several, since only the end of a block waits for the device."""
     goal: float
     layouts: dict[str, Layout]
     model: dict[str, int]
@@ -107,8 +108,10 @@ CUDA = Setting(
 
 
 def interleave(run_dir: str, out: str, block: int, device: str) -> None:
-    """Setup of a rank: from here on the bare loop runs between the steps of the session. Rank 0 writes the seconds of
-    each block to ``out``, as pairs (trainer's, bare loop's) of (wall, processor) seconds."""
+    """Setup of a rank: run the bare loop between the blocks of the session.
+
+    Rank 0 writes the (wall, processor) seconds of each block to ``out``, as pairs (trainer, bare loop).
+    """
     os.environ[settings.DEVICE] = device
     run = RunDir(Path(run_dir))
     recipe = load_spec(run).recipe
@@ -116,18 +119,18 @@ def interleave(run_dir: str, out: str, block: int, device: str) -> None:
     original = Session.steps
 
     def steps(self: Session, *args: Any, **kwargs: Any) -> Iterator[int]:
-        bare = Bare(recipe, layout, batch, self.device, precision)
+        bare = BareLoop(recipe, layout, batch, self.device, precision)
         pairs: list[tuple[Seconds, Seconds]] = []
-        theirs = original(self, *args, **kwargs)
-        step = next(theirs)
+        session_steps = original(self, *args, **kwargs)
+        step = next(session_steps)
         while True:
             started = _now(self.device)
             for i in range(block):
                 yield step
-                last = next(theirs, None)
-                if last is None:
+                next_step = next(session_steps, None)
+                if next_step is None:
                     return
-                step = last
+                step = next_step
                 if i == block - 1:
                     ours_s = _since(started, self.device)
             started = _now(self.device)
@@ -141,45 +144,47 @@ def interleave(run_dir: str, out: str, block: int, device: str) -> None:
 
 
 def alternate(out: str, block: int, device: str) -> None:
-    """Setup of a rank: in every other block of steps the signals are off. Rank 0 writes the seconds of each block to
-    ``out``, as pairs (with, without) of (wall, processor) seconds."""
+    """Setup of a rank: disable the signals in every other block of steps.
+
+    Rank 0 writes the (wall, processor) seconds of each block to ``out``, as pairs (with, without signals).
+    """
     os.environ[settings.DEVICE] = device
     original, call = Session.steps, TrainStep.__call__
     switch = {"on": True}
 
-    def stepped(self: TrainStep, batch: Any, samples: Any, loss_fn: Any, clip: Any, look: Any = None) -> Any:
-        self.guard.spec = ALL if switch["on"] else NONE
-        return call(self, batch, samples, loss_fn, clip, look if switch["on"] else None)
+    def train_step(self: TrainStep, batch: Any, samples: Any, loss_fn: Any, clip: Any, layer_stats: Any = None) -> Any:
+        self.guard.spec = ALL_SIGNALS if switch["on"] else NO_SIGNALS
+        return call(self, batch, samples, loss_fn, clip, layer_stats if switch["on"] else None)
 
     def steps(self: Session, *args: Any, **kwargs: Any) -> Iterator[int]:
         pairs: list[tuple[Seconds, Seconds]] = []
-        theirs = original(self, *args, **kwargs)
+        session_steps = original(self, *args, **kwargs)
         processor = get_runtime(self).metrics_processor
-        watch, halves = processor.monitor, []
-        step = next(theirs)
+        monitor, halves = processor.monitor, []
+        step = next(session_steps)
         while True:
-            # The first of a pair is now one and now the other, so that a drift of the machine meets both.
+            # The order within a pair alternates, so that a drift of the machine affects both.
             switch["on"] = (len(halves) // 2 + len(halves)) % 2 == 0
-            processor.monitor = watch if switch["on"] else None
+            processor.monitor = monitor if switch["on"] else None
             started = _now(self.device)
             for _ in range(block):
                 yield step
-                last = next(theirs, None)
-                if last is None:
+                next_step = next(session_steps, None)
+                if next_step is None:
                     return
-                step = last
+                step = next_step
             halves.append((switch["on"], _since(started, self.device)))
             if len(halves) % 2 == 0 and self.is_main:
                 last_two = dict(halves[-2:])
                 pairs.append((last_two[True], last_two[False]))
                 Path(out).write_text(json.dumps(pairs))
 
-    TrainStep.__call__ = stepped  # type: ignore[method-assign]
+    TrainStep.__call__ = train_step  # type: ignore[method-assign]
     Session.steps = steps  # type: ignore[method-assign]
 
 
 def _now(device: torch.device) -> Seconds:
-    """When all ranks have come here and the device has done what it was given, and this process's processor time."""
+    """Return wall and processor time, after all ranks have arrived and the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     if dist.is_initialized():
@@ -198,8 +203,8 @@ def _make_run(path: Path, setting: Setting, layout: Layout, blocks: int) -> RunD
     recipe = {
         "model": setting.model,
         "data": {"seq_len": setting.seq_len, "max_bytes": 8_000_000},
-        "stability": {"spike": ALL.spike, "layer_stats_every": ALL.layer_stats_every},
-        # One more, whose end is the end of the run and belongs to no block.
+        "stability": {"spike": ALL_SIGNALS.spike, "layer_stats_every": ALL_SIGNALS.layer_stats_every},
+        # One more step, whose end is the end of the run and belongs to no block.
         "train": {"steps": blocks * setting.block + 1, "global_batch": setting.global_batch, "log_every": 10},
         "checkpoint": {"every": 10**9},
         "parallel": {"compile": setting.compile},
@@ -216,46 +221,51 @@ def _make_run(path: Path, setting: Setting, layout: Layout, blocks: int) -> RunD
     return run
 
 
-def timed(setting: Setting, name: str, pairs: int, *, signals: bool = False) -> dict[str, Any]:
-    """One row of the result; with ``signals`` in place of the bare loop the trainer without them. Raises CannotRun
-    when the ranks failed or a step is too short to tell."""
+def measure_layout(setting: Setting, name: str, pairs: int, *, signals: bool = False) -> dict[str, Any]:
+    """Return one row of the result; with ``signals``, compare with the trainer without them.
+
+    Raises:
+        CannotRun: the ranks failed, or a step is too short.
+    """
     layout = setting.layouts[name]
     with tempfile.TemporaryDirectory(prefix="step-overhead-") as folder:
         out = Path(folder, "pairs.json")
         run = _make_run(Path(folder, "run"), setting, layout, (WARMUP + pairs) * (1 + signals))
         setup: Callable[..., None] = alternate if signals else interleave
-        given = (str(out), setting.block, setting.device)
-        given = given if signals else (str(run.path), *given)
-        ranks = Ranks(run, layout.world_size, setup=setup, args=given)
+        args = (str(out), setting.block, setting.device)
+        args = args if signals else (str(run.path), *args)
+        ranks = Ranks(run, layout.world_size, setup=setup, args=args)
         try:
             codes = ranks.wait(TIMEOUT_S)
         except AssertionError as e:
             raise CannotRun(str(e)[-2000:]) from e
         if any(codes):
             raise CannotRun(f"{name}: exit codes {codes}: {ranks.logs()[-2000:]}")
-        found = json.loads(out.read_text())[WARMUP:]
+        blocks = json.loads(out.read_text())[WARMUP:]
         spec = load_spec(run)
-    ours, bare = ([p[i][0] / setting.block for p in found] for i in range(2))
-    if setting.device == "cpu" and statistics.median(bare) < LEAST_STEP_S:
-        raise CannotRun(f"{name}: a step takes {statistics.median(bare):.3f} s, {LEAST_STEP_S} s are needed to tell")
+    ours, bare = ([p[i][0] / setting.block for p in blocks] for i in range(2))
+    if setting.device == "cpu" and statistics.median(bare) < MIN_STEP_S:
+        raise CannotRun(
+            f"{name}: a step takes {statistics.median(bare):.3f} s, which is less than the {MIN_STEP_S} s needed"
+        )
     ratios = [a / b for a, b in zip(ours, bare, strict=True)]
     tokens = setting.global_batch * setting.seq_len
     row: dict[str, Any] = {
         "layout": name,
         "ranks": layout.world_size,
-        "pairs": len(found),
+        "pairs": len(blocks),
         "steps_a_block": setting.block,
         "ours_step_s": measure.spread(ours),
         "bare_step_s": measure.spread(bare),
         "ours_tokens_per_s": round(tokens / statistics.median(ours)),
         "bare_tokens_per_s": round(tokens / statistics.median(bare)),
         "ratio": {**measure.spread(ratios), "standard_error": _error(ratios)},
-        # What a busy machine changes least.
-        "processor_time_ratio": measure.spread([a[1] / b[1] for a, b in found]),
+        # Depends least on other load.
+        "processor_time_ratio": measure.spread([a[1] / b[1] for a, b in blocks]),
         "goal": setting.goal,
         "verdict": _verdict(ratios, setting.goal),
     }
-    peak = next((v for k, v in PEAK.items() if k in _device_name(setting).replace("-", " ").split()), None)
+    peak = next((v for k, v in PEAK_FLOPS.items() if k in _device_name(setting).replace("-", " ").split()), None)
     if peak is not None:
         flops = flops_per_step(spec, setting.global_batch) / layout.world_size
         row["mfu"] = {"ours": flops / statistics.median(ours) / peak, "bare": flops / statistics.median(bare) / peak}
@@ -263,18 +273,19 @@ def timed(setting: Setting, name: str, pairs: int, *, signals: bool = False) -> 
 
 
 def _error(ratios: list[float]) -> float | None:
-    """Of the median, for values spread about normally but for a few that something else on the machine has met: the
-    spread is 1.4826 times the median deviation from the median."""
+    """Return the standard error of the median, from 1.4826 times the median deviation.
+
+    The values are about normally distributed, except for a few outliers from other load.
+    """
     if len(ratios) < 2:
         return None
-    middle = statistics.median(ratios)
-    deviation = 1.4826 * statistics.median(abs(r - middle) for r in ratios)
+    median = statistics.median(ratios)
+    deviation = 1.4826 * statistics.median(abs(r - median) for r in ratios)
     return round(1.2533 * deviation / math.sqrt(len(ratios)), 4)
 
 
 def _verdict(ratios: list[float], goal: float) -> str:
-    """``met`` or ``missed``; ``noisy`` where the error is more than half of what the goal allows: such a ratio says
-    nothing, whichever side of the goal it is on."""
+    """Return ``met`` or ``missed``; ``noisy`` if the error is more than half of what the goal allows."""
     error = _error(ratios)
     if error is None or error > (goal - 1) / 2:
         return "noisy"
@@ -287,8 +298,8 @@ def _device_name(setting: Setting) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_overhead")
-    parser.add_argument("--pairs", type=int, default=150, help="blocks of either side that count")
-    parser.add_argument("--signals", action="store_true", help="the trainer with all signals against one without")
+    parser.add_argument("--pairs", type=int, default=150, help="counted blocks per side")
+    parser.add_argument("--signals", action="store_true", help="compare the trainer with and without all signals")
     parser.add_argument("--layouts", nargs="*", metavar="NAME", help="default: all of the device's")
     options = parser.parse_args(argv if argv is not None else [])
     setting = CUDA if torch.cuda.is_available() else CPU
@@ -301,12 +312,12 @@ def main(argv: list[str] | None = None) -> int:
                          "compile": setting.compile}  # fmt: skip
     result["rows"] = []
     for name in options.layouts or setting.layouts:
-        row = timed(setting, name, options.pairs, signals=options.signals)
+        row = measure_layout(setting, name, options.pairs, signals=options.signals)
         result["rows"].append(row)
         print(_line(row), flush=True)
     verdicts = {row["verdict"] for row in result["rows"]}
     if "noisy" in verdicts:
-        raise CannotRun("the machine is too busy to tell; nothing is written")
+        raise CannotRun("the machine is too busy; nothing is written")
     path = measure.write("step_signals" if options.signals else "step_overhead", result)
     print(f"written to {path.relative_to(measure.ROOT)}")
     return 1 if "missed" in verdicts else 0

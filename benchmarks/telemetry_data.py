@@ -1,4 +1,4 @@
-"""Samples of a node as a training run makes them, for the benchmarks of the store: steps, checkpoints, noise."""
+"""Synthetic samples of a node during training, for the benchmarks of the store: steps, checkpoints, noise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHECKPOINT_S = 1800.0
 _SAVE_S = 25.0
 
 
-def header(node: str, gpus: int, first_rank: int, t: float, interval_s: float = 1.0) -> Header:
+def make_header(node: str, gpus: int, first_rank: int, t: float, interval_s: float = 1.0) -> Header:
     ranks = list(range(first_rank, first_rank + gpus))
     facts = [
         GpuFacts(
@@ -53,32 +53,35 @@ def header(node: str, gpus: int, first_rank: int, t: float, interval_s: float = 
 
 
 class Node:
-    """What one node records at the moments ``d``, seconds. The sensors' noise is as boards have it: utilization in
-    whole per cent with dips at the end of a step, power with the load's slow wander and 2 % of noise, a clock that is
-    constant but for the power limit, counters that are integrals of noisy rates, memory that moves with the phase,
-    no errors."""
+    """Generator of what one node records.
+
+    The noise is realistic: utilization in whole percent with dips at the end of a step, power that drifts slowly with
+    2 % noise, a constant clock except at the power limit, counters that are integrals of noisy rates, memory that
+    depends on the phase, no errors.
+    """
 
     def __init__(self, seed: int = 1) -> None:
         self._random = np.random.default_rng(seed)
 
     def rows(self, header: Header, pace: Pace, d: Column) -> Column:
-        """[n, columns of the pace], in the header's order and with the digits that the store keeps."""
-        found = {c: np.full(len(d), np.nan) for c in header.columns(pace)}
+        """Return the values [n, columns of the pace] at the times ``d`` (s), in the header's order, as the store rounds
+        them."""
+        values = {c: np.full(len(d), np.nan) for c in header.columns(pace)}
         saving = (d % _CHECKPOINT_S) > _CHECKPOINT_S - _SAVE_S
         if pace == FAST:
             for i, rank in enumerate(header.ranks):
-                self._gpu(found, i, d, saving)
-                self._rank(found, rank, d, saving)
+                self._gpu(values, i, d, saving)
+                self._rank(values, rank, d, saving)
         else:
-            self._slow(found, header, d)
+            self._slow(values, header, d)
         columns = header.columns(pace)
         scale = np.array([fields.scale(c) for c in columns])
-        return np.rint(np.column_stack([found[c] for c in columns]) * scale) / scale
+        return np.rint(np.column_stack([values[c] for c in columns]) * scale) / scale
 
     def _noise(self, n: int, scale: float) -> Column:
         return self._random.normal(0.0, scale, n)
 
-    def _gpu(self, found: dict[str, Column], i: int, d: Column, saving: npt.NDArray[np.bool_]) -> None:
+    def _gpu(self, out: dict[str, Column], i: int, d: Column, saving: npt.NDArray[np.bool_]) -> None:
         n, random = len(d), self._random
         interval = np.diff(d, prepend=d[0] - (d[1] - d[0] if n > 1 else 1.0))
         dip = random.random(n) < 1 / _STEP_S / 3
@@ -108,9 +111,9 @@ class Node:
             rate = np.where(saving, per_s / 40, per_s) * (1 + self._noise(n, 0.03))
             values[name] = np.rint(np.cumsum(rate * interval) / 1024) * 1024  # the counters count KiB
         for name, column in values.items():
-            found[fields.column_name(f"gpu{i}", name)] = column
+            out[fields.column_name(f"gpu{i}", name)] = column
 
-    def _rank(self, found: dict[str, Column], rank: int, d: Column, saving: npt.NDArray[np.bool_]) -> None:
+    def _rank(self, out: dict[str, Column], rank: int, d: Column, saving: npt.NDArray[np.bool_]) -> None:
         step = np.floor(d / _STEP_S)
         waited = np.cumsum(self._random.gamma(2.0, 0.004, int(step[-1] - step[0]) + 1))[(step - step[0]).astype(int)]
         values = {
@@ -120,62 +123,64 @@ class Node:
             "data_wait_s": waited,
         }
         for name, column in values.items():
-            found[fields.column_name(f"rank{rank}", name)] = np.asarray(column, dtype=np.float64)
+            out[fields.column_name(f"rank{rank}", name)] = np.asarray(column, dtype=np.float64)
 
-    def _slow(self, found: dict[str, Column], header: Header, d: Column) -> None:
+    def _slow(self, out: dict[str, Column], header: Header, d: Column) -> None:
         n, random = len(d), self._random
         interval = np.diff(d, prepend=d[0] - (d[1] - d[0] if n > 1 else 10.0))
         for i in range(len(header.gpus)):
             values = {"processes": 1.0, "ecc_corrected": 0.0, "ecc_uncorrected": 0.0, "remapped_rows": 0.0}
             values |= {"remap_pending": 0.0, "remap_failed": 0.0, "nvlinks_active": 18.0, "nvlink_errors": 0.0}
             for name, value in values.items():
-                found[fields.column_name(f"gpu{i}", name)] = np.full(n, value)
-            found[f"gpu{i}.pcie_replays"] = np.cumsum(random.random(n) < 1e-4).astype(np.float64)
-            found[f"gpu{i}.memory_temperature_c"] = np.rint(72 + self._noise(n, 0.6))
-        found["host.cpu"] = 0.062 + np.abs(self._noise(n, 0.004))
-        found["host.memory_used_bytes"] = np.rint((210 + np.cumsum(self._noise(n, 0.02))) * GIB / 4096) * 4096
-        found["host.load1"] = 11 + np.abs(self._noise(n, 0.7))
+                out[fields.column_name(f"gpu{i}", name)] = np.full(n, value)
+            out[f"gpu{i}.pcie_replays"] = np.cumsum(random.random(n) < 1e-4).astype(np.float64)
+            out[f"gpu{i}.memory_temperature_c"] = np.rint(72 + self._noise(n, 0.6))
+        out["host.cpu"] = 0.062 + np.abs(self._noise(n, 0.004))
+        out["host.memory_used_bytes"] = np.rint((210 + np.cumsum(self._noise(n, 0.02))) * GIB / 4096) * 4096
+        out["host.load1"] = 11 + np.abs(self._noise(n, 0.7))
         traffic = {"network_rx": 4e5, "network_tx": 2e5, "infiniband_rx": 4.1e10, "infiniband_tx": 4.1e10}
         for name, per_s in (traffic | {"disk_read": 0.0, "disk_write": 7e4}).items():
-            found[f"host.{name}_bytes"] = np.rint(np.cumsum(per_s * (1 + self._noise(n, 0.1)) * interval))
-        found["host.job_memory_bytes"] = np.rint((190 + np.cumsum(self._noise(n, 0.02))) * GIB / 4096) * 4096
-        found["host.job_cpu_s"] = np.cumsum(11.2 * interval * (1 + self._noise(n, 0.02)))
-        found["host.job_processes"] = np.full(n, 89.0)
+            out[f"host.{name}_bytes"] = np.rint(np.cumsum(per_s * (1 + self._noise(n, 0.1)) * interval))
+        out["host.job_memory_bytes"] = np.rint((190 + np.cumsum(self._noise(n, 0.02))) * GIB / 4096) * 4096
+        out["host.job_cpu_s"] = np.cumsum(11.2 * interval * (1 + self._noise(n, 0.02)))
+        out["host.job_processes"] = np.full(n, 89.0)
         for rank in header.ranks:
-            found[f"rank{rank}.memory_bytes"] = np.rint((19 + np.cumsum(self._noise(n, 0.003))) * GIB / 4096) * 4096
-            found[f"rank{rank}.cpu_s"] = np.cumsum(1.3 * interval * (1 + self._noise(n, 0.02)))
+            out[f"rank{rank}.memory_bytes"] = np.rint((19 + np.cumsum(self._noise(n, 0.003))) * GIB / 4096) * 4096
+            out[f"rank{rank}.cpu_s"] = np.cumsum(1.3 * interval * (1 + self._noise(n, 0.02)))
 
 
-def write_segment(folder: Path, of: Header, samples: int, seed: int = 1, flush_s: float = 10.0) -> tuple[Path, Values]:
-    """A segment written as a sampler does, sample by sample: its folder and its values."""
+def write_segment(
+    folder: Path, header: Header, samples: int, seed: int = 1, flush_s: float = 10.0
+) -> tuple[Path, Values]:
+    """Write a segment sample by sample, as a sampler does; return its folder and its values."""
     random = np.random.default_rng(seed)
-    # Ticks are late by some tenths of a millisecond, as a thread's are.
-    d = np.round(np.arange(samples) * of.interval_s + np.abs(random.normal(0.0, 0.0006, samples)), 3)
-    every = max(1, round(of.slow_s / of.interval_s))
+    # Samples are late by some tenths of a millisecond, as those of a thread are.
+    d = np.round(np.arange(samples) * header.interval_s + np.abs(random.normal(0.0, 0.0006, samples)), 3)
+    every = max(1, round(header.slow_s / header.interval_s))
     node = Node(seed)
-    values = Values(d, node.rows(of, FAST, d), d[::every], node.rows(of, SLOW, d[::every]))
+    values = Values(d, node.rows(header, FAST, d), d[::every], node.rows(header, SLOW, d[::every]))
     writer = Writer(folder)
-    writer.begin(of)
+    writer.begin(header)
     flushed = 0.0
-    for i, at in enumerate(d.tolist()):
-        writer.fast(at, values.fast[i])
+    for i, t in enumerate(d.tolist()):
+        writer.fast(t, values.fast[i])
         if i % every == 0:
-            writer.slow(at, values.slow[i // every])
-        if at - flushed >= flush_s:
+            writer.slow(t, values.slow[i // every])
+        if t - flushed >= flush_s:
             writer.flush()
-            flushed = at
+            flushed = t
     writer.flush()
     segment = writer.segment
     if segment is None:
         raise RuntimeError("flush() claims a segment")
-    writer.end(float(d[-1]) + of.interval_s)
+    writer.end(float(d[-1]) + header.interval_s)
     writer.close()
     return segment, values
 
 
 @dataclass(frozen=True)
 class Values:
-    """What was written: moments [n] and values [n, columns] of each pace."""
+    """The written times [n] and values [n, columns] of each pace."""
 
     d: Column
     fast: Column
@@ -184,12 +189,12 @@ class Values:
 
     @property
     def stored(self) -> int:
-        """Values that are there; a missing one does not count."""
+        """The number of values, without missing ones."""
         return int(np.isfinite(self.fast).sum() + np.isfinite(self.slow).sum())
 
 
 def new_run(home: Path, name: str, nodes: list[str]) -> AttemptDir:
-    """A run directory with one attempt, which ``clustertrain telemetry`` reads."""
+    """Create a run directory with one attempt, which ``clustertrain telemetry`` can read."""
     run = RunDir(home / "runs" / name)
     attempt = run.attempt(1)
     attempt.telemetry.mkdir(parents=True)
@@ -198,17 +203,17 @@ def new_run(home: Path, name: str, nodes: list[str]) -> AttemptDir:
     return attempt
 
 
-def copy_segment(source: Path, target: Path, of: Header) -> None:
-    """A compacted segment for another node: the same figures under the other's header."""
+def copy_segment(source: Path, target: Path, header: Header) -> None:
+    """Copy a compacted segment to another node: the same values under that node's header."""
     target.mkdir(parents=True)
-    (target / HEADER).write_bytes(msgspec.json.encode(of))
+    (target / HEADER).write_bytes(msgspec.json.encode(header))
     sums = totals.load_totals(source)
     if sums is None:
         raise RuntimeError(f"{source} has no totals")
-    sums.columns = of.fast + of.slow
+    sums.columns = header.fast + header.slow
     (target / totals.NAME).write_bytes(totals.dump(sums))
     for path in source.iterdir():
         if path.suffix == ".parquet":
-            (target / path.name).hardlink_to(path)  # a report of this length does not open them
+            (target / path.name).hardlink_to(path)  # a report of this length does not read them
         elif not (target / path.name).exists():
             shutil.copyfile(path, target / path.name)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from benchmarks.rank_team import Team, together
+from benchmarks.rank_team import Team, run_team
 from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.format.storage_errors import StorageError
@@ -57,7 +57,7 @@ def state_of(how: str, filled: bool) -> dict[str, Any]:
 
 def manager_of(team: Team, folder: Path) -> CheckpointManager:
     return CheckpointManager(
-        folder, Ranks(team.own_group()), CheckpointConfig(attempt="1", layout={}, async_save=False)
+        folder, Ranks(team.new_group()), CheckpointConfig(attempt="1", layout={}, async_save=False)
     )
 
 
@@ -91,19 +91,19 @@ def _gathered(value: Any) -> list[Any]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint saved by four ranks, sharded by rows."""
     folder = tmp_path_factory.mktemp("saved")
-    together(4, 1, save, folder, "rows")
+    run_team(4, 1, save, folder, "rows")
     return folder
 
 
 @pytest.mark.parametrize("how", ["rows", "columns", "copies", "plain"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_any_layout_is_restored(saved: Path, how: str, ranks: int) -> None:
-    assert together(ranks, 1, restore, saved, how) == []
+    assert run_team(ranks, 1, restore, saved, how) == []
 
 
 @pytest.mark.parametrize("setup", ["not_allowed", "another_process", "no_memory", "other_nodes"])
 def test_ranks_without_shared_memory_read_separately(saved: Path, setup: str) -> None:
-    assert together(3, 1, restore, saved, "columns", SETUPS[setup]) == []
+    assert run_team(3, 1, restore, saved, "columns", SETUPS[setup]) == []
 
 
 class PatchedOs:
@@ -161,8 +161,8 @@ def test_different_checkpoints_of_one_step_are_reported(saved: Path, tmp_path: P
     """The checkpoints have the same step, as on a file system with stale caches."""
     both = [tmp_path / "0", tmp_path / "1"]
     for folder in both:
-        together(2, 1, save, folder, "rows")
-    message = together(2, 1, message_with_other_folders, both)
+        run_team(2, 1, save, folder, "rows")
+    message = run_team(2, 1, message_with_other_folders, both)
     assert message == ["the ranks see different checkpoints of the same step"] * 2
 
 
@@ -178,7 +178,7 @@ def message_with_other_folders(team: Team, folders: list[Path]) -> list[str]:
 
 
 def test_tensor_of_another_shape_is_refused(saved: Path) -> None:
-    message = together(2, 1, message_for_other_shape, saved)
+    message = run_team(2, 1, message_for_other_shape, saved)
     assert all("small has shape (16, 16) there and (1, 16) here" in s for s in message)
 
 
@@ -193,7 +193,7 @@ def message_for_other_shape(team: Team, folder: Path) -> list[str]:
 
 
 def test_node_reads_each_byte_once(saved: Path) -> None:
-    read, existing = together(3, 1, bytes_read, saved, "copies")
+    read, existing = run_team(3, 1, bytes_read, saved, "copies")
     assert existing <= read <= 1.3 * existing  # some blocks lie across an edge
 
 
@@ -218,13 +218,13 @@ def bytes_read(team: Team, folder: Path, how: str) -> tuple[int, int]:
 
 def test_damage_is_reported_to_all_ranks(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "c"
-    together(4, 1, save, folder, "rows")
+    run_team(4, 1, save, folder, "rows")
     manifest = index.read_manifest(inspect.find_checkpoint(folder))
     shard = next(t for t in manifest.tensors if t.name == "even").shards[1]
     with (inspect.find_checkpoint(folder) / shard.file).open("r+b") as file:  # type: ignore[union-attr]
         file.seek(shard.offset + 12345)
         file.write(b"\x99")
-    assert together(2, 1, message_for_damage, folder, "columns") == ["no checkpoint verifies", "no checkpoint verifies"]
+    assert run_team(2, 1, message_for_damage, folder, "columns") == ["no checkpoint verifies", "no checkpoint verifies"]
 
 
 def message_for_damage(team: Team, folder: Path, how: str) -> list[str]:
