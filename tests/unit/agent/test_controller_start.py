@@ -12,7 +12,7 @@ import pytest
 from clustertrain import fsio
 from clustertrain.agent import controller as module
 from clustertrain.agent import startup as beginning
-from clustertrain.agent.controller import JobController, StepState
+from clustertrain.agent.controller import JobController, JobStep
 from clustertrain.run import run_dir
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
@@ -69,23 +69,23 @@ class Running(JobController):
         self.run, self.aborted = run, False
         self.asked: list[str] = []
 
-    def _request_stop(self, step: StepState, source: str) -> None:
+    def _request_stop(self, job_step: JobStep, source: str) -> None:
         self.asked.append(source)
-        step.stop_requested_at = 1.0
+        job_step.stop_requested_at = 1.0
 
-    def _abort(self, step: StepState) -> None:
+    def _abort(self, job_step: JobStep) -> None:
         self.aborted = True
 
 
 def test_the_cancel_marker_stops_a_running_attempt_and_ends_it_by_force_in_the_end(run: RunDir) -> None:
-    one, step = Running(run), StepState(cast(Any, None))
-    one._watch_cancellation(step, 100.0)
+    one, job_step = Running(run), JobStep(cast(Any, None))
+    one._watch_cancellation(job_step, 100.0)
     assert one.asked == []
     fsio.write_json(run.cancel_marker, {"t": 1.0})
     for now in (101.0, 102.0, 101.0 + module.CANCEL_S - 1):
-        one._watch_cancellation(step, now)
+        one._watch_cancellation(job_step, now)
     assert (one.asked, one.aborted) == (["cancel"], False)
-    one._watch_cancellation(step, 101.0 + module.CANCEL_S + 1)
+    one._watch_cancellation(job_step, 101.0 + module.CANCEL_S + 1)
     assert one.aborted
 
 
@@ -108,5 +108,5 @@ def test_stop_without_a_stop_file_is_not_taken_for_the_early_warning(
     if not writable:
         controller.attempt.stop_request.mkdir()
     child = Child()
-    controller._request_stop(StepState(cast(Any, child)), "cancel")
+    controller._request_stop(JobStep(cast(Any, child)), "cancel")
     assert child.signals == [number]

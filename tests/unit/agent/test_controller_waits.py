@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from clustertrain.agent import controller
-from clustertrain.agent.controller import JobController, StepState
+from clustertrain.agent.controller import JobController, JobStep
 from clustertrain.run.results import NodeResult, RankEnding
 from clustertrain.run.run_dir import RunDir
 
@@ -31,13 +31,13 @@ class Watching(JobController):
     def _nodes_without_agent(self, results: Container[str]) -> set[str]:
         return {n for n in self.without_agent if n not in results}
 
-    def _abort(self, step: StepState) -> None:
+    def _abort(self, job_step: JobStep) -> None:
         self.aborted = True
 
     def aborts_after(self, seconds: float, *, asked_to_stop: bool = False) -> bool:
-        step = StepState(cast(Any, None), stop_requested_at=1.0 if asked_to_stop else None)
+        job_step = JobStep(cast(Any, None), stop_requested_at=1.0 if asked_to_stop else None)
         for now in (100.0, 100.0 + seconds):
-            self._watch_failures(step, now)
+            self._watch_failures(job_step, now)
         return self.aborted
 
 
@@ -91,19 +91,19 @@ def test_a_run_folder_that_is_away_for_a_while_is_waited_for(owner: Owner, newes
     (away / "attempts" / str(newest)).mkdir(exist_ok=True)
     back = threading.Timer(0.3, away.rename, [owner.run.path])
     back.start()
-    assert owner._lost_reason(StepState(cast(Any, None))) == lost
+    assert owner._lost_reason(JobStep(cast(Any, None))) == lost
     back.join()
 
 
 def test_a_run_folder_that_stays_away_is_gone(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller, "FOLDER_S", 0.1)
     owner.run.path.rename(owner.run.path.with_name("elsewhere"))
-    assert "the folder of the run is gone" in owner._lost_reason(StepState(cast(Any, None)))
+    assert "the folder of the run is gone" in owner._lost_reason(JobStep(cast(Any, None)))
 
 
 def test_a_signal_ends_the_wait_for_the_folder(owner: Owner) -> None:
     owner.run.path.rename(owner.run.path.with_name("elsewhere"))
     soon = threading.Timer(0.2, owner.signals.received.append, ["SIGTERM"])
     soon.start()
-    assert "the folder of the run is gone" in owner._lost_reason(StepState(cast(Any, None)))  # not after a minute
+    assert "the folder of the run is gone" in owner._lost_reason(JobStep(cast(Any, None)))  # not after a minute
     soon.join()
