@@ -1,7 +1,7 @@
 """The batch process, the last command of job.sh: it runs on the batch host, outside any container.
 
-It claims the attempt, runs the job step (srun, or the local stand-in) and forwards stop requests to the agents. After that,
-it decides whether the run continues, and carries the decision out.
+It claims the attempt, runs the job step (srun, or the local stand-in) and forwards stop requests to the agents.
+When the job step ends, it decides whether the run continues, and carries the decision out.
 """
 
 from __future__ import annotations
