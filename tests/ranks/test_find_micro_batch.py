@@ -73,11 +73,13 @@ def list_temporary_files(folder: Path) -> list[str]:
 
 
 def test_search_grows_to_memory_limit_and_recommends_fit(folder: Path) -> None:
-    code, out, err = finish(start_search(folder, 0.27, "--gpus", "2", "--json", "recipe.toml"))
+    code, out, err = finish(
+        start_search(folder, 0.27, "--gpus", "1", "--json", "--set", "train.global_batch=6", "recipe.toml")
+    )
     assert code == 0, err
     found: dict[str, Any] = json.loads(out)
     rows = {row["micro_batch"]: row for row in found["trials"]}
-    assert list(rows) == [1, 2, 4, 3]  # 6 sequences per rank; 3 is their only divisor in the gap
+    assert list(rows) == [1, 2, 4, 3]  # of 6 sequences; 3 is their only divisor in the gap
     assert rows[4]["outcome"] == "out_of_memory" and rows[4]["peak_gib"] is None
     assert [rows[m]["fits"] for m in (1, 2)] == [True] * 2
     assert rows[1]["peak_gib"] < 0.1 < rows[2]["peak_gib"] < 0.2 < rows[3]["peak_gib"]
@@ -89,7 +91,7 @@ def test_search_grows_to_memory_limit_and_recommends_fit(folder: Path) -> None:
     )
     assert (
         found["assignment"] == f"train.micro_batch={found['recommended']}"
-        and found["represents"] == "the plan's 2 ranks"
+        and found["represents"] == "the plan's 1 rank"
     )
     assert list_temporary_files(folder) == [] and not (folder / "home").exists()
 
@@ -105,7 +107,7 @@ def test_table_names_the_recipe_line(folder: Path) -> None:
 
 
 def test_nothing_fits_is_reported_as_failure(folder: Path) -> None:
-    code, out, err = finish(start_search(folder, 0.02, "--gpus", "1", "recipe.toml"))
+    code, out, err = finish(start_search(folder, 0.02, "--gpus", "2", "recipe.toml"))
     assert code == 1 and "no: out of memory" in out and "micro_batch 1 does not fit" in err
 
 

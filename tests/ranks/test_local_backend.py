@@ -22,8 +22,9 @@ from tests.runs import Run
 
 pytestmark = pytest.mark.ranks
 HERE = ("--backend", "local", "--device", "cpu")
-PAIR = ("--nodes", "2", "--gpus", "1", "--layout", "fsdp")
-# For tests of the supervisor only: each rank and each node costs seconds for importing torch.
+# Each rank and each node's torchrun spend seconds importing torch: a test has as few of them as it needs.
+TWO_NODES = ("--nodes", "2", "--gpus", "1", "--layout", "fsdp")
+TWO_RANKS = ("--nodes", "1", "--gpus", "2", "--layout", "fsdp")
 ALONE = ("--nodes", "1", "--gpus", "1")
 
 
@@ -78,7 +79,7 @@ def test_group_can_read_all_of_a_shared_run(submitted: Callable[..., Run], tmp_p
 
 def test_run_preempted_twice_ends_with_the_same_bits(submitted: Callable[..., Run], tmp_path: Path) -> None:
     recipe = runs.write_recipe(tmp_path, more="[preemption_test]\npreempt_at_steps = [20, 60]\n")
-    run = submitted(*PAIR, str(recipe))
+    run = submitted(*TWO_NODES, str(recipe))
     status = run.complete()
     assert run.endings() == ["preempted", "preempted", "completed"]
     assert runs.resumed_where_they_stopped(status)
@@ -132,13 +133,13 @@ def test_warning_in_last_step_is_reported_as_too_late(submitted: Callable[..., R
 
 
 def test_cancelled_run_continues_only_by_manual_requeue(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    run = submitted(*PAIR, str(runs.write_recipe(tmp_path)))
+    run = submitted(*TWO_RANKS, str(runs.write_recipe(tmp_path)))
     run.wait_for_step(20)
     ranks = rank_processes(run)
     for rank in ranks:
         rank.suspend()  # so that the run cannot complete before the command reaches it
     run.call("cancel", run.id)
-    assert clock.wait_until(lambda: (run.path / "attempts" / "1" / "stop.json").exists(), 60)
+    assert clock.wait_until((run.path / "attempts" / "1" / "stop.json").exists, 60)
     for rank in ranks:
         rank.resume()
     assert run.wait_until_final()["state"] == "cancelled"
@@ -152,7 +153,7 @@ def test_cancelled_run_continues_only_by_manual_requeue(submitted: Callable[...,
 
 
 def test_killed_supervisor_ends_run_and_requeue_continues_it(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    run = submitted(*PAIR, str(runs.write_recipe(tmp_path, steps=100_000, every=10)))
+    run = submitted(*TWO_NODES, str(runs.write_recipe(tmp_path, steps=100_000, every=10)))
     run.wait_for_step(15)
     supervisor = next(
         p
@@ -171,7 +172,7 @@ def test_killed_supervisor_ends_run_and_requeue_continues_it(submitted: Callable
 
 
 def test_killed_rank_is_not_a_success(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    run = submitted(*PAIR, str(runs.write_recipe(tmp_path, every=10)))
+    run = submitted(*TWO_RANKS, str(runs.write_recipe(tmp_path, every=10)))
     run.wait_for_step(15)
     rank_processes(run)[-1].send_signal(signal.SIGKILL)
     status = run.complete()
@@ -183,7 +184,7 @@ def test_killed_rank_is_not_a_success(submitted: Callable[..., Run], tmp_path: P
 def test_user_error_is_reported_and_not_retried(submitted: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import clustertrain as ct\nwith ct.session() as s:\n    raise ValueError('no such thing')\n")
-    run = submitted(*PAIR, str(script))
+    run = submitted(*TWO_RANKS, str(script))
     status = run.wait_until_final()
     assert (status["state"], run.endings()) == ("failed", ["user_error"])
     assert "no such thing" in status["attempts"][0]["reason"]
@@ -196,7 +197,7 @@ def test_crashed_rank_is_reported_with_place_of_its_stacks(submitted: Callable[.
         "import os, signal\nimport torch.distributed as dist\nimport clustertrain as ct\nwith ct.session():\n"
         "    if dist.get_rank() == 1:\n        os.kill(os.getpid(), signal.SIGSEGV)\n    dist.barrier()\n"
     )
-    run = submitted(*PAIR, "--max-requeues", "0", str(script))
+    run = submitted(*TWO_RANKS, "--max-requeues", "0", str(script))
     status = run.wait_until_final()
     assert (status["state"], run.endings()) == ("failed", ["unknown"])
     assert "SIGSEGV" in status["attempts"][0]["reason"] and "logs/rank-1.log" in status["attempts"][0]["reason"]
