@@ -106,7 +106,7 @@ def test_slurms_words_lose_their_prefixes() -> None:
 @pytest.mark.parametrize(
     ("text", "state"), [("CANCELLED by 0", "CANCELLED"), ("COMPLETED+", "COMPLETED"), ("", "UNKNOWN")]
 )
-def test_states(text: str, state: str) -> None:
+def test_state_word_loses_its_suffix(text: str, state: str) -> None:
     assert slurm_parse.parse_state(text) == state
 
 
