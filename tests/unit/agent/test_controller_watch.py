@@ -88,7 +88,7 @@ def test_no_requeue_after_a_cancel_decision_or_takeover(
     assert (watch.settled, requeues(fake_slurm)) == (True, [])
 
 
-def test_batch_process_that_is_not_visible_does_not_count_as_killed(
+def test_invisible_batch_process_does_not_count_as_killed(
     tmp_path: Path, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
 ) -> None:  # fmt: skip
     node_agent = agent(tmp_path / "run", SLURM_JOB_ID="7")

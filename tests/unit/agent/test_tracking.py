@@ -67,7 +67,7 @@ def test_killed_process_restarts_and_loses_no_value(run: RunDir, process: Tracki
 
 
 @pytest.mark.long
-def test_process_killed_while_wandb_writes_loses_and_repeats_nothing(run: RunDir, process: TrackingProcess) -> None:
+def test_kill_during_wandb_writes_loses_and_repeats_nothing(run: RunDir, process: TrackingProcess) -> None:
     run.spec.write_text(
         run.spec.read_text().replace('"tensorboard"', '"wandb"').replace("offline = false", "offline = true")
     )

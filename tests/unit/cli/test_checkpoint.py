@@ -163,7 +163,7 @@ def test_list_of_a_run_without_checkpoints(run: Path, command: RunCommand) -> No
 # -- verify and digest
 
 
-def test_checkpoint_void_after_a_rollback_is_not_listed_or_verified(run: Path, command: RunCommand) -> None:
+def test_rolled_back_checkpoint_is_not_listed_or_verified(run: Path, command: RunCommand) -> None:
     rollback.record_rollback(
         run / "checkpoints",
         None,

@@ -64,7 +64,7 @@ def test_arguments_after_the_script_go_to_the_script(
 
 
 @pytest.mark.parametrize("command", [["submit"], ["sweep", "--grid", "env.N=1,2"]])
-def test_dry_run_after_a_script_is_refused_unless_the_script_has_it(
+def test_dry_run_after_script_needs_that_option_in_the_script(
     run_cli: RunCli, capsys: pytest.CaptureFixture[str], fake_slurm: FakeSlurm, command: list[str]
 ) -> None:
     Path("train.py").write_text("")
