@@ -59,7 +59,7 @@ class NodeAgent:
         self.taken_over_by: int | None = None  # number of the newer attempt
         self.telemetry: NodeTelemetry | None = None
         self.tracking = TrackingProcess(context.run, context.attempt, context.environ, self.log)
-        self.controller = ControllerWatch(context, self.log)
+        self.controller_watch = ControllerWatch(context, self.log)
 
     def run(self) -> NodeResult:
         """Run the ranks of the node to their end and write its result."""
@@ -99,9 +99,9 @@ class NodeAgent:
             shutil.rmtree(self.rank_dir, ignore_errors=True)
 
     def _requeue_if_controller_gone(self) -> None:
-        if self.controller.is_gone():
+        if self.controller_watch.is_gone():
             with contextlib.suppress(OSError):
-                self.controller.ensure_requeued(SCHEDULER_TIMEOUT_S)
+                self.controller_watch.ensure_requeued(SCHEDULER_TIMEOUT_S)
 
     def _should_hurry(self) -> bool:
         """Return whether the job is stopping, so that this node has to be released soon."""
@@ -272,12 +272,12 @@ class NodeAgent:
         self.aborted = self.aborted or self.taken_over_by is not None
 
     def _check_controller(self) -> None:
-        if self.controller.is_gone():
+        if self.controller_watch.is_gone():
             if self.stop_source is None:
-                self.controller.stop_other_nodes()
+                self.controller_watch.stop_other_nodes()
                 self._stop_ranks("batch killed", self.context.grace_s)
             with contextlib.suppress(OSError):  # the file system failed: retried in the next round
-                self.controller.ensure_requeued()
+                self.controller_watch.ensure_requeued()
 
     def _handle_signals(self) -> None:
         source = self._signal_source()

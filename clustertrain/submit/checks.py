@@ -2,7 +2,7 @@
 
 A check is a function whose docstring's first line says what it refuses; it raises, and returns notes for the user. The
 four lists below run in this order, each when the phase before it is done: nothing is created before the last one.
-``docs/guides/submit.md`` has the same list as a table, which a test compares with this file.
+``docs/reference/submission-checks.md`` has the same list as a table, which a test compares with this file.
 
 Three phases refuse too. :func:`resolve.resolve_run` refuses an unknown cluster profile, options that contradict each
 other and a backend that does not answer; :func:`planner.plan` refuses layouts and batches that do not divide and

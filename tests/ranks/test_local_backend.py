@@ -59,6 +59,10 @@ def living_processes(run: Run) -> list[psutil.Process]:
     return processes
 
 
+def rank_processes(run: Run) -> list[psutil.Process]:
+    return [p for p in living_processes(run) if p.cmdline()[1:] == ["-u", "-P", "-m", "clustertrain", "train"]]
+
+
 def test_group_can_read_all_of_a_shared_run(submitted: Callable[..., Run], tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
@@ -130,7 +134,13 @@ def test_warning_in_last_step_is_reported_as_too_late(submitted: Callable[..., R
 def test_cancelled_run_continues_only_by_manual_requeue(submitted: Callable[..., Run], tmp_path: Path) -> None:
     run = submitted(*PAIR, str(runs.write_recipe(tmp_path)))
     run.wait_for_step(20)
+    ranks = rank_processes(run)
+    for rank in ranks:
+        rank.suspend()  # so that the run cannot complete before the command reaches it
     run.call("cancel", run.id)
+    assert clock.wait_until((run.path / "attempts" / "1" / "stop.json").exists, 60)
+    for rank in ranks:
+        rank.resume()
     assert run.wait_until_final()["state"] == "cancelled"
     assert clock.wait_until(lambda: not living_processes(run), 60)
     assert run.endings() == ["cancelled"]
@@ -163,8 +173,7 @@ def test_killed_supervisor_ends_run_and_requeue_continues_it(submitted: Callable
 def test_killed_rank_is_not_a_success(submitted: Callable[..., Run], tmp_path: Path) -> None:
     run = submitted(*PAIR, str(runs.write_recipe(tmp_path, every=10)))
     run.wait_for_step(15)
-    ranks = [p for p in living_processes(run) if p.cmdline()[1:] == ["-u", "-P", "-m", "clustertrain", "train"]]
-    ranks[-1].send_signal(signal.SIGKILL)
+    rank_processes(run)[-1].send_signal(signal.SIGKILL)
     status = run.complete()
     assert run.endings()[0] in ("unknown", "communication")
     assert status["attempts"][0]["reason"]

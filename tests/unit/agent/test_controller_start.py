@@ -12,7 +12,7 @@ import pytest
 from clustertrain import fsio
 from clustertrain.agent import controller as module
 from clustertrain.agent import startup
-from clustertrain.agent.controller import JobController, StepState
+from clustertrain.agent.controller import JobController, JobStep
 from clustertrain.run import run_dir
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
@@ -69,23 +69,23 @@ class CancelWatcher(JobController):
         self.run, self.aborted = run, False
         self.requests: list[str] = []
 
-    def _request_stop(self, step: StepState, source: str) -> None:
+    def _request_stop(self, job_step: JobStep, source: str) -> None:
         self.requests.append(source)
-        step.stop_requested_at = 1.0
+        job_step.stop_requested_at = 1.0
 
-    def _abort(self, step: StepState) -> None:
+    def _abort(self, job_step: JobStep) -> None:
         self.aborted = True
 
 
 def test_cancel_marker_stops_the_attempt_and_later_aborts_it(run: RunDir) -> None:
-    watcher, step = CancelWatcher(run), StepState(cast(Any, None))
-    watcher._watch_cancellation(step, 100.0)
+    watcher, job_step = CancelWatcher(run), JobStep(cast(Any, None))
+    watcher._watch_cancellation(job_step, 100.0)
     assert watcher.requests == []
     fsio.write_json(run.cancel_marker, {"t": 1.0})
     for now in (101.0, 102.0, 101.0 + module.CANCEL_S - 1):
-        watcher._watch_cancellation(step, now)
+        watcher._watch_cancellation(job_step, now)
     assert (watcher.requests, watcher.aborted) == (["cancel"], False)
-    watcher._watch_cancellation(step, 101.0 + module.CANCEL_S + 1)
+    watcher._watch_cancellation(job_step, 101.0 + module.CANCEL_S + 1)
     assert watcher.aborted
 
 
@@ -106,5 +106,5 @@ def test_stop_sends_sigusr1_when_the_stop_file_fails(tmp_path: Path, writable: b
     if not writable:
         controller.attempt.stop_request.mkdir()
     child = FakeChild()
-    controller._request_stop(StepState(cast(Any, child)), "cancel")
+    controller._request_stop(JobStep(cast(Any, child)), "cancel")
     assert child.signals == [number]

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from clustertrain.agent import controller
-from clustertrain.agent.controller import JobController, StepState
+from clustertrain.agent.controller import JobController, JobStep
 from clustertrain.run.results import NodeResult, RankEnding
 from clustertrain.run.run_dir import RunDir
 
@@ -31,13 +31,13 @@ class FailureWatcher(JobController):
     def _nodes_without_agent(self, results: Container[str]) -> set[str]:
         return {n for n in self.without_agent if n not in results}
 
-    def _abort(self, step: StepState) -> None:
+    def _abort(self, job_step: JobStep) -> None:
         self.aborted = True
 
     def aborts_after(self, seconds: float, *, asked_to_stop: bool = False) -> bool:
-        step = StepState(cast(Any, None), stop_requested_at=1.0 if asked_to_stop else None)
+        job_step = JobStep(cast(Any, None), stop_requested_at=1.0 if asked_to_stop else None)
         for now in (100.0, 100.0 + seconds):
-            self._watch_failures(step, now)
+            self._watch_failures(job_step, now)
         return self.aborted
 
 
@@ -93,7 +93,7 @@ def test_batch_waits_for_a_run_folder_that_comes_back(watcher: FolderWatcher, ne
     (moved / "attempts" / str(newest)).mkdir(exist_ok=True)
     timer = threading.Timer(0.3, moved.rename, [watcher.run.path])
     timer.start()
-    assert watcher._lost_reason(StepState(cast(Any, None))) == lost
+    assert watcher._lost_reason(JobStep(cast(Any, None))) == lost
     timer.join()
 
 
@@ -102,12 +102,12 @@ def test_run_folder_that_stays_away_is_reported_as_gone(
 ) -> None:
     monkeypatch.setattr(controller, "FOLDER_S", 0.1)
     watcher.run.path.rename(watcher.run.path.with_name("elsewhere"))
-    assert "the folder of the run is gone" in watcher._lost_reason(StepState(cast(Any, None)))
+    assert "the folder of the run is gone" in watcher._lost_reason(JobStep(cast(Any, None)))
 
 
 def test_signal_ends_the_wait_for_the_run_folder(watcher: FolderWatcher) -> None:
     watcher.run.path.rename(watcher.run.path.with_name("elsewhere"))
     timer = threading.Timer(0.2, watcher.signals.received.append, ["SIGTERM"])
     timer.start()
-    assert "the folder of the run is gone" in watcher._lost_reason(StepState(cast(Any, None)))  # not after a minute
+    assert "the folder of the run is gone" in watcher._lost_reason(JobStep(cast(Any, None)))  # not after a minute
     timer.join()
