@@ -23,7 +23,7 @@ EXAMPLE = ROOT / "examples" / "train_script.py"
 TWO_NODES = ("--nodes", "2", "--gpus", "1", "--cpus-per-gpu", "1")
 
 
-@pytest.mark.parametrize(("layout", "gpus", "times"), [("ddp", 1, 2), ("fsdp", 2, 1)])
+@pytest.mark.parametrize(("layout", "nodes", "gpus", "times"), [("ddp", 4, 1, 2), ("fsdp", 2, 2, 1)])
 def test_preempted_run_resumes_bit_exactly(
     cluster: Any,
     submit_run: Callable[..., Run],
@@ -31,10 +31,11 @@ def test_preempted_run_resumes_bit_exactly(
     recipe: Path,
     tmp_path: Path,
     layout: str,
+    nodes: int,
     gpus: int,
     times: int,
 ) -> None:
-    run = submit_run("--nodes", "4", "--gpus", str(gpus), "--layout", layout, str(recipe))
+    run = submit_run("--nodes", str(nodes), "--gpus", str(gpus), "--layout", layout, str(recipe))
     for attempt in range(1, times + 1):
         run.wait_for_step(15 * attempt, attempt)
         preempt(run)
@@ -43,7 +44,7 @@ def test_preempted_run_resumes_bit_exactly(
     assert runs.resumed_where_they_stopped(status)
     assert run.digest() == undisturbed(run.path, tmp_path / "alone")
     _assert_accounting_agrees(cluster, run, times)
-    _assert_every_gpu_is_recorded(run, gpus, times + 1)
+    _assert_every_gpu_is_recorded(run, nodes, gpus, times + 1)
 
 
 def test_secret_of_shared_run_is_in_no_readable_file(submit_run: Callable[..., Run], tmp_path: Path) -> None:
@@ -68,11 +69,15 @@ def _assert_accounting_agrees(cluster: Any, run: Run, times: int) -> None:
     assert rows == ["REQUEUED"] * times + ["COMPLETED"]
 
 
-def _assert_every_gpu_is_recorded(run: Run, gpus: int, attempts: int) -> None:
+def _assert_every_gpu_is_recorded(run: Run, nodes: int, gpus: int, attempts: int) -> None:
     report = json.loads(run.call("telemetry", run.id, "--json").stdout)
+    allocated = [attempt["nodes"] for attempt in run.status()["attempts"]]
+    assert [len(names) for names in allocated] == [nodes] * attempts
     gpus_found = [(g["node"], g["index"]) for g in report["gpus"]]
-    assert sorted(gpus_found) == [(f"node0{n}", i) for n in (1, 2, 3, 4) for i in range(gpus)]
-    assert len({g["uuid"] for g in report["gpus"]}) == 4 * gpus
+    assert sorted(gpus_found) == [
+        (node, i) for node in sorted({n for names in allocated for n in names}) for i in range(gpus)
+    ]
+    assert len({g["uuid"] for g in report["gpus"]}) == len(gpus_found)
     assert len(report["attempts"]) == attempts
     assert all(g["utilization"]["mean"] is not None for g in report["gpus"])
 
