@@ -1,6 +1,6 @@
-"""Numbers of tensors without torch: torch's names of dtypes, bytes to numpy's arrays and back.
+"""Conversion between the bytes of tensors and numpy arrays, without torch. Dtypes have torch's names.
 
-numpy lacks bfloat16 and the 8-bit formats. The former is the upper half of a float32; the latter have 256 values each.
+numpy lacks bfloat16, which is the upper half of a float32, and the 8-bit floats, which have 256 values each.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from clustertrain.errors import CheckpointError
 
 Raw = NDArray[np.uint8]  # (elements, bytes of one)
 
-FLOATS = ("float32", "bfloat16", "float16", "float64")  # what a tensor can be converted to
+FLOATS = ("float32", "bfloat16", "float16", "float64")  # targets of a conversion
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-BLOCK_ELEMENTS = 1 << 20  # elements that are looked at together, so that what is computed of them takes megabytes
+BLOCK_ELEMENTS = 1 << 20  # elements per block: temporary arrays of a block take megabytes
 
 _NUMPY_DTYPES = frozenset(
     {"float64", "float32", "float16", "complex128", "complex64", "bool"}
@@ -34,7 +34,7 @@ def _float8_table(exponent_bits: int, mantissa_bits: int, bias: int) -> NDArray[
 
 
 def _e4m3fn_values() -> NDArray[np.float32]:
-    """No infinity; the last code of each sign is nan (Micikevicius et al., arXiv 2209.05433)."""
+    """Return the 256 values: no infinity; the last code of each sign is nan (Micikevicius et al., arXiv 2209.05433)."""
     values = _float8_table(4, 3, 7)
     values[[0x7F, 0xFF]] = np.nan
     return values
@@ -51,8 +51,11 @@ _FLOAT8_VALUES = {"float8_e4m3fn": _e4m3fn_values(), "float8_e5m2": _e5m2_values
 
 
 def decode(raw: Raw, dtype: str) -> NDArray[Any] | None:
-    """The numbers of ``raw`` (elements, itemsize), which is contiguous, as an array (elements,) of a type that numpy
-    has and that holds them exactly; None for a dtype whose numbers are not known here."""
+    """Return the numbers in ``raw`` exactly, as an array of a numpy type; None for an unknown dtype.
+
+    Args:
+        raw: contiguous, of shape (elements, itemsize). The result has shape (elements,).
+    """
     if dtype in _NUMPY_DTYPES:
         return raw.reshape(-1).view(dtype)
     if dtype == "bfloat16":
@@ -64,13 +67,17 @@ def decode(raw: Raw, dtype: str) -> NDArray[Any] | None:
 
 
 def is_float(dtype: str) -> bool:
-    """Whether :func:`convert` takes it."""
+    """Return whether :func:`convert` converts from ``dtype``."""
     return dtype in FLOATS or dtype in _FLOAT8_VALUES
 
 
 def encode(values: NDArray[Any], dtype: str) -> Raw:
-    """Floating numbers (elements,) rounded to the nearest of ``dtype``, one of FLOATS, ties to even, as bytes."""
-    with np.errstate(over="ignore", invalid="ignore"):  # invalid: a nan that signals becomes a quiet one
+    """Round floating-point numbers to ``dtype``, one of FLOATS, to nearest even, and return their bytes.
+
+    Args:
+        values: of shape (elements,). The result has shape (elements, itemsize).
+    """
+    with np.errstate(over="ignore", invalid="ignore"):  # invalid: a signaling nan becomes a quiet one
         if dtype != "bfloat16":
             return values.astype(dtype).view(np.uint8).reshape(-1, ITEMSIZE[dtype])
         bits = values.astype(np.float32).view(np.uint32)
@@ -80,8 +87,7 @@ def encode(values: NDArray[Any], dtype: str) -> Raw:
 
 
 def convert(raw: Raw, source: str, target: str, name: str) -> Iterator[memoryview]:
-    """The bytes of ``raw`` in ``target``, a block at a time; as they are where that is ``source``, or where ``source``
-    is no floating type.
+    """Convert ``raw`` from ``source`` to ``target``, block by block. Yield it unchanged if ``source`` is no float type.
 
     Raises:
         CheckpointError: a finite number of the tensor ``name`` is too large for ``target``.
@@ -97,7 +103,7 @@ def convert(raw: Raw, source: str, target: str, name: str) -> Iterator[memoryvie
         assert decoded is not None
         if not np.array_equal(np.isfinite(values), np.isfinite(decoded)):
             raise CheckpointError(
-                f"{name}: {np.abs(values[np.isfinite(values)]).max():.3g} is more than {target} can hold",
+                f"{name}: {np.abs(values[np.isfinite(values)]).max():.3g} is too large for {target}",
                 fix="choose bfloat16 or float32",
             )
         yield encoded.reshape(-1).data

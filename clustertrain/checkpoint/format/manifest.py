@@ -216,7 +216,7 @@ def check_manifest(folder: Folder, manifest: Manifest) -> None:
     Its tensors must be complete, so that every reader of a checkpoint that passes can load it.
 
     Raises:
-        DamagedCheckpoint: it is not.
+        DamagedCheckpoint: the check failed.
     """
     path = folder / MANIFEST
     for name, size in manifest.files.items():
@@ -243,11 +243,11 @@ def _check_shard(folder: Folder, manifest: Manifest, tensor: TensorRecord, shard
     if problem := manifest_checks.find_name_error(shard.file):
         raise DamagedCheckpoint(f"{folder / MANIFEST}: names {shard.file!r}, which {problem}")
     if shard.offset + shard.nbytes > manifest.files.get(shard.file, -1):
-        raise DamagedCheckpoint(f"{folder / shard.file}: has not the bytes of {tensor.name} that {MANIFEST} speaks of")
+        raise DamagedCheckpoint(f"{folder / shard.file}: lacks bytes of {tensor.name} that {MANIFEST} names")
     size = math.prod(shard.shape) * tensor.itemsize
     has_negative = min((*shard.start, *shard.shape, shard.offset, tensor.itemsize)) < 0
     if has_negative or shard.nbytes != size or not has_all_checksums(shard.blocks, size):
-        raise DamagedCheckpoint(f"{folder / MANIFEST}: a shard of {tensor.name} is not of the size that its shape says")
+        raise DamagedCheckpoint(f"{folder / MANIFEST}: the size of a shard of {tensor.name} does not match its shape")
 
 
 def check_sizes(folder: Folder, manifest: Manifest) -> None:

@@ -18,7 +18,7 @@ _MIN_DIRECT_BYTES = 1 << 20  # for small adjacent parts, readahead is faster
 
 
 def read_shard(folder: Folder, shard: ShardRecord) -> bytearray:
-    """The bytes of ``shard``. Raises as :func:`read_into`."""
+    """Return the bytes of ``shard``, verified. Raises as :func:`read_into`."""
     data = bytearray(shard.nbytes)
     read_into(memoryview(data), folder, shard, 0)
     return data

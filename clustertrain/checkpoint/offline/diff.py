@@ -1,4 +1,7 @@
-"""What differs between two checkpoints, whatever layouts and numbers of ranks saved them. Works without torch."""
+"""Differences between two checkpoints, independent of the layouts and numbers of ranks that saved them.
+
+Works without torch.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,20 @@ from clustertrain.checkpoint.format.manifest import Manifest, TensorKind, Tensor
 from clustertrain.checkpoint.format.storage import Folder
 from clustertrain.checkpoint.offline.inspect import Progress, assemble_tensor, no_progress, tensor_bytes
 
-# Fields of the index that are no state: how it came to be saved may differ between equals.
+# The other fields of the index say how the checkpoint was saved, which may differ between equal checkpoints.
 _STATE_FIELDS = frozenset({"step", "values", "tensors"})
 _RANK_TENSOR = re.compile(r"rank-\d+/")
 
 
 class TensorForm(msgspec.Struct, frozen=True, kw_only=True):
+    """Dtype and shape of a tensor."""
+
     dtype: str
     shape: tuple[int, ...]
 
 
 class FormDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor that has another dtype or shape in B than in A."""
+    """A tensor whose dtype or shape differs between A and B."""
 
     name: str
     kind: TensorKind
@@ -35,56 +40,57 @@ class FormDiff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor whose bytes differ.
-
-    ``differing`` elements of ``elements`` do. ``max_abs`` is the largest difference, ``relative`` the same as a part of
-    the largest magnitude in either tensor; both over elements that are finite in A and B, and null where there are no
-    such that differ, or numbers of the dtype are not known. ``not_finite`` counts the differing ones that are nan or
-    infinite in A or B.
-    """
+    """A tensor whose bytes differ."""
 
     name: str
     kind: TensorKind
     elements: int
+    """Number of elements."""
     differing: int
+    """Number of elements that differ."""
     not_finite: int = 0
+    """Number of differing elements that are nan or infinite in A or B."""
     max_abs: float | None = None
+    """Largest difference between elements that are finite in both; null if no such elements differ, or if numbers of
+    the dtype cannot be decoded."""
     relative: float | None = None
+    """``max_abs`` as a fraction of the largest magnitude in either tensor."""
 
 
 class ValueDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """A value that is no tensor; where it is ``only`` in one of the two, the other one's is null."""
+    """A value, not a tensor, that differs."""
 
     name: str
     only: Literal["a", "b"] | None = None
+    """The only checkpoint that has the value; the value of the other one is null."""
     a: Any = None
     b: Any = None
 
 
 class CheckpointDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """``saved`` is how the two were saved (layout, number of ranks, engine, …), which makes them no less equal.
-
-    ``ranks_compared``: whether what each rank kept for itself (random numbers) was compared, which it is where as many
-    ranks saved both.
-    """
+    """Differences between checkpoint A and checkpoint B."""
 
     equal: bool
-    tensors: int  # in both, with the same dtype and shape
+    tensors: int
+    """Number of tensors in both, with the same dtype and shape."""
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     forms: tuple[FormDiff, ...]
-    bytes: tuple[TensorDiff, ...]  # the model's first, of a kind the largest difference
+    bytes: tuple[TensorDiff, ...]
+    """Tensors of the model first, and within a kind the largest difference first."""
     values: tuple[ValueDiff, ...]
     saved: tuple[ValueDiff, ...]
+    """How the two were saved: layout, number of ranks, engine and so on. Differences here do not affect ``equal``."""
     ranks_compared: bool
+    """Whether the state of each rank, its random generators, was compared: only if the numbers of ranks are equal."""
 
 
 def compare_checkpoints(a: Folder, b: Folder, progress: Progress = no_progress) -> CheckpointDiff:
-    """Compare the checkpoints in the folders ``a`` and ``b``. Reads every byte of both, and holds one tensor of each.
+    """Compare the checkpoints in the folders ``a`` and ``b``. Reads every byte of both, one tensor at a time.
 
     Raises:
         DamagedCheckpoint: bytes are not as they were written; the message names the file.
-        StorageError: a file cannot be read, now at least.
+        StorageError: a file cannot be read at the moment.
     """
     folders = a, b
     manifests = [read_manifest(f) for f in folders]
@@ -127,7 +133,7 @@ def _diff_form(a: TensorRecord, b: TensorRecord) -> FormDiff:
 
 
 def _severity_key(d: TensorDiff) -> tuple[int, int, float, str]:
-    """The model first; of a kind what is not finite, then what has no numbers, then the largest difference."""
+    """Sort by kind, the model first; then by non-finite elements, undecoded dtypes and the largest difference."""
     kinds = ("model", "optimizer", "other")
     return kinds.index(d.kind), -d.not_finite, -(np.inf if d.max_abs is None else d.max_abs), d.name
 
@@ -136,7 +142,7 @@ def _severity_key(d: TensorDiff) -> tuple[int, int, float, str]:
 
 
 def _diff_tensor(tensor: TensorRecord, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> TensorDiff | None:
-    """The difference of two tensors (…, itemsize) of the same form; None where there is none."""
+    """Return the difference of two tensors of shape (…, itemsize) and the same form; None if they are equal."""
     a, b = a.reshape(-1, tensor.itemsize), b.reshape(-1, tensor.itemsize)
     starts = range(0, len(a), dtypes.BLOCK_ELEMENTS)
     blocks = [(a[i : i + dtypes.BLOCK_ELEMENTS], b[i : i + dtypes.BLOCK_ELEMENTS]) for i in starts]
@@ -169,8 +175,8 @@ def _diff_tensor(tensor: TensorRecord, a: NDArray[np.uint8], b: NDArray[np.uint8
 
 
 def _to_double(numbers: NDArray[Any]) -> NDArray[Any]:
-    """In double precision, so that the difference of narrower ones neither overflows nor is rounded away."""
-    with np.errstate(invalid="ignore"):  # a nan that signals becomes a quiet one
+    """Convert to double precision, in which differences of narrower numbers neither overflow nor round to zero."""
+    with np.errstate(invalid="ignore"):  # a signaling nan becomes a quiet one
         return numbers.astype(np.complex128 if numbers.dtype.kind == "c" else np.float64)
 
 
@@ -185,11 +191,11 @@ def _flatten_state(manifest: Manifest, *, with_ranks: bool) -> dict[str, Any]:
 def _flatten_save_info(manifest: Manifest) -> dict[str, Any]:
     fields = msgspec.structs.asdict(manifest)
     save_info = {k: v for k, v in fields.items() if k not in _STATE_FIELDS and k not in ("files", "made_in")}
-    return dict(_iter_leaves(msgspec.to_builtins(save_info), ""))  # a struct in it, as the metric is, leaf by leaf
+    return dict(_iter_leaves(msgspec.to_builtins(save_info), ""))  # the metric is a struct
 
 
 def _iter_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """(path, value) of all that is no tensor. A list of plain values is one value: positions tell little of it."""
+    """Yield the path and value of everything except tensors. A list of plain values is one value."""
     if isinstance(value, dict) and "__tensor__" in value:
         return
     inner: dict[str, Any] = {}
@@ -209,6 +215,6 @@ def _diff_values(a: dict[str, Any], b: dict[str, Any]) -> Iterator[ValueDiff]:
             yield ValueDiff(name=name, only="a", a=a[name])
         elif name not in a:
             yield ValueDiff(name=name, only="b", b=b[name])
-        # By their text: 1, 1.0 and true are equal to Python.
+        # Compare the text: to Python, 1, 1.0 and True are equal.
         elif repr(a[name]) != repr(b[name]):
             yield ValueDiff(name=name, a=a[name], b=b[name])

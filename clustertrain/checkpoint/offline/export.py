@@ -42,45 +42,48 @@ _EXPORT_FILE_NAMES = re.compile(r"config\.json|model(-\d{5}-of-\d{5})?\.safetens
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to export from the checkpoint in ``folder``, and where to.
-
-    ``output`` is the file for torch and the folder for safetensors. ``dtype`` is what floating tensors are converted
-    to; None: none is. A file of safetensors has at most ``shard_bytes``, or one tensor. ``names`` None: Hugging Face's
-    for safetensors of a model that it has, else our own.
-    """
+    """An export of the model in a checkpoint."""
 
     folder: Folder
+    """Folder of the checkpoint."""
     output: Path
+    """File to write for torch, folder to write for safetensors."""
     format: ExportFormat = "safetensors"
     dtype: str | None = None
+    """Dtype that floating-point tensors are converted to; None: no conversion."""
     shard_bytes: int = 5_000_000_000
+    """Maximum size of a safetensors file that has more than one tensor."""
     names: Naming | None = None
+    """Names of the tensors; None: Hugging Face's for safetensors of the built-in decoder, otherwise our own."""
     force: bool = False
+    """Replace an earlier export."""
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """``files`` are in ``path``; there are none where that is the file. ``bytes`` are those of the tensors."""
+    """A written export."""
 
     step: int
     path: Path
     format: ExportFormat
     names: Naming
     files: tuple[str, ...]
+    """Names of the files in ``path``; empty if ``path`` is the file."""
     tensors: int
     bytes: int
+    """Size of the tensors."""
 
 
 def export_checkpoint(request: ExportRequest, progress: Progress = no_progress) -> ExportResult:
-    """Write the model's tensors as ``request`` says.
+    """Write the tensors of the model as ``request`` describes. After an error, no partial output remains.
 
     Raises:
-        UsageError: the output is there already, or cannot be what is asked for.
-        NotFound: the folder that it shall lie in is not there.
+        UsageError: the output already exists, or is of the wrong type.
+        NotFound: the parent folder of the output does not exist.
         DamagedCheckpoint: bytes of the checkpoint are not as they were written.
-        StorageError: the checkpoint cannot be read, now at least.
-        CheckpointError: the disk is full, a folder is not writable, …; there are no tensors of a model, or they hold
-            what the format or ``dtype`` cannot. Nothing is left there then.
+        StorageError: the checkpoint cannot be read at the moment.
+        CheckpointError: the output cannot be written (full disk, no permission, …), the checkpoint has no model, or
+            its tensors hold values that the format or ``dtype`` cannot represent.
     """
     manifest = read_manifest(request.folder)
     check_sizes(request.folder, manifest)
@@ -99,7 +102,7 @@ def export_checkpoint(request: ExportRequest, progress: Progress = no_progress) 
         _publish(temporary, output)
     except OSError as e:
         raise CheckpointError(
-            f"{output}: cannot be written: {e.strerror or e}; nothing was left there",
+            f"{output}: cannot be written: {e.strerror or e}; no partial output remains",
             fix=_FIX_BY_ERRNO.get(e.errno or 0),
         ) from e
     finally:
@@ -107,12 +110,14 @@ def export_checkpoint(request: ExportRequest, progress: Progress = no_progress) 
     return ExportResult(manifest.step, output, request.format, names, files, len(items), size)
 
 
-# -- which tensors, and what they are called
+# -- selection and names of the tensors
 
 
 def find_model_tensors(manifest: Manifest) -> dict[str, TensorRecord]:
-    """Parameters and persistent buffers by their names in the module, as its state_dict has them; where the state has
-    several modules, after the key of each and a dot. Tensors inside of extra state have no such name and are left out.
+    """Return parameters and persistent buffers by their names in the module's state_dict.
+
+    If the state has several modules, each name is prefixed with the module's key and a dot. Tensors in extra state have
+    no such name and are left out.
     """
     tensors = {t.name: t for t in manifest.tensors if t.kind == "model"}
     modules: dict[str, dict[str, TensorRecord]] = {}
@@ -126,16 +131,16 @@ def find_model_tensors(manifest: Manifest) -> dict[str, TensorRecord]:
     return {f"{key}.{fqn}": t for key, module_tensors in modules.items() for fqn, t in module_tensors.items()}
 
 
-NamedTensors = list[tuple[str, TensorRecord]]  # in the order in which they are written
+NamedTensors = list[tuple[str, TensorRecord]]  # in the order of writing
 
 
 def _name_tensors(request: ExportRequest, manifest: Manifest) -> tuple[Recipe | None, NamedTensors]:
-    """The tensors with their names; with Hugging Face's comes the recipe that says what they are."""
+    """Return the tensors with their names, and the recipe of the model if the names are Hugging Face's."""
     tensors = find_model_tensors(manifest)
     if not tensors:
         raise CheckpointError(
-            f"{request.folder}: holds no model",
-            fix="put the module itself into the state, not what its state_dict says",
+            f"{request.folder}: has no model",
+            fix="put the module itself into the state, not its state_dict",
         )
     if request.names == "huggingface" or (request.names is None and request.format == "safetensors"):
         try:
@@ -153,8 +158,8 @@ def _name_as_llama(
     recipe = build(document, Recipe, f"{request.folder}: recipe") if document else None
     if recipe is None or not recipe.model.is_decoder:
         raise UsageError(
-            f"--names huggingface: {request.folder} is not known to be a built-in decoder's",
-            fix="name a run of the built-in trainer with model.kind decoder, or say --names own",
+            f"--names huggingface: {request.folder} is not known to be a checkpoint of the built-in decoder",
+            fix='choose a run of the built-in trainer with model.kind = "decoder", or use --names own',
         )
     hf_tensors = huggingface.llama_tensors(recipe.model)
     actual_shapes = {ours: t.shape for ours, t in tensors.items()}
@@ -164,15 +169,15 @@ def _name_as_llama(
             n for n in actual_shapes.keys() | expected_shapes.keys() if actual_shapes.get(n) != expected_shapes.get(n)
         )
         raise UsageError(
-            f"--names huggingface: {request.folder} is no built-in decoder's: {name} has shape "
-            f"{actual_shapes.get(name, 'none')}, by the recipe {expected_shapes.get(name, 'none')}",
-            fix="say --names own",
+            f"--names huggingface: {request.folder} is not a checkpoint of the built-in decoder: {name} has shape "
+            f"{actual_shapes.get(name, 'none')}, but {expected_shapes.get(name, 'none')} in the recipe",
+            fix="use --names own",
         )
     return recipe, [(theirs, tensors[ours]) for ours, (theirs, _) in hf_tensors.items()]
 
 
 def _natural_sort_key(name: str) -> list[tuple[bool, int, str]]:
-    """For sorting: layer 10 comes after layer 9."""
+    """Return a sort key that places layer 10 after layer 9."""
     return [(reading.is_unsigned_int(p), int(p) if reading.is_unsigned_int(p) else 0, p) for p in name.split(".")]
 
 
@@ -182,33 +187,35 @@ def _make_item(name: str, tensor: TensorRecord, dtype: str | None) -> ExportTens
     return ExportTensor(name=name, dtype=dtype, itemsize=dtypes.ITEMSIZE[dtype], record=tensor)
 
 
-# -- where to
+# -- output
 
 
 def _check_output(request: ExportRequest, output: Path) -> None:
     if not output.parent.is_dir():
-        raise NotFound(f"--output {request.output}: there is no folder {output.parent}", fix="make it first")
+        raise NotFound(f"--output {request.output}: there is no folder {output.parent}", fix="create it first")
     as_file = request.format == "torch"
     if as_file and output.is_dir():
-        raise UsageError(f"--output {request.output}: is a folder, and torch's format is one file", fix="name a file")
+        raise UsageError(f"--output {request.output}: is a folder, but torch's format is one file", fix="name a file")
     if not output.exists() or (not as_file and output.is_dir() and not any(output.iterdir())):
         return
     if not request.force:
-        raise UsageError(f"--output {request.output}: is there already", fix="name another, or replace it with --force")
+        raise UsageError(
+            f"--output {request.output}: already exists", fix="choose another path, or replace it with --force"
+        )
     if as_file:
         return
     if not output.is_dir():
-        raise UsageError(f"--output {request.output}: is a file, and safetensors go to a folder", fix="name a folder")
+        raise UsageError(f"--output {request.output}: is a file, but safetensors need a folder", fix="name a folder")
     others = sorted(p.name for p in output.iterdir() if not _EXPORT_FILE_NAMES.fullmatch(p.name))
     if others:
         raise UsageError(
-            f"--output {request.output}: holds {others[0]}, which is no part of an export",
-            fix="--force replaces an earlier export as a whole: name another folder, or move that away",
+            f"--output {request.output}: contains {others[0]}, which is not part of an export",
+            fix="--force replaces the whole folder of an earlier export: choose another folder, or move the file away",
         )
 
 
 def _check_free_space(folder: Path, size: int) -> None:
-    """So that a disk which is too small is told in a second and not after an hour."""
+    """Refuse a disk that is too small at once, not after an hour of writing."""
     fs_stats = os.statvfs(folder)
     free = fs_stats.f_bavail * fs_stats.f_frsize
     if size > free:
@@ -216,7 +223,7 @@ def _check_free_space(folder: Path, size: int) -> None:
 
 
 def _publish(temporary: Path, output: Path) -> None:
-    """Give ``temporary`` its name. What is replaced is there until then, and again if that fails."""
+    """Rename ``temporary`` to ``output``. If that fails, the replaced folder is restored."""
     replaced = temporary.with_name(f"{temporary.name}-replaced")
     replaces = temporary.is_dir() and output.is_dir() and any(output.iterdir())
     if replaces:
@@ -234,18 +241,18 @@ def _publish(temporary: Path, output: Path) -> None:
 
 def _remove_leftover(path: Path) -> None:
     if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)  # it must not hide why there is something to take away
+        shutil.rmtree(path, ignore_errors=True)  # an error here must not hide the first one
     else:
         path.unlink(missing_ok=True)
 
 
-# -- the bytes
+# -- writing
 
 
 def _write(
     request: ExportRequest, path: Path, items: Sequence[ExportTensor], recipe: Recipe | None, progress: Progress
 ) -> tuple[str, ...]:
-    """Write the file or the folder ``path``; returns the names of the files in the folder."""
+    """Write the file or folder ``path``, and return the names of the files in the folder."""
     total, done_bytes = sum(i.nbytes for i in items), 0
 
     def read_tensor(item: ExportTensor) -> Iterator[memoryview]:
@@ -279,7 +286,7 @@ def _write(
 
 
 def _split_by_size(items: Iterable[ExportTensor], max_bytes: int) -> Iterator[list[ExportTensor]]:
-    """Items in their order, in groups of at most ``max_bytes`` bytes, or of one item."""
+    """Yield the items, in order, in groups of at most ``max_bytes`` or of one item."""
     group: list[ExportTensor] = []
     size = 0
     for item in items:

@@ -1,7 +1,7 @@
-"""The built-in decoder in the terms of Hugging Face transformers: a LlamaForCausalLM.
+"""The built-in decoder as a Hugging Face transformers model: a LlamaForCausalLM.
 
-The tensors are the same ones under other names. The decoder turns pairs (i, i + head_dim/2) of a head, as that class
-does, so that no rows of q and k change places; and it has no rows of padding in its vocabulary.
+Only the names of the tensors differ. Both rotate the pairs (i, i + head_dim/2) of a head, so the rows of q and k keep
+their order, and the decoder's vocabulary has no padding.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from clustertrain.config.model import ModelSpec
 
-# Of a layer: our name, theirs.
+# Names in a layer: ours, and those of transformers.
 _LAYER_NAMES = {
     "attention_norm": "input_layernorm",
     "attention.q": "self_attn.q_proj",
@@ -25,8 +25,10 @@ _LAYER_NAMES = {
 
 
 def llama_tensors(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Of each tensor of the decoder, by its name in the module and in the order of execution: its name there, and its
-    shape. A tied head is in neither."""
+    """Return the transformers name and the shape of each tensor of the decoder, by its own name.
+
+    The order is that of execution. A tied head is not included.
+    """
     dim, hidden = spec.dim, spec.hidden
     kv_dim = dim // spec.heads * spec.kv_heads
     shapes = {
@@ -49,11 +51,11 @@ def llama_tensors(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def llama_config(spec: ModelSpec, seq_len: int, dtype: str) -> dict[str, Any]:
-    """``llama_config.json``, with the keys of transformers 4, which 5 takes too.
+    """Return the content of ``config.json`` with the keys of transformers 4, which transformers 5 accepts.
 
     Args:
-        seq_len: tokens of a sample in training, which is what the model can be trusted with.
-        dtype: torch's name of it.
+        seq_len: tokens per training sample; the model has seen no longer sequence.
+        dtype: torch's name of the dtype.
     """
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -74,7 +76,7 @@ def llama_config(spec: ModelSpec, seq_len: int, dtype: str) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
-        # Bytes have no special ones; without these lines 1 and 2 would be taken for such.
+        # Bytes have no special tokens; without these lines, transformers would use 1 and 2.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,

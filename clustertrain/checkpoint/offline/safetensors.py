@@ -1,4 +1,4 @@
-"""Files of tensors that other programs read, written one tensor at a time: what is in memory is one of them."""
+"""Writer of safetensors files with only one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from clustertrain.errors import CheckpointError
 
 @dataclass(frozen=True)
 class ExportTensor:
-    """A tensor of the export: its name, dtype and bytes of an element there, and what it is made from."""
+    """A tensor of the export."""
 
     name: str
     dtype: str
+    """Dtype in the exported file."""
     itemsize: int
+    """Bytes per element in the exported file."""
     record: TensorRecord
+    """The tensor in the checkpoint."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -31,7 +34,7 @@ class ExportTensor:
         return math.prod(self.shape) * self.itemsize
 
 
-ReadTensor = Callable[[ExportTensor], Iterable[memoryview]]  # the bytes of an item in C order, piece by piece
+ReadTensor = Callable[[ExportTensor], Iterable[memoryview]]  # yields the tensor's bytes in C order
 
 _SAFETENSORS = {
     "float64": "F64",
@@ -48,7 +51,7 @@ _SAFETENSORS = {
 
 
 def check_safetensors(items: Iterable[ExportTensor]) -> None:
-    """Raises CheckpointError for a dtype that the format lacks."""
+    """Raise CheckpointError if the format lacks the dtype of a tensor."""
     for item in items:
         if item.dtype not in _SAFETENSORS:
             raise CheckpointError(
@@ -57,14 +60,14 @@ def check_safetensors(items: Iterable[ExportTensor]) -> None:
 
 
 def write_safetensors(path: Path, items: Sequence[ExportTensor], read_tensor: ReadTensor) -> None:
-    """A new safetensors file: the length of the header as 8 bytes, the header as JSON, the tensors one after another.
+    """Create a safetensors file: 8 bytes with the length of the header, the header as JSON, then the tensors.
 
-    By hand and not with the library, whose ``save_file`` wants all tensors of a file in memory at once.
+    The library's ``save_file`` needs all tensors of a file in memory at once.
 
     Raises:
-        OSError: it cannot be written; what is there of it is not taken away.
+        OSError: the file cannot be written; a partial file remains.
     """
-    # The widest first, so that each lies at a multiple of its element's size.
+    # The widest dtype first, so that each tensor starts at a multiple of its itemsize.
     by_itemsize = sorted(items, key=lambda i: -i.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it transformers 4 refuses the file
     offset = 0

@@ -342,7 +342,7 @@ def test_best_checkpoint_is_marked_and_exported(
 def test_export_best_needs_a_metric_and_no_step(run: Path, command: RunCommand, tmp_path: Path) -> None:
     set_metric(run, 6, None)
     output = command("export", "net", "--best", "-o", tmp_path / "out")
-    assert output.code == 1 and "no checkpoint tells a value of the metric that decides" in output.err
+    assert output.code == 1 and "no checkpoint has a value of the deciding metric" in output.err
     for args in (("net", "--step", "3"), ("net@3",)):
         output = command("export", *args, "--best", "-o", tmp_path / "out")
         assert output.code == 2 and "leave one of them out" in output.err
@@ -398,7 +398,7 @@ def test_prune_dry_run_lists_what_it_would_delete(run: Path, command: RunCommand
     [
         (["list", "nope"], 1, "no run 'nope'"),
         (["list", "./nope"], 1, "does not exist"),
-        (["verify", "net", "--step", "7"], 1, "no committed checkpoint of step 7; steps there: 3, 6"),
+        (["verify", "net", "--step", "7"], 1, "no committed checkpoint of step 7; existing steps: 3, 6"),
         (["digest", "net@7"], 1, "no committed checkpoint of step 7"),
         (["digest", "net", "--of", "data"], 2, "'data' is not one of"),
         (["diff", "net"], 2, "Missing argument 'B'"),
@@ -408,8 +408,8 @@ def test_prune_dry_run_lists_what_it_would_delete(run: Path, command: RunCommand
         (["export", "net@3", "--step", "6", "-o", "x"], 2, "RUN already names the checkpoint of step 3"),
         (["export", "net", "-o", "x", "--dtype", "int9"], 2, "'int9' is not one of"),
         (["export", "net", "-o", "no/x"], 1, "there is no folder"),
-        (["export", "net", "-o", "spec.toml"], 2, "is there already"),
-        (["export", "net", "-o", "checkpoints", "--force"], 2, "no part of an export"),
+        (["export", "net", "-o", "spec.toml"], 2, "already exists"),
+        (["export", "net", "-o", "checkpoints", "--force"], 2, "not part of an export"),
         (["prune", "net@3", "--keep", "1"], 2, "is one checkpoint"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

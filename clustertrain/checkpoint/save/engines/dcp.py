@@ -172,10 +172,10 @@ def _make_tensor_metadata(tensor: TensorRecord) -> TensorStorageMetadata:
 
 
 def _find_data_offset(file: IO[bytes], archive: _StorageInfo, segment: Segment) -> int:
-    """Where in the file the segment's own bytes begin.
+    """Return the offset of the segment's bytes in the file.
 
     Raises:
-        CheckpointError: the archive does not hold them as they are.
+        CheckpointError: the archive does not contain them unchanged.
     """
     try:
         with zipfile.ZipFile(cast(IO[bytes], _FileWindow(file.fileno(), archive.offset, archive.length))) as unzipped:
@@ -184,7 +184,7 @@ def _find_data_offset(file: IO[bytes], archive: _StorageInfo, segment: Segment) 
         members = []
     if [(i.file_size, i.compress_type) for i in members] != [(segment.nbytes, zipfile.ZIP_STORED)]:
         raise CheckpointError(
-            f"{segment.name}: torch {torch.__version__} does not save a tensor's bytes in one piece as they are",
+            f"{segment.name}: torch {torch.__version__} does not save the bytes of a tensor unchanged and in one piece",
             fix='use engine = "raw"',
         )
     header = archive.offset + members[0].header_offset
@@ -193,16 +193,16 @@ def _find_data_offset(file: IO[bytes], archive: _StorageInfo, segment: Segment) 
 
 
 def _read_archive_spans(folder: Path, name: str) -> dict[str, tuple[int, int]]:
-    """By where a segment begins in a data file: the beginning and the length of its archive."""
+    """Return the offset and length of each segment's archive, by the segment's place in the data file."""
     spans: dict[str, tuple[int, int]] | None = fsio.read_json(folder / (name + _ARCHIVES_SUFFIX))
     if spans is None:
-        raise CheckpointError(f"{folder / name}: {name}{_ARCHIVES_SUFFIX}, which its rank wrote beside it, is missing")
+        raise CheckpointError(f"{folder / name}: {name}{_ARCHIVES_SUFFIX}, written next to it, is missing")
     return spans
 
 
 @contextmanager
 def _raise_os_error_cause() -> Generator[None, None, None]:
-    """torch.save makes a RuntimeError about positions of a full disk."""
+    """Raise the OSError behind the RuntimeError that torch.save raises on a full disk."""
     try:
         yield
     except RuntimeError as e:
