@@ -35,7 +35,7 @@ def list_files(spec: DataSpec) -> list[Path]:
             matched = [n for n in names if PurePath(folder, n).match(spec.pattern)]
         else:  # the same in a tenth of the time
             matched = fnmatch.filter(names, spec.pattern)
-        matches += [os.path.join(folder, n) for n in matched]
+        matches += [f"{folder}/{n}" for n in matched]
     if not matches:
         raise ConfigError(f"data.path = {spec.path!r}: no file matches data.pattern = {spec.pattern!r}")
     return [Path(p) for p in sorted(matches)]  # all start with the folder, so its part does not change the order
