@@ -240,7 +240,7 @@ class JobController:
         if job_step.taken_over:  # and the file system does not answer any longer
             return "taken over by a newer attempt"
         if not self._wait_for_folder():
-            return f"the folder of the run is gone: {self.run.path}"
+            return f"the run folder is gone: {self.run.path}"
         newer = self._newer_attempt()  # it may have appeared with the folder
         return "" if newer is None else f"taken over by attempt {newer}"
 

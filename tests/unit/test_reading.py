@@ -86,7 +86,7 @@ def test_a_file_of_50_gb_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "large"
     path.touch()
     os.truncate(path, 50 << 30)
-    with pytest.raises(UnusableFile, match="longer than 32 MiB"):
+    with pytest.raises(UnusableFile, match="larger than 32 MiB"):
         reading.read_bytes(path)
 
 
@@ -95,9 +95,9 @@ def test_the_limit_is_in_the_bytes_that_are_read(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 100)
     assert reading.read_bytes(path, 100) == b"x" * 100
-    with pytest.raises(UnusableFile, match="longer than"):
+    with pytest.raises(UnusableFile, match="larger than"):
         reading.read_bytes(path, 99)
-    with pytest.raises(UnusableFile, match="longer than"):
+    with pytest.raises(UnusableFile, match="larger than"):
         reading.read_bytes(Path("/proc/self/status"), 10)
     assert b"Pid:" in reading.read_bytes(Path("/proc/self/status"))
 
@@ -162,7 +162,7 @@ def test_of_a_long_file_of_lines_the_end_is_read(tmp_path: Path, limit: int, fou
 def test_a_bomb_is_not_unpacked() -> None:
     bomb = gzip.compress(b"\0" * (1 << 20))
     assert len(reading.decompress(bomb, 1 << 20)) == 1 << 20
-    with pytest.raises(ValueError, match="unpacked"):
+    with pytest.raises(ValueError, match="when decompressed"):
         reading.decompress(bomb, (1 << 20) - 1)
     for damaged in (bomb[:-9], b"no gzip", bomb[:-6] + b"xxxxxx"):
         with pytest.raises(ValueError):

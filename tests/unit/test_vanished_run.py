@@ -42,7 +42,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 )
 def test_a_process_of_the_run_makes_no_other_folder_of_its_name(run: RunDir, write: Callable[[RunDir], object]) -> None:
     shutil.rmtree(run.path)
-    with pytest.raises(FileNotFoundError, match="folder of the run is gone"):
+    with pytest.raises(FileNotFoundError, match="run folder is gone"):
         write(run)
     assert not run.path.exists()
 
@@ -52,7 +52,7 @@ def test_a_save_fails_and_says_why(run: RunDir) -> None:
     manager.restore(state_of(0.0))
     assert manager.save(5, state_of(1.0))
     shutil.rmtree(run.path)
-    with pytest.raises(StorageError, match=r"step 10 was not saved: .*folder of the run is gone"):
+    with pytest.raises(StorageError, match=r"step 10 was not saved: .*run folder is gone"):
         manager.save(10, state_of(2.0))
     assert not run.path.exists()
 

@@ -98,12 +98,12 @@ def test_a_run_folder_that_is_away_for_a_while_is_waited_for(owner: Owner, newes
 def test_a_run_folder_that_stays_away_is_gone(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller, "FOLDER_S", 0.1)
     owner.run.path.rename(owner.run.path.with_name("elsewhere"))
-    assert "the folder of the run is gone" in owner._lost_reason(JobStep(cast(Any, None)))
+    assert "the run folder is gone" in owner._lost_reason(JobStep(cast(Any, None)))
 
 
 def test_a_signal_ends_the_wait_for_the_folder(owner: Owner) -> None:
     owner.run.path.rename(owner.run.path.with_name("elsewhere"))
     soon = threading.Timer(0.2, owner.signals.received.append, ["SIGTERM"])
     soon.start()
-    assert "the folder of the run is gone" in owner._lost_reason(JobStep(cast(Any, None)))  # not after a minute
+    assert "the run folder is gone" in owner._lost_reason(JobStep(cast(Any, None)))  # not after a minute
     soon.join()
