@@ -1,4 +1,4 @@
-"""The agent, one process per node: handles signals, runs torchrun and the sampler, and writes the node's result."""
+"""The node agent: handles signals, runs torchrun and the sampler, and writes the node's result."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class NodeAgent:
         self.controller_watch = ControllerWatch(context, self.log)
 
     def run(self) -> NodeResult:
-        """Run the ranks of the node to their end and write its result."""
+        """Run the ranks of the node to their end, and write and return its result."""
         p = self.context
         telemetry = self.telemetry = NodeTelemetry(
             p.run,
@@ -146,7 +146,7 @@ class NodeAgent:
         return result
 
     def _no_longer_owner(self, result: NodeResult, newer: int) -> NodeResult:
-        """Return ``result`` as stopped: the ranks did not fail, the newer attempt ended them."""
+        """Return ``result`` with the ending "stopped": the ranks did not fail, but were ended for a newer attempt."""
         reason = f"taken over by attempt {newer}"
         print(f"clustertrain agent on {self.context.node}: {reason}", file=sys.stderr, flush=True)
         return msgspec.structs.replace(
@@ -154,8 +154,8 @@ class NodeAgent:
         )
 
     def _have_others_completed(self) -> bool:
-        others = (n for n in self.context.nodes if n != self.context.node)
-        results = (parse_node_result(fsio.poll_json(self.context.attempt.result_path(n))) for n in others)
+        other_nodes = (n for n in self.context.nodes if n != self.context.node)
+        results = (parse_node_result(fsio.poll_json(self.context.attempt.result_path(n))) for n in other_nodes)
         return all(result is not None and result.ending == "completed" for result in results)
 
     @property
@@ -234,7 +234,7 @@ class NodeAgent:
         return find_interface_to(rendezvous.resolve(rendezvous.Rendezvous(peer, rdzv.port, ""), p.node))
 
     def _watch_ranks(self, child: Any, monitor: RankMonitor) -> None:
-        """Return when torchrun has ended, or has to be ended."""
+        """Watch the ranks until torchrun has ended, or has to be ended."""
         next_check = 0.0
         while child.poll() is None:
             if clock.monotonic() >= next_check:

@@ -19,7 +19,7 @@ _POLL_S = 0.05
 
 
 class TrackingProcess:
-    """The tracking process. Failures never end or delay the run: each is an event and a line in the log."""
+    """The tracking process. Its failures never end or delay the run: each is written as an event and to the log."""
 
     def __init__(self, run: RunDir, attempt: AttemptDir, environ: Mapping[str, str], log: EventLog) -> None:
         self._run = run
@@ -45,7 +45,8 @@ class TrackingProcess:
             self._report_failure(f"its settings cannot be read: {e}")
             return
         try:
-            # It ignores signals meant for the ranks, whose last rows it has yet to read. It ends when its input closes.
+            # It ignores signals meant for the ranks, because it must still read their last rows. It ends when its input
+            # closes.
             self._child = proc.start(
                 self._argv, env=self._environ, log=self._log_file, ignore_stop_signals=True, keep_stdin_open=True
             )
@@ -64,9 +65,8 @@ class TrackingProcess:
             return
         self._close_input()
         self._child = None
-        should_restart = (
-            code < 0 and self._restarts < MAX_RESTARTS
-        )  # it was killed; if it ended by itself, it logged why
+        # Only if it was killed: a process that exits has logged why.
+        should_restart = code < 0 and self._restarts < MAX_RESTARTS
         self._report_failure(
             f"the process ended with code {code}" + ("" if should_restart else ", and is not started again")
         )
@@ -75,7 +75,7 @@ class TrackingProcess:
             self._restart_at = clock.monotonic() + RESTART_S
 
     def request_stop(self) -> None:
-        """Ask it to upload the remaining rows and end, without waiting."""
+        """Ask the process to upload the remaining rows and end; do not wait for it."""
         self._restart_at = None
         self._close_input()
 

@@ -30,9 +30,9 @@ def client_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return {**env, "SLURM_TIME_FORMAT": "%s"}
 
 
-# Short, since a user waits: without slurmctld, squeue tries for a minute.
+# Short, since a user waits: without slurmctld, squeue retries for a minute.
 COMMAND_TIMEOUT_S = 8.0
-# The batch process watches the step meanwhile. Slurm's message timeout is 10 s.
+# Longer than Slurm's message timeout of 10 s. The batch process does not watch the step during a command.
 CONTROLLER_COMMAND_TIMEOUT_S = 20.0
 
 

@@ -1,4 +1,4 @@
-"""Other names for the keys and values of a recipe: those of other trainers, and former ones.
+"""Other names for the keys and values of a recipe: names in other trainers, and former names.
 
 Sources: Hugging Face's TrainingArguments and model configurations, Lightning's Trainer, torchtitan's job configuration,
 torch.
@@ -98,7 +98,7 @@ _KEYS: Mapping[str, str] = {
     "tracking.project": "project_name wandb_project experiment",
     "preemption_test": "rehearsal",
 }
-# Of keys whose values are not those of the others' names.
+# Notes on keys whose values have another unit than in other trainers.
 UNIT_NOTES: Mapping[str, str] = {"schedule.floor": "It is a fraction of optim.lr."}
 _WORDS: Mapping[str, str] = {
     "cross-entropy": "ce crossentropy nll softmax categorical-crossentropy sparse-categorical-crossentropy",
@@ -141,13 +141,13 @@ _WORDS: Mapping[str, str] = {
 
 def _invert(names: Mapping[str, str]) -> dict[str, list[str]]:
     inverted: dict[str, list[str]] = {}
-    for name, others in names.items():
-        for other in others.split():
-            inverted.setdefault(other, []).append(name)
+    for name, aliases in names.items():
+        for alias in aliases.split():
+            inverted.setdefault(alias, []).append(name)
     return inverted
 
 
-KEYS_BY_ALIAS, WORDS_BY_ALIAS = _invert(_KEYS), _invert(_WORDS)  # other name -> possible names here
+KEYS_BY_ALIAS, WORDS_BY_ALIAS = _invert(_KEYS), _invert(_WORDS)  # alias -> names
 
 
 def find_keys(name: str) -> list[str]:

@@ -26,16 +26,18 @@ class MeasuredSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def split_by_world_size(run: RunDir, world_size: int) -> tuple[list[AttemptDir], list[AttemptDir]]:
-    """Return the attempts that ran a step on ``world_size`` ranks and those that ran one on another number of ranks,
-    oldest first."""
+    """Return the attempts that ran a step on ``world_size`` ranks, and those that did on another number of ranks.
+
+    Both lists start with the oldest attempt.
+    """
     matching: list[AttemptDir] = []
-    others: list[AttemptDir] = []
+    different: list[AttemptDir] = []
     for attempt in run.attempts():
         log = events.for_attempt(attempt)
         started = events.select_last(log, event_types.SessionStarted)
         if started is not None and events.select_last(log, event_types.FirstStep) is not None:
-            (matching if started.world_size == world_size else others).append(attempt)
-    return matching, others
+            (matching if started.world_size == world_size else different).append(attempt)
+    return matching, different
 
 
 def measure_speed(run: RunDir, attempts: Sequence[AttemptDir]) -> MeasuredSpeed:

@@ -175,7 +175,7 @@ def test_of_two_requests_the_one_with_other_options_is_refused_and_says_what_to_
     answer(running, accepted=True, reason=None)
     assert call(running).exit_code == 0
     said = refusal(call(running, "--time", "1:00:00"))
-    assert "is being requeued already, without options" in said
+    assert "is already being requeued without options" in said
     assert f"clustertrain requeue {running.id} --time 1:00:00" in said
     assert call(running).exit_code == 0  # the same request once more: there is nothing to add
     assert json.loads(running.attempt(1).requeue_request.read_text())["options"] == {}
