@@ -21,7 +21,7 @@ from clustertrain.telemetry.sampler import Intervals, Sampler
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store import jsonl_blocks
 
-COMPACTION_S = 120.0  # below batch's AFTER_RESULTS_S
+COMPACTION_S = 120.0  # less than AFTER_RESULTS_S of the batch process
 MIN_COMPACT_BYTES = 256 << 10  # for less, a Parquet file is not smaller but takes seconds of a core to write
 STOP_S = 5.0  # for the sampler, the alerts and the exporter together
 HURRIED_STOP_S = 2.0  # while the job is being ended

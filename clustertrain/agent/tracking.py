@@ -12,7 +12,8 @@ from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.run_spec import load_spec
 
-TRACKING_STOP_S = 15.0  # for the upload of the last rows; with compaction below batch's AFTER_RESULTS_S
+# For the upload of the last rows; with compaction, less than AFTER_RESULTS_S of the batch process.
+TRACKING_STOP_S = 15.0
 HURRIED_TRACKING_STOP_S = 2.0  # while the job is being ended; later uploads start from the rows
 RESTART_S, MAX_RESTARTS = 10.0, 5
 _POLL_S = 0.05

@@ -98,7 +98,7 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     calibration: float = 1.0
     """Ratio of measured to predicted step time of one of your runs, as ``status`` shows it. Scales every prediction."""
     gpu: GpuType | None = None
-    """GPU type missing from the catalogue; ``--gpu-type`` selects it by its name."""
+    """GPU type missing from the catalog; ``--gpu-type`` selects it by its name."""
     node: NodeFacts | None = None
     """Hardware of the nodes, written by ``cluster detect``. NCCL settings assume that all nodes are alike."""
 

@@ -28,7 +28,7 @@ class Interface(_Facts, frozen=True):
     name: str
     """Name of the interface, for example ``"eth0"``."""
     kind: InterfaceKind = "ethernet"
-    """Type. ``"virtual"``: not connected to a device, for example veth, a bridge of containers only, or a tunnel.
+    """Type. ``"virtual"``: not backed by a device, for example veth, a bridge of containers only, or a tunnel.
     ``"usb"``: usually the host's link to its BMC."""
     state: Literal["up", "down", "unknown"] = "unknown"
     """Operational state."""

@@ -169,8 +169,10 @@ def load_budgeted_attempts(run: RunDir) -> list[Attempt]:
 
 
 def load_submit_options(run: RunDir) -> dict[str, str]:
-    """Return the sbatch options of earlier submissions, which the next one must repeat: the latest value of each option
-    of ``clustertrain requeue``, and all excluded nodes."""
+    """Return the sbatch options of earlier submissions that the next one must repeat.
+
+    These are the latest value of each option of ``clustertrain requeue``, and all excluded nodes.
+    """
     log = events.for_run(run)
     for attempt in run.attempts():
         log += list(events.filter_by_name(events.for_attempt(attempt), "requeued"))

@@ -483,7 +483,7 @@ class AlertEvent(Event, frozen=True, kw_only=True, tag="alert"):
     value: float | None = None
     limit: float | None = None
     lasted_s: float | None = None
-    """Only of a cleared alert."""
+    """Only for a cleared alert."""
     suppressed: int | None = None
     """Alerts of this rule suppressed since the last one."""
 

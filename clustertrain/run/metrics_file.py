@@ -143,8 +143,10 @@ def _find_size(f: BinaryIO) -> int:
 
 
 def _read_forward(f: BinaryIO, start: int, size: int, has_enough: Callable[[list[Row]], bool]) -> list[Row]:
-    """Return the rows in ``size`` bytes from ``start``, or in more until they satisfy ``has_enough``: a row with many
-    scalars may be longer than a window."""
+    """Return the rows in ``size`` bytes from ``start``, or in more bytes until ``has_enough`` is true for them.
+
+    A row with many scalars may be longer than a window.
+    """
     end = _find_size(f)
     while True:
         rows = _read_range(f, start, size)

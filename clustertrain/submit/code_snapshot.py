@@ -52,10 +52,13 @@ class CodeSnapshot:
 
 @dataclass(frozen=True)
 class _Entry:
-    name: str  # relative to the root
-    kind: str  # file, link, outside, secret
+    name: str
+    """Path relative to the root."""
+    kind: str
+    """``file``, ``link``, ``outside`` or ``secret``."""
     size: int = 0
-    target: str = ""  # of a link
+    target: str = ""
+    """Target of a link."""
 
 
 def find_repository_root(folder: Path) -> Path | None:

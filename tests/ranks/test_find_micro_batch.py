@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 def start_search(folder: Path, gib: float, *args: str) -> subprocess.Popen[str]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
     environ |= {"CLUSTERTRAIN_HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
-    # glibc: each tensor from 1 MiB on has its own mapping. By default holes in the heap take some, more or less by chance.
+    # glibc: each tensor from 1 MiB on has its own mapping. By default some land in holes of the heap, by chance.
     environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
     here = ("--backend", "local", "--device", "cpu", "--find-micro-batch")
     return subprocess.Popen(

@@ -138,7 +138,7 @@ def test_cancelled_run_continues_only_by_manual_requeue(submitted: Callable[...,
     for rank in ranks:
         rank.suspend()  # so that the run cannot complete before the command reaches it
     run.call("cancel", run.id)
-    assert clock.wait_until(lambda: (run.path / "attempts" / "1" / "stop.json").exists(), 60)
+    assert clock.wait_until((run.path / "attempts" / "1" / "stop.json").exists, 60)
     for rank in ranks:
         rank.resume()
     assert run.wait_until_final()["state"] == "cancelled"

@@ -100,7 +100,7 @@ _KEYS: Mapping[str, str] = {
 }
 # Notes on keys whose values have another unit than in other trainers.
 UNIT_NOTES: Mapping[str, str] = {"schedule.floor": "It is a fraction of optim.lr."}
-_WORDS: Mapping[str, str] = {
+_VALUES: Mapping[str, str] = {
     "cross-entropy": "ce crossentropy nll softmax categorical-crossentropy sparse-categorical-crossentropy",
     "binary-cross-entropy": "bce bce-with-logits bcewithlogits bcewithlogitsloss sigmoid",
     "mse": "l2 squared mean-squared-error",
@@ -147,7 +147,7 @@ def _invert(names: Mapping[str, str]) -> dict[str, list[str]]:
     return inverted
 
 
-KEYS_BY_ALIAS, WORDS_BY_ALIAS = _invert(_KEYS), _invert(_WORDS)  # alias -> names
+KEYS_BY_ALIAS, VALUES_BY_ALIAS = _invert(_KEYS), _invert(_VALUES)  # alias -> names
 
 
 def find_keys(name: str) -> list[str]:
@@ -155,6 +155,6 @@ def find_keys(name: str) -> list[str]:
     return KEYS_BY_ALIAS.get(name.lower().replace("-", "_"), [])
 
 
-def find_words(name: str) -> list[str]:
+def find_values(name: str) -> list[str]:
     """Return the values, of any key, that ``name`` may mean."""
-    return WORDS_BY_ALIAS.get(name.lower().replace("_", "-"), [])
+    return VALUES_BY_ALIAS.get(name.lower().replace("_", "-"), [])

@@ -127,8 +127,7 @@ def compute_goodput(
 
 
 def _find_queue_start(log: Sequence[events.Event], previous_end: float, until: float) -> float:
-    """Return when the wait for the next start began: at ``previous_end``, or when the owner continued a run that had
-    ended."""
+    """Return the start of the wait for the next attempt: ``previous_end``, or when the owner continued an ended run."""
     return next(
         (e.t for e in events.select(log, event_types.Continued) if previous_end <= e.t <= until),
         previous_end,
@@ -326,8 +325,10 @@ def _sum_steps_since(files: Sequence[tuple[Path, metrics_file.Row]], since: floa
 
 
 def _measure_warmup_s(path: Path) -> float:
-    """Return how much longer an attempt's first step took than the next ones: compilation, kernel selection, the first
-    batch."""
+    """Return the seconds by which an attempt's first step exceeded the median of the next ones.
+
+    They are spent on compilation, kernel selection and the first batch.
+    """
     min_steps, max_steps = BASELINE_STEPS
     raw_times = [row.get("step_s") for row in metrics_file.read_first(path, min_rows=max_steps + 1)[: max_steps + 1]]
     step_times = [float(s) for s in raw_times if isinstance(s, (int, float))]

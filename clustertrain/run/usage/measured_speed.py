@@ -10,8 +10,8 @@ import msgspec
 from clustertrain.run import event_types, events, json_files, metrics_file
 from clustertrain.run.run_dir import AttemptDir, RunDir
 
-# Steps of each attempt that are not measured: compilation, kernel selection, the allocator and the first batches slow
-# them down, and until the queue of the GPU is full the host runs ahead, so that its clock shows too little.
+# Steps of each attempt that are not measured. Compilation, kernel selection, the allocator and the first batches slow
+# them down; and until the GPU's queue is full, the host runs ahead, so its clock measures too little.
 WARM_UP_STEPS = 5
 
 
