@@ -49,16 +49,20 @@ LAST_CHANCE_S = 12.0  # before the end of the allocation: Slurm accepts a requeu
 
 @dataclass
 class JobStep:
-    """The job step that runs the agents, started by srun or its local stand-in, and what has happened to it."""
+    """The job step that runs the agents, started by srun or its local stand-in, and its state."""
 
     child: subprocess.Popen[bytes]
     stop_requested_at: float | None = None
-    preempt_time: float | None = None  # from the scheduler, which drops it when it requeues the job
+    preempt_time: float | None = None
+    """Time from the scheduler, which drops it when it requeues the job."""
     cancelled_at: float | None = None
     requeue_requested: bool = False
-    requeue_options: dict[str, str] | None = None  # options of the requested requeue
-    late_request: bool = False  # the request came after the job step had ended
-    ended_at: float | None = None  # a node has failed, or all have ended
+    requeue_options: dict[str, str] | None = None
+    """Options of the requested requeue."""
+    late_request: bool = False
+    """The request came after the job step had ended."""
+    ended_at: float | None = None
+    """Time at which a node had failed or all had ended."""
     aborted_at: float | None = None
     orphaned: bool = False
     out_of_time: bool = False
@@ -102,7 +106,7 @@ class JobController:
             return EXIT_FAILED  # the next attempt closes this one
         self._close_requests(job_step)
         lost_reason = self._lost_reason(job_step)
-        if lost_reason:  # a newer attempt decides about the run, or nobody can
+        if lost_reason:  # a newer attempt owns the run, or its folder is gone
             print(f"clustertrain: attempt {self.attempt.n} decides nothing: {lost_reason}", flush=True)
             return EXIT_NO_REQUEUE
         requeue_action = RequeueAction(
@@ -130,9 +134,9 @@ class JobController:
         return requeue_action.execute(decision, verdict)
 
     def stop_if_budget_spent(self) -> int | None:
-        """Record the end of the run and return the exit code if earlier attempts used up a budget, else return None.
+        """Record the end of the run and return the exit code if earlier attempts spent a budget; otherwise return None.
 
-        Attempts that were killed could not decide this themselves.
+        A killed attempt could not make this decision itself.
         """
         history = [a for a in attempts.load_budgeted_attempts(self.run) if a.n < self.attempt.n]
         ending: endings.Ending = endings.BUDGET_SPENT
@@ -237,10 +241,10 @@ class JobController:
         newer = self._newer_attempt()
         if newer is not None:
             return f"taken over by attempt {newer}"
-        if job_step.taken_over:  # and the file system does not answer any longer
+        if job_step.taken_over:  # and the file system no longer answers
             return "taken over by a newer attempt"
         if not self._wait_for_folder():
-            return f"the folder of the run is gone: {self.run.path}"
+            return f"the run folder is gone: {self.run.path}"
         newer = self._newer_attempt()  # it may have appeared with the folder
         return "" if newer is None else f"taken over by attempt {newer}"
 
@@ -273,8 +277,8 @@ class JobController:
         job_step.stop_requested_at = clock.now()
         self.log.write("signal", source=source)
         written = self._write_stop_order({"reason": source, "t": job_step.stop_requested_at})
-        # The job step forwards it to every agent. Without the file, USR2 could pass for the early warning of the time
-        # limit.
+        # The job step forwards it to every agent. Without the file, agents could mistake USR2 for the early warning of
+        # the time limit.
         job_step.child.send_signal(signal.SIGUSR2 if written else signal.SIGUSR1)
 
     def _write_stop_order(self, order: dict[str, Any]) -> bool:
@@ -320,7 +324,7 @@ class JobController:
             self._abort(job_step)
 
     def _watch_failures(self, job_step: JobStep, now: float) -> None:
-        """Abort the job step some time after a node failed: the others wait in a collective, and srun for them."""
+        """Abort the job step some time after a node failed: the other nodes wait in a collective, and srun for them."""
         results = self._read_results()
         failed = any(r.ending == "failed" for r in results.values()) or bool(self._nodes_without_agent(results))
         if (failed or len(results) == len(self.nodes)) and job_step.ended_at is None:

@@ -119,7 +119,7 @@ def test_start_waits_for_read_only_run_folder(cluster: Any, submit_run: Callable
     _mount("--bind", attempts, attempts)
     try:
         _mount("-o", "remount,ro,bind", attempts)
-        cluster.wait_for(lambda: "waiting for the run directory" in job_log(run), 60, "the next start")
+        cluster.wait_for(lambda: "waiting for the run folder" in job_log(run), 60, "the next start")
     finally:
         subprocess.run(["umount", "--lazy", attempts], check=True)
     run.complete()

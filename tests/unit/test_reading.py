@@ -84,7 +84,7 @@ def test_file_of_50_gib_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "large"
     path.touch()
     os.truncate(path, 50 << 30)
-    with pytest.raises(UnusableFile, match="longer than 32 MiB"):
+    with pytest.raises(UnusableFile, match="larger than 32 MiB"):
         reading.read_bytes(path)
 
 
@@ -93,9 +93,9 @@ def test_limit_applies_to_the_bytes_read(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 100)
     assert reading.read_bytes(path, 100) == b"x" * 100
-    with pytest.raises(UnusableFile, match="longer than"):
+    with pytest.raises(UnusableFile, match="larger than"):
         reading.read_bytes(path, 99)
-    with pytest.raises(UnusableFile, match="longer than"):
+    with pytest.raises(UnusableFile, match="larger than"):
         reading.read_bytes(Path("/proc/self/status"), 10)
     assert b"Pid:" in reading.read_bytes(Path("/proc/self/status"))
 
@@ -161,7 +161,7 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path: Path, limit: int, expecte
 def test_decompression_bomb_is_refused() -> None:
     bomb = gzip.compress(b"\0" * (1 << 20))
     assert len(reading.decompress(bomb, 1 << 20)) == 1 << 20
-    with pytest.raises(ValueError, match="unpacked"):
+    with pytest.raises(ValueError, match="when decompressed"):
         reading.decompress(bomb, (1 << 20) - 1)
     for damaged in (bomb[:-9], b"no gzip", bomb[:-6] + b"xxxxxx"):
         with pytest.raises(ValueError):

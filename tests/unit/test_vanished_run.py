@@ -43,7 +43,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 )
 def test_write_to_a_removed_run_does_not_create_its_folder(run: RunDir, write: Callable[[RunDir], object]) -> None:
     shutil.rmtree(run.path)
-    with pytest.raises(FileNotFoundError, match="folder of the run is gone"):
+    with pytest.raises(FileNotFoundError, match="run folder is gone"):
         write(run)
     assert not run.path.exists()
 
@@ -53,7 +53,7 @@ def test_save_to_a_removed_run_fails_with_the_reason(run: RunDir) -> None:
     manager.restore(state_of(0.0))
     assert manager.save(5, state_of(1.0))
     shutil.rmtree(run.path)
-    with pytest.raises(StorageError, match=r"step 10 was not saved: .*folder of the run is gone"):
+    with pytest.raises(StorageError, match=r"step 10 was not saved: .*run folder is gone"):
         manager.save(10, state_of(2.0))
     assert not run.path.exists()
 

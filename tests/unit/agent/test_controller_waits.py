@@ -102,12 +102,12 @@ def test_run_folder_that_stays_away_is_reported_as_gone(
 ) -> None:
     monkeypatch.setattr(controller, "FOLDER_S", 0.1)
     watcher.run.path.rename(watcher.run.path.with_name("elsewhere"))
-    assert "the folder of the run is gone" in watcher._lost_reason(JobStep(cast(Any, None)))
+    assert "the run folder is gone" in watcher._lost_reason(JobStep(cast(Any, None)))
 
 
 def test_signal_ends_the_wait_for_the_run_folder(watcher: FolderWatcher) -> None:
     watcher.run.path.rename(watcher.run.path.with_name("elsewhere"))
     timer = threading.Timer(0.2, watcher.signals.received.append, ["SIGTERM"])
     timer.start()
-    assert "the folder of the run is gone" in watcher._lost_reason(JobStep(cast(Any, None)))  # not after a minute
+    assert "the run folder is gone" in watcher._lost_reason(JobStep(cast(Any, None)))  # not after a minute
     timer.join()

@@ -174,7 +174,7 @@ def test_second_request_with_other_options_is_refused(running: RunDir) -> None:
     answer(running, accepted=True, reason=None)
     assert call(running).exit_code == 0
     message = refusal(call(running, "--time", "1:00:00"))
-    assert "is being requeued already, without options" in message
+    assert "is already being requeued without options" in message
     assert f"clustertrain requeue {running.id} --time 1:00:00" in message
     assert call(running).exit_code == 0  # the same request again succeeds
     assert json.loads(running.attempt(1).requeue_request.read_text())["options"] == {}
