@@ -366,7 +366,7 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
 
 def test_list_verify_digest_and_find(manager: CheckpointManager, root: Path) -> None:
     assert inspect.list_checkpoints(root) == []
-    with pytest.raises(NotFound, match="steps there: none"):
+    with pytest.raises(NotFound, match="existing steps: none"):
         inspect.find_checkpoint(root)
     state = make_state()
     manager.save(3, state)
@@ -382,7 +382,7 @@ def test_list_verify_digest_and_find(manager: CheckpointManager, root: Path) -> 
     assert inspect.list_checkpoints(root)[0]["verified"] is None
     assert inspect.find_checkpoint(root) == index.step_folder(root, 6)
     assert inspect.digest(inspect.find_checkpoint(root, 3)) != inspect.digest(inspect.find_checkpoint(root, 6))
-    with pytest.raises(NotFound, match="step 5; steps there: 3, 6"):
+    with pytest.raises(NotFound, match="step 5; existing steps: 3, 6"):
         inspect.find_checkpoint(root, 5)
     flip(index.step_folder(root, 3) / "rank-0.bin")
     assert inspect.list_checkpoints(root)[0]["verified"] is None

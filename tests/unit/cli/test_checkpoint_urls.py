@@ -75,7 +75,7 @@ def test_damage_there_is_named(call: Call, root: Path) -> None:
     ("words", "code", "said"),
     [
         (["list", "memory://bucket/nothing"], 1, "memory://bucket/nothing does not exist"),
-        (["digest", f"{URL}@5"], 1, "no committed checkpoint of step 5; steps there: 3, 6"),
+        (["digest", f"{URL}@5"], 1, "no committed checkpoint of step 5; existing steps: 3, 6"),
         (["list", "nosuch://bucket/x"], 78, "fsspec does not know the protocol nosuch://"),
         (["prune", URL, "--keep", "1"], 2, "the run itself deletes remote copies"),
     ],

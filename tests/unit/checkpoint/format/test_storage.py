@@ -55,9 +55,9 @@ def test_offline_functions_say_the_same_of_a_url(root: Path, protocol: str) -> N
     rows, here = inspect.list_checkpoints(there, verify=True), inspect.list_checkpoints(root, verify=True)
     assert [r.pop("path") for r in rows] == [f"{there}/step-{s:08d}" for s in (3, 6)]
     assert rows == [{k: v for k, v in r.items() if k != "path"} for r in here]
-    with pytest.raises(NotFound, match="no committed checkpoint of step 5; steps there: 3, 6"):
+    with pytest.raises(NotFound, match="no committed checkpoint of step 5; existing steps: 3, 6"):
         inspect.find_checkpoint(there, 5)
-    with pytest.raises(NotFound, match="steps there: none"):
+    with pytest.raises(NotFound, match="existing steps: none"):
         inspect.find_checkpoint(RemoteFolder(f"{there}/nothing"))
 
 

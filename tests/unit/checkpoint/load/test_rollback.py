@@ -64,7 +64,7 @@ def test_what_looks_offline_does_not_see_what_is_condemned_and_still_there(tmp_p
     assert steps(tmp_path) == [6, 12, 18]
     assert [row["step"] for row in inspect.list_checkpoints(tmp_path)] == [6, 12]
     assert inspect.find_checkpoint(tmp_path) == inspect.find_best(tmp_path) == index.step_folder(tmp_path, 12)
-    with pytest.raises(NotFound, match=r"of step 18; steps there: 6, 12$"):
+    with pytest.raises(NotFound, match=r"of step 18; existing steps: 6, 12$"):
         inspect.find_checkpoint(tmp_path, 18)
     # Deleted by hand must not be what the run goes back to.
     assert inspect.list_prunable(tmp_path, 1, is_valid=lambda _: True) == [index.step_folder(tmp_path, 6)]
