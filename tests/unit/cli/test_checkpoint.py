@@ -109,7 +109,7 @@ def test_the_quick_list_sees_a_file_that_was_cut_short(run: Path, command: Comma
     assert [r["verified"] for r in command("list", "net", "--json").json] == [None, False]
     lines = command("list", "net").out.splitlines()
     assert lines[2].split()[-1] == "DAMAGED"
-    assert lines[3].startswith(f"step 6: {folder_of(run, 6)}/rank-0.bin: 5 bytes, ")  # on one line, however long
+    assert lines[3].startswith(f"step 6: {folder_of(run, 6)}/rank-0.bin: has 5 bytes, ")  # on one line, however long
 
 
 def test_a_long_layout_keeps_to_its_column(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
