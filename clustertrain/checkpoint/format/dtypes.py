@@ -1,6 +1,6 @@
-"""Conversion between the bytes of tensors and numpy arrays, without torch. Dtypes have torch's names.
+"""Conversion between the bytes of a tensor and NumPy arrays, by torch's dtype names and without torch.
 
-numpy lacks bfloat16, which is the upper half of a float32, and the 8-bit floats, which have 256 values each.
+NumPy lacks bfloat16 and the 8-bit formats. bfloat16 is the upper half of a float32; each 8-bit format has 256 values.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from clustertrain.errors import CheckpointError
 
-Raw = NDArray[np.uint8]  # (elements, bytes of one)
+Raw = NDArray[np.uint8]  # (elements, itemsize)
 
-FLOATS = ("float32", "bfloat16", "float16", "float64")  # targets of a conversion
+FLOATS = ("float32", "bfloat16", "float16", "float64")  # the dtypes that a tensor can be converted to
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-BLOCK_ELEMENTS = 1 << 20  # elements per block: temporary arrays of a block take megabytes
+BLOCK_ELEMENTS = 1 << 20  # elements processed at a time, so that temporary arrays take only megabytes
 
 _NUMPY_DTYPES = frozenset(
     {"float64", "float32", "float16", "complex128", "complex64", "bool"}
@@ -34,7 +34,7 @@ def _float8_table(exponent_bits: int, mantissa_bits: int, bias: int) -> NDArray[
 
 
 def _e4m3fn_values() -> NDArray[np.float32]:
-    """Return the 256 values: no infinity; the last code of each sign is nan (Micikevicius et al., arXiv 2209.05433)."""
+    """Return the values: no Inf, and the last code of each sign is NaN (Micikevicius et al., arXiv 2209.05433)."""
     values = _float8_table(4, 3, 7)
     values[[0x7F, 0xFF]] = np.nan
     return values
@@ -51,10 +51,13 @@ _FLOAT8_VALUES = {"float8_e4m3fn": _e4m3fn_values(), "float8_e5m2": _e5m2_values
 
 
 def decode(raw: Raw, dtype: str) -> NDArray[Any] | None:
-    """Return the numbers in ``raw`` exactly, as an array of a numpy type; None for an unknown dtype.
+    """Return the values of ``raw`` as an array of shape (elements,), or None for an unsupported dtype.
+
+    The array has a NumPy dtype that represents the values exactly.
 
     Args:
-        raw: contiguous, of shape (elements, itemsize). The result has shape (elements,).
+        raw: contiguous bytes of shape (elements, itemsize).
+        dtype: torch's name of their dtype.
     """
     if dtype in _NUMPY_DTYPES:
         return raw.reshape(-1).view(dtype)
@@ -67,30 +70,28 @@ def decode(raw: Raw, dtype: str) -> NDArray[Any] | None:
 
 
 def is_float(dtype: str) -> bool:
-    """Return whether :func:`convert` converts from ``dtype``."""
+    """Return whether :func:`convert` can convert tensors of this dtype."""
     return dtype in FLOATS or dtype in _FLOAT8_VALUES
 
 
 def encode(values: NDArray[Any], dtype: str) -> Raw:
-    """Round floating-point numbers to ``dtype``, one of FLOATS, to nearest even, and return their bytes.
-
-    Args:
-        values: of shape (elements,). The result has shape (elements, itemsize).
-    """
-    with np.errstate(over="ignore", invalid="ignore"):  # invalid: a signaling nan becomes a quiet one
+    """Return floating-point ``values`` (elements,) as bytes of ``dtype``, one of FLOATS, rounded to nearest even."""
+    with np.errstate(over="ignore", invalid="ignore"):  # invalid: a signaling NaN becomes a quiet one
         if dtype != "bfloat16":
             return values.astype(dtype).view(np.uint8).reshape(-1, ITEMSIZE[dtype])
         bits = values.astype(np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-    rounded[np.isnan(values)] = 0x7FC0  # rounding up could make nan an infinity
+    rounded[np.isnan(values)] = 0x7FC0  # rounding up could turn NaN into Inf
     return rounded.astype(np.uint16).view(np.uint8).reshape(-1, 2)
 
 
 def convert(raw: Raw, source: str, target: str, name: str) -> Iterator[memoryview]:
-    """Convert ``raw`` from ``source`` to ``target``, block by block. Yield it unchanged if ``source`` is no float type.
+    """Yield the bytes of ``raw`` converted from ``source`` to ``target``, one block at a time.
+
+    They are unchanged if the dtypes are equal or ``source`` is not a floating-point dtype.
 
     Raises:
-        CheckpointError: a finite number of the tensor ``name`` is too large for ``target``.
+        CheckpointError: a finite value of the tensor ``name`` is too large for ``target``.
     """
     if source == target or not is_float(source):
         yield raw.reshape(-1).data
@@ -103,7 +104,7 @@ def convert(raw: Raw, source: str, target: str, name: str) -> Iterator[memoryvie
         assert decoded is not None
         if not np.array_equal(np.isfinite(values), np.isfinite(decoded)):
             raise CheckpointError(
-                f"{name}: {np.abs(values[np.isfinite(values)]).max():.3g} is too large for {target}",
+                f"{name}: {np.abs(values[np.isfinite(values)]).max():.3g} is more than {target} can hold",
                 fix="choose bfloat16 or float32",
             )
         yield encoded.reshape(-1).data

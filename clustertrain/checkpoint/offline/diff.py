@@ -1,7 +1,4 @@
-"""Differences between two checkpoints, independent of the layouts and numbers of ranks that saved them.
-
-Works without torch.
-"""
+"""Comparison of two checkpoints, whichever layouts and numbers of ranks saved them. Works without torch."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from clustertrain.checkpoint.format.manifest import Manifest, TensorKind, Tensor
 from clustertrain.checkpoint.format.storage import Folder
 from clustertrain.checkpoint.offline.inspect import Progress, assemble_tensor, no_progress, tensor_bytes
 
-# The other fields of the index say how the checkpoint was saved, which may differ between equal checkpoints.
+# The fields of the index that hold state. The others say how it was saved, which may differ between equal checkpoints.
 _STATE_FIELDS = frozenset({"step", "values", "tensors"})
 _RANK_TENSOR = re.compile(r"rank-\d+/")
 
 
 class TensorForm(msgspec.Struct, frozen=True, kw_only=True):
-    """Dtype and shape of a tensor."""
+    """The dtype and the shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -45,51 +42,54 @@ class TensorDiff(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     kind: TensorKind
     elements: int
-    """Number of elements."""
+    """Number of elements of the tensor."""
     differing: int
     """Number of elements that differ."""
     not_finite: int = 0
-    """Number of differing elements that are nan or infinite in A or B."""
+    """Number of differing elements that are NaN or Inf in A or B."""
     max_abs: float | None = None
-    """Largest difference between elements that are finite in both; null if no such elements differ, or if numbers of
-    the dtype cannot be decoded."""
+    """Largest absolute difference of elements that are finite in A and B. None if no such element differs, or if the
+    dtype cannot be decoded."""
     relative: float | None = None
-    """``max_abs`` as a fraction of the largest magnitude in either tensor."""
+    """``max_abs`` divided by the largest magnitude in either tensor, over elements that are finite in both."""
 
 
 class ValueDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """A value, not a tensor, that differs."""
+    """A value, other than a tensor, that differs or exists on one side only."""
 
     name: str
     only: Literal["a", "b"] | None = None
-    """The only checkpoint that has the value; the value of the other one is null."""
+    """The side that has the value; None if both have it."""
     a: Any = None
     b: Any = None
 
 
 class CheckpointDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """Differences between checkpoint A and checkpoint B."""
+    """The result of a comparison."""
 
     equal: bool
     tensors: int
-    """Number of tensors in both, with the same dtype and shape."""
+    """Number of tensors that both have with the same dtype and shape."""
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     forms: tuple[FormDiff, ...]
     bytes: tuple[TensorDiff, ...]
-    """Tensors of the model first, and within a kind the largest difference first."""
+    """Model tensors first; within a kind, the largest difference first."""
     values: tuple[ValueDiff, ...]
     saved: tuple[ValueDiff, ...]
-    """How the two were saved: layout, number of ranks, engine and so on. Differences here do not affect ``equal``."""
+    """Differences in how the two were saved (layout, number of ranks, engine, …). They do not affect ``equal``."""
     ranks_compared: bool
-    """Whether the state of each rank, its random generators, was compared: only if the numbers of ranks are equal."""
+    """Whether the state of each rank (its random number generators) was compared. It is if the same number of ranks
+    saved both."""
 
 
 def compare_checkpoints(a: Folder, b: Folder, progress: Progress = no_progress) -> CheckpointDiff:
-    """Compare the checkpoints in the folders ``a`` and ``b``. Reads every byte of both, one tensor at a time.
+    """Compare the checkpoints in the folders ``a`` and ``b``.
+
+    Reads every byte of both, and holds one tensor of each in memory.
 
     Raises:
-        DamagedCheckpoint: bytes are not as they were written; the message names the file.
+        DamagedCheckpoint: bytes have changed since they were written; the message names the file.
         StorageError: a file cannot be read at the moment.
     """
     folders = a, b
@@ -133,7 +133,7 @@ def _diff_form(a: TensorRecord, b: TensorRecord) -> FormDiff:
 
 
 def _severity_key(d: TensorDiff) -> tuple[int, int, float, str]:
-    """Sort by kind, the model first; then by non-finite elements, undecoded dtypes and the largest difference."""
+    """Return the sort key: the model first; within a kind NaN and Inf, then undecodable dtypes, then the difference."""
     kinds = ("model", "optimizer", "other")
     return kinds.index(d.kind), -d.not_finite, -(np.inf if d.max_abs is None else d.max_abs), d.name
 
@@ -142,7 +142,7 @@ def _severity_key(d: TensorDiff) -> tuple[int, int, float, str]:
 
 
 def _diff_tensor(tensor: TensorRecord, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> TensorDiff | None:
-    """Return the difference of two tensors of shape (…, itemsize) and the same form; None if they are equal."""
+    """Return the difference of two tensors (…, itemsize) of the same form, or None if they are equal."""
     a, b = a.reshape(-1, tensor.itemsize), b.reshape(-1, tensor.itemsize)
     starts = range(0, len(a), dtypes.BLOCK_ELEMENTS)
     blocks = [(a[i : i + dtypes.BLOCK_ELEMENTS], b[i : i + dtypes.BLOCK_ELEMENTS]) for i in starts]
@@ -175,8 +175,8 @@ def _diff_tensor(tensor: TensorRecord, a: NDArray[np.uint8], b: NDArray[np.uint8
 
 
 def _to_double(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Convert to double precision, in which differences of narrower numbers neither overflow nor round to zero."""
-    with np.errstate(invalid="ignore"):  # a signaling nan becomes a quiet one
+    """Convert to double precision, in which differences of narrower types neither overflow nor round to zero."""
+    with np.errstate(invalid="ignore"):  # a signaling NaN becomes a quiet one
         return numbers.astype(np.complex128 if numbers.dtype.kind == "c" else np.float64)
 
 
@@ -191,11 +191,11 @@ def _flatten_state(manifest: Manifest, *, with_ranks: bool) -> dict[str, Any]:
 def _flatten_save_info(manifest: Manifest) -> dict[str, Any]:
     fields = msgspec.structs.asdict(manifest)
     save_info = {k: v for k, v in fields.items() if k not in _STATE_FIELDS and k not in ("files", "made_in")}
-    return dict(_iter_leaves(msgspec.to_builtins(save_info), ""))  # the metric is a struct
+    return dict(_iter_leaves(msgspec.to_builtins(save_info), ""))  # splits nested structs, such as the metric
 
 
 def _iter_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of everything except tensors. A list of plain values is one value."""
+    """Yield (path, value) for each value that is not a tensor. A list of plain values counts as one value."""
     if isinstance(value, dict) and "__tensor__" in value:
         return
     inner: dict[str, Any] = {}
@@ -215,6 +215,6 @@ def _diff_values(a: dict[str, Any], b: dict[str, Any]) -> Iterator[ValueDiff]:
             yield ValueDiff(name=name, only="a", a=a[name])
         elif name not in a:
             yield ValueDiff(name=name, only="b", b=b[name])
-        # Compare the text: to Python, 1, 1.0 and True are equal.
+        # Compare the text, because Python considers 1, 1.0 and True equal.
         elif repr(a[name]) != repr(b[name]):
             yield ValueDiff(name=name, a=a[name], b=b[name])

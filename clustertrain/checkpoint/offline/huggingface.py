@@ -1,7 +1,7 @@
-"""The built-in decoder as a Hugging Face transformers model: a LlamaForCausalLM.
+"""The built-in decoder as a LlamaForCausalLM of Hugging Face transformers.
 
-Only the names of the tensors differ. Both rotate the pairs (i, i + head_dim/2) of a head, so the rows of q and k keep
-their order, and the decoder's vocabulary has no padding.
+Only the names of the tensors differ. The decoder rotates the pairs (i, i + head_dim/2) of a head, as that class does,
+so that the rows of q and k keep their order. Its vocabulary has no padding rows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from clustertrain.config.model import ModelSpec
 
-# Names in a layer: ours, and those of transformers.
+# Names within a layer: the decoder's and Hugging Face's.
 _LAYER_NAMES = {
     "attention_norm": "input_layernorm",
     "attention.q": "self_attn.q_proj",
@@ -25,9 +25,9 @@ _LAYER_NAMES = {
 
 
 def llama_tensors(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the transformers name and the shape of each tensor of the decoder, by its own name.
+    """Return (Hugging Face name, shape) by the decoder's name of each tensor, in the order of execution.
 
-    The order is that of execution. A tied head is not included.
+    A tied head is omitted, because neither model stores it.
     """
     dim, hidden = spec.dim, spec.hidden
     kv_dim = dim // spec.heads * spec.kv_heads
@@ -42,8 +42,8 @@ def llama_tensors(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
         "embed.weight": ("model.embed_tokens.weight", (spec.vocab_size, dim))
     }
     for n in range(spec.layers):
-        for ours, theirs in _LAYER_NAMES.items():
-            mapping[f"layers.{n}.{ours}.weight"] = f"model.layers.{n}.{theirs}.weight", shapes[ours]
+        for name, hf_name in _LAYER_NAMES.items():
+            mapping[f"layers.{n}.{name}.weight"] = f"model.layers.{n}.{hf_name}.weight", shapes[name]
     mapping["norm.weight"] = "model.norm.weight", (dim,)
     if not spec.tie_embeddings:
         mapping["head.weight"] = "lm_head.weight", (spec.vocab_size, dim)
@@ -51,11 +51,12 @@ def llama_tensors(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def llama_config(spec: ModelSpec, seq_len: int, dtype: str) -> dict[str, Any]:
-    """Return the content of ``config.json`` with the keys of transformers 4, which transformers 5 accepts.
+    """Return the content of ``config.json``, with the keys of transformers 4, which version 5 also accepts.
 
     Args:
-        seq_len: tokens per training sample; the model has seen no longer sequence.
-        dtype: torch's name of the dtype.
+        spec: the decoder.
+        seq_len: tokens per training sample; the model is not trained for longer contexts.
+        dtype: torch's name of the dtype of the tensors.
     """
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -76,7 +77,7 @@ def llama_config(spec: ModelSpec, seq_len: int, dtype: str) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
-        # Bytes have no special tokens; without these lines, transformers would use 1 and 2.
+        # A byte vocabulary has no special tokens; without these lines transformers would assume 1 and 2.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,

@@ -1,6 +1,6 @@
-"""Checkpoints without torch and without a process group: list, verify, digest, assemble, prune.
+"""Operations on checkpoints that need neither torch nor a process group: list, verify, digest, assemble, prune.
 
-Checkpoints that a rollback invalidated are skipped: they exist until the next attempt deletes them.
+Checkpoints that a rollback has invalidated are skipped; the attempt that would delete them may never start.
 """
 
 from __future__ import annotations
@@ -35,26 +35,32 @@ from clustertrain.checkpoint.format.storage_errors import StorageError, with_ret
 from clustertrain.checkpoint.load import rollback
 from clustertrain.errors import CheckpointError, NotFound
 
-# Called with the bytes done and the total.
+# Called with the number of bytes processed and the total.
 Progress = Callable[[int, int], None]
 DIGEST_KINDS: tuple[TensorKind, ...] = ("model", "optimizer")
 
 
 def no_progress(done: int, total: int) -> None:
-    """Report no progress."""
+    """Ignore the progress."""
 
 
 def list_checkpoints(root: Folder, *, verify: bool = False, step: int | None = None) -> list[dict[str, Any]]:
-    """List the checkpoints in ``root``, or the one of ``step``, oldest first: the rows of ``checkpoint list --json``.
+    """Return the checkpoints in ``root``, oldest first, as ``checkpoint list --json`` prints them.
 
-    ``verified`` is true if every byte was read (``verify``) and every checksum matches. It is false if damage was
-    found, which ``damage`` describes. Otherwise it is null: without ``verify``, only the index and the file sizes are
-    checked; nothing is checked in a checkpoint that was never committed; and if the file system fails to read,
-    ``unreadable`` has its message. Fields that come from a damaged index are null.
+    Args:
+        root: the folder of the checkpoints.
+        verify: read every byte and compare the checksums. Otherwise only the index and the file sizes are checked.
+        step: return only the checkpoint of this step.
+
+    Returns:
+        One row per checkpoint. ``verified`` is true if every byte was read and its checksum matches, and false if the
+        checkpoint is known to be damaged; ``damage`` then says how. Otherwise it is null: ``verify`` was not requested,
+        the checkpoint was never committed, or the file system returned the error in ``unreadable``. Values that a
+        damaged index does not reveal are also null.
     """
     folders = [p for p in rollback.list_valid_folders(root) if step in (None, parse_step(p))]
     rows = [(p, describe(p, verify=verify)) for p in folders]
-    # A run deletes its old ones whenever it has saved.
+    # An active run deletes old checkpoints after each save.
     existing = [(p, r) for p, r in rows if p.is_dir()]
     best = _find_best([p for p, _ in existing]) if step is None else None
     for folder, row in existing:
@@ -63,7 +69,7 @@ def list_checkpoints(root: Folder, *, verify: bool = False, step: int | None = N
 
 
 def find_best(root: F) -> F:
-    """Return the committed checkpoint with the best value of the deciding metric; of equal ones, the newest.
+    """Return the committed checkpoint with the best value of the deciding metric, the newest if several are equal.
 
     Raises:
         NotFound: no checkpoint has a value.
@@ -71,19 +77,19 @@ def find_best(root: F) -> F:
     folder = _find_best(rollback.list_valid_folders(root))
     if folder is None:
         raise NotFound(
-            f"{root}: no checkpoint has a value of the deciding metric",
-            fix="evaluate during training (data.validation), or set checkpoint.best to a logged scalar",
+            f"{root}: no checkpoint records a value of the deciding metric",
+            fix="evaluate during training (data.validation), or set checkpoint.best to a scalar that is logged",
         )
     return folder
 
 
 def _find_best(folders: Sequence[F]) -> F | None:
-    """Compare by the metric of the newest checkpoint that has one: a run may change its deciding metric."""
+    """Compare by the metric of the newest checkpoint that has one, because the recipe's choice may have changed."""
     scored: list[tuple[F, CheckpointMetric]] = []
     for folder in folders:
         try:
             metric = read_manifest(folder).metric if is_committed(folder) else None
-        except CheckpointError:  # damaged; ``describe`` reports it
+        except CheckpointError:  # damaged; the caller reports that separately
             continue
         if metric is not None and metric.value is not None and math.isfinite(metric.value):
             scored.append((folder, metric))
@@ -109,7 +115,7 @@ def _folder_bytes(folder: Folder) -> int:
 
 
 def describe(folder: Folder, *, verify: bool = False) -> dict[str, Any]:
-    """Return the row of one checkpoint for :func:`list_checkpoints`."""
+    """Return the row of one checkpoint in :func:`list_checkpoints`."""
     row: dict[str, Any] = {
         "step": parse_step(folder),
         "path": str(folder),
@@ -141,10 +147,10 @@ def describe(folder: Folder, *, verify: bool = False) -> dict[str, Any]:
 
 
 def verify(folder: Folder) -> Manifest:
-    """Read every byte of a checkpoint and compare the checksums.
+    """Read every byte of a checkpoint, compare the checksums, and return the manifest.
 
     Raises:
-        DamagedCheckpoint: not committed, or a file is missing, truncated or altered; the message names the file.
+        DamagedCheckpoint: it is not committed, or a file is missing, truncated or altered; the message names the file.
     """
     manifest = read_manifest(folder)
     _verify_data(folder, manifest)
@@ -159,11 +165,11 @@ def _verify_data(folder: Folder, manifest: Manifest) -> None:
 
 
 def find_damage(folder: Folder, progress: Progress = no_progress) -> list[str]:
-    """Return the messages of the errors that :func:`verify` would raise: one per damaged file, which it names.
+    """Return one message per damaged file, while :func:`verify` raises only the first one.
 
     Raises:
         StorageError: a file cannot be read at the moment.
-        CheckpointError: a newer version wrote the checkpoint.
+        CheckpointError: the checkpoint has a newer format.
     """
     try:
         manifest = read_manifest(folder)
@@ -184,12 +190,12 @@ def find_damage(folder: Folder, progress: Progress = no_progress) -> list[str]:
 
 
 def digest(folder: Folder, kinds: Collection[TensorKind] = DIGEST_KINDS, progress: Progress = no_progress) -> str:
-    """Return one hash of the logical tensors of model and optimizer: their names, dtypes, shapes and bytes in C order.
+    """Return one hash over name, dtype, shape and bytes (C order) of all logical tensors of the given kinds.
 
-    It does not depend on the layout or the number of ranks that saved them. One tensor at a time is in memory.
+    It does not depend on the layout or the number of ranks that saved them. Memory holds one tensor at a time.
 
     Raises:
-        DamagedCheckpoint: as :func:`verify`.
+        DamagedCheckpoint: see :func:`verify`.
     """
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
@@ -210,15 +216,15 @@ def tensor_bytes(tensor: TensorRecord) -> int:
 
 
 def assemble_tensor(folder: Folder, tensor: TensorRecord) -> NDArray[np.uint8]:
-    """Return the whole tensor as bytes, of shape ``(*tensor.shape, itemsize)``: numpy has no bfloat16.
+    """Return the whole tensor as bytes of shape (…, itemsize). NumPy has no bfloat16.
 
     Raises:
-        DamagedCheckpoint, StorageError: as :func:`clustertrain.checkpoint.format.shard_io.read_shard`.
+        DamagedCheckpoint, StorageError: see :func:`clustertrain.checkpoint.format.shard_io.read_shard`.
     """
     shard_bytes = sum(s.nbytes for s in tensor.shards)
     if shard_bytes != tensor_bytes(tensor):
         raise DamagedCheckpoint(
-            f"{folder}: the shards of {tensor.name} hold {shard_bytes} bytes of {tensor_bytes(tensor)}"
+            f"{folder}: the shards of {tensor.name} hold {shard_bytes} of {tensor_bytes(tensor)} bytes"
         )
     if len(tensor.shards) == 1:
         return np.frombuffer(read_shard(folder, tensor.shards[0]), dtype=np.uint8).reshape(
@@ -235,7 +241,7 @@ def find_checkpoint(root: F, step: int | None = None) -> F:
     """Return the folder of the committed checkpoint of ``step``, or of the newest one.
 
     Raises:
-        NotFound: there is no such checkpoint.
+        NotFound: it does not exist.
     """
     committed = [p for p in rollback.list_valid_folders(root) if is_committed(p)]
     if step is not None:
@@ -248,7 +254,7 @@ def find_checkpoint(root: F, step: int | None = None) -> F:
 
 
 def is_verified(folder: Path) -> bool:
-    """Return whether every byte is as it was written."""
+    """Return whether no byte has changed since it was written."""
     try:
         verify(folder)
     except StorageError:
@@ -259,8 +265,8 @@ def is_verified(folder: Path) -> bool:
 
 
 def list_prunable(root: Path, keep: int, *, is_valid: Callable[[Path], bool] = is_verified) -> list[Path]:
-    """Return the folders that :func:`prune` would delete, in the order of deletion."""
-    # A prune by hand treats all checkpoints alike, whatever they were saved for.
+    """Return the checkpoints that :func:`prune` would delete, in its order."""
+    # A manual prune counts all checkpoints alike, whatever triggered them.
     policy = retention.RetentionPolicy(keep=keep)
     candidates = rollback.list_valid_folders(root)
     return retention.list_expired(
@@ -275,8 +281,8 @@ def list_prunable(root: Path, keep: int, *, is_valid: Callable[[Path], bool] = i
 def prune(root: Path, keep: int, *, is_valid: Callable[[Path], bool] = is_verified) -> list[Path]:
     """Delete all but the newest ``keep`` committed checkpoints, and return the deleted folders.
 
-    The newest checkpoint that satisfies ``is_valid`` always stays: if all newer ones are damaged, the run resumes from
-    it. Folders that were never committed stay too, because a save may be in progress.
+    The newest checkpoint that ``is_valid`` accepts always stays: if all newer ones are damaged, the run resumes from
+    it. Uncommitted folders stay too, because a save may be under way.
     """
     expired = list_prunable(root, keep, is_valid=is_valid)
     for folder in expired:

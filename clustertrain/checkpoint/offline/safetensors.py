@@ -1,4 +1,4 @@
-"""Writer of safetensors files with only one tensor in memory at a time."""
+"""Writer of safetensors files that holds one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class ExportTensor:
     """A tensor of the export."""
 
     name: str
+    """Name in the exported file."""
     dtype: str
     """Dtype in the exported file."""
     itemsize: int
@@ -34,7 +35,7 @@ class ExportTensor:
         return math.prod(self.shape) * self.itemsize
 
 
-ReadTensor = Callable[[ExportTensor], Iterable[memoryview]]  # yields the tensor's bytes in C order
+ReadTensor = Callable[[ExportTensor], Iterable[memoryview]]  # yields the bytes of an item in C order, in chunks
 
 _SAFETENSORS = {
     "float64": "F64",
@@ -51,7 +52,11 @@ _SAFETENSORS = {
 
 
 def check_safetensors(items: Iterable[ExportTensor]) -> None:
-    """Raise CheckpointError if the format lacks the dtype of a tensor."""
+    """Check that safetensors supports the dtype of each item.
+
+    Raises:
+        CheckpointError: it does not support one.
+    """
     for item in items:
         if item.dtype not in _SAFETENSORS:
             raise CheckpointError(
@@ -60,14 +65,14 @@ def check_safetensors(items: Iterable[ExportTensor]) -> None:
 
 
 def write_safetensors(path: Path, items: Sequence[ExportTensor], read_tensor: ReadTensor) -> None:
-    """Create a safetensors file: 8 bytes with the length of the header, the header as JSON, then the tensors.
+    """Write a new safetensors file: the length of the header in 8 bytes, the header as JSON, then the tensors.
 
-    The library's ``save_file`` needs all tensors of a file in memory at once.
+    The library's ``save_file`` is not used because it needs all tensors of a file in memory at once.
 
     Raises:
-        OSError: the file cannot be written; a partial file remains.
+        OSError: the file cannot be written. An incomplete file is not removed.
     """
-    # The widest dtype first, so that each tensor starts at a multiple of its itemsize.
+    # Widest elements first, so that each tensor starts at a multiple of its element size.
     by_itemsize = sorted(items, key=lambda i: -i.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it transformers 4 refuses the file
     offset = 0

@@ -1,4 +1,4 @@
-"""The subcommands of ``clustertrain checkpoint``."""
+"""``clustertrain checkpoint``, as it is called."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {"layers": 1}
 
 
 @dataclass(frozen=True)
-class CliOutput:
+class Said:
     code: int
     out: str
     err: str
@@ -41,16 +41,16 @@ class CliOutput:
         return json.loads(self.out)
 
 
-class RunCommand(Protocol):
-    def __call__(self, *args: object) -> CliOutput: ...
+class Command(Protocol):
+    def __call__(self, *words: object) -> Said: ...
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCommand:
-    def call(*args: object) -> CliOutput:
-        monkeypatch.setattr(sys, "argv", ["clustertrain", "checkpoint", *map(str, args)])
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    def call(*words: object) -> Said:
+        monkeypatch.setattr(sys, "argv", ["clustertrain", "checkpoint", *map(str, words)])
         code = main()
-        return CliOutput(code, *capsys.readouterr())
+        return Said(code, *capsys.readouterr())
 
     return call
 
@@ -68,17 +68,17 @@ def run(saved_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return Path(shutil.copytree(saved_run, tmp_path / "home" / "runs" / saved_run.name))
 
 
-def step_folder(run: Path, step: int) -> Path:
+def folder_of(run: Path, step: int) -> Path:
     return index.step_folder(run / "checkpoints", step)
 
 
-def flip_byte(run: Path, step: int, file: str = "rank-0.bin") -> Path:
-    """Change one byte of a file. In ``rank-0.bin`` the byte belongs to a tensor of the model."""
-    path = step_folder(run, step) / file
+def flip(run: Path, step: int, file: str = "rank-0.bin") -> Path:
+    """Change one byte of a file; of the shards it is one of the model's."""
+    path = folder_of(run, step) / file
     data = bytearray(path.read_bytes())
-    tensors = index.read_manifest(step_folder(run, step)).tensors
-    position = next(t.shards[0].offset for t in tensors if t.kind == "model") if file == "rank-0.bin" else 100
-    data[position] ^= 1
+    tensors = index.read_manifest(folder_of(run, step)).tensors
+    at = next(t.shards[0].offset for t in tensors if t.kind == "model") if file == "rank-0.bin" else 100
+    data[at] ^= 1
     path.write_bytes(data)
     return path
 
@@ -86,33 +86,33 @@ def flip_byte(run: Path, step: int, file: str = "rank-0.bin") -> Path:
 # -- list
 
 
-def test_list_reads_no_data_unless_asked(run: Path, command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_reads_no_data_unless_asked(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     original = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *args: read.append(1) or original(*args))
-    rows = command("list", "net", "--json").json
-    assert (read, [r["verified"] for r in rows]) == ([], [None, None])
+    quick = command("list", "net", "--json").json
+    assert (read, [r["verified"] for r in quick]) == ([], [None, None])
     keys = {"step", "path", "bytes", "committed", "verified", "engine", "layout", "world_size", "metric", "best"}
-    assert set(rows[0]) == keys
+    assert set(quick[0]) == keys
     lines = command("list", "net").out.splitlines()
     assert [line.split() for line in lines] == [
         ["step", "size", "ranks", "layout", "engine", "state"],
         *(["3", *lines[1].split()[1:3], "1", "single", "raw", "committed"], lines[2].split()),
     ]
     assert [line.split()[-1] for line in lines[1:]] == ["committed", "committed"]
-    verified_rows = command("list", "net", "--verify", "--json").json
-    assert ([r["verified"] for r in verified_rows], bool(read), set(verified_rows[0])) == ([True, True], True, keys)
+    whole = command("list", "net", "--verify", "--json").json
+    assert ([r["verified"] for r in whole], bool(read), set(whole[0])) == ([True, True], True, keys)
 
 
-def test_list_without_verify_finds_a_truncated_file(run: Path, command: RunCommand) -> None:
-    os.truncate(step_folder(run, 6) / "rank-0.bin", 5)
+def test_the_quick_list_sees_a_file_that_was_cut_short(run: Path, command: Command) -> None:
+    os.truncate(folder_of(run, 6) / "rank-0.bin", 5)
     assert [r["verified"] for r in command("list", "net", "--json").json] == [None, False]
     lines = command("list", "net").out.splitlines()
     assert lines[2].split()[-1] == "DAMAGED"
-    assert lines[3].startswith(f"step 6: {step_folder(run, 6)}/rank-0.bin: 5 bytes, ")  # not wrapped, however long
+    assert lines[3].startswith(f"step 6: {folder_of(run, 6)}/rank-0.bin: has 5 bytes, ")  # on one line, however long
 
 
-def test_long_layout_fits_in_its_column(run: Path, command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_layout_keeps_to_its_column(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     original = inspect.read_manifest
 
     def read(folder: Path) -> index.Manifest:
@@ -132,103 +132,101 @@ def test_long_layout_fits_in_its_column(run: Path, command: RunCommand, monkeypa
     assert "hybrid-shard 16 x 8, tp 8 + sp, cp 2, pp 4 (interleaved)" in lines[1]
 
 
-def test_checkpoint_that_is_deleted_during_list_is_omitted(
-    run: Path, command: RunCommand, monkeypatch: pytest.MonkeyPatch
+def test_a_checkpoint_that_goes_while_it_is_listed_is_left_out(
+    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = inspect.is_committed
 
-    def remove_during_listing(folder: Path) -> bool:
+    def gone(folder: Path) -> bool:
         if index.parse_step(folder) == 3:
             shutil.rmtree(folder, ignore_errors=True)
         return original(folder)
 
-    monkeypatch.setattr(inspect, "is_committed", remove_during_listing)
+    monkeypatch.setattr(inspect, "is_committed", gone)
     assert [r["step"] for r in command("list", "net", "--json").json] == [6]
 
 
-def test_list_of_one_checkpoint_by_step_or_path(run: Path, command: RunCommand) -> None:
-    (step_folder(run, 6) / "COMMITTED").unlink()
-    for name in ("net@6", step_folder(run, 6)):
+def test_one_of_them_by_step_or_path(run: Path, command: Command) -> None:
+    (folder_of(run, 6) / "COMMITTED").unlink()
+    for name in ("net@6", folder_of(run, 6)):
         assert [(r["step"], r["committed"]) for r in command("list", name, "--json").json] == [(6, False)]
     assert command("list", run / "checkpoints", "--json").json == command("list", run, "--json").json
 
 
-def test_list_of_a_run_without_checkpoints(run: Path, command: RunCommand) -> None:
+def test_no_checkpoints_yet(run: Path, command: Command) -> None:
     shutil.rmtree(run / "checkpoints")
-    output = command("list", "net")
-    assert (output.code, output.out, output.err) == (0, "", f"no checkpoints in {run}/checkpoints\n")
+    said = command("list", "net")
+    assert (said.code, said.out, said.err) == (0, "", f"no checkpoints in {run}/checkpoints\n")
     assert command("list", "net", "--json").json == []
 
 
 # -- verify and digest
 
 
-def test_rolled_back_checkpoint_is_not_listed_or_verified(run: Path, command: RunCommand) -> None:
+def test_one_that_a_roll_back_has_condemned_is_neither_listed_nor_verified(run: Path, command: Command) -> None:
     rollback.record_rollback(
         run / "checkpoints",
         None,
         RollbackTarget(last_step=6, max_step=5, reason="a spike", excluded={}, max_rollbacks=1),
     )
     assert [row["step"] for row in command("list", "net", "--json").json] == [3]
-    flip_byte(run, 6)
-    output = command("verify", "net")
-    assert (output.code, output.out) == (0, "step 3: ok\n")
+    flip(run, 6)
+    said = command("verify", "net")
+    assert (said.code, said.out) == (0, "step 3: ok\n")
 
 
-def test_verify_names_the_damaged_file_and_continues(run: Path, command: RunCommand) -> None:
+def test_verify_names_every_damaged_file_and_goes_on(run: Path, command: Command) -> None:
     assert command("verify", "net").out == "step 3: ok\nstep 6: ok\n"
-    path = flip_byte(run, 3)
-    output = command("verify", "net")
-    assert (output.code, output.out) == (1, "step 3: DAMAGED\nstep 6: ok\n")
-    assert f"clustertrain: {path}: " in output.err
-    output = command("verify", "net", "--json")
-    assert output.code == 1
-    assert [(r["step"], r["verified"], r["damage"] is None) for r in output.json["checkpoints"]] == [
+    path = flip(run, 3)
+    said = command("verify", "net")
+    assert (said.code, said.out) == (1, "step 3: DAMAGED\nstep 6: ok\n")
+    assert f"clustertrain: {path}: " in said.err
+    said = command("verify", "net", "--json")
+    assert said.code == 1
+    assert [(r["step"], r["verified"], r["damage"] is None) for r in said.json["checkpoints"]] == [
         (3, False, False),
         (6, True, True),
     ]
-    assert str(path) in output.json["checkpoints"][0]["damage"]
+    assert str(path) in said.json["checkpoints"][0]["damage"]
     assert command("verify", "net@6").code == command("verify", "net", "--step", "6").code == 0
-    assert command("verify", step_folder(run, 3)).code == 1
+    assert command("verify", folder_of(run, 3)).code == 1
 
 
-def test_find_damage_reports_each_damaged_file_once(run: Path) -> None:
-    folder = step_folder(run, 3)
+def test_each_of_several_damaged_files_is_told_once(run: Path) -> None:
+    folder = folder_of(run, 3)
     manifest = index.read_manifest(folder)
     tensors = list(manifest.tensors)
     shutil.copy(folder / "rank-0.bin", folder / "rank-1.bin")
     import msgspec
 
-    for i in range(0, len(tensors), 2):  # move every other tensor to the copy
+    for i in range(0, len(tensors), 2):  # every other tensor lies in the copy
         shards = [msgspec.structs.replace(s, file="rank-1.bin") for s in tensors[i].shards]
         tensors[i] = msgspec.structs.replace(tensors[i], shards=tuple(shards))
     files = {**manifest.files, "rank-1.bin": manifest.files["rank-0.bin"]}
     index.write_manifest(folder, msgspec.structs.replace(manifest, tensors=tuple(tensors), files=files))
-    progress_calls: list[int] = []
-    assert inspect.find_damage(folder, lambda checked_bytes, _: progress_calls.append(checked_bytes)) == []
-    assert progress_calls[-1] == sum(s.nbytes for t in tensors for s in t.shards) and progress_calls == sorted(
-        progress_calls
-    )
+    done: list[int] = []
+    assert inspect.find_damage(folder, lambda so_far, _: done.append(so_far)) == []
+    assert done[-1] == sum(s.nbytes for t in tensors for s in t.shards) and done == sorted(done)
     for name in ("rank-0.bin", "rank-1.bin"):
         (folder / name).write_bytes(bytes((folder / name).stat().st_size))
     assert sorted(d.split(":")[0] for d in inspect.find_damage(folder)) == [f"{folder}/rank-{r}.bin" for r in (0, 1)]
     (folder / "rank-0.bin").unlink()
     assert "No such file" in next(d for d in inspect.find_damage(folder) if "rank-0.bin" in d)
-    flip_byte(folder.parents[1], 3, "manifest.json")
+    flip(folder.parents[1], 3, "manifest.json")
     assert [d.split(":")[0] for d in inspect.find_damage(folder)] == [f"{folder}/manifest.json"]
 
 
-def test_unknown_format_is_unreadable_and_not_damaged(run: Path, command: RunCommand) -> None:
-    marker = step_folder(run, 3) / "COMMITTED"
+def test_what_cannot_be_read_is_not_called_damaged(run: Path, command: Command) -> None:
+    marker = folder_of(run, 3) / "COMMITTED"
     marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": 99}))
-    output = command("verify", "net")
-    assert (output.code, output.out) == (1, "step 3: UNREADABLE\nstep 6: ok\n")
-    assert "written in format 99" in output.err
+    said = command("verify", "net")
+    assert (said.code, said.out) == (1, "step 3: UNREADABLE\nstep 6: ok\n")
+    assert "written in format 99" in said.err
     row = command("verify", "net@3", "--json").json["checkpoints"][0]
     assert (row["verified"], row["damage"]) == (None, None) and "format 99" in row["unreadable"]
 
 
-def test_digest_covers_the_model_the_optimizer_or_both(run: Path, command: RunCommand) -> None:
+def test_a_digest_is_of_the_model_the_optimizer_or_both(run: Path, command: Command) -> None:
     values = {kind: command("digest", "net", "--of", kind).out for kind in ("model", "optimizer", "all")}
     assert len(set(values.values())) == 3
     assert command("digest", "net").out == values["all"]
@@ -244,41 +242,41 @@ def test_digest_covers_the_model_the_optimizer_or_both(run: Path, command: RunCo
 # -- diff
 
 
-def test_diff_of_equal_checkpoints(run: Path, command: RunCommand) -> None:
-    output = command("diff", "net", "net@6")
-    assert output.code == 0
-    assert output.out.splitlines()[:2] == [f"A  {step_folder(run, 6)}", f"B  {step_folder(run, 6)}"]
-    assert output.out.splitlines()[-1].startswith("equal: ")
+def test_diff_of_equals(run: Path, command: Command) -> None:
+    said = command("diff", "net", "net@6")
+    assert said.code == 0
+    assert said.out.splitlines()[:2] == [f"A  {folder_of(run, 6)}", f"B  {folder_of(run, 6)}"]
+    assert said.out.splitlines()[-1].startswith("equal: ")
 
 
-def test_diff_of_checkpoints_with_different_metric_values(run: Path, command: RunCommand) -> None:
+def test_diff_of_two_that_were_judged_by_another_value(run: Path, command: Command) -> None:
     for step, value in ((3, 2.5), (6, 1.5)):
         folder = index.step_folder(run / "checkpoints", step)
         change_index(folder, metric=CheckpointMetric(name="validation_loss", value=value))
-    output = command("diff", "net@3", "net@6", "--all")
-    assert output.code == 1 and "Traceback" not in output.err
-    (line,) = [line for line in output.out.splitlines() if line.strip().startswith("metric/value")]
+    said = command("diff", "net@3", "net@6", "--all")
+    assert said.code == 1 and "Traceback" not in said.err
+    (line,) = [line for line in said.out.splitlines() if line.strip().startswith("metric/value")]
     assert line.split() == ["metric/value", "2.5", "1.5"]
-    result = command("diff", "net@3", "net@6", "--json").json
-    assert {"name": "metric/value", "only": None, "a": 2.5, "b": 1.5} in result["saved"]
+    found = command("diff", "net@3", "net@6", "--json").json
+    assert {"name": "metric/value", "only": None, "a": 2.5, "b": 1.5} in found["saved"]
 
 
-def test_diff_of_two_steps(run: Path, command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = command("diff", "net@3", "net")
-    assert output.code == 1
-    assert max(len(line) for line in output.out.splitlines()[3:]) <= 80
-    shown, all_lines = output.out.splitlines(), command("diff", "net@3", "net", "--all").out.splitlines()
+def test_diff_of_two_steps(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = command("diff", "net@3", "net")
+    assert said.code == 1
+    assert max(len(line) for line in said.out.splitlines()[3:]) <= 80
+    shown, every = said.out.splitlines(), command("diff", "net@3", "net", "--all").out.splitlines()
     assert "tensors  48 of 49 differ (model 12, optimizer 36)" in shown
     assert "and 38 more: --all shows them" in shown
     assert "data/position  30  60" in shown and "step           3   6" in shown
-    assert sum("optimizer/state/" in line for line in all_lines) == 36
-    result = command("diff", "net@3", "net", "--json")
-    assert (result.code, result.json["equal"], len(result.json["bytes"])) == (1, False, 48)
-    assert result.json["a"] == {"run": "net-abcdef", "step": 3, "path": str(step_folder(run, 3))}
-    assert set(result.json) == {
+    assert sum("optimizer/state/" in line for line in every) == 36
+    found = command("diff", "net@3", "net", "--json")
+    assert (found.code, found.json["equal"], len(found.json["bytes"])) == (1, False, 48)
+    assert found.json["a"] == {"run": "net-abcdef", "step": 3, "path": str(folder_of(run, 3))}
+    assert set(found.json) == {
         "a", "b", "equal", "tensors", "only_a", "only_b", "forms", "bytes", "values", "saved", "ranks_compared",
     }  # fmt: skip
-    assert set(result.json["bytes"][0]) == {
+    assert set(found.json["bytes"][0]) == {
         "name", "kind", "elements", "differing", "not_finite", "max_abs", "relative",
     }  # fmt: skip
     monkeypatch.setenv("COLUMNS", "160")
@@ -286,28 +284,28 @@ def test_diff_of_two_steps(run: Path, command: RunCommand, monkeypatch: pytest.M
     assert "optimizer/state/layers.0.attention_norm.weight/exp_avg_sq\n" in wide
 
 
-def test_diff_of_other_models(run: Path, command: RunCommand, tmp_path: Path) -> None:
+def test_diff_of_other_models(run: Path, command: Command, tmp_path: Path) -> None:
     make_run(tmp_path / "home" / "runs" / "other-abcdef", decoder(recipe_of(tie_embeddings=True, kv_heads=4)), (6,))
-    output = command("diff", "net", "other")
-    assert output.code == 1
-    assert "6 with another dtype or shape; " in " ".join(output.out.split())
-    assert "only in A" in output.out and "model/head.weight" in output.out and "only in B" in output.out
-    assert "float32 [64, 128]" in output.out
+    said = command("diff", "net", "other")
+    assert said.code == 1
+    assert "6 with another dtype or shape; " in " ".join(said.out.split())
+    assert "only in A" in said.out and "model/head.weight" in said.out and "only in B" in said.out
+    assert "float32 [64, 128]" in said.out
 
 
 # -- export
 
 
-def test_export_lists_the_written_files(run: Path, command: RunCommand, tmp_path: Path) -> None:
-    output = command("export", "net", "--output", tmp_path / "out")
+def test_export_says_what_it_wrote(run: Path, command: Command, tmp_path: Path) -> None:
+    said = command("export", "net", "--output", tmp_path / "out")
     size = sum(p.nbytes for p in decoder(recipe_of(**SIZES)).parameters())
-    assert output.out.splitlines() == [
+    assert said.out.splitlines() == [
         f"step 6: 12 tensors, {size / 2**20:.1f} MiB, huggingface names, in {tmp_path}/out",
         "  model.safetensors",
         "  config.json",
     ]
-    output = command("export", "net@3", "-o", tmp_path / "x.pt", "--format", "torch", "--dtype", "bfloat16", "--json")
-    assert output.json == {
+    said = command("export", "net@3", "-o", tmp_path / "x.pt", "--format", "torch", "--dtype", "bfloat16", "--json")
+    assert said.json == {
         "run": "net-abcdef",
         "step": 3,
         "path": str(tmp_path / "x.pt"),
@@ -320,65 +318,61 @@ def test_export_lists_the_written_files(run: Path, command: RunCommand, tmp_path
     assert {t.dtype for t in torch.load(tmp_path / "x.pt", weights_only=True).values()} == {torch.bfloat16}
 
 
-def set_metric(run: Path, step: int, value: float | None, mode: str = "min") -> None:
-    change_index(step_folder(run, step), metric={"name": "validation_loss", "value": value, "mode": mode})
+def judge(run: Path, step: int, value: float | None, mode: str = "min") -> None:
+    change_index(folder_of(run, step), metric={"name": "validation_loss", "value": value, "mode": mode})
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", 3), ("max", 6)])
-def test_best_checkpoint_is_marked_and_exported(
-    run: Path, command: RunCommand, tmp_path: Path, mode: str, best: int
-) -> None:
-    set_metric(run, 3, 0.25, mode)
-    set_metric(run, 6, 0.5, mode)
+def test_the_best_is_marked_and_exported(run: Path, command: Command, tmp_path: Path, mode: str, best: int) -> None:
+    judge(run, 3, 0.25, mode)
+    judge(run, 6, 0.5, mode)
     rows = command("list", "net", "--json").json
     assert {r["step"]: (r["metric"]["value"], r["best"]) for r in rows} == {3: (0.25, best == 3), 6: (0.5, best == 6)}
     lines = [line.split() for line in command("list", "net").out.splitlines()]
     assert lines[0][-1] == "validation_loss"
     assert [line[0] for line in lines if "best" in line] == [str(best)]
-    progress_calls = command("export", "net", "--best", "-o", tmp_path / "out", "--json").json
-    assert (progress_calls["step"], progress_calls["tensors"]) == (best, 12)
+    done = command("export", "net", "--best", "-o", tmp_path / "out", "--json").json
+    assert (done["step"], done["tensors"]) == (best, 12)
 
 
-def test_export_best_needs_a_metric_and_no_step(run: Path, command: RunCommand, tmp_path: Path) -> None:
-    set_metric(run, 6, None)
-    output = command("export", "net", "--best", "-o", tmp_path / "out")
-    assert output.code == 1 and "no checkpoint has a value of the deciding metric" in output.err
-    for args in (("net", "--step", "3"), ("net@3",)):
-        output = command("export", *args, "--best", "-o", tmp_path / "out")
-        assert output.code == 2 and "leave one of them out" in output.err
+def test_best_of_none_and_of_one(run: Path, command: Command, tmp_path: Path) -> None:
+    judge(run, 6, None)
+    said = command("export", "net", "--best", "-o", tmp_path / "out")
+    assert said.code == 1 and "no checkpoint records a value of the deciding metric" in said.err
+    for words in (("net", "--step", "3"), ("net@3",)):
+        said = command("export", *words, "--best", "-o", tmp_path / "out")
+        assert said.code == 2 and "leave one of them out" in said.err
 
 
-def test_export_and_diff_import_no_torch(run: Path) -> None:
+def test_neither_an_export_nor_a_comparison_imports_torch(run: Path) -> None:
     program = "import sys; from clustertrain.cli.main import main; code = main(); print(code, 'torch' in sys.modules)"
-    for args, code in (["diff", "net@3", "net@6"], 1), (["export", "net", "-o", "out", "--dtype", "bfloat16"], 0):
-        progress_calls = proc.run([sys.executable, "-c", program, "checkpoint", *args], cwd=run, timeout_s=60.0)
-        assert progress_calls.stdout.splitlines()[-1] == f"{code} False", progress_calls.stderr
+    for words, code in (["diff", "net@3", "net@6"], 1), (["export", "net", "-o", "out", "--dtype", "bfloat16"], 0):
+        done = proc.run([sys.executable, "-c", program, "checkpoint", *words], cwd=run, timeout_s=60.0)
+        assert done.stdout.splitlines()[-1] == f"{code} False", done.stderr
 
 
-def test_copied_checkpoint_exports_with_its_model_names(run: Path, command: RunCommand, tmp_path: Path) -> None:
-    shutil.copytree(step_folder(run, 3), tmp_path / "elsewhere" / "step-00000003")
-    output = command("export", tmp_path / "elsewhere", "-o", tmp_path / "out", "--step", "3", "--json")
-    assert (output.json["names"], output.json["run"]) == ("huggingface", str(tmp_path / "elsewhere"))
+def test_a_checkpoint_knows_its_model_wherever_it_lies(run: Path, command: Command, tmp_path: Path) -> None:
+    shutil.copytree(folder_of(run, 3), tmp_path / "elsewhere" / "step-00000003")
+    said = command("export", tmp_path / "elsewhere", "-o", tmp_path / "out", "--step", "3", "--json")
+    assert (said.json["names"], said.json["run"]) == ("huggingface", str(tmp_path / "elsewhere"))
 
 
 @pytest.mark.parametrize(
     ("size", "files"), [("256kB", 6), ("0.25MiB", 5), ("256K", 6), ("256000", 6), ("0", None), ("5 big", None)]
 )
-def test_max_shard_size_sets_the_number_of_files(
-    run: Path, command: RunCommand, tmp_path: Path, size: str, files: int | None
-) -> None:
-    output = command("export", "net", "-o", tmp_path / "out", "--max-shard-size", size, "--names", "own", "--json")
+def test_sizes_of_shards(run: Path, command: Command, tmp_path: Path, size: str, files: int | None) -> None:
+    said = command("export", "net", "-o", tmp_path / "out", "--max-shard-size", size, "--names", "own", "--json")
     if files is None:
-        assert (output.code, "write 5GB, 500MB or 2GiB" in output.err) == (2, True)
+        assert (said.code, "write 5GB, 500MB or 2GiB" in said.err) == (2, True)
     else:
-        assert len(output.json["files"]) == files + 1
+        assert len(said.json["files"]) == files + 1
 
 
 # -- prune
 
 
-def test_prune_dry_run_lists_what_it_would_delete(run: Path, command: RunCommand) -> None:
-    old = str(step_folder(run, 3))
+def test_prune_tells_what_it_would_delete(run: Path, command: Command) -> None:
+    old = str(folder_of(run, 3))
     assert command("prune", "net", "--keep", "1", "--dry-run").out == f"would delete {old}\n"
     assert command("prune", "net", "--keep", "1", "--dry-run", "--json").json == {
         "run": "net-abcdef",
@@ -390,11 +384,11 @@ def test_prune_dry_run_lists_what_it_would_delete(run: Path, command: RunCommand
     assert not Path(old).exists()
 
 
-# -- errors
+# -- what cannot be
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "text"),
+    ("words", "code", "text"),
     [
         (["list", "nope"], 1, "no run 'nope'"),
         (["list", "./nope"], 1, "does not exist"),
@@ -407,66 +401,64 @@ def test_prune_dry_run_lists_what_it_would_delete(run: Path, command: RunCommand
         (["export", "net"], 2, "Missing option"),
         (["export", "net@3", "--step", "6", "-o", "x"], 2, "RUN already names the checkpoint of step 3"),
         (["export", "net", "-o", "x", "--dtype", "int9"], 2, "'int9' is not one of"),
-        (["export", "net", "-o", "no/x"], 1, "there is no folder"),
+        (["export", "net", "-o", "no/x"], 1, "does not exist"),
         (["export", "net", "-o", "spec.toml"], 2, "already exists"),
         (["export", "net", "-o", "checkpoints", "--force"], 2, "not part of an export"),
         (["prune", "net@3", "--keep", "1"], 2, "is one checkpoint"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_errors_are_one_sentence_and_change_nothing(
-    run: Path, command: RunCommand, monkeypatch: pytest.MonkeyPatch, args: list[str], code: int, text: str
+def test_what_cannot_be_is_said_in_a_sentence(
+    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, text: str
 ) -> None:
     monkeypatch.chdir(run)
     before = sorted(p.name for p in run.iterdir())
-    output = command(*args)
-    assert (output.code, output.out) == (code, "")
-    assert text in output.err
+    said = command(*words)
+    assert (said.code, said.out) == (code, "")
+    assert text in said.err
     assert sorted(p.name for p in run.iterdir()) == before
 
 
 @pytest.mark.parametrize(
-    "args", [["digest", "net"], ["diff", "net@3", "net@6"], ["export", "net", "-o", "out"]], ids=" ".join
+    "words", [["digest", "net"], ["diff", "net@3", "net@6"], ["export", "net", "-o", "out"]], ids=" ".join
 )
 @pytest.mark.parametrize("as_json", [False, True])
-def test_damage_is_reported_with_the_file_name(
-    run: Path, command: RunCommand, monkeypatch: pytest.MonkeyPatch, args: list[str], as_json: bool
+def test_damage_is_told_with_the_files_name(
+    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch, words: list[str], as_json: bool
 ) -> None:
     monkeypatch.chdir(run)
-    path = flip_byte(run, 6)
-    output = command(*args, *(["--json"] if as_json else []))
-    assert (output.code, output.out) == (1, "")
-    assert str(path) in output.err
+    path = flip(run, 6)
+    said = command(*words, *(["--json"] if as_json else []))
+    assert (said.code, said.out) == (1, "")
+    assert str(path) in said.err
     assert not (run / "out").exists()
 
 
-def test_folder_that_is_set_aside_or_uncommitted(run: Path, command: RunCommand) -> None:
-    step_folder(run, 6).rename(index.damaged_folder(step_folder(run, 6)))
-    damaged = index.damaged_folder(step_folder(run, 6))
-    assert (
-        command("verify", damaged).out == "step 6: ok\n"
-    )  # the folder that was named, although step 6 no longer exists
-    (damaged / "COMMITTED").unlink()
-    output = command("digest", damaged)
-    assert (output.code, f"{damaged} was never committed" in output.err) == (1, True)
+def test_a_folder_that_was_never_committed_or_is_set_aside(run: Path, command: Command) -> None:
+    folder_of(run, 6).rename(index.damaged_folder(folder_of(run, 6)))
+    aside = index.damaged_folder(folder_of(run, 6))
+    assert command("verify", aside).out == "step 6: ok\n"  # the one that was named, though there is none of step 6
+    (aside / "COMMITTED").unlink()
+    said = command("digest", aside)
+    assert (said.code, f"{aside} was never committed" in said.err) == (1, True)
 
 
 # -- progress
 
 
-class FakeTerminal(io.StringIO):
+class Tty(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
 @pytest.mark.parametrize(
-    ("is_terminal", "seconds", "shown"), [(True, 2.0, True), (True, 0.5, False), (False, 2.0, False)]
+    ("terminal_there", "seconds", "shown"), [(True, 2.0, True), (True, 0.5, False), (False, 2.0, False)]
 )
-def test_progress_bar_only_for_long_work_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, seconds: float, shown: bool
+def test_a_bar_for_what_lasts_where_somebody_looks(
+    monkeypatch: pytest.MonkeyPatch, terminal_there: bool, seconds: float, shown: bool
 ) -> None:
     now = [0.0]
-    out = FakeTerminal() if is_terminal else io.StringIO()
+    out = Tty() if terminal_there else io.StringIO()
     monkeypatch.setattr(clock, "monotonic", lambda: now[0])
     monkeypatch.setattr(sys, "stderr", out)
     monkeypatch.setattr(terminal, "make_console", lambda file: Console(file=file, force_terminal=True, width=80))

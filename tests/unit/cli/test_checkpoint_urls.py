@@ -68,7 +68,7 @@ def test_damage_at_the_url_is_reported(call: Call, root: Path) -> None:
     (RemoteFolder(URL) / "step-00000006" / "rank-0.bin").write_bytes(b"x")
     code, out, err = call("verify", URL)
     assert (code, "step 3: ok" in out, "step 6: DAMAGED" in out) == (1, True, True)
-    assert f"{URL}/step-00000006/rank-0.bin: 1 bytes" in err
+    assert f"{URL}/step-00000006/rank-0.bin: has 1 bytes" in err
 
 
 @pytest.mark.parametrize(

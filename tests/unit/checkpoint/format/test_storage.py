@@ -77,7 +77,7 @@ def test_tensors_are_read_by_ranges(root: Path, protocol: str) -> None:
     ("damage", "said"),
     [
         (lambda f: _flip(f / "rank-0.bin"), "rank-0.bin: checksum of bytes 0 to 4194304 differs"),
-        (lambda f: (f / "rank-0.bin").write_bytes(b"1234"), "rank-0.bin: 4 bytes, "),
+        (lambda f: (f / "rank-0.bin").write_bytes(b"1234"), "rank-0.bin: has 4 bytes, "),
         (lambda f: (f / "rank-0.bin").unlink(), "rank-0.bin: is missing"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda f: _flip(f / "manifest.json"), "manifest.json: checksum differs"),
