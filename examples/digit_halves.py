@@ -1,4 +1,4 @@
-"""The model and the data of digit_halves.toml: two networks, and images of digits cut into two."""
+"""The model and the data set of digit_halves.toml: two encoders, and images of digits cut in half."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 
 
 class Halves(TensorDataset):
-    """Sample i is (image (64,) from 0 to 1, i)."""
+    """Images of digits: sample i is (image (64,) from 0 to 1, i)."""
 
     version = "scikit-learn's digits"
 
@@ -17,7 +17,7 @@ class Halves(TensorDataset):
 
 
 class Towers(nn.Module):
-    """Images (batch, 64) to embeddings (batch, dim) of their upper and of their lower halves."""
+    """Map images (batch, 64) to embeddings (batch, dim) of their upper halves and of their lower halves."""
 
     def __init__(self, dim: int = 32) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""A training script of one's own: two networks learn which halves of a handwritten digit belong together.
+"""Example script: two encoders learn which halves of a handwritten digit belong together.
 
-clustertrain submit --gpus 2 digit_halves_script.py --steps 300     # or, with no clustertrain around it:
+clustertrain submit --gpus 2 digit_halves_script.py --steps 300     # or without a launcher:
 python digit_halves_script.py --steps 300 --checkpoint-dir /tmp/halves
 """
 
@@ -14,11 +14,11 @@ from torch.utils.data import Subset, TensorDataset
 
 import clustertrain as ct
 
-GROUP = 8  # each half is told from seven others; a micro-batch holds whole groups, on any number of ranks
+GROUP = 8  # each half is compared with eight halves, one of which matches; a micro-batch has whole groups
 
 
 class Halves(TensorDataset):
-    """Sample i is (image (64,) from 0 to 1, i)."""
+    """Images of digits: sample i is (image (64,) from 0 to 1, i)."""
 
     def __init__(self) -> None:
         images = torch.tensor(load_digits().data, dtype=torch.float32) / 16
@@ -26,7 +26,7 @@ class Halves(TensorDataset):
 
 
 class Towers(nn.Module):
-    """Images (batch, 64) to similarities (groups, GROUP, GROUP) of upper to lower halves."""
+    """Map images (batch, 64) to similarities (groups, GROUP, GROUP) of upper and lower halves."""
 
     def __init__(self, dim: int = 32) -> None:
         super().__init__()
@@ -44,11 +44,12 @@ class Towers(nn.Module):
 
 
 def nt_xent(similarities: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Telling the lower half from the upper one and the reverse, averaged: the sum, and how many pairs it is of."""
-    right = torch.arange(GROUP).to(similarities.device).repeat(len(similarities))
-    there = F.cross_entropy(similarities.flatten(0, 1), right, reduction="sum")
-    back = F.cross_entropy(similarities.transpose(1, 2).flatten(0, 1), right, reduction="sum")
-    return (there + back) / 2, len(right)
+    """Return the sum of the losses and the number of pairs. A loss is the mean of both directions: upper to lower
+    half, and lower to upper."""
+    target = torch.arange(GROUP).to(similarities.device).repeat(len(similarities))
+    down = F.cross_entropy(similarities.flatten(0, 1), target, reduction="sum")
+    up = F.cross_entropy(similarities.transpose(1, 2).flatten(0, 1), target, reduction="sum")
+    return (down + up) / 2, len(target)
 
 
 def main() -> None:
@@ -59,23 +60,23 @@ def main() -> None:
     parser.add_argument("--checkpoint-dir", help="only needed outside clustertrain submit")
     args = parser.parse_args()
 
-    everything = Halves()
-    order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(0)).tolist()
-    kept_apart, learned = Subset(everything, order[:360]), Subset(everything, order[360:])
+    dataset = Halves()
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
+    held_out, training = Subset(dataset, order[:360]), Subset(dataset, order[360:])
 
     with ct.session(checkpoint_dir=args.checkpoint_dir) as session:
         model = session.parallelize(Towers())
         optimizer = session.optimizer(torch.optim.AdamW, lr=args.lr)
-        data = session.loader(learned, global_batch=64, micro_batch=16)
+        data = session.loader(training, global_batch=64, micro_batch=16)
         state = {"model": model, "optimizer": optimizer, "data": data}
         for step in session.steps(args.steps, state, checkpoint_every=args.checkpoint_every):
-            done = session.train_step(next(data), nt_xent, clip_norm=1.0)
-            session.log(loss=done.loss, grad_norm=done.grad_norm, lr=args.lr)
+            result = session.train_step(next(data), nt_xent, clip_norm=1.0)
+            session.log(loss=result.loss, grad_norm=result.grad_norm, lr=args.lr)
             if (step + 1) % 100 == 0:
-                found = session.evaluate(kept_apart, nt_xent, metrics=["recall_at_1"], group=GROUP, micro_batch=16)
-                session.log(**found)
-                if session.is_main and found:
-                    print(f"step {step + 1}: the right half of eight for {found['validation_recall_at_1']:.1%}")
+                metrics = session.evaluate(held_out, nt_xent, metrics=["recall_at_1"], group=GROUP, micro_batch=16)
+                session.log(**metrics)
+                if session.is_main and metrics:
+                    print(f"step {step + 1}: matching half found for {metrics['validation_recall_at_1']:.1%}")
 
 
 if __name__ == "__main__":

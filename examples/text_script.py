@@ -1,6 +1,6 @@
-"""A training script of one's own: a transformer learns to tell the next byte of the Python standard library's source.
+"""Example script: a transformer learns to predict the next byte of the Python standard library's source.
 
-clustertrain submit --gpus 2 text_script.py --steps 300       # or, with no clustertrain around it:
+clustertrain submit --gpus 2 text_script.py --steps 300       # or without a launcher:
 python text_script.py --steps 300 --checkpoint-dir /tmp/text
 """
 
@@ -20,7 +20,7 @@ LENGTH = 128
 
 
 class Source(Dataset):
-    """Sample i is (bytes, the bytes after each of them), both (LENGTH,)."""
+    """Windows of a text: sample i is (bytes, the next byte of each), both (LENGTH,)."""
 
     def __init__(self, text: bytes) -> None:
         self.text = np.frombuffer(text, dtype=np.uint8)
@@ -33,7 +33,7 @@ class Source(Dataset):
         return window[:-1], window[1:]
 
 
-class Language(nn.Module):
+class LanguageModel(nn.Module):
     def __init__(self, dim: int = 96, layers: int = 3, heads: int = 4) -> None:
         super().__init__()
         self.embed, self.position = nn.Embedding(256, dim), nn.Embedding(LENGTH, dim)
@@ -55,8 +55,8 @@ class Language(nn.Module):
         return self.head(self.norm(x))
 
 
-def next_byte(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The sum over bytes, and how many they are: so the mean does not depend on how a batch is cut."""
+def next_byte_loss(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the sum over bytes and their number, so that the mean does not depend on how a batch is split."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
 
 
@@ -70,26 +70,26 @@ def main() -> None:
 
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = b"".join(f.read_bytes() for f in files)[: 4 << 20]
-    learned, kept_apart = Source(text[: -64 << 10]), Source(text[-64 << 10 :])
+    training, held_out = Source(text[: -64 << 10]), Source(text[-64 << 10 :])
 
     with ct.session(checkpoint_dir=args.checkpoint_dir) as session:
-        model = session.parallelize(Language())
+        model = session.parallelize(LanguageModel())
         optimizer = session.optimizer(torch.optim.AdamW, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
-        down = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps - 20, eta_min=args.lr / 10)
-        rate = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, down], milestones=[20])
-        data = session.loader(learned, global_batch=16, micro_batch=8)
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
+        decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps - 20, eta_min=args.lr / 10)
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[20])
+        data = session.loader(training, global_batch=16, micro_batch=8)
         session.tokens_per_step = 16 * LENGTH
-        state = {"model": model, "optimizer": optimizer, "rate": rate, "data": data}
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data}
         for step in session.steps(args.steps, state, checkpoint_every=args.checkpoint_every):
-            done = session.train_step(next(data), next_byte, clip_norm=1.0)
-            rate.step()
-            session.log(loss=done.loss, grad_norm=done.grad_norm, lr=rate.get_last_lr()[0])
+            result = session.train_step(next(data), next_byte_loss, clip_norm=1.0)
+            scheduler.step()
+            session.log(loss=result.loss, grad_norm=result.grad_norm, lr=scheduler.get_last_lr()[0])
             if (step + 1) % 100 == 0:
-                found = session.evaluate(kept_apart, next_byte, metrics=["bits_per_token"], samples=256)
-                session.log(**found)
-                if session.is_main and found:
-                    print(f"step {step + 1}: {found['validation_loss']:.3f} nats a byte of text that it has not seen")
+                metrics = session.evaluate(held_out, next_byte_loss, metrics=["bits_per_token"], samples=256)
+                session.log(**metrics)
+                if session.is_main and metrics:
+                    print(f"step {step + 1}: {metrics['validation_loss']:.3f} nats per byte on held-out text")
 
 
 if __name__ == "__main__":

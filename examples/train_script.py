@@ -1,6 +1,6 @@
-"""A training script of one's own: a small network learns to tell on which side of a spiral a point lies.
+"""Example script: a small network learns which arm of a spiral a point belongs to.
 
-clustertrain submit --gpus 2 train_script.py --steps 400      # or, with no clustertrain around it:
+clustertrain submit --gpus 2 train_script.py --steps 400      # or without a launcher:
 python train_script.py --steps 400 --checkpoint-dir /tmp/spiral
 """
 
@@ -16,7 +16,7 @@ import clustertrain as ct
 
 
 class Spiral(Dataset):
-    """Two arms; sample i is a point and its arm, the same whenever it is asked for."""
+    """A spiral of two arms. Sample i is a point and its arm, always the same."""
 
     def __init__(self, size: int) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--lr", type=float, default=1e-2)
-    parser.add_argument("--batch", type=int, default=256, help="samples a step, over all ranks")
+    parser.add_argument("--batch", type=int, default=256, help="samples per step, over all ranks")
     parser.add_argument("--checkpoint-every", type=int, default=100)
     parser.add_argument("--checkpoint-dir", help="only needed outside clustertrain submit")
     args = parser.parse_args()

@@ -1,6 +1,6 @@
-"""Writes clustertrain.json, the dashboard for Grafana, beside itself: python slurm/grafana/dashboard.py
+"""Generator of the Grafana dashboard clustertrain.json, next to this file: python slurm/grafana/dashboard.py
 
-The metrics are those of clustertrain/telemetry/export. A test asks a Prometheus each of these questions.
+The metrics are those of clustertrain/telemetry/export. A test runs each query against a Prometheus.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 OUT = Path(__file__).with_name("clustertrain.json")
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-CHOSEN = '{run=~"$run",job_id=~"$job",node=~"$node"}'
-OF_GPU = "{{node}} gpu {{gpu}}, rank {{rank}}"
-OF_RANK = "rank {{rank}}"
-OF_NODE = "{{node}}"
+SELECTED = '{run=~"$run",job_id=~"$job",node=~"$node"}'
+GPU_LEGEND = "{{node}} gpu {{gpu}}, rank {{rank}}"
+RANK_LEGEND = "rank {{rank}}"
+NODE_LEGEND = "{{node}}"
 WIDTH = 24  # Grafana's columns
 
 
@@ -25,85 +25,91 @@ class Query(NamedTuple):
 
 class Panel(NamedTuple):
     title: str
-    text: str
+    description: str
     unit: str
     queries: tuple[Query, ...]
     kind: str = "timeseries"
-    full: float | None = None  # the upper end of the axis
+    axis_max: float | None = None
 
 
-def value(metric: str, legend: str = OF_GPU) -> Query:
-    return Query(f"clustertrain_{metric}{CHOSEN}", legend)
+def gauge(metric: str, legend: str = GPU_LEGEND) -> Query:
+    return Query(f"clustertrain_{metric}{SELECTED}", legend)
 
 
-def rate(metric: str, legend: str = OF_GPU) -> Query:
-    return Query(f"rate(clustertrain_{metric}{CHOSEN}[$__rate_interval])", legend)
+def rate(metric: str, legend: str = GPU_LEGEND) -> Query:
+    return Query(f"rate(clustertrain_{metric}{SELECTED}[$__rate_interval])", legend)
 
 
 def per_run(function: str, query: Query) -> Query:
     return Query(f"{function} by (run) ({query.expr})", "{{run}}")
 
 
-_SAMPLES = f"sum by (node) (increase(clustertrain_sampler_samples_total{CHOSEN}[$__rate_interval]))"
-_MISSED = f"sum by (node) (increase(clustertrain_sampler_missed_total{CHOSEN}[$__rate_interval]))"
+_SAMPLES = f"sum by (node) (increase(clustertrain_sampler_samples_total{SELECTED}[$__rate_interval]))"
+_MISSED = f"sum by (node) (increase(clustertrain_sampler_missed_total{SELECTED}[$__rate_interval]))"
 STEPS = per_run("max", rate("rank_steps_total"))
 TOKENS = per_run("sum", rate("rank_tokens_total"))
 
-AT_A_GLANCE = (
-    Panel("GPUs", "Allocated", "none", (Query(f"count(clustertrain_gpu_info{CHOSEN})", ""),), "stat"),
+OVERVIEW = (
+    Panel("GPUs", "Allocated", "none", (Query(f"count(clustertrain_gpu_info{SELECTED})", ""),), "stat"),
     Panel("Utilization", "Mean of all GPUs", "percentunit",
-          (Query(f"avg(clustertrain_gpu_utilization_ratio{CHOSEN})", ""),), "stat"),
-    Panel("Power", "Of all GPUs", "watt", (Query(f"sum(clustertrain_gpu_power_watts{CHOSEN})", ""),), "stat"),
+          (Query(f"avg(clustertrain_gpu_utilization_ratio{SELECTED})", ""),), "stat"),
+    Panel("Power", "Sum of all GPUs", "watt", (Query(f"sum(clustertrain_gpu_power_watts{SELECTED})", ""),), "stat"),
     Panel("Steps", "Optimizer steps per second", "ops", (STEPS,), "stat"),
-    Panel("Tokens", "Tokens per second, of all ranks", "short", (TOKENS,), "stat"),
-    Panel("XIDs", "Errors that the driver reported in the time shown", "none",
-          (Query(f"sum(increase(clustertrain_gpu_xids_total{CHOSEN}[$__range]))", ""),), "stat"),
+    Panel("Tokens", "Tokens per second, sum of all ranks", "short", (TOKENS,), "stat"),
+    Panel("XIDs", "Errors that the driver reported in the selected time range", "none",
+          (Query(f"sum(increase(clustertrain_gpu_xids_total{SELECTED}[$__range]))", ""),), "stat"),
 )  # fmt: skip
 GPUS = (
-    Panel("GPU utilization", "Share of time in which a kernel ran: an upper bound of useful work", "percentunit",
-          (value("gpu_utilization_ratio"),), full=1.0),
-    Panel("GPU memory used", "Without what the driver reserves", "bytes", (value("gpu_memory_used_bytes"),)),
-    Panel("Power", "Drawn by the board", "watt", (value("gpu_power_watts"),)),
-    Panel("Temperature", "Of the chip; of the memory where it is told", "celsius",
-          (value("gpu_temperature_celsius"), value("gpu_memory_temperature_celsius", OF_GPU + " memory"))),
-    Panel("SM clock", "", "hertz", (value("gpu_sm_clock_hertz"),)),
-    Panel("Throttled", "Clock held down by power, heat or the board", "percentunit",
-          tuple(value(f"gpu_throttle_{why}_ratio", f"{OF_GPU} {why}") for why in ("power", "thermal", "hardware")),
-          full=1.0),
+    Panel("GPU utilization", "Share of time in which a kernel ran: an upper bound on useful work", "percentunit",
+          (gauge("gpu_utilization_ratio"),), axis_max=1.0),
+    Panel("GPU memory used", "Excluding the memory that the driver reserves", "bytes",
+          (gauge("gpu_memory_used_bytes"),)),
+    Panel("Power", "Drawn by the board", "watt", (gauge("gpu_power_watts"),)),
+    Panel("Temperature", "Of the chip, and of the memory if it is reported", "celsius",
+          (gauge("gpu_temperature_celsius"), gauge("gpu_memory_temperature_celsius", GPU_LEGEND + " memory"))),
+    Panel("SM clock", "", "hertz", (gauge("gpu_sm_clock_hertz"),)),
+    Panel("Throttled", "Share of time in which power, heat or the board limits the clock", "percentunit",
+          tuple(gauge(f"gpu_throttle_{cause}_ratio", f"{GPU_LEGEND} {cause}")
+                for cause in ("power", "thermal", "hardware")),
+          axis_max=1.0),
     Panel("Tensor cores active", "Share of time (GPM, Hopper and later)", "percentunit",
-          (value("gpu_tensor_activity_ratio"),), full=1.0),
+          (gauge("gpu_tensor_activity_ratio"),), axis_max=1.0),
     Panel("SM and memory activity", "Shares (GPM, Hopper and later)", "percentunit",
-          (value("gpu_sm_activity_ratio", OF_GPU + " SM"), value("gpu_dram_activity_ratio", OF_GPU + " DRAM")),
-          full=1.0),
+          (gauge("gpu_sm_activity_ratio", GPU_LEGEND + " SM"), gauge("gpu_dram_activity_ratio", GPU_LEGEND + " DRAM")),
+          axis_max=1.0),
     Panel("NVLink", "", "Bps",
-          tuple(rate(f"gpu_nvlink_{way}_bytes_total", f"{OF_GPU} {way}") for way in ("tx", "rx"))),
-    Panel("PCIe", "", "Bps", tuple(rate(f"gpu_pcie_{way}_bytes_total", f"{OF_GPU} {way}") for way in ("tx", "rx"))),
+          tuple(rate(f"gpu_nvlink_{direction}_bytes_total", f"{GPU_LEGEND} {direction}")
+                for direction in ("tx", "rx"))),
+    Panel("PCIe", "", "Bps",
+          tuple(rate(f"gpu_pcie_{direction}_bytes_total", f"{GPU_LEGEND} {direction}")
+                for direction in ("tx", "rx"))),
 )  # fmt: skip
 TRAINING = (
     Panel("Step rate", "Optimizer steps per second", "ops", (STEPS,)),
-    Panel("Tokens per second", "Of all ranks", "short", (TOKENS,)),
-    Panel("Waiting for data", "Share of the time", "percentunit", (rate("rank_data_wait_seconds_total", OF_RANK),)),
-    Panel("Phase", "What each rank is in", "none", (value("rank_phase", OF_RANK),), "state-timeline"),
+    Panel("Tokens per second", "Sum of all ranks", "short", (TOKENS,)),
+    Panel("Waiting for data", "Share of time", "percentunit", (rate("rank_data_wait_seconds_total", RANK_LEGEND),)),
+    Panel("Phase", "Phase of each rank", "none", (gauge("rank_phase", RANK_LEGEND),), "state-timeline"),
 )
 HEALTH = (
     Panel("XIDs", "By number, since the attempt began", "none",
-          (value("gpu_xids_by_number_total", OF_GPU + ": XID {{xid}}"),)),
-    Panel("Memory errors", "ECC, in the interval", "none",
-          tuple(Query(f"increase(clustertrain_gpu_ecc_{kind}_total{CHOSEN}[$__rate_interval])", f"{OF_GPU} {kind}")
+          (gauge("gpu_xids_by_number_total", GPU_LEGEND + ": XID {{xid}}"),)),
+    Panel("Memory errors", "ECC errors per interval", "none",
+          tuple(Query(f"increase(clustertrain_gpu_ecc_{kind}_total{SELECTED}[$__rate_interval])",
+                      f"{GPU_LEGEND} {kind}")
                 for kind in ("corrected", "uncorrected"))),
-    Panel("Coverage", "Samples taken of those that were due", "percentunit",
-          (Query(f"{_SAMPLES} / ({_SAMPLES} + {_MISSED})", OF_NODE),), full=1.0),
-    Panel("Host", "Busy share of all processors", "percentunit", (value("host_cpu_ratio", OF_NODE),), full=1.0),
+    Panel("Coverage", "Share of due samples that were taken", "percentunit",
+          (Query(f"{_SAMPLES} / ({_SAMPLES} + {_MISSED})", NODE_LEGEND),), axis_max=1.0),
+    Panel("Host", "Busy share of all processors", "percentunit", (gauge("host_cpu_ratio", NODE_LEGEND),), axis_max=1.0),
 )  # fmt: skip
-# run/heartbeat.py PHASES; the test compares.
+# As in run/heartbeat.py; a test compares them.
 PHASES = ("idle", "startup", "restore", "train", "checkpoint", "evaluation", "shutdown")
 
 
 def build() -> dict[str, Any]:
     panels: list[dict[str, Any]] = []
     y = 0
-    for title, found, columns, height in (
-        ("At a glance", AT_A_GLANCE, 6, 4),
+    for title, row_panels, columns, height in (
+        ("At a glance", OVERVIEW, 6, 4),
         ("GPUs", GPUS, 2, 8),
         ("Training", TRAINING, 2, 8),
         ("Health", HEALTH, 2, 8),
@@ -112,10 +118,10 @@ def build() -> dict[str, Any]:
                        "gridPos": {"x": 0, "y": y, "w": WIDTH, "h": 1}})  # fmt: skip
         y += 1
         width = WIDTH // columns
-        for i, panel in enumerate(found):
-            at = {"x": i % columns * width, "y": y + i // columns * height, "w": width, "h": height}
-            panels.append(_panel(panel, len(panels) + 1, at))
-        y += -(-len(found) // columns) * height
+        for i, panel in enumerate(row_panels):
+            position = {"x": i % columns * width, "y": y + i // columns * height, "w": width, "h": height}
+            panels.append(_panel(panel, len(panels) + 1, position))
+        y += -(-len(row_panels) // columns) * height
     return {
         "uid": "clustertrain",
         "title": "clustertrain",
@@ -134,24 +140,24 @@ def build() -> dict[str, Any]:
     }
 
 
-def _panel(panel: Panel, number: int, at: dict[str, int]) -> dict[str, Any]:
+def _panel(panel: Panel, number: int, position: dict[str, int]) -> dict[str, Any]:
     defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
-    if panel.full is not None:
-        defaults["max"] = panel.full
+    if panel.axis_max is not None:
+        defaults["max"] = panel.axis_max
     options: dict[str, Any] = {"legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
                                "tooltip": {"mode": "multi", "sort": "desc"}}  # fmt: skip
     if panel.kind == "stat":
         options = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}}
     if panel.kind == "state-timeline":
-        words = {str(code): {"text": word, "index": code} for code, word in enumerate(PHASES)}
-        defaults = {"mappings": [{"type": "value", "options": words}]}
+        phases = {str(code): {"text": name, "index": code} for code, name in enumerate(PHASES)}
+        defaults = {"mappings": [{"type": "value", "options": phases}]}
     return {
         "id": number,
         "type": panel.kind,
         "title": panel.title,
-        "description": panel.text,
+        "description": panel.description,
         "datasource": SOURCE,
-        "gridPos": at,
+        "gridPos": position,
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": options,
         "targets": [
@@ -162,17 +168,17 @@ def _panel(panel: Panel, number: int, at: dict[str, int]) -> dict[str, Any]:
 
 
 def _variables() -> list[dict[str, Any]]:
-    known = "clustertrain_sampler_samples_total"
-    found: list[dict[str, Any]] = [
+    metric = "clustertrain_sampler_samples_total"
+    variables: list[dict[str, Any]] = [
         {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "hide": 0}
     ]
-    for name, label, where in (
+    for name, label, selector in (
         ("run", "run", ""),
         ("job", "job_id", '{run=~"$run"}'),
         ("node", "node", '{run=~"$run",job_id=~"$job"}'),
     ):
-        query = f"label_values({known}{where}, {label})"
-        found.append(
+        query = f"label_values({metric}{selector}, {label})"
+        variables.append(
             {
                 "name": name,
                 "label": name.capitalize(),
@@ -189,7 +195,7 @@ def _variables() -> list[dict[str, Any]]:
                 "hide": 0,
             }
         )
-    return found
+    return variables
 
 
 if __name__ == "__main__":

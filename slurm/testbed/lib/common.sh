@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# What up, down, status and node share: names and numbers, messages, waiting. Sourced, never run.
+# Shared by up, down, status and node: names and numbers, messages, waiting. Sourced, never run.
 
 export LC_ALL=C
-# A shell that became root with plain su has no sbin folders, and every daemon lives there.
+# After a plain su the PATH lacks the sbin folders, where the daemons are.
 PATH=$PATH:/usr/sbin:/sbin
 umask 022
 
@@ -10,7 +10,7 @@ testbed=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 state=$(realpath -m -- "${CLUSTERTRAIN_TESTBED_DIR:-/var/tmp/clustertrain-testbed}")
 nodes=(node01 node02 node03 node04)
 
-# Exit status for "this machine cannot run the testbed" (no root, a package missing): tests skip on it.
+# Exit status if this machine cannot run the testbed (not root, missing package): the tests are then skipped.
 readonly CANNOT_RUN=77
 
 say() { printf '%s\n' "testbed: $*"; }
@@ -25,20 +25,20 @@ cannot_run() {
     exit "$CANNOT_RUN"
 }
 
-# die_log NAME MESSAGE: the message, the log files of that name, and their last lines, which mostly hold the reason.
+# die_log NAME MESSAGE: print the message and the last lines of the log files of that name, and exit.
 die_log() {
     local name=$1 log
     shift
     printf '%s\n' "testbed: $*" >&2
     for log in "$state/log/$name".{log,stderr}; do
         [[ -s $log ]] || continue
-        printf '%s\n' "testbed: see $log, which ends so:" >&2
+        printf '%s\n' "testbed: see $log; its last lines:" >&2
         tail -n 10 -- "$log" >&2
     done
     exit 1
 }
 
-# wait_until SECONDS COMMAND...: polls until the command succeeds; fails when the time is up.
+# wait_until SECONDS COMMAND...: poll until the command succeeds; fail after SECONDS.
 wait_until() {
     local limit=$1
     local deadline=$((SECONDS + limit))
@@ -66,24 +66,24 @@ require_commands() {
         "(or slurm/install-packages)"
 }
 
-# Slurm's configuration files know no quoting, so the state folder's name must need none. munge's socket lies in it,
+# Slurm's configuration files have no quoting, so the state folder's name must need none. munge's socket is in it,
 # and the kernel allows 107 bytes for a socket's path.
 require_plain_state_path() {
     [[ $state =~ ^/[A-Za-z0-9._/+-]+$ && ${#state} -le 80 ]] ||
-        die "CLUSTERTRAIN_TESTBED_DIR=$state: needs a path of at most 80 characters out of A-Z a-z 0-9 . _ / + -"
+        die "CLUSTERTRAIN_TESTBED_DIR=$state: needs a path of at most 80 characters from A-Z a-z 0-9 . _ / + -"
 }
 
-# One up, down or node at a time on the whole machine. The lock is taken on a file that is always there (and that up
-# edits in place), so nothing is left behind; the kernel drops it when the process dies.
+# One up, down or node at a time on the whole machine. The locked file always exists (up edits it in place), so nothing
+# is left behind; the kernel releases the lock when the process dies.
 take_lock() {
     exec {lock_fd}</etc/hosts
-    flock -w 180 "$lock_fd" || die "another testbed command is at work since three minutes; see: fuser -v /etc/hosts"
+    flock -w 180 "$lock_fd" || die "another testbed command has been running for three minutes; see: fuser -v /etc/hosts"
 }
 
-# The mark that makes a folder ours: up writes into no other folder, down deletes no other folder.
+# Marks a folder as a testbed's: up writes into no other folder, down deletes no other folder.
 state_mark=$state/.clustertrain-testbed
 
-# client COMMAND...: a Slurm client command against this cluster, bounded, without the caller's SLURM_* and SBATCH_*.
+# client COMMAND...: run a Slurm command against this cluster, with a timeout, without the caller's SLURM_* and SBATCH_*.
 client() {
     env -i PATH="$PATH" SLURM_CONF="$state/etc/slurm.conf" timeout 10 "$@"
 }

@@ -1,32 +1,33 @@
 # shellcheck shell=bash disable=SC2154  # the variables come from common.sh
-# Four hosts as network namespaces on one bridge. Every function may be repeated. Sourced, never run.
+# Four hosts as network namespaces on one bridge. Every function is idempotent. Sourced, never run.
 
 subnet=10.77.0
 bridge=ctbr0
 bridge_address=$subnet.1
-# Lines of ours in /etc/hosts end in this, which is how they are found again.
+# The testbed's lines in /etc/hosts end with this tag.
 hosts_tag='# clustertrain-testbed'
 
 node_address() { printf '%s.%d\n' "$subnet" $((10 + 10#${1#node})); }
 node_netns() { printf 'clustertrain-%s\n' "$1"; }
 node_link() { printf 'ct-%s\n' "$1"; }
 
-# in_netns NODE COMMAND...: not ip-netns-exec, which mounts a fresh /sys, where slurmd then misses /sys/fs/cgroup.
+# in_netns NODE COMMAND...: run it in the node's namespace. ip-netns-exec would mount a new /sys, without the
+# /sys/fs/cgroup that slurmd needs.
 in_netns() {
     nsenter --net="/run/netns/$(node_netns "$1")" "${@:2}"
 }
 
-# Links are asked of ip: a shell in its own network namespace may see the /sys of another one.
+# Query ip, not /sys: a shell in its own network namespace may see the /sys of another one.
 link_exists() { ip link show "$1" >/dev/null 2>&1; }
 
-# The state folder that the bridge belongs to; empty when there is no bridge.
+# Print the state folder that the bridge belongs to; nothing without a bridge.
 bridge_owner() { { ip link show "$bridge" 2>/dev/null || true; } | sed -n 's/^ *alias //p'; }
 
 refuse_foreign_network() {
     local owner route
     if link_exists "$bridge"; then
         owner=$(bridge_owner)
-        # An empty owner is our own: up was interrupted between making the bridge and naming its owner.
+        # An empty owner is this testbed: up was interrupted between creating the bridge and naming its owner.
         [[ -z $owner || $owner == "$state" ]] ||
             die "a testbed with another state folder is up; end it: CLUSTERTRAIN_TESTBED_DIR=$owner $testbed/down"
     fi
@@ -50,7 +51,7 @@ node_network_up() {
     local node=$1 netns link
     netns=$(node_netns "$node")
     link=$(node_link "$node")
-    # A file without a namespace behind it is what an interrupted "ip netns add" leaves.
+    # An interrupted "ip netns add" leaves a file without a namespace.
     if ! in_netns "$node" true 2>/dev/null; then
         ip netns delete "$netns" 2>/dev/null || true
         ip netns add "$netns"
@@ -70,7 +71,7 @@ link_is_up() { ip link show "$(node_link "$1")" 2>/dev/null | grep -q ' state UP
 network_down() {
     local node
     for node in "${nodes[@]}"; do
-        # Deleting one end of a veth pair deletes the other at once; the namespace alone would do it some time later.
+        # Deleting one end of a veth pair deletes the other at once; deleting only the namespace would do it later.
         ip link delete "$(node_link "$node")" 2>/dev/null || true
         ip netns delete "$(node_netns "$node")" 2>/dev/null || true
     done
@@ -78,21 +79,21 @@ network_down() {
     hosts_remove
 }
 
-# Written in place: in a container /etc/hosts is a mount of its own, which no rename can replace.
+# Written in place: in a container /etc/hosts is a separate mount, which a rename cannot replace.
 hosts_write() {
-    local wanted=$1
-    [[ $wanted == "$(cat /etc/hosts; printf x)" ]] || printf '%s' "${wanted%x}" >/etc/hosts
+    local text=$1
+    [[ $text == "$(cat /etc/hosts; printf x)" ]] || printf '%s' "${text%x}" >/etc/hosts
 }
 
-# The trailing x keeps the command substitution from eating the file's last newlines.
-hosts_without_ours() {
+# The trailing x keeps the file's last newlines in a command substitution.
+hosts_without_testbed() {
     grep -v -- "$hosts_tag\$" /etc/hosts || true
     printf x
 }
 
 hosts_add() {
     local node lines address
-    lines=$(hosts_without_ours)
+    lines=$(hosts_without_testbed)
     lines=${lines%x}
     lines+="$bridge_address testbed-ctl $hosts_tag"$'\n'
     for node in "${nodes[@]}"; do
@@ -102,24 +103,24 @@ hosts_add() {
     for node in "${nodes[@]}"; do
         address=$(getent ahostsv4 "$node" | awk 'NR == 1 { print $1 }')
         [[ $address == "$(node_address "$node")" ]] ||
-            die "the name $node leads to ${address:-nowhere}, not to $(node_address "$node"): see /etc/hosts"
+            die "the name $node resolves to ${address:-nothing}, not to $(node_address "$node"): see /etc/hosts"
     done
 }
 
-hosts_remove() { hosts_write "$(hosts_without_ours)"; }
+hosts_remove() { hosts_write "$(hosts_without_testbed)"; }
 
-# SIGKILL to every process in the host's namespace, until none is left: a process may fork while it is being killed.
+# Send SIGKILL to every process in the host's namespace until none is left: a process may fork while it is being killed.
 kill_host_processes() {
     local node=$1 pids
     local deadline=$((SECONDS + 20))
     [[ -e /run/netns/$(node_netns "$node") ]] || return 0
     while true; do
-        # Zombies are still listed, but no signal helps them: they wait for their parent.
+        # Zombies are still listed, but wait for their parent, whatever the signal.
         pids=$(for pid in $(ip netns pids "$(node_netns "$node")"); do
             [[ $(sed 's/.*) //; s/ .*//' "/proc/$pid/stat" 2>/dev/null) == [ZX] ]] || printf '%s ' "$pid"
         done)
         [[ -n $pids ]] || return 0
-        ((SECONDS < deadline)) || die "processes of $node outlive SIGKILL: $pids"
+        ((SECONDS < deadline)) || die "processes of $node survive SIGKILL: $pids"
         # shellcheck disable=SC2086  # a list of numbers
         kill -KILL $pids 2>/dev/null || true
         sleep 0.05
