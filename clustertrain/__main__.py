@@ -1,4 +1,4 @@
-"""``python -m clustertrain``: the command line, and the three internal verbs that job.sh, srun and torchrun run."""
+"""``python -m clustertrain``: the command line, and three internal commands that job.sh, srun and torchrun run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ INTERNAL = {
 
 
 def main() -> int:
-    verb = sys.argv[1] if len(sys.argv) > 1 else ""
-    if verb in INTERNAL:
-        code = importlib.import_module(INTERNAL[verb]).main()
-        return int(code or 0)
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command in INTERNAL:
+        exit_code = importlib.import_module(INTERNAL[command]).main()
+        return int(exit_code or 0)
     from clustertrain.cli.main import main as cli
 
     return cli()

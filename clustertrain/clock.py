@@ -1,4 +1,4 @@
-"""The one door to time: wall time for records (UTC epoch seconds), monotonic time for durations."""
+"""The only access to time: wall time for records (UTC epoch seconds), monotonic time for durations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sleep(seconds: float) -> None:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = 0.1) -> bool:
-    """Poll ``condition`` until it is true or ``timeout_s`` has passed; returns its last value."""
+    """Poll ``condition`` until it is true or ``timeout_s`` has passed; return its last value."""
     deadline = monotonic() + timeout_s
     while True:
         if condition():

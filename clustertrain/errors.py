@@ -1,16 +1,16 @@
-"""The exception tree. Each class knows the exit code that the command line ends with.
+"""The exceptions, each with the exit code of the command line.
 
 ClusterTrainError                 1   the command or the run failed
-├── UsageError                    2   an option or argument that cannot be
-├── ConfigError                  78   a recipe, profile or environment that would fail the same way again
+├── UsageError                    2   an option or argument is invalid
+├── ConfigError                  78   a recipe, profile or environment is wrong: a retry would fail the same way
 │   ├── UnsuitableEnvironment    78   this machine or allocation lacks something
-│   └── Diverged                 78   training went wrong, and with the run's seeds and data would do so again
-├── NotFound                      1   a run, checkpoint or file that does not exist
-│   └── AmbiguousName             2   a run name that fits several
-├── PermissionDenied              1   a file or folder of somebody else's run
-├── SchedulerError                1   Slurm said no; its own words are the message
-├── CommandFailed                 1   a child process that failed
-├── CheckpointError               1   nothing to restore, or damage
+│   └── Diverged                 78   training diverged, and would again with the same seeds and data
+├── NotFound                      1   a run, checkpoint or file does not exist
+│   └── AmbiguousName             2   a name matches several runs
+├── PermissionDenied              1   a file or folder belongs to another user's run
+├── SchedulerError                1   the scheduler refused; the message is the scheduler's
+├── CommandFailed                 1   a child process failed
+├── CheckpointError               1   there is no checkpoint to restore, or it is damaged
 └── NotOwner                     93   another attempt owns the run
 """
 
@@ -25,7 +25,7 @@ EXIT_NO_REQUEUE = 93  # no progress, budget spent, or another attempt owns the r
 
 
 class ClusterTrainError(Exception):
-    """A failure with a message for the user: what, why, and in ``fix`` what to do next."""
+    """A failure with a message for the user: what failed and why, and in ``fix`` what to do next."""
 
     exit_code = EXIT_FAILED
 

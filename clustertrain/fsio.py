@@ -1,7 +1,7 @@
 """Durable files: temporary file, fsync, rename, fsync of the folder. Appended lines are whole or absent.
 
-Files may be read by the group; whether the group gets to them is up to the run's folder (0700, or 0750 with --share).
-A umask that would close them to it is loosened for the processes of a run that is shared.
+Files are readable by the group. The mode of the run folder (0700, or 0750 with --share) decides whether the group can
+reach them. For the processes of a shared run, a umask that would deny the group access is loosened.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any, BinaryIO
 
 from clustertrain import reading, settings
 
-# What link(2) says of a file system without hard links: EPERM by POSIX, the others by some of FUSE and CIFS.
+# Errors of link(2) on a file system without hard links: EPERM according to POSIX, the others from some FUSE and CIFS.
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 def fsync_folder(folder: Path) -> None:
+    """Make created, renamed and removed entries of ``folder`` durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -30,8 +31,10 @@ def fsync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: Path, *, mode: int = 0o640, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file beside ``path`` to write into, which takes its place atomically when the block ends well, and goes away
-    otherwise. Readers see the old file or the new one, whole. ``durable``: and so do they after a crash."""
+    """Yield a temporary file that replaces ``path`` atomically when the block ends, and is removed if the block raises.
+
+    Readers see the complete old file or the complete new one. With ``durable``, that also holds after a crash.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -43,7 +46,7 @@ def atomic_write(path: Path, *, mode: int = 0o640, durable: bool = True) -> Iter
         temporary.replace(path)
     except BaseException as e:
         temporary.unlink(missing_ok=True)
-        if isinstance(e, OSError) and e.filename is None:  # of write(2), on a full disk: it does not know the name
+        if isinstance(e, OSError) and e.filename is None:  # write(2) on a full disk does not report the name
             e.filename = str(path)
         raise
     if durable:
@@ -51,28 +54,33 @@ def atomic_write(path: Path, *, mode: int = 0o640, durable: bool = True) -> Iter
 
 
 def write_bytes(path: Path, data: bytes, *, mode: int = 0o640) -> None:
-    """Replace ``path`` by ``data`` atomically and durably. Readers see the old file or the new one, whole."""
+    """Replace the content of ``path`` with ``data``, atomically and durably; see :func:`atomic_write`."""
     with atomic_write(path, mode=mode) as f:
         f.write(data)
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o640) -> None:
+    """Write ``text`` as UTF-8; see :func:`write_bytes`."""
     write_bytes(path, text.encode(), mode=mode)
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as JSON; see :func:`write_bytes`."""
     write_text(path, json.dumps(value, indent=1, sort_keys=False) + "\n")
 
 
 def create_json(path: Path, value: Any) -> bool:
-    """Make ``path`` with ``value`` in it, whole and durable; False where it is there already. Of several who do this at
-    once, on NFS too, one succeeds. Without hard links, a reader may find the file empty for a moment."""
+    """Create ``path`` with ``value``, complete and durable; return False if it already exists.
+
+    Of several processes that call this at the same time, also over NFS, exactly one succeeds. On a file system without
+    hard links, a reader may find the file empty for a moment.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     write_json(temporary, value)
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # A client of NFS that got no answer asks again, and is then told that the file is there: the one that it made.
+        # An NFS client that received no answer repeats the request, which fails because the first one created the file.
         return temporary.stat().st_nlink == 2
     except OSError as e:
         if e.errno not in _NO_HARD_LINKS:
@@ -85,7 +93,7 @@ def create_json(path: Path, value: Any) -> bool:
 
 
 def _create_exclusive(path: Path, data: bytes) -> bool:
-    """:func:`create_json` without hard links (exFAT, many FUSE file systems, some mounts of CIFS)."""
+    """Create ``path`` with ``data`` without hard links (exFAT, many FUSE file systems, some CIFS mounts)."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
     except FileExistsError:
@@ -96,17 +104,17 @@ def _create_exclusive(path: Path, data: bytes) -> bool:
             f.flush()
             os.fsync(f.fileno())
     except BaseException:
-        path.unlink(missing_ok=True)  # else it would keep everybody else from making it
+        path.unlink(missing_ok=True)  # otherwise nobody could create it
         raise
     fsync_folder(path.parent)
     return True
 
 
 def read_json(path: Path) -> Any | None:
-    """The JSON in ``path``, or None when the file is missing or (a reader beat a rename on NFS) empty.
+    """Return the JSON in ``path``; None if the file is missing or empty, as it may briefly be on NFS during a rename.
 
     Raises:
-        reading.UnusableFile: it is not JSON, or too large, or no file.
+        reading.UnusableFile: ``path`` is not JSON, too large, or not a file.
     """
     try:
         return reading.read_json(path)
@@ -115,10 +123,10 @@ def read_json(path: Path) -> Any | None:
 
 
 def poll_json(path: Path) -> Any | None:
-    """:func:`read_json` for a file that others may write at any moment, for polling: whatever goes wrong (half a rename
-    on NFS, a server that does not answer, a bad line) means that there is nothing new yet.
+    """Return the JSON in a file that another process may write at any moment; None if it cannot be read yet.
 
-    The folder is listed first, because an NFS client remembers "no such file" for up to a minute; opening a folder asks
+    Errors count as "nothing new yet": a rename in progress on NFS, a server that does not answer, invalid JSON. The
+    folder is listed first, because an NFS client caches "no such file" for up to a minute, and opening a folder queries
     the server.
     """
     try:
@@ -128,17 +136,20 @@ def poll_json(path: Path) -> Any | None:
 
 
 class JsonlAppender:
-    """Appends JSON lines to a file that this process alone writes. Each line is one write(2), so readers and a kill
-    never see two halves of different lines; a torn last line is skipped by :func:`read_jsonl`."""
+    """Writer that appends JSON lines to a file of which this process is the only writer.
+
+    Lines never interleave. If the process is killed during a write, :func:`read_jsonl` skips the torn last line.
+    """
 
     def __init__(self, path: Path) -> None:
         make_folder(path.parent)
         self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
-        # A predecessor that was killed mid-line must not glue its half to our first line.
+        # Terminate the torn line of a killed predecessor, so that the first new line does not continue it.
         if os.fstat(self._fd).st_size and _read_last_byte(path) != b"\n":
             os.write(self._fd, b"\n")
 
     def append(self, *records: dict[str, Any], sync: bool = False) -> None:
+        """Append one line per record, with fsync if ``sync``. Do nothing after :meth:`close`."""
         if self._fd is None or not records:
             return
         data = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in records).encode()
@@ -160,15 +171,22 @@ def _read_last_byte(path: Path) -> bytes:
 
 
 def read_jsonl(path: Path, limit: int = reading.MAX_LINES_BYTES) -> Iterator[dict[str, Any]]:
-    """The JSON objects of an append-only file. Half a line (a writer killed, or still writing) is skipped, as is what
-    lies before the last ``limit`` bytes. Raises reading.UnusableFile for what is no file."""
+    """Yield the JSON objects in the last ``limit`` bytes of an append-only file; none if the file is missing.
+
+    Incomplete lines are skipped: their writer was killed or is still writing.
+
+    Raises:
+        reading.UnusableFile: ``path`` is not a file.
+    """
     with contextlib.suppress(FileNotFoundError):
         yield from _iter_records(reading.iter_lines(path, limit))
 
 
 def read_jsonl_tail(path: Path, size: int) -> list[dict[str, Any]]:
-    """As :func:`read_jsonl`, of the last ``size`` bytes; none where the file is missing or unreadable. A first line
-    that is cut is skipped."""
+    """Return the JSON objects in the last ``size`` bytes of ``path``; none if it is missing or unreadable.
+
+    Incomplete lines are skipped, including a first line that begins before these bytes.
+    """
     try:
         return list(_iter_records(reading.iter_lines(path, size)))
     except OSError:
@@ -176,7 +194,7 @@ def read_jsonl_tail(path: Path, size: int) -> list[dict[str, Any]]:
 
 
 def parse_records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """The JSON objects among ``lines``; what is torn or something else is left out."""
+    """Return the JSON objects in ``lines``, without lines that are torn or contain another type."""
     return list(_iter_records(lines))
 
 
@@ -189,23 +207,25 @@ def _iter_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def make_folder(path: Path) -> None:
-    """Make ``path`` and what lacks above it, each as open to the group as the folder it is in. A process of a run does
-    not make the folder of its run: where that was removed, nothing would be seen of what is written into another one.
+    """Create ``path`` and missing parent folders, each with the group permissions of its parent.
+
+    The run folder of this process is never created: if it was removed, nobody would find files in a new one.
 
     Raises:
-        FileNotFoundError: the folder of this process's run is gone.
+        FileNotFoundError: the run folder of this process is gone.
     """
     if not path.is_dir():
         if str(path) == os.environ.get(settings.RUN_DIR):
-            raise FileNotFoundError(errno.ENOENT, "the folder of the run is gone", str(path))
+            raise FileNotFoundError(errno.ENOENT, "the run folder is gone", str(path))
         make_folder(path.parent)
         claim_folder(path)
 
 
 def claim_folder(path: Path, *, mode: int | None = None) -> bool:
-    """Make ``path``; False when somebody else made it first. mkdir is atomic on NFS and Lustre, file locks are not.
+    """Create the folder ``path``; return False if it already exists.
 
-    Whatever the umask, it gets ``mode``, or is as open to the group as the folder it is in.
+    Unlike file locks, mkdir is atomic on NFS and Lustre. The folder gets ``mode`` regardless of the umask; by default,
+    the group permissions of its parent.
     """
     target_mode = 0o700 | (path.parent.stat().st_mode & 0o050) if mode is None else mode
     try:
@@ -214,30 +234,32 @@ def claim_folder(path: Path, *, mode: int | None = None) -> bool:
         return False
     actual_mode = path.stat().st_mode
     if actual_mode & 0o777 != target_mode:
-        path.chmod(actual_mode & 0o7000 | target_mode)  # a site may hand its group down with the setgid bit
+        path.chmod(actual_mode & 0o7000 | target_mode)  # keep the setgid bit, by which folders may inherit their group
     return True
 
 
 def rename_folder(source: Path, target: Path) -> bool:
-    """Give a folder with something in it, made beside ``target``, that name; False when somebody else's has it. The
-    rename is atomic on NFS and Lustre, and whoever sees the folder sees all that is in it."""
+    """Rename ``source``, a nonempty sibling of ``target``; return False if ``target`` already exists and is not empty.
+
+    The rename is atomic on NFS and Lustre, so a process that sees the folder sees its complete content.
+    """
     inode = source.stat().st_ino
     try:
         source.rename(target)
     except OSError as e:
         if e.errno in (errno.ENOTEMPTY, errno.EEXIST):
             return False
-        # An NFS client that got no answer asks again, and finds that its first request was carried out.
+        # An NFS client that received no answer repeats the request, which fails if the first one succeeded.
         if e.errno != errno.ENOENT or not target.is_dir() or target.stat().st_ino != inode:
             raise
-    with contextlib.suppress(OSError):  # it has the name: whoever tried again would meet itself
+    with contextlib.suppress(OSError):  # the rename succeeded: a retry would find this process's own folder
         fsync_folder(target.parent)
     return True
 
 
 @contextlib.contextmanager
 def group_umask(folder: Path) -> Iterator[None]:
-    """What is made here, or by a process that is started here, may be read by the group where ``folder`` may."""
+    """Within the block, let the group read new files if it may read ``folder``; child processes inherit the setting."""
     previous_umask = set_group_umask(folder)
     try:
         yield
@@ -246,7 +268,7 @@ def group_umask(folder: Path) -> Iterator[None]:
 
 
 def set_group_umask(folder: Path) -> int:
-    """:func:`group_umask` for the rest of a process and its children; returns the umask that was."""
+    """Set the umask of :func:`group_umask` for this process and its children; return the previous umask."""
     previous_umask = os.umask(0o077)
     os.umask(previous_umask & ~(folder.stat().st_mode & 0o050))
     return previous_umask

@@ -1,7 +1,7 @@
-"""The door for text that somebody else wrote, on its way to a terminal: what a terminal acts on is shown escaped.
+"""Escaping of text from other users before it is printed to a terminal.
 
-With raw control characters a run's name, event or log could write the clipboard (OSC 52), change what was printed
-before it, or make a text look like another one (the characters that turn its direction).
+With raw control characters, a run's name, event or log could write to the clipboard (OSC 52), overwrite earlier output,
+or, by reversing the direction of text, look like another text.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import IO, Any, TextIO, cast
 
-# C0 but \t and \n, DEL, C1, what turns the direction of text, and halves of surrogate pairs, which no encoding takes.
+# C0 except \t and \n, DEL, C1, characters that change the text direction, and lone surrogates, which cannot be encoded.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _NOT_ASCII = re.compile("[^\x00-\x7f]")
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """``text`` with ``\\x1b`` and the like in the place of control characters; those of ``keep`` stay."""
+    """Return ``text`` with control characters escaped, for example as ``\\x1b``, except those in ``keep``."""
     return _UNSAFE.sub(lambda m: m[0] if m[0] in keep else _escape(m[0]), text)
 
 
@@ -29,8 +29,10 @@ def _escape(character: str) -> str:
 
 
 def printable_json(document: str, encoding: str | None = None) -> str:
-    """JSON with escapes of JSON's own for what JSON allows to stand as it is and a terminal would act on, and for what
-    ``encoding`` lacks."""
+    """Return the JSON ``document`` with JSON's escapes for control characters.
+
+    Characters that ``encoding`` lacks cause all non-ASCII characters to be escaped.
+    """
     document = _UNSAFE.sub(lambda m: f"\\u{ord(m[0]):04x}", document)
     if _escape_unencodable(document, encoding) == document:
         return document
@@ -38,15 +40,17 @@ def printable_json(document: str, encoding: str | None = None) -> str:
 
 
 def _escape_unencodable(text: str, encoding: str | None) -> str:
-    """``text`` with escapes for what ``encoding`` lacks: a stream of Python's raises there."""
+    """Return ``text`` with escapes for characters that ``encoding`` lacks, on which a text stream would raise."""
     if encoding is None or text.isascii():
         return text
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 class PrintableStream:
-    """A text stream that shows what is written to it as :func:`printable` does; ``unwrap_stream`` is the stream
-    itself."""
+    """A text stream that escapes what is written to it, as :func:`printable` does.
+
+    :func:`unwrap_stream` returns the underlying stream.
+    """
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw
@@ -59,21 +63,21 @@ class PrintableStream:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "buffer":  # click writes past this stream where the encoding is ASCII
+        if name == "buffer":  # click would use it to bypass this stream if the encoding is ASCII
             raise AttributeError(name)
         return getattr(self.raw, name)
 
 
 def unwrap_stream(stream: IO[str]) -> TextIO:
-    """The stream behind a :class:`PrintableStream`, for who sends the terminal commands and escapes text itself."""
+    """Return the stream that a :class:`PrintableStream` wraps, for callers that send control sequences themselves."""
     return stream.raw if isinstance(stream, PrintableStream) else cast(TextIO, stream)
 
 
 @contextlib.contextmanager
 def sanitized_output() -> Iterator[None]:
-    """Whatever this process prints in the block goes through :func:`printable`, click's messages as well."""
+    """Within the block, escape everything that this process prints, including click's messages."""
     original = sys.stdout, sys.stderr
-    # Python has None in the place of one that was closed, `>&-`.
+    # A closed stream (`>&-`) is None.
     sys.stdout, sys.stderr = (cast(TextIO, PrintableStream(stream)) if stream else stream for stream in original)
     try:
         yield

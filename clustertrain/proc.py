@@ -1,4 +1,4 @@
-"""The one door to child processes: argument lists only, never a shell; a timeout always; the error quotes the child."""
+"""The only access to child processes: argument lists, never a shell; timeouts on waits; errors that quote the child."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ class CommandResult:
 
 
 def python_module_argv(python: str, module: str, *arguments: str) -> list[str]:
-    """The argument list of ``python -m MODULE``, without the current folder among the places that it imports from:
-    a ``torch.py`` that lies there would be run."""
+    """Return the arguments of ``python -P -m MODULE``.
+
+    ``-P`` keeps the current folder off the import path: otherwise a ``torch.py`` there would be imported.
+    """
     return [python, "-P", "-m", module, *arguments]
 
 
@@ -43,10 +45,10 @@ def run(
     cwd: Path | None = None,
     check: bool = True,
 ) -> CommandResult:
-    """Run a command to its end and return what it printed.
+    """Run a command to its end and return its output.
 
     Raises:
-        CommandFailed: it is not installed, took longer than ``timeout_s``, or (with ``check``) returned non-zero.
+        CommandFailed: the command is not installed, took longer than ``timeout_s``, or (with ``check``) failed.
     """
     command = tuple(os.fspath(a) for a in argv)
     try:
@@ -54,9 +56,9 @@ def run(
             command, capture_output=True, text=True, errors="replace", timeout=timeout_s, env=env, cwd=cwd, check=False
         )
     except FileNotFoundError as e:
-        raise CommandFailed(f"{command[0]}: command not found", fix=f"install it, or put it on PATH ({e})") from e
+        raise CommandFailed(f"{command[0]}: command not found", fix=f"install it, or add it to PATH ({e})") from e
     except subprocess.TimeoutExpired as e:
-        raise CommandFailed(f"{shlex.join(command)} gave no answer in {timeout_s:g} s") from e
+        raise CommandFailed(f"{shlex.join(command)} did not end within {timeout_s:g} s") from e
     result = CommandResult(command, process.returncode, process.stdout, process.stderr)
     if check and process.returncode != 0:
         output = (process.stderr or process.stdout).strip() or "(it printed nothing)"
@@ -74,12 +76,14 @@ def start(
     ignore_stop_signals: bool = False,
     keep_stdin_open: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start a child with no standard input; stdout and stderr are appended to ``log`` (or inherited). With
-    ``keep_stdin_open`` its input stays open until the caller closes ``stdin`` of what this returns, or dies.
+    """Start a child process without standard input.
 
-    With ``ignore_stop_signals`` it starts with TERM, USR1 and USR2 ignored. That survives exec, and keeps a warning
-    meant for the agent from killing torchrun and the ranks while they still import. A one-line sh does it, because
-    ``preexec_fn`` may deadlock in a process with threads.
+    Args:
+        log: file to which stdout and stderr are appended; default: they are inherited.
+        ignore_stop_signals: start with TERM, USR1 and USR2 ignored, so that a warning to the agent does not kill
+            torchrun and the ranks while they import. It is set by a line of sh, since ``preexec_fn`` may deadlock in a
+            process with threads.
+        keep_stdin_open: give the child a pipe as standard input, open until the caller closes it or dies.
     """
     command = [os.fspath(a) for a in argv]
     if ignore_stop_signals:
@@ -103,11 +107,12 @@ def start(
 def start_with_stdout_pipe(
     argv: Sequence[str], *, env: Mapping[str, str], stderr_path: Path
 ) -> subprocess.Popen[bytes]:
-    """Start a child that is listened to: its standard output is a pipe to read, what else it says goes to
-    ``stderr_path``. In a session of its own, so that Ctrl-C in the terminal is for its parent to hand on.
+    """Start a child process whose stdout is a pipe and whose stderr is written to ``stderr_path``.
+
+    It runs in a separate session, so that Ctrl-C in the terminal reaches only the parent, which may forward it.
 
     Raises:
-        CommandFailed: it cannot be started.
+        CommandFailed: the command cannot be started.
     """
     with stderr_path.open("wb") as log:
         try:
@@ -120,18 +125,20 @@ def start_with_stdout_pipe(
                 start_new_session=True,
             )
         except OSError as e:
-            raise CommandFailed(f"{argv[0]}: {e.strerror or e}", fix="install it, or name another one") from e
+            raise CommandFailed(f"{argv[0]}: {e.strerror or e}", fix="install it, or choose another one") from e
 
 
 def run_with_stdin(argv: Sequence[str], data: bytes, *, timeout_s: float, should_cancel: Callable[[], bool]) -> None:
-    """Run a command with ``data`` on its standard input, in a session of its own. It and what it started are killed
-    when ``timeout_s`` is over, or as soon as ``should_cancel()`` says so, which then is no error.
+    """Run a command in a separate session, with ``data`` on its standard input.
+
+    The command and its children are killed after ``timeout_s``, or as soon as ``should_cancel()`` returns True. A
+    cancellation is not an error.
 
     Raises:
-        CommandFailed: it could not be started, took too long, or returned non-zero; with the end of what it said.
+        CommandFailed: the command cannot be started, took too long, or failed; the message has the end of its output.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as stdin:
-        # Files, not pipes: a command that reads nothing, or leaves a child behind with its output open, blocks nobody.
+        # With pipes, a command that does not read, or a child that keeps the output open, would block this process.
         stdin.write(data)
         stdin.seek(0)
         try:
@@ -144,7 +151,7 @@ def run_with_stdin(argv: Sequence[str], data: bytes, *, timeout_s: float, should
                 if should_cancel():
                     return
                 if clock.monotonic() >= deadline:
-                    raise CommandFailed(f"{argv[0]} did not end in {timeout_s:g} s")
+                    raise CommandFailed(f"{argv[0]} did not end within {timeout_s:g} s")
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(0.05)
         finally:
@@ -162,33 +169,36 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 def become_subreaper() -> None:
-    """Make this process the parent of every descendant whose own parent dies, so that none gets away.
+    """Make this process the parent of every descendant whose parent dies, so that none is lost.
 
-    torchrun starts each rank in a session of its own: neither a process group nor a session holds them all.
+    torchrun starts each rank in a separate session, so no process group or session contains all of them.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def set_parent_death_signal(parent_pid: int) -> None:
-    """Have the kernel kill this process as soon as its parent ``parent_pid`` is dead. A parent that is killed cannot
-    end what it has started, and torchrun and the ranks would go on with nobody to watch them.
+    """Have the kernel kill this process when its parent ``parent_pid`` dies.
 
-    The parent must have started this process from a thread that lasts, its main thread: the end of that thread counts.
+    A killed parent cannot end its children, so torchrun and the ranks would continue without supervision. The parent
+    must start this process from its main thread: the kernel sends the signal when the starting thread ends.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before that
+    if os.getppid() != parent_pid:  # the parent died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def list_descendants() -> list[psutil.Process]:
-    import psutil  # not at the top: it would be half of what `clustertrain status` imports
+    """Return all processes below this one."""
+    import psutil  # not at the top: it would be half of the import time of `clustertrain status`
 
     return psutil.Process().children(recursive=True)
 
 
 def kill_descendants(timeout_s: float = 30.0, *, exclude_pid: int | None = None) -> bool:
-    """SIGKILL to everything below this process, until nothing is left or the time is over; whether nothing is left.
-    The process ``exclude_pid`` and what is below it stay."""
+    """Send SIGKILL to all descendants until none is left or ``timeout_s`` has passed; return whether none is left.
+
+    The process ``exclude_pid`` and its descendants are left alone.
+    """
     import psutil
 
     def list_remaining() -> list[psutil.Process]:
@@ -206,7 +216,7 @@ def kill_descendants(timeout_s: float = 30.0, *, exclude_pid: int | None = None)
 
 
 def _list_tree_pids(pid: int) -> set[int]:
-    """A process and what is below it; empty where it has ended."""
+    """Return the pids of a process and its descendants; empty if it has ended."""
     import psutil
 
     try:
@@ -216,7 +226,7 @@ def _list_tree_pids(pid: int) -> set[int]:
 
 
 def kill_process_tree(child: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to a child that still runs and to all below it. One that hangs in the filesystem is left behind."""
+    """Send SIGKILL to a running child and its descendants. Do not wait for one that hangs in the file system."""
     import psutil
 
     if child.poll() is None:
@@ -229,7 +239,7 @@ def kill_process_tree(child: subprocess.Popen[bytes]) -> None:
 
 
 def terminate(child: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """SIGTERM to a child that still runs, and after ``timeout_s`` SIGKILL to it and all below it."""
+    """Send SIGTERM to a running child, and after ``timeout_s`` SIGKILL to it and its descendants."""
     import psutil
 
     if child.poll() is None:
@@ -244,7 +254,7 @@ def terminate(child: subprocess.Popen[bytes], timeout_s: float) -> None:
 
 
 def send_signal(process: psutil.Process, signum: int) -> None:
-    """To a process that may have ended meanwhile."""
+    """Send a signal to a process that may have ended."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):

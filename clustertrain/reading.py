@@ -1,7 +1,8 @@
-"""The door to files that somebody else wrote: runs, checkpoints, telemetry, profiles, tables.
+"""Reading of files that another user may have written: runs, checkpoints, telemetry, profiles, tables.
 
-Whoever can write a run's folder decides what lies in it. So nothing here waits (a FIFO), reads without an end (a
-device, a file that grows) or takes more memory than the limits below (a file of 50 GB, a bomb, deeply nested JSON).
+A run folder may contain anything that its owner put there. So these functions never block (on a FIFO), never read
+without end (from a device or a growing file) and never use more memory than the limits below allow (for a file of
+50 GB, a decompression bomb or deeply nested JSON).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from clustertrain.errors import ClusterTrainError
 
 MIB = 1 << 20
 MAX_DOCUMENT_BYTES = 32 * MIB  # JSON and TOML
-MAX_LINE_BYTES = 4 * MIB  # of JSON; a longer one is skipped
-MAX_LINES_BYTES = 256 * MIB  # of a longer file of lines only the end is read
+MAX_LINE_BYTES = 4 * MIB  # longer lines of JSON are skipped
+MAX_LINES_BYTES = 256 * MIB  # of a longer file of lines, only the end is read
 MAX_DEPTH = 100  # levels of nested JSON
 
 _FILE_TYPES = {
@@ -35,7 +36,7 @@ _FILE_TYPES = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-_FIX = "put the file back from a copy, or remove it"
+_FIX = "restore the file from a copy, or remove it"
 _CHUNK_BYTES = 1 << 16
 _MAX_DIGITS = 18
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -45,14 +46,18 @@ T = TypeVar("T")
 
 
 def is_unsigned_int(text: str) -> bool:
-    """Whether ``text`` is a number of ASCII digits that fits into 64 bits. `str.isdigit` is also true of "²", which
-    int() refuses, and of more digits than int() takes."""
+    """Return whether ``text`` consists of at most 18 ASCII digits, so that it fits into 64 bits.
+
+    ``str.isdigit`` is also true for "²", which int() refuses, and for more digits than int() accepts.
+    """
     return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
 
 
 class UnusableFile(ClusterTrainError, OSError, ValueError):
-    """A file that is not of a kind, size or content that can be read. Whoever goes on without a file that cannot be
-    opened or parsed goes on without this one, too."""
+    """A file whose type, size or content makes it unusable.
+
+    It is both an OSError and a ValueError, so that code that tolerates files it cannot open or parse tolerates it too.
+    """
 
     def __init__(self, path: Path, reason: str, *, fix: str = _FIX) -> None:
         ClusterTrainError.__init__(self, f"{path}: {reason}", fix=fix)
@@ -65,22 +70,24 @@ class UnusableFile(ClusterTrainError, OSError, ValueError):
 
 @contextlib.contextmanager
 def open_regular(path: Path, *, allow_fifo: bool = False) -> Iterator[BinaryIO]:
-    """A regular file, or a link to one, to read from. Never waits for one to be written, unless it may be
-    ``allow_fifo``: a file that the user has named may be ``<(…)`` of their shell.
+    """Open a regular file, or a link to one, for reading.
+
+    With ``allow_fifo``, also open a FIFO and wait for its writer: a path that the user types may be the shell's
+    ``<(…)``.
 
     Raises:
-        OSError: it cannot be opened; FileNotFoundError where there is none.
-        UnusableFile: it is something else.
+        OSError: ``path`` cannot be opened; FileNotFoundError if it does not exist.
+        UnusableFile: ``path`` is another type of file.
     """
     try:
-        _check_file_type(path, path.stat().st_mode, allow_fifo)  # a device is not even opened: that alone may act on it
+        _check_file_type(path, path.stat().st_mode, allow_fifo)  # before opening, which may already act on a device
         fd = os.open(path, os.O_RDONLY | (0 if allow_fifo else os.O_NONBLOCK) | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as e:
         if e.errno == errno.ELOOP:
             raise UnusableFile(path, "is a link that points to itself") from e
         raise
     try:
-        _check_file_type(path, os.fstat(fd).st_mode, allow_fifo)  # somebody may have changed it between the two calls
+        _check_file_type(path, os.fstat(fd).st_mode, allow_fifo)  # it may have changed since the stat
     except BaseException:
         os.close(fd)
         raise
@@ -90,30 +97,35 @@ def open_regular(path: Path, *, allow_fifo: bool = False) -> Iterator[BinaryIO]:
 
 def _check_file_type(path: Path, mode: int, allow_fifo: bool) -> None:
     if not stat.S_ISREG(mode) and not (allow_fifo and stat.S_ISFIFO(mode)):
-        raise UnusableFile(path, f"is {_FILE_TYPES.get(stat.S_IFMT(mode), 'something else')}, not a file")
+        raise UnusableFile(path, f"is {_FILE_TYPES.get(stat.S_IFMT(mode), 'a special file')}, not a regular file")
 
 
 def read_bytes(path: Path, limit: int = MAX_DOCUMENT_BYTES, *, allow_fifo: bool = False) -> bytes:
-    """What is in ``path``; ``allow_fifo`` as in :func:`open_regular`.
+    """Read ``path``; ``allow_fifo`` is that of :func:`open_regular`.
 
     Raises:
-        OSError: it cannot be read; FileNotFoundError where there is none.
-        UnusableFile: it is no file, or has more than ``limit`` bytes.
+        OSError: ``path`` cannot be read; FileNotFoundError if it does not exist.
+        UnusableFile: ``path`` is not a file, or has more than ``limit`` bytes.
     """
     with open_regular(path, allow_fifo=allow_fifo) as file:
         size = os.fstat(file.fileno()).st_size
-        # What has no size (in /proc), or grows, ends at the limit as well.
+        # The limit also holds for files that report no size (in /proc) or that grow.
         chunks, remaining = [], limit + 1 if size <= limit else 0
         while remaining and (chunk := file.read(min(remaining, size + _CHUNK_BYTES))):
             chunks.append(chunk)
             remaining -= len(chunk)
         if not remaining:
-            raise UnusableFile(path, f"is longer than {limit / MIB:g} MiB")
+            raise UnusableFile(path, f"is larger than {limit / MIB:g} MiB")
         return b"".join(chunks)
 
 
 def read_text(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> str:
-    """As :func:`read_bytes`. Raises UnusableFile also for what is not UTF-8."""
+    """Read ``path`` as UTF-8.
+
+    Raises:
+        OSError: as :func:`read_bytes`.
+        UnusableFile: as :func:`read_bytes`, or the content is not UTF-8.
+    """
     try:
         return read_bytes(path, limit).decode()
     except UnicodeDecodeError as e:
@@ -121,7 +133,12 @@ def read_text(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> str:
 
 
 def read_json(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> Any:
-    """As :func:`read_text`; None where the file is empty. Raises UnusableFile also for what is not JSON."""
+    """Read ``path`` as JSON; return None if it is empty.
+
+    Raises:
+        OSError: as :func:`read_bytes`.
+        UnusableFile: as :func:`read_bytes`, or the content is not JSON.
+    """
     text = read_text(path, limit)
     if not text.strip():
         return None
@@ -132,7 +149,12 @@ def read_json(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> Any:
 
 
 def read_struct(path: Path, target_type: type[T], limit: int = MAX_DOCUMENT_BYTES) -> T:
-    """As :func:`read_bytes`, as a ``target_type``. Raises UnusableFile also where it is not one."""
+    """Read ``path`` and decode its JSON as ``target_type``.
+
+    Raises:
+        OSError: as :func:`read_bytes`.
+        UnusableFile: as :func:`read_bytes`, or the content is not a ``target_type``.
+    """
     try:
         return schema.decode(read_bytes(path, limit), target_type)
     except msgspec.MsgspecError as e:
@@ -140,7 +162,11 @@ def read_struct(path: Path, target_type: type[T], limit: int = MAX_DOCUMENT_BYTE
 
 
 def parse_json(text: str | bytes) -> Any:
-    """JSON of at most :data:`MAX_DEPTH` levels. Raises ValueError in words for anything else."""
+    """Parse JSON of at most :data:`MAX_DEPTH` levels.
+
+    Raises:
+        ValueError: ``text`` is not JSON, or exceeds a limit; the message says which.
+    """
     text = text.decode() if isinstance(text, bytes) else text
     try:
         value = json.loads(text)
@@ -156,7 +182,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _replace_lone_surrogates(value: Any) -> Any:
-    """With U+FFFD in the place of half a surrogate pair, which JSON can escape and no file name or terminal takes."""
+    """Return ``value`` with lone surrogates replaced by U+FFFD: JSON can contain them, file names and output cannot."""
     if isinstance(value, dict):
         return {_replace_lone_surrogates(key): _replace_lone_surrogates(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -165,7 +191,7 @@ def _replace_lone_surrogates(value: Any) -> Any:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether lists and dicts are nested more than :data:`MAX_DEPTH` levels deep."""
+    """Return whether lists and dicts are nested more than :data:`MAX_DEPTH` levels deep."""
     level = [value]
     for _ in range(MAX_DEPTH):
         containers = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list)))
@@ -176,13 +202,16 @@ def is_too_deep(value: Any) -> bool:
 
 
 def iter_lines(path: Path, limit: int = MAX_LINES_BYTES) -> Iterator[bytes]:
-    """The lines of a file, without those of more than :data:`MAX_LINE_BYTES`; of one with more than ``limit`` bytes
-    those in its last ones. Raises as :func:`open_regular`."""
+    """Yield the complete lines in the last ``limit`` bytes of a file, without those over :data:`MAX_LINE_BYTES`.
+
+    Raises:
+        OSError, UnusableFile: as :func:`open_regular`.
+    """
     with open_regular(path) as file:
-        # With the byte before: what follows a line's end is whole.
+        # Start one byte earlier: if that byte is a line break, the first line is complete.
         start = max(0, os.fstat(file.fileno()).st_size - limit - 1)
         file.seek(start)
-        # A first line that is cut is left out, as is what is left of one that is too long.
+        # An incomplete first line is skipped, and so is the rest of a line that is too long.
         is_partial, remaining = start > 0, limit + 1
         while remaining > 0 and (line := file.readline(min(remaining, MAX_LINE_BYTES + 1))):
             remaining -= len(line)
@@ -194,15 +223,18 @@ def iter_lines(path: Path, limit: int = MAX_LINES_BYTES) -> Iterator[bytes]:
 
 
 def decompress(data: bytes | memoryview, limit: int, wbits: int = _GZIP_WBITS) -> bytes:
-    """One member of gzip, or what ``wbits`` says. Raises ValueError where it is damaged, or has more than ``limit``
-    bytes unpacked."""
+    """Decompress one gzip member, or the zlib format that ``wbits`` selects.
+
+    Raises:
+        ValueError: ``data`` is damaged, or larger than ``limit`` bytes when decompressed.
+    """
     decompressor = zlib.decompressobj(wbits)
     try:
         output = decompressor.decompress(data, limit + 1)
     except zlib.error as e:
         raise ValueError(str(e)) from e
     if len(output) > limit:
-        raise ValueError(f"has more than {limit / MIB:g} MiB unpacked")
+        raise ValueError(f"is larger than {limit / MIB:g} MiB when decompressed")
     if not decompressor.eof:
-        raise ValueError("is cut short")
+        raise ValueError("is truncated")
     return output

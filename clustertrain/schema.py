@@ -1,7 +1,7 @@
-"""Typed data from JSON and from builtins, safe in threads.
+"""Thread-safe conversion of JSON and builtins to typed data.
 
-msgspec builds what it knows of a type when the type is first used. Two threads that use it first at the same moment
-crash the process (msgspec 0.22), so that every use of a type goes through here.
+msgspec builds its information about a type when the type is first used. If two threads do this at the same moment, the
+process crashes (msgspec 0.22), so all conversions use these functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 _build_lock = threading.Lock()
-# A process forked while another thread builds one would wait for that thread for ever.
+# Otherwise a process that is forked while another thread holds the lock would wait for it forever.
 os.register_at_fork(after_in_child=_build_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
@@ -25,11 +25,11 @@ def get_decoder(target_type: type[T]) -> msgspec.json.Decoder[T]: ...
 
 
 @overload
-def get_decoder(target_type: Any) -> msgspec.json.Decoder[Any]: ...  # a union, which is no type to a type checker
+def get_decoder(target_type: Any) -> msgspec.json.Decoder[Any]: ...  # a union is not a type[T] for type checkers
 
 
 def get_decoder(target_type: Any) -> msgspec.json.Decoder[Any]:
-    """The decoder of JSON of a type, built once."""
+    """Return the JSON decoder of a type, which is built once."""
     cached = _decoders.get(target_type)
     if cached is None:
         with _build_lock:
@@ -46,10 +46,10 @@ def decode(data: bytes | bytearray | memoryview | str, target_type: Any) -> Any:
 
 
 def decode(data: bytes | bytearray | memoryview | str, target_type: Any) -> Any:
-    """JSON as a ``target_type``.
+    """Decode JSON as ``target_type``.
 
     Raises:
-        msgspec.DecodeError: anything else, also what is nested too deep.
+        msgspec.DecodeError: ``data`` is not JSON, not a ``target_type``, or nested too deep.
     """
     try:
         return get_decoder(target_type).decode(data)
@@ -60,10 +60,10 @@ def decode(data: bytes | bytearray | memoryview | str, target_type: Any) -> Any:
 
 
 def convert(value: Any, target_type: type[T]) -> T:
-    """Builtins as a ``target_type``.
+    """Convert builtins to ``target_type``.
 
     Raises:
-        msgspec.ValidationError: a key that is missing, a value of another type.
+        msgspec.ValidationError: a key is missing, or a value has another type.
     """
     get_decoder(target_type)
     return msgspec.convert(value, type=target_type)

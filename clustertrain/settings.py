@@ -1,4 +1,4 @@
-"""Every environment name that clustertrain reads or sets, once each."""
+"""The environment variables that clustertrain reads or sets."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ HOME = "CLUSTERTRAIN_HOME"
 CLUSTER = "CLUSTERTRAIN_CLUSTER"
 CLUSTER_PATH = "CLUSTERTRAIN_CLUSTER_PATH"  # more folders with profiles, separated by ':'
 
-# Set by tests of the checkpoints, see checkpoint/core/fault_points.py.
+# Set by tests of checkpoints: see checkpoint/core/fault_points.py.
 FAULT_AT = "CLUSTERTRAIN_FAULT_AT"
 
-# Set by the secrets of a run: the webhook of its recipe.
+# Set by the run's secrets.sh: the webhook of its recipe.
 WEBHOOK = "CLUSTERTRAIN_WEBHOOK"
 
-# Set by job.sh, batch and the agent for the processes below them.
+# Set by job.sh, the batch process and the agents for their child processes.
 RUN_DIR = "CLUSTERTRAIN_RUN_DIR"
 ATTEMPT = "CLUSTERTRAIN_ATTEMPT"
 NONCE = "CLUSTERTRAIN_NONCE"
@@ -31,8 +31,8 @@ NODE_LIST = "CLUSTERTRAIN_NODE_LIST"  # names, separated by ','
 RANK_DIR = "CLUSTERTRAIN_RANK_DIR"
 DEVICE = "CLUSTERTRAIN_DEVICE"
 LOCAL_JOB = "CLUSTERTRAIN_LOCAL_JOB"  # the local backend's job folder
-RANK_CPUS = "CLUSTERTRAIN_RANK_CPUS"  # `0,1;2,3`: the processors of each local rank, where they are bound
-LAUNCHER_PID = "CLUSTERTRAIN_LAUNCHER_PID"  # of torchrun, the parent of each rank
+RANK_CPUS = "CLUSTERTRAIN_RANK_CPUS"  # CPUs of each local rank, such as `0,1;2,3`, if ranks are bound to CPUs
+LAUNCHER_PID = "CLUSTERTRAIN_LAUNCHER_PID"  # pid of torchrun, the parent of each rank
 INTERNAL = frozenset(
     {
         RUN_DIR,
@@ -50,7 +50,7 @@ INTERNAL = frozenset(
     }
 )
 
-# Of others.
+# Set by the system, Slurm and other programs.
 XDG_DATA_HOME = "XDG_DATA_HOME"
 XDG_CONFIG_HOME = "XDG_CONFIG_HOME"
 SLURM_JOB_ID = "SLURM_JOB_ID"
@@ -64,40 +64,40 @@ SLURM_STEP_GPUS = "SLURM_STEP_GPUS"
 SLURM_JOB_GPUS = "SLURM_JOB_GPUS"
 SLURM_GPUS_ON_NODE = "SLURM_GPUS_ON_NODE"
 SLURM_CPUS_ON_NODE = "SLURM_CPUS_ON_NODE"
-SLURM_MEM_PER_NODE = "SLURM_MEM_PER_NODE"  # MiB, as the next two; 0: all of the node
+SLURM_MEM_PER_NODE = "SLURM_MEM_PER_NODE"  # MiB, as the next two; 0: all memory of the node
 SLURM_MEM_PER_CPU = "SLURM_MEM_PER_CPU"
 SLURM_MEM_PER_GPU = "SLURM_MEM_PER_GPU"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 USER_HOME = "HOME"
 LIBRARY_PATH = "LD_LIBRARY_PATH"
 NCCL_CONF_FILE = "NCCL_CONF_FILE"
-# The user binds threads to processors.
+# If one of these is set, the user binds threads to CPUs.
 THREAD_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 _ALLOCATION_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_")
-# A user's defaults for sbatch that say on whose account and where. The others stay behind: sbatch prefers them to the
-# lines of job.sh, so SBATCH_TIMELIMIT, SBATCH_SIGNAL or SBATCH_NO_REQUEUE would undo what the run relies on.
+# The user's defaults for sbatch that are passed on. sbatch prefers these variables to the directives in job.sh, so
+# SBATCH_TIMELIMIT, SBATCH_SIGNAL or SBATCH_NO_REQUEUE would override settings that the run relies on.
 _SBATCH_DEFAULTS = frozenset({"SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION"})
-# What torchrun sets for its ranks.
+# Set by torchrun for its ranks.
 _TORCHRUN_PREFIX = "TORCHELASTIC_"
 _TORCHRUN_NAMES = frozenset(
     {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
     | {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"}
 )
-# What points a client at its cluster, as opposed to what describes an allocation.
+# Kept although they have a prefix of an allocation: they configure Slurm's commands.
 _KEEP = frozenset({"SLURM_CONF", "SLURM_TIME_FORMAT"})
 
 
 def expand_user_path(text: str, key: str) -> Path:
-    """``text`` with the home folder in place of ``~`` or ``~NAME``.
+    """Return the path ``text`` with ``~`` or ``~NAME`` replaced by the home folder.
 
     Raises:
-        ConfigError: there is no such folder, or it can be no path; names ``key``.
+        ConfigError: the user has no home folder, or a name in the path is too long; the message names ``key``.
     """
-    longest = max((len(os.fsencode(component)) for component in text.split("/")), default=0)
-    if longest > MAX_NAME_BYTES:
+    longest_bytes = max((len(os.fsencode(component)) for component in text.split("/")), default=0)
+    if longest_bytes > MAX_NAME_BYTES:
         raise ConfigError(
-            f"{key} = {text[:80]!r}…: a name of {longest} bytes, and filesystems take at most {MAX_NAME_BYTES}",
+            f"{key} = {text[:80]!r}…: contains a name of {longest_bytes} bytes; file systems allow {MAX_NAME_BYTES}",
             fix="shorten the name",
         )
     try:
@@ -105,12 +105,12 @@ def expand_user_path(text: str, key: str) -> Path:
     except RuntimeError as e:
         user = text.partition("/")[0]
         raise ConfigError(
-            f"{key} = {text!r}: {user} has no home folder on this machine", fix="write the whole path, from / on"
+            f"{key} = {text!r}: {user} has no home folder on this machine", fix="write an absolute path"
         ) from e
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder that holds all runs: ``$CLUSTERTRAIN_HOME``, else ``$XDG_DATA_HOME/clustertrain``."""
+    """Return the folder with all runs: ``$CLUSTERTRAIN_HOME``, otherwise ``$XDG_DATA_HOME/clustertrain``."""
     explicit = environ.get(HOME)
     if explicit:
         return expand_user_path(explicit, HOME).absolute()
@@ -119,18 +119,18 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def profile_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """Where cluster profiles are looked for, first match wins."""
+    """Return the folders that are searched for cluster profiles; the first match wins."""
     extra = [expand_user_path(p, CLUSTER_PATH) for p in environ.get(CLUSTER_PATH, "").split(":") if p]
     config = expand_user_path(environ.get(XDG_CONFIG_HOME) or "~/.config", XDG_CONFIG_HOME)
     return [*extra, config / "clustertrain" / "clusters"]
 
 
 def strip_allocation_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without the variables of an enclosing Slurm allocation, run of ours, or rank.
+    """Return ``environ`` without the variables of an enclosing Slurm allocation, clustertrain run or rank.
 
-    sbatch reads SBATCH_* and some SLURM_* as options: submitting from inside a job would otherwise inherit its memory,
-    its node count and its task layout. Outside of one, a few SBATCH_* are the user's own defaults and stay.
-    From inside a rank, its node and its number would become those of every agent of the new job.
+    sbatch reads SBATCH_* and some SLURM_* as options: a submission from inside a job would inherit the job's memory,
+    node count and task layout. Outside a job, a few SBATCH_* are the user's defaults and are kept. With a rank's
+    variables, every agent of the new job would use that rank's node and number.
     """
     keep = _KEEP if SLURM_JOB_ID in environ else _KEEP | _SBATCH_DEFAULTS
     prefixes, names = (*_ALLOCATION_PREFIXES, _TORCHRUN_PREFIX), INTERNAL | _TORCHRUN_NAMES

@@ -1,7 +1,7 @@
 """The start of an attempt: check that earlier ones are over, claim the next number, close those left open.
 
-The claim is the rename of a complete folder to the number after the highest one that was checked. The file system gives
-a number to one claimer only, and the loser checks that attempt too (docs/decisions/0033).
+To claim an attempt, a complete folder is renamed to the number after the highest one that was checked. The file system
+lets only one process have a number; the others check that attempt too and try the next (docs/decisions/0033).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from clustertrain.run.stop_lead_time import compute_lead_s, load_planned_lead_s
 from clustertrain.scheduler.backend import COMPLETING, PENDING, Backend, JobStart, JobView
 
 SCHEDULER_TIMEOUT_S = 120.0
-RECORD_S = 60.0  # for an attempt's record to appear: an NFS client may cache its absence this long
+RECORD_S = 60.0  # for an attempt's record to appear: an NFS client may cache its absence for this long
 COMPLETING_S = 120.0  # for the job of an open attempt to leave COMPLETING
 
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """The job that this process belongs to, and which start of it."""
+    """The job of this process, and the number of its earlier restarts."""
 
     job_id: str
     restart: int
@@ -116,10 +116,10 @@ def _read_attempts(run: RunDir, taken_numbers: Sequence[int]) -> list[Attempt]:
 
 
 def _wait_for_record(run: RunDir, n: int, taken_numbers: Sequence[int]) -> Attempt:
-    """Load an attempt once its record is readable; without a record after a minute, it is damaged and holds no run.
+    """Load an attempt once its record is readable; after a minute without one, it is damaged and does not hold the run.
 
     Raises:
-        NotOwner: it was claimed just now, and its record, which names the owner, cannot be read.
+        NotOwner: the attempt was claimed just now, and its record, which names the owner, cannot be read.
     """
     record = run.attempt(n).record
     if not clock.wait_until(lambda: fsio.poll_json(record) is not None, RECORD_S) and n in taken_numbers:

@@ -1,7 +1,7 @@
 """The batch process, the last command of job.sh: it runs on the batch host, outside any container.
 
-It claims the attempt, runs the step (srun, or the local stand-in) and forwards stop requests to the agents. After the
-step it decides whether the run continues, and carries the decision out.
+It claims the attempt, runs the job step (srun, or the local stand-in) and forwards stop requests to the agents.
+When the job step ends, it decides whether the run continues, and carries the decision out.
 """
 
 from __future__ import annotations
@@ -41,24 +41,28 @@ AFTER_END_S = 20.0  # after a failure or a stop: for the other nodes to write th
 AFTER_RESULTS_S = 150.0  # for the agents to compact their telemetry after all ranks have completed
 AFTER_ABORT_S = 20.0
 AGENTS_S = 600.0  # for every agent to start; Python on a busy network file system takes minutes
-LATE_RESULTS_S = 5.0  # for results to become visible after the step has ended
+LATE_RESULTS_S = 5.0  # for results to become visible after the job step has ended
 FOLDER_S = 60.0  # for a missing run folder to return (an automounter, a folder being moved)
 CANCEL_S = 60.0  # for a last checkpoint, if Slurm itself does not kill the job
 LAST_CHANCE_S = 12.0  # before the end of the allocation: Slurm accepts a requeue only while the job runs
 
 
 @dataclass
-class StepState:
-    """The state of the running step."""
+class JobStep:
+    """The job step that runs the agents, started by srun or its local stand-in, and its state."""
 
     child: subprocess.Popen[bytes]
     stop_requested_at: float | None = None
-    preempt_time: float | None = None  # from the scheduler, which drops it when it requeues the job
+    preempt_time: float | None = None
+    """Time from the scheduler, which drops it when it requeues the job."""
     cancelled_at: float | None = None
     requeue_requested: bool = False
-    requeue_options: dict[str, str] | None = None  # options of the requested requeue
-    late_request: bool = False  # the request came after the step had ended
-    ended_at: float | None = None  # a node has failed, or all have ended
+    requeue_options: dict[str, str] | None = None
+    """Options of the requested requeue."""
+    late_request: bool = False
+    """The request came after the job step had ended."""
+    ended_at: float | None = None
+    """Time at which a node had failed or all had ended."""
     aborted_at: float | None = None
     orphaned: bool = False
     out_of_time: bool = False
@@ -86,7 +90,7 @@ class JobController:
         self.started_at = clock.now()
 
     def main(self, step_argv: Sequence[str]) -> int:
-        """Run the step, carry out the decision about the run and return the exit code."""
+        """Run the job step, carry out the decision about the run and return the exit code."""
         self.log.write(
             "started",
             job_id=self.job_id,
@@ -94,15 +98,15 @@ class JobController:
             nodes=list(self.nodes),
             end_time=self.deadline.end_time,
         )
-        step = StepState(self._start_step(step_argv))
-        while step.child.poll() is None:
-            self._poll_step(step)
-            clock.wait_until(lambda: step.child.poll() is not None, POLL_S, POLL_S)
-        if step.orphaned:
+        job_step = JobStep(self._start_step(step_argv))
+        while job_step.child.poll() is None:
+            self._poll_step(job_step)
+            clock.wait_until(lambda: job_step.child.poll() is not None, POLL_S, POLL_S)
+        if job_step.orphaned:
             return EXIT_FAILED  # the next attempt closes this one
-        self._close_requests(step)
-        lost_reason = self._lost_reason(step)
-        if lost_reason:  # a newer attempt decides about the run, or nobody can
+        self._close_requests(job_step)
+        lost_reason = self._lost_reason(job_step)
+        if lost_reason:  # a newer attempt owns the run, or its folder is gone
             print(f"clustertrain: attempt {self.attempt.n} decides nothing: {lost_reason}", flush=True)
             return EXIT_NO_REQUEUE
         requeue_action = RequeueAction(
@@ -115,24 +119,24 @@ class JobController:
             restart_count=self._restart_count(),
             deadline=clock.monotonic() + SCHEDULER_TIMEOUT_S,
         )
-        evidence = self._evidence(step, requeue_action)
+        evidence = self._evidence(job_step, requeue_action)
         verdict = classify(evidence)
         if verdict is None:
             # Slurm is ending the job, and its accounting has no state yet. The next start or `status` will read it.
             return EXIT_FAILED
         self._log_ending(verdict, evidence)
         decision = decide(verdict, attempts.load_budgeted_attempts(self.run), self.spec.job.max_requeues)
-        if decision.action in ("requeue", "resubmit") and step.requeue_options:
-            decision = replace(decision, action="resubmit", options=step.requeue_options)
-        if step.late_request:
+        if decision.action in ("requeue", "resubmit") and job_step.requeue_options:
+            decision = replace(decision, action="resubmit", options=job_step.requeue_options)
+        if job_step.late_request:
             self._answer_request(None if decision.action in ("requeue", "resubmit") else decision.reason)
         print(f"clustertrain: attempt {self.attempt.n} {verdict.ending}: {verdict.reason}", flush=True)
         return requeue_action.execute(decision, verdict)
 
     def stop_if_budget_spent(self) -> int | None:
-        """Record the end of the run and return the exit code if earlier attempts used up a budget, else return None.
+        """Record the end of the run and return the exit code if earlier attempts spent a budget; otherwise return None.
 
-        Attempts that were killed could not decide this themselves.
+        A killed attempt could not make this decision itself.
         """
         history = [a for a in attempts.load_budgeted_attempts(self.run) if a.n < self.attempt.n]
         ending: endings.Ending = endings.BUDGET_SPENT
@@ -171,76 +175,76 @@ class JobController:
         }
         return proc.start(step_argv, env=env)
 
-    def _poll_step(self, step: StepState) -> None:
+    def _poll_step(self, job_step: JobStep) -> None:
         now = clock.monotonic()
         if (
             self.signals.first
-            and step.stop_requested_at is None
+            and job_step.stop_requested_at is None
             and not self.deadline.is_limit_warning(self.signals.received, clock.now())
         ):
-            self._request_stop(step, f"signal:{self.signals.first}")
-            self._note_preemption(step, self._query_job())
-        if now < step.next_check:
+            self._request_stop(job_step, f"signal:{self.signals.first}")
+            self._note_preemption(job_step, self._query_job())
+        if now < job_step.next_check:
             return
-        step.next_check = now + CHECK_INTERVAL_S
-        if now >= step.next_scheduler_poll:
-            step.next_scheduler_poll = now + SCHEDULER_POLL_S
+        job_step.next_check = now + CHECK_INTERVAL_S
+        if now >= job_step.next_scheduler_poll:
+            job_step.next_scheduler_poll = now + SCHEDULER_POLL_S
             self._refresh_deadline()
-        if step.stop_requested_at is None and (self.signals.first or self.attempt.signal_warning.exists()):
+        if job_step.stop_requested_at is None and (self.signals.first or self.attempt.signal_warning.exists()):
             # Either the warning before the time limit, for which the agents have their own countdown, or a preemption.
-            self._note_preemption(step, self._query_job())
-            if step.preempt_time is not None:
-                self._request_stop(step, "preemption")
-        if self._read_requeue_request(step):
+            self._note_preemption(job_step, self._query_job())
+            if job_step.preempt_time is not None:
+                self._request_stop(job_step, "preemption")
+        if self._read_requeue_request(job_step):
             self._answer_request(None)
-            self._request_stop(step, "requeue")
-        self._watch_owner(step)
-        self._watch_cancellation(step, now)
-        self._watch_failures(step, now)
-        self._watch_agents(step, now)
+            self._request_stop(job_step, "requeue")
+        self._watch_owner(job_step)
+        self._watch_cancellation(job_step, now)
+        self._watch_failures(job_step, now)
+        self._watch_agents(job_step, now)
         if self.deadline.end_time is not None and clock.now() > self.deadline.end_time - LAST_CHANCE_S:
-            step.out_of_time = True
-            self._abort(step)
+            job_step.out_of_time = True
+            self._abort(job_step)
         if self.backend.name == "local" and os.getppid() != self.parent_pid:
             # The supervisor is gone, so nothing could stop or continue this run.
-            step.orphaned = True
-            self._abort(step)
+            job_step.orphaned = True
+            self._abort(job_step)
 
-    def _read_requeue_request(self, step: StepState) -> bool:
+    def _read_requeue_request(self, job_step: JobStep) -> bool:
         """Read a request of `clustertrain requeue`; return whether there is a new one."""
-        request = None if step.requeue_requested else fsio.poll_json(self.attempt.requeue_request)
+        request = None if job_step.requeue_requested else fsio.poll_json(self.attempt.requeue_request)
         if not isinstance(request, dict) or not isinstance(request.get("options"), dict):
             return False
-        step.requeue_requested, step.requeue_options = True, request["options"]
+        job_step.requeue_requested, job_step.requeue_options = True, request["options"]
         return True
 
-    def _close_requests(self, step: StepState) -> None:
+    def _close_requests(self, job_step: JobStep) -> None:
         """Refuse further requests of `clustertrain requeue`. A request that came first still counts."""
         with contextlib.suppress(OSError):  # the disk failed: then no request can be written either
             if not fsio.create_json(self.attempt.requeue_request, {"too_late": clock.now()}):
-                step.late_request = self._read_requeue_request(step)
+                job_step.late_request = self._read_requeue_request(job_step)
 
     def _answer_request(self, refusal: str | None) -> None:
         self.log.write("requeue_answered", accepted=refusal is None, reason=refusal)
 
-    def _watch_owner(self, step: StepState) -> None:
-        """Abort the step if a newer attempt exists: Slurm may start the run elsewhere after it lost this node."""
-        newer = None if step.taken_over else self._newer_attempt()
+    def _watch_owner(self, job_step: JobStep) -> None:
+        """Abort the job step if a newer attempt exists: Slurm may start the run elsewhere after it lost this node."""
+        newer = None if job_step.taken_over else self._newer_attempt()
         if newer is not None:
-            step.taken_over = True
+            job_step.taken_over = True
             self.log.write("taken_over", newer_attempt=newer)
-        if step.taken_over:
-            self._abort(step)
+        if job_step.taken_over:
+            self._abort(job_step)
 
-    def _lost_reason(self, step: StepState) -> str:
+    def _lost_reason(self, job_step: JobStep) -> str:
         """Return why this attempt no longer owns the run; empty if it does."""
         newer = self._newer_attempt()
         if newer is not None:
             return f"taken over by attempt {newer}"
-        if step.taken_over:  # and the file system does not answer any longer
+        if job_step.taken_over:  # and the file system no longer answers
             return "taken over by a newer attempt"
         if not self._wait_for_folder():
-            return f"the folder of the run is gone: {self.run.path}"
+            return f"the run folder is gone: {self.run.path}"
         newer = self._newer_attempt()  # it may have appeared with the folder
         return "" if newer is None else f"taken over by attempt {newer}"
 
@@ -269,13 +273,13 @@ class JobController:
             print(f"clustertrain batch: {self.run.attempts_folder}: {e}", file=sys.stderr, flush=True)
             return None
 
-    def _request_stop(self, step: StepState, source: str) -> None:
-        step.stop_requested_at = clock.now()
+    def _request_stop(self, job_step: JobStep, source: str) -> None:
+        job_step.stop_requested_at = clock.now()
         self.log.write("signal", source=source)
-        written = self._write_stop_order({"reason": source, "t": step.stop_requested_at})
-        # srun and the local step forward it to every agent. Without the file, USR2 could pass for the early warning of
+        written = self._write_stop_order({"reason": source, "t": job_step.stop_requested_at})
+        # The job step forwards it to every agent. Without the file, agents could mistake USR2 for the early warning of
         # the time limit.
-        step.child.send_signal(signal.SIGUSR2 if written else signal.SIGUSR1)
+        job_step.child.send_signal(signal.SIGUSR2 if written else signal.SIGUSR1)
 
     def _write_stop_order(self, order: dict[str, Any]) -> bool:
         """Write ``stop.json``; return whether that succeeded."""
@@ -297,41 +301,41 @@ class JobController:
             with contextlib.suppress(OSError):
                 write_deadline(self.attempt.deadline, refreshed)
 
-    def _note_preemption(self, step: StepState, view: JobView | None) -> None:
+    def _note_preemption(self, job_step: JobStep, view: JobView | None) -> None:
         if view is not None and view.preempt_time is not None:
-            step.preempt_time = view.preempt_time
+            job_step.preempt_time = view.preempt_time
 
-    def _watch_cancellation(self, step: StepState, now: float) -> None:
+    def _watch_cancellation(self, job_step: JobStep, now: float) -> None:
         """Stop the attempt if the owner cancelled the run, whether or not the scheduler received the cancellation."""
-        if step.cancelled_at is None and fsio.poll_json(self.run.cancel_marker) is not None:
-            step.cancelled_at = now
-            if step.stop_requested_at is None:
-                self._request_stop(step, "cancel")
-        if step.cancelled_at is not None and now - step.cancelled_at > CANCEL_S:
-            self._abort(step)
+        if job_step.cancelled_at is None and fsio.poll_json(self.run.cancel_marker) is not None:
+            job_step.cancelled_at = now
+            if job_step.stop_requested_at is None:
+                self._request_stop(job_step, "cancel")
+        if job_step.cancelled_at is not None and now - job_step.cancelled_at > CANCEL_S:
+            self._abort(job_step)
 
-    def _watch_agents(self, step: StepState, now: float) -> None:
-        """Abort the step if an agent never started, for example without access to the run folder."""
-        if step.agents_checked or now - step.started_at < AGENTS_S:
+    def _watch_agents(self, job_step: JobStep, now: float) -> None:
+        """Abort the job step if an agent never started, for example without access to the run folder."""
+        if job_step.agents_checked or now - job_step.started_at < AGENTS_S:
             return
-        step.agents_checked = True
+        job_step.agents_checked = True
         started = {p.name for p in self.attempt.events.glob("agent-*.jsonl")}
         if any(self.attempt.events_path(f"agent-{n}").name not in started for n in self.nodes):
-            self._abort(step)
+            self._abort(job_step)
 
-    def _watch_failures(self, step: StepState, now: float) -> None:
-        """Abort the step some time after a node failed: the others wait in a collective, and srun waits for them."""
+    def _watch_failures(self, job_step: JobStep, now: float) -> None:
+        """Abort the job step some time after a node failed: the other nodes wait in a collective, and srun for them."""
         results = self._read_results()
         failed = any(r.ending == "failed" for r in results.values()) or bool(self._nodes_without_agent(results))
-        if (failed or len(results) == len(self.nodes)) and step.ended_at is None:
-            step.ended_at = now
+        if (failed or len(results) == len(self.nodes)) and job_step.ended_at is None:
+            job_step.ended_at = now
         # Only agents whose ranks completed still have work: they compact telemetry.
         completed = (
-            not failed and all(r.ending == "completed" for r in results.values()) and step.stop_requested_at is None
+            not failed and all(r.ending == "completed" for r in results.values()) and job_step.stop_requested_at is None
         )
         patience_s = AFTER_RESULTS_S if completed else AFTER_END_S
-        if step.ended_at is not None and now - step.ended_at > patience_s:
-            self._abort(step)
+        if job_step.ended_at is not None and now - job_step.ended_at > patience_s:
+            self._abort(job_step)
 
     def _nodes_without_agent(self, results: Container[str]) -> set[str]:
         """Return the nodes whose agent was killed or could not write a result.
@@ -343,13 +347,13 @@ class JobController:
         except OSError:
             return set()
 
-    def _abort(self, step: StepState) -> None:
+    def _abort(self, job_step: JobStep) -> None:
         now = clock.monotonic()
-        if step.aborted_at is None:
-            step.aborted_at = now
+        if job_step.aborted_at is None:
+            job_step.aborted_at = now
             self._write_stop_order({"abort": True, "t": clock.now()})
-        elif now - step.aborted_at > AFTER_ABORT_S:
-            step.child.kill()
+        elif now - job_step.aborted_at > AFTER_ABORT_S:
+            job_step.child.kill()
 
     def _read_results(self) -> dict[str, NodeResult]:
         results = {n: parse_node_result(fsio.poll_json(self.attempt.result_path(n))) for n in self.nodes}
@@ -372,16 +376,16 @@ class JobController:
             return ""
         return starts[-1].state if starts else ""
 
-    def _evidence(self, step: StepState, requeue_action: RequeueAction) -> Evidence:
+    def _evidence(self, job_step: JobStep, requeue_action: RequeueAction) -> Evidence:
         clock.wait_until(lambda: len(self._read_results()) == len(self.nodes), LATE_RESULTS_S, POLL_S)
         results = self._read_results()
         completed = len(results) == len(self.nodes) and all(r.ending == "completed" for r in results.values())
         cancelled = self.run.cancel_marker.exists()
         # Not if the answer would change nothing: the query may take minutes.
         view = None if completed or cancelled else requeue_action.query_job()
-        self._note_preemption(step, view)
+        self._note_preemption(job_step, view)
         if view is not None:
-            view = replace(view, preempt_time=step.preempt_time)
+            view = replace(view, preempt_time=job_step.preempt_time)
         stop_requests = list(events.select(events.for_attempt(self.attempt), event_types.Signal))
         sources = dict.fromkeys(str(request.source) for request in stop_requests)
         # The current limit: an administrator may have changed it since the last query.
@@ -392,13 +396,13 @@ class JobController:
             cancelled=cancelled or self.run.cancel_marker.exists(),
             view=view,
             accounting_state=self._accounting_state(view),
-            step_exit_code=step.child.returncode,
-            requeue_requested=step.requeue_requested,
+            step_exit_code=job_step.child.returncode,
+            requeue_requested=job_step.requeue_requested,
             end_time=view.end_time if view is not None and has_end_time else self.deadline.end_time,
             lead_s=self.deadline.lead_for_sources(sources),
             stop_requested_at=min((request.t for request in stop_requests), default=None),
             stop_sources=tuple(sources),
-            out_of_time=step.out_of_time,
+            out_of_time=job_step.out_of_time,
             now=clock.now(),
             restart_count=requeue_action.restart_count,
             nodes_without_agent=frozenset(self._nodes_without_agent(results)),

@@ -28,7 +28,7 @@ _BATCH_FAILED = ("JobLaunchFailure", "RaisedSignal", "NonZeroExitCode", "OutOfMe
 
 
 class ControllerWatch:
-    """Watch over the batch process, if this is its host and no other PID namespace hides it."""
+    """Watch of the batch process, if it runs on this host and in the same PID namespace."""
 
     def __init__(self, context: NodeContext, log: EventLog) -> None:
         self._run, self._attempt, self._log = context.run, context.attempt, log
@@ -59,7 +59,7 @@ class ControllerWatch:
             fsio.write_json(self._attempt.stop_request, {"reason": "the batch process was killed", "t": clock.now()})
 
     def ensure_requeued(self, timeout_s: float = 0.0) -> None:
-        """Request the requeue, for ``timeout_s`` while Slurm does not answer or lists the job as running."""
+        """Request the requeue; retry for ``timeout_s`` while Slurm does not answer or lists the job as running."""
         deadline = clock.monotonic() + timeout_s
         while not self.settled:
             self.settled = self._is_decided() or self._try_requeue()

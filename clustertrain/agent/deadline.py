@@ -21,9 +21,9 @@ class Deadline:
     end_time: float | None
     """UTC epoch s; None without a time limit."""
     lead_s: float
-    """How long before the end the ranks are asked to stop, from measured saves."""
+    """Seconds before the end at which the ranks are asked to stop, from measured saves."""
     signal_lead_s: float
-    """How long before the end Slurm sends its warning; fixed at submission."""
+    """Seconds before the end at which Slurm sends its warning; fixed at submission."""
 
     def is_due(self, now: float) -> bool:
         """Return whether it is time to stop the ranks."""

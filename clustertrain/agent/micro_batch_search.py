@@ -165,7 +165,7 @@ def _run_ranks(
 
 
 class _FailureTimeout:
-    """Timeout for the peers of a failed rank, which wait in a collective; calls return whether it is over."""
+    """Timeout for the peers of a failed rank, which wait in a collective; a call returns whether it has expired."""
 
     def __init__(self, rank_dir: Path, ranks: list[int]) -> None:
         self._rank_dir, self._ranks = rank_dir, ranks

@@ -1,4 +1,4 @@
-"""The agent, one process per node: handles signals, runs torchrun and the sampler, and writes the node's result."""
+"""The node agent: handles signals, runs torchrun and the sampler, and writes the node's result."""
 
 from __future__ import annotations
 
@@ -59,30 +59,30 @@ class NodeAgent:
         self.taken_over_by: int | None = None  # number of the newer attempt
         self.telemetry: NodeTelemetry | None = None
         self.tracking = TrackingProcess(context.run, context.attempt, context.environ, self.log)
-        self.controller = ControllerWatch(context, self.log)
+        self.controller_watch = ControllerWatch(context, self.log)
 
     def run(self) -> NodeResult:
-        """Run the ranks of the node to their end and write its result."""
-        p = self.context
+        """Run the ranks of the node to their end, and write and return its result."""
+        context = self.context
         telemetry = self.telemetry = NodeTelemetry(
-            p.run,
-            p.attempt,
-            p.node,
-            p.ranks,
-            environ=p.environ,
+            context.run,
+            context.attempt,
+            context.node,
+            context.ranks,
+            environ=context.environ,
             heartbeat_dir=self.rank_dir,
-            several_nodes=len(p.nodes) > 1,
+            several_nodes=len(context.nodes) > 1,
             log=self.log,
         )
         telemetry.start()
         try:
-            self.log.write("agent_started", node=p.node, node_rank=p.node_rank, gpus=telemetry.gpus)
-            if p.node_rank == 0:
+            self.log.write("agent_started", node=context.node, node_rank=context.node_rank, gpus=telemetry.gpus)
+            if context.node_rank == 0:
                 telemetry.compact_earlier()
                 self.tracking.start()
             result = self._run_ranks()
-            fsio.write_json(p.attempt.result_path(p.node), msgspec.to_builtins(result))
-            self.log.write("ranks_ended", node=p.node, ending=result.ending, exit_code=result.exit_code)
+            fsio.write_json(context.attempt.result_path(context.node), msgspec.to_builtins(result))
+            self.log.write("ranks_ended", node=context.node, ending=result.ending, exit_code=result.exit_code)
             self._requeue_if_controller_gone()
             hurry = result.ending == "stopped" or self._should_hurry()
             self.tracking.request_stop()
@@ -99,9 +99,9 @@ class NodeAgent:
             shutil.rmtree(self.rank_dir, ignore_errors=True)
 
     def _requeue_if_controller_gone(self) -> None:
-        if self.controller.is_gone():
+        if self.controller_watch.is_gone():
             with contextlib.suppress(OSError):
-                self.controller.ensure_requeued(SCHEDULER_TIMEOUT_S)
+                self.controller_watch.ensure_requeued(SCHEDULER_TIMEOUT_S)
 
     def _should_hurry(self) -> bool:
         """Return whether the job is stopping, so that this node has to be released soon."""
@@ -109,17 +109,17 @@ class NodeAgent:
         return stop_ordered or self.stop_source is not None or self.signals.first is not None
 
     def _run_ranks(self) -> NodeResult:
-        p = self.context
+        context = self.context
         try:
             rdzv = self._join_rendezvous()
             child = self._start_torchrun(rdzv)
         except ClusterTrainError as e:
             kind: FailureKind = "environment" if e.exit_code == EXIT_CONFIG else "communication"
             error = ErrorInfo(type=type(e).__name__, message=str(e))
-            records = {r: failed_record(r, kind, error, exit_code=EXIT_CONFIG) for r in p.ranks}
-            return build_node_result(p.node, p.node_rank, p.ranks, records)
-        self.log.write("ranks_started", world_size=len(p.nodes) * p.ranks_per_node, rendezvous=rdzv.id)
-        monitor = RankMonitor(self.rank_dir, p.ranks, child.pid, self._have_others_completed)
+            records = {r: failed_record(r, kind, error, exit_code=EXIT_CONFIG) for r in context.ranks}
+            return build_node_result(context.node, context.node_rank, context.ranks, records)
+        self.log.write("ranks_started", world_size=len(context.nodes) * context.ranks_per_node, rendezvous=rdzv.id)
+        monitor = RankMonitor(self.rank_dir, context.ranks, child.pid, self._have_others_completed)
         try:
             self._watch_ranks(child, monitor)
         finally:
@@ -130,23 +130,27 @@ class NodeAgent:
             launcher_exit_code=exit_code,
             log_tail=_read_tail(self._launcher_log) if exit_code else None,
             stop_requested=self._should_hurry() if self.stop_requested_first is None else self.stop_requested_first,
-            finished_records=read_finished_records(self.rank_dir, p.ranks),
-            heartbeats=heartbeat.HeartbeatReader(self.rank_dir, p.ranks).read(),
+            finished_records=read_finished_records(self.rank_dir, context.ranks),
+            heartbeats=heartbeat.HeartbeatReader(self.rank_dir, context.ranks).read(),
             stopped_ranks=monitor.stopped_ranks,
             hung_ranks=monitor.hung_ranks,
         )
         result = build_node_result(
-            p.node, p.node_rank, p.ranks, read_rank_records(self.rank_dir, p.ranks), observations
+            context.node,
+            context.node_rank,
+            context.ranks,
+            read_rank_records(self.rank_dir, context.ranks),
+            observations,
         )
         if self.taken_over_by is not None:
             return self._no_longer_owner(result, self.taken_over_by)
         if result.ending == "stopped" and self.stop_source is None and self.signals.first is not None:
             # A script that handles signals itself may end before this agent stops the ranks.
-            self.log.write("signal", node=p.node, source=self._signal_source())
+            self.log.write("signal", node=context.node, source=self._signal_source())
         return result
 
     def _no_longer_owner(self, result: NodeResult, newer: int) -> NodeResult:
-        """Return ``result`` as stopped: the ranks did not fail, the newer attempt ended them."""
+        """Return ``result`` with the ending "stopped": the ranks did not fail, but were ended for a newer attempt."""
         reason = f"taken over by attempt {newer}"
         print(f"clustertrain agent on {self.context.node}: {reason}", file=sys.stderr, flush=True)
         return msgspec.structs.replace(
@@ -154,8 +158,8 @@ class NodeAgent:
         )
 
     def _have_others_completed(self) -> bool:
-        others = (n for n in self.context.nodes if n != self.context.node)
-        results = (parse_node_result(fsio.poll_json(self.context.attempt.result_path(n))) for n in others)
+        other_nodes = (n for n in self.context.nodes if n != self.context.node)
+        results = (parse_node_result(fsio.poll_json(self.context.attempt.result_path(n))) for n in other_nodes)
         return all(result is not None and result.ending == "completed" for result in results)
 
     @property
@@ -163,18 +167,22 @@ class NodeAgent:
         return self.context.attempt.logs / f"agent-{self.context.node}.log"
 
     def _join_rendezvous(self) -> rendezvous.Rendezvous:
-        p = self.context
-        if p.node_rank == 0:
-            rdzv = rendezvous.publish(p.attempt.rendezvous, "127.0.0.1" if p.is_single_host else p.node)
+        context = self.context
+        if context.node_rank == 0:
+            rdzv = rendezvous.publish(
+                context.attempt.rendezvous, "127.0.0.1" if context.is_single_host else context.node
+            )
         else:
-            rdzv = rendezvous.wait_for(p.attempt.rendezvous, p.node, RENDEZVOUS_TIMEOUT_S)
-        rendezvous.resolve(rdzv, p.node)
+            rdzv = rendezvous.wait_for(context.attempt.rendezvous, context.node, RENDEZVOUS_TIMEOUT_S)
+        rendezvous.resolve(rdzv, context.node)
         return rdzv
 
     def _start_torchrun(self, rdzv: rendezvous.Rendezvous) -> Any:
-        p = self.context
+        context = self.context
         program = ("clustertrain", "train")
-        argv = torchrun.build_command(rdzv, program, p.ranks_per_node, nodes=len(p.nodes), node_rank=p.node_rank)
+        argv = torchrun.build_command(
+            rdzv, program, context.ranks_per_node, nodes=len(context.nodes), node_rank=context.node_rank
+        )
         return proc.start(
             argv,
             env=self._build_environment(rdzv),
@@ -184,12 +192,12 @@ class NodeAgent:
         )
 
     def _build_environment(self, rdzv: rendezvous.Rendezvous) -> dict[str, str]:
-        p = self.context
-        env = dict(p.environ)
+        context = self.context
+        env = dict(context.environ)
         env[settings.RANK_DIR] = str(self.rank_dir)
-        env[settings.NODE] = p.node
-        env[settings.NODE_RANK] = str(p.node_rank)
-        env[settings.DEVICE] = p.device
+        env[settings.NODE] = context.node
+        env[settings.NODE_RANK] = str(context.node_rank)
+        env[settings.DEVICE] = context.device
         # By default CUDA numbers GPUs by speed and NVML by bus: reports of a mixed node would name the wrong GPUs.
         env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         env.update(torchrun.SHUTDOWN_ENV)
@@ -208,33 +216,33 @@ class NodeAgent:
 
     def _node_settings(self, interface: str) -> dict[str, str]:
         """Return settings that neither the plan nor the user has set, and record each with its reason."""
-        p = self.context
+        context = self.context
         job = NodeJob(
-            device=p.device,
-            ranks=p.ranks_per_node,
-            is_multi_node=not p.is_single_host,
+            device=context.device,
+            ranks=context.ranks_per_node,
+            is_multi_node=not context.is_single_host,
             peer_interface=interface,
-            flight_record_path=p.attempt.flight_record,
+            flight_record_path=context.attempt.flight_record,
         )
-        node_environment = inspect_node(job, p.environ)
+        node_environment = inspect_node(job, context.environ)
         settings_json = {name: {"value": s.value, "reason": s.reason} for name, s in node_environment.settings.items()}
-        self.log.write("node_settings", node=p.node, settings=settings_json, notes=list(node_environment.notes))
+        self.log.write("node_settings", node=context.node, settings=settings_json, notes=list(node_environment.notes))
         for line in [
             *(f"{n}={s.value}: {s.reason}" for n, s in node_environment.settings.items()),
             *node_environment.notes,
         ]:
-            print(f"clustertrain agent on {p.node}: {line}", file=sys.stderr, flush=True)
+            print(f"clustertrain agent on {context.node}: {line}", file=sys.stderr, flush=True)
         return node_environment.environ()
 
     def _find_interface(self, rdzv: rendezvous.Rendezvous) -> str | None:
-        p = self.context
-        if p.is_single_host:
+        context = self.context
+        if context.is_single_host:
             return find_interface_to("127.0.0.1")
-        peer = p.nodes[1] if p.node_rank == 0 else rdzv.host
-        return find_interface_to(rendezvous.resolve(rendezvous.Rendezvous(peer, rdzv.port, ""), p.node))
+        peer = context.nodes[1] if context.node_rank == 0 else rdzv.host
+        return find_interface_to(rendezvous.resolve(rendezvous.Rendezvous(peer, rdzv.port, ""), context.node))
 
     def _watch_ranks(self, child: Any, monitor: RankMonitor) -> None:
-        """Return when torchrun has ended, or has to be ended."""
+        """Watch the ranks until torchrun has ended, or has to be ended."""
         next_check = 0.0
         while child.poll() is None:
             if clock.monotonic() >= next_check:
@@ -272,12 +280,12 @@ class NodeAgent:
         self.aborted = self.aborted or self.taken_over_by is not None
 
     def _check_controller(self) -> None:
-        if self.controller.is_gone():
+        if self.controller_watch.is_gone():
             if self.stop_source is None:
-                self.controller.stop_other_nodes()
+                self.controller_watch.stop_other_nodes()
                 self._stop_ranks("batch killed", self.context.grace_s)
             with contextlib.suppress(OSError):  # the file system failed: retried in the next round
-                self.controller.ensure_requeued()
+                self.controller_watch.ensure_requeued()
 
     def _handle_signals(self) -> None:
         source = self._signal_source()

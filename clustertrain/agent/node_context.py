@@ -34,7 +34,7 @@ class NodeContext:
 
     @property
     def is_single_host(self) -> bool:
-        """Whether all nodes are this machine, as those of the local backend are."""
+        """Whether all nodes are this machine, as with the local backend."""
         return len(self.nodes) == 1 or settings.LOCAL_JOB in self.environ
 
 
@@ -69,6 +69,6 @@ def load_node_context(environ: Mapping[str, str]) -> NodeContext:
 
 def _not_visible_error(node: str, run_dir: Path, reason: str) -> UnsuitableEnvironment:
     return UnsuitableEnvironment(
-        f"node {node} does not see the run directory {run_dir} of the batch host ({reason})",
+        f"node {node} does not see the run folder {run_dir} of the batch host ({reason})",
         fix=f"set {settings.HOME} to a filesystem that all nodes mount at the same path",
     )

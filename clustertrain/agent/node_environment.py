@@ -23,10 +23,13 @@ class NodeJob(NamedTuple):
     """The part of a job that a node's settings depend on."""
 
     device: str
-    ranks: int  # on this node
+    ranks: int
+    """Ranks on this node."""
     is_multi_node: bool
-    peer_interface: str  # the interface to the other nodes; empty if unknown
-    flight_record_path: Path  # path of the Flight Recorder's files without the rank
+    peer_interface: str
+    """Network interface to the other nodes; empty if unknown."""
+    flight_record_path: Path
+    """Path of the Flight Recorder's files without the rank."""
 
 
 class NodeEnvironment(msgspec.Struct, frozen=True):

@@ -47,8 +47,8 @@ class RankObservations:
     launcher_exit_code: int | None = None
     """Exit code of torchrun (negative: the signal that killed it); None if the agent ended it."""
     log_tail: str | None = None
-    """The end of torchrun's output. It alone explains a failure before the ranks started, and how a rank without a
-    record ended."""
+    """The end of torchrun's output: the only explanation of a failure before the ranks started, and of how a rank
+    without a record ended."""
     stop_requested: bool = False
     """A stop was requested before the ranks ended."""
     finished_records: Mapping[int, RankResult] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def build_node_result(
 ) -> NodeResult:
     """Return one result for the node; it is "completed" only if all ranks completed.
 
-    A rank without a record exited by itself, crashed or was killed.
+    A rank without a record ended its own process, crashed or was killed.
     """
     codes = _exit_codes(observations, ranks)
     outcomes = tuple(
@@ -204,7 +204,7 @@ def _last_seen(rank: int, observations: RankObservations) -> LastSeen | None:
 def _launcher_failure(
     node: str, observations: RankObservations, records: Mapping[int, RankResult]
 ) -> tuple[FailureKind, str] | None:
-    """Return kind and message of a torchrun that was killed or failed by itself; None if the ranks explain it."""
+    """Return kind and message if torchrun itself was killed or failed; None if the ranks explain the failure."""
     code = observations.launcher_exit_code or 0
     if code < 0 and not any(r.ending == "failed" for r in records.values()):
         return "launcher", f"torchrun on {node} was killed by {signal.Signals(-code).name}"

@@ -1,4 +1,4 @@
-"""Monitoring of a node's ranks, by their records and processes: which have ended, stopped, or hang at exit."""
+"""Monitoring of a node's ranks by their records and processes: which ended, are stopped, or hang at exit."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class ExitHangDetector:
     def __init__(self) -> None:
         self._cpu_s: Mapping[int, float] = {}
         self._checked_at: float | None = None
-        self._idle_since: float | None = None  # since then all others are done and the rest is idle
+        self._idle_since: float | None = None  # since then, all others have completed and the remaining ranks are idle
 
     def is_hanging(self, now: float, others_done: bool, cpu_s: Mapping[int, float]) -> bool:
         """Return whether the remaining ranks hang. ``cpu_s``: CPU seconds of them and their children, by pid."""

@@ -32,8 +32,10 @@ class RequeueAction:
     spec: RunSpec
     log: EventLog
     signals: Signals
-    restart_count: int  # restarts of the job before this attempt
-    deadline: float  # monotonic s; until then a scheduler that does not answer is queried again
+    restart_count: int
+    """Restarts of the job before this attempt."""
+    deadline: float
+    """Monotonic time (s) until which a scheduler that does not answer is queried again."""
 
     def execute(self, decision: Decision, verdict: Verdict) -> int:
         """Carry out ``decision`` and return the exit code of the batch process."""
@@ -50,7 +52,7 @@ class RequeueAction:
             return EXIT_STOPPED
         is_ending = view is not None and view.state != RUNNING and view.preempt_time is None
         if is_ending and verdict.ending != endings.TIME_LIMIT:
-            return self._stop_run("the scheduler is ending the job, too late for a requeue", EXIT_NO_REQUEUE)
+            return self._stop_run("the scheduler is ending the job: too late for a requeue", EXIT_NO_REQUEUE)
         if decision.action == "resubmit" or is_ending:
             # A job at its time limit cannot be requeued, and a lost node would keep it in COMPLETING.
             refusal = self._resubmit(decision)
@@ -98,7 +100,7 @@ class RequeueAction:
         return EXIT_STOPPED
 
     def _request_requeue(self) -> str | None:
-        """Request a requeue; return None if the scheduler accepted it, else the refusal.
+        """Request a requeue; return None if the scheduler accepted it, otherwise the refusal.
 
         Without an answer the request is repeated for minutes: the scheduler may be restarting. It may also have
         received the request, in which case it ends this process.
@@ -118,7 +120,7 @@ class RequeueAction:
                 return None if accepted else str(e)
 
     def _resubmit(self, decision: Decision) -> str | None:
-        """Submit the run with the options of earlier submissions; return None if accepted, else the refusal."""
+        """Submit the run with the options of earlier submissions; return None if accepted, otherwise the refusal."""
         options = {**attempts.load_submit_options(self.run), **decision.options}
         exclusions = (self.spec.job.exclude, options.get("exclude", ""), *decision.exclude)
         excluded = ",".join(dict.fromkeys(n for n in exclusions if n))

@@ -30,9 +30,8 @@ def interruptible() -> Iterator[None]:
         raise KeyboardInterrupt
 
     proc.become_subreaper()  # the parent of the ranks may end before them
-    handled = [
-        n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN
-    ]  # nohup ignores SIGHUP
+    # Not if it is ignored: nohup ignores SIGHUP.
+    handled = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     previous = {number: signal.signal(number, stop) for number in handled}
     try:
         yield
@@ -42,7 +41,7 @@ def interruptible() -> Iterator[None]:
 
 
 def write_run_dir(prepared: PreparedRun, layout: Layout, split: Batch, folder: Path) -> RunDir:
-    """Write the part of a run that ranks read to ``folder``, with this layout and batch instead of the plan's."""
+    """Write the files of a run that ranks read to ``folder``, with this layout and batch instead of the plan's."""
     run = RunDir(folder)
     attempt = run.attempt(1)
     for subfolder in (attempt.events, attempt.logs, run.metrics):
@@ -63,7 +62,7 @@ def build_environment(prepared: PreparedRun, run: RunDir, environ: Mapping[str, 
     env[settings.RUN_DIR] = env[settings.RANK_DIR] = str(run.path)
     env[settings.ATTEMPT] = "1"
     env[settings.DEVICE] = prepared.plan.device
-    # All ranks are on this machine, whatever interface the plan chose for several nodes.
+    # The plan may have chosen an interface between nodes, but all ranks are on this machine.
     interface = find_interface_to(LOOPBACK)
     if interface:
         env["GLOO_SOCKET_IFNAME"] = interface

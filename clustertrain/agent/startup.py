@@ -25,7 +25,7 @@ def claim_run(backend: Backend) -> tuple[RunDir, RunSpec, Claim]:
 
     Raises:
         ClusterTrainError: this job must not, or cannot, run it.
-        OSError: the run directory is still read-only, full or out of reach after :data:`PATIENCE_S`.
+        OSError: the run folder is still read-only, full or unreachable after :data:`PATIENCE_S`.
     """
     deadline = clock.monotonic() + PATIENCE_S
     while True:
@@ -34,14 +34,14 @@ def claim_run(backend: Backend) -> tuple[RunDir, RunSpec, Claim]:
             fsio.set_group_umask(run.path)
             return run, load_spec(run), claim_attempt(run, identify_job(os.environ, backend), backend)
         except OSError as e:
-            print(f"clustertrain batch: waiting for the run directory: {e}", file=sys.stderr, flush=True)
+            print(f"clustertrain batch: waiting for the run folder: {e}", file=sys.stderr, flush=True)
             if clock.monotonic() >= deadline:
                 raise
             clock.sleep(RETRY_S)
 
 
 def requeue_or_fail(backend: Backend, e: OSError) -> int:
-    """Requeue the job, which releases its nodes, or fail; return the exit code."""
+    """Requeue the job to release its nodes, or let it fail; return the exit code."""
     job_id = backend.current_job_id(os.environ)
     restarts = int(os.environ.get(settings.SLURM_RESTART_COUNT) or 0)
     if job_id is not None and backend.name == "slurm" and restarts < MAX_REQUEUES:

@@ -21,7 +21,7 @@ from clustertrain.telemetry.sampler import Intervals, Sampler
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store import jsonl_blocks
 
-COMPACTION_S = 120.0  # below batch's AFTER_RESULTS_S
+COMPACTION_S = 120.0  # less than AFTER_RESULTS_S of the batch process
 MIN_COMPACT_BYTES = 256 << 10  # for less, a Parquet file is not smaller but takes seconds of a core to write
 STOP_S = 5.0  # for the sampler, the alerts and the exporter together
 HURRIED_STOP_S = 2.0  # while the job is being ended
@@ -104,14 +104,14 @@ class NodeTelemetry:
             self._exporter.exporter.start()
 
     def suspend(self) -> None:
-        """End work that competes with the ranks, which are stopping. Does not wait."""
+        """End work that competes with the stopping ranks, without waiting."""
         if self._earlier_compaction is not None:
             self._earlier_compaction.kill()
         if self._sampler is not None:
             self._alert_monitor.quiet()
 
     def compact_earlier(self) -> None:
-        """Start to compact the files of earlier attempts, at the lowest priority."""
+        """Start a low-priority compaction of the files of earlier attempts."""
         folders = [a.telemetry for a in self._run.attempts() if a.n < self._attempt.n]
         if folders:
             self._earlier_compaction = self._start_compaction(folders)
@@ -146,7 +146,7 @@ class NodeTelemetry:
             )
 
     def _should_compact(self) -> bool:
-        """Return whether there is enough to compact; most short attempts then start no process."""
+        """Return whether there is enough to compact, so that most short attempts do not start a process."""
         try:
             return any(f.stat().st_size >= MIN_COMPACT_BYTES for f in self._folder.glob(f"*/{jsonl_blocks.NAME}"))
         except OSError:

@@ -12,14 +12,15 @@ from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.run_spec import load_spec
 
-TRACKING_STOP_S = 15.0  # for the upload of the last rows; with compaction below batch's AFTER_RESULTS_S
+# For the upload of the last rows; with compaction, less than AFTER_RESULTS_S of the batch process.
+TRACKING_STOP_S = 15.0
 HURRIED_TRACKING_STOP_S = 2.0  # while the job is being ended; later uploads start from the rows
 RESTART_S, MAX_RESTARTS = 10.0, 5
 _POLL_S = 0.05
 
 
 class TrackingProcess:
-    """The tracking process. Failures never end or delay the run: each is an event and a line in the log."""
+    """The tracking process. Its failures never end or delay the run: each is written as an event and to the log."""
 
     def __init__(self, run: RunDir, attempt: AttemptDir, environ: Mapping[str, str], log: EventLog) -> None:
         self._run = run
@@ -45,7 +46,8 @@ class TrackingProcess:
             self._report_failure(f"its settings cannot be read: {e}")
             return
         try:
-            # It ignores signals meant for the ranks, whose last rows it has yet to read. It ends when its input closes.
+            # It ignores signals meant for the ranks, because it must still read their last rows. It ends when its input
+            # closes.
             self._child = proc.start(
                 self._argv, env=self._environ, log=self._log_file, ignore_stop_signals=True, keep_stdin_open=True
             )
@@ -64,9 +66,8 @@ class TrackingProcess:
             return
         self._close_input()
         self._child = None
-        should_restart = (
-            code < 0 and self._restarts < MAX_RESTARTS
-        )  # it was killed; if it ended by itself, it logged why
+        # Only if it was killed: a process that exits has logged why.
+        should_restart = code < 0 and self._restarts < MAX_RESTARTS
         self._report_failure(
             f"the process ended with code {code}" + ("" if should_restart else ", and is not started again")
         )
@@ -75,7 +76,7 @@ class TrackingProcess:
             self._restart_at = clock.monotonic() + RESTART_S
 
     def request_stop(self) -> None:
-        """Ask it to upload the remaining rows and end, without waiting."""
+        """Ask the process to upload the remaining rows and end; do not wait for it."""
         self._restart_at = None
         self._close_input()
 

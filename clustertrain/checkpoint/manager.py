@@ -1,7 +1,7 @@
-"""Save and restore checkpoints, all ranks together.
+"""Saves and restores checkpoints, all ranks together.
 
-A save copies the state into memory while the ranks wait; writer processes then write it to disk while training goes on.
-The ranks exchange the outcome at the next save or at the end.
+A save copies the state into memory while the ranks wait; writer processes then write it to disk while training
+continues. The ranks exchange the outcome at the next save or at the end.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ DEFAULT_POLICY = RetentionPolicy()
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """How a manager saves and restores."""
+    """The settings of a manager."""
 
     attempt: str
-    """The attempt of the run, in the names of staging folders."""
+    """The attempt of the run, used in the names of staging folders."""
     layout: Mapping[str, Any]
     """The parallel layout, recorded in each checkpoint."""
     policy: RetentionPolicy = DEFAULT_POLICY
@@ -54,9 +54,9 @@ class CheckpointConfig:
     engine: str = "raw"
     """One of :data:`clustertrain.checkpoint.save.engines.ENGINES`."""
     async_save: bool = True
-    """Write in a separate process; False writes in the rank, while training waits."""
+    """Whether to write in a separate process; otherwise the rank writes while training waits."""
     device: torch.device = CPU
-    """The device of the state. For a GPU two staging buffers are used: one fills while the other is written."""
+    """The device of the state. For a GPU there are two staging buffers: one fills while the other is written."""
     local_world_size: int = 1
     """Ranks on this machine, which share its memory for staging buffers."""
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class CheckpointConfig:
     remote: RemoteTier | None = None
     """Upload committed checkpoints. Needs ``async_save``."""
     fence: Fence | None = None
-    """Tells whether a newer attempt owns the run; then nothing in the checkpoints' folder is changed any more."""
+    """Detects that a newer attempt owns the run. Nothing in the folder of the checkpoints is then changed anymore."""
 
 
 @dataclass(frozen=True)
@@ -76,21 +76,22 @@ class SaveResult:
     step: int
     path: Path
     bytes: int
-    """Of all its files."""
+    """Size of all its files."""
     stall_s: float
-    """Seconds that training waited for."""
+    """Seconds for which training waited."""
     save_s: float
     """Seconds from the call to the commit."""
     reason: SaveReason = "interval"
 
 
 class CheckpointManager:
-    """The checkpoints in one folder. Its methods are collective, except :meth:`start`, :meth:`poll`,
-    :meth:`wait_for_copies` and :meth:`close`.
+    """Manager of the checkpoints in one folder.
 
-    Host memory: one copy of this rank's part of the state, two of them for a GPU.
+    Its methods are collective, except :meth:`start`, :meth:`poll`, :meth:`wait_for_copies` and :meth:`close`.
 
-    ``restore_context`` is what the functions of :mod:`clustertrain.checkpoint.load.restore` need.
+    Host memory: one copy of this rank's part of the state, two for a GPU.
+
+    ``restore_context`` is the argument of the functions in :mod:`clustertrain.checkpoint.load.restore`.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class CheckpointManager:
         """
         Args:
             get_deadline: returns the monotonic time at which waiting for a save ends; called repeatedly.
-            on_commit: called on every rank, once per checkpoint, when this rank learns of the commit, rank 0 first.
+            on_commit: called on every rank, once per checkpoint, when it learns of the commit; rank 0 learns first.
             on_copy: called on rank 0 when a checkpoint is uploaded, and on each rank whose upload failed.
         """
         self._root = root
@@ -129,17 +130,17 @@ class CheckpointManager:
         self._max_pending = len(self._staging_buffers) + (config.local is not None)
 
     def start(self) -> None:
-        """Start the writer process ahead of the first save. Not collective."""
+        """Start the writer process before the first save. Not collective."""
         self._pending.worker.start()
 
     def reserve(self, state: StateTree, rank_state: StateTree | None = None) -> None:
-        """Allocate memory for a save of ``state`` ahead of the first one, without waiting for it."""
+        """Start to allocate memory for a save of ``state`` before the first save, without waiting."""
         shards = self._planner.plan_shards(state, rank_state or {}, error_prefix=f"{self._root}: nothing can be saved")
         for staging in self._staging_buffers:
             try:
                 staging.reserve(shards)
-            except OSError as e:  # the save raises it if it still holds then
-                log.warning("no room for a copy of the state yet: %s", e)
+            except OSError as e:  # the save raises it if it still fails then
+                log.warning("no space for a copy of the state yet: %s", e)
 
     # -- save
 
@@ -155,13 +156,13 @@ class CheckpointManager:
     ) -> SaveResult | None:
         """Begin a save. With ``wait``, or without a writer process, wait for its commit and return it.
 
-        Waits for an earlier pending save that occupies the memory which this one needs. A committed checkpoint of the
-        same step is replaced only by a committed one.
+        If an earlier pending save occupies the memory, wait for it first. A committed checkpoint of the same step is
+        replaced only when the new one is committed.
 
         Raises:
             DeadlineExceeded: on every rank, at the deadline. Whether anything was committed is unknown.
             AttemptSuperseded: on every rank, if a newer attempt owns the run. Nothing was committed.
-            StorageError: on every rank, if any of them could not write, this time or the last. Nothing was committed,
+            StorageError: on every rank, if any rank could not write this save or a pending one. Nothing was committed,
                 and older checkpoints are unchanged.
             CheckpointError: likewise, if the state cannot be saved.
         """
@@ -180,7 +181,7 @@ class CheckpointManager:
             error_prefix=_not_saved_prefix(self._root, step),
             deadline_passed=deadline_passed,
         )
-        # A save that a stop or the run's end waits for goes directly to the shared folder, where it counts.
+        # A save that a stop or the end of the run waits for goes directly to the shared folder, where it counts.
         write = self._build_write_job(step, staged_save, buffer_index, use_local_tier=not wait)
         commit = self._build_commit_job(step, staged_save, reason, metric) if self._ranks.rank == 0 else None
         pending = PendingSave(write, commit, staging, started)
@@ -241,14 +242,14 @@ class CheckpointManager:
 
     @property
     def num_pending(self) -> int:
-        """The number of saves whose outcome this rank does not know."""
+        """Number of saves whose outcome this rank does not know."""
         return sum(not p.is_done() for p in self._pending.waiting)
 
     def wait_for_saves(self) -> SaveResult | None:
         """Wait until every save is committed, and return the last one.
 
         Raises:
-            DeadlineExceeded, StorageError, CheckpointError: as :meth:`save`.
+            DeadlineExceeded, StorageError, CheckpointError: see :meth:`save`.
         """
         saved = None
         while self._pending.waiting:
@@ -269,7 +270,7 @@ class CheckpointManager:
         deadline_passed = any(f.kind == "deadline" for f in failures)
         try:
             if failures:
-                # At the deadline it may be the file system that does not answer; the next restore discards the folder.
+                # At the deadline the file system may not respond; the next restore discards the folder.
                 if not deadline_passed:
                     self._ranks.run_on_rank0(lambda: self._discard_folder(pending), error_prefix)
                 raise error_from_failures(error_prefix, failures)
@@ -299,8 +300,10 @@ class CheckpointManager:
             self._on_commit(saved)
 
     def poll(self) -> bool:
-        """Return whether a save of this rank has failed, so that all ranks should :meth:`wait_for_saves`. Does not
-        wait."""
+        """Return, without waiting, whether a save of this rank has failed.
+
+        All ranks should then call :meth:`wait_for_saves`.
+        """
         self._pending.poll_outcomes()
         for pending in self._pending.waiting:
             if pending.commit is not None and pending.committed is not None and pending.committed.failure is None:
@@ -310,8 +313,9 @@ class CheckpointManager:
     def close(self, timeout_s: float = 0.0, *, run_finished: bool = False) -> None:
         """Let the writer process end after its last job.
 
-        Waits for it up to ``timeout_s``, so that the end of the Slurm job does not kill it early. ``run_finished``: the
-        node-local checkpoints are removed, since nobody will restore them.
+        Args:
+            timeout_s: seconds to wait for it, so that the end of the Slurm job does not kill it early.
+            run_finished: remove the node-local checkpoints, because nobody will restore them.
         """
         deadline = clock.monotonic() + (0.0 if self._deadline_missed else timeout_s)
         self._pending.drain(deadline, join=not self._deadline_missed)
@@ -328,15 +332,17 @@ class CheckpointManager:
         """Wait until all committed checkpoints are uploaded, and return whether they are.
 
         Waiting ends early when ``should_continue()`` is False, or uploads keep failing. Not collective: each rank waits
-        for its share, and rank 0 for all.
+        for its share, and rank 0 for all shares.
         """
         return self._pending.wait_for_copies(self._newest_committed, should_continue)
 
     # -- restore
 
     def restore(self, state: LoadableState, check_origin: OriginCheck = lambda origin: None) -> RestoreResult | None:
-        """Load the newest valid checkpoint into ``state``, as :func:`~clustertrain.checkpoint.load.restore.
-        restore_newest`, then start uploads."""
+        """Load the newest valid checkpoint into ``state``, then start uploads.
+
+        See :func:`~clustertrain.checkpoint.load.restore.restore_newest`.
+        """
         restored = restore.restore_newest(self.restore_context, state, check_origin)
         if restored is not None:
             self._newest_committed = restored.step
@@ -356,8 +362,10 @@ class CheckpointManager:
         return restored
 
     def roll_back(self, state: LoadableState, target: RollbackTarget) -> RestoreResult | None:
-        """Load the newest valid checkpoint before ``target`` into ``state``, as :func:`~clustertrain.checkpoint.load.
-        restore.restore_before`, and forget the newer ones. No save may be pending."""
+        """Load the newest valid checkpoint before ``target`` into ``state``, and forget the newer ones.
+
+        No save may be pending. See :func:`~clustertrain.checkpoint.load.restore.restore_before`.
+        """
         restored = restore.restore_before(self.restore_context, state, target)
         self._reported_steps = {step for step in self._reported_steps if step <= target.max_step}
         self._newest_committed = restored.step if restored is not None else 0
@@ -370,7 +378,7 @@ def _not_saved_prefix(root: Path, step: int) -> str:
 
 
 def _commit_result(pending: PendingSave) -> tuple[int, float]:
-    """Return (bytes, seconds since the save began). Raise CheckpointError if the commit failed."""
+    """Return (bytes, seconds from the start of the save). Raise CheckpointError if the commit failed."""
     outcome = pending.committed
     assert outcome is not None
     if outcome.failure is not None:

@@ -33,7 +33,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="OUT.csv", help="Output file of --table (default: stdout)."
 )
-@click.option("--calibrate", is_flag=True, help="With --table, calibrate each source by its median measured row.")
+@click.option("--calibrate", is_flag=True, help="With --table, calibrate each source by its middle measured row.")
 @job_options
 def plan(
     find_micro_batch: bool,

@@ -29,7 +29,7 @@ CPU_RANKS = 2  # the minimum for a collective
 
 @dataclass(frozen=True)
 class BenchTarget:
-    """Where and with what to measure."""
+    """The nodes, interpreter and environment of a measurement."""
 
     python: str
     """The interpreter on the nodes."""
@@ -72,7 +72,7 @@ class BenchResult:
 
 
 class _BenchRunner:
-    """Runs measurements one after another, reports each before it starts, and collects failures."""
+    """Runner that executes measurements one after another, reports each before it starts, and collects failures."""
 
     def __init__(self, target: BenchTarget, on_progress: Callable[[str], None]) -> None:
         self.target = target
@@ -139,7 +139,10 @@ def measure(target: BenchTarget, on_progress: Callable[[str], None]) -> BenchRes
 def _measure_all_reduces(
     runner: _BenchRunner, ranks: int, device_type: str, port: int
 ) -> tuple[float | None, float | None]:
-    """Return the GB/s within a node and across nodes, None for one rank or node; ``port`` is free on the first node."""
+    """Return the GB/s within a node (None for one rank) and across nodes (None for one node).
+
+    ``port`` is a free port on the first node.
+    """
     intra_node: dict[str, Any] = {}
     inter_node: dict[str, Any] = {}
     nodes, rank_options = runner.target.nodes, ["--ranks", str(ranks), "--device", device_type]
@@ -171,7 +174,7 @@ def _round_rate(value: float | None) -> float | None:
 
 
 def _run_measurement(argv: Sequence[str], env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """Run a measurement; return its output and the reason of its failure, empty on success."""
+    """Run a measurement; return its output, and the reason if it failed or an empty string."""
     with tempfile.TemporaryDirectory(prefix="clustertrain-measure-") as folder:
         log = Path(folder) / "log"
         try:

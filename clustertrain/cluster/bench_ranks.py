@@ -1,7 +1,7 @@
 """``python -m clustertrain.cluster.bench_ranks gemm|all-reduce|all-reduce-across``: short measurements with torch.
 
-``gemm`` is one process, the others are ranks of torchrun. Results go to standard output as lines of JSON after
-``OUTPUT_PREFIX``, which passes through srun and torchrun and needs no shared file system.
+``gemm`` is one process; the others run as ranks of torchrun. Results are printed as lines of JSON after
+``OUTPUT_PREFIX``: standard output passes through srun and torchrun and needs no shared file system.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from clustertrain.scheduler.sockets import find_free_port
 
 SAMPLES = 7
 WARMUP_SAMPLES = 3
-# (m, n, k), on GPUs large enough for peak speed: a square, a feed-forward of Llama 3 8B, a square of half the size.
+# (m, n, k). On GPUs, large enough for peak speed: a square, a feed-forward of Llama 3 8B, a square of half the size.
 SHAPES = {
     "cuda": ((8192, 8192, 8192), (8192, 14336, 4096), (4096, 4096, 4096)),
     "cpu": ((512, 512, 512), (256, 1024, 256)),
 }
-# Several iterations per sample hide the launch of a GPU kernel.
+# Several iterations per sample hide the launch overhead of GPU kernels.
 ITERS_PER_SAMPLE = {"cuda": 10, "cpu": 1}
 # Large enough that latency does not matter, like a flattened gradient bucket or the shard of a large layer.
 ALL_REDUCE_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
@@ -144,7 +144,7 @@ def main() -> int:
             result = all_reduce(options.device, options.what == "all-reduce-across")
             if os.environ["RANK"] == "0":
                 print_result(**result)
-    except Exception as e:  # the process's edge: the reason must reach the parent through srun and torchrun
+    except Exception as e:  # the edge of the process: the reason must reach the parent through srun and torchrun
         print_result(error=f"{type(e).__name__}: {e}")
         return 1
     return 0

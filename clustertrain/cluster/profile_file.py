@@ -112,10 +112,10 @@ def format_header(notes: Sequence[str], now: float) -> list[str]:
 
 
 def _without_none(struct: msgspec.Struct) -> dict[str, Any]:
-    """Return the fields that are not None, because TOML has no null."""
+    """Return the fields of ``struct`` that are not None, because TOML has no null."""
     return {key: value for key, value in msgspec.to_builtins(struct).items() if value is not None}
 
 
 def _one_line(text: str) -> str:
-    """Replace control characters, which would end a comment or make the file invalid."""
+    """Return ``text`` with blanks instead of control characters, which would end a comment or make the file invalid."""
     return "".join(c if c.isprintable() else " " for c in text)

@@ -24,7 +24,7 @@ class Gres:
 
     name: str
     type: str
-    """The site's name of the type, or an empty string."""
+    """The site's name for the type, or an empty string."""
     count: int
 
 
@@ -46,11 +46,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition."""
+    """A partition of the cluster."""
 
     name: str
     fields: Mapping[str, str]
-    """The fields that scontrol prints."""
+    """Fields as printed by scontrol."""
 
     @property
     def is_default(self) -> bool:
@@ -58,7 +58,7 @@ class Partition:
 
     @property
     def is_open(self) -> bool:
-        """Return whether an ordinary user's job may start in the partition."""
+        """Whether an ordinary user's job may start in the partition."""
         return self.fields.get("State") == "UP" and self.fields.get("RootOnly") != "YES"
 
 
@@ -102,7 +102,7 @@ def _scontrol_show(entity: str) -> str:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Parse ``Name   = value`` lines; the first value of a name wins, because cgroup.conf follows further down."""
+    """Parse ``Name   = value`` lines; the first value of a name wins, because cgroup.conf follows after slurm.conf."""
     config: dict[str, str] = {}
     for line in text.splitlines():
         name, sign, value = line.partition("=")

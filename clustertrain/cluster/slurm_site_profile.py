@@ -1,4 +1,4 @@
-"""Derive the keys of a cluster profile, with their sources, from a Slurm site; no I/O."""
+"""Derive the keys of a cluster profile, with their sources, from a Slurm site. No I/O."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DetectedProfile:
 
 @dataclass(frozen=True)
 class _GpuConfig:
-    """The GPUs of a kind of node."""
+    """The type and number of GPUs in a node."""
 
     type: str
     count: int
@@ -50,11 +50,11 @@ class _GpuConfig:
         return f"{self.count} x {self.type or 'GPU'}"
 
 
-def detect_profile(site: Site, requested: str = "", source: str = "the one asked for") -> DetectedProfile:
-    """Derive a profile from one partition: ``requested``, whose origin is ``source``, else :func:`choose_partition`.
+def detect_profile(site: Site, requested: str = "", source: str = "the requested one") -> DetectedProfile:
+    """Derive a profile from one partition: ``requested`` (a name from ``source``), otherwise :func:`choose_partition`.
 
     Raises:
-        UsageError: there is no such partition, or none at all.
+        UsageError: the partition does not exist, or no partition is up.
     """
     partition, source = (get_partition(site, requested), source) if requested else choose_partition(site)
     detected = DetectedProfile()
@@ -78,7 +78,7 @@ def get_partition(site: Site, name: str) -> Partition:
 
 
 def choose_partition(site: Site) -> tuple[Partition, str]:
-    """Return the default partition if its nodes have GPUs, else the one with the most GPUs, and the reason.
+    """Return the default partition if its nodes have GPUs, otherwise the one with the most GPUs, and the reason.
 
     Raises:
         UsageError: no partition is up.
@@ -110,9 +110,9 @@ def _add_gpus(detected: DetectedProfile, partition: Partition, nodes: Sequence[N
     source = f"Gres of {counts[gpu_config]} of {len(nodes)} nodes"
     detected.add("device", "cuda", source)
     detected.add("gpus_per_node", gpu_config.count, source)
-    others = ", ".join(f"{n} nodes with {k}" for k, n in counts.items() if k != gpu_config)
-    if others:
-        detected.notes.append(f"partition {partition.name} also has {others}: choose with submit --gpu-type")
+    other_configs = ", ".join(f"{n} nodes with {k}" for k, n in counts.items() if k != gpu_config)
+    if other_configs:
+        detected.notes.append(f"partition {partition.name} also has {other_configs}: choose with submit --gpu-type")
     if not gpu_config.type:
         detected.notes.append(
             "Slurm has no type for its GPUs, so the plan does not know their memory until `cluster detect` runs in an "
@@ -192,7 +192,7 @@ def _note_limits(detected: DetectedProfile, site: Site, partition: Partition, no
 
 
 def _default_memory(*sources: Mapping[str, str]) -> str:
-    """Return Slurm's setting of the default memory from the first source that has one, else an empty string."""
+    """Return Slurm's setting of the default memory from the first source that has one, otherwise an empty string."""
     for fields in sources:
         for item in fields.get("JobDefaults", "").split(","):
             if item.startswith("DefMemPerGPU="):

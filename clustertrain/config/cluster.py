@@ -96,9 +96,9 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     measured: MeasuredRates | None = None
     """Measured rates, written by ``cluster detect --measure``."""
     calibration: float = 1.0
-    """Measured over predicted step time of one of your runs, as ``status`` shows it. Scales every prediction."""
+    """Ratio of measured to predicted step time of one of your runs, as ``status`` shows it. Scales every prediction."""
     gpu: GpuType | None = None
-    """GPU type missing from the catalogue; ``--gpu-type`` selects it by its name."""
+    """GPU type missing from the catalog; ``--gpu-type`` selects it by its name."""
     node: NodeFacts | None = None
     """Hardware of the nodes, written by ``cluster detect``. NCCL settings assume that all nodes are alike."""
 
@@ -132,7 +132,7 @@ def list_profiles(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
 
 
 def default_profile_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the name of the profile to use when none is given: ``$CLUSTERTRAIN_CLUSTER``, or an empty string."""
+    """Return the name of the default profile: ``$CLUSTERTRAIN_CLUSTER``, or an empty string."""
     return environ.get(settings.CLUSTER, "")
 
 

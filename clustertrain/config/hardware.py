@@ -1,6 +1,6 @@
 """GPU types (memory, compute rates, bandwidths) and networks between nodes, with a source per line.
 
-GPU names follow the sites' Slurm gres types. To add a type, add a line to ``CATALOGUE``.
+GPU names follow the sites' Slurm gres types. To add a type, add a line to ``CATALOG``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GpuType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     fabric_gb_s: float = 12.5
     """One GPU's share of the network, in GB/s, in the system in which the type usually ships."""
     power_limit_factor: float = 1.0
-    """Fraction of the rates that a card sustains whose power limit is below its type's."""
+    """Fraction of the rates that a card sustains if its power limit is below that of its type."""
     bf16: bool = True
     """The type supports bf16."""
     usable_gib: float | None = None
@@ -105,7 +105,7 @@ def _nvidia(
 # Networks: 12.5 GB/s per GPU is one 100 Gbit/s port per GPU. DGX A100: 8 x 200 Gbit/s (HDR); DGX H100, H200 and B200:
 # 8 x 400 (NDR); GB200 NVL72: 400 per GPU; DGX B300 and GB300: 800 (ConnectX-8): NVIDIA's guides of these systems.
 # Data sheets that state rates with sparsity are halved here.
-CATALOGUE: tuple[GpuType, ...] = (
+CATALOG: tuple[GpuType, ...] = (
     _nvidia("p100", 6.0, 16, (10.6, 21.2, 0, 0), 732, 80, "Tesla P100"),
     _nvidia("v100", 7.0, 16, (15.7, 125, 0, 0), 900, 150, "Tesla V100"),
     _nvidia("v100-32gb", 7.0, 32, (15.7, 125, 0, 0), 900, 150, "Tesla V100"),
@@ -163,7 +163,7 @@ CATALOGUE: tuple[GpuType, ...] = (
             fabric_gb_s=50, source="AMD Instinct MI325X data sheet"),
 )  # fmt: skip
 
-_BY_NAME = {gpu.name: gpu for gpu in CATALOGUE}
+_BY_NAME = {gpu.name: gpu for gpu in CATALOG}
 # Form factors and vendor terms that do not distinguish types.
 _IGNORED_TOKENS = frozenset({
     "nvidia", "amd", "tesla", "quadro", "geforce", "instinct", "sxm", "sxm2", "sxm3", "sxm4", "sxm5",
@@ -175,7 +175,7 @@ def _name_tokens(name: str) -> list[str]:
     return [re.sub(r"^(\d+)g$", r"\1gb", w) for w in tokens]
 
 
-_BY_TOKENS = {tuple(sorted(_name_tokens(gpu.name))): gpu for gpu in CATALOGUE}
+_BY_TOKENS = {tuple(sorted(_name_tokens(gpu.name))): gpu for gpu in CATALOG}
 
 
 def _find_pcie_only(tokens: list[str]) -> GpuType | None:
@@ -187,7 +187,7 @@ def _find_pcie_only(tokens: list[str]) -> GpuType | None:
 def find_gpu_type(name: str) -> GpuType | None:
     """Return the type for a site's or the driver's name (``a100``, ``nvidia_h100_80gb_hbm3``), or None if unknown.
 
-    A memory size in the name decides between variants; a size that contradicts the catalogue makes the type unknown,
+    A memory size in the name decides between variants; a size that contradicts the catalog makes the type unknown,
     since a guess could end in an out-of-memory error hours later. A MIG slice (``1g.10gb``) is unknown for the same
     reason.
     """
@@ -212,7 +212,7 @@ class Fabric(NamedTuple):
     gb_s: float
     """1e9 bytes/s in one direction, per port, or per node if ``per_node``."""
     per_node: bool
-    """The vendor sells the bandwidth of a whole node."""
+    """``gb_s`` is the bandwidth of a whole node."""
     source: str
 
 

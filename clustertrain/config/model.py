@@ -73,7 +73,7 @@ class ConvnetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class TwoTowerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The ``[model.two_tower]`` table: what two encoders have in common. Both have the sizes in ``[model]``."""
+    """The ``[model.two_tower]`` table: settings that two encoders share. Both have the sizes in ``[model]``."""
 
     embedding: int = 64
     """Dimensions of the embedding space that both encoders share."""

@@ -28,8 +28,8 @@ class Interface(_Facts, frozen=True):
     name: str
     """Name of the interface, for example ``"eth0"``."""
     kind: InterfaceKind = "ethernet"
-    """Type. ``"virtual"``: no device behind it, for example veth, a bridge of containers only, or a tunnel. ``"usb"``:
-    usually the host's link to its BMC."""
+    """Type. ``"virtual"``: not backed by a device, for example veth, a bridge of containers only, or a tunnel.
+    ``"usb"``: usually the host's link to its BMC."""
     state: Literal["up", "down", "unknown"] = "unknown"
     """Operational state."""
     addresses: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ class Gpu(_Facts, frozen=True):
     nvswitch: bool | None = None
     """The NVLinks lead to a switch. Unset: unknown."""
     nvlink_domain: str = ""
-    """NVML's cluster UUID and clique, which GPUs share that reach each other over NVLink across nodes. Empty: none."""
+    """NVML's cluster UUID and clique; GPUs with the same value are connected by NVLink across nodes. Empty: none."""
 
 
 class NumaNode(_Facts, frozen=True):

@@ -45,7 +45,7 @@ class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Decay rates of the moment estimates. Unset: (0.9, 0.99) for lion, (0.95, 0.95) for soap; for all others (0.9,
     0.95) on text and (0.9, 0.999) otherwise. Unused by adafactor, sgd and lars."""
     eps: float = 1e-8
-    """Term added to the denominator of Adam-type optimizers. Unused by sgd, lars, lion and adafactor."""
+    """Value added to the denominator of Adam-type optimizers. Unused by sgd, lars, lion and adafactor."""
     weight_decay: float = 0.1
     """Weight decay. 0: none."""
     momentum: float | None = None

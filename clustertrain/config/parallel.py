@@ -19,8 +19,8 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     activation_checkpointing: ActivationCheckpointing = "auto"
     """Recompute activations in the backward pass. ``"selective"``: keep matrix products, convolutions and attention,
-    recompute the rest. ``"full"``: recompute each layer. ``"auto"``: the least with which the fastest layout fits,
-    where the plan predicts times; otherwise none."""
+    recompute the rest. ``"full"``: recompute each layer. ``"auto"``: the least that lets the fastest layout fit, if
+    the plan predicts times; otherwise none."""
     offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory. Sharded layouts on GPUs only."""
     activation_offload: bool = False

@@ -28,13 +28,13 @@ class StabilitySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_roll_backs: int = 3
     """Most rollbacks without a newer checkpoint in between; one more ends the run. Unused without a rollback."""
     roll_back_margin: int = 0
-    """Steps before the bad one whose data is omitted as well. Unused without a rollback."""
+    """Steps before the bad one whose data is also omitted. Unused without a rollback."""
     layer_stats_every: int = 200
     """Steps between measurements of each layer's gradient, weight and activation norms. 0: never."""
     grad_norm_max: float = 10.0
     """Gradient norm above which to warn. 0: never."""
     grad_norm_min: float = 1e-6
-    """Gradient norm below which, if it stays there, to warn. 0: never."""
+    """Gradient norm below which to warn if it stays there. 0: never."""
     clipped_share: float = 0.5
     """Share of clipped steps among the last 100 above which to warn. 0: never."""
     slowdown: float = 0.1

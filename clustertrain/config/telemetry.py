@@ -43,7 +43,8 @@ class AlertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     webhook: str = ""
     """URL that receives each alert as JSON by POST."""
     webhook_env: str = ""
-    """Name of an environment variable of the job that holds the webhook's URL, which is then stored nowhere else."""
+    """Name of an environment variable of the job that contains the webhook's URL. The run then does not store the URL.
+    """
     webhook_file: str = ""
     """Absolute path, visible to all nodes, of a file whose first line is the webhook's URL."""
 

@@ -31,21 +31,21 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     committed_step: int | None
     """Step of the newest checkpoint that this attempt committed."""
     requeued: str | None
-    """How the run was continued: requeue, resubmit, slurm."""
+    """How the run was continued: ``requeue``, ``resubmit`` or ``slurm``."""
     stopped: str | None
     """Why the run will not be continued."""
     record_error: str | None = None
-    """What could not be read in attempt.json."""
+    """The error in reading attempt.json."""
     roll_backs: int = 0
     """Number of returns to an earlier checkpoint because training went wrong."""
     ended_by_script: bool = False
-    """The script exited with 0 by itself, so only the script knows what it saved."""
+    """The script itself exited with 0 before its session finished, so only the script knows what it saved."""
     rolled_back_to: int | None = None
     """The oldest step that the attempt rolled back to, or restored because newer checkpoints were damaged."""
 
     @property
     def made_progress(self) -> bool:
-        """Whether it committed a newer step than it started from."""
+        """Whether the attempt committed a newer step than it started from."""
         return self.committed_step is not None and self.committed_step > (self.restored_step or 0)
 
 
@@ -169,8 +169,10 @@ def load_budgeted_attempts(run: RunDir) -> list[Attempt]:
 
 
 def load_submit_options(run: RunDir) -> dict[str, str]:
-    """Return the sbatch options of earlier submissions, which the next one must repeat: the latest value of each option
-    of ``clustertrain requeue``, and all excluded nodes."""
+    """Return the sbatch options of earlier submissions that the next one must repeat.
+
+    These are the latest value of each option of ``clustertrain requeue``, and all excluded nodes.
+    """
     log = events.for_run(run)
     for attempt in run.attempts():
         log += list(events.filter_by_name(events.for_attempt(attempt), "requeued"))

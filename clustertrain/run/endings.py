@@ -54,7 +54,7 @@ NO_PROGRESS_LIMIT: Final = 6
 # Slurm's states of a finished job. Missing ones (FAILED, COMPLETED, …) do not reveal the cause.
 _BY_SLURM_STATE: Final[dict[str, Ending]] = {
     "PREEMPTED": PREEMPTED,
-    "REQUEUED": PREEMPTED,  # by `scontrol requeue`; when Slurm requeues by itself, it gives the cause
+    "REQUEUED": PREEMPTED,  # by `scontrol requeue`; when Slurm itself requeues a job, the state is the cause
     "TIMEOUT": TIME_LIMIT,
     "DEADLINE": TIME_LIMIT,
     "NODE_FAIL": NODE_FAILURE,
@@ -65,5 +65,5 @@ _BY_SLURM_STATE: Final[dict[str, Ending]] = {
 
 
 def from_scheduler_state(state: str) -> Ending:
-    """Return the ending that a scheduler's state stands for ("CANCELLED by 0" counts as CANCELLED), else unknown."""
+    """Return the ending for a scheduler's state ("CANCELLED by 0" counts as CANCELLED); unknown for other states."""
     return _BY_SLURM_STATE.get(state.split(maxsplit=1)[0].rstrip("+") if state else "", UNKNOWN)

@@ -483,7 +483,7 @@ class AlertEvent(Event, frozen=True, kw_only=True, tag="alert"):
     value: float | None = None
     limit: float | None = None
     lasted_s: float | None = None
-    """Only of a cleared alert."""
+    """Only for a cleared alert."""
     suppressed: int | None = None
     """Alerts of this rule suppressed since the last one."""
 
@@ -534,7 +534,7 @@ class Ended(Event, frozen=True, kw_only=True):
     step_exit_code: int | None = None
     """Exit code of the step launcher."""
     ended_by_script: bool | None = None
-    """The attempt stopped because its script exited with 0 by itself."""
+    """The attempt stopped because its script itself exited with 0."""
     lost_nodes: list[str] | None = None
 
 
@@ -586,4 +586,4 @@ def collect_field_types() -> dict[str, type]:
             if name in event_type.__struct_fields__:
                 members = re.sub(r"\[.*\]", "", annotation).split(" | ")  # list[str] | None: list, None
                 types.setdefault(name, set()).update(_JSON_TYPES[m] for m in members if m != "None")
-    return {name: next(iter(found)) for name, found in types.items() if len(found) == 1}
+    return {name: next(iter(json_types)) for name, json_types in types.items() if len(json_types) == 1}

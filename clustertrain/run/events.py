@@ -15,7 +15,7 @@ from clustertrain.run.json_files import convert_leniently, has_type, is_number
 from clustertrain.run.run_dir import AttemptDir, RunDir
 
 Event = dict[str, Any]
-"""An event as it was read, for those who only show it; :func:`select` returns structs."""
+"""An event as it was read, for code that only shows it; :func:`select` returns structs."""
 E = TypeVar("E", bound=event_types.Event)
 
 

@@ -56,7 +56,7 @@ def _find_creation_time_ns(path: Path) -> int | None:
 def resolve_run(name: str) -> RunDir:
     """Return the run that ``name`` stands for.
 
-    ``name`` is ``latest`` or a run id, else the id of a job of the run, else a unique prefix of a run id.
+    ``name`` is ``latest``, a run id, the id of a job of the run, or a unique prefix of a run id, tried in this order.
 
     Raises:
         NotFound: nothing matches.
@@ -130,7 +130,12 @@ def _suggest_similar(name: str, runs: Sequence[RunDir]) -> str:
 
 
 def resolve_runs(name: str) -> list[RunDir]:
-    """Return the runs of a sweep or job array, else the one that ``name`` stands for. Raises as :func:`resolve_run`."""
+    """Return the runs of the sweep or job array ``name``, or the single run that it stands for.
+
+    Raises:
+        NotFound: nothing matches, or the runs of the sweep were removed.
+        AmbiguousName, PermissionDenied, UsageError: as :func:`resolve_run`.
+    """
     _check_name(name)
     sweep = sweeps_folder() / name
     if "/" not in name and sweep.is_dir():

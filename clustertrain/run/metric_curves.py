@@ -17,11 +17,13 @@ Axis = Literal["step", "tokens", "hours"]
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Points in the order of their steps. ``y`` is finite; ``steps`` are completed optimizer steps."""
+    """Points in the order of their steps."""
 
     steps: list[int]
+    """Completed optimizer steps."""
     x: list[float]
     y: list[float]
+    """Finite values."""
 
     def best_index(self, *, higher: bool) -> int | None:
         """Return the index of the best value, or of the first one if there are several."""
@@ -40,12 +42,15 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class StepTable(msgspec.Struct, frozen=True):
-    """Columns over the run's steps; NaN if a row has no value. ``hours`` count time with nodes."""
+    """Columns over the run's steps; NaN if a row has no value."""
 
     step: list[int]
     columns: Mapping[str, list[float]]
+    """Values by name of the scalar."""
     tokens: list[float]
+    """Tokens trained so far."""
     hours: list[float]
+    """Time with nodes so far."""
 
     def curve(self, name: str, axis: Axis = "step") -> Curve:
         """Return the curve of one column, without steps that have no value, as most steps have no evaluation."""
@@ -77,7 +82,7 @@ def load_step_table(run: RunDir, scalars: Sequence[str]) -> StepTable:
     for attempt in run.attempts():
         attempt_info, previous_tokens = history[attempt.n], 0.0
         start, times = attempt_info.start, []
-        for path in run.metrics_files(attempt.n):  # one more after each roll-back
+        for path in run.metrics_files(attempt.n):  # one more after each rollback
             file_columns = metrics_file.read_columns(path, keys)
             steps = [int(s) for s in file_columns["step"] if math.isfinite(s)]
             times += list(file_columns["t"])
@@ -113,7 +118,7 @@ def _find_attempt_end(attempt: attempts.Attempt, times: list[float]) -> float:
 
 
 def compute_allocated_hours(run: RunDir, *, is_running: bool) -> float:
-    """Return the hours of all attempts. The last one counts until now if it ``is_running``, else until its last row."""
+    """Return the hours of all attempts; the last one counts until now if it ``is_running``, or until its last row."""
     total_s = 0.0
     history = attempts.load_attempts(run)
     for i, a in enumerate(history):

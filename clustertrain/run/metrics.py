@@ -1,19 +1,22 @@
 """Training scalars: one JSON line per logged step in ``metrics/attempt-<n>.jsonl``, merged by step on reading.
 
-An attempt that returns to an earlier step starts another file, ``attempt-<n>-<k>.jsonl``: within a file steps rise.
+An attempt that returns to an earlier step starts another file, ``attempt-<n>-<k>.jsonl``, so steps rise within a file.
 
-Keys: ``step`` (optimizer steps done), ``t`` (UTC epoch s, when the step ended), and any of ``loss``, ``lr``,
-``grad_norm`` (before clipping), ``clipped`` (0 or 1), ``clip_fraction`` (of the last 100 steps), ``skipped`` and
-``spike`` (1, where it was), ``step_s`` (without evaluation and checkpoints), ``tokens_per_s`` or, where there are no
-tokens, ``samples_per_s`` (of all ranks), ``data_wait_s`` (of rank 0), ``allocated_gib`` (of rank 0's GPU) and what the
-user logs; ``evaluation`` is "cut short" where a stop has cut it short: the next attempt makes up for it and tells the
-row once more; every ``log_every`` steps ``peak_allocated_gib`` of rank 0, on a CPU ``rss_gib`` instead. Every
-``stability.layer_stats_every`` steps columns ``grad_norm/UNIT``, ``weight_norm/UNIT``, ``update_ratio/UNIT``,
-``activation/UNIT`` and ``dead/MODULE``. ``bad_samples``: in words, those of a step that was skipped or is a spike.
+Each row has ``step`` (completed optimizer steps) and ``t`` (end of the step, UTC epoch s). Other keys are optional:
 
-``sum_skipped`` is how many steps of the run were skipped, where there are any. ``sum_step_s``, ``sum_tokens`` and
-``sum_data_wait_s`` are running totals over the attempt, this row included: two rows tell what lies between them, so
-that nobody has to add up a million.
+- ``loss``, ``lr``, and the scalars that the user logs
+- ``grad_norm`` (before clipping), ``clipped`` (0 or 1), ``clip_fraction`` (of the last 100 steps)
+- ``skipped``, ``spike``: 1 if the step was skipped or is a spike; ``bad_samples``: a description of its samples
+- ``step_s``: without evaluation and checkpoints
+- ``tokens_per_s``, or ``samples_per_s`` for data without tokens: of all ranks
+- ``data_wait_s``: of rank 0
+- ``allocated_gib``: of rank 0's GPU; every ``log_every`` steps also ``peak_allocated_gib``, or ``rss_gib`` on a CPU
+- ``evaluation``: "cut short" if a stop ended the evaluation early; the next attempt repeats it and writes the row again
+- every ``stability.layer_stats_every`` steps ``grad_norm/UNIT``, ``weight_norm/UNIT``, ``update_ratio/UNIT``,
+  ``activation/UNIT`` and ``dead/MODULE``
+- ``sum_skipped``: skipped steps of the run so far, if there are any
+- ``sum_step_s``, ``sum_tokens``, ``sum_data_wait_s``: running totals over the attempt including this row. The total of
+  a range of steps is therefore the difference of two rows.
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ from clustertrain.run.json_files import is_number
 Row = dict[str, Any]
 T = TypeVar("T")
 
-WINDOW_BYTES = 1 << 14  # bytes; many rows of the built-in trainer
-MAX_WHOLE_BYTES = 1 << 22  # bytes; larger files are sampled
+WINDOW_BYTES = 1 << 14  # holds many rows of the built-in trainer
+MAX_WHOLE_BYTES = 1 << 22  # larger files are sampled
 SAMPLE_WINDOWS = 128
 CHUNK_BYTES = 1 << 20
-MAX_SEARCH_BYTES = 1 << 26  # bytes to search for a row
-MAX_COLUMN_BYTES = 1 << 32  # bytes of a file that are read as columns: about ten million rows
+MAX_SEARCH_BYTES = 1 << 26  # limit of a search for a row
+MAX_COLUMN_BYTES = 1 << 32  # part of a file that is read as columns: about ten million rows
 
 # Python writes NaN and Infinity, which are not JSON; msgspec rejects them.
 _NON_FINITE = re.compile(rb"(?<=[:,\[])\s*-?(?:NaN|Infinity)(?=[,}\]])")
@@ -64,7 +64,7 @@ def find_row_at(path: Path, step: int) -> Row | None:
                 high = middle
         # The row may begin before ``high`` and end far after it.
         window_rows = _read_forward(
-            f, low, high - low + WINDOW_BYTES, lambda found: bool(found) and found[-1]["step"] > step
+            f, low, high - low + WINDOW_BYTES, lambda rows: bool(rows) and rows[-1]["step"] > step
         )
     rows = [row for row in window_rows if row["step"] <= step]
     return rows[-1] if rows else None
@@ -123,9 +123,8 @@ def _iter_line_blocks(f: BinaryIO) -> Iterator[bytes]:
         lines, end, tail = (partial_line + block).rpartition(b"\n")
         if end:
             yield lines
-        partial_line = (
-            tail if len(tail) < reading.MAX_LINE_BYTES else b""
-        )  # too long for a row: its rest is not valid JSON either
+        # A longer one is not a row, and its rest is not valid JSON either.
+        partial_line = tail if len(tail) < reading.MAX_LINE_BYTES else b""
     if partial_line:
         yield partial_line
 
@@ -144,8 +143,10 @@ def _find_size(f: BinaryIO) -> int:
 
 
 def _read_forward(f: BinaryIO, start: int, size: int, has_enough: Callable[[list[Row]], bool]) -> list[Row]:
-    """Return the rows in ``size`` bytes from ``start``, or in more until they satisfy ``has_enough``: a row with many
-    scalars may be longer than a window."""
+    """Return the rows in ``size`` bytes from ``start``, or in more bytes until ``has_enough`` is true for them.
+
+    A row with many scalars may be longer than a window.
+    """
     end = _find_size(f)
     while True:
         rows = _read_range(f, start, size)

@@ -80,14 +80,14 @@ class RankOutcome(RankResult, frozen=True, kw_only=True):
     """How a rank ended according to its record and to what the agent observed."""
 
     ended_by_script: bool = False
-    """The script exited with 0 by itself after a stop request, without finishing its session."""
+    """The script itself exited with 0 after a stop request, without finishing its session."""
     ended_by_agent: bool = False
     """The agent ended the rank because it hung after all others had completed."""
     last_seen: LastSeen | None = None
 
 
 class NodeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of ``results/<node>.json``: one verdict for all ranks of a node."""
+    """The content of ``results/<node>.json``: the result of all ranks of a node."""
 
     node: str = ""
     node_rank: int = 0

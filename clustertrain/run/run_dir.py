@@ -97,7 +97,7 @@ class AttemptDir:
 
 @dataclass(frozen=True)
 class RunDir:
-    """The folder of a run."""
+    """The run folder."""
 
     path: Path
 
@@ -155,7 +155,7 @@ class RunDir:
         return self.path / "metrics"
 
     def metrics_path(self, attempt: int, segment: int = 0) -> Path:
-        """Return the path of an attempt's rows. A roll-back starts a new ``segment``, so that steps rise in a file."""
+        """Return the path of an attempt's rows. A rollback starts a new ``segment``, so that steps rise in a file."""
         return self.metrics / f"attempt-{attempt}{f'-{segment}' if segment else ''}.jsonl"
 
     def metrics_files(self, attempt: int) -> list[Path]:
@@ -181,7 +181,7 @@ class RunDir:
         return self.path / "checkpoints"
 
     def committed_steps(self) -> list[int]:
-        """Return the steps of committed checkpoints, oldest first, without those that a roll-back invalidated.
+        """Return the steps of committed checkpoints, oldest first, without those that a rollback invalidated.
 
         The marker is written last, so incomplete checkpoints are not included.
         """
@@ -225,7 +225,7 @@ class RunDir:
         return [self.attempt(n) for n in sorted(int(name) for name in names if reading.is_unsigned_int(name))]
 
     def find_newer_attempt(self, n: int) -> int | None:
-        """Return the newest attempt if it is newer than ``n``, which then no longer owns the run; else None.
+        """Return the newest attempt if it is newer than ``n``, which then no longer owns the run; otherwise None.
 
         It lists the folder because an NFS client then queries the server instead of its cache.
         """
@@ -271,7 +271,7 @@ def create_sweep(name: str, *, share: bool = False) -> Path:
 def _create_folder(folder: Path, name: str, share: bool, subfolders: Sequence[str]) -> Path:
     mode = 0o750 if share else 0o700
     if any(c in str(folder) for c in "\n\r\0"):
-        raise ConfigError(f"{settings.HOME} = {str(settings.home())!r}: a path with a line break cannot be used")
+        raise ConfigError(f"{settings.HOME} = {str(settings.home())!r}: the path contains a line break or a NUL")
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=mode)
         while True:
@@ -288,7 +288,7 @@ def _create_folder(folder: Path, name: str, share: bool, subfolders: Sequence[st
     except OSError as e:
         raise ConfigError(
             f"{settings.home()} is not writable: {e.strerror or e}",
-            fix=f"set {settings.HOME} to a folder that you may write, on a file system of all nodes",
+            fix=f"set {settings.HOME} to a folder that you can write, on a file system that all nodes see",
         ) from e
     return path
 
@@ -308,7 +308,7 @@ def open_run(path: Path) -> RunDir:
     except OSError as e:
         if e.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
             raise
-        raise NotFound(f"{path}: not a run directory (spec.toml is missing)") from e
+        raise NotFound(f"{path}: not a run folder (spec.toml is missing)") from e
     return RunDir(path)
 
 
@@ -329,7 +329,7 @@ def permission_error(path: Path) -> PermissionDenied:
     """Return the error for a file or folder of another user's run that may not be read."""
     return PermissionDenied(
         f"{path} may not be read by you: it belongs to {_find_owner(path)}",
-        fix="its owner can open the run to its group: `submit --share`, or chmod -R g+rX on the run's folder",
+        fix="its owner can open the run to its group: `submit --share`, or chmod -R g+rX on the run folder",
     )
 
 

@@ -8,7 +8,7 @@ from clustertrain.config.parsing.documents import build, parse_toml
 from clustertrain.errors import ClusterTrainError, ConfigError
 from clustertrain.run.run_dir import RunDir, permission_error
 
-_FIX = "it is not what submit wrote: put it back from a backup, or submit the run again"
+_FIX = "it is not what submit wrote: restore it from a backup, or submit the run again"
 
 
 def load_spec(run: RunDir) -> RunSpec:

@@ -45,8 +45,8 @@ def determine_state(
     Args:
         job: the newest job; None if the scheduler does not know it.
         accounting_state: the last state of the newest job in the accounting, used if the run's files record no ending.
-        unanswered_job_id: id of the newest job if the scheduler gave no answer, which is not "no such job": then only
-            the run's files and the accounting are final.
+        unanswered_job_id: id of the newest job if the scheduler did not answer, which does not mean "no such job":
+            then only the run's files and the accounting are final.
     """
     last = history[-1] if history else None
     if last is not None and last.ending == endings.COMPLETED:
@@ -59,7 +59,7 @@ def determine_state(
     if last is None:
         return PENDING if is_alive or is_silent else ended_state
     if last.ending is None:
-        # Slurm may have requeued the job by itself: then it is pending, and this attempt has ended.
+        # Slurm may have requeued the job without a request: then it is pending, and this attempt has ended.
         if is_alive and job is not None:
             return REQUEUED if job.state == "PENDING" else RUNNING
         return RUNNING if is_silent else ended_state

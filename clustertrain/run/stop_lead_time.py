@@ -7,21 +7,20 @@ from clustertrain.run.run_dir import RunDir
 
 DEFAULT_LEAD_S = 120.0
 NEWEST_ROWS = 8  # minimum number of rows per attempt from which the step time is measured
-EXIT_S = 15.0  # for the ranks to leave, the agents to write their results and the batch host to decide
+EXIT_S = 15.0  # for the ranks to exit, the agents to write their results and the batch process to decide
 
 
 def load_planned_lead_s(run: RunDir) -> float:
-    """Return the lead time (s) in the plan, which comes from the cluster profile and which job.sh passes to
-    `--signal`."""
+    """Return the lead time (s) in the plan. It comes from the cluster profile, and job.sh passes it to `--signal`."""
     lead = json_files.load_document(run.plan).value.get("signal_lead_s")
     return float(lead) if lead and json_files.is_number(lead) else DEFAULT_LEAD_S
 
 
 def compute_lead_s(run: RunDir, allocation_s: float | None) -> float:
-    """Return the lead time (s): three of the slowest steps and saves of earlier attempts, and 15 s; at the first start,
-    the lead of the plan.
+    """Return the lead time (s): three of the slowest steps and saves of earlier attempts, and 15 s.
 
-    Never more than half of ``allocation_s``, or an allocation would end before its first step.
+    At the first start it is the lead time of the plan. It is at most half of ``allocation_s``; otherwise a short
+    allocation could end before its first step.
     """
     lead = _measure_lead_s(run) or load_planned_lead_s(run)
     return lead if allocation_s is None else min(lead, allocation_s / 2)

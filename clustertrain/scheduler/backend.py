@@ -25,8 +25,10 @@ class Submission:
     """``job.sh`` of a run, with options that override those in the script, for example to exclude nodes."""
 
     run: RunDir
-    options: Mapping[str, str] = field(default_factory=dict)  # sbatch long options without the dashes
-    environ: Mapping[str, str] | None = None  # environment of the submission; default: that of this process
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Long options of sbatch without the dashes."""
+    environ: Mapping[str, str] | None = None
+    """Environment of the submission; None: the environment of this process."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class ArraySubmission:
     folder: Path
     """Folder of the sweep. On Slurm it holds the array's job.sh and, for each run, a link named by its number."""
     runs: Sequence[RunDir]
-    max_concurrent: int | None = None  # maximum of runs at a time; None: as many as the backend can run
+    max_concurrent: int | None = None
+    """Most runs at a time; None: as many as the backend can run."""
     environ: Mapping[str, str] | None = None
 
 
@@ -48,8 +51,10 @@ class JobView:
     state: str
     reason: str = ""
     restarts: int = 0
-    start_time: float | None = None  # Slurm's estimate if the job is pending
-    end_time: float | None = None  # end of the time limit
+    start_time: float | None = None
+    """Slurm's estimate if the job is pending."""
+    end_time: float | None = None
+    """End of the time limit."""
     preempt_time: float | None = None
     nodes: tuple[str, ...] = ()
 

@@ -40,7 +40,8 @@ class LocalJob(msgspec.Struct, kw_only=True):
     job_id: str
     run_dir: str
     nodes: int = 1
-    depends_on: str = ""  # a job of the same sweep that must end first
+    depends_on: str = ""
+    """Id of a job of the same sweep that must end first."""
     state: str = PENDING
     reason: str = ""
     restarts: int = 0
@@ -111,7 +112,7 @@ class LocalBackend(Backend):
         return self._submit(submission)
 
     def submit_array(self, array: ArraySubmission) -> list[str]:
-        max_concurrent = array.max_concurrent or 1  # the runs share this machine
+        max_concurrent = array.max_concurrent or 1  # by default one: the runs share this machine
         job_ids: list[str] = []
         try:
             for n, run in enumerate(array.runs):
@@ -224,7 +225,7 @@ def _job_view(job: LocalJob) -> JobView:
     )
     starting = job.pid == 0
     if view.is_alive and not starting and job.host != socket.gethostname():
-        raise CommandFailed(f"{job.job_id} runs on {job.host}, and only there can its supervisor be checked")
+        raise CommandFailed(f"{job.job_id} runs on {job.host}, and its supervisor can only be checked there")
     if view.is_alive and not starting and not is_supervisor_alive(job):
         reason = "its supervisor is gone: killed, or the machine was restarted"
         return JobView(job_id=job.job_id, state="NODE_FAIL", reason=reason, restarts=job.restarts)

@@ -1,4 +1,4 @@
-"""Selection of backends."""
+"""Selection of the backend of a run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SLURM_ONLY_KEYS = (
 def select_backend(job: JobSpec, purpose: Purpose = "submit") -> Backend:
     """Return the backend for a new run.
 
-    ``auto`` is Slurm if sbatch answers. It is this machine only if Slurm is not installed and nothing in ``job`` needs
-    a cluster, since a job for cluster nodes must not start on the login node. A plan, and a dry run with ``slurm``,
-    need no answer.
+    ``auto`` means Slurm if sbatch answers. It means this machine only if Slurm is not installed and nothing in ``job``
+    needs a cluster, since a job for cluster nodes must not start on the login node. A plan, and a dry run with
+    ``slurm``, do not need an answer.
 
     Raises:
         UnsuitableEnvironment: Slurm is needed but is not installed or does not answer.

@@ -27,41 +27,59 @@ class Evidence:
     """Evidence at the end of an attempt. Times are UTC epoch seconds."""
 
     nodes: tuple[str, ...]
-    results: Mapping[str, NodeResult]  # by node
+    results: Mapping[str, NodeResult]
+    """Results by node."""
     cancelled: bool
-    view: JobView | None  # None: the scheduler gave no answer, or does not know the job
-    accounting_state: str  # state of this start in the accounting; "" if not queried
-    step_exit_code: int  # of the step launcher
+    view: JobView | None
+    """None: the scheduler did not answer, or does not know the job."""
+    accounting_state: str
+    """State of this start in the accounting; empty if it was not queried."""
+    step_exit_code: int
+    """Exit code of the step launcher."""
     requeue_requested: bool
     end_time: float | None
-    lead_s: float  # how long before the end the agents stop by themselves
-    stop_requested_at: float | None  # time of the first stop request
-    stop_sources: tuple[str, ...]  # sources of the stop requests
-    out_of_time: bool  # batch ended the step because the allocation was about to end
+    """End of the allocation."""
+    lead_s: float
+    """How long before the end of the allocation the agents stop the ranks."""
+    stop_requested_at: float | None
+    """Time of the first stop request."""
+    stop_sources: tuple[str, ...]
+    """Sources of the stop requests."""
+    out_of_time: bool
+    """The batch process ended the step because the allocation was about to end."""
     now: float
-    nodes_without_agent: frozenset[str] = frozenset()  # reachable nodes whose agent ended without a result
-    restart_count: int = 0  # requeues of the job before the attempt
+    nodes_without_agent: frozenset[str] = frozenset()
+    """Reachable nodes whose agent ended without a result."""
+    restart_count: int = 0
+    """Requeues of the job before the attempt."""
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """The ending of an attempt, with its reason."""
+
     ending: endings.Ending
     reason: str
     blamed_nodes: tuple[str, ...] = ()
-    fatal_exit_code: int | None = None  # the exit code if no requeue can help
+    fatal_exit_code: int | None = None
+    """The exit code if a requeue cannot help."""
 
 
 @dataclass(frozen=True)
 class Decision:
+    """What the batch process does with the run after an attempt."""
+
     action: Action
     reason: str
     exit_code: int
     exclude: tuple[str, ...] = ()
-    options: Mapping[str, str] = field(default_factory=dict)  # sbatch options of the owner's request
+    """Nodes that the next job must not use."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """sbatch options of the owner's request."""
 
 
 def classify(e: Evidence) -> Verdict | None:
-    """Return how the attempt ended, or None if only the scheduler will know: it is ending the job by itself."""
+    """Return how the attempt ended, or None if only the scheduler will know, because it is ending the job."""
     node_endings = {r.ending for r in e.results.values()}
     missing = tuple(n for n in e.nodes if n not in e.results)
     if not missing and node_endings == {"completed"}:
@@ -83,7 +101,7 @@ def classify(e: Evidence) -> Verdict | None:
         and stop_verdict.ending not in (endings.UNKNOWN, endings.SIGNAL)
         and not _is_environment_failure(e)
     ):
-        # Failures during a shutdown are not the run's fault, nor that of a node.
+        # Neither the run nor a node is to blame for failures during a shutdown.
         return Verdict(stop_verdict.ending, f"{stop_verdict.reason}; not all ranks ended cleanly")
     return _classify_failure(e, missing)
 
@@ -106,7 +124,7 @@ def _is_environment_failure(e: Evidence) -> bool:
 
 
 def _classify_external_end(e: Evidence) -> Verdict | None:
-    """Classify a job that the scheduler ends (scancel, time limit, lost node) or that somebody requeued."""
+    """Classify a job that the scheduler ends (scancel, time limit, lost node) or that was requeued externally."""
     ending, view = endings.from_scheduler_state(e.accounting_state), e.view
     if ending == endings.CANCELLED:
         return Verdict(ending, "cancelled with the scheduler's own command")
@@ -169,7 +187,7 @@ def _classify_failure(e: Evidence, missing: tuple[str, ...]) -> Verdict:
             fatal = EXIT_CONFIG if kind == "environment" else None
             return Verdict(ending, str(culprit.message), fatal_exit_code=fatal)
     if missing and e.step_exit_code == EXIT_CONFIG:
-        # An agent that cannot see the run directory cannot write a result; its message is in job.log.
+        # An agent that cannot see the run folder cannot write a result; its message is in job.log.
         names = ", ".join(missing)
         return Verdict(endings.USER_ERROR, f"{names} could not start: see job.log", fatal_exit_code=EXIT_CONFIG)
     killed_by = _signal_name(e.step_exit_code) if e.view is not None else ""
@@ -207,7 +225,7 @@ def _classify_missing_results(e: Evidence, missing: tuple[str, ...]) -> Verdict:
 
 
 def _signal_name(exit_code: int) -> str:
-    """Return the name of the signal that a step launcher's exit code stands for, else an empty string."""
+    """Return the name of the signal that a step launcher's exit code stands for; empty if there is none."""
     try:
         return signal.Signals(exit_code - 128).name
     except ValueError:
@@ -247,7 +265,7 @@ def find_exhausted_budget(ending: str, history: Sequence[Attempt], max_requeues:
         if attempt.made_progress:
             break
         without_progress.append(attempt)
-    # Not charged: preemptions before the first step, and stops of scripts, which save by themselves.
+    # Not charged: preemptions before the first step, and stops of scripts that save their own checkpoints.
     charged = [
         a
         for a in without_progress

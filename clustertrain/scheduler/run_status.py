@@ -35,8 +35,10 @@ class SchedulerAnswers:
     """The schedulers' answers for many jobs, by job id."""
 
     views: dict[str, JobView] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)  # why there is no answer
-    backends_without_accounting: set[str] = field(default_factory=set)  # names
+    errors: dict[str, str] = field(default_factory=dict)
+    """Why there is no answer."""
+    backends_without_accounting: set[str] = field(default_factory=set)
+    """Names of backends whose accounting did not answer."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,17 @@ class RunStatus:
     job_id: str | None
     state: str
     view: JobView | None
-    scheduler_error: str | None  # why the scheduler did not answer
+    scheduler_error: str | None
+    """Why the scheduler did not answer."""
     history: Sequence[Attempt]
     step: int | None
     total_steps: int | None
     goodput: Goodput
-    skipped_steps: int = 0  # because of NaN, Inf or a loss spike
+    skipped_steps: int = 0
+    """Steps skipped because of NaN, Inf or a loss spike."""
     contract: ContractStatus | None = None
-    recipe_hash: str = ""  # set by :func:`run_statuses`, so that a list of runs need not read it again
+    recipe_hash: str = ""
+    """Only set by :func:`run_statuses`, for lists of runs."""
 
     @property
     def roll_backs(self) -> int:
@@ -77,7 +82,7 @@ class RunStatus:
 
     @property
     def undecided_reason(self) -> str | None:
-        """How the run ended, if it ended without a decision; else None."""
+        """How the run ended, if it ended without a decision; otherwise None."""
         last_attempt = self.history[-1] if self.history else None
         if self.state != state.FAILED or (last_attempt is not None and last_attempt.stopped is not None):
             return None
@@ -120,7 +125,7 @@ def latest_job_id(run: RunDir, history: Sequence[Attempt]) -> str | None:
 
 
 def total_steps(run: RunDir) -> int | None:
-    """Return the total of the newest session, which a script chooses, else that of the recipe."""
+    """Return the total of the newest session, which a script chooses; before the first step, that of the recipe."""
     for attempt in reversed(run.attempts()):
         event = events.select_last(events.for_attempt(attempt), event_types.FirstStep)
         if event is not None and event.total is not None:

@@ -30,9 +30,9 @@ def client_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return {**env, "SLURM_TIME_FORMAT": "%s"}
 
 
-# Short, since a user waits: without slurmctld, squeue tries for a minute.
+# Short, since a user waits: without slurmctld, squeue retries for a minute.
 COMMAND_TIMEOUT_S = 8.0
-# The batch process watches the step meanwhile. Slurm's message timeout is 10 s.
+# Longer than Slurm's message timeout of 10 s. The batch process does not watch the step during a command.
 CONTROLLER_COMMAND_TIMEOUT_S = 20.0
 
 
@@ -164,7 +164,7 @@ def _sbatch(folder: Path, options: Sequence[str], environ: Mapping[str, str] | N
 
     text = reading.read_text(folder / "job.sh")
     env = settings.strip_allocation_env(os.environ if environ is None else environ)
-    # For sbatch the environment overrides the script, but the script has the options that the user typed.
+    # sbatch prefers the environment to the script, but the script contains the user's options.
     env = {k: v for k, v in env.items() if f"#SBATCH --{k.removeprefix('SBATCH_').lower()}=" not in text}
     return sbatch.sbatch(text, [f"--chdir={folder}", *options], folder, env)
 
@@ -176,7 +176,7 @@ def find_work_dir(job_id: str) -> Path | None:
     """
     if shutil.which("squeue") is None:
         return None
-    # The queue has a job at once, the accounting keeps it longer.
+    # A job appears in the queue at once, and stays in the accounting longer.
     for argv in (
         ("squeue", "--noheader", "--states=all", f"--jobs={_check_job_id(job_id)}", "--Format=WorkDir:|"),
         ("sacct", "-X", "-P", "-n", "-j", _check_job_id(job_id), "-o", "WorkDir"),

@@ -1,8 +1,9 @@
-"""Everything that a submission refuses, in order.
+"""The checks of a submission, in order.
 
-A check is a function whose docstring's first line says what it refuses; it raises, and returns notes for the user. The
-four lists below run in this order, each when the phase before it is done: nothing is created before the last one.
-``docs/guides/submit.md`` has the same list as a table, which a test compares with this file.
+A check is a function that refuses a submission by raising, and returns notes for the user. The first line of its
+docstring says what it refuses. The four lists below run in this order, each after the phase that it checks; nothing is
+created before the last one has passed. ``docs/reference/submission-checks.md`` has the same list as a table, which a
+test compares with this file.
 
 Three phases refuse too. :func:`resolve.resolve_run` refuses an unknown cluster profile, options that contradict each
 other and a backend that does not answer; :func:`planner.plan` refuses layouts and batches that do not divide and
@@ -38,7 +39,7 @@ _T = TypeVar("_T")
 
 
 def run_checks(checks: Sequence[Callable[[_T], Notes]], subject: _T) -> list[str]:
-    """Run ``checks`` in order and return their notes. The first refusal is raised."""
+    """Run ``checks`` in order and return their notes; raise the first refusal."""
     return [note for check in checks for note in check(subject) or ()]
 
 
@@ -52,7 +53,7 @@ def check_plan(prepared: PreparedRun) -> list[str]:
 
 def check_utf8_arguments(request: SubmitRequest) -> None:
     """Refuse arguments that are not UTF-8."""
-    # They arrive as lone surrogates (PEP 383), on which msgspec stumbles.
+    # They arrive as lone surrogates (PEP 383), which msgspec cannot encode.
     for argument in (*request.assignments, *map(str, request.sweep_values.values())):
         try:
             argument.encode()
@@ -67,7 +68,7 @@ def check_target(request: SubmitRequest) -> None:
     path = request.cwd / request.target
     try:
         problem = _find_target_problem(path)
-    except OSError as e:  # a name that is too long, a folder that cannot be looked into
+    except OSError as e:  # for example a name that is too long, or a folder without search permission
         problem = str(e.strerror)
     if problem:
         raise UsageError(f"{request.target}: {problem}", fix="name a recipe (*.toml) or a script (*.py)")
@@ -170,8 +171,12 @@ def check_profiled_steps(parsed: ParsedRecipe) -> None:
 def check_traceable(parsed: ParsedRecipe) -> None:
     """Refuse --trace-memory for a script and for the built-in decoder."""
     if parsed.request.count_mode == "trace" and (parsed.script is not None or parsed.values.model.is_decoder):
-        reason = "the model of a script is not known before it runs" if parsed.script else "the decoder's is estimated"
-        raise UsageError(f"--trace-memory: {reason}", fix="leave it out; it is for model.entry and the other kinds")
+        reason = (
+            "the model of a script is not known before it runs"
+            if parsed.script
+            else "the memory of the built-in decoder is estimated without a trace"
+        )
+        raise UsageError(f"--trace-memory: {reason}", fix="omit it; it is for model.entry and the other kinds")
 
 
 # -- the resolved run

@@ -1,8 +1,8 @@
 """Copy the user's code into ``code/``, so that a requeue runs what was submitted.
 
 A snapshot holds the files of the script's git repository that are tracked, or untracked and not ignored; without git,
-the script's folder without caches and virtual environments. It leaves out files that look like secrets, and the targets
-of links out of the repository. It is built next to its place and renamed, so that no partial snapshot is ever seen.
+the script's folder without caches and virtual environments. It omits files that look like secrets, and the targets of
+links out of the repository. It is built under a temporary name and renamed, so a partial snapshot is never visible.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SKIPPED_FOLDERS = frozenset({
 
 @dataclass(frozen=True)
 class CodeSnapshot:
-    """The code that was copied, and what was left out."""
+    """A copy of the user's code, with the files that were omitted."""
 
     script: str
     """The script or package, relative to ``code/``."""
@@ -46,16 +46,19 @@ class CodeSnapshot:
     external_links: tuple[str, ...] = ()
     """Links out of the repository, which stay links."""
     script_source: str = ""
-    """Target of the script if it is such a link: it is copied from there."""
+    """If the script is such a link: its target, from which it is copied."""
     skipped_secrets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Entry:
-    name: str  # relative to the root
-    kind: str  # file, link, outside, secret
+    name: str
+    """Path relative to the root."""
+    kind: str
+    """``file``, ``link``, ``outside`` or ``secret``."""
     size: int = 0
-    target: str = ""  # of a link
+    target: str = ""
+    """Target of a link."""
 
 
 def find_repository_root(folder: Path) -> Path | None:
@@ -84,7 +87,7 @@ def find_snapshot_root(script: Path) -> Path:
 
 
 def is_git_ignored(path: Path) -> bool:
-    """Return whether git ignores ``path``, which a snapshot then lacks unless it is taken for this file."""
+    """Return whether git ignores ``path``; a snapshot then contains it only if it is the script itself."""
     root = find_repository_root(path.parent.resolve())
     return root is not None and git.run(root, "check-ignore", "-q", str(path), check=False).returncode == 0
 
@@ -167,8 +170,10 @@ def _select_names(root: Path, script: Path, candidates: Iterator[str], exclude: 
 
 
 def _build_link_check(root: Path) -> Callable[[str], bool]:
-    """Return a function that tells whether a parent of a path is a link: git still lists the files of a folder that a
-    link has replaced."""
+    """Return a function that reports whether a parent folder of a path is a link.
+
+    git still lists the files of a folder that was replaced by a link.
+    """
 
     @functools.cache
     def is_linked(folder: Path) -> bool:
@@ -178,7 +183,7 @@ def _build_link_check(root: Path) -> Callable[[str], bool]:
 
 
 def _list_git_files(root: Path, prefix: str) -> Iterator[str]:
-    """Yield tracked and not ignored files below ``root/prefix``, including submodules and nested repositories."""
+    """Yield the files below ``root/prefix`` that git tracks or does not ignore, including nested repositories."""
     folder = root / prefix
     listing = git.run(folder, "ls-files", "-coz", "--exclude-standard").stdout
     is_behind_link = _build_link_check(root)
@@ -212,8 +217,10 @@ def _walk_files(root: Path) -> Iterator[str]:
 
 
 def _classify_files(root: Path, names: list[str], is_included: Callable[[str], bool]) -> list[_Entry]:
-    """Return the entries of the snapshot. Paths for which ``is_included`` holds are copied even if they look like
-    secrets or lead out of the repository."""
+    """Return the entries of the snapshot.
+
+    Paths for which ``is_included`` is true are copied even if they look like secrets or lead out of the repository.
+    """
     secret = {name for name in names if is_likely_secret(name) and not is_included(name)}
     copied_paths = {name for name in names if name not in secret}
     # Folders that will exist in the snapshot, so that a link to one keeps its meaning.
@@ -266,7 +273,7 @@ def _check_size(root: Path, entries: list[_Entry], limit_mib: int) -> None:
 
 
 def grant_group_access(target: Path, group_bits: int) -> None:
-    """Give the folders below ``target`` the permissions ``group_bits`` for the group; files keep theirs within it."""
+    """Give the folders below ``target`` the group permissions ``group_bits``, and files at most these permissions."""
     for folder, _, files in os.walk(target):
         Path(folder).chmod(0o700 | group_bits)
         for name in files:

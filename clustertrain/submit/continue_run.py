@@ -1,7 +1,7 @@
 """``clustertrain requeue``: ask a running attempt to restart, or continue a run that has ended.
 
-Two commands may run at the same moment on two machines. Each request is a file that only one of them can create; the
-other reads what the first one requested (docs/decisions/0033).
+Two commands may run at the same time on two machines. Each request is a file that only one of them can create; the
+other command reads the file (docs/decisions/0033).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def request_requeue(run: RunDir, attempt: AttemptDir, options: Mapping[str, str]
         pending = _read_new_json(attempt.requeue_request)
         if "options" not in pending:
             raise ClusterTrainError(
-                f"attempt {attempt.n} of {run.id} is ending by itself: too late to ask it for anything",
-                fix=f"see `clustertrain status {run.id}`, and ask again once the run has ended or runs again",
+                f"attempt {attempt.n} of {run.id} is already ending, too late for a request",
+                fix=f"see `clustertrain status {run.id}`, and try again after the run has ended or restarted",
             )
         if pending["options"] != dict(options):
             raise ClusterTrainError(
-                f"{run.id} is being requeued already, {_describe_options(pending['options'])}, asked for by "
-                f"{pending.get('user', 'somebody')}: this request was ignored",
+                f"{run.id} is already being requeued {_describe_options(pending['options'])}, requested by "
+                f"{pending.get('user', 'another user')}: this request was ignored",
                 fix=f"when the next attempt runs: clustertrain requeue {run.id}{_format_options(options)}",
             )
     answers: list[event_types.RequeueAnswered] = []
@@ -62,7 +62,7 @@ def request_requeue(run: RunDir, attempt: AttemptDir, options: Mapping[str, str]
     if not answers[-1].accepted:
         raise ClusterTrainError(f"{run.id} is not started again: {answers[-1].reason}")
     if run.cancel_marker.exists():
-        raise ClusterTrainError(f"{run.id} was cancelled meanwhile", fix=suggest_after_cancel(run))
+        raise ClusterTrainError(f"{run.id} was cancelled since the request", fix=suggest_after_cancel(run))
 
 
 def suggest_after_cancel(run: RunDir) -> str:
@@ -70,8 +70,11 @@ def suggest_after_cancel(run: RunDir) -> str:
 
 
 class Continuation:
-    """A continuation of an ended run. Create it before checking that the run has ended: :meth:`claim` then detects a
-    command that has continued the run since."""
+    """A continuation of an ended run.
+
+    Create it before checking that the run has ended: :meth:`claim` then detects whether another command has continued
+    the run since.
+    """
 
     def __init__(self, run: RunDir) -> None:
         """Raise ClusterTrainError if another command is continuing the run."""
@@ -86,7 +89,7 @@ class Continuation:
 
     def _check_claim(self, path: Path, *, include_submitted: bool = False) -> None:
         other_claim = _read_new_json(path) if include_submitted else json_files.load_document(path, _FIELD_TYPES).value
-        job_id, owner = other_claim.get("job_id"), other_claim.get("user", "somebody")
+        job_id, owner = other_claim.get("job_id"), other_claim.get("user", "another user")
         if job_id and include_submitted:
             raise ClusterTrainError(f"{self._run.id} was continued just now, by {owner}, as job {job_id}")
         if include_submitted or (not job_id and _is_submitting(other_claim)):
@@ -103,7 +106,10 @@ class Continuation:
             self._check_claim(self._path, include_submitted=True)
 
     def submit(self, backend: Backend, options: Mapping[str, str]) -> str:
-        """Submit the run again and return the job. The cancel marker is archived, and restored if the backend fails."""
+        """Submit the run again and return the job id.
+
+        The cancel marker is archived, and restored if the submission fails.
+        """
         cancelled, archived = self._run.cancel_marker, self._run.path / f"cancelled-until-{clock.now():.0f}.json"
         with suppress(FileNotFoundError):
             cancelled.rename(archived)
@@ -129,7 +135,7 @@ def _build_claim() -> dict[str, Any]:
 
 
 def _is_submitting(claim: Mapping[str, Any]) -> bool:
-    """Return whether the command that made ``claim`` may still be submitting. On this machine check its process."""
+    """Return whether the command that made ``claim`` may still be submitting, by its process if on this machine."""
     if claim.get("host") != socket.gethostname():
         return bool(clock.now() - claim.get("t", 0.0) < SUBMIT_TIMEOUT_S)
     try:
@@ -139,7 +145,7 @@ def _is_submitting(claim: Mapping[str, Any]) -> bool:
 
 
 def _read_new_json(path: Path) -> dict[str, Any]:
-    """Return the document that was just created at ``path``. Without hard links it is empty for a moment: wait."""
+    """Return the document that was just created at ``path``; wait if it is empty, as without hard links."""
     document: dict[str, Any] = {}
 
     def try_read() -> bool:

@@ -1,7 +1,7 @@
-"""The only calls to git, all of which only read.
+"""The only calls to git, all of which are read-only.
 
-Another user may have prepared a repository, and its configuration can name programs for git to run: none is run, and
-nothing is fetched (docs/decisions/0037).
+Another user may have prepared the repository, and its configuration can name programs for git to run. These calls run
+none of them and fetch nothing (docs/decisions/0037).
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ _ENVIRONMENT = {
 
 
 def run(folder: Path, *argv: str, settings: Sequence[str] = (), check: bool = True) -> proc.CommandResult:
-    """Run ``git ARGV`` in ``folder`` with ``settings`` (``KEY=VALUE``) and those that keep it harmless.
+    """Run ``git ARGV`` in ``folder`` with ``settings`` (``KEY=VALUE``) and those that prevent it from running programs.
 
     Raises:
         CommandFailed: as :func:`clustertrain.proc.run`.
     """
-    config_args = [word for setting in (*_OVERRIDES, *settings) for word in ("-c", setting)]
+    config_args = [arg for setting in (*_OVERRIDES, *settings) for arg in ("-c", setting)]
     return proc.run(["git", "-C", folder, *config_args, *argv], env={**os.environ, **_ENVIRONMENT}, check=check)
 
 
 def list_filter_overrides(repository: Path) -> list[str]:
-    """Return settings for commands that compare files with the index, which run the clean filter of each file. They
-    disable the filters that the repository defines; those of the user or the system, as Git LFS, stay.
+    """Return settings that disable the filters defined by the repository.
+
+    Commands that compare files with the index need them, because they run the clean filter of each file. Filters of
+    the user or the system, such as Git LFS, remain enabled.
 
     Raises:
         CommandFailed: git cannot report where a filter is defined, or a filter cannot be disabled.

@@ -1,4 +1,4 @@
-"""Render job.sh from a RunSpec and a Plan. Reads nothing but the template."""
+"""Render job.sh from a RunSpec and a Plan. The template is the only file that is read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _READONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS",
 
 @dataclass(frozen=True)
 class ScriptInput:
-    """Everything that job.sh depends on. ``code_paths``: folders of the snapshot at the front of PYTHONPATH."""
+    """Everything that job.sh depends on."""
 
     run: RunDir
     spec: RunSpec
@@ -43,12 +43,13 @@ class ScriptInput:
     python: str
     home: Path
     code_paths: Sequence[Path] = field(default=())
+    """Folders of the snapshot that go to the front of PYTHONPATH."""
 
 
 def script_input(
     prepared: PreparedRun, run: RunDir | None = None, spec: RunSpec | None = None, code_paths: Sequence[Path] = ()
 ) -> ScriptInput:
-    """Return the input of job.sh. Without ``run`` only the directives are right, all but the job's name."""
+    """Return the input of job.sh. Without ``run``, only the directives except the job's name are correct."""
     return ScriptInput(
         run=run or RunDir(run_dir.runs_folder() / "unnamed"),
         spec=spec or prepared.spec,
@@ -61,7 +62,7 @@ def script_input(
 
 
 def render_dry_run_script(prepared: PreparedRun) -> str:
-    """Return job.sh as it would be submitted except for the end of the run's name."""
+    """Return job.sh as it would be submitted, except for the random end of the run id."""
     run = RunDir(run_dir.runs_folder() / f"{run_dir.slugify(prepared.spec.job.name)}-xxxxxx")
     paths: list[Path] = []
     if prepared.code is not None:
@@ -74,11 +75,12 @@ def render_job_script(inputs: ScriptInput) -> str:
     """Return the text of job.sh.
 
     Raises:
-        ConfigError: a value with control characters, an option that clustertrain sets itself, a bad environment name.
+        ConfigError: a value contains control characters, clustertrain sets an option itself, or an environment name is
+            invalid.
     """
     spec, plan = inputs.spec, inputs.plan
     check_environment(spec.env)
-    for label, value in (("the run directory", str(inputs.run.path)), ("the interpreter", inputs.python)):
+    for label, value in (("the run folder", str(inputs.run.path)), ("the interpreter", inputs.python)):
         _check_control_characters(label, value)
     slurm = spec.job.backend == "slurm"
     return templates.render_template(
@@ -111,7 +113,7 @@ def format_secrets(spec: RunSpec) -> str:
 
 
 def redact_secrets(spec: RunSpec) -> RunSpec:
-    """Return ``spec`` as it is stored: names of secret variables instead of their values."""
+    """Return ``spec`` as it is stored, without the values of secret variables."""
     env = {name: value for name, value in spec.env.items() if name not in spec.secret_env}
     alerts = spec.recipe.telemetry.alerts
     if alerts.webhook:
@@ -122,8 +124,10 @@ def redact_secrets(spec: RunSpec) -> RunSpec:
 
 
 def render_array_script(inputs: ScriptInput, sweep_id: str, tasks: int, max_concurrent: int | None) -> str:
-    """Return the text of a sweep's job.sh, in which every task executes the job.sh of its run. ``inputs`` may be any of
-    the runs: all have the same directives."""
+    """Return the text of a sweep's job.sh, in which every task executes the job.sh of its run.
+
+    ``inputs`` may be those of any of its runs, which all have the same directives.
+    """
     # %a is the task number; the sweep's folder has a link of that name to the run.
     overrides = {"job-name": sweep_id, "output": "%a/job.log"}
     pairs = [("array", f"0-{tasks - 1}" + (f"%{max_concurrent}" if max_concurrent else ""))]
@@ -132,8 +136,10 @@ def render_array_script(inputs: ScriptInput, sweep_id: str, tasks: int, max_conc
 
 
 def build_directives(inputs: ScriptInput) -> list[tuple[str, str]]:
-    """Return the ``#SBATCH`` options in order; an empty value is a flag. User options come last, since Slurm takes the
-    last of two."""
+    """Return the ``#SBATCH`` options in order; an empty value stands for a flag.
+
+    User options come last, because sbatch uses the last value of an option.
+    """
     job = inputs.spec.job
     pairs = [("job-name", inputs.run.id), ("nodes", str(job.nodes)), ("ntasks-per-node", "1")]
     pairs += _resource_options(inputs)
@@ -141,16 +147,16 @@ def build_directives(inputs: ScriptInput) -> list[tuple[str, str]]:
                 "dependency"):  # fmt: skip
         pairs.append((key, getattr(job, key)))
     if parse_time_limit_s(job.time) is not None:
-        # To the steps (no `B:`); the batch shell does not get it. The agents turn it into a stop at a step boundary.
+        # Without `B:`, Slurm signals the job steps and not the batch shell. The agents stop the ranks after a step.
         pairs.append(("signal", f"USR2@{inputs.plan.signal_lead_s}"))
     pairs = [(key, value) for key, value in pairs if value]
-    # Relative to --chdir, which is an argument of sbatch: the run directory is the job's WorkDir.
+    # Relative to --chdir, which is an argument of sbatch: the run folder is the job's WorkDir.
     requeue = "requeue" if job.max_requeues else "no-requeue"
     pairs += [(requeue, ""), ("open-mode", "append"), ("output", "job.log")]
     values = dict(pairs)
     for key, value in job.sbatch.items():
         name = _check_option(key, value)
-        # sbatch takes only the last --gres: without ours the GPUs would be lost.
+        # sbatch uses only the last --gres, which must therefore include the GPUs.
         pairs.append((name, f"{values['gres']},{value}" if name == "gres" and name in values else value))
     for key, value in pairs:
         _check_control_characters(f"--{key}", value)
@@ -161,7 +167,7 @@ def _resource_options(inputs: ScriptInput) -> list[tuple[str, str]]:
     """Return the options for GPUs and cores per node, which sbatch and srun share."""
     job = inputs.spec.job
     pairs = []
-    # On the CPU `gpus` counts ranks. A named GPU type still requests devices: this tests a GPU job without GPUs.
+    # On the CPU `gpus` counts ranks. A named GPU type still requests devices, to test a GPU job without GPUs.
     if inputs.plan.device == "cuda" or job.gpu_type:
         type_prefix = f"{job.gpu_type}:" if job.gpu_type else ""
         flag = inputs.profile.gpus_flag
@@ -202,7 +208,7 @@ def _check_option(key: str, value: str) -> str:
         alternative = _MANAGED_OPTIONS[managed]
         raise ConfigError(
             f"--sbatch {name}={value}: clustertrain sets --{managed} itself",
-            fix=f"use {alternative}" if alternative else "leave it out",
+            fix=f"use {alternative}" if alternative else "omit it",
         )
     if name == "gres" and re.search(r"(^|,)gpu\b", value):
         raise ConfigError(
@@ -224,11 +230,11 @@ def check_environment(env: dict[str, str]) -> None:
     for name, value in env.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(
-                f"env {name!r}: not a name for an environment variable",
-                fix="use letters, digits and underscores, and no digit at the start",
+                f"env {name!r}: not a valid name of an environment variable",
+                fix="use letters, digits and underscores, and do not start with a digit",
             )
         if name in _READONLY or name.startswith("CLUSTERTRAIN_"):
             owner = "bash" if name in _READONLY else "clustertrain"
-            raise ConfigError(f"env {name}: set by {owner}, it cannot be changed here", fix="leave it out")
+            raise ConfigError(f"env {name}: is set by {owner} and cannot be changed here", fix="omit it")
         if "\0" in value:
             raise ConfigError(f"env {name}: the value contains a NUL character", fix="remove it")

@@ -21,10 +21,10 @@ from clustertrain.submit.resolve import resolve_run
 def prepare(
     request: SubmitRequest, existing_backend: Backend | None = None, purpose: registry.Purpose = "submit"
 ) -> PreparedRun:
-    """Parse, check and plan ``request``; create nothing. The checks of the plan are left to ``checks.check_plan``.
+    """Parse, check and plan ``request``; create nothing. Call ``checks.check_plan`` to check the plan.
 
     Args:
-        existing_backend: one chosen before for the same request, which is not looked for again.
+        existing_backend: the backend that was selected earlier for the same request; it is not selected again.
 
     Raises:
         UsageError, ConfigError, UnsuitableEnvironment: the request is refused; ``checks.py`` lists the reasons.
@@ -40,7 +40,7 @@ def prepare(
             stats = _count_model(run)
         except ModelCountError as e:
             notes.append(f"the model could not be counted here: {e.message}")
-    chosen = plan(
+    run_plan = plan(
         run.spec,
         run.profile,
         run.spec.job.device,
@@ -48,7 +48,7 @@ def prepare(
         model_stats=stats,
         notes=notes,
     )
-    return PreparedRun(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)}, plan=chosen)
+    return PreparedRun(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)}, plan=run_plan)
 
 
 def _must_count(run: ResolvedRun) -> bool:

@@ -1,4 +1,4 @@
-"""The run between two phases: resolved, then planned. Data only."""
+"""The run between the phases of a submission: resolved, then planned. Data only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ResolvedRun:
     python: str
     """Interpreter of the job."""
     search_path: tuple[Path, ...] = ()
-    """Folders where entries are looked for."""
+    """Folders that are searched for entries."""
     code: Path | None = None
     """User code that the run executes: the script or the package of an entry; None if there is none."""
 

@@ -1,4 +1,4 @@
-"""record.json: the code, the command line and the machine of a submission. The run does not need it."""
+"""record.json: the code, the command line and the machine of a submission. Only readers use it, not the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clustertrain.submit.secret_files import is_likely_secret
 
 DIFF_LIMIT_BYTES = 1024 * 1024
 _SECRET_OPTIONS = ("--env", "--set")
-# Only the commits of submodules: git would start a process in each to compare files.
+# Compare only the commits of submodules: to compare files, git would start a process in each.
 _SKIP_SUBMODULES = ("--ignore-submodules=dirty",)
 _PACKAGES = ("torch", "numpy", "submitit", "torchsnapshot", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
@@ -54,8 +54,10 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
 
 
 def find_package_versions() -> dict[str, str]:
-    """Return package versions from the names of the ``.dist-info`` folders. importlib.metadata parses files instead,
-    which takes a tenth of the time of a submission."""
+    """Return package versions from the names of the ``.dist-info`` folders.
+
+    importlib.metadata would parse files, which takes a tenth of the time of a submission.
+    """
     package_names = {name.replace("-", "_"): name for name in _PACKAGES}
     versions: dict[str, str] = {}
     for folder in sys.path:
@@ -75,8 +77,11 @@ def _list_folder(folder: str) -> list[str]:
 
 
 def read_git_state(repository: Path) -> dict[str, Any] | None:
-    """Return the commit, the branch, whether files changed, and up to 1 MiB of the diff of tracked files that do not
-    look like secrets. None without git or without a commit."""
+    """Return the state of a git repository; None without git or without a commit.
+
+    It has the commit, the branch, whether files changed, and up to 1 MiB of the diff of tracked files that do not look
+    like secrets.
+    """
     try:
         commit = git.run(repository, "rev-parse", "HEAD").stdout.strip()
         branch = git.run(repository, "rev-parse", "--abbrev-ref", "HEAD").stdout.strip()

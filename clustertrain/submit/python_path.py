@@ -20,8 +20,10 @@ def list_search_folders(folders: Iterable[Path]) -> list[Path]:
 
 
 def find_entry(entry: str, search_path: Iterable[Path]) -> Path | None:
-    """Return the file or folder of the package of ``entry`` (``package.module:function``), in the first of
-    ``search_path`` that has it; None if none does, so that it must be installed."""
+    """Return the file or folder of the package of ``entry`` (``package.module:function``) in ``search_path``.
+
+    The first match wins. None if there is none: the package must then be installed.
+    """
     name = entry.partition(":")[0].partition(".")[0]
     for folder in search_path:
         module, package = folder / f"{name}.py", folder / name
@@ -31,7 +33,7 @@ def find_entry(entry: str, search_path: Iterable[Path]) -> Path | None:
 
 
 def find_shared_entry(entries: Mapping[str, str], search_path: Sequence[Path]) -> Path | None:
-    """Return the package of ``entries`` (recipe key -> entry) whose snapshot lets Python find the others too.
+    """Return a package of ``entries`` (recipe key -> entry) whose snapshot also contains the other packages.
 
     Raises:
         ConfigError: no single snapshot contains them all.
@@ -46,7 +48,7 @@ def find_shared_entry(entries: Mapping[str, str], search_path: Sequence[Path]) -
             return path
     if paths:
         locations = ", ".join(f"{key} in {path.parent}" for key, path in paths.items())
-        raise ConfigError(f"one snapshot of the code cannot have both: {locations}", fix="move them into one folder")
+        raise ConfigError(f"one snapshot of the code cannot contain both: {locations}", fix="move them into one folder")
     return None
 
 
@@ -69,8 +71,10 @@ def build_python_path(code_dir: Path, root: Path, package: str | None) -> list[P
 
 
 def build_environment(package_path: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` for a process that imports ``package_path`` from its place, as the ranks do from the
-    snapshot."""
+    """Return ``environ`` for a process that imports ``package_path`` from its current location.
+
+    The order of PYTHONPATH is the same as for the ranks, which import it from the snapshot.
+    """
     if package_path is None:
         return dict(environ)
     root, package = locate_in_snapshot(package_path)

@@ -1,4 +1,4 @@
-"""Phase 1, parse: the target, ``--set`` and ``--grid`` become one typed recipe that knows its source."""
+"""Phase 1, parse: merge the target, ``--set`` and ``--grid`` into one typed recipe."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class ParsedRecipe:
     overrides: Mapping[str, Any]
     """Values of ``--set`` and ``--grid``."""
     document: Mapping[str, Any]
-    """The file with the overrides."""
+    """The recipe file with the overrides."""
 
     @property
     def source(self) -> str:
-        """Return the name that errors give the recipe."""
+        """Name of the recipe in error messages."""
         return self.request.target if self.script is None and self.request.target else "--set"
 
     @cached_property
@@ -50,13 +50,14 @@ class ParsedRecipe:
         """The typed values.
 
         Raises:
-            ConfigError: unknown keys, wrong types, values out of range, tables that contradict each other.
+            ConfigError: a key is unknown, a value has the wrong type or is out of range, or tables contradict each
+                other.
         """
         return _build_values(self.document, self.source)
 
     @cached_property
     def file_values(self) -> RecipeFile | None:
-        """The typed values of the file without the overrides; None where the file alone is not valid."""
+        """The typed values of the file without the overrides; None if the file alone is invalid."""
         if not self.overrides:
             return self.values
         try:
@@ -66,7 +67,7 @@ class ParsedRecipe:
 
     @property
     def recipe(self) -> Recipe:
-        """Return the typed recipe without ``[job]`` and ``[env]``."""
+        """The typed recipe without ``[job]`` and ``[env]``."""
         return Recipe(**{name: getattr(self.values, name) for name in Recipe.__struct_fields__})
 
     @cached_property
@@ -80,10 +81,10 @@ class ParsedRecipe:
 
 
 def parse_recipe(request: SubmitRequest) -> ParsedRecipe:
-    """Load the target and apply the overrides. The values are typed when they are first read.
+    """Load the target and apply the overrides. Values are converted to their types when they are first read.
 
     Raises:
-        ConfigError: the recipe is not TOML; an override is not of the form KEY.PATH=VALUE.
+        ConfigError: the recipe is not TOML, or an override is not of the form KEY.PATH=VALUE.
     """
     file_document, script, name = _load_target(request)
     document, overrides = copy.deepcopy(file_document), dict[str, Any]()

@@ -1,4 +1,4 @@
-"""The request: what the user typed, before anything is read."""
+"""The request: the user's command, before any file is read."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class SubmitRequest:
     args: tuple[str, ...] = ()
     """Arguments of the script."""
     job: Mapping[str, Any] = field(default_factory=dict)
-    """Options that were given, by their names in JobSpec."""
+    """Options on the command line, by their names in JobSpec."""
     assignments: tuple[str, ...] = ()
-    """Texts of ``--set``."""
+    """Arguments of ``--set``."""
     sweep_values: Mapping[str, Any] = field(default_factory=dict)
     """Values of this run of a sweep, by recipe key."""
     env: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Phase 2, resolve: profile < recipe < ``--set`` < options become a RunSpec, with its backend, device and code."""
+"""Phase 2, resolve: merge profile < recipe < ``--set`` < options into a RunSpec with backend, device and code."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ def resolve_run(
     """Merge the profile, the recipe and the options, and choose the backend and the device.
 
     Args:
-        existing_backend: one chosen before for the same request, which is not looked for again.
+        existing_backend: the backend that was selected earlier for the same request; it is not selected again.
 
     Raises:
-        ConfigError: no such profile; options that contradict each other; entries that one snapshot cannot hold.
-        UnsuitableEnvironment: Slurm is needed and does not answer here.
+        ConfigError: the profile does not exist, options contradict each other, or one snapshot cannot contain all
+            entries.
+        UnsuitableEnvironment: Slurm is needed but does not answer on this machine.
     """
     request, values = parsed.request, parsed.values
     profile = cluster.load_profile(request.job.get("cluster") or values.job.cluster, request.environ)
@@ -76,7 +77,7 @@ def resolve_run(
 
 
 def has_gpu() -> bool:
-    """Return whether this machine may have a GPU that torch can use: NVIDIA's, AMD's, or that of a Windows host."""
+    """Return whether this machine may have a GPU that torch can use: NVIDIA, AMD, or the GPU of a Windows host."""
     return _has_nvidia_gpu() or Path("/dev/kfd").exists() or Path("/dev/dxg").exists()
 
 
@@ -96,15 +97,14 @@ def _resolve_checkpoint_dir(cwd: Path, folder: str) -> str:
 
 
 def _resolve_device(requested: Device, backend: str, gpu_type: str) -> Device:
-    """Return the device. ``auto`` is cuda on Slurm, which allocates GPUs, and where their type is named; elsewhere it
-    depends on this machine."""
+    """Return the device. ``auto`` means cuda on Slurm or with a named GPU type; otherwise this machine decides."""
     if requested != "auto":
         return requested
     return "cuda" if backend == "slurm" or gpu_type or _has_nvidia_gpu() else "cpu"
 
 
 def _resolve_data_paths(recipe: Recipe, cwd: Path) -> Recipe:
-    """Make paths absolute: the ranks run in another folder than the one where the path was typed."""
+    """Make paths absolute, because the ranks run in another folder than ``submit``."""
     paths = {"path": recipe.data_path, "validation_path": recipe.validation_path}
     absolute = {key: str(cwd / path) for key, path in paths.items() if path is not None}
     return msgspec.structs.replace(recipe, data=msgspec.structs.replace(recipe.data, **absolute))
@@ -115,7 +115,7 @@ def _get_entries(recipe: Recipe) -> dict[str, str]:
 
 
 def _build_search_path(request: SubmitRequest, recipe: Recipe) -> tuple[Path, ...]:
-    """Return the folders that may hold the user's code; none where the recipe names no entry."""
+    """Return the folders that may contain the user's code; none if the recipe has no entry."""
     if not any(_get_entries(recipe).values()):
         return ()
     recipe_folder = [(request.cwd / request.target).parent] if request.target else []

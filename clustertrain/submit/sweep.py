@@ -1,5 +1,4 @@
-"""``sweep --grid``: one ordinary run per combination of values, submitted as one job array. All are submitted, or
-none."""
+"""``sweep --grid``: one ordinary run per combination of values, submitted as one job array: all of them or none."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ MAX_RUNS = 1000  # Slurm's MaxArraySize is 1001 by default, and task numbers are
 
 @dataclass(frozen=True)
 class SweepTask:
-    """A prepared run and its values of the grid."""
+    """A prepared run and its grid values."""
 
     prepared: PreparedRun
     values: Mapping[str, Any]
@@ -44,21 +43,23 @@ class SweepTask:
 
 @dataclass(frozen=True)
 class SubmittedSweep:
-    """A sweep that the backend has accepted. ``job_id`` is the array's, None on a backend without arrays; ``runs`` are
-    in task order."""
+    """A sweep that the backend has accepted."""
 
     folder: Path
     job_id: str | None
+    """Id of the array; None on a backend without arrays."""
     backend: str
     runs: tuple[tuple[SubmittedRun, Mapping[str, Any]], ...]
+    """Runs and their grid values, in task order."""
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class SweepDryRun:
-    """A sweep that was only rendered. ``script`` is the array's, None on a backend without arrays."""
+    """A sweep that was rendered but not submitted."""
 
     script: str | None
+    """Job script of the array; None on a backend without arrays."""
     runs: tuple[tuple[DryRun, Mapping[str, Any]], ...]
     notes: tuple[str, ...]
 
@@ -69,10 +70,11 @@ def format_values(values: Mapping[str, Any]) -> str:
 
 
 def expand_grid(grid_args: Sequence[str], assignments: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the values of every run, from the texts of ``--grid``; the last key changes fastest.
+    """Return the values of every run, from the arguments of ``--grid``; the last key changes fastest.
 
     Raises:
-        UsageError: no value, an empty value, a repeated value or key (also in ``--set``), or too many runs.
+        UsageError: a key has no value or an empty one, a value or key is repeated (also in ``--set``), or there are too
+            many runs.
     """
     assigned_keys = {parse_assignment(text)[0] for text in assignments}
     axes: dict[str, list[Any]] = {}
@@ -116,7 +118,7 @@ def _parse_values(label: str, key: str, text: str) -> list[Any]:
         values = [str(value) for value in values]
     for n, value in enumerate(values):
         if value in values[:n]:
-            raise UsageError(f"{label}: {value!r} is given twice", fix="leave one of them out")
+            raise UsageError(f"{label}: {value!r} is given twice", fix="remove one of them")
     return list(values)
 
 
@@ -187,7 +189,7 @@ def submit_sweep(request: SubmitRequest, grid_args: Sequence[str], max_concurren
 
 
 def dry_run_sweep(request: SubmitRequest, grid_args: Sequence[str], max_concurrent: int | None) -> SweepDryRun:
-    """Return the scripts as they would be submitted except for the ends of the names. Create nothing."""
+    """Return the scripts as they would be submitted, except for the random ends of the ids. Create nothing."""
     tasks, notes = _prepare_tasks(request, grid_args, "dry-run")
     name = f"{run_dir.slugify(tasks[0].prepared.spec.job.name)}-xxxxxx"
     runs = [(DryRun(t.prepared.plan, job_script.render_dry_run_script(t.prepared), ()), t.values) for t in tasks]
@@ -197,7 +199,7 @@ def dry_run_sweep(request: SubmitRequest, grid_args: Sequence[str], max_concurre
 def _prepare_tasks(
     request: SubmitRequest, grid_args: Sequence[str], purpose: Purpose = "submit"
 ) -> tuple[list[SweepTask], list[str]]:
-    """Return all runs, checked one by one and against each other, and warnings."""
+    """Return all runs, checked one by one and against each other, and notes for the user."""
     tasks: list[SweepTask] = []
     notes: list[str] = []
     for values in expand_grid(grid_args, request.assignments):
@@ -219,7 +221,7 @@ def _prepare_tasks(
 
 
 def _fails_without_grid(request: SubmitRequest, error: ClusterTrainError, purpose: Purpose) -> bool:
-    """Return whether the request fails in the same way without the grid, whose values then are not the cause."""
+    """Return whether the request fails in the same way without the grid, so that its values are not the cause."""
     try:
         checks.check_plan(prepare(request, purpose=purpose))
     except ClusterTrainError as e:
@@ -228,7 +230,7 @@ def _fails_without_grid(request: SubmitRequest, error: ClusterTrainError, purpos
 
 
 def _check_unused(tasks: Sequence[SweepTask]) -> None:
-    """Raise ConfigError for values that were typed and that no run uses."""
+    """Raise ConfigError for values of ``--set`` and ``--grid`` that no run uses."""
     first = tasks[0].prepared.spec
     override_keys = {key for task in tasks for key in task.prepared.unused}
     unused_in_all = sorted(

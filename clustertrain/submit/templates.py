@@ -25,8 +25,8 @@ def find_template_folder() -> Path:
 def quote_directive(value: str) -> str:
     """Return ``value`` quoted for an ``#SBATCH`` line.
 
-    sbatch parses these lines, not a shell: a backslash escapes the next character even inside quotes of either kind,
-    and a bare ``#`` starts a comment. Control characters, such as line breaks, were refused before.
+    sbatch parses these lines itself: a backslash escapes the next character even within quotes of either kind, and an
+    unquoted ``#`` starts a comment. Control characters such as line breaks have been refused before.
     """
     if value and all(c.isalnum() or c in "-_./:,=@%+[]~*&|()<>!^?" for c in value) and value.isascii():
         return value

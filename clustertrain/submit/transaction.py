@@ -1,4 +1,4 @@
-"""Last phase, hand over: write the run directory and give it to the backend. A failure removes what was written."""
+"""Last phase, submit: write the run folder and pass it to the backend. A failure removes the folder again."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ MAX_LISTED_SECRETS = 5  # in a note
 
 @dataclass(frozen=True)
 class SubmittedRun:
-    """A run that the backend has accepted. ``notes`` are warnings for the user; the rest is ``submit --json``."""
+    """A run that the backend has accepted. ``submit --json`` prints the fields except ``notes``."""
 
     run: RunDir
     job_id: str
     backend: str
     state: str
     notes: tuple[str, ...] = ()
+    """Warnings for the user."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,11 @@ class DryRun:
 
 
 def submit(request: SubmitRequest) -> SubmittedRun:
-    """Check, plan, write the run directory and hand it to the backend.
+    """Check and plan the run, write its folder and pass it to the backend.
 
     Raises:
         UsageError, ConfigError: the request is refused; nothing was created.
-        SchedulerError: Slurm refused the job (with its message); the run directory was removed.
+        SchedulerError: Slurm refused the job (the message is Slurm's); the run folder was removed.
     """
     prepared = prepare(request)
     notes = [*prepared.plan.warnings, *checks.check_plan(prepared), *get_backend_advice(prepared)]
@@ -72,7 +73,7 @@ def submit(request: SubmitRequest) -> SubmittedRun:
         with fsio.group_umask(run.path):  # Slurm gives its job.log the umask of the submission
             job_id = prepared.backend.submit(Submission(run, environ=request.environ))
     except ClusterTrainError:
-        # Only for our errors: Ctrl-C may come after sbatch has accepted the job, which then needs its folder.
+        # Not after Ctrl-C, which may come after sbatch has accepted the job: the job then needs its folder.
         remove_run(run, prepared.spec)
         raise
     notes += snapshot_notes(snapshot)
@@ -80,7 +81,7 @@ def submit(request: SubmitRequest) -> SubmittedRun:
 
 
 def record_submission(run: RunDir, job_id: str, backend: str, notes: Sequence[str] = ()) -> SubmittedRun:
-    """Record in the run's events that the backend has accepted the run."""
+    """Record in the run's events that the backend accepted the run."""
     with fsio.group_umask(run.path):
         log = EventLog(run.events / "submit.jsonl")
     log.write("submitted", job_id=job_id, backend=backend)
@@ -89,7 +90,7 @@ def record_submission(run: RunDir, job_id: str, backend: str, notes: Sequence[st
 
 
 def dry_run(request: SubmitRequest) -> DryRun:
-    """Return the plan, and job.sh as it would be submitted except for the end of the run's name. Create nothing."""
+    """Return the plan, and job.sh as it would be submitted except for the random end of the run id. Create nothing."""
     prepared = prepare(request, purpose="dry-run")
     notes = [*checks.check_plan(prepared), *get_backend_advice(prepared)]
     return DryRun(prepared.plan, job_script.render_dry_run_script(prepared), tuple(notes))
@@ -126,7 +127,7 @@ def collect_record(request: SubmitRequest, snapshot: CodeSnapshot | None) -> dic
 
 
 def snapshot_notes(snapshot: CodeSnapshot | None) -> list[str]:
-    """Return notes on code that was not copied or was copied from elsewhere."""
+    """Return notes on files that were not copied, or that were copied from outside the repository."""
     if snapshot is None:
         return []
     notes = [f"not copied, the job will use the original: {link}" for link in snapshot.external_links]
@@ -143,12 +144,12 @@ def snapshot_notes(snapshot: CodeSnapshot | None) -> list[str]:
             f"not copied: {', '.join(snapshot.skipped_secrets[:MAX_LISTED_SECRETS])}{suffix} ({description}); copy with"
             f" --snapshot-include {shlex.quote(snapshot.skipped_secrets[0])}"
         )
-    # File names may contain control characters, on which a terminal acts.
+    # File names may contain control characters, which a terminal would interpret.
     return [note if note.isprintable() else ascii(note) for note in notes]
 
 
 def write(prepared: PreparedRun, run: RunDir, snapshot: CodeSnapshot | None, record: dict[str, Any]) -> None:
-    """Write all files of a run except its code, which is already there."""
+    """Write all files of a run except its code, which has already been copied."""
     spec = prepared.spec
     paths: list[Path] = []
     if snapshot is not None:
@@ -203,7 +204,7 @@ def format_spec(spec: RunSpec) -> str:
 
 
 def _drop_none(value: Any) -> Any:
-    """Remove None, which TOML lacks: a missing key means the same."""
+    """Return ``value`` without None, which TOML lacks: a missing key means the same."""
     if isinstance(value, dict):
         return {k: _drop_none(v) for k, v in value.items() if v is not None}
     return value

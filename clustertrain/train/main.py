@@ -95,9 +95,13 @@ def run_as_rank(target: Callable[[RunDir | None], None]) -> int:
     faulthandler.enable()
     if settings.RANK_CPUS in os.environ:
         set_cpu_affinity(os.environ[settings.RANK_CPUS], int(os.environ.get("LOCAL_RANK", "0")))
-    # Imported after the redirection, so that the log has what the import of torch prints.
+    # Imported after the redirection, so that the log has what the import of torch prints. Garbage collections during
+    # the import find nothing and take a tenth of it; later ones need not visit the objects that it made.
+    gc.disable()
     from clustertrain.train.core import result
 
+    gc.freeze()
+    gc.enable()
     result.current().defer_completion()
     try:
         return _run_and_record(run, target)

@@ -345,7 +345,7 @@ def test_load_error_of_one_rank_reaches_all_ranks(tmp_path: Path) -> None:
     Ranks(run, 2, 1, setup=touch_stop_at, args=(3,)).expect(0)
     ranks = Ranks(run, 2, 2, setup=more_state_on, args=(1,)).expect(78)
     assert {(r["kind"], r["exit_code"]) for r in ranks.results()} == {("environment", 78)}
-    assert all("holds no state news" in r["error"]["message"] for r in ranks.results())
+    assert all("contains no state news" in r["error"]["message"] for r in ranks.results())
     assert "rank 1: " in ranks.results()[0]["error"]["message"]
     assert not list(run.checkpoints.glob("damaged-*"))
 

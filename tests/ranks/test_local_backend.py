@@ -22,8 +22,9 @@ from tests.runs import Run
 
 pytestmark = pytest.mark.ranks
 HERE = ("--backend", "local", "--device", "cpu")
-PAIR = ("--nodes", "2", "--gpus", "1", "--layout", "fsdp")
-# For tests of the supervisor only: each rank and each node costs seconds for importing torch.
+# Each rank and each node's torchrun spend seconds importing torch: a test has as few of them as it needs.
+TWO_NODES = ("--nodes", "2", "--gpus", "1", "--layout", "fsdp")
+TWO_RANKS = ("--nodes", "1", "--gpus", "2", "--layout", "fsdp")
 ALONE = ("--nodes", "1", "--gpus", "1")
 
 
@@ -59,6 +60,10 @@ def living_processes(run: Run) -> list[psutil.Process]:
     return processes
 
 
+def rank_processes(run: Run) -> list[psutil.Process]:
+    return [p for p in living_processes(run) if p.cmdline()[1:] == ["-u", "-P", "-m", "clustertrain", "train"]]
+
+
 def test_group_can_read_all_of_a_shared_run(submitted: Callable[..., Run], tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
@@ -74,7 +79,7 @@ def test_group_can_read_all_of_a_shared_run(submitted: Callable[..., Run], tmp_p
 
 def test_run_preempted_twice_ends_with_the_same_bits(submitted: Callable[..., Run], tmp_path: Path) -> None:
     recipe = runs.write_recipe(tmp_path, more="[preemption_test]\npreempt_at_steps = [20, 60]\n")
-    run = submitted(*PAIR, str(recipe))
+    run = submitted(*TWO_NODES, str(recipe))
     status = run.complete()
     assert run.endings() == ["preempted", "preempted", "completed"]
     assert runs.resumed_where_they_stopped(status)
@@ -128,9 +133,15 @@ def test_warning_in_last_step_is_reported_as_too_late(submitted: Callable[..., R
 
 
 def test_cancelled_run_continues_only_by_manual_requeue(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    run = submitted(*PAIR, str(runs.write_recipe(tmp_path)))
+    run = submitted(*TWO_RANKS, str(runs.write_recipe(tmp_path)))
     run.wait_for_step(20)
+    ranks = rank_processes(run)
+    for rank in ranks:
+        rank.suspend()  # so that the run cannot complete before the command reaches it
     run.call("cancel", run.id)
+    assert clock.wait_until((run.path / "attempts" / "1" / "stop.json").exists, 60)
+    for rank in ranks:
+        rank.resume()
     assert run.wait_until_final()["state"] == "cancelled"
     assert clock.wait_until(lambda: not living_processes(run), 60)
     assert run.endings() == ["cancelled"]
@@ -142,7 +153,7 @@ def test_cancelled_run_continues_only_by_manual_requeue(submitted: Callable[...,
 
 
 def test_killed_supervisor_ends_run_and_requeue_continues_it(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    run = submitted(*PAIR, str(runs.write_recipe(tmp_path, steps=100_000, every=10)))
+    run = submitted(*TWO_NODES, str(runs.write_recipe(tmp_path, steps=100_000, every=10)))
     run.wait_for_step(15)
     supervisor = next(
         p
@@ -161,10 +172,9 @@ def test_killed_supervisor_ends_run_and_requeue_continues_it(submitted: Callable
 
 
 def test_killed_rank_is_not_a_success(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    run = submitted(*PAIR, str(runs.write_recipe(tmp_path, every=10)))
+    run = submitted(*TWO_RANKS, str(runs.write_recipe(tmp_path, every=10)))
     run.wait_for_step(15)
-    ranks = [p for p in living_processes(run) if p.cmdline()[1:] == ["-u", "-P", "-m", "clustertrain", "train"]]
-    ranks[-1].send_signal(signal.SIGKILL)
+    rank_processes(run)[-1].send_signal(signal.SIGKILL)
     status = run.complete()
     assert run.endings()[0] in ("unknown", "communication")
     assert status["attempts"][0]["reason"]
@@ -174,7 +184,7 @@ def test_killed_rank_is_not_a_success(submitted: Callable[..., Run], tmp_path: P
 def test_user_error_is_reported_and_not_retried(submitted: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import clustertrain as ct\nwith ct.session() as s:\n    raise ValueError('no such thing')\n")
-    run = submitted(*PAIR, str(script))
+    run = submitted(*TWO_RANKS, str(script))
     status = run.wait_until_final()
     assert (status["state"], run.endings()) == ("failed", ["user_error"])
     assert "no such thing" in status["attempts"][0]["reason"]
@@ -187,7 +197,7 @@ def test_crashed_rank_is_reported_with_place_of_its_stacks(submitted: Callable[.
         "import os, signal\nimport torch.distributed as dist\nimport clustertrain as ct\nwith ct.session():\n"
         "    if dist.get_rank() == 1:\n        os.kill(os.getpid(), signal.SIGSEGV)\n    dist.barrier()\n"
     )
-    run = submitted(*PAIR, "--max-requeues", "0", str(script))
+    run = submitted(*TWO_RANKS, "--max-requeues", "0", str(script))
     status = run.wait_until_final()
     assert (status["state"], run.endings()) == ("failed", ["unknown"])
     assert "SIGSEGV" in status["attempts"][0]["reason"] and "logs/rank-1.log" in status["attempts"][0]["reason"]

@@ -18,5 +18,6 @@ def test_subset_covers_layouts_and_pairs_of_factors() -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("cell", covering(), ids=lambda c: c.id)
 def test_losses_and_norms_match_one_process(cell: Cell, tmp_path: Path) -> None:
-    outcome = run(cell, tmp_path / "cell", FEW_STEPS if cell.slow else STEPS)
+    # A wrong gradient shows in the first steps. Those of fp16 may be skipped.
+    outcome = run(cell, tmp_path / "cell", STEPS if cell.precision == "fp16" and not cell.slow else FEW_STEPS)
     assert outcome.ok, outcome

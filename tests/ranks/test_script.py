@@ -229,7 +229,7 @@ with ct.session({1}) as session:
         ("import sys; sys.exit('bad input')", "user_error", 1, "bad input"),
         ("import clustertrain as ct\nwith ct.session(device='tpu'): pass", "environment", 78, "must be cpu or cuda"),
         ("raise MemoryError", "out_of_memory", 1, ""),
-        (TWO_LOOPS.format(4, ""), "user_error", 1, "a loop before it ends at step 4"),
+        (TWO_LOOPS.format(4, ""), "user_error", 1, "an earlier loop ends at step 4"),
         (TWO_LOOPS.format(9, "checkpoint_dir='apart'"), "user_error", 1, "begin at step 0, and 4 steps of the run are"),
     ],
 )

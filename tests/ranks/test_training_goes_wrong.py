@@ -175,7 +175,7 @@ def test_repeated_rollbacks_end_run(tmp_path: Path) -> None:
     # After each rollback the next step is bad again.
     ranks = Ranks(run, 1, setup=faulty_data.poison_gradients, args=(0, range(4, 99))).expect(78)
     assert [e["to_step"] for e in ranks.events("rolled_back")] == [2, 2]
-    assert "has gone back 2 times" in ranks.results()[0]["error"]["message"]
+    assert "has rolled back 2 times" in ranks.results()[0]["error"]["message"]
     assert [r.count for r in rollback.read_records(run.checkpoints)] == [1, 2]
     assert [c["step"] for c in inspect.list_checkpoints(run.checkpoints)] == [2]
 

@@ -1,4 +1,4 @@
-"""The one-machine Slurm cluster of slurm/testbed, brought up once for a test session."""
+"""The one-machine Slurm cluster of slurm/testbed, started once per test session."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ class Cluster:
         self.env = dict(env)
 
     def run(self, *argv: str, check: bool = True, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-        """Run a command against the cluster. With `check` a failure fails the test and shows what it printed."""
+        """Run a command on the cluster. With `check` a failure fails the test and shows the output."""
         done = subprocess.run(
             argv, env=self.env, text=True, capture_output=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
         )
@@ -35,7 +35,7 @@ class Cluster:
         return done
 
     def up(self, *options: str) -> None:
-        """Repair the cluster and give it these options of slurm/testbed/up, no others."""
+        """Repair the cluster and give it exactly these options of slurm/testbed/up."""
         self.run(str(TESTBED / "up"), *options, timeout_s=300)
 
     def stop_controller(self) -> None:
@@ -47,34 +47,34 @@ class Cluster:
                     process.wait(30)
 
     def kill_node(self, node: str) -> None:
-        """Kill every process of the host at once. Its link stays as it is."""
+        """Kill every process of the host at once. Its network link stays up."""
         self.run(str(TESTBED / "node"), "kill", node)
 
     def partition_node(self, node: str) -> None:
-        """Cut the host off from the network. Its processes go on."""
+        """Disconnect the host from the network. Its processes continue."""
         self.run(str(TESTBED / "node"), "partition", node)
 
     def heal_node(self, node: str) -> None:
-        """Undo kill_node and partition_node, and wait until the host takes jobs."""
+        """Undo kill_node and partition_node, and wait until the host accepts jobs."""
         self.run(str(TESTBED / "node"), "heal", node)
 
     def node_states(self) -> dict[str, str]:
-        """The state of each host in sinfo's words; a trailing * marks one that does not answer."""
+        """Return the state of each host as sinfo prints it. A trailing * marks a host that does not answer."""
         lines = self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%N %T").stdout.splitlines()
         return dict(line.split() for line in lines)
 
     def job_states(self, job: str) -> list[str]:
-        """The states of all attempts of a job, the oldest first."""
+        """Return the states of all attempts of a job, oldest first."""
         out = self.run("sacct", "-D", "-X", "-n", "-P", "-j", job, "-o", "State").stdout
         return [line.split()[0] for line in out.splitlines() if line]
 
     def wait_for(self, predicate: Callable[[], object], timeout: float, what: str) -> None:
-        """Poll until the predicate holds; after `timeout` seconds fail the test, with the cluster's state."""
+        """Poll until the predicate holds. After `timeout` seconds fail the test and show the state of the cluster."""
         deadline = time.monotonic() + timeout
         while not predicate():
             if time.monotonic() > deadline:
-                seen = "\n".join(self.run(*argv, check=False).stdout for argv in (["sinfo", "-N"], ["squeue"]))
-                pytest.fail(f"not within {timeout:.0f} s: {what}\n{seen}")
+                state = "\n".join(self.run(*argv, check=False).stdout for argv in (["sinfo", "-N"], ["squeue"]))
+                pytest.fail(f"not within {timeout:.0f} s: {what}\n{state}")
             time.sleep(0.2)
 
 
@@ -83,7 +83,7 @@ def _testbed(command: str) -> subprocess.CompletedProcess[str]:
 
 
 def _client_env() -> dict[str, str]:
-    """os.environ and what slurm/testbed/env exports."""
+    """Return os.environ with the variables that slurm/testbed/env exports."""
     script = '. "$1" && env -0'
     out = subprocess.run(["bash", "-c", script, "bash", TESTBED / "env"], text=True, capture_output=True, check=True)
     return dict(entry.split("=", 1) for entry in out.stdout.split("\0") if "=" in entry)
@@ -91,7 +91,7 @@ def _client_env() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """The cluster, all of it up. One that was up before the session stays up after it."""
+    """The cluster with all parts up. A cluster that was up before the session stays up after it."""
     status = _testbed("status")
     if status.returncode:
         up = _testbed("up")
@@ -107,7 +107,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def env(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of a user at the testbed, with a stand-in for the GPUs' driver."""
+    """The environment of a user of the testbed, with a fake NVML library."""
     folder = tmp_path_factory.mktemp("slurm")
     build_nvml_stub(folder / "nvml")
     return {
@@ -124,34 +124,34 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def submitted(env: dict[str, str]) -> Iterator[Callable[..., Run]]:
-    """Submits, and cancels what a failing test leaves behind."""
-    made: list[Run] = []
+def submit_run(env: dict[str, str]) -> Iterator[Callable[..., Run]]:
+    """Return a function that submits a run. Runs that a failing test leaves are cancelled."""
+    runs_submitted: list[Run] = []
 
     def submit(*argv: str) -> Run:
-        made.append(runs.submit(env, *argv))
-        return made[-1]
+        runs_submitted.append(runs.submit(env, *argv))
+        return runs_submitted[-1]
 
     yield submit
-    for run in made:
+    for run in runs_submitted:
         run.call("cancel", run.id, check=False)
 
 
 @pytest.fixture
 def preempt(cluster: Cluster) -> Callable[[Run], None]:
-    """A job in the high partition takes all nodes for a moment, until the run has been preempted."""
+    """Return a function that preempts a run: a job in the high partition takes all nodes briefly."""
 
-    def now(run: Run) -> None:
+    def preempt_run(run: Run) -> None:
         before = len(run.status()["attempts"])
         cluster.run("sbatch", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "true")
         run.wait_for(lambda s: s["attempts"][before - 1]["end"] is not None, "the preemption")
 
-    return now
+    return preempt_run
 
 
 @pytest.fixture
 def submit(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """Submit a batch script from its text and sbatch's options; what still runs at the end is cancelled."""
+    """Return a function that submits a batch script with options of sbatch. Jobs that are left are cancelled."""
     jobs: list[str] = []
 
     def sbatch(script: str, *options: str) -> str:

@@ -13,7 +13,7 @@ from tests import runs
 from tests.runs import Run
 
 pytestmark = pytest.mark.slurm
-# The first attempt of run `a` goes on until it is told to stop; everything else is over at once.
+# The first attempt of run `a` continues until it gets a request to stop. All others end at once.
 SCRIPT = """
 import os, time
 import clustertrain as ct
@@ -28,8 +28,8 @@ with ct.session() as session:
 def test_array_of_three_runs_one_at_a_time(cluster: Any, tmp_path: Path) -> None:
     env = {**cluster.env, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
     (tmp_path / "who.py").write_text(SCRIPT)
-    words = ("--grid", "env.WHO=a,b,c", "--at-once", "1", "--device", "cpu", str(tmp_path / "who.py"))
-    sweep = json.loads(runs.call(env, "sweep", "--json", *words).stdout)
+    args = ("--grid", "env.WHO=a,b,c", "--at-once", "1", "--device", "cpu", str(tmp_path / "who.py"))
+    sweep = json.loads(runs.call(env, "sweep", "--json", *args).stdout)
     a, b, c = (Run(env, row) for row in sweep["runs"])
     array = sweep["job_id"]
     assert [run.job_id for run in (a, b, c)] == [f"{array}_{n}" for n in range(3)]
@@ -38,11 +38,11 @@ def test_array_of_three_runs_one_at_a_time(cluster: Any, tmp_path: Path) -> None
         waiting = c.status()
         assert (waiting["state"], waiting["pending_reason"]) == ("pending", "JobArrayTaskLimit")
         cluster.run("scancel", c.job_id)
-        # Slurm forgets it at once.
+        # Slurm forgets the task at once.
         assert c.status()["state"] == "cancelled"
         assert runs.call(env, "wait", c.job_id, check=False).returncode == 1
 
-        # A job in the high partition takes all nodes for a moment.
+        # A job in the high partition takes all nodes briefly.
         cluster.run("sbatch", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "true")
         b.complete()
         a.complete()

@@ -1,4 +1,4 @@
-"""Data, tensor and pipeline parallel at once, on the four hosts, from `clustertrain submit`."""
+"""Data, tensor and pipeline parallelism at once, on the four hosts, from `clustertrain submit`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.runs import Run
 
 pytestmark = pytest.mark.slurm
 EXAMPLE = str(ROOT / "examples" / "three_d.toml")
-# Eight ranks take turns on a machine of few cores: each step is a second there.
+# Eight ranks share a machine with few cores, so each step takes a second.
 STEPS = 4
-FEW = ("--set", f"train.steps={STEPS}")
+FEW_STEPS = ("--set", f"train.steps={STEPS}")
 DEGREES = {"dp_replicate": 1, "dp_shard": 2, "tp": 2, "pp": 2, "cp": 1}
 
 
@@ -29,8 +29,8 @@ def losses(run: RunDir) -> list[float]:
     return [row["loss"] for row in metrics.load_rows(run)]
 
 
-def one_process(submitted: Run, folder: Path) -> RunDir:
-    """The same recipe without a layout."""
+def run_one_process(submitted: Run, folder: Path) -> RunDir:
+    """Run the same recipe in one process, without a layout."""
     run = RunDir(folder)
     (run.path / "attempts").mkdir(parents=True)
     shutil.copy(RunDir(submitted.path).spec, run.path)
@@ -41,7 +41,7 @@ def one_process(submitted: Run, folder: Path) -> RunDir:
 
 def test_three_dimensions_on_four_hosts_equal_one_process(cluster: Any, tmp_path: Path) -> None:
     env = {**cluster.env, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
-    run = runs.submit(env, "--backend", "slurm", *FEW, EXAMPLE)
+    run = runs.submit(env, "--backend", "slurm", *FEW_STEPS, EXAMPLE)
     try:
         status = run.complete()
     finally:
@@ -50,6 +50,6 @@ def test_three_dimensions_on_four_hosts_equal_one_process(cluster: Any, tmp_path
     assert sorted(status["attempts"][0]["nodes"]) == ["node01", "node02", "node03", "node04"]
     newest = json.loads(runs.call(env, "checkpoint", "list", run.id, "--json").stdout)[-1]
     assert DEGREES.items() <= newest["layout"].items()
-    alone = one_process(run, tmp_path / "alone")
+    alone = run_one_process(run, tmp_path / "alone")
     assert len(losses(RunDir(run.path))) == STEPS
     assert losses(RunDir(run.path)) == pytest.approx(losses(alone), rel=2e-6)

@@ -1,4 +1,4 @@
-"""The main job on the real cluster: preempted, out of time, cancelled, robbed of a node; the same bits at the end."""
+"""The main job on the real cluster: preempted, out of time, cancelled, with a lost node. The final bits are equal."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from tests.runs import Run
 
 pytestmark = pytest.mark.slurm
 EXAMPLE = ROOT / "examples" / "train_script.py"
-# For what does not depend on the number of ranks; each of them costs seconds of importing torch on two cores.
-HALF = ("--nodes", "2", "--gpus", "1", "--cpus-per-gpu", "1")
+# For tests that do not depend on the number of ranks: each rank takes seconds to import torch on two cores.
+TWO_NODES = ("--nodes", "2", "--gpus", "1", "--cpus-per-gpu", "1")
 
 
-@pytest.mark.parametrize(("layout", "gpus", "times"), [("ddp", 1, 2), ("fsdp", 2, 1)])
+@pytest.mark.parametrize(("layout", "nodes", "gpus", "times"), [("ddp", 4, 1, 2), ("fsdp", 2, 2, 1)])
 def test_preempted_run_resumes_bit_exactly(
     cluster: Any,
-    submitted: Callable[..., Run],
+    submit_run: Callable[..., Run],
     preempt: Callable[[Run], None],
     recipe: Path,
     tmp_path: Path,
     layout: str,
+    nodes: int,
     gpus: int,
     times: int,
 ) -> None:
-    run = submitted("--nodes", "4", "--gpus", str(gpus), "--layout", layout, str(recipe))
+    run = submit_run("--nodes", str(nodes), "--gpus", str(gpus), "--layout", layout, str(recipe))
     for attempt in range(1, times + 1):
         run.wait_for_step(15 * attempt, attempt)
         preempt(run)
@@ -42,15 +43,15 @@ def test_preempted_run_resumes_bit_exactly(
     assert run.endings() == ["preempted"] * times + ["completed"]
     assert runs.resumed_where_they_stopped(status)
     assert run.digest() == undisturbed(run.path, tmp_path / "alone")
-    _accounting_agrees(cluster, run, times)
-    _every_gpu_is_there(run, gpus, times + 1)
+    _assert_accounting_agrees(cluster, run, times)
+    _assert_every_gpu_is_recorded(run, nodes, gpus, times + 1)
 
 
-def test_secret_of_shared_run_is_in_no_readable_file(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_secret_of_shared_run_is_in_no_readable_file(submit_run: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"import os\nprint('a secret of', len(os.environ['SECRET']))\n{EXAMPLE.read_text()}")
-    words = ("--steps", "1500", "--checkpoint-every", "100000")
-    run = submitted("--share", "--env", "SECRET=s3cret-canary", *HALF, str(script), *words)
+    script_args = ("--steps", "1500", "--checkpoint-every", "100000")
+    run = submit_run("--share", "--env", "SECRET=s3cret-canary", *TWO_NODES, str(script), *script_args)
     run.wait_for_step(10)
     run.call("requeue", run.id)
     run.complete()
@@ -62,22 +63,26 @@ def test_secret_of_shared_run_is_in_no_readable_file(submitted: Callable[..., Ru
             assert b"s3cret-canary" not in path.read_bytes(), path
 
 
-def _accounting_agrees(cluster: Any, run: Run, times: int) -> None:
-    """One row of `sacct -D` for each attempt. Ours requeue themselves, so Slurm calls a preempted start REQUEUED."""
+def _assert_accounting_agrees(cluster: Any, run: Run, times: int) -> None:
+    """Assert one row of `sacct -D` per attempt. The jobs requeue themselves, so a preempted start is REQUEUED."""
     rows = cluster.run("sacct", "-D", "-X", "-n", "-P", "-j", run.job_id, "-o", "State").stdout.split()
     assert rows == ["REQUEUED"] * times + ["COMPLETED"]
 
 
-def _every_gpu_is_there(run: Run, gpus: int, attempts: int) -> None:
+def _assert_every_gpu_is_recorded(run: Run, nodes: int, gpus: int, attempts: int) -> None:
     report = json.loads(run.call("telemetry", run.id, "--json").stdout)
-    found = [(g["node"], g["index"]) for g in report["gpus"]]
-    assert sorted(found) == [(f"node0{n}", i) for n in (1, 2, 3, 4) for i in range(gpus)]
-    assert len({g["uuid"] for g in report["gpus"]}) == 4 * gpus
+    allocated = [attempt["nodes"] for attempt in run.status()["attempts"]]
+    assert [len(names) for names in allocated] == [nodes] * attempts
+    gpus_found = [(g["node"], g["index"]) for g in report["gpus"]]
+    assert sorted(gpus_found) == [
+        (node, i) for node in sorted({n for names in allocated for n in names}) for i in range(gpus)
+    ]
+    assert len({g["uuid"] for g in report["gpus"]}) == len(gpus_found)
     assert len(report["attempts"]) == attempts
     assert all(g["utilization"]["mean"] is not None for g in report["gpus"])
 
 
-# On the cluster a fresh start outlasts its limit of a minute on any machine; a resumed one is soon over.
+# On the cluster the first attempt exceeds its limit of a minute on any machine. A resumed attempt ends quickly.
 _PACED_SCRIPT = """
 import os
 import time
@@ -104,17 +109,20 @@ def paced(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iter
     """A run that sleeps past its limit of a minute."""
     script = tmp_path_factory.mktemp("paced") / "paced.py"
     script.write_text(_PACED_SCRIPT)
-    run = runs.submit(env, *HALF, "--layout", "fsdp", "--time", "1", str(script))
+    run = runs.submit(env, *TWO_NODES, "--layout", "fsdp", "--time", "1", str(script))
     yield run
     run.call("cancel", run.id, check=False)
 
 
-@pytest.mark.usefixtures("paced")  # whose minute begins here, so that the test of it need not wait
-def test_cancelled_run_stays_cancelled(cluster: Any, submitted: Callable[..., Run], recipe: Path) -> None:
-    ours, slurms = (submitted(*HALF, "--layout", "fsdp", str(recipe)) for _ in range(2))
-    acts = {ours: lambda run: run.call("cancel", run.id), slurms: lambda run: cluster.run("scancel", run.job_id)}
-    runs.at_step(5, acts)
-    for run in acts:
+@pytest.mark.usefixtures("paced")  # its minute starts here, so its own test need not wait for it
+def test_cancelled_run_stays_cancelled(cluster: Any, submit_run: Callable[..., Run], recipe: Path) -> None:
+    cancelled, scancelled = (submit_run(*TWO_NODES, "--layout", "fsdp", str(recipe)) for _ in range(2))
+    actions = {
+        cancelled: lambda run: run.call("cancel", run.id),
+        scancelled: lambda run: cluster.run("scancel", run.job_id),
+    }
+    runs.at_step(5, actions)
+    for run in actions:
         cluster.wait_for(lambda job=run.job_id: not _in_queue(cluster, job), 60, "the job to leave the queue")
         status = run.status()
         assert status["state"] == "cancelled"
@@ -130,32 +138,32 @@ def _in_queue(cluster: Any, job: str) -> bool:
 
 
 def _processes(run: Run, verb: str) -> list[psutil.Process]:
-    """The run's processes of that verb, found by their command line and environment."""
-    found = []
+    """Return the run's processes with the verb, found by their command line and environment."""
+    processes = []
     for p in psutil.process_iter(["cmdline"]):
-        words = p.info["cmdline"] or []
+        argv = p.info["cmdline"] or []
         try:
-            if words[1:5] == ["-P", "-m", "clustertrain", verb] and p.environ().get("CLUSTERTRAIN_RUN_DIR") == str(
+            if argv[1:5] == ["-P", "-m", "clustertrain", verb] and p.environ().get("CLUSTERTRAIN_RUN_DIR") == str(
                 run.path
             ):
-                found.append(p)
+                processes.append(p)
         except psutil.Error:
             continue
-    return found
+    return processes
 
 
 def test_signal_to_one_process_stops_all_ranks_at_same_step(
-    submitted: Callable[..., Run], recipe: Path, tmp_path: Path
+    submit_run: Callable[..., Run], recipe: Path, tmp_path: Path
 ) -> None:
-    to_agent, to_batch = (submitted(*HALF, "--layout", "fsdp", str(recipe)) for _ in range(2))
-    acts = {
+    to_agent, to_batch = (submit_run(*TWO_NODES, "--layout", "fsdp", str(recipe)) for _ in range(2))
+    actions = {
         to_agent: lambda run: _processes(run, "agent")[-1].send_signal(signal.SIGTERM),
         to_batch: lambda run: _processes(run, "batch")[-1].send_signal(signal.SIGUSR1),
     }
-    runs.at_step(10, acts)
-    for run in acts:
+    runs.at_step(10, actions)
+    for run in actions:
         status = run.complete()
-        # Nobody knows who sent it and why, and no cause is made up.
+        # The sender and the reason are unknown, so no cause is invented.
         assert run.endings() == ["signal", "completed"]
         assert runs.resumed_where_they_stopped(status)
         assert run.digest() == undisturbed(run.path, tmp_path / "alone")
@@ -168,43 +176,47 @@ def test_run_survives_time_limit_bit_exactly(paced: Run, tmp_path: Path) -> None
     assert paced.digest() == undisturbed(paced.path, tmp_path / "alone")
 
 
-def test_lost_node_does_not_lose_run(cluster: Any, submitted: Callable[..., Run], tmp_path: Path) -> None:
-    # With checkpoints on the way: a lost node gives no warning. Alone on their nodes, so that each run loses its own.
+def test_lost_node_does_not_lose_run(cluster: Any, submit_run: Callable[..., Run], tmp_path: Path) -> None:
+    # With periodic checkpoints, because a lost node gives no warning. Exclusive, so that each run loses its own node.
     recipe = str(runs.write_recipe(tmp_path, steps=240, every=10))
-    one, other = (submitted(*HALF, "--sbatch", "exclusive", "--layout", "fsdp", recipe) for _ in range(2))
+    killed, disconnected = (
+        submit_run(*TWO_NODES, "--sbatch", "exclusive", "--layout", "fsdp", recipe) for _ in range(2)
+    )
     lost: list[str] = []
 
-    def lose(run: Run, how: Callable[[str], None]) -> None:
+    def lose(run: Run, break_node: Callable[[str], None]) -> None:
         lost.append(run.status()["attempts"][0]["nodes"][1])
-        how(lost[-1])
+        break_node(lost[-1])
 
     try:
-        runs.at_step(15, {one: lambda r: lose(r, cluster.kill_node), other: lambda r: lose(r, cluster.partition_node)})
-        wanted = undisturbed(one.path, tmp_path / "alone")  # while Slurm has not noticed
-        for run in (one, other):
+        runs.at_step(
+            15, {killed: lambda r: lose(r, cluster.kill_node), disconnected: lambda r: lose(r, cluster.partition_node)}
+        )
+        expected = undisturbed(killed.path, tmp_path / "alone")  # while Slurm has not noticed
+        for run in (killed, disconnected):
             status = run.complete(timeout_s=400)
             assert status["attempts"][0]["state"] == "node_failure"
             assert status["attempts"][0]["reason"]
-            assert run.digest() == wanted
+            assert run.digest() == expected
     finally:
         for node in lost:
             cluster.heal_node(node)
     assert len(set(lost)) == 2
 
 
-def test_user_error_ends_run_at_once(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_user_error_ends_run_at_once(submit_run: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import clustertrain as ct\nwith ct.session() as s:\n    raise ValueError('no such thing')\n")
-    run = submitted("--nodes", "2", "--gpus", "1", str(script))
+    run = submit_run("--nodes", "2", "--gpus", "1", str(script))
     status = run.wait_until_final()
     assert (status["state"], run.endings()) == ("failed", ["user_error"])
     assert "no such thing" in status["attempts"][0]["reason"]
 
 
-def test_manual_requeue_keeps_submit_options(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_manual_requeue_keeps_submit_options(submit_run: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(EXAMPLE.read_text())
-    run = submitted(*HALF, str(script), "--steps", "1500", "--checkpoint-every", "100000")
+    run = submit_run(*TWO_NODES, str(script), "--steps", "1500", "--checkpoint-every", "100000")
     run.wait_for_step(10)
     script.write_text("raise SystemExit('edited after it was submitted')")
     run.call("requeue", run.id)
@@ -215,13 +227,13 @@ def test_manual_requeue_keeps_submit_options(submitted: Callable[..., Run], tmp_
 
 
 def test_pending_run_reports_reason_and_can_be_cancelled(
-    cluster: Any, submitted: Callable[..., Run], recipe: Path
+    cluster: Any, submit_run: Callable[..., Run], recipe: Path
 ) -> None:
     blocker = cluster.run(
         "sbatch", "--parsable", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 120"
     ).stdout.strip()
     try:
-        run = submitted(*HALF, str(recipe))
+        run = submit_run(*TWO_NODES, str(recipe))
         status = run.wait_for(lambda s: s["pending_reason"] is not None, "a reason")
         assert status["state"] == "pending"
         assert status["attempts"] == []

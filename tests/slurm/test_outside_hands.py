@@ -1,5 +1,5 @@
-"""What others do to a run: slurmctld goes away, an administrator requeues, signals or shortens the job, the batch
-process is killed, the disk is read-only for a while. The run goes on, and its ending has the name of the cause."""
+"""External events during a run: slurmctld stops, an administrator requeues, signals or shortens the job, the batch
+process is killed, the disk is read-only for a while. The run continues, and its ending names the cause."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests import runs
 from tests.runs import Run
 
 pytestmark = pytest.mark.slurm
-ONE = ("--nodes", "1", "--gpus", "1", "--cpus-per-gpu", "1", "--time", "60")
+ONE_NODE = ("--nodes", "1", "--gpus", "1", "--cpus-per-gpu", "1", "--time", "60")
 PREEMPTOR = ("-N1", "--exclusive", "-o", "/dev/null", "--wrap", "true")
-# The first attempt is slow enough for what is done to it; a resumed one is soon over.
+# The first attempt is slow enough for the event to reach it. A resumed attempt ends quickly.
 SCRIPT = """
 import time
 import torch
@@ -44,7 +44,7 @@ def slow(tmp_path: Path) -> str:
 
 @pytest.fixture
 def controller(cluster: Any) -> Iterator[Any]:
-    """slurmctld is back after the test."""
+    """A cluster whose slurmctld is started again after the test."""
     yield cluster
     cluster.up()
 
@@ -54,24 +54,24 @@ def job_log(run: Run) -> str:
 
 
 def test_runs_wait_for_slurmctld_and_can_be_cancelled(
-    controller: Any, submitted: Callable[..., Run], slow: str
+    controller: Any, submit_run: Callable[..., Run], slow: str
 ) -> None:
-    # Each alone on its node, for one of them to be preempted.
-    requeued, preempted, cancelled = everyone = [submitted(*ONE, "--sbatch", "exclusive", slow) for _ in range(3)]
-    runs.at_step(5, dict.fromkeys(everyone, lambda _: None))
+    # Each run is alone on its node, so that only one of them is preempted.
+    requeued, preempted, cancelled = all_runs = [submit_run(*ONE_NODE, "--sbatch", "exclusive", slow) for _ in range(3)]
+    runs.at_step(5, dict.fromkeys(all_runs, lambda _: None))
     controller.run("sbatch", "-p", "high", "-w", preempted.status()["attempts"][0]["nodes"][0], *PREEMPTOR)
     preempt_time = ("squeue", "-h", "-j", preempted.job_id, "-O", "PreemptTime")
     controller.wait_for(lambda: controller.run(*preempt_time).stdout.strip() != "N/A", 30, "the preemption")
     controller.stop_controller()
-    # What was asked for, though nobody answers.
+    # These requests are recorded although slurmctld is down.
     requeued.call("requeue", requeued.id)
-    said = json.loads(cancelled.call("cancel", cancelled.id, "--json").stdout)
-    assert said["state"] == "cancelling"
+    answer = json.loads(cancelled.call("cancel", cancelled.id, "--json").stdout)
+    assert answer["state"] == "cancelling"
     assert cancelled.call("list").stdout.count("states come from the run directories") == 1
-    controller.wait_for(lambda: ended(cancelled) == ["cancelled"], 60, "the end of the cancelled attempt")
+    controller.wait_for(lambda: recorded_endings(cancelled) == ["cancelled"], 60, "the end of the cancelled attempt")
     for run in (requeued, preempted):
         controller.wait_for(
-            lambda r=run: "no answer, retrying" in job_log(r), 90, f"a question without an answer: {job_log(run)}"
+            lambda r=run: "no answer, retrying" in job_log(r), 90, f"a query without an answer: {job_log(run)}"
         )
     controller.up()
     for run in (requeued, preempted):
@@ -81,35 +81,35 @@ def test_runs_wait_for_slurmctld_and_can_be_cancelled(
     assert cancelled.endings() == ["cancelled"]
 
 
-def ended(run: Run) -> list[str]:
-    """By the run's own files."""
+def recorded_endings(run: Run) -> list[str]:
+    """Return the endings in the run's own files."""
     lines = [line for path in run.path.glob("attempts/*/events/batch.jsonl") for line in path.read_text().splitlines()]
     return [e["ending"] for e in map(json.loads, lines) if e["event"] == "ended"]
 
 
-def batch_of(run: Run) -> psutil.Process:
+def batch_process(run: Run) -> psutil.Process:
     record = json.loads((run.path / "attempts/1/attempt.json").read_text())
     return psutil.Process(record["pid"])
 
 
-def test_ending_names_the_external_cause(cluster: Any, submitted: Callable[..., Run], slow: str) -> None:
-    requeued, signalled, shortened, killed = (submitted(*ONE, slow) for _ in range(4))
-    acts = {
+def test_ending_names_the_external_cause(cluster: Any, submit_run: Callable[..., Run], slow: str) -> None:
+    requeued, signaled, shortened, killed = (submit_run(*ONE_NODE, slow) for _ in range(4))
+    actions = {
         requeued: lambda run: cluster.run("scontrol", "requeue", run.job_id),
-        signalled: lambda run: cluster.run("scancel", "-s", "TERM", run.job_id),
+        signaled: lambda run: cluster.run("scancel", "-s", "TERM", run.job_id),
         shortened: lambda run: cluster.run("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=2"),
-        killed: lambda run: batch_of(run).send_signal(signal.SIGKILL),
+        killed: lambda run: batch_process(run).send_signal(signal.SIGKILL),
     }
-    runs.at_step(5, acts)
-    for run, ending in ((requeued, "preempted"), (signalled, "signal"), (shortened, "time_limit"), (killed, "unknown")):
+    runs.at_step(5, actions)
+    for run, ending in ((requeued, "preempted"), (signaled, "signal"), (shortened, "time_limit"), (killed, "unknown")):
         run.complete()
         assert run.endings() == [ending, "completed"], run.explain()
-    for run, words in ((requeued, "scontrol requeue"), (signalled, "SIGTERM"), (killed, "batch process was killed")):
-        assert words in run.status()["attempts"][0]["reason"]
+    for run, text in ((requeued, "scontrol requeue"), (signaled, "SIGTERM"), (killed, "batch process was killed")):
+        assert text in run.status()["attempts"][0]["reason"]
 
 
-def test_start_waits_for_read_only_run_folder(cluster: Any, submitted: Callable[..., Run], slow: str) -> None:
-    run = submitted(*ONE, slow)
+def test_start_waits_for_read_only_run_folder(cluster: Any, submit_run: Callable[..., Run], slow: str) -> None:
+    run = submit_run(*ONE_NODE, slow)
     run.wait_for_step(5)
     run.call("requeue", run.id)
     attempts = run.path / "attempts"
@@ -119,12 +119,12 @@ def test_start_waits_for_read_only_run_folder(cluster: Any, submitted: Callable[
     _mount("--bind", attempts, attempts)
     try:
         _mount("-o", "remount,ro,bind", attempts)
-        cluster.wait_for(lambda: "waiting for the run directory" in job_log(run), 60, "the next start")
+        cluster.wait_for(lambda: "waiting for the run folder" in job_log(run), 60, "the next start")
     finally:
         subprocess.run(["umount", "--lazy", attempts], check=True)
     run.complete()
     assert run.endings() == ["preempted", "completed"]
 
 
-def _mount(*words: str | Path) -> None:
-    subprocess.run(["mount", *words], check=True)
+def _mount(*args: str | Path) -> None:
+    subprocess.run(["mount", *args], check=True)

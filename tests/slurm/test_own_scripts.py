@@ -1,4 +1,4 @@
-"""How a script of the user's own ends, and what becomes of a run whose agent is killed."""
+"""The endings of user scripts, and of a run whose agent is killed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.runs import Run
 
 pytestmark = pytest.mark.slurm
 
-SAVES_ON_THE_SIGNAL = """
+SCRIPT_SAVES_ON_SIGNAL = """
 import os, pathlib, signal, sys, time
 
 saved = pathlib.Path(os.environ["CLUSTERTRAIN_RUN_DIR"], "saved-" + os.environ["RANK"])
@@ -25,7 +25,7 @@ if not saved.exists():
     time.sleep(600)
 """
 
-MEETS = """
+SCRIPT_ALL_REDUCES = """
 import os
 import torch
 import torch.distributed as dist
@@ -36,8 +36,8 @@ with ct.session() as s:
         dist.all_reduce(torch.zeros(1))
 """
 
-# Rank 0 waits for rank 1 where no broken connection tells it that there is none any more.
-MEETS_LATE = """
+# Rank 0 waits for rank 1 before they are connected, so no broken connection shows that rank 1 is gone.
+RANK_1_ARRIVES_LATE = """
 import os, pathlib, time
 if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1" and os.environ["RANK"] == "1":
     pathlib.Path(os.environ["CLUSTERTRAIN_RUN_DIR"], "late").touch()
@@ -45,11 +45,11 @@ if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1" and os.environ["RANK"] == "1":
 """
 
 
-def test_script_that_exits_0_on_slurm_signal_is_continued(submitted: Callable[..., Run], tmp_path: Path) -> None:
+def test_script_that_exits_0_on_slurm_signal_is_continued(submit_run: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "saves.py"
-    script.write_text(SAVES_ON_THE_SIGNAL)
-    run = submitted("--nodes", "2", "--gpus", "1", str(script))
-    run.wait_for(lambda _: len(list(run.path.glob("training-*"))) == 2, "both ranks' begin")
+    script.write_text(SCRIPT_SAVES_ON_SIGNAL)
+    run = submit_run("--nodes", "2", "--gpus", "1", str(script))
+    run.wait_for(lambda _: len(list(run.path.glob("training-*"))) == 2, "the start of both ranks")
     run.call("requeue", run.id)
     run.complete()
     assert run.endings() == ["preempted", "completed"]
@@ -57,13 +57,13 @@ def test_script_that_exits_0_on_slurm_signal_is_continued(submitted: Callable[..
 
 @pytest.mark.parametrize("late", [False, True])
 def test_killed_agent_ends_ranks_without_blaming_node(
-    submitted: Callable[..., Run], tmp_path: Path, late: bool
+    submit_run: Callable[..., Run], tmp_path: Path, late: bool
 ) -> None:
     script = tmp_path / "meets.py"
-    script.write_text((MEETS_LATE if late else "") + MEETS)
-    run = submitted("--nodes", "2", "--gpus", "1", str(script))
+    script.write_text((RANK_1_ARRIVES_LATE if late else "") + SCRIPT_ALL_REDUCES)
+    run = submit_run("--nodes", "2", "--gpus", "1", str(script))
     if late:
-        run.wait_for(lambda _: (run.path / "late").exists(), "rank 1's begin")
+        run.wait_for(lambda _: (run.path / "late").exists(), "the start of rank 1")
     else:
         run.wait_for_step(2)
     agents = [
@@ -73,9 +73,9 @@ def test_killed_agent_ends_ranks_without_blaming_node(
     ]
     agent = [p for p in agents if p.environ().get("CLUSTERTRAIN_RUN_DIR") == str(run.path)][-1]
     node = agent.environ()["SLURMD_NODENAME"]
-    below = agent.children(recursive=True)
+    descendants = agent.children(recursive=True)
     agent.kill()
-    _, alive = psutil.wait_procs(below, timeout=30.0)
+    _, alive = psutil.wait_procs(descendants, timeout=30.0)
     assert not alive
     status = run.complete()
     first = status["attempts"][0]

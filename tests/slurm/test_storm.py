@@ -1,4 +1,4 @@
-"""A few rounds of ``make chaos-slurm``: faults of each part of the cluster, and commands that cross each other."""
+"""A few rounds of ``make chaos-slurm``: faults in each part of the cluster, and simultaneous commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEED, ROUNDS = "22777", 6
 
 
 def test_rounds_cover_all_faults() -> None:
-    """Where this fails the menu is another one: search another seed."""
+    """If this fails, the list of faults has changed: choose another seed."""
     drawn = {str(plan_of(SEED, n).fault.kind) for n in range(ROUNDS)}
     assert drawn >= {"kill slurmctld", "preempt", "cancel then two requeues", "kill rank"}
 

@@ -1,6 +1,7 @@
-"""The testbed keeps its word: what the other tests of this folder build on.
+"""The properties of the testbed on which the other tests of this folder rely.
 
-Preemption by the high partition, and that a host which is killed or cut off goes down, is shown with the main job.
+The tests of the main job show two more: preemption by the high partition, and that a host goes down after it is killed
+or disconnected.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ Submit = Callable[..., str]
 
 
 @pytest.fixture
-def healed(cluster: Cluster) -> Iterator[str]:
-    """A host that the test may break."""
+def breakable_node(cluster: Cluster) -> Iterator[str]:
+    """A host that the test may break. It is healed afterwards."""
     yield "node03"
     cluster.heal_node("node03")
 
@@ -41,7 +42,7 @@ def test_step_sees_its_host_and_gpus(cluster: Cluster) -> None:
 
 
 def test_hosts_reach_each_other_by_name(cluster: Cluster, tmp_path: Path) -> None:
-    """What gloo needs: each host's own name leads to its address, and the others connect to that."""
+    """gloo needs this: each host's name resolves to its address, and the other hosts connect to that address."""
     script = (
         "import os, socket, time\n"
         "if os.environ['SLURM_PROCID'] == '0':\n"
@@ -63,11 +64,11 @@ def test_hosts_reach_each_other_by_name(cluster: Cluster, tmp_path: Path) -> Non
     assert sorted(out.splitlines()) == ["from 10.77.0.14", "to 10.77.0.12"]
 
 
-def test_host_back_before_slurm_noticed_has_lost_its_job(cluster: Cluster, submit: Submit, healed: str) -> None:
-    """As after a reboot: slurmctld must not believe in processes that are gone."""
-    job = submit("sleep 600", "-N1", "-w", healed, "--no-requeue")
+def test_host_back_before_slurm_noticed_has_lost_its_job(cluster: Cluster, submit: Submit, breakable_node: str) -> None:
+    """Like after a reboot: slurmctld must notice that the processes are gone."""
+    job = submit("sleep 600", "-N1", "-w", breakable_node, "--no-requeue")
     cluster.wait_for(lambda: cluster.job_states(job) == ["RUNNING"], 60, "the start of the job")
-    cluster.kill_node(healed)
-    cluster.heal_node(healed)
+    cluster.kill_node(breakable_node)
+    cluster.heal_node(breakable_node)
     cluster.wait_for(lambda: cluster.job_states(job) == ["NODE_FAIL"], 60, "NODE_FAIL in sacct")
-    assert cluster.run("srun", "-w", healed, "hostname").stdout.strip() == healed
+    assert cluster.run("srun", "-w", breakable_node, "hostname").stdout.strip() == breakable_node

@@ -1,4 +1,4 @@
-"""A run that ended without its own word, and two commands that continue it at the same moment."""
+"""A run whose processes were killed, and two commands that continue it simultaneously."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.slurm
 
 
 def test_one_of_two_concurrent_requeues_continues_run(
-    cluster: Any, submitted: Callable[..., Run], tmp_path: Path
+    cluster: Any, submit_run: Callable[..., Run], tmp_path: Path
 ) -> None:
     recipe = runs.write_recipe(tmp_path, steps=120, every=20)
-    run = submitted("--nodes", "1", "--gpus", "1", "--cpus-per-gpu", "1", str(recipe))
+    run = submit_run("--nodes", "1", "--gpus", "1", "--cpus-per-gpu", "1", str(recipe))
     run.wait_for_step(30)
-    # Batch process and agent: an agent that outlives its batch process has the job requeued.
+    # Kill the batch process and the agent: an agent that outlives its batch process requeues the job.
     cluster.run("scancel", "--signal=KILL", "--full", run.job_id)
     run.wait_until_final()
     commands = [
@@ -33,15 +33,15 @@ def test_one_of_two_concurrent_requeues_continues_run(
     answers = [command.communicate(timeout=120) for command in commands]
     codes = [command.returncode for command in commands]
     assert sorted(codes) == [0, 1], answers
-    said = answers[codes.index(1)][1].decode()
-    assert "is being continued by another command" in said or "as job" in said
+    message = answers[codes.index(1)][1].decode()
+    assert "is being continued by another command" in message or "as job" in message
     status = run.complete()
     assert len(status["attempts"]) == 2, run.explain()
-    never_at_once(run)
+    assert_attempts_do_not_overlap(run)
 
 
-def never_at_once(run: Run) -> None:
-    """By the steps' own times."""
+def assert_attempts_do_not_overlap(run: Run) -> None:
+    """Assert, from the times of the steps, that each attempt starts after the earlier one has ended."""
     rows = [
         [json.loads(line)["t"] for line in path.read_text().splitlines()]
         for path in sorted(run.path.glob("metrics/attempt-*.jsonl"))

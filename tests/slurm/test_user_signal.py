@@ -1,5 +1,5 @@
-"""With preempt_send_user_signal Slurm announces a preemption with the signal of `--signal`, and SIGTERM comes only when
-the grace time is over."""
+"""With preempt_send_user_signal, Slurm announces a preemption with the signal of `--signal`. SIGTERM comes only after
+the grace time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests import runs
 from tests.ranks.rank_pool import undisturbed
 from tests.runs import Run
 
-HALF = ("--nodes", "2", "--gpus", "1", "--cpus-per-gpu", "1")
+TWO_NODES = ("--nodes", "2", "--gpus", "1", "--cpus-per-gpu", "1")
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("user_signal")]
 
 
@@ -36,10 +36,10 @@ def test_signal_of_the_job_comes_first(cluster: Any, submit: Callable[..., str],
 
 
 def test_signal_at_preemption_counts_as_warning(
-    submitted: Callable[..., Run], preempt: Callable[[Run], None], recipe: Path, tmp_path: Path
+    submit_run: Callable[..., Run], preempt: Callable[[Run], None], recipe: Path, tmp_path: Path
 ) -> None:
-    # The limit is near enough for the same signal to mean that.
-    run = submitted(*HALF, "--layout", "fsdp", "--time", "2", str(recipe))
+    # The time limit is so near that the same signal could also mean the limit.
+    run = submit_run(*TWO_NODES, "--layout", "fsdp", "--time", "2", str(recipe))
     run.wait_for_step(10)
     preempt(run)
     status = run.complete()

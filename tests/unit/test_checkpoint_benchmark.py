@@ -1,4 +1,4 @@
-"""Arithmetic of ``benchmarks.checkpoint``: intervals, verdicts, medians and rows from measured seconds."""
+"""The arithmetic of ``benchmarks.checkpoint``: its verdicts from the measured seconds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from benchmarks.verdict import Goal, interval, verdict
 AT_MOST, AT_LEAST, LESS = Goal(1.3, "at most"), Goal(0.9, "at least"), Goal(1.0, "less than")
 
 
-def test_interval_of_seven_omits_one_value_at_each_end() -> None:
+def test_interval_of_seven_omits_one_at_either_end() -> None:
     assert interval([3, 1, 7, 2, 6, 5, 4]) == (2, 6)
     assert interval([1, 2, 3, 4, 5, 6, 1000]) == (2, 6)
 
 
-def test_interval_omits_nothing_of_few_values_and_more_of_many() -> None:
+def test_interval_of_few_omits_none_and_of_many_omits_more() -> None:
     assert interval([1]) == (1, 1)
     assert interval([2, 1, 3]) == (1, 3)
     assert interval(range(11)) == (2, 8)  # 93 %; from 3 to 7 it is 77 %
@@ -34,7 +34,7 @@ def test_interval_omits_nothing_of_few_values_and_more_of_many() -> None:
         ([1.2, 1.2, 1.2, 1.2, 1.2, 1.2, 9.0], AT_MOST, "met"),
         ([1.4, 1.5, 1.4, 1.6, 1.4, 1.9, 0.5], AT_MOST, "missed"),
         ([0.3, 0.5, 0.9, 1.2, 1.6, 1.9, 2.2], AT_MOST, "noisy"),
-        # The goal is inside, but the interval is narrow enough: 0.1 to each side, while the goal allows 0.3.
+        # The goal is inside the interval, but the interval is narrow enough: 0.1 to either side, of the 0.3 allowed.
         ([1.15, 1.2, 1.25, 1.29, 1.35, 1.4, 1.5], AT_MOST, "met"),
         ([1.15, 1.2, 1.25, 1.31, 1.35, 1.4, 1.5], AT_MOST, "missed"),
         # Far from the goal, the spread does not matter.
@@ -42,18 +42,18 @@ def test_interval_omits_nothing_of_few_values_and_more_of_many() -> None:
         ([0.92, 0.95, 0.99, 1.0, 1.1, 1.2, 2.0], AT_LEAST, "met"),
         ([0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 2.0], AT_LEAST, "missed"),
         ([0.5, 0.7, 0.8, 0.95, 1.0, 1.1, 2.0], AT_LEAST, "noisy"),
-        # "less than" a peer allows nothing, so the goal must be outside the interval.
+        # "Less than a peer" allows no margin, so the goal must lie outside the interval.
         ([0.9, 0.91, 0.93, 0.95, 0.97, 0.99, 1.5], LESS, "met"),
         ([0.9, 0.95, 0.99, 0.995, 1.001, 1.002, 1.5], LESS, "noisy"),
         ([1.0] * 7, LESS, "missed"),
         ([0.1] * 6, LESS, "noisy"),  # too few
     ],
 )
-def test_verdicts(ratios: list[float], goal: Goal, expected: str) -> None:
+def test_verdict_depends_on_interval_and_goal(ratios: list[float], goal: Goal, expected: str) -> None:
     assert verdict(ratios, goal) == expected
 
 
-def test_ratios_compare_one_round_and_use_speeds_if_more_is_better() -> None:
+def test_ratios_compare_within_a_round_and_invert_for_at_least() -> None:
     rounds = [
         {"a": {"stall": 2.0}, "b": {"stall": 1.0}},
         {"a": {"stall": 5.0}},
@@ -65,7 +65,7 @@ def test_ratios_compare_one_round_and_use_speeds_if_more_is_better() -> None:
     assert Comparison("", "durable", "a", "b", AT_MOST).ratios(rounds) == []
 
 
-def test_row_contains_the_basis_of_its_verdict() -> None:
+def test_row_has_the_figures_behind_its_verdict() -> None:
     rounds = [{"clustertrain": {"stall": s}, "copy": {"stall": 1.0}} for s in (1.0, 1.1, 1.1, 1.2, 1.2, 1.2, 8.0)]
     (row,) = build_rows(rounds, {"ranks": 2})
     assert (row["ranks"], row["ours"], row["base"], row["pairs"]) == (2, "clustertrain", "copy", 7)
@@ -73,12 +73,12 @@ def test_row_contains_the_basis_of_its_verdict() -> None:
     assert (row["goal"], row["verdict"]) == ("at most 1.3", "met")
 
 
-def test_medians_and_speeds() -> None:
+def test_seconds_of_gives_medians_and_speeds() -> None:
     rounds = [{"x": {"stall": s, "durable": 2 * s}} for s in (1.0, 2.0, 9.0)]
     assert compute_medians(rounds, 8_000_000_000) == {"x": {"stall_s": 2.0, "durable_s": 4.0, "durable_gb_per_s": 2.0}}
 
 
-def test_round_order_rotates_and_alternates_direction() -> None:
+def test_order_of_a_round_rotates_and_alternates() -> None:
     orders = [round_order("abcd", n) for n in range(4)]
     assert orders == [list("abcd"), list("adcb"), list("cdab"), list("cbad")]
 
@@ -88,7 +88,7 @@ def test_state_has_the_requested_size(size: int) -> None:
     assert 0.98 * size < count_bytes(choose_shapes(size)) < 1.02 * size
 
 
-def test_parse_size() -> None:
+def test_size_needs_a_unit_and_a_minimum() -> None:
     assert (parse_size("64MiB"), parse_size("4GiB")) == (64 << 20, 4 << 30)
     for text in ("64", "64MB", "1MiB", "-1GiB", ""):
         with pytest.raises(argparse.ArgumentTypeError, match="a size is like"):
@@ -96,29 +96,29 @@ def test_parse_size() -> None:
 
 
 @pytest.fixture
-def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def results_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(measure, "ROOT", tmp_path)
     monkeypatch.setattr(measure, "RESULTS", tmp_path / "results")
     return tmp_path / "results" / "checkpoint.json"
 
 
-def result_of(*verdicts: str) -> dict[str, list[dict[str, str | None]]]:
+def make_result(*verdicts: str) -> dict[str, list[dict[str, str | None]]]:
     return {"rows": [*({"goal": "at most 1.3", "verdict": v} for v in verdicts), {"goal": None, "verdict": None}]}
 
 
-def test_missed_goal_exits_with_1_and_row_without_goal_is_ignored(written: Path) -> None:
-    assert finish(result_of("met", "met")) == 0
-    assert finish(result_of("met", "missed", "noisy")) == 1
-    assert [row["verdict"] for row in json.loads(written.read_text())["rows"]] == ["met", "missed", "noisy", None]
+def test_missed_goal_exits_with_1(results_path: Path) -> None:
+    assert finish(make_result("met", "met")) == 0
+    assert finish(make_result("met", "missed", "noisy")) == 1
+    assert [row["verdict"] for row in json.loads(results_path.read_text())["rows"]] == ["met", "missed", "noisy", None]
 
 
-def test_noisy_rows_are_written_and_reported(written: Path) -> None:
+def test_noisy_rows_are_written_and_reported(results_path: Path) -> None:
     with pytest.raises(CannotRun, match="1 of 2 rows are noisy"):
-        finish(result_of("met", "noisy"))
-    assert written.exists()
+        finish(make_result("met", "noisy"))
+    assert results_path.exists()
 
 
-def test_nothing_is_written_if_all_rows_are_noisy(written: Path) -> None:
+def test_nothing_is_written_if_all_rows_are_noisy(results_path: Path) -> None:
     with pytest.raises(CannotRun, match="nothing is written"):
-        finish(result_of("noisy", "noisy"))
-    assert not written.exists()
+        finish(make_result("noisy", "noisy"))
+    assert not results_path.exists()

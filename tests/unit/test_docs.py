@@ -1,4 +1,4 @@
-"""The pages name every option, lead nowhere else than they say, and what they print runs."""
+"""The documentation: it names every option, its links work, and its snippets run."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_every_key_has_a_description(struct: type[msgspec.Struct]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_a_target(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         assert link.startswith("https://") or (page.parent / link).exists(), link
 
 
-def test_every_page_has_a_place_in_the_navigation() -> None:
+def test_every_page_is_in_the_navigation() -> None:
     def list_pages(entries: list[dict[str, Any]]) -> list[str]:
         values = [value for entry in entries for value in entry.values()]
         return [p for v in values for p in ([v] if isinstance(v, str) else list_pages(v))]
@@ -52,11 +52,11 @@ def test_every_page_has_a_place_in_the_navigation() -> None:
     assert set(nav) == {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.name != "README.md"}
 
 
-def test_the_tests_that_the_training_practice_names_are_there() -> None:
+def test_tests_named_in_training_practice_exist() -> None:
     text = (ROOT / "docs" / "reference" / "training-practice.md").read_text()
-    named = re.findall(r"`((?:unit|ranks|slurm|gpu)/[\w/]+\.py)(?:::(\w+))?`", text)
-    assert len(named) > 100
-    for file, test in named:
+    named_tests = re.findall(r"`((?:unit|ranks|slurm|gpu)/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert len(named_tests) > 100
+    for file, test in named_tests:
         path = ROOT / "tests" / file
         assert path.is_file(), file
         assert not test or f"def {test}(" in path.read_text(), f"{file}::{test}"
@@ -85,10 +85,10 @@ def test_every_insight_is_documented() -> None:
 
 
 @pytest.mark.long
-def test_the_snippets_run(tmp_path: Path) -> None:
+def test_snippets_of_training_scripts_run(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", SCRIPTS.read_text(), re.DOTALL)
     script = tmp_path / "snippets.py"
-    # The modules that are only defined there are called once.
+    # Call the modules that the snippets only define.
     calls = "words = torch.zeros(2, 3).long()\nx = Text().embed(words)\n"
     calls += "print(loss_fn(Text()(words), words)[1], Attention()(x).shape, Dropped()(x).shape)"
     script.write_text("\n".join([*blocks, calls]))

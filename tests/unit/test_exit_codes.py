@@ -1,4 +1,4 @@
-"""The exit codes and last words of the command line, each in a process of its own."""
+"""The exit codes and error messages of the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clustertrain.errors import ClusterTrainError
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """No runs, no Slurm, no profile."""
+    """An environment without runs, Slurm and profiles."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
     return {**clean, "CLUSTERTRAIN_HOME": str(tmp_path / "home"), "PATH": str(tmp_path / "no-programs")}
 
@@ -29,16 +29,16 @@ def _run(env: Mapping[str, str], *argv: str) -> subprocess.CompletedProcess[str]
 
 
 def _classes() -> dict[str, type[ClusterTrainError]]:
-    found = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
-    return {name: value for name, value in found.items() if issubclass(value, ClusterTrainError)}
+    classes = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
+    return {name: value for name, value in classes.items() if issubclass(value, ClusterTrainError)}
 
 
-def test_the_tree_in_the_docstring_is_the_tree() -> None:
+def test_docstring_shows_the_classes_and_their_codes() -> None:
     drawn = re.findall(r"^[│├└─ ]*(\w+) +(\d+) ", errors.__doc__ or "", flags=re.MULTILINE)
     assert {name: int(code) for name, code in drawn} == {n: c.exit_code for n, c in _classes().items()}
 
 
-def test_the_codes() -> None:
+def test_exit_codes_have_their_documented_values() -> None:
     named = {name: value for name, value in vars(errors).items() if name.startswith("EXIT_")}
     assert named == {
         "EXIT_SUCCESS": 0,
@@ -47,33 +47,33 @@ def test_the_codes() -> None:
     assert {c.exit_code for c in _classes().values()} <= set(named.values())
 
 
-def test_an_error_ends_with_what_to_do() -> None:
-    assert str(ClusterTrainError("it broke", fix="mend it")) == "it broke\n  fix: mend it"
+def test_message_of_an_error_ends_with_the_fix() -> None:
+    assert str(ClusterTrainError("it broke", fix="repair it")) == "it broke\n  fix: repair it"
     assert str(ClusterTrainError("it broke")) == "it broke"
 
 
 @pytest.mark.parametrize("error", list(_classes().values()), ids=lambda c: c.__name__)
-def test_each_error_ends_the_command_with_its_code_and_no_traceback(
+def test_each_error_class_exits_with_its_code(
     error: type[ClusterTrainError], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(**_: object) -> int:
-        raise error("the reason", fix="the way out")
+        raise error("the reason", fix="the fix")
 
     monkeypatch.setattr(command_line.cli, "main", fail)
     assert command_line.main() == error.exit_code
-    printed = capsys.readouterr()
-    assert printed.err == "clustertrain: the reason\n  fix: the way out\n"
-    assert printed.out == ""
+    output = capsys.readouterr()
+    assert output.err == "clustertrain: the reason\n  fix: the fix\n"
+    assert output.out == ""
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("statsu", "status"), ("sumbit", "submit"), ("log", "logs")])
-def test_an_unknown_verb_is_a_usage_error_and_suggests(env: dict[str, str], typed: str, meant: str) -> None:
+def test_unknown_verb_suggests_a_similar_one(env: dict[str, str], typed: str, meant: str) -> None:
     done = _run(env, typed)
     assert done.returncode == 2
     assert f"{typed!r}: did you mean {meant}" in done.stderr
 
 
-def test_an_unknown_verb_that_resembles_none_lists_all(env: dict[str, str]) -> None:
+def test_unknown_verb_without_a_similar_one_lists_all(env: dict[str, str]) -> None:
     done = _run(env, "xyzzy")
     assert done.returncode == 2
     assert all(verb in done.stderr for verb in command_line.COMMANDS)
@@ -87,7 +87,7 @@ def test_wrong_options_are_usage_errors(env: dict[str, str], argv: list[str]) ->
 
 
 @pytest.mark.parametrize("verb", ["status", "wait", "cancel", "requeue", "logs", "telemetry", "checkpoint list"])
-def test_a_run_that_does_not_exist(env: dict[str, str], verb: str) -> None:
+def test_unknown_run_exits_with_1(env: dict[str, str], verb: str) -> None:
     done = _run(env, *verb.split(), "no-such-run")
     assert done.returncode == 1
     assert "no-such-run" in done.stderr
@@ -95,13 +95,13 @@ def test_a_run_that_does_not_exist(env: dict[str, str], verb: str) -> None:
     assert done.stdout == ""
 
 
-def test_a_target_that_does_not_exist_is_a_usage_error(env: dict[str, str]) -> None:
+def test_missing_target_is_a_usage_error(env: dict[str, str]) -> None:
     done = _run(env, "submit", "no-such-recipe.toml")
     assert done.returncode == 2
     assert "no-such-recipe.toml: no such file" in done.stderr
 
 
-def test_a_bad_recipe_names_the_key_and_the_nearest(env: dict[str, str], tmp_path: Path) -> None:
+def test_unknown_recipe_key_suggests_a_similar_one(env: dict[str, str], tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("[train]\nstpes = 4\n")
     done = _run(env, "plan", str(recipe))
@@ -110,7 +110,7 @@ def test_a_bad_recipe_names_the_key_and_the_nearest(env: dict[str, str], tmp_pat
     assert "did you mean train.steps?" in done.stderr
 
 
-def test_slurm_that_is_not_there_is_the_environments_fault(env: dict[str, str]) -> None:
+def test_missing_slurm_exits_with_78(env: dict[str, str]) -> None:
     done = _run(env, "submit", "--backend", "slurm")
     assert done.returncode == 78
     assert "sbatch" in done.stderr
@@ -118,16 +118,16 @@ def test_slurm_that_is_not_there_is_the_environments_fault(env: dict[str, str]) 
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["list"], ["plan"], ["plan", "--json"], ["submit", "--dry-run"]])
-def test_a_reader_that_has_left_is_no_reason_to_complain(env: dict[str, str], argv: list[str]) -> None:
-    reads, writes = os.pipe()
-    os.close(reads)
+def test_reader_that_has_exited_causes_no_message(env: dict[str, str], argv: list[str]) -> None:
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
     try:
         command = [sys.executable, "-m", "clustertrain", *argv]
         done = subprocess.run(
-            command, env=env, stdout=writes, stderr=subprocess.PIPE, text=True, check=False, timeout=120
+            command, env=env, stdout=write_fd, stderr=subprocess.PIPE, text=True, check=False, timeout=120
         )
     finally:
-        os.close(writes)
+        os.close(write_fd)
     assert done.returncode in (0, 1)
     assert "Broken" not in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""Files that take the place of others."""
+"""Writes that replace or create a file, and how they fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from clustertrain import fsio
 
 
-def test_a_write_that_fails_names_its_file_and_leaves_the_old_one(tmp_path: Path) -> None:
+def test_failed_write_names_its_file_and_keeps_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "plot.svg"
     fsio.write_bytes(path, b"old")
     before, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -30,7 +30,7 @@ def test_a_write_that_fails_names_its_file_and_leaves_the_old_one(tmp_path: Path
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
-def test_without_hard_links_one_of_several_makes_a_file(
+def test_only_one_writer_creates_a_file_without_hard_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def refuse(source: Path, target: Path) -> None:
@@ -44,30 +44,28 @@ def test_without_hard_links_one_of_several_makes_a_file(
     assert path.stat().st_mode & 0o007 == 0
 
 
-def test_without_hard_links_a_write_that_fails_keeps_nobody_from_making_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[int] = []
-    real = os.fsync
+def test_failed_creation_without_hard_links_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced_fds: list[int] = []
+    real_fsync = os.fsync
 
-    def full(fd: int) -> None:
-        synced.append(fd)
-        if len(synced) == 3:  # after the temporary file and its folder
+    def fail_third_sync(fd: int) -> None:
+        synced_fds.append(fd)
+        if len(synced_fds) == 3:  # after those of the temporary file and its folder
             raise OSError(errno.ENOSPC, "no space")
-        real(fd)
+        real_fsync(fd)
 
     def refuse(*_: object) -> None:
         raise OSError(errno.EPERM, "no hard links")
 
     monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", fail_third_sync)
     with pytest.raises(OSError, match="no space"):
         fsio.create_json(tmp_path / "1.json", {})
     assert list(tmp_path.iterdir()) == []
     assert fsio.create_json(tmp_path / "1.json", {})
 
 
-def test_another_failure_of_a_hard_link_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_of_a_hard_link_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 

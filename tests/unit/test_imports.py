@@ -1,4 +1,4 @@
-"""What starting a command imports. torch takes seconds, and login nodes often have none that works."""
+"""The modules that commands import. torch takes seconds, and on login nodes it often does not work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fakes.slurm.fixture import fake_slurm  # noqa: F401
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.long
-# Runs the command line, then writes down every module that is loaded.
+# Runs the command line, then writes the names of all loaded modules.
 _PROGRAM = """
 import json, pathlib, sys
 report = pathlib.Path(sys.argv.pop(1))
@@ -42,19 +42,19 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 
 
 def _modules(folder: Path, *argv: str) -> set[str]:
-    """The modules that ``clustertrain ARGV`` has loaded at its end."""
+    """Return the modules that are loaded when ``clustertrain ARGV`` ends."""
     report = folder / "modules.json"
     command = [sys.executable, "-c", _PROGRAM, str(report), *argv]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=120)
     assert report.exists(), done.stderr
-    found = json.loads(report.read_text())
-    assert found["code"] == 0, done.stderr
-    return set(found["modules"])
+    loaded = json.loads(report.read_text())
+    assert loaded["code"] == 0, done.stderr
+    return set(loaded["modules"])
 
 
 @pytest.fixture
 def submitted(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A run that Slurm's stand-in has taken; returns the folder of the test."""
+    """The folder of a test in which fake Slurm has accepted a run."""
     request.getfixturevalue("fake_slurm")
     home = Path(os.environ["CLUSTERTRAIN_HOME"])
     if not _on_real_disk(tmp_path):
@@ -80,13 +80,13 @@ def test_help_imports_nothing_heavy(tmp_path: Path, argv: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("fake_slurm")
-def test_a_dry_run_submits_nothing_and_imports_nothing_to_submit_with(tmp_path: Path) -> None:
+def test_dry_run_imports_nothing_for_submission(tmp_path: Path) -> None:
     modules = _modules(tmp_path, "submit", "--backend", "local", "--dry-run", "--gpus", "2")
     assert not {"torch", "numpy", "submitit", "asyncio", "rich", "pynvml"} & modules
-    assert "clustertrain.plan.planner" in modules  # it did its work
+    assert "clustertrain.plan.planner" in modules  # the plan was made
 
 
-def test_a_plan_with_times_and_a_table_of_predictions_import_no_torch(tmp_path: Path) -> None:
+def test_plan_and_table_of_predictions_import_no_torch(tmp_path: Path) -> None:
     heavy = {"torch", "numpy", "submitit", "rich", "pynvml"}
     model = ("--set", "model.preset=llama3.1-8b")
     modules = _modules(tmp_path, "plan", "--json", "--nodes", "4", "--gpus", "8", "--gpu-type", "h100", *model)
@@ -128,7 +128,7 @@ def test_reading_a_run_imports_no_torch(submitted: Path, argv: list[str], proof:
     assert not {"torch", "submitit", "jinja2"} & modules
 
 
-def test_comparing_and_showing_a_sweep_import_no_torch(submitted: Path) -> None:
+def test_sweep_show_and_compare_import_no_torch(submitted: Path) -> None:
     modules = _modules(submitted, "sweep", "--grid", "train.seed=1,2", "--name", "two")
     assert not {"torch", "numpy", "rich"} & modules
     modules = _modules(submitted, "sweep", "show")
@@ -138,20 +138,20 @@ def test_comparing_and_showing_a_sweep_import_no_torch(submitted: Path) -> None:
     assert "clustertrain.report.braille_plot" in modules and not {"torch", "submitit", "tensorboard"} & modules
 
 
-def test_the_package_imports_only_the_standard_library() -> None:
+def test_package_imports_only_the_standard_library() -> None:
     done = subprocess.run([sys.executable, "-c", _PACKAGE], capture_output=True, text=True, check=True, timeout=60)
     new = json.loads(done.stdout)
     assert "clustertrain" in new
     assert [name for name in new if name.partition(".")[0] not in sys.stdlib_module_names] == ["clustertrain"]
 
 
-def test_the_loop_and_the_session_import_no_dtensor() -> None:
-    """It brings sympy along. Torch imports it with the first optimizer; a script without one starts sooner."""
+def test_trainer_and_session_import_no_dtensor() -> None:
+    """DTensor imports sympy. Torch imports DTensor with the first optimizer; a script without one starts sooner."""
     program = "import sys, clustertrain.train.trainer; sys.exit('torch.distributed.tensor' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_the_exported_names() -> None:
+def test_exported_names() -> None:
     assert sorted(clustertrain.__all__) == ["Clipping", "Session", "__version__", "session"]
     for name in clustertrain.__all__:
         assert getattr(clustertrain, name)
@@ -159,8 +159,8 @@ def test_the_exported_names() -> None:
         clustertrain.sesion  # noqa: B018
 
 
-def test_what_scripts_use_of_a_session() -> None:
-    """Scripts of users call these; a name may join the list and none may leave it."""
+def test_session_keeps_the_names_that_scripts_use() -> None:
+    """User scripts call these. Names may be added to the list but never removed."""
     names = {
         "parallelize", "loader", "accumulate", "autocast", "clip_grad_norm", "mean", "log", "poll", "stop_requested",
         "evaluation", "steps", "__enter__", "__exit__",
@@ -168,8 +168,8 @@ def test_what_scripts_use_of_a_session() -> None:
     assert names <= set(dir(clustertrain.Session))
 
 
-def test_no_import_circle() -> None:
-    """Imports inside functions count; those under TYPE_CHECKING do not."""
+def test_no_circular_imports() -> None:
+    """Imports inside functions count. Those under TYPE_CHECKING do not."""
     paths = {_module_name(path): path for path in (ROOT / "clustertrain").rglob("*.py")}
     graph = {name: _imported_modules(ast.parse(path.read_text()), set(paths)) - {name} for name, path in paths.items()}
     graph["clustertrain"] = set()  # its __getattr__ imports the public API on first use

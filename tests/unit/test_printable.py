@@ -1,4 +1,4 @@
-"""Text of others on its way to a terminal."""
+"""Text from others, printed to a terminal."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from clustertrain.printable import PrintableStream, printable, sanitized_output
 from clustertrain.report.terminal import emit, make_console
 
 OSC_52 = "\x1b]52;c;Y2FuYXJ5\x07"
-ACTS = [OSC_52, "\x9b31m", "\x7f", "\r", "\x08", "\0", "\u202egpj.exe", "\u2066x", "\ud800", "\x85"]
+CONTROL_TEXTS = [OSC_52, "\x9b31m", "\x7f", "\r", "\x08", "\0", "\u202egpj.exe", "\u2066x", "\ud800", "\x85"]
 
 
-@pytest.mark.parametrize("text", ACTS, ids=repr)
-def test_what_a_terminal_acts_on_is_escaped(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text", CONTROL_TEXTS, ids=repr)
+def test_control_characters_are_escaped(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = printable(f"a{text}b")
     assert shown.startswith("a\\") and shown.isprintable()
     with sanitized_output():
@@ -33,14 +33,14 @@ def test_what_a_terminal_acts_on_is_escaped(text: str, capsys: pytest.CaptureFix
     assert capsys.readouterr() == (f"{shown}\n", f"{shown}\n")
 
 
-def test_a_stream_that_was_closed_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_stream_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     with sanitized_output():
         click.echo("a")
         assert sys.stdout is None
 
 
-def test_what_is_harmless_stays() -> None:
+def test_harmless_text_is_unchanged() -> None:
     text = "a\tb\nmüde 漢字 🙂 \\x1b"
     assert printable(text) == text
     assert printable("1 %\r2 %\n", keep="\r") == "1 %\r2 %\n"
@@ -54,7 +54,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("file", [io.StringIO, Terminal])
-def test_a_report_shows_escapes_and_keeps_its_colors(file: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_escapes_text_and_keeps_its_colors(file: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     out = file()
     table = Table()
@@ -66,7 +66,7 @@ def test_a_report_shows_escapes_and_keeps_its_colors(file: type[io.StringIO], mo
     assert ("\x1b[31m" in shown) == (file is Terminal)
 
 
-def test_a_progress_bar_moves_the_cursor_and_its_words_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_escapes_its_text_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     out = Terminal()
     console = make_console(out)
@@ -77,21 +77,21 @@ def test_a_progress_bar_moves_the_cursor_and_its_words_do_not(monkeypatch: pytes
     assert "\\x1b]52" in out.getvalue()
 
 
-@pytest.mark.parametrize("text", ACTS, ids=repr)
-def test_json_is_safe_and_the_same(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text", CONTROL_TEXTS, ids=repr)
+def test_json_is_printable_and_has_the_same_value(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     value = {"a": [text], text: 1.5}
     with sanitized_output():
         print_json(value)
         print_json_line(value)
-    for said in (capsys.readouterr().out,):
-        assert all(c == "\n" or c.isprintable() for c in said)
-        whole, line = said[: said.rindex("\n{")], said[said.rindex("\n{") :]
+    for output in (capsys.readouterr().out,):
+        assert all(c == "\n" or c.isprintable() for c in output)
+        whole, line = output[: output.rindex("\n{")], output[output.rindex("\n{") :]
         shown = {"a": [printable(text)], printable(text): 1.5} if text == "\ud800" else value
         assert json.loads(whole) == json.loads(line) == shown
 
 
-def test_an_ascii_terminal_gets_no_control_characters_either() -> None:
-    """click replaces a stream whose encoding is ASCII by one over its buffer."""
+def test_ascii_terminal_gets_no_control_characters() -> None:
+    """click replaces an ASCII stream with another one over the same buffer."""
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     argv = [sys.executable, "-m", "clustertrain", "cluster", "show", "x\x1b]52;c;aGk=\x07y"]
     done = subprocess.run(argv, env=env, capture_output=True, check=False, timeout=60)

@@ -1,4 +1,4 @@
-"""Types that several threads use first at the same moment."""
+"""Decoding into typed structs, also when several threads use a type for the first time at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tomli_w
 
 from clustertrain import schema
 
-# Threads that meet in the first use of the recipe's types; msgspec itself crashed in each of a dozen tries.
+# Threads that use the recipe's types for the first time at once. msgspec itself crashed in each of a dozen tries.
 FIRST_USE = """
 import sys, threading
 from pathlib import Path
@@ -32,7 +32,7 @@ print(found)
 
 
 @pytest.mark.parametrize("_", range(3))
-def test_threads_that_read_a_run_first_at_the_same_moment(tmp_path: Path, _: int) -> None:
+def test_threads_may_load_their_first_spec_at_once(tmp_path: Path, _: int) -> None:
     (tmp_path / "spec.toml").write_text(tomli_w.dumps({"recipe": {"train": {"steps": 7}}}))
     argv = [sys.executable, "-X", "faulthandler", "-c", FIRST_USE, str(tmp_path)]
     done = subprocess.run(argv, text=True, capture_output=True, timeout=60, check=False)
@@ -44,12 +44,12 @@ class Point(msgspec.Struct):
     x: int
 
 
-def test_json_and_builtins() -> None:
+def test_decode_json_and_convert_builtins() -> None:
     assert schema.decode(b'{"x": 3}', Point) == schema.convert({"x": 3}, Point) == Point(3)
     assert schema.decode(b"[[1]]", list[list[int]]) == [[1]]
 
 
 @pytest.mark.parametrize("text", [b'{"x": "3"}', b"{}", b"", b"[" * 100_000, b'{"x": "\xff"}'], ids=repr)
-def test_whatever_is_wrong_is_a_decode_error(text: bytes) -> None:
+def test_any_invalid_input_is_a_decode_error(text: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         schema.decode(text, Point)

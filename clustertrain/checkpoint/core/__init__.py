@@ -1,1 +1,1 @@
-"""What saving and loading share."""
+"""Code shared by saving and loading."""

@@ -1,6 +1,6 @@
 """Collectives of saves and restores: JSON over a private gloo group, no pickle.
 
-The group is private because a collective of the training loop in flight on the same group would be matched with ours.
+The group is private because a collective of the training loop in flight on the same group would be matched with these.
 """
 
 from __future__ import annotations
@@ -88,8 +88,10 @@ class Ranks:
         return received
 
     def all_gather_failures(self, own_failure: Failure | None) -> list[Failure]:
-        """Return the failures of all ranks, in rank order, each message prefixed with its rank. The same on every
-        rank."""
+        """Return the failures of all ranks, in rank order, each message prefixed with its rank.
+
+        Every rank returns the same list.
+        """
         own_fields: dict[str, Any] | None = (
             None if own_failure is None else {"message": own_failure.message, "kind": own_failure.kind}
         )

@@ -30,7 +30,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeadlineExceeded(CheckpointError):
-    """The save was given up at the deadline. Earlier commits stand."""
+    """The save was abandoned at the deadline. Earlier commits stay."""
 
 
 def failure_from_exception(e: OSError | CheckpointError) -> Failure:

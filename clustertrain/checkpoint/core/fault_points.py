@@ -1,4 +1,4 @@
-"""Named points in a save or a roll-back where a test can inject a fault.
+"""Named points in a save or a rollback where a test can inject a fault.
 
 ``CLUSTERTRAIN_FAULT_AT=point:rank:n:action`` acts when the process of ``rank`` reaches ``point`` for the ``n``-th time.
 ``action`` is a signal that the process sends to itself (KILL, STOP), ORPHAN (kill the parent, the rank that a writer

@@ -56,15 +56,15 @@ _NON_FAILURE_ENDINGS = frozenset({endings.COMPLETED, endings.CANCELLED})
 
 @dataclass(frozen=True)
 class FailureHistory:
-    """The failures of earlier attempts: ``count`` of them in ``trained_s`` seconds.
-
-    The prior is one assumed failure in ``prior_mtbf_s`` seconds, which gives a mean before the first failure. After a
-    few failures it has little weight.
-    """
+    """The failures of earlier attempts."""
 
     count: int = 0
+    """Number of failures."""
     trained_s: float = 0.0
+    """Seconds of training in which they occurred."""
     prior_mtbf_s: float = RUN_PRIOR_MTBF_S
+    """The prior: one assumed failure in so many seconds. It gives a mean before the first failure, and has little
+    weight after a few failures."""
 
     def mtbf_s(self, extra_trained_s: float = 0.0) -> float:
         """Return the mean seconds between failures, after another ``extra_trained_s`` without one."""
@@ -72,13 +72,13 @@ class FailureHistory:
 
 
 def count_failures(attempts: Iterable[Attempt], nodes: int) -> FailureHistory:
-    """Count the failures of a run from its attempts, except those without an ending. It has ``nodes`` nodes now.
+    """Count the failures in the attempts of a run that have ended. It uses ``nodes`` nodes now.
 
     A failure is an ending that loses steps:
 
     * node_failure, out_of_memory, hang, communication and user_error, which come without a warning, always count;
-    * preempted, time_limit, signal and unknown count if steps were done that no checkpoint has. After a warning with
-      time for a save nothing is lost, so more frequent saves would gain nothing;
+    * preempted, time_limit, signal and unknown count if steps were lost. After a warning with time for a save nothing
+      is lost, so more frequent saves would gain nothing;
     * completed and cancelled do not count;
     * an attempt that ended before its first step counts neither as a failure nor as time.
 
@@ -134,8 +134,8 @@ class CheckpointInterval:
     ) -> None:
         """
         Args:
-            every: steps, a time ("10min") or "auto", as ``every`` in the ``[checkpoint]`` table.
-            milestone: a save is also due at each multiple of this step, as ``keep_every``; 0: none.
+            every: steps, a time ("10min") or "auto", like ``every`` in the ``[checkpoint]`` table.
+            milestone: a save is also due at each multiple of this step, like ``keep_every``; 0: none.
             history: from :func:`count_failures`; only "auto" uses it.
             monotonic: a monotonic clock, in seconds.
 
@@ -169,7 +169,7 @@ class CheckpointInterval:
         return self._estimate.seconds if self.is_timed else None
 
     def is_due_at(self, step: int) -> bool:
-        """Return whether a save is due after ``step`` steps by their number."""
+        """Return whether a save is due after step ``step``, by counting steps."""
         return any(n > 0 and step % n == 0 for n in (self._every_steps, self._milestone))
 
     def is_overdue(self) -> bool:
@@ -177,11 +177,11 @@ class CheckpointInterval:
         return self._monotonic() - self._timer_start >= self._estimate.seconds
 
     def restart_timer(self) -> None:
-        """Start the interval again: training continues after a save, which may still be written."""
+        """Start the interval again, when training continues after a save that may still be pending."""
         self._timer_start = self._monotonic()
 
     def record_save(self, stall_s: float, save_s: float, slowdown_fraction: float = 0.0) -> None:
-        """Record the cost of a committed save and compute the interval of ``auto`` again.
+        """Record the cost of a committed save, and update the interval of ``auto``.
 
         Args:
             stall_s: seconds for which training waited.

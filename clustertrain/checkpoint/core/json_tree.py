@@ -29,12 +29,12 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors[name] = value
         return {_TENSOR: name}
-    if isinstance(value, np.generic):  # before float, which some of them are
+    if isinstance(value, np.generic):  # before float, because np.float64 is a subclass of it
         value = value.item()
     if isinstance(value, (bool, int, float, str)) or value is None:
         return _scalar(value, name)
     if isinstance(value, np.ndarray):
-        # As bytes, since torch lacks some of numpy's types.
+        # As bytes, since torch lacks some of NumPy's dtypes.
         tensors[name] = torch.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), dtype=torch.uint8)
         return {_ARRAY: name, "dtype": value.dtype.str, "shape": list(value.shape)}
     if isinstance(value, bytes):
@@ -49,7 +49,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, tuple):
         return {_TUPLE: [encode(v, f"{name}/{i}", tensors) for i, v in enumerate(value)]}
     raise CheckpointError(
-        f"state {name}: a {type(value).__name__} cannot be put in a checkpoint (tensors and plain data only)",
+        f"state {name}: a {type(value).__name__} cannot be put in a checkpoint, only tensors and plain data",
         fix="return tensors, numbers, strings, lists and dicts from its state_dict()",
     )
 
@@ -66,7 +66,7 @@ def _scalar(value: bool | int | float | str | None, name: str) -> Any:
         str.encode(value)
     except UnicodeEncodeError as e:
         raise CheckpointError(
-            f"state {name}: the text {value!r} is no Unicode: {e.reason}", fix="save it as bytes"
+            f"state {name}: the text {value!r} is not valid Unicode: {e.reason}", fix="save it as bytes"
         ) from e
     return str.__str__(value)
 
@@ -74,10 +74,11 @@ def _scalar(value: bool | int | float | str | None, name: str) -> Any:
 def decode(
     value: Any, load_tensor: Callable[[str], torch.Tensor], load_array: Callable[[str], torch.Tensor] | None = None
 ) -> Any:
-    """Return the value that :func:`encode` was given.
+    """Reverse :func:`encode`.
 
-    ``load_tensor`` returns a tensor by its name, ``load_array`` the bytes of an array, which must be complete on return
-    (default: ``load_tensor``).
+    Args:
+        load_tensor: returns a tensor by its name.
+        load_array: returns the bytes of an array, which must be complete on return. None: ``load_tensor``.
     """
     load_array = load_array or load_tensor
     if isinstance(value, list):

@@ -1,16 +1,17 @@
-"""Which checkpoints to keep and which to delete.
+"""Decides which checkpoints to keep and which to delete.
 
 :func:`select_for_deletion` is the policy; :func:`list_expired` and :func:`delete_expired` apply it to a folder. A
 checkpoint is kept if any of these holds:
 
-* it is the newest valid one (``is_valid`` of :func:`list_expired`): the run goes back to it if all newer ones are
+* it is the newest valid one (``is_valid`` of :func:`list_expired`): the run resumes from it if all newer ones are
   damaged;
-* it is one of the ``keep`` newest regular ones. One saved only for its metric is not regular, or frequent evaluations
-  would displace all older ones; it counts only while there are fewer than ``keep``;
+* it is one of the ``keep`` newest regular ones. A checkpoint saved only for its metric is not regular, because frequent
+  evaluations would displace all older ones; it counts only while there are fewer than ``keep`` regular ones;
 * its step is a multiple of ``keep_every``: these are never deleted;
 * it is one of the ``keep_best`` best;
-* it is an emergency one (saved at a stop) and there is no newer regular one. It never displaces a regular one. If a run
-  is stopped repeatedly before a regular one is due, the ``keep`` newest stay, or the disk would fill.
+* it is an emergency checkpoint (saved at a stop) and there is no newer regular one. It never displaces a regular one.
+  If a run is stopped repeatedly before a regular checkpoint is due, only the ``keep`` newest stay, because otherwise
+  the disk would fill.
 
 Folders without a commit marker are not touched: a save may be pending.
 """
@@ -49,23 +50,25 @@ BEST_REASON: SaveReason = "best"
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """What the ``[checkpoint]`` table asks for; see :class:`clustertrain.config.checkpoint.CheckpointSpec`."""
+    """The settings of the ``[checkpoint]`` table; see :class:`clustertrain.config.checkpoint.CheckpointSpec`."""
 
     keep: int = 3
-    keep_every: int = 0  # steps; 0: no milestones
+    keep_every: int = 0
+    """Steps between milestones; 0: no milestones."""
     keep_best: int = 0
-    best: str = ""  # name of the deciding metric
+    best: str = ""
+    """Name of the deciding metric."""
     best_mode: Literal["min", "max"] = "min"
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What the policy needs to know of a committed checkpoint. ``metric`` is the value of the deciding metric; None and
-    NaN are no value."""
+    """The properties of a committed checkpoint that the policy uses."""
 
     step: int
     reason: SaveReason = "interval"
     metric: float | None = None
+    """Value of the deciding metric. None or NaN: no value."""
 
 
 def select_for_deletion(
@@ -95,13 +98,13 @@ def _is_milestone(step: int, policy: RetentionPolicy) -> bool:
 
 def _select_best(newest_first: list[CheckpointInfo], policy: RetentionPolicy) -> list[CheckpointInfo]:
     scored = [(c.metric, c) for c in newest_first if c.metric is not None and not math.isnan(c.metric)]
-    # Sorting is stable: of equal values the newer comes first, with reverse too.
+    # Sorting is stable, with reverse too: among equal values the newer one comes first.
     scored.sort(key=lambda pair: pair[0], reverse=policy.best_mode == "max")
     return [c for _, c in scored[: policy.keep_best]]
 
 
 def read_checkpoint_info(folder: Folder, policy: RetentionPolicy) -> CheckpointInfo:
-    """Return what the manifest of a committed checkpoint says; a damaged one counts as regular and has no metric.
+    """Return the properties of a committed checkpoint; a damaged one counts as regular and has no metric.
 
     Raises:
         StorageError: the file system failed.
@@ -120,7 +123,7 @@ def read_checkpoint_info(folder: Folder, policy: RetentionPolicy) -> CheckpointI
     return CheckpointInfo(step, reason, metric.value if metric is not None and metric.name == policy.best else None)
 
 
-# The manifest of a large model has megabytes, and each save asks again. A new save of a step has a new marker.
+# The manifest of a large model has megabytes, and each save needs it. A new save of a step has a new marker.
 @functools.lru_cache(maxsize=4096)
 def _read_reason_and_metric(folder: Folder, inode: int, mtime_ns: int) -> tuple[SaveReason, CheckpointMetric | None]:
     manifest = read_manifest(folder)
@@ -141,7 +144,7 @@ def list_expired(
 
     Args:
         is_valid: returns whether a committed checkpoint can be restored; called from the newest on, until one is valid.
-        read_info: may leave out the reason and the metric if they should not count.
+        read_info: may omit the reason and the metric if they should not count.
         candidates: the checkpoints to choose from, oldest first; None: all in ``root``.
 
     Raises:
@@ -165,11 +168,11 @@ def delete_expired(
     protected: Collection[int] = (),
     fence: Fence | None = None,
 ) -> list[Path]:
-    """Delete what :func:`list_expired` returns, except the steps ``protected``; return the deleted folders.
+    """Delete the folders from :func:`list_expired`, except the steps ``protected``, and return the deleted ones.
 
     Raises:
         OSError: a folder could not be deleted; those after it still exist.
-        StorageError: as :func:`list_expired`; nothing was deleted.
+        StorageError: see :func:`list_expired`; nothing was deleted.
         AttemptSuperseded: a newer attempt owns the run; the rest was not deleted.
     """
     expired = [
@@ -183,7 +186,7 @@ def delete_expired(
 
 
 def has_expected_sizes(folder: Path) -> bool:
-    """Return whether marker, manifest and file sizes fit. It reads no data, so it does not notice a flipped byte."""
+    """Return whether marker, manifest and file sizes match. It reads no data, so it misses a flipped byte."""
     try:
         check_sizes(folder, read_manifest(folder))
     except StorageError:
@@ -205,8 +208,8 @@ def read_marker(folder: Folder) -> str | None:
 def delete_checkpoint(folder: Path, marker: str | None) -> None:
     """Delete the checkpoint in ``folder`` if it has this ``marker``.
 
-    It is renamed first, so that a half-deleted checkpoint never counts. What a kill leaves has the name of an
-    unfinished save, which the next restore removes.
+    It is renamed first, so that a half-deleted checkpoint never counts. After a kill it has the name of an unfinished
+    save, which the next restore removes.
     """
     step = parse_step(folder)
     trash = staging_folder(folder.parent, step or 0, "removed")

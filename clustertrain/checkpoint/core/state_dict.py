@@ -3,8 +3,8 @@
 A logical tensor has a global shape and belongs to no rank. A rank holds all of it if it is replicated, a shard if the
 parameter is a DTensor, and nothing if other ranks have it (parameters of another stage, optimizer state with ZeRO-1).
 Optimizer state is named after its parameter, not by the parameter's index, so that another layout can load it.
-Parameters and optimizer state that are not DTensors are equal on all ranks that hold them; of everything else, the
-value of the lowest such rank is saved. State that differs between ranks belongs into the rank state.
+Parameters and optimizer state that are not DTensors are equal on all ranks that hold them. For everything else, the
+value of the lowest rank that holds it is saved. State that differs between ranks belongs in the rank state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 OPTIMIZER_KEY = "optimizer"  # in a parameter group: the name of its optimizer
 
 StateTree: TypeAlias = Mapping[str, Any]
-"""What the user saves, by name: modules, optimizers, other objects with a ``state_dict``, and plain data."""
+"""The objects to save, by name: modules, optimizers, other objects with a ``state_dict``, and plain data."""
 LoadableState: TypeAlias = dict[str, Any]
 """A :data:`StateTree` to load into. Plain data is replaced, everything else is loaded in place."""
 
@@ -46,7 +46,7 @@ class LocalShard:
     name: str
     kind: TensorKind
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     start: tuple[int, ...]
     """Offsets of this part in the tensor, one per dimension."""
     local_tensor: torch.Tensor
@@ -79,7 +79,7 @@ class CollectedState:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    # Importing DTensor takes 0.6 s, and without the import there can be none.
+    # Importing DTensor takes 0.6 s. If nobody has imported it, no DTensor exists.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -101,7 +101,7 @@ def to_local_shard(name: str, kind: TensorKind, value: torch.Tensor) -> LocalSha
 def _shard_layout(
     mesh: DeviceMesh, coordinate: tuple[int, ...], placements: tuple[Placement, ...], shape: torch.Size
 ) -> dict[str, Any]:
-    """Return the fields of a shard that its layout decides. Cached: they take longer than copying a small shard."""
+    """Return the fields of a shard that depend on its layout. Cached: they take longer than copying a small shard."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, start = compute_local_shape_and_global_offset(shape, mesh, placements)
@@ -120,7 +120,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def model_parts(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that have the whole model's parameter names: a pipeline's stages, else the module."""
+    """Return the modules that have the whole model's parameter names: a pipeline's stages, or the module itself."""
     return list(getattr(module, "pipeline_stages", [unwrap(module)]))
 
 
@@ -166,8 +166,8 @@ def _param_fqns(params: Iterable[torch.Tensor], names: Mapping[int, str], key: s
     for p in params:
         if id(p) not in names:
             raise CheckpointError(
-                f"state {key}: the optimizer holds a parameter (shape {tuple(p.shape)}) of no module in the state",
-                fix="put every module that it trains into the state, and make the optimizer after parallelize()",
+                f"state {key}: the optimizer has a parameter of no module in the state (shape {tuple(p.shape)})",
+                fix="put every module that it trains into the state, and create the optimizer after parallelize()",
             )
         fqns.append(names[id(p)])
     return fqns
@@ -179,7 +179,7 @@ class WrappedOptimizer:
 
     optimizer: torch.optim.Optimizer
     model_params: Mapping[int, torch.Tensor] | None = None
-    """The model's parameter for each of the optimizer's, by id(); None: they are the same."""
+    """The model's parameter by the id() of the optimizer's. None: both have the same parameters."""
 
     @property
     def params(self) -> list[torch.Tensor]:
@@ -219,10 +219,14 @@ def _unwrap_scalars(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Return the dtype with this name. Raise DamagedCheckpoint if there is none."""
+    """Return the dtype with this name.
+
+    Raises:
+        DamagedCheckpoint: torch has no such dtype.
+    """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise DamagedCheckpoint(f"{name!r} is no type of a tensor")
+        raise DamagedCheckpoint(f"{name!r} is not a dtype")
     return dtype
 
 
@@ -237,7 +241,7 @@ def is_stateful(value: object) -> bool:
 
 
 def collect_state(state: StateTree, rank_state: StateTree, rank: int) -> CollectedState:
-    """Return what this rank holds of ``state``, and its own ``rank_state``.
+    """Return the part of ``state`` that this rank holds, and its own ``rank_state``.
 
     Raises:
         CheckpointError: an object cannot be stored.
@@ -260,7 +264,7 @@ def collect_state(state: StateTree, rank_state: StateTree, rank: int) -> Collect
                 shard = replace(shard, placement="first")
             shards.append(shard)
     rank_tensors: dict[str, torch.Tensor] = {}
-    # Names with the rank: under a shared name, one rank's random state would be saved for all.
+    # The names contain the rank: under a shared name, one rank's random state would be saved for all.
     rank_values = json_tree.encode(rank_state, f"rank-{rank}", rank_tensors)
     return CollectedState(
         shards, values, [to_local_shard(name, "other", t) for name, t in rank_tensors.items()], rank_values

@@ -1,1 +1,1 @@
-"""The files of a checkpoint: manifest, shards, checksums and the storage they lie on."""
+"""The files of a checkpoint: manifest, shards, checksums and storage."""

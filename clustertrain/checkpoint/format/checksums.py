@@ -1,5 +1,4 @@
-"""Checksums of a shard: one for each block of at most 4 MiB, so that a part can be verified by itself, and one over
-all of these."""
+"""Checksums of a shard: one per block of at most 4 MiB, to verify a part alone, and one over all blocks."""
 
 from __future__ import annotations
 

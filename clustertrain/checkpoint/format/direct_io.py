@@ -1,7 +1,7 @@
 """File I/O that bypasses the page cache (``O_DIRECT``), without a copy in the kernel.
 
-A checkpoint is large and rarely read soon: in the page cache it would displace the data set, and allocating the pages
-takes longer than the disk does. On a file system without direct I/O the files are written and read normally.
+A checkpoint is large and rarely read soon. In the page cache it would displace the data set, and allocating the pages
+takes longer than writing to the disk. On a file system without direct I/O, files are written and read normally.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# Offsets, lengths and addresses must be multiples of it. Many disks need only 512.
+# Offsets, lengths and addresses must be multiples of this. Many disks need only 512.
 ALIGN = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _UNSUPPORTED_ERRNOS = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -66,7 +66,7 @@ def open_for_write(path: Path) -> Iterator[DirectWriter]:
     """Create the file, which must not exist; it is durable after the block.
 
     Raises:
-        OSError: as the file system says.
+        OSError: the file system failed.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
@@ -88,7 +88,7 @@ def open_for_read(path: Path) -> Iterator[int | None]:
     """Yield a file descriptor for :func:`read`, or None if the file system does not support direct I/O.
 
     Raises:
-        OSError: the file is not there, …
+        OSError: the file does not exist, …
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -109,7 +109,7 @@ def read(fd: int, offset: int, size: int) -> memoryview | None:
     The bytes are in a buffer of this thread, valid until its next call.
 
     Raises:
-        OSError: as the file system says.
+        OSError: the file system failed.
     """
     aligned_offset = offset - offset % ALIGN
     needed = offset - aligned_offset + size
@@ -132,7 +132,7 @@ def read(fd: int, offset: int, size: int) -> memoryview | None:
 
 def _thread_buffer(size: int) -> memoryview:
     """Return this thread's aligned buffer, in huge pages if possible: fewer pages make a smaller disk request."""
-    buffer: memoryview | None = getattr(_thread_local, "room", None)
+    buffer: memoryview | None = getattr(_thread_local, "buffer", None)
     if buffer is None or len(buffer) < size:
         mapping = mmap.mmap(
             -1,
@@ -143,16 +143,16 @@ def _thread_buffer(size: int) -> memoryview:
             mapping.madvise(mmap.MADV_HUGEPAGE)
         mapping.madvise(mmap.MADV_DONTFORK)  # open(2): direct reads must not go into memory shared with a fork
         start = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE_BYTES
-        buffer = _thread_local.room = memoryview(mapping)[
+        buffer = _thread_local.buffer = memoryview(mapping)[
             start : start + -(-size // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         ]
     return buffer[:size]
 
 
 def copy_bytes(target: memoryview, data: memoryview) -> None:
-    """Do ``target[:] = data`` without holding Python's lock. Both must be writable."""
+    """Copy ``data`` into ``target`` without holding the GIL. Both must be writable and have the same length."""
     if len(target) != len(data):
-        raise ValueError(f"{len(data)} bytes do not fit {len(target)}")
+        raise ValueError(f"cannot copy {len(data)} bytes into {len(target)}")
     if data:
         ctypes.memmove(
             ctypes.byref(ctypes.c_char.from_buffer(target)), ctypes.byref(ctypes.c_char.from_buffer(data)), len(data)

@@ -1,6 +1,6 @@
-"""Numbers of tensors without torch: torch's names of dtypes, bytes to numpy's arrays and back.
+"""Conversion between the bytes of a tensor and NumPy arrays, by torch's dtype names and without torch.
 
-numpy lacks bfloat16 and the 8-bit formats. The former is the upper half of a float32; the latter have 256 values each.
+NumPy lacks bfloat16 and the 8-bit formats. bfloat16 is the upper half of a float32; each 8-bit format has 256 values.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from clustertrain.errors import CheckpointError
 
-Raw = NDArray[np.uint8]  # (elements, bytes of one)
+Raw = NDArray[np.uint8]  # (elements, itemsize)
 
-FLOATS = ("float32", "bfloat16", "float16", "float64")  # what a tensor can be converted to
+FLOATS = ("float32", "bfloat16", "float16", "float64")  # the dtypes that a tensor can be converted to
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-BLOCK_ELEMENTS = 1 << 20  # elements that are looked at together, so that what is computed of them takes megabytes
+BLOCK_ELEMENTS = 1 << 20  # elements processed at a time, so that temporary arrays take only megabytes
 
 _NUMPY_DTYPES = frozenset(
     {"float64", "float32", "float16", "complex128", "complex64", "bool"}
@@ -34,7 +34,7 @@ def _float8_table(exponent_bits: int, mantissa_bits: int, bias: int) -> NDArray[
 
 
 def _e4m3fn_values() -> NDArray[np.float32]:
-    """No infinity; the last code of each sign is nan (Micikevicius et al., arXiv 2209.05433)."""
+    """Return the values: no Inf, and the last code of each sign is NaN (Micikevicius et al., arXiv 2209.05433)."""
     values = _float8_table(4, 3, 7)
     values[[0x7F, 0xFF]] = np.nan
     return values
@@ -51,8 +51,14 @@ _FLOAT8_VALUES = {"float8_e4m3fn": _e4m3fn_values(), "float8_e5m2": _e5m2_values
 
 
 def decode(raw: Raw, dtype: str) -> NDArray[Any] | None:
-    """The numbers of ``raw`` (elements, itemsize), which is contiguous, as an array (elements,) of a type that numpy
-    has and that holds them exactly; None for a dtype whose numbers are not known here."""
+    """Return the values of ``raw`` as an array of shape (elements,), or None for an unsupported dtype.
+
+    The array has a NumPy dtype that represents the values exactly.
+
+    Args:
+        raw: contiguous bytes of shape (elements, itemsize).
+        dtype: torch's name of their dtype.
+    """
     if dtype in _NUMPY_DTYPES:
         return raw.reshape(-1).view(dtype)
     if dtype == "bfloat16":
@@ -64,27 +70,28 @@ def decode(raw: Raw, dtype: str) -> NDArray[Any] | None:
 
 
 def is_float(dtype: str) -> bool:
-    """Whether :func:`convert` takes it."""
+    """Return whether :func:`convert` can convert tensors of this dtype."""
     return dtype in FLOATS or dtype in _FLOAT8_VALUES
 
 
 def encode(values: NDArray[Any], dtype: str) -> Raw:
-    """Floating numbers (elements,) rounded to the nearest of ``dtype``, one of FLOATS, ties to even, as bytes."""
-    with np.errstate(over="ignore", invalid="ignore"):  # invalid: a nan that signals becomes a quiet one
+    """Return floating-point ``values`` (elements,) as bytes of ``dtype``, one of FLOATS, rounded to nearest even."""
+    with np.errstate(over="ignore", invalid="ignore"):  # invalid: a signaling NaN becomes a quiet one
         if dtype != "bfloat16":
             return values.astype(dtype).view(np.uint8).reshape(-1, ITEMSIZE[dtype])
         bits = values.astype(np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-    rounded[np.isnan(values)] = 0x7FC0  # rounding up could make nan an infinity
+    rounded[np.isnan(values)] = 0x7FC0  # rounding up could turn NaN into Inf
     return rounded.astype(np.uint16).view(np.uint8).reshape(-1, 2)
 
 
 def convert(raw: Raw, source: str, target: str, name: str) -> Iterator[memoryview]:
-    """The bytes of ``raw`` in ``target``, a block at a time; as they are where that is ``source``, or where ``source``
-    is no floating type.
+    """Yield the bytes of ``raw`` converted from ``source`` to ``target``, one block at a time.
+
+    They are unchanged if the dtypes are equal or ``source`` is not a floating-point dtype.
 
     Raises:
-        CheckpointError: a finite number of the tensor ``name`` is too large for ``target``.
+        CheckpointError: a finite value of the tensor ``name`` is too large for ``target``.
     """
     if source == target or not is_float(source):
         yield raw.reshape(-1).data

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def staging_folder_for(root: Path, step: int, attempt: str, token: bytes) -> Path:
-    """Return a folder that no other save uses, not even one of the same step: an orphaned writer may still use that."""
+    """Return a folder that no other save uses, not even one of the same step by an orphaned writer."""
     return staging_folder(root, step, f"{attempt}-{token.hex()}")
 
 
@@ -39,8 +39,8 @@ def create_exclusive(folder: Path) -> None:
 def discard(folder: Path) -> None:
     """Remove the folder of an uncommitted save.
 
-    It is renamed first: a writer may still be writing to it or even committing it, and then finds nothing under the old
-    name.
+    It is renamed first, so that a writer which is still writing to it, or even committing it, finds nothing under the
+    old name.
     """
     swept = folder.with_name(f".swept{folder.name}")
     try:
@@ -53,7 +53,7 @@ def discard(folder: Path) -> None:
 
 
 def sweep(root: Path, fence: Fence | None = None) -> None:
-    """Remove what killed saves have left, and the pending saves of older attempts, which then cannot commit them.
+    """Remove the remains of killed saves, and the pending saves of older attempts, which then cannot commit them.
 
     Raises:
         AttemptSuperseded: a newer attempt owns the run.
@@ -80,9 +80,10 @@ def _parse_attempt(staging: Path) -> int:
 
 
 def mark_damaged(skipped: list[dict[str, Any]]) -> None:
-    """Rename the checkpoints that a restore found damaged, so that no later one tries them.
+    """Rename the checkpoints that a restore found damaged, so that no later restore tries them.
 
-    ``skipped`` as in :class:`~clustertrain.checkpoint.load.restore.RestoreResult`.
+    Args:
+        skipped: see :class:`~clustertrain.checkpoint.load.restore.RestoreResult`.
     """
     for entry in skipped:
         if is_url(entry["path"]):
@@ -96,9 +97,11 @@ def mark_damaged(skipped: list[dict[str, Any]]) -> None:
 
 
 def _remove_marker(folder: RemoteFolder) -> None:
-    """Remove the commit marker of a remote checkpoint, which cannot be renamed. It no longer counts, and a later upload
-    replaces it."""
+    """Remove the commit marker of a remote checkpoint, which cannot be renamed.
+
+    The checkpoint no longer counts, and a later upload replaces it.
+    """
     try:
         (folder / COMMITTED).unlink()
     except OSError as e:
-        log.warning("%s is damaged and stays: %s", folder, e)
+        log.warning("%s is damaged and could not be invalidated: %s", folder, e)

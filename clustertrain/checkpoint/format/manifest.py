@@ -4,7 +4,7 @@ checkpoints/step-00000500/
   rank-0.bin rank-1.bin …   shards as raw bytes in C order (other engines have other files)
   manifest.json             the location and checksums of each shard
   COMMITTED                 checksum of the manifest; written last
-checkpoints/.step-00000500-<attempt>-<token>  a pending save, or what a killed one left; never read
+checkpoints/.step-00000500-<attempt>-<token>  a pending save, or the remains of a killed one; never read
 checkpoints/.old-step-00000500                the checkpoint that a save of the same step is replacing
 """
 
@@ -43,27 +43,32 @@ class DamagedCheckpoint(CheckpointError):
     """A file of a committed checkpoint is missing, truncated or altered; an older checkpoint may be intact."""
 
 
-class ShardRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many, and no cycles
-    """A shard of a tensor: ``nbytes`` at ``offset`` of ``file``, with ``shape`` elements from ``start`` on.
-
-    For ``blocks`` and ``checksum`` see :mod:`~clustertrain.checkpoint.format.checksums`."""
+class ShardRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # gc: many, and no cycles
+    """A shard of a tensor."""
 
     file: str
+    """Name of the file, relative to the checkpoint's folder."""
     offset: int
+    """First byte of the shard in the file."""
     nbytes: int
     start: tuple[int, ...]
+    """Offsets of the shard in the tensor, one per dimension."""
     shape: tuple[int, ...]
     blocks: str
+    """Checksums of the blocks; see :mod:`~clustertrain.checkpoint.format.checksums`."""
     checksum: str
+    """Checksum of the shard."""
 
 
-class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many, and no cycles
-    """A logical (global) tensor. ``dtype`` is torch's name without "torch.", ``itemsize`` is in bytes."""
+class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # gc: many, and no cycles
+    """A logical (global) tensor."""
 
     name: str
     kind: TensorKind
     dtype: str
+    """The name in torch, without "torch."."""
     itemsize: int
+    """Bytes per element."""
     shape: tuple[int, ...]
     shards: tuple[ShardRecord, ...]
 
@@ -73,28 +78,36 @@ class CheckpointMetric(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     value: float | None
-    mode: Literal["min", "max"] = "min"  # which value is the best
+    mode: Literal["min", "max"] = "min"
+    """Whether the lowest or the highest value is best."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """``about`` says what made it: versions, recipe, data."""
+    """The content of ``manifest.json``."""
 
     format: int
+    """:data:`FORMAT_VERSION` of the version that saved the checkpoint."""
     torch: str
+    """Version of torch."""
     step: int
-    made_in: str = ""  # name of the staging folder, unique per save
+    made_in: str = ""
+    """Name of the staging folder, unique per save."""
     world_size: int
     engine: str
     reason: SaveReason = "interval"
     metric: CheckpointMetric | None = None
     about: dict[str, Any] = {}
+    """What produced the checkpoint: versions, recipe, data."""
     layout: dict[str, Any]
-    files: dict[str, int]  # name -> size in bytes
+    files: dict[str, int]
+    """Sizes in bytes by file name."""
     tensors: tuple[TensorRecord, ...]
-    values: dict[str, Any]  # everything that is not a tensor, see state.py
+    values: dict[str, Any]
+    """The state except tensors, encoded by :mod:`~clustertrain.checkpoint.core.json_tree`."""
 
     @property
     def bytes(self) -> int:
+        """Size of all data files."""
         return sum(self.files.values())
 
 
@@ -167,7 +180,7 @@ def read_manifest(folder: Folder) -> Manifest:
     """Return the manifest of a committed checkpoint.
 
     Raises:
-        DamagedCheckpoint: there is no marker, or manifest, marker and folder name do not fit each other.
+        DamagedCheckpoint: there is no marker, or manifest, marker and folder name do not match.
         StorageError: the file system failed.
         CheckpointError: the checkpoint has another format version.
     """
@@ -175,17 +188,18 @@ def read_manifest(folder: Folder) -> Manifest:
     data = _read_file(folder / MANIFEST, _MAX_MANIFEST_BYTES)
     if marker.format != FORMAT_VERSION:
         raise CheckpointError(
-            f"{folder}: written in format {marker.format}, this clustertrain reads format {FORMAT_VERSION}",
+            f"{folder}: written in format {marker.format}, but this version of clustertrain reads format "
+            f"{FORMAT_VERSION}",
             fix="use the version that wrote it" + (", or a newer one" if marker.format > FORMAT_VERSION else ""),
         )
     if parse_step(folder) not in (None, marker.step):  # a renamed copy, whose data would count as another step's
-        raise DamagedCheckpoint(f"{folder}: is of step {marker.step}")
+        raise DamagedCheckpoint(f"{folder}: contains the checkpoint of step {marker.step}")
     if checksum(data) != marker.manifest_xxh3_128:
         raise DamagedCheckpoint(f"{folder / MANIFEST}: checksum differs from the one in {COMMITTED}")
     manifest = _decode(folder / MANIFEST, data, Manifest)
     if manifest.step != marker.step:
         raise DamagedCheckpoint(
-            f"{folder / MANIFEST}: is of step {manifest.step}, and {COMMITTED} of step {marker.step}"
+            f"{folder / MANIFEST}: describes step {manifest.step}, but {COMMITTED} says step {marker.step}"
         )
     check_manifest(folder, manifest)
     return manifest
@@ -211,12 +225,12 @@ def _decode(path: Folder, data: bytes, struct_type: type[T]) -> T:
 
 
 def check_manifest(folder: Folder, manifest: Manifest) -> None:
-    """Check that a manifest is consistent and names only files in its folder. A right checksum does not ensure that.
+    """Check that a manifest is consistent, has complete tensors, and names only files in its folder.
 
-    Its tensors must be complete, so that every reader of a checkpoint that passes can load it.
+    A matching checksum does not ensure this.
 
     Raises:
-        DamagedCheckpoint: it is not.
+        DamagedCheckpoint: the manifest is inconsistent.
     """
     path = folder / MANIFEST
     for name, size in manifest.files.items():
@@ -243,11 +257,11 @@ def _check_shard(folder: Folder, manifest: Manifest, tensor: TensorRecord, shard
     if problem := manifest_checks.find_name_error(shard.file):
         raise DamagedCheckpoint(f"{folder / MANIFEST}: names {shard.file!r}, which {problem}")
     if shard.offset + shard.nbytes > manifest.files.get(shard.file, -1):
-        raise DamagedCheckpoint(f"{folder / shard.file}: has not the bytes of {tensor.name} that {MANIFEST} speaks of")
+        raise DamagedCheckpoint(f"{folder / shard.file}: is too short for the bytes of {tensor.name}")
     size = math.prod(shard.shape) * tensor.itemsize
     has_negative = min((*shard.start, *shard.shape, shard.offset, tensor.itemsize)) < 0
     if has_negative or shard.nbytes != size or not has_all_checksums(shard.blocks, size):
-        raise DamagedCheckpoint(f"{folder / MANIFEST}: a shard of {tensor.name} is not of the size that its shape says")
+        raise DamagedCheckpoint(f"{folder / MANIFEST}: the size of a shard of {tensor.name} does not match its shape")
 
 
 def check_sizes(folder: Folder, manifest: Manifest) -> None:
@@ -262,7 +276,11 @@ def check_sizes(folder: Folder, manifest: Manifest) -> None:
 
 
 def find_wrong_sizes(folder: Folder, manifest: Manifest) -> dict[str, str]:
-    """Return, by file name, the message for each file with a wrong size. Raises StorageError as :func:`check_sizes`."""
+    """Return, by file name, the message for each file with a wrong size.
+
+    Raises:
+        StorageError: the file system failed.
+    """
     remote_sizes = with_retries(folder.sizes, folder) if isinstance(folder, RemoteFolder) else None
     problems = {}
     for name, size in manifest.files.items():
@@ -275,7 +293,7 @@ def find_wrong_sizes(folder: Folder, manifest: Manifest) -> dict[str, str]:
         if actual is None:
             problems[name] = f"{path}: is missing or not a regular file"
         elif actual != size:
-            problems[name] = f"{path}: {actual} bytes, {size} were written"
+            problems[name] = f"{path}: has {actual} bytes, but {size} were written"
     return problems
 
 

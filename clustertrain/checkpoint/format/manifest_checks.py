@@ -1,6 +1,6 @@
 """Consistency checks of a manifest, whose checksum alone does not make it trustworthy.
 
-Each function returns what is wrong, or None.
+Each function returns a description of the problem, or None.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def find_name_error(name: str) -> str | None:
     """Check the name of a file in the checkpoint's folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
-        return "is outside of the checkpoint"
+        return "is outside the checkpoint"
     return "is not a valid file name" if not path.parts or "\0" in name else None
 
 
@@ -33,9 +33,9 @@ def find_form_error(dtype: str, itemsize: int, shape: Sequence[int]) -> str | No
     """Check dtype, element size and shape of a whole tensor."""
     expected_itemsize = _ITEMSIZE.get(dtype)
     if itemsize < 1 or expected_itemsize not in (None, itemsize):
-        return f"has elements of {itemsize} bytes, and {dtype} has {expected_itemsize or 'at least 1'}"
+        return f"has elements of {itemsize} bytes, but {dtype} has {expected_itemsize or 'at least 1'}"
     if len(shape) > MAX_DIMS or min(shape, default=0) < 0 or math.prod(n for n in shape if n) * itemsize > MAX_BYTES:
-        return f"has the shape {list(shape)[:MAX_DIMS]}, which no tensor has"
+        return f"has the impossible shape {list(shape)[:MAX_DIMS]}"
     return None
 
 
@@ -45,12 +45,12 @@ def find_tiling_error(shape: Sequence[int], boxes: Sequence[ShardBox]) -> str | 
         return None
     for start, size in boxes:
         if not len(start) == len(size) == len(shape):
-            return f"has {len(shape)} dimensions, and a shard of it {len(size)}"
+            return f"has {len(shape)} dimensions, but one of its shards has {len(size)}"
         if any(low < 0 or n < 0 or low + n > extent for low, n, extent in zip(start, size, shape, strict=True)):
             return "has a shard that reaches beyond its shape"
     covered = sum(math.prod(size) for _, size in boxes)
     if covered != math.prod(shape):
-        return f"has {math.prod(shape)} elements, and its shards {covered}"
+        return f"has {math.prod(shape)} elements, but its shards have {covered}"
     return "has shards that overlap" if _has_overlap(boxes) else None
 
 
@@ -94,6 +94,6 @@ def find_values_error(values: object, tensors: Collection[str]) -> str | None:
         elif isinstance(value, dict):
             for tag in _TENSOR_TAGS:
                 if tag in value and not (isinstance(value[tag], str) and value[tag] in tensors):
-                    return f"names the tensor {str(value[tag])[:100]!r}, which is not in it"
+                    return f"refers to the tensor {str(value[tag])[:100]!r}, which it does not contain"
             stack += value.values()
     return None

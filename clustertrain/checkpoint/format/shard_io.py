@@ -1,4 +1,4 @@
-"""Read shards, or parts of them, with their checksums; and the overlap of two blocks of a tensor."""
+"""Verified reads of shards and parts of them, and geometry of shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ _MIN_DIRECT_BYTES = 1 << 20  # for small adjacent parts, readahead is faster
 
 
 def read_shard(folder: Folder, shard: ShardRecord) -> bytearray:
-    """The bytes of ``shard``. Raises as :func:`read_into`."""
+    """Return the bytes of ``shard``.
+
+    Raises:
+        DamagedCheckpoint, StorageError: see :func:`read_into`.
+    """
     data = bytearray(shard.nbytes)
     read_into(memoryview(data), folder, shard, 0)
     return data
@@ -27,7 +31,8 @@ def read_shard(folder: Folder, shard: ShardRecord) -> bytearray:
 def read_into(buffer: memoryview, folder: Folder, shard: ShardRecord, low: int, *, alone: bool = False) -> None:
     """Fill ``buffer`` with the bytes of ``shard`` from ``low`` on, and verify them.
 
-    ``alone``: no other process of this machine needs them, so they bypass the page cache.
+    Args:
+        alone: no other process on this machine needs the bytes, so they bypass the page cache.
 
     Raises:
         DamagedCheckpoint: the file is missing or too short, or a checksum differs.
@@ -51,7 +56,7 @@ def read_into(buffer: memoryview, folder: Folder, shard: ShardRecord, low: int, 
 
 
 def _read_direct(fd: int, path: Path, shard: ShardRecord, low: int, high: int, buffer: memoryview) -> bool:
-    """Read as :func:`_read`; return False if the file system does not support direct I/O."""
+    """Do the same as :func:`_read` with direct I/O; return False if the file system does not support it."""
     pos, aligned_end = align_to_blocks(low, high, shard.nbytes)
     while pos < aligned_end:
         read_end = min(pos + _DIRECT_READ_BYTES, aligned_end)
@@ -71,7 +76,7 @@ def _read(pread: PreadFn, path: Folder, shard: ShardRecord, low: int, high: int,
     """Read whole blocks into ``buffer``; a block that only partly belongs there goes through a temporary buffer."""
     pos, aligned_end = align_to_blocks(low, high, shard.nbytes)
     while pos < aligned_end:
-        # End of the whole blocks that belong into the buffer; the last block of a shard may be short.
+        # End of the whole blocks that go into the buffer; the last block of a shard may be short.
         full_end = aligned_end if aligned_end <= high else high - high % BLOCK_BYTES
         read_end = min(pos + _READ_BYTES, full_end) if low <= pos < full_end else min(pos + BLOCK_BYTES, aligned_end)
         is_partial = pos < low or read_end > high
@@ -93,7 +98,7 @@ def _verify(data: memoryview, path: Folder, shard: ShardRecord, pos: int) -> Non
 
 
 def _short_file_error(path: Folder, end: int) -> DamagedCheckpoint:
-    return DamagedCheckpoint(f"{path}: ends at byte {end}, more were written")
+    return DamagedCheckpoint(f"{path}: ends at byte {end}, but more bytes were written")
 
 
 def _fill(pread: PreadFn, path: Folder, buffer: memoryview, offset: int) -> None:
@@ -130,7 +135,7 @@ def contiguous_strides(shape: Sequence[int]) -> list[int]:
 
 
 def linear_span(slices: Sequence[slice], shape: Sequence[int]) -> tuple[int, int, bool]:
-    """Return (first element, end, whether ``slices`` cover all elements between) of a shard in C order."""
+    """Return (first element, end, whether ``slices`` cover everything in between) of a shard in C order."""
     strides = contiguous_strides(shape)
     first = sum(s.start * stride for s, stride in zip(slices, strides, strict=True))
     last = sum((s.stop - 1) * stride for s, stride in zip(slices, strides, strict=True))

@@ -20,11 +20,11 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, gc=False, rename=_SEGME
     itemsize: int
     """Bytes per element."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     start: tuple[int, ...]
     """Offsets of the shard in the tensor, one per dimension."""
     chunk_shape: tuple[int, ...]
-    """Of the shard."""
+    """Shape of the shard."""
     buffer_offset: int
     nbytes: int
 

@@ -1,7 +1,7 @@
 """Folders of checkpoints: a path, or a URL that fsspec supports (``s3://bucket/prefix``).
 
-Readers accept both. :class:`RemoteFolder` has the methods of Path that reading needs, and raises OSError like a file
-system, whatever the library below raises.
+Readers accept both. :class:`RemoteFolder` has the methods of Path that reading needs. Like a file system it raises only
+OSError, whatever the underlying library raises.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from clustertrain.config.checks.storage_paths import find_filesystem_class
 # (buffer, offset) -> bytes read into the buffer, 0 at the end of the file.
 PreadFn = Callable[[memoryview, int], int]
 
-UPLOAD_PART_BYTES = 64 << 20  # bytes of an upload that are in memory at a time
-_MAX_UPLOAD_PARTS = 9_000  # of one object; stores allow 10,000
+UPLOAD_PART_BYTES = 64 << 20  # part of an upload that is in memory at a time
+_MAX_UPLOAD_PARTS = 9_000  # per object; stores allow 10,000
 _CREDENTIALS_FIX = "the job needs credentials for it on every node: a file in the home folder, or names under [env]"
 
 
@@ -164,7 +164,7 @@ def _translate_errors() -> Iterator[None]:
     """Translate the exceptions of the libraries below fsspec into OSErrors.
 
     Raises:
-        OSError: whatever went wrong; with EIO where that may pass.
+        OSError: any failure; EIO if it may be transient.
     """
     try:
         yield
@@ -188,7 +188,7 @@ def open_pread(path: Folder) -> Iterator[PreadFn]:
     """Open a file to read parts of it.
 
     Raises:
-        OSError: it is not there, …
+        OSError: it does not exist, …
     """
     if isinstance(path, RemoteFolder):
         yield path.pread

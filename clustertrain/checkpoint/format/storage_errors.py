@@ -27,7 +27,7 @@ class StorageError(CheckpointError):
     """
 
     def __init__(self, message: str, *, full: bool = False) -> None:
-        fix = "make room there, or allow writing, then continue the run with `clustertrain requeue`" if full else None
+        fix = "make room, or allow writing there, then continue the run with `clustertrain requeue`" if full else None
         super().__init__(message, fix=fix)
         self.full = full
 
@@ -48,7 +48,7 @@ def with_retries(operation: Callable[[], T], target: object) -> T:
         except (FileNotFoundError, NotADirectoryError):
             raise
         except OSError as e:
-            if e.errno == errno.ELOOP:  # a link to itself leads to nothing
+            if e.errno == errno.ELOOP:  # a link to itself has no target
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ELOOP), str(target)) from e
             last_error[:] = [e]
             return e.errno not in TRANSIENT_ERRNOS

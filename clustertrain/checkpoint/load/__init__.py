@@ -1,1 +1,1 @@
-"""Reads a checkpoint into the state of any layout, and rolls a run back to one."""
+"""Reads a checkpoint into the state of any layout, and rolls a run back."""

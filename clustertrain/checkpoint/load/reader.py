@@ -26,20 +26,25 @@ from clustertrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
+_CHANGED_MODEL_FIX = "use the model that saved the checkpoint, or start a new run"
 Finalizer = Callable[[], None]
-# Concurrent reads. They wait mainly for the disk: reading and hashing release Python's lock.
+# Concurrent reads. They wait mainly for the disk: reading and hashing release the GIL.
 _LOCAL_THREADS = 4
 _REMOTE_THREADS = 16  # a store has high latency, and answers many requests at a time
-_MAX_READ_BYTES = 8 * BLOCK_BYTES  # of a large shard, for one thread
+_MAX_READ_BYTES = 8 * BLOCK_BYTES  # a larger shard is split between threads
 
 
 class CheckpointReader:
-    """One committed checkpoint."""
+    """Reader of one committed checkpoint."""
 
     def __init__(
         self, folder: Folder, manifest: Manifest, ranks: Ranks | None = None, local_tier: LocalTierReader | None = None
     ) -> None:
-        """``local_tier`` is tried before ``folder``. Without ``ranks`` this process reads by itself."""
+        """
+        Args:
+            ranks: the ranks that load the checkpoint together; None: this process alone.
+            local_tier: tried before ``folder``.
+        """
         self._folder = folder
         self._local_tier = local_tier
         self._manifest = manifest
@@ -54,23 +59,23 @@ class CheckpointReader:
         self._pending_reads: list[Future[None]] = []
 
     def load(self, state: LoadableState) -> Finalizer:
-        """Start to read: modules in ``state`` are filled in place, everything else is read into temporary objects.
+        """Start reading: modules in ``state`` are filled in place, everything else is read into temporary objects.
 
         Call :meth:`complete` next, then the returned function, which loads the temporary objects into ``state``. In
-        between, the ranks agree that all bytes were valid. A partly filled module is filled again from the next
-        checkpoint, or the run ends.
+        between, the ranks agree that all bytes were valid. If they were not, a partly filled module is filled again
+        from the next checkpoint, or the run ends.
 
         Raises:
             DamagedCheckpoint: bytes are missing or altered.
-            CheckpointError: the checkpoint was saved from other objects than ``state``.
+            CheckpointError: the checkpoint was saved from different objects than those in ``state``.
         """
         absent = sorted(state.keys() - self._manifest.values.keys())
         # Objects that a run may gain later, and that can start without saved state.
-        fresh = {key: begin for key in absent if callable(begin := getattr(state[key], "init_fresh_state", None))}
+        fresh = {key: init for key in absent if callable(init := getattr(state[key], "init_fresh_state", None))}
         if missing := [key for key in absent if key not in fresh]:
             raise CheckpointError(
-                f"{self._folder}: holds no state {', '.join(missing)}",
-                fix="give session.steps the same state as the run that saved it",
+                f"{self._folder}: contains no state {', '.join(missing)}",
+                fix="pass the same state to session.steps as the run that saved it",
             )
         names = state_dict.fqns_by_param_id(state)
         finalizers: list[Finalizer] = []
@@ -88,7 +93,7 @@ class CheckpointReader:
     def _start_fresh(self, key: str, start_fresh: Callable[[], None]) -> None:
         start_fresh()
         if self._ranks.rank == 0:
-            log.warning("%s: holds no state %s, which begins anew", self._folder, key)
+            log.warning("%s: contains no state %s, which starts fresh", self._folder, key)
 
     def complete(self) -> None:
         """Wait for all reads. Collective, after :meth:`load` succeeded on all ranks.
@@ -109,7 +114,7 @@ class CheckpointReader:
                     return
                 unshared = remaining
             except shared_read.SharedReadUnavailable as e:
-                log.warning("the ranks of a node cannot see each other's memory, so each reads for itself: %s", e)
+                log.warning("the ranks of a node cannot map each other's memory, so each rank reads on its own: %s", e)
                 unshareable = unshared
         for number in unshared:
             self._submit_read(
@@ -131,7 +136,7 @@ class CheckpointReader:
             consumer(buffer)
 
     def _wait_for_reads(self) -> None:
-        """Wait for the pending reads. Raise the first failure."""
+        """Wait for the pending reads, and raise the first failure."""
         pending, self._pending_reads = self._pending_reads, []
         for future in pending:
             future.result()
@@ -144,19 +149,19 @@ class CheckpointReader:
 
     def _record(self, name: str) -> TensorRecord:
         if name not in self._tensors:
-            raise CheckpointError(f"{self._folder}: holds no tensor {name}", fix="was the model changed?")
+            raise CheckpointError(f"{self._folder}: contains no tensor {name}", fix=_CHANGED_MODEL_FIX)
         return self._tensors[name]
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> TensorRecord:
         record = self._record(name)
         if record.shape != shape:
             raise CheckpointError(
-                f"{self._folder}: {name} has shape {record.shape} there and {shape} here", fix="was the model changed?"
+                f"{self._folder}: {name} has shape {record.shape}, but {shape} in this run", fix=_CHANGED_MODEL_FIX
             )
         return record
 
     def _read_full_tensor(self, name: str) -> torch.Tensor:
-        """Return a whole tensor; wait until it is read."""
+        """Read a whole tensor, wait for it and return it."""
         record = self._record(name)
         tensor = torch.empty(record.shape, dtype=state_dict.parse_dtype(record.dtype))
         earlier_reads, self._pending_reads = self._pending_reads, []
@@ -166,8 +171,10 @@ class CheckpointReader:
         return tensor
 
     def _fill_shard(self, shard_to_fill: state_dict.LocalShard, *, immediate: bool = False) -> None:
-        """Start to fill ``shard_to_fill.local_tensor``; :meth:`complete` waits for it, or :meth:`_wait_for_reads` with
-        ``immediate``."""
+        """Start to fill ``shard_to_fill.local_tensor``.
+
+        :meth:`complete` waits for it; with ``immediate``, :meth:`_wait_for_reads` is sufficient.
+        """
         record = self._check_shape(shard_to_fill.name, shard_to_fill.shape)
         filled = 0
         for n, shard in enumerate(record.shards):
@@ -176,7 +183,7 @@ class CheckpointReader:
                 continue
             src, dst = intersection
             filled += shard_to_fill.local_tensor[dst].numel()
-            # Other ranks need the same bytes of a copy, the gaps of a strided part, or the rest of a partial block.
+            # Other ranks need the same bytes of a copy, the gaps in a strided part, or the rest of a partial block.
             low, high, dense = linear_span(src, shard.shape)
             low, high = low * record.itemsize, high * record.itemsize
             is_sole_reader = self._chunks is None or (
@@ -187,7 +194,7 @@ class CheckpointReader:
             else:
                 self._request_shared(shard_to_fill.local_tensor.detach(), record, n, src, dst)
         if filled != shard_to_fill.local_tensor.numel():
-            raise DamagedCheckpoint(f"{self._folder}: {shard_to_fill.name} is not there as a whole")
+            raise DamagedCheckpoint(f"{self._folder}: {shard_to_fill.name} is incomplete")
 
     def _request_shared(
         self, local: torch.Tensor, record: TensorRecord, n: int, src: tuple[slice, ...], dst: tuple[slice, ...]
@@ -212,8 +219,10 @@ class CheckpointReader:
         *,
         alone: bool,
     ) -> None:
-        """Start to read the part ``src`` of a shard into the part ``dst`` of a tensor, directly into its memory if both
-        are contiguous."""
+        """Start to read the part ``src`` of a shard into the part ``dst`` of a tensor.
+
+        If both are contiguous, read directly into the tensor's memory.
+        """
         size = record.itemsize
         low, _, dense = linear_span(src, shard.shape)
         first, last, dst_dense = linear_span(dst, tuple(local.shape))
@@ -245,7 +254,7 @@ class CheckpointReader:
         *,
         alone: bool,
     ) -> None:
-        """Read all bytes from the first to the last one of ``src``, and copy from these."""
+        """Read all bytes from the first to the last one of ``src``, and copy the part from them."""
         low, high, _ = linear_span(src, shard.shape)
         data = _scratch_buffer((high - low) * record.itemsize)
         self._read_into(data.numpy().data, shard, low * record.itemsize, alone=alone)
@@ -288,7 +297,7 @@ class CheckpointReader:
         unexpected = sorted(json_tree.tensor_names(self._manifest.values[key]) - loaded_names - other_stage_names)
         if unexpected:
             raise CheckpointError(
-                f"{self._folder}: holds {unexpected[0]}, which the model lacks", fix="was it changed?"
+                f"{self._folder}: contains {unexpected[0]}, which the model does not have", fix=_CHANGED_MODEL_FIX
             )
         return lambda: _run_all(finalizers)
 
@@ -326,14 +335,14 @@ class CheckpointReader:
     def _check_optimizer_name(
         self, key: str, groups: list[dict[str, Any]], saved: Sequence[Mapping[str, Any] | None]
     ) -> None:
-        """Raise CheckpointError if another optimizer saved the state."""
+        """Raise CheckpointError if a different optimizer saved the state."""
         for group, saved_group in zip(groups, saved, strict=True):
             current_name = group.get(state_dict.OPTIMIZER_KEY)
             if current_name and saved_group and saved_group.get(state_dict.OPTIMIZER_KEY, current_name) != current_name:
                 raise CheckpointError(
-                    f"{self._folder}: the optimizer {key!r} is {current_name}, and the one saved"
-                    f" {saved_group[state_dict.OPTIMIZER_KEY]}",
-                    fix="keep optim.name for a run, or begin a new one",
+                    f"{self._folder}: the optimizer {key!r} is {current_name}, but the state of"
+                    f" {saved_group[state_dict.OPTIMIZER_KEY]} was saved",
+                    fix="keep optim.name, or start a new run",
                 )
 
     def _group_options(self, group: dict[str, Any], saved: dict[str, Any] | None) -> dict[str, Any]:
@@ -356,17 +365,17 @@ class CheckpointReader:
         missing = group_of.keys() - {n for names in current for n in names} - global_fqns
         if missing or any(len(m) > 1 or None in m for m in matches):
             raise CheckpointError(
-                f"{self._folder}: the optimizer {key!r} has other parameters or groups than the one saved",
-                fix="make it over the same parameters, in groups of the same members",
+                f"{self._folder}: the optimizer {key!r} has different parameters or groups than the saved one",
+                fix="create it with the same parameters in the same groups",
             )
         return [saved[m.pop() or 0] if m else None for m in matches]
 
     def _read_like(self, p: torch.Tensor, name: str, kind: TensorKind = "optimizer") -> torch.Tensor:
-        """Return the saved tensor ``name``, which belongs to ``p``, in the layout of ``p`` if it has the same shape."""
+        """Return the saved tensor ``name`` of parameter ``p``, in the layout of ``p`` if it has the same shape."""
         record = self._record(name)
         dtype = state_dict.parse_dtype(record.dtype)
         if record.shape == tuple(p.shape):
-            tensor = torch.empty_like(p, dtype=dtype, requires_grad=False)  # a DTensor where p is one
+            tensor = torch.empty_like(p, dtype=dtype, requires_grad=False)  # a DTensor if p is one
         else:
             tensor = torch.empty(record.shape, dtype=dtype)
         self._fill_shard(state_dict.to_local_shard(name, kind, tensor))
@@ -378,7 +387,7 @@ class CheckpointReader:
             for name in json_tree.tensor_names(self._manifest.values[key]):
                 self._check_shape(name, tuple(value.shape))
             content = json_tree.decode(self._manifest.values[key], like, self._read_full_tensor)
-            return lambda: _copy_in_place(value, content)  # in place: the script may hold the same tensor elsewhere
+            return lambda: _copy_in_place(value, content)  # the script may have other references to this tensor
         content = json_tree.decode(self._manifest.values[key], self._read_full_tensor)
         if state_dict.is_stateful(value):
             return lambda: value.load_state_dict(content)
@@ -396,7 +405,7 @@ _thread_local = threading.local()
 
 
 def _scratch_buffer(size: int) -> torch.Tensor:
-    """Return a buffer of this thread, valid until its next call: allocating it takes longer than reading into it."""
+    """Return this thread's buffer, valid until its next call. Allocating one takes longer than reading into it."""
     buffer: torch.Tensor | None = getattr(_thread_local, "scratch", None)
     if buffer is None or buffer.numel() < size:
         buffer = _thread_local.scratch = torch.empty(size, dtype=torch.uint8)

@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LocalTier:
-    """The checkpoints on the nodes' own disks. Either all ranks have this tier or none has."""
+    """The checkpoints on the nodes' own disks. Either all ranks have this tier or none has it."""
 
     root: Path | None
     """The run's folder on this node; None on a node without a suitable disk."""
     is_node_leader: bool
-    """This rank is the first of its node."""
+    """Whether this rank is the first one of its node."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class RemoteTier:
     policy: RetentionPolicy
     """Which copies to keep."""
     is_required: bool
-    """Earlier attempts have committed checkpoints, so a restore that finds none must not start the run over."""
+    """Whether earlier attempts have committed checkpoints, so that a restore must find one."""
 
 
 @dataclass(frozen=True)
 class RestoreContext:
-    """What a restore needs besides the state to restore."""
+    """The parameters of a restore, besides the state to load."""
 
     root: Path
     ranks: Ranks
@@ -73,7 +73,11 @@ class RestoreContext:
         return self.local.root if self.local is not None else None
 
     def open_remote_root(self) -> RemoteFolder | None:
-        """Return the folder of the copies, or None without a remote tier. Raise StorageError if it cannot be opened."""
+        """Return the folder of the copies, or None without a remote tier.
+
+        Raises:
+            StorageError: it cannot be opened.
+        """
         return RemoteFolder(self.remote.url) if self.remote is not None else None
 
 
@@ -85,7 +89,7 @@ class RestoreResult:
     path: Folder
     """A local folder, or a remote one."""
     rank_state: Any
-    """None if another number of ranks saved the checkpoint."""
+    """None if a different number of ranks saved the checkpoint."""
     restore_s: float
     skipped: list[dict[str, Any]] = field(default_factory=list)
     """Newer checkpoints that were damaged: ``[{"step", "path", "reason"}]``."""
@@ -108,16 +112,17 @@ OriginCheck = Callable[[CheckpointOrigin], None]
 
 
 def restore_newest(ctx: RestoreContext, state: LoadableState, check_origin: OriginCheck) -> RestoreResult | None:
-    """Load the newest valid checkpoint into ``state``, and return None if there is no checkpoint at all.
-
-    ``check_origin`` is called before anything is loaded. It is collective and must raise on all ranks or on none.
+    """Load the newest valid checkpoint into ``state``. Return None if there is no checkpoint at all.
 
     Newer checkpoints that are damaged are renamed to ``damaged-step-…``: kept as evidence until a newer checkpoint is
     committed, but never restored or counted again.
 
+    Args:
+        check_origin: called before anything is loaded. It is collective and must raise on all ranks or on none.
+
     Raises:
-        CheckpointError: no checkpoint is valid, or the newest valid one was saved from other objects.
-        StorageError: on every rank, if any of them could not read. Nothing counts as damaged then.
+        CheckpointError: no checkpoint is valid, or the newest valid one was saved from different objects.
+        StorageError: on every rank, if any rank could not read. No checkpoint counts as damaged then.
     """
     ctx.ranks.run_on_rank0(lambda: _clean_up(ctx), f"{ctx.root}: cannot be used for checkpoints")
     return _restore_newest_valid(ctx, state, check_origin)
@@ -127,49 +132,51 @@ def restore_before(ctx: RestoreContext, state: LoadableState, target: RollbackTa
     """Load the newest valid checkpoint of at most ``target.max_step`` steps into ``state``; invalidate newer ones.
 
     Raises:
-        Diverged: as :func:`invalidate`.
-        CheckpointError, StorageError: as :func:`restore_newest`.
+        Diverged: see :func:`invalidate`.
+        CheckpointError, StorageError: see :func:`restore_newest`.
     """
     invalidate(ctx, target)
-    ctx.ranks.run_on_rank0(lambda: _clean_up(ctx), f"{ctx.root}: the run cannot go back")
+    ctx.ranks.run_on_rank0(lambda: _clean_up(ctx), f"{ctx.root}: the run cannot roll back")
     return _restore_newest_valid(ctx, state, lambda origin: None)  # checked by this attempt's first restore
 
 
 def invalidate(ctx: RestoreContext, target: RollbackTarget) -> int:
-    """Record that the run rolls back, for the next restore to carry out; return the newest step that stays valid.
+    """Record a rollback for the next restore to carry out, and return the newest step that stays valid.
 
-    No save may be pending: its checkpoint would be missing from the record.
+    No save may be pending, because its checkpoint would be missing from the record.
 
     Raises:
         Diverged: on all ranks, if the run has rolled back too often, or no checkpoint is old enough.
     """
-    outcome = ctx.ranks.run_on_rank0(lambda: _record_rollback(ctx, target), f"{ctx.root}: the run cannot go back")
-    if "newest_left" not in outcome:
+    outcome = ctx.ranks.run_on_rank0(lambda: _record_rollback(ctx, target), f"{ctx.root}: the run cannot roll back")
+    if "newest_valid" not in outcome:
         raise Diverged(outcome["message"], fix=outcome["fix"])
-    newest_left: int = outcome["newest_left"]
-    return newest_left
+    newest_valid: int = outcome["newest_valid"]
+    return newest_valid
 
 
 def excluded_ranges(ctx: RestoreContext) -> PositionRanges:
-    """Return the ranges of positions that roll-backs exclude, by the loader's name in the state."""
+    """Return the ranges of positions that rollbacks exclude, by the loader's name in the state."""
     ranges: PositionRanges = ctx.ranks.run_on_rank0(
-        lambda: rollback.excluded_ranges(ctx.root), f"{ctx.root}: the record of roll-backs cannot be read"
+        lambda: rollback.excluded_ranges(ctx.root), f"{ctx.root}: the record of rollbacks cannot be read"
     )
     return ranges
 
 
 def metric_values_if_missing(ctx: RestoreContext, step: int, name: str) -> dict[int, float] | None:
-    """Return None if the checkpoint of ``step`` can be restored; otherwise the values of the metric ``name`` in those
-    that can, by step."""
+    """Return the values of the metric ``name`` in the checkpoints, by step, if that of ``step`` no longer exists.
+
+    Return None if it exists.
+    """
     values = ctx.ranks.run_on_rank0(
         lambda: _metric_values_if_missing(ctx, step, name), f"{ctx.root}: the checkpoints cannot be listed"
     )
     return None if values is None else {int(step): float(value) for step, value in values}
 
 
-def _metric_values_if_missing(ctx: RestoreContext, wanted_step: int, name: str) -> list[tuple[int, float]] | None:
+def _metric_values_if_missing(ctx: RestoreContext, target_step: int, name: str) -> list[tuple[int, float]] | None:
     candidates = _list_candidates(ctx)
-    if any(step == wanted_step for step, _ in candidates):
+    if any(step == target_step for step, _ in candidates):
         return None
     values = []
     for step, in_shared in candidates:
@@ -184,10 +191,10 @@ def _metric_values_if_missing(ctx: RestoreContext, wanted_step: int, name: str) 
 
 def _record_rollback(ctx: RestoreContext, target: RollbackTarget) -> dict[str, Any]:
     try:
-        newest_left = rollback.record_rollback(ctx.root, ctx.open_remote_root(), target, ctx.fence)
+        newest_valid = rollback.record_rollback(ctx.root, ctx.open_remote_root(), target, ctx.fence)
     except Diverged as e:  # returned, so that run_on_rank0 passes it on to the other ranks
         return {"message": e.message, "fix": e.fix}
-    return {"newest_left": newest_left}
+    return {"newest_valid": newest_valid}
 
 
 def _clean_up(ctx: RestoreContext) -> None:
@@ -195,7 +202,7 @@ def _clean_up(ctx: RestoreContext) -> None:
     rollback.apply_records(ctx.root, ctx.open_remote_root())
 
 
-# -- loading one checkpoint after the other
+# -- loading
 
 
 @dataclass
@@ -213,7 +220,7 @@ class _Candidate:
     mismatch: CheckpointError | None = None
 
     def record_error(self, e: CheckpointError) -> None:
-        """Keep ``e`` for the next exchange of failures, which the other ranks wait for."""
+        """Store ``e`` for the next exchange of failures, in which all ranks take part."""
         if isinstance(e, (DamagedCheckpoint, StorageError)):
             self.failure = failure_from_exception(e)
         else:
@@ -239,8 +246,8 @@ def _restore_newest_valid(ctx: RestoreContext, state: LoadableState, check_origi
     if skipped:
         reasons = "\n  ".join(s["reason"] for s in skipped)
         raise CheckpointError(
-            f"{ctx.root}: no checkpoint verifies:\n  {reasons}",
-            fix="restore the files, or move the checkpoints away to begin again",
+            f"{ctx.root}: no checkpoint is valid:\n  {reasons}",
+            fix="restore the files, or move the checkpoints away to start over",
         )
     return None
 
@@ -250,7 +257,7 @@ def _origin(manifest: Manifest) -> CheckpointOrigin:
 
 
 def _read_manifest(ctx: RestoreContext, candidate: _Candidate) -> list[Failure]:
-    """Read the manifest; return the failures of all ranks."""
+    """Read the manifest, and return the failures of all ranks."""
     try:
         candidate.manifest = read_manifest(candidate.folder)
         check_sizes(candidate.folder, candidate.manifest)
@@ -273,7 +280,7 @@ def _begin_load(ctx: RestoreContext, candidate: _Candidate, manifest: Manifest, 
 
 
 def _complete_load(ctx: RestoreContext, candidate: _Candidate) -> list[Failure]:
-    """Wait for all reads; return the failures of all ranks."""
+    """Wait for all reads, and return the failures of all ranks."""
     try:
         failures = ctx.ranks.all_gather_failures(candidate.failure)
         if not failures and candidate.reader is not None:
@@ -310,7 +317,7 @@ def _finish_restore(
     ctx.ranks.run_on_rank0(lambda: _set_aside(ctx, skipped), "damaged checkpoints cannot be set aside")
     restore_s, from_local = clock.monotonic() - started, None
     if ctx.local is not None:
-        if ctx.local.is_node_leader and ctx.local.root is not None:  # no other checkpoint there is needed any more
+        if ctx.local.is_node_leader and ctx.local.root is not None:  # no other checkpoint there is needed anymore
             node_local.remove_stale(ctx.local.root, candidate.manifest.made_in, ctx.attempt)
         from_local = sum(ctx.ranks.gather(candidate.local_reader.bytes_read if candidate.local_reader else 0))
     return RestoreResult(candidate.step, candidate.folder, candidate.rank_state, restore_s, skipped, from_local)
@@ -340,7 +347,7 @@ def _list_candidates(ctx: RestoreContext) -> list[tuple[int, bool]]:
         except StorageError as e:
             if ctx.remote.is_required and not shared_steps:
                 raise
-            log.warning("%s; not searched for newer checkpoints", e.message)
+            log.warning("%s; its checkpoints are ignored", e.message)
     return sorted([*((s, True) for s in shared_steps), *((s, False) for s in remote_steps)])
 
 

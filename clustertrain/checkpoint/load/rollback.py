@@ -1,8 +1,8 @@
-"""The record of a run's roll-backs, next to its checkpoints: invalidated checkpoints and excluded samples.
+"""The record of a run's rollbacks, next to its checkpoints: invalidated checkpoints and excluded samples.
 
-The record is written durably before anything else is done. Every later attempt carries out what it says, so the run may
-be killed at any point. A checkpoint is identified by its commit marker: after a roll-back, the run saves the same step
-again under another marker.
+The record is written durably before anything else is done. Every later attempt carries it out, so the run may be killed
+at any point. A checkpoint is identified by its commit marker, because after a rollback the run saves the same step
+again with a different marker.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ PositionRanges = dict[str, list[list[int]]]
 
 
 class RollbackRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One roll-back of the run."""
+    """One rollback of the run."""
 
     last_step: int
     """The last step that went wrong."""
     max_step: int
-    """The run went back to a checkpoint of at most this step."""
+    """The run returned to a checkpoint of at most this step."""
     reason: str
     count: int
-    """Roll-backs without progress between them, including this one."""
+    """Rollbacks without progress between them, including this one."""
     excluded: PositionRanges = {}
     invalidated: tuple[tuple[int, str], ...] = ()
     """(step, commit marker) of the checkpoints that no longer count."""
@@ -48,8 +48,8 @@ def read_records(root: Path) -> list[RollbackRecord]:
     """Return the records, oldest first.
 
     Raises:
-        CheckpointError: the record cannot be read. Without it the run would train on excluded samples, from an
-            invalidated checkpoint.
+        CheckpointError: the record cannot be read. Without it the run would resume from an invalidated checkpoint and
+            train on excluded samples.
     """
     path = root / RECORD_FILE
     try:
@@ -63,7 +63,7 @@ def read_records(root: Path) -> list[RollbackRecord]:
 
 
 def excluded_ranges(root: Path) -> PositionRanges:
-    """Return the excluded ranges of positions of all roll-backs, by the loader's name in the state."""
+    """Return the excluded ranges of positions of all rollbacks, by the loader's name in the state."""
     merged: PositionRanges = {}
     for record in read_records(root):
         for name, ranges in record.excluded.items():
@@ -72,55 +72,54 @@ def excluded_ranges(root: Path) -> PositionRanges:
 
 
 class RollbackTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """A roll-back to carry out."""
+    """A rollback to carry out."""
 
     last_step: int
     """The last step that went wrong."""
     max_step: int
-    """Go back to a checkpoint of at most this step."""
+    """Return to a checkpoint of at most this step."""
     reason: str
     excluded: PositionRanges
     """Ranges of positions to exclude, by the loader's name in the state."""
     max_rollbacks: int
-    """Roll-backs allowed without progress between them."""
+    """Rollbacks allowed without progress between them."""
 
 
 def record_rollback(root: Path, remote: RemoteFolder | None, target: RollbackTarget, fence: Fence | None = None) -> int:
-    """Record a roll-back before anything is done for it, and return the newest step that stays valid.
+    """Record a rollback before it is carried out, and return the newest step that stays valid.
 
     Raises:
         AttemptSuperseded: a newer attempt owns the run and its record.
         Diverged: no checkpoint is old enough, or the run has rolled back too often.
     """
-    previous, why, max_step = read_records(root), target.reason, target.max_step
+    previous, reason, max_step = read_records(root), target.reason, target.max_step
     candidates = _list_markers(root)
     if remote is not None:
         try:
             candidates += [pair for pair in _list_markers(remote) if pair not in candidates]
         except CheckpointError as e:
-            log.warning("%s; not looked at for checkpoints", e.message)
+            log.warning("%s; its checkpoints are ignored", e.message)
     remaining_steps = [step for step, _ in candidates if step <= max_step]
     if not remaining_steps:
         raise Diverged(
-            f"{why}: there is no checkpoint of step {max_step} or before to go back to",
-            fix="save more often with checkpoint.every, or keep more of them",
+            f"{reason}: there is no checkpoint of step {max_step} or earlier to return to",
+            fix="save more often with checkpoint.every, or keep more checkpoints",
         )
     has_progressed = not previous or any(step > previous[-1].last_step for step, _ in candidates)
     count = 1 if has_progressed else previous[-1].count + 1
     if count > target.max_rollbacks:
         raise Diverged(
-            f"{why}: the run has gone back {count - 1} times since it last got further than step "
-            f"{previous[-1].last_step}"
+            f"{reason}: the run has rolled back {count - 1} times since it last got past step {previous[-1].last_step}"
             if previous
-            else f"{why}: stability.max_roll_backs = 0",
-            fix="a lower learning rate, a longer warmup, or clipping at a lower norm; `clustertrain requeue` then goes "
-            "on from the newest checkpoint",
+            else f"{reason}: stability.max_roll_backs = 0",
+            fix="lower the learning rate, lengthen the warmup, or clip at a lower norm; `clustertrain requeue` then "
+            "continues from the newest checkpoint",
         )
     invalidated = tuple((step, marker) for step, marker in candidates if step > max_step)
     record = RollbackRecord(
         last_step=target.last_step,
         max_step=max_step,
-        reason=why,
+        reason=reason,
         count=count,
         excluded=target.excluded,
         invalidated=invalidated,
@@ -133,7 +132,7 @@ def record_rollback(root: Path, remote: RemoteFolder | None, target: RollbackTar
 
 
 def apply_records(root: Path, remote: RemoteFolder | None) -> None:
-    """Delete the invalidated checkpoints that still exist; of a remote copy, only the commit marker."""
+    """Delete the invalidated checkpoints that still exist; for a remote copy, only the commit marker."""
     for step, marker in _invalidated_markers(root):
         folder = step_folder(root, step)
         if retention.read_marker(folder) == marker:
@@ -144,12 +143,12 @@ def apply_records(root: Path, remote: RemoteFolder | None) -> None:
             try:
                 if retention.read_marker(remote_folder) == marker:
                     (remote_folder / COMMITTED).unlink()
-            except (OSError, CheckpointError) as e:  # a restore looks at the record as well
-                log.warning("%s does not count any more and stays: %s", remote_folder, e)
+            except (OSError, CheckpointError) as e:  # a restore also consults the record
+                log.warning("%s is invalid and could not be deleted: %s", remote_folder, e)
 
 
 def list_valid_folders(root: F) -> list[F]:
-    """Return the checkpoint folders in ``root``, committed or not, that are not invalidated; oldest first.
+    """Return the checkpoint folders in ``root`` that are not invalidated, committed or not, oldest first.
 
     A remote ``root`` has no record, so all its folders count.
     """

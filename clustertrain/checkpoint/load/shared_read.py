@@ -1,8 +1,9 @@
 """Shared reads: bytes that several ranks of a node need are read and verified once per node.
 
-Replicas need the same bytes; ranks that shard another dimension than the saved shards need parts of each row. The ranks
-of a node read these bytes in steps. In each step every rank reads one load into memory that the others can map.
-Then all ranks copy what they need from all loads of the step, while they read the loads of the next step.
+Replicas need the same bytes; ranks that shard a different dimension than the saved shards need parts of each row. The
+ranks of a node read these bytes in steps. In each step every rank reads one load, a list of chunks, into memory that
+the others can map. Then all ranks copy the bytes they need from all loads of the step, while they read the loads of the
+next step.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from clustertrain.checkpoint.format.manifest import Manifest, ShardRecord, Tenso
 from clustertrain.checkpoint.format.storage_errors import StorageError
 
 CHUNK_BYTES = 4 * BLOCK_BYTES
-LOAD_BYTES = 2 * CHUNK_BYTES  # each rank has two of them in memory
-MIN_SHARED_BYTES = 1 << 20  # each rank reads smaller shards by itself
+LOAD_BYTES = 2 * CHUNK_BYTES  # each rank has two loads in memory
+MIN_SHARED_BYTES = 1 << 20  # each rank reads smaller shards on its own
 _NODE_BYTES = 16
 _PROOF_BYTES = 16
 _HANDLE_BYTES = _NODE_BYTES + 8 + 4 + _PROOF_BYTES
@@ -39,11 +40,13 @@ Consumer = Callable[[memoryview], None]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of a shard: ``nbytes`` from byte ``low`` on. All ranks use the same ``number`` for it."""
+    """Consecutive rows of a shard."""
 
     number: int
+    """Identifies the chunk on all ranks."""
     shard: ShardRecord
     low: int
+    """First byte in the shard."""
     nbytes: int
 
 
@@ -51,7 +54,7 @@ class ChunkTable:
     """The chunks of a checkpoint's tensors.
 
     A chunk has whole rows, so that a part of a row is in one chunk. Chunks end at checksum blocks if possible, so
-    that no block is read twice. ``sizes`` has the bytes by number, in the order of the files.
+    that no block is read twice. ``sizes`` has the bytes by chunk number, in the order of the files.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -97,7 +100,7 @@ def is_shareable(tensor: TensorRecord, shard: ShardRecord) -> bool:
 
 
 def rows_per_chunk(tensor: TensorRecord, shard: ShardRecord) -> int:
-    """Return the rows in a chunk."""
+    """Return the number of rows in a chunk."""
     size = row_bytes(tensor, shard)
     rows_per_block = BLOCK_BYTES // gcd(BLOCK_BYTES, size)  # this many rows end at the end of a block
     max_rows = CHUNK_BYTES // size
@@ -106,7 +109,7 @@ def rows_per_chunk(tensor: TensorRecord, shard: ShardRecord) -> int:
 
 @dataclass
 class ChunkRequest:
-    """What this rank needs from a chunk."""
+    """This rank's need for a chunk, and the functions that copy from it."""
 
     chunk: Chunk
     consumers: list[Consumer] = field(default_factory=list)
@@ -118,10 +121,12 @@ class SharedReadUnavailable(Exception):
 
 @dataclass(frozen=True)
 class LoadSchedule:
-    """Which rank of a node reads which chunks in which step."""
+    """The assignment of chunks to the ranks of a node and to steps."""
 
-    steps: list[dict[int, list[int]]]  # the chunks' numbers, by rank
+    steps: list[dict[int, list[int]]]
+    """For each step, the numbers of the chunks that a rank reads, by rank."""
     shared: frozenset[int]
+    """Numbers of all chunks in the schedule."""
 
     def loads_at(self, step: int) -> dict[int, list[int]]:
         return self.steps[step] if step < len(self.steps) else {}
@@ -130,18 +135,20 @@ class LoadSchedule:
 def schedule_loads(chunks_by_rank: Mapping[int, frozenset[int]], sizes: Mapping[int, int]) -> LoadSchedule:
     """Distribute the chunks that several ranks of a node need over its ranks.
 
-    ``chunks_by_rank`` has the chunks that each rank of the node needs; ``sizes`` has all chunks in the order to read.
+    Args:
+        chunks_by_rank: the chunks that each rank of the node needs.
+        sizes: the bytes of all chunks, in the order of reading.
     """
     use_counts = Counter(c for chunks in chunks_by_rank.values() for c in chunks)
     shared = [c for c in sizes if use_counts[c] > 1]
     loads: list[list[int]] = []
-    room = 0
+    free_bytes = 0
     for c in shared:
-        if _aligned_size(sizes[c]) > room:
+        if _aligned_size(sizes[c]) > free_bytes:
             loads.append([])
-            room = LOAD_BYTES
+            free_bytes = LOAD_BYTES
         loads[-1].append(c)
-        room -= _aligned_size(sizes[c])
+        free_bytes -= _aligned_size(sizes[c])
     n = len(chunks_by_rank)
     steps = [dict(zip(chunks_by_rank, loads[at : at + n], strict=False)) for at in range(0, len(loads), n)]
     return LoadSchedule(steps, frozenset(shared))
@@ -155,14 +162,14 @@ def read_shared(
     fetch: Callable[[Chunk, memoryview], None],
     pool: Executor,
 ) -> set[int] | None:
-    """Serve the requests for chunks that other ranks of this node need too; return the numbers of the rest. Collective.
+    """Serve the requests for chunks that other ranks of this node need too, and return the numbers of the rest.
 
-    If a read fails, its rank raises the error of ``fetch`` and the others return None, all at the same step. The ranks
-    must then exchange the reason.
+    Collective. If a read fails, its rank raises the error of ``fetch`` and the others return None, all at the same
+    step. The ranks must then exchange the reason.
 
     Args:
         checkpoint_id: identifies the checkpoint, also among others of the same step.
-        requests: by the chunk's number.
+        requests: this rank's requests, by the chunk's number.
         fetch: reads a chunk into memory and verifies it.
 
     Raises:
@@ -175,8 +182,8 @@ def read_shared(
     with _create_shared_memory() as own_handle:
         handles = ranks.all_gather_bytes(own_handle.encoded + xxhash.xxh3_128_digest(checkpoint_id.encode()))
         if len({t[_HANDLE_BYTES:] for t in handles}) > 1:
-            raise StorageError("the ranks see different checkpoints of the same step: the file system is behind")
-        # Of the other nodes, of which there may be hundreds, only the number of steps is needed.
+            raise StorageError("the ranks see different checkpoints of the same step: a file system cache is stale")
+        # There may be hundreds of other nodes, so only their number of steps is exchanged.
         local_ranks = [rank for rank, t in enumerate(handles) if t[:_NODE_BYTES] == own_handle.node]
         bitmaps = ranks.all_gather_bytes(bytes(bitmap)) if bitmap else [b""] * len(handles)
         schedule = schedule_loads({rank: _parse_bitmap(bitmaps[rank]) for rank in local_ranks}, chunks.sizes)
@@ -190,12 +197,13 @@ def read_shared(
 
 @dataclass(frozen=True)
 class _MemoryHandle:
-    """Locates the memory of a rank. It starts with ``proof``: a process on another machine may have the same pid."""
+    """The location of a rank's memory."""
 
     node: bytes
     pid: int
     fd: int
     proof: bytes
+    """The first bytes of the memory, because a process on another machine may have the same pid."""
 
     @property
     def encoded(self) -> bytes:
@@ -210,7 +218,7 @@ def _parse_handle(data: bytes) -> _MemoryHandle:
 
 @contextmanager
 def _create_shared_memory() -> Iterator[_MemoryHandle]:
-    """Yield the handle of new memory of this rank. A rank that gets none counts as alone on its node."""
+    """Yield the handle of new memory for this rank. A rank that cannot allocate it counts as alone on its node."""
     fd = -1
     try:
         try:
@@ -237,7 +245,7 @@ def _run_schedule(
     fetch: Callable[[Chunk, memoryview], None],
     pool: Executor,
 ) -> bool:
-    """Return whether all reads succeeded on all ranks. Raise the error of this rank."""
+    """Run all steps, and return whether all reads succeeded on all ranks. Raise the error of this rank."""
     futures: list[Future[None]] = []
 
     def start_reads(step: int) -> None:
@@ -280,7 +288,7 @@ def _aligned_size(size: int) -> int:
 
 
 def _map_peer_memory(ranks: Ranks, handles: Sequence[bytes], local_ranks: Sequence[int]) -> dict[int, memoryview]:
-    """Return the mapped memory of all ranks of this node. Raises SharedReadUnavailable on all ranks."""
+    """Return the mapped memory of all ranks of this node, or raise SharedReadUnavailable on all ranks."""
     mapped: dict[int, memoryview] = {}
     error: Exception | None = None
     try:
@@ -292,7 +300,7 @@ def _map_peer_memory(ranks: Ranks, handles: Sequence[bytes], local_ranks: Sequen
             finally:
                 os.close(fd)
             if mapped[rank][:_PROOF_BYTES] != handle.proof:
-                raise PermissionError(f"process {handle.pid} is another one here")
+                raise PermissionError(f"process {handle.pid} is a different process here")
     except (OSError, ValueError) as e:
         error = e
     if any(r[0] for r in ranks.all_gather_bytes(bytes([error is not None]))):

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, whatever layouts and numbers of ranks saved them. Works without torch."""
+"""Comparison of two checkpoints, whichever layouts and numbers of ranks saved them. Works without torch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from clustertrain.checkpoint.format.manifest import Manifest, TensorKind, Tensor
 from clustertrain.checkpoint.format.storage import Folder
 from clustertrain.checkpoint.offline.inspect import Progress, assemble_tensor, no_progress, tensor_bytes
 
-# Fields of the index that are no state: how it came to be saved may differ between equals.
+# The fields of the index that hold state. The others say how it was saved, which may differ between equal checkpoints.
 _STATE_FIELDS = frozenset({"step", "values", "tensors"})
 _RANK_TENSOR = re.compile(r"rank-\d+/")
 
 
 class TensorForm(msgspec.Struct, frozen=True, kw_only=True):
+    """The dtype and the shape of a tensor."""
+
     dtype: str
     shape: tuple[int, ...]
 
 
 class FormDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor that has another dtype or shape in B than in A."""
+    """A tensor whose dtype or shape differs between A and B."""
 
     name: str
     kind: TensorKind
@@ -35,56 +37,60 @@ class FormDiff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor whose bytes differ.
-
-    ``differing`` elements of ``elements`` do. ``max_abs`` is the largest difference, ``relative`` the same as a part of
-    the largest magnitude in either tensor; both over elements that are finite in A and B, and null where there are no
-    such that differ, or numbers of the dtype are not known. ``not_finite`` counts the differing ones that are nan or
-    infinite in A or B.
-    """
+    """A tensor whose bytes differ."""
 
     name: str
     kind: TensorKind
     elements: int
+    """Number of elements of the tensor."""
     differing: int
+    """Number of elements that differ."""
     not_finite: int = 0
+    """Number of differing elements that are NaN or Inf in A or B."""
     max_abs: float | None = None
+    """Largest absolute difference of elements that are finite in A and B. None if no such element differs, or if the
+    dtype cannot be decoded."""
     relative: float | None = None
+    """``max_abs`` divided by the largest magnitude in either tensor, over elements that are finite in both."""
 
 
 class ValueDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """A value that is no tensor; where it is ``only`` in one of the two, the other one's is null."""
+    """A value, other than a tensor, that differs or exists on one side only."""
 
     name: str
     only: Literal["a", "b"] | None = None
+    """The side that has the value; None if both have it."""
     a: Any = None
     b: Any = None
 
 
 class CheckpointDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """``saved`` is how the two were saved (layout, number of ranks, engine, …), which makes them no less equal.
-
-    ``ranks_compared``: whether what each rank kept for itself (random numbers) was compared, which it is where as many
-    ranks saved both.
-    """
+    """The result of a comparison."""
 
     equal: bool
-    tensors: int  # in both, with the same dtype and shape
+    tensors: int
+    """Number of tensors that both have with the same dtype and shape."""
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     forms: tuple[FormDiff, ...]
-    bytes: tuple[TensorDiff, ...]  # the model's first, of a kind the largest difference
+    bytes: tuple[TensorDiff, ...]
+    """Model tensors first; within a kind, the largest difference first."""
     values: tuple[ValueDiff, ...]
     saved: tuple[ValueDiff, ...]
+    """Differences in how the two were saved (layout, number of ranks, engine, …). They do not affect ``equal``."""
     ranks_compared: bool
+    """Whether the state of each rank (its random number generators) was compared. It is if the same number of ranks
+    saved both."""
 
 
 def compare_checkpoints(a: Folder, b: Folder, progress: Progress = no_progress) -> CheckpointDiff:
-    """Compare the checkpoints in the folders ``a`` and ``b``. Reads every byte of both, and holds one tensor of each.
+    """Compare the checkpoints in the folders ``a`` and ``b``.
+
+    Reads every byte of both, and holds one tensor of each in memory.
 
     Raises:
-        DamagedCheckpoint: bytes are not as they were written; the message names the file.
-        StorageError: a file cannot be read, now at least.
+        DamagedCheckpoint: bytes have changed since they were written; the message names the file.
+        StorageError: a file cannot be read at the moment.
     """
     folders = a, b
     manifests = [read_manifest(f) for f in folders]
@@ -127,7 +133,7 @@ def _diff_form(a: TensorRecord, b: TensorRecord) -> FormDiff:
 
 
 def _severity_key(d: TensorDiff) -> tuple[int, int, float, str]:
-    """The model first; of a kind what is not finite, then what has no numbers, then the largest difference."""
+    """Return the sort key: the model first; within a kind NaN and Inf, then undecodable dtypes, then the difference."""
     kinds = ("model", "optimizer", "other")
     return kinds.index(d.kind), -d.not_finite, -(np.inf if d.max_abs is None else d.max_abs), d.name
 
@@ -136,7 +142,7 @@ def _severity_key(d: TensorDiff) -> tuple[int, int, float, str]:
 
 
 def _diff_tensor(tensor: TensorRecord, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> TensorDiff | None:
-    """The difference of two tensors (…, itemsize) of the same form; None where there is none."""
+    """Return the difference of two tensors (…, itemsize) of the same form, or None if they are equal."""
     a, b = a.reshape(-1, tensor.itemsize), b.reshape(-1, tensor.itemsize)
     starts = range(0, len(a), dtypes.BLOCK_ELEMENTS)
     blocks = [(a[i : i + dtypes.BLOCK_ELEMENTS], b[i : i + dtypes.BLOCK_ELEMENTS]) for i in starts]
@@ -169,8 +175,8 @@ def _diff_tensor(tensor: TensorRecord, a: NDArray[np.uint8], b: NDArray[np.uint8
 
 
 def _to_double(numbers: NDArray[Any]) -> NDArray[Any]:
-    """In double precision, so that the difference of narrower ones neither overflows nor is rounded away."""
-    with np.errstate(invalid="ignore"):  # a nan that signals becomes a quiet one
+    """Convert to double precision, in which differences of narrower types neither overflow nor round to zero."""
+    with np.errstate(invalid="ignore"):  # a signaling NaN becomes a quiet one
         return numbers.astype(np.complex128 if numbers.dtype.kind == "c" else np.float64)
 
 
@@ -185,11 +191,11 @@ def _flatten_state(manifest: Manifest, *, with_ranks: bool) -> dict[str, Any]:
 def _flatten_save_info(manifest: Manifest) -> dict[str, Any]:
     fields = msgspec.structs.asdict(manifest)
     save_info = {k: v for k, v in fields.items() if k not in _STATE_FIELDS and k not in ("files", "made_in")}
-    return dict(_iter_leaves(msgspec.to_builtins(save_info), ""))  # a struct in it, as the metric is, leaf by leaf
+    return dict(_iter_leaves(msgspec.to_builtins(save_info), ""))  # splits nested structs, such as the metric
 
 
 def _iter_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """(path, value) of all that is no tensor. A list of plain values is one value: positions tell little of it."""
+    """Yield (path, value) for each value that is not a tensor. A list of plain values counts as one value."""
     if isinstance(value, dict) and "__tensor__" in value:
         return
     inner: dict[str, Any] = {}
@@ -209,6 +215,6 @@ def _diff_values(a: dict[str, Any], b: dict[str, Any]) -> Iterator[ValueDiff]:
             yield ValueDiff(name=name, only="a", a=a[name])
         elif name not in a:
             yield ValueDiff(name=name, only="b", b=b[name])
-        # By their text: 1, 1.0 and true are equal to Python.
+        # Compare the text, because Python considers 1, 1.0 and True equal.
         elif repr(a[name]) != repr(b[name]):
             yield ValueDiff(name=name, a=a[name], b=b[name])

@@ -1,7 +1,7 @@
-"""A checkpoint's model as files that other programs read: safetensors, or one file for ``torch.load``.
+"""Export of a checkpoint's model for other programs: safetensors, or one file for ``torch.load``.
 
-Memory holds one tensor at a time. All is written beside the place that it is for, and gets its name when it is whole
-and on the disk: an export is there as a whole or not at all.
+Memory holds one tensor at a time. Everything is written under a temporary name next to the output and renamed once it
+is complete and on the disk: an export exists completely or not at all.
 """
 
 from __future__ import annotations
@@ -31,62 +31,67 @@ ExportFormat = Literal["safetensors", "torch"]
 Naming = Literal["own", "huggingface"]
 
 CONFIG_FILE, SINGLE_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
-_FIX_FULL = "make room, or name another place with --output"
+_FIX_FULL = "make room, or choose another place with --output"
 _FIX_BY_ERRNO = {
     errno.ENOSPC: _FIX_FULL,
     errno.EDQUOT: _FIX_FULL,
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name a place that you may write to with --output"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a place that you may write to with --output"),
 }
 _EXPORT_FILE_NAMES = re.compile(r"config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to export from the checkpoint in ``folder``, and where to.
-
-    ``output`` is the file for torch and the folder for safetensors. ``dtype`` is what floating tensors are converted
-    to; None: none is. A file of safetensors has at most ``shard_bytes``, or one tensor. ``names`` None: Hugging Face's
-    for safetensors of a model that it has, else our own.
-    """
+    """Options of an export."""
 
     folder: Folder
+    """The checkpoint."""
     output: Path
+    """The file for torch, the folder for safetensors."""
     format: ExportFormat = "safetensors"
     dtype: str | None = None
+    """The dtype to convert floating-point tensors to. None: each tensor keeps its own."""
     shard_bytes: int = 5_000_000_000
+    """Largest size of a safetensors file; a larger tensor gets a file of its own."""
     names: Naming | None = None
+    """Tensor names. None: Hugging Face's for safetensors of a model that it supports, otherwise the module's own."""
     force: bool = False
+    """Replace an existing output."""
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """``files`` are in ``path``; there are none where that is the file. ``bytes`` are those of the tensors."""
+    """A finished export."""
 
     step: int
     path: Path
+    """The file or folder that was written."""
     format: ExportFormat
     names: Naming
     files: tuple[str, ...]
+    """Names of the files in ``path``; empty if ``path`` is a file."""
     tensors: int
+    """Number of tensors."""
     bytes: int
+    """Size of the tensors."""
 
 
 def export_checkpoint(request: ExportRequest, progress: Progress = no_progress) -> ExportResult:
-    """Write the model's tensors as ``request`` says.
+    """Write the model's tensors according to ``request``.
 
     Raises:
-        UsageError: the output is there already, or cannot be what is asked for.
-        NotFound: the folder that it shall lie in is not there.
-        DamagedCheckpoint: bytes of the checkpoint are not as they were written.
-        StorageError: the checkpoint cannot be read, now at least.
-        CheckpointError: the disk is full, a folder is not writable, …; there are no tensors of a model, or they hold
-            what the format or ``dtype`` cannot. Nothing is left there then.
+        UsageError: the output already exists, or the options contradict it.
+        NotFound: the parent folder of the output does not exist.
+        DamagedCheckpoint: bytes of the checkpoint have changed since they were written.
+        StorageError: the checkpoint cannot be read at the moment.
+        CheckpointError: the disk is full, a folder is not writable, …; the checkpoint contains no model, or values
+            that the format or ``dtype`` cannot hold. Nothing is left behind.
     """
     manifest = read_manifest(request.folder)
     check_sizes(request.folder, manifest)
-    recipe, named = _name_tensors(request, manifest)
+    recipe, named_tensors = _name_tensors(request, manifest)
     names: Naming = "own" if recipe is None else "huggingface"
-    items = [_make_item(n, t, request.dtype) for n, t in named]
+    items = [_make_item(n, t, request.dtype) for n, t in named_tensors]
     if request.format == "safetensors":
         check_safetensors(items)
     output = Path(os.path.realpath(request.output.expanduser()))
@@ -99,7 +104,7 @@ def export_checkpoint(request: ExportRequest, progress: Progress = no_progress) 
         _publish(temporary, output)
     except OSError as e:
         raise CheckpointError(
-            f"{output}: cannot be written: {e.strerror or e}; nothing was left there",
+            f"{output}: cannot be written: {e.strerror or e}; nothing was left behind",
             fix=_FIX_BY_ERRNO.get(e.errno or 0),
         ) from e
     finally:
@@ -107,12 +112,14 @@ def export_checkpoint(request: ExportRequest, progress: Progress = no_progress) 
     return ExportResult(manifest.step, output, request.format, names, files, len(items), size)
 
 
-# -- which tensors, and what they are called
+# -- tensors and their names
 
 
 def find_model_tensors(manifest: Manifest) -> dict[str, TensorRecord]:
-    """Parameters and persistent buffers by their names in the module, as its state_dict has them; where the state has
-    several modules, after the key of each and a dot. Tensors inside of extra state have no such name and are left out.
+    """Return the parameters and persistent buffers by their names in the module's state_dict.
+
+    If the state has several modules, each name is prefixed with the module's key and a dot. Tensors inside extra state
+    have no such name and are omitted.
     """
     tensors = {t.name: t for t in manifest.tensors if t.kind == "model"}
     modules: dict[str, dict[str, TensorRecord]] = {}
@@ -126,16 +133,16 @@ def find_model_tensors(manifest: Manifest) -> dict[str, TensorRecord]:
     return {f"{key}.{fqn}": t for key, module_tensors in modules.items() for fqn, t in module_tensors.items()}
 
 
-NamedTensors = list[tuple[str, TensorRecord]]  # in the order in which they are written
+NamedTensors = list[tuple[str, TensorRecord]]  # in the order of writing
 
 
 def _name_tensors(request: ExportRequest, manifest: Manifest) -> tuple[Recipe | None, NamedTensors]:
-    """The tensors with their names; with Hugging Face's comes the recipe that says what they are."""
+    """Return the tensors with their names, and with Hugging Face's names also the recipe of the model."""
     tensors = find_model_tensors(manifest)
     if not tensors:
         raise CheckpointError(
-            f"{request.folder}: holds no model",
-            fix="put the module itself into the state, not what its state_dict says",
+            f"{request.folder}: contains no model",
+            fix="put the module itself into the state, not its state_dict",
         )
     if request.names == "huggingface" or (request.names is None and request.format == "safetensors"):
         try:
@@ -153,26 +160,26 @@ def _name_as_llama(
     recipe = build(document, Recipe, f"{request.folder}: recipe") if document else None
     if recipe is None or not recipe.model.is_decoder:
         raise UsageError(
-            f"--names huggingface: {request.folder} is not known to be a built-in decoder's",
-            fix="name a run of the built-in trainer with model.kind decoder, or say --names own",
+            f"--names huggingface: {request.folder} is not a checkpoint of the built-in decoder",
+            fix="choose a run of the built-in trainer with model.kind decoder, or pass --names own",
         )
     hf_tensors = huggingface.llama_tensors(recipe.model)
-    actual_shapes = {ours: t.shape for ours, t in tensors.items()}
-    expected_shapes = {ours: shape for ours, (_, shape) in hf_tensors.items()}
+    actual_shapes = {n: t.shape for n, t in tensors.items()}
+    expected_shapes = {n: shape for n, (_, shape) in hf_tensors.items()}
     if actual_shapes != expected_shapes:
         name = min(
             n for n in actual_shapes.keys() | expected_shapes.keys() if actual_shapes.get(n) != expected_shapes.get(n)
         )
         raise UsageError(
-            f"--names huggingface: {request.folder} is no built-in decoder's: {name} has shape "
-            f"{actual_shapes.get(name, 'none')}, by the recipe {expected_shapes.get(name, 'none')}",
-            fix="say --names own",
+            f"--names huggingface: {request.folder} is not a checkpoint of the built-in decoder: {name} has shape "
+            f"{actual_shapes.get(name, 'none')}, but {expected_shapes.get(name, 'none')} in the recipe",
+            fix="pass --names own",
         )
-    return recipe, [(theirs, tensors[ours]) for ours, (theirs, _) in hf_tensors.items()]
+    return recipe, [(hf_name, tensors[name]) for name, (hf_name, _) in hf_tensors.items()]
 
 
 def _natural_sort_key(name: str) -> list[tuple[bool, int, str]]:
-    """For sorting: layer 10 comes after layer 9."""
+    """Return a sort key that puts layer 10 after layer 9."""
     return [(reading.is_unsigned_int(p), int(p) if reading.is_unsigned_int(p) else 0, p) for p in name.split(".")]
 
 
@@ -182,33 +189,39 @@ def _make_item(name: str, tensor: TensorRecord, dtype: str | None) -> ExportTens
     return ExportTensor(name=name, dtype=dtype, itemsize=dtypes.ITEMSIZE[dtype], record=tensor)
 
 
-# -- where to
+# -- output
 
 
 def _check_output(request: ExportRequest, output: Path) -> None:
     if not output.parent.is_dir():
-        raise NotFound(f"--output {request.output}: there is no folder {output.parent}", fix="make it first")
+        raise NotFound(f"--output {request.output}: the folder {output.parent} does not exist", fix="create it first")
     as_file = request.format == "torch"
     if as_file and output.is_dir():
-        raise UsageError(f"--output {request.output}: is a folder, and torch's format is one file", fix="name a file")
+        raise UsageError(
+            f"--output {request.output}: is a folder, but --format torch writes one file", fix="name a file"
+        )
     if not output.exists() or (not as_file and output.is_dir() and not any(output.iterdir())):
         return
     if not request.force:
-        raise UsageError(f"--output {request.output}: is there already", fix="name another, or replace it with --force")
+        raise UsageError(
+            f"--output {request.output}: already exists", fix="choose another name, or replace it with --force"
+        )
     if as_file:
         return
     if not output.is_dir():
-        raise UsageError(f"--output {request.output}: is a file, and safetensors go to a folder", fix="name a folder")
-    others = sorted(p.name for p in output.iterdir() if not _EXPORT_FILE_NAMES.fullmatch(p.name))
-    if others:
         raise UsageError(
-            f"--output {request.output}: holds {others[0]}, which is no part of an export",
-            fix="--force replaces an earlier export as a whole: name another folder, or move that away",
+            f"--output {request.output}: is a file, but --format safetensors writes a folder", fix="name a folder"
+        )
+    foreign_names = sorted(p.name for p in output.iterdir() if not _EXPORT_FILE_NAMES.fullmatch(p.name))
+    if foreign_names:
+        raise UsageError(
+            f"--output {request.output}: contains {foreign_names[0]}, which is not part of an export",
+            fix="--force replaces only an earlier export: choose another folder, or move that file away",
         )
 
 
 def _check_free_space(folder: Path, size: int) -> None:
-    """So that a disk which is too small is told in a second and not after an hour."""
+    """Report a disk that is too small at once instead of after an hour."""
     fs_stats = os.statvfs(folder)
     free = fs_stats.f_bavail * fs_stats.f_frsize
     if size > free:
@@ -216,7 +229,7 @@ def _check_free_space(folder: Path, size: int) -> None:
 
 
 def _publish(temporary: Path, output: Path) -> None:
-    """Give ``temporary`` its name. What is replaced is there until then, and again if that fails."""
+    """Rename ``temporary`` to ``output``. The old output stays until then, and is put back if the rename fails."""
     replaced = temporary.with_name(f"{temporary.name}-replaced")
     replaces = temporary.is_dir() and output.is_dir() and any(output.iterdir())
     if replaces:
@@ -234,18 +247,18 @@ def _publish(temporary: Path, output: Path) -> None:
 
 def _remove_leftover(path: Path) -> None:
     if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)  # it must not hide why there is something to take away
+        shutil.rmtree(path, ignore_errors=True)  # an error here must not hide the one that left the folder behind
     else:
         path.unlink(missing_ok=True)
 
 
-# -- the bytes
+# -- writing
 
 
 def _write(
     request: ExportRequest, path: Path, items: Sequence[ExportTensor], recipe: Recipe | None, progress: Progress
 ) -> tuple[str, ...]:
-    """Write the file or the folder ``path``; returns the names of the files in the folder."""
+    """Write the file or folder ``path``, and return the names of the files in the folder."""
     total, done_bytes = sum(i.nbytes for i in items), 0
 
     def read_tensor(item: ExportTensor) -> Iterator[memoryview]:
@@ -279,7 +292,7 @@ def _write(
 
 
 def _split_by_size(items: Iterable[ExportTensor], max_bytes: int) -> Iterator[list[ExportTensor]]:
-    """Items in their order, in groups of at most ``max_bytes`` bytes, or of one item."""
+    """Split the items, in their order, into groups of at most ``max_bytes`` bytes or of one item."""
     group: list[ExportTensor] = []
     size = 0
     for item in items:

@@ -1,7 +1,7 @@
-"""The built-in decoder in the terms of Hugging Face transformers: a LlamaForCausalLM.
+"""The built-in decoder as a LlamaForCausalLM of Hugging Face transformers.
 
-The tensors are the same ones under other names. The decoder turns pairs (i, i + head_dim/2) of a head, as that class
-does, so that no rows of q and k change places; and it has no rows of padding in its vocabulary.
+Only the names of the tensors differ. The decoder rotates the pairs (i, i + head_dim/2) of a head, as that class does,
+so that the rows of q and k keep their order. Its vocabulary has no padding rows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from clustertrain.config.model import ModelSpec
 
-# Of a layer: our name, theirs.
+# Names within a layer: the decoder's and Hugging Face's.
 _LAYER_NAMES = {
     "attention_norm": "input_layernorm",
     "attention.q": "self_attn.q_proj",
@@ -25,8 +25,10 @@ _LAYER_NAMES = {
 
 
 def llama_tensors(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Of each tensor of the decoder, by its name in the module and in the order of execution: its name there, and its
-    shape. A tied head is in neither."""
+    """Return (Hugging Face name, shape) by the decoder's name of each tensor, in the order of execution.
+
+    A tied head is omitted, because neither model stores it.
+    """
     dim, hidden = spec.dim, spec.hidden
     kv_dim = dim // spec.heads * spec.kv_heads
     shapes = {
@@ -40,8 +42,8 @@ def llama_tensors(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
         "embed.weight": ("model.embed_tokens.weight", (spec.vocab_size, dim))
     }
     for n in range(spec.layers):
-        for ours, theirs in _LAYER_NAMES.items():
-            mapping[f"layers.{n}.{ours}.weight"] = f"model.layers.{n}.{theirs}.weight", shapes[ours]
+        for name, hf_name in _LAYER_NAMES.items():
+            mapping[f"layers.{n}.{name}.weight"] = f"model.layers.{n}.{hf_name}.weight", shapes[name]
     mapping["norm.weight"] = "model.norm.weight", (dim,)
     if not spec.tie_embeddings:
         mapping["head.weight"] = "lm_head.weight", (spec.vocab_size, dim)
@@ -49,11 +51,12 @@ def llama_tensors(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def llama_config(spec: ModelSpec, seq_len: int, dtype: str) -> dict[str, Any]:
-    """``llama_config.json``, with the keys of transformers 4, which 5 takes too.
+    """Return the content of ``config.json``, with the keys of transformers 4, which version 5 also accepts.
 
     Args:
-        seq_len: tokens of a sample in training, which is what the model can be trusted with.
-        dtype: torch's name of it.
+        spec: the decoder.
+        seq_len: tokens per training sample; the model is not trained for longer contexts.
+        dtype: torch's name of the dtype of the tensors.
     """
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -74,7 +77,7 @@ def llama_config(spec: ModelSpec, seq_len: int, dtype: str) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
-        # Bytes have no special ones; without these lines 1 and 2 would be taken for such.
+        # A byte vocabulary has no special tokens; without these lines transformers would assume 1 and 2.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,

@@ -1,6 +1,6 @@
-"""Checkpoints without torch and without a process group: list, verify, digest, assemble, prune.
+"""Operations on checkpoints that need neither torch nor a process group: list, verify, digest, assemble, prune.
 
-What a roll-back has invalidated is skipped: the attempt that deletes it may never come.
+Checkpoints that a rollback has invalidated are skipped; the attempt that would delete them may never start.
 """
 
 from __future__ import annotations
@@ -35,26 +35,32 @@ from clustertrain.checkpoint.format.storage_errors import StorageError, with_ret
 from clustertrain.checkpoint.load import rollback
 from clustertrain.errors import CheckpointError, NotFound
 
-# Told how many bytes are done, and of how many.
+# Called with the number of bytes processed and the total.
 Progress = Callable[[int, int], None]
-DIGEST_KINDS: tuple[TensorKind, ...] = ("model", "optimizer")  # what a digest is of
+DIGEST_KINDS: tuple[TensorKind, ...] = ("model", "optimizer")
 
 
 def no_progress(done: int, total: int) -> None:
-    """The progress that nobody looks at."""
+    """Ignore the progress."""
 
 
 def list_checkpoints(root: Folder, *, verify: bool = False, step: int | None = None) -> list[dict[str, Any]]:
-    """All checkpoints in ``root``, or the one of ``step``, oldest first, as ``checkpoint list --json`` prints them.
+    """Return the checkpoints in ``root``, oldest first, as ``checkpoint list --json`` prints them.
 
-    ``verified`` is true when every byte was read (``verify``) and its checksum fits, and false when something is known
-    to be damaged: ``damage`` tells what. Otherwise it is null: without ``verify`` only the index and the sizes of the
-    files are looked at, of one that was never committed nothing, and where the file system would not read,
-    ``unreadable`` tells its words. What the index cannot tell because it is damaged is null too.
+    Args:
+        root: the folder of the checkpoints.
+        verify: read every byte and compare the checksums. Otherwise only the index and the file sizes are checked.
+        step: return only the checkpoint of this step.
+
+    Returns:
+        One row per checkpoint. ``verified`` is true if every byte was read and its checksum matches, and false if the
+        checkpoint is known to be damaged; ``damage`` then says how. Otherwise it is null: ``verify`` was not requested,
+        the checkpoint was never committed, or the file system returned the error in ``unreadable``. Values that a
+        damaged index does not reveal are also null.
     """
     folders = [p for p in rollback.list_valid_folders(root) if step in (None, parse_step(p))]
     rows = [(p, describe(p, verify=verify)) for p in folders]
-    # A run deletes its old ones whenever it has saved.
+    # An active run deletes old checkpoints after each save.
     existing = [(p, r) for p, r in rows if p.is_dir()]
     best = _find_best([p for p, _ in existing]) if step is None else None
     for folder, row in existing:
@@ -63,27 +69,27 @@ def list_checkpoints(root: Folder, *, verify: bool = False, step: int | None = N
 
 
 def find_best(root: F) -> F:
-    """The committed checkpoint whose deciding metric is the best, the newest of equal ones.
+    """Return the committed checkpoint with the best value of the deciding metric, the newest if several are equal.
 
     Raises:
-        NotFound: none has one.
+        NotFound: no checkpoint has a value.
     """
     folder = _find_best(rollback.list_valid_folders(root))
     if folder is None:
         raise NotFound(
-            f"{root}: no checkpoint tells a value of the metric that decides",
-            fix="evaluate on the way (data.validation), or name a scalar that is logged in checkpoint.best",
+            f"{root}: no checkpoint records a value of the deciding metric",
+            fix="evaluate during training (data.validation), or set checkpoint.best to a scalar that is logged",
         )
     return folder
 
 
 def _find_best(folders: Sequence[F]) -> F | None:
-    """By the metric of the newest one that has any: what decides may have been changed on the way."""
+    """Compare by the metric of the newest checkpoint that has one, because the recipe's choice may have changed."""
     scored: list[tuple[F, CheckpointMetric]] = []
     for folder in folders:
         try:
             metric = read_manifest(folder).metric if is_committed(folder) else None
-        except CheckpointError:  # damaged, and told as such elsewhere
+        except CheckpointError:  # damaged; the caller reports that separately
             continue
         if metric is not None and metric.value is not None and math.isfinite(metric.value):
             scored.append((folder, metric))
@@ -109,7 +115,7 @@ def _folder_bytes(folder: Folder) -> int:
 
 
 def describe(folder: Folder, *, verify: bool = False) -> dict[str, Any]:
-    """The row of one checkpoint in :func:`list_checkpoints`."""
+    """Return the row of one checkpoint in :func:`list_checkpoints`."""
     row: dict[str, Any] = {
         "step": parse_step(folder),
         "path": str(folder),
@@ -141,10 +147,10 @@ def describe(folder: Folder, *, verify: bool = False) -> dict[str, Any]:
 
 
 def verify(folder: Folder) -> Manifest:
-    """Read every byte of a checkpoint and compare the checksums.
+    """Read every byte of a checkpoint, compare the checksums, and return the manifest.
 
     Raises:
-        DamagedCheckpoint: not committed, or a file is missing, cut short or altered; the message names the file.
+        DamagedCheckpoint: it is not committed, or a file is missing, truncated or altered; the message names the file.
     """
     manifest = read_manifest(folder)
     _verify_data(folder, manifest)
@@ -159,11 +165,11 @@ def _verify_data(folder: Folder, manifest: Manifest) -> None:
 
 
 def find_damage(folder: Folder, progress: Progress = no_progress) -> list[str]:
-    """What :func:`verify` would raise, of every file that is damaged: one message a file, which names it.
+    """Return one message per damaged file, while :func:`verify` raises only the first one.
 
     Raises:
-        StorageError: a file cannot be read, now at least.
-        CheckpointError: written by a newer format.
+        StorageError: a file cannot be read at the moment.
+        CheckpointError: the checkpoint has a newer format.
     """
     try:
         manifest = read_manifest(folder)
@@ -184,12 +190,12 @@ def find_damage(folder: Folder, progress: Progress = no_progress) -> list[str]:
 
 
 def digest(folder: Folder, kinds: Collection[TensorKind] = DIGEST_KINDS, progress: Progress = no_progress) -> str:
-    """One hash of the model's and the optimizer's logical tensors: name, dtype, shape and bytes in C order.
+    """Return one hash over name, dtype, shape and bytes (C order) of all logical tensors of the given kinds.
 
-    It does not depend on the layout or the number of ranks that saved them. Holds one tensor at a time.
+    It does not depend on the layout or the number of ranks that saved them. Memory holds one tensor at a time.
 
     Raises:
-        DamagedCheckpoint: as :func:`verify`.
+        DamagedCheckpoint: see :func:`verify`.
     """
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
@@ -205,20 +211,20 @@ def digest(folder: Folder, kinds: Collection[TensorKind] = DIGEST_KINDS, progres
 
 
 def tensor_bytes(tensor: TensorRecord) -> int:
-    """Of the whole tensor, in bytes."""
+    """Return the size of the whole tensor in bytes."""
     return math.prod(tensor.shape) * tensor.itemsize
 
 
 def assemble_tensor(folder: Folder, tensor: TensorRecord) -> NDArray[np.uint8]:
-    """The whole tensor as bytes; the last dimension is the element's. numpy has no bfloat16, and needs none here.
+    """Return the whole tensor as bytes of shape (…, itemsize). NumPy has no bfloat16.
 
     Raises:
-        DamagedCheckpoint, StorageError: as :func:`clustertrain.checkpoint.format.shard_io.read_shard`.
+        DamagedCheckpoint, StorageError: see :func:`clustertrain.checkpoint.format.shard_io.read_shard`.
     """
     shard_bytes = sum(s.nbytes for s in tensor.shards)
     if shard_bytes != tensor_bytes(tensor):
         raise DamagedCheckpoint(
-            f"{folder}: the shards of {tensor.name} hold {shard_bytes} bytes of {tensor_bytes(tensor)}"
+            f"{folder}: the shards of {tensor.name} hold {shard_bytes} of {tensor_bytes(tensor)} bytes"
         )
     if len(tensor.shards) == 1:
         return np.frombuffer(read_shard(folder, tensor.shards[0]), dtype=np.uint8).reshape(
@@ -232,10 +238,10 @@ def assemble_tensor(folder: Folder, tensor: TensorRecord) -> NDArray[np.uint8]:
 
 
 def find_checkpoint(root: F, step: int | None = None) -> F:
-    """The folder of ``step``, or of the newest committed checkpoint.
+    """Return the folder of the committed checkpoint of ``step``, or of the newest one.
 
     Raises:
-        NotFound: there is none.
+        NotFound: it does not exist.
     """
     committed = [p for p in rollback.list_valid_folders(root) if is_committed(p)]
     if step is not None:
@@ -243,12 +249,12 @@ def find_checkpoint(root: F, step: int | None = None) -> F:
     if not committed:
         existing_steps = ", ".join(str(parse_step(p)) for p in rollback.list_valid_folders(root)) or "none"
         missing = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
-        raise NotFound(f"{root}: {missing}; steps there: {existing_steps}")
+        raise NotFound(f"{root}: {missing}; existing steps: {existing_steps}")
     return committed[-1]
 
 
 def is_verified(folder: Path) -> bool:
-    """Every byte is as it was written."""
+    """Return whether no byte has changed since it was written."""
     try:
         verify(folder)
     except StorageError:
@@ -259,8 +265,8 @@ def is_verified(folder: Path) -> bool:
 
 
 def list_prunable(root: Path, keep: int, *, is_valid: Callable[[Path], bool] = is_verified) -> list[Path]:
-    """What :func:`prune` would delete, in its order."""
-    # Asked for by hand it counts all alike, whatever they were made for.
+    """Return the checkpoints that :func:`prune` would delete, in its order."""
+    # A manual prune counts all checkpoints alike, whatever triggered them.
     policy = retention.RetentionPolicy(keep=keep)
     candidates = rollback.list_valid_folders(root)
     return retention.list_expired(
@@ -273,10 +279,10 @@ def list_prunable(root: Path, keep: int, *, is_valid: Callable[[Path], bool] = i
 
 
 def prune(root: Path, keep: int, *, is_valid: Callable[[Path], bool] = is_verified) -> list[Path]:
-    """Delete all but the newest ``keep`` committed checkpoints; returns what was deleted.
+    """Delete all but the newest ``keep`` committed checkpoints, and return the deleted folders.
 
-    The newest one that is ``is_valid`` always stays, however many newer ones there are: where all of those are damaged
-    it is what the run will go back to. Folders that were never committed are left alone, a save may be under way.
+    The newest checkpoint that ``is_valid`` accepts always stays: if all newer ones are damaged, the run resumes from
+    it. Uncommitted folders stay too, because a save may be under way.
     """
     expired = list_prunable(root, keep, is_valid=is_valid)
     for folder in expired:

@@ -1,4 +1,4 @@
-"""Files of tensors that other programs read, written one tensor at a time: what is in memory is one of them."""
+"""Writer of safetensors files that holds one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from clustertrain.errors import CheckpointError
 
 @dataclass(frozen=True)
 class ExportTensor:
-    """A tensor of the export: its name, dtype and bytes of an element there, and what it is made from."""
+    """A tensor of the export."""
 
     name: str
+    """Name in the exported file."""
     dtype: str
+    """Dtype in the exported file."""
     itemsize: int
+    """Bytes per element in the exported file."""
     record: TensorRecord
+    """The tensor in the checkpoint."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -31,7 +35,7 @@ class ExportTensor:
         return math.prod(self.shape) * self.itemsize
 
 
-ReadTensor = Callable[[ExportTensor], Iterable[memoryview]]  # the bytes of an item in C order, piece by piece
+ReadTensor = Callable[[ExportTensor], Iterable[memoryview]]  # yields the bytes of an item in C order, in chunks
 
 _SAFETENSORS = {
     "float64": "F64",
@@ -48,7 +52,11 @@ _SAFETENSORS = {
 
 
 def check_safetensors(items: Iterable[ExportTensor]) -> None:
-    """Raises CheckpointError for a dtype that the format lacks."""
+    """Check that safetensors supports the dtype of each item.
+
+    Raises:
+        CheckpointError: it does not support one.
+    """
     for item in items:
         if item.dtype not in _SAFETENSORS:
             raise CheckpointError(
@@ -57,14 +65,14 @@ def check_safetensors(items: Iterable[ExportTensor]) -> None:
 
 
 def write_safetensors(path: Path, items: Sequence[ExportTensor], read_tensor: ReadTensor) -> None:
-    """A new safetensors file: the length of the header as 8 bytes, the header as JSON, the tensors one after another.
+    """Write a new safetensors file: the length of the header in 8 bytes, the header as JSON, then the tensors.
 
-    By hand and not with the library, whose ``save_file`` wants all tensors of a file in memory at once.
+    The library's ``save_file`` is not used because it needs all tensors of a file in memory at once.
 
     Raises:
-        OSError: it cannot be written; what is there of it is not taken away.
+        OSError: the file cannot be written. An incomplete file is not removed.
     """
-    # The widest first, so that each lies at a multiple of its element's size.
+    # Widest elements first, so that each tensor starts at a multiple of its element size.
     by_itemsize = sorted(items, key=lambda i: -i.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it transformers 4 refuses the file
     offset = 0

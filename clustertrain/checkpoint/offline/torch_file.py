@@ -1,8 +1,7 @@
-"""A file that ``torch.load(path, weights_only=True)`` reads, written one tensor at a time.
+"""Writer of files for ``torch.load(path, weights_only=True)`` that holds one tensor in memory at a time.
 
-``torch.save`` wants all tensors in memory. Its file is a zip archive without compression: ``data.pkl``, a pickle in
-which storages are references, and the storages' bytes as ``data/<n>``, at multiples of 64 bytes so that they can be
-mapped into memory.
+``torch.save`` needs all tensors in memory. Its file is an uncompressed zip archive: ``data.pkl``, a pickle in which
+storages are references, and the bytes of each storage as ``data/<n>``, aligned to 64 bytes for memory mapping.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ import torch
 from clustertrain.checkpoint.offline.safetensors import ExportTensor, ReadTensor
 
 _ALIGNMENT = 64
-_LOCAL_HEADER = 30  # bytes of it before the name
-_ZIP64 = 20  # bytes of the field with the sizes, which zipfile puts behind our own
-_PADDING = 0x4246  # as torch marks it
+_LOCAL_HEADER = 30  # bytes before the name
+_ZIP64 = 20  # bytes of the extra field with the sizes, which zipfile appends to the padding
+_PADDING = 0x4246  # the ID that torch gives to its padding field
 
 
 class _Storage:
@@ -53,10 +52,10 @@ class _Pickler(pickle.Pickler):
 
 
 def write_torch(path: Path, items: Sequence[ExportTensor], read_tensor: ReadTensor) -> None:
-    """A new file with a dict of tensors by name.
+    """Write a new file that contains a dict of tensors by name.
 
     Raises:
-        OSError: it cannot be written; what is there of it is not taken away.
+        OSError: the file cannot be written. An incomplete file is not removed.
     """
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump({item.name: _Tensor(i, item) for i, item in enumerate(items)})
@@ -77,7 +76,7 @@ def _write(archive: zipfile.ZipFile, name: str, chunks: Iterable[memoryview]) ->
     data_offset = archive.fp.tell() + _LOCAL_HEADER + len(info.filename) + 4 + _ZIP64
     padding = -data_offset % _ALIGNMENT
     info.extra = struct.pack("<HH", _PADDING, padding) + bytes(padding)
-    # zip64 for all of them: how long the pieces are is not known here.
+    # Always zip64, because the size of the chunks is not known yet.
     with archive.open(info, "w", force_zip64=True) as member:
         for chunk in chunks:
             member.write(chunk)

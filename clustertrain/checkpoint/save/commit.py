@@ -1,7 +1,8 @@
 """Write one rank's part of a checkpoint, and commit the parts of all ranks.
 
 The ranks' writers share only the folder. Each writes a file ``.rank-<r>.done`` when its part is durable. Rank 0's
-writer waits for all of these, writes the manifest, then the commit marker, and renames the folder to its final name.
+writer waits for all of these files, writes the manifest, then the commit marker, and renames the folder to its final
+name.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ _PART_KEYS = {"locations": "places", "block_hashes": "blocks", "rank_values": "o
 
 
 class PartRecord(msgspec.Struct, frozen=True, kw_only=True, rename=_PART_KEYS):
-    """The content of a done-file: what one rank has written."""
+    """The content of a done-file: the part that one rank has written."""
 
     segments: list[Segment]
     locations: list[SegmentLocation]
-    """One per segment, in their order."""
+    """The location of each segment, in the same order."""
     block_hashes: list[str]
-    """One per segment: the hashes of its blocks as one string."""
+    """The hashes of the blocks of each segment, as one string."""
     rank_values: Any
     """The JSON values of this rank."""
 
@@ -66,7 +67,7 @@ def done_file(folder: Path, rank: int) -> Path:
 
 
 def write_and_mark_done(job: WriteJob, memory: memoryview) -> int:
-    """Write a part and its done-file, and return its bytes.
+    """Write a part and its done-file, and return the size of the part.
 
     Raises:
         OSError: the disk is full, the quota is spent, …
@@ -81,9 +82,9 @@ def write_and_mark_done(job: WriteJob, memory: memoryview) -> int:
 
 
 def is_part_complete(job: WriteJob) -> bool:
-    """Return whether a writer that was killed since has completed this part.
+    """Return whether an earlier writer, since killed, has completed this part.
 
-    Rank 0 may be reading the part now, or have committed it, so it must not be written again.
+    The part must then not be written again: rank 0 may be reading it, or may have committed it.
     """
     folder = Path(job.folder)
     if folder.exists():
@@ -100,13 +101,13 @@ def is_commit_of(final: Path, staging: Path) -> bool:
 
 
 def write_part(folder: Path, job: WriteJob, memory: memoryview) -> PartRecord:
-    """Write a part into ``folder``. The checksums are those of the staged bytes, computed while they are written.
+    """Write a part into ``folder``, and compute the checksums of the staged bytes at the same time.
 
     Raises:
-        OSError: as :func:`write_and_mark_done`.
+        OSError: see :func:`write_and_mark_done`.
     """
     if any(s.buffer_offset + s.nbytes > len(memory) for s in job.segments):
-        raise CheckpointError(f"{folder}: the part is larger than the memory that it should be in")
+        raise CheckpointError(f"{folder}: the part is larger than its staging buffer")
     block_hashes: list[str] = []
     errors: list[BaseException] = []
 
@@ -115,7 +116,7 @@ def write_part(folder: Path, job: WriteJob, memory: memoryview) -> PartRecord:
             block_hashes.extend(
                 checksums.block_checksums(memory[s.buffer_offset : s.buffer_offset + s.nbytes]) for s in job.segments
             )
-        except BaseException as e:  # raised again below, by the thread that waits for this one
+        except BaseException as e:  # raised again below, in the thread that waits for this one
             errors.append(e)
 
     hash_thread = threading.Thread(target=hash_all)
@@ -145,7 +146,7 @@ def list_part_files(folder: Path, writer_engine: Engine, rank: int) -> list[Path
 
 
 def remove_part_files(folder: Path, writer_engine: Engine, rank: int) -> None:
-    """Remove what a killed writer has left of this part."""
+    """Remove the files of this part that a killed writer has left."""
     for path in list_part_files(folder, writer_engine, rank):
         if path.is_dir():
             shutil.rmtree(path)
@@ -159,9 +160,9 @@ def commit(
     can_prune: Callable[[], bool],
     get_protected: Callable[[], Collection[int]] = tuple,
 ) -> int:
-    """Wait for all parts and commit them; return the bytes of the checkpoint's files.
+    """Wait for all parts, commit them, and return the size of the checkpoint's files.
 
-    A second call, after the first one's process was killed, continues where that one stopped.
+    If the process of an earlier call was killed, continue where it stopped.
 
     Args:
         should_continue: returns False once the commit is aborted.
@@ -169,9 +170,9 @@ def commit(
         get_protected: returns the steps that must not be deleted now.
 
     Raises:
-        OSError: as :func:`write_and_mark_done`.
+        OSError: see :func:`write_and_mark_done`.
         AttemptSuperseded: a newer attempt owns the run.
-        CheckpointError: a rank did not write its part, or the parts do not fit together.
+        CheckpointError: a rank did not write its part, or the parts do not form complete tensors.
     """
     folder, final = Path(job.folder), step_folder(Path(job.root), job.step)
     if not folder.exists() and is_commit_of(final, folder):
@@ -219,7 +220,7 @@ def _write_manifest(folder: Path, job: CommitJob, should_continue: Callable[[], 
         tensors=tensors,
         values={**job.values, "ranks": {str(r): part.rank_values for r, part in enumerate(parts)}},
     )
-    check_manifest(folder, manifest)  # the files must have what the parts record
+    check_manifest(folder, manifest)  # the files must be as long as the parts record
     fault_points.fault_point("before_commit_marker", 0)
     write_manifest(folder, manifest)
     fault_points.fault_point("after_commit_marker", 0)
@@ -230,21 +231,21 @@ def _wait_for_parts(folder: Path, job: CommitJob, should_continue: Callable[[], 
     parts: dict[int, PartRecord] = {}
 
     def collect_parts() -> bool:
-        # By listing: a client of NFS that has asked for a file in vain believes for a minute that there is none.
+        # List the folder: an NFS client that did not find a file once caches its absence for up to a minute.
         names = {p.name for p in with_retries(lambda: list(folder.iterdir()), folder)}
         for rank in range(job.world_size):
             path = done_file(folder, rank)
             if rank not in parts and path.name in names:
-                with suppress(FileNotFoundError, msgspec.DecodeError):  # not all there yet
+                with suppress(FileNotFoundError, msgspec.DecodeError):  # still incomplete
                     parts[rank] = schema.decode(with_retries(path.read_bytes, path), PartRecord)
         return len(parts) == job.world_size or not should_continue()
 
     clock.wait_until(collect_parts, job.rank_timeout_s, 0.05)
     if not should_continue() and len(parts) < job.world_size:
-        raise CommitAborted("given up")
+        raise CommitAborted("the commit was aborted")
     if len(parts) < job.world_size:
         missing = next(r for r in range(job.world_size) if r not in parts)
-        raise StorageError(f"rank {missing} had not written its part {job.rank_timeout_s:g} s after rank 0 had")
+        raise StorageError(f"rank {missing} had not written its part {job.rank_timeout_s:g} s after rank 0")
     return [parts[r] for r in range(job.world_size)]
 
 
@@ -257,7 +258,7 @@ def _list_file_sizes(folder: Path, ranks: int) -> dict[str, int]:
 def publish(staging: Path, final: Path) -> None:
     """Rename a complete checkpoint to its final name.
 
-    The checkpoint that it replaces is deleted last; after a kill in between, the sweep before a restore brings it back.
+    The checkpoint that it replaces is deleted last. After a kill in between, the sweep before a restore recovers it.
     """
     replaced = replaced_folder(final)
     if final.exists():
@@ -271,21 +272,21 @@ def publish(staging: Path, final: Path) -> None:
         raise
     fsio.fsync_folder(final.parent)
     if replaced.exists():
-        shutil.rmtree(replaced, ignore_errors=True)  # else the sweep of the next restore does it
+        shutil.rmtree(replaced, ignore_errors=True)  # if this fails, the sweep of the next restore deletes it
 
 
 def _prune(job: CommitJob, protected: Collection[int]) -> None:
     root = Path(job.root)
     try:
         fault_points.fault_point("during_prune", 0)
-        # Without reading all bytes again: that would take as long as a restore, at every save.
+        # Do not read all bytes again, which would take as long as a restore after each save.
         retention.delete_expired(
             root, job.policy, is_valid=retention.has_expected_sizes, protected=protected, fence=job.fence
         )
     except AttemptSuperseded as e:
-        log.warning("%s: old checkpoints in %s are left to it", e, root)
+        log.warning("%s: old checkpoints in %s are not deleted", e, root)
     except (OSError, StorageError) as e:
-        # The new checkpoint is committed; an old one that cannot be deleted is no reason to end the run.
+        # The new checkpoint is committed, so an old one that cannot be deleted does not end the run.
         log.warning("old checkpoints in %s could not be deleted: %s", root, e)
 
 
@@ -293,7 +294,7 @@ def merge_parts(parts: Iterable[PartRecord]) -> tuple[TensorRecord, ...]:
     """Return one record per logical tensor, from the parts of all ranks.
 
     Raises:
-        CheckpointError: the shards of a tensor do not add up to it (a rank holds other state than the rest).
+        CheckpointError: the shards of a tensor do not cover it, because the ranks hold different state.
     """
     segments: dict[str, Segment] = {}
     shards: dict[str, list[ShardRecord]] = {}
@@ -325,7 +326,7 @@ def _make_tensor_record(segment: Segment, shards: Sequence[ShardRecord]) -> Tens
     held_bytes = sum(s.nbytes for s in shards)
     if held_bytes != expected_bytes or len({s.start for s in shards}) != len(shards):
         raise CheckpointError(
-            f"{segment.name}: the ranks hold {held_bytes} bytes of {expected_bytes}; is it the same on all of them?"
+            f"{segment.name}: the ranks hold {held_bytes} of {expected_bytes} bytes; is it the same on all ranks?"
         )
     return TensorRecord(
         name=segment.name,

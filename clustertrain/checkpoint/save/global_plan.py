@@ -1,7 +1,7 @@
 """The plan of a save over all ranks: one tree of values, and for each tensor the rank that writes it.
 
-Ranks that hold the same things form a group, and only the group's lowest rank reports what it holds. A thousand
-replicas or shards are one group; a pipeline has one group per stage, ZeRO-1 one per rank.
+Ranks with the same tensors and values form a group, and only the group's lowest rank reports them. A thousand replicas
+or shards are one group; a pipeline has one group per stage, ZeRO-1 one per rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")  # a JSON value
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What this rank writes."""
+    """The part of a save that this rank writes."""
 
     shards: list[LocalShard]
     values: dict[str, Any]
@@ -34,7 +34,7 @@ class RankPlan:
 
 
 class LocalPlan:
-    """What this rank holds. Ranks with the same ``fingerprint`` hold the same things."""
+    """The state that this rank holds. Ranks with the same ``fingerprint`` hold the same tensors and values."""
 
     def __init__(self, collected: CollectedState) -> None:
         self.collected = collected
@@ -43,7 +43,7 @@ class LocalPlan:
 
 
 class GlobalPlanner:
-    """Decides which rank writes which tensor. The decision is kept until some rank holds other tensors."""
+    """Assignment of tensors to the ranks that write them. It is kept until the tensors of some rank change."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -53,7 +53,7 @@ class GlobalPlanner:
     def create_rank_plan(
         self, local_plan: LocalPlan, fingerprints: Sequence[bytes], optimizers: Iterable[str]
     ) -> RankPlan:
-        """Return what this rank writes. Collective, unless all ranks hold the same: then no exchange is needed.
+        """Return the plan of this rank. Collective, except that ranks which all hold the same need no exchange.
 
         Args:
             fingerprints: the fingerprints of all ranks, in rank order.
@@ -68,7 +68,10 @@ class GlobalPlanner:
         return RankPlan(self._select_shards(local_plan), values)
 
     def cached_shards(self, local_plan: LocalPlan) -> list[LocalShard] | None:
-        """Return what this rank writes if no rank's tensors have changed since the last plan; None if its own have."""
+        """Return the shards that this rank writes if no rank's tensors have changed since the last plan.
+
+        Return None if its own tensors have changed.
+        """
         if (
             not self._placement_digests
             or self._placement_digests[self._ranks.rank] != local_plan.fingerprint[:_DIGEST_BYTES]
@@ -82,8 +85,8 @@ class GlobalPlanner:
 
     def _select_shards(self, local_plan: LocalPlan) -> list[LocalShard]:
         shards, rank = local_plan.collected.shards, self._ranks.rank
-        own = [s for s in shards if not s.is_replica and self._writer_ranks[s.name] == _writer_key(s, rank)]
-        return [*own, *local_plan.collected.rank_shards]
+        assigned = [s for s in shards if not s.is_replica and self._writer_ranks[s.name] == _writer_key(s, rank)]
+        return [*assigned, *local_plan.collected.rank_shards]
 
     def _assign_writers(self, local_plan: LocalPlan, placement_digests: Sequence[bytes]) -> dict[str, int]:
         rank_groups = _group_ranks(placement_digests)
@@ -103,7 +106,7 @@ class GlobalPlanner:
         return merge_values(trees, optimizers) if self._ranks.rank == 0 else own_values
 
     def _gather_distinct(self, own_value: T, digests: Sequence[bytes]) -> list[T]:
-        """Return the value of the lowest rank of each group, on rank 0; an empty list on the others."""
+        """Return the value of each group's lowest rank, on rank 0; an empty list on the others."""
         is_group_leader = digests.index(digests[self._ranks.rank]) == self._ranks.rank
         return [value for value in self._ranks.gather(own_value if is_group_leader else None) if value is not None]
 
@@ -124,14 +127,14 @@ def _writer_key(shard: LocalShard, rank: int) -> int:
 
 
 def _placements(shards: Iterable[LocalShard]) -> dict[str, list[Any]]:
-    """Return, by name, how each tensor is held, and the root of its mesh (shards) or its bytes (copies)."""
+    """Return, by name, the placement of each tensor, and the root of its mesh (shards) or its bytes (copies)."""
     return {s.name: [s.placement, s.mesh_root if s.placement == "shard" else s.local_tensor.nbytes] for s in shards}
 
 
 def assign_writers(
     placements: Sequence[Mapping[str, Sequence[Any]]], rank_groups: Sequence[Sequence[int]]
 ) -> dict[str, int]:
-    """Return, by name, the rank that writes a tensor; for shards, the lowest rank of the mesh whose ranks write it.
+    """Return, by name, the rank that writes a tensor; for shards, the lowest rank of the mesh that writes them.
 
     Equal copies are distributed by size over all ranks that have them. If two meshes have shards of the same tensor
     (the embedding that the first and the last stage share), only one mesh writes it.

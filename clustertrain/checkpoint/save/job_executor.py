@@ -1,4 +1,4 @@
-"""Run the jobs of a save: in the writer process, or in the rank itself without one."""
+"""Runs the jobs of a save, in the writer process or, without one, in the rank itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def perform(
 
     Args:
         memory: the staging memory of a part; None copies the part from the node's own disk.
-        should_continue, can_prune, get_protected: as in :func:`~clustertrain.checkpoint.save.commit.commit`.
+        should_continue, can_prune, get_protected: see :func:`~clustertrain.checkpoint.save.commit.commit`.
     """
     try:
         if isinstance(job, WriteJob):

@@ -3,7 +3,7 @@
 A part is written there first, which frees its staging buffer before the shared file system has the part. A run that
 returns to the node reads the part from there.
 
-This tier is optional. Only a commit in the shared folder counts, and what is read here must match the checksums in the
+This tier is optional. Only a commit in the shared folder counts, and bytes read here must match the checksums in the
 manifest there.
 
     LOCAL/<run>/step-00000500-<attempt>-…/   the files of this node's ranks, with their names in the shared folder
@@ -41,7 +41,7 @@ from clustertrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-VERIFY_BYTES = 4 * checksums.BLOCK_BYTES  # that are verified at a time
+VERIFY_BYTES = 4 * checksums.BLOCK_BYTES  # verified at a time
 _FOLDER_NAME = re.compile(r"step-(\d{8,})-.+")
 
 
@@ -64,7 +64,7 @@ def _list_folders(root: Path) -> list[Path]:
 
 
 def write_local_part(job: WriteJob, memory: memoryview, in_use: Collection[str] = ()) -> bool:
-    """Write a part to ``job.local_folder``. Return False, and leave nothing there, if there is no room or no disk.
+    """Write a part to ``job.local_folder``. Return False, and leave nothing there, if there is no space or no disk.
 
     Args:
         in_use: folders whose parts are not in the shared folder yet.
@@ -81,7 +81,7 @@ def write_local_part(job: WriteJob, memory: memoryview, in_use: Collection[str] 
             _make_room(folder, writer_engine, job.rank, in_use, keep_newest=0)
             _write_part(folder, job, memory)
     except OSError as e:
-        _warn_once(f"{folder.parent}: cannot be used, checkpoints go straight to the shared folder: {e.strerror or e}")
+        _warn_once(f"{folder.parent}: cannot be used: {e.strerror or e}; checkpoints go straight to the shared folder")
         _remove_part(folder, writer_engine, job.rank)
         return False
     fault_points.fault_point("after_local_write", job.rank)
@@ -89,22 +89,22 @@ def write_local_part(job: WriteJob, memory: memoryview, in_use: Collection[str] 
 
 
 def _make_private_folder(root: Path) -> None:
-    """Create ``root``. In a folder like /tmp another user may have created it, which is refused."""
+    """Create ``root``. Refuse a folder of another user, who may have created it in a folder like /tmp."""
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder_stat = root.lstat()
     if not stat.S_ISDIR(folder_stat.st_mode) or folder_stat.st_uid != os.geteuid():
-        raise PermissionError(errno.EACCES, "it is no folder of this user's")
+        raise PermissionError(errno.EACCES, "it is not a folder of this user")
 
 
 def _make_room(folder: Path, writer_engine: Engine, rank: int, in_use: Collection[str], *, keep_newest: int) -> None:
     """Remove this rank's files of other saves, except the ``keep_newest`` newest saves and those ``in_use``."""
-    others = [p for p in _list_folders(folder.parent) if p != folder]
-    for other in others[: len(others) - keep_newest]:
-        if str(other) in in_use:
+    other_folders = [p for p in _list_folders(folder.parent) if p != folder]
+    for other_folder in other_folders[: len(other_folders) - keep_newest]:
+        if str(other_folder) in in_use:
             continue
-        _remove_part(other, writer_engine, rank)
+        _remove_part(other_folder, writer_engine, rank)
         with suppress(OSError):
-            other.rmdir()  # succeeds for the last rank
+            other_folder.rmdir()  # succeeds for the last rank
 
 
 def _remove_part(folder: Path, writer_engine: Engine, rank: int) -> None:
@@ -133,11 +133,11 @@ def _warn_once(message: str) -> None:
 
 
 def copy_to_shared(job: WriteJob) -> int:
-    """Copy the part in ``job.local_folder`` to the shared folder, with its done-file, and return its bytes.
+    """Copy the part in ``job.local_folder`` to the shared folder, with its done-file, and return its size.
 
     Raises:
-        OSError: as :func:`clustertrain.checkpoint.save.commit.write_and_mark_done`.
-        StorageError: the local disk has lost it.
+        OSError: see :func:`clustertrain.checkpoint.save.commit.write_and_mark_done`.
+        StorageError: the local disk has lost the part.
     """
     source, folder, writer_engine = Path(job.local_folder), Path(job.folder), get_engine(job.engine)
     if commit.is_part_complete(job):
@@ -161,12 +161,12 @@ def _read_verified_part(folder: Path, rank: int) -> PartRecord:
             for pos in range(0, shard.nbytes, VERIFY_BYTES):
                 read_into(buffer[: min(VERIFY_BYTES, shard.nbytes - pos)], folder, shard, pos)
     except (OSError, msgspec.MsgspecError, CheckpointError) as e:
-        raise StorageError(f"{folder}: what rank {rank} has written there cannot be read: {e}") from e
+        raise StorageError(f"{folder}: the part of rank {rank} cannot be read: {e}") from e
     return part
 
 
 def _copy_durably(source: Path, target: Path, rank: int) -> None:
-    """Copy a file or a folder to ``target``, which must not exist; durable on return."""
+    """Copy a file or folder to ``target``, which must not exist; it is durable on return."""
     if source.is_dir():
         target.mkdir(mode=0o750)
         for inner in sorted(source.iterdir()):
@@ -189,7 +189,7 @@ def _copy_durably(source: Path, target: Path, rank: int) -> None:
 
 
 class LocalTierReader:
-    """Reads this node's parts of the checkpoint that was written in ``made_in``; ``bytes_read`` counts them."""
+    """Reader of this node's parts of the checkpoint that was written in ``made_in``. It counts ``bytes_read``."""
 
     def __init__(self, root: Path, made_in: str) -> None:
         self._folder = local_folder(root, made_in)
@@ -198,7 +198,7 @@ class LocalTierReader:
         self.bytes_read = 0
 
     def read_into(self, buffer: memoryview, shard: ShardRecord, low: int, *, alone: bool = False) -> bool:
-        """Read as :func:`clustertrain.checkpoint.format.shard_io.read_into`. Return False if the shard is not here."""
+        """Read like :func:`~clustertrain.checkpoint.format.shard_io.read_into`. Return False if it is not here."""
         if shard.file in self._missing_files:
             return False
         try:
@@ -206,7 +206,7 @@ class LocalTierReader:
         except CheckpointError as e:
             self._missing_files.add(shard.file)
             if (self._folder / shard.file).exists():
-                log.warning("%s; read from the shared folder", e.message)
+                log.warning("%s; reading from the shared folder instead", e.message)
             return False
         with self._lock:
             self.bytes_read += len(buffer)
@@ -214,7 +214,7 @@ class LocalTierReader:
 
 
 def remove_stale(root: Path, made_in: str, attempt: str) -> None:
-    """Remove all folders except that of ``made_in`` and those that other ranks of ``attempt`` may have started.
+    """Remove all folders except that of ``made_in`` and those that other ranks of ``attempt`` may have created.
 
     Called by one rank per node, after a restore.
     """

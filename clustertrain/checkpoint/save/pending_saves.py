@@ -18,24 +18,29 @@ from clustertrain.checkpoint.save.writer_jobs import CommitJob, JobOutcome, Writ
 
 log = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 1.0  # between looks at the deadline while waiting
-DEADLINE_MESSAGE = "it would not have been there before this process must end"
-COPY_FAILURE_TIMEOUT_S = 600.0  # of failing uploads, after which the end of the run no longer waits for them
+POLL_INTERVAL_S = 1.0  # between checks of the deadline while waiting
+DEADLINE_MESSAGE = "it would not have been committed before this process must end"
+COPY_FAILURE_TIMEOUT_S = 600.0  # after uploads have failed for this long, the end of the run no longer waits for them
 
 
 @dataclass
 class PendingSave:
-    """A save whose outcome is not known on all ranks yet."""
+    """A save whose outcome some ranks do not know yet."""
 
     write: WriteJob
-    commit: CommitJob | None  # only on rank 0
+    commit: CommitJob | None
+    """None except on rank 0."""
     staging: StagingBuffer
-    started: float  # monotonic, when the save began
-    stall_s: float = 0.0  # for which training waited
-    send_thread: threading.Thread | None = None  # waits for the copy from the GPU, then submits the jobs
+    started: float
+    """Monotonic time at which the save began."""
+    stall_s: float = 0.0
+    """Seconds for which training waited."""
+    send_thread: threading.Thread | None = None
+    """The thread that waits for the copy from the GPU and then submits the jobs."""
     written: JobOutcome | None = None
     committed: JobOutcome | None = None
-    is_in_local_tier: bool = False  # on the node's own disk; its staging buffer is free
+    is_in_local_tier: bool = False
+    """Whether the part is on the node's own disk, so that its staging buffer is free."""
     is_retried: bool = False
 
     @property
@@ -85,13 +90,18 @@ class PendingSaves:
         *,
         has_remote: bool,
     ) -> None:
-        """``get_deadline`` returns when waiting ends, by the monotonic clock; ``has_remote``: uploads run."""
+        """
+        Args:
+            get_deadline: returns the monotonic time at which waiting ends.
+            on_copy: called with the outcome of each upload.
+            has_remote: whether the worker uploads checkpoints.
+        """
         self.worker = worker
         self.waiting: deque[PendingSave] = deque()  # oldest first
         self._get_deadline = get_deadline
         self._on_copy = on_copy
         self._has_remote = has_remote
-        self._copied_upto = -1  # the newest step up to which nothing is left to upload
+        self._copied_upto = -1  # newest step up to which nothing is left to upload
         self._copies_failing_since: float | None = None
 
     def begin(self, pending: PendingSave) -> None:
@@ -112,7 +122,7 @@ class PendingSaves:
                 self.worker.submit(pending.write, pending.staging)
             if pending.commit is not None and pending.committed is None:
                 self.worker.submit(pending.commit, None)
-        except Exception as e:  # a thread's edge: unreported, the rank would wait for an outcome without end
+        except Exception as e:  # a thread's edge: without a report the rank would wait for the outcome forever
             pending.fail(Failure(message=f"{type(e).__name__}: {e}", kind="storage"))
 
     def wait_until(self, pending: PendingSave, condition: Callable[[], bool]) -> None:
@@ -129,7 +139,7 @@ class PendingSaves:
                 self._resubmit(WriterDied("the checkpoint writer is gone"))
 
     def wait_until_free(self, staging: StagingBuffer) -> bool:
-        """Wait until no save needs ``staging`` any more. Return False if one still did at the deadline."""
+        """Wait until no save needs ``staging``. Return False if one still does at the deadline."""
         is_free = True
         for pending in self.waiting:
             if pending.staging is staging:
@@ -138,13 +148,15 @@ class PendingSaves:
         return is_free
 
     def poll_outcomes(self) -> None:
-        """Take the outcomes that are there, without waiting."""
+        """Take the outcomes that have arrived, without waiting."""
         while (self.waiting or self._has_remote) and self._take_outcome(0.0):
             pass
 
     def drain(self, deadline: float, *, join: bool) -> None:
-        """Take outcomes until the monotonic time ``deadline``; with ``join``, wait for the send threads without a
-        limit."""
+        """Take outcomes until the monotonic time ``deadline``.
+
+        With ``join``, wait for the send threads without a limit.
+        """
         while self.waiting and not self.waiting[-1].is_done() and (remaining_s := deadline - clock.monotonic()) > 0:
             self._take_outcome(remaining_s)
         for pending in self.waiting:

@@ -35,12 +35,12 @@ class StagedSave:
     rank_values: Any
     """The JSON values of this rank."""
     staged: list[Segment] | Failure
-    """The segments in the buffer; or why there are none, which the ranks exchange when they finish the save."""
+    """The segments in the buffer, or the failure, which the ranks exchange when they finish the save."""
 
 
 @dataclass(frozen=True)
 class _PlanExchange:
-    """An exchange of plans between the ranks, in flight."""
+    """An exchange of plans between the ranks that is in flight."""
 
     local_plan: LocalPlan | None
     """None if this rank's state cannot be saved."""
@@ -59,7 +59,11 @@ class SavePlanner:
         self._attempt = attempt
 
     def plan_shards(self, state: StateTree, rank_state: StateTree, *, error_prefix: str) -> Sequence[LocalShard]:
-        """Return the shards that this rank would write now. Raises as :meth:`stage`."""
+        """Return the shards that this rank would write now.
+
+        Raises:
+            CheckpointError: see :meth:`stage`.
+        """
         return self._finish_plan(self._begin_plan(state, rank_state), state, error_prefix)[1].shards
 
     def stage(
@@ -75,10 +79,11 @@ class SavePlanner:
         """Copy this rank's shards into ``staging``, unless ``deadline_passed``.
 
         Raises:
-            CheckpointError: on all ranks, if any of them has state that cannot be saved. Starts with ``error_prefix``.
+            CheckpointError: on all ranks, if any of them has state that cannot be saved. The message starts with
+                ``error_prefix``.
         """
         plan_exchange = self._begin_plan(state, rank_state, step)
-        # The copy overlaps with the exchange: usually this rank writes the same shards as the last time.
+        # The copy overlaps with the exchange, because this rank usually writes the same shards as last time.
         cached_shards = (
             None
             if plan_exchange.local_plan is None or deadline_passed
@@ -111,9 +116,10 @@ class SavePlanner:
     def _finish_plan(
         self, plan_exchange: _PlanExchange, state: StateTree, error_prefix: str, step: int | None = None
     ) -> tuple[LocalPlan, RankPlan, bytes, bool]:
-        """Finish the exchange; return this rank's plans, the folder's token, and whether no rank's shards have changed.
+        """Finish the exchange. If all ranks hold the same shards, no further exchange is needed.
 
-        If all ranks hold the same shards, no further exchange is needed.
+        Returns:
+            This rank's local plan and rank plan, the token of the folder, and whether no rank's shards have changed.
         """
         records = plan_exchange.wait_for_records()
         token = records[0][1 : 1 + _TOKEN_BYTES]

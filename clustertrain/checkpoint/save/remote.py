@@ -1,4 +1,4 @@
-"""Uploads of committed checkpoints to a URL, by the writer processes while training goes on.
+"""Uploads of committed checkpoints to a URL, by the writer processes while training continues.
 
 Rank 0's writer chooses a step and announces it in ``.uploading.json`` of the shared folder. Each rank's writer uploads
 its share of that step's files, whichever rank wrote them, then a file ``.uploaded-<r>``. When all of these exist, rank
@@ -44,14 +44,14 @@ ANNOUNCEMENT_FILE = ".uploading.json"
 ALL_STEPS = 2**62  # no run has so many steps
 CHUNK_BYTES = 8 << 20
 RETRY_BACKOFF_S = (1.0, 300.0)  # after the first failure, and at most
-POLL_BACKOFF_S = (0.1, 3.0)  # between looks for another rank's files: at first, and at most
+POLL_BACKOFF_S = (0.1, 3.0)  # between checks for another rank's files: at first, and at most
 SHARE_TIMEOUT_S = 600.0  # for the other ranks' files, since the last one arrived
 
 
 class UploadAnnouncement(
     msgspec.Struct, frozen=True, kw_only=True, rename={"sequence": "nth", "uploaded_upto": "upto"}
 ):
-    """The content of ``.uploading.json``: what rank 0 asks the other ranks to upload."""
+    """The content of ``.uploading.json``: rank 0's request to the other ranks."""
 
     attempt: str
     sequence: int
@@ -61,7 +61,7 @@ class UploadAnnouncement(
     step: int | None = None
     """The checkpoint to upload."""
     marker: str = ""
-    """The commit marker of that checkpoint, which another one of the same step does not have."""
+    """The commit marker of that checkpoint. Another save of the same step has a different one."""
 
 
 class _Stopped(Exception):
@@ -74,7 +74,11 @@ class Uploader:
     def __init__(
         self, job: UploadJob, on_outcome: Callable[[JobOutcome], None], wait_for_save: Callable[[], object]
     ) -> None:
-        """``wait_for_save`` waits while a checkpoint is being written, since a save has priority over an upload."""
+        """
+        Args:
+            on_outcome: called with the outcome of each upload.
+            wait_for_save: waits while a checkpoint is being written, because a save has priority over an upload.
+        """
         self._job = job
         self._on_outcome = on_outcome
         self._wait_for_save = wait_for_save
@@ -83,13 +87,13 @@ class Uploader:
         self._wake = threading.Event()
         self._stop_event = threading.Event()
         self._poll_s = POLL_BACKOFF_S[0]
-        self._newest_step = 0  # step that this process has written or committed
+        self._newest_step = 0  # that this process has written or committed
         self._uploading_step: int | None = None
         self._num_announced = 0
         self._last_announcement = 0
         self._idle_upto = -1
         self._unusable: dict[int, bytes] = {}
-        self._remote_markers: dict[int, bytes] = {}  # by step the marker
+        self._remote_markers: dict[int, bytes] = {}  # by step
         self._info_cache: dict[tuple[int, bytes], CheckpointInfo] = {}
 
     def start(self) -> None:
@@ -109,7 +113,7 @@ class Uploader:
         self._wake.set()
 
     def announce_end(self) -> None:
-        """Announce that rank 0 uploads nothing more, so that no other rank waits for it."""
+        """Announce that rank 0 uploads nothing more, so that the other ranks do not wait for it."""
         if self._job.rank == 0:
             with suppress(AttemptSuperseded, StorageError):
                 self._announce(upto=ALL_STEPS)
@@ -138,7 +142,7 @@ class Uploader:
         if self._job.url not in message:
             message = f"{self._job.url}: {message}"
         step = self._newest_step if self._uploading_step is None else self._uploading_step
-        self._report(step, failure=Failure(message=f"{message}; again in {retry_s:g} s", kind="storage"))
+        self._report(step, failure=Failure(message=f"{message}; retry in {retry_s:g} s", kind="storage"))
 
     def _report(self, step: int, *, nbytes: int = 0, seconds: float = 0.0, failure: Failure | None = None) -> None:
         ended = clock.monotonic()
@@ -147,7 +151,7 @@ class Uploader:
         )
 
     def _wait_for_wake(self, timeout_s: float | None = None) -> None:
-        """Wait for a save, at most ``timeout_s``."""
+        """Wait for the next save, at most ``timeout_s``."""
         self._wake.wait(timeout_s)
         self._check_stopped()
 
@@ -215,7 +219,7 @@ class Uploader:
         return local_markers, [s for s in missing if s not in to_delete]
 
     def _read_info(self, step: int, marker: bytes) -> CheckpointInfo:
-        """Return what the retention policy needs of a checkpoint."""
+        """Return the properties of a checkpoint that the retention policy uses."""
         key = (step, marker)
         if key not in self._info_cache:
             folder: Folder = step_folder(self._root, step)
@@ -246,7 +250,7 @@ class Uploader:
                 poll_s, last_arrival = POLL_BACKOFF_S[0], clock.monotonic()
             if clock.monotonic() - last_arrival > SHARE_TIMEOUT_S:
                 raise StorageError(
-                    f"{remote_folder}: the files of rank {min(pending_ranks)} have not come for {SHARE_TIMEOUT_S:g} s"
+                    f"{remote_folder}: the files of rank {min(pending_ranks)} did not arrive in {SHARE_TIMEOUT_S:g} s"
                 )
             self._stop_event.wait(poll_s)
             self._check_stopped()
@@ -254,7 +258,7 @@ class Uploader:
         mismatched = [n for n, size in manifest.files.items() if sizes.get(n) != size]
         if mismatched:  # something else has written there
             remote_folder.rmtree()
-            raise StorageError(f"{remote_folder / mismatched[0]}: is not what was written there")
+            raise StorageError(f"{remote_folder / mismatched[0]}: has a different size than the uploaded file")
         self._upload_file(step_folder(self._root, step) / MANIFEST, remote_folder / MANIFEST)
         fault_points.fault_point("before_remote_commit_marker", 0)
         check_fence(self._job.fence)
@@ -263,7 +267,7 @@ class Uploader:
             (remote_folder / _share_name(rank)).unlink()
 
     def _prune_remote(self) -> None:
-        """Delete what the policy does not keep, and older checkpoints that were never committed there."""
+        """Delete the copies that the policy does not keep, and older ones that were never committed there."""
         newest = max(self._remote_markers)
         infos = [self._read_info(s, m) for s, m in self._remote_markers.items()]
         to_delete = set(retention.select_for_deletion(infos, self._job.policy, newest))
@@ -275,7 +279,7 @@ class Uploader:
                 folder.rmtree()
                 self._remote_markers.pop(step, None)
 
-    # -- the others
+    # -- other ranks
 
     def _run_follower(self) -> None:
         self._wake.clear()
@@ -286,7 +290,7 @@ class Uploader:
             and announcement.step is not None
             and announcement.sequence != self._last_announcement
         ):
-            with suppress(DamagedCheckpoint, FileNotFoundError):  # rank 0 finds the same
+            with suppress(DamagedCheckpoint, FileNotFoundError):  # rank 0 sees and reports the same
                 self._upload_share(announcement.step, announcement.marker.encode())
             self._last_announcement = announcement.sequence
             self._poll_s = POLL_BACKOFF_S[0]
@@ -305,7 +309,7 @@ class Uploader:
             return None
         return announcement if announcement.attempt == self._job.attempt else None
 
-    # -- all
+    # -- all ranks
 
     def _upload_share(self, step: int, marker: bytes) -> None:
         """Upload this rank's share of the files."""
@@ -316,15 +320,17 @@ class Uploader:
         if _read_if_exists(share_file) == self._share_token(marker):
             return
         if (folder / COMMITTED).read_bytes() != marker:
-            raise StorageError(f"{folder}: is another one than rank 0 sees")
+            raise StorageError(f"{folder}: is not the checkpoint that rank 0 sees")
         for name in read_manifest(folder).files:
             if owner_rank(name) % self._job.world_size == self._job.rank:
                 self._upload_file(folder / name, remote_folder / name)
         share_file.write_bytes(self._share_token(marker))
 
     def _is_uploaded(self, remote_folder: RemoteFolder, marker: bytes) -> bool:
-        """Return whether the remote folder has this checkpoint. If it has another one, remove its commit marker first,
-        before any byte is replaced."""
+        """Return whether the remote folder has this checkpoint.
+
+        If it has a different one, remove that one's commit marker before any byte is replaced.
+        """
         remote_marker = _read_if_exists(remote_folder / COMMITTED)
         if remote_marker is not None and remote_marker != marker:
             check_fence(self._job.fence)
@@ -332,7 +338,7 @@ class Uploader:
         return remote_marker == marker
 
     def _share_token(self, marker: bytes) -> bytes:
-        """Return the content of a share file: it differs for another checkpoint or another number of ranks."""
+        """Return the content of a share file, which identifies the checkpoint and the number of ranks."""
         return marker.strip() + f" {self._job.world_size}\n".encode()
 
     def _upload_file(self, path: Path, remote_file: RemoteFolder) -> None:

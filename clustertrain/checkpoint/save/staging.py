@@ -20,10 +20,10 @@ from clustertrain.checkpoint.format.staged_segments import Segment
 
 _ALIGN = 64  # bytes; no element is larger
 _LARGE_BYTES = 1 << 20
-_MAX_FREE_FRACTION = 0.8  # of the memory that is free may be taken; the rest is for what the next step needs
+_MAX_FREE_FRACTION = 0.8  # of the free memory; the rest is for the next training step
 _GRANULARITY = 1 << 20
 _MADV_POPULATE_WRITE = 23  # of madvise, Linux 5.14 and newer
-_POPULATE_BYTES = 64 << 20  # in one call, which holds the lock of this process's memory map
+_POPULATE_BYTES = 64 << 20  # per call, which holds the lock of this process's memory map
 
 
 class StagingBuffer:
@@ -37,7 +37,12 @@ class StagingBuffer:
     """
 
     def __init__(self, spill_dir: Path, device: torch.device, buffers_per_node: int = 1) -> None:
-        """``buffers_per_node``: staging buffers of all ranks on the machine, which share its free memory."""
+        """
+        Args:
+            spill_dir: folder of the file that replaces memory.
+            device: device of the state.
+            buffers_per_node: staging buffers of all ranks on the machine, which share its free memory.
+        """
         self._spill_dir = spill_dir
         self._buffers_per_node = buffers_per_node
         self._device = device
@@ -46,7 +51,7 @@ class StagingBuffer:
         self._stream: torch.cuda.Stream | None = None
         self._buffer: torch.Tensor | None = None
         self.fd: int | None = None
-        self.generation = 0  # of the memory: a new one may have the number of the old one's file descriptor
+        self.generation = 0  # of the memory, because new memory may get the same file descriptor number
         self.size = 0
         self.in_memory = True
 
@@ -65,7 +70,7 @@ class StagingBuffer:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 self._copy_shards(shards, segments)
-            # The next kernels of the step may overwrite the source: the device waits for the copy, the host does not.
+            # The next kernels of the step may overwrite the source, so the device waits for the copy, but not the host.
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         else:
             self._copy_shards(shards, segments)
@@ -95,7 +100,7 @@ class StagingBuffer:
         """Start to allocate memory for ``shards``, without waiting.
 
         Raises:
-            OSError: as :meth:`stage`.
+            OSError: see :meth:`stage`.
         """
         self._join_reserve()
         if self._grow_to(_layout_segments(shards)[1]):
@@ -170,11 +175,11 @@ def _cudart() -> Any:
 
 
 def _layout_segments(shards: Sequence[LocalShard]) -> tuple[list[Segment], int]:
-    """Return the segment of each shard, and the bytes of them all."""
+    """Return the segment of each shard, and their total size."""
     segments, offset = [], 0
     for shard in shards:
         nbytes = shard.local_tensor.numel() * shard.local_tensor.element_size()
-        # The raw engine's file has the same offsets: a large segment is page-aligned for direct reads.
+        # The raw engine's file has the same offsets, so a large segment is page-aligned for direct reads.
         align = _ALIGN if nbytes < _LARGE_BYTES else direct_io.ALIGN
         offset = -(-offset // align) * align
         segments.append(

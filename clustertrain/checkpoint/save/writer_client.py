@@ -1,4 +1,4 @@
-"""The writer process as its rank sees it; :mod:`~clustertrain.checkpoint.save.writer_process` is the other end.
+"""The rank's end of the writer process; :mod:`~clustertrain.checkpoint.save.writer_process` is the other end.
 
 The writer shares memory and a pipe with its rank and is in no process group. It imports torch only if its engine does,
 so it starts in a fraction of a second.
@@ -36,15 +36,16 @@ if TYPE_CHECKING:  # it imports torch
 
 CLOSE_TIMEOUT_S = 1.0
 LOCK_TIMEOUT_S = 1.0
-# Slurm and torchrun signal every process of a job. The writer ignores them and ends after its rank, with its work done.
+# Slurm and torchrun signal every process of a job. The writer ignores them, and ends after its rank when its work is
+# done.
 _BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 class JobRunner(Protocol):
-    """Runs jobs in the order of their submission."""
+    """A runner of jobs, in the order of their submission."""
 
     def start(self) -> None:
-        """Start ahead of the first job."""
+        """Start before the first job."""
         ...
 
     def submit(self, job: WriteJob | CommitJob, staging: StagingBuffer | None) -> None: ...
@@ -55,7 +56,7 @@ class JobRunner(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the runner can run a job, as far as this process knows."""
+        """Whether the runner can run a job, as far as this process knows."""
         ...
 
     def next_outcome(self, timeout_s: float | None) -> JobOutcome | None:
@@ -74,7 +75,7 @@ class WriterDied(Exception):
 
 
 class InlineRunner:
-    """Runs jobs in this process, when it waits for their outcome."""
+    """A runner in this process, which runs a job when the caller waits for its outcome."""
 
     def __init__(self) -> None:
         self._jobs: deque[tuple[WriteJob | CommitJob, StagingBuffer | None]] = deque()
@@ -108,7 +109,7 @@ class InlineRunner:
 
 
 class WriterClient:
-    """Runs jobs in a writer process, which starts with :meth:`start` or with the first job."""
+    """A runner in a writer process, which starts with :meth:`start` or with the first job."""
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
@@ -181,7 +182,7 @@ class WriterClient:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the process runs; False only after its death was noticed."""
+        """Whether the process runs; False only after its death was noticed."""
         return self._pipe is not None
 
     def _send(self, message: WriterMessage) -> None:
@@ -213,7 +214,7 @@ class WriterClient:
         return f"ended with exit code {code}"
 
     def close(self) -> None:
-        """Close the pipe; the process ends after its last job, which may be after this process."""
+        """Close the pipe. The writer ends after its last job, possibly after this process."""
         if self._pipe is None or self._process is None:
             return
         self._pipe.close()

@@ -36,7 +36,7 @@ class WriteJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class CommitJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Commit the checkpoint that all ranks write into ``folder``, then prune ``root``. Only rank 0's writer does it."""
+    """Commit the checkpoint that all ranks write into ``folder``, then prune ``root``. Only for rank 0's writer."""
 
     step: int
     folder: str
@@ -58,7 +58,7 @@ class CommitJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class UploadJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Keep copies of the checkpoints in ``root`` at ``url``, as many as ``policy`` keeps there."""
+    """Keep copies of the checkpoints in ``root`` at ``url``, according to ``policy``."""
 
     url: str
     root: str
@@ -78,7 +78,7 @@ class AttachBuffer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AbortCommit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Give up the commit of ``step``."""
+    """Abort the commit of ``step``."""
 
     step: int
 
@@ -100,10 +100,10 @@ class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     seconds: float = 0.0
     ended: float
-    """By the monotonic clock, which all processes of a machine share."""
+    """Time by the monotonic clock, which all processes of a machine share."""
     failure: Failure | None = None
 
 
 def job_kind(job: WriteJob | CommitJob) -> JobKind:
-    """Return the kind that the outcome of ``job`` has."""
+    """Return the kind of outcome of ``job``."""
     return "write" if isinstance(job, WriteJob) else "commit"

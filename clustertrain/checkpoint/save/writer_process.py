@@ -1,7 +1,7 @@
 """The writer process of one rank: ``python -m clustertrain.checkpoint.save.writer_process FD PID ENGINE``.
 
-It takes jobs from the pipe until the pipe closes, which happens when its rank ends in any way, and finishes the jobs it
-has. So a save that was staged when its rank was killed is not lost.
+It takes jobs from the pipe until the pipe closes, which happens however its rank ends, and finishes the jobs it has. A
+save that was staged when its rank was killed is therefore not lost.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ORPHAN_TIMEOUT_S = 20.0
 
 
 class Inbox:
-    """The rank's messages, read by a thread so that the rank never waits for a write before it can send more."""
+    """The rank's messages, read by a thread so that the rank can always send more without waiting for a write."""
 
     def __init__(self, pipe: Connection[Any, Any], rank_pid: int) -> None:
         self._pipe = pipe
@@ -60,13 +60,13 @@ class Inbox:
 
     @property
     def is_orphaned(self) -> bool:
-        """Return whether the rank is gone. A child that it forked may still hold its end of the pipe open."""
+        """Whether the rank has ended. A child that it forked may still hold its end of the pipe open."""
         if self._orphaned_at is None and os.getppid() != self._rank_pid:
             self._orphaned_at = clock.monotonic()
         return self._orphaned_at is not None
 
     def next_job(self) -> WriteJob | CommitJob | None:
-        """Wait for the next job and return it, or None at the end."""
+        """Wait for the next job and return it, or None after the last one."""
         self._idle.set()
         job = self._jobs.get()
         self._idle.clear()
@@ -118,7 +118,7 @@ class Inbox:
                     self._enqueue(message)
         except (EOFError, OSError):
             pass
-        except Exception:  # the thread's edge: the process must end, its rank waits for an outcome
+        except Exception:  # the thread's edge: the process must end, because its rank waits for an outcome
             traceback.print_exc()
         finally:
             self._orphaned_at = self._orphaned_at or clock.monotonic()
@@ -135,7 +135,7 @@ class Inbox:
             self._jobs.put(job)
 
     def send(self, outcome: JobOutcome) -> None:
-        """Send ``outcome`` to the rank; without a rank, do nothing, since the other jobs still count."""
+        """Send ``outcome`` to the rank. Do nothing if the rank has ended, because the other jobs still count."""
         with self._send_lock, suppress(OSError):
             self._pipe.send_bytes(msgspec.json.encode(outcome))
 
@@ -183,7 +183,7 @@ class LocalTierWriter:
 def main(fd: int, rank_pid: int, engine_name: str) -> None:
     """Run the jobs that arrive on ``fd`` from the rank ``rank_pid``."""
     inbox = Inbox(Connection(fd), rank_pid)
-    get_engine(engine_name)  # import its libraries ahead of the first job
+    get_engine(engine_name)  # import its libraries before the first job
     while (job := inbox.next_job()) is not None:
         try:
             memory = (

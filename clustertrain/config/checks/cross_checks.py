@@ -223,7 +223,7 @@ def _check_best(recipe: Recipe) -> None:
 
 
 def _check_roll_back(recipe: Recipe) -> None:
-    """Raise ValueError if no checkpoint from before the first bad step would remain, since saves continue meanwhile."""
+    """Raise ValueError if later saves would delete all checkpoints from before the first bad step."""
     stability, checkpoint = recipe.stability, recipe.checkpoint
     if not stability.can_roll_back or not isinstance(checkpoint.every, int):
         return

@@ -19,9 +19,9 @@ class ImageDatasetInfo:
 
     channels: int
     classes: int | None
-    """None if only reading the data can tell."""
+    """Number of classes; None if it is only known after reading the data."""
     samples: int | None = None
-    """None if only reading the data can tell."""
+    """Number of samples; None if it is only known after reading the data."""
 
 
 # Key: data.path

@@ -19,7 +19,7 @@ def matches(pattern: str, module: str) -> bool:
 
 
 def suggest_modules(pattern: str, modules: Iterable[str]) -> str:
-    """Return a sentence that lists the modules with the nearest names, or the top-level ones if none is near."""
+    """Return a sentence that lists the modules with similar names, or the top-level modules if there are none."""
     candidates = sorted({name for module in modules for name in enclosing_modules(module)} - {""})
     close = difflib.get_close_matches(pattern, candidates, n=3, cutoff=0.5)
     if close:

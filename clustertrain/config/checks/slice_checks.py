@@ -1,4 +1,4 @@
-"""Slices of the validation data: those a recipe names, checked against those it implies."""
+"""Checks of the slices that a recipe names against the slices of its validation data."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def class_slices(classes: int) -> tuple[str, ...]:
 
 
 def list_slices(recipe: Recipe) -> tuple[str, ...] | None:
-    """Return the slices that the validation data has; None if only the data can tell."""
+    """Return the slices of the validation data; None if they are only known after reading the data."""
     path, kind = recipe.data.validation_path or recipe.data.path, recipe.data_kind
-    if recipe.model.kind == "two-tower":  # its loss compares samples, so no sample has a value by itself
+    if recipe.model.kind == "two-tower":  # its loss compares samples, so a single sample has no value
         return ()
     if kind == "images" and path.endswith(".npz") and not recipe.model.entry:
         return class_slices(recipe.model.convnet.classes)

@@ -96,7 +96,7 @@ _ZERO_DISABLES = (
 
 
 def _is_noop_value(key: str, value: Any) -> bool:
-    """Return whether ``value`` changes nothing: it is the default or turns a feature off."""
+    """Return whether ``value`` changes nothing, because it is the default or turns a feature off."""
     if value is False or (value == 0 and (key in _ZERO_DISABLES or key.startswith("telemetry.alerts."))):
         return True
     default: Any = msgspec.to_builtins(Recipe())

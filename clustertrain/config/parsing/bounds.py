@@ -1,7 +1,7 @@
 """Largest allowed value of each number in a recipe, ``[job]`` and a cluster profile, with the reason.
 
-The length of many loops and tables of the planner and the trainer is such a number: without a bound, a typing error
-would exhaust the memory or never end. Each bound is far above any published value.
+Many of these numbers are the length of a loop or table in the planner or the trainer. Without a bound, a typo could
+exhaust the memory or run forever. Each bound is far above any published value.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def check_bounds(document: Mapping[str, Any], source: str, prefix: str = "") -> 
 
 
 def _iter_numbers(value: Any, key: str) -> Iterator[tuple[str, int | float]]:
-    """Yield (dotted key, number). Elements of lists and of tables with keys of the user have the key of the whole."""
+    """Yield (dotted key, number). Elements of a list, or of a table whose keys the user chooses, have its key."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _iter_numbers(inner, key if key in BOUNDS else f"{key}.{name}" if key else str(name))

@@ -29,9 +29,9 @@ S = TypeVar("S", bound=msgspec.Struct)
 ENV_PREFIX = "env."  # of keys that are names of environment variables
 
 
-def did_you_mean(word: str, candidates: list[str]) -> str:
-    """Return a sentence that lists the candidates nearest to ``word``, or all of them if none is near."""
-    close = difflib.get_close_matches(word, candidates, n=3, cutoff=0.5)
+def did_you_mean(name: str, candidates: list[str]) -> str:
+    """Return a sentence that lists the candidates most similar to ``name``, or all of them if none is similar."""
+    close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(close) + "?"
     return "known: " + ", ".join(sorted(candidates))

@@ -1,4 +1,4 @@
-"""Durations as people write them.
+"""Durations such as ``1h30min``.
 
 :mod:`clustertrain.config.parsing.time_limits` reads Slurm's time limits."""
 

@@ -81,9 +81,9 @@ def _suggest_choice(invalid: _InvalidValue) -> str | None:
     if get_origin(invalid.annotation) is not Literal:
         return None
     value = str(invalid.value)
-    choices = [word for word in get_args(invalid.annotation) if word]
-    synonymous = synonyms.find_words(value)
-    choices.sort(key=lambda word: (word not in synonymous, -difflib.SequenceMatcher(None, value.lower(), word).ratio()))
+    choices = [choice for choice in get_args(invalid.annotation) if choice]
+    synonymous = synonyms.find_values(value)
+    choices.sort(key=lambda c: (c not in synonymous, -difflib.SequenceMatcher(None, value.lower(), c).ratio()))
     return "use one of " + ", ".join(choices)
 
 
@@ -157,7 +157,7 @@ def _suggest_bool(invalid: _InvalidValue) -> str | None:
 
 
 def _suggest_number(invalid: _InvalidValue) -> str | None:
-    number_types = tuple(number_type for word in invalid.expected for number_type in _NUMBERS.get(word, ()))
+    number_types = tuple(number_type for name in invalid.expected for number_type in _NUMBERS.get(name, ()))
     value = invalid.value
     if not number_types:
         return None

@@ -1,4 +1,4 @@
-"""Other names for the keys and values of a recipe: those of other trainers, and former ones.
+"""Other names for the keys and values of a recipe: names in other trainers, and former names.
 
 Sources: Hugging Face's TrainingArguments and model configurations, Lightning's Trainer, torchtitan's job configuration,
 torch.
@@ -98,9 +98,9 @@ _KEYS: Mapping[str, str] = {
     "tracking.project": "project_name wandb_project experiment",
     "preemption_test": "rehearsal",
 }
-# Of keys whose values are not those of the others' names.
+# Notes on keys whose values have another unit than in other trainers.
 UNIT_NOTES: Mapping[str, str] = {"schedule.floor": "It is a fraction of optim.lr."}
-_WORDS: Mapping[str, str] = {
+_VALUES: Mapping[str, str] = {
     "cross-entropy": "ce crossentropy nll softmax categorical-crossentropy sparse-categorical-crossentropy",
     "binary-cross-entropy": "bce bce-with-logits bcewithlogits bcewithlogitsloss sigmoid",
     "mse": "l2 squared mean-squared-error",
@@ -141,13 +141,13 @@ _WORDS: Mapping[str, str] = {
 
 def _invert(names: Mapping[str, str]) -> dict[str, list[str]]:
     inverted: dict[str, list[str]] = {}
-    for name, others in names.items():
-        for other in others.split():
-            inverted.setdefault(other, []).append(name)
+    for name, aliases in names.items():
+        for alias in aliases.split():
+            inverted.setdefault(alias, []).append(name)
     return inverted
 
 
-KEYS_BY_ALIAS, WORDS_BY_ALIAS = _invert(_KEYS), _invert(_WORDS)  # other name -> possible names here
+KEYS_BY_ALIAS, VALUES_BY_ALIAS = _invert(_KEYS), _invert(_VALUES)  # alias -> names
 
 
 def find_keys(name: str) -> list[str]:
@@ -155,6 +155,6 @@ def find_keys(name: str) -> list[str]:
     return KEYS_BY_ALIAS.get(name.lower().replace("-", "_"), [])
 
 
-def find_words(name: str) -> list[str]:
+def find_values(name: str) -> list[str]:
     """Return the values, of any key, that ``name`` may mean."""
-    return WORDS_BY_ALIAS.get(name.lower().replace("_", "-"), [])
+    return VALUES_BY_ALIAS.get(name.lower().replace("_", "-"), [])

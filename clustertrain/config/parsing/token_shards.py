@@ -32,20 +32,20 @@ class TokenShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     file: str
     """File name in the folder."""
     tokens: int | None = None
-    """Number of tokens; None: all that the file holds."""
+    """Number of tokens; None: all tokens in the file."""
     document_ends: tuple[int, ...] | str = ""
     """Ends of the documents, or the name of a file with them; empty: one document."""
 
 
 class ShardIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Contents of ``index.json``."""
+    """The content of ``index.json``."""
 
     shards: tuple[TokenShard, ...]
     format: Literal["clustertrain-tokens-1"] = "clustertrain-tokens-1"
     dtype: TokenDtype | None = None
     """Type of the ``.bin`` shards."""
     max_token_id: int | None = None
-    """Largest of all tokens; None: unknown, so each batch is checked."""
+    """Largest token id in the shards; None: unknown, so each batch is checked."""
     tokenizer: str = ""
     """Name of the tokenizer, for humans."""
 
@@ -91,7 +91,7 @@ def _check_index(path: Path, index: ShardIndex) -> None:
         if not shard.file.endswith((".npy", ".bin")):
             raise ConfigError(f"{path}: {shard.file!r} is not a .npy or .bin file")
         if shard.file.endswith(".bin") and index.dtype is None:
-            raise ConfigError(f"{path}: dtype is missing, and {shard.file} does not include its type")
+            raise ConfigError(f"{path}: dtype is missing, and a .bin file such as {shard.file} does not contain it")
 
 
 def check_vocabulary(folder: Path, index: ShardIndex, vocab_size: int) -> None:

@@ -38,7 +38,7 @@ def gpu_warnings(request: PlanRequest) -> list[str]:
     """Return a warning if the user names an unknown GPU type."""
     if request.device != "cuda" or request.gpu is not None or not request.spec.job.gpu_type:
         return []
-    known_types = ", ".join(gpu_type.name for gpu_type in hardware.CATALOGUE)
+    known_types = ", ".join(gpu_type.name for gpu_type in hardware.CATALOG)
     return [
         f"GPU type {request.spec.job.gpu_type!r} is unknown, so no speed is predicted; known: {known_types};"
         " add another to the cluster profile as [gpu] with name, memory_gib, tflops, memory_gb_s, link_gb_s and"

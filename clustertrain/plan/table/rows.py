@@ -151,7 +151,7 @@ def find_row_gpu(row: Mapping[str, str]) -> GpuType:
     name, size = (row.get("gpu") or "").strip(), parse_number(row, "gpu_mem_gib")
     match = (hardware.find_gpu_type(f"{name}-{size:g}gb") if size else None) or hardware.find_gpu_type(name)
     if match is None:
-        known_types = ", ".join(gpu.name for gpu in hardware.CATALOGUE)
+        known_types = ", ".join(gpu.name for gpu in hardware.CATALOG)
         raise ConfigError(f"gpu = {name!r} is not known; known: {known_types}")
     return match
 

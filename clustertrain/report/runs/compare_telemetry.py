@@ -16,6 +16,7 @@ from clustertrain.telemetry.report_schema import Insight
 WIDE_COLUMNS = 76
 _SIDE_LABELS = {"a": "A", "b": "B", "a and b": "A and B"}
 EQUAL_TOLERANCE = 0.02  # ratios closer to 1 are neither better nor worse
+EQUAL_SHARES = 0.01  # nor are shares of lost time that differ by less of the whole
 
 
 def render(comparison: TelemetryComparison, width: int, signs: Glyphs = terminal.UNICODE) -> list[list[RenderableType]]:
@@ -100,6 +101,8 @@ def _add_row(table: Table, title: str, figure: MetricComparison, signs: Glyphs) 
 
 def _verdict(figure: MetricComparison) -> Text:
     if figure.better is None or figure.ratio is None or abs(figure.ratio - 1) < EQUAL_TOLERANCE:
+        return Text()
+    if figure.unit == "ratio" and figure.better == "lower" and abs(figure.difference or 0.0) < EQUAL_SHARES:
         return Text()
     better = (figure.ratio > 1) == (figure.better == "higher")
     return Text("better", style="green") if better else Text("worse", style="red")

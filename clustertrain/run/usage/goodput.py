@@ -32,10 +32,8 @@ TIME_CATEGORIES = (
     "shutdown_s",
     "lost_s",
 )
-BASELINE_STEPS = (
-    3,
-    30,
-)  # minimum and maximum number of later steps that predict the normal time of an attempt's first step
+# Minimum and maximum number of later steps from which the normal time of an attempt's first step is estimated.
+BASELINE_STEPS = (3, 30)
 
 
 class Goodput(msgspec.Struct, kw_only=True):
@@ -99,9 +97,8 @@ def compute_goodput(
     submitted = events.select_last(log, event_types.Submitted)
     starts = [a.start for a in history if a.start is not None]
     submit_times = [submitted.t] if submitted else []
-    previous_end = min(
-        submit_times + starts, default=now
-    )  # the submitting host's clock may be ahead of the first start
+    # The submitting host's clock may be ahead of the first start.
+    previous_end = min(submit_times + starts, default=now)
     max_step, reported = 0, False
     for i, attempt in enumerate(history):
         start = previous_end if attempt.start is None else max(attempt.start, previous_end)
@@ -130,8 +127,7 @@ def compute_goodput(
 
 
 def _find_queue_start(log: Sequence[events.Event], previous_end: float, until: float) -> float:
-    """Return when the wait for the next start began: at ``previous_end``, or when the owner continued a run that had
-    ended."""
+    """Return the start of the wait for the next attempt: ``previous_end``, or when the owner continued an ended run."""
     return next(
         (e.t for e in events.select(log, event_types.Continued) if previous_end <= e.t <= until),
         previous_end,
@@ -139,7 +135,7 @@ def _find_queue_start(log: Sequence[events.Event], previous_end: float, until: f
 
 
 def _find_queue_end(log: Sequence[events.Event], history: Sequence[Attempt], now: float, is_finished: bool) -> float:
-    """Return until when the run waited after its last attempt; -inf if it did not wait."""
+    """Return the end of the wait after the last attempt; -inf if the run did not wait."""
     last = history[-1] if history else None
     if not is_finished:
         return now if last is None or last.ending is not None else -math.inf
@@ -207,9 +203,8 @@ class _AttemptTimeline:
         event = next(events.select(self._log, event_types.FirstStep), None)
         if event is not None:
             return event.t if event.t_begin is None else event.t_begin
-        row = (
-            next(iter(metrics_file.read_first(self._files[0][0])), {}) if self._files else {}
-        )  # the event is lost if the disk was full
+        # The event is lost if the disk was full.
+        row = next(iter(metrics_file.read_first(self._files[0][0])), {}) if self._files else {}
         t, step_s = row.get("t"), row.get("step_s", 0.0)
         return t - step_s if isinstance(t, (int, float)) and isinstance(step_s, (int, float)) else None
 
@@ -330,8 +325,10 @@ def _sum_steps_since(files: Sequence[tuple[Path, metrics_file.Row]], since: floa
 
 
 def _measure_warmup_s(path: Path) -> float:
-    """Return how much longer an attempt's first step took than the next ones: compilation, kernel selection, the first
-    batch."""
+    """Return the seconds by which an attempt's first step exceeded the median of the next ones.
+
+    They are spent on compilation, kernel selection and the first batch.
+    """
     min_steps, max_steps = BASELINE_STEPS
     raw_times = [row.get("step_s") for row in metrics_file.read_first(path, min_rows=max_steps + 1)[: max_steps + 1]]
     step_times = [float(s) for s in raw_times if isinstance(s, (int, float))]

@@ -10,8 +10,8 @@ import msgspec
 from clustertrain.run import event_types, events, json_files, metrics_file
 from clustertrain.run.run_dir import AttemptDir, RunDir
 
-# Steps of each attempt that are not measured: compilation, kernel selection, the allocator and the first batches slow
-# them down, and until the queue of the GPU is full the host runs ahead, so that its clock shows too little.
+# Steps of each attempt that are not measured. Compilation, kernel selection, the allocator and the first batches slow
+# them down; and until the GPU's queue is full, the host runs ahead, so its clock measures too little.
 WARM_UP_STEPS = 5
 
 
@@ -26,16 +26,18 @@ class MeasuredSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def split_by_world_size(run: RunDir, world_size: int) -> tuple[list[AttemptDir], list[AttemptDir]]:
-    """Return the attempts that ran a step on ``world_size`` ranks and those that ran one on another number of ranks,
-    oldest first."""
+    """Return the attempts that ran a step on ``world_size`` ranks, and those that did on another number of ranks.
+
+    Both lists start with the oldest attempt.
+    """
     matching: list[AttemptDir] = []
-    others: list[AttemptDir] = []
+    different: list[AttemptDir] = []
     for attempt in run.attempts():
         log = events.for_attempt(attempt)
         started = events.select_last(log, event_types.SessionStarted)
         if started is not None and events.select_last(log, event_types.FirstStep) is not None:
-            (matching if started.world_size == world_size else others).append(attempt)
-    return matching, others
+            (matching if started.world_size == world_size else different).append(attempt)
+    return matching, different
 
 
 def measure_speed(run: RunDir, attempts: Sequence[AttemptDir]) -> MeasuredSpeed:

@@ -1,4 +1,4 @@
-"""Checks of a recipe's data before the queue. They read an index, headers, sizes and names, never samples."""
+"""Checks of a recipe's data before submission. They read an index, headers, sizes and names, never samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_data(prepared: PreparedRun) -> str | None:
     """Return a note if the data is not on this machine: on a cluster it may be on the nodes' disks.
 
     Raises:
-        ConfigError: the data is empty or does not match the recipe; it does not exist and this machine would train.
+        ConfigError: the data is empty or does not match the recipe, or the local backend would run without it.
     """
     recipe = prepared.spec.recipe
     if prepared.spec.script is not None:
@@ -76,8 +76,10 @@ def check_epoch_size(prepared: PreparedRun) -> str | None:
 
 
 def _count_samples(recipe: Recipe) -> int | None:
-    """Return the number of samples including validation, an upper bound for a folder of text; None if counting them
-    would mean reading the data."""
+    """Return the number of samples including validation; for a folder of text, an upper bound.
+
+    None if counting them would require reading the data.
+    """
     kind, path, data = recipe.data_kind, recipe.data_path, recipe.data
     if kind == "images" or (kind == "pairs" and data.path == DIGITS):
         is_file = path is not None and path.is_file()
@@ -141,7 +143,7 @@ def _read_image_header(path: Path, label: str) -> ImageDatasetInfo:
     """Return the shape of the images in an ``.npz`` file, from its header.
 
     Raises:
-        ConfigError: the file holds no images.
+        ConfigError: the file does not contain images.
     """
     from numpy.lib import format as npy  # not at the top: slower than the rest of the command line
 

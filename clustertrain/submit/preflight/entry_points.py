@@ -1,4 +1,4 @@
-"""Checks of the user functions that a recipe names, before the queue. No user code is run."""
+"""Checks, before submission, of the user functions that a recipe names. No user code is run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_entries(prepared: PreparedRun) -> list[str]:
             raise ConfigError(
                 f"{label}: no module {module!r} in {', '.join(map(str, prepared.search_path))}, and none is installed"
                 f" for {prepared.python}",
-                fix="put it next to the recipe or into the current folder, or install it for the job's Python",
+                fix="move it next to the recipe or to the current folder, or install it for the job's Python",
             )
         else:
             notes.append(f"{label}: no module {module!r} here; it must be installed for the job's {prepared.python}")
@@ -71,7 +71,7 @@ def _check_in_snapshot(label: str, file: Path, prepared: PreparedRun) -> None:
 
 
 def _find_module(name: str, folders: Sequence[str]) -> ModuleSpec | None:
-    """Return what an import would find, without running the parent packages."""
+    """Return the spec that an import would use, without running the parent packages."""
     importlib.invalidate_caches()
     top, *inner = name.split(".")
     try:

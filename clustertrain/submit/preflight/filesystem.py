@@ -1,6 +1,6 @@
 """Checks that a folder can be written and is on a filesystem that compute nodes can see.
 
-Only the type of the filesystem is checked here; the agents prove at each start that every node sees the run directory.
+Only the type of the filesystem is checked here. The agents check at each start that every node sees the run folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from clustertrain.errors import ConfigError
 
-# In the memory of one machine or in one container.
+# Stored in the memory of one machine or in one container.
 _PRIVATE = frozenset({"tmpfs", "ramfs", "overlay", "aufs", "squashfs", "devtmpfs"})
 # Disks of one machine: usable on a one-machine cluster, and if this machine exports the folder.
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "reiserfs", "vfat", "exfat"})
@@ -71,8 +71,10 @@ def check_folder(path: Path, setting: str, *, shared: bool) -> str | None:
 
 
 def find_shared_filesystem_type(path: Path) -> str:
-    """Return the type of the network filesystem that holds ``path``, which need not exist; "" for a local disk and if
-    unknown, as on a login node whose root is on the network."""
+    """Return the type of the network filesystem that holds ``path``, which need not exist; "" for a local disk.
+
+    Also "" if unknown, as on a login node whose root is on the network.
+    """
     try:
         mounts = _MOUNTINFO.read_text(errors="surrogateescape")
     except OSError:

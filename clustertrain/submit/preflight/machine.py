@@ -19,7 +19,7 @@ def check_gpu(prepared: PreparedRun) -> None:
     if prepared.backend.name != "local" or prepared.plan.device != "cuda" or has_gpu():
         return
     gpu_type = prepared.spec.job.gpu_type
-    gpu_note = f" (job.gpu_type = {gpu_type!r} asks for one)" if gpu_type else ""
+    gpu_note = f" (job.gpu_type = {gpu_type!r} requires one)" if gpu_type else ""
     raise UnsuitableEnvironment(
         f"device is cuda{gpu_note}, but this machine has no GPU",
         fix="use --device cpu, or submit on a login node of a cluster with GPUs",
@@ -28,8 +28,8 @@ def check_gpu(prepared: PreparedRun) -> None:
 
 def check_home_path(prepared: PreparedRun) -> None:
     """Refuse characters in CLUSTERTRAIN_HOME that Slurm or PYTHONPATH interpret."""
-    # Slurm expands %j and the like, and takes backslashes out, in the path of the job's log, even where they come from
-    # the working directory (seen on 22.05: the job fails at once and writes no message); ':' separates PYTHONPATH.
+    # Slurm expands %j and similar, and removes backslashes, in the path of the job's log, even in the part that is the
+    # working directory (seen on 22.05: the job fails at once without a message); ':' separates folders in PYTHONPATH.
     invalid = [c for c in (":%\\" if _is_slurm(prepared) else ":") if c in str(settings.home())]
     if invalid:
         raise ConfigError(
@@ -60,7 +60,7 @@ def check_checkpoint_storage(prepared: PreparedRun) -> list[str]:
     try:
         folder = storage_paths.resolve_node_folder(checkpoint.local, {**os.environ, **prepared.spec.env})
     except UnsuitableEnvironment as e:
-        return [f"checkpoint.local: {e.message}; nodes that can use it will"]
+        return [f"checkpoint.local: {e.message}; it is used on nodes where it is available"]
     return _check_folder(folder, "checkpoint.local", shared=False)
 
 

@@ -1,4 +1,4 @@
-"""Count a user-defined model before the queue, in a process that imports torch and the user's code."""
+"""Count a user-defined model before submission, in a process that imports torch and the user's code."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def count_model(
         trace: also trace a step, unless the layout splits the model.
 
     Raises:
-        ConfigError: the user's code cannot be imported or fails; the model cannot be split as planned.
+        ConfigError: the user's code cannot be imported or fails, or the model cannot be split as planned.
         ModelCountError: the interpreter or its torch does not exist here, or does not answer in time.
     """
     layout = split.layout
     trace_step = _build_trace_step(split) if trace and not layout.is_model_parallel else None
     degrees = {"tp": layout.tp, "stages": pipeline_schedules.num_stages(layout)}
-    # Every user of the machine can read the arguments, so they carry no webhook.
+    # Every user of the machine can read the arguments, so they must not contain the webhook.
     recipe = msgspec.structs.replace(spec.recipe, telemetry=TelemetrySpec())
     request = {"recipe": msgspec.to_builtins(recipe), "step": trace_step, "split": degrees}
     argv = proc.python_module_argv(python, "clustertrain.train.tools.model_stats", json.dumps(request))
@@ -75,7 +75,7 @@ def _build_trace_step(split: ModelSplit) -> dict[str, object]:
 
 
 def _build_process_error(spec: RunSpec, result: proc.CommandResult) -> ClusterTrainError:
-    """Return the error of a process without an answer: it lacks torch or clustertrain, or user code ended it."""
+    """Return the error for a process without a result: torch or clustertrain is missing, or user code ended it."""
     last_line = (result.stderr.strip().splitlines() or ["it printed nothing"])[-1]
     if "No module named" in last_line:
         return ModelCountError(last_line)

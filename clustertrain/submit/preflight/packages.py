@@ -1,4 +1,4 @@
-"""Checks of the optional packages that a recipe needs, before the queue."""
+"""Checks of the optional packages that a recipe needs, before submission."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from clustertrain.config.data import DIGITS
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 
-# Those of the package pytorch_optimizer; train/optim/registry, which imports torch, has the classes.
+# Optimizers of the package pytorch_optimizer; the classes are in train/optim/registry, which imports torch.
 PYTORCH_OPTIMIZERS = frozenset({"lion", "lamb", "lars", "soap", "shampoo"})
 
 

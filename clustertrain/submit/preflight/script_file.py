@@ -1,4 +1,4 @@
-"""Checks that the target of a submission is a Python script; other files are named by what they look like."""
+"""Check that the target of a submission is a Python script; the error names the type of another file."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from clustertrain.run import events
 from clustertrain.telemetry.findings import SEVERITY_ORDER
-from clustertrain.telemetry.insights import errors, gpus, host, memory, recording, training, utilization
+from clustertrain.telemetry.insights import cost, errors, gpus, host, memory, recording, utilization
 from clustertrain.telemetry.insights.context import JobContext
 from clustertrain.telemetry.report_schema import Insight, Summary
 
@@ -18,7 +18,7 @@ _RULES: tuple[Callable[[JobContext], Iterable[Insight]], ...] = (
     gpus.gpu_outliers,
     utilization.low_utilization,
     *memory.RULES,
-    *training.RULES,
+    *cost.RULES,
     *host.RULES,
     *recording.RULES,
 )

@@ -19,17 +19,19 @@ from clustertrain.run.results import ErrorInfo, FailureKind, RankEnding, RankRes
 from clustertrain.train.core import disk_full
 from clustertrain.train.core.memory import peak_allocated_gib
 
-# gloo and the CPU allocator raise plain RuntimeErrors; these are their words.
+# gloo and the CPU allocator raise plain RuntimeErrors with these messages.
 _COMMUNICATION_MESSAGES = ("gloo", "connection closed by peer", "connection reset by peer", "nccl")
-# A peer that is gone closes its connection; one that does not come is seen by the clock alone.
+# A dead peer closes its connection; a peer that never joins a collective is noticed only by the timeout.
 _HANG_MESSAGES = ("timed out waiting", "collective operation timeout")
 _MEMORY_MESSAGES = ("can't allocate memory", "cannot allocate memory", "out of memory")
 
 
 def classify_failure(error: BaseException) -> FailureKind:
-    """What sort of failure it is, for the decision about a requeue: after ``environment`` (a recipe, machine or set
-    of checkpoints that is not fit, a disk that is full) a requeue would fail the same way, so the exit code is 78.
-    After ``storage`` (a file system that did not answer) it need not."""
+    """Return the kind of failure, which decides whether a requeue makes sense.
+
+    After ``environment`` (an unusable recipe, machine or set of checkpoints, or a full disk), a requeue would fail the
+    same way, so the exit code is 78. After ``storage`` (a file system that did not answer), a requeue may succeed.
+    """
     message = str(error).lower()
     if isinstance(error, StorageError):
         return "environment" if error.full else "storage"
@@ -48,7 +50,7 @@ def classify_failure(error: BaseException) -> FailureKind:
     if isinstance(error, dist.DistError):
         return "communication"
     if isinstance(error, torch.AcceleratorError):
-        return "device"  # an ECC error, an illegal access, a GPU off the bus: not told apart, and not always the user's
+        return "device"  # an ECC error, an illegal access or a lost GPU; the script is not always the cause
     if isinstance(error, RuntimeError):
         if any(w in message for w in _MEMORY_MESSAGES):
             return "out_of_memory"
@@ -58,12 +60,12 @@ def classify_failure(error: BaseException) -> FailureKind:
 
 
 def is_killed_dataloader_worker(error: BaseException) -> bool:
-    """Whether a worker process of a DataLoader was ended by somebody else."""
+    """Return whether a signal ended a worker process of a DataLoader."""
     return isinstance(error, RuntimeError) and "dataloader worker (pid" in str(error).lower()
 
 
 class RankResultWriter:
-    """Collects the result of this rank and writes it; without a rank folder nothing is written."""
+    """Collects the result of this rank and writes it. Without a rank folder, it writes nothing."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         folder = environ.get(settings.RANK_DIR)
@@ -74,28 +76,28 @@ class RankResultWriter:
         self._deferred = False
         self._last_total = -1
         self.ending: RankEnding | None = None
-        self.finished = False  # the newest loop of steps has come to its end
+        self.finished = False  # the newest loop of steps has ended
         self.step = 0
         self.committed_step: int | None = None
-        self.reason: str | None = None  # it ended as it did, where that is not plain
-        self.budget_spent = False  # the run's budget is, so that a requeue is of no use
+        self.reason: str | None = None  # of the ending, if it is not obvious
+        self.budget_spent = False  # the run's budget is spent, so a requeue is useless
         self.device = torch.device("cpu")
 
     def defer_completion(self) -> None:
-        """Promise to call :meth:`record_completed` when the script has returned, so that leaving a session does not."""
+        """Declare that the caller calls :meth:`record_completed` after the script, so that a session does not."""
         self._deferred = True
 
     def begin_loop(self, total: int) -> None:
-        """A loop begins that ends at step ``total`` of the run.
+        """Record that a loop starts that ends at step ``total`` of the run.
 
         Raises:
-            UsageError: one before it, of this session or an earlier one, ends there or later.
+            UsageError: an earlier loop, of this session or another one, ends at this step or later.
         """
         if total <= self._last_total:
             raise UsageError(
-                f"session.steps(total={total}): a loop before it ends at step {self._last_total}, and the steps of a"
-                " run are counted on",
-                fix=f"total={self._last_total + total} for {total} more, or submit them as a run of their own",
+                f"session.steps(total={total}): an earlier loop ends at step {self._last_total}, and the step numbers"
+                " of a run continue",
+                fix=f"use total={self._last_total + total} for {total} more steps, or submit them as a separate run",
             )
         self._last_total = total
         self.finished = False
@@ -103,9 +105,11 @@ class RankResultWriter:
             self._session_closed_path.unlink(missing_ok=True)
 
     def record_session_closed(self) -> None:
-        """The session was left in order. What the script does after it belongs to the rank's work all the same, and the
-        agent ends what runs on after the record: so with :meth:`defer_completion` there is none yet, but a file that
-        says that all steps are done, in case the process does not come to write the record."""
+        """Record that the session closed without an error.
+
+        The agent ends a rank that keeps running after its record. With :meth:`defer_completion`, the script may still
+        have work to do, so only a file says that all steps are done, in case the process never writes its record.
+        """
         if self._deferred:
             self.ending = "completed"
             if self._session_closed_path is not None and self.finished:
@@ -120,7 +124,7 @@ class RankResultWriter:
         self._write("stopped")
 
     def record_failure(self, error: BaseException) -> int:
-        """Record ``error``; returns the exit code that goes with it."""
+        """Record ``error`` and return the exit code for it."""
         kind = classify_failure(error)
         code = EXIT_CONFIG if kind == "environment" else EXIT_FAILED
         message_lines = [str(error), *getattr(error, "__notes__", ())]

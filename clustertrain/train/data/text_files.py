@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import sysconfig
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from clustertrain.config.data import DataSpec
 from clustertrain.errors import ConfigError
@@ -26,11 +27,15 @@ def list_files(spec: DataSpec) -> list[Path]:
         raise ConfigError(
             f"data.path = {spec.path!r}: no such file or folder", fix="check the path, which every node must see"
         )
-    matches: list[Path] = []
+    matches: list[str] = []
     for folder, subfolders, names in os.walk(root):
         # Pruned while walking: site-packages inside the standard library's folder can be larger than all of it.
         subfolders[:] = [n for n in subfolders if n not in _EXCLUDED_DIRS]
-        matches += [p for n in names if (p := Path(folder, n)).match(spec.pattern)]
+        if "/" in spec.pattern:
+            matched = [n for n in names if PurePath(folder, n).match(spec.pattern)]
+        else:  # the same in a tenth of the time
+            matched = fnmatch.filter(names, spec.pattern)
+        matches += [f"{folder}/{n}" for n in matched]
     if not matches:
         raise ConfigError(f"data.path = {spec.path!r}: no file matches data.pattern = {spec.pattern!r}")
-    return sorted(matches, key=lambda p: p.relative_to(root).as_posix())
+    return [Path(p) for p in sorted(matches)]  # all start with the folder, so its part does not change the order

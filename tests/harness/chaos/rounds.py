@@ -197,7 +197,7 @@ class _Round:
         if codes != [78] * RANKS:
             raise Broken(f"without a good checkpoint: exit codes {codes}")
         for result in ranks.results():
-            if result["kind"] != "environment" or "no checkpoint verifies" not in result["error"]["message"]:
+            if result["kind"] != "environment" or "no checkpoint is valid" not in result["error"]["message"]:
                 raise Broken(f"without a good checkpoint: {result}")
         shutil.rmtree(self.run.checkpoints)
 

@@ -1,4 +1,4 @@
-"""Starting an attempt: what earlier ones left open is closed, and never do two own the run."""
+"""The claim of an attempt: it closes the attempts that died, and two jobs never own the run at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from clustertrain.scheduler.backend import JobStart, JobView, Submission
 
 @dataclass
 class FakeScheduler:
-    """Says what a test wants it to say."""
+    """A scheduler that answers with the test's jobs and starts."""
 
     name: str = "slurm"
     jobs: dict[str, JobView] = field(default_factory=dict)
@@ -59,23 +59,23 @@ class FakeScheduler:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    made = run_dir.create_run("claimed")
-    made.spec.write_text("version = 1\n")
-    return made
+    run = run_dir.create_run("claimed")
+    run.spec.write_text("version = 1\n")
+    return run
 
 
-def me(job_id: str = "7", restart: int = 0) -> JobIdentity:
+def identity(job_id: str = "7", restart: int = 0) -> JobIdentity:
     return JobIdentity(job_id, restart, ("n1", "n2"), None)
 
 
 def test_attempts_are_numbered_from_one(run: RunDir) -> None:
-    held = claim_attempt(run, me(), FakeScheduler())
+    held = claim_attempt(run, identity(), FakeScheduler())
     assert held.attempt.n == 1
     assert fsio.read_json(held.attempt.record)["job_id"] == "7"
 
 
 @pytest.mark.parametrize(
-    ("word", "ending"),
+    ("state", "ending"),
     [
         ("NODE_FAIL", "node_failure"),
         ("PREEMPTED", "preempted"),
@@ -84,61 +84,64 @@ def test_attempts_are_numbered_from_one(run: RunDir) -> None:
         ("FAILED", "unknown"),
     ],
 )
-def test_a_restart_closes_the_attempt_that_died_with_its_node(run: RunDir, word: str, ending: str) -> None:
-    claim_attempt(run, me(), FakeScheduler())
-    began = attempts.load_attempts(run)[0].start
-    rows = [JobStart("7", word, start=began, end=began), JobStart("7", "RUNNING", start=began + 100 if began else None)]
-    held = claim_attempt(run, me(restart=1), FakeScheduler(past={"7": rows}))
+def test_restart_closes_the_attempt_that_died(run: RunDir, state: str, ending: str) -> None:
+    claim_attempt(run, identity(), FakeScheduler())
+    started = attempts.load_attempts(run)[0].start
+    rows = [
+        JobStart("7", state, start=started, end=started),
+        JobStart("7", "RUNNING", start=started + 100 if started else None),
+    ]
+    held = claim_attempt(run, identity(restart=1), FakeScheduler(past={"7": rows}))
     assert held.attempt.n == 2
     closed = attempts.load_attempts(run)[0]
     assert (closed.ending, closed.requeued) == (ending, "slurm")
 
 
-def test_the_same_start_never_claims_twice(run: RunDir) -> None:
-    claim_attempt(run, me(), FakeScheduler())
+def test_the_same_start_cannot_claim_twice(run: RunDir) -> None:
+    claim_attempt(run, identity(), FakeScheduler())
     with pytest.raises(NotOwner):
-        claim_attempt(run, me(), FakeScheduler())
+        claim_attempt(run, identity(), FakeScheduler())
 
 
-def test_a_second_job_leaves_while_the_first_one_runs(run: RunDir) -> None:
-    claim_attempt(run, me("7"), FakeScheduler())
+def test_second_job_is_refused_while_the_first_runs(run: RunDir) -> None:
+    claim_attempt(run, identity("7"), FakeScheduler())
     with pytest.raises(NotOwner, match="held by job 7"):
-        claim_attempt(run, me("8"), FakeScheduler(jobs={"7": JobView("7", "RUNNING")}))
+        claim_attempt(run, identity("8"), FakeScheduler(jobs={"7": JobView("7", "RUNNING")}))
 
 
 @pytest.mark.parametrize("state", [None, "PENDING", "NODE_FAIL", "CANCELLED"])
-def test_a_second_job_takes_over_once_the_first_is_over(run: RunDir, state: str | None) -> None:
-    claim_attempt(run, me("7"), FakeScheduler())
+def test_second_job_takes_over_after_the_first_has_ended(run: RunDir, state: str | None) -> None:
+    claim_attempt(run, identity("7"), FakeScheduler())
     jobs = {"7": JobView("7", state)} if state else {}
-    assert claim_attempt(run, me("8"), FakeScheduler(jobs=jobs)).attempt.n == 2
+    assert claim_attempt(run, identity("8"), FakeScheduler(jobs=jobs)).attempt.n == 2
 
 
-def test_a_job_that_never_leaves_completing_keeps_the_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_stuck_in_completing_keeps_the_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COMPLETING_S", 0.0)
-    claim_attempt(run, me("7"), FakeScheduler())
+    claim_attempt(run, identity("7"), FakeScheduler())
     with pytest.raises(NotOwner, match="does not end"):
-        claim_attempt(run, me("8"), FakeScheduler(jobs={"7": JobView("7", "COMPLETING")}))
+        claim_attempt(run, identity("8"), FakeScheduler(jobs={"7": JobView("7", "COMPLETING")}))
 
 
-def test_a_cancelled_run_is_not_started_again(run: RunDir) -> None:
+def test_cancelled_run_cannot_be_claimed(run: RunDir) -> None:
     fsio.write_json(run.cancel_marker, {})
     with pytest.raises(NotOwner, match="cancelled"):
-        claim_attempt(run, me(), FakeScheduler())
+        claim_attempt(run, identity(), FakeScheduler())
 
 
-def _race(home: str, run_path: Path, job_id: str, start: object, out: object) -> None:
+def _race(run_path: Path, job_id: str, start: object, out: object) -> None:
     alive = FakeScheduler(jobs={str(j): JobView(str(j), "RUNNING") for j in range(20)})
     start.wait()  # type: ignore[attr-defined]
     try:
-        out.put(claim_attempt(RunDir(run_path), me(job_id), alive).attempt.n)  # type: ignore[attr-defined]
+        out.put(claim_attempt(RunDir(run_path), identity(job_id), alive).attempt.n)  # type: ignore[attr-defined]
     except NotOwner:
         out.put(None)  # type: ignore[attr-defined]
 
 
-def test_of_many_jobs_that_start_at_once_one_owns_the_run(run: RunDir) -> None:
+def test_one_of_many_simultaneous_jobs_owns_the_run(run: RunDir) -> None:
     context = multiprocessing.get_context("fork")
     start, out = context.Event(), context.Queue()
-    racers = [context.Process(target=_race, args=("", run.path, str(j), start, out)) for j in range(1, 9)]
+    racers = [context.Process(target=_race, args=(run.path, str(j), start, out)) for j in range(1, 9)]
     for r in racers:
         r.start()
     start.set()
@@ -153,69 +156,67 @@ RUNNING = {str(job): JobView(str(job), "RUNNING") for job in (8, 9)}
 
 def _claims(run: RunDir, job_id: str, scheduler: FakeScheduler, owners: list[str], refused: list[str]) -> None:
     try:
-        claim_attempt(run, me(job_id), scheduler)
+        claim_attempt(run, identity(job_id), scheduler)
         owners.append(job_id)
     except NotOwner as e:
         refused.append(str(e))
 
 
-class AsksWhileAnotherStarts(FakeScheduler):
-    """Each question about what became of the dead job 7 waits until job 8 has made its whole claim."""
+class SchedulerDuringOtherClaim(FakeScheduler):
+    """The first query about the dead job 7 returns only after job 8 has made its whole claim."""
 
-    def __init__(self, meanwhile: Callable[[], None]) -> None:
+    def __init__(self, other_claim: Callable[[], None]) -> None:
         super().__init__(jobs=RUNNING)
-        self.meanwhile: Callable[[], None] | None = meanwhile
+        self.other_claim: Callable[[], None] | None = other_claim
 
-    def _let_the_other_start(self) -> None:
-        if self.meanwhile is not None:
-            other = threading.Thread(target=self.meanwhile)
-            self.meanwhile = None
+    def _run_other_claim(self) -> None:
+        if self.other_claim is not None:
+            other = threading.Thread(target=self.other_claim)
+            self.other_claim = None
             other.start()
             other.join()
 
     def query_jobs(self, job_ids: Iterable[str]) -> dict[str, JobView]:
-        wanted = list(job_ids)
-        if "7" in wanted:
-            self._let_the_other_start()
-        return super().query_jobs(wanted)
+        asked = list(job_ids)
+        if "7" in asked:
+            self._run_other_claim()
+        return super().query_jobs(asked)
 
     def list_starts(self, job_id: str) -> list[JobStart]:
-        self._let_the_other_start()
+        self._run_other_claim()
         return super().list_starts(job_id)
 
 
-@pytest.mark.parametrize("asks", ["views", "starts"])
-def test_an_attempt_made_while_an_earlier_one_is_looked_at_is_looked_at_too(run: RunDir, asks: str) -> None:
-    claim_attempt(run, me("7"), FakeScheduler())
+@pytest.mark.parametrize("query", ["jobs", "starts"])
+def test_attempt_claimed_during_another_claim_is_noticed(run: RunDir, query: str) -> None:
+    claim_attempt(run, identity("7"), FakeScheduler())
     owners: list[str] = []
     refused: list[str] = []
     other = FakeScheduler(jobs=RUNNING)
-    scheduler = AsksWhileAnotherStarts(lambda: _claims(run, "8", other, owners, refused))
-    if asks == "starts":
+    scheduler = SchedulerDuringOtherClaim(lambda: _claims(run, "8", other, owners, refused))
+    if query == "starts":
         scheduler.query_jobs = other.query_jobs  # type: ignore[method-assign]
     _claims(run, "9", scheduler, owners, refused)
-    # Whichever came first, they are not both at it.
+    # Either job may come first, but only one owns the run.
     assert len(owners) == 1 and len(refused) == 1 and "held by job" in refused[0]
     assert len(run.attempts()) == 2
 
 
-def test_an_attempt_that_the_folder_does_not_list_yet_is_looked_at_all_the_same(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client of NFS may list a folder as it was a while ago. The rename is done by the server."""
-    claim_attempt(run, me("7"), FakeScheduler())
-    claim_attempt(run, me("8"), FakeScheduler())
+def test_attempt_missing_from_a_stale_folder_listing_is_noticed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NFS client may list a folder from its cache, but the server does the rename."""
+    claim_attempt(run, identity("7"), FakeScheduler())
+    claim_attempt(run, identity("8"), FakeScheduler())
     monkeypatch.setattr(RunDir, "attempts", lambda self: [self.attempt(1)])
     with pytest.raises(NotOwner, match=r"attempt 2 .* is held by job 8"):
-        claim_attempt(run, me("9"), FakeScheduler(jobs=RUNNING))
+        claim_attempt(run, identity("9"), FakeScheduler(jobs=RUNNING))
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "completed"])
-def test_a_run_that_ends_while_earlier_attempts_are_looked_at_is_not_started_again(run: RunDir, ending: str) -> None:
-    claim_attempt(run, me("7"), FakeScheduler())
+def test_run_that_ends_during_a_claim_is_not_claimed(run: RunDir, ending: str) -> None:
+    claim_attempt(run, identity("7"), FakeScheduler())
 
-    def meanwhile() -> None:
-        held = claim_attempt(run, me("8"), FakeScheduler())
+    def other_claim() -> None:
+        held = claim_attempt(run, identity("8"), FakeScheduler())
         if ending == "cancelled":
             fsio.write_json(run.cancel_marker, {})
         log = EventLog(held.attempt.events_path("batch"))
@@ -223,11 +224,11 @@ def test_a_run_that_ends_while_earlier_attempts_are_looked_at_is_not_started_aga
         log.close()
 
     with pytest.raises(NotOwner, match=r"was cancelled|is complete"):
-        claim_attempt(run, me("9"), AsksWhileAnotherStarts(meanwhile))
+        claim_attempt(run, identity("9"), SchedulerDuringOtherClaim(other_claim))
 
 
-def test_a_claim_that_an_nfs_client_asked_for_twice_is_one(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer to the first request was lost: the second one finds nothing to rename."""
+def test_rename_that_an_nfs_client_repeats_succeeds_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answer was lost, so the client sends the request again, which then finds nothing to rename."""
     rename = Path.rename
 
     def twice(self: Path, target: Path) -> Path:
@@ -235,24 +236,24 @@ def test_a_claim_that_an_nfs_client_asked_for_twice_is_one(run: RunDir, monkeypa
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", twice)
-    made, name = run.attempts_folder / ".claim", run.attempts_folder / "1"
-    made.mkdir(parents=True)
-    (made / "attempt.json").write_text("{}")
-    assert fsio.rename_folder(made, name)
+    temporary, final = run.attempts_folder / ".claim", run.attempts_folder / "1"
+    temporary.mkdir(parents=True)
+    (temporary / "attempt.json").write_text("{}")
+    assert fsio.rename_folder(temporary, final)
     with pytest.raises(FileNotFoundError):
         fsio.rename_folder(run.attempts_folder / ".never", run.attempts_folder / "2")
 
 
-def test_a_claim_that_fails_leaves_nothing(run: RunDir) -> None:
-    claim_attempt(run, me("7"), FakeScheduler())
+def test_failed_claim_leaves_nothing(run: RunDir) -> None:
+    claim_attempt(run, identity("7"), FakeScheduler())
     with pytest.raises(NotOwner):
-        claim_attempt(run, me("8"), FakeScheduler(jobs={"7": JobView("7", "RUNNING")}))
+        claim_attempt(run, identity("8"), FakeScheduler(jobs={"7": JobView("7", "RUNNING")}))
     assert [p.name for p in run.attempts_folder.iterdir()] == ["1"]
-    assert attempts.load_attempts(run)[0].ending is None  # who does not go on with the run closes nothing
+    assert attempts.load_attempts(run)[0].ending is None  # a job that does not own the run closes nothing
 
 
-class JobsInAFolder(FakeScheduler):
-    """A job runs while there is a file of its name."""
+class FolderScheduler(FakeScheduler):
+    """A scheduler whose jobs run while a file with their name exists."""
 
     def __init__(self, alive: Path) -> None:
         super().__init__()
@@ -262,9 +263,9 @@ class JobsInAFolder(FakeScheduler):
         return {j: JobView(j, "RUNNING") for j in job_ids if (self.alive / j).exists()}
 
 
-def _start_again_and_again(run: RunDir, alive: Path, who: int, rounds: int, out: object) -> None:
-    """Jobs one after another, each of which dies without a word as soon as it owns the run, until there were enough."""
-    scheduler, owned = JobsInAFolder(alive), 0
+def _claim_repeatedly(run: RunDir, alive: Path, who: int, rounds: int, out: object) -> None:
+    """Start jobs one after another until the run has enough attempts. Each dies silently as soon as it owns the run."""
+    scheduler, owned = FolderScheduler(alive), 0
     training = alive.parent / "training"
     try:
         number = 0
@@ -273,8 +274,8 @@ def _start_again_and_again(run: RunDir, alive: Path, who: int, rounds: int, out:
             job = alive / f"{who}00{number}"
             job.touch()
             try:
-                claim_attempt(run, me(job.name), scheduler)
-                os.close(os.open(training, os.O_CREAT | os.O_EXCL))  # fails where another one trains
+                claim_attempt(run, identity(job.name), scheduler)
+                os.close(os.open(training, os.O_CREAT | os.O_EXCL))  # fails if another job trains
                 owned += 1
                 training.unlink()
             except NotOwner:
@@ -286,12 +287,12 @@ def _start_again_and_again(run: RunDir, alive: Path, who: int, rounds: int, out:
         raise
 
 
-def test_owners_follow_each_other_over_many_rounds(run: RunDir, tmp_path: Path) -> None:
+def test_many_rounds_of_claims_have_one_owner_each(run: RunDir, tmp_path: Path) -> None:
     alive = tmp_path / "alive"
     alive.mkdir()
     context = multiprocessing.get_context("fork")
     out = context.Queue()
-    claimers = [context.Process(target=_start_again_and_again, args=(run, alive, w, 20, out)) for w in range(1, 5)]
+    claimers = [context.Process(target=_claim_repeatedly, args=(run, alive, w, 20, out)) for w in range(1, 5)]
     for c in claimers:
         c.start()
     answers = [out.get(timeout=120) for _ in claimers]

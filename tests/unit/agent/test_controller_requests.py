@@ -1,4 +1,4 @@
-"""What batch makes of a `requeue` of its attempt, and of a newer attempt of its run."""
+"""How the batch process handles a `requeue` request, a newer attempt, and a removed run folder."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from clustertrain.submit import continue_run
 pytestmark = pytest.mark.long
 
 
-class OneJob:
-    """Its job runs for as long as anybody asks. It notes what it is asked to do."""
+class FakeBackend:
+    """A backend whose job 7 runs forever. It records its requests."""
 
     name = "slurm"
 
     def __init__(self) -> None:
-        self.done: list[Any] = []
+        self.requests: list[Any] = []
 
     def query_jobs(self, job_ids: Any) -> dict[str, JobView]:
         return {j: JobView(j, "RUNNING") for j in job_ids if j == "7"}
@@ -40,11 +40,11 @@ class OneJob:
         return []
 
     def requeue(self, job_id: str) -> None:
-        self.done.append("requeue")
-        os.kill(os.getpid(), signal.SIGTERM)  # as Slurm ends the process
+        self.requests.append("requeue")
+        os.kill(os.getpid(), signal.SIGTERM)  # as Slurm does
 
     def restart(self, job_id: str, submission: Any) -> str:
-        self.done.append(dict(submission.options))
+        self.requests.append(dict(submission.options))
         return "8"
 
 
@@ -53,13 +53,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
     monkeypatch.setattr(module, "LATE_RESULTS_S", 0.0)
     monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.0)
-    made = run_dir.create_run("asked")
-    made.spec.write_text("version = 1\n")
-    return made
+    run = run_dir.create_run("asked")
+    run.spec.write_text("version = 1\n")
+    return run
 
 
 class Step:
-    """A step of one node that writes the node's result when it is told to stop, or at once."""
+    """A step on one node that writes the node's result on a request to stop, or at once."""
 
     CODE = (
         "import json, signal, sys, time, pathlib\n"
@@ -71,11 +71,11 @@ class Step:
     )
 
     @classmethod
-    def argv(cls, run: RunDir, how: str, ending: str = "stopped") -> list[str]:
-        return [sys.executable, "-c", cls.CODE, str(run.attempt(1).path), how, ending]
+    def argv(cls, run: RunDir, mode: str, ending: str = "stopped") -> list[str]:
+        return [sys.executable, "-c", cls.CODE, str(run.attempt(1).path), mode, ending]
 
 
-def batch_of(run: RunDir, backend: OneJob) -> JobController:
+def start_batch(run: RunDir, backend: FakeBackend) -> JobController:
     scheduler = cast(Backend, backend)
     held = claim_attempt(run, JobIdentity("7", 0, ("n1",), None), scheduler)
     return JobController(run, RunSpec(), scheduler, held, Signals())
@@ -88,52 +88,54 @@ def answers(run: RunDir) -> list[tuple[bool, str | None]]:
     ]
 
 
-def test_a_request_while_the_step_runs_is_taken_with_its_options(run: RunDir) -> None:
-    backend = OneJob()
-    batch = batch_of(run, backend)
+def test_request_during_the_step_is_accepted_with_its_options(run: RunDir) -> None:
+    backend = FakeBackend()
+    batch = start_batch(run, backend)
     assert fsio.create_json(run.attempt(1).requeue_request, {"options": {"time": "5"}})
     batch.main(Step.argv(run, "waits"))
-    assert answers(run) == [(True, None)] and backend.done == [{"time": "5"}]
+    assert answers(run) == [(True, None)] and backend.requests == [{"time": "5"}]
 
 
 @pytest.mark.parametrize(
-    ("ending", "done", "answer"),
+    ("ending", "requests", "answer"),
     [("stopped", [{"time": "5"}], (True, None)), ("completed", [], (False, "all ranks completed"))],
 )
-def test_a_request_that_comes_when_the_step_is_over_is_answered_by_what_happens(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, ending: str, done: list[Any], answer: Any
+def test_answer_to_a_request_after_the_step_depends_on_its_ending(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, ending: str, requests: list[Any], answer: Any
 ) -> None:
-    """It is there when batch closes the requests, and was not yet when batch looked last."""
-    backend = OneJob()
-    batch = batch_of(run, backend)
+    """The request arrives after the last check for requests and before they are closed."""
+    backend = FakeBackend()
+    batch = start_batch(run, backend)
     monkeypatch.setattr(module, "CHECK_INTERVAL_S", 1e9)
     assert fsio.create_json(run.attempt(1).requeue_request, {"options": {"time": "5"}})
     monkeypatch.setattr(JobController, "_poll_step", lambda self, step: None)
-    batch.main(Step.argv(run, "goes", ending))
-    assert answers(run) == [answer] and backend.done == done
+    batch.main(Step.argv(run, "ends", ending))
+    assert answers(run) == [answer] and backend.requests == requests
 
 
-def test_after_the_step_it_is_too_late_for_a_request(run: RunDir) -> None:
-    batch_of(run, OneJob()).main(Step.argv(run, "goes", "completed"))
+def test_request_after_the_attempt_ended_is_too_late(run: RunDir) -> None:
+    start_batch(run, FakeBackend()).main(Step.argv(run, "ends", "completed"))
     with pytest.raises(ClusterTrainError, match="too late"):
         continue_run.request_requeue(run, run.attempt(1), {})
 
 
-def test_an_attempt_that_was_taken_over_ends_its_step_and_decides_nothing(run: RunDir) -> None:
-    backend = OneJob()
-    batch = batch_of(run, backend)
+def test_attempt_that_was_taken_over_aborts_without_a_decision(run: RunDir) -> None:
+    backend = FakeBackend()
+    batch = start_batch(run, backend)
     run.attempt(2).path.mkdir()
     assert batch.main(Step.argv(run, "waits", "failed")) == EXIT_NO_REQUEUE
     assert (fsio.read_json(run.attempt(1).stop_request) or {}).get("abort")
     log = events.for_attempt(run.attempt(1))
-    assert backend.done == [] and events.find_last(log, "ended") is None and events.find_last(log, "stopped") is None
-    taken = events.find_last(log, "taken_over")
-    assert taken is not None and taken["newer_attempt"] == 2
+    assert (
+        backend.requests == [] and events.find_last(log, "ended") is None and events.find_last(log, "stopped") is None
+    )
+    takeover = events.find_last(log, "taken_over")
+    assert takeover is not None and takeover["newer_attempt"] == 2
 
 
-def test_a_run_whose_folder_was_removed_is_not_started_again(run: RunDir) -> None:
-    backend = OneJob()
-    batch = batch_of(run, backend)
+def test_run_whose_folder_was_removed_is_not_requeued(run: RunDir) -> None:
+    backend = FakeBackend()
+    batch = start_batch(run, backend)
     argv = [sys.executable, "-c", f"import shutil; shutil.rmtree({str(run.path)!r})"]
     assert batch.main(argv) == EXIT_NO_REQUEUE
-    assert backend.done == [] and not run.path.exists()
+    assert backend.requests == [] and not run.path.exists()

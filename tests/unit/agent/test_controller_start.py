@@ -1,4 +1,4 @@
-"""The start of the batch process with a run directory that cannot be written, and a cancel marker while it runs."""
+"""The batch process: its start with a read-only run folder, the cancel marker, and a stop without a stop file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.agent import controller as module
-from clustertrain.agent import startup as beginning
-from clustertrain.agent.controller import JobController, StepState
+from clustertrain.agent import startup
+from clustertrain.agent.controller import JobController, JobStep
 from clustertrain.run import run_dir
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
@@ -22,17 +22,17 @@ from tests.fakes.slurm.fixture import FakeSlurm, fake_slurm  # noqa: F401
 
 @pytest.fixture
 def run(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> RunDir:  # noqa: F811
-    made = run_dir.create_run("started")
-    made.spec.write_text("version = 1\n")
-    monkeypatch.setenv("CLUSTERTRAIN_RUN_DIR", str(made.path))
+    run = run_dir.create_run("started")
+    run.spec.write_text("version = 1\n")
+    monkeypatch.setenv("CLUSTERTRAIN_RUN_DIR", str(run.path))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(beginning, "RETRY_S", 0.0)
+    monkeypatch.setattr(startup, "RETRY_S", 0.0)
     fake_slurm.answers("squeue", stdout="7|RUNNING|0|10|N/A|N/A|n1|None|\n")
-    return made
+    return run
 
 
-def read_only(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """The next so many attempts cannot be claimed."""
+def make_read_only(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Make the next `times` claims of an attempt fail with EROFS."""
     claim_folder, left = fsio.claim_folder, [None] * times
 
     def claim(path: Path, **options: Any) -> bool:
@@ -44,52 +44,52 @@ def read_only(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     monkeypatch.setattr(fsio, "claim_folder", claim)
 
 
-def test_a_read_only_run_directory_is_waited_for(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    read_only(monkeypatch, 3)
-    _, _, held = beginning.claim_run(SlurmBackend())
+def test_start_waits_for_a_read_only_run_folder(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_read_only(monkeypatch, 3)
+    _, _, held = startup.claim_run(SlurmBackend())
     assert held.attempt.n == 1
 
 
-def test_one_that_stays_read_only_gives_the_nodes_back_with_a_requeue(
+def test_run_folder_that_stays_read_only_requeues_the_job(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, fake_slurm: FakeSlurm  # noqa: F811
 ) -> None:  # fmt: skip
-    read_only(monkeypatch, 99)
-    monkeypatch.setattr(beginning, "PATIENCE_S", 0.0)
+    make_read_only(monkeypatch, 99)
+    monkeypatch.setattr(startup, "PATIENCE_S", 0.0)
     monkeypatch.setattr(module, "Signals", lambda: None)
     assert module.main() == 75
     assert [c.argv for c in fake_slurm.calls("scontrol")] == [["requeue", "7"]]
-    # Not without an end.
+    # After enough restarts it gives up.
     monkeypatch.setenv("SLURM_RESTART_COUNT", "20")
     assert module.main() == 1
     assert len(fake_slurm.calls("scontrol")) == 1
 
 
-class Running(JobController):
+class CancelWatcher(JobController):
     def __init__(self, run: RunDir) -> None:
         self.run, self.aborted = run, False
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
-    def _request_stop(self, step: StepState, source: str) -> None:
-        self.asked.append(source)
-        step.stop_requested_at = 1.0
+    def _request_stop(self, job_step: JobStep, source: str) -> None:
+        self.requests.append(source)
+        job_step.stop_requested_at = 1.0
 
-    def _abort(self, step: StepState) -> None:
+    def _abort(self, job_step: JobStep) -> None:
         self.aborted = True
 
 
-def test_the_cancel_marker_stops_a_running_attempt_and_ends_it_by_force_in_the_end(run: RunDir) -> None:
-    one, step = Running(run), StepState(cast(Any, None))
-    one._watch_cancellation(step, 100.0)
-    assert one.asked == []
+def test_cancel_marker_stops_the_attempt_and_later_aborts_it(run: RunDir) -> None:
+    watcher, job_step = CancelWatcher(run), JobStep(cast(Any, None))
+    watcher._watch_cancellation(job_step, 100.0)
+    assert watcher.requests == []
     fsio.write_json(run.cancel_marker, {"t": 1.0})
     for now in (101.0, 102.0, 101.0 + module.CANCEL_S - 1):
-        one._watch_cancellation(step, now)
-    assert (one.asked, one.aborted) == (["cancel"], False)
-    one._watch_cancellation(step, 101.0 + module.CANCEL_S + 1)
-    assert one.aborted
+        watcher._watch_cancellation(job_step, now)
+    assert (watcher.requests, watcher.aborted) == (["cancel"], False)
+    watcher._watch_cancellation(job_step, 101.0 + module.CANCEL_S + 1)
+    assert watcher.aborted
 
 
-class Child:
+class FakeChild:
     def __init__(self) -> None:
         self.signals: list[int] = []
 
@@ -98,15 +98,13 @@ class Child:
 
 
 @pytest.mark.parametrize(("writable", "number"), [(True, signal.SIGUSR2), (False, signal.SIGUSR1)])
-def test_stop_without_a_stop_file_is_not_taken_for_the_early_warning(
-    tmp_path: Path, writable: bool, number: signal.Signals
-) -> None:
+def test_stop_sends_sigusr1_when_the_stop_file_fails(tmp_path: Path, writable: bool, number: signal.Signals) -> None:
     controller = JobController.__new__(JobController)
     controller.attempt = RunDir(tmp_path / "run-abcdef").attempt(1)
     controller.attempt.events.mkdir(parents=True)
     controller.log = EventLog(controller.attempt.events_path("batch"))
     if not writable:
         controller.attempt.stop_request.mkdir()
-    child = Child()
-    controller._request_stop(StepState(cast(Any, child)), "cancel")
+    child = FakeChild()
+    controller._request_stop(JobStep(cast(Any, child)), "cancel")
     assert child.signals == [number]

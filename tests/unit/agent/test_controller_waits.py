@@ -1,4 +1,4 @@
-"""How long batch waits: for agents once their nodes' results are there, and for a run folder that is away."""
+"""How long the batch process waits: for agents after their nodes' results, and for a missing run folder."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, cast
 import pytest
 
 from clustertrain.agent import controller
-from clustertrain.agent.controller import JobController, StepState
+from clustertrain.agent.controller import JobController, JobStep
 from clustertrain.run.results import NodeResult, RankEnding
 from clustertrain.run.run_dir import RunDir
 
 
-class Watching(JobController):
-    """A batch that only looks at results."""
+class FailureWatcher(JobController):
+    """A batch process that only reads results."""
 
     def __init__(self, without_agent: Set[str] = frozenset(), **endings: RankEnding) -> None:
         self.nodes = ("n1", "n2")
@@ -31,46 +31,48 @@ class Watching(JobController):
     def _nodes_without_agent(self, results: Container[str]) -> set[str]:
         return {n for n in self.without_agent if n not in results}
 
-    def _abort(self, step: StepState) -> None:
+    def _abort(self, job_step: JobStep) -> None:
         self.aborted = True
 
     def aborts_after(self, seconds: float, *, asked_to_stop: bool = False) -> bool:
-        step = StepState(cast(Any, None), stop_requested_at=1.0 if asked_to_stop else None)
+        job_step = JobStep(cast(Any, None), stop_requested_at=1.0 if asked_to_stop else None)
         for now in (100.0, 100.0 + seconds):
-            self._watch_failures(step, now)
+            self._watch_failures(job_step, now)
         return self.aborted
 
 
-def test_agents_whose_ranks_have_ended_by_themselves_may_make_their_files_small() -> None:
+def test_agents_get_time_to_compact_after_all_ranks_completed() -> None:
     both = {"n1": "completed", "n2": "completed"}
-    assert not Watching(**both).aborts_after(controller.AFTER_RESULTS_S - 1)
-    assert Watching(**both).aborts_after(controller.AFTER_RESULTS_S + 1)
+    assert not FailureWatcher(**both).aborts_after(controller.AFTER_RESULTS_S - 1)
+    assert FailureWatcher(**both).aborts_after(controller.AFTER_RESULTS_S + 1)
 
 
 @pytest.mark.parametrize("endings", [{"n1": "stopped", "n2": "stopped"}, {"n1": "failed"}])
-def test_after_a_stop_or_a_failure_there_is_no_time_for_it(endings: dict[str, RankEnding]) -> None:
-    assert not Watching(**endings).aborts_after(controller.AFTER_END_S - 1)
-    assert Watching(**endings).aborts_after(controller.AFTER_END_S + 1)
+def test_agents_get_no_time_to_compact_after_stop_or_failure(endings: dict[str, RankEnding]) -> None:
+    assert not FailureWatcher(**endings).aborts_after(controller.AFTER_END_S - 1)
+    assert FailureWatcher(**endings).aborts_after(controller.AFTER_END_S + 1)
 
 
-def test_who_was_asked_to_stop_has_no_time_either_though_all_steps_were_done() -> None:
-    assert Watching(n1="completed", n2="completed").aborts_after(controller.AFTER_END_S + 1, asked_to_stop=True)
+def test_agents_get_no_time_to_compact_after_a_stop_request() -> None:
+    assert FailureWatcher(n1="completed", n2="completed").aborts_after(controller.AFTER_END_S + 1, asked_to_stop=True)
 
 
-def test_a_node_that_is_still_at_work_is_waited_for() -> None:
-    assert not Watching(n1="completed").aborts_after(10_000.0)
+def test_batch_waits_for_a_node_that_still_works() -> None:
+    assert not FailureWatcher(n1="completed").aborts_after(10_000.0)
 
 
-def test_a_node_whose_agent_has_ended_without_a_result_is_not_waited_for() -> None:
+def test_batch_does_not_wait_for_a_node_without_agent_or_result() -> None:
     for endings in ({}, {"n1": "completed"}):
-        killed = Watching(frozenset({"n2"}), **endings)
+        killed = FailureWatcher(frozenset({"n2"}), **endings)
         assert not killed.aborts_after(controller.AFTER_END_S - 1)
         assert killed.aborts_after(controller.AFTER_END_S + 1)
-    assert not Watching(frozenset({"n2"}), n1="completed", n2="completed").aborts_after(controller.AFTER_END_S + 1)
+    assert not FailureWatcher(frozenset({"n2"}), n1="completed", n2="completed").aborts_after(
+        controller.AFTER_END_S + 1
+    )
 
 
-class Owner(JobController):
-    """A batch that only looks after its run's folder."""
+class FolderWatcher(JobController):
+    """A batch process that only watches its run folder."""
 
     def __init__(self, path: Path) -> None:
         self.run = RunDir(path)
@@ -79,31 +81,33 @@ class Owner(JobController):
 
 
 @pytest.fixture
-def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Owner:
+def watcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FolderWatcher:
     monkeypatch.setattr(controller, "CHECK_INTERVAL_S", 0.02)
     (tmp_path / "run" / "attempts" / "1").mkdir(parents=True)
-    return Owner(tmp_path / "run")
+    return FolderWatcher(tmp_path / "run")
 
 
 @pytest.mark.parametrize(("newest", "lost"), [(1, ""), (2, "taken over by attempt 2")])
-def test_a_run_folder_that_is_away_for_a_while_is_waited_for(owner: Owner, newest: int, lost: str) -> None:
-    away = owner.run.path.rename(owner.run.path.with_name("elsewhere"))
-    (away / "attempts" / str(newest)).mkdir(exist_ok=True)
-    back = threading.Timer(0.3, away.rename, [owner.run.path])
-    back.start()
-    assert owner._lost_reason(StepState(cast(Any, None))) == lost
-    back.join()
+def test_batch_waits_for_a_run_folder_that_comes_back(watcher: FolderWatcher, newest: int, lost: str) -> None:
+    moved = watcher.run.path.rename(watcher.run.path.with_name("elsewhere"))
+    (moved / "attempts" / str(newest)).mkdir(exist_ok=True)
+    timer = threading.Timer(0.3, moved.rename, [watcher.run.path])
+    timer.start()
+    assert watcher._lost_reason(JobStep(cast(Any, None))) == lost
+    timer.join()
 
 
-def test_a_run_folder_that_stays_away_is_gone(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_folder_that_stays_away_is_reported_as_gone(
+    watcher: FolderWatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(controller, "FOLDER_S", 0.1)
-    owner.run.path.rename(owner.run.path.with_name("elsewhere"))
-    assert "the folder of the run is gone" in owner._lost_reason(StepState(cast(Any, None)))
+    watcher.run.path.rename(watcher.run.path.with_name("elsewhere"))
+    assert "the run folder is gone" in watcher._lost_reason(JobStep(cast(Any, None)))
 
 
-def test_a_signal_ends_the_wait_for_the_folder(owner: Owner) -> None:
-    owner.run.path.rename(owner.run.path.with_name("elsewhere"))
-    soon = threading.Timer(0.2, owner.signals.received.append, ["SIGTERM"])
-    soon.start()
-    assert "the folder of the run is gone" in owner._lost_reason(StepState(cast(Any, None)))  # not after a minute
-    soon.join()
+def test_signal_ends_the_wait_for_the_run_folder(watcher: FolderWatcher) -> None:
+    watcher.run.path.rename(watcher.run.path.with_name("elsewhere"))
+    timer = threading.Timer(0.2, watcher.signals.received.append, ["SIGTERM"])
+    timer.start()
+    assert "the run folder is gone" in watcher._lost_reason(JobStep(cast(Any, None)))  # not after a minute
+    timer.join()

@@ -1,5 +1,5 @@
-"""The first node's agent notices that the batch process was killed, and asks Slurm for the requeue in its place. What
-Slurm says of such a job is from 22.05."""
+"""The first node's agent notices that the batch process was killed, and asks Slurm for the requeue instead. The
+recorded answers about such a job are from Slurm 22.05."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failu
 
 @pytest.fixture
 def batch() -> Iterator[subprocess.Popen[bytes]]:
-    """Stands for the batch process."""
+    """A child process that stands in for the batch process."""
     child = subprocess.Popen([sys.executable, "-c", "input()", "clustertrain", "batch"], stdin=subprocess.PIPE)
     yield child
     child.kill()
@@ -36,10 +36,10 @@ def batch() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def watch(tmp_path: Path, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm) -> ControllerWatch:  # noqa: F811
-    one = agent(tmp_path / "run", SLURM_JOB_ID="7")
+    node_agent = agent(tmp_path / "run", SLURM_JOB_ID="7")
     record = {"job_id": "7", "restart": 0, "host": socket.gethostname(), "pid": batch.pid, "nodes": ["n1"], "t": 1.0}
-    fsio.write_json(one.context.attempt.record, record)
-    return ControllerWatch(one.context, EventLog(one.context.attempt.events_path("agent-n1")))
+    fsio.write_json(node_agent.context.attempt.record, record)
+    return ControllerWatch(node_agent.context, EventLog(node_agent.context.attempt.events_path("agent-n1")))
 
 
 def kill(batch: subprocess.Popen[bytes]) -> None:
@@ -51,13 +51,13 @@ def requeues(slurm: FakeSlurm) -> list[list[str]]:
     return [c.argv for c in slurm.calls("scontrol")]
 
 
-def test_a_killed_batch_process_is_noticed_and_the_job_requeued_once(
+def test_job_whose_batch_process_was_killed_is_requeued_once(
     watch: ControllerWatch, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
 ) -> None:  # fmt: skip
     assert not watch.is_gone()
     kill(batch)
     assert watch.is_gone()
-    # slurmctld is away, then has not noticed, then has.
+    # slurmctld is down, then has not noticed, then has.
     fake_slurm.answers("squeue", stderr=AWAY, rc=1)
     watch.ensure_requeued()
     fake_slurm.answers("squeue", stdout=RUNNING)
@@ -72,26 +72,26 @@ def test_a_killed_batch_process_is_noticed_and_the_job_requeued_once(
     assert "batch process was killed" in str(attempt.reason)
 
 
-@pytest.mark.parametrize("how", ["scancel", "cancel", "decided", "taken over"])
-def test_what_somebody_else_decided_stays(
-    how: str, watch: ControllerWatch, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
+@pytest.mark.parametrize("cause", ["scancel", "cancel", "decided", "taken over"])
+def test_no_requeue_after_a_cancel_decision_or_takeover(
+    cause: str, watch: ControllerWatch, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
 ) -> None:  # fmt: skip
     kill(batch)
-    fake_slurm.answers("squeue", stdout=CANCELLED if how == "scancel" else KILLED)
-    if how == "cancel":
+    fake_slurm.answers("squeue", stdout=CANCELLED if cause == "scancel" else KILLED)
+    if cause == "cancel":
         fsio.write_json(watch._run.cancel_marker, {})
-    if how == "decided":
+    if cause == "decided":
         EventLog(watch._attempt.events_path("batch")).write("ended", ending="hang", reason="…", job_id="7")
-    if how == "taken over":
+    if cause == "taken over":
         watch._run.attempt(watch._attempt.n + 1).path.mkdir()
     watch.ensure_requeued()
     assert (watch.settled, requeues(fake_slurm)) == (True, [])
 
 
-def test_a_batch_process_that_cannot_be_seen_is_not_taken_for_a_killed_one(
+def test_invisible_batch_process_does_not_count_as_killed(
     tmp_path: Path, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
 ) -> None:  # fmt: skip
-    one = agent(tmp_path / "run", SLURM_JOB_ID="7")
+    node_agent = agent(tmp_path / "run", SLURM_JOB_ID="7")
     for record in ({"host": "another", "pid": batch.pid}, {"host": socket.gethostname(), "pid": os.getpid()}, {}):
-        fsio.write_json(one.context.attempt.record, record)
-        assert not ControllerWatch(one.context, one.log).is_gone()
+        fsio.write_json(node_agent.context.attempt.record, record)
+        assert not ControllerWatch(node_agent.context, node_agent.log).is_gone()

@@ -10,9 +10,9 @@ LIMITED = Deadline(end_time=1000.0, lead_s=20.0, signal_lead_s=120.0)
 
 
 @pytest.mark.parametrize(
-    ("signals", "now", "explained"),
+    ("signals", "now", "is_warning"),
     [
-        (["SIGUSR2"], 890.0, True),  # as asked for
+        (["SIGUSR2"], 890.0, True),  # at the requested time
         (["SIGUSR2", "SIGUSR2"], 830.0, True),  # up to a minute early
         (["SIGUSR2"], 500.0, False),  # far from the limit: a preemption, or a person
         (["SIGUSR2"], 985.0, False),  # time to stop anyway
@@ -20,17 +20,17 @@ LIMITED = Deadline(end_time=1000.0, lead_s=20.0, signal_lead_s=120.0)
         (["SIGUSR2", "SIGTERM"], 890.0, False),
     ],
 )
-def test_which_signals_the_time_limit_explains(signals: list[str], now: float, explained: bool) -> None:
-    assert LIMITED.is_limit_warning(signals, now) is explained
+def test_which_signals_are_the_early_warning(signals: list[str], now: float, is_warning: bool) -> None:
+    assert LIMITED.is_limit_warning(signals, now) is is_warning
 
 
-def test_without_a_limit_every_signal_is_a_request_to_stop() -> None:
+def test_without_a_time_limit_no_signal_warns_and_no_stop_is_due() -> None:
     unlimited = Deadline(end_time=None, lead_s=20.0, signal_lead_s=120.0)
     assert not unlimited.is_limit_warning(["SIGUSR2"], 890.0)
     assert not unlimited.is_due(1e12)
 
 
-def test_the_ranks_are_told_by_the_measured_lead() -> None:
+def test_stop_is_due_one_lead_before_the_end() -> None:
     assert not LIMITED.is_due(979.0)
     assert LIMITED.is_due(980.0)
 
@@ -38,11 +38,11 @@ def test_the_ranks_are_told_by_the_measured_lead() -> None:
 @pytest.mark.parametrize(
     ("sources", "lead_s"),
     [
-        # scontrol update TimeLimit: Slurm warns at once, before batch knows of the new end.
+        # scontrol update TimeLimit: Slurm warns at once, before the batch process knows the new end.
         (["signal:SIGUSR2", "batch"], 195.0),
         (["signal:SIGTERM", "signal:SIGUSR2"], 20.0),
         (["deadline"], 20.0),
     ],
 )
-def test_how_early_a_stop_may_be_because_of_the_limit(sources: list[str], lead_s: float) -> None:
+def test_lead_depends_on_the_sources_of_the_stop(sources: list[str], lead_s: float) -> None:
     assert LIMITED.lead_for_sources(sources) == lead_s

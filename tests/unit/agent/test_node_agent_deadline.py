@@ -1,4 +1,4 @@
-"""Nothing but the checkpoint gets time between a word to stop and the end of a node."""
+"""After a request to stop, only the checkpoint gets time: no compaction, and the right deadline."""
 
 from __future__ import annotations
 
@@ -18,97 +18,97 @@ from tests.unit.agent.test_node_agent_settings import agent
 
 @pytest.fixture
 def compacted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry for each time that an agent compacts."""
+    """Collect one entry per compaction."""
     done: list[str] = []
     monkeypatch.setattr(NodeTelemetry, "compact", lambda self, interrupted: done.append("compacted"))
     return done
 
 
-def ends(
-    one: NodeAgent, monkeypatch: pytest.MonkeyPatch, ending: RankEnding, order: dict[str, Any] | None = None
+def run_agent(
+    node_agent: NodeAgent, monkeypatch: pytest.MonkeyPatch, ending: RankEnding, request: dict[str, Any] | None = None
 ) -> None:
-    """Runs the agent, whose ranks end at once."""
-    one.context.attempt.results.mkdir()
-    one.context.run.spec.write_text("version = 1\n")
+    """Run the agent with ranks that end at once."""
+    node_agent.context.attempt.results.mkdir()
+    node_agent.context.run.spec.write_text("version = 1\n")
 
     def ranks(self: NodeAgent) -> NodeResult:
-        if order is not None:
-            fsio.write_json(self.context.attempt.stop_request, order)
+        if request is not None:
+            fsio.write_json(self.context.attempt.stop_request, request)
         return NodeResult(node="localhost", ending=ending, exit_code=0, step=7, committed_step=7)
 
     monkeypatch.setattr(NodeAgent, "_run_ranks", ranks)
-    one.run()
+    node_agent.run()
 
 
-def test_ranks_that_ended_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compacted: list[str]) -> None:
-    ends(agent(tmp_path), monkeypatch, "completed")
+def test_telemetry_is_compacted_after_ranks_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compacted: list[str]
+) -> None:
+    run_agent(agent(tmp_path), monkeypatch, "completed")
     assert compacted == ["compacted"]
 
 
-def test_ranks_that_stopped_though_nobody_told_this_agent(
+def test_telemetry_is_not_compacted_after_ranks_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compacted: list[str]
 ) -> None:
-    ends(agent(tmp_path), monkeypatch, "stopped")
+    run_agent(agent(tmp_path), monkeypatch, "stopped")
     assert compacted == []
 
 
-@pytest.mark.parametrize("order", [{"reason": "signal:SIGTERM"}, {"abort": True}])
-def test_an_order_that_came_with_the_last_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compacted: list[str], order: dict[str, Any]
+@pytest.mark.parametrize("stop_request", [{"reason": "signal:SIGTERM"}, {"abort": True}], ids=["stop", "abort"])
+def test_telemetry_is_not_compacted_after_a_late_stop_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compacted: list[str], stop_request: dict[str, Any]
 ) -> None:
-    ends(agent(tmp_path), monkeypatch, "completed", order)
+    run_agent(agent(tmp_path), monkeypatch, "completed", stop_request)
     assert compacted == []
 
 
-def test_the_ranks_have_the_word_before_anything_else_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = agent(tmp_path)
+def test_ranks_get_the_stop_request_before_telemetry_suspends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node_agent = agent(tmp_path)
     seen: list[bool] = []
 
-    class Slow:
+    class FakeTelemetry:
         def suspend(self) -> None:
-            seen.append((one.rank_dir / "stop").exists())
+            seen.append((node_agent.rank_dir / "stop").exists())
 
-    one.telemetry = Slow()  # type: ignore[assignment]
-    one._stop_ranks("signal:SIGTERM", None)
+    node_agent.telemetry = FakeTelemetry()  # type: ignore[assignment]
+    node_agent._stop_ranks("signal:SIGTERM", None)
     assert seen == [True]
 
 
 @pytest.fixture
 def warned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NodeAgent:
-    """Return an agent that got Slurm's early warning 60 s before the end; ranks are to stop 30 s before it."""
+    """An agent that got Slurm's early warning 60 s before the end; ranks are to stop 30 s before the end."""
     monkeypatch.setattr(clock, "now", lambda: 1000.0)
-    one = agent(tmp_path)
-    one.context = dataclasses.replace(one.context, grace_s=5.0)
-    one.deadline = Deadline(end_time=1060.0, lead_s=30.0, signal_lead_s=60.0)
-    one.signals.received.append("SIGUSR2")
-    one._handle_signals()
-    assert one.stop_source is None and one.context.attempt.signal_warning.exists()
-    return one
+    node_agent = agent(tmp_path)
+    node_agent.context = dataclasses.replace(node_agent.context, grace_s=5.0)
+    node_agent.deadline = Deadline(end_time=1060.0, lead_s=30.0, signal_lead_s=60.0)
+    node_agent.signals.received.append("SIGUSR2")
+    node_agent._handle_signals()
+    assert node_agent.stop_source is None and node_agent.context.attempt.signal_warning.exists()
+    return node_agent
 
 
-def test_early_warning_that_becomes_due_leaves_time_until_the_end(
-    warned: NodeAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_due_early_warning_has_the_time_until_the_end(warned: NodeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "now", lambda: 1031.0)
     warned._handle_signals()
-    order = fsio.read_json(warned.rank_dir / "stop")
-    assert (order["source"], order["deadline"]) == ("deadline", 1060.0)
+    request = fsio.read_json(warned.rank_dir / "stop")
+    assert (request["source"], request["deadline"]) == ("deadline", 1060.0)
 
 
-def test_another_signal_after_the_early_warning_has_the_grace_time(warned: NodeAgent) -> None:
+def test_signal_after_the_early_warning_has_the_grace_time(warned: NodeAgent) -> None:
     warned.signals.received.append("SIGTERM")
     warned._handle_signals()
-    order = fsio.read_json(warned.rank_dir / "stop")
-    assert (order["source"], order["deadline"]) == ("signal:SIGUSR2", 1005.0)
+    request = fsio.read_json(warned.rank_dir / "stop")
+    assert (request["source"], request["deadline"]) == ("signal:SIGUSR2", 1005.0)
 
 
 def test_signal_near_the_end_without_a_warning_has_the_grace_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clock, "now", lambda: 1031.0)
-    one = agent(tmp_path)
-    one.context = dataclasses.replace(one.context, grace_s=5.0)
-    one.deadline = Deadline(end_time=1060.0, lead_s=30.0, signal_lead_s=60.0)
-    one.signals.received.append("SIGUSR2")
-    one._handle_signals()
-    assert fsio.read_json(one.rank_dir / "stop")["deadline"] == 1036.0
+    node_agent = agent(tmp_path)
+    node_agent.context = dataclasses.replace(node_agent.context, grace_s=5.0)
+    node_agent.deadline = Deadline(end_time=1060.0, lead_s=30.0, signal_lead_s=60.0)
+    node_agent.signals.received.append("SIGUSR2")
+    node_agent._handle_signals()
+    assert fsio.read_json(node_agent.rank_dir / "stop")["deadline"] == 1036.0

@@ -1,4 +1,4 @@
-"""The verdict on a node."""
+"""A node's result, built from its ranks' records and what the agent observed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANKS_DIED = (
 
 
 @pytest.mark.parametrize(
-    ("tail", "kind", "words"),
+    ("tail", "kind", "text"),
     [
         (NO_TORCH, "launcher", "torchrun on a failed: ModuleNotFoundError: No module named 'torch'"),
         (PORT_TAKEN, "communication", "torchrun on a failed: RuntimeError: The server socket"),
@@ -27,15 +27,16 @@ RANKS_DIED = (
         ("", "killed", "killed and left no record"),
         (None, "killed", "killed and left no record"),
     ],
+    ids=["no-torch", "port-taken", "port-taken-oserror", "ranks-died", "no-message", "empty", "no-log"],
 )
-def test_a_torchrun_that_failed_by_itself_is_told_by_its_log(tail: str | None, kind: str, words: str) -> None:
+def test_kind_of_a_torchrun_failure_comes_from_its_log(tail: str | None, kind: str, text: str) -> None:
     result = build_node_result("a", 0, [0, 1], {}, RankObservations(launcher_exit_code=1, log_tail=tail))
     assert (result.ending, result.kind, result.exit_code) == ("failed", kind, 1)
-    assert result.message is not None and words in result.message
+    assert result.message is not None and text in result.message
     assert ("see logs/agent-a.log" in result.message) is (kind != "killed")
 
 
-def test_a_rank_that_left_a_record_counts_more_than_the_log() -> None:
+def test_rank_record_outweighs_the_torchrun_log() -> None:
     records = {0: failed_record(0, "user_error", ErrorInfo(type="ValueError", message="no"))}
     result = build_node_result("a", 0, [0, 1], records, RankObservations(launcher_exit_code=1, log_tail=PORT_TAKEN))
     assert result.kind == "user_error"
@@ -65,33 +66,32 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError
 
 
 @pytest.mark.parametrize(
-    ("peer", "told"),
+    ("peer", "message"),
     [
         (None, "rank 1 on a: SIGSEGV: the stacks of its threads are at the end of logs/rank-1.log"),
         ("communication", "rank 1 on a: SIGSEGV: the stacks of its threads are at the end of logs/rank-1.log"),
-        ("user_error", "rank 0 on a: E: said"),
+        ("user_error", "rank 0 on a: E: detail"),
     ],
+    ids=["no-record", "communication", "user-error"],
 )
-def test_a_rank_that_crashed_explains_broken_collectives_and_is_explained_by_an_error(
-    peer: FailureKind | None, told: str
-) -> None:
-    records = {0: failed_record(0, peer, ErrorInfo(type="E", message="said"))} if peer is not None else {}
-    found = build_node_result("a", 0, [0, 1], records, RankObservations(launcher_exit_code=1, log_tail=CRASHED))
-    assert (found.ending, found.message) == ("failed", told)
-    assert [r.kind for r in found.ranks] == [peer or "killed", "crashed"]
+def test_crash_outweighs_communication_errors_but_not_user_errors(peer: FailureKind | None, message: str) -> None:
+    records = {0: failed_record(0, peer, ErrorInfo(type="E", message="detail"))} if peer is not None else {}
+    result = build_node_result("a", 0, [0, 1], records, RankObservations(launcher_exit_code=1, log_tail=CRASHED))
+    assert (result.ending, result.message) == ("failed", message)
+    assert [r.kind for r in result.ranks] == [peer or "killed", "crashed"]
 
 
-def test_storage_that_failed_explains_the_broken_collectives() -> None:
+def test_storage_failure_outweighs_communication_errors() -> None:
     kinds: tuple[FailureKind, ...] = ("communication", "storage")
     records = {r: failed_record(r, kind, ErrorInfo(type="E", message=kind)) for r, kind in enumerate(kinds)}
     assert build_node_result("a", 0, [0, 1], records).kind == "storage"
 
 
-def test_what_a_rank_says_of_its_end_reaches_the_node() -> None:
-    first = RankResult(rank=0, ending="stopped", budget_spent=True, reason="too dear")
+def test_rank_reason_and_budget_reach_the_node_result() -> None:
+    first = RankResult(rank=0, ending="stopped", budget_spent=True, reason="too expensive")
     second = RankResult(rank=1, ending="stopped", budget_spent=True)
-    found = build_node_result("a", 0, [0, 1], {0: first, 1: second})
-    assert (found.ending, found.reason, found.budget_spent) == ("stopped", "too dear", True)
+    result = build_node_result("a", 0, [0, 1], {0: first, 1: second})
+    assert (result.ending, result.reason, result.budget_spent) == ("stopped", "too expensive", True)
     assert not build_node_result("a", 0, [0], {0: RankResult(ending="completed")}).budget_spent
 
 
@@ -99,21 +99,21 @@ WARNING = "W1125 02:00:00 torch/distributed/run.py:851] Setting OMP_NUM_THREADS 
 
 
 @pytest.mark.parametrize("launcher", [-9, -11])
-def test_a_killed_torchrun_is_named_by_its_signal_and_not_by_its_last_words(launcher: int) -> None:
+def test_killed_torchrun_is_reported_by_its_signal(launcher: int) -> None:
     result = build_node_result("a", 0, [0, 1], {}, RankObservations(launcher_exit_code=launcher, log_tail=WARNING))
     assert result.kind == "launcher"
     assert result.message == f"torchrun on a was killed by {'SIGKILL' if launcher == -9 else 'SIGSEGV'}"
 
 
-def test_a_torchrun_that_the_agent_ended_is_no_cause() -> None:
+def test_torchrun_that_the_agent_ended_is_not_the_cause() -> None:
     assert build_node_result("a", 0, [0], {}, RankObservations(log_tail=WARNING)).kind == "killed"
 
 
-def test_a_rank_that_failed_counts_more_than_a_killed_torchrun() -> None:
-    failed = failed_record(0, "user_error", ErrorInfo(type="E", message="said"))
+def test_failed_rank_outweighs_a_killed_torchrun() -> None:
+    failed = failed_record(0, "user_error", ErrorInfo(type="E", message="detail"))
     assert (
         build_node_result("a", 0, [0, 1], {0: failed}, RankObservations(launcher_exit_code=-9)).message
-        == "rank 0 on a: E: said"
+        == "rank 0 on a: E: detail"
     )
 
 
@@ -128,7 +128,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError
 """
 
 
-def test_exit_codes_of_ranks_without_a_record_are_told_apart() -> None:
+def test_exit_codes_of_ranks_without_a_record_are_distinguished() -> None:
     broken = failed_record(0, "communication", ErrorInfo(type="E", message="closed"))
     one = build_node_result(
         "a", 0, [0, 1], {0: broken}, RankObservations(launcher_exit_code=1, log_tail=TABLE.format(1))
@@ -138,7 +138,7 @@ def test_exit_codes_of_ranks_without_a_record_are_told_apart() -> None:
         one.message is not None
         and "rank 1 on a: no result: ended with exit code 1 without a Python error" in one.message
     )
-    # Rank 0 is not in torchrun's table, so it had exited with 0.
+    # Rank 0 is not in torchrun's table, so it exited with 0.
     zero = build_node_result("a", 0, [0, 1], {}, RankObservations(launcher_exit_code=1, log_tail=TABLE.format(-9)))
     assert zero.kind == "user_error"
     assert zero.message is not None and "rank 0 on a: no result: ended with exit code 0 before" in zero.message
@@ -150,7 +150,7 @@ def completed(rank: int, finished: bool) -> RankResult:
 
 
 @pytest.mark.parametrize(
-    ("finished", "stop_asked", "ending"),
+    ("finished", "stop_requested", "ending"),
     [
         (True, False, "completed"),
         (True, True, "completed"),
@@ -158,19 +158,19 @@ def completed(rank: int, finished: bool) -> RankResult:
         (False, True, "stopped"),
     ],
 )
-def test_after_a_request_to_stop_only_a_session_says_that_a_script_is_done(
-    finished: bool, stop_asked: bool, ending: str
+def test_script_is_complete_after_a_stop_only_if_session_finished(
+    finished: bool, stop_requested: bool, ending: str
 ) -> None:
     records = {r: completed(r, finished) for r in (0, 1)}
-    found = build_node_result(
-        "a", 0, [0, 1], records, RankObservations(launcher_exit_code=0, stop_requested=stop_asked)
+    result = build_node_result(
+        "a", 0, [0, 1], records, RankObservations(launcher_exit_code=0, stop_requested=stop_requested)
     )
-    assert (found.ending, found.step, found.kind) == (ending, 7, None)
-    assert (found.reason is not None) is (ending == "stopped")
+    assert (result.ending, result.step, result.kind) == (ending, 7, None)
+    assert (result.reason is not None) is (ending == "stopped")
 
 
 @pytest.mark.parametrize(
-    ("seen", "ending"),
+    ("observed", "ending"),
     [
         (RankObservations(launcher_exit_code=0, stop_requested=True), "stopped"),
         (RankObservations(launcher_exit_code=0, finished_records={0: completed(0, True)}), "completed"),
@@ -187,24 +187,27 @@ def test_after_a_request_to_stop_only_a_session_says_that_a_script_is_done(
             "failed",
         ),
     ],
+    ids=["stop-requested", "finished", "finished-and-stop-requested", "crashed"],
 )
-def test_an_exit_of_0_without_a_record_counts_as_what_the_session_said(seen: RankObservations, ending: str) -> None:
-    assert build_node_result("a", 0, [0], {}, seen).ending == ending
+def test_session_record_decides_the_ending_without_a_rank_record(observed: RankObservations, ending: str) -> None:
+    assert build_node_result("a", 0, [0], {}, observed).ending == ending
 
 
-def test_a_rank_that_hung_at_its_end_is_complete_where_all_its_steps_were_done() -> None:
-    found = build_node_result(
+def test_rank_that_hung_after_its_last_step_completed() -> None:
+    result = build_node_result(
         "a",
         0,
         [0, 1],
         {0: completed(0, True)},
         RankObservations(finished_records={1: completed(1, True)}, hung_ranks=frozenset({1})),
     )
-    assert found.ending == "completed"
-    assert found.reason == "all steps were done; rank 1 was idle after all others had completed, and was ended"
-    plain = build_node_result("a", 0, [0, 1], {0: completed(0, False)}, RankObservations(hung_ranks=frozenset({1})))
-    assert (plain.ending, plain.kind) == ("failed", "hang")
-    assert plain.message == "rank 1 was idle after all others had completed, and was ended (a)"
+    assert result.ending == "completed"
+    assert result.reason == "all steps were done; rank 1 was idle after all others had completed, and was ended"
+    unfinished = build_node_result(
+        "a", 0, [0, 1], {0: completed(0, False)}, RankObservations(hung_ranks=frozenset({1}))
+    )
+    assert (unfinished.ending, unfinished.kind) == ("failed", "hang")
+    assert unfinished.message == "rank 1 was idle after all others had completed, and was ended (a)"
 
 
 def timed_out(rank: int) -> RankResult:
@@ -217,7 +220,7 @@ def at(step: int) -> Heartbeat:
 
 
 @pytest.mark.parametrize(
-    ("seen", "words"),
+    ("observed", "text"),
     [
         (
             RankObservations(),
@@ -233,18 +236,19 @@ def at(step: int) -> Heartbeat:
             "rank 1 did not reach it: last seen on a, in step 17, phase train, its process stopped (SIGSTOP",
         ),
     ],
+    ids=["no-heartbeats", "heartbeats", "stopped-process"],
 )
-def test_a_hang_is_named_after_the_rank_that_did_not_come(seen: RankObservations, words: str) -> None:
-    found = build_node_result("a", 0, range(4), {r: timed_out(r) for r in (0, 2, 3)}, seen)
-    assert found.kind == "hang"
-    assert found.message is not None and words in found.message
+def test_hang_names_the_rank_that_missed_the_collective(observed: RankObservations, text: str) -> None:
+    result = build_node_result("a", 0, range(4), {r: timed_out(r) for r in (0, 2, 3)}, observed)
+    assert result.kind == "hang"
+    assert result.message is not None and text in result.message
 
 
-def test_a_hang_of_which_nothing_is_known_blames_nobody() -> None:
-    found = build_node_result(
+def test_hang_without_evidence_blames_no_rank() -> None:
+    result = build_node_result(
         "a", 0, range(4), {0: timed_out(0)}, RankObservations(heartbeats={r: at(16) for r in range(4)})
     )
-    assert found.message == (
+    assert result.message == (
         "rank 0 waited in a collective until it timed out, at step 17; ranks 1, 2 and 3 left no record; it is unknown "
         "which rank did not reach it"
     )

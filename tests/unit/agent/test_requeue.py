@@ -1,4 +1,4 @@
-"""What follows an attempt, with a scheduler that is down, refuses, or is ending the job already."""
+"""The requeue after an attempt when the scheduler is down, refuses, or already ends the job."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from clustertrain.scheduler.requeue_policy import Decision, Verdict
 
 
 @dataclass
-class Scheduler:
-    """Answers a requeue with these in turn (None: agreed), and remembers what it was asked."""
+class FakeScheduler:
+    """A scheduler that gives the listed answers in turn (None: accepted) and counts its requests."""
 
     name: str = "local"
     state: str = "RUNNING"
     answers: list[ClusterTrainError | None] = field(default_factory=list)
     restarts: int = 0
-    views_fail: int = 0  # the first so many questions get no answer
+    failing_queries: int = 0  # this many queries fail first
     restart_answers: list[ClusterTrainError | None] = field(default_factory=list)
     requeued: int = 0
     restarted: list[dict[str, str]] = field(default_factory=list)
 
     def query_jobs(self, job_ids: Iterable[str]) -> dict[str, JobView]:
-        if self.views_fail:
-            self.views_fail -= 1
+        if self.failing_queries:
+            self.failing_queries -= 1
             raise CommandFailed("squeue failed: Unable to contact slurm controller (connect failure)")
         return {j: JobView(j, self.state, restarts=self.restarts) for j in job_ids}
 
@@ -58,10 +58,10 @@ class Scheduler:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
     monkeypatch.setattr(module, "RETRY_S", 0.0)
-    made = run_dir.create_run("followed")
-    made.spec.write_text("version = 1\n")
-    made.attempt(1).path.mkdir()
-    return made
+    run = run_dir.create_run("followed")
+    run.spec.write_text("version = 1\n")
+    run.attempt(1).path.mkdir()
+    return run
 
 
 @pytest.fixture
@@ -70,15 +70,15 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Signals]:
     yield Signals()
 
 
-def follow(
-    run: RunDir, scheduler: Scheduler, signals: Signals, ending: str, decision: Decision, *, patient: bool = True
+def requeue_after(
+    run: RunDir, scheduler: FakeScheduler, signals: Signals, ending: str, decision: Decision, *, patient: bool = True
 ) -> int:
     log = EventLog(run.attempt(1).events_path("batch"))
     spec = RunSpec(job=JobSpec(exclude="n0"))
     try:
-        until = clock.monotonic() + (60.0 if patient else 0.0)
-        sequel = RequeueAction(run, scheduler, "7", spec, log, signals, restart_count=0, deadline=until)  # type: ignore[arg-type]
-        return sequel.execute(decision, Verdict(ending, "…"))
+        deadline = clock.monotonic() + (60.0 if patient else 0.0)
+        action = RequeueAction(run, scheduler, "7", spec, log, signals, restart_count=0, deadline=deadline)  # type: ignore[arg-type]
+        return action.execute(decision, Verdict(ending, "…"))
     finally:
         log.close()
 
@@ -86,114 +86,114 @@ def follow(
 REQUEUE = Decision("requeue", "…", 75)
 
 
-def how(run: RunDir) -> list[str]:
+def requeue_methods(run: RunDir) -> list[str]:
     return [str(e["method"]) for e in events.filter_by_name(events.for_attempt(run.attempt(1)), "requeued")]
 
 
-def test_a_scheduler_that_is_restarting_is_asked_again(run: RunDir, signals: Signals) -> None:
-    scheduler = Scheduler(answers=[CommandFailed("no answer"), CommandFailed("no answer"), None])
-    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
+def test_requeue_is_retried_while_the_scheduler_is_down(run: RunDir, signals: Signals) -> None:
+    scheduler = FakeScheduler(answers=[CommandFailed("no answer"), CommandFailed("no answer"), None])
+    assert requeue_after(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
     assert (scheduler.requeued, scheduler.restarted) == (3, [])
 
 
-NOTHING_HEARD = CommandFailed("sbatch failed: Unable to contact slurm controller (connect failure)")
+NO_ANSWER = CommandFailed("sbatch failed: Unable to contact slurm controller (connect failure)")
 
 
-def test_a_fresh_submission_without_an_answer_is_made_again(run: RunDir, signals: Signals) -> None:
-    scheduler = Scheduler(views_fail=2, restart_answers=[NOTHING_HEARD, NOTHING_HEARD])
-    assert follow(run, scheduler, signals, endings.NODE_FAILURE, Decision("resubmit", "…", 75)) == 75
+def test_resubmission_without_an_answer_is_retried(run: RunDir, signals: Signals) -> None:
+    scheduler = FakeScheduler(failing_queries=2, restart_answers=[NO_ANSWER, NO_ANSWER])
+    assert requeue_after(run, scheduler, signals, endings.NODE_FAILURE, Decision("resubmit", "…", 75)) == 75
     assert (scheduler.requeued, len(scheduler.restarted)) == (0, 1)
-    assert how(run) == ["resubmit"]
+    assert requeue_methods(run) == ["resubmit"]
 
 
-def test_a_scheduler_that_never_answers_stops_the_run_in_the_end(run: RunDir, signals: Signals) -> None:
-    scheduler = Scheduler(views_fail=9, answers=[NOTHING_HEARD], restart_answers=[NOTHING_HEARD])
-    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE, patient=False) == 93
+def test_scheduler_that_never_answers_stops_the_run(run: RunDir, signals: Signals) -> None:
+    scheduler = FakeScheduler(failing_queries=9, answers=[NO_ANSWER], restart_answers=[NO_ANSWER])
+    assert requeue_after(run, scheduler, signals, endings.PREEMPTED, REQUEUE, patient=False) == 93
     assert "Unable to contact" in str(attempts.load_attempts(run)[0].stopped)
 
 
-def test_a_requeue_that_was_heard_without_an_answer_makes_no_second_job(run: RunDir, signals: Signals) -> None:
-    class Deaf(Scheduler):
+def test_requeue_done_without_an_answer_makes_no_second_job(run: RunDir, signals: Signals) -> None:
+    class RequeueThenSilent(FakeScheduler):
         def requeue(self, job_id: str) -> None:
             if self.requeued:
                 self.state = "PENDING"
             super().requeue(job_id)
 
-    scheduler = Deaf(answers=[NOTHING_HEARD, SchedulerError("Job is pending execution for job 7")])
-    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
+    scheduler = RequeueThenSilent(answers=[NO_ANSWER, SchedulerError("Job is pending execution for job 7")])
+    assert requeue_after(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
     assert (scheduler.requeued, scheduler.restarted) == (2, [])
 
 
-def test_a_cancellation_ends_the_wait_for_an_answer(
+def test_cancellation_ends_the_wait_for_an_answer(
     run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Away(Scheduler):
+    class CancelledMeanwhile(FakeScheduler):
         def requeue(self, job_id: str) -> None:
             fsio.write_json(run.cancel_marker, {})
-            raise NOTHING_HEARD
+            raise NO_ANSWER
 
-    scheduler = Away()
-    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 93
+    scheduler = CancelledMeanwhile()
+    assert requeue_after(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 93
     assert scheduler.restarted == []
 
 
-def test_a_job_that_was_requeued_from_outside_is_not_requeued_again(run: RunDir, signals: Signals) -> None:
-    scheduler = Scheduler(state="COMPLETING", restarts=1)
-    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
-    assert (scheduler.requeued, scheduler.restarted, how(run)) == (0, [], ["slurm"])
+def test_job_that_slurm_requeued_is_not_requeued_again(run: RunDir, signals: Signals) -> None:
+    scheduler = FakeScheduler(state="COMPLETING", restarts=1)
+    assert requeue_after(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
+    assert (scheduler.requeued, scheduler.restarted, requeue_methods(run)) == (0, [], ["slurm"])
 
 
-def test_a_refused_requeue_becomes_a_fresh_submission(run: RunDir, signals: Signals) -> None:
-    scheduler = Scheduler(answers=[SchedulerError("disabled")])
-    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
+def test_refused_requeue_becomes_a_resubmission(run: RunDir, signals: Signals) -> None:
+    scheduler = FakeScheduler(answers=[SchedulerError("disabled")])
+    assert requeue_after(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
     assert scheduler.restarted == [{"exclude": "n0"}]
-    assert how(run) == ["requeue", "resubmit"]
+    assert requeue_methods(run) == ["requeue", "resubmit"]
 
 
-def test_a_run_that_nobody_takes_says_why_it_stops(run: RunDir, signals: Signals) -> None:
-    scheduler = Scheduler(answers=[SchedulerError("disabled")], restart_answers=[SchedulerError("no")])
-    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 93
+def test_refused_requeue_and_resubmission_stop_the_run(run: RunDir, signals: Signals) -> None:
+    scheduler = FakeScheduler(answers=[SchedulerError("disabled")], restart_answers=[SchedulerError("no")])
+    assert requeue_after(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 93
     assert "neither" in str(attempts.load_attempts(run)[0].stopped)
 
 
-def test_a_job_at_its_limit_is_submitted_afresh(run: RunDir, signals: Signals) -> None:
-    scheduler = Scheduler(state="COMPLETING")
-    assert follow(run, scheduler, signals, endings.TIME_LIMIT, REQUEUE) == 75
+def test_job_that_slurm_ends_at_its_limit_is_resubmitted(run: RunDir, signals: Signals) -> None:
+    scheduler = FakeScheduler(state="COMPLETING")
+    assert requeue_after(run, scheduler, signals, endings.TIME_LIMIT, REQUEUE) == 75
     assert (scheduler.requeued, len(scheduler.restarted)) == (0, 1)
 
 
-def test_a_job_that_is_being_cancelled_is_left_alone(run: RunDir, signals: Signals) -> None:
-    scheduler = Scheduler(state="COMPLETING")
-    assert follow(run, scheduler, signals, endings.UNKNOWN, REQUEUE) == 93
+def test_job_that_is_being_cancelled_is_not_requeued(run: RunDir, signals: Signals) -> None:
+    scheduler = FakeScheduler(state="COMPLETING")
+    assert requeue_after(run, scheduler, signals, endings.UNKNOWN, REQUEUE) == 93
     assert (scheduler.requeued, scheduler.restarted) == (0, [])
     assert attempts.load_attempts(run)[0].stopped
 
 
-def test_a_cancellation_after_the_verdict_counts(run: RunDir, signals: Signals) -> None:
+def test_cancellation_after_the_verdict_prevents_the_requeue(run: RunDir, signals: Signals) -> None:
     fsio.write_json(run.cancel_marker, {})
-    scheduler = Scheduler()
-    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 93
+    scheduler = FakeScheduler()
+    assert requeue_after(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 93
     assert scheduler.requeued == 0
 
 
-def test_nodes_and_options_of_earlier_submissions_are_remembered(run: RunDir, signals: Signals) -> None:
-    scheduler = Scheduler()
-    first = Decision("resubmit", "…", 75, exclude=("n2",))
-    follow(run, scheduler, signals, endings.NODE_FAILURE, first)
+def test_resubmission_keeps_earlier_exclusions_and_options(run: RunDir, signals: Signals) -> None:
+    scheduler = FakeScheduler()
+    resubmit = Decision("resubmit", "…", 75, exclude=("n2",))
+    requeue_after(run, scheduler, signals, endings.NODE_FAILURE, resubmit)
     by_hand = Decision("resubmit", "…", 75, options={"partition": "big", "exclude": "n[7-9]"})
-    follow(run, scheduler, signals, endings.PREEMPTED, by_hand)
-    follow(run, scheduler, signals, endings.NODE_FAILURE, Decision("resubmit", "…", 75, exclude=("n5",)))
+    requeue_after(run, scheduler, signals, endings.PREEMPTED, by_hand)
+    requeue_after(run, scheduler, signals, endings.NODE_FAILURE, Decision("resubmit", "…", 75, exclude=("n5",)))
     assert scheduler.restarted[-1] == {"partition": "big", "exclude": "n0,n2,n[7-9],n5"}
 
 
-def test_a_full_disk_does_not_keep_the_run_from_its_requeue(
+def test_full_disk_does_not_prevent_the_requeue(
     run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(fsio.JsonlAppender, "append", full)
-    scheduler = Scheduler()
-    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
+    scheduler = FakeScheduler()
+    assert requeue_after(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
     assert scheduler.requeued == 1
     assert "No space left" in capsys.readouterr().err

@@ -153,7 +153,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(manager: CheckpointMa
 def test_when_none_verifies_the_run_ends_and_nothing_is_moved(manager: CheckpointManager, root: Path) -> None:
     manager.save(3, make_state())
     flip(index.step_folder(root, 3) / "rank-0.bin")
-    with pytest.raises(CheckpointError, match=r"no checkpoint verifies(.|\n)*rank-0\.bin"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint is valid(.|\n)*rank-0\.bin"):
         manager.restore(make_state())
     assert [index.parse_step(p) for p in index.list_checkpoint_folders(root)] == [3]
 
@@ -174,15 +174,15 @@ def test_a_changed_model_is_an_error_and_not_damage(manager: CheckpointManager) 
     other = make_state()
     other["model"].a = nn.Linear(5, 3)
     other["optimizer"] = torch.optim.AdamW(other["model"].parameters())
-    with pytest.raises(CheckpointError, match=r"model/a\.weight has shape \(3, 4\) there and \(3, 5\) here"):
+    with pytest.raises(CheckpointError, match=r"model/a\.weight has shape \(3, 4\), but \(3, 5\) in this run"):
         manager.restore(other)
     more = {**make_state(), "ema": torch.zeros(1)}
-    with pytest.raises(CheckpointError, match="holds no state ema"):
+    with pytest.raises(CheckpointError, match="contains no state ema"):
         manager.restore(more)
     fewer = make_state()
     fewer["model"].norm = nn.Identity()
     fewer["optimizer"] = torch.optim.AdamW(fewer["model"].parameters())
-    with pytest.raises(CheckpointError, match="which the model lacks"):
+    with pytest.raises(CheckpointError, match="which the model does not have"):
         manager.restore(fewer)
 
 
@@ -366,7 +366,7 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
 
 def test_list_verify_digest_and_find(manager: CheckpointManager, root: Path) -> None:
     assert inspect.list_checkpoints(root) == []
-    with pytest.raises(NotFound, match="steps there: none"):
+    with pytest.raises(NotFound, match="existing steps: none"):
         inspect.find_checkpoint(root)
     state = make_state()
     manager.save(3, state)
@@ -382,7 +382,7 @@ def test_list_verify_digest_and_find(manager: CheckpointManager, root: Path) -> 
     assert inspect.list_checkpoints(root)[0]["verified"] is None
     assert inspect.find_checkpoint(root) == index.step_folder(root, 6)
     assert inspect.digest(inspect.find_checkpoint(root, 3)) != inspect.digest(inspect.find_checkpoint(root, 6))
-    with pytest.raises(NotFound, match="step 5; steps there: 3, 6"):
+    with pytest.raises(NotFound, match="step 5; existing steps: 3, 6"):
         inspect.find_checkpoint(root, 5)
     flip(index.step_folder(root, 3) / "rank-0.bin")
     assert inspect.list_checkpoints(root)[0]["verified"] is None

@@ -209,7 +209,7 @@ def test_a_checkpoint_under_another_steps_name_is_damaged(root: Path) -> None:
     shutil.copytree(index.step_folder(root, 3), index.step_folder(root, 6))
     restored = manager.restore(state_of(0.0))
     assert restored is not None and restored.step == 3
-    assert "is of step 3" in restored.skipped[0]["reason"]
+    assert "contains the checkpoint of step 3" in restored.skipped[0]["reason"]
 
 
 # -- folders that may not be used

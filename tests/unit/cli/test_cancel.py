@@ -16,7 +16,7 @@ from clustertrain.scheduler.local import JobFolder, LocalJob, job_folder
 from tests.unit.report.live_runs import begin, new_run
 
 
-def running(home: Path, name: str, job_id: str, host: str) -> tuple[RunDir, JobFolder]:
+def make_running_run(home: Path, name: str, job_id: str, host: str) -> tuple[RunDir, JobFolder]:
     now = time.time()
     run = new_run(home, now, name=name)
     (run.events / "submit.jsonl").unlink()
@@ -29,19 +29,19 @@ def running(home: Path, name: str, job_id: str, host: str) -> tuple[RunDir, JobF
     )
     folder = job_folder(job_id)
     folder.path.mkdir(parents=True)
-    # Without a process id it counts as about to start on any machine.
+    # A job without a process id counts as about to start on any machine.
     folder.write(LocalJob(job_id=job_id, run_dir=str(run.path), state="RUNNING", pid=1 if host else 0, host=host))
     return run, folder
 
 
-def test_a_run_of_another_machine_keeps_no_other_from_being_cancelled(
+def test_run_on_another_machine_does_not_block_cancelling_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    elsewhere, _ = running(tmp_path, "far-abc234", "local-1", "elsewhere")
-    here, job = running(tmp_path, "near-abc234", "local-2", "")
-    monkeypatch.setattr(sys, "argv", ["clustertrain", "cancel", "--json", elsewhere.id, here.id])
+    remote, _ = make_running_run(tmp_path, "far-abc234", "local-1", "elsewhere")
+    local, job = make_running_run(tmp_path, "near-abc234", "local-2", "")
+    monkeypatch.setattr(sys, "argv", ["clustertrain", "cancel", "--json", remote.id, local.id])
     assert main() == 0
     out, err = capsys.readouterr()
-    assert {row["run"]: row["state"] for row in json.loads(out)} == {elsewhere.id: "cancelling", here.id: "cancelling"}
-    assert "runs on elsewhere" in err and f"repeat: clustertrain cancel {elsewhere.id}\n" in err
+    assert {row["run"]: row["state"] for row in json.loads(out)} == {remote.id: "cancelling", local.id: "cancelling"}
+    assert "runs on elsewhere" in err and f"repeat: clustertrain cancel {remote.id}\n" in err
     assert job.cancel_file.exists()

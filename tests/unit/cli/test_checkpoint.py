@@ -109,7 +109,7 @@ def test_the_quick_list_sees_a_file_that_was_cut_short(run: Path, command: Comma
     assert [r["verified"] for r in command("list", "net", "--json").json] == [None, False]
     lines = command("list", "net").out.splitlines()
     assert lines[2].split()[-1] == "DAMAGED"
-    assert lines[3].startswith(f"step 6: {folder_of(run, 6)}/rank-0.bin: 5 bytes, ")  # on one line, however long
+    assert lines[3].startswith(f"step 6: {folder_of(run, 6)}/rank-0.bin: has 5 bytes, ")  # on one line, however long
 
 
 def test_a_long_layout_keeps_to_its_column(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +338,7 @@ def test_the_best_is_marked_and_exported(run: Path, command: Command, tmp_path: 
 def test_best_of_none_and_of_one(run: Path, command: Command, tmp_path: Path) -> None:
     judge(run, 6, None)
     said = command("export", "net", "--best", "-o", tmp_path / "out")
-    assert said.code == 1 and "no checkpoint tells a value of the metric that decides" in said.err
+    assert said.code == 1 and "no checkpoint records a value of the deciding metric" in said.err
     for words in (("net", "--step", "3"), ("net@3",)):
         said = command("export", *words, "--best", "-o", tmp_path / "out")
         assert said.code == 2 and "leave one of them out" in said.err
@@ -392,7 +392,7 @@ def test_prune_tells_what_it_would_delete(run: Path, command: Command) -> None:
     [
         (["list", "nope"], 1, "no run 'nope'"),
         (["list", "./nope"], 1, "does not exist"),
-        (["verify", "net", "--step", "7"], 1, "no committed checkpoint of step 7; steps there: 3, 6"),
+        (["verify", "net", "--step", "7"], 1, "no committed checkpoint of step 7; existing steps: 3, 6"),
         (["digest", "net@7"], 1, "no committed checkpoint of step 7"),
         (["digest", "net", "--of", "data"], 2, "'data' is not one of"),
         (["diff", "net"], 2, "Missing argument 'B'"),
@@ -401,9 +401,9 @@ def test_prune_tells_what_it_would_delete(run: Path, command: Command) -> None:
         (["export", "net"], 2, "Missing option"),
         (["export", "net@3", "--step", "6", "-o", "x"], 2, "RUN already names the checkpoint of step 3"),
         (["export", "net", "-o", "x", "--dtype", "int9"], 2, "'int9' is not one of"),
-        (["export", "net", "-o", "no/x"], 1, "there is no folder"),
-        (["export", "net", "-o", "spec.toml"], 2, "is there already"),
-        (["export", "net", "-o", "checkpoints", "--force"], 2, "no part of an export"),
+        (["export", "net", "-o", "no/x"], 1, "does not exist"),
+        (["export", "net", "-o", "spec.toml"], 2, "already exists"),
+        (["export", "net", "-o", "checkpoints", "--force"], 2, "not part of an export"),
         (["prune", "net@3", "--keep", "1"], 2, "is one checkpoint"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -1,4 +1,4 @@
-"""``clustertrain checkpoint`` of copies behind a URL."""
+"""``clustertrain checkpoint`` with checkpoints at a URL."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ URL = "memory://bucket/net-abcdef"
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / "home"))
 
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["clustertrain", "checkpoint", *map(str, words)])
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["clustertrain", "checkpoint", *map(str, args)])
         code = main()
         return code, *capsys.readouterr()
 
@@ -33,7 +33,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two checkpoints, which are behind URL as well."""
+    """The checkpoint folder of a run with two checkpoints, which are copied to URL."""
     run = make_run(tmp_path / "home" / "runs" / "net-abcdef", decoder(recipe_of(layers=1)), (3, 6), layers=1)
     memory = fsspec.filesystem("memory")
     if memory.exists("/bucket"):
@@ -42,9 +42,9 @@ def root(tmp_path: Path) -> Path:
     return run / "checkpoints"
 
 
-def test_list_verify_and_digest_say_what_they_say_of_the_run(call: Call, root: Path) -> None:
-    for words in (["verify"], ["digest"], ["digest", "--step", "3"], ["digest", "--of", "model"]):
-        command, *options = words
+def test_list_verify_and_digest_match_those_of_the_run(call: Call, root: Path) -> None:
+    for args in (["verify"], ["digest"], ["digest", "--step", "3"], ["digest", "--of", "model"]):
+        command, *options = args
         assert call(command, URL, *options)[:2] == call(command, "net-abcdef", *options)[:2]
     assert call("digest", f"{URL}@3")[1] == call("digest", f"{URL}/step-00000003")[1] == call("digest", "net@3")[1]
     rows = json.loads(call("list", URL, "--verify", "--json")[1])
@@ -54,7 +54,7 @@ def test_list_verify_and_digest_say_what_they_say_of_the_run(call: Call, root: P
     assert "6" in call("list", URL)[1]
 
 
-def test_diff_and_export_read_there(call: Call, root: Path, tmp_path: Path) -> None:
+def test_diff_and_export_read_from_the_url(call: Call, root: Path, tmp_path: Path) -> None:
     code, out, _ = call("diff", URL, "net-abcdef")
     assert code == 0 and f"A  {URL}/step-00000006" in out
     assert call("diff", f"{URL}@3", "net-abcdef@6")[0] == 1
@@ -64,29 +64,32 @@ def test_diff_and_export_read_there(call: Call, root: Path, tmp_path: Path) -> N
     assert files[0] == files[1]
 
 
-def test_damage_there_is_named(call: Call, root: Path) -> None:
+def test_damage_at_the_url_is_reported(call: Call, root: Path) -> None:
     (RemoteFolder(URL) / "step-00000006" / "rank-0.bin").write_bytes(b"x")
     code, out, err = call("verify", URL)
     assert (code, "step 3: ok" in out, "step 6: DAMAGED" in out) == (1, True, True)
-    assert f"{URL}/step-00000006/rank-0.bin: 1 bytes" in err
+    assert f"{URL}/step-00000006/rank-0.bin: has 1 bytes" in err
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("args", "code", "message"),
     [
         (["list", "memory://bucket/nothing"], 1, "memory://bucket/nothing does not exist"),
-        (["digest", f"{URL}@5"], 1, "no committed checkpoint of step 5; steps there: 3, 6"),
+        (["digest", f"{URL}@5"], 1, "no committed checkpoint of step 5; existing steps: 3, 6"),
         (["list", "nosuch://bucket/x"], 78, "fsspec does not know the protocol nosuch://"),
         (["prune", URL, "--keep", "1"], 2, "the run itself deletes remote copies"),
     ],
+    ids=["missing", "step", "protocol", "prune"],
 )
-def test_what_cannot_be_is_a_sentence(call: Call, root: Path, words: list[str], code: int, said: str) -> None:
-    got, _, err = call(*words)
-    assert (got, said in err) == (code, True)
+def test_errors_are_reported_without_a_traceback(
+    call: Call, root: Path, args: list[str], code: int, message: str
+) -> None:
+    exit_code, _, err = call(*args)
+    assert (exit_code, message in err) == (code, True)
     assert "Traceback" not in err
 
 
-def test_a_store_that_lets_nobody_in_is_a_sentence(call: Call, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_without_permission_is_reported(call: Call, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_errors, "RETRY_TIMEOUT_S", 0.0)
 
     def fail(self: RemoteFolder) -> bool:

@@ -1,4 +1,4 @@
-"""``cluster list``, ``show`` and ``detect`` with Slurm's stand-in; the real one: tests/slurm/test_cluster_detect.py."""
+"""``cluster list``, ``show`` and ``detect`` with fake Slurm commands; with a real one: slurm/test_cluster_detect.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def call(*argv: str) -> Result:
     return CliRunner().invoke(cluster, argv)
 
 
-def said(*argv: str) -> Any:
+def call_json(*argv: str) -> Any:
     done = call(*argv, "--json")
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
@@ -31,28 +31,28 @@ def said(*argv: str) -> Any:
 
 @pytest.fixture
 def folder(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where profiles lie; Slurm answers as 22.05 does."""
+    """The folder of the profiles. Slurm answers like 22.05."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    # The stand-in knows one answer for a command; each reader takes its own part of it.
+    # The fake has one answer per command. Each reader takes its part of it.
     names = ("config-22.05.8", "partition-22.05.8", "node-22.05.8")
     fake_slurm.answers("scontrol", stdout="".join(map(slurm.said, names)))
-    made = Path(os.environ["XDG_CONFIG_HOME"]) / "clustertrain" / "clusters"
-    made.mkdir(parents=True)
-    return made
+    folder = Path(os.environ["XDG_CONFIG_HOME"]) / "clustertrain" / "clusters"
+    folder.mkdir(parents=True)
+    return folder
 
 
-def test_without_a_profile_the_list_says_where_it_looked(folder: Path) -> None:
+def test_empty_list_names_the_folder_of_profiles(folder: Path) -> None:
     done = call("list")
     assert done.exit_code == 0
     assert f"no cluster profile in {folder}" in done.stdout and "cluster detect" in done.stdout
-    assert said("list") == []
+    assert call_json("list") == []
 
 
-def test_the_list_marks_the_default(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_marks_the_default(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "a.toml").write_text("")
     (folder / "b.toml").write_text("")
     monkeypatch.setenv("CLUSTERTRAIN_CLUSTER", "b")
-    assert said("list") == [
+    assert call_json("list") == [
         {"name": "a", "path": str(folder / "a.toml"), "default": False},
         {"name": "b", "path": str(folder / "b.toml"), "default": True},
     ]
@@ -63,7 +63,7 @@ def test_the_list_marks_the_default(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_show_has_every_key(folder: Path) -> None:
     (folder / "a.toml").write_text('partition = "gpu"\n[measured]\ngemm_tflops = 600.0\n')
-    shown = said("show", "a")
+    shown = call_json("show", "a")
     assert shown["path"] == str(folder / "a.toml")
     assert set(shown["profile"]) == set(profiles.ClusterProfile.__struct_fields__)
     text = call("show", "a").stdout
@@ -71,14 +71,14 @@ def test_show_has_every_key(folder: Path) -> None:
     assert "# grace_s: unknown" in text and "gemm_tflops = 600.0" in text
 
 
-def test_show_of_a_profile_that_is_not_there_or_bad(folder: Path) -> None:
+def test_show_of_a_missing_or_invalid_profile_is_an_error(folder: Path) -> None:
     assert isinstance(call("show", "nowhere").exception, ConfigError)
     (folder / "a.toml").write_text("partitoin = 1\n")
     assert "did you mean partition" in str(call("show", "a").exception)
     assert "the name of the profile is empty" in str(call("show", "").exception)
 
 
-def test_detect_writes_what_a_dry_run_shows(folder: Path) -> None:
+def test_detect_writes_what_its_dry_run_shows(folder: Path) -> None:
     dry = call("detect", "--dry-run")
     assert dry.exit_code == 0 and list(folder.iterdir()) == []
     done = call("detect")
@@ -92,48 +92,51 @@ def test_detect_writes_what_a_dry_run_shows(folder: Path) -> None:
     assert "unchanged" in again.stdout and path.read_text() == dry.stdout
 
 
-def test_detect_keeps_a_persons_keys_unless_forced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detect_keeps_the_users_keys_unless_forced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / "mine.toml"
     path.write_text('grace_s = 60  # agreed\naccount = "p1"\n')
     monkeypatch.setenv("CLUSTERTRAIN_CLUSTER", "mine")
     done = call("detect")
     assert "kept: grace_s = 60; detected: 20.0" in done.stdout and "--force" in done.stdout
     assert path.read_text().startswith('grace_s = 60  # agreed\naccount = "p1"\npartition = "low"')
-    seen = said("detect")
-    assert seen["conflicts"] == {"grace_s": {"profile": 60, "detected": 20.0}}
-    assert (seen["written"], seen["changed"], seen["failures"], seen["measured"]) == (False, [], [], None)
-    assert said("detect", "--force")["changed"] == ["grace_s"]
+    detected = call_json("detect")
+    assert detected["conflicts"] == {"grace_s": {"profile": 60, "detected": 20.0}}
+    assert (detected["written"], detected["changed"], detected["failures"], detected["measured"]) == (
+        False,
+        [],
+        [],
+        None,
+    )
+    assert call_json("detect", "--force")["changed"] == ["grace_s"]
     assert profiles.load_profile("mine").grace_s == 20.0 and profiles.load_profile("mine").account == "p1"
 
 
-def test_the_partition_is_the_one_asked_for_then_the_profiles_then_the_jobs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partition_comes_from_option_then_profile_then_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("SLURM_JOB_PARTITION", "high")
-    assert said("detect", "--no-measure", "--dry-run")["profile"]["partition"] == "high"
+    assert call_json("detect", "--no-measure", "--dry-run")["profile"]["partition"] == "high"
     (folder / "testbed.toml").write_text('partition = "low"\n')
-    assert said("detect", "--no-measure", "--dry-run")["profile"]["partition"] == "low"
-    seen = said("detect", "--no-measure", "--dry-run", "--partition", "high")
-    assert seen["conflicts"]["partition"] == {"profile": "low", "detected": "high"}
+    assert call_json("detect", "--no-measure", "--dry-run")["profile"]["partition"] == "low"
+    detected = call_json("detect", "--no-measure", "--dry-run", "--partition", "high")
+    assert detected["conflicts"]["partition"] == {"profile": "low", "detected": "high"}
     assert "did you mean high" in str(call("detect", "--no-measure", "--partition", "hihg").exception)
 
 
-def test_slurm_that_does_not_answer_is_told_and_nothing_is_written(folder: Path, fake_slurm: FakeSlurm) -> None:
+def test_detect_writes_nothing_when_slurm_does_not_answer(folder: Path, fake_slurm: FakeSlurm) -> None:
     fake_slurm.answers("scontrol", stderr="scontrol: error: Unable to contact slurm controller\n", rc=1)
     failed = call("detect")
     assert isinstance(failed.exception, CommandFailed) and "Unable to contact" in str(failed.exception)
     assert "--local" in str(failed.exception) and list(folder.iterdir()) == []
 
 
-def test_without_slurm_this_machine_is_what_there_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detect_without_slurm_describes_this_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(folder))
-    seen = said("detect", "here")
-    assert "without Slurm" in seen["notes"][0] and "partition" not in seen["detected"]
-    assert profiles.load_profile("here").device == seen["detected"]["device"]["value"]
+    detected = call_json("detect", "here")
+    assert "without Slurm" in detected["notes"][0] and "partition" not in detected["detected"]
+    assert profiles.load_profile("here").device == detected["detected"]["device"]["value"]
     assert isinstance(call("detect", "--partition", "low").exception, UsageError)
 
 
 @pytest.mark.parametrize("name", ["a/b", "../x", ".hidden", "a b", "-x\n"])
-def test_names_that_would_not_be_files_of_the_folder(name: str, folder: Path) -> None:
+def test_unsafe_profile_names_are_refused(name: str, folder: Path) -> None:
     assert isinstance(call("detect", "--dry-run", "--", name).exception, UsageError)

@@ -1,5 +1,5 @@
-"""A run's own files, cut off, empty, or JSON and TOML of another shape: the commands that read a run say so or go on
-without them."""
+"""A run's files that are truncated, empty, or JSON and TOML of another shape: the commands that read a run report them
+or continue without them."""
 
 from __future__ import annotations
 
@@ -67,29 +67,29 @@ COMMANDS: dict[str, tuple[click.Command, list[str]]] = {
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """One that has ended, so that `wait` does."""
+    """A run that has ended, so that `wait` returns."""
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
     now = time.time()
-    made = new_run(tmp_path, now)
-    begin(made, now - 60, ["a"], steps=20)
-    log = fsio.JsonlAppender(made.attempt(1).events_path("batch"))
+    run = new_run(tmp_path, now)
+    begin(run, now - 60, ["a"], steps=20)
+    log = fsio.JsonlAppender(run.attempt(1).events_path("batch"))
     log.append({"t": now - 50, "event": "ended", "ending": "completed", "last_step": 20})
     log.close()
-    made.attempt(1).logs.mkdir()
-    made.attempt(1).rank_log(0).write_text("hello\n")
-    made.attempt(1).results.mkdir()
-    shutil.copytree(made.path, made.path.with_name(NEIGHBOR))
-    return made
+    run.attempt(1).logs.mkdir()
+    run.attempt(1).rank_log(0).write_text("hello\n")
+    run.attempt(1).results.mkdir()
+    shutil.copytree(run.path, run.path.with_name(NEIGHBOR))
+    return run
 
 
 def call(command: str, run: RunDir, *more: str) -> Result:
-    found, options = COMMANDS[command]
-    names = [run.id, NEIGHBOR] if found is compare else [run.id]
-    return CliRunner().invoke(found, [*names, *options, *more])
+    click_command, options = COMMANDS[command]
+    names = [run.id, NEIGHBOR] if click_command is compare else [run.id]
+    return CliRunner().invoke(click_command, [*names, *options, *more])
 
 
-def check(run: RunDir, path: Path) -> None:
-    """Each command goes on, or names the file; none has a traceback."""
+def check_commands(run: RunDir, path: Path) -> None:
+    """Check that each command succeeds or names the file, and that none has a traceback."""
     for command in COMMANDS:
         takes_json = any("--json" in p.opts for p in COMMANDS[command][0].params)
         for more in ([], ["--json"]) if takes_json else ([],):
@@ -108,7 +108,7 @@ def check(run: RunDir, path: Path) -> None:
 
 @pytest.mark.parametrize("content", JSON.values(), ids=list(JSON))
 @pytest.mark.parametrize("name", ["attempt", "plan", "record", "deadline", "results"])
-def test_json_of_another_shape(run: RunDir, name: str, content: bytes) -> None:
+def test_json_of_another_shape_is_reported_or_ignored(run: RunDir, name: str, content: bytes) -> None:
     attempt = run.attempt(1)
     path = {
         "attempt": attempt.record,
@@ -118,48 +118,52 @@ def test_json_of_another_shape(run: RunDir, name: str, content: bytes) -> None:
         "results": attempt.result_path("a"),
     }[name]
     path.write_bytes(content)
-    check(run, path)
+    check_commands(run, path)
 
 
 @pytest.mark.parametrize("content", TOML.values(), ids=list(TOML))
-def test_toml_of_another_shape(run: RunDir, content: bytes) -> None:
+def test_toml_of_another_shape_is_reported_or_ignored(run: RunDir, content: bytes) -> None:
     run.spec.write_bytes(content)
-    check(run, run.spec)
+    check_commands(run, run.spec)
 
 
 @pytest.mark.parametrize("name", ["attempt", "plan"])
-def test_a_folder_in_the_place_of_a_file(run: RunDir, name: str) -> None:
+def test_folder_instead_of_a_file_is_reported_or_ignored(run: RunDir, name: str) -> None:
     path = run.attempt(1).record if name == "attempt" else run.plan
     path.unlink(missing_ok=True)
     path.mkdir()
-    check(run, path)
+    check_commands(run, path)
 
 
-def said(run: RunDir, *argv: str) -> Any:
+def telemetry_json(run: RunDir, *argv: str) -> Any:
     return json.loads(CliRunner().invoke(telemetry, [run.id, *argv, "--json"]).stdout)
 
 
-def test_what_is_damaged_is_said(run: RunDir) -> None:
+def test_damaged_files_are_reported(run: RunDir) -> None:
     run.attempt(1).record.write_text("[1]")
     run.plan.write_text('{"layout": ')
     for command in ("status", "telemetry"):
-        words = " ".join(call(command, run).stdout.split())
-        assert "attempt.json" in words and "a list" in words, command
-        assert "plan.json" in words and "is not JSON" in words, command
-    assert len(said(run)["read_errors"]) == 2
-    (note,) = [n for n in said(run)["insights"] if n["code"] == "unreadable"]
+        text = " ".join(call(command, run).stdout.split())
+        assert "attempt.json" in text and "a list" in text, command
+        assert "plan.json" in text and "is not JSON" in text, command
+    assert len(telemetry_json(run)["read_errors"]) == 2
+    (note,) = [n for n in telemetry_json(run)["insights"] if n["code"] == "unreadable"]
     assert "2 files" in note["text"]
 
 
-def test_an_attempt_keeps_what_is_sound_of_its_record(run: RunDir) -> None:
+def test_attempt_keeps_the_valid_fields_of_its_record(run: RunDir) -> None:
     run.attempt(1).record.write_text('{"job_id": "4711", "restart": "x", "nodes": ["a", 7], "host": "a", "t": true}')
-    (found,) = attempts.load_attempts(run)
-    assert (found.job_id, found.restart, found.nodes, found.host) == ("4711", 0, ("a",), "a")
-    assert found.record_error is not None and "restart" in found.record_error and "attempt.json" in found.record_error
+    (attempt,) = attempts.load_attempts(run)
+    assert (attempt.job_id, attempt.restart, attempt.nodes, attempt.host) == ("4711", 0, ("a",), "a")
+    assert (
+        attempt.record_error is not None
+        and "restart" in attempt.record_error
+        and "attempt.json" in attempt.record_error
+    )
 
 
-def test_a_record_that_is_missing_or_empty_is_no_damage(run: RunDir) -> None:
-    """Its attempt has just been claimed."""
+def test_missing_or_empty_record_is_not_damage(run: RunDir) -> None:
+    """The attempt has just been claimed."""
     run.attempt(1).record.write_text("")
     assert attempts.load_attempts(run)[0].record_error is None
     run.attempt(1).record.unlink()

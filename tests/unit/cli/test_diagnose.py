@@ -1,4 +1,4 @@
-"""``diagnose`` as far as it goes without a process."""
+"""``diagnose``: the parts that start no process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clustertrain.diagnose.registry import CHECKS
 from clustertrain.errors import ConfigError, UsageError
 
 
-def test_without_a_check_it_lists_them() -> None:
+def test_diagnose_without_arguments_lists_the_checks() -> None:
     done = CliRunner().invoke(diagnose, [])
     assert done.exit_code == 0
     assert [line.split()[0] for line in done.output.splitlines()] == [*CHECKS, "all"]
@@ -21,7 +21,7 @@ def test_without_a_check_it_lists_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "error", "words"),
+    ("argv", "error", "text"),
     [
         (["gradient", "recipe.toml"], UsageError, "gradients"),
         (["overfit"], UsageError, "RECIPE.toml"),
@@ -38,19 +38,20 @@ def test_without_a_check_it_lists_them() -> None:
         (["overfit", "fine.toml", "--plot", "curve.png"], UsageError, ".svg"),
         (["overfit", "fine.toml", "--plot", "no/such/curve.svg"], UsageError, "no such folder: no/such"),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], error: type[Exception], words: str
+def test_invalid_arguments_and_recipes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], error: type[Exception], text: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, text in (("odd", "[model"), ("unknown", "[modle]\n"), ("fine", "")):
-        (tmp_path / f"{name}.toml").write_text(text)
+    for name, content in (("odd", "[model"), ("unknown", "[modle]\n"), ("fine", "")):
+        (tmp_path / f"{name}.toml").write_text(content)
     (tmp_path / "train.py").write_text("")
     raised = CliRunner().invoke(diagnose, argv).exception
-    assert isinstance(raised, error) and words in str(raised)
+    assert isinstance(raised, error) and text in str(raised)
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_before_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_plot_folder_is_refused_before_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
     raised = CliRunner().invoke(diagnose, ["overfit", "fine.toml", "--plot", "curve.svg"]).exception
     assert isinstance(raised, UsageError) and "is not writable" in str(raised)

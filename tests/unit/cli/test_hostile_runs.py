@@ -1,4 +1,4 @@
-"""What somebody else has put into a run's folder: it reaches no terminal, blocks nothing, and hides no other run."""
+"""Hostile content in a run folder: it does not reach a terminal, block a command, or hide another run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 
 OSC_52 = "\x1b]52;c;Y2FuYXJ5\x07"
 HOSTILE = f"{OSC_52}\x9b31m\x7f\u202e\ud800"
-ACTS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 READERS = (
     ("list",),
     ("status", "{}"),
@@ -37,27 +37,27 @@ READERS = (
 
 
 @dataclass(frozen=True)
-class Said:
+class CliOutput:
     code: int
     out: str
     err: str
 
 
-Call = Callable[..., Said]
+Call = Callable[..., CliOutput]
 
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> Call:
-    def run(*words: str) -> Said:
-        monkeypatch.setattr(sys, "argv", ["clustertrain", *words])
+    def run(*args: str) -> CliOutput:
+        monkeypatch.setattr(sys, "argv", ["clustertrain", *args])
         code = main()
-        said = capfdbinary.readouterr()
-        return Said(code, said.out.decode(), said.err.decode())
+        output = capfdbinary.readouterr()
+        return CliOutput(code, output.out.decode(), output.err.decode())
 
     return run
 
 
-def ended(home: Path, name: str, job_id: str) -> RunDir:
+def make_ended_run(home: Path, name: str, job_id: str) -> RunDir:
     now = time.time()
     run = new_run(home, now, name=name)
     begin(run, now - 60, ["a"], steps=20)
@@ -74,12 +74,12 @@ def ended(home: Path, name: str, job_id: str) -> RunDir:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    return ended(tmp_path, "gpt-abc234", "local-1")
+    return make_ended_run(tmp_path, "gpt-abc234", "local-1")
 
 
 @pytest.fixture
 def neighbor(run: RunDir, tmp_path: Path) -> RunDir:
-    return ended(tmp_path, "other-zzz222", "local-2")
+    return make_ended_run(tmp_path, "other-zzz222", "local-2")
 
 
 def deep_event(run: RunDir) -> None:
@@ -98,26 +98,26 @@ def huge_step(run: RunDir) -> None:
 
 
 def other_backend(run: RunDir) -> None:
-    """A job id that only the other backend can have, which would be in one question with those of other runs."""
+    """Add a job id that only the other backend can have. It would be in one query with the ids of other runs."""
     log = fsio.JsonlAppender(run.events / "submit-again.jsonl")
     log.append({"t": time.time() - 40, "event": "submitted", "job_id": "local-1", "backend": "slurm"})
     log.close()
 
 
-def fifo(path: Callable[[RunDir], Path]) -> Callable[[RunDir], None]:
-    def put(run: RunDir) -> None:
+def make_fifo(path: Callable[[RunDir], Path]) -> Callable[[RunDir], None]:
+    def place(run: RunDir) -> None:
         path(run).unlink(missing_ok=True)
         os.mkfifo(path(run))
 
-    return put
+    return place
 
 
-def zeros(path: Callable[[RunDir], Path]) -> Callable[[RunDir], None]:
-    def put(run: RunDir) -> None:
+def link_to_zeros(path: Callable[[RunDir], Path]) -> Callable[[RunDir], None]:
+    def place(run: RunDir) -> None:
         path(run).unlink(missing_ok=True)
         path(run).symlink_to("/dev/zero")
 
-    return put
+    return place
 
 
 DAMAGE = {
@@ -125,29 +125,29 @@ DAMAGE = {
     "a deep row": deep_row,
     "a step of 400 digits": huge_step,
     "a job id of the other backend": other_backend,
-    "FIFO for events": fifo(lambda run: run.attempt(1).events_path("agent-a")),
-    "FIFO for attempt.json": fifo(lambda run: run.attempt(1).record),
-    "FIFO for spec.toml": fifo(lambda run: run.spec),
-    "FIFO for plan.json": fifo(lambda run: run.plan),
-    "FIFO for rows": fifo(lambda run: run.metrics_path(1)),
-    "zeros for events": zeros(lambda run: run.attempt(1).events_path("agent-a")),
-    "zeros for plan.json": zeros(lambda run: run.plan),
-    "zeros for rows": zeros(lambda run: run.metrics_path(1)),
+    "FIFO for events": make_fifo(lambda run: run.attempt(1).events_path("agent-a")),
+    "FIFO for attempt.json": make_fifo(lambda run: run.attempt(1).record),
+    "FIFO for spec.toml": make_fifo(lambda run: run.spec),
+    "FIFO for plan.json": make_fifo(lambda run: run.plan),
+    "FIFO for rows": make_fifo(lambda run: run.metrics_path(1)),
+    "zeros for events": link_to_zeros(lambda run: run.attempt(1).events_path("agent-a")),
+    "zeros for plan.json": link_to_zeros(lambda run: run.plan),
+    "zeros for rows": link_to_zeros(lambda run: run.metrics_path(1)),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=list(DAMAGE))
-def test_damage_blocks_nothing_and_hides_no_other_run(
+def test_damage_blocks_no_command_and_hides_no_other_run(
     run: RunDir, neighbor: RunDir, call: Call, damage: Callable[[RunDir], None]
 ) -> None:
     damage(run)
-    for words in READERS:
-        said = call(*(word.format(run.id) for word in words))
-        assert said.code in (0, 1, 78) and "Traceback" not in said.err, (words, said.err)
-        if said.code:
-            assert run.id in said.err, words
-    for words in (("wait", run.id), ("logs", run.id)):
-        assert "Traceback" not in call(*words).err
+    for args in READERS:
+        output = call(*(arg.format(run.id) for arg in args))
+        assert output.code in (0, 1, 78) and "Traceback" not in output.err, (args, output.err)
+        if output.code:
+            assert run.id in output.err, args
+    for args in (("wait", run.id), ("logs", run.id)):
+        assert "Traceback" not in call(*args).err
     listed = {row["run"]: row for row in json.loads(call("list", "--json").out)}
     assert listed[neighbor.id]["state"] == "completed"
     for name in (neighbor.id, "local-2", "other"):
@@ -159,7 +159,7 @@ def test_damage_blocks_nothing_and_hides_no_other_run(
 
 
 @pytest.mark.parametrize("where", ["events", "records", "alert", "folder"])
-def test_control_characters_reach_no_terminal(run: RunDir, call: Call, where: str) -> None:
+def test_control_characters_do_not_reach_a_terminal(run: RunDir, call: Call, where: str) -> None:
     log = fsio.JsonlAppender(run.attempt(1).events_path("odd"))
     t = time.time() - 55
     if where == "events":
@@ -176,40 +176,43 @@ def test_control_characters_reach_no_terminal(run: RunDir, call: Call, where: st
     else:
         run.path.rename(run.path.with_name("gpt-\x1b]52;c;Y2FuYXJ5\x07"))
     log.close()
-    shown = ""
-    for words in READERS:
-        said = call(*(word.format("latest") for word in words))
-        assert ACTS.search(said.out + said.err) is None and "Traceback" not in said.err, (words, said)
-        if "--json" in words and said.code == 0:
-            json.loads(said.out)
-        shown += said.out + said.err
-    assert "52;c;Y2FuYXJ5" in shown
+    printed = ""
+    for args in READERS:
+        output = call(*(arg.format("latest") for arg in args))
+        assert CONTROL_CHARACTERS.search(output.out + output.err) is None and "Traceback" not in output.err, (
+            args,
+            output,
+        )
+        if "--json" in args and output.code == 0:
+            json.loads(output.out)
+        printed += output.out + output.err
+    assert "52;c;Y2FuYXJ5" in printed
 
 
-def test_an_error_that_quotes_a_file_or_a_name(run: RunDir, call: Call) -> None:
+def test_errors_escape_the_files_and_names_they_quote(run: RunDir, call: Call) -> None:
     run.spec.write_text(f'[job]\nname = "{OSC_52}\n')
-    for said in (call("status", run.id), call("status", OSC_52), call(OSC_52), call("status", f"--{OSC_52}")):
-        assert said.code and "52;c;Y2FuYXJ5" in said.err and ACTS.search(said.err) is None
+    for output in (call("status", run.id), call("status", OSC_52), call(OSC_52), call("status", f"--{OSC_52}")):
+        assert output.code and "52;c;Y2FuYXJ5" in output.err and CONTROL_CHARACTERS.search(output.err) is None
 
 
 LOG = b"\x1b[31mred\x1b[0m \x9b\xff m\xc3\xbcde\r 1 %\r 2 %\r\n\x1b]52;c;Y2FuYXJ5\x07\ttab\xc3"
-SHOWN = "\\x1b[31mred\\x1b[0m \\x9b\\xff müde\r 1 %\r 2 %\r\n\\x1b]52;c;Y2FuYXJ5\\x07\ttab"
+ESCAPED_LOG = "\\x1b[31mred\\x1b[0m \\x9b\\xff müde\r 1 %\r 2 %\r\n\\x1b]52;c;Y2FuYXJ5\\x07\ttab"
 
 
-def test_logs_are_escaped_and_raw_where_asked_for(
+def test_logs_are_escaped_unless_raw_is_requested(
     run: RunDir, call: Call, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     run.attempt(1).rank_log(0).write_bytes(LOG)
-    monkeypatch.setattr("clustertrain.cli.logs.CHUNK", 7)  # which cuts a character
-    assert call("logs", run.id).out == SHOWN + "\\xc3"
-    assert call("logs", run.id, "-f").out == SHOWN + "\\xc3"
+    monkeypatch.setattr("clustertrain.cli.logs.CHUNK", 7)  # splits a character
+    assert call("logs", run.id).out == ESCAPED_LOG + "\\xc3"
+    assert call("logs", run.id, "-f").out == ESCAPED_LOG + "\\xc3"
     monkeypatch.setattr(sys, "argv", ["clustertrain", "logs", run.id, "--raw"])
     assert main() == 0
     assert capfdbinary.readouterr().out == LOG
 
 
-def test_raw_logs_do_not_go_to_a_terminal(run: RunDir, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_logs_are_refused_on_a_terminal(run: RunDir, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     out: Any = sys.stdout
     monkeypatch.setattr(type(out), "isatty", lambda self: True, raising=False)
-    said = call("logs", run.id, "--raw")
-    assert said.code == 2 and "terminal" in said.err and not said.out
+    output = call("logs", run.id, "--raw")
+    assert output.code == 2 and "terminal" in output.err and not output.out

@@ -1,4 +1,4 @@
-"""Lines that are JSON and not what was written, in a run's events: by a bug, another version, or another hand."""
+"""Valid JSON lines of unexpected content in a run's events, from a bug, another version, or another program."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ ODD: list[Any] = [None, "x", "", [], [None], {}, {"x": None}, True, -1, 1e300, f
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
     now = time.time()
-    made = new_run(tmp_path, now)
-    begin(made, now - 60, ["a"], steps=20)
-    return made
+    run = new_run(tmp_path, now)
+    begin(run, now - 60, ["a"], steps=20)
+    return run
 
 
-def add(run: RunDir, *lines: dict[str, Any]) -> None:
+def add_events(run: RunDir, *lines: dict[str, Any]) -> None:
     for path in (run.attempt(1).events_path("odd"), run.events / "odd.jsonl"):
         log = fsio.JsonlAppender(path)
         log.append(*lines)
         log.close()
 
 
-def check(run: RunDir) -> None:
-    """All that reads a run's events still does."""
+def check_commands(run: RunDir) -> None:
+    """Check that all commands that read a run's events still work."""
     for command, *argv in ((status, run.id), (telemetry, run.id), (top, run.id, "--once"), (list_,)):
         for more in ([], ["--json"]):
             done = CliRunner().invoke(command, [*argv, *more])
@@ -62,44 +62,44 @@ def check(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("t", [None, "now", [], True, float("nan"), float("inf"), -1e300, 1e300])
-def test_an_event_without_a_time_is_none(run: RunDir, t: Any) -> None:
+def test_event_without_a_valid_time_is_ignored(run: RunDir, t: Any) -> None:
     before = events.for_attempt(run.attempt(1))
-    add(run, *({"t": t, "event": name, "step": 9, "text": "odd"} for name in NAMES), {"t": t})
+    add_events(run, *({"t": t, "event": name, "step": 9, "text": "odd"} for name in NAMES), {"t": t})
     assert events.for_attempt(run.attempt(1)) == before
-    check(run)
+    check_commands(run)
 
 
 @pytest.mark.parametrize("name", [None, 7, [], {}])
-def test_an_event_without_a_name_is_none(run: RunDir, name: Any) -> None:
+def test_event_without_a_name_is_ignored(run: RunDir, name: Any) -> None:
     before = events.for_attempt(run.attempt(1))
-    add(run, {"t": time.time(), "event": name})
+    add_events(run, {"t": time.time(), "event": name})
     assert events.for_attempt(run.attempt(1)) == before
-    check(run)
+    check_commands(run)
 
 
-def test_events_that_lack_all_their_fields(run: RunDir) -> None:
-    add(run, *({"t": time.time() - 30, "event": name} for name in NAMES))
-    check(run)
+def test_events_may_lack_all_their_fields(run: RunDir) -> None:
+    add_events(run, *({"t": time.time() - 30, "event": name} for name in NAMES))
+    check_commands(run)
 
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
-def test_fields_that_are_not_what_they_should_be(run: RunDir, odd: Any) -> None:
+def test_event_fields_may_have_unexpected_values(run: RunDir, odd: Any) -> None:
     t, fields = time.time() - 30, dict.fromkeys(FIELDS, odd)
-    if odd == "x":  # which is a word, and would be asked for
+    if odd == "x":  # a valid name, for which the scheduler would be queried
         fields |= {"job_id": "local-1", "backend": "local"}
-    add(run, *({"t": t, "event": name, **fields} for name in NAMES))
-    check(run)
+    add_events(run, *({"t": t, "event": name, **fields} for name in NAMES))
+    check_commands(run)
 
 
 @pytest.mark.parametrize("t", [None, "now", [], True])
-def test_a_row_without_a_time(run: RunDir, t: Any) -> None:
+def test_row_without_a_time_is_tolerated(run: RunDir, t: Any) -> None:
     log = fsio.JsonlAppender(run.metrics_path(1))
     log.append({"t": t, "step": 21, "loss": t, "step_s": t, "tokens_per_s": t, "sum_step_s": t, "sum_data_wait_s": t})
     log.close()
-    check(run)
+    check_commands(run)
 
 
-def test_a_checkpoint_without_a_step_is_left_out(run: RunDir) -> None:
+def test_checkpoint_event_without_a_step_is_ignored(run: RunDir) -> None:
     now = time.time()
-    add(run, {"t": now, "event": "checkpoint"}, {"t": now, "event": "checkpoint", "step": 10, "save_s": "x"})
+    add_events(run, {"t": now, "event": "checkpoint"}, {"t": now, "event": "checkpoint", "step": 10, "save_s": "x"})
     assert attempts.load_attempts(run)[0].committed_step == 10

@@ -1,4 +1,4 @@
-"""What another user sees of runs that are not, or not wholly, open to them."""
+"""Another user's view of runs that they may not read, or only in part."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.long
 @contextmanager
 def as_nobody() -> Iterator[None]:
     if os.geteuid() != 0:
-        pytest.skip("only root can become somebody else")
+        pytest.skip("only root can become another user")
     os.seteuid(65534)
     try:
         yield
@@ -40,7 +40,7 @@ def as_nobody() -> Iterator[None]:
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that everybody can get to, unlike pytest's own, with an open run, and a private one that is newer."""
+    """A home folder that every user can reach, unlike pytest's. It has an open run and a newer private one."""
     folder = Path(tempfile.mkdtemp())
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(folder))
     now = time.time()
@@ -55,7 +55,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
     os.utime(folder / "runs" / "private-abc234" / "spec.toml", (now + 9, now + 9))
-    # What is imported late must be by now: nobody may not read everybody's Python.
+    # Import the late imports now: the user nobody may have no access to this Python.
     for command, more in COMMANDS.values():
         CliRunner().invoke(command, ["private-abc234", *more])
     CliRunner().invoke(list_, [])
@@ -64,7 +64,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def opened(home: Path) -> RunDir:
+def open_run(home: Path) -> RunDir:
     return RunDir(home / "runs" / "open-abc234")
 
 
@@ -72,25 +72,25 @@ COMMANDS = {"status": (status, []), "telemetry": (telemetry, []), "top": (top, [
 
 
 def call(command: str, *argv: str) -> Result:
-    found, more = COMMANDS[command]
+    click_command, more = COMMANDS[command]
     with as_nobody():
-        return CliRunner().invoke(found, [*argv, *more])
+        return CliRunner().invoke(click_command, [*argv, *more])
 
 
 @pytest.mark.parametrize("name", ["open", "latest", "open-abc234"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_private_run_beside_it_is_in_nobodys_way(home: Path, command: str, name: str) -> None:
+def test_private_run_does_not_hide_an_open_one(home: Path, command: str, name: str) -> None:
     done = call(command, name)
     assert done.exception is None or done.exit_code == 0
     assert "hello" in done.stdout if command == "logs" else "open-abc234" in done.stdout
 
 
-def test_a_job_id_is_looked_for_among_the_runs_that_open(home: Path) -> None:
+def test_job_id_is_resolved_among_readable_runs(home: Path) -> None:
     with as_nobody():
         assert lookup.resolve_run("local-1").id == "open-abc234"
 
 
-def test_the_list_leaves_private_runs_out(home: Path) -> None:
+def test_list_omits_private_runs(home: Path) -> None:
     with as_nobody():
         done = CliRunner().invoke(list_, ["--json"])
     assert [(row["run"], row["state"]) for row in json.loads(done.stdout)] == [("open-abc234", "completed")]
@@ -98,7 +98,7 @@ def test_the_list_leaves_private_runs_out(home: Path) -> None:
 
 @pytest.mark.parametrize("name", ["private", "private-abc234"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_private_run_is_said_to_be_one(home: Path, command: str, name: str) -> None:
+def test_private_run_is_reported_with_its_owner(home: Path, command: str, name: str) -> None:
     error = call(command, name).exception
     assert isinstance(error, PermissionDenied)
     assert "private-abc234 may not be read by you: it belongs to root" in error.message
@@ -107,8 +107,8 @@ def test_a_private_run_is_said_to_be_one(home: Path, command: str, name: str) ->
 
 @pytest.mark.parametrize("denied", ["attempts", "attempts/1", "attempts/1/events", "events", "spec.toml"])
 @pytest.mark.parametrize("command", ["status", "top"])
-def test_what_is_closed_within_an_open_run_is_named(home: Path, command: str, denied: str) -> None:
-    path = opened(home).path / denied
+def test_unreadable_part_of_an_open_run_is_named(home: Path, command: str, denied: str) -> None:
+    path = open_run(home).path / denied
     path.chmod(0)
     error = call(command, "open").exception
     assert isinstance(error, PermissionDenied)
@@ -118,7 +118,7 @@ def test_what_is_closed_within_an_open_run_is_named(home: Path, command: str, de
     assert "may not be read by you" in text and "PermissionError" not in text
 
 
-def test_a_home_that_does_not_open_is_said_to_be_one(home: Path) -> None:
+def test_unreadable_home_is_named(home: Path) -> None:
     (home / "runs").chmod(0o700)
     error = call("status", "latest").exception
     assert isinstance(error, PermissionDenied) and f"{home / 'runs'} may not be read" in error.message

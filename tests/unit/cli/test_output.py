@@ -1,4 +1,4 @@
-"""Where the output of a command cannot go: full disks, readers that leave, closed streams, in real processes."""
+"""Output that cannot be written: full disks, readers that exit, closed streams. In real processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLUSTERTRAIN = f'"{sys.executable}" -m clustertrain'
 
 
 def shell(line: str, home: Path, **env: str) -> tuple[int, str, str]:
-    """The exit status of what is before the first pipe, and what was printed."""
+    """Return the exit status of the first command in the pipe, stdout and stderr."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_", "PYTHONUNBUFFERED"))}
     done = subprocess.run(
         ["bash", "-c", f"{line}; exit ${{PIPESTATUS[0]}}"], env={**clean, "CLUSTERTRAIN_HOME": str(home), **env},
@@ -31,18 +31,22 @@ def shell(line: str, home: Path, **env: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_output_lost_on_a_full_disk_is_a_failure(words: tuple[str, ...], tmp_path: Path) -> None:
-    code, _, said = shell(f"{CLUSTERTRAIN} {' '.join(words)} > /dev/full", tmp_path)
+@pytest.mark.parametrize("args", COMMANDS, ids=" ".join)
+def test_output_to_a_full_disk_is_a_failure(args: tuple[str, ...], tmp_path: Path) -> None:
+    code, _, stderr = shell(f"{CLUSTERTRAIN} {' '.join(args)} > /dev/full", tmp_path)
     assert code == 1
-    assert said.startswith("clustertrain: ") and said.endswith(": No space left on device\n") and said.count("\n") == 1
+    assert (
+        stderr.startswith("clustertrain: ")
+        and stderr.endswith(": No space left on device\n")
+        and stderr.count("\n") == 1
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
-def test_lost_output_of_a_command_that_failed_is_told_too(
+def test_lost_output_of_a_failed_command_is_reported_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`checkpoint diff` exits with 1 where it finds a difference, and its output was to say which."""
+    """Example: `checkpoint diff` exits with 1 if it finds a difference, and its output would name it."""
     with open("/dev/full", "w") as full:  # noqa: PTH123
         monkeypatch.setattr(sys, "stdout", full)
         full.write("they differ")
@@ -50,44 +54,45 @@ def test_lost_output_of_a_command_that_failed_is_told_too(
     assert capsys.readouterr().err == "clustertrain: standard output: No space left on device\n"
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_reader_that_has_left_is_told_nothing(words: tuple[str, ...], tmp_path: Path) -> None:
-    """The pipe has no reader any more when the first byte comes."""
-    code, _, said = shell(f"(sleep 0.1; exec {CLUSTERTRAIN} {' '.join(words)}) | true", tmp_path)
-    assert (code, said) == (1, "")
+@pytest.mark.parametrize("args", COMMANDS, ids=" ".join)
+def test_nothing_is_reported_to_a_reader_that_exited(args: tuple[str, ...], tmp_path: Path) -> None:
+    """The reader has exited before the first byte is written."""
+    code, _, stderr = shell(f"(sleep 0.1; exec {CLUSTERTRAIN} {' '.join(args)}) | true", tmp_path)
+    assert (code, stderr) == (1, "")
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    ("line", "reason"),
     [
         (f"{CLUSTERTRAIN} list 1< /dev/null", "Bad file descriptor"),
         (f"head -c 1023 /dev/zero > big; ulimit -f 1; {CLUSTERTRAIN} list >> big", "File too large"),
     ],
+    ids=["opened-for-reading", "full"],
 )
-def test_a_stdout_that_takes_nothing_is_named(
-    line: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_stdout_that_cannot_be_written_is_reported(
+    line: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opened for reading, and full by `ulimit -f`."""
+    """Stdout is opened for reading, or is full because of `ulimit -f`."""
     monkeypatch.chdir(tmp_path)
-    code, _, said = shell(line, tmp_path)
-    assert (code, said) == (1, f"clustertrain: standard output: {why}\n")
+    code, _, stderr = shell(line, tmp_path)
+    assert (code, stderr) == (1, f"clustertrain: standard output: {reason}\n")
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_closed_stdout_leads_nowhere(words: tuple[str, ...], tmp_path: Path) -> None:
-    assert shell(f"{CLUSTERTRAIN} {' '.join(words)} >&-", tmp_path)[::2] == (0, "")
+@pytest.mark.parametrize("args", COMMANDS, ids=" ".join)
+def test_closed_stdout_is_ignored(args: tuple[str, ...], tmp_path: Path) -> None:
+    assert shell(f"{CLUSTERTRAIN} {' '.join(args)} >&-", tmp_path)[::2] == (0, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
 @pytest.mark.parametrize("to", ["2> /dev/full", "2>&-"])
-def test_an_error_that_cannot_be_told_keeps_its_exit_status(to: str, tmp_path: Path) -> None:
+def test_error_that_cannot_be_printed_keeps_its_exit_status(to: str, tmp_path: Path) -> None:
     assert shell(f"{CLUSTERTRAIN} status no-such-run {to}", tmp_path)[0] == 1
     assert shell(f"{CLUSTERTRAIN} no-such-verb {to}", tmp_path)[0] == 2
 
 
 def test_help_is_printed_in_any_encoding(tmp_path: Path) -> None:
-    code, shown, said = shell(f"{CLUSTERTRAIN} plan --help", tmp_path, PYTHONIOENCODING="ascii")
-    assert (code, said) == (0, "") and shown.isascii() and "\\u2026" in shown
+    code, stdout, stderr = shell(f"{CLUSTERTRAIN} plan --help", tmp_path, PYTHONIOENCODING="ascii")
+    assert (code, stderr) == (0, "") and stdout.isascii() and "\\u2026" in stdout
 
 
 def test_json_is_valid_in_any_encoding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -99,6 +104,6 @@ def test_json_is_valid_in_any_encoding(monkeypatch: pytest.MonkeyPatch, tmp_path
             with sanitized_output():
                 print_json(value)
                 print_json_line(value)
-        shown = path.read_text(encoding)
-        assert json.loads(shown.splitlines()[-1]) == value == json.loads("".join(shown.splitlines()[:-1]))
-        assert shown.isascii() == (encoding != "utf-8")
+        stdout = path.read_text(encoding)
+        assert json.loads(stdout.splitlines()[-1]) == value == json.loads("".join(stdout.splitlines()[:-1]))
+        assert stdout.isascii() == (encoding != "utf-8")

@@ -1,4 +1,4 @@
-"""``list``, ``logs`` and ``requeue`` over runs whose files a test wrote."""
+"""``list``, ``logs`` and ``requeue``, with files of runs that the tests write."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def new_run(name: str) -> RunDir:
-    made = run_dir.create_run(name)
-    made.spec.write_text('version = 1\n[job]\nbackend = "local"\n')
-    return made
+    run = run_dir.create_run(name)
+    run.spec.write_text('version = 1\n[job]\nbackend = "local"\n')
+    return run
 
 
-def printed(run: RunDir, n: int, node: str, text: str) -> None:
+def write_agent_log(run: RunDir, n: int, node: str, text: str) -> None:
     attempt = run.attempt(n)
     attempt.logs.mkdir(parents=True)
     fsio.write_json(attempt.record, {"job_id": "local-1", "nodes": ["a", "b"]})
@@ -40,22 +40,22 @@ def call(*argv: str) -> Result:
     return CliRunner().invoke(logs, argv)
 
 
-def test_what_torchrun_printed_on_a_node_over_all_attempts(run: RunDir) -> None:
-    printed(run, 1, "a", "one\n")
-    printed(run, 2, "a", "two\n")
+def test_logs_of_a_node_cover_all_attempts(run: RunDir) -> None:
+    write_agent_log(run, 1, "a", "one\n")
+    write_agent_log(run, 2, "a", "two\n")
     assert call(run.id, "--node", "a").stdout == "one\ntwo\n"
     assert call(run.id, "--node", "a", "--attempt", "2").stdout == "two\n"
 
 
-def test_an_unknown_node_names_those_that_the_run_had(run: RunDir) -> None:
-    printed(run, 1, "a", "one\n")
-    unknown, quiet = call(run.id, "--node", "c").exception, call(run.id, "--node", "b").exception
+def test_unknown_node_names_the_nodes_of_the_run(run: RunDir) -> None:
+    write_agent_log(run, 1, "a", "one\n")
+    unknown, empty = call(run.id, "--node", "c").exception, call(run.id, "--node", "b").exception
     assert isinstance(unknown, NotFound) and "no node 'c': it has a, b" in str(unknown)
-    assert isinstance(quiet, NotFound) and "node b" in str(quiet) and "nothing yet" in str(quiet)
+    assert isinstance(empty, NotFound) and "node b" in str(empty) and "nothing yet" in str(empty)
     assert isinstance(call(run.id, "--node", "a", "--job").exception, UsageError)
 
 
-def test_a_run_that_does_not_read_is_listed_as_such_and_the_others_as_ever(run: RunDir) -> None:
+def test_unreadable_run_is_listed_as_such_beside_the_others(run: RunDir) -> None:
     broken = new_run("broken")
     broken.spec.write_text("version = [\n")
     text = CliRunner().invoke(list_, [])
@@ -67,7 +67,7 @@ def test_a_run_that_does_not_read_is_listed_as_such_and_the_others_as_ever(run: 
     assert rows[run.id]["state"] == "failed"
 
 
-def test_the_options_of_a_requeue_are_known_to_the_next_one(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requeue_options_are_kept_for_the_next_requeue(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalBackend, "submit", lambda _self, _submission: "local-2")
     done = CliRunner().invoke(requeue, [run.id, "--time", "1:00:00"])
     assert done.exit_code == 0 and "job local-2" in done.stdout

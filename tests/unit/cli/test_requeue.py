@@ -1,4 +1,4 @@
-"""``requeue``: of two at the same moment one counts and the other is told so, and no request is lost in silence."""
+"""``requeue``: of two simultaneous commands one succeeds and the other is refused, and no request is lost silently."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from clustertrain.scheduler.local import LocalBackend
 from clustertrain.submit import continue_run
 
 
-class Jobs:
-    """What the local backend was given, and what it says of the jobs."""
+class FakeJobs:
+    """Stands in for the local backend: records submissions and reports job states."""
 
     def __init__(self) -> None:
         self.submitted: list[str] = []
         self.running: set[str] = set()
-        self.meanwhile: Callable[[], object] | None = None
+        self.before_submit: Callable[[], object] | None = None
 
     def submit(self, submission: Submission) -> str:
-        act, self.meanwhile = self.meanwhile, None
-        if act is not None:
-            act()
+        callback, self.before_submit = self.before_submit, None
+        if callback is not None:
+            callback()
         self.submitted.append(f"local-{len(self.submitted) + 2}")
         self.running.add(self.submitted[-1])
         return self.submitted[-1]
@@ -44,23 +44,23 @@ class Jobs:
 
 
 @pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
-    made = Jobs()
-    monkeypatch.setattr(LocalBackend, "submit", made.submit)
-    monkeypatch.setattr(LocalBackend, "query_jobs", made.query_jobs)
+def jobs(monkeypatch: pytest.MonkeyPatch) -> FakeJobs:
+    fake = FakeJobs()
+    monkeypatch.setattr(LocalBackend, "submit", fake.submit)
+    monkeypatch.setattr(LocalBackend, "query_jobs", fake.query_jobs)
     monkeypatch.setattr(LocalBackend, "list_starts", lambda _b, _id: [])
-    return made
+    return fake
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: Jobs) -> RunDir:
-    """Its only attempt, of job local-1, has ended without a word."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: FakeJobs) -> RunDir:
+    """A run whose only attempt, by job local-1, was killed."""
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    made = run_dir.create_run("good")
-    made.spec.write_text('version = 1\n[job]\nbackend = "local"\n')
-    made.attempt(1).events.mkdir(parents=True)
-    fsio.write_json(made.attempt(1).record, {"job_id": "local-1", "restart": 0, "nodes": ["a"], "t": clock.now()})
-    return made
+    run = run_dir.create_run("good")
+    run.spec.write_text('version = 1\n[job]\nbackend = "local"\n')
+    run.attempt(1).events.mkdir(parents=True)
+    fsio.write_json(run.attempt(1).record, {"job_id": "local-1", "restart": 0, "nodes": ["a"], "t": clock.now()})
+    return run
 
 
 def call(run: RunDir, *options: str) -> Result:
@@ -72,95 +72,94 @@ def refusal(done: Result) -> str:
     return str(done.exception)
 
 
-# -- of a run that has ended
+# -- a run that has ended
 
 
-def test_while_one_command_submits_another_one_is_refused(run: RunDir, jobs: Jobs) -> None:
+def test_second_command_is_refused_while_the_first_submits(run: RunDir, jobs: FakeJobs) -> None:
     second: list[Result] = []
-    jobs.meanwhile = lambda: second.append(call(run))
+    jobs.before_submit = lambda: second.append(call(run))
     first = call(run)
     assert first.exit_code == 0 and "job local-2" in first.stdout
-    said = refusal(second[0])
-    assert f"process {os.getpid()}" in said and "is submitting it" in said
+    message = refusal(second[0])
+    assert f"process {os.getpid()}" in message and "is submitting it" in message
     assert jobs.submitted == ["local-2"]
 
 
-def test_a_command_that_is_overtaken_while_it_looks_names_the_others_job(
-    run: RunDir, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked = run_status.run_status
+def test_overtaken_command_names_the_other_job(run: RunDir, jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_status = run_status.run_status
     first: list[Result] = []
 
-    def slowly(of: RunDir) -> run_status.RunStatus:
-        seen = looked(of)
+    def slow_status(run_: RunDir) -> run_status.RunStatus:
+        status = real_status(run_)
         if not first:
-            first.append(Result)  # type: ignore[arg-type]  # the call below looks too
+            first.append(Result)  # type: ignore[arg-type]  # the call below queries the status too
             first[:] = [call(run)]
-        return seen
+        return status
 
-    monkeypatch.setattr(run_status, "run_status", slowly)
-    said = refusal(call(run))
-    assert first[0].exit_code == 0 and "as job local-2" in said
+    monkeypatch.setattr(run_status, "run_status", slow_status)
+    message = refusal(call(run))
+    assert first[0].exit_code == 0 and "as job local-2" in message
     assert jobs.submitted == ["local-2"]
 
 
-def test_once_the_other_job_has_ended_the_run_can_be_continued_again(run: RunDir, jobs: Jobs) -> None:
+def test_run_can_be_continued_again_after_the_other_job_ended(run: RunDir, jobs: FakeJobs) -> None:
     assert call(run).exit_code == 0
-    assert "already pending, as job local-2" in refusal(call(run))  # it has not claimed its attempt yet
+    assert "already pending, as job local-2" in refusal(call(run))  # local-2 has not claimed its attempt yet
     jobs.running.clear()
     assert call(run).exit_code == 0
     assert jobs.submitted == ["local-2", "local-3"]
 
 
-def claimed(run: RunDir, **fields: Any) -> None:
+def write_claim(run: RunDir, **fields: Any) -> None:
     (run.path / "continued").mkdir()
-    me = {**continue_run._build_claim(), **fields}
-    fsio.write_json(run.path / "continued" / "1.json", me)
+    claim = {**continue_run._build_claim(), **fields}
+    fsio.write_json(run.path / "continued" / "1.json", claim)
 
 
 @pytest.mark.parametrize(
-    ("other", "goes_on"),
+    ("fields", "succeeds"),
     [
         ({}, False),
-        ({"created": 1.0}, True),  # the process is gone, and another one has its number
+        ({"created": 1.0}, True),  # the process has ended, and another one has its id
         ({"host": "elsewhere"}, False),
         ({"host": "elsewhere", "t": 1.0}, True),
     ],
+    ids=["alive", "process-id-reused", "other-host", "other-host-long-ago"],
 )
-def test_a_command_that_was_killed_before_it_submitted_holds_nothing(
-    run: RunDir, jobs: Jobs, other: dict[str, Any], goes_on: bool
+def test_claim_of_a_killed_command_does_not_block(
+    run: RunDir, jobs: FakeJobs, fields: dict[str, Any], succeeds: bool
 ) -> None:
-    claimed(run, **other)
+    write_claim(run, **fields)
     done = call(run)
-    assert (done.exit_code == 0) == goes_on and bool(jobs.submitted) == goes_on
-    if not goes_on:
+    assert (done.exit_code == 0) == succeeds and bool(jobs.submitted) == succeeds
+    if not succeeds:
         assert "is being continued by another command" in refusal(done)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"pid": -5}', '{"pid": "x", "t": {}, "host": 3}'])
-def test_a_claim_that_does_not_read_holds_nothing(run: RunDir, jobs: Jobs, text: str) -> None:
+def test_unreadable_claim_does_not_block(run: RunDir, jobs: FakeJobs, text: str) -> None:
     (run.path / "continued").mkdir()
     (run.path / "continued" / "1.json").write_text(text)
     assert call(run).exit_code == 0 and jobs.submitted == ["local-2"]
 
 
-def test_a_submission_that_is_refused_leaves_the_run_as_it_was(run: RunDir, jobs: Jobs) -> None:
+def test_refused_submission_leaves_the_run_unchanged(run: RunDir, jobs: FakeJobs) -> None:
     fsio.write_json(run.cancel_marker, {"user": "me"})
 
     def refuse() -> None:
         raise SchedulerError("no such partition")
 
-    jobs.meanwhile = refuse
+    jobs.before_submit = refuse
     assert "no such partition" in refusal(call(run))
     assert run.cancel_marker.exists() and list((run.path / "continued").iterdir()) == []
     assert call(run).exit_code == 0 and not run.cancel_marker.exists()
 
 
-# -- of a run that runs
+# -- a run that is active
 
 
 @pytest.fixture
-def running(run: RunDir, jobs: Jobs) -> RunDir:
+def running(run: RunDir, jobs: FakeJobs) -> RunDir:
     jobs.running.add("local-1")
     return run
 
@@ -171,40 +170,40 @@ def answer(run: RunDir, **fields: Any) -> None:
     log.close()
 
 
-def test_of_two_requests_the_one_with_other_options_is_refused_and_says_what_to_type(running: RunDir) -> None:
+def test_second_request_with_other_options_is_refused(running: RunDir) -> None:
     answer(running, accepted=True, reason=None)
     assert call(running).exit_code == 0
-    said = refusal(call(running, "--time", "1:00:00"))
-    assert "is being requeued already, without options" in said
-    assert f"clustertrain requeue {running.id} --time 1:00:00" in said
-    assert call(running).exit_code == 0  # the same request once more: there is nothing to add
+    message = refusal(call(running, "--time", "1:00:00"))
+    assert "is already being requeued without options" in message
+    assert f"clustertrain requeue {running.id} --time 1:00:00" in message
+    assert call(running).exit_code == 0  # the same request again succeeds
     assert json.loads(running.attempt(1).requeue_request.read_text())["options"] == {}
 
 
-def test_a_request_that_would_end_the_run_is_refused(running: RunDir) -> None:
+def test_request_that_would_end_the_run_is_refused(running: RunDir) -> None:
     running.spec.write_text('version = 1\n[job]\nbackend = "local"\nmax_requeues = 0\n')
     assert "would not start again: --max-requeues 0 is used up" in refusal(call(running))
     assert not running.attempt(1).requeue_request.exists()
 
 
-def test_a_request_that_comes_when_the_attempt_is_ending_is_refused(running: RunDir) -> None:
+def test_request_while_the_attempt_ends_is_refused(running: RunDir) -> None:
     assert fsio.create_json(running.attempt(1).requeue_request, {"too_late": clock.now()})
     assert "too late" in refusal(call(running))
 
 
-def test_a_request_that_nobody_takes_is_no_success(running: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_without_an_answer_is_an_error(running: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(continue_run, "ANSWER_TIMEOUT_S", 0.0)
     assert "has not answered" in refusal(call(running))
 
 
-def test_a_request_that_the_ending_of_the_run_overtakes_says_why(running: RunDir) -> None:
+def test_rejected_request_reports_the_reason(running: RunDir) -> None:
     answer(running, accepted=False, reason="all ranks completed")
     assert "is not started again: all ranks completed" in refusal(call(running))
 
 
-def test_a_run_that_is_being_cancelled_takes_no_request(running: RunDir, jobs: Jobs) -> None:
+def test_request_to_a_run_being_cancelled_is_refused(running: RunDir, jobs: FakeJobs) -> None:
     fsio.write_json(running.cancel_marker, {"user": "me"})
-    said = refusal(call(running))
-    assert "still being cancelled: job local-1" in said
-    assert f"clustertrain wait {running.id}; clustertrain requeue {running.id}" in said
+    message = refusal(call(running))
+    assert "still being cancelled: job local-1" in message
+    assert f"clustertrain wait {running.id}; clustertrain requeue {running.id}" in message
     assert not running.attempt(1).requeue_request.exists() and jobs.submitted == []

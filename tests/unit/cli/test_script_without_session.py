@@ -1,4 +1,4 @@
-"""A script that never calls `session.steps`: its steps and its goodput are unknown, and are not reported as 0."""
+"""A script that never calls `session.steps`: its steps and goodput are unknown and are not reported as 0."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from clustertrain.cli.main import main
 from clustertrain.run.run_dir import RunDir
 from tests.unit.report.live_runs import alive, begin, new_run, record
 
-Said = Callable[..., str]
+RunCli = Callable[..., str]
 SCRIPT = '[job]\nbackend = "local"\n[script]\npath = "train.py"\ncwd = "/tmp"\n'
 
 
 @pytest.fixture
-def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
+def run_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCli:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.chdir(tmp_path)
 
-    def said(*words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["clustertrain", *words])
+    def run_cli(*args: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["clustertrain", *args])
         code = main()
         out, err = capsys.readouterr()
         assert code == 0, err
         return out
 
-    return said
+    return run_cli
 
 
 def new_script_run(home: Path, name: str, *, ended: bool = True) -> RunDir:
@@ -51,35 +51,35 @@ def new_script_run(home: Path, name: str, *, ended: bool = True) -> RunDir:
     return run
 
 
-def test_neither_steps_nor_goodput_are_said_to_be_nothing(said: Said, tmp_path: Path) -> None:
+def test_steps_and_goodput_are_unknown_and_not_0(run_cli: RunCli, tmp_path: Path) -> None:
     run = new_script_run(tmp_path, "script-abc234")
-    shown = said("status", run.id)
+    shown = run_cli("status", run.id)
     assert "the script has reported no steps; see docs/guides/training-scripts.md" in shown
     assert "goodput unknown" in shown and "0%;" not in shown
     assert "to 0" not in shown and " - " not in shown
-    found = json.loads(said("status", run.id, "--json"))
-    assert (found["goodput"]["ratio"], found["goodput"]["effective_ratio"], found["step"]) == (None, None, None)
-    assert found["attempts"][0]["last_step"] is None
-    assert "Goodput " not in said("telemetry", run.id)
-    assert json.loads(said("telemetry", run.id, "--json"))["goodput"]["ratio"] is None
-    said("telemetry", run.id, "--html", "page.html")
+    status = json.loads(run_cli("status", run.id, "--json"))
+    assert (status["goodput"]["ratio"], status["goodput"]["effective_ratio"], status["step"]) == (None, None, None)
+    assert status["attempts"][0]["last_step"] is None
+    assert "Goodput " not in run_cli("telemetry", run.id)
+    assert json.loads(run_cli("telemetry", run.id, "--json"))["goodput"]["ratio"] is None
+    run_cli("telemetry", run.id, "--html", "page.html")
     assert "the script has reported no steps" in (tmp_path / "page.html").read_text()
-    assert "goodput" not in said("top", run.id, "--once")
+    assert "goodput" not in run_cli("top", run.id, "--once")
     other = new_script_run(tmp_path, "other-zzz222")
-    compared = json.loads(said("compare", run.id, other.id, "--json"))["telemetry"]
-    assert compared["figures"]["goodput"]["a"] is None and compared["goodput"]["productive_s"]["a"] is None
+    telemetry = json.loads(run_cli("compare", run.id, other.id, "--json"))["telemetry"]
+    assert telemetry["figures"]["goodput"]["a"] is None and telemetry["goodput"]["productive_s"]["a"] is None
 
 
-def test_the_built_in_trainer_that_died_before_its_first_step_did_nothing(said: Said, tmp_path: Path) -> None:
+def test_trainer_that_died_before_its_first_step_has_goodput_0(run_cli: RunCli, tmp_path: Path) -> None:
     run = new_script_run(tmp_path, "script-abc234")
     run.spec.write_text('[job]\nbackend = "local"\n')
-    assert json.loads(said("status", run.id, "--json"))["goodput"]["ratio"] == 0.0
+    assert json.loads(run_cli("status", run.id, "--json"))["goodput"]["ratio"] == 0.0
 
 
-def test_an_attempt_that_goes_on_has_a_state_and_no_ending(said: Said, tmp_path: Path) -> None:
+def test_active_attempt_has_a_state_and_no_ending(run_cli: RunCli, tmp_path: Path) -> None:
     run = new_run(tmp_path, time.time())
     begin(run, time.time(), ["a"], steps=20)
     alive("local-1", run)
-    shown = said("status", run.id)
+    shown = run_cli("status", run.id)
     assert "ending" not in shown
     assert any(line.split()[-1:] == ["state"] for line in shown.splitlines())

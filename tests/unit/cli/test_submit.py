@@ -1,4 +1,4 @@
-"""``clustertrain submit`` and ``clustertrain plan`` as a user types them."""
+"""The commands ``clustertrain submit`` and ``clustertrain plan``."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from tests.paths import ROOT
 
 pytestmark = pytest.mark.long
 
-Type = Callable[..., int]
+RunCli = Callable[..., int]
 
 
 @pytest.fixture
-def type_(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Type:
-    """Type a command line in an empty folder; returns the exit code."""
+def run_cli(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunCli:
+    """Run a command line in an empty folder. It returns the exit code."""
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
 
-    def type_(*words: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["clustertrain", *words])
+    def run_cli(*args: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["clustertrain", *args])
         return main()
 
-    return type_
+    return run_cli
 
 
-def test_submit_prints_run_and_job(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    assert type_("submit", "--nodes", "2", "--gpus", "4") == 0
+def test_submit_prints_run_and_job(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("submit", "--nodes", "2", "--gpus", "4") == 0
     out = capsys.readouterr().out
     assert out.startswith("run default-") and out.endswith("  job 4711\n")
 
 
-def test_submit_json_has_the_keys_of_the_contract(
-    type_: Type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_submit_json_has_the_documented_keys(
+    run_cli: RunCli, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert type_("submit", "--name", "demo", "--json") == 0
+    assert run_cli("submit", "--name", "demo", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert set(shown) == {"run", "job_id", "backend", "state", "run_dir"}
     assert (shown["job_id"], shown["backend"], shown["state"]) == ("4711", "slurm", "pending")
@@ -51,10 +51,10 @@ def test_submit_json_has_the_keys_of_the_contract(
 
 
 def test_arguments_after_the_script_go_to_the_script(
-    type_: Type, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    run_cli: RunCli, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     Path("train.py").write_text("")
-    assert type_("submit", "--gpus", "2", "--json", "train.py", "--gpus", "9", "--", "-h", "--json") == 0
+    assert run_cli("submit", "--gpus", "2", "--json", "train.py", "--gpus", "9", "--", "-h", "--json") == 0
     out, err = capsys.readouterr()
     run = Path(json.loads(out)["run_dir"])
     spec = (run / "spec.toml").read_text()
@@ -64,25 +64,25 @@ def test_arguments_after_the_script_go_to_the_script(
 
 
 @pytest.mark.parametrize("command", [["submit"], ["sweep", "--grid", "env.N=1,2"]])
-def test_dry_run_after_script_submits_only_if_the_script_has_one(
-    type_: Type, capsys: pytest.CaptureFixture[str], fake_slurm: FakeSlurm, command: list[str]
+def test_dry_run_after_script_needs_that_option_in_the_script(
+    run_cli: RunCli, capsys: pytest.CaptureFixture[str], fake_slurm: FakeSlurm, command: list[str]
 ) -> None:
     Path("train.py").write_text("")
-    assert type_(*command, "train.py", "--dry-run") == 2
+    assert run_cli(*command, "train.py", "--dry-run") == 2
     assert f"clustertrain {command[0]} --dry-run … train.py" in capsys.readouterr().err
     Path("train.py").write_text("parser.add_argument('--dry-run')")
-    assert type_(*command, "train.py", "--dry-run") == 0
+    assert run_cli(*command, "train.py", "--dry-run") == 0
     assert "note: --dry-run was passed to train.py" in capsys.readouterr().err
 
 
-def test_every_option_of_the_job_reaches_sbatch(type_: Type, fake_slurm: FakeSlurm) -> None:
-    words = [
+def test_every_job_option_reaches_sbatch(run_cli: RunCli, fake_slurm: FakeSlurm) -> None:
+    args = [
         "--partition", "p", "--account", "a", "--qos", "q", "--time", "1:00:00", "--mem", "4G", "--constraint", "c",
         "--exclude", "n1", "--nodelist", "n2", "--reservation", "r", "--dependency", "afterok:1", "--nodes", "2",
         "--gpus", "2", "--gpu-type", "h100", "--cpus-per-gpu", "3", "--sbatch", "comment=a b", "--sbatch", "exclusive",
         "--max-requeues", "0", "--env", "A=b=c",
     ]  # fmt: skip
-    assert type_("submit", *words) == 0
+    assert run_cli("submit", *args) == 0
     (call,) = fake_slurm.calls("sbatch")
     directives = [line.removeprefix("#SBATCH --") for line in call.script.splitlines() if line.startswith("#SBATCH")]
     assert directives[1:] == [
@@ -96,21 +96,21 @@ def test_every_option_of_the_job_reaches_sbatch(type_: Type, fake_slurm: FakeSlu
     assert secrets.read_text() == "export A=b=c\n"
 
 
-def test_dry_run_prints_the_script_and_makes_nothing(
-    type_: Type, fake_slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_dry_run_prints_the_script_and_creates_nothing(
+    run_cli: RunCli, fake_slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert type_("submit", "--dry-run", "--gpus", "2") == 0
+    assert run_cli("submit", "--dry-run", "--gpus", "2") == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("#!/bin/bash\n#SBATCH --job-name=default-")
     assert "ddp: " in shown.err and "batch: " in shown.err
     assert "schedule: cosine over 200 steps: " in shown.err
     assert fake_slurm.calls("sbatch") == [] and not (tmp_path / "home").exists()
-    assert type_("submit", "--dry-run", "--json") == 0
+    assert run_cli("submit", "--dry-run", "--json") == 0
     assert set(json.loads(capsys.readouterr().out)) == {"script", "plan"}
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("args", "message"),
     [
         (["--nodes", "0"], "0 is not in the range"),
         (["--gpus", "-1"], "-1 is not in the range"),
@@ -125,59 +125,62 @@ def test_dry_run_prints_the_script_and_makes_nothing(
         (["missing.py"], "missing.py: no such file"),
         (["--wait", "--follow"], "exclude each other"),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_usage_exits_2_and_says_what_is_valid(
-    words: list[str], said: str, type_: Type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_bad_usage_exits_with_2_and_a_message(
+    args: list[str], message: str, run_cli: RunCli, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert type_("submit", *words) == 2
-    assert said in capsys.readouterr().err
+    assert run_cli("submit", *args) == 2
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "home").exists()
 
 
-def test_a_bad_configuration_exits_78(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    assert type_("submit", "--nodes", "3", "--gpus", "7", "--set", "train.global_batch=16") == 78
+def test_bad_configuration_exits_with_78(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("submit", "--nodes", "3", "--gpus", "7", "--set", "train.global_batch=16") == 78
     assert "16 / 21" in capsys.readouterr().err
 
 
-def test_a_refusal_exits_1_with_slurms_words(
-    type_: Type, fake_slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_refusal_exits_with_1_and_quotes_slurm(
+    run_cli: RunCli, fake_slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_slurm.answers("sbatch", stderr="sbatch: error: invalid partition specified: nope\n", rc=1)
-    assert type_("submit", "--partition", "nope") == 1
+    assert run_cli("submit", "--partition", "nope") == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         "clustertrain: Slurm refused the job: invalid partition specified: nope"
     )
     assert list((tmp_path / "home" / "runs").iterdir()) == []
 
 
-def test_plan_shows_the_choice_and_why(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    assert type_("plan", "--nodes", "2", "--gpus", "8", "--gpu-type", "h100") == 0
+def test_plan_shows_the_layout_and_the_reasons(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("plan", "--nodes", "2", "--gpus", "8", "--gpu-type", "h100") == 0
     out = capsys.readouterr().out
-    for words in ("ddp on 16 ranks", "Training", "objective", "Why", "Not chosen", "fsdp", "TORCH_FR_BUFFER_SIZE=2000"):
-        assert words in out
+    for args in ("ddp on 16 ranks", "Training", "objective", "Why", "Not chosen", "fsdp", "TORCH_FR_BUFFER_SIZE=2000"):
+        assert args in out
 
 
-def test_plan_json_has_the_keys_of_the_contract(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    assert type_("plan", "--gpus", "2", "--json") == 0
+def test_plan_json_has_the_documented_keys(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("plan", "--gpus", "2", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert {"layout", "batch", "memory", "time", "nccl", "training", "reasons", "rejected"} <= set(shown)
     assert shown["nccl"]["TORCH_NCCL_DUMP_ON_TIMEOUT"].keys() == {"value", "reason"}
 
 
-def test_plan_of_what_does_not_fit_says_so_and_submit_refuses(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--gpu-type", "t4", "--set", "model.dim=8192", "--set", "model.heads=64", "--set", "model.layers=12"]
-    assert type_("plan", *words) == 0
+def test_model_that_does_not_fit_is_planned_but_not_submitted(
+    run_cli: RunCli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["--gpu-type", "t4", "--set", "model.dim=8192", "--set", "model.heads=64", "--set", "model.layers=12"]
+    assert run_cli("plan", *args) == 0
     assert "DOES NOT FIT" in capsys.readouterr().out
-    assert type_("submit", *words) == 78
+    assert run_cli("submit", *args) == 78
 
 
 THREE_D = ["--nodes", "4", "--gpus", "2", "--layout", "fsdp", "--tp", "2", "--pp", "2", "--device", "cpu"]
 
 
-def test_a_product_of_layouts_reaches_the_plan_of_the_run(
-    type_: Type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_combined_layout_reaches_the_plan_of_the_run(
+    run_cli: RunCli, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert type_("submit", "--json", *THREE_D, "--set", "parallel.schedule=gpipe") == 0
+    assert run_cli("submit", "--json", *THREE_D, "--set", "parallel.schedule=gpipe") == 0
     run = Path(json.loads(capsys.readouterr().out)["run_dir"])
     layout = json.loads((run / "plan.json").read_text())["layout"]
     assert (layout["strategy"], layout["dp_shard"], layout["tp"], layout["pp"]) == ("fsdp", 2, 2, 2)
@@ -185,7 +188,7 @@ def test_a_product_of_layouts_reaches_the_plan_of_the_run(
 
 
 @pytest.mark.parametrize(
-    ("words", "strategy"),
+    ("args", "strategy"),
     [
         (["--layout", "zero1"], "zero1"),
         (["--layout", "fsdp-grad-op"], "fsdp-grad-op"),
@@ -194,78 +197,78 @@ def test_a_product_of_layouts_reaches_the_plan_of_the_run(
         (["--cp", "2", "--layout", "ddp"], "ddp"),
     ],
 )
-def test_every_layout_has_a_name(
-    words: list[str], strategy: str, type_: Type, capsys: pytest.CaptureFixture[str]
+def test_layout_options_select_the_strategy(
+    args: list[str], strategy: str, run_cli: RunCli, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert type_("plan", "--nodes", "2", "--gpus", "4", "--json", *words) == 0
+    assert run_cli("plan", "--nodes", "2", "--gpus", "4", "--json", *args) == 0
     assert json.loads(capsys.readouterr().out)["layout"]["strategy"] == strategy
 
 
-def test_plan_shows_the_mesh_in_80_columns(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    assert type_("plan", *THREE_D) == 0
+def test_plan_shows_the_mesh_in_80_columns(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("plan", *THREE_D) == 0
     out = capsys.readouterr().out
     assert "fsdp 2, tp 2 + sp, pp 2 (1f1b) on 8 ranks = 4 nodes x 2" in out
     assert "8 ranks = pp 2 x dp_shard 2 x tp 2" in out
     assert all(len(line) <= 80 for line in out.splitlines())
 
 
-def test_plan_shows_warnings_apart_and_all_of_the_layout(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_shows_warnings_separately_and_the_whole_layout(
+    run_cli: RunCli, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--set", "parallel.schedule=interleaved", "--set", "parallel.activation_checkpointing=full"]
-    assert type_("plan", *THREE_D, *options, "--set", "parallel.static_graph=true") == 0
+    assert run_cli("plan", *THREE_D, *options, "--set", "parallel.static_graph=true") == 0
     out = capsys.readouterr().out
     assert "activation checkpointing full, 2 stages per rank" in out and "bubble" in out
     warnings, _, why = out.partition("\nWarnings\n")[2].partition("\nWhy\n")
     assert "static_graph has no effect" in warnings and "static_graph" not in why
-    assert type_("plan", "--device", "cpu") == 0
+    assert run_cli("plan", "--device", "cpu") == 0
     out = capsys.readouterr().out
     assert "1 rank = 1 node x 1" in out and "x 1 data-parallel rank" in out and "Warnings" not in out
 
 
-def test_status_names_the_layout(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    assert type_("submit", *THREE_D) == 0
-    assert type_("status") == 0
+def test_status_shows_the_layout(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("submit", *THREE_D) == 0
+    assert run_cli("status") == 0
     assert "fsdp 2, tp 2 + sp, pp 2 (1f1b)" in capsys.readouterr().out
 
 
-def test_a_layout_that_cannot_be_leaves_nothing_behind(
-    type_: Type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert type_("submit", "--gpus", "4", "--tp", "3") == 78
+def test_impossible_layout_creates_nothing(run_cli: RunCli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("submit", "--gpus", "4", "--tp", "3") == 78
     assert "4 / 3 = 1.33333" in capsys.readouterr().err
-    assert type_("submit", "--tp", "0") == 2 and type_("submit", "--layout", "zero-1") == 2
+    assert run_cli("submit", "--tp", "0") == 2 and run_cli("submit", "--layout", "zero-1") == 2
     assert not (tmp_path / "home").exists()
 
 
-def test_submit_notes_what_crosses_nodes(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--nodes", "4", "--gpus", "1", "--tp", "2"]
-    assert type_("submit", *words) == 0
+def test_submit_notes_tensor_parallelism_across_nodes(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--nodes", "4", "--gpus", "1", "--tp", "2"]
+    assert run_cli("submit", *args) == 0
     assert "note: tp 2 crosses nodes of 1: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["submit", "plan"])
-def test_a_script_that_cannot_drive_its_layout_is_refused(
-    command: str, type_: Type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_script_that_cannot_run_its_layout_is_refused(
+    command: str, run_cli: RunCli, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("train.py").write_text("import torch\nimport clustertrain as ct\nloss.backward()\n")
-    for words in (["--pp=2"], ["--layout=zero1"], ["--set=train.precision=fp16"], ["--cp=2"], ["--tp=2"]):
-        assert type_(command, "--gpus", "2", *words, "train.py") == 78
+    for args in (["--pp=2"], ["--layout=zero1"], ["--set=train.precision=fp16"], ["--cp=2"], ["--tp=2"]):
+        assert run_cli(command, "--gpus", "2", *args, "train.py") == 78
         assert "train.py does not call session.train_step" in capsys.readouterr().err
     assert not (tmp_path / "home").exists()
-    assert type_(command, "--gpus", "2", "--layout", "fsdp", "train.py") == 0
+    assert run_cli(command, "--gpus", "2", "--layout", "fsdp", "train.py") == 0
     capsys.readouterr()
     Path("train.py").write_text("import mine\n")
-    assert type_(command, "--gpus", "2", "--pp", "2", "train.py") == 0
+    assert run_cli(command, "--gpus", "2", "--pp", "2", "train.py") == 0
     assert "note: train.py imports other modules" in capsys.readouterr().err
 
 
-def test_the_three_dimensional_example_is_accepted(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
+def test_three_d_example_is_accepted(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = ROOT / "examples" / "three_d.toml"
-    assert type_("submit", "--dry-run", "--json", "--nodes", "4", "--gpus", "2", str(recipe)) == 0
+    assert run_cli("submit", "--dry-run", "--json", "--nodes", "4", "--gpus", "2", str(recipe)) == 0
     layout = json.loads(capsys.readouterr().out)["plan"]["layout"]
     assert (layout["dp_shard"], layout["tp"], layout["pp"]) == (2, 2, 2)
 
 
-def test_neither_torch_nor_what_is_heavy_is_imported_for_help_and_torch_never() -> None:
+def test_help_imports_no_heavy_packages_and_dry_run_no_torch() -> None:
     code = (
         "import sys; sys.argv = ['clustertrain', 'submit', *{args!r}]\n"
         "from clustertrain.cli.main import main\n"
@@ -280,58 +283,61 @@ def test_neither_torch_nor_what_is_heavy_is_imported_for_help_and_torch_never() 
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         ({}, "needs an allocation"),
         ({"SLURM_JOB_ID": "7"}, "not on one of its nodes"),
     ],
+    ids=["no-allocation", "not-on-its-nodes"],
 )
-def test_trials_need_a_node_of_an_allocation(
+def test_micro_batch_trials_need_a_node_of_an_allocation(
     environ: dict[str, str],
-    said: str,
-    type_: Type,
+    message: str,
+    run_cli: RunCli,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert type_("plan", "--find-micro-batch", "--gpus", "2") == 78
-    assert said in capsys.readouterr().err
+    assert run_cli("plan", "--find-micro-batch", "--gpus", "2") == 78
+    assert message in capsys.readouterr().err
 
 
-def test_trials_are_refused_where_they_would_stand_for_nothing(
-    type_: Type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_micro_batch_trials_are_refused_if_not_representative(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    assert type_("plan", "--find-micro-batch", "--nodes", "2", "--gpus", "2", "--layout", "fsdp") == 78
+    assert run_cli("plan", "--find-micro-batch", "--nodes", "2", "--gpus", "2", "--layout", "fsdp") == 78
     assert "fsdp is for 4 ranks, but only 2 can start here" in capsys.readouterr().err
-    assert type_("plan", "--find-micro-batch", "--gpus", "2", "--set", "train.global_batch=3") == 78
+    assert run_cli("plan", "--find-micro-batch", "--gpus", "2", "--set", "train.global_batch=3") == 78
     assert "3 / 2 = 1.5" in capsys.readouterr().err
     Path("train.py").write_text("")
-    assert type_("plan", "--find-micro-batch", "train.py") == 2
+    assert run_cli("plan", "--find-micro-batch", "train.py") == 2
     assert "a script has its own" in capsys.readouterr().err
-    assert type_("plan", "--find-micro-batch", "--backend", "local", "--set", "data.path=/no/such") == 78
+    assert run_cli("plan", "--find-micro-batch", "--backend", "local", "--set", "data.path=/no/such") == 78
     assert "data.path = '/no/such'" in capsys.readouterr().err
 
 
-def test_data_that_is_not_there_is_refused_here_and_noted_on_a_cluster(
-    type_: Type, fake_slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_missing_data_is_refused_locally_and_noted_on_a_cluster(
+    run_cli: RunCli, fake_slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--set", "data.path=texts"]
-    assert type_("submit", "--backend", "local", *words) == 78
+    args = ["--set", "data.path=texts"]
+    assert run_cli("submit", "--backend", "local", *args) == 78
     assert f"data.path = '{tmp_path / 'work' / 'texts'}': no such file" in capsys.readouterr().err
     assert not (tmp_path / "home").exists()
-    assert type_("submit", *words) == 0
+    assert run_cli("submit", *args) == 0
     assert "note: data.path" in capsys.readouterr().err
     Path("texts").mkdir()
     Path("texts", "a.py").touch()
-    assert type_("submit", "--json", *words) == 0
+    assert run_cli("submit", "--json", *args) == 0
     shown = capsys.readouterr()
     assert "data.path" not in shown.err
     assert f'path = "{tmp_path / "work" / "texts"}"' in Path(json.loads(shown.out)["run_dir"], "spec.toml").read_text()
 
 
-def test_counting_and_not_counting_exclude_each_other(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    assert type_("plan", "--trace-memory", "--no-count-model") == 2
+def test_trace_memory_and_no_count_model_exclude_each_other(
+    run_cli: RunCli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli("plan", "--trace-memory", "--no-count-model") == 2
     assert "use one of them" in capsys.readouterr().err

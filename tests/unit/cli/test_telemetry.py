@@ -1,3 +1,5 @@
+"""``clustertrain telemetry``: its options, its errors, and what it imports."""
+
 from __future__ import annotations
 
 import json
@@ -26,11 +28,11 @@ def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_json_is_one_document() -> None:
     done = CliRunner().invoke(telemetry, ["--json"])
     assert done.exit_code == 0
-    found = json.loads(done.stdout)
-    assert (found["run"], found["job_id"], len(found["gpus"])) == ("gpt-abc234", "4711", 2)
+    report = json.loads(done.stdout)
+    assert (report["run"], report["job_id"], len(report["gpus"])) == ("gpt-abc234", "4711", 2)
 
 
-def test_the_report_and_its_choices() -> None:
+def test_report_can_be_limited_to_a_gpu_time_and_attempt() -> None:
     done = CliRunner().invoke(telemetry, ["gpt", "--gpu", "1", "--since", "30s", "--attempt", "1"])
     assert done.exit_code == 0
     assert "1 GPUs allocated" not in done.stdout
@@ -40,17 +42,17 @@ def test_the_report_and_its_choices() -> None:
 @pytest.mark.parametrize(
     ("text", "value"), [("90", 90), ("90s", 90), ("10m", 600), ("1h", 3600), ("1h30m", 5400), ("10min", 600)]
 )
-def test_lengths_of_time(text: str, value: float) -> None:
+def test_since_parses_durations(text: str, value: float) -> None:
     assert parse_since(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "ten", "10 minutes", "-5m", "5x", "0s", "0"])
-def test_what_is_no_length_of_time(text: str) -> None:
+def test_since_refuses_other_text(text: str) -> None:
     with pytest.raises(UsageError, match="--since"):
         parse_since(text)
 
 
-def test_importing_the_command_costs_little() -> None:
+def test_command_imports_no_heavy_packages() -> None:
     program = (
         "import sys, clustertrain.cli.telemetry as t\n"
         "heavy = {'rich', 'numpy', 'psutil', 'torch', 'pynvml', 'msgspec'} & set(sys.modules)\n"
@@ -62,7 +64,7 @@ def test_importing_the_command_costs_little() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "words"),
+    ("name", "fix"),
     [
         ("gtp-abc234", "did you mean gpt-abc234"),
         ("gpd", "did you mean gpt-abc234"),
@@ -70,15 +72,15 @@ def test_importing_the_command_costs_little() -> None:
         ("zzzzzz", "^`clustertrain list` shows the runs$"),
     ],
 )
-def test_an_unknown_run_lists_close_matches(wanted: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clustertrain.scheduler.slurm.find_work_dir", lambda name: None)
-    for command, args in ((telemetry, [wanted]), (compare, ["gpt-abc", wanted])):
+def test_unknown_run_suggests_close_matches(name: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clustertrain.scheduler.slurm.find_work_dir", lambda _name: None)
+    for command, args in ((telemetry, [name]), (compare, ["gpt-abc", name])):
         done = CliRunner().invoke(command, args)
         assert isinstance(done.exception, NotFound)
-        assert re.search(words, done.exception.fix or "")
+        assert re.search(fix, done.exception.fix or "")
 
 
-def test_another_users_run_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_run_of_another_user_suggests_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path / "runs/gpt-abc234/attempts"))
 
@@ -89,7 +91,7 @@ def test_another_users_run_that_may_not_be_read(tmp_path: Path, monkeypatch: pyt
     assert "submit --share" in str(done.exception)
 
 
-def test_a_run_folder_that_may_not_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_folder_without_permission_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Path, **_: object) -> None:
         raise PermissionError(13, "Permission denied", str(self))
 
@@ -99,7 +101,7 @@ def test_a_run_folder_that_may_not_be_looked_into(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("option", ["--html", "--parquet"])
-def test_a_page_or_a_parquet_file_is_not_for_standard_output(
+def test_html_and_parquet_are_refused_on_standard_output(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -42,7 +42,7 @@ def test_ambiguous_gpu_name_is_unknown(name: str) -> None:
 
 
 def test_every_gpu_has_source_and_plausible_memory() -> None:
-    for gpu in hardware.CATALOGUE:
+    for gpu in hardware.CATALOG:
         assert gpu.source
         assert 8 <= gpu.capacity_gib <= gpu.memory_gib <= 512
         assert hardware.find_gpu_type(gpu.name) is gpu
@@ -59,7 +59,7 @@ def test_fp8_support(name: str, fp8: bool) -> None:
 
 
 def test_bf16_starts_with_ampere() -> None:
-    without = {gpu.name for gpu in hardware.CATALOGUE if not gpu.bf16}
+    without = {gpu.name for gpu in hardware.CATALOG if not gpu.bf16}
     assert without == {
         "p100",
         "v100",
@@ -74,7 +74,7 @@ def test_bf16_starts_with_ampere() -> None:
 
 
 def test_every_gpu_has_positive_rates() -> None:
-    for gpu in hardware.CATALOGUE:
+    for gpu in hardware.CATALOG:
         assert min(gpu.tflops, gpu.memory_gb_s, gpu.fabric_gb_s, gpu.power_limit_factor) > 0, gpu.name
         assert gpu.link_gb_s >= 0 and gpu.power_limit_factor <= 1, gpu.name
         # Fewer bits are faster, and the links of a node faster than a GPU's share of the network.

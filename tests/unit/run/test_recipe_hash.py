@@ -1,4 +1,4 @@
-"""The hash of a recipe: the same for what trains the same, and another one for everything else."""
+"""The hash of a recipe: equal for runs that train the same, and different for all others."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from clustertrain.config.parsing.documents import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.run.recipe_hash import hash_run_spec
 
-HERE = JobSpec()
+DEFAULT_JOB = JobSpec()
 
 
-def of(job: JobSpec = HERE, script: ScriptSpec | None = None, **tables: Any) -> str:
+def hash_of(job: JobSpec = DEFAULT_JOB, script: ScriptSpec | None = None, **tables: Any) -> str:
     return hash_run_spec(RunSpec(job=job, recipe=build(tables, Recipe, "test"), script=script))
 
 
-def test_where_and_how_it_is_watched_does_not_count() -> None:
-    assert of() == of(JobSpec(name="other", nodes=4, partition="gpu"))
-    assert of() == of(
+def test_job_telemetry_and_tracking_do_not_change_the_hash() -> None:
+    assert hash_of() == hash_of(JobSpec(name="other", nodes=4, partition="gpu"))
+    assert hash_of() == hash_of(
         telemetry={"interval_s": 5.0}, tracking={"trackers": ["wandb"]}, preemption_test={"preempt_at_steps": [3]}
     )
 
 
-def test_a_default_that_is_written_out_is_the_same_recipe() -> None:
-    assert of(optim={"lr": 3e-4}) == of() and of(optim={"lr": 1e-3}) != of()
+def test_explicit_default_does_not_change_the_hash() -> None:
+    assert hash_of(optim={"lr": 3e-4}) == hash_of() and hash_of(optim={"lr": 1e-3}) != hash_of()
 
 
-@pytest.mark.parametrize("a", [{"train": {"seed": 2}}, {"contract": {"metric": "loss"}}, {"model": {"layers": 2}}])
-def test_what_is_trained_counts(a: dict[str, Any]) -> None:
-    assert of(**a) != of() and of(**a) == of(**a)
+@pytest.mark.parametrize("tables", [{"train": {"seed": 2}}, {"contract": {"metric": "loss"}}, {"model": {"layers": 2}}])
+def test_training_keys_change_the_hash(tables: dict[str, Any]) -> None:
+    assert hash_of(**tables) != hash_of() and hash_of(**tables) == hash_of(**tables)
 
 
-def test_a_script_is_told_by_its_name_and_arguments() -> None:
+def test_script_path_and_arguments_change_the_hash() -> None:
     script = ScriptSpec(path="train.py", args=("--lr", "1"), cwd="/home/me")
-    assert of(script=script) != of()
-    assert of(script=script) == of(script=msgspec.structs.replace(script, cwd="/elsewhere"))
-    assert of(script=script) != of(script=msgspec.structs.replace(script, args=("--lr", "2")))
+    assert hash_of(script=script) != hash_of()
+    assert hash_of(script=script) == hash_of(script=msgspec.structs.replace(script, cwd="/elsewhere"))
+    assert hash_of(script=script) != hash_of(script=msgspec.structs.replace(script, args=("--lr", "2")))

@@ -1,4 +1,4 @@
-"""The results that ranks and nodes leave, as a later version or a damaged disk may present them."""
+"""The results of ranks and nodes, including those from a later version or a damaged disk."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_results_of_another_version_are_read() -> None:
 
 
 @pytest.mark.parametrize("document", [None, [], "completed", {}, {"ending": 3}, {"ending": "asleep"}], ids=repr)
-def test_documents_without_an_ending_are_no_results(document: object) -> None:
+def test_documents_without_an_ending_are_not_results(document: object) -> None:
     assert parse_rank_result(document) is None
     assert parse_node_result(document) is None
 
 
-def test_fields_of_wrong_types_are_left_out() -> None:
+def test_fields_with_wrong_types_are_omitted() -> None:
     result = parse_rank_result({"rank": 2, "ending": "completed", "step": "x", "reason": 4, "committed_step": 8})
     assert result == RankResult(rank=2, ending="completed", committed_step=8)
 

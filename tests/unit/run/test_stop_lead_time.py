@@ -1,4 +1,4 @@
-"""When the ranks are told that the time is nearly over."""
+"""How long before the time limit the ranks get the request to stop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return run_dir.create_run("timed")
 
 
-def measured(run: RunDir, save_s: float, *steps_s: float, note: str = "") -> None:
+def write_measurements(run: RunDir, save_s: float, *steps_s: float, note: str = "") -> None:
     log = fsio.JsonlAppender(run.attempt(1).events_path("rank-0"))
     log.append({"t": 1.0, "event": "checkpoint", "step": 1, "save_s": save_s})
     log.close()
@@ -27,22 +27,22 @@ def measured(run: RunDir, save_s: float, *steps_s: float, note: str = "") -> Non
     rows.close()
 
 
-def test_before_anything_is_measured_the_plan_says(run: RunDir) -> None:
+def test_lead_comes_from_the_plan_before_any_measurement(run: RunDir) -> None:
     assert compute_lead_s(run, None) == DEFAULT_LEAD_S
     fsio.write_json(run.plan, {"signal_lead_s": 45})
     assert compute_lead_s(run, None) == load_planned_lead_s(run) == 45
 
 
-def test_then_steps_and_saves_do_without_the_one_that_compiles(run: RunDir) -> None:
-    measured(run, 4.0, 90.0, 2.0, 1.0)
+def test_lead_covers_steps_and_saves_without_the_first_step(run: RunDir) -> None:
+    write_measurements(run, 4.0, 90.0, 2.0, 1.0)
     assert compute_lead_s(run, None) == pytest.approx(3 * 2.0 + 3 * 4.0 + EXIT_S)
 
 
-def test_rows_of_many_scalars_tell_it_too(run: RunDir) -> None:
-    measured(run, 4.0, 90.0, 1.0, 2.0, *[1.0] * 5, note="x" * 5000)
+def test_lead_is_measured_from_long_rows_too(run: RunDir) -> None:
+    write_measurements(run, 4.0, 90.0, 1.0, 2.0, *[1.0] * 5, note="x" * 5000)
     assert compute_lead_s(run, None) == pytest.approx(3 * 2.0 + 3 * 4.0 + EXIT_S)
 
 
-def test_half_of_an_allocation_is_always_left_to_train(run: RunDir) -> None:
-    measured(run, 200.0, 1.0, 1.0)
+def test_lead_is_at_most_half_of_the_allocation(run: RunDir) -> None:
+    write_measurements(run, 200.0, 1.0, 1.0)
     assert compute_lead_s(run, 600.0) == 300.0

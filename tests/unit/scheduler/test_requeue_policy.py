@@ -1,4 +1,4 @@
-"""The verdict on an attempt and what follows from it."""
+"""The ending of an attempt, from the evidence, and the decision that follows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ RUNNING = JobView("7", "RUNNING")
 PREEMPTED = JobView("7", "RUNNING", preempt_time=990.0)
 
 
-def result(ending: RankEnding, kind: FailureKind | None = None, message: str = "it broke") -> NodeResult:
+def make_result(ending: RankEnding, kind: FailureKind | None = None, message: str = "it broke") -> NodeResult:
     return NodeResult(ending=ending, kind=kind, message=message, step=10)
 
 
-def evidence(results: dict[str, NodeResult], **changes: Any) -> Evidence:
+def make_evidence(results: dict[str, NodeResult], **changes: Any) -> Evidence:
     base = Evidence(
         nodes=NODES,
         results=results,
@@ -42,81 +42,107 @@ def evidence(results: dict[str, NodeResult], **changes: Any) -> Evidence:
     return replace(base, **changes)
 
 
-STOPPED = {n: result("stopped") for n in NODES}
-COMPLETED = {n: result("completed") for n in NODES}
+STOPPED = {n: make_result("stopped") for n in NODES}
+COMPLETED = {n: make_result("completed") for n in NODES}
 
 
 @pytest.mark.parametrize(
-    ("given", "ending"),
+    ("evidence", "ending"),
     [
-        (evidence(COMPLETED), endings.COMPLETED),
-        # A run that completed in the moment of its cancellation is complete.
-        (evidence(COMPLETED, cancelled=True), endings.COMPLETED),
-        (evidence(STOPPED, cancelled=True), endings.CANCELLED),
-        (evidence(STOPPED, view=JobView("7", "RUNNING", preempt_time=990.0)), endings.PREEMPTED),
-        (evidence(STOPPED, requeue_requested=True), endings.PREEMPTED),
-        (evidence(STOPPED, end_time=1050.0, stop_requested_at=995.0), endings.TIME_LIMIT),
-        # What breaks while the job is being taken down is the preemption's doing, whatever it looks like.
+        (make_evidence(COMPLETED), endings.COMPLETED),
+        # A run that completes at the moment of its cancellation is complete.
+        (make_evidence(COMPLETED, cancelled=True), endings.COMPLETED),
+        (make_evidence(STOPPED, cancelled=True), endings.CANCELLED),
+        (make_evidence(STOPPED, view=JobView("7", "RUNNING", preempt_time=990.0)), endings.PREEMPTED),
+        (make_evidence(STOPPED, requeue_requested=True), endings.PREEMPTED),
+        (make_evidence(STOPPED, end_time=1050.0, stop_requested_at=995.0), endings.TIME_LIMIT),
+        # A failure while Slurm takes the job down counts as the preemption, whatever it looks like.
         (
-            evidence({"n1": result("failed", "user_error")}, view=PREEMPTED, stop_requested_at=995.0),
+            make_evidence({"n1": make_result("failed", "user_error")}, view=PREEMPTED, stop_requested_at=995.0),
             endings.PREEMPTED,
         ),
-        (evidence({"n1": result("failed", "killed")}, out_of_time=True), endings.TIME_LIMIT),
-        (evidence({"n1": result("failed", "storage"), "n2": result("failed", "communication")}), endings.UNKNOWN),
-        # scancel --signal, or kill: the job goes on, and nobody preempts it.
-        (evidence(STOPPED, end_time=5000.0, stop_requested_at=995.0, stop_sources=("signal:SIGTERM",)), endings.SIGNAL),
-        (evidence(STOPPED, view=None, stop_requested_at=995.0, stop_sources=("signal:SIGTERM",)), endings.UNKNOWN),
-        # scontrol requeue, with the words of squeue and sacct of 22.05.
+        (make_evidence({"n1": make_result("failed", "killed")}, out_of_time=True), endings.TIME_LIMIT),
         (
-            evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), accounting_state="REQUEUED"),
+            make_evidence({"n1": make_result("failed", "storage"), "n2": make_result("failed", "communication")}),
+            endings.UNKNOWN,
+        ),
+        # scancel --signal, or kill: the job continues, and nothing preempts it.
+        (
+            make_evidence(STOPPED, end_time=5000.0, stop_requested_at=995.0, stop_sources=("signal:SIGTERM",)),
+            endings.SIGNAL,
+        ),
+        (make_evidence(STOPPED, view=None, stop_requested_at=995.0, stop_sources=("signal:SIGTERM",)), endings.UNKNOWN),
+        # scontrol requeue, with the output of squeue and sacct of Slurm 22.05.
+        (
+            make_evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), accounting_state="REQUEUED"),
             endings.PREEMPTED,
         ),
-        (evidence(STOPPED, view=JobView("7", "PENDING", restarts=1), end_time=1005.0), endings.PREEMPTED),
+        (make_evidence(STOPPED, view=JobView("7", "PENDING", restarts=1), end_time=1005.0), endings.PREEMPTED),
         (
-            evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), restart_count=1, end_time=1005.0),
+            make_evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), restart_count=1, end_time=1005.0),
             "time_limit",
         ),
         (
-            evidence(STOPPED, view=JobView("7", "PENDING", restarts=1), accounting_state="NODE_FAIL"),
+            make_evidence(STOPPED, view=JobView("7", "PENDING", restarts=1), accounting_state="NODE_FAIL"),
             endings.NODE_FAILURE,
         ),
-        # scontrol update TimeLimit: the end that batch knew was far away.
-        (evidence(STOPPED, view=JobView("7", "COMPLETING", reason="TimeLimit"), end_time=5000.0), endings.TIME_LIMIT),
-        (evidence(STOPPED, view=JobView("7", "COMPLETING"), accounting_state="CANCELLED by 0"), endings.CANCELLED),
-        (evidence(STOPPED, view=JobView("7", "COMPLETING"), end_time=1005.0), endings.TIME_LIMIT),
-        (evidence({"n1": result("failed", "communication")}), endings.NODE_FAILURE),
+        # scontrol update TimeLimit: the end that the batch process knew was far away.
+        (
+            make_evidence(STOPPED, view=JobView("7", "COMPLETING", reason="TimeLimit"), end_time=5000.0),
+            endings.TIME_LIMIT,
+        ),
+        (make_evidence(STOPPED, view=JobView("7", "COMPLETING"), accounting_state="CANCELLED by 0"), endings.CANCELLED),
+        (make_evidence(STOPPED, view=JobView("7", "COMPLETING"), end_time=1005.0), endings.TIME_LIMIT),
+        (make_evidence({"n1": make_result("failed", "communication")}), endings.NODE_FAILURE),
         # srun returns 0 after a node failure: a missing result is never a success.
-        (evidence({"n1": result("completed")}, step_exit_code=0), endings.NODE_FAILURE),
-        (evidence({}, step_exit_code=0), endings.UNKNOWN),
-        (evidence({n: result("failed", "communication") for n in NODES}), endings.COMMUNICATION),
-        # The rank that hung is killed when its peers have given up; they are the ones who know.
-        (evidence({"n1": result("failed", "killed"), "n2": result("failed", "hang")}), endings.HANG),
-        (evidence({"n1": result("failed", "user_error"), "n2": result("failed", "hang")}), endings.USER_ERROR),
+        (make_evidence({"n1": make_result("completed")}, step_exit_code=0), endings.NODE_FAILURE),
+        (make_evidence({}, step_exit_code=0), endings.UNKNOWN),
+        (make_evidence({n: make_result("failed", "communication") for n in NODES}), endings.COMMUNICATION),
+        # The rank that hung is killed after its peers time out. Only the peers know of the hang.
+        (make_evidence({"n1": make_result("failed", "killed"), "n2": make_result("failed", "hang")}), endings.HANG),
+        (
+            make_evidence({"n1": make_result("failed", "user_error"), "n2": make_result("failed", "hang")}),
+            endings.USER_ERROR,
+        ),
         # A rank that raised explains its peers' broken collectives.
-        (evidence({"n1": result("failed", "user_error"), "n2": result("failed", "communication")}), endings.USER_ERROR),
-        (evidence({"n1": result("failed", "out_of_memory"), "n2": result("failed", "user_error")}), "out_of_memory"),
-        (evidence({"n1": result("failed", "communication"), "n2": result("failed", "device")}), endings.UNKNOWN),
-        (evidence({"n1": result("failed", "killed"), "n2": result("failed", "communication")}), endings.UNKNOWN),
+        (
+            make_evidence({"n1": make_result("failed", "user_error"), "n2": make_result("failed", "communication")}),
+            endings.USER_ERROR,
+        ),
+        (
+            make_evidence({"n1": make_result("failed", "out_of_memory"), "n2": make_result("failed", "user_error")}),
+            "out_of_memory",
+        ),
+        (
+            make_evidence({"n1": make_result("failed", "communication"), "n2": make_result("failed", "device")}),
+            endings.UNKNOWN,
+        ),
+        (
+            make_evidence({"n1": make_result("failed", "killed"), "n2": make_result("failed", "communication")}),
+            endings.UNKNOWN,
+        ),
     ],
 )
-def test_endings_are_told_apart(given: Evidence, ending: str) -> None:
-    verdict = classify(given)
+def test_ending_follows_from_the_evidence(evidence: Evidence, ending: str) -> None:
+    verdict = classify(evidence)
     assert verdict is not None
     assert verdict.ending == ending
 
 
-def test_a_job_that_slurm_ends_by_itself_gets_no_verdict_without_its_word() -> None:
-    assert classify(evidence({"n1": result("failed", "communication")}, view=JobView("7", "COMPLETING"))) is None
+def test_no_verdict_while_slurm_ends_a_job_without_a_reason() -> None:
+    assert (
+        classify(make_evidence({"n1": make_result("failed", "communication")}, view=JobView("7", "COMPLETING"))) is None
+    )
 
 
-def test_a_requeue_with_slurms_own_command_is_named() -> None:
-    verdict = classify(evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), accounting_state="REQUEUED"))
+def test_scontrol_requeue_is_named_in_the_reason() -> None:
+    verdict = classify(make_evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), accounting_state="REQUEUED"))
     assert verdict is not None and "scontrol requeue" in verdict.reason
 
 
-def test_a_node_whose_agent_ended_without_a_result_is_not_lost() -> None:
-    ended = evidence(
-        {"n1": result("failed", kind="communication")}, step_exit_code=1, nodes_without_agent=frozenset({"n2"})
+def test_node_whose_agent_ended_without_a_result_is_not_blamed() -> None:
+    ended = make_evidence(
+        {"n1": make_result("failed", kind="communication")}, step_exit_code=1, nodes_without_agent=frozenset({"n2"})
     )
     verdict = classify(ended)
     assert verdict is not None
@@ -124,43 +150,45 @@ def test_a_node_whose_agent_ended_without_a_result_is_not_lost() -> None:
     assert verdict.reason == "the agent on n2 ended without a result: see job.log"
 
 
-def test_the_lost_node_is_blamed_and_left_out() -> None:
-    verdict = classify(evidence({"n1": result("failed", "communication")}))
+def test_lost_node_is_blamed_and_excluded() -> None:
+    verdict = classify(make_evidence({"n1": make_result("failed", "communication")}))
     assert verdict is not None
     decision = decide(verdict, [attempt(1, endings.NODE_FAILURE)], 50)
     assert (decision.action, decision.exclude) == ("resubmit", ("n2",))
 
 
-def test_a_killed_agent_is_not_its_nodes_fault() -> None:
-    verdict = classify(evidence({"n1": result("failed", "communication")}, step_exit_code=137))
+def test_killed_agent_does_not_blame_its_node() -> None:
+    verdict = classify(make_evidence({"n1": make_result("failed", "communication")}, step_exit_code=137))
     assert verdict is not None
     assert (verdict.ending, verdict.blamed_nodes) == (endings.UNKNOWN, ())
     assert verdict.reason == "the agent on n2 was killed by SIGKILL, and its ranks with it"
 
 
 @pytest.mark.parametrize(("view", "ending"), [(RUNNING, endings.SIGNAL), (PREEMPTED, endings.PREEMPTED)])
-def test_an_agent_that_a_signal_meets_while_it_starts(view: JobView, ending: str) -> None:
+def test_agent_that_gets_a_signal_while_starting(view: JobView, ending: str) -> None:
     # scancel -s TERM, or the warning of a preemption, before Python has installed the handlers.
-    verdict = classify(evidence({}, view=view, step_exit_code=143, nodes_without_agent=frozenset(NODES)))
+    verdict = classify(make_evidence({}, view=view, step_exit_code=143, nodes_without_agent=frozenset(NODES)))
     assert verdict is not None and verdict.ending == ending and "SIGTERM" in verdict.reason
 
 
-def test_agents_that_are_ended_after_their_ranks_have_left() -> None:
-    verdict = classify(evidence(STOPPED, view=None, stop_requested_at=985.0, end_time=1010.0, out_of_time=True))
+def test_agents_that_are_ended_after_their_ranks() -> None:
+    verdict = classify(make_evidence(STOPPED, view=None, stop_requested_at=985.0, end_time=1010.0, out_of_time=True))
     assert verdict is not None and verdict.ending == endings.TIME_LIMIT
     assert verdict.reason.startswith("the agents were still writing")
-    unknown_to_slurm = classify(evidence({"n1": result("failed", "communication")}, step_exit_code=137, view=None))
+    unknown_to_slurm = classify(
+        make_evidence({"n1": make_result("failed", "communication")}, step_exit_code=137, view=None)
+    )
     assert unknown_to_slurm is not None and unknown_to_slurm.blamed_nodes == ("n2",)
 
 
-def test_a_hang_is_told_from_what_all_nodes_saw() -> None:
+def test_reason_of_a_hang_combines_all_nodes() -> None:
     waited = RankOutcome(rank=0, ending="failed", kind="hang", last_seen=LastSeen(step=16, phase="train"))
     silent = RankOutcome(rank=1, ending="failed", kind="killed", last_seen=LastSeen(step=15, phase="train"))
     results = {
-        "n1": structs.replace(result("failed", "hang", "rank 0 on n1: timed out"), ranks=(waited,)),
-        "n2": structs.replace(result("failed", "killed"), ranks=(silent,)),
+        "n1": structs.replace(make_result("failed", "hang", "rank 0 on n1: timed out"), ranks=(waited,)),
+        "n2": structs.replace(make_result("failed", "killed"), ranks=(silent,)),
     }
-    verdict = classify(evidence(results))
+    verdict = classify(make_evidence(results))
     assert verdict is not None and verdict.ending == endings.HANG
     assert verdict.reason == (
         "rank 0 waited in a collective until it timed out, at step 17; rank 1 did not reach it: "
@@ -168,33 +196,33 @@ def test_a_hang_is_told_from_what_all_nodes_saw() -> None:
     )
 
 
-def test_a_script_that_asks_for_another_start_gets_it_within_the_budgets() -> None:
+def test_script_that_exits_with_75_is_requeued() -> None:
     why = "the script ended with exit code 75, which asks for another start"
-    verdict = classify(evidence({n: structs.replace(result("stopped"), reason=why) for n in NODES}))
+    verdict = classify(make_evidence({n: structs.replace(make_result("stopped"), reason=why) for n in NODES}))
     assert verdict == Verdict(endings.UNKNOWN, why)
     assert action(verdict.ending, [attempt(1, verdict.ending)]) == "requeue"
 
 
-def test_a_script_that_heeds_the_early_warning_by_itself_has_stopped_for_the_time_limit() -> None:
-    verdict = classify(evidence(STOPPED, end_time=1300.0, stop_requested_at=1000.0, stop_sources=("deadline",)))
+def test_script_that_heeds_the_early_warning_ends_by_time_limit() -> None:
+    verdict = classify(make_evidence(STOPPED, end_time=1300.0, stop_requested_at=1000.0, stop_sources=("deadline",)))
     assert verdict is not None and verdict.ending == endings.TIME_LIMIT
 
 
-def test_a_bad_environment_is_not_requeued_and_keeps_its_exit_code() -> None:
-    verdict = classify(evidence({n: result("failed", "environment") for n in NODES}))
+def test_bad_environment_is_not_requeued_and_exits_with_78() -> None:
+    verdict = classify(make_evidence({n: make_result("failed", "environment") for n in NODES}))
     assert verdict is not None
     decision = decide(verdict, [attempt(1, verdict.ending)], 50)
     assert (decision.action, decision.exit_code) == ("stop", 78)
 
 
-def test_agents_that_cannot_see_the_run_directory_end_the_run_with_78() -> None:
-    verdict = classify(evidence({}, step_exit_code=78))
+def test_run_folder_invisible_to_all_agents_exits_with_78() -> None:
+    verdict = classify(make_evidence({}, step_exit_code=78))
     assert verdict is not None
     assert decide(verdict, [attempt(1, verdict.ending)], 50).exit_code == 78
 
 
-def test_one_node_that_does_not_see_the_run_directory_ends_the_run_with_78() -> None:
-    verdict = classify(evidence({"n1": result("failed", "communication")}, step_exit_code=78))
+def test_run_folder_invisible_to_one_agent_exits_with_78() -> None:
+    verdict = classify(make_evidence({"n1": make_result("failed", "communication")}, step_exit_code=78))
     assert verdict is not None
     decision = decide(verdict, [attempt(1, verdict.ending)], 50)
     assert (decision.action, decision.exit_code) == ("stop", 78)
@@ -227,12 +255,12 @@ def action(ending: endings.Ending, history: list[Attempt], max_requeues: int = 5
     return decide(Verdict(ending, "…"), history, max_requeues).action
 
 
-def test_a_user_error_is_never_requeued() -> None:
+def test_user_error_is_never_requeued() -> None:
     assert action(endings.USER_ERROR, [attempt(1, endings.USER_ERROR)]) == "stop"
 
 
 @pytest.mark.parametrize("ending", [endings.UNKNOWN, endings.COMMUNICATION, endings.HANG, endings.OUT_OF_MEMORY])
-def test_each_ending_has_a_budget_of_its_own(ending: endings.Ending) -> None:
+def test_each_ending_has_its_own_retry_budget(ending: endings.Ending) -> None:
     allowed = endings.RETRY_BUDGET[ending]
     within = [attempt(n, ending) for n in range(1, allowed + 1)]
     assert action(ending, within) == "requeue"
@@ -246,17 +274,17 @@ def test_progress_refills_the_budgets() -> None:
     assert action(endings.COMMUNICATION, [*spent, progressed, attempt(5, endings.COMMUNICATION)]) == "requeue"
 
 
-def test_committing_the_same_step_again_is_no_progress() -> None:
+def test_committing_the_same_step_again_is_not_progress() -> None:
     history = [attempt(n, endings.UNKNOWN, restored_step=20, committed_step=20) for n in range(1, 4)]
     assert action(endings.UNKNOWN, history) == "stop"
 
 
-def test_a_preemption_before_the_first_step_is_not_charged() -> None:
+def test_preemption_before_the_first_step_uses_no_budget() -> None:
     history = [attempt(n, endings.PREEMPTED, first_step=None, last_step=None) for n in range(1, 40)]
     assert action(endings.PREEMPTED, history) == "requeue"
 
 
-def test_a_script_that_saves_by_itself_gets_as_many_time_limits_as_it_needs() -> None:
+def test_time_limits_of_a_script_that_ends_itself_use_no_budget() -> None:
     history = [
         attempt(n, endings.TIME_LIMIT, first_step=None, last_step=None, ended_by_script=True) for n in range(1, 9)
     ]
@@ -265,7 +293,7 @@ def test_a_script_that_saves_by_itself_gets_as_many_time_limits_as_it_needs() ->
     assert action(endings.UNKNOWN, unknown) == "stop"
 
 
-def test_attempts_without_progress_stop_the_run_whatever_their_endings() -> None:
+def test_attempts_without_progress_stop_the_run() -> None:
     names = [endings.UNKNOWN, endings.COMMUNICATION, endings.HANG] * 2
     decision = decide(Verdict(names[-1], "…"), [attempt(n + 1, e) for n, e in enumerate(names)], 50)
     assert decision.action == "stop"
@@ -274,27 +302,27 @@ def test_attempts_without_progress_stop_the_run_whatever_their_endings() -> None
 
 
 def test_max_requeues_counts_starts_after_the_first() -> None:
-    def done(n: int) -> Attempt:
+    def preempted(n: int) -> Attempt:
         return attempt(n, endings.PREEMPTED, committed_step=10 * n, restored_step=10 * n - 10)
 
-    assert action(endings.PREEMPTED, [done(1)], max_requeues=1) == "requeue"
-    assert action(endings.PREEMPTED, [done(1), done(2)], max_requeues=1) == "stop"
-    assert action(endings.PREEMPTED, [done(1)], max_requeues=0) == "stop"
+    assert action(endings.PREEMPTED, [preempted(1)], max_requeues=1) == "requeue"
+    assert action(endings.PREEMPTED, [preempted(1), preempted(2)], max_requeues=1) == "stop"
+    assert action(endings.PREEMPTED, [preempted(1)], max_requeues=0) == "stop"
 
 
 SPENT = {
-    n: structs.replace(result("stopped"), budget_spent=True, reason="the budget is spent: 10 of gpu_hours = 10")
+    n: structs.replace(make_result("stopped"), budget_spent=True, reason="the budget is spent: 10 of gpu_hours = 10")
     for n in NODES
 }
 
 
-def test_a_run_whose_budget_is_spent_is_not_requeued() -> None:
-    verdict = classify(evidence(SPENT))
+def test_spent_gpu_budget_is_not_requeued() -> None:
+    verdict = classify(make_evidence(SPENT))
     assert verdict == Verdict(endings.BUDGET_SPENT, "the budget is spent: 10 of gpu_hours = 10")
     decision = decide(verdict, [], 50)
     assert (decision.action, decision.exit_code, decision.reason) == ("stop", 93, verdict.reason)
 
 
-def test_a_run_that_ended_early_tells_why() -> None:
-    early = {n: structs.replace(result("completed"), reason="early stop: no better") for n in NODES}
-    assert classify(evidence(early)) == Verdict(endings.COMPLETED, "early stop: no better")
+def test_early_stop_keeps_its_reason() -> None:
+    early = {n: structs.replace(make_result("completed"), reason="early stop: no better") for n in NODES}
+    assert classify(make_evidence(early)) == Verdict(endings.COMPLETED, "early stop: no better")

@@ -1,4 +1,4 @@
-"""The Slurm backend against stand-ins of Slurm's commands."""
+"""The Slurm backend with fake Slurm commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_run(folder: Path) -> RunDir:
     return run
 
 
-def test_submit_hands_over_job_sh_and_leaves_no_files_behind(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_submit_passes_job_sh_and_leaves_no_files(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs")
     assert SlurmBackend().submit(Submission(run, options={"exclude": "node1,node2", "hold": ""})) == "4711"
     (call,) = fake_slurm.calls("sbatch")
@@ -31,34 +31,34 @@ def test_submit_hands_over_job_sh_and_leaves_no_files_behind(fake_slurm: FakeSlu
     assert [p.name for p in run.path.iterdir()] == ["job.sh"]
 
 
-def test_a_refusal_has_slurms_words_and_leaves_no_files_behind(
+def test_refusal_quotes_slurm_and_leaves_no_files(
     fake_slurm: FakeSlurm, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "runs")
-    words = "Batch job submission failed: Invalid qos specification"
-    fake_slurm.answers("sbatch", stderr=f"sbatch: error: {words}\n", rc=1)
+    message = "Batch job submission failed: Invalid qos specification"
+    fake_slurm.answers("sbatch", stderr=f"sbatch: error: {message}\n", rc=1)
     with pytest.raises(SchedulerError) as e:
         SlurmBackend().submit(Submission(run))
-    assert str(e.value) == f"Slurm refused the job: {words}"
+    assert str(e.value) == f"Slurm refused the job: {message}"
     assert e.value.exit_code == 1
     assert [p.name for p in run.path.iterdir()] == ["job.sh"]
-    assert capfd.readouterr() == ("", "")  # submitit prints the complaint as well
+    assert capfd.readouterr() == ("", "")  # submitit also prints sbatch's error
 
 
-@pytest.mark.parametrize("said", ["77\n", "77;cluster\n", "site: welcome\n77;c\n"])
-def test_the_job_id_is_found_among_what_a_site_prints(said: str, fake_slurm: FakeSlurm, tmp_path: Path) -> None:
-    fake_slurm.answers("sbatch", stdout=said)
+@pytest.mark.parametrize("stdout", ["77\n", "77;cluster\n", "site: welcome\n77;c\n"], ids=["id", "cluster", "banner"])
+def test_job_id_is_found_in_the_output_of_a_site(stdout: str, fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    fake_slurm.answers("sbatch", stdout=stdout)
     assert SlurmBackend().submit(Submission(make_run(tmp_path / "runs"))) == "77"
 
 
-def test_no_job_id_is_an_error(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_missing_job_id_is_an_error(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     fake_slurm.answers("sbatch", stdout="queued\n")
     with pytest.raises(CommandFailed, match="no job id: 'queued'"):
         SlurmBackend().submit(Submission(make_run(tmp_path / "runs")))
 
 
 @pytest.mark.parametrize("name", ["a%j", "x%A_%a", "%t", "sp ace", "it's", "$(touch pwned)"])
-def test_hostile_run_folders(name: str, fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_special_characters_in_the_run_folder_are_safe(name: str, fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     run = make_run(tmp_path / name)
     assert SlurmBackend().submit(Submission(run)) == "4711"
     (call,) = fake_slurm.calls("sbatch")
@@ -66,22 +66,22 @@ def test_hostile_run_folders(name: str, fake_slurm: FakeSlurm, tmp_path: Path) -
     assert [p.name for p in tmp_path.iterdir() if p.name not in ("fake-slurm", "home", "config")] == [name]
 
 
-def test_enclosing_allocation_does_not_leak(
+def test_environment_of_an_outer_allocation_does_not_leak(
     fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_NODE", "SBATCH_PARTITION", "SRUN_CPUS_PER_TASK", "SLURM_CPU_BIND"):
         monkeypatch.setenv(name, "leak")
     monkeypatch.setenv("SLURM_CONF", "/etc/mine.conf")
-    monkeypatch.setenv("MY_OWN", "stays")
+    monkeypatch.setenv("UNRELATED", "stays")
     before = dict(os.environ)
     SlurmBackend().submit(Submission(make_run(tmp_path / "runs")))
     assert dict(os.environ) == before
     (call,) = fake_slurm.calls("sbatch")
     assert "leak" not in call.env.values()
-    assert call.env["SLURM_CONF"] == "/etc/mine.conf" and call.env["MY_OWN"] == "stays"
+    assert call.env["SLURM_CONF"] == "/etc/mine.conf" and call.env["UNRELATED"] == "stays"
 
 
-def test_views_ask_once_and_only_for_what_is_wanted(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_jobs_runs_squeue_once_for_the_given_jobs(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SQUEUE_FORMAT", "%A")
     monkeypatch.setenv("SQUEUE_STATES", "PD")
     fake_slurm.answers("squeue", stdout="3|RUNNING|1|10|20|N/A|node[01-02]|None|\n8|PENDING|0|N/A|N/A|N/A||Priority|\n")
@@ -89,13 +89,13 @@ def test_views_ask_once_and_only_for_what_is_wanted(fake_slurm: FakeSlurm, monke
     assert set(views) == {"3"} and views["3"].restarts == 1 and views["3"].nodes == ("node01", "node02")
     (call,) = fake_slurm.calls("squeue")
     assert "--jobs=3,9_1" in call.argv and "--states=all" in call.argv
-    assert "--array" in call.argv  # tasks that wait would else share the line 9_[1-4]
+    assert "--array" in call.argv  # otherwise pending tasks would share the line 9_[1-4]
     assert not [name for name in call.env if name.startswith("SQUEUE_")]
     assert call.env["SLURM_TIME_FORMAT"] == "%s"
     assert SlurmBackend().query_jobs([]) == {} and len(fake_slurm.calls("squeue")) == 1
 
 
-def test_no_answer_is_not_no_such_job(fake_slurm: FakeSlurm) -> None:
+def test_no_answer_differs_from_an_unknown_job(fake_slurm: FakeSlurm) -> None:
     fake_slurm.answers("squeue", stderr="slurm_load_jobs error: Invalid job id specified\n", rc=1)
     assert SlurmBackend().query_jobs(["3"]) == {}
     fake_slurm.answers("squeue", stderr="slurm_load_jobs error: Unable to contact slurm controller\n", rc=1)
@@ -103,7 +103,7 @@ def test_no_answer_is_not_no_such_job(fake_slurm: FakeSlurm) -> None:
         SlurmBackend().query_jobs(["3"])
 
 
-def test_starts(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_starts_reads_sacct(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SACCT_FORMAT", "JobID")
     fake_slurm.answers("sacct", stdout="3|REQUEUED|10|20|node01|0:0|None\n3|COMPLETED|30|40|node02|0:0|None\n")
     assert [s.nodes for s in SlurmBackend().list_starts("3")] == [("node01",), ("node02",)]
@@ -116,7 +116,7 @@ def test_starts(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
         SlurmBackend().list_starts("3")
 
 
-def test_cancel_of_an_ended_job_is_no_error(fake_slurm: FakeSlurm) -> None:
+def test_cancel_of_an_ended_job_is_not_an_error(fake_slurm: FakeSlurm) -> None:
     SlurmBackend().cancel("12_3")
     fake_slurm.answers(
         "scancel", stderr="scancel: error: Kill job error on job id 12: Invalid job id specified\n", rc=1
@@ -128,7 +128,7 @@ def test_cancel_of_an_ended_job_is_no_error(fake_slurm: FakeSlurm) -> None:
     assert [c.argv for c in fake_slurm.calls("scancel")] == [["12_3"], ["12"], ["12"]]
 
 
-def test_several_jobs_are_cancelled_with_one_command_and_one_refusal_is_not_lost(fake_slurm: FakeSlurm) -> None:
+def test_several_jobs_are_cancelled_at_once_and_refusals_reported(fake_slurm: FakeSlurm) -> None:
     ended = "scancel: error: Kill job error on job id 12: Invalid job id specified\n"
     fake_slurm.answers("scancel", stderr=ended, rc=1)
     SlurmBackend().cancel("12", "13_0", "13_1")
@@ -141,12 +141,12 @@ def test_several_jobs_are_cancelled_with_one_command_and_one_refusal_is_not_lost
         SlurmBackend().cancel("12")
 
 
-def test_a_requeue(fake_slurm: FakeSlurm) -> None:
+def test_requeue_calls_scontrol(fake_slurm: FakeSlurm) -> None:
     SlurmBackend().requeue("12_3")
     assert [c.argv for c in fake_slurm.calls("scontrol")] == [["requeue", "12_3"]]
 
 
-# As scontrol and sbatch of 22.05 to 25.05 print them.
+# As scontrol and sbatch of Slurm 22.05 to 25.05 print them.
 REFUSALS = [
     "Requested operation is presently disabled for job 12",
     "Invalid job id specified for job 12",
@@ -161,7 +161,7 @@ REFUSALS = [
     "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
     "sbatch: unrecognized option '--nope'\nTry \"sbatch --help\" for more information",
 ]
-SILENCE = [
+NO_ANSWERS = [
     "Unexpected message received for job 12",
     "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
     "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
@@ -175,15 +175,21 @@ SILENCE = [
 ]
 
 
-CASES = [*((words, SchedulerError) for words in REFUSALS), *((words, CommandFailed) for words in SILENCE)]
+def _short_id(value: str | type[Exception]) -> str:
+    if isinstance(value, str):
+        return value.rpartition("failed: ")[2].removeprefix("sbatch: error: ")[:40] or "empty"
+    return "refused" if value is SchedulerError else "no-answer"
+
+
+CASES = [*((text, SchedulerError) for text in REFUSALS), *((text, CommandFailed) for text in NO_ANSWERS)]
 
 
 @pytest.mark.parametrize("command", ["scontrol", "sbatch"])
-@pytest.mark.parametrize(("said", "error"), CASES)
-def test_only_slurms_words_for_no_are_a_refusal(
-    command: str, said: str, error: type[Exception], fake_slurm: FakeSlurm, tmp_path: Path
+@pytest.mark.parametrize(("stderr", "error"), CASES, ids=_short_id)
+def test_only_known_messages_count_as_a_refusal(
+    command: str, stderr: str, error: type[Exception], fake_slurm: FakeSlurm, tmp_path: Path
 ) -> None:
-    fake_slurm.answers(command, stderr=f"{said}\n", rc=1)
+    fake_slurm.answers(command, stderr=f"{stderr}\n", rc=1)
     with pytest.raises(error):
         if command == "scontrol":
             SlurmBackend().requeue("12")
@@ -191,9 +197,7 @@ def test_only_slurms_words_for_no_are_a_refusal(
             SlurmBackend().submit(Submission(make_run(tmp_path / "runs")))
 
 
-def test_a_submission_that_was_heard_without_an_answer_makes_no_second_job(
-    fake_slurm: FakeSlurm, tmp_path: Path
-) -> None:
+def test_restart_finds_a_job_submitted_without_an_answer(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs")
     others = f"13|/elsewhere|\n12|{run.path}|\n11|{run.path}|\n"
     fake_slurm.answers("squeue", stdout=others)
@@ -201,7 +205,7 @@ def test_a_submission_that_was_heard_without_an_answer_makes_no_second_job(
     fake_slurm.answers("squeue", stdout=f"14|{run.path}|\n{others}")
     assert SlurmBackend().restart("12", Submission(run)) == "14"
     assert SlurmBackend().restart("12_3", Submission(run)) == "14"
-    # Without an answer nobody knows, and nothing is submitted.
+    # Without an answer it is unknown whether a job was made, so nothing is submitted.
     fake_slurm.answers("squeue", stderr="slurm_load_jobs error: Unable to contact slurm controller\n", rc=1)
     with pytest.raises(CommandFailed):
         SlurmBackend().restart("12", Submission(run))
@@ -209,13 +213,13 @@ def test_a_submission_that_was_heard_without_an_answer_makes_no_second_job(
 
 
 @pytest.mark.parametrize("job_id", ["", "-1", "1;2", "1,2", "$(x)", "1 2", "local-3", "1_[2-3]"])
-def test_only_job_ids_reach_the_commands(job_id: str, fake_slurm: FakeSlurm) -> None:
+def test_invalid_job_ids_never_reach_the_commands(job_id: str, fake_slurm: FakeSlurm) -> None:
     with pytest.raises(SchedulerError, match="not a Slurm job id"):
         SlurmBackend().cancel(job_id)
     assert fake_slurm.calls("scancel") == []
 
 
-def test_ones_own_job() -> None:
+def test_current_job_and_nodes_come_from_the_environment() -> None:
     backend = SlurmBackend()
     assert backend.current_job_id({"SLURM_JOB_ID": "5"}) == "5"
     array = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
@@ -224,7 +228,7 @@ def test_ones_own_job() -> None:
     assert backend.current_nodes({"SLURM_JOB_NODELIST": "n[1-2]"}) == ("n1", "n2")
 
 
-def test_the_working_directory_of_a_job(fake_slurm: FakeSlurm) -> None:
+def test_working_directory_comes_from_squeue_or_sacct(fake_slurm: FakeSlurm) -> None:
     fake_slurm.answers("squeue", stdout="/shared/a b/runs/x|\n")
     assert find_work_dir("5") == Path("/shared/a b/runs/x")
     fake_slurm.answers("squeue", stderr="slurm_load_jobs error: Invalid job id specified\n", rc=1)
@@ -233,15 +237,13 @@ def test_the_working_directory_of_a_job(fake_slurm: FakeSlurm) -> None:
     assert find_work_dir("5") == Path("/shared/old")
 
 
-def test_slurm_is_available_where_sbatch_answers(
-    fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_version_is_none_without_sbatch(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_slurm.answers("sbatch", stdout="")
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert SlurmBackend().sbatch_version() is None
 
 
-def test_what_the_user_typed_beats_sbatchs_environment(
+def test_directives_override_sbatch_environment_variables(
     fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)

@@ -1,4 +1,4 @@
-"""Parsers of what Slurm prints; the texts are of a real 22.05, shortened."""
+"""Parsers of Slurm's output. The texts are from a real Slurm 22.05, shortened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from clustertrain.scheduler.slurm_parse import expand_nodes, parse_sacct, parse_
         ("N/A", ""),
     ],
 )
-def test_node_lists(text: str, names: str) -> None:
+def test_node_lists_expand(text: str, names: str) -> None:
     assert expand_nodes(text) == tuple(names.split())
 
 
@@ -35,25 +35,25 @@ def test_bad_node_lists_are_errors(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("printed", "means", "alive"),
+    ("printed", "state", "alive"),
     [
-        ("SIGNALING", "RUNNING", True),  # seen on 22.05 for a moment while --signal is delivered
+        ("SIGNALING", "RUNNING", True),  # on 22.05, briefly while --signal is delivered
         ("RESIZING", "RUNNING", True),
         ("STAGE_OUT", "COMPLETING", True),
         ("REQUEUE_HOLD", "PENDING", True),
         ("SPECIAL_EXIT", "PENDING", True),
         ("STOPPED", "STOPPED", True),
-        ("A_WORD_OF_A_LATER_SLURM", "A_WORD_OF_A_LATER_SLURM", True),  # unknown is not over
+        ("A_WORD_OF_A_LATER_SLURM", "A_WORD_OF_A_LATER_SLURM", True),  # an unknown state counts as alive
         ("REVOKED", "REVOKED", False),
         ("BOOT_FAIL", "BOOT_FAIL", False),
     ],
 )
-def test_a_flag_that_squeue_prints_in_place_of_the_state(printed: str, means: str, alive: bool) -> None:
+def test_flags_that_squeue_prints_instead_of_the_state(printed: str, state: str, alive: bool) -> None:
     view = parse_squeue(f"3|{printed}|0|1795254459|1795254759|N/A|node01|None|\n")["3"]
-    assert (view.state, view.is_alive) == (means, alive)
+    assert (view.state, view.is_alive) == (state, alive)
 
 
-def test_squeue() -> None:
+def test_squeue_lines_become_job_views() -> None:
     text = (
         "5|PENDING|0|1795254759|1795258359|N/A||Resources|\n"
         "3|RUNNING|2|1795254459|1795254759|1795254500|node[01-02]|None|\n"
@@ -96,9 +96,11 @@ def test_sacct_lists_every_start_oldest_first() -> None:
     assert parse_sacct("", "9") == []
 
 
-def test_slurms_words_lose_their_prefixes() -> None:
-    said = "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid name\n"
-    assert slurm_parse.format_error(said) == "invalid partition specified: x; Batch job submission failed: Invalid name"
+def test_slurm_errors_lose_their_prefixes() -> None:
+    stderr = "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid name\n"
+    assert (
+        slurm_parse.format_error(stderr) == "invalid partition specified: x; Batch job submission failed: Invalid name"
+    )
     assert slurm_parse.format_error("slurm_load_jobs error: Invalid job id specified") == "Invalid job id specified"
     assert slurm_parse.format_error("  \n") == "it gave no reason"
 
@@ -106,12 +108,12 @@ def test_slurms_words_lose_their_prefixes() -> None:
 @pytest.mark.parametrize(
     ("text", "state"), [("CANCELLED by 0", "CANCELLED"), ("COMPLETED+", "COMPLETED"), ("", "UNKNOWN")]
 )
-def test_states(text: str, state: str) -> None:
+def test_state_word_loses_its_suffix(text: str, state: str) -> None:
     assert slurm_parse.parse_state(text) == state
 
 
 @pytest.mark.parametrize(
-    ("line", "partition", "words"),
+    ("line", "partition", "advice"),
     [
         ("PartitionName=low Default=YES GraceTime=0 PreemptMode=REQUEUE", "", "no grace time"),
         ("PartitionName=low Default=NO GraceTime=20 PreemptMode=REQUEUE", "low", "gives a preempted job 20 s"),
@@ -122,8 +124,18 @@ def test_states(text: str, state: str) -> None:
         ("PartitionName=low Default=YES GraceTime=0 PreemptMode=CANCEL", "", "no grace time"),
         ("what is this", "low", ""),
     ],
+    ids=[
+        "no-grace",
+        "short-grace",
+        "long-grace",
+        "not-preemptible",
+        "not-the-default",
+        "cancel",
+        "cancel-without-grace",
+        "garbage",
+    ],
 )
-def test_a_partition_without_grace_is_said(line: str, partition: str, words: str) -> None:
+def test_advice_on_a_partition_without_grace_time(line: str, partition: str, advice: str) -> None:
     notes = slurm_parse.preemption_advice(line + "\n", partition)
-    assert words in "".join(notes)
-    assert bool(notes) == bool(words)
+    assert advice in "".join(notes)
+    assert bool(notes) == bool(advice)

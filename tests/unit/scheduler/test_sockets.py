@@ -1,4 +1,4 @@
-"""Free ports, and the interface that leads somewhere."""
+"""Free ports, and the network interface of a route."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clustertrain.errors import ClusterTrainError
 from clustertrain.scheduler import sockets
 
 
-def test_the_port_is_free_and_outside_the_ephemeral_range() -> None:
+def test_port_is_free_and_outside_the_ephemeral_range() -> None:
     low, high = sockets.ephemeral_range()
     for _ in range(20):
         port = sockets.find_free_port()
@@ -21,11 +21,11 @@ def test_the_port_is_free_and_outside_the_ephemeral_range() -> None:
             s.bind(("", port))
 
 
-def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_in_use_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     free = sockets.find_free_port()
-    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as taken:
-        taken.bind(("", 0))
-        busy = taken.getsockname()[1]
+    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as occupied:
+        occupied.bind(("", 0))
+        busy = occupied.getsockname()[1]
 
         class InOrder:
             def sample(self, _candidates: list[int], _k: int) -> list[int]:
@@ -35,13 +35,13 @@ def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sockets.find_free_port() == free
 
 
-def test_an_ephemeral_range_that_leaves_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ephemeral_range_that_leaves_no_port_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "ephemeral_range", lambda: (1024, 65535))
     with pytest.raises(ClusterTrainError, match="leaves no port"):
         sockets.find_free_port()
 
 
-def test_a_kernel_without_ipv6_has_ports_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_port_is_found_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoIpv6(socket.socket):
         def __init__(self, family: int = -1, *args: Any) -> None:
             if family == socket.AF_INET6:
@@ -53,5 +53,5 @@ def test_a_kernel_without_ipv6_has_ports_all_the_same(monkeypatch: pytest.Monkey
     assert sockets.find_interface_to("::1") is None
 
 
-def test_the_loopback_interface_leads_to_loopback() -> None:
+def test_interface_to_localhost_is_lo() -> None:
     assert sockets.find_interface_to("127.0.0.1") == "lo"

@@ -46,6 +46,8 @@ def test_node_folder_is_checked_on_local_backend(
     with pytest.raises(ConfigError, match=r"checkpoint.local = .*/file/x: .*/file is a file, not a folder"):
         notes(tmp_path, f"checkpoint.local={tmp_path}/file/x", **local)
     said = [n for n in notes(tmp_path, "checkpoint.local=$SLURM_TMPDIR/x", **local) if "checkpoint.local" in n]
-    assert said == ["checkpoint.local: $SLURM_TMPDIR/x: $SLURM_TMPDIR is not set here; nodes that can use it will"]
+    assert said == [
+        "checkpoint.local: $SLURM_TMPDIR/x: $SLURM_TMPDIR is not set here; it is used on nodes where it is available"
+    ]
     # Of a node of Slurm's nothing can be told from here.
     assert not any("checkpoint.local" in n for n in notes(tmp_path, "checkpoint.local=$SLURM_TMPDIR/x"))

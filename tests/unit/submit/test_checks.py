@@ -23,7 +23,7 @@ def test_docs_table_lists_all_checks_in_order() -> None:
             assert summary.startswith(("Refuse ", "Note ")), check.__name__
             module = check.__module__.removeprefix("clustertrain.submit.").replace(".", "/")
             rows.append(f"| {phase} | `{module}.{check.__name__}` | {summary} |\n")
-    assert "".join(rows) in (ROOT / "docs" / "guides" / "submit.md").read_text()
+    assert "".join(rows) in (ROOT / "docs" / "reference" / "submission-checks.md").read_text()
 
 
 def test_checks_run_in_order_and_return_notes() -> None:

@@ -44,7 +44,7 @@ def type_(
 )
 def test_home_of_unknown_user_is_named(words: tuple[str, ...], type_: Type) -> None:
     code, err = type_(*words)
-    assert code in (1, 78) and "'~nouser/x': ~nouser has no home folder" in err and "fix: write the whole path" in err
+    assert code in (1, 78) and "'~nouser/x': ~nouser has no home folder" in err and "fix: write an absolute path" in err
 
 
 @pytest.mark.parametrize("name", ["CLUSTERTRAIN_HOME", "CLUSTERTRAIN_CLUSTER_PATH", "XDG_CONFIG_HOME"])

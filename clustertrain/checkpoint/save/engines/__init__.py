@@ -1,8 +1,8 @@
-"""Engines write the bytes of a checkpoint: the staged segments of a rank go into files, and the offsets are returned.
+"""Engines write the staged segments of a rank into files, and return the offsets.
 
-Checksums, manifest, commit and reading are the same for all engines. Whatever an engine's files contain besides, the
-bytes of a segment are in one piece and unchanged. So every checkpoint can be read by offset, without its engine,
-without torch and without unpickling.
+Checksums, manifest, commit and reading are the same for all engines. Whatever else an engine's files contain, the bytes
+of a segment are contiguous and unchanged. Every checkpoint can therefore be read by offset, without its engine, without
+torch and without unpickling.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ ENGINES = ("raw", "dcp", "torchsnapshot")
 
 
 class Engine(Protocol):
-    """Runs in the writer process, which is in no process group.
-
-    ``patterns`` match all files that a rank may write, relative to the folder and with ``{rank}``; they are used to
-    remove what a killed writer left.
-    """
+    """An engine, which runs in the writer process and therefore without a process group."""
 
     name: str
     patterns: tuple[str, ...]
+    """Glob patterns of all files that a rank may write, relative to the folder and with ``{rank}``. They find the files
+    of a killed writer."""
 
     def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[SegmentLocation]:
-        """Write the segments of ``rank`` into new files of its own in ``folder``, durable on return.
+        """Write the segments of ``rank`` into new files in ``folder``, which are durable on return.
 
         Args:
             memory: the staging buffer, to which ``Segment.buffer_offset`` refers.
@@ -39,22 +37,23 @@ class Engine(Protocol):
             The location of each segment, in their order; any location for a segment without bytes.
 
         Raises:
-            OSError: the disk is full, the quota is spent, …
+            OSError: the disk is full, the quota is exhausted, …
         """
         ...
 
     def finish(self, folder: Path, tensors: Sequence[TensorRecord]) -> None:
-        """Write what the engine's own tools need to read the checkpoint, durable on return. On rank 0, before the
-        commit, when all ranks have written.
+        """Write the files that the engine's own tools need to read the checkpoint, which are durable on return.
+
+        Called on rank 0 before the commit, when all ranks have written.
 
         Raises:
-            OSError: as :meth:`write`.
+            OSError: see :meth:`write`.
         """
         ...
 
 
 def get_engine(name: str) -> Engine:
-    """Return the engine of that name, one of :data:`ENGINES`."""
+    """Return the engine ``name``, one of :data:`ENGINES`."""
     module = importlib.import_module(f"clustertrain.checkpoint.save.engines.{name}")
     instance: Engine = module.make()
     return instance

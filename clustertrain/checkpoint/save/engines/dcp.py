@@ -1,9 +1,9 @@
-"""The engine of torch.distributed.checkpoint (DCP): torch's own tools can read the checkpoint
-(``torch.distributed.checkpoint.load``, ``dcp_to_torch_save``, …).
+"""The torch.distributed.checkpoint (DCP) engine, whose checkpoints torch's own tools can read.
 
-Only DCP's writer is used, not its planner, which needs a process group. Each rank writes one file with a torch.save
-archive for each segment, and a second file with the offsets of the archives. From these ``finish`` builds
-``.metadata``. The second files stay, so that ``finish`` can be repeated after a kill.
+These tools are ``torch.distributed.checkpoint.load``, ``dcp_to_torch_save`` and others. Only DCP's writer is used, not
+its planner, which needs a process group. Each rank writes one file with a torch.save archive per segment, and a second
+file with the offsets of the archives. From the second files ``finish`` builds ``.metadata``. They stay, so that
+``finish`` can be repeated after a kill.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from clustertrain.errors import CheckpointError
 METADATA = ".metadata"
 _ARCHIVES_SUFFIX = ".archives.json"  # added to the name of a data file
 
-# What stands before a name in a zip archive; the last two numbers are the lengths of the name and of what follows it.
+# The local file header of a zip archive. The two numbers are the lengths of the name and of the extra field after it.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
@@ -50,7 +50,7 @@ class DcpEngine:
 
     def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[SegmentLocation]:
         writer = _make_storage_writer(folder)
-        # Without collectives DCP names the file after the rank.
+        # Without collectives, DCP names the file after the rank.
         writer.set_up_storage_writer(is_coordinator=False, rank=rank, use_collectives=False)
         items = [_make_write_item(n, s) for n, s in enumerate(segments) if s.nbytes]
         with _raise_os_error_cause():
@@ -59,16 +59,16 @@ class DcpEngine:
             ).wait()
 
         name = f"__{rank}_0.distcp"
-        places = [SegmentLocation(file=name, offset=0)] * len(segments)
+        locations = [SegmentLocation(file=name, offset=0)] * len(segments)
         archives = {}
         with (folder / name).open("rb") as file:
             for result in results:
                 n, archive = cast(int, result.index.index), result.storage_data
-                places[n] = SegmentLocation(file=name, offset=_find_data_offset(file, archive, segments[n]))
-                archives[places[n].offset] = (archive.offset, archive.length)
-        library.fsync_and_verify(folder, segments, places, memory)
+                locations[n] = SegmentLocation(file=name, offset=_find_data_offset(file, archive, segments[n]))
+                archives[locations[n].offset] = (archive.offset, archive.length)
+        library.fsync_and_verify(folder, segments, locations, memory)
         fsio.write_json(folder / (name + _ARCHIVES_SUFFIX), archives)
-        return places
+        return locations
 
     def finish(self, folder: Path, tensors: Sequence[TensorRecord]) -> None:
         files = sorted({shard.file for tensor in tensors for shard in tensor.shards})
@@ -84,7 +84,7 @@ class DcpEngine:
         ]
         metadata = Metadata(
             state_dict_metadata={tensor.name: _make_tensor_metadata(tensor) for tensor in tensors},
-            planner_data={tensor.name: (tensor.name,) for tensor in tensors},  # the path in a state_dict, which is flat
+            planner_data={tensor.name: (tensor.name,) for tensor in tensors},  # the path in a flat state_dict
         )
         _make_storage_writer(folder).finish(metadata, [results])
         with (folder / METADATA).open("rb") as file:
@@ -93,7 +93,7 @@ class DcpEngine:
 
 
 class _ExclusiveFileSystem(FileSystem):
-    """Data never goes into a file that is there; an index may, of a process that was killed."""
+    """A file system that never writes data into an existing file, but may replace an index of a killed process."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
@@ -103,7 +103,7 @@ class _ExclusiveFileSystem(FileSystem):
 
 
 class _FileWindow(io.RawIOBase):
-    """``length`` bytes at ``begin`` of a file as if they were all of it."""
+    """A file object for the ``length`` bytes of a file that begin at ``start``."""
 
     def __init__(self, fd: int, start: int, length: int) -> None:
         self._fd, self._start, self._length, self._pos = fd, start, length, 0
@@ -123,7 +123,7 @@ class _FileWindow(io.RawIOBase):
 
 
 class _StagedPlanner(DefaultSavePlanner):
-    """Gives the writer the tensors; all else of a planner it does not ask for."""
+    """A planner that passes the staged tensors to the writer, which uses nothing else of a planner."""
 
     def __init__(self, segments: Sequence[Segment], memory: memoryview) -> None:
         super().__init__()
@@ -136,8 +136,8 @@ class _StagedPlanner(DefaultSavePlanner):
 
 
 def _make_storage_writer(folder: Path) -> FileSystemWriter:
-    # One thread: two are no faster, and what goes wrong in the second is lost. No copying ahead: that is for tensors on
-    # a device, and would start CUDA where there is one. Its fsync comes before its flush (torch 2.13), so ours follows.
+    # One thread: two are not faster, and errors in the second one are lost. No copying ahead: it is meant for tensors
+    # on a device, and would initialize CUDA. DCP calls fsync before it flushes (torch 2.13), so the engine syncs later.
     writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
     writer.fs = _ExclusiveFileSystem()
     return writer
@@ -145,14 +145,14 @@ def _make_storage_writer(folder: Path) -> FileSystemWriter:
 
 def _dcp_dtype(name: str) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)
-    if re.fullmatch("u?int[1-7]|bits.*", name):  # torch.save knows the first not, DCP the others (torch 2.13)
+    if re.fullmatch("u?int[1-7]|bits.*", name):  # torch.save lacks the former, DCP the latter (torch 2.13)
         return {1: torch.uint8, 2: torch.int16}[dtype.itemsize]
     return dtype
 
 
 def _make_write_item(n: int, segment: Segment) -> WriteItem:
     return WriteItem(
-        # DCP hands the number back with the result.
+        # DCP returns the number with the result.
         index=MetadataIndex(segment.name, segment.start, n),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
@@ -172,10 +172,10 @@ def _make_tensor_metadata(tensor: TensorRecord) -> TensorStorageMetadata:
 
 
 def _find_data_offset(file: IO[bytes], archive: _StorageInfo, segment: Segment) -> int:
-    """Where in the file the segment's own bytes begin.
+    """Return the offset of the segment's bytes in the file.
 
     Raises:
-        CheckpointError: the archive does not hold them as they are.
+        CheckpointError: the archive does not contain them unchanged.
     """
     try:
         with zipfile.ZipFile(cast(IO[bytes], _FileWindow(file.fileno(), archive.offset, archive.length))) as unzipped:
@@ -184,7 +184,7 @@ def _find_data_offset(file: IO[bytes], archive: _StorageInfo, segment: Segment) 
         members = []
     if [(i.file_size, i.compress_type) for i in members] != [(segment.nbytes, zipfile.ZIP_STORED)]:
         raise CheckpointError(
-            f"{segment.name}: torch {torch.__version__} does not save a tensor's bytes in one piece as they are",
+            f"{segment.name}: torch {torch.__version__} does not save the bytes of a tensor contiguous and unchanged",
             fix='use engine = "raw"',
         )
     header = archive.offset + members[0].header_offset
@@ -193,16 +193,16 @@ def _find_data_offset(file: IO[bytes], archive: _StorageInfo, segment: Segment) 
 
 
 def _read_archive_spans(folder: Path, name: str) -> dict[str, tuple[int, int]]:
-    """By where a segment begins in a data file: the beginning and the length of its archive."""
+    """Return (offset, length) of each archive in the data file ``name``, by the offset of its segment."""
     spans: dict[str, tuple[int, int]] | None = fsio.read_json(folder / (name + _ARCHIVES_SUFFIX))
     if spans is None:
-        raise CheckpointError(f"{folder / name}: {name}{_ARCHIVES_SUFFIX}, which its rank wrote beside it, is missing")
+        raise CheckpointError(f"{folder / name}: {name}{_ARCHIVES_SUFFIX}, written by the same rank, is missing")
     return spans
 
 
 @contextmanager
 def _raise_os_error_cause() -> Generator[None, None, None]:
-    """torch.save makes a RuntimeError about positions of a full disk."""
+    """Raise the OSError behind a RuntimeError of torch.save, whose message about file positions hides a full disk."""
     try:
         yield
     except RuntimeError as e:

@@ -1,11 +1,11 @@
-"""The torchsnapshot engine: large segments in files of their own, small ones together in slabs.
+"""The torchsnapshot engine: each large segment in its own file, small ones together in slabs.
 
 ``finish`` adds ``.snapshot_metadata``, with which torchsnapshot's ``Snapshot(folder).read_object("0/" + name)`` reads
 any tensor.
 
 ``Snapshot.take`` itself is not used: it uses the process group, splits tensors larger than 512 MiB, names files after
 tensors, and on a full disk leaves threads that still write. Its components (staging, slabs, write scheduler, file
-plugin) do none of that, and take sizes as arguments.
+plugin) do none of this, and accept sizes as arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from clustertrain.errors import ConfigError
 
 try:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.jit.script")  # which it calls while it is imported
+        warnings.filterwarnings("ignore", ".*torch.jit.script")  # called by the import
         from torchsnapshot.batcher import batch_write_requests
         from torchsnapshot.io_preparers.tensor import TensorIOPreparer
         from torchsnapshot.manifest import Shard, ShardedTensorEntry, SnapshotMetadata, TensorEntry
@@ -39,8 +39,9 @@ except ImportError as e:
         fix="pip install 'torchsnapshot>=0.1,<0.2' into the environment of the ranks, or choose engine = \"raw\"",
     ) from e
 
-# A slab is a copy of its segments. So much of copies, and of what is written without one, is under way at a time.
+# A slab is a copy of its segments.
 SLAB_BYTES = 16 << 20
+# Limit of the bytes in flight: slabs and segments that are written without a copy.
 MEMORY_BUDGET_BYTES = 256 << 20
 
 _DTYPES = frozenset(map(str, ALL_SUPPORTED_DTYPES)) - frozenset(map(str, SUPPORTED_QUANTIZED_DTYPES))
@@ -57,26 +58,26 @@ class TorchsnapshotEngine:
         entries, requests = {}, []
         for n, segment in enumerate(segments):
             if segment.nbytes:
-                # As bytes, which it writes as they are: other types than those it knows it pickles.
+                # As bytes, which torchsnapshot writes unchanged. It pickles dtypes that it does not support.
                 data = library.bytes_to_tensor(library.segment_bytes(segment, memory))
                 entries[n], write_reqs = TensorIOPreparer.prepare_write(f"segment-{n}", data)
                 requests += write_reqs
         _, requests = batch_write_requests(list(entries.values()), requests, SLAB_BYTES)
         asyncio.run(_execute_writes(root, requests))
 
-        places = [SegmentLocation(file=f"{root.name}/empty", offset=0)] * len(segments)
+        locations = [SegmentLocation(file=f"{root.name}/empty", offset=0)] * len(segments)
         for n, entry in entries.items():
             offset = entry.byte_range[0] if entry.byte_range else 0
-            places[n] = SegmentLocation(file=f"{root.name}/{entry.location}", offset=offset)
+            locations[n] = SegmentLocation(file=f"{root.name}/{entry.location}", offset=offset)
         if len(entries) < len(segments):
             (root / "empty").touch()
-        library.fsync_and_verify(folder, segments, places, memory)
-        for path in sorted({folder, root, *((folder / p.file).parent for p in places)}):
+        library.fsync_and_verify(folder, segments, locations, memory)
+        for path in sorted({folder, root, *((folder / p.file).parent for p in locations)}):
             fsio.fsync_folder(path)
-        return places
+        return locations
 
     def finish(self, folder: Path, tensors: Sequence[TensorRecord]) -> None:
-        # Without those of no elements, which it cannot read.
+        # Tensors without elements are omitted, because torchsnapshot cannot read them.
         manifest = {f"0/{tensor.name}": _make_entry(tensor) for tensor in tensors if tensor.shards}
         metadata = SnapshotMetadata(version=__version__, world_size=1, manifest=manifest)
         fsio.write_text(folder / SNAPSHOT_METADATA_FNAME, metadata.to_yaml())
@@ -91,14 +92,16 @@ async def _execute_writes(root: Path, requests: list[Any]) -> None:
         pending_io = await execute_write_reqs(requests, storage, memory_budget_bytes=MEMORY_BUDGET_BYTES, rank=0)
         await pending_io.complete()
     finally:
-        # Cancelled in the middle they would leave files open.
+        # If these tasks were cancelled midway, they would leave files open.
         tasks = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _make_entry(tensor: TensorRecord) -> Any:
-    """The tensor as torchsnapshot describes it: whole if one rank wrote it, sharded else. A dtype that it lacks becomes
-    integers of that size, to be read with ``view(dtype)``."""
+    """Return torchsnapshot's entry for a tensor: whole if one rank wrote it, otherwise sharded.
+
+    A dtype that torchsnapshot lacks is replaced by integers of the same size; ``view(dtype)`` restores it.
+    """
     dtype = f"torch.{tensor.dtype}"
     if dtype not in _DTYPES:
         dtype = _INTEGER_BY_ITEMSIZE[tensor.itemsize]

@@ -73,7 +73,7 @@ def test_a_scheduler_saved_before_its_first_step_goes_on(tmp_path: Path) -> None
 
 def test_text_that_is_none_is_refused_by_its_place(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "c", Ranks(), CheckpointConfig(attempt="1", layout={}, async_save=False))
-    with pytest.raises(CheckpointError, match=r"state note: the text .* is no Unicode"):
+    with pytest.raises(CheckpointError, match=r"state note: the text .* is not valid Unicode"):
         manager.save(1, {"note": "\ud800"})
 
 
@@ -102,7 +102,7 @@ def test_a_checkpoint_without_its_marker_is_damage_and_not_nothing(tmp_path: Pat
     assert restored is not None
     assert (restored.step, [s["step"] for s in restored.skipped]) == (3, [6])
     (index.step_folder(tmp_path / "c", 3) / "COMMITTED").unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint verifies"):
+    with pytest.raises(CheckpointError, match="no checkpoint is valid"):
         manager.restore({"x": torch.zeros(5)})
 
 
@@ -113,7 +113,7 @@ def test_an_index_without_the_data_it_speaks_of_is_not_whole(tmp_path: Path) -> 
     manifest = index.read_manifest(saved.path)
     (saved.path / "rank-0.bin").unlink()
     files = {name: size for name, size in manifest.files.items() if name != "rank-0.bin"}
-    with pytest.raises(index.DamagedCheckpoint, match=r"rank-0\.bin: has not the bytes of x"):
+    with pytest.raises(index.DamagedCheckpoint, match=r"rank-0\.bin: is too short for the bytes of x"):
         index.check_manifest(
             saved.path,
             index.Manifest(**{f: getattr(manifest, f) for f in manifest.__struct_fields__} | {"files": files}),

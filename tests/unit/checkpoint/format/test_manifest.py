@@ -92,7 +92,7 @@ def test_all_readers_call_a_wrong_index_damaged(what: str, tmp_path: Path) -> No
         ("checkpoint", "export", str(bad), "-o", str(tmp_path / "out")),
     ):
         code, said = run(*words)
-        assert code == 1 and str(bad) in said and "holds no model" not in said, words
+        assert code == 1 and str(bad) in said and "contains no model" not in said, words
     code, said = run("checkpoint", "list", str(tmp_path), "--json")
     rows = msgspec.json.decode(said)
     assert code == 0 and [row["verified"] for row in rows] == [None, False] and rows[1]["damage"]

@@ -55,9 +55,9 @@ def test_offline_functions_say_the_same_of_a_url(root: Path, protocol: str) -> N
     rows, here = inspect.list_checkpoints(there, verify=True), inspect.list_checkpoints(root, verify=True)
     assert [r.pop("path") for r in rows] == [f"{there}/step-{s:08d}" for s in (3, 6)]
     assert rows == [{k: v for k, v in r.items() if k != "path"} for r in here]
-    with pytest.raises(NotFound, match="no committed checkpoint of step 5; steps there: 3, 6"):
+    with pytest.raises(NotFound, match="no committed checkpoint of step 5; existing steps: 3, 6"):
         inspect.find_checkpoint(there, 5)
-    with pytest.raises(NotFound, match="steps there: none"):
+    with pytest.raises(NotFound, match="existing steps: none"):
         inspect.find_checkpoint(RemoteFolder(f"{there}/nothing"))
 
 
@@ -77,7 +77,7 @@ def test_tensors_are_read_by_ranges(root: Path, protocol: str) -> None:
     ("damage", "said"),
     [
         (lambda f: _flip(f / "rank-0.bin"), "rank-0.bin: checksum of bytes 0 to 4194304 differs"),
-        (lambda f: (f / "rank-0.bin").write_bytes(b"1234"), "rank-0.bin: 4 bytes, "),
+        (lambda f: (f / "rank-0.bin").write_bytes(b"1234"), "rank-0.bin: has 4 bytes, "),
         (lambda f: (f / "rank-0.bin").unlink(), "rank-0.bin: is missing"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda f: _flip(f / "manifest.json"), "manifest.json: checksum differs"),

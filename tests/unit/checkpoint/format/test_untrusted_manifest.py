@@ -88,5 +88,5 @@ def test_an_index_with_the_right_checksums_and_wrong_names_gets_nowhere(tmp_path
         inspect.verify(folder)
     bad = msgspec.structs.replace(manifest.tensors[0], dtype="load")
     index.write_manifest(folder, msgspec.structs.replace(manifest, tensors=(bad, *manifest.tensors[1:])))
-    with pytest.raises(CheckpointError, match="'load' is no type of a tensor"):
+    with pytest.raises(CheckpointError, match="'load' is not a dtype"):
         restore(tmp_path / "kept")

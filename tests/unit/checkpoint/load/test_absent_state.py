@@ -56,8 +56,8 @@ def test_what_can_begin_anew_need_not_be_there(tmp_path: Path, caplog: pytest.Lo
     wanted = {**state(0.0), "later": later}
     restored = it.restore(wanted)
     assert restored is not None and wanted["weights"].tolist() == [4.0] * 3 and later.value == 1
-    assert caplog.messages == [f"{tmp_path}/step-00000004: holds no state later, which begins anew"]
-    with pytest.raises(CheckpointError, match="holds no state other"):
+    assert caplog.messages == [f"{tmp_path}/step-00000004: contains no state later, which starts fresh"]
+    with pytest.raises(CheckpointError, match="contains no state other"):
         it.restore({**wanted, "other": torch.zeros(1)})
     later.value = 7
     it.save(5, {**state(5.0), "later": later}, wait=True)
@@ -111,7 +111,7 @@ def test_the_way_back_and_the_same_steps_once_more(tmp_path: Path) -> None:
     again = state(0.0)
     restored = it.restore(again)
     assert restored is not None and restored.step == 6 and again["weights"].tolist() == [60.0] * 3
-    with pytest.raises(Diverged, match="gone back 1 times"):
+    with pytest.raises(Diverged, match="rolled back 1 times"):
         it.roll_back(now, RollbackTarget(last_step=7, max_step=4, reason="a spike", excluded={}, max_rollbacks=1))
     assert len(rollback.read_records(tmp_path)) == 1
     it.close()

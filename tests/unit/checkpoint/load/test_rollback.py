@@ -64,7 +64,7 @@ def test_what_looks_offline_does_not_see_what_is_condemned_and_still_there(tmp_p
     assert steps(tmp_path) == [6, 12, 18]
     assert [row["step"] for row in inspect.list_checkpoints(tmp_path)] == [6, 12]
     assert inspect.find_checkpoint(tmp_path) == inspect.find_best(tmp_path) == index.step_folder(tmp_path, 12)
-    with pytest.raises(NotFound, match=r"of step 18; steps there: 6, 12$"):
+    with pytest.raises(NotFound, match=r"of step 18; existing steps: 6, 12$"):
         inspect.find_checkpoint(tmp_path, 18)
     # Deleted by hand must not be what the run goes back to.
     assert inspect.list_prunable(tmp_path, 1, is_valid=lambda _: True) == [index.step_folder(tmp_path, 6)]
@@ -88,7 +88,7 @@ def test_copies_behind_a_url_lose_their_marker(tmp_path: Path) -> None:
 
 def test_with_no_older_checkpoint_there_is_no_way_back(tmp_path: Path) -> None:
     committed(tmp_path, 18)
-    with pytest.raises(Diverged, match="no checkpoint of step 12 or before"):
+    with pytest.raises(Diverged, match="no checkpoint of step 12 or earlier"):
         rollback.record_rollback(tmp_path, None, wanted(max_step=12))
     assert rollback.read_records(tmp_path) == [] and steps(tmp_path) == [18]
 
@@ -97,7 +97,7 @@ def test_once_too_often_without_getting_further(tmp_path: Path) -> None:
     committed(tmp_path, 18)
     for _ in range(2):
         rollback.record_rollback(tmp_path, None, wanted())
-    with pytest.raises(Diverged, match=r"gone back 2 times since it last got further than step 20"):
+    with pytest.raises(Diverged, match=r"rolled back 2 times since it last got past step 20"):
         rollback.record_rollback(tmp_path, None, wanted())
     committed(tmp_path, 24)
     rollback.record_rollback(tmp_path, None, wanted(last_step=30, max_step=29))

@@ -228,9 +228,9 @@ def test_memory_holds_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("recipe", "why"),
     [
-        (None, "not known to be a built-in decoder's"),
-        (recipe_of(preset="", kind="two-tower"), "not known to be a built-in decoder's"),
-        (recipe_of(), r"bias has shape \(2,\), by the recipe none"),  # a script's model
+        (None, "is not a checkpoint of the built-in decoder"),
+        (recipe_of(preset="", kind="two-tower"), "is not a checkpoint of the built-in decoder"),
+        (recipe_of(), r"bias has shape \(2,\), but none in the recipe"),  # a script's model
     ],
     ids=["no recipe", "two towers", "another model"],
 )
@@ -259,7 +259,7 @@ def test_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_a_module_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "checkpoints", 1, {"weights": nn.Linear(2, 2).state_dict()})
-    with pytest.raises(CheckpointError, match="holds no model"):
+    with pytest.raises(CheckpointError, match="contains no model"):
         export_checkpoint(ExportRequest(folder, tmp_path / "out"))
 
 
@@ -270,12 +270,12 @@ def test_only_an_earlier_export_is_replaced_and_only_on_demand(tmp_path: Path, f
     output = tmp_path / "out"
     output.mkdir()
     export_checkpoint(ExportRequest(folder, output, shard_bytes=700_000))  # an empty folder holds nothing to lose
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         export_checkpoint(ExportRequest(folder, output))
     export_checkpoint(ExportRequest(folder, output, force=True))
     assert names_in(output) == ["config.json", "model.safetensors"]
     (output / "notes.txt").touch()
-    with pytest.raises(UsageError, match=r"holds notes\.txt, which is no part of an export"):
+    with pytest.raises(UsageError, match=r"contains notes\.txt, which is not part of an export"):
         export_checkpoint(ExportRequest(folder, output, force=True))
     assert names_in(tmp_path) == ["checkpoints", "out"]
 
@@ -283,7 +283,7 @@ def test_only_an_earlier_export_is_replaced_and_only_on_demand(tmp_path: Path, f
 def test_a_file_is_replaced_on_demand(tmp_path: Path, folder: Path) -> None:
     output = tmp_path / "model.pt"
     output.write_bytes(b"mine")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         export_checkpoint(ExportRequest(folder, output, "torch"))
     with pytest.raises(UsageError, match="is a file"):
         export_checkpoint(ExportRequest(folder, output, force=True))
@@ -292,7 +292,7 @@ def test_a_file_is_replaced_on_demand(tmp_path: Path, folder: Path) -> None:
     assert len(torch.load(output, weights_only=True)) == 39
     with pytest.raises(UsageError, match="is a folder"):
         export_checkpoint(ExportRequest(folder, tmp_path, "torch", force=True))
-    with pytest.raises(NotFound, match="no folder"):
+    with pytest.raises(NotFound, match="does not exist"):
         export_checkpoint(ExportRequest(folder, tmp_path / "a" / "b"))
 
 
@@ -318,7 +318,7 @@ def small_files() -> Iterator[None]:
 
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, folder: Path, form: Any, small_files: None) -> None:
-    with pytest.raises(CheckpointError, match="out: cannot be written: File too large; nothing was left there"):
+    with pytest.raises(CheckpointError, match="out: cannot be written: File too large; nothing was left behind"):
         export_checkpoint(ExportRequest(folder, tmp_path / "out", form))
     assert names_in(tmp_path) == ["checkpoints"]
 

@@ -98,9 +98,9 @@ def test_a_group_takes_the_options_that_its_members_had(manager: CheckpointManag
 def test_groups_that_cannot_be_matched_are_an_error(manager: CheckpointManager, groups: list[dict[str, Any]]) -> None:
     saved = state_of({"params": ["0.weight", "1.weight"]}, {"params": ["0.bias", "1.bias"], "weight_decay": 0.0})
     manager.save(1, saved)
-    with pytest.raises(CheckpointError, match="other parameters or groups than the one saved"):
+    with pytest.raises(CheckpointError, match="different parameters or groups than the saved one"):
         manager.restore(state_of(*groups))
     fewer = state_of({"params": ["0.weight"]}, {"params": ["0.bias"], "weight_decay": 0.0})
     manager.save(2, fewer)
-    with pytest.raises(CheckpointError, match="other parameters or groups than the one saved"):
+    with pytest.raises(CheckpointError, match="different parameters or groups than the saved one"):
         manager.restore(saved)

@@ -237,7 +237,7 @@ def test_somebody_elses_change_there_is_noticed_and_mended(
     monkeypatch.setattr(Uploader, "_commit_remote", commit)
     store.start(2)
     store.wait_for(3, 2)
-    assert any("is not what was written there" in c.failure.message for _, c in store.told if c.failure)
+    assert any("has a different size than the uploaded file" in c.failure.message for _, c in store.told if c.failure)
     assert of_store(store) == {k: v for k, v in files(root).items() if k != ANNOUNCEMENT_FILE}
 
 
@@ -246,7 +246,7 @@ def test_shares_that_do_not_come_are_told(store: Store, root: Path, monkeypatch:
     many_files(root, 3, 2)
     store.start(2, missing=1)
     assert clock.wait_until(lambda: any(c.failure for _, c in store.told), LONG_S, 0.02)
-    assert "the files of rank 1 have not come for 0.1 s" in store.told[0][1].failure.message  # type: ignore[union-attr]
+    assert "the files of rank 1 did not arrive in 0.1 s" in store.told[0][1].failure.message  # type: ignore[union-attr]
 
 
 def test_what_rank_0_says_in_another_attempt_is_not_heard(store: Store, root: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_store_that_fails_is_tried_again_and_the_training_goes_on(
     manager = make()
     manager.save(3, state_of(3.0), wait=True)
     assert clock.wait_until(lambda: (manager.poll(), bool(told))[1], LONG_S)
-    assert "again in 1 s" in told[0].failure.message  # type: ignore[union-attr]
+    assert "retry in 1 s" in told[0].failure.message  # type: ignore[union-attr]
     manager.save(6, state_of(6.0), wait=True)
     there.parent.unlink()
     assert copied(manager)
@@ -224,6 +224,4 @@ def test_a_store_that_cannot_be_asked_matters_only_where_it_may_have_what_is_mis
     assert make().restored is None
     save(root, 3, state_of(3.0))
     assert make(needed=True).restored.step == 3
-    assert [r.message.endswith("access denied; not searched for newer checkpoints") for r in caplog.records] == [
-        True
-    ] * 2
+    assert [r.message.endswith("access denied; its checkpoints are ignored") for r in caplog.records] == [True] * 2

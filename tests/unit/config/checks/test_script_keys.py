@@ -1,4 +1,4 @@
-"""Which keys of a recipe a script goes by, and a model of one's own."""
+"""The recipe keys that a script uses, and a model of your own."""
 
 from __future__ import annotations
 
@@ -47,18 +47,41 @@ def used(script: ScriptSpec | None = None, **tables: Any) -> set[str]:
     return {key for key in keys(msgspec.to_builtins(spec.recipe)) if is_key_used(spec, key)}
 
 
-def test_session_keys_are_not_trainer_keys() -> None:
+# Tables that the session passes on as a whole.
+PASSED_ON = ("contract", "parallel", "stability", "telemetry")
+# The supervisor, the trackers' process, the plan, and two properties of the recipe read these.
+READ_ELSEWHERE = ("preemption_test", "tracking", "train.precision", "train.profile", "checkpoint.best_mode")
+
+
+def session_keys() -> set[str]:
+    """Return the keys, tables and properties of the recipe that the session's source reads."""
     folder = Path(str(clustertrain.train.__file__)).parent
-    found = set()
+    read = set()
     for name in OF_SESSION:
         text = (folder / name).read_text()
-        found |= set(re.findall(r"\brecipe\.([a-z_]+(?:\.[a-z_]+)?)", text))
+        read |= set(re.findall(r"\brecipe\.([a-z_]+(?:\.[a-z_]+)?)", text))
         if "checkpointing" in name:
-            found |= {f"checkpoint.{key}" for key in re.findall(r"\bspec\.([a-z_]+)", text)}
+            read |= {f"checkpoint.{key}" for key in re.findall(r"\bspec\.([a-z_]+)", text)}
+    return read
+
+
+def test_session_keys_are_not_trainer_keys() -> None:
+    read = session_keys()
     # Of the table itself, handed on as a whole, every key is read but those of the trainer.
-    assert {"parallel", "stability", "train.seed", "train.deterministic", "train.log_every"} <= found
-    assert {"checkpoint.keep", "checkpoint.best", "contract.metric", "contract.resume"} <= found
-    assert [key for key in sorted(found) if is_trainer_key(key)] == []
+    assert {"parallel", "stability", "train.seed", "train.deterministic", "train.log_every"} <= read
+    assert {"checkpoint.keep", "checkpoint.best", "contract.metric", "contract.resume"} <= read
+    assert [key for key in sorted(read) if is_trainer_key(key)] == []
+
+
+def test_every_key_is_for_the_trainer_or_is_read_without_it() -> None:
+    # A script that sets a key which nothing reads must be refused. A new key of the trainer belongs in TRAINER_KEYS.
+    read = session_keys() | set(PASSED_ON) | set(READ_ELSEWHERE)
+    unread = [
+        key
+        for key in keys(msgspec.to_builtins(Recipe()))
+        if not is_trainer_key(key) and key not in read and key.partition(".")[0] not in {*PASSED_ON, *READ_ELSEWHERE}
+    ]
+    assert unread == []
 
 
 def test_trainer_keys_exist_in_recipe() -> None:

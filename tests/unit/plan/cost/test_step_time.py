@@ -63,7 +63,7 @@ def test_speed_by_gpu_and_precision() -> None:
 
 
 def test_no_gpu_exceeds_its_data_sheet() -> None:
-    for gpu in hardware.CATALOGUE:
+    for gpu in hardware.CATALOG:
         for precision, peak in (("bf16", gpu.tflops), ("fp8", gpu.fp8_tflops or gpu.tflops)):
             rates = compute.build_rates(gpu, precision)
             flops = 2.0 * 8192**3

@@ -195,5 +195,5 @@ def test_packages_in_two_snapshots_are_refused(tmp_path: Path) -> None:
     package(tmp_path / "a", "nets")
     package(tmp_path / "b", "sets")
     (tmp_path / "a" / "run.toml").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot have both: model.entry in .*/a, data.entry in .*/b"):
+    with pytest.raises(ConfigError, match=r"cannot contain both: model.entry in .*/a, data.entry in .*/b"):
         prepared(tmp_path / "b", "../a/run.toml", **BOTH)

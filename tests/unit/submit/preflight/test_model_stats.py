@@ -85,7 +85,7 @@ def test_trace_uses_planned_step_unless_model_is_split(folder: Path) -> None:
 
 
 def test_decoder_and_script_are_not_traced(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
-    with pytest.raises(UsageError, match="the decoder's is estimated"):
+    with pytest.raises(UsageError, match="the built-in decoder is estimated"):
         prepare(SubmitRequest(cwd=tmp_path, count_mode="trace"))
     (tmp_path / "train.py").write_text("")
     with pytest.raises(UsageError, match="not known before it runs"):

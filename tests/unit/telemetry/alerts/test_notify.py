@@ -286,7 +286,7 @@ def test_hanging_command_is_killed_with_children(
     monkeypatch.setattr(notify, "COMMAND_TIMEOUT_S", 0.5)
     it = notifier(events, command=["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; wait"])
     it.send([LOST])
-    assert "did not end in 0.5 s" in events.wait_for("alert_not_delivered")[0]["reason"]
+    assert "did not end within 0.5 s" in events.wait_for("alert_not_delivered")[0]["reason"]
     it.stop()
     _gone(int((tmp_path / "pid").read_text()))
 

@@ -136,6 +136,15 @@ def test_row_has_one_unit_and_enough_digits() -> None:
     )
 
 
+@pytest.mark.parametrize(("startup_s", "verdict"), [(260.0, []), (400.0, ["worse"])])
+def test_share_of_lost_time_is_judged_from_one_percent_on(startup_s: float, verdict: list[str]) -> None:
+    a = healthy()
+    assert a.goodput is not None
+    b = replace(a, goodput=replace(a.goodput, startup_s=startup_s))  # 2.8% of the time in A; 3.3% and 5.0% in B
+    cells = [cell.strip() for cell in find_row(compare.compare_summaries(a, b), "start-up")]
+    assert cells[4:] == verdict
+
+
 def test_unequal_lengths_give_scaling_warning() -> None:
     same = render_text(compare.compare_summaries(healthy(), healthy()), 160)
     assert "not scaled" not in same
