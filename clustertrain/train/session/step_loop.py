@@ -50,7 +50,6 @@ class StepLoop:
         self._evaluations = evaluations
         self._agreement, self._checkpointer = runtime.agreement, runtime.checkpointer
         self._metrics_processor = runtime.metrics_processor
-        self._monitor = runtime.metrics_processor.monitor
         self._start_step = 0  # the step restored at the start or by the last roll-back
         self._eval_caught_up = False  # a missed evaluation of that step was made, which its checkpoint does not hold
 
@@ -81,9 +80,10 @@ class StepLoop:
     def _prepare(self, every: int | str | None, keep: int | None) -> None:
         if self._runtime.loss_scale is not None:
             self._state["loss_scale"] = self._runtime.loss_scale
-        if self._monitor is not None:
-            self._state[STATE_KEY] = self._monitor
-            self._monitor.track_loaders(self._state)
+        monitor = self._runtime.metrics_processor.monitor
+        if monitor is not None:
+            self._state[STATE_KEY] = monitor
+            monitor.track_loaders(self._state)
         if self._evaluations is not None:
             self._state["evaluations"] = self._evaluations
         early_stopping = self._evaluations.early_stopping if self._evaluations is not None else None
@@ -149,9 +149,10 @@ class StepLoop:
 
         Before a save all steps are checked: a checkpoint must not contain unchecked ones.
         """
-        if self._monitor is None:
+        monitor = self._runtime.metrics_processor.monitor
+        if monitor is None:
             return None
-        return self._monitor.check(self._step, check_all=decision.should_stop or decision.save_due or decision.is_last)
+        return monitor.check(self._step, check_all=decision.should_stop or decision.save_due or decision.is_last)
 
     def _stop_and_exit(self, decision: StepDecision, rollback: tuple[Rollback, RollbackTarget] | None) -> NoReturn:
         """Save and leave.
