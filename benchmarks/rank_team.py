@@ -27,7 +27,7 @@ class Team:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def new_group(self) -> dist.ProcessGroup:
-        """Create another group of all ranks, whose collectives cannot be matched with those of another group."""
+        """Create another group of all ranks: its collectives cannot match those of other groups."""
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         return group

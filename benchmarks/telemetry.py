@@ -261,7 +261,7 @@ def _check_complete(printed: str, nodes: int) -> None:
         raise CannotRun(f"the report has figures of {reported} GPUs, not of {GPUS * nodes}")
 
 
-# A child's peak memory includes that of the process it was forked from, so a small process starts it.
+# The peak memory of a child includes that of its parent at the fork, so a small process starts it.
 _LAUNCHER = """
 import json, os, resource, subprocess, sys, time
 started = time.perf_counter()

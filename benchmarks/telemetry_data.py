@@ -154,7 +154,7 @@ def write_segment(
 ) -> tuple[Path, Values]:
     """Write a segment sample by sample, as a sampler does; return its folder and its values."""
     random = np.random.default_rng(seed)
-    # Samples are late by some tenths of a millisecond, as those of a thread are.
+    # Samples are late by some tenths of a millisecond, like those of the sampling thread.
     d = np.round(np.arange(samples) * header.interval_s + np.abs(random.normal(0.0, 0.0006, samples)), 3)
     every = max(1, round(header.slow_s / header.interval_s))
     node = Node(seed)

@@ -124,12 +124,14 @@ def _decide_by_memory(request: PlanRequest) -> PlanDecision:
         return _choose(
             request,
             replicated,
-            f"{name}: {format_gib(need_gib)} a rank is within {limit_text}, and it communicates least",
+            f"{name}: {format_gib(need_gib)} per rank fits in {limit_text}, and it communicates least",
             RejectedLayout(
                 "fsdp", f"not needed: a replica needs {format_gib(need_gib)}{fsdp_traffic_note(replicated)}"
             ),
         )
-    reason = f"a replica needs {format_gib(need_gib)} a rank at micro_batch {batch.micro_batch}, more than {limit_text}"
+    reason = (
+        f"a replica needs {format_gib(need_gib)} per rank at micro_batch {batch.micro_batch}, more than {limit_text}"
+    )
     shard_ranks = replicated.gradient_ranks
     return _choose(
         request,

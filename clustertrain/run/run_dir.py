@@ -328,7 +328,7 @@ def explain_permission_errors() -> Iterator[None]:
 def permission_error(path: Path) -> PermissionDenied:
     """Return the error for a file or folder of another user's run that may not be read."""
     return PermissionDenied(
-        f"{path} may not be read by you: it belongs to {_find_owner(path)}",
+        f"{path}: you may not read it; it belongs to {_find_owner(path)}",
         fix="its owner can open the run to its group: `submit --share`, or chmod -R g+rX on the run folder",
     )
 

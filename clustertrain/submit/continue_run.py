@@ -62,7 +62,7 @@ def request_requeue(run: RunDir, attempt: AttemptDir, options: Mapping[str, str]
     if not answers[-1].accepted:
         raise ClusterTrainError(f"{run.id} is not started again: {answers[-1].reason}")
     if run.cancel_marker.exists():
-        raise ClusterTrainError(f"{run.id} was cancelled since the request", fix=suggest_after_cancel(run))
+        raise ClusterTrainError(f"{run.id} was cancelled after the request", fix=suggest_after_cancel(run))
 
 
 def suggest_after_cancel(run: RunDir) -> str:

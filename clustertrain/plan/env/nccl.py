@@ -130,7 +130,7 @@ def process_env(
     if device == "cuda":
         settings["PYTORCH_ALLOC_CONF"] = EnvSetting(
             "expandable_segments:True",
-            "less fragmentation: without it 58.8 of 80 GB ran out of memory (Megatron-Bridge)",
+            "less fragmentation: without it, a job ran out of memory at 58.8 of 80 GB (Megatron-Bridge)",
         )
     if cpus_per_gpu:
         settings["OMP_NUM_THREADS"] = EnvSetting(str(cpus_per_gpu), "one thread per core of the rank")

@@ -51,11 +51,11 @@ def advise_learning_rate(recipe: Recipe, batch: Batch, data_parallel: int) -> tu
         doubled = f"{scale_lr(lr, 2, power):g} ({rule.format(2)})"
         return [
             f"lr {lr:g}: used at a batch of {global_batch}, which follows from"
-            f" {pluralize(data_parallel, 'data-parallel rank')} and may change on more; train.global_batch ="
-            f" {global_batch} keeps batch and lr on any number. For twice the batch {name} needs optim.lr = {doubled}"
+            f" {pluralize(data_parallel, 'data-parallel rank')} and may change with more; train.global_batch ="
+            f" {global_batch} keeps batch and lr for any number. For twice the batch, {name} needs optim.lr = {doubled}"
         ], []
     return [
-        f"lr {lr:g}: unchanged on another number of ranks, as is the batch; only micro_batch x grad_accum changes"
+        f"lr {lr:g}: independent of the number of ranks, like the global batch; only micro_batch x grad_accum changes"
     ], []
 
 

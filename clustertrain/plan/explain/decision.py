@@ -148,12 +148,12 @@ def explain_memory(decision: PlanDecision) -> Explanation:
     warnings: list[str] = []
     peak = decision.memory.peak_gib or 0.0
     if request.device == "cuda" and request.gpu is None and peak > request.limit_gib:
-        warnings.append(f"may not fit: {peak:.1f} GiB a rank, more than {request.format_limit()}")
+        warnings.append(f"may not fit: {peak:.1f} GiB per rank, more than {request.format_limit()}")
     if decision.memory.fits is False:
-        reasons.append(f"does not fit: {peak:.1f} GiB a rank of {request.capacity_gib:g} GiB")
+        reasons.append(f"does not fit: {peak:.1f} GiB per rank, more than the {request.capacity_gib:g} GiB of the GPU")
     elif request.capacity_gib and peak > request.limit_gib:
         warnings.append(
-            f"tight: {peak:.1f} GiB a rank, more than {request.format_limit()}; the estimate may be off by as much"
+            f"tight: {peak:.1f} GiB per rank, more than {request.format_limit()}; the estimate may be off by as much"
         )
     return Explanation(tuple(reasons), tuple(warnings))
 

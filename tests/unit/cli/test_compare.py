@@ -294,7 +294,7 @@ def test_unreadable_run_of_another_user_is_an_error(
     monkeypatch.setattr(metric_curves, "list_scalars", refused)
     monkeypatch.setattr(RunDir, "attempts", refused)
     assert run_cli("compare", "a-aaaaaa", "b-bbbbbb") == 1
-    assert "may not be read by you: it belongs to" in capsys.readouterr().err
+    assert "you may not read it; it belongs to" in capsys.readouterr().err
 
 
 def test_list_by_recipe_hash_or_same_recipe(

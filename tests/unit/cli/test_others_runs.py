@@ -101,7 +101,7 @@ def test_list_omits_private_runs(home: Path) -> None:
 def test_private_run_is_reported_with_its_owner(home: Path, command: str, name: str) -> None:
     error = call(command, name).exception
     assert isinstance(error, PermissionDenied)
-    assert "private-abc234 may not be read by you: it belongs to root" in error.message
+    assert "private-abc234: you may not read it; it belongs to root" in error.message
     assert "--share" in str(error.fix)
 
 
@@ -115,10 +115,10 @@ def test_unreadable_part_of_an_open_run_is_named(home: Path, command: str, denie
     assert f"runs/open-abc234/{denied}" in error.message and "belongs to root" in error.message
     with as_nobody():
         text = " ".join(CliRunner().invoke(list_, []).stdout.split())
-    assert "may not be read by you" in text and "PermissionError" not in text
+    assert "you may not read it" in text and "PermissionError" not in text
 
 
 def test_unreadable_home_is_named(home: Path) -> None:
     (home / "runs").chmod(0o700)
     error = call("status", "latest").exception
-    assert isinstance(error, PermissionDenied) and f"{home / 'runs'} may not be read" in error.message
+    assert isinstance(error, PermissionDenied) and f"{home / 'runs'}: you may not read it" in error.message

@@ -87,7 +87,7 @@ def test_private_run_of_another_user_suggests_share(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("clustertrain.telemetry.analysis.summarize.summarize", refuse)
     done = CliRunner().invoke(telemetry, ["gpt-abc"])
     assert isinstance(done.exception, ClusterTrainError)
-    assert "attempts may not be read by you: it belongs to" in str(done.exception)
+    assert "attempts: you may not read it; it belongs to" in str(done.exception)
     assert "submit --share" in str(done.exception)
 
 
@@ -96,7 +96,7 @@ def test_run_folder_without_permission_is_an_error(tmp_path: Path, monkeypatch: 
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "stat", refuse)
-    with pytest.raises(ClusterTrainError, match="may not be read by you"):
+    with pytest.raises(ClusterTrainError, match="you may not read it"):
         open_run(tmp_path / "runs" / "gpt-abc234")
 
 

@@ -184,7 +184,7 @@ def _find_data_offset(file: IO[bytes], archive: _StorageInfo, segment: Segment) 
         members = []
     if [(i.file_size, i.compress_type) for i in members] != [(segment.nbytes, zipfile.ZIP_STORED)]:
         raise CheckpointError(
-            f"{segment.name}: torch {torch.__version__} does not save the bytes of a tensor contiguous and unchanged",
+            f"{segment.name}: torch {torch.__version__} does not save the bytes of a tensor contiguously and unchanged",
             fix='use engine = "raw"',
         )
     header = archive.offset + members[0].header_offset

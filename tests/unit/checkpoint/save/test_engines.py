@@ -462,5 +462,5 @@ def test_a_torch_that_saves_otherwise_is_refused(
     monkeypatch.setattr(torch, "save", save)
     staging = Staging()
     staging.add("model/a", [1000])
-    with pytest.raises(CheckpointError, match=r"model/a.*contiguous and unchanged"):
+    with pytest.raises(CheckpointError, match=r"model/a.*contiguously and unchanged"):
         get_engine("dcp").write(tmp_path, 0, staging.segments, staging.memory)
