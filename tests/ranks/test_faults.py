@@ -421,4 +421,4 @@ def want_cuda() -> None:
 def test_plan_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 4)
     ranks = Ranks(run, 2).expect(78)
-    assert "the plan is for 4 ranks and 2 were started" in ranks.results()[0]["error"]["message"]
+    assert "the plan is for 4 ranks, but 2 were started" in ranks.results()[0]["error"]["message"]

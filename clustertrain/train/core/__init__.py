@@ -1,1 +1,1 @@
-"""What every part of the trainer uses: the rank's context, seeds, the stop agreement and the result."""
+"""Parts that the whole trainer uses: the rank's context, seeds, the stop agreement and the result."""

@@ -8,10 +8,10 @@ import torch
 
 
 class AsyncCopy:
-    """Named scalars, copied to the host from construction on and read once they have arrived."""
+    """Named scalars on their way to the host: the constructor starts the copy, :meth:`to_dict` reads the values."""
 
     def __init__(self, names: Sequence[str], values: Sequence[torch.Tensor] | torch.Tensor) -> None:
-        """``values``: tensors of one element, all on one device, or one vector."""
+        """Start the copy. ``values`` are one-element tensors on the same device, or one vector."""
         self.names = tuple(names)
         # One copy for all values, in fp64: exact for fp32, and for integers up to 2**53.
         if isinstance(values, torch.Tensor):
@@ -20,7 +20,7 @@ class AsyncCopy:
             self._dtypes = [v.dtype for v in values]
             packed = values[0].detach().clone().reshape(1) if len(values) == 1 else _stack_as_fp64(values)
         self._copy_done: torch.cuda.Event | None = None
-        # torch allocates pinned memory for a non-blocking copy by itself.
+        # A non-blocking copy allocates pinned memory itself.
         self._host_values = packed.to("cpu", non_blocking=True)
         if packed.is_cuda:
             self._copy_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -31,7 +31,7 @@ class AsyncCopy:
         return self._copy_done is None or bool(self._copy_done.query())  # type: ignore[no-untyped-call]
 
     def to_dict(self, exclude: Collection[str] = ()) -> dict[str, float | int | bool]:
-        """Wait for the values and return them by name, as int, bool or float according to their dtype."""
+        """Wait for the values and return them by name, without ``exclude``, as int, bool or float like their dtype."""
         if self._copy_done is not None:
             self._copy_done.synchronize()
         columns = zip(self.names, self._host_values.tolist(), self._dtypes, strict=True)

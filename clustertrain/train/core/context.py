@@ -94,7 +94,7 @@ def _select_device(requested: str | None, environ: Mapping[str, str], local_rank
 
 
 def load_plan(run: RunDir) -> tuple[Layout, Batch, Precision]:
-    """Return layout, batch and precision from plan.json.
+    """Return the layout, batch and precision from plan.json.
 
     Raises:
         ConfigError: the file is missing or invalid.
@@ -115,14 +115,14 @@ def context_from_environment(*, device: str | None = None, environ: Mapping[str,
     """Build the context of this rank.
 
     Raises:
-        ConfigError: environment, plan and number of ranks do not fit each other.
-        UnsuitableEnvironment: cuda was requested and cannot be used.
+        ConfigError: the environment, the plan and the number of ranks do not match.
+        UnsuitableEnvironment: cuda was requested but cannot be used.
     """
     rank, world_size = _read_int(environ, "RANK", 0), _read_int(environ, "WORLD_SIZE", 1)
     local_rank = _read_int(environ, "LOCAL_RANK", rank)
-    folder = environ.get(settings.RUN_DIR)
+    run_dir = environ.get(settings.RUN_DIR)
     rank_dir = environ.get(settings.RANK_DIR)
-    run = RunDir(Path(folder)) if folder else None
+    run = RunDir(Path(run_dir)) if run_dir else None
     attempt = run.attempt(_read_int(environ, settings.ATTEMPT, 1)) if run else None
     batch: Batch | None = None
     precision: Precision = "fp32"
@@ -130,7 +130,7 @@ def context_from_environment(*, device: str | None = None, environ: Mapping[str,
         layout, batch, precision = load_plan(run)
         if layout.world_size != world_size:
             raise ConfigError(
-                f"the plan is for {layout.world_size} ranks and {world_size} were started",
+                f"the plan is for {layout.world_size} ranks, but {world_size} were started",
                 fix="start as many ranks as plan.json has, or submit again for this allocation",
             )
     else:

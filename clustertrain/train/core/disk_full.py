@@ -1,4 +1,4 @@
-"""Detection of failures caused by a full disk or quota, and of the disk."""
+"""Detection of failures that a full disk or quota caused, and of the disk that is full."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_disk_full(error: BaseException) -> bool:
     if any(isinstance(e, OSError) and e.errno in _FULL_ERRNOS for e in errors):
         return True
     messages = [str(e).lower() for e in errors]
-    if any(phrase in w for phrase in _FULL_MESSAGES for w in messages):
+    if any(phrase in message for phrase in _FULL_MESSAGES for message in messages):
         return True
     return is_failed_write(error) and find_full_path(error) is not None
 
@@ -43,27 +43,27 @@ def is_disk_full(error: BaseException) -> bool:
 def is_failed_write(error: BaseException) -> bool:
     """Return whether torch failed to write a file, for any reason."""
     return any(
-        isinstance(e, RuntimeError) and any(w in str(e).lower() for w in _STREAM_MESSAGES)
+        isinstance(e, RuntimeError) and any(phrase in str(e).lower() for phrase in _STREAM_MESSAGES)
         for e in exception_chain(error)
     )
 
 
 def format_advice(error: BaseException) -> str:
-    """Return which disk is full and a fix; empty if ``error`` is no full disk and no failed write."""
+    """Return advice on a full disk or a failed write; empty if neither caused ``error``."""
     if not is_disk_full(error):
         return "torch could not write a file\n  fix: check the disk that it writes to" if is_failed_write(error) else ""
     filename = next((str(e.filename) for e in exception_chain(error) if isinstance(e, OSError) and e.filename), None)
     full_path = find_full_path(error)
     folder = "the current folder" if full_path == Path() else full_path
     disk = f"the disk of {folder}" if folder is not None else filename or "a disk or quota"
-    fix = "make room there (see `df -h`, `df -i` and your quota) or write somewhere else"
+    fix = "free space there (see `df -h`, `df -i` and your quota) or write somewhere else"
     if full_path == _SHARED_MEMORY:
-        fix = "use fewer workers of data loaders, or give the container more shared memory"
+        fix = "use fewer data loader workers, or give the container more shared memory"
     return f"{disk} is full\n  fix: {fix}, then continue the run with `clustertrain requeue`"
 
 
 def find_full_path(error: BaseException) -> Path | None:
-    """Return the first path related to ``error`` whose disk has no space; None if unknown, as with a quota."""
+    """Return the first path related to ``error`` whose disk is full; None if there is none, as with a full quota."""
     checked_devices: set[int] = set()
     for path in _candidate_paths(error):
         try:
@@ -82,7 +82,7 @@ def find_full_path(error: BaseException) -> Path | None:
 
 
 def _candidate_paths(error: BaseException) -> Iterator[Path]:
-    """Yield paths, likeliest first: named by the error, in a local variable of the traceback, common ones."""
+    """Yield paths, most likely first: those the error names, those in local variables of the traceback, common ones."""
     for e in exception_chain(error):
         if isinstance(e, OSError) and isinstance(e.filename, str):
             yield from _with_parent(e.filename)
@@ -96,7 +96,7 @@ def _candidate_paths(error: BaseException) -> Iterator[Path]:
 
 
 def _paths_in_frames(error: BaseException) -> Iterator[Path]:
-    """Yield paths in local variables of the traceback: a failed write rarely names its file."""
+    """Yield the paths in local variables of the traceback, since a failed write rarely names its file."""
     frames = []
     tb = error.__traceback__
     while tb is not None:

@@ -12,10 +12,10 @@ from clustertrain.errors import ConfigError
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:
-    """Import and return the function ``name``, ``package.module:function``; ``key`` is its recipe key.
+    """Import and return the function ``name``, in the form ``package.module:function``; ``key`` is its recipe key.
 
     Raises:
-        ConfigError: there is no such module or function, or it is not callable.
+        ConfigError: the module or function does not exist, or is not callable.
     """
     module, _, path = name.partition(":")
     try:
@@ -25,13 +25,13 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
             raise  # a failed import inside the module
         raise ConfigError(
             f"{key} = {name!r}: no module {e.name!r}",
-            fix="keep it beside the recipe or where submit is called, or install it for the job's Python",
+            fix="put it next to the recipe or in the folder where you run submit, or install it for the job's Python",
         ) from e
     for attribute in path.split("."):
         try:
             target = getattr(target, attribute)
         except AttributeError as e:
-            raise ConfigError(f"{key} = {name!r}: {e}", fix="name a function of that module") from e
+            raise ConfigError(f"{key} = {name!r}: {e}", fix="name a function in that module") from e
     if not callable(target):
         raise ConfigError(f"{key} = {name!r} is {type(target).__name__}", fix="name a function or a class")
     return target  # type: ignore[no-any-return]
@@ -43,5 +43,5 @@ def check_arguments(factory: Callable[..., Any], name: str, args: Mapping[str, A
         inspect.signature(factory).bind(**args)
     except TypeError as e:
         raise ConfigError(
-            f"{key} = {format_value(dict(args))}: {name}: {e}", fix="give the arguments that it takes"
+            f"{key} = {format_value(dict(args))}: {name}: {e}", fix="give the arguments that it accepts"
         ) from e

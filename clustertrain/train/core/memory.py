@@ -10,12 +10,12 @@ _GIB = 1 << 30
 
 
 def allocated_gib(device: torch.device) -> float:
-    """Return the GPU memory that torch's allocator has allocated now."""
+    """Return the GPU memory in GiB that torch's allocator has allocated now."""
     return torch.cuda.memory_allocated(device) / _GIB
 
 
 def peak_allocated_gib(device: torch.device) -> float | None:
-    """Return the peak of torch's allocator so far; None on a CPU, which has no such allocator.
+    """Return the peak of torch's allocator so far, in GiB; None on CPU, which has no such allocator.
 
     The counters are on the host, so nothing waits for the device. Memory that the allocator reserves, the CUDA context
     and NCCL's buffers are not included.
@@ -24,5 +24,5 @@ def peak_allocated_gib(device: torch.device) -> float | None:
 
 
 def peak_resident_gib() -> float:
-    """Return the peak resident host memory of this process so far."""
+    """Return the peak resident host memory of this process so far, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)  # Linux counts in KiB

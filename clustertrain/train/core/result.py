@@ -1,4 +1,4 @@
-"""The rank's result: ``rank-<r>.json`` in the node-local rank folder, which the agent of the node reads."""
+"""The rank's result: ``rank-<r>.json`` in the node-local rank folder, which the node agent reads."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from clustertrain.train.core.memory import peak_allocated_gib
 
 # gloo and the CPU allocator raise plain RuntimeErrors with these messages.
 _COMMUNICATION_MESSAGES = ("gloo", "connection closed by peer", "connection reset by peer", "nccl")
-# A dead peer closes its connection; a peer that never joins a collective is noticed only by the timeout.
+# A dead peer closes its connection; only the timeout detects a peer that never joins a collective.
 _HANG_MESSAGES = ("timed out waiting", "collective operation timeout")
 _MEMORY_MESSAGES = ("can't allocate memory", "cannot allocate memory", "out of memory")
 
 
 def classify_failure(error: BaseException) -> FailureKind:
-    """Return the kind of failure, which decides whether a requeue makes sense.
+    """Return the kind of failure, which determines whether a requeue makes sense.
 
     After ``environment`` (an unusable recipe, machine or set of checkpoints, or a full disk), a requeue would fail the
-    same way, so the exit code is 78. After ``storage`` (a file system that did not answer), a requeue may succeed.
+    same way, so the exit code is 78. After ``storage`` (a file system that did not respond), a requeue may succeed.
     """
     message = str(error).lower()
     if isinstance(error, StorageError):
@@ -45,27 +45,27 @@ def classify_failure(error: BaseException) -> FailureKind:
         return "storage"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return "out_of_memory"
-    if isinstance(error, RuntimeError) and any(w in message for w in _HANG_MESSAGES):
+    if isinstance(error, RuntimeError) and any(phrase in message for phrase in _HANG_MESSAGES):
         return "hang"
     if isinstance(error, dist.DistError):
         return "communication"
     if isinstance(error, torch.AcceleratorError):
         return "device"  # an ECC error, an illegal access or a lost GPU; the script is not always the cause
     if isinstance(error, RuntimeError):
-        if any(w in message for w in _MEMORY_MESSAGES):
+        if any(phrase in message for phrase in _MEMORY_MESSAGES):
             return "out_of_memory"
-        if any(w in message for w in _COMMUNICATION_MESSAGES):
+        if any(phrase in message for phrase in _COMMUNICATION_MESSAGES):
             return "communication"
     return "user_error"
 
 
 def is_killed_dataloader_worker(error: BaseException) -> bool:
-    """Return whether a signal ended a worker process of a DataLoader."""
+    """Return whether a signal killed a worker process of a DataLoader."""
     return isinstance(error, RuntimeError) and "dataloader worker (pid" in str(error).lower()
 
 
 class RankResultWriter:
-    """Collects the result of this rank and writes it. Without a rank folder, it writes nothing."""
+    """Collector and writer of this rank's result. Without a rank folder, it writes nothing."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         folder = environ.get(settings.RANK_DIR)
@@ -76,7 +76,7 @@ class RankResultWriter:
         self._deferred = False
         self._last_total = -1
         self.ending: RankEnding | None = None
-        self.finished = False  # the newest loop of steps has ended
+        self.finished = False  # the latest step loop has done all its steps
         self.step = 0
         self.committed_step: int | None = None
         self.reason: str | None = None  # of the ending, if it is not obvious
@@ -84,14 +84,14 @@ class RankResultWriter:
         self.device = torch.device("cpu")
 
     def defer_completion(self) -> None:
-        """Declare that the caller calls :meth:`record_completed` after the script, so that a session does not."""
+        """Leave :meth:`record_completed` to the caller, which calls it after the script; sessions then do not."""
         self._deferred = True
 
     def begin_loop(self, total: int) -> None:
-        """Record that a loop starts that ends at step ``total`` of the run.
+        """Record the start of a step loop that ends at step ``total`` of the run.
 
         Raises:
-            UsageError: an earlier loop, of this session or another one, ends at this step or later.
+            UsageError: an earlier loop, in this session or another one, ends at this step or later.
         """
         if total <= self._last_total:
             raise UsageError(
@@ -107,8 +107,9 @@ class RankResultWriter:
     def record_session_closed(self) -> None:
         """Record that the session closed without an error.
 
-        The agent ends a rank that keeps running after its record. With :meth:`defer_completion`, the script may still
-        have work to do, so only a file says that all steps are done, in case the process never writes its record.
+        The agent kills a rank that keeps running after its record. With :meth:`defer_completion`, the script may still
+        have work to do, so only ``finished-<r>.json`` is written. It shows that all steps are done if the process
+        never writes its record.
         """
         if self._deferred:
             self.ending = "completed"
@@ -163,5 +164,5 @@ class RankResultWriter:
 
 @functools.cache
 def current() -> RankResultWriter:
-    """Return the result of this process: the session fills it in, and the launcher of the script completes it."""
+    """Return the result of this process: the session fills it in, and ``train.main`` completes it after the script."""
     return RankResultWriter()

@@ -27,8 +27,8 @@ def seed_everything(seed: int) -> None:
 def enable_determinism() -> None:
     """Make torch, cuDNN and cuBLAS use bit-reproducible algorithms in this process.
 
-    An operation without one raises RuntimeError with its name. Uninitialized memory is filled, which takes time. Exact
-    resume on the layouts of the parity table does not need this; it is a tool for finding a source of nondeterminism.
+    An operation without one raises RuntimeError with its name. Uninitialized memory is filled, which takes time. An
+    exact resume on the layouts of the parity table does not need this; use it to find a source of nondeterminism.
     """
     # cuBLAS reads this when it creates its first handle (CUDA toolkit, "cuBLAS: Results Reproducibility").
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -38,7 +38,7 @@ def enable_determinism() -> None:
 
 
 def capture_rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of this rank's generators as tensors, arrays and plain data."""
+    """Return the state of this rank's random generators as tensors, arrays and plain data."""
     version, mt_state, gauss = random.getstate()
     state = {
         "python": [version, np.array(mt_state, dtype=np.uint32), gauss],
@@ -53,7 +53,7 @@ def capture_rng_state(device: torch.device) -> dict[str, Any]:
 def restore_rng_state(state: dict[str, Any], device: torch.device) -> None:
     """Restore a state that :func:`capture_rng_state` returned."""
     version, mt_state, gauss = state["python"]
-    random.setstate((version, tuple(int(w) for w in mt_state), gauss))
+    random.setstate((version, tuple(int(word) for word in mt_state), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:

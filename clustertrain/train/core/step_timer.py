@@ -58,7 +58,7 @@ def record_part(name: StepPart) -> AbstractContextManager[Any]:
 
 
 def start_timer(device: torch.device) -> None:
-    """Time the parts of the step that starts now instead of labeling them in a trace."""
+    """Start timing the parts of the current step; they are no longer labeled in a trace."""
     global _timer, _label_trace
     _timer, _label_trace = StepTimer(device), False
 

@@ -1,4 +1,4 @@
-"""Types and helper functions of a training step that several packages use."""
+"""Types and helper functions for training steps that several packages share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Loss = Callable[[Any, Any], LossValue]  # of (output, target)
 class StepResult:
     """Result of a training step. Tensors are 0-dimensional, on the device, and equal on all ranks.
 
-    If a step counts nothing (all targets masked), the loss is NaN and the gradient is zero.
+    If all targets of a step are masked, the loss is NaN and the gradient is zero.
     """
 
     loss: torch.Tensor
@@ -30,7 +30,7 @@ class StepResult:
     grad_norm: torch.Tensor
     """Global norm of the gradient before clipping."""
     skipped: torch.Tensor
-    """The weights did not change: loss or gradient is NaN or Inf, or the recipe skips spikes and the loss is one."""
+    """The weights did not change: loss or gradient is NaN or Inf, or the loss is a spike that the recipe skips."""
     clipped: torch.Tensor
     """Clipping changed the gradient."""
     clip_fraction: torch.Tensor
@@ -44,18 +44,18 @@ class StepResult:
     overflow: bool = False
     """The scaled gradient left the range of fp16. The loss scale handles that: the step is skipped, but not bad."""
     layers: AsyncCopy | None = None
-    """Figures by layer, if requested for this step."""
+    """Statistics per layer, if requested for this step."""
 
 
 def as_sum_and_count(value: LossValue, target: Any, is_padding: bool) -> tuple[torch.Tensor, torch.Tensor | int]:
-    """Return a loss function's result as (sum, count), zeros for a micro-batch that is only padding."""
+    """Return a loss function's result as (sum, count); zeros for a micro-batch that is only padding."""
     if isinstance(value, tuple):
         total, count = value
     else:
         count = len(target[0] if isinstance(target, (tuple, list)) else target)
         total = value * count
     if is_dtensor(total):
-        total = total.full_tensor()  # a loss of split logits, the same on their ranks
+        total = total.full_tensor()  # a loss of sharded logits, the same on the ranks that share them
     return (total * 0, 0) if is_padding else (total, count)
 
 
@@ -67,15 +67,15 @@ def pack_sum_count(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tens
 
 
 def index_powers(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return the powers 0, 1 and 2 of the ``count`` indices from ``first`` on: (count, 3) in fp64."""
+    """Return the powers 0, 1 and 2 of ``count`` indices starting at ``first``: (count, 3) in fp64."""
     indices = torch.arange(first, first + count, dtype=torch.float64, device=device)
     return torch.stack([torch.ones_like(indices), indices, indices.square()], 1)
 
 
 def compute_nonfinite_moments(totals: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
-    """Return the summed :func:`index_powers` of the micro-batches whose loss is NaN or Inf: (3,) in fp64.
+    """Return the sum of :func:`index_powers` over the micro-batches whose loss is NaN or Inf: (3,) in fp64.
 
-    If there is only one, the sum over the ranks identifies it: :func:`sole_bad_micro_batch`.
+    After a sum over the ranks, :func:`sole_bad_micro_batch` identifies such a micro-batch if there is only one.
 
     Args:
         totals: (sum of losses, count) of each micro-batch, (micro-batches, 2).
@@ -87,13 +87,14 @@ def compute_nonfinite_moments(totals: torch.Tensor, powers: torch.Tensor) -> tor
 def sole_bad_micro_batch(num_bad: float, index_sum: float, square_sum: float) -> int:
     """Return the index of the only bad micro-batch, or -1 if there is none or more than one.
 
-    The arguments are its :func:`compute_nonfinite_moments`. Ranks that share sequences count a micro-batch repeatedly.
+    The arguments are :func:`compute_nonfinite_moments` summed over the ranks. Ranks that share sequences all count the
+    same micro-batch, so ``num_bad`` may be above 1 for a single one.
     """
     return int(index_sum / num_bad) if num_bad and num_bad * square_sum == index_sum**2 else -1
 
 
 def accepts_samples(model: nn.Module) -> bool:
-    """Return whether ``forward`` has an argument ``samples``: each sample's position in the run, (batch,) int64."""
+    """Return whether ``forward`` has the argument ``samples``: each sample's position in the run, (batch,) int64."""
     return "samples" in inspect.signature(model.forward).parameters
 
 

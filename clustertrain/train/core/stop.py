@@ -3,8 +3,8 @@
 At boundary k (between two steps) each rank posts an asynchronous MAX all-reduce of its flag on a separate gloo group
 and waits for the one posted at boundary k-1, which had a whole step to complete. If the result of k-1 is set, all ranks
 see it at the same k; they wait for the all-reduce of k, so that nothing is left in flight, and stop. The group's
-timeout is the deadline. The first boundary waits for its own all-reduce, so that a rank asked to stop during startup
-does no step.
+timeout is the deadline. The first boundary waits for its own all-reduce, so that no step runs if a rank was asked to
+stop during startup.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StopFlag:
     def install(self) -> None:
         """Install signal handlers that only set the flag.
 
-        Child processes get the default action back: unlike SIG_IGN, a handler is not inherited through exec.
+        Child processes get the default action: unlike SIG_IGN, a handler is not inherited through exec.
         """
         if threading.current_thread() is threading.main_thread():
             self._previous_handlers = {s: signal.signal(s, self._on_signal) for s in SIGNALS}
@@ -46,7 +46,7 @@ class StopFlag:
         self._previous_handlers = {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # Slurm may send the warning before the time limit to every process, up to a minute early. Under an agent, only
+        # Slurm may send its warning before the time limit to every process, up to a minute early. Under an agent, only
         # the agent knows whether there is time left to train.
         if number != signal.SIGUSR2 or self._stop_file is None:
             self._set = True
@@ -68,8 +68,8 @@ class StopFlag:
 class StopAgreement:
     """Agreement of all ranks to stop at the same boundary; :meth:`poll` is collective.
 
-    ``extra_flags``, by name, travel with the stop flag: if one is set on any rank, :meth:`take_flag` returns true on
-    all ranks at the same boundary.
+    ``extra_flags``, by name, are reduced together with the stop flag: if one is set on any rank, :meth:`take_flag`
+    returns true on all ranks at the same boundary.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class StopAgreement:
         self.agreed = False
 
     def poll(self) -> bool:
-        """Pass a boundary and return whether all ranks stop here; true from then on."""
+        """Return whether all ranks stop at this boundary; true from then on. Call it once per boundary."""
         if self.agreed:
             return True
         if self._group is None:
@@ -126,7 +126,7 @@ class StopAgreement:
         return bool(stop)
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether ``flag`` is set on any rank. Collective; it waits, so use it only after the agreement."""
+        """Return whether ``flag`` is set on any rank. Collective; it blocks, so use it only after the agreement."""
         if self._group is None:
             return flag
         value = torch.tensor([int(flag)], dtype=torch.int32)
@@ -134,7 +134,7 @@ class StopAgreement:
         return bool(value.item())
 
     def min_over_ranks(self, value: float) -> float:
-        """Return the smallest value of all ranks. Collective; it waits like :meth:`any_rank`."""
+        """Return the minimum of ``value`` over all ranks. Collective; it blocks like :meth:`any_rank`."""
         if self._group is None:
             return value
         minimum = torch.tensor([value], dtype=torch.float64)

@@ -118,4 +118,4 @@ def test_failure_record_names_full_disk_and_fix(
     record = json.loads((tmp_path / "rank-0.json").read_text())
     assert record["kind"] == "environment"
     assert f"the disk of {small_disk}" in record["error"]["message"]
-    assert "fix: make room there" in record["error"]["message"]
+    assert "fix: free space there" in record["error"]["message"]
