@@ -123,7 +123,7 @@ def test_permanently_failing_store_does_not_fail_run(tmp_path: Path, expected: s
     failures = ranks.events("copy_failed")
     assert str(tmp_path / "store") in failures[0]["reason"]
     # Usually the last event; a try in progress may fail after it.
-    assert any(f["reason"].startswith("the run's end was not put off any longer for it") for f in failures)
+    assert any(f["reason"].startswith("the run did not wait for it any longer") for f in failures)
     assert digest(run) == expected
     # When the store answers again, the next attempt copies the missing checkpoints.
     (tmp_path / "store").unlink()

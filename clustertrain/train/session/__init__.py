@@ -1,1 +1,1 @@
-"""The session that scripts call, its step loop, and its checkpoints."""
+"""The session that scripts use, its step loop, and its checkpoints."""

@@ -1,4 +1,4 @@
-"""The run's budget: rank 0 watches what the run has used, and all ranks stop together when it is spent."""
+"""The run's budget: rank 0 tracks the usage, and all ranks stop together when the budget is spent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class BudgetTracker:
-    """Tracks the run's usage: earlier attempts from their files, read once, and this attempt from the clock."""
+    """Tracker of the run's usage: earlier attempts from their files, read once, and this attempt from the clock."""
 
     def __init__(self, context: RankContext, emit_event: Callable[..., None]) -> None:
         contract = context.spec.recipe.contract if context.spec is not None else ContractSpec()
@@ -42,9 +42,9 @@ class BudgetTracker:
         return self._earlier_usage.add(seconds, self._world_size, self._contract.gpu_hour_cost)
 
     def should_stop(self) -> bool:
-        """Return whether the run must end because the budget is spent; true only once, as the ranks act a step later.
+        """Return whether the run must end because the budget is spent; true only once, since ranks act a step later.
 
-        With ``on_budget_spent = "warn"`` this reports a warning instead.
+        With ``on_budget_spent = "warn"``, report a warning instead.
         """
         if not self._is_enabled or self._is_reported:
             return False
@@ -62,5 +62,5 @@ class BudgetTracker:
         return False
 
     def spent_reason(self) -> str:
-        """Return the limits that are reached as text; empty if there are none, and on ranks other than 0."""
+        """Return text that names the limits reached; empty if there are none, and on ranks other than 0."""
         return budget.format_spent(self._contract, self.current_usage()) if self._is_enabled else ""

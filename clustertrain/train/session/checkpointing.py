@@ -1,4 +1,4 @@
-"""When and why a session saves, restores and rolls back, and the events of it.
+"""When and why a session saves, restores and rolls back, and the events that it emits for this.
 
 :class:`~clustertrain.checkpoint.manager.CheckpointManager` does the work.
 """
@@ -43,9 +43,9 @@ MAX_CLOSE_WAIT_S = 20.0  # for a pending save when the rank fails
 
 
 class SessionCheckpointer:
-    """The checkpoints of a session. ``is_enabled`` is False without a folder: outside a run, only the script names one.
+    """The checkpoints of a session. Outside a run, ``is_enabled`` is False unless the script names a folder.
 
-    Methods are collective, except the properties, :meth:`is_due`, :meth:`is_overdue`, :meth:`has_failed_save`,
+    Methods are collective, except :meth:`is_due`, :meth:`is_overdue`, :meth:`has_failed_save`,
     :meth:`report_abandoned_save` and :meth:`close`.
     """
 
@@ -59,7 +59,7 @@ class SessionCheckpointer:
         emit_event: Callable[..., None],
         get_deadline: Callable[[], float | None],
     ) -> None:
-        """``get_deadline`` returns when the process must have ended (UTC epoch s), or None while that is unknown."""
+        """``get_deadline`` returns when the process must have ended (UTC epoch s), or None while this is unknown."""
         self._context = context
         self._ranks_group = groups.checkpoint
         self._folder = folder or (context.run.checkpoints if context.run else None)
@@ -72,7 +72,7 @@ class SessionCheckpointer:
         self._save_requested = False
         self._about: Mapping[str, Any] = {}
         self._policy = RetentionPolicy()
-        self._early_stopping: EarlyStopping | None = None  # set if its best checkpoint is kept
+        self._early_stopping: EarlyStopping | None = None  # set if the best checkpoint by its metric is kept
         self._manager: CheckpointManager | None = None
 
     @property
@@ -81,7 +81,7 @@ class SessionCheckpointer:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether to save a step because its evaluation was the best."""
+        """Whether a step is saved because its evaluation is the best so far."""
         return self._early_stopping is not None
 
     def open(
@@ -91,17 +91,17 @@ class SessionCheckpointer:
 
         Args:
             every: the interval, as in the recipe; None saves only at the end.
-            keep: how many of the newest to keep; None as the recipe says. Everything else is the recipe's.
-            early_stopping: decides which checkpoints are best if the recipe does not.
+            keep: how many of the newest to keep; None: the recipe's value. Everything else comes from the recipe.
+            early_stopping: defines which checkpoints are best if the recipe does not.
 
         Raises:
-            UsageError: in a run, if an earlier loop has the same number of steps or more.
+            UsageError: in a run, if an earlier loop ends at this step or later.
         """
         if self._context.run is not None:
             self._result.begin_loop(total)
         if self._folder is None:
             return
-        if self._manager is not None:  # of an earlier loop of this session
+        if self._manager is not None:  # from an earlier loop of this session
             self._manager.wait_for_saves()
             self._manager.close()
         self._interval = checkpointing_config.build_interval(self._context, every) if every is not None else None
@@ -125,15 +125,16 @@ class SessionCheckpointer:
         """Load the newest valid checkpoint into ``state`` and return its step, or 0 without one.
 
         Raises:
-            UsageError: earlier loops of this run have already passed that step.
+            UsageError: an earlier loop of this run has already passed that step.
         """
         t_begin = clock.now()
         restored = self._manager.restore(state, self._check_origin) if self._manager is not None else None
         step = restored.step if restored else 0
         if self._context.run is not None and step < self._result.step:
             raise UsageError(
-                f"session.steps: would begin at step {step}, and {self._result.step} steps of the run are done",
-                fix="give all sessions of a run the same checkpoint_dir, and let a loop end by itself: it then saves",
+                f"session.steps: would start at step {step}, but {self._result.step} steps of the run are done",
+                fix="use the same checkpoint_dir in all sessions of a run, and let each loop run to its end: it then "
+                "saves",
             )
         if restored is not None:
             self._result.step = self._result.committed_step = step
@@ -154,12 +155,12 @@ class SessionCheckpointer:
         """Load a checkpoint from before the divergence into ``state``, exclude its samples, and return the step.
 
         Raises:
-            Diverged: on all ranks, if the run has rolled back too often, or no checkpoint is old enough.
+            Diverged: on all ranks, if the run has rolled back too often or no checkpoint is old enough.
         """
         t_begin = clock.now()
         restored = self._settled_manager(rollback).roll_back(state, target)
         if restored is None:
-            raise Diverged(f"{rollback.reason}: no checkpoint of step {target.max_step} or before is left")
+            raise Diverged(f"{rollback.reason}: there is no checkpoint of step {target.max_step} or earlier")
         step = self._result.committed_step = restored.step
         self._save_requested = False
         self._adopt(restored, state, seed, step)
@@ -167,11 +168,12 @@ class SessionCheckpointer:
         return step
 
     def record_rollback(self, rollback: Rollback, target: RollbackTarget) -> None:
-        """Record a roll-back for the next attempt to carry out, since this one ends.
+        """Record a rollback for the next attempt to carry out, since this attempt ends.
 
         Raises:
-            DeadlineExceeded: on all ranks, if the process must end before. The next attempt then finds out by itself.
-            Diverged: as :meth:`roll_back`.
+            DeadlineExceeded: on all ranks, if the process must end first. The next attempt then detects the
+                divergence itself.
+            Diverged: as in :meth:`roll_back`.
         """
         t_begin = clock.now()
         context = self._settled_manager(rollback).restore_context
@@ -179,16 +181,16 @@ class SessionCheckpointer:
         self._report_rollback(t_begin, rollback, target, step)
 
     def _settled_manager(self, rollback: Rollback) -> CheckpointManager:
-        """Return the manager without pending saves: the record would miss a checkpoint that is committed later."""
+        """Wait for pending saves, since a rollback would miss a checkpoint committed later, and return the manager."""
         if self._manager is None:
             raise Diverged(
-                f"{rollback.reason}: there are no checkpoints to go back to", fix="give session() a checkpoint_dir"
+                f"{rollback.reason}: there are no checkpoints to roll back to", fix="pass checkpoint_dir to session()"
             )
         self._manager.wait_for_saves()
         return self._manager
 
     def _adopt(self, restored: RestoreResult | None, state: Mapping[str, Any], seed: int, step: int) -> None:
-        """Continue from ``restored``: what is best, random states, excluded samples and the time of the next save."""
+        """Continue from ``restored``: set the best step, random states, excluded samples and the timer of saves."""
         if restored is not None:
             self._check_best_exists()
         if restored is not None and restored.rank_state is not None:
@@ -197,7 +199,7 @@ class SessionCheckpointer:
             seeds.restore_rng_state(restored.rank_state["random"], self._context.device)
         else:
             seeds.seed_everything(seeds.derive_seed(seed, "rank", step, self._context.rank))
-        if self._manager is not None:  # a checkpoint from before a roll-back does not know what that excluded
+        if self._manager is not None:  # a checkpoint saved before a rollback lacks the samples that this excluded
             for name, ranges in restore.excluded_ranges(self._manager.restore_context).items():
                 if isinstance(state.get(name), Loader):
                     state[name].leave_out(ranges)
@@ -205,24 +207,24 @@ class SessionCheckpointer:
             self._interval.restart_timer()
 
     def _check_best_exists(self) -> None:
-        """Forget the best step if its checkpoint is gone: deleted for a better one that was rolled back since."""
+        """Forget the best step if its checkpoint was deleted in favor of a better one that was rolled back later."""
         early_stopping = self._early_stopping
         if self._manager is None or early_stopping is None or early_stopping.best_step is None:
             return
         lost_step = early_stopping.best_step
-        remaining = restore.metric_values_if_missing(self._manager.restore_context, lost_step, early_stopping.metric)
-        if remaining is None:
+        remaining_values = restore.metric_values_if_missing(
+            self._manager.restore_context, lost_step, early_stopping.metric
+        )
+        if remaining_values is None:
             return
-        early_stopping.forget_best(remaining)
+        early_stopping.forget_best(remaining_values)
         if self._context.rank == 0:
             new_best = (
-                "the next evaluation's"
+                "that of the next evaluation"
                 if early_stopping.best_step is None
                 else f"that of step {early_stopping.best_step}"
             )
-            log.warning(
-                "the best checkpoint, of step %d, is not there any more; the best is now %s", lost_step, new_best
-            )
+            log.warning("the best checkpoint, of step %d, no longer exists; the best is now %s", lost_step, new_best)
 
     def _check_origin(self, origin: CheckpointOrigin) -> None:
         resume_check.check_origin(origin, self._context, self._about, Ranks(self._ranks_group))
@@ -237,34 +239,34 @@ class SessionCheckpointer:
             samples=sum(end - first for ranges in target.excluded.values() for first, end in ranges),
             restore_s=clock.now() - t_begin,
         )
-        log.warning("%s: back to step %d, without that data", rollback.reason, step)
+        log.warning("%s: rolled back to step %d, excluding that data", rollback.reason, step)
 
     # -- save
 
     def reserve(self, state: dict[str, Any]) -> None:
-        """Allocate memory for the first save, in the background. Call it once the optimizer has its state."""
+        """Allocate memory for the first save, in the background. Call this once the optimizer has its state."""
         if self._manager is not None and self._interval is not None:
             self._manager.reserve(state, self._rank_state())
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save by the number of the step, which all ranks know."""
+        """Return whether a save is due by the step number, which all ranks know."""
         return self._interval is not None and self._interval.is_due_at(step)
 
     def is_overdue(self) -> bool:
-        """Return whether to save by rank 0's clock; True once per save, since the ranks take a step to agree on it."""
+        """Return whether a save is due by rank 0's clock; true once per save, since the ranks take a step to agree."""
         if self._interval is None or self._context.rank != 0 or self._save_requested or not self._interval.is_timed:
             return False
         self._save_requested = self._interval.is_overdue()
         return self._save_requested
 
     def save(self, step: int, state: dict[str, Any], reason: SaveReason, latest_metrics: Mapping[str, Any]) -> None:
-        """Save ``state``: in the background on the way, until the commit at a stop and at the end.
+        """Save ``state`` in the background; at a stop and at the end of the loop, wait for the commit.
 
-        ``latest_metrics`` are the scalars that were logged last.
+        ``latest_metrics`` are the scalars that were logged most recently.
 
         Raises:
             DeadlineExceeded: on all ranks, if the process must end before the commit.
-            StorageError, CheckpointError: on all ranks, if any of them could not save.
+            StorageError, CheckpointError: on all ranks, if any rank could not save.
         """
         if self._manager is None:
             return
@@ -281,16 +283,18 @@ class SessionCheckpointer:
             self._interval.restart_timer()
 
     def _checkpoint_metric(self, latest_metrics: Mapping[str, Any]) -> CheckpointMetric | None:
-        """Return the metric that decides which checkpoints are best, with no value for NaN or Inf."""
+        """Return the metric that decides which checkpoints are best, with the value None for NaN or Inf."""
         if not self._policy.best:
             return None
         value = latest_metrics.get(self._policy.best)
-        finite = float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
-        return CheckpointMetric(name=self._policy.best, value=finite, mode=self._policy.best_mode)
+        finite_value = float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+        return CheckpointMetric(name=self._policy.best, value=finite_value, mode=self._policy.best_mode)
 
     def _is_best_only(self, step: int) -> bool:
-        """Return whether only the best evaluation asks for a save of ``step``. Right only on rank 0, which commits and
-        has the clock."""
+        """Return whether ``step`` is saved only because its evaluation is the best.
+
+        Correct only on rank 0, which commits and has the clock.
+        """
         return (
             self._early_stopping is not None
             and self._early_stopping.best_step == step
@@ -301,25 +305,25 @@ class SessionCheckpointer:
         return {"random": seeds.capture_rng_state(self._context.device), "threads": self._num_threads}
 
     def has_failed_save(self) -> bool:
-        """Return whether a save of this rank has failed since, without waiting."""
+        """Return whether a save of this rank has failed, without waiting."""
         return self._manager is not None and self._manager.poll()
 
     def wait_for_saves(self) -> None:
-        """Wait for the pending saves. Raises as :meth:`save`."""
+        """Wait for the pending saves. Raises the same errors as :meth:`save`."""
         if self._manager is not None:
             self._manager.wait_for_saves()
 
     def is_too_late_to_save(self, agreement: StopAgreement) -> bool:
-        """Return whether the pending saves and one more would miss the deadline, on all ranks alike."""
+        """Return whether the pending saves and one more would miss the deadline; the same on all ranks."""
         num_pending = self._manager.num_pending if self._manager is not None else 0
         return self._deadline_tracker.is_too_late_to_save(agreement, 1 + num_pending)
 
     # -- events
 
     def report_abandoned_save(self, step: int, e: DeadlineExceeded) -> None:
-        """Report that the save of ``step`` was given up at the deadline."""
+        """Report that the save of ``step`` was abandoned at the deadline."""
         self._emit_event("save_abandoned", step=step, reason=e.message)
-        log.warning("%s; the run goes on from step %d", e.message, self._result.committed_step or 0)
+        log.warning("%s; the run continues from step %d", e.message, self._result.committed_step or 0)
 
     def _report_interval(self) -> None:
         if self._interval is not None and self._interval.is_timed:
@@ -350,20 +354,22 @@ class SessionCheckpointer:
             self._emit_event("copied", step=outcome.step, copy_s=outcome.seconds, bytes=outcome.bytes)
             return
         self._emit_event("copy_failed", step=outcome.step, reason=outcome.failure.message)
-        log.warning("the checkpoint of step %d is not copied: %s", outcome.step, outcome.failure.message)
+        log.warning("the checkpoint of step %d was not copied: %s", outcome.step, outcome.failure.message)
 
     # -- end
 
     def close(self) -> None:
-        """Let the writer end. Waits for a pending save as long as one takes, but not for other ranks, which may be
-        gone."""
+        """Close the manager and its writer process.
+
+        Wait for a pending save as long as one usually takes, but not for other ranks, which may be gone.
+        """
         if self._manager is None:
             return
         completed = self._result.ending == "completed"
         if completed and not self._manager.wait_for_copies(lambda: not self._is_stop_requested()):
-            reason = f"the run's end was not put off any longer for it; it is in {self._folder}"
+            reason = f"the run did not wait for it any longer; the checkpoint is in {self._folder}"
             self._emit_event("copy_failed", step=self._result.committed_step, reason=reason)
-            log.warning("the last checkpoint is not copied: %s", reason)
+            log.warning("the last checkpoint was not copied: %s", reason)
         self._manager.close(
             min(MAX_CLOSE_WAIT_S, 2.0 + 3 * self._deadline_tracker.slowest_save_s), run_finished=completed
         )

@@ -30,8 +30,10 @@ log = logging.getLogger(__name__)
 
 
 def build_config(context: RankContext, keep: int | None, early_stopping: EarlyStopping | None) -> CheckpointConfig:
-    """Return the configuration of this rank's checkpoint manager; ``keep`` and ``early_stopping`` as for
-    :func:`build_policy`."""
+    """Return the configuration of this rank's checkpoint manager.
+
+    ``keep`` and ``early_stopping`` are those of :func:`build_policy`.
+    """
     spec = _checkpoint_spec(context)
     policy = build_policy(context, keep, early_stopping)
     return CheckpointConfig(
@@ -41,7 +43,7 @@ def build_config(context: RankContext, keep: int | None, early_stopping: EarlySt
         engine=spec.engine,
         async_save=spec.async_save,
         device=context.device,
-        # All nodes of the local backend are this machine.
+        # In the local backend, all nodes are this machine.
         local_world_size=context.world_size if settings.LOCAL_JOB in os.environ else context.local_world_size,
         about=build_about(context),
         local=_build_local_tier(context),
@@ -51,7 +53,11 @@ def build_config(context: RankContext, keep: int | None, early_stopping: EarlySt
 
 
 def build_interval(context: RankContext, every: int | str) -> CheckpointInterval:
-    """Return when to save: every ``every`` steps, a duration, or "auto" by the failures of the run so far."""
+    """Return when to save.
+
+    Args:
+        every: number of steps, a duration, or "auto", which follows from the failures of the run so far.
+    """
     history = FailureHistory()
     if every == AUTO and context.run is not None and context.rank == 0:
         nodes = context.world_size // context.local_world_size
@@ -60,9 +66,9 @@ def build_interval(context: RankContext, every: int | str) -> CheckpointInterval
 
 
 def build_policy(context: RankContext, keep: int | None, early_stopping: EarlyStopping | None) -> RetentionPolicy:
-    """Return which checkpoints to keep: the ``keep`` newest (None: as the recipe says), and the best.
+    """Return which checkpoints to keep: the ``keep`` newest (None: the recipe's number), and the best.
 
-    If the recipe does not say which are best, ``early_stopping`` does.
+    If the recipe does not define which are best, ``early_stopping`` does.
     """
     spec = _checkpoint_spec(context)
     keep_best, best, mode = _resolve_best(context, spec, early_stopping)
@@ -72,7 +78,10 @@ def build_policy(context: RankContext, keep: int | None, early_stopping: EarlySt
 
 
 def build_about(context: RankContext) -> dict[str, Any]:
-    """Return what produces this run's checkpoints. Checkpoints are copied and shared, so it has no secrets."""
+    """Return what produces this run's checkpoints: versions, recipe, code and precision.
+
+    It contains no secrets, since checkpoints are copied and shared.
+    """
     spec, run = context.spec, context.run
     record = (fsio.read_json(run.record) or {}) if run is not None else {}
     return {
@@ -82,7 +91,7 @@ def build_about(context: RankContext) -> dict[str, Any]:
         if spec is not None and spec.script is None
         else None,
         "git": record.get("git"),
-        # Only one rank reads the files, and only for an exact resume: they may be 100 MiB.
+        # Only one rank reads the files, and only for an exact resume, since they may be 100 MiB.
         "code": resume_check.checksum_files(run.code)
         if run is not None and context.rank == 0 and resume_check.is_exact_resume(context)
         else None,
@@ -97,7 +106,7 @@ def _checkpoint_spec(context: RankContext) -> CheckpointSpec:
 def _resolve_best(
     context: RankContext, spec: CheckpointSpec, early_stopping: EarlyStopping | None
 ) -> tuple[int, str, Literal["min", "max"]]:
-    """Return how many of the best to keep, the metric that decides, and whether its minimum is best."""
+    """Return how many of the best to keep, the metric that decides, and whether its minimum or maximum is best."""
     recipe = context.spec.recipe if context.spec else Recipe()
     keep_best = spec.keep_best if spec.keep_best != KEEP_BEST_AUTO else int(early_stopping is not None)
     if keep_best == 0:

@@ -51,10 +51,10 @@ def evaluate(
     pass_config: DatasetPassConfig,
     options: MeasureOptions,
 ) -> dict[str, float]:
-    """Return the mean loss and metrics of ``model`` over ``data`` and keep them as the current step's. Collective.
+    """Return the mean loss and metrics of ``model`` over ``data``, also kept as the current step's. Collective.
 
     Raises:
-        ConfigError: nothing to evaluate on, an unknown metric or slice, or outputs that do not fit a metric.
+        ConfigError: ``data`` is empty, a metric or slice is unknown, or the outputs do not fit a metric.
     """
     metrics = build_metrics(options.metrics)
     slices = find_slices(data, options.slices, pass_config.group)
@@ -69,7 +69,7 @@ def evaluate(
 
 
 def default_micro_batch(runtime: SessionRuntime) -> int:
-    """Return the micro-batch of training, or :data:`DEFAULT_MICRO_BATCH` if none is known."""
+    """Return the micro-batch used in training, or :data:`DEFAULT_MICRO_BATCH` if it is unknown."""
     if runtime.context.batch is not None and runtime.context.batch.micro_batch:
         return runtime.context.batch.micro_batch
     return runtime.loaders[0].micro_batch if runtime.loaders else DEFAULT_MICRO_BATCH

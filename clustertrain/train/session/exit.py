@@ -1,4 +1,4 @@
-"""The exit of a rank: which errors come from the end of its job, advice for out-of-memory errors, the exit code."""
+"""The exit of a rank: errors caused by the end of its job, advice for out-of-memory errors, the exit code."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from clustertrain.train.core import memory, result
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.core.stop import StopAgreement, StopFlag
 
-STOP_PROPAGATION_S = 3.0  # between the first and the last process of a job that learns of its end
+STOP_PROPAGATION_S = 3.0  # between the first and the last process of a job to learn of its end
 
 
 class ExitPolicy:
-    """Tells errors that come from the end of the job from failures."""
+    """Distinction between failures and errors caused by the end of the job, and the exit code of a stopped rank."""
 
     def __init__(self, context: RankContext, flag: StopFlag, agreement: StopAgreement) -> None:
         self._is_in_run = context.run is not None
@@ -57,5 +57,5 @@ def add_memory_note(error: BaseException, context: RankContext) -> None:
         total = torch.cuda.get_device_properties(context.device).total_memory / (1 << 30)
         measured = f"measured peak: {peak:.2f} GiB allocated of the {total:.2f} GiB of {context.device}"
     fixes = advice.advise_memory(context.layout, context.batch or Batch(), context.parallel)
-    lines = [f"{measured}, with {context.layout.describe()}", "what needs less, the least invasive first:"]
+    lines = [f"{measured}, with {context.layout.describe()}", "ways to use less memory, the least invasive first:"]
     error.add_note("\n".join([*lines, *(f"  {n}. {fix}" for n, fix in enumerate(fixes, 1))]))

@@ -14,10 +14,10 @@ TOTAL_KEYS = ("sum_step_s", "sum_tokens", "sum_data_wait_s")
 
 
 class ProgressReporter:
-    """Reporter of the rank's phase and steps. Outside a run nothing is written. Token counts are over all ranks."""
+    """Reporter of the rank's phase and steps. It writes nothing outside a run. Token counts are over all ranks."""
 
     def __init__(self, rank_dir: Path | None, rank: int, world_size: int, get_forward_s: Callable[[], float]) -> None:
-        """``get_forward_s`` returns the seconds of all forward passes; it is called at the start of each step."""
+        """``get_forward_s`` returns the total seconds of all forward passes; called at the start of each step."""
         self._writer = heartbeat.HeartbeatWriter(rank_dir, rank) if rank_dir is not None else None
         self._heartbeat = self._writer.beat if self._writer is not None else heartbeat.Heartbeat()
         self._world_size = world_size
@@ -27,7 +27,7 @@ class ProgressReporter:
         self.enter_phase(heartbeat.STARTUP)
 
     def load_totals(self, path: Path | None) -> None:
-        """Continue the totals of the attempt's rows in ``path``, which an earlier session may have started."""
+        """Continue the totals in the attempt's rows in ``path``, which an earlier session may have written."""
         last_row = metrics.read_last_row(path) if path is not None else None
         if last_row is not None:
             self._totals.update(
@@ -51,12 +51,13 @@ class ProgressReporter:
             self.enter_phase(previous)
 
     def begin_step(self, step: int) -> None:
-        """Report the start of a step; ``step`` steps are done."""
+        """Report the start of a step; ``step`` is the number of steps done."""
         self._started = clock.monotonic()
         if self._writer is None:
             return
-        beat = self._heartbeat
-        beat.step, beat.phase, beat.t, beat.forward_s = step, heartbeat.TRAIN, self._started, self._get_forward_s()
+        record = self._heartbeat
+        record.step, record.phase = step, heartbeat.TRAIN
+        record.t, record.forward_s = self._started, self._get_forward_s()
         self._writer.write()
 
     def end_step(
@@ -65,7 +66,7 @@ class ProgressReporter:
         """Return the time and throughput columns of the step's row.
 
         Args:
-            step: steps done, this one included.
+            step: steps done, including this one.
             excluded_s: seconds of the step that are not training.
             tokens: tokens of the step, 0 if unknown.
             data_wait_s: seconds spent waiting for data, None without a loader.

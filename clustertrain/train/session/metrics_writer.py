@@ -1,4 +1,4 @@
-"""Writes training scalars to a file without making the training loop wait for the device."""
+"""A writer of training scalars that does not make the training loop wait for the device."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Scalar = PlainValue | torch.Tensor | np.generic | np.ndarray[Any, Any]
 
 
 def check_scalar(name: str, value: Scalar) -> PlainValue | torch.Tensor:
-    """Return ``value`` in a form that can be written; NumPy scalars become Python scalars.
+    """Return ``value`` as a tensor or plain Python value; NumPy scalars become Python scalars.
 
     Raises:
-        UsageError: it is not a scalar.
+        UsageError: ``value`` is not a scalar.
     """
     if isinstance(value, torch.Tensor) and not value.is_complex():
         return value
@@ -56,7 +56,7 @@ class _Row:
         return all(copy.is_ready() for copy in self.pending_copies)
 
     def wait_for_values(self) -> dict[str, Any]:
-        """Return all values; wait for those still on the device."""
+        """Wait for the values still on the device and return all values."""
         values = dict(self.host_values)
         for copy in self.pending_copies:
             values.update(copy.to_dict(values))
@@ -100,21 +100,21 @@ class MetricsWriter:
         *,
         is_repeat: bool = False,
     ) -> None:
-        """Queue one row and write the earlier ones that have arrived.
+        """Queue one row and write the earlier rows whose values have arrived.
 
         Args:
             host_values: values that replace those of the same name in ``scalars`` and ``pending_copies``.
             scalars: values that replace those of the same name in ``pending_copies``.
-            is_repeat: the step has a row already; ``on_row`` is not called again.
+            is_repeat: the step already has a row; ``on_row`` is not called again.
 
         Raises:
-            ConfigError: a tensor has more than one element.
+            ConfigError: a tensor does not have exactly one element.
         """
         scalars = {k: v for k, v in scalars.items() if k not in host_values}
         tensors = {k: v.detach() for k, v in scalars.items() if isinstance(v, torch.Tensor)}
         for name, t in tensors.items():
             if t.numel() != 1:
-                raise ConfigError(f"session.log({name}=…): a tensor of shape {tuple(t.shape)}, one element is needed")
+                raise ConfigError(f"session.log({name}=…): a tensor of shape {tuple(t.shape)}; one element is required")
         if not self.is_active:
             return
         self.flush()
@@ -123,7 +123,7 @@ class MetricsWriter:
         self._queue.append(_Row({**host_values, **numbers}, [*copies, *pending_copies], is_repeat))
 
     def flush(self, *, wait: bool = False) -> None:
-        """Write the rows that have arrived; with ``wait``, wait for all of them."""
+        """Write the rows whose values have arrived; with ``wait``, wait for all of them."""
         while self._queue and (wait or self._queue[0].is_ready()):
             row = self._queue.popleft()
             values = row.wait_for_values()
@@ -148,7 +148,7 @@ class MetricsWriter:
             self._printed_first = True
 
     def switch_file(self, path: Path | None) -> None:
-        """Write the following rows, which belong to earlier steps, to ``path``."""
+        """Write the rows from now on to ``path``, since their step numbers continue from an earlier step."""
         self.flush(wait=True)
         self.latest = {}  # values of discarded steps
         if self._file is not None and path is not None:
@@ -156,7 +156,7 @@ class MetricsWriter:
             self._file = fsio.JsonlAppender(path)
 
     def close(self, *, wait: bool = True) -> None:
-        """Write the queued rows and close the file; without ``wait``, only the rows that have arrived."""
+        """Write the queued rows and close the file; without ``wait``, drop rows whose values have not arrived."""
         self.flush(wait=wait)
         self._queue.clear()
         if self._file is not None:

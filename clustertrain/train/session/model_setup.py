@@ -1,4 +1,4 @@
-"""A session's model and optimizer: prepared for the layout, with the events that report on them."""
+"""A session's model and optimizer, prepared for the layout, and the events that report on them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PreparedModel:
     """By parameter name, the first optimizer step (counted from 1) that trains a parameter frozen at the start."""
 
     def frozen_parameters(self) -> list[tuple[int, nn.Parameter]]:
-        """Return this rank's parameters that are unfrozen later, each with the step at which that happens."""
+        """Return this rank's parameters that are unfrozen later, each with its step in :attr:`unfreeze_steps`."""
         return [
             (self.unfreeze_steps[name], p)
             for name, p in param_groups.trainable_parameters(self.model)
@@ -75,7 +75,7 @@ def build_train_step(
     """Build the optimizer and the training step that drives it, and report the parameter groups.
 
     Raises:
-        ConfigError: an unknown name, or an optimizer for matrices and a model without any.
+        ConfigError: the name is unknown, or the optimizer is for matrices and the model has none.
         UnsuitableEnvironment: a package is missing.
     """
     optimizer = build.build_optimizer(
@@ -105,7 +105,7 @@ def build_train_step(
 def _report_param_groups(
     runtime: SessionRuntime, model: nn.Module, name: str, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Report how the parameters of rank 0 are trained."""
+    """Report how rank 0's parameters are trained."""
     group_rows = param_groups.groups_for_event(optimizer)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     runtime.events.emit("optimizer", optimizer=name, groups=group_rows, frozen=frozen)

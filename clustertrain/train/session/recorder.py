@@ -1,4 +1,4 @@
-"""The metrics row of each step: the script's scalars, the session's measurements, the training step's figures."""
+"""The metrics row of each step: the script's scalars, the session's measurements and the training step's results."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _NONFINITE_COLUMNS = ("_bad", "_bad_numbers", "_bad_squares")  # removed before 
 
 
 class MetricsProcessor:
-    """Builds the row of each step and passes it to ``writer``.
+    """Builder of each step's row, which it passes to ``writer``.
 
-    ``writer`` has a file on rank 0 of a run; outside a run rank 0 prints its rows. ``monitor`` is set once the session
+    ``writer`` has a file on rank 0 of a run; outside a run, rank 0 prints its rows. ``monitor`` is set once the session
     has an optimizer.
     """
 
@@ -60,25 +60,28 @@ class MetricsProcessor:
 
     @property
     def skipped_steps(self) -> int:
-        """Bad steps of the run that were skipped, as far as is known."""
+        """Bad steps of the run that were skipped, as far as they have been checked."""
         return self.monitor.divergence_policy.skipped if self.monitor is not None else 0
 
     def layer_stats_for(self, step: int) -> LayerStats | None:
         return self.monitor.layer_stats_for(step) if self.monitor is not None else None
 
     def log(self, scalars: Mapping[str, Scalar]) -> None:
-        """Add scalars to the current row. Raises UsageError as ``Session.log`` does."""
+        """Add scalars to the current row; see ``Session.log``, also for errors."""
         self._logged.update({name: check_scalar(name, value) for name, value in scalars.items()})
 
     def has_logged(self, name: str) -> bool:
-        """Return whether the script logged ``name`` in the current step, or in the last one between two steps."""
+        """Return whether the script logged ``name`` in the current step or, between two steps, in the last one."""
         return name in self._logged
 
     def exclude_time(self, seconds: float) -> None:
         self._excluded_s += seconds
 
     def record_step(self, result: StepResult, lr: float) -> None:
-        """Add the figures of a training step and its learning rate to the current row; what the script logs wins."""
+        """Add the results of a training step and its learning rate to the current row.
+
+        Values that the script logs take precedence.
+        """
         names = ("loss", "grad_norm", "clipped", "clip_fraction", "skipped", "spike", *_NONFINITE_COLUMNS)
         values = (
             result.loss,
@@ -97,9 +100,9 @@ class MetricsProcessor:
         self._step_values = {"lr": lr, **({"overflow": 1} if result.overflow else {})}
 
     def _finalize_row(self, row: dict[str, Any]) -> None:
-        """Add the samples of a bad step to its row before it is written.
+        """Name the samples of a bad step in its row before it is written.
 
-        A step that overflowed fp16 is not a bad one: the loss scale handles it.
+        A step that overflowed fp16 is not bad: the loss scale handles it.
         """
         moments = [row.pop(name) for name in _NONFINITE_COLUMNS if name in row]
         if not moments or self.monitor is None or row.get("overflow"):
@@ -109,7 +112,7 @@ class MetricsProcessor:
             row.update({BAD_SAMPLES_KEY: samples_text} if samples_text else {})
 
     def begin_step(self, step: int) -> None:
-        """Start a row; ``step`` steps are done."""
+        """Start a row; ``step`` is the number of steps done."""
         self._logged, self._step_values, self._pending_copies, self._excluded_s = {}, {}, [], 0.0
         for loader in self._loaders:
             loader.wait_s = 0.0
@@ -119,13 +122,15 @@ class MetricsProcessor:
         self._progress.begin_step(step)
 
     def end_step(self, step: int, tokens: int) -> None:
-        """Queue the row of the step that brought the count to ``step``; ``tokens`` per step, 0 if unknown."""
+        """Queue the row of step ``step``, counted from 1; ``tokens`` are those of the step, 0 if unknown."""
         if self.monitor is not None:
             self.monitor.end_step(step)
         wait_s = sum(loader.wait_s for loader in self._loaders) if self._loaders else None
-        # A loader made during this step started at zero.
+        # A loader created during this step started at zero.
         samples_before = [*self._samples_before, *([0] * (len(self._loaders) - len(self._samples_before)))]
-        samples = sum(loader.samples_consumed - b for loader, b in zip(self._loaders, samples_before, strict=True))
+        samples = sum(
+            loader.samples_consumed - before for loader, before in zip(self._loaders, samples_before, strict=True)
+        )
         row = self._progress.end_step(step, self._excluded_s, tokens, wait_s, samples)
         row.update(self._memory_stats(step))
         if self.skipped_steps:
@@ -142,7 +147,7 @@ class MetricsProcessor:
         return stats
 
     def on_rollback(self) -> None:
-        """Drop the current row and start a new file: within a file of metrics the steps only rise."""
+        """Drop the current row and start a new file: step numbers only increase within a metrics file."""
         self._logged, self._step_values, self._pending_copies = {}, {}, []
         if self._run is not None:
             file_index = len(self._run.metrics_files(self._attempt))

@@ -1,4 +1,4 @@
-"""Compare the circumstances of a checkpoint with those of this process, as ``contract.resume`` asks."""
+"""Comparison of the conditions under which a checkpoint was saved with those of this process (``contract.resume``)."""
 
 from __future__ import annotations
 
@@ -26,37 +26,38 @@ _MAX_LISTED_FILES = 3
 
 
 def is_exact_resume(context: RankContext) -> bool:
-    """Return whether a resume must be under the same circumstances."""
+    """Return whether the run may resume only under the same conditions."""
     return context.spec is not None and context.spec.recipe.contract.resume == "exact"
 
 
 def check_origin(origin: CheckpointOrigin, context: RankContext, current: Mapping[str, Any], ranks: Ranks) -> None:
     """Compare ``origin`` with this process on every rank, since nodes may differ. Collective.
 
-    ``current`` is what the checkpoints of this attempt record as ``about``.
+    ``current`` is what the checkpoints of this attempt record as ``about``. If there are differences and the resume
+    need not be exact, rank 0 logs a warning.
 
     Raises:
-        ConfigError: on all ranks, if any of them differs and the resume must be exact. Otherwise rank 0 warns.
+        ConfigError: on all ranks, if any rank has differences and the resume must be exact.
     """
-    own_differences = find_differences(origin, context, current)
-    gathered = ranks.all_gather_optional((context.node, own_differences) if own_differences else None)
+    local_differences = find_differences(origin, context, current)
+    gathered = ranks.all_gather_optional((context.node, local_differences) if local_differences else None)
     differences = merge_differences(gathered)
     if not differences:
         return
     if is_exact_resume(context):
         raise ConfigError(
-            f"contract.resume = 'exact', and this is not how the checkpoint was made: {'; '.join(differences)}",
-            fix="start it as it was, or begin a new run with contract.resume = 'elastic'",
+            f"contract.resume = 'exact', but the checkpoint was saved under other conditions: {'; '.join(differences)}",
+            fix="restore those conditions, or start a new run with contract.resume = 'elastic'",
         )
     if context.rank == 0:
-        log.warning("the run goes on under other circumstances: %s", "; ".join(differences))
+        log.warning("the run continues under other conditions: %s", "; ".join(differences))
 
 
 def find_differences(origin: CheckpointOrigin, context: RankContext, current: Mapping[str, Any]) -> list[str]:
     """Return one message per difference in layout, ranks, precision, code and versions.
 
-    The version of the data is not compared here: the loader refuses another one in any case. ``current`` as for
-    :func:`check_origin`.
+    The version of the data is not compared here, since the loader always refuses a different one. ``current`` is that
+    of :func:`check_origin`.
     """
     messages = []
     if origin.world_size != context.world_size:
@@ -74,12 +75,12 @@ def find_differences(origin: CheckpointOrigin, context: RankContext, current: Ma
             messages.append(f"{name} {before} then, {current.get(name)} now")
     before, after = _format_code_version(origin.about.get("git")), _format_code_version(current.get("git"))
     if before and before != after:
-        messages.append(f"code {before} then, {after or 'not known'} now")
+        messages.append(f"code {before} then, {after or 'unknown'} now")
     return messages + find_changed_files(origin.about.get("code"), current.get("code"))
 
 
 def merge_differences(by_rank: Sequence[tuple[str, Sequence[str]] | None]) -> list[str]:
-    """Return each difference once, with its nodes and ranks unless all ranks have it.
+    """Return each difference once, with the nodes and ranks that have it unless all ranks do.
 
     Args:
         by_rank: (node, differences) of each rank; None for a rank without differences.
@@ -97,7 +98,7 @@ def merge_differences(by_rank: Sequence[tuple[str, Sequence[str]] | None]) -> li
 
 
 def checksum_files(code: Path) -> dict[str, str]:
-    """Return a checksum per file of a run's ``code/``, without ``__pycache__``."""
+    """Return a checksum for each file in a run's ``code/``, except ``__pycache__``."""
     checksums = {}
     for folder, folders, files in os.walk(code):
         links = [f for f in folders if Path(folder, f).is_symlink()]
@@ -116,9 +117,9 @@ def _checksum(path: Path) -> str:
 
 
 def find_changed_files(before: Any, current: Any) -> list[str]:
-    """Return one message with the files that changed, or nothing.
+    """Return one message that lists the files that changed, or an empty list.
 
-    A new file counts only if Python could import it; a script may have written other files itself.
+    A new file counts only if Python could import it, since the script may write other files itself.
     """
     if not isinstance(before, Mapping) or not isinstance(current, Mapping):  # not recorded, or not read by this rank
         return []
@@ -138,7 +139,7 @@ def _format_layout(layout: Mapping[str, Any]) -> str:
 
 
 def _format_code_version(git: Any) -> str:
-    """Return the commit, and a checksum of the changes since."""
+    """Return the commit and, if there are uncommitted changes, their checksum."""
     if not isinstance(git, Mapping):
         return ""
     diff = str(git.get("diff") or "")

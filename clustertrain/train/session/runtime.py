@@ -1,4 +1,4 @@
-"""The parts of an open session: :func:`open_runtime` builds them all, :func:`close_runtime` closes them."""
+"""The parts of an open session: :func:`open_runtime` builds them, :func:`close_runtime` closes them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DEFAULT_SEED = 1
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """Arguments of :func:`clustertrain.session`; None where the run or the plan decides."""
+    """Arguments of :func:`clustertrain.session`; None: the run or the plan decides."""
 
     checkpoint_dir: Path | None = None
     seed: int | None = None
@@ -61,7 +61,7 @@ class SessionState:
     """The model that ``session.parallelize`` returned last."""
     train_step: TrainStep | None = None
     eval_results: dict[str, float] = field(default_factory=dict)
-    """Results of the evaluation made in the current step; empty if there was none."""
+    """Results of the evaluation in the current step; empty if there was none."""
     is_finished: bool = False
     """A loop has done all its steps."""
 
@@ -71,7 +71,7 @@ class SessionState:
 
 
 class SessionEvents:
-    """Events of this rank; dropped on ranks other than 0 and outside a run."""
+    """The events of this rank, which are dropped on ranks other than 0 and outside a run."""
 
     def __init__(self, context: RankContext) -> None:
         attempt = context.attempt if context.rank == 0 and context.run is not None else None
@@ -89,7 +89,7 @@ class SessionEvents:
 
 @dataclass(frozen=True, eq=False)
 class SessionRuntime:
-    """Everything that a session holds while it is open. ``state`` alone changes after :func:`open_runtime`."""
+    """Everything that a session holds while it is open. What changes from step to step is in ``state``."""
 
     context: RankContext
     groups: ProcessGroups
@@ -126,9 +126,9 @@ def open_runtime(options: SessionOptions, state: SessionState) -> SessionRuntime
     """Join the other ranks and build everything that the session needs. Collective.
 
     Raises:
-        ConfigError: plan, ranks and device do not fit each other.
-        UnsuitableEnvironment: cuda was requested and cannot be used.
-        UsageError: torch.distributed is initialized already.
+        ConfigError: the plan, the ranks and the device do not match.
+        UnsuitableEnvironment: cuda was requested but cannot be used.
+        UsageError: torch.distributed is already initialized.
     """
     t_begin = clock.now()
     context = context_from_environment(device=options.device)
@@ -193,7 +193,7 @@ def _set_seed_and_precision(context: RankContext, requested_seed: int | None) ->
     apply_matmul_precision(context)
     if recipe is not None and recipe.train.deterministic:
         seeds.enable_determinism()
-    seeds.seed_everything(seed)  # the same on all ranks: a model built now is the same on all of them
+    seeds.seed_everything(seed)  # the same on all ranks, so that a model built now is too
     return seed
 
 
@@ -216,16 +216,16 @@ def close_runtime(runtime: SessionRuntime, error: BaseException | None) -> None:
     """Record how this rank ended and close everything. Collective unless ``error`` is a failure.
 
     Raises:
-        SystemExit: ``error`` comes from the job being ended; the exit code is that of a stopped rank.
+        SystemExit: the end of the job caused ``error``; the exit code is that of a stopped rank.
     """
     t_begin = clock.now()
     runtime.progress.enter_phase(heartbeat.SHUTDOWN)
     for loader in runtime.loaders:
         loader.close()
     try:
-        requests_restart = isinstance(error, SystemExit) and error.code == EXIT_STOPPED
-        if error is None or requests_restart or (isinstance(error, SystemExit) and not error.code):
-            _exit_cleanly(runtime, requests_restart)
+        requests_requeue = isinstance(error, SystemExit) and error.code == EXIT_STOPPED
+        if error is None or requests_requeue or (isinstance(error, SystemExit) and not error.code):
+            _exit_cleanly(runtime, requests_requeue)
         elif runtime.exit_policy.is_shutdown_error(error):
             _exit_on_shutdown_error(runtime, error)
         else:
@@ -234,13 +234,13 @@ def close_runtime(runtime: SessionRuntime, error: BaseException | None) -> None:
         _release(runtime, t_begin)
 
 
-def _exit_cleanly(runtime: SessionRuntime, requests_restart: bool) -> None:
+def _exit_cleanly(runtime: SessionRuntime, requests_requeue: bool) -> None:
     runtime.metrics_processor.writer.close()
     if runtime.result.ending != "stopped":
         runtime.agreement.wait_for_pending()
         is_late = False
         try:
-            runtime.checkpointer.wait_for_saves()  # of a loop that was left before its last step
+            runtime.checkpointer.wait_for_saves()  # pending if the script left its loop before the last step
         except DeadlineExceeded as e:
             runtime.checkpointer.report_abandoned_save(runtime.state.step, e)
             is_late = True
@@ -248,7 +248,7 @@ def _exit_cleanly(runtime: SessionRuntime, requests_restart: bool) -> None:
             _exit_on_shutdown_error(runtime, e)
         runtime.barrier()
         # A script's loop that ended because of poll() has not done all its steps.
-        is_stopped = requests_restart or is_late or (runtime.agreement.agreed and not runtime.state.is_finished)
+        is_stopped = requests_requeue or is_late or (runtime.agreement.agreed and not runtime.state.is_finished)
         runtime.result.record_stopped() if is_stopped else runtime.result.record_session_closed()
     mesh.close_groups()
 
@@ -264,14 +264,14 @@ def _exit_on_shutdown_error(runtime: SessionRuntime, error: BaseException) -> No
 def _record_failure(runtime: SessionRuntime, error: BaseException) -> None:
     add_memory_note(error, runtime.context)
     data_parallel.explain_unused(error, runtime.state.model)
-    # Before the record, which names the committed step; the agent kills processes that outlive their record.
+    # Close before writing the record, which names the committed step: the agent kills processes that outlive theirs.
     runtime.checkpointer.close()
     runtime.result.record_failure(error)
 
 
 def _release(runtime: SessionRuntime, t_begin: float) -> None:
-    """Close all but the process groups: after a failure that may wait for peers that are gone."""
-    with suppress(RuntimeError):  # a device in error would hide the first exception behind a second
+    """Close everything but the process groups: after a failure, closing those might wait for peers that are gone."""
+    with suppress(RuntimeError):  # a failed device would raise again and hide the first exception
         runtime.metrics_processor.writer.close(wait=False)
     with suppress(Exception):  # an error of the profiler must not hide how the run ended
         runtime.profiler.close()

@@ -1,4 +1,4 @@
-"""``clustertrain.session()``: the API with which a training script runs on any number of ranks and survives a stop."""
+"""``clustertrain.session()``: the API that lets a training script run on any number of ranks and survive a stop."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def session(
         checkpoint_dir: folder for checkpoints; default: the run's folder; outside a run no checkpoints are saved.
         seed: default: the recipe's seed, or 1 without a recipe.
         device: ``cpu`` or ``cuda``; default: the plan's device, otherwise cuda if available.
-        timeout_s: limit in seconds for one collective, and so for how long a dead peer can block a rank.
+        timeout_s: limit in seconds for one collective, and thus for how long a dead peer can block a rank.
 
     Raises (on entering):
-        ConfigError: plan, ranks and device do not fit each other.
-        UnsuitableEnvironment: cuda was requested and cannot be used.
+        ConfigError: the plan, the ranks and the device do not match.
+        UnsuitableEnvironment: cuda was requested but cannot be used.
     """
     folder = Path(checkpoint_dir).expanduser().absolute() if checkpoint_dir is not None else None
     return Session(SessionOptions(folder, seed, device, timeout_s))
@@ -150,9 +150,9 @@ class Session:
         model rank 0's values are broadcast. A model in pipeline stages cannot be called: :meth:`train_step` drives it.
 
         Args:
-            tp_plan: how tensor parallelism splits it, by module name pattern: ``{"layers.*.up": "colwise", ...}``, with
-                the styles in ``clustertrain.train.distributed.tensor_parallel.WORDS``; default: the model's
-                attribute ``tp_plan``.
+            tp_plan: how tensor parallelism splits the model, by module name pattern: ``{"layers.*.up": "colwise",
+                ...}``, with the styles in ``clustertrain.train.distributed.tensor_parallel.WORDS``; default: the
+                model's attribute ``tp_plan``.
             freeze: name patterns of modules that are not trained.
             unfreeze: (step, patterns): :meth:`train_step` trains these modules from optimizer step ``step`` on,
                 counted from 1; until then they are frozen, whether or not ``freeze`` matches them.
@@ -180,13 +180,13 @@ class Session:
         :class:`LearningRate` applies to the group's learning rate.
 
         Args:
-            optimizer: name of the optimizer the groups are for: ``muon`` and ``shampoo`` need hidden matrices separate.
-            layer_decay: factor between the learning rates of a layer and of the next one toward the output.
+            optimizer: name of the optimizer; ``muon`` and ``shampoo`` need hidden matrices in groups of their own.
+            layer_decay: learning rate of a layer divided by that of the next layer toward the output.
             lr_scale: learning rate factor by module name pattern.
 
         Raises:
             UsageError: :meth:`parallelize` was not called.
-            ConfigError: a pattern matches nothing, or ``layer_decay`` and the order of the layers is unknown.
+            ConfigError: a pattern matches nothing, or ``layer_decay`` is set but the order of the layers is unknown.
         """
         if self._prepared_model is None:
             raise UsageError("session.parameter_groups: call session.parallelize(model) first")
@@ -206,21 +206,21 @@ class Session:
 
         Args:
             cls: a class, or a value of the recipe key ``optim.name``.
-            params: parameters or parameter groups; default: all trainable parameters, for a name in the groups of
-                :meth:`parameter_groups`.
+            params: parameters or parameter groups; default: all trainable parameters; if ``cls`` is a name, in the
+                groups of :meth:`parameter_groups`.
             options: arguments of ``cls``, such as ``lr``.
 
         Raises:
-            UsageError: :meth:`parallelize` was not called, or there is an optimizer already.
-            ConfigError: an unknown name, or an optimizer for matrices and a model without any.
+            UsageError: :meth:`parallelize` was not called, or the session already has an optimizer.
+            ConfigError: the name is unknown, or the optimizer is for matrices and the model has none.
             UnsuitableEnvironment: a package is missing.
         """
         if self._prepared_model is None:
             raise UsageError("session.optimizer: call session.parallelize(model) first")
         if self._state.train_step is not None:
             raise UsageError(
-                "session.optimizer: the session has an optimizer already, and train_step supports only one",
-                fix="make one optimizer with several groups: session.optimizer(cls, [{'params': ...}, ...])",
+                "session.optimizer: the session already has an optimizer, and train_step supports only one",
+                fix="create one optimizer with several groups: session.optimizer(cls, [{'params': ...}, ...])",
             )
         self._state.train_step = build_train_step(get_runtime(self), self._prepared_model, cls, params, options)
         return self._state.train_step.optimizer
@@ -228,32 +228,32 @@ class Session:
     def train_step(
         self, batch: Any, loss_fn: Loss, *, clip_norm: float = 0.0, clip: Clipping | None = None
     ) -> StepResult:
-        """Do one optimizer step over ``batch``: forward, backward, gradient reduction, clipping, update. Collective.
+        """Run one optimizer step on ``batch``: forward, backward, gradient reduction, clipping, update. Collective.
 
         If the loss or the gradient is NaN or Inf on any rank, all ranks skip the update. The loss, learning rate and
         gradient norm go into the step's row of metrics.
 
         Args:
             batch: this rank's ``(inputs, target)``, or a list of such micro-batches, as a loader with ``micro_batch``
-                yields them; the script may transform it sample by sample. Inputs are a tensor, a tuple, or a dict of
-                arguments for the model, each of shape (samples, …).
+                yields them; the script may transform each sample. Inputs are a tensor, a tuple, or a dict of arguments
+                for the model, each of shape (samples, …).
             loss_fn: called with (output, target); returns the mean over the samples, or a pair (sum, count) for a mean
-                over something else, such as tokens: 0-dimensional tensors; the count may be an int.
+                over something else, such as tokens. All are 0-dimensional tensors; the count may be an int.
             clip_norm: limit for the global gradient norm; 0: no clipping.
             clip: instead of ``clip_norm``: ``ct.Clipping("value", value=0.5)``, ``ct.Clipping("adaptive")``, …
 
         Raises:
-            UsageError: there is no optimizer, the batch has another form, or it comes from a ragged loader and its
-                micro-batches were changed; both ``clip_norm`` and ``clip`` are given, or a norm below 0.
+            UsageError: there is no optimizer, the batch has a different form, or it comes from a ragged loader and its
+                micro-batches were changed; both ``clip_norm`` and ``clip`` are given, or a norm is below 0.
         """
         train_step, runtime = self._state.train_step, get_runtime(self)
         if train_step is None:
-            raise UsageError("session.train_step: make the optimizer with session.optimizer(cls, ...) first")
+            raise UsageError("session.train_step: create the optimizer with session.optimizer(cls, ...) first")
         if clip is not None and clip_norm:
             raise UsageError("session.train_step: give clip_norm or clip, not both")
         layer_stats = runtime.metrics_processor.layer_stats_for(self.step + 1)
         clipping = clip or Clipping(norm=clip_norm)
-        lr = unscaled_lr(train_step.optimizer)  # before the step: 8-bit AdamW rounds it to fp32
+        lr = unscaled_lr(train_step.optimizer)  # read before the step: 8-bit AdamW rounds it to fp32
         result = train_step(batch, runtime.sample_positions.for_batch(batch), loss_fn, clipping, layer_stats)
         runtime.metrics_processor.record_step(result, lr)
         return result
@@ -279,11 +279,11 @@ class Session:
             workers: processes that read ahead during the whole run; -1: as many as this rank's cores allow.
             prefetch: micro-batches that each worker keeps ready.
             limits: limits of the model; a sample outside them raises an error that names it.
-            ragged: allow a global batch that does not divide evenly: ranks then get different numbers of samples, which
-                :meth:`train_step` accounts for, and a plain mean over the ranks does not.
+            ragged: allow a global batch that does not divide evenly: ranks then get different numbers of samples.
+                :meth:`train_step` accounts for this; a plain mean over the ranks does not.
 
         Raises:
-            ConfigError: ``global_batch`` does not divide over the ranks and micro-batches; the data set is empty.
+            ConfigError: ``global_batch`` does not divide over the ranks and micro-batches, or the dataset is empty.
         """
         runtime = get_runtime(self)
         loader = Loader(
@@ -323,31 +323,31 @@ class Session:
     ) -> dict[str, float]:
         """Return ``validation_loss`` and the metrics, means over ``data`` that are equal on all ranks. Collective.
 
-        The values do not depend on the layout; those of a slice are named ``validation_loss/NAME``. Modes, gradients,
-        buffers and random generators stay as they were. The result is empty if the ranks have agreed to stop:
-        :meth:`steps` then ends the process.
+        The values do not depend on the layout; those of a slice are named ``validation_loss/NAME``. Module modes,
+        gradients, buffers and random generators stay as they were. The result is empty if the ranks have agreed to
+        stop: :meth:`steps` then ends the process.
 
         Args:
-            data: a data set, split over the data-parallel ranks in order; or this rank's batches (inputs, target), the
+            data: a dataset, split over the data-parallel ranks in order; or this rank's batches (inputs, target), the
                 same on ranks that share a part of the batch.
             loss_fn: as for :meth:`train_step`.
             metrics: names from ``evaluation.metrics``, or functions (output, target) -> (sum, count) by name.
             micro_batch: samples per rank and forward pass; default: as in training, or 8 without a loader.
             samples: evaluate at most this many; 0: all.
             workers: processes that read ahead; 0: the rank itself reads.
-            slices: slices of the data set to report; default: all that it names.
-            group: adjacent samples that are compared with each other, for example by a contrastive loss.
+            slices: slices of the dataset to report; default: all that it names.
+            group: number of adjacent samples that are compared with each other, for example by a contrastive loss.
             ignore_index: target value that the metrics exclude.
             limits: limits of the model; a sample outside them raises an error that names it.
             model: default: the result of :meth:`parallelize`.
 
         Raises:
             UsageError: there is no model.
-            ConfigError: nothing to evaluate on, an unknown metric or slice, or outputs that do not fit a metric.
+            ConfigError: ``data`` is empty, a metric or slice is unknown, or the outputs do not fit a metric.
         """
         model = self._state.model if model is None else model
         if model is None:
-            raise UsageError("session.evaluate: call session.parallelize(model) first, or give model=...")
+            raise UsageError("session.evaluate: call session.parallelize(model) first, or pass model=...")
         runtime = get_runtime(self)
         pass_config = DatasetPassConfig(
             micro_batch or evaluation_api.default_micro_batch(runtime), samples, workers, group, limits
@@ -369,10 +369,10 @@ class Session:
         on_value: Callable[[float], None] | None = None,
         **options: Any,
     ) -> EvaluationSchedule:
-        """Return a schedule of evaluations, every ``every`` steps and at the end, for :meth:`steps`.
+        """Return a schedule for :meth:`steps` of evaluations every ``every`` steps and at the end.
 
-        :meth:`steps` logs each with its step, keeps the best checkpoint by ``metric``, and ends the run after
-        ``patience`` evaluations without an improvement (0: never).
+        :meth:`steps` logs each evaluation with its step, keeps the best checkpoint by ``metric``, and ends the run
+        after ``patience`` evaluations without an improvement (0: never).
 
         Args:
             warn_when_rising: warn after this many evaluations in a row with a rising loss; 0: never.
@@ -394,7 +394,7 @@ class Session:
         )
 
     def accumulate(self, model: nn.Module, micro_batches: list[T]) -> Iterator[T]:
-        """Yield the micro-batches of one step; gradients are reduced with the last one only.
+        """Yield the micro-batches of one step; gradients are reduced only with the last one.
 
         The script must scale the losses.
         """
@@ -432,22 +432,22 @@ class Session:
         """Add scalars of rank 0 to the row of the current step. A tensor is read one step later, without waiting.
 
         Raises:
-            UsageError: a value is no number, string, None or tensor; on all ranks.
-            ConfigError: a tensor has more than one element; raised by :meth:`steps` at the end of the step.
+            UsageError: on all ranks, if a value is not a number, a string, None or a tensor.
+            ConfigError: a tensor does not have exactly one element; raised by :meth:`steps` at the end of the step.
         """
         get_runtime(self).metrics_processor.log(scalars)
 
     def poll(self) -> bool:
         """Return whether all ranks have agreed to stop. Collective.
 
-        Call it during long work between two steps, equally often on all ranks, and leave that work once it returns
-        true: :meth:`steps` then saves and ends the process.
+        Call it during long work between two steps, equally often on all ranks, and stop that work once it returns true:
+        :meth:`steps` then saves and ends the process.
         """
         return get_runtime(self).agreement.poll()
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to stop. The other ranks may not know yet: do not skip a collective for it."""
+        """Whether this rank was asked to stop. Other ranks may not know yet, so never skip a collective based on it."""
         return bool(get_runtime(self).flag)
 
     def steps(
@@ -458,22 +458,22 @@ class Session:
         keep: int | None = None,
         evaluations: EvaluationSchedule | None = None,
     ) -> Iterator[int]:
-        """Yield the numbers of the steps still to do, 0 to ``total - 1``.
+        """Yield the numbers of the remaining steps, up to ``total - 1``.
 
         Before the first step, the newest checkpoint that verifies is restored into ``state``. If the recipe rolls back
-        after loss spikes or NaN and Inf, an older checkpoint is restored and lower step numbers follow again.
+        after loss spikes or NaN and Inf, an older checkpoint is restored and its lower step numbers are yielded again.
         Checkpoints are saved in the background every ``checkpoint_every``, and at the end. On a request to stop, all
-        ranks leave at the same step. They save, unless the last steps were bad or there is no time left, and the
-        process ends with SystemExit: code 0 in a run; outside a run 75, or 1 without checkpoints.
+        ranks leave the loop at the same step. They save, unless the last steps were bad or there is no time left, and
+        the process ends with SystemExit: code 0 in a run; outside a run 75, or 1 without checkpoints.
 
         Args:
             total: optimizer steps of the whole run, including those before a resume.
             state: modules, optimizers, objects with state_dict and load_state_dict, tensors (filled in place) and plain
                 data (replaced in the dict). Unsharded entries are saved from rank 0 and loaded on every rank.
-            checkpoint_every: steps, a time ("10min") or "auto", as ``every`` in the recipe's ``[checkpoint]``; None:
-                only at the end.
+            checkpoint_every: a number of steps, a time ("10min") or "auto", as ``every`` in the recipe's
+                ``[checkpoint]``; None: only at the end.
             keep: how many of the newest checkpoints to keep; default: the recipe's value.
-            evaluations: evaluations to run at the steps at which they are due; the best checkpoint is kept too.
+            evaluations: evaluations to run at the steps where they are due; the best checkpoint is kept too.
 
         Raises:
             UsageError: ``total`` is below 0, ``keep`` is below 1, or an earlier loop of the run ended at ``total`` or

@@ -1,4 +1,4 @@
-"""The loop of steps. Between two steps all ranks stop, save, roll back or evaluate, all at the same step."""
+"""The step loop. Between two steps, all ranks stop, save, roll back or evaluate together, at the same step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StepLoop:
     def __init__(
         self, runtime: SessionRuntime, total: int, state: dict[str, Any], evaluations: EvaluationSchedule | None
     ) -> None:
-        """``total`` counts the steps of the whole run; ``state`` goes into checkpoints, and the loop adds entries."""
+        """``total`` counts the steps of the whole run. The loop adds entries to ``state``, which checkpoints hold."""
         self._runtime = runtime
         self._session_state = runtime.state
         self._total = total
@@ -50,11 +50,11 @@ class StepLoop:
         self._evaluations = evaluations
         self._agreement, self._checkpointer = runtime.agreement, runtime.checkpointer
         self._metrics_processor = runtime.metrics_processor
-        self._start_step = 0  # the step restored at the start or by the last roll-back
-        self._eval_caught_up = False  # a missed evaluation of that step was made, which its checkpoint does not hold
+        self._start_step = 0  # the step restored at the start or by the last rollback
+        self._eval_caught_up = False  # a missed evaluation of that step was run; its checkpoint lacks the results
 
     def run(self, every: int | str | None, keep: int | None) -> Iterator[int]:
-        """Yield the steps as ``Session.steps`` does; save ``every`` so often and keep the ``keep`` newest."""
+        """Yield the steps; ``every`` and ``keep`` are ``checkpoint_every`` and ``keep`` of ``Session.steps``."""
         self._prepare(every, keep)
         self._restore()
         while True:
@@ -75,7 +75,7 @@ class StepLoop:
     def _step(self) -> int:
         return self._session_state.step
 
-    # -- start and roll-back
+    # -- start and rollback
 
     def _prepare(self, every: int | str | None, keep: int | None) -> None:
         if self._runtime.loss_scale is not None:
@@ -145,9 +145,9 @@ class StepLoop:
         return True
 
     def _check_rollback(self, decision: StepDecision) -> tuple[Rollback, RollbackTarget] | None:
-        """Return the roll-back that bad steps require, or None.
+        """Return the rollback that bad steps require, or None.
 
-        Before a save all steps are checked: a checkpoint must not contain unchecked ones.
+        Before a save, all steps are checked: a checkpoint must not contain unchecked ones.
         """
         monitor = self._runtime.metrics_processor.monitor
         if monitor is None:
@@ -155,10 +155,10 @@ class StepLoop:
         return monitor.check(self._step, check_all=decision.should_stop or decision.save_due or decision.is_last)
 
     def _stop_and_exit(self, decision: StepDecision, rollback: tuple[Rollback, RollbackTarget] | None) -> NoReturn:
-        """Save and leave.
+        """Save and end the process.
 
-        After bad steps nothing is saved: the roll-back is recorded and the next attempt does it, since the time until
-        the kill is short. If it is too short for a save, the run continues from the newest committed checkpoint.
+        After bad steps, nothing is saved: the rollback is recorded and the next attempt carries it out, since the time
+        until the kill is short. If it is too short for a save, the run continues from the newest committed checkpoint.
         """
         save = not decision.is_late and rollback is None
         self._runtime.events.emit("stop_agreed", step=self._step, save=save)
@@ -189,7 +189,7 @@ class StepLoop:
 
     @contextmanager
     def _exit_when_too_late(self) -> Iterator[None]:
-        """Leave, on all ranks, if the deadline comes before the saves in the block are committed."""
+        """End the process, on all ranks, if the deadline comes before the saves in the block are committed."""
         try:
             with self._runtime.progress.in_phase(heartbeat.CHECKPOINT):
                 yield
@@ -202,7 +202,7 @@ class StepLoop:
         self._checkpointer.save(self._step, self._state, reason, self._latest_metrics())
 
     def _latest_metrics(self) -> dict[str, Any]:
-        """Return the scalars that rate a checkpoint made now: without validations of an earlier model."""
+        """Return the scalars that rate a checkpoint made now, without validation results of an earlier step."""
         latest = self._metrics_processor.writer.latest.items()
         logged = {
             k: v for k, v in latest if not k.startswith(VALIDATION_PREFIX) or self._metrics_processor.has_logged(k)
@@ -247,7 +247,7 @@ class StepLoop:
         return results
 
     def _run_missed_evaluation(self) -> bool:
-        """Run an evaluation that a stop cut short, write its step's row again, and return whether there was one."""
+        """Run an evaluation that a stop cut short, write its step's row again, and return whether it has results."""
         if self._evaluations is None or not self._evaluations.is_due(self._step, self._total):
             return False
         results = self._evaluate(self._evaluations)

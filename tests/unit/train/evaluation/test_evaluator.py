@@ -154,7 +154,7 @@ def test_all_targets_masked_raises(session: ct.Session, net: Net) -> None:
 
 
 def test_evaluate_without_model_or_samples_raises(session: ct.Session) -> None:
-    with pytest.raises(UsageError, match=r"call session.parallelize\(model\) first, or give model="):
+    with pytest.raises(UsageError, match=r"call session.parallelize\(model\) first, or pass model="):
         session.evaluate(Points(), sum_loss)
     with pytest.raises(ConfigError, match="the validation dataset is empty"):
         session.evaluate(Points(0), sum_loss, model=Net())
