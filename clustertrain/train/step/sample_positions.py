@@ -1,4 +1,4 @@
-"""Identifies the samples in a batch, also after the script has transformed what a loader returned."""
+"""Identification of the samples in a batch, even after the script has transformed what a loader returned."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from clustertrain.train.data.loader import Loader
 
 
 class SamplePositions:
-    """Matches batches with what the loaders have returned since the last call; the list of loaders may grow."""
+    """Matcher of batches to what the loaders have returned since the last call; the list of loaders may grow."""
 
     def __init__(self, loaders: list[Loader]) -> None:
         self._loaders = loaders
         self._last_loaders: list[Loader] = []
 
     def for_batch(self, batch: object) -> list[torch.Tensor] | None:
-        """Return for each micro-batch the positions of its samples in the run; None if unknown and not needed.
+        """Return each micro-batch's sample positions in the run, (samples,) each; None if unknown and not needed.
 
         Raises:
-            UsageError: they are unknown, and some samples may be padding of a ragged batch.
+            UsageError: the positions are unknown, and some samples may be padding of a ragged batch.
         """
         unconsumed = [loader for loader in self._loaders if loader.is_unconsumed]
         for loader in unconsumed:
@@ -36,7 +36,7 @@ class SamplePositions:
         if any(loader.ragged for loader in self._last_loaders):
             raise UsageError(
                 "train_step: a loader's global batch does not divide over ranks and micro-batches, so some samples are "
-                f"padding; this batch, with micro-batches of {sizes} samples, does not show which ones",
+                f"padding, and it is unknown which ones in this batch, whose micro-batches have {sizes} samples",
                 fix="take one batch from the loader per step and keep the number and sizes of its micro-batches, "
                 "or choose a global_batch that divides",
             )
@@ -44,7 +44,7 @@ class SamplePositions:
 
 
 def _micro_batch_sizes(batch: object) -> list[int | None]:
-    """Return the number of samples in each micro-batch, None for one without a tensor."""
+    """Return the number of samples in each micro-batch; None for a micro-batch without a tensor."""
     micro_batches = batch if isinstance(batch, list) else [batch]
     return [
         next((len(t) for t in pytree.tree_leaves(m) if isinstance(t, torch.Tensor) and t.dim()), None)

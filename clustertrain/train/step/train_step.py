@@ -2,7 +2,7 @@
 
 The loss is a sum over what it counts (tokens, samples); the sum of gradients is divided once, by the count over all
 ranks and micro-batches, after the reduction and before clipping. So the result depends neither on how the global batch
-is cut into micro-batches nor on whether they are equally large.
+is split into micro-batches nor on whether these are equally large.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class TrainStep:
     ) -> None:
         """
         Args:
-            allow_skip: False if tensors have no values to decide on, as in a trace.
-            emit_event: receives the result of the compile trial; None: no trial is made.
+            allow_skip: False if tensors have no values to base a decision on, as in a trace.
+            emit_event: receives the result of the compile trial; None: no trial is run.
             get_frozen: returns the parameters that the next update must not change.
         """
         self._allow_skip = allow_skip
-        # Pipeline stages wait for each other inside the passes: if one fails to compile, the others would hang.
+        # Pipeline stages wait for each other during the passes: if one failed to compile, the others would hang.
         self._emit_event = emit_event if context.parallel.compile and context.layout.pp == 1 else None
         self._model = model
         self.optimizer = optimizer
@@ -80,7 +80,7 @@ class TrainStep:
         self._get_frozen = get_frozen
         self._accepts_samples = accepts_samples(unwrap(model))
         coordinates = context.layout.coordinates(context.rank)
-        # Ranks that compute the same loss twice must not count it twice.
+        # Tensor-parallel ranks compute the same loss, which must be counted only once.
         self._counts_loss = coordinates.tp == 0
         self._index_powers = torch.zeros(0, 3)
         self.forward_timer = ForwardTimer(context.device, is_collective_free(model, context.layout))
@@ -93,11 +93,11 @@ class TrainStep:
         clip: Clipping,
         layer_stats: LayerStats | None = None,
     ) -> StepResult:
-        """Do one step over ``batch``.
+        """Run one step on ``batch``.
 
         Args:
-            samples: positions of the samples in the run, by micro-batch; None if unknown.
-            layer_stats: collects figures by layer during this step; None: no figures.
+            samples: each micro-batch's sample positions in the run; None if unknown.
+            layer_stats: collects statistics per layer during this step; None: no statistics.
 
         Raises:
             UsageError: ``batch`` is neither a pair nor a list of pairs.
@@ -137,7 +137,7 @@ class TrainStep:
 
     @property
     def is_compile_untried(self) -> bool:
-        """Whether the layers are to be compiled and the compile trial is still to come."""
+        """Whether the layers will be compiled but the compile trial has not run yet."""
         return self._emit_event is not None
 
     def _forward_backward(
@@ -182,12 +182,12 @@ class TrainStep:
     def _update(self, totals: torch.Tensor, clip: Clipping, layer_stats: LayerStats | None) -> StepResult:
         """Clip and update; ``totals`` is this rank's loss sum, count and :func:`compute_nonfinite_moments`."""
         for p in self._get_frozen():
-            p.grad = None  # keeps it out of the norm and without optimizer state
+            p.grad = None  # keeps it out of the norm and the optimizer state
         params = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
         reduce_partial_gradients(params)
         counted_elsewhere = getattr(self._model, "counted_elsewhere", ())
         local_square = local_squared_norm(params, self._context.device, self._context.layout.pp, counted_elsewhere)
-        # One all-reduce for all figures: a NaN or Inf on any rank reaches all of them.
+        # One all-reduce for all values: a NaN or Inf on any rank reaches all ranks.
         packed = torch.cat([totals, local_square.reshape(1)])
         if dist.is_initialized():
             dist.all_reduce(packed)
@@ -224,10 +224,10 @@ class TrainStep:
     def _check_overflow(scale: LossScale, verdict: StepVerdict) -> bool:
         """Update the fp16 loss scale and return whether this step overflowed.
 
-        This is a host sync in every step: the next step needs the new scale before it starts.
+        This is a host sync per step: the next step needs the new scale before it starts.
         """
         if not bool(verdict.loss.isfinite() | verdict.finite):
-            return False  # the unscaled loss is NaN or Inf already, so the scale is not the cause
+            return False  # the unscaled loss is already NaN or Inf, so the scale is not the cause
         overflow = not bool(verdict.finite)
         at_floor = scale.update(overflow=overflow)
         return overflow and not at_floor
