@@ -73,7 +73,7 @@ def test_too_many_skipped_steps_in_a_row_end_run(tmp_path: Path) -> None:
     ranks = Ranks(run, 4, setup=faulty_data.poison_gradients, args=(0, range(4, 99))).expect(78)
     results = ranks.results()
     assert {r["kind"] for r in results} == {"environment"} and {r["step"] for r in results} == {6}
-    assert "3 steps in a row skipped, 4 to 6" in results[0]["error"]["message"]
+    assert "3 steps in a row were skipped, 4 to 6" in results[0]["error"]["message"]
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,1 @@
-"""Monitoring of training steps: clipping, bad steps, roll-backs, layer statistics and warnings."""
+"""Monitoring of training steps: clipping, bad steps, rollbacks, layer statistics and warnings."""

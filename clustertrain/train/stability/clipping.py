@@ -1,7 +1,7 @@
 """Gradient clipping by norm, by value, or by an adaptive norm.
 
-All modes act on the global gradient in every layout: each rank knows the global norm, and limits of elements do not
-depend on where an element is stored.
+In every layout, all modes act on the global gradient: each rank knows the global norm, and the limit of an element does
+not depend on where it is stored.
 """
 
 from __future__ import annotations
@@ -65,10 +65,14 @@ def scale_and_clip(
     norm: torch.Tensor,
     norm_limit: torch.Tensor,
 ) -> torch.Tensor:
-    """Multiply all gradients by ``factor`` and clip the result, whose global norm is ``norm``, in place without a host
-    sync.
+    """Multiply all gradients by ``factor`` and clip the result, in place and without a host sync.
 
-    Returns whether anything was clipped: a bool on the device, equal on all ranks.
+    Args:
+        norm: global norm of the gradients multiplied by ``factor``.
+        norm_limit: see :func:`compute_norm_limit`.
+
+    Returns:
+        Whether anything was clipped: a bool on the device, equal on all ranks.
     """
     params = list(params)
     if clipping.mode == "value":

@@ -1,4 +1,4 @@
-"""Optimizer steps that a flag on the device can skip."""
+"""Optimizer steps that are skipped if a flag on the device is set."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from clustertrain.train.optim.wrapper import CompositeOptimizer
 
 
 def supports_device_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer`` reads a skip flag on the device, as torch's fused Adam, AdamW, SGD and Adagrad on
-    GPU do.
+    """Return whether ``optimizer`` reads a skip flag on the device, as torch's fused optimizers on GPU do.
 
-    For other and composite optimizers the host must read the flag, and thus waits for the device once per step.
+    These are Adam, AdamW, SGD and Adagrad. For other and composite optimizers the host must read the flag, and thus
+    waits for the device once per step.
     """
     inner, *others = (wrapped.optimizer for wrapped in inner_optimizers(optimizer))
     if others or inner is not optimizer or isinstance(optimizer, CompositeOptimizer):
-        return False  # in ZeRO-1 a rank may own no parameter with state, and all must decide alike
+        return False  # in ZeRO-1 a rank may own no parameter with state, and all ranks must decide the same
     params = [p for group in inner.param_groups for p in group["params"]]
     # Without state, a skipped step would create some: SGD's momentum would stay uninitialized.
     return bool(getattr(inner, "_step_supports_amp_scaling", False)) and all(
@@ -29,9 +29,9 @@ def supports_device_skip(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_unless(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
-    """Run one step of ``optimizer`` unless ``skip``, a bool on the device equal on all ranks (None: never skip).
+    """Run one step of ``optimizer`` unless ``skip`` is set; a skipped step leaves weights and state bitwise unchanged.
 
-    A skipped step leaves weights and state bitwise unchanged.
+    ``skip`` is a bool on the device, equal on all ranks; None: never skip.
     """
     if skip is None or not supports_device_skip(optimizer):
         if skip is None or not bool(skip):
@@ -46,14 +46,14 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> 
 
 
 class RunningStatistics:
-    """Running statistics of batch norms, which a forward pass changes before it is known whether the step counts."""
+    """Running statistics of batch norms, which a forward pass changes before it is known if the step is skipped."""
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = list(_running_buffers(model))
         self._saved: list[torch.Tensor] = []
 
     def save(self) -> None:
-        """Copy the statistics."""
+        """Save a copy of the statistics."""
         self._saved = [b.clone() for b in self._buffers]
 
     def restore_where(self, skip: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Policy on the host: counts skipped steps and decides when the run must stop or roll back.
+"""Host-side policy that counts skipped steps and decides when the run must stop or roll back.
 
-All ranks decide alike at the same step without communication: values have the same bits on all ranks, and each step is
-checked a fixed number of steps later rather than when its values arrive.
+All ranks reach the same decision at the same step without communication: values have the same bits on all ranks, and
+each step is checked a fixed number of steps later rather than when its values arrive.
 """
 
 from __future__ import annotations
@@ -30,14 +30,10 @@ class Rollback:
 
 
 class DivergencePolicy:
-    """Decision to stop or roll back after bad steps: NaN or Inf, or a spike if the recipe skips spikes."""
+    """Policy that stops or rolls back after bad steps: NaN or Inf, or a spike if the recipe skips spikes."""
 
     def __init__(self, spec: StabilitySpec, lag: int) -> None:
-        """Create the policy.
-
-        Args:
-            lag: steps between a step and its check; 0 if the host need not wait for its values.
-        """
+        """``lag``: number of steps between a step and its check; 0 if the host need not wait for its values."""
         self._spec = spec
         self._lag = lag
         self._pending: deque[tuple[int, AsyncCopy]] = deque()
@@ -61,9 +57,9 @@ class DivergencePolicy:
             self._pending.append((step, values))
 
     def check(self, step: int, *, check_all: bool = False) -> Rollback | None:
-        """Check the steps that are due after ``step``, and return a roll-back if one is needed.
+        """Check the queued steps that are due after ``step``, and return a rollback if one is needed.
 
-        ``check_all`` checks every queued step: a checkpoint must not contain an unchecked one. A roll-back drops the
+        ``check_all`` checks every queued step: a checkpoint must not contain an unchecked one. A rollback drops the
         rest of the queue.
 
         Raises:
@@ -91,7 +87,7 @@ class DivergencePolicy:
         if self._consecutive_skips < spec.max_skipped:
             return None
         first = self._first_skipped
-        reason = f"{self._consecutive_skips} steps in a row skipped, {first} to {step}: {describe_problem(values)}"
+        reason = f"{self._consecutive_skips} steps in a row were skipped, {first} to {step}: {describe_problem(values)}"
         if spec.on_divergence == "roll-back":
             return Rollback(first, step, reason)
         raise Diverged(
@@ -121,10 +117,10 @@ def describe_problem(values: Mapping[str, Any]) -> str:
 
 
 class PositionHistory:
-    """Positions of each loader before and after recent steps, to name their samples later."""
+    """Positions of each loader before and after recent steps, from which their samples can be named later."""
 
     def __init__(self, steps: int) -> None:
-        """Remember the last ``steps`` steps."""
+        """Keep the positions of the last ``steps`` steps."""
         self._steps = steps
         self._entries: deque[tuple[int, dict[str, tuple[int, int]]]] = deque(maxlen=steps)
 

@@ -1,7 +1,7 @@
 """Statistics per layer in selected steps: norms of gradients and weights, update ratios, activations, dead units.
 
-They are collected per unit, a module named ``layers.0`` inside an outermost list and ``embed`` outside of one. One
-collective sums what all ranks hold, in every layout. Between those steps nothing stays attached to the model.
+A unit is an element of an outermost module list (``layers.0``) or a top-level module outside of one (``embed``). In
+every layout, one collective sums the values of all ranks. In other steps, nothing is attached to the model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def find_unit_name(name: str) -> str:
 class LayerStats:
     """Collector of layer statistics.
 
-    With ``parallel.compile`` it omits activations, because hooks would force recompilation.
+    With ``parallel.compile``, it omits activations, because hooks would force recompilation.
     """
 
     def __init__(self, model: nn.Module, context: RankContext) -> None:
@@ -79,8 +79,8 @@ class LayerStats:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             tensor = _first_tensor(output)
             if tensor is not None:
-                size = torch.linalg.vector_norm(tensor, 1, dtype=torch.float32).double()
-                self._sums[unit, _ACTIVATION] += size.to(self._sums.device)
+                abs_sum = torch.linalg.vector_norm(tensor, 1, dtype=torch.float32).double()
+                self._sums[unit, _ACTIVATION] += abs_sum.to(self._sums.device)
                 self._sums[unit, _COUNT] += tensor.numel()
 
         return hook
@@ -89,10 +89,9 @@ class LayerStats:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             tensor = _first_tensor(output)
             if tensor is not None and tensor.dim() > 1:
-                features = (
-                    1 if tensor.dim() > 3 else tensor.dim() - 1
-                )  # dim 1 for images (batch, features, …), otherwise the last
-                active = (tensor > 0).any(dim=[d for d in range(tensor.dim()) if d != features])
+                # Images are (batch, features, …); otherwise the features are the last dimension.
+                feature_dim = 1 if tensor.dim() > 3 else tensor.dim() - 1
+                active = (tensor > 0).any(dim=[d for d in range(tensor.dim()) if d != feature_dim])
                 self._active_units[name] = self._active_units[name] | active if name in self._active_units else active
 
         return hook
@@ -101,7 +100,7 @@ class LayerStats:
         """Collect gradients and weights after the backward pass.
 
         Args:
-            factor: factor that the update applies to the gradients, excluding clipping.
+            factor: factor by which the update multiplies the gradients, excluding clipping.
         """
         started = clock.monotonic()
         self._weight_samples = []
@@ -164,7 +163,7 @@ class LayerStats:
         return self._gather_from_stages([n for n, _ in self._relus])
 
     def _gather_from_stages(self, local_names: Iterable[str]) -> list[str]:
-        """Return the sorted names of all stages. Collective."""
+        """Return the sorted names from all pipeline stages. Collective."""
         if self._context.layout.pp == 1:
             return sorted(local_names, key=_natural_sort_key)
         gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]

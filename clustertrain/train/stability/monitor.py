@@ -1,4 +1,4 @@
-"""Stability monitoring of a session's steps, and its state in the checkpoint."""
+"""Stability monitoring of a session's steps, and the state that it keeps in checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATE_KEY = "stability"  # key in the run's state
 
 
 class StabilityMonitor:
-    """Watches the steps of :meth:`Session.train_step`; custom training loops are not monitored."""
+    """Monitor of the steps that :meth:`Session.train_step` runs; custom training steps are not monitored."""
 
     def __init__(self, model: nn.Module, guard: StepGuard, context: RankContext) -> None:
         self._spec = spec = context.stability
@@ -38,7 +38,7 @@ class StabilityMonitor:
         self._loaders = {name: value for name, value in state.items() if isinstance(value, Loader)}
 
     def layer_stats_for(self, step: int) -> LayerStats | None:
-        """Return the collector of layer statistics if step ``step``, counted from 1, is due for them."""
+        """Return the collector of layer statistics if they are due in step ``step``, counted from 1; else None."""
         if not self._spec.layer_stats_every or step % self._spec.layer_stats_every:
             return None
         if self._layer_stats is None:
@@ -55,7 +55,7 @@ class StabilityMonitor:
         self._last_result = result
 
     def end_step(self, step: int) -> None:
-        """Record positions and result of ``step``, counted from 1."""
+        """Record the positions and the result of ``step``, counted from 1."""
         self._history.record(
             step, {n: (before, self._loaders[n].position) for n, before in self._positions_before.items()}
         )
@@ -63,7 +63,7 @@ class StabilityMonitor:
             self.divergence_policy.enqueue(step, self._last_result)
 
     def check(self, step: int, *, check_all: bool) -> tuple[Rollback, RollbackTarget] | None:
-        """Return whether the run must roll back, and the requirements for the checkpoint.
+        """Return the rollback that the run needs and its requirements for the checkpoint, or None.
 
         Raises:
             Diverged: see :meth:`DivergencePolicy.check`.
@@ -82,13 +82,13 @@ class StabilityMonitor:
         return rollback, target
 
     def describe_samples(self, step: int, micro_batch: int) -> str:
-        """Return a text naming the samples of ``step``; empty if they are unknown.
+        """Return text that names the samples of ``step``; empty if they are unknown.
 
-        ``micro_batch`` is the number of the only micro-batch with a NaN or Inf loss, or -1; its samples are then named
-        alone.
+        ``micro_batch`` is the index of the only micro-batch with a NaN or Inf loss, whose samples alone are then named;
+        -1 if there is no such micro-batch.
         """
         ranges_by_loader = self._history.ranges_between(step, step)
-        # With several loaders the number does not identify a loader's micro-batch.
+        # With several loaders, the index does not identify a loader's micro-batch.
         micro_batch_index = micro_batch if len(ranges_by_loader) == 1 else -1
         return "; ".join(
             self._loaders[name].describe_batch(ranges[-1][0], micro_batch_index)

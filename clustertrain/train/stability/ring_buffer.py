@@ -1,4 +1,4 @@
-"""A ring buffer of recent values on the device, pushed and queried without host sync."""
+"""A ring buffer of recent values on the device, written and queried without a host sync."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RingBuffer:
         self._next_index = 0
 
     def push(self, value: torch.Tensor) -> None:
-        """Add ``value``, one element; the host learns only that there is one more."""
+        """Add ``value``, a tensor of one element."""
         self._values[self._next_index].copy_(value)
         self._next_index = (self._next_index + 1) % len(self._values)
 
@@ -29,7 +29,7 @@ class RingBuffer:
         return self._values.nanmean()
 
     def median(self) -> torch.Tensor:
-        """Return the median, the lower one for an even count; NaN without values."""
+        """Return the median, for an even count the lower of the two middle values; NaN without values."""
         return self.quantile(0.5)
 
     def median_abs_deviation(self) -> torch.Tensor:
@@ -37,7 +37,7 @@ class RingBuffer:
         return _quantile((self._values - self.median()).abs(), 0.5)
 
     def quantile(self, fraction: float) -> torch.Tensor:
-        """Return a quantile without interpolation, so that it has the same bits on every device."""
+        """Return a quantile without interpolation, so that its bits are the same on every device."""
         return _quantile(self._values, fraction)
 
     def to_list(self) -> list[float]:
@@ -46,7 +46,7 @@ class RingBuffer:
         return [*values[self._next_index :], *values[: self._next_index]]
 
     def fill(self, values: Sequence[float]) -> None:
-        """Restore the values of :meth:`to_list`, also from a buffer of another size."""
+        """Restore values that :meth:`to_list` returned, even for a buffer of a different size."""
         size = len(self._values)
         recent = list(values)[-size:]
         padded = [math.nan] * (size - len(recent)) + recent
@@ -55,5 +55,5 @@ class RingBuffer:
 
 
 def _quantile(values: torch.Tensor, fraction: float) -> torch.Tensor:
-    """Return the lower quantile; nanmedian would ask the GPU for the number of NaN (torch 2.13)."""
+    """Return the lower quantile. nanmedian would wait for the GPU to count the NaNs (torch 2.13)."""
     return values.nanquantile(fraction, interpolation="lower")

@@ -1,4 +1,4 @@
-"""Decision on the device whether a step may change the weights, from values common to all ranks."""
+"""Device-side decision whether a step may change the weights, based on values common to all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clustertrain.train.stability import clipping
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.stability.ring_buffer import RingBuffer
 
-MAD_TO_SIGMA = 1.4826  # for a normal distribution: 1 / its third quartile
+MAD_TO_SIGMA = 1.4826  # 1 / the third quartile of the standard normal distribution
 MIN_LOSSES = 16  # with fewer losses there are no spikes
 MIN_RELATIVE_SPREAD = 1e-3  # of the median: tiny changes of a constant loss must not count as spikes
 CLIP_FRACTION_WINDOW = 100  # steps over which the clipped fraction is reported
@@ -22,7 +22,7 @@ CLIP_FRACTION_WINDOW = 100  # steps over which the clipped fraction is reported
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """Result of a check, tensors of one element on the device."""
+    """Result of a check: tensors of one element, on the device."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
@@ -37,7 +37,7 @@ class StepVerdict:
 
 
 class StepGuard:
-    """State of the checks, identical on all ranks because inputs are sums over all ranks with the same bits."""
+    """State of the checks, identical on all ranks because the inputs are sums over all ranks with the same bits."""
 
     def __init__(self, spec: StabilitySpec, device: torch.device) -> None:
         self.spec = spec
@@ -47,13 +47,13 @@ class StepGuard:
         self._clipped = RingBuffer(CLIP_FRACTION_WINDOW, device)
 
     def check(self, total: torch.Tensor, count: torch.Tensor, norm: torch.Tensor, clip: Clipping) -> StepVerdict:
-        """Check a step.
+        """Return whether a step is bad, and its norm limit.
 
         Args:
-            total: sum of the losses.
+            total: sum of the losses over the global batch.
             count: number of losses.
-            norm: norm of the mean loss's gradient.
-            clip: clipping, which determines the norm limit.
+            norm: norm of the gradient of the mean loss.
+            clip: determines the norm limit.
         """
         loss = (total / count).float()
         # Check the sum rather than the mean, which is NaN, without being an error, if all targets are masked.
@@ -69,7 +69,7 @@ class StepGuard:
         return StepVerdict(loss, norm, finite, spike, skip, norm_limit)
 
     def _is_spike(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return whether the loss is a spike, by median and median deviation, which a recent spike does not shift."""
+        """Return whether the loss is a spike, by median and median deviation, which a recent spike barely shifts."""
         median = self._losses.median()
         spread = torch.maximum(MAD_TO_SIGMA * self._losses.median_abs_deviation(), MIN_RELATIVE_SPREAD * median.abs())
         has_history = self._losses.count() >= MIN_LOSSES

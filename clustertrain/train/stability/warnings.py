@@ -16,8 +16,8 @@ from clustertrain.config.stability import StabilitySpec
 log = logging.getLogger(__name__)
 
 WARNING_EVENT = "training_warning"
-BAD_SAMPLES_KEY = "bad_samples"  # key in a row: text naming the samples of a bad step
-REPEAT_INTERVAL_S = 600.0  # before a warning is repeated
+BAD_SAMPLES_KEY = "bad_samples"  # key in a row: text that names the samples of a bad step
+REPEAT_INTERVAL_S = 600.0  # minimum time before a warning is repeated
 CLIP_FRACTION_STEPS = 100  # steps over which the clipped fraction is computed
 VANISHING_STEPS = 20  # consecutive steps
 MASKED_STEPS = 5  # consecutive steps; a single one may be all prompt or padding
@@ -28,6 +28,7 @@ MIN_BASELINE_STEPS = 100
 MIN_RUN_S, MIN_SLOW_S, MIN_STEP_S = 180.0, 10.0, 0.02
 WARMUP_STEPS = 5  # steps that compile, choose kernels and fill caches
 MAX_DEAD_FRACTION = 0.5  # of a layer's units
+MAX_LISTED_MODULES = 5
 
 _RATE_COLUMNS = ("tokens_per_s", "samples_per_s")
 
@@ -44,7 +45,7 @@ class TrainingWarning:
 
 
 class WarningReporter:
-    """Reports each warning code at most once per ten minutes, with the number of suppressed repetitions."""
+    """Reporter of each warning code at most once per ten minutes, with the number of suppressed repetitions."""
 
     def __init__(self, spec: StabilitySpec, emit_event: Callable[..., None]) -> None:
         self._spec = spec
@@ -60,7 +61,7 @@ class WarningReporter:
         self._total_step_s = self._slow_s = 0.0
 
     def observe(self, row: Mapping[str, Any]) -> None:
-        """Check one metrics row as it is written."""
+        """Check one metrics row when it is written."""
         self._num_rows += 1
         for warning in self._find_warnings(row):
             self.report(warning, int(row["step"]))
@@ -87,7 +88,7 @@ class WarningReporter:
 
     def _find_warnings(self, row: Mapping[str, Any]) -> Iterator[TrainingWarning]:
         loss, norm = _as_float(row.get("loss")), _as_float(row.get("grad_norm"))
-        # If all targets are masked, the loss is a mean of nothing, and NaN is not an error.
+        # If all targets are masked, the loss is the mean of an empty set, and NaN is not an error.
         is_bad = row["skipped"] and not row.get("spike") if "skipped" in row else not _is_finite(loss, norm)
         if is_bad and not row.get("overflow"):  # fp16's loss scale handles overflows
             yield self._build_nonfinite_warning(row, loss, norm)
@@ -99,7 +100,7 @@ class WarningReporter:
                 "learning rate or longer warmup makes spikes rarer",
                 loss,
             )
-        # Without targets there is no gradient; the norm tells this from a NaN loss logged by a script.
+        # Without targets there is no gradient; the norm distinguishes this from a NaN loss logged by a script.
         has_targets = not (row.get("skipped") == 0 and norm == 0 and loss is not None and math.isnan(loss))
         self._masked_steps = 0 if has_targets else self._masked_steps + 1
         if self._masked_steps >= MASKED_STEPS:
@@ -224,23 +225,23 @@ def _format_value(value: float | None) -> str:
 
 
 def _to_json_value(value: float | None) -> float | str | None:
-    """Return NaN and Inf as text, which JSON numbers cannot represent."""
+    """Return ``value``, with NaN and Inf as text because JSON numbers cannot represent them."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
-MAX_LISTED = 5
-
-
 def build_eval_mode_warning(names: Sequence[str], *, switched: bool) -> TrainingWarning:
-    """Return the warning about modules in evaluation mode; ``switched`` if the trainer has put them into training
-    mode."""
-    suffix = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    subject = "the model" if list(names) == [""] else ", ".join(names[:MAX_LISTED]) + suffix
-    clause = f"{subject} {'was' if len(names) == 1 else 'were'}"
+    """Return the warning about modules in evaluation mode.
+
+    ``switched``: the trainer has put the modules into training mode.
+    """
+    suffix = f" and {len(names) - MAX_LISTED_MODULES} more" if len(names) > MAX_LISTED_MODULES else ""
+    subject = "the model" if list(names) == [""] else ", ".join(names[:MAX_LISTED_MODULES]) + suffix
+    was, is_now = ("was", "is now") if len(names) == 1 else ("were", "are now")
+    clause = f"{subject} {was}"
     if switched:
         return TrainingWarning(
             "eval_mode",
-            f"{clause} in evaluation mode with parameters to train, and is now in training mode",
+            f"{clause} in evaluation mode with parameters to train, and {is_now} in training mode",
             "list modules that must stay in evaluation mode (a frozen batch norm) in optim.freeze",
         )
     return TrainingWarning(

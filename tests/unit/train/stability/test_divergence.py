@@ -51,7 +51,7 @@ def test_too_many_consecutive_skips_raise() -> None:
     policy = make_policy(max_skipped=3)
     run(policy, [make_result(), BAD, BAD, make_result(), BAD, BAD, make_result()])
     assert policy.skipped == 4
-    with pytest.raises(Diverged, match="3 steps in a row skipped, 8 to 10: the loss is nan") as caught:
+    with pytest.raises(Diverged, match="3 steps in a row were skipped, 8 to 10: the loss is nan") as caught:
         run(policy, [BAD, BAD, BAD], first=8)
     assert caught.value.exit_code == 78 and "requeue" in caught.value.message
 
