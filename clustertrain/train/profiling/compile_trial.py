@@ -1,4 +1,4 @@
-"""Trial of compilation before the first step: times passes before and after, and falls back to eager if it fails."""
+"""Trial of torch.compile before the first step, with timings and a fallback to eager layers if compilation fails."""
 
 from __future__ import annotations
 
@@ -31,16 +31,13 @@ def run_compile_trial(
     ranks: Ranks,
     emit_event: Callable[..., None],
 ) -> None:
-    """Run ``run_passes``, the forward and backward passes of one step, eagerly and then compiled; leave the layers
-    compiled.
+    """Time ``run_passes``, the forward and backward passes of one step, eagerly and compiled. Collective.
 
-    If any rank's compiler fails, leave them eager. Collective. Gradients are discarded and buffers and generators
-    restored, so a resumed run computes the same as an uninterrupted one.
+    The layers stay compiled, or eager if the compiler failed on any rank. Gradients are discarded, and buffers and
+    random generators restored, so a resumed run computes the same as an uninterrupted one.
     """
-    compiled_modules, device = (
-        [unit for part in model_parts(model) for _, unit in repeated_layers(part)],
-        context.device,
-    )
+    device = context.device
+    compiled_modules = [unit for part in model_parts(model) for _, unit in repeated_layers(part)]
     with _restore_afterwards(model, device):
         with _eager_modules(compiled_modules):
             run_passes()
@@ -86,14 +83,14 @@ def _find_compile_error(run_passes: Callable[[], object]) -> Exception | None:
     return inductor.first_error
 
 
-def _gather_failure(ranks: Ranks, own_error: Exception | None, node: str) -> dict[str, str] | None:
-    """Return reason and fix from the first rank whose compiler failed, or None. Collective."""
-    own_failure = None
-    if own_error is not None:
-        lines = str(own_error).strip().splitlines() or ["no message"]
-        why = f"{type(own_error).__name__}: {lines[0]}"
-        own_failure = {"reason": why, "fix": _suggest_fix(why), "node": node}
-    failures = ranks.all_gather_optional(own_failure)
+def _gather_failure(ranks: Ranks, local_error: Exception | None, node: str) -> dict[str, str] | None:
+    """Return the reason and fix from the first rank whose compiler failed, or None. Collective."""
+    local_failure = None
+    if local_error is not None:
+        lines = str(local_error).strip().splitlines() or ["no message"]
+        reason = f"{type(local_error).__name__}: {lines[0]}"
+        local_failure = {"reason": reason, "fix": _suggest_fix(reason), "node": node}
+    failures = ranks.all_gather_optional(local_failure)
     reported = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
     if not reported:
         return None
@@ -148,8 +145,8 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _suggest_fix(why: str) -> str:
+def _suggest_fix(reason: str) -> str:
     cxx_compiler: Any = shutil.which("g++") or shutil.which("clang++")
-    if not cxx_compiler and "compiler" in why.lower():
+    if not cxx_compiler and "compiler" in reason.lower():
         return "install g++ on the nodes: the compiler's CPU backend needs it"
     return "remove parallel.compile, or see torch's message in the rank's log"

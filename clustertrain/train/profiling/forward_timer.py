@@ -1,7 +1,7 @@
 """Duration of this rank's forward passes, measured without making the host wait for the device.
 
-A pass without collectives shows the speed of this rank alone. The time of a whole step is the same on all ranks, since
-they wait for each other in the backward pass.
+A pass without collectives shows the speed of this rank alone. A whole step takes the same time on all ranks, since they
+wait for each other in the backward pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from clustertrain import clock
 from clustertrain.plan.layout import Layout
 
-MAX_EVENT_PAIRS = 64  # the host runs ahead of a GPU by some steps with many micro-batches
+MAX_EVENT_PAIRS = 64  # the host may run ahead of a GPU by some steps with many micro-batches
 
 _EventPair = tuple[torch.cuda.Event, torch.cuda.Event]
 
@@ -37,10 +37,10 @@ def is_collective_free(model: nn.Module, layout: Layout) -> bool:
 
 
 class ForwardTimer:
-    """Timer of one rank's forward passes that never waits.
+    """Timer of one rank's forward passes that never waits for the device.
 
-    On a GPU events are read after they have passed. A pass without a free pair of events is assumed to take as long as
-    the next timed one, and is counted with it.
+    On a GPU, events are read after they have completed. A pass without a free pair of events is assumed to take as long
+    as the next timed one, and is counted with it.
     """
 
     def __init__(self, device: torch.device, is_enabled: bool) -> None:
@@ -81,7 +81,7 @@ class ForwardTimer:
             self._current = None
 
     def sum_s(self) -> float:
-        """Return the seconds of all finished passes known so far; NaN if disabled."""
+        """Return the total seconds of all passes known to have finished; NaN if disabled."""
         if not self._is_enabled:
             return math.nan
         self._collect_finished()

@@ -1,6 +1,6 @@
 """Profiling of a window of steps: a trace, the most expensive operations, and the breakdown of one step.
 
-It runs on rank 0 only. Steps of the window are slower and delay the other ranks. Outside of it
+It runs on rank 0 only. Steps in the window are slower and delay the other ranks. Outside the window,
 :func:`clustertrain.train.core.step_timer.record_part` returns a context that does nothing.
 """
 
@@ -23,10 +23,10 @@ _US = 1e-6
 
 
 class Profiler:
-    """Profiles steps; call :meth:`begin` and :meth:`end` around each step with the number of steps completed before it.
+    """Profiler of a window of steps. Call :meth:`begin` and :meth:`end` around each step, numbered from 0.
 
-    The last step of the window is timed part by part instead of traced: waiting for the device after each part would
-    distort the trace.
+    The last step of the window is timed part by part instead of traced, since waiting for the device after each part
+    would distort the trace.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Profiler:
             self._write_profile(step, timer)
 
     def close(self) -> None:
-        """Write what was traced when a run ends or rolls back inside the window, and disable profiling."""
+        """Disable profiling, and write what was traced if a run ends or rolls back inside the window."""
         step_timer.stop_timer()
         self._steps = range(0)
         if self._trace is not None:
@@ -102,7 +102,7 @@ class Profiler:
 
 
 def _communication_s(averages: Any, device: torch.device) -> float:
-    """Return the communication time of the traced steps; most of it overlaps with the parts."""
+    """Return the seconds of communication in the traced steps; most of it overlaps with the parts."""
     collectives = [a for a in averages if a.key.lower().startswith(_COMMUNICATION_PREFIXES)]
     on_device = device.type == "cuda"
     return float(sum(a.self_device_time_total if on_device else a.self_cpu_time_total for a in collectives)) * _US

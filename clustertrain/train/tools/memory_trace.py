@@ -1,4 +1,4 @@
-"""Memory trace of one training step without allocating: torch's MemTracker under FakeTensorMode."""
+"""Memory trace of one training step without allocating memory: torch's MemTracker under FakeTensorMode."""
 
 from __future__ import annotations
 
@@ -29,18 +29,13 @@ from clustertrain.train.step.train_step import TrainStep
 if TYPE_CHECKING:
     from clustertrain.train.tools.model_stats import TraceRequest
 
-_NON_ACTIVATIONS = (
-    "Parameter",
-    "Buffer",
-    "Gradient",
-    "Optstate",
-    "Other",
-)  # MemTracker's categories; Other is the batch
+# MemTracker's categories; Other is the batch.
+_NON_ACTIVATIONS = ("Parameter", "Buffer", "Gradient", "Optstate", "Other")
 CPU = torch.device("cpu")
 
 
 def trace_step(recipe: Recipe, task: TrainingTask, request: TraceRequest) -> MemoryTrace:
-    """Trace the trainer's step on one process with CPU kernels, the only ones on a login node.
+    """Trace the trainer's step in one process with CPU kernels, the only ones on a login node.
 
     Raises:
         UnsuitableEnvironment: this torch version lacks MemTracker.
@@ -52,7 +47,7 @@ def trace_step(recipe: Recipe, task: TrainingTask, request: TraceRequest) -> Mem
     except ImportError as e:
         raise UnsuitableEnvironment(f"torch {torch.__version__} has no MemTracker: {e}") from e
     samples = [task.dataset[i % len(task.dataset)] for i in range(request.micro_batch)]
-    # Constants that the model stores outside of its buffers are real tensors.
+    # Constants that the model stores outside its buffers remain real tensors.
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     batch = tree_map_only(torch.Tensor, fake_mode.from_tensor, default_collate(samples))
     with fake_mode:
@@ -71,9 +66,8 @@ def trace_step(recipe: Recipe, task: TrainingTask, request: TraceRequest) -> Mem
             task.model, optimizer, context, ProcessGroups(None, None, None, None), None, allow_skip=False
         )
         with tracker, warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # MemTracker's hooks warn after the model failed, which would hide the cause
+            # MemTracker's hooks warn after the model has failed, which would hide the cause.
+            warnings.simplefilter("ignore")
             train_step([tuple(batch)], None, task.loss, Clipping.from_spec(recipe.optim))
         peak = _peak_by_category(tracker)
     peak_before_update = before_update[0]
@@ -85,10 +79,10 @@ def trace_step(recipe: Recipe, task: TrainingTask, request: TraceRequest) -> Mem
 
 
 def _replace_with_fakes(model: nn.Module, cast: torch.dtype | None) -> None:
-    """Replace the tensors of ``model`` by fake ones on the CPU, under FakeTensorMode; shared tensors stay shared.
+    """Replace the tensors of ``model`` with fake ones on CPU, under FakeTensorMode; shared tensors stay shared.
 
-    ``cast`` is the dtype of floating-point parameters. Frozen parameters become buffers, because MemTracker (torch
-    2.13) puts a gradient hook on every parameter, which fails on those.
+    ``cast`` is the new dtype of floating-point parameters; None keeps theirs. Frozen parameters become buffers, because
+    MemTracker (torch 2.13) puts a gradient hook on every parameter, which fails on frozen ones.
     """
     fakes: dict[int, Any] = {}
 

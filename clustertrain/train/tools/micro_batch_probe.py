@@ -1,8 +1,7 @@
-"""``python -m clustertrain.train.tools.micro_batch_probe``: a rank of a ``plan --find-micro-batch`` trial, run by
-torchrun.
+"""``python -m clustertrain.train.tools.micro_batch_probe``: one rank of a ``plan --find-micro-batch`` trial.
 
-It runs a few of the trainer's steps and writes ``probe-<rank>.json`` beside its result record. Each trial uses a new
-process, because memory held by torch after an out-of-memory error would distort the next one.
+torchrun starts it. It runs a few of the trainer's steps and writes ``probe-<rank>.json`` next to its result record.
+Each trial uses a new process, because memory held by torch after an out-of-memory error would distort the next one.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ def measure(run: RunDir, limit_bytes: int) -> TrialMeasurement:
             _limit_memory(limit_bytes)
             rss, rss_file = _status_bytes("VmRSS"), _status_bytes("RssFile")
         trainer = build_trainer(s, recipe, batch)
-        times = []
+        step_times_s = []
         for _ in range(PROBE_STEPS):
             started = clock.monotonic()
             trainer.step()
             if s.device.type == "cuda":
                 torch.cuda.synchronize()
-            times.append(clock.monotonic() - started)
-        step_s = statistics.median(times[1:])
+            step_times_s.append(clock.monotonic() - started)
+        step_s = statistics.median(step_times_s[1:])
         if s.device.type == "cpu":
-            # A library's pages count as resident once read. How many were read before depends on the page cache.
+            # Pages of libraries count as resident once read, and how many were read before depends on the page cache.
             library_bytes = _status_bytes("RssFile") - rss_file
             peak_bytes = max(0, _status_bytes("VmHWM") - rss - library_bytes)
             return TrialMeasurement(peak_bytes=peak_bytes, step_s=step_s)
@@ -62,7 +61,7 @@ def measure(run: RunDir, limit_bytes: int) -> TrialMeasurement:
 
 def _measure_gpu(step_s: float) -> TrialMeasurement:
     free, capacity = torch.cuda.mem_get_info()
-    # torch does not count the CUDA context and NCCL's buffers; memory of other processes counts too, as it should.
+    # torch does not count the CUDA context and NCCL's buffers. This also counts other processes' memory, as it should.
     non_torch_bytes = max(0, capacity - free - torch.cuda.memory_reserved())
     return TrialMeasurement(
         peak_bytes=torch.cuda.max_memory_reserved() + non_torch_bytes,
@@ -74,11 +73,11 @@ def _measure_gpu(step_s: float) -> TrialMeasurement:
 
 def _limit_memory(limit_bytes: int) -> None:
     """Reset the peak of resident memory and allow the process ``limit_bytes`` more."""
-    # Import what building on meta and sharding need: 0.1 GiB, the same for every model.
+    # Import now what building on the meta device and sharding need: 0.1 GiB, the same for every model.
     import torch._dynamo
     import torch.distributed.fsdp  # noqa: F401
 
-    # proc(5): 5 resets the peak resident set size. Otherwise the peak of the imports would hide a small model's.
+    # proc(5): 5 resets the peak resident set size. Otherwise the peak of the imports would hide that of a small model.
     _CLEAR_REFS.write_text("5")
     limit = _status_bytes("VmData") + limit_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
@@ -97,9 +96,9 @@ def main() -> int:
 
     def run_probe(run: RunDir | None) -> None:
         assert run is not None
-        measured = measure(run, limit_bytes)
+        measurement = measure(run, limit_bytes)
         path = Path(os.environ[settings.RANK_DIR], f"probe-{os.environ['RANK']}.json")
-        fsio.write_json(path, msgspec.to_builtins(measured))
+        fsio.write_json(path, msgspec.to_builtins(measurement))
 
     return run_as_rank(run_probe)
 

@@ -1,8 +1,8 @@
 """``python -m clustertrain.train.tools.model_stats REQUEST``: statistics of a recipe's model as one JSON document.
 
 It is a separate process because it imports torch and the user's code. The model is built on the meta device, where
-tensors have shapes but no memory. On request one step is traced by torch's MemTracker
-(``torch.distributed._tools.mem_tracker``) under FakeTensorMode; both are private APIs, used here as of torch 2.13.
+tensors have shapes but no memory. On request, torch's MemTracker (``torch.distributed._tools.mem_tracker``) traces one
+step under FakeTensorMode; both are private APIs, used as they are in torch 2.13.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def count_model(model: nn.Module, optim: OptimSpec) -> ModelStats:
     """Return the statistics of ``model``.
 
     Raises:
-        ConfigError: a pattern of ``optim`` matches nothing, or ``layer_decay`` is set and depths are unknown.
+        ConfigError: a pattern of ``optim`` matches nothing, or ``layer_decay`` is set but depths are unknown.
     """
     param_table = param_info.build_param_table(model)
     param_table.check_layer_decay(optim.layer_decay)
@@ -115,20 +115,20 @@ def inspect_model(recipe: Recipe, step: TraceRequest | None, split: SplitRequest
     task = build_task(recipe, inspect_only=True) if step is not None else None
     model = task.model if task is not None else build_model(recipe.model, inspect_only=True)
     find_model_loss(recipe, model)  # raises for recipe keys that it does not support
-    counted = count_model(model, recipe.optim)
+    stats = count_model(model, recipe.optim)
     check_split(model, split, recipe.parallel.split)
     if task is None or step is None:
-        return counted
+        return stats
     try:
         from clustertrain.train.tools import memory_trace
 
-        return msgspec.structs.replace(counted, memory_trace=memory_trace.trace_step(recipe, task, step))
+        return msgspec.structs.replace(stats, memory_trace=memory_trace.trace_step(recipe, task, step))
     except Exception as e:  # from the user's forward pass, or a limit of torch
-        return msgspec.structs.replace(counted, trace_error=f"the trace failed: {_format_error(e)}")
+        return msgspec.structs.replace(stats, trace_error=f"the trace failed: {_format_error(e)}")
 
 
 def _format_error(error: BaseException) -> str:
-    """Return the last line of a traceback and its location."""
+    """Return the message of ``error`` and where it was raised."""
     last_line = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     frames = traceback.extract_tb(error.__traceback__)
     return f"{last_line} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else last_line
@@ -151,7 +151,7 @@ def handle_request(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    # Keep the user's prints out of the document: send them to stderr.
+    # Send the user's prints to stderr, so that stdout has only the document.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     print(json.dumps(handle_request(json.loads(sys.argv[1]))), file=out, flush=True)
