@@ -39,7 +39,7 @@ def redirect_output(log: Path) -> None:
 def set_cpu_affinity(cpus: str, local_rank: int) -> None:
     """Pin this process to the CPUs near its GPU, before torch starts threads, which inherit the affinity.
 
-    ``cpus`` has one list per local rank: ``0,1;2,3``. If the kernel refuses, the affinity stays as it is.
+    ``cpus`` has one list per local rank: ``0,1;2,3``. If it is invalid or the kernel refuses, nothing changes.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         os.sched_setaffinity(0, [int(n) for n in cpus.split(";")[local_rank].split(",")])
@@ -65,7 +65,7 @@ def _run_training(run: RunDir | None, args: Sequence[str]) -> None:
     spec = load_spec(run)
     if spec.script is not None:
         if Path(spec.script.cwd).is_dir():
-            os.chdir(spec.script.cwd)  # paths in its arguments are relative to the folder where submit ran
+            os.chdir(spec.script.cwd)  # paths in the arguments are relative to the folder where submit ran
         _run_script(run.code / spec.script.path, spec.script.args)
         return
     from clustertrain.train import trainer
@@ -75,7 +75,7 @@ def _run_training(run: RunDir | None, args: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the rank and return its exit code: 0 completed or stopped, 1 failed, 78 a retry would fail the same way."""
+    """Run the rank and return its exit code: 0 (completed or stopped), 1 (failed), 78 (a retry would fail as well)."""
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] == ["train"]:
         args = args[1:]
@@ -95,8 +95,8 @@ def run_as_rank(target: Callable[[RunDir | None], None]) -> int:
     faulthandler.enable()
     if settings.RANK_CPUS in os.environ:
         set_cpu_affinity(os.environ[settings.RANK_CPUS], int(os.environ.get("LOCAL_RANK", "0")))
-    # Imported after the redirection, so that the log has what the import of torch prints. Garbage collections during
-    # the import find nothing and take a tenth of it; later ones need not visit the objects that it made.
+    # Imported after the redirection, so that what the import of torch prints goes to the log. Garbage collections
+    # during the import find nothing and take a tenth of its time; later ones need not visit the objects it created.
     gc.disable()
     from clustertrain.train.core import result
 
@@ -106,8 +106,8 @@ def run_as_rank(target: Callable[[RunDir | None], None]) -> int:
     try:
         return _run_and_record(run, target)
     finally:
-        # Garbage collection at exit takes a third of it, about one CPU second, for objects that die with the process.
-        # After a warning signal that second is part of the grace time.
+        # Garbage collection takes a third of the exit's time, about one CPU second, for objects that die with the
+        # process. After a warning signal, that second is part of the grace time.
         gc.freeze()
 
 
@@ -123,7 +123,7 @@ def _run_and_record(run: RunDir | None, target: Callable[[RunDir | None], None])
         if not e.code or result.current().ending == "stopped":
             return _record_success()
         if e.code == EXIT_STOPPED:
-            result.current().reason = f"the script ended with exit code {EXIT_STOPPED}, which asks for another start"
+            result.current().reason = f"the script ended with exit code {EXIT_STOPPED}, which requests another attempt"
             result.current().record_stopped()
             return EXIT_SUCCESS  # torchrun treats any other code as a failure
         print(e.code if isinstance(e.code, str) else f"the script ended with exit code {e.code}", file=sys.stderr)

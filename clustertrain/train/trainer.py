@@ -38,7 +38,7 @@ class Trainer:
     clip: Clipping
 
     def step(self) -> StepResult:
-        """Do one optimizer step over the next global batch."""
+        """Run one optimizer step on the next global batch."""
         return self.session.train_step(next(self.data), self.loss, clip=self.clip)
 
 
@@ -76,7 +76,7 @@ def build_trainer(session: Session, recipe: Recipe, batch: Batch) -> Trainer:
 
 def build_schedule(recipe: Recipe, *, peak: float) -> LearningRate:
     """Return the recipe's learning rate schedule, which scales ``peak``."""
-    # The schedule observes a validation metric, even if the run is judged by another one.
+    # The schedule observes a validation metric, even if the deciding metric is not one.
     higher_is_better = recipe.higher_is_better and recipe.deciding_metric.startswith(VALIDATION_PREFIX)
     return LearningRate(recipe.schedule, peak=peak, total=recipe.train.steps, higher_is_better=higher_is_better)
 
@@ -122,11 +122,16 @@ def train(recipe: Recipe, batch: Batch) -> None:
     """Train until ``recipe.train.steps`` steps are done."""
     total = recipe.train.steps
     with session() as s:
-        t = build_trainer(s, recipe, batch)
+        trainer = build_trainer(s, recipe, batch)
         s.tokens_per_step = batch.global_batch * recipe.tokens_per_sample
-        evaluations = build_evaluations(s, t.task, recipe, on_value=t.schedule.observe)
-        state = {"model": t.model, "optimizer": t.optimizer, "data": t.data, "schedule": t.schedule}
+        evaluations = build_evaluations(s, trainer.task, recipe, on_value=trainer.schedule.observe)
+        state = {
+            "model": trainer.model,
+            "optimizer": trainer.optimizer,
+            "data": trainer.data,
+            "schedule": trainer.schedule,
+        }
         for step in s.steps(total, state, recipe.checkpoint.every, recipe.checkpoint.keep, evaluations):
-            t.schedule.apply(t.optimizer, step + 1)
-            result = t.step()
+            trainer.schedule.apply(trainer.optimizer, step + 1)
+            result = trainer.step()
             s.log(loss=result.loss, grad_norm=result.grad_norm)

@@ -99,7 +99,7 @@ def test_session_left_early_after_warning_is_continued(submitted: Callable[..., 
     [
         ("os._exit(0)", "user_error", "ended with exit code 0 before its script returned (os._exit?)"),
         ("os._exit(3)", "unknown", "ended with exit code 3 without a Python error (os._exit?)"),
-        ("raise SystemExit(75)", "unknown", "exit code 75, which asks for another start"),
+        ("raise SystemExit(75)", "unknown", "exit code 75, which requests another attempt"),
     ],
 )
 def test_exit_code_without_warning_is_named(submitted: Callable[..., Run], end: str, ending: str, message: str) -> None:

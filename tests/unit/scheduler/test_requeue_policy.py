@@ -197,7 +197,7 @@ def test_reason_of_a_hang_combines_all_nodes() -> None:
 
 
 def test_script_that_exits_with_75_is_requeued() -> None:
-    why = "the script ended with exit code 75, which asks for another start"
+    why = "the script ended with exit code 75, which requests another attempt"
     verdict = classify(make_evidence({n: structs.replace(make_result("stopped"), reason=why) for n in NODES}))
     assert verdict == Verdict(endings.UNKNOWN, why)
     assert action(verdict.ending, [attempt(1, verdict.ending)]) == "requeue"
