@@ -77,3 +77,8 @@ def test_trainer_switches_an_entry_to_training_mode(tmp_path: Path, monkeypatch:
     assert task.left_eval_mode == [""] and task.model.training
     text = warnings.build_eval_mode_warning(task.left_eval_mode, switched=True).text
     assert text == "the model was in evaluation mode with parameters to train, and is now in training mode"
+
+
+def test_warning_agrees_with_the_number_of_modules() -> None:
+    text = warnings.build_eval_mode_warning(["backbone", "neck"], switched=True).text
+    assert text == "backbone, neck were in evaluation mode with parameters to train, and are now in training mode"
