@@ -150,9 +150,9 @@ class Session:
         model rank 0's values are broadcast. A model in pipeline stages cannot be called: :meth:`train_step` drives it.
 
         Args:
-            tp_plan: how tensor parallelism splits the model, by module name pattern: ``{"layers.*.up": "colwise",
-                ...}``, with the styles in ``clustertrain.train.distributed.tensor_parallel.WORDS``; default: the
-                model's attribute ``tp_plan``.
+            tp_plan: how tensor parallelism splits the model: a style by module name pattern, such as
+                ``{"layers.*.up": "colwise", ...}``, with the styles in
+                ``clustertrain.train.distributed.tensor_parallel.WORDS``; default: the model's attribute ``tp_plan``.
             freeze: name patterns of modules that are not trained.
             unfreeze: (step, patterns): :meth:`train_step` trains these modules from optimizer step ``step`` on,
                 counted from 1; until then they are frozen, whether or not ``freeze`` matches them.

@@ -36,7 +36,7 @@ class SamplePositions:
         if any(loader.ragged for loader in self._last_loaders):
             raise UsageError(
                 "train_step: a loader's global batch does not divide over ranks and micro-batches, so some samples are "
-                f"padding, and it is unknown which ones in this batch, whose micro-batches have {sizes} samples",
+                f"padding; this batch, with micro-batches of {sizes} samples, does not show which ones",
                 fix="take one batch from the loader per step and keep the number and sizes of its micro-batches, "
                 "or choose a global_batch that divides",
             )
